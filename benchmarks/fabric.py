@@ -28,7 +28,6 @@ from shardcore.distributed.comm import Comm
 from shardcore.engine import engine as engine_module
 from shardcore.engine.state_store import DeviceStore
 
-WIDTH = 1024  # of the small model's layers: more than 256 elements for each of 1,024 ranks
 ADAM_BYTES = 30  # that a step moves per parameter: masters and moments read and written, gradients, weights
 
 
@@ -226,13 +225,17 @@ class _Compute(torch.autograd.Function):
 
 
 class _Layer(nn.Module):
-    def __init__(self, fabric: Fabric, seconds: float) -> None:
+    """Weights of one size, whose gradients come one after the other."""
+
+    def __init__(self, fabric: Fabric, seconds: float, *sizes: tuple[int, int]) -> None:
         super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.linears = nn.ModuleList(nn.Linear(*size, bias=False) for size in sizes)
         self.fabric, self.seconds = fabric, seconds
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _Compute.apply(self.linear(x), self.fabric, self.seconds)  # type: ignore[no-any-return]
+        for linear in self.linears:
+            x = _Compute.apply(linear(x), self.fabric, self.seconds / len(self.linears))
+        return x
 
 
 def _forward_seconds(machine: Machine, large: Large, tokens: int) -> tuple[float, float]:
@@ -241,30 +244,38 @@ def _forward_seconds(machine: Machine, large: Large, tokens: int) -> tuple[float
 
 
 class _Model(nn.Module):
-    def __init__(self, fabric: Fabric, large: Large, tokens: int) -> None:
+    def __init__(self, fabric: Fabric, large: Large, tokens: int, width: int) -> None:
         super().__init__()
-        unit, self.seconds = _forward_seconds(fabric.machine, large, tokens)
-        self.blocks = nn.ModuleList(_Layer(fabric, unit) for _ in range(large.units))
-        self.head = nn.Linear(WIDTH, round(WIDTH * large.root / large.unit), bias=False)
-        self.fabric = fabric
+        unit_seconds, head_seconds = _forward_seconds(fabric.machine, large, tokens)
+        half, down, up = math.ceil(width * large.root / large.unit / 2), (width, width // 4), (width // 4, width)
+        self.embedding = nn.Linear(width, half, bias=False)
+        self.blocks = nn.ModuleList(_Layer(fabric, unit_seconds, down, up, down, up) for _ in range(large.units))
+        self.head = _Layer(fabric, head_seconds, (width, half))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.embedding(x).mean()
         for block in self.blocks:
             x = block(x)
-        return _Compute.apply(self.head(x), self.fabric, self.seconds)  # type: ignore[no-any-return]
+        return self.head(x)  # type: ignore[no-any-return]
 
 
-def simulate(world: int, tokens: int, machine: Machine = Machine(), large: Large = Large(), **options: Any) -> dict[str, float]:
+def simulate(
+    world: int, tokens: int, machine: Machine = Machine(), large: Large = Large(), head_apart: bool = False, **options: Any
+) -> dict[str, float]:
     """Return the seconds of a step by kind ("compute", "gradients", "weights", "new weights") after shard(..., **options).
 
-    What is not "compute" is exposed. tokens: per rank and step. "host": what the engine's Python took, in real seconds.
+    What is not "compute" is exposed. tokens: per rank and step. head_apart: whether the output head is a unit of its own.
+    "host": what the engine's Python took, in real seconds.
     """
-    fabric = Fabric(machine, world, large.unit / (WIDTH * WIDTH))
+    width = 512 if world <= 256 else 1024  # of layers: units of 256 elements, or a multiple, for each rank
+    fabric = Fabric(machine, world, large.unit / (width * width))
     torch.manual_seed(0)
     with fabric.installed(), _one_thread():
-        model: Any = _Model(fabric, large, tokens)
+        model: Any = _Model(fabric, large, tokens, width)
+        if head_apart:
+            options["units"] = [*model.blocks, model.head]
         model, optimizer = shardcore.shard(model, shardcore.FusedAdam(model.parameters()), precision="bf16", **options)
-        x = torch.ones(1, WIDTH, dtype=torch.bfloat16)
+        x = torch.ones(1, width, dtype=torch.bfloat16)
         begin, begun = 0.0, 0.0
         for step in range(4):
             if step == 2:  # the order of units is known; a step's gathers may run into the next forward, so two are averaged

@@ -5,7 +5,7 @@ that it gets for its own, in rank order, in float32. The sum of one level is wha
 (shard's reduction="nccl") the backend adds instead, over all ranks at once, in the dtype that travels, in its own order.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -65,6 +65,20 @@ class ReduceScatter:
         self._levels = [range(comm.world_size)] if backend_sums else comm.topology.levels(comm.rank)
         self._number = {bucket: number for number, bucket in enumerate(buckets)}
         self._flights: list[deque[_Flight]] = [comm.keep_alive(deque()) for _ in self._levels]  # by level
+        self._numel, self._arrived = Counter[str](), Counter[str]()  # elements of units, and those of this backward
+        for bucket in buckets:
+            self._numel[bucket.unit] += sum(managed.local.numel() for managed in bucket.params)
+
+    def arrive(self, bucket: Bucket, numel: int) -> Iterator[tuple[Bucket, torch.Tensor, Parts]]:
+        """Note that so many elements of a bucket's local gradient are there; yields earlier buckets, as `send` does.
+
+        With more than half of a unit, what was sent before goes on to its next level, and not only when the unit is complete:
+        so that is done sooner. Backward has computed for long enough then to hide the level before.
+        """
+        self._arrived[bucket.unit] += numel
+        if len(self._levels) > 1 and 2 * self._arrived[bucket.unit] > self._numel[bucket.unit]:
+            while self._flights[0] and self._flights[0][0].bucket.unit != bucket.unit:
+                yield from self._go_on(0)
 
     def send(self, bucket: Bucket, full: torch.Tensor) -> Iterator[tuple[Bucket, torch.Tensor, Parts]]:
         """Start with one bucket; yields the earlier ones, where too many are in flight, before this one takes memory."""
@@ -79,6 +93,7 @@ class ReduceScatter:
         for level, flights in enumerate(self._flights):
             while flights:
                 yield from self._go_on(level)
+        self._arrived.clear()
 
     def _make_room(self, level: int, bucket: Bucket) -> Iterator[tuple[Bucket, torch.Tensor, Parts]]:
         """Let the oldest flights of a level go on where `bucket` would be one unit too many there.
@@ -114,6 +129,7 @@ class ReduceScatter:
                 self._give_back(flight)
                 self.pool.give(flight.full)
             flights.clear()
+        self._arrived.clear()
 
     def _parts(self, flight: _Flight) -> Parts:
         ranks = self._levels[flight.level]

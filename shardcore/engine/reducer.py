@@ -373,6 +373,9 @@ class Reducer:
                 return
             bucket.collect(slot, grad, bucket.wire if bucket.wire is not None else self._collect_buffer(bucket))
         missing.discard(managed)
+        if first and self._reducing:
+            for sent in self._reduce_scatter.arrive(bucket, grad.numel()):
+                self._finish(*sent)
         if missing or not first:
             return
         if self.unsharder is not None:

@@ -241,8 +241,9 @@ class _Step:
         self._adds_locally = self.policy.accumulate > 1 and not self.policy.sync_each
         self._passing = [unit for unit in self.units if not unit.stays]
         self._order = [bucket for bucket in reversed(self.buckets) if bucket.trainable]
-        arrivals = sorted((-managed.index, place) for place, b in enumerate(self._order) for managed in b.params)
-        self._arrivals = [self._order[place] for _, place in arrivals]  # the bucket of each gradient, in backward
+        found = ((-m.index, place, m.local.numel()) for place, bucket in enumerate(self._order) for m in bucket.params)
+        # The bucket of each gradient, and its elements, in backward.
+        self._arrivals = [(self._order[place], numel) for _, place, numel in sorted(found)]
         self.pool, self.gathered = BufferPool(_META), BufferPool(_META)
         self._reduce_scatter = _ReduceScatter(self.comm, self.pool, self._order, self.policy.backend_sums)
         self._leaving: deque[tuple[Bucket, torch.Tensor, Callable[[torch.Tensor], None]]] = deque()
@@ -363,10 +364,12 @@ class _Step:
     def _backward(self, reducing: bool) -> None:
         missing = {bucket: len(bucket.params) for bucket in self._order}
         waiting = deque(self._order if reducing else ())
-        for bucket in self._arrivals:
+        for bucket, numel in self._arrivals:
             if bucket.wire is None:
                 bucket.wire = self._take(bucket, torch.float32 if self._adds_locally else self._sent_dtype(bucket))
             missing[bucket] -= 1
+            for done, full, _ in self._reduce_scatter.arrive(bucket, numel) if reducing else ():
+                self._finish(done, full)
             while waiting and not missing[waiting[0]]:
                 self._launch(waiting.popleft())
         for bucket, full, _ in self._reduce_scatter.drain():

@@ -150,6 +150,41 @@ def test_exchanges_across_nodes_are_not_waited_for_at_once() -> None:
     assert 0 in run_ranks(4, _hidden, True)[0], "else the test could not fail"
 
 
+def _gradients_before(rank: int, world_size: int, at_half: bool) -> list[int]:
+    """Return how many gradients of the next unit there are when a unit's exchange across nodes starts, of each but the last."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(*(nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(4))) for _ in range(4)))
+    arrived: list[int] = []  # gradients so far, at each exchange across nodes
+    count = 0
+
+    def note(param: nn.Parameter) -> None:
+        nonlocal count
+        count += 1
+
+    for param in model.parameters():  # before those of shard
+        param.register_post_accumulate_grad_hook(note)
+    with pytest.MonkeyPatch.context() as patch:
+        if not at_half:
+            patch.setattr(ReduceScatter, "arrive", lambda *_: ())
+        model, optimizer = shardcore.shard(model, shardcore.FusedAdam(model.parameters()), 2, ranks_per_node=2)
+        comm = optimizer._engine.comm
+        send = comm.all_to_all
+
+        def watched(*given: Any, **of: Any) -> Any:
+            if given[4] == comm.topology.cross_node_ranks(rank):
+                arrived.append(count)
+            return send(*given, **of)
+
+        comm.all_to_all = watched
+        model(torch.ones(2, 16)).sum().backward()
+    return [so_far - 4 * unit for unit, so_far in enumerate(arrived, 1)][:-1]
+
+
+def test_units_go_across_nodes_before_the_next_is_complete() -> None:
+    assert run_ranks(4, _gradients_before, True) == [[3, 3, 3]] * 4, "more than half"
+    assert run_ranks(4, _gradients_before, False) == [[4, 4, 4]] * 4, "else the test could not fail"
+
+
 def _most_in_flight(rank: int, world_size: int, groups: int) -> int:
     """Return how many exchanges are in flight at most, of units of one or two groups of the optimizer."""
     model = make_net()

@@ -176,6 +176,7 @@ def test_fabric(tmp_path, run_main):
         (["--world", "2048"], "argument --world: 2048; expected a power of two from 2 to 1024"),
         (["--world", "48"], "argument --world: 48; expected a power of two from 2 to 1024"),
         (["--ranks-per-node", "3"], "argument --ranks-per-node: 3; expected a divisor of --world 8"),
+        (["--model", "torch.nn:Identity"], "argument --model: torch.nn:Identity has no repeated blocks; expected"),
         (["--nic", "0"], "argument --nic: 0; expected a number above 0"),
     ],
 )

@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from benchmarks.fabric import Fabric, Large, Machine, Part, simulate, simulate_deepspeed, simulate_fsdp2
 from shardcore.distributed.comm import Comm
+from shardcore.engine.reduce_scatter import ReduceScatter
 
 
 def exposed(seconds: dict[str, float], *kinds: str) -> float:
@@ -26,6 +27,24 @@ def test_nodes_and_prefetch_hide_what_flat_or_late_gathers_expose():
     flat, late = (simulate(64, 4096, stage=3, prefetch=prefetch) for prefetch in (1, 0))
     assert exposed(simulate(64, 4096, stage=3, ranks_per_node=8)) < exposed(flat) / 2
     assert exposed(late, "weights") > 3 * exposed(flat, "weights")
+
+
+@pytest.mark.parametrize("options", [{"stage": 3}, pytest.param({"stage": 2, "overlap_step": True}, marks=pytest.mark.slow)])
+def test_with_a_unit_for_the_head_less_than_two_percent_are_exposed(options):
+    together, apart = (
+        exposed(simulate(64, 4096, head_apart=head_apart, ranks_per_node=8, **options)) for head_apart in (False, True)
+    )
+    assert apart < 0.0172 < 0.02 < together
+
+
+@pytest.mark.slow
+def test_units_go_across_nodes_while_the_next_one_computes(monkeypatch):
+    at_half = simulate(64, 4096, stage=3, ranks_per_node=8)
+    monkeypatch.setattr(ReduceScatter, "arrive", lambda *_: ())
+    late = simulate(64, 4096, stage=3, ranks_per_node=8)
+    # Of the last unit but one: in float32 an eighth over the NIC; the last one's exchange in the node, beside it, stays.
+    across, within = 4 * 202e6 / 8 * 7 / 8 / 45e9, 2 * 202e6 * 7 / 8 / 350e9
+    assert late["gradients"] - at_half["gradients"] == pytest.approx(across - within)
 
 
 def test_a_comparison_of_1024_ranks_is_ten_messages(monkeypatch):
