@@ -22,6 +22,7 @@ from shardcore.sequence_parallel import gather_sequence, group_of_sequence, ulys
 
 _numbers = count()
 _LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+_LOSSES = (None, "ForCausalLM", "ForConditionalGeneration")  # transformers' names of losses over next tokens; None: no head
 
 
 def enable_sequence_parallel(model: PreTrainedModel, group: dist.ProcessGroup | DeviceMesh) -> None:
@@ -38,13 +39,19 @@ def enable_sequence_parallel(model: PreTrainedModel, group: dist.ProcessGroup | 
         model: a decoder, such as LlamaForCausalLM; changed in place.
         group: the ranks of a sequence, or a mesh of one dimension such as mesh["sp"]; its size divides the attention heads.
 
-    Raises TypeError for a model of another library, ValueError for encoder-decoders and layers that carry states along a
-    sequence, or for heads that do not fit. The model's forward and backward become collective; forward raises ValueError
-    without position_ids, with a cache that is filled (generate with another model), and for masks of its own over positions.
+    Raises TypeError for a model of another library, ValueError for encoder-decoders, layers that carry states along a
+    sequence, a head whose labels are not the next tokens (...ForSequenceClassification), or for attention heads that do not
+    fit. The model's forward and backward become collective; forward raises ValueError without position_ids, with a cache that
+    is filled (generate with another model), and for masks of its own over positions.
     Source: https://huggingface.co/docs/transformers/attention_interface.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"enable_sequence_parallel: model is a {type(model).__name__}; expected a model of transformers")
+    if model.loss_type not in _LOSSES:
+        raise ValueError(
+            f"enable_sequence_parallel: the {type(model).__name__} has a head whose labels are not the next tokens; expected a "
+            "model ...ForCausalLM, or one without a head, such as model.base_model, with a loss of yours over a rank's tokens"
+        )
     config = model.config.get_text_config()
     other = set(getattr(config, "layer_types", None) or ()) - _LAYERS
     if config.is_encoder_decoder or other or not model._supports_attention_backend:

@@ -19,6 +19,8 @@ from transformers import (  # noqa: E402
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    LlamaForTokenClassification,
     MambaConfig,
     MambaForCausalLM,
     MistralConfig,
@@ -199,6 +201,8 @@ def refusals(rank: int, world_size: int) -> bool:
         ValueError,
         "an encoder-decoder",
     )
+    for head in (LlamaForTokenClassification, LlamaForSequenceClassification):  # labels of split_sequences are shifted
+        note(head(llama().config), ValueError, f"the {head.__name__} has a head whose labels are not the next tokens")
     note(MambaForCausalLM(MambaConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1)), ValueError, "expected a decoder")
     note(llama(num_attention_heads=3, num_key_value_heads=3, head_dim=8), ValueError, "has 3 attention heads")
     model = llama()
