@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardcore.engine.slices import divided
+from shardcore.optim.dtensor import local_part
 from shardcore.optim.interface import engine_of
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -45,8 +46,8 @@ def tensor_parallel(model: Model, mesh: DeviceMesh, plan: Mapping[str, Any] | No
     op = "tensor_parallel"
     if engine_of(model) is not None:
         raise ValueError(f"{op}: the model is already sharded; expected to slice it before shard()")
-    if mesh.ndim != 1:
-        raise ValueError(f"{op}: mesh has {mesh.ndim} dimensions; expected 1, such as mesh['tp']")
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
+        raise ValueError(f"{op}: mesh is {mesh!r}; expected a DeviceMesh of 1 dimension, such as mesh['tp']")
     modules = dict(model.named_modules())
     if plan is None:
         plan = _gpt2_plan(modules) or getattr(model, "_tp_plan", None)
@@ -55,10 +56,10 @@ def tensor_parallel(model: Model, mesh: DeviceMesh, plan: Mapping[str, Any] | No
     _check_heads(op, model, mesh.size())
     changes: dict[str, Any] = {}
     for pattern, style in plan.items():
-        names = [name for name in modules if fnmatch.fnmatchcase(name, pattern)]
+        names, change = [name for name in modules if fnmatch.fnmatchcase(name, pattern)], _style(op, pattern, style)
         if not names:
             raise ValueError(f"{op}: plan has {pattern!r}, which is no module of the model; expected names of its modules")
-        changes |= {name: _style(op, name, style) for name in names}
+        changes |= dict.fromkeys(names, change)
     tied: dict[nn.Parameter, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         tied.setdefault(param, []).append(name)
@@ -69,6 +70,9 @@ def tensor_parallel(model: Model, mesh: DeviceMesh, plan: Mapping[str, Any] | No
             _torch(".parallel").parallelize_module(modules[name], mesh, style)
     for names in tied.values():
         _tie_again(op, model, names)
+    for module in model.modules():  # torch replicates the buffers of what it slices: shard takes ordinary ones
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = local_part(buffer)
     return model
 
 

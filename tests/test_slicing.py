@@ -26,6 +26,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA)),
     "llama, tied": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA, tie_word_embeddings=True)),
     "qwen3": lambda: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**LLAMA, head_dim=4)),
+    "gemma": lambda: transformers.GemmaForCausalLM(transformers.GemmaConfig(**LLAMA, head_dim=4)),  # a buffer in what is sliced
     "gpt2": lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2, **NO_DROPOUT)),
 }
 Found = tuple[str, dict[str, Any], list[float]]
@@ -68,7 +69,7 @@ def _error(found: Found, expected: Found) -> float:
     return max((a - b).abs().max().item() for a, b in [*pairs, (torch.tensor(found[2]), torch.tensor(expected[2]))])
 
 
-CASES = [("llama", 2), ("llama, tied", 1), ("llama, tied", 3), ("qwen3", 2), ("gpt2", 0), ("gpt2", 3)]
+CASES = [("llama", 2), ("llama, tied", 1), ("llama, tied", 3), ("qwen3", 2), ("gpt2", 0), ("gpt2", 3), ("gemma", 2)]
 
 
 @pytest.mark.more
@@ -150,9 +151,10 @@ def _refusals(rank: int, world: int) -> list[str]:
     calls: list[Callable[[], Any]] = [
         lambda: shardcore.tensor_parallel(nn.Linear(4, 4), mesh),
         lambda: shardcore.tensor_parallel(nn.Linear(4, 4), init_device_mesh("cpu", (1, world))),
+        lambda: shardcore.tensor_parallel(llama(), mesh.get_group()),
         lambda: shardcore.tensor_parallel(llama(), mesh),
         lambda: shardcore.tensor_parallel(nn.Sequential(nn.Linear(4, 4)), mesh, {"1": "colwise"}),
-        lambda: shardcore.tensor_parallel(nn.Sequential(nn.Linear(4, 4)), mesh, {"0": "moe_tp_experts"}),
+        lambda: shardcore.tensor_parallel(nn.Sequential(nn.Linear(4, 4)), mesh, {"0.gate_up": "moe_tp_experts"}),
         lambda: shardcore.tensor_parallel(tied.base_model, mesh, {}),
     ]
     for call in calls:
@@ -168,10 +170,11 @@ def _refusals(rank: int, world: int) -> list[str]:
 def test_what_cannot_be_sliced_is_named() -> None:
     expected = [
         "tensor_parallel: Linear has no plan",
-        "tensor_parallel: mesh has 2 dimensions; expected 1",
+        "tensor_parallel: mesh is DeviceMesh(",
+        "tensor_parallel: mesh is <torch",
         "tensor_parallel: num_attention_heads is 4 on 3 ranks",
         "tensor_parallel: plan has '1', which is no module of the model",
-        "tensor_parallel: 0 has the style 'moe_tp_experts', which is not supported",
+        "tensor_parallel: 0.gate_up has the style 'moe_tp_experts', which is not supported",
         "tensor_parallel: LlamaModel has no plan",
         "tensor_parallel: model.embed_tokens.weight and lm_head.weight are one weight, which the plan slices differently",
     ]
