@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardcore.api import shard
+from shardcore.engine.engine import engine_behind
 
 
 def shard_pipeline(
@@ -50,6 +51,13 @@ def shard_pipeline(
     modules: list[Any] = [getattr(one, "submod", None) for one in chosen]
     if not chosen or not all(isinstance(module, nn.Module) for module in modules):
         raise TypeError(f"shard_pipeline: stages is {stages!r}; expected a PipelineStage, or a sequence of them")
+    group = model_parallel_group.get_group() if isinstance(model_parallel_group, DeviceMesh) else model_parallel_group
+    ranks, expected = (dist.get_process_group_ranks(one) for one in (group, chosen[0].group))
+    if ranks != expected:
+        raise ValueError(
+            f"shard_pipeline: model_parallel_group has the ranks {ranks}, and the stage's own group {expected}; expected the "
+            "same ranks (mesh['pp'] for both), and in process_group those with the same stages (mesh['dp'])"
+        )
     if len(chosen) > 1 and options.get("overlap_step"):
         raise ValueError(
             "shard_pipeline: overlap_step is True for several stages on a rank; expected False, or one stage a rank"
@@ -64,6 +72,7 @@ def shard_pipeline(
         model_parallel_group=model_parallel_group,
         **options,
     )
+    engine_behind("shard_pipeline", sharded[0]).scaler.has_losses = len(chosen) == 1 and chosen[0].is_last
     for one in chosen:
         one.scale_grads, one.backward_weight_one_chunk = _refuse_scaling, _refuse_split
     return sharded

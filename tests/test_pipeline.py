@@ -186,18 +186,68 @@ def test_stages_are_saved_and_resumed(tp: int, tmp_path: Path) -> None:
     assert all(run_ranks(4 * tp, resumed, str(tmp_path), tp))
 
 
+def scaled(rank: int, world: int) -> dict[str, Any]:
+    """Train in float16: gradients of a step, one that overflows in the last stage alone, and one whose loss is not scaled."""
+    made: list[Pipeline] = []
+
+    def loss_of(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = part_of_loss(output.float(), y)
+        return loss if factor is None else made[0].optimizer.scale_loss(loss * factor)
+
+    made.append(one := Pipeline(rank, world, "1f1b", 2, 2, loss=loss_of, precision="fp16"))
+    factor: float | None = 1.0
+    one.backwards(0)
+    grads = one.named({name: shardcore.full_grad(param) for name, param in one.model.named_parameters()})
+    one.optimizer.zero_grad()
+    factor = float("inf")
+    one.train(range(1))
+    assert one.optimizer.skipped_steps == 1
+    factor = None
+    with pytest.raises(ValueError, match="that was not scaled" if one.pp == one.ends else "another part of the model refused"):
+        one.train(range(1))
+    return grads
+
+
+def test_the_last_stage_scales_losses() -> None:
+    whole = nn.Sequential(*modules(2)).double()
+    x, y = batch_of(0, 0)
+    (whole(x.double()) - y.double()).square().mean().backward()
+    found = {name: grad for grads in run_ranks(2, scaled) for name, grad in grads.items()}
+    for name, param in whole.named_parameters():
+        assert param.grad is not None
+        assert (torch.tensor(found[name]) - param.grad).abs().max() < 0.02 * param.grad.abs().max()  # tens of float16 roundings
+
+
 def refusals(rank: int, world: int) -> list[str]:
     said = []
     for kind, options in (("gpipe", {"scale_grads": True}), ("zero bubble", {}), ("interleaved", {"overlap_step": True})):
         with pytest.raises(ValueError) as raised:
             Pipeline(rank, world, kind, 2, 1, **options).backwards(0)
         said.append(str(raised.value))
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "pp"))
+    module = nn.Linear(4, 4)  # of one shape in both stages: else their ranks find it out
+    stage = PipelineStage(module, rank, 2, torch.device("cpu"), group=mesh["pp"].get_group())
+    with pytest.raises(ValueError) as swapped:
+        shardcore.shard_pipeline(
+            stage,
+            shardcore.FusedAdam(module.parameters()),
+            n_microbatches=2,
+            process_group=mesh["pp"],
+            model_parallel_group=mesh["dp"],
+        )
+    said.append(str(swapped.value))
     with pytest.raises(TypeError) as wrong:
         shardcore.shard_pipeline([nn.Linear(1, 1)], None, n_microbatches=1, process_group=None, model_parallel_group=None)
     return [*said, str(wrong.value)]
 
 
 def test_refusals() -> None:
-    words = ["expected scale_grads=False", "expected whole backwards", "overlap_step is True", "expected a PipelineStage"]
+    words = [
+        "expected scale_grads=False",
+        "expected whole backwards",
+        "overlap_step is True",
+        "the stage's own group [0, 1]",
+        "expected a PipelineStage",
+    ]
     for said in run_ranks(2, refusals):
         assert all(word in text for word, text in zip(words, said, strict=True))

@@ -60,7 +60,8 @@ class LossScaler:
     """The loss scale of one sharded model.
 
     scale: what the loss of the next backward is multiplied by. active: whether losses are scaled at all. unscaled: a backward
-    since the gradients were last forgotten ran on a loss that was not scaled by `scale`. rule: how it moves; None: it does not.
+    since the gradients were last forgotten ran on a loss that was not scaled by `scale`, where it is noticed: `has_losses` is
+    False on ranks whose backwards go on from other ranks'. rule: how it moves; None: it does not.
     live, live_unscale: where the device moves it (engine/device_step.py), the scale and 1 / (ranks * scale) there, float64 of
     shape (), ahead of `scale`; `loaded` lets them follow a state that was loaded.
     """
@@ -71,7 +72,7 @@ class LossScaler:
         fixed = 1.0 if options is None or isinstance(options, LossScale) else float(options)
         self.scale = fixed if self.options is None else 2.0**self.options.initial_power
         self.active = self.options is not None or fixed != 1.0
-        self.unscaled = False
+        self.has_losses, self.unscaled = True, False
         self._scaled = False
         self.stable_steps = 0  # since the last overflow
         self.hysteresis_left = 1 if self.options is None else self.options.hysteresis
@@ -123,7 +124,7 @@ class LossScaler:
 
     def end_backward(self, any_grad: bool) -> None:
         """Note that a backward ended, and whether it gave any gradient."""
-        self.unscaled |= any_grad and self.active and not self._scaled
+        self.unscaled |= any_grad and self.active and self.has_losses and not self._scaled
         self._scaled = False
 
     # --- after a step -------------------------------------------------------------------------------------------------
