@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from shardcore.api import no_sync, shard
+from shardcore.engine.engine import engine_behind
+from shardcore.engine.regroup import regroup
 from shardcore.integrations.fairscale_adascale import AdaScale
 from shardcore.optim.clip import clip_grad_norm_
 
@@ -158,8 +160,8 @@ class ShardedDataParallel(nn.Module):
             process_group: the ranks (default: the OSS's).
             broadcast_buffers: send rank 0's buffers before each forward.
             sync_models_at_startup: take rank 0's weights.
-            reduce_buffer_size, auto_refresh_trainable, warn_on_trainable_params_changed: accepted; gradients are reduced a unit
-                at a time, and `shard` says what may change afterwards.
+            auto_refresh_trainable: call refresh_trainable before each forward.
+            reduce_buffer_size, warn_on_trainable_params_changed: accepted; gradients are reduced a unit at a time.
             reduce_fp16: send gradients in float16; sums are float32.
             options: of shardcore.shard: stage, units, offload, loss_scale, ...
 
@@ -192,6 +194,7 @@ class ShardedDataParallel(nn.Module):
             self.module, made = shard(module, optimizer.optim, **wanted)
         optimizer.take(made)
         optimizer.is_sharded = True
+        self._optimizer, self._auto_refresh = optimizer, auto_refresh_trainable
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the module inside."""
@@ -203,7 +206,9 @@ class ShardedDataParallel(nn.Module):
             return getattr(self.module, name)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module. Collective with broadcast_buffers."""
+        """Run the module. Collective with broadcast_buffers, and where parameters begin to train."""
+        if self._auto_refresh:
+            self.refresh_trainable()
         if self._broadcasts:
             self.sync_buffers()
         return self.module(*inputs, **kwargs)
@@ -230,4 +235,9 @@ class ShardedDataParallel(nn.Module):
             self._broadcasts = broadcasts
 
     def refresh_trainable(self) -> None:
-        """Do nothing: `shard` says what may change."""
+        """Let parameters train that were frozen, and require gradients now. Collective then: see shardcore.unfreeze."""
+        engine = engine_behind("refresh_trainable", self.module)
+        trained = {managed.param for bucket in engine.buckets if bucket.trainable for managed in bucket.params}
+        if any(param.requires_grad and param not in trained for param in self.module.parameters()):
+            regroup(engine, self._optimizer.optim, None, "unfreeze")
+            self._optimizer.take(self._optimizer.optim)

@@ -148,6 +148,31 @@ def test_buffers_are_rank_0s_and_attributes_the_modules():
     assert first == second
 
 
+def _unfreezes(rank, world_size):
+    """Freeze the first layers for two steps; at stage 2 beside DDP, which is made anew."""
+    models = [make_net(), make_net()]
+    for net in models:
+        next(net.children()).requires_grad_(False)
+    oss, plain = OSS(models[0].parameters(), SGD, **ADAMW), SGD(models[1].parameters(), **ADAMW)
+    wrapped = [ShardedDataParallel(models[0], oss), nn.parallel.DistributedDataParallel(models[1])]
+    for step in range(4):
+        if step == 2:
+            for net in models:
+                net.requires_grad_(True)
+            wrapped[1] = nn.parallel.DistributedDataParallel(models[1])
+        for model, optimizer in zip(wrapped, (oss, plain), strict=True):
+            loss_of(model, batch_of(step, 0, rank)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, value in models[0].state_dict().items():
+        torch.testing.assert_close(value, models[1].state_dict()[name])
+    assert len(oss.state) == len(list(models[0].parameters()))
+
+
+def test_frozen_parameters_begin_to_train():
+    run_ranks(2, _unfreezes)
+
+
 def _refused(rank, world_size):
     net = make_net()
     oss = OSS(net.parameters(), torch.optim.AdamW, lr=0.1)
