@@ -1,6 +1,6 @@
 """Muon on shards: momentum where states live, whole matrices a bucket at a time, and the way that weights move."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -16,48 +16,50 @@ from shardcore.optim.muon import MuonKind, MuonStep
 
 @contextmanager
 def orthogonalized(
-    spans: Mapping[Bucket, Sequence[Span]],
+    bucket: Bucket,
+    spans: Sequence[Span],
     hypers: Scalars,
     groups: Sequence[Group],
     store: StateStore,
     comm: Comm,
     lifetimes: Lifetimes,
 ) -> Iterator[None]:
-    """Let the gradients of Muon's buckets be orthogonalized momentum inside the context, with which the buffer is updated.
+    """Let a bucket's gradient be orthogonalized momentum inside the context, if Muon updates it.
 
-    Collective, in the order of `spans`. One such gradient of float32 per bucket is kept to the end, beside the reduced one.
+    Collective. That is a float32 one, beside the reduced gradient, which comes back.
     """
+    options = groups[bucket.group or 0]
+    if not options["use_muon"]:
+        yield
+        return
     assert not isinstance(hypers, _C.DeviceScalars)
     gathers = not lifetimes.owns_everything and len(comm.shard_ranks) > 1
-    reduced: dict[Bucket, torch.Tensor | None] = {}
+    scales = {hypers[span.hyper].scale for span in spans if isinstance(hypers[span.hyper], MuonStep)}
+    reduced = bucket.grad
     try:
-        for bucket, of_bucket in spans.items():
-            options = groups[bucket.group or 0]
-            if options["use_muon"]:
-                scales = {hypers[span.hyper].scale for span in of_bucket if isinstance(hypers[span.hyper], MuonStep)}
-                with scope("orthogonalize", bucket.unit):
-                    way = _way(bucket, options, scales.pop() if scales else 1.0, store, comm if gathers else None)
-                reduced[bucket], bucket.grad = bucket.grad, way
+        with scope("orthogonalize", bucket.unit):
+            bucket.grad = _way(bucket, options, scales.pop() if scales else 1.0, store, comm if gathers else None)
         yield
     finally:
-        for bucket, grad in reduced.items():
-            bucket.grad = grad
+        bucket.grad = reduced
 
 
 def _way(bucket: Bucket, options: Group, scale: float, store: StateStore, comm: Comm | None) -> torch.Tensor:
     """Return the way that this rank's elements move: (owned_numel,) float32, on the device. comm: gathers momentum."""
     assert bucket.grad is not None
-    grad = bucket.grad.to(torch.float32) * scale
-    buffer = store.read(bucket, "momentum_buffer").to(grad.device, copy=True)
-    full = torch.zeros(bucket.layout.numel, dtype=torch.bfloat16, device=grad.device)
+    full = torch.zeros(bucket.layout.numel, dtype=torch.bfloat16, device=bucket.grad.device)
     own = bucket.owned_slice(full)
-    for managed, piece, part in bucket.owned_views(grad):
-        if managed.has_grad:
-            here = slice(piece.start, piece.start + piece.numel)
-            own[here] = MuonKind.momentum(options, buffer[here], part)
-            store.write(bucket, "momentum_buffer", piece.start, buffer[here])
-    if comm is not None:
-        wait_all(comm.all_gather([full], Traffic.STEP, "momentum", comm.shard_ranks))
+    try:
+        grad = bucket.grad.to(torch.float32) * scale
+        buffer = store.read(bucket, "momentum_buffer").to(grad.device, copy=True)
+        for managed, piece, part in bucket.owned_views(grad):
+            if managed.has_grad:
+                here = slice(piece.start, piece.start + piece.numel)
+                own[here] = MuonKind.momentum(options, buffer[here], part)
+                store.write(bucket, "momentum_buffer", piece.start, buffer[here])
+    finally:  # after an error, too: the other ranks wait for it
+        if comm is not None:
+            wait_all(comm.all_gather([full], Traffic.STEP, "momentum", comm.shard_ranks))
     way = torch.zeros_like(grad)
     for managed in bucket.params:
         if managed.has_grad and (pieces := bucket.pieces_of(managed)):

@@ -141,6 +141,7 @@ class Updater:
         self.swapped = False  # the weights are those of an average (ema.py), not of the masters
         self._fixed = [kind.fixed(group) for group in groups]
         self._gathers = lifetimes.gathers_new_weights and len(comm.shard_ranks) > 1
+        self._alone = isinstance(kind, MuonKind)  # each bucket, so that only one has an orthogonalized gradient
         self._at_once = lifetimes.owns_everything or (store.tier == "device" and not self._gathers)  # one call of the kernel
         self._spans: dict[Bucket, tuple[tuple[int | None, ...], list[Span]]] = {}  # as they were cut last, and by which scalars
 
@@ -203,10 +204,8 @@ class Updater:
 
         Returns what gathers the new weights of each bucket, unless it is waited for here.
         """
-        buckets, parts = list(plan.spans), list(plan.spans.values())
-        if self._at_once:
-            buckets, parts = [], [[span for part in parts for span in part]]
-        left = deque(buckets if self._gathers else ())
+        runs = [[bucket] for bucket in plan.spans] if self._alone else [list(plan.spans)]
+        left = deque(plan.spans if self._gathers else ())
         updated: list[Bucket] = []  # of a unit that has more of them: all of its buckets are gathered at once
         works: dict[Bucket, list[Started]] = {}
 
@@ -218,27 +217,33 @@ class Updater:
             updated.clear()
             works.update(dict.fromkeys(buckets, gather_new_weights(self.comm, buckets)))
 
-        try:
-            exposed = self.comm.clock.part(None if self.store.tier == "device" else "exposed_offload")
-            with self._prepared(plan), exposed:
-                for _ in update_parts([bucket.unit for bucket in buckets] or [None], self.store.steps(parts, plan.hypers)):
-                    if left:
-                        gather_next()
-        except Exception as error:
-            self._failure = error
-            while left:  # other ranks wait for them; at the next step this one refuses
-                gather_next()
+        with self.comm.clock.part(None if self.store.tier == "device" else "exposed_offload"):
+            for run in runs:
+                parts = [plan.spans[bucket] for bucket in run]
+                units: list[str | None] = [bucket.unit for bucket in run]
+                if self._at_once:
+                    parts, units = [[span for part in parts for span in part]], [None]
+                try:
+                    with self._prepared(plan, run[0]):
+                        for _ in update_parts(units, self.store.steps(parts, plan.hypers)):
+                            if left:
+                                gather_next()
+                except Exception as error:
+                    self._failure = error
+                while left and left[0] in run:  # after an error other ranks wait for them; at the next step this one refuses
+                    gather_next()
         if wait or self._failure is not None:
             with self.comm.clock.part("exposed_gather" if works else None):
                 wait_all(chain.from_iterable(works.values()))
         self.raise_failure()
         return works
 
-    def _prepared(self, plan: StepPlan) -> AbstractContextManager[None]:
-        """Let the gradients be what the kind of optimizer updates with, inside the context."""
-        if not isinstance(self.kind, MuonKind):
+    def _prepared(self, plan: StepPlan, bucket: Bucket) -> AbstractContextManager[None]:
+        """Let the bucket's gradient be what the kind of optimizer updates with, inside the context."""
+        if not self._alone:
             return nullcontext()
-        return orthogonalized(plan.spans, plan.hypers, self.groups, self.store, self.comm, self.lifetimes)
+        spans = plan.spans[bucket]
+        return orthogonalized(bucket, spans, plan.hypers, self.groups, self.store, self.comm, self.lifetimes)
 
     def raise_failure(self) -> None:
         """Raise StepError if `apply` has failed on its way, this time and from then on."""

@@ -1,5 +1,6 @@
 """Muon: torch's own alone, the same on shards, one hash over stages and tiers, whole matrices whatever their cuts."""
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,51 @@ def test_momentum_left_out_gives_another_hash(monkeypatch: pytest.MonkeyPatch) -
     expected = _hashes(0, 1, [(2, {})], None)
     monkeypatch.setattr(MuonKind, "momentum", staticmethod(lambda options, buffer, grad: grad))
     assert _hashes(0, 1, [(2, {})], None) != expected
+
+
+def test_one_bucket_at_a_time_has_an_orthogonalized_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[weakref.ref[torch.Tensor]] = []
+    way = orthogonalize._way
+
+    def watched(*arguments: Any) -> torch.Tensor:
+        assert all(before() is None for before in made)
+        made.append(weakref.ref(made_now := way(*arguments)))
+        return made_now
+
+    monkeypatch.setattr(orthogonalize, "_way", watched)
+    for options in ({}, {"offload": {"optimizer": "cpu"}}):
+        model, optimizer = _sharded(2, units=nn.Linear, **options)
+        _train(model, [optimizer], range(1))
+    assert len(made) == 6
+
+
+def _fails(rank: int, world_size: int, stage: int, where: str) -> list[str]:
+    model, optimizer = _sharded(stage, units=nn.Linear)
+    _train(model, [optimizer], range(1), rank)
+    loss_of(model, batch_of(1, 0, rank)).backward()
+
+    def fails(*_: Any) -> torch.Tensor:  # rank 1 has a part of the second of three buckets alone
+        raise OSError("planted")
+
+    said = []
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(MuonKind, where, staticmethod(fails))
+        for _ in range(2):
+            try:
+                optimizer.step()
+                said.append("nothing")
+            except (RuntimeError, ValueError) as error:
+                said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+@pytest.mark.parametrize(("stage", "where"), [(2, "momentum"), (3, "direction")])
+def test_an_error_on_a_rank_lets_no_other_wait(stage: int, where: str) -> None:
+    others, mine = run_ranks(2, _fails, stage, where)
+    assert others[0] == "nothing"
+    assert "rank 1 refused the step" in others[1]
+    assert all("StepError: step: updating the weights failed on its way (OSError: planted)" in text for text in mine)
 
 
 def _goes_on(rank: int, world_size: int, folder: str) -> list[str]:

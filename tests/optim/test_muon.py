@@ -26,3 +26,24 @@ def test_options_that_torchs_optimizers_refuse(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"not supported|Invalid"):
         optimizer.add_param_group({"params": [other], **options})
     optimizer.add_param_group({"params": [other]})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ns_steps": 100}, r"ns_steps has 100; expected a whole number from 0 to 99"),
+        ({"ns_steps": 5.0}, r"ns_steps has 5\.0; expected a whole"),
+        ({"ns_coefficients": (1.0, 2.0)}, r"ns_coefficients has \(1\.0, 2\.0\); expected three finite numbers"),
+        ({"ns_coefficients": (1.0, 2.0, float("nan"))}, r"ns_coefficients has .*nan\); expected three finite"),
+    ],
+)
+def test_iterations_that_no_step_can_make(options: dict[str, Any], message: str) -> None:
+    matrix = torch.zeros(3, 2, requires_grad=True)
+    with pytest.raises(ValueError, match=rf"Muon: param_groups\[0\]\.{message}"):
+        shardcore.Muon([{"params": [matrix], **options}])
+    model = torch.nn.Linear(3, 2, bias=False)
+    _, optimizer = shardcore.shard(model, shardcore.Muon(model.parameters()))
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.param_groups[0].update(options)
+    with pytest.raises(ValueError, match=rf"step: param_groups\[0\]\.{message}"):
+        optimizer.step()
