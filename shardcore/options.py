@@ -377,8 +377,11 @@ def accept_optimizer(optimizer: object, offload: object = None, overlap_step: bo
         _check_places(accepted, offload, overlap_step)
         return accepted
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+        what = type(optimizer).__name__
+        if isinstance(optimizer, torch.optim.NAdam | torch.optim.ASGD):
+            what += ", which keeps numbers for each parameter that past learning rates or betas made, as shards do not"
         raise TypeError(
-            f"shard: optimizer is a {type(optimizer).__name__}; expected shardcore.FusedAdam, CPUAdam, Lion or Muon, one of "
+            f"shard: optimizer is a {what}; expected shardcore.FusedAdam, CPUAdam, Lion or Muon, one of "
             f"torch.optim's Adam, AdamW, {', '.join(cls.__name__ for cls in ELEMENTWISE)}, or a class with elementwise = True "
             "whose steps are (or None for a model that only runs forward)"
         )

@@ -211,7 +211,7 @@ class ElementKind:
 
     def import_groups(self, op: str, groups: Sequence[Group], state_dict: Mapping[str, Any]) -> list[dict[str, Any]]:
         """See Kind."""
-        return import_groups(op, groups, state_dict, own=("capturable",), renamed={}, check=self.check_options)
+        return import_groups(op, groups, state_dict, own=("capturable",), renamed={}, check=self.check_options, name=self.name)
 
     def import_state(
         self, op: str, name: str, saved: Any, param: torch.Tensor, state_format: StateFormat
@@ -263,6 +263,10 @@ class Elementwise(ShardableOptimizer):
     @property
     def _op(self) -> str:
         return self.kind.name
+
+    def __repr__(self) -> str:
+        """Return what the optimizer's own class does."""
+        return super().__repr__().replace(type(self).__name__, self.kind.name, 1)
 
     def step(
         self,

@@ -103,11 +103,13 @@ def import_groups(
     own: Sequence[str] = _OWN,
     renamed: Mapping[str, str] = _RENAMED,
     check: Callable[[str, Mapping[str, Any], str], None] = check_options,
+    name: str = "Adam",
 ) -> list[dict[str, Any]]:
     """Return, for each group, the options that loading ``state_dict`` (torch's or ours) gives it; nothing is changed.
 
-    renamed: ours of torch's. own: options for storing states and running steps, which stay this optimizer's. Raises ValueError
-    or TypeError for another number of groups or parameters, for an unknown key, and for a value that no step can use.
+    renamed: ours of torch's. name: of the optimizer's class, for messages. own: options for storing states and running steps,
+    which stay this optimizer's. Raises ValueError or TypeError for another number of groups or parameters, for an unknown key,
+    and for a value that no step can use.
     """
     for key in ("state", "param_groups"):
         if key not in state_dict:
@@ -130,16 +132,18 @@ def import_groups(
                 f"{op}: {where} has {len(given['params'])} parameters; expected {len(group['params'])}, as this optimizer"
             )
         options = {}
+        passed_by = ("params", *TORCH_ONLY, *own)
         for key, value in given.items():
-            if key == "params" or key in TORCH_ONLY or key in own:
+            if key in passed_by:
                 continue
-            name = renamed.get(key, key)
-            if name not in group and name not in SCHEDULER_KEYS:
+            known = renamed.get(key, key)
+            if known not in group and known not in SCHEDULER_KEYS:
+                came, expected = (", ".join(str(k) for k in some if k not in passed_by) for some in (given, group))
                 raise ValueError(
-                    f"{op}: {where} has the unknown key {key!r}; expected keys of this optimizer's group, or of a scheduler "
-                    "(remove it, or give it to the group first)"
+                    f"{op}: {where} has {came}; {key!r} is an unknown key; expected {expected}, as {name} has, or keys of a "
+                    "scheduler (another optimizer's state does not fit; a key of your own: give it to the group first)"
                 )
-            options[name] = tuple(value) if key in _TUPLES and isinstance(value, list) else copy.deepcopy(value, copies)
+            options[known] = tuple(value) if key in _TUPLES and isinstance(value, list) else copy.deepcopy(value, copies)
         check(op, {**group, **options}, f"{where}.")
         imported.append(options)
     return imported

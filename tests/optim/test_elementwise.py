@@ -152,6 +152,14 @@ def test_a_checkpoint_of_another_optimizer_changes_nothing(other: Any, tmp_path:
     shardcore.load(tmp_path, model)
 
 
+def test_the_options_of_another_optimizer_are_named_beside_those_expected() -> None:
+    _, optimizer = _sharded("sgd")
+    other = torch.optim.AdamW(make_net().parameters())
+    with pytest.raises(ValueError, match=r"has lr, betas, eps, .*'betas' is an unknown key; expected lr, mom.*, as SGD has"):
+        optimizer.load_state_dict(other.state_dict())
+    assert repr(optimizer).startswith("SGD (")
+
+
 def test_grad_scaler_at_stage_0_alone() -> None:
     plain = make_net()
     torchs = torch.optim.SGD(plain.parameters(), lr=0.1, weight_decay=0.1)
@@ -198,7 +206,7 @@ def _refusals(rank: int, world_size: int) -> list[str | None]:
 def test_what_no_sharded_step_can_use_is_refused_on_every_rank() -> None:
     first, second = run_ranks(2, _refusals)
     expected = [
-        "optimizer is a NAdam",
+        "optimizer is a NAdam, which keeps numbers for each parameter",
         'offload["optimizer"] is "nvme" with SGD',
         "param_groups[0].differentiable is True",
         "ranks disagree",

@@ -245,7 +245,12 @@ def broken_state_dicts():
             r"param_groups\[0\] has 1 parameters; expected 2",
         ),
         ("twice", lambda sd: sd["param_groups"][0].update(params=[0, 0]), ValueError, "names a parameter twice"),
-        ("group key", lambda sd: sd["param_groups"][0].update(momentum_x=1), ValueError, "unknown key 'momentum_x'"),
+        (
+            "group key",
+            lambda sd: sd["param_groups"][0].update(momentum_x=1),
+            ValueError,
+            "'momentum_x' is an unknown key; expected lr, betas",
+        ),
         ("state key", lambda sd: sd["state"][1].update(momentum=torch.ones(4)), ValueError, r"state\[1\] has the unknown key"),
         ("missing", lambda sd: sd["state"][1].pop("exp_avg"), ValueError, r"state\[1\] has no 'exp_avg'"),
         ("no step", lambda sd: sd["state"][1].pop("step"), ValueError, r"state\[1\] has no 'step'"),
