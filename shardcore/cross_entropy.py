@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from shardcore.optim.dtensor import is_dtensor
+
 _REDUCTIONS = ("mean", "sum", "none")
 
 
@@ -65,6 +67,11 @@ def _check(
     reduction: str,
     chunk_bytes: int,
 ) -> None:
+    if is_dtensor(weight):
+        raise TypeError(
+            "chunked_cross_entropy: weight is a DTensor, in slices over ranks; expected an ordinary tensor, or the logits with "
+            "torch.distributed.tensor.parallel.loss_parallel()"
+        )
     if weight.dim() != 2 or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"chunked_cross_entropy: hidden has shape {tuple(hidden.shape)} and weight {tuple(weight.shape)}; expected "

@@ -9,6 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 import shardcore
 from shardcore import slicing
@@ -147,6 +148,7 @@ def test_fused_weights_load_anywhere(before: tuple[int, int], after: tuple[int, 
 def _refusals(rank: int, world: int) -> list[str]:
     texts = []
     mesh = init_device_mesh("cpu", (world,))
+    head = DTensor.from_local(torch.ones(2, 4), mesh, [Shard(0)])
     llama, tied = MODELS["llama"], MODELS["llama, tied"]()
     calls: list[Callable[[], Any]] = [
         lambda: shardcore.tensor_parallel(nn.Linear(4, 4), mesh),
@@ -156,9 +158,10 @@ def _refusals(rank: int, world: int) -> list[str]:
         lambda: shardcore.tensor_parallel(nn.Sequential(nn.Linear(4, 4)), mesh, {"1": "colwise"}),
         lambda: shardcore.tensor_parallel(nn.Sequential(nn.Linear(4, 4)), mesh, {"0.gate_up": "moe_tp_experts"}),
         lambda: shardcore.tensor_parallel(tied.base_model, mesh, {}),
+        lambda: shardcore.chunked_cross_entropy(torch.ones(1, 4), head, torch.zeros(1, dtype=torch.int64)),
     ]
     for call in calls:
-        with pytest.raises((ValueError, NotImplementedError)) as raised:
+        with pytest.raises((ValueError, TypeError, NotImplementedError)) as raised:
             call()
         texts.append(str(raised.value))
     tied.config.num_attention_heads = tied.config.num_key_value_heads = 3
@@ -176,6 +179,7 @@ def test_what_cannot_be_sliced_is_named() -> None:
         "tensor_parallel: plan has '1', which is no module of the model",
         "tensor_parallel: 0.gate_up has the style 'moe_tp_experts', which is not supported",
         "tensor_parallel: LlamaModel has no plan",
+        "chunked_cross_entropy: weight is a DTensor",
         "tensor_parallel: model.embed_tokens.weight and lm_head.weight are one weight, which the plan slices differently",
     ]
     for texts in run_ranks(3, _refusals):
