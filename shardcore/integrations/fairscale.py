@@ -60,7 +60,6 @@ REFUSED = {
     "MEVO": "expected shardcore.chunked_cross_entropy",
     "SyncBatchNorm": "expected torch.nn.SyncBatchNorm",
     "auto_wrap_bn": "expected FullyShardedDataParallel(..., keep_fp32=[torch.nn.BatchNorm2d])",
-    "consolidate_shard_weights": "expected model.state_dict(), or shardcore.save and shardcore.consolidate",
 }
 
 

@@ -332,6 +332,13 @@ class FullyShardedDataParallel(ShardedLater):
         self.shard_now()
         load_sharded_state_dict(self, state_dict)
 
+    @staticmethod
+    def consolidate_shard_weights(*args: Any, **kwargs: Any) -> None:
+        """Refuse: weights that local_state_dict returns go to torch.distributed.checkpoint."""
+        raise NotImplementedError(
+            "consolidate_shard_weights: not built; expected model.state_dict(), or shardcore.save and shardcore.consolidate"
+        )
+
     def gather_full_optim_state_dict(self, optim: torch.optim.Optimizer, **ignored: Any) -> dict[str, Any] | None:
         """Return the optimizer's full state dict, in torch.optim's format, on rank 0; None on others. Collective."""
         found = optim.state_dict()

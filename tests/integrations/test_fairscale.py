@@ -50,4 +50,6 @@ def test_what_is_not_here_says_what_there_is():
     for name in fairscale.REFUSED:
         with pytest.raises(NotImplementedError, match=rf"has no {name}; expected "):
             getattr(fairscale, name)()
+    with pytest.raises(NotImplementedError, match=r"expected model.state_dict\(\)"):
+        fairscale.FullyShardedDataParallel.consolidate_shard_weights([], [])
     assert not hasattr(fairscale, "Nothing")
