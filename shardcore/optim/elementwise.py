@@ -29,6 +29,10 @@ ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.Rprop,
 )
 
+# Elements that a CPU thread updates at a time: an operation finds in the caches what the one before made, and the memory of its
+# results is used again.
+PIECE_NUMEL = 1 << 18
+
 # Keys of groups that do not say what a step computes.
 _NOTES = ("params", "capturable", *TORCH_ONLY, *SCHEDULER_KEYS)
 # Numbers of which 0 means that a state is not there.
@@ -71,6 +75,16 @@ class ElementStep:
 
     def update(self, params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], states: Sequence[Kept]) -> None:
         """Update flat weights and their states in place, where they lie. grads: of any float dtype; not written."""
+        if params[0].device.type != "cpu" or torch.get_num_threads() > 1:  # torch's wait for each other in every operation
+            self._update(params, grads, states)
+            return
+        numel = PIECE_NUMEL
+        for param, grad, state in zip(params, grads, states, strict=True):
+            for start in range(0, param.numel(), numel):
+                here = slice(start, start + numel)
+                self._update([param[here]], [grad[here]], [{key: flat[here] for key, flat in state.items()}])
+
+    def _update(self, params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], states: Sequence[Kept]) -> None:
         targets = [state.get("master", param) for param, state in zip(params, states, strict=True)]
         self.kind.run(self.options, self.step, targets, [self._scaled(grad) for grad in grads], states)
         rounded = [(param, target) for param, target in zip(params, targets, strict=True) if param is not target]

@@ -73,11 +73,14 @@ def test_a_rank_alone_has_torchs_bits_and_exchanges_states_with_torch(name: str)
 
 def _hashes(rank: int, world_size: int, name: str, places: list[tuple[int, str]], precision: str | None) -> list[str]:
     found = []
-    for stage, tier in places:
+    for number, (stage, tier) in enumerate(places):
         with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch, "get_num_threads", lambda: 1)
+            patch.setattr(elementwise, "PIECE_NUMEL", (112, 10**6)[number % 2])  # several pieces of each bucket, or one
             patch.setattr(cpu_store.CpuStore.__init__, "__defaults__", (None, 512))  # several chunks per bucket
             model, optimizer = _sharded(name, stage, precision=precision, clip_grad_norm=0.3, **TIERS[tier])
-        _train(model, optimizer, range(4), rank)
+            _train(model, optimizer, range(4), rank)
+            optimizer.synchronize()
         found.append(hash_of_training(model, optimizer))
     return found
 
@@ -98,7 +101,7 @@ def test_one_hash_over_stages_and_tiers_at_four_ranks(name: str) -> None:
     _one_hash(4, name, "bf16")
 
 
-@pytest.mark.parametrize("fault", ["scale", "step", "rounding"])
+@pytest.mark.parametrize("fault", ["scale", "step", "rounding", "piece"])
 def test_faults_of_a_step_change_the_hash(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = _hashes(0, 1, "radam", [(2, "device")], "bf16")
     run = elementwise.ElementKind.run
@@ -109,6 +112,11 @@ def test_faults_of_a_step_change_the_hash(fault: str, monkeypatch: pytest.Monkey
             elementwise.ElementKind,
             "run",
             lambda self, options, step, *lists: run(self, options, max(1, step - 1), *lists),
+        )
+    elif fault == "piece":
+        update = elementwise.ElementStep._update
+        monkeypatch.setattr(
+            elementwise.ElementStep, "_update", lambda self, *lists: lists[0][0].numel() < 112 or update(self, *lists)
         )
     else:
         monkeypatch.setattr(
