@@ -232,6 +232,7 @@ def average_of_slices(rank: int, world: int, tp: int, stage: int, folder: str) -
     return {name: value.tolist() for name, value in state["averages"].items()}
 
 
+@pytest.mark.more
 def test_the_average_of_slices_is_that_of_the_whole_weights(tmp_path: Any) -> None:
     saved = run_ranks(4, average_of_slices, 2, 2, str(tmp_path))
     assert [saved[0]] * 6 == [*saved, *run_ranks(2, average_of_slices, 1, 3, str(tmp_path))]
