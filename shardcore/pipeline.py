@@ -22,7 +22,6 @@ def shard_pipeline(
     *,
     n_microbatches: int,
     process_group: dist.ProcessGroup | DeviceMesh,
-    model_parallel_group: dist.ProcessGroup | DeviceMesh,
     sync_each: bool = False,
     **options: Any,
 ) -> tuple[Any, Any]:
@@ -38,8 +37,8 @@ def shard_pipeline(
         optimizer: over the parameters of all these stages.
         stage: the ZeRO stage.
         n_microbatches: as the schedule has it.
-        process_group: the ranks that have the same stages, such as mesh["dp"].
-        model_parallel_group: the ranks of the pipeline, which have the other stages, such as mesh["pp"].
+        process_group: the ranks that have the same stages, such as mesh["dp"]. The other stages are on the ranks of the
+            PipelineStages' own group.
         sync_each: reduce in every backward: shards alone are kept between them at stages 2 and 3, for more communication.
         options: see `shard`. With several stages a rank overlap_step is refused, and floating inputs are not cast.
 
@@ -51,13 +50,6 @@ def shard_pipeline(
     modules: list[Any] = [getattr(one, "submod", None) for one in chosen]
     if not chosen or not all(isinstance(module, nn.Module) for module in modules):
         raise TypeError(f"shard_pipeline: stages is {stages!r}; expected a PipelineStage, or a sequence of them")
-    group = model_parallel_group.get_group() if isinstance(model_parallel_group, DeviceMesh) else model_parallel_group
-    ranks, expected = (dist.get_process_group_ranks(one) for one in (group, chosen[0].group))
-    if ranks != expected:
-        raise ValueError(
-            f"shard_pipeline: model_parallel_group has the ranks {ranks}, and the stage's own group {expected}; expected the "
-            "same ranks (mesh['pp'] for both), and in process_group those with the same stages (mesh['dp'])"
-        )
     if len(chosen) > 1 and options.get("overlap_step"):
         raise ValueError(
             "shard_pipeline: overlap_step is True for several stages on a rank; expected False, or one stage a rank"
@@ -69,7 +61,7 @@ def shard_pipeline(
         accumulate=n_microbatches * len(chosen),
         sync_each=sync_each,
         process_group=process_group,
-        model_parallel_group=model_parallel_group,
+        model_parallel_group=chosen[0].group or dist.group.WORLD,
         **options,
     )
     engine_behind("shard_pipeline", sharded[0]).scaler.has_losses = len(chosen) == 1 and chosen[0].is_last

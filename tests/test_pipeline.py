@@ -63,7 +63,7 @@ class Pipeline:
         for block in (module for part in parts for module in part.modules() if isinstance(module, Block) and tp > 1):
             parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         stages = [PipelineStage(parts[number], number, count, torch.device("cpu"), group=group) for number in self.numbers]
-        groups = {"process_group": mesh["dp"], "model_parallel_group": mesh["pp"], "n_microbatches": MICROBATCHES}
+        groups = {"process_group": mesh["dp"], "n_microbatches": MICROBATCHES}
         optimizer = shardcore.FusedAdam(chain(*(one.submod.parameters() for one in stages)), lr=1e-2)
         given = stages if len(stages) > 1 else stages[0]
         self.model, self.optimizer = shardcore.shard_pipeline(given, optimizer, stage, **groups, **options)
@@ -228,16 +228,10 @@ def refusals(rank: int, world: int) -> list[str]:
     module = nn.Linear(4, 4)  # of one shape in both stages: else their ranks find it out
     stage = PipelineStage(module, rank, 2, torch.device("cpu"), group=mesh["pp"].get_group())
     with pytest.raises(ValueError) as swapped:
-        shardcore.shard_pipeline(
-            stage,
-            shardcore.FusedAdam(module.parameters()),
-            n_microbatches=2,
-            process_group=mesh["pp"],
-            model_parallel_group=mesh["dp"],
-        )
+        shardcore.shard_pipeline(stage, shardcore.FusedAdam(module.parameters()), n_microbatches=2, process_group=mesh["pp"])
     said.append(str(swapped.value))
     with pytest.raises(TypeError) as wrong:
-        shardcore.shard_pipeline([nn.Linear(1, 1)], None, n_microbatches=1, process_group=None, model_parallel_group=None)
+        shardcore.shard_pipeline([nn.Linear(1, 1)], None, n_microbatches=1, process_group=None)
     return [*said, str(wrong.value)]
 
 
@@ -246,7 +240,7 @@ def test_refusals() -> None:
         "expected scale_grads=False",
         "expected whole backwards",
         "overlap_step is True",
-        "the stage's own group [0, 1]",
+        "have the ranks [0, 1] in common",
         "expected a PipelineStage",
     ]
     for said in run_ranks(2, refusals):

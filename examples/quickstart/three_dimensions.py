@@ -52,7 +52,6 @@ module, optimizer = shardcore.shard_pipeline(
     stage=2,
     n_microbatches=MICROBATCHES,
     process_group=mesh["dp"],
-    model_parallel_group=mesh["pp"],
     clip_grad_norm=1.0,  # of the norm of all stages and slices
 )
 schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=loss_of, scale_grads=False)
