@@ -13,8 +13,6 @@ At the end all engines must hold the same weights (to rounding), so nobody is fa
 
 import argparse
 import gc
-import os
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
@@ -23,7 +21,7 @@ import torch
 import shardcore
 from benchmarks import harness, suite
 from benchmarks.adam_kinds import LOSS_SCALE, OPTIONS, check_same_work
-from benchmarks.cpu_buffers import Buffers, huge_page_setting
+from benchmarks.cpu_buffers import Buffers, four_pass_step, huge_page_setting, step_of
 from benchmarks.stream_limit import StreamLimit
 from examples.arguments import elements
 
@@ -63,7 +61,7 @@ def fp32_cases(buffers: Buffers, limit: StreamLimit) -> dict[str, Case]:
     for name in peers():
         param = buffers.parameter(torch.float32)
         param.grad = buffers.copy_of(buffers.grad, torch.float32)
-        cases[name] = Case(peer_step(name, param, buffers), param)
+        cases[name] = Case(step_of(peer(name, param), buffers), param)
     return cases
 
 
@@ -82,23 +80,10 @@ def offload_cases(buffers: Buffers, limit: StreamLimit) -> dict[str, Case]:
     for name in peers():
         weight = buffers.copy_of(buffers.weight, torch.bfloat16)
         grad = buffers.copy_of(scaled, torch.bfloat16)
-        cases[name] = Case(four_pass_step(name, weight, grad, buffers), weight)
+        cases[name] = Case(
+            four_pass_step(lambda master, name=name: peer(name, master), weight, grad, buffers, 1 / LOSS_SCALE), weight
+        )
     return cases
-
-
-def four_pass_step(name: str, weight: torch.Tensor, grad: torch.Tensor, buffers: Buffers) -> Callable[[], None]:
-    """Make a peer's offload step: widen the gradient, unscale it, step on the master, narrow the weight."""
-    master = buffers.parameter(torch.float32)
-    master.grad = buffers.zeros()
-    adam = peer_step(name, master, buffers)
-
-    def step() -> None:
-        master.grad.copy_(grad)
-        master.grad.mul_(1 / LOSS_SCALE)
-        adam()
-        weight.copy_(master.detach())
-
-    return step
 
 
 def peers() -> list[str]:
@@ -106,26 +91,11 @@ def peers() -> list[str]:
     return ["torch fused AdamW"] + (["DeepSpeedCPUAdam"] if DeepSpeedCPUAdam is not None else [])
 
 
-def peer_step(name: str, param: torch.nn.Parameter, buffers: Buffers) -> Callable[[], None]:
-    """Make a peer's optimizer over ``param`` and return its step; with equal pages its states lie on huge pages too."""
-    optimizer = (
-        torch.optim.AdamW([param], **OPTIONS, fused=True)
-        if name != "DeepSpeedCPUAdam"
-        else DeepSpeedCPUAdam([param], **OPTIONS)
-    )
-    if not buffers.equal_pages:
-        return optimizer.step
-    moved = False
-
-    def step() -> None:
-        nonlocal moved
-        optimizer.step()
-        if not moved:  # its states are made in its first step, which is never timed
-            for key in ("exp_avg", "exp_avg_sq"):
-                optimizer.state[param][key] = buffers.zeros().copy_(optimizer.state[param][key])
-            moved = True
-
-    return step
+def peer(name: str, param: torch.nn.Parameter) -> torch.optim.Optimizer:
+    """Make a peer's optimizer over ``param``."""
+    if name == "DeepSpeedCPUAdam":
+        return DeepSpeedCPUAdam([param], **OPTIONS)
+    return torch.optim.AdamW([param], **OPTIONS, fused=True)
 
 
 SUBJECTS = {"fp32": fp32_cases, "offload": offload_cases}
@@ -167,11 +137,7 @@ def panel(result: dict[str, object]) -> harness.Panel:
 
 def main() -> None:
     options = parse_options()
-    if os.environ.get("OMP_NUM_THREADS") != str(options.threads):
-        # An OpenMP that an extension brings along (DeepSpeed's) reads this once, before we could set it.
-        environment = {**os.environ, "OMP_NUM_THREADS": str(options.threads), "DS_ACCELERATOR": "cpu"}
-        os.execve(sys.executable, [sys.executable, "-m", "benchmarks.bench_cpu_adam", *sys.argv[1:]], environment)
-    torch.set_num_threads(options.threads)
+    suite.use_threads("cpu_adam", options)
     if DeepSpeedCPUAdam is None:
         print("DeepSpeedCPUAdam is left out: deepspeed is not installed (pip install --no-build-isolation deepspeed)")
     limit = StreamLimit(options.threads)

@@ -1,6 +1,7 @@
 """Memory of the CPU benchmarks: buffers that ask for huge pages, and starting values that are the same for every engine."""
 
 import mmap
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -47,6 +48,45 @@ class Buffers:
     def zeros(self) -> torch.Tensor:
         """Make a float32 state."""
         return allocate(self.numel, torch.float32, self.equal_pages)
+
+
+def step_of(optimizer: torch.optim.Optimizer, buffers: Buffers) -> Callable[[], None]:
+    """Return a peer's step; with equal pages its states lie on huge pages, too."""
+    if not buffers.equal_pages:
+        return optimizer.step
+    moved = False
+
+    def step() -> None:
+        nonlocal moved
+        optimizer.step()
+        if not moved:  # its states are made in its first step, which is never timed
+            for state in optimizer.state.values():
+                flats = {key: flat for key, flat in state.items() if torch.is_tensor(flat) and flat.numel() == buffers.numel}
+                state.update({key: buffers.zeros().copy_(flat) for key, flat in flats.items()})
+            moved = True
+
+    return step
+
+
+def four_pass_step(
+    make: Callable[[torch.nn.Parameter], torch.optim.Optimizer],
+    weight: torch.Tensor,
+    grad: torch.Tensor,
+    buffers: Buffers,
+    scale: float,
+) -> Callable[[], None]:
+    """Make a peer's offload step: widen the gradient, multiply it by ``scale``, step on the master, narrow the weight."""
+    master = buffers.parameter(torch.float32)
+    master.grad = buffers.zeros()
+    optimizer_step = step_of(make(master), buffers)
+
+    def step() -> None:
+        master.grad.copy_(grad)
+        master.grad.mul_(scale)
+        optimizer_step()
+        weight.copy_(master.detach())
+
+    return step
 
 
 def huge_page_setting() -> str:

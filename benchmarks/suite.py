@@ -1,7 +1,11 @@
 """What the suites' command lines share: options that all of them have, and what a result says of its run."""
 
 import argparse
+import os
+import sys
 from pathlib import Path
+
+import torch
 
 from examples.arguments import make_out_folder, not_negative, positive
 from examples.machine import describe_machine, usable_cores
@@ -32,6 +36,15 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
     options = parser.parse_args()
     make_out_folder(parser, options.out)
     return options
+
+
+def use_threads(name: str, options: argparse.Namespace) -> None:
+    """Let everything run on --threads threads, on the CPU; this may start ``benchmarks.bench_<name>`` anew."""
+    if os.environ.get("OMP_NUM_THREADS") != str(options.threads):
+        # An OpenMP that an extension brings along (DeepSpeed's) reads this once, before we could set it.
+        environment = {**os.environ, "OMP_NUM_THREADS": str(options.threads), "DS_ACCELERATOR": "cpu"}
+        os.execve(sys.executable, [sys.executable, "-m", f"benchmarks.bench_{name}", *sys.argv[1:]], environment)
+    torch.set_num_threads(options.threads)
 
 
 def about_run(name: str, options: argparse.Namespace) -> dict[str, object]:

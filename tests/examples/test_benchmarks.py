@@ -16,6 +16,7 @@ from benchmarks import (
     bench_adam_scaling,
     bench_checkpoint,
     bench_cpu_adam,
+    bench_elementwise,
     bench_fabric,
     bench_io,
     bench_nvme_step,
@@ -24,6 +25,7 @@ from benchmarks import (
     bench_train_step,
     convergence,
     harness,
+    suite,
 )
 from benchmarks.adam_kinds import check_same_work
 from examples import arguments, machine
@@ -283,7 +285,7 @@ def test_convergence_goes_on_where_it_stopped(tmp_path, run_main):
     ],
 )
 def test_bad_arguments(monkeypatch, capsys, module, arguments, message):
-    monkeypatch.setattr(bench_cpu_adam.os, "execve", lambda *_: pytest.fail("started again"))  # it would replace pytest
+    monkeypatch.setattr(suite.os, "execve", lambda *_: pytest.fail("started again"))  # it would replace pytest
     monkeypatch.setattr(sys, "argv", [module.__name__, *arguments])
     with pytest.raises(SystemExit) as stop:
         module.main()
@@ -391,3 +393,14 @@ def test_a_tree_inside_another_repository_is_none_of_its_commits(tmp_path, monke
     assert machine.git_commit() == "unknown"
     monkeypatch.setenv("SHARDCORE_COMMIT", "abc")
     assert machine.describe_machine()["commit"] == "abc"
+
+
+@pytest.mark.slow
+def test_elementwise(tmp_path, run_main):
+    options = ["--numel", "4K", "--rounds", "2", "--threads", "1", "--pause", "0", "--out", str(tmp_path)]
+    assert "time / ours" in run_main(bench_elementwise, *options)
+    result = json.loads((tmp_path / "elementwise.json").read_text())
+    assert [(r["optimizer"], r["subject"]) for r in result["results"]] == [
+        (name, subject) for name in ("SGD", "Adagrad", "Lion") for subject in ("fp32", "offload")
+    ]
+    assert all({"shardcore", "torch"} <= r["engines"].keys() for r in result["results"])
