@@ -201,6 +201,7 @@ def _with_parts(rank: int, world_size: int, offload_to_cpu: bool) -> tuple[bool,
     return same, [alive_after_forward(one) for one in (plain, model)]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("offload_to_cpu", [False, True])
 def test_ranks_with_the_same_inputs_keep_a_part_each(offload_to_cpu: bool) -> None:
     inputs = 8 * 64 * 24 * 4

@@ -14,7 +14,7 @@ from tests.support.models import Run, adam, batch_of, hash_of_training, loss_of,
 from tests.support.ranks import run_ranks
 
 
-@pytest.mark.cases(53)
+@pytest.mark.cases(35)
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
@@ -276,6 +276,7 @@ def _wrapped_threads(rank: int, world_size: int, stage: int) -> list[str]:
     return texts
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("stage", [0, 2])
 def test_wrappers_that_would_average_again_are_refused(stage: int) -> None:
     for replica, *wrapped in run_ranks(2, _wrapped_threads, stage):

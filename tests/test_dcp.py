@@ -182,7 +182,7 @@ def _load_tensors(rank: int, world_size: int, path: str, dim: int | None) -> Non
     assert state["one"] == 2.5
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("saved", "loaded"), [(1, 1), (1, 0), (0, 1), (2, 1)])
 def test_other_dimensions_are_restored(tmp_path: Path, saved: int, loaded: int) -> None:
     path = str(tmp_path / "x")
@@ -211,6 +211,7 @@ def _load_shards(rank: int, world_size: int, path: str, stage: int) -> str:
     return hash_of_training(model, optimizer)
 
 
+@pytest.mark.more
 def test_shards_are_restored_in_other_worlds_and_stages(tmp_path: Path) -> None:
     first, second = run_ranks(2, _save_shards, str(tmp_path / "x"), 3)
     assert [first] * 3 == [second, *run_ranks(1, _load_shards, str(tmp_path / "x"), 2), first]
@@ -266,6 +267,7 @@ def test_what_shardcore_saves_and_loads_is_exchanged(tmp_path: Path) -> None:
     assert saved.path.exists()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("flattened", [False, True])
 def test_shardcore_loads_models_with_their_optimizers(tmp_path: Path, flattened: bool) -> None:
     """As it does from FileSystemWriter, bit for bit."""
@@ -339,7 +341,7 @@ def _save_with_fault(rank: int, world_size: int, path: str, fault: str, bad: int
 FAULTS = [("write:EIO@4096", "Input/output error"), ("write:ENOSPC@4096", "No space left"), ("reserve:ENOSPC", "No space left")]
 
 
-@pytest.mark.cases(6)
+@pytest.mark.cases(4)
 @pytest.mark.parametrize(("fault", "name"), [*FAULTS, ("sync:EIO", "Input/output error")])
 @pytest.mark.parametrize("bad", [0, 1])
 def test_a_write_that_fails_is_named_on_every_rank(tmp_path: Path, fault: str, name: str, bad: int) -> None:
@@ -513,6 +515,7 @@ def test_ranks_that_do_not_make_a_whole_are_refused(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == [".lock", "x"]
 
 
+@pytest.mark.more
 def test_a_failed_save_is_cleared_away(tmp_path: Path) -> None:
     path = str(tmp_path / "x")
     assert "type object" in _said({"x": object()}, path, no_dist=True)

@@ -62,7 +62,7 @@ def averages_on(rank: int, world_size: int, options: dict[str, Any], steps: int)
     return equal(state, expected) and ("precision" in options or equal(state, averaged_by_torch(steps)))
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.more)])
 @pytest.mark.parametrize("options", TIERS, ids=str)
 def test_it_is_the_average_of_the_masters_and_torchs(options: dict[str, Any], world_size: int) -> None:
@@ -111,7 +111,7 @@ SWAPPED = [{"stage": 0}, {"stage": 2, "precision": "bf16"}, {"stage": 3}]
 SLOW = [{"stage": 1, "offload": {"optimizer": "cpu"}}, {"stage": 3, "offload": {"optimizer": "cpu", "params": "cpu"}}]
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.more)])
 @pytest.mark.parametrize("options", [*SWAPPED, *(pytest.param(one, marks=pytest.mark.more) for one in SLOW)], ids=str)
 def test_evaluation_has_the_averages_and_training_goes_on_as_if_it_had_not_been(
@@ -120,6 +120,7 @@ def test_evaluation_has_the_averages_and_training_goes_on_as_if_it_had_not_been(
     run_ranks(world_size, evaluates, options, False)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_weights_that_do_not_come_back_are_noticed(stage: int) -> None:
     with pytest.raises(AssertionError):

@@ -119,7 +119,7 @@ def error_of(world: int, kind: str, pp: int, stage: int, tp: int = 1, twin: str 
     return max(errors)
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("world, kind, pp", [(2, "gpipe", 2), (4, "1f1b", 4), (4, "interleaved", 2)])
 def test_gradients_are_those_of_the_whole_model(world: int, kind: str, pp: int) -> None:
     assert error_of(world, kind, pp, 2) < BOUND
@@ -181,6 +181,7 @@ def resumed(rank: int, world: int, folder: str, tp: int) -> bool:
     return all(map(torch.equal, one.model.state_dict().values(), other.model.state_dict().values()))
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_stages_are_saved_and_resumed(tp: int, tmp_path: Path) -> None:
     assert all(run_ranks(4 * tp, resumed, str(tmp_path), tp))

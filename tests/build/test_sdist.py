@@ -26,6 +26,7 @@ def setup(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.more
 def test_sdist_holds_what_git_tracks(tmp_path):
     if shutil.which("git") is None:
         pytest.skip("git is not installed")

@@ -158,6 +158,7 @@ def test_a_load_waits_for_the_save_before_it(tmp_path: Path) -> None:
     run_ranks(2, _loads_at_once, str(tmp_path))
 
 
+@pytest.mark.more
 def test_a_wait_may_be_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer, _ = train(0, Run(stage=2, steps=1, shard=CPU))
     monkeypatch.setattr(write, "file_engine", lambda: _C.FileEngine(faults="delay:1000"))

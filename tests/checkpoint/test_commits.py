@@ -143,6 +143,7 @@ def _two_halves(tmp_path: Path) -> tuple[list[float], list[float], list[str], li
     return whole, halves, whole_hashes, hashes
 
 
+@pytest.mark.more
 def test_random_states_data_and_learning_rates_go_on_too(tmp_path: Path) -> None:
     whole, halves, whole_hashes, hashes = _two_halves(tmp_path)
     assert whole == halves
@@ -254,7 +255,7 @@ def test_resume_says_what_it_needs(tmp_path: Path) -> None:
     assert "stateful has data" in error_of(lambda: shardcore.resume(model, stateful={"data": _Batches()}))
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("form", ["masters", "fp32", "split 8-bit"])
 def test_weights_that_are_edited_after_a_step_are_committed(form: str, tmp_path: Path) -> None:
     run = _on_disk(2, form, "states", str(tmp_path))

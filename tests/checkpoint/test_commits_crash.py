@@ -260,6 +260,7 @@ def _edits_before_the_other_commits(rank: int, world_size: int, folder: str) -> 
         return said, loaded
 
 
+@pytest.mark.more
 def test_edits_wait_until_every_rank_has_committed(tmp_path: Path) -> None:
     found = run_ranks(2, _edits_before_the_other_commits, str(tmp_path))
     for said, loaded in found:

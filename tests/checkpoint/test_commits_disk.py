@@ -78,6 +78,7 @@ def unmounted(folder: Path) -> None:
     folder.mkdir()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("goes", [renamed, unmounted])
 def test_a_directory_that_disappears_is_named_and_goes_on_when_it_is_back(
     goes: Callable[[Path], None], tmp_path: Path, expected: list[str]
@@ -126,7 +127,7 @@ COMMITS_FAIL: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
 }
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("what", COMMITS_FAIL)
 def test_a_commit_that_fails_leaves_the_step_before_and_is_made_again(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expected: list[str]

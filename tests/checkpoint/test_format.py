@@ -87,6 +87,7 @@ def test_ranges_are_cut_where_loads_cut() -> None:
             cursor += count
 
 
+@pytest.mark.more
 def test_each_flipped_byte_of_data_is_found_and_named(copied: Path) -> None:
     file = copied / layout.data_file(0)
     whole = bytearray(file.read_bytes())

@@ -136,6 +136,7 @@ def _hash_after(rank: int, world_size: int, run: Run, folder: str, saves: bool) 
     return hash_of_training(model, optimizer)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("first", "second"), [(1, 2), (2, 1)])
 def test_a_run_goes_on_in_another_world_bit_for_bit(tmp_path: Path, first: int, second: int) -> None:
     """Where both worlds add two numbers: (a + b) / 2 is a / 2 + b / 2. Of four ranks two would add in another order."""
@@ -396,6 +397,7 @@ SCHEDULES: dict[str, Any] = {
 }
 
 
+@pytest.mark.cases(8)
 @pytest.mark.parametrize("made", list(SCHEDULES))
 @pytest.mark.parametrize("saved", list(SCHEDULES))
 def test_the_state_of_another_scheduler_is_refused_first(tmp_path: Path, saved: str, made: str) -> None:

@@ -193,6 +193,7 @@ def _fill(disk: Path, left: int) -> Path:
     return filler
 
 
+@pytest.mark.more
 def test_a_full_disk_is_named_and_loses_nothing(small_disk: Path, record_property: Record) -> None:
     chance = random.Random(3)
     folder, count = small_disk / "saved", times("full_disks", 8)
@@ -234,6 +235,7 @@ def _read_all(path: Path, faults: str) -> None:
                 checkpoint.read(name, key, 0, torch.Size(shape).numel())
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("fault", ["write:EIO", "read:EIO", "flip:write", "flip:read"])
 def test_each_fault_is_named_by_file_and_offset(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, record_property: Record

@@ -120,6 +120,7 @@ def _refused(rank: int, world_size: int, how: str) -> tuple[str, bool]:
 WRONG = [("missing", "lacks gain"), ("more", "has other"), ("whole", "head.weight has tensor"), ("nothing", "is a NoneType")]
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("how, text", WRONG)
 def test_what_does_not_fit_is_refused_on_every_rank(how: str, text: str) -> None:
     other, own = run_ranks(2, _refused, how)
@@ -228,7 +229,7 @@ def _through_files(rank: int, world_size: int, folder: str, precision: str, name
     return "all equal"
 
 
-@pytest.mark.cases(5)
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("how", ["torch", "safetensors, whole"])

@@ -108,6 +108,7 @@ def test_an_earlier_run_is_never_overwritten_unasked(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.commit_*"))
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     "other", [{"stage": 2, "adam": MASTERS}, {"precision": "fp32"}, {"ratio": 0.5}], ids=["8-bit", "fp32", "ratio"]
 )

@@ -223,6 +223,7 @@ def _trained(folder: Path, steps: int = 2, **offload: Any) -> tuple[Any, Any]:
     return model, optimizer
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("resume", [True, False])
 def test_a_run_that_goes_on_or_begins_anew_does_not_change_a_checkpoint(tmp_path: Path, resume: bool) -> None:
     model, optimizer = _trained(tmp_path / "nvme")
@@ -243,6 +244,7 @@ def test_a_run_that_goes_on_or_begins_anew_does_not_change_a_checkpoint(tmp_path
     ]
 
 
+@pytest.mark.more
 def test_what_is_not_committed_or_cannot_be_linked_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = _trained(tmp_path / "nvme")
     expected = hash_of_training(model, optimizer)

@@ -87,6 +87,7 @@ def test_several_directories_have_the_bits_of_one(stage: int, form: str, way: st
     assert [len(os.listdir(one)) > 0 for one in paths[2]] == [durable] * 3
 
 
+@pytest.mark.more
 def test_weights_in_files_are_spread_too(tmp_path: Path) -> None:
     for hashes in run_ranks(
         2,
@@ -130,6 +131,7 @@ def test_neighbours_lie_on_different_disks(tmp_path: Path) -> None:
     assert len(names[0] & names[1]) > 3, "the chunks of a large tensor are on both"
 
 
+@pytest.mark.more
 def test_a_run_goes_on_with_the_stripes_that_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folders = _folders(tmp_path, 3, 1)
     expected = hash_of_training(*_trained(tmp_path / "one", 6))

@@ -58,6 +58,7 @@ def _load(rank: int, world_size: int, stage: int) -> tuple[int, int]:
     return source.read_numel, sum(value.numel() for value in source.tensors.values())
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_a_source_is_loaded(stage: int) -> None:
     results = run_ranks(2, _load, stage)

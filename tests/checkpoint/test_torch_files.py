@@ -346,6 +346,7 @@ def test_folders_with_a_file_for_each(tmp_path: Path) -> None:
     assert open_foreign(tmp_path / "text", _names(model)) is None
 
 
+@pytest.mark.more
 def test_damaged_files_are_errors(tmp_path: Path) -> None:
     model, optimizer = _trained()
     path = tmp_path / "last.pt"

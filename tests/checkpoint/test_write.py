@@ -38,7 +38,7 @@ def _with_fault(rank: int, world_size: int, folder: str, fault: str, wait: bool)
     return said, loaded.path.name, after, left
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("wait", [True, False])
 @pytest.mark.parametrize(("fault", "name"), [("write:EIO@4096", "Input/output error"), ("write:ENOSPC@0", "No space left")])
 def test_a_write_that_fails_is_named_and_leaves_the_old_checkpoint(tmp_path: Path, fault: str, name: str, wait: bool) -> None:

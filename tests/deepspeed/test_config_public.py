@@ -128,7 +128,7 @@ def test_a_ready_one_has_numbers_that_agree(name: str) -> None:
 # --- they train -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.cases(17)
+@pytest.mark.cases(11)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_configuration_trains(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # some write there

@@ -221,7 +221,7 @@ def _overflow(rank: int, world_size: int, stage: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_an_overflow_on_one_rank_skips_the_step_and_the_scheduler_on_all(stage: int) -> None:
     for result in run_ranks(2, _overflow, stage):
@@ -330,6 +330,7 @@ def _checkpointed(rank: int, world_size: int, folder: str) -> None:
         assert resumed.global_steps == 4
 
 
+@pytest.mark.more
 def test_a_checkpoint_has_model_optimizer_scheduler_and_counters(tmp_path: Path) -> None:
     run_ranks(2, _checkpointed, str(tmp_path))
     assert (tmp_path / "latest").read_text() == "global_step2"

@@ -94,6 +94,7 @@ def _steps_differ(rank: int, world_size: int, stage: int) -> list[str]:
     return errors
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_steps_that_differ_are_refused_on_all(stage: int) -> None:
     for lr, forgotten, same in run_ranks(2, _steps_differ, stage):
@@ -125,7 +126,7 @@ def _all_fail_in_backward(rank: int, world_size: int, stage: int, where: str, op
     return [hash_of_training(model, optimizer), *errors]
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("stage", "where", "options"),
     [
@@ -374,6 +375,7 @@ def _renewed(rank: int, world_size: int, fails: bool) -> tuple[list[str], int]:
     return texts, int(optimizer.state[model.gain]["step"])
 
 
+@pytest.mark.more
 def test_a_copy_that_fails_after_a_step_in_full_params_stops_all_ranks_and_undoes_no_step() -> None:
     (_, steps), _ = run_ranks(2, _renewed, False)
     (others, other_steps), (own, own_steps) = run_ranks(2, _renewed, True)

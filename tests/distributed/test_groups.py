@@ -237,6 +237,7 @@ def _elsewhere(rank: int, world_size: int, store: str) -> str:
         return str(error.value)
 
 
+@pytest.mark.more
 def test_ranks_at_different_points_all_raise(tmp_path: Any) -> None:
     """Messages of one are not taken for those of the other, and the watchdog ends both waits."""
     for error in run_ranks(3, _elsewhere, str(tmp_path / "store")):

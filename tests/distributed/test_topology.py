@@ -137,6 +137,7 @@ def _advice(rank: int, world_size: int, local: str, shard: dict[str, Any]) -> li
     return [text for text in said if "share a node" in text]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(("local", "shard", "says"), [("2", {}, 1), ("4", {}, 0), ("2", {"ranks_per_node": 2}, 0)])
 def test_flat_exchanges_over_nodes_are_advised_against_once(local: str, shard: dict[str, Any], says: int) -> None:
     first, *others = run_ranks(4, _advice, local, shard)
@@ -159,7 +160,7 @@ def _grads(rank: int, world_size: int, layout: str, stage: int) -> list[tuple[bo
     ]
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("layout", [MESH, NODES])
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_gradients_are_added_over_a_node_and_then_over_nodes(layout: str, stage: int) -> None:

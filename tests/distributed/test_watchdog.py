@@ -461,7 +461,7 @@ def _uneven(rank: int, world_size: int, what: str, stage: int, precision: str, a
         return "nothing"
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.more), 2])
 @pytest.mark.parametrize(
     ("what", "precision", "accumulate"),

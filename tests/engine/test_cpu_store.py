@@ -50,7 +50,7 @@ def _with_late_copies(rank: int, world_size: int, stage: int, offload: Any, over
         return hash_of_training(*train(rank, run)[:2])
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(("offload", "overlap"), [(CPU_TIER, False), (CPU_TIER, True), (GRADS, False), (GRADS, True)])
 def test_what_ranks_gather_was_copied_from_the_tier(offload: dict[str, Any], overlap: bool) -> None:
     """Copies are made only when someone waits for them; a gather that does not wait sends the weights of before."""
@@ -169,7 +169,7 @@ def _policy_at(tensor: torch.Tensor) -> str:
     return max((int(start, 16), policy) for start, policy in areas if int(start, 16) <= tensor.data_ptr())[1]
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("nodes", [(0, 1), (0,), (1022, 1023), ()])
 def test_states_lie_on_the_nodes_of_the_cores_that_update_them(
     nodes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -64,6 +64,7 @@ def equals_written(rank: int, world_size: int, stages: list[int]) -> bool:
     return all(trained(rank, stage, False, cast_inputs="units") == expected for stage in stages)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.more)])
 def test_casts_at_units_are_those_that_a_model_could_have_written(world_size: int) -> None:
     assert all(run_ranks(world_size, equals_written, [1, 3] if world_size == 2 else [0, 2]))

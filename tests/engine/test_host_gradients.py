@@ -166,6 +166,7 @@ FEW_FORMS = [
 ]
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize(("form", "stage", "overlap"), some(itertools.product(FORMS, (1, 2, 3), (False, True)), FEW_FORMS))
 def test_steps_on_gradients_that_travel_have_the_same_bits(
     form: str, stage: int, overlap: bool, monkeypatch: pytest.MonkeyPatch

@@ -160,6 +160,7 @@ def test_a_step_reads_and_writes_what_is_predicted(tmp_path: Path) -> None:
     assert 0.7 * disk.read < moved["from_nvme"] <= disk.read, "the root and the last block are read once, not twice"
 
 
+@pytest.mark.more
 def test_memory_is_bounded_and_predicted(tmp_path: Path) -> None:
     for prefetch in (0, 1, 2):
         run = _run("masters", tmp_path, prefetch=prefetch)

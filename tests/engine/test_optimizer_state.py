@@ -76,7 +76,7 @@ def _whole(rank: int, world_size: int, run: Run) -> dict[str, Any]:
     return {"weights": hash_of(weights[name] for name, _ in model.named_parameters()), "live": live}
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("run", RUNS, ids=IDS)
 def test_state_dicts_are_whole_and_from_the_master(run: Run) -> None:
     results = run_ranks(2, _whole, run)
@@ -149,6 +149,7 @@ def test_only_one_state_that_is_carried_is_there_twice(kind: Any, offload: Any, 
     assert there == list(range(len(old), 0, -1))
 
 
+@pytest.mark.cases(13)
 @pytest.mark.parametrize("run", RUNS, ids=IDS)
 def test_load_state_dict_holds_through_the_next_step(run: Run) -> None:
     """Weights loaded after shard must reach the masters: with lr 0 and no decay a step must leave them alone, exactly."""
@@ -168,6 +169,7 @@ def test_load_state_dict_holds_through_the_next_step(run: Run) -> None:
         assert torch.equal(value, expected[key]), key
 
 
+@pytest.mark.cases(17)
 @pytest.mark.parametrize("run", RUNS, ids=IDS)
 def test_weights_edited_in_place_are_kept(run: Run) -> None:
     model, optimizer, _ = train(0, Run(**{**run.__dict__, "adam": {"lr": 1e-2}}))

@@ -144,6 +144,7 @@ def _fails_ahead(rank: int, world_size: int) -> list[str]:
     return said
 
 
+@pytest.mark.more
 def test_a_worker_that_fails_behind_a_gather_is_an_error() -> None:
     """At stage 3 the others wait for the weights that this rank owes; at its next call they learn that it goes elsewhere."""
     mine, others = run_ranks(2, _fails_ahead)
@@ -199,6 +200,7 @@ def _with_a_handler(rank: int, world_size: int, overlap: bool) -> tuple[str, boo
     return hash_of_training(model, optimizer), any(read)
 
 
+@pytest.mark.more
 def test_a_signal_handler_may_read_weights_that_are_waited_for() -> None:
     overlap, plain = run_ranks(2, _with_a_handler, True), run_ranks(2, _with_a_handler, False)
     assert [bits for bits, _ in overlap] == [bits for bits, _ in plain]
@@ -219,6 +221,7 @@ def _two(rank: int, world_size: int, overlap: bool) -> list[str]:
     return [hash_of_training(*pair) for pair in pairs]
 
 
+@pytest.mark.more
 def test_two_models_at_once() -> None:
     assert run_ranks(2, _two, True) == run_ranks(2, _two, False)
 

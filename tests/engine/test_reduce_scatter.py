@@ -290,6 +290,7 @@ def _sent(rank: int, world_size: int, reduce_dtype: str | None, locally: bool) -
     return dtypes, full.tolist()
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("reduce_dtype", [None, "fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("locally", [False, True])
 def test_what_travels_has_that_dtype_and_is_rounded_once(reduce_dtype: str | None, locally: bool) -> None:

@@ -237,6 +237,7 @@ def _two_models(rank: int, world_size: int, stage: int) -> list[list[float]]:
     return [shardcore.full_grad(p).flatten().tolist() for model in made for p in model.parameters()]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("stage", [0, 2])
 def test_two_models_in_one_backward_with_a_branch_on_one_rank(stage: int) -> None:
     torch.manual_seed(0)

@@ -263,6 +263,7 @@ def _refusals(rank: int, world: int, folder: str) -> list[str]:
     return texts
 
 
+@pytest.mark.more
 def test_what_is_not_supported_is_named(tmp_path: Any) -> None:
     expected = [
         "unfreeze: not available yet for a tensor-parallel model",

@@ -78,6 +78,7 @@ def test_what_is_measured_chooses_and_is_logged(caplog: pytest.LogCaptureFixture
     assert 0 < engine.ratio_tuner._step_s < 1
 
 
+@pytest.mark.more
 def test_a_slow_link_keeps_more_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """One chunk, so nothing overlaps: gradients and weights take 40 ms each to come, weights 40 to go back; forward 20."""
     (bucket,) = train(0, Run(steps=0, shard={"units": 10**9}))[1]._engine.buckets

@@ -99,7 +99,7 @@ def sharded(stage: int, **options: Any) -> tuple[Any, Any]:
     return shardcore.shard(model, optimizer, stage, precision="fp32", **options)
 
 
-@pytest.mark.cases(35)
+@pytest.mark.cases(23)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("change", CHANGES)
 def test_the_next_step_names_what_changed(change: str, stage: int) -> None:
@@ -166,6 +166,7 @@ def _data_before_forward(rank: int, world_size: int, stage: int) -> str:
     return "no error"
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_data_assigned_before_a_forward(stage: int) -> None:
     other, own = run_ranks(2, _data_before_forward, stage)
@@ -274,7 +275,7 @@ def _backward_and_step(model: nn.Module, optimizer: Any, rank: int) -> None:
     optimizer.zero_grad()
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("offload", [None, {"optimizer": "cpu", "ratio": 0.4}])
 def test_an_edit_through_data_that_is_lost_is_named_once(stage: int, offload: Any) -> None:
@@ -290,6 +291,7 @@ def test_an_edit_through_data_that_is_lost_is_named_once(stage: int, offload: An
     assert names[1] == {"inp.weight"}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("run", [Run(stage=2), Run(stage=2, precision="bf16", adam={"master": "split"})])
 def test_an_edit_through_data_counts_where_weights_are_masters(run: Run) -> None:
     assert run_ranks(2, _through_data, run) == [["False"]] * 2
@@ -337,7 +339,7 @@ def _interrupted(rank: int, world_size: int, stage: int, place: str, who: int, o
     return hash_of_training(model, optimizer), count[0]
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("stage", "place", "overlap"),
     [*((2, place, False) for place in IN_STEP), (2, "as it is decided", True), (3, "behind that", True)],

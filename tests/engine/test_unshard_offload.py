@@ -167,6 +167,7 @@ def _fails_in_shard(rank: int, world_size: int, how: str) -> list[str]:
     return said
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("how", "first", "last"),
     [

@@ -8,6 +8,7 @@ from shardcore import cli
 from shardcore.engine import disk
 
 
+@pytest.mark.more
 def test_estimate(capsys):
     assert cli.main(["estimate", "examples.llama:llama_7b", "--world-size", "8", "64"]) == 0
     head, assumed, titles, *rows = capsys.readouterr().out.splitlines()
@@ -77,6 +78,7 @@ def test_a_model_of_transformers_is_estimated_from_its_configuration(capsys, tmp
         assert entry["bytes"]["cpu"]["states"] == 0 < entry["bytes"]["device"]["states"]
 
 
+@pytest.mark.cases(13)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -38,7 +38,7 @@ def considered(
     return fit.fit(machine, rates, world, of, stage)
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("build", "card", "host_gib", "disk_gib", "world", "stage", "expected"),
     [

@@ -214,6 +214,7 @@ def _order_of_use(rank: int, world_size: int, run: Run) -> tuple[Any, ...]:
     return _measured_one(rank, run)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_another_order_of_use_costs_less_than_a_unit(stage: int) -> None:
     """`gain` is the first parameter of the model and the last one used; with "bf16" it has a buffer of its own here."""
@@ -293,7 +294,7 @@ TWINS = {
 }
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("twin", TWINS)
 def test_a_prediction_that_forgets_a_buffer_is_rejected(twin: str, monkeypatch: pytest.MonkeyPatch) -> None:
     forget, stage, offload = TWINS[twin]
@@ -337,7 +338,7 @@ def test_predict_changes_nothing_and_refuses_what_shard_refuses() -> None:
         ({"ranks_per_node": 3}, ValueError, "ranks_per_node is 3; expected a divisor of the 2 ranks"),
         ({"units": "none"}, ValueError, 'units is "none"'),
         ({"optimizer": shardcore.FusedAdam(Net().parameters())}, ValueError, "not the model's"),
-        ({"optimizer": torch.optim.NAdam(model.parameters())}, TypeError, "optimizer is a NAdam; expected shardcore.FusedAdam"),
+        ({"optimizer": torch.optim.NAdam(model.parameters())}, TypeError, "a NAdam, which keeps numbers for each"),
     ):
         with pytest.raises(error, match=message):
             predict(model, **{"world_size": 2, **options})

@@ -32,6 +32,7 @@ def test_copies(tmp_path, run_main):
         assert all(len(samples) == 2 for way in result["ways"].values() for samples in way["seconds"].values())
 
 
+@pytest.mark.more
 def test_copies_that_bring_other_bytes_are_noticed(monkeypatch, tmp_path, run_main):
     monkeypatch.setattr(bench_copies.Tier, "queue", lambda tier, way: None)
     with pytest.raises(ValueError, match="bench_copies: shardcore to host brought other bytes than were sent"):

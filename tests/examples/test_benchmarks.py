@@ -48,6 +48,7 @@ def test_cpu_adam(tmp_path, run_main, pages):
     assert {"commit", "torch", "cpu"} <= result["machine"].keys()
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("nproc", "base", "engines"),
     [
@@ -195,6 +196,7 @@ def test_io_finds_other_bytes(tmp_path, run_main, no_fio, monkeypatch):
         run_main(bench_io, *io_options(tmp_path))
 
 
+@pytest.mark.more
 def test_reduced_states(tmp_path, run_main):
     options = ["--numel", "4K", "--small", "1001", "--rounds", "2", "--threads", "1", "--pause", "0"]
     printed = run_main(bench_reduced_states, *options, "--out", str(tmp_path))

@@ -63,6 +63,7 @@ def test_bytes_of_the_7b():
     assert sum(plain.resting.by_tier.values()) > sum(lean.resting.by_tier.values())
 
 
+@pytest.mark.more
 def test_bytes_of_the_70b():
     text = page("70b_on_8x80_gb.md")
     plain, lean = (predicted(llama_70b_eight_gpus, "70b", 8, lean) for lean in (False, True))

@@ -126,6 +126,7 @@ def _trains(rank, world_size, steps=3, micros=2):
     return found
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.more)])
 def test_gains_are_the_papers_and_the_same_sharded(world_size):
     first, *others = run_ranks(world_size, _trains)

@@ -131,6 +131,7 @@ def _states(rank, world_size):
     assert pickle.loads(pickle.dumps(plain)).gain == plain.gain
 
 
+@pytest.mark.more
 def test_states_are_the_plain_models_and_go_on():
     run_ranks(2, _states)
 

@@ -113,6 +113,7 @@ def _resumes(rank, world_size):
     return whole, hash_of_training(model.module, oss.optim)
 
 
+@pytest.mark.more
 def test_consolidated_states_go_on():
     for whole, resumed in run_ranks(2, _resumes):
         assert whole == resumed

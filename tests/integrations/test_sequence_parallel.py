@@ -160,6 +160,7 @@ def test_gradients_are_those_of_whole_sequences(kind: str, data: str, world_size
     assert max(run_ranks(world_size, largest_error, kind, data, sp, stage)) < BOUND
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("twin", ["labels shifted after the split", "a mean per rank", "documents not told apart"])
 def test_broken_twins_are_noticed(twin: str) -> None:
     assert min(run_ranks(2, largest_error, "llama", "packed", 2, 2, twin)) > 100 * BOUND

@@ -129,7 +129,7 @@ def wrong(rank: int, stage: int, offload: Any, results: list[tuple[Any, ...]]) -
     return found
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_rows_are_what_is_computed_without_them(stage: int, tmp_path: Path) -> None:
     for offload in OFFLOADS:
@@ -330,6 +330,7 @@ def test_an_engine_of_initialize_is_watched() -> None:
     assert row["backward_ms"] > 0
 
 
+@pytest.mark.more
 def test_a_model_that_is_gone_is_not_kept() -> None:
     model, optimizer = sharded()
     metrics = shardcore.Metrics(model, log=False)

@@ -58,7 +58,7 @@ def test_losses_are_those_of_plain_training(name: str, world_size: int, steps: i
     assert len({hash_ for results in ranks for _, hash_ in results[1:]}) == 1, "one hash over stages and ranks"
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_other_training_has_other_losses(name: str) -> None:
     """Broken twins: a learning rate one percent off, and ranks whose gradients are not averaged."""
@@ -205,7 +205,7 @@ def _whole_bytes(rank: int, world_size: int, run: Training) -> tuple[int, int, i
     return most, root + sum(sorted(rest)[-2:]), root + sum(rest)
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", ["gpt2", "t5", "llama_lora"])
 @pytest.mark.parametrize("prepare", [None, _recompute, _recompute_reentrant])
 def test_no_more_than_the_root_and_two_units_are_whole(name: str, prepare: Any) -> None:

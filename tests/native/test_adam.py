@@ -117,6 +117,7 @@ def list_of_every_size(misalign):
     return lists
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("misalign", [0, 1, 3])
 def test_isas_and_threads_give_the_same_bits_and_write_nothing_else(misalign):
     lists = list_of_every_size(misalign)

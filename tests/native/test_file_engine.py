@@ -226,6 +226,7 @@ def test_what_was_read_outlives_everything_and_is_not_reused(backend, path):
         tensor.zero_()
 
 
+@pytest.mark.more
 def test_a_wait_leaves_python_to_other_threads(backend, path):
     engine = _C.FileEngine(backend, depth=1, faults="delay:250")
     path.write_bytes(bytes(4 * MIB))
@@ -259,6 +260,7 @@ def test_transfers_are_continued_and_tried_again(backend, path, faults):
     assert torch.equal(_C.FileReader(engine, path).start(1, 3_000_000).wait(), data[1:])
 
 
+@pytest.mark.cases(10)
 @pytest.mark.parametrize("name", ["EIO", "ENOSPC", "EROFS"])
 @pytest.mark.parametrize("at", [0, MIB, 2 * MIB + 17, 5 * MIB + 2])
 def test_a_failed_write_is_named_by_file_and_offset(backend, path, name, at):

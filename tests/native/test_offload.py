@@ -55,6 +55,7 @@ def test_a_copy_counts_as_a_write_for_autograd():
         assert (dst._version, src._version) == (versions[0] + 1, versions[1])
 
 
+@pytest.mark.more
 def test_a_buffer_outlives_its_tier():
     tier = _C.HostTier(CPU)
     buffer = tier.empty(1000, torch.float64)

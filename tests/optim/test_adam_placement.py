@@ -91,7 +91,7 @@ class Run:
         return [p.detach() for p in self.params] + [s[key] for s in states for key in sorted(s) if key != "step"]
 
 
-@pytest.mark.cases(54)
+@pytest.mark.cases(36)
 @each_place
 @each_case
 def test_every_combination_has_the_same_bits(place, weight, options, formula):
@@ -400,6 +400,7 @@ def train(compile_step, steps=2):
     return [p.detach() for p in params], traced
 
 
+@pytest.mark.more
 def test_a_compiled_step_leaves_ours_alone():
     weights, _ = train(False)
     compiled, traced = train(True)

@@ -18,7 +18,7 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.cases(19)
+@pytest.mark.cases(13)
 @pytest.mark.parametrize("make", OURS)
 @pytest.mark.parametrize("adam_w_mode", [True, False], ids=["adamw", "adam"])
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(o))

@@ -75,13 +75,13 @@ def check_inside_the_oracle(make, cls, kwargs, schedulers=()):
     return rates
 
 
-@pytest.mark.cases(13)
+@pytest.mark.cases(9)
 @pytest.mark.parametrize(("make", "cls", "kwargs"), list(cases()))
 def test_torchs_cases_are_inside_the_oracle(make, cls, kwargs):
     check_inside_the_oracle(make, cls, kwargs)
 
 
-@pytest.mark.cases(6)
+@pytest.mark.cases(4)
 @pytest.mark.parametrize(("make", "cls", "schedulers"), list(scheduler_cases()))
 def test_torchs_schedulers_are_followed_inside_the_oracle(make, cls, schedulers):
     for lr in (0.01, torch.tensor(0.01)):

@@ -107,7 +107,7 @@ def _worst(weights: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) ->
     return max((value - others[name]).abs().max().item() for name, value in weights.items())
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("every", EVERY)
 @pytest.mark.parametrize(("stage", "accumulate", "options"), TIERS)
 def test_torchs_clipping_does_to_shards_what_it_does_to_gradients(
@@ -149,7 +149,7 @@ def _mixed(rank: int, world_size: int, stages: tuple[int | None, ...], norm_type
     return before, after, [model.state_dict() for model, _ in nets]
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(("stages", "norm_type"), [((None, 2), 2.0), ((3, None, 1), 2.0), ((0, 3), 1.5), ((2, None), math.inf)])
 def test_parameters_of_several_models_are_clipped_to_their_joint_norm(stages: tuple[int | None, ...], norm_type: float) -> None:
     before, after, weights = _mixed(0, WORLD, (None,) * len(stages), norm_type)

@@ -71,7 +71,7 @@ def _train(rank, world_size, kind, shapes, steps=4, twin=None):
     return weights, state_differs(whole_state(optimizer), whole_state(expected)), outside, empty, kinds, unused
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_fsdp2_trains_to_the_bits_of_the_unsharded_step(kind, world_size):
@@ -83,6 +83,7 @@ def test_fsdp2_trains_to_the_bits_of_the_unsharded_step(kind, world_size):
     assert sum(empty for _, _, _, empty, _, _ in results) > 0
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", ["bf16-stochastic", "fp32-bf16states"])
 def test_random_bits_keyed_by_the_shard_are_rejected(kind):
     weights, states, *_ = run_ranks(2, _train, kind, SHAPES, 4, "keyed by the shard")[0]
@@ -90,7 +91,7 @@ def test_random_bits_keyed_by_the_shard_are_rejected(kind):
     assert bool(states) == (kind == "fp32-bf16states")
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("options", [{}, {"master": "split"}], ids=str)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_8_bit_blocks_that_no_rank_cuts_have_the_unsharded_bits(world_size, options):
@@ -252,7 +253,7 @@ def _clip(rank, world_size, shape, max_norm, twin=None):
 MESHES = {"2": (2,), "3": (3,), "hsdp": (2, 2)}
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("shape", MESHES.values(), ids=MESHES)
 @pytest.mark.parametrize("max_norm", [0.5, 1e6])
 def test_clipping_by_the_norm_over_the_mesh(shape, max_norm):
@@ -266,6 +267,7 @@ def test_clipping_by_the_norm_over_the_mesh(shape, max_norm):
         assert untouched
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("twin", ["replicas added", "own shard only"])
 def test_a_norm_of_other_ranks_is_rejected(twin):
     norm, exact, *_ = run_ranks(4, _clip, (2, 2), 0.5, twin)[0]

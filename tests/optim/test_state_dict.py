@@ -326,7 +326,7 @@ BAD_VALUES = {
 }
 
 
-@pytest.mark.cases(64)
+@pytest.mark.cases(43)
 @each_kind
 @pytest.mark.parametrize("bad", BAD_VALUES)
 def test_state_dicts_that_do_not_fit(kind, bad):

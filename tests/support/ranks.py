@@ -145,6 +145,7 @@ def _serve(pipe: Connection) -> None:
             function, rank, world_size, port, call, args = pipe.recv()
         except EOFError:
             return
+        environment = dict(os.environ)
         try:
             store = store or dist.TCPStore("127.0.0.1", port, is_master=False)
             dist.init_process_group(
@@ -157,6 +158,8 @@ def _serve(pipe: Connection) -> None:
             answer = (True, function(rank, world_size, *args))
         except BaseException:
             answer = (False, traceback.format_exc())
+        os.environ.clear()
+        os.environ.update(environment)  # libraries leave variables, such as Accelerate, which its next user would find
         pipe.send(answer)
         try:
             pipe.recv()  # until every rank has answered: those that wait for this one are to find the difference, not its end

@@ -87,6 +87,7 @@ def test_an_unknown_part_is_refused(monkeypatch, capsys):
     assert "invalid choice: 'kernel' (choose from" in capsys.readouterr().err
 
 
+@pytest.mark.more
 def test_the_report(run):
     says = "import os; print(os.environ['SHARDCORE_COMMIT'])"
     says += "; import time; time.sleep(1)"  # its clocks are seen
@@ -264,6 +265,7 @@ def test_skipped(): pass
 """
 
 
+@pytest.mark.more
 def test_pytests_results_are_read(tmp_path):
     (tmp_path / "test_it.py").write_text(TESTS)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--junitxml=junit.xml", "test_it.py"]
