@@ -30,8 +30,8 @@ ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
 )
 
 # Elements that a CPU thread updates at a time: an operation finds in the caches what the one before made, and the memory of its
-# results is used again.
-PIECE_NUMEL = 1 << 18
+# results is used again. Smaller pieces wait for Python.
+PIECE_NUMEL = 1 << 19
 
 # Keys of groups that do not say what a step computes.
 _NOTES = ("params", "capturable", *TORCH_ONLY, *SCHEDULER_KEYS)
@@ -78,7 +78,7 @@ class ElementStep:
         if params[0].device.type != "cpu" or torch.get_num_threads() > 1:  # torch's wait for each other in every operation
             self._update(params, grads, states)
             return
-        numel = PIECE_NUMEL
+        numel = PIECE_NUMEL * (4 if self.options.get("fused") else 1)  # one operation
         for param, grad, state in zip(params, grads, states, strict=True):
             for start in range(0, param.numel(), numel):
                 here = slice(start, start + numel)
