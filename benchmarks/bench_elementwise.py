@@ -6,7 +6,7 @@ Two subjects for each, of a flat tensor of --numel elements:
     offload   what a step of offloaded training does: bfloat16 gradient in, unscale, step on the float32 master, bfloat16 weight
               out. Peers widen, unscale, step and narrow.
 
-"shardcore" is what shard runs on a range of a shard in host memory: torch's step, with --threads 1 a piece at a time;
+"shardcore" is what shard runs on a range of a shard in host memory: torch's step, a piece at a time;
 "fused" with the option fused=True, where torch has it. "torch" for Lion is shardcore.Lion without shard. DeepSpeed has no
 kernel for SGD. All buffers ask for huge pages. At the end all must hold the same weights (to rounding).
 """

@@ -29,9 +29,9 @@ ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.Rprop,
 )
 
-# Elements that a CPU thread updates at a time: an operation finds in the caches what the one before made, and the memory of its
-# results is used again. Smaller pieces wait for Python.
-PIECE_NUMEL = 1 << 19
+# Elements that a CPU thread updates at a time: an operation finds in the caches what the one before made, and memory for what
+# it makes is not taken anew.
+PIECE_NUMEL = 1 << 18
 
 # Keys of groups that do not say what a step computes.
 _NOTES = ("params", "capturable", *TORCH_ONLY, *SCHEDULER_KEYS)
@@ -75,23 +75,34 @@ class ElementStep:
 
     def update(self, params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], states: Sequence[Kept]) -> None:
         """Update flat weights and their states in place, where they lie. grads: of any float dtype; not written."""
-        if params[0].device.type != "cpu" or torch.get_num_threads() > 1:  # torch's wait for each other in every operation
+        if params[0].device.type != "cpu":
             self._update(params, grads, states)
             return
-        numel = PIECE_NUMEL * (4 if self.options.get("fused") else 1)  # one operation
+        numel = torch.get_num_threads() * PIECE_NUMEL * (4 if self.options.get("fused") else 1)  # it is one operation
+        scratch = torch.empty(min(numel, max(param.numel() for param in params)), dtype=torch.float32, device="cpu")
         for param, grad, state in zip(params, grads, states, strict=True):
             for start in range(0, param.numel(), numel):
                 here = slice(start, start + numel)
-                self._update([param[here]], [grad[here]], [{key: flat[here] for key, flat in state.items()}])
+                self._update([param[here]], [grad[here]], [{key: flat[here] for key, flat in state.items()}], scratch)
 
-    def _update(self, params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], states: Sequence[Kept]) -> None:
+    def _update(
+        self,
+        params: Sequence[torch.Tensor],
+        grads: Sequence[torch.Tensor],
+        states: Sequence[Kept],
+        scratch: torch.Tensor | None = None,
+    ) -> None:
         targets = [state.get("master", param) for param, state in zip(params, states, strict=True)]
-        self.kind.run(self.options, self.step, targets, [self._scaled(grad) for grad in grads], states)
+        self.kind.run(self.options, self.step, targets, [self._scaled(grad, scratch) for grad in grads], states)
         rounded = [(param, target) for param, target in zip(params, targets, strict=True) if param is not target]
         if rounded:
             _C.cast([param for param, _ in rounded], [target for _, target in rounded])
 
-    def _scaled(self, grad: torch.Tensor) -> torch.Tensor:
+    def _scaled(self, grad: torch.Tensor, scratch: torch.Tensor | None) -> torch.Tensor:
+        """Return the gradient in float32, multiplied; if that has to be written, in `scratch`."""
+        if scratch is not None and (grad.dtype != torch.float32 or self.grad_scale != 1.0):
+            grad = scratch[: grad.numel()].copy_(grad)
+            return grad if self.grad_scale == 1.0 else grad.mul_(self.grad_scale)
         grad = grad.to(torch.float32)
         return grad if self.grad_scale == 1.0 else grad * self.grad_scale
 

@@ -75,7 +75,7 @@ def _hashes(rank: int, world_size: int, name: str, places: list[tuple[int, str]]
     found = []
     for number, (stage, tier) in enumerate(places):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch, "get_num_threads", lambda: 1)
+            patch.setattr(torch, "get_num_threads", lambda: 1)  # of which each takes a piece
             patch.setattr(elementwise, "PIECE_NUMEL", (112, 10**6)[number % 2])  # several pieces of each bucket, or one
             patch.setattr(cpu_store.CpuStore.__init__, "__defaults__", (None, 512))  # several chunks per bucket
             model, optimizer = _sharded(name, stage, precision=precision, clip_grad_norm=0.3, **TIERS[tier])
@@ -106,7 +106,7 @@ def test_faults_of_a_step_change_the_hash(fault: str, monkeypatch: pytest.Monkey
     expected = _hashes(0, 1, "radam", [(2, "device")], "bf16")
     run = elementwise.ElementKind.run
     if fault == "scale":
-        monkeypatch.setattr(elementwise.ElementStep, "_scaled", lambda self, grad: grad.to(torch.float32))
+        monkeypatch.setattr(elementwise.ElementStep, "_scaled", lambda self, grad, scratch: grad.to(torch.float32))
     elif fault == "step":
         monkeypatch.setattr(
             elementwise.ElementKind,
