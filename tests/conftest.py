@@ -1,13 +1,13 @@
 """What holds for every test: its threads, Ctrl-C, which file begins, which marks are set here, where gpu tests are skipped."""
 
+import functools
 import itertools
 import os
+import pathlib
 import signal
 
 import pytest
 import torch
-
-from tests.support import ranks
 
 FIRST = "tests/test_cpp.py"  # the longest single test; last, it would run alone
 
@@ -35,6 +35,18 @@ def why_no_gpu() -> str | None:
     return None if _C.build_info()["cuda"] else "this build has no CUDA"
 
 
+@functools.cache
+def starts_ranks(path: pathlib.Path) -> bool:
+    """Return whether a test file imports from tests/support/ranks.py, which starts processes."""
+    return "\nfrom tests.support.ranks import " in path.read_text(encoding="utf-8")
+
+
+def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) -> bool | None:
+    """Leave the files of ranks unread where none of their tests is wanted: importing them would take half of make quick."""
+    unwanted = "not ranks" in config.option.markexpr
+    return True if unwanted and collection_path.is_file() and starts_ranks(collection_path) else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the longest test first; mark the files that import from tests/support/ranks.py, and cases that make test leaves out.
 
@@ -42,7 +54,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
     items.sort(key=lambda item: not item.nodeid.startswith(FIRST))
     for module in {item.getparent(pytest.Module) for item in items} - {None}:
-        if any(getattr(value, "__module__", None) == ranks.__name__ for value in vars(module.obj).values()):
+        if starts_ranks(module.path):
             module.add_marker("ranks")
     for _, group in itertools.groupby(items, key=lambda item: item.nodeid.partition("[")[0]):
         cases = [item for item in group if item.get_closest_marker("slow") is None]
