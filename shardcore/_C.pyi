@@ -206,6 +206,19 @@ def cast(dsts: Sequence[torch.Tensor], srcs: Sequence[torch.Tensor]) -> None:
     """dsts[i][:] = srcs[i] between float32, bfloat16 and float16, rounded as Adam rounds weights (bfloat16: to nearest, ties
     away from zero; float16: to nearest, ties to even). No dst shares memory with another dst or a src."""
 
+def lion(
+    params: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor],
+    exp_avgs: Sequence[torch.Tensor],
+    masters: Sequence[torch.Tensor | None],
+    lr: float,
+    betas: tuple[float, float],
+    weight_decay: float,
+    grad_scale: float,
+) -> None:
+    """One step of Lion, in place. A parameter, its gradient (multiplied by grad_scale) and its exp_avg have the same number of
+    elements in the same order of memory, each in float32, bfloat16 or float16; a master is float32. On one device."""
+
 def empty_huge(numel: int, dtype: torch.dtype) -> torch.Tensor:
     """A zero-filled CPU tensor (numel,) on its own pages, which ask for huge pages when large (madvise)."""
 

@@ -75,6 +75,9 @@ class ElementStep:
 
     def update(self, params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], states: Sequence[Kept]) -> None:
         """Update flat weights and their states in place, where they lie. grads: of any float dtype; not written."""
+        if self.kind.flat_step is not None:
+            self.kind.flat_step(self.options, params, grads, states, self.grad_scale)
+            return
         if params[0].device.type != "cpu":
             self._update(params, grads, states)
             return
@@ -138,6 +141,7 @@ class ElementKind:
         own = {} if optimizer is None else vars(optimizer)
         self._attributes = {key: value for key, value in own.items() if key not in ("defaults", "param_groups", "state")}
         self._step = plain_step(cls)
+        self.flat_step = vars(cls).get("flat_step")  # a kernel that does all that ElementStep.update does (Lion has one)
         self._names: dict[str, tuple[str, ...]] = {}
 
     def _computes(self, group: Group) -> dict[str, Any]:
