@@ -46,6 +46,7 @@ from shardcore.estimate import fit, probe
 from shardcore.estimate.predict import Prediction, predict_rank
 from shardcore.optim import CPUAdam, ShardableOptimizer
 from shardcore.optim.clip import reach_shards
+from shardcore.optim.dtensor import is_dtensor
 from shardcore.optim.interface import engine_of
 from shardcore.optim.muon import MuonKind
 from shardcore.optim.state_dict import joined_state, other_entries
@@ -331,8 +332,8 @@ def _plan(
     every = comm.gather_json(figures)
     try:
         options.check(len(comm.shard_ranks), comm.backend_sums)
-        if options.tiers.path is not None:
-            refuse_slices("shard: offload to files", bool(comm.slices), '{"optimizer": "cpu"}')
+        if options.tiers.path is not None and options.tiers.durable:
+            refuse_slices("shard: states in files that outlast the process", bool(comm.slices), '"durable": False')
         if options.materialize is not None:
             refuse_slices("shard: materialize", bool(comm.slices), "a model with weights")
         build.check_model(model, alone=comm.world_size == 1)
@@ -512,7 +513,8 @@ def _allocate(plan: Plan, given: Any, tiers: OffloadOptions, files: StateFiles |
             plan.builder.allocate(bucket, None if plan.host is None or tiers.params is None else plan.host.copies, weights)
         plan.store = DeviceStore(plan.updated, plan.device) if plan.host is None else plan.host
         others = other_entries(given.state)
-        states = {p: joined_state(state, p) for p, state in given.state.items() if state and p not in others}
+        own = ((p, state) for p, state in given.state.items() if state and p not in others)
+        states = {p: joined_state(state, p) for p, state in own if not is_dtensor(p)}  # of slices only what a constructor made
     return states, others
 
 

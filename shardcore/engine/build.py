@@ -253,7 +253,8 @@ def check_states(optimizer: torch.optim.Optimizer, kind: Kind, builder: "Builder
         for number, param in enumerate(group["params"]):
             state = optimizer.state.get(param)
             if state and param.requires_grad:
-                refuse_slices("shard: the state that the optimizer has", is_dtensor(param), "one without (no step yet)")
+                made = is_dtensor(param) and bool(state.get("step", 1))  # Adagrad makes its states before the first step
+                refuse_slices("shard: the state that the optimizer has", made, "one without (no step yet)")
                 state_format = kind.format_of(group, builder.dtype_of(param))
                 where = f"the optimizer's state of param_groups[{index}] params[{number}]"
                 kind.import_state("shard", where, export_state(state, param), param, state_format)

@@ -56,6 +56,14 @@ def _load(rank: int, world: int, tp: int, stage: int, folder: str, options: dict
     return loaded, hash_of_training(model, optimizer)
 
 
+@pytest.mark.more
+def test_states_on_nvme_go_on_in_host_memory_and_back(tmp_path: Path) -> None:
+    nvme = {"offload": {"optimizer": "nvme", "path": str(tmp_path / "states"), "durable": False}}
+    for before, after in ((nvme, OFFLOAD), (OFFLOAD, nvme)):
+        saved = run_ranks(4, _save, 2, 2, str(tmp_path / "saved"), before)
+        assert run_ranks(4, _load, 2, 1, str(tmp_path / "saved"), after) == saved
+
+
 @pytest.mark.parametrize(("stage", "form"), some([(s, f) for s in range(4) for f in FORMS], [(3, "8 bit")]))
 def test_a_run_goes_on_bit_for_bit(stage: int, form: str, tmp_path: Path) -> None:
     options = FORMS[form] | (OFFLOAD if stage == 2 else {})

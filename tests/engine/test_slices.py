@@ -63,6 +63,32 @@ def test_one_hash_over_forms(tp: int) -> None:
         assert len({hashed for of_rank in found for hashed, *_ in of_rank}) == 1, form
 
 
+def test_states_and_weights_on_nvme_have_the_same_hash(tmp_path: Any) -> None:
+    nvme = OFFLOAD | {"optimizer": "nvme", "path": str(tmp_path), "durable": False}
+    cases: list[Case] = [(2, True, {}), (1, True, {"offload": nvme, "overlap_step": True})]
+    cases.append((3, True, {"offload": nvme | {"gradients": "cpu", "params": "nvme"}}))
+    assert len({hashed for of_rank in run_ranks(4, _train, 2, cases) for hashed, *_ in of_rank}) == 1
+
+
+def _train_adagrad(rank: int, world: int, tp: int, stages: list[int]) -> list[Any]:
+    mesh, found = mesh_of(world, tp), []
+    for stage in stages:
+        model = make_lm()
+        if tp > 1:
+            slice_lm(model, mesh["tp"], sequence=False)
+        model, optimizer = shardcore.shard(model, torch.optim.Adagrad(model.parameters()), stage, process_group=mesh["dp"])
+        norms = train_lm(model, optimizer, mesh, range(3))
+        found.append((hash_of_training(model, optimizer), {k: v.tolist() for k, v in model.state_dict().items()}, norms))
+    return found
+
+
+@pytest.mark.more
+def test_an_optimizer_that_makes_its_states_at_once() -> None:
+    plain, found = run_ranks(2, _train_adagrad, 1, [1])[0][0], run_ranks(4, _train_adagrad, 2, [0, 1, 3])
+    assert len({hashed for of_rank in found for hashed, *_ in of_rank}) == 1
+    assert all(_error(one, plain) < 2e-6 for of_rank in found for one in of_rank)
+
+
 _local = Slice.local
 
 
@@ -267,7 +293,7 @@ def _refusals(rank: int, world: int, folder: str) -> list[str]:
 def test_what_is_not_supported_is_named(tmp_path: Any) -> None:
     expected = [
         "unfreeze: not available yet for a tensor-parallel model",
-        "shard: offload to files: not available yet",
+        "shard: states in files that outlast the process: not available yet",
         "shard: materialize: not available yet",
         "shard: the model is already sharded (DTensor) over the ranks",
         "shard: Muon: not available yet",
