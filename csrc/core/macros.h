@@ -6,6 +6,8 @@
 
 #if defined(__CUDACC__)
 #define SHARDCORE_HD static __host__ __device__ __forceinline__
+#elif defined(SHARDCORE_SANITIZED)  // with its checks in, code that is inlined everywhere takes minutes to compile
+#define SHARDCORE_HD [[maybe_unused]] static inline
 #else
 #define SHARDCORE_HD [[maybe_unused]] static inline __attribute__((always_inline))
 #endif

@@ -29,7 +29,7 @@ struct LionProblem {
     canonicalize_nans(t.exp_avg, t.state_dtype, t.numel);
     if (t.master != nullptr) canonicalize_nans(t.master, DType::f32, t.numel);
     std::vector<std::vector<uint8_t>> all;
-    for (const Buffer& buffer : buffers) all.push_back(buffer.bytes());
+    for (Buffer& buffer : buffers) all.push_back(buffer.bytes());
     return all;
   }
 };
@@ -46,7 +46,7 @@ TEST(lion_cuda, has_the_cpu_bits_for_every_dtype_size_and_alignment) {
           lion_cpu(&cpu.t, 1, scalars, serial);
           lion_cuda_body({LionSegment{}, cuda.t}, scalars);
           ASSERT_EQ(cuda.bytes(), cpu.bytes()) << numel << " elements, misaligned by " << misalign;
-          for (const Buffer& buffer : cuda.buffers) ASSERT_TRUE(buffer.sentinels_intact());
+          for (Buffer& buffer : cuda.buffers) ASSERT_TRUE(buffer.sentinels_intact());
           if (numel < 9) continue;
           --twin.t.numel;  // a dropped element must show
           lion_cuda_body({twin.t}, scalars);

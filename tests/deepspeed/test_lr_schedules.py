@@ -149,7 +149,7 @@ def test_equals_deepspeed_over_a_grid(name: str, theirs: Any) -> None:
         assert trace(getattr(lr_schedules, name), params) == trace(getattr(theirs, name), params), params
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_equals_deepspeed_over_the_whole_grid_of_onecycle(theirs: Any) -> None:
     for params in GRID["OneCycle"]:
         assert trace(OneCycle, params) == trace(theirs.OneCycle, params), params

@@ -448,7 +448,7 @@ finish(trainer)
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("name", ["GRPO", "RLOO"])
+@pytest.mark.parametrize("name", ["GRPO", pytest.param("RLOO", marks=pytest.mark.slow)])
 def test_trl_that_generates_while_it_trains_at_stage_3(name: str, tmp_path: Path) -> None:
     pytest.importorskip("trl", reason="tests with TRL")
     tiny_gpt2().save_pretrained(tmp_path / "saved")

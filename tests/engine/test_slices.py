@@ -58,7 +58,7 @@ def test_the_unsliced_model_within_rounding_and_one_hash(dp: int) -> None:
 def test_one_hash_over_forms(tp: int) -> None:
     forms: list[dict[str, Any]] = [{"precision": "bf16"}, {"precision": "fp16"}, {"units": nn.Linear}, {"clip_grad_norm": None}]
     for form in forms:
-        cases = [(stage, sequence, options | form) for stage, sequence, options in PLACES]
+        cases = [(stage, sequence, options | form) for stage, sequence, options in PLACES[::2] + PLACES[-1:]]
         found = run_ranks(4, _train, tp, cases)
         assert len({hashed for of_rank in found for hashed, *_ in of_rank}) == 1, form
 

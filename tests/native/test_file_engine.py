@@ -562,7 +562,7 @@ def many_requests(backend: str, path: Path, count: int) -> tuple[int, int]:
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("count", [20_000, 300_000])
+@pytest.mark.parametrize("count", [20_000, pytest.param(300_000, marks=pytest.mark.slow)])
 def test_many_requests_leak_nothing(backend, path, count):
     script = f"""
 sys.path.insert(0, {str(Path(__file__).parents[2])!r})

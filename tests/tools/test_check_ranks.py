@@ -40,7 +40,7 @@ def test_layouts_that_have_other_bits_are_named(broken: bool, tmp_path: Path) ->
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_one_hash_over_all_layouts_on_groups_that_behave_as_nccl(ranks: int, tmp_path: Path) -> None:
     program = ["-m", "tools.check_ranks", "--device", "cpu", "--standin", "--sizes", "1", "--out", str(tmp_path)]
     done = finished([sys.executable, *torchrun(ranks), *program], tmp_path, timeout_s=900)
