@@ -6,9 +6,9 @@ Two subjects for each, of a flat tensor of --numel elements:
     offload   what a step of offloaded training does: bfloat16 gradient in, unscale, step on the float32 master, bfloat16 weight
               out. Peers widen, unscale, step and narrow.
 
-"shardcore" is what shard runs on a range of a shard in host memory: torch's step, a piece at a time;
-"fused" with the option fused=True, where torch has it. "torch" for Lion is shardcore.Lion without shard. DeepSpeed has no
-kernel for SGD. All buffers ask for huge pages. At the end all must hold the same weights (to rounding).
+"shardcore" is the kernel that shard runs on a range of a shard in host memory. "torch" is its plain step, "fused" that with
+fused=True; for Lion, which torch does not have, shardcore.Lion without shard. DeepSpeed has no kernel for SGD. All buffers ask
+for huge pages. At the end all must hold the same weights (to rounding).
 """
 
 import argparse
@@ -43,13 +43,13 @@ Make = Callable[[torch.nn.Parameter], torch.optim.Optimizer]
 
 
 def engines(name: str, with_deepspeed: bool) -> dict[str, Make]:
-    """Return what makes each engine's optimizer over one parameter; those that begin with OURS run as on shards."""
+    """Return what makes each engine's optimizer over one parameter; OURS runs as on shards."""
     cls, options, deepspeed = OPTIMIZERS[name]
     plain: Make = lambda param: cls([param], **options)  # noqa: E731
     fused: Make = lambda param: cls([param], **options, fused=True)  # noqa: E731
     made = {OURS: plain, "torch": plain}
     if cls is not shardcore.Lion:
-        made |= {f"{OURS}, fused": fused, "torch, fused": fused}
+        made["torch, fused"] = fused
     if with_deepspeed and deepspeed is not None:
         made["DeepSpeed"] = lambda param: deepspeed([param], **options)
     return made
@@ -83,7 +83,7 @@ def cases_of(
     steps, weights = {}, {}
     for engine, make in engines(name, with_deepspeed).items():
         weight = weights[engine] = buffers.parameter(dtype).detach()
-        if engine.startswith(OURS):
+        if engine == OURS:
             steps[engine] = on_shards(make, weight, grad, buffers, scale)
         elif subject == "fp32":
             param = torch.nn.Parameter(weight)

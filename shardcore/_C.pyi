@@ -206,18 +206,34 @@ def cast(dsts: Sequence[torch.Tensor], srcs: Sequence[torch.Tensor]) -> None:
     """dsts[i][:] = srcs[i] between float32, bfloat16 and float16, rounded as Adam rounds weights (bfloat16: to nearest, ties
     away from zero; float16: to nearest, ties to even). No dst shares memory with another dst or a src."""
 
-def lion(
+class ElementScalars:
+    """What one step of a formula reads, in float32: "sgd", "momentum", "nesterov", "adagrad" or "lion"
+    (csrc/elementwise/element_math.h). l2 is added to gradients times the weight; weights are multiplied by decay (lion).
+    of_direction and of_state: what the state and the gradient are multiplied by for each."""
+
+    def __init__(
+        self,
+        formula: str,
+        *,
+        grad_scale: float = 1.0,
+        l2: float = 0.0,
+        decay: float = 1.0,
+        lr: float = 0.0,
+        of_direction: tuple[float, float] = (0.0, 0.0),
+        of_state: tuple[float, float] = (0.0, 0.0),
+        eps: float = 0.0,
+    ) -> None: ...
+
+def element_step(
+    op: str,
     params: Sequence[torch.Tensor],
     grads: Sequence[torch.Tensor],
-    exp_avgs: Sequence[torch.Tensor],
+    states: Sequence[torch.Tensor | None],
     masters: Sequence[torch.Tensor | None],
-    lr: float,
-    betas: tuple[float, float],
-    weight_decay: float,
-    grad_scale: float,
+    scalars: ElementScalars,
 ) -> None:
-    """One step of Lion, in place. A parameter, its gradient (multiplied by grad_scale) and its exp_avg have the same number of
-    elements in the same order of memory, each in float32, bfloat16 or float16; a master is float32. On one device."""
+    """One step, in place. A parameter, its gradient and its state have the same number of elements in the same order of memory,
+    each in float32, bfloat16 or float16; a master is float32. "sgd" has no states. On one device. op: named in errors."""
 
 def empty_huge(numel: int, dtype: torch.dtype) -> torch.Tensor:
     """A zero-filled CPU tensor (numel,) on its own pages, which ask for huge pages when large (madvise)."""

@@ -25,12 +25,12 @@ ROOMS: dict[str, set[str]] = {
     "adam": {"core"},
     "norm": {"core"},
     "reduce": {"core", "norm"},
-    "lion": {"core"},
-    "isa": {"core", "adam", "norm", "reduce", "lion"},
+    "elementwise": {"core"},
+    "isa": {"core", "adam", "norm", "reduce", "elementwise"},
     "copy": {"core"},
     "offload": {"core", "adam", "copy"},
     "io": {"core", "copy"},
-    "bind": {"core", "adam", "norm", "reduce", "lion", "copy", "offload", "io"},
+    "bind": {"core", "adam", "norm", "reduce", "elementwise", "copy", "offload", "io"},
 }
 # What test files are named after: modules of shardcore/<folder>, or where it is listed here of these folders, and these words.
 TESTED: dict[str, tuple[str, ...]] = {

@@ -122,7 +122,8 @@ RULES: dict[str, list[LoopRule]] = {
         LoopRule(loads=4 + 4 + 3, stores=3),
     ],
     "cast_kernel": [LoopRule(loads=3, stores=3)],
-    "lion_kernel": [LoopRule(loads=3 * 3, stores=2 * 3 + 2)],  # of three streams each 16 bits or float32, and a float32 master
+    # Of gradient, weight and state each 16 bits or float32, and a float32 master.
+    "element_kernel": [LoopRule(loads=3 * 3, stores=2 * 3 + 2)],
 }
 
 

@@ -75,12 +75,15 @@ def run_cast(device: torch.device) -> int:
     return len(SHORT) ** 2
 
 
-def run_lion(device: torch.device) -> int:
-    cases = list(itertools.product(SHORT, SHORT, SHORT, (False, True)))
-    for param, grad, state, master in cases:
-        lists = [[make(device, dtype, *size) for size in SIZES] for dtype in (param, grad, state)]
+def run_elements(device: torch.device) -> int:
+    formulas = ("sgd", "momentum", "nesterov", "adagrad", "lion")
+    cases = list(itertools.product(formulas, SHORT, SHORT, SHORT, (False, True)))
+    for formula, param, grad, state, master in cases:
+        params, grads, states = ([make(device, dtype, *size) for size in SIZES] for dtype in (param, grad, state))
         masters = [make(device, torch.float32, *size) if master else None for size in SIZES]
-        _C.lion(*lists, masters, 1e-3, (0.9, 0.99), 0.1, 1.0)
+        none = [None] * len(SIZES)
+        scalars = _C.ElementScalars(formula, l2=0.1, lr=1e-3, of_direction=(0.9, 0.1), of_state=(0.9, 0.1))
+        _C.element_step("run_kernels", params, grads, none if formula == "sgd" else states, masters, scalars)
     return len(cases)
 
 
@@ -98,7 +101,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.run_kernels", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: to test this program")
     device = torch.device(parser.parse_args().device)
-    for run in (run_adam, run_device_step, run_norm, run_ordered_sum, run_cast, run_lion, run_host_tier):
+    for run in (run_adam, run_device_step, run_norm, run_ordered_sum, run_cast, run_elements, run_host_tier):
         count = run(device)
         if device.type == "cuda":
             torch.cuda.synchronize()

@@ -5,18 +5,10 @@
 #pragma once
 
 #include "adam/adam_scalars.h"
-#include "core/fma.h"
+#include "core/float_ops.h"
 #include "core/macros.h"
 
 namespace shardcore {
-
-SHARDCORE_HD float sqrt_f32(float x) {
-#if defined(__CUDA_ARCH__)
-  return __fsqrt_rn(x);
-#else
-  return __builtin_sqrtf(x);
-#endif
-}
 
 // How the root and the division are made: this way for all floats; adam_roots.h has another, with the same bits.
 struct ExactRoots {};

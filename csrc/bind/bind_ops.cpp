@@ -1,4 +1,4 @@
-// sq_norm, sq_norm_add, norm_from_sq, clipping, ordered_sum, cast, lion.
+// sq_norm, sq_norm_add, norm_from_sq, clipping, ordered_sum, cast.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/zeros.h>
@@ -13,13 +13,11 @@
 #include "bind/device_step.h"
 #include "core/cast.h"
 #include "core/grad_scale.h"
-#include "lion/lion_cpu.h"
 #include "norm/norm_cpu.h"
 #include "reduce/reduce_cpu.h"
 
 #ifdef SHARDCORE_WITH_CUDA
 #include "core/cast_cuda.h"
-#include "lion/lion_cuda.h"
 #include "norm/norm_cuda.h"
 #include "reduce/reduce_cuda.h"
 #endif
@@ -200,47 +198,6 @@ void cast(const py::handle& dsts, const py::handle& srcs) {
 #endif
 }
 
-void lion(const py::handle& params, const py::handle& grads, const py::handle& exp_avgs, const py::handle& masters, double lr,
-          const std::pair<double, double>& betas, double weight_decay, double grad_scale) {
-  constexpr const char* op = "Lion";
-  const TensorList param_list = tensors_of(op, "params", params), grad_list = tensors_of(op, "grads", grads);
-  const TensorList exp_avg_list = tensors_of(op, "exp_avg", exp_avgs), master_list = tensors_of(op, "master", masters, true);
-  if (param_list.empty()) return;
-  const at::Device device = param_list[0].device();
-  check_device_supported({op, "params", 0}, device);
-  std::vector<LionSegment> segments;
-  for (size_t i = 0; i < param_list.size(); ++i) {
-    LionSegment t{};
-    const auto read = [&](const char* name, const TensorList& list, DType& dtype) {
-      const Where where{op, name, static_cast<int64_t>(i)};
-      check_dense(where, list[i], device);
-      check_numel(where, list[i], param_list[i].numel(), "params");
-      dtype = float_dtype(where, list[i]);
-      return list[i].data_ptr();
-    };
-    t.numel = param_list[i].numel();
-    t.param = read("params", param_list, t.param_dtype);
-    t.grad = read("grads", grad_list, t.grad_dtype);
-    t.exp_avg = read("exp_avg", exp_avg_list, t.state_dtype);
-    if (master_list[i].defined()) t.master = static_cast<float*>(master_list[i].data_ptr());
-    segments.push_back(t);
-  }
-  for (size_t i = 0; i < param_list.size(); ++i) {
-    mark_written(param_list[i]);
-    mark_written(exp_avg_list[i]);
-  }
-  const LionScalars scalars = lion_scalars(lr, betas.first, betas.second, weight_decay, grad_scale);
-  const py::gil_scoped_release no_gil;
-  if (device.is_cpu()) lion_cpu(segments.data(), static_cast<int64_t>(segments.size()), scalars, torch_executor());
-#ifdef SHARDCORE_WITH_CUDA
-  if (device.is_cuda()) {
-    const c10::cuda::CUDAGuard guard(device);
-    const DeviceTable<LionSegment> table(segments, kLionChunk, device);
-    if (table.num_chunks != 0) lion_cuda(table.get(), table.num_chunks, scalars, current_stream(device));
-  }
-#endif
-}
-
 }  // namespace
 
 void bind_ops(py::module_& module) {
@@ -257,8 +214,6 @@ void bind_ops(py::module_& module) {
   module.def("same_objects", &same_objects, py::arg("a"), py::arg("b"));
   module.def("records_functions", &at::hasCallbacks);
   module.def("cast", &cast, py::arg("dsts"), py::arg("srcs"));
-  module.def("lion", &lion, py::arg("params"), py::arg("grads"), py::arg("exp_avgs"), py::arg("masters"), py::arg("lr"),
-             py::arg("betas"), py::arg("weight_decay"), py::arg("grad_scale"));
 }
 
 }  // namespace shardcore::bind

@@ -109,6 +109,7 @@ Executor& torch_executor();
 void use_threads(int count);
 
 void bind_adam(py::module_& module);
+void bind_elements(py::module_& module);
 void bind_ops(py::module_& module);
 void bind_moments(py::module_& module);
 void bind_offload(py::module_& module);

@@ -39,6 +39,7 @@ pybind11::dict build_info() {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   shardcore::bind::bind_adam(module);
+  shardcore::bind::bind_elements(module);
   shardcore::bind::bind_ops(module);
   shardcore::bind::bind_moments(module);
   shardcore::bind::bind_offload(module);

@@ -10,7 +10,7 @@
 
 #include "adam/adam_cpu_loop.h"
 #include "core/cast_cpu_loop.h"
-#include "lion/lion_cpu_loop.h"
+#include "elementwise/element_cpu_loop.h"
 #include "norm/norm_cpu_loop.h"
 #include "reduce/reduce_cpu_loop.h"
 

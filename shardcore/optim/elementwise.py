@@ -1,4 +1,4 @@
-"""Any elementwise optimizer of torch.optim (SGD, Adagrad, RMSprop, ...), run by torch on flat ranges of shards.
+"""Any elementwise optimizer of torch.optim on flat ranges of shards: SGD and Adagrad by kernels, others by torch's own steps.
 
 An elementwise step computes each element from its own weight, gradient and states, so that it may run on any range of a flat
 buffer: the parameters that lie there, and where they begin, do not show in the bits. States are float32, as masters are.
@@ -14,6 +14,7 @@ import torch
 from shardcore._native import _C
 from shardcore.optim.base import Group, ShardableOptimizer
 from shardcore.optim.interface import Gradients
+from shardcore.optim.lion import Lion
 from shardcore.optim.options import MASTERED_DTYPES, check_max_norm, host_scale, number
 from shardcore.optim.state import check_tensor, step_count, step_tensor
 from shardcore.optim.state_dict import SCHEDULER_KEYS, TORCH_ONLY, import_groups, numbers_of
@@ -39,6 +40,38 @@ _NOTES = ("params", "capturable", *TORCH_ONLY, *SCHEDULER_KEYS)
 _SWITCHES = ("momentum",)
 # States that a constructor makes, and the option with their first value; others begin in an element's first step.
 _BEGIN_AS = {"sum": "initial_accumulator_value"}
+
+
+def _sgd(options: Mapping[str, Any], step: int, grad_scale: float) -> _C.ElementScalars:
+    """Return what a kernel reads for torch.optim.SGD; its first momentum is the gradient."""
+    momentum = options["momentum"]
+    return _C.ElementScalars(
+        "nesterov" if options["nesterov"] else "momentum" if momentum else "sgd",
+        grad_scale=-grad_scale if options["maximize"] else grad_scale,
+        l2=options["weight_decay"],
+        lr=options["lr"],
+        of_direction=(momentum, 1.0),
+        of_state=(-0.0, 1.0) if step == 1 else (momentum, 1.0 - options["dampening"]),  # -0.0 + x is x, also if that is -0.0
+    )
+
+
+def _adagrad(options: Mapping[str, Any], step: int, grad_scale: float) -> _C.ElementScalars:
+    """Return what a kernel reads for torch.optim.Adagrad."""
+    return _C.ElementScalars(
+        "adagrad",
+        grad_scale=-grad_scale if options["maximize"] else grad_scale,
+        l2=options["weight_decay"],
+        lr=options["lr"] / (1.0 + (step - 1) * options["lr_decay"]),
+        eps=options["eps"],
+    )
+
+
+# Those with a kernel: one pass over memory, with the bits of torch's step on the CPU, the same at every place.
+KERNELS: dict[type, Callable[[Mapping[str, Any], int, float], _C.ElementScalars]] = {
+    torch.optim.SGD: _sgd,
+    torch.optim.Adagrad: _adagrad,
+    Lion: Lion.scalars,
+}
 
 
 def is_elementwise(optimizer: object) -> bool:
@@ -75,13 +108,17 @@ class ElementStep:
 
     def update(self, params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], states: Sequence[Kept]) -> None:
         """Update flat weights and their states in place, where they lie. grads: of any float dtype; not written."""
-        if self.kind.flat_step is not None:
-            self.kind.flat_step(self.options, params, grads, states, self.grad_scale)
+        if self.kind.cls in KERNELS:
+            names = self.kind.begin(self.options, self.step, states)
+            own = [state[names[0]] if names else None for state in states]
+            masters = [state.get("master") for state in states]
+            scalars = KERNELS[self.kind.cls](self.options, self.step, self.grad_scale)
+            _C.element_step(self.kind.name, params, grads, own, masters, scalars)
             return
         if params[0].device.type != "cpu":
             self._update(params, grads, states)
             return
-        numel = torch.get_num_threads() * PIECE_NUMEL * (4 if self.options.get("fused") else 1)  # it is one operation
+        numel = torch.get_num_threads() * PIECE_NUMEL
         scratch = torch.empty(min(numel, max(param.numel() for param in params)), dtype=torch.float32, device="cpu")
         for param, grad, state in zip(params, grads, states, strict=True):
             for start in range(0, param.numel(), numel):
@@ -141,7 +178,6 @@ class ElementKind:
         own = {} if optimizer is None else vars(optimizer)
         self._attributes = {key: value for key, value in own.items() if key not in ("defaults", "param_groups", "state")}
         self._step = plain_step(cls)
-        self.flat_step = vars(cls).get("flat_step")  # a kernel that does all that ElementStep.update does (Lion has one)
         self._names: dict[str, tuple[str, ...]] = {}
 
     def _computes(self, group: Group) -> dict[str, Any]:
@@ -197,6 +233,15 @@ class ElementKind:
                     )
             self._names[switches] = tuple(names)
         return self._names[switches]
+
+    def begin(self, options: Mapping[str, Any], step: int, states: Sequence[Kept]) -> tuple[str, ...]:
+        """Return the names of states; in the first step give them the values that a constructor gives, not all 0."""
+        names = self._states_of(options)
+        for key in names:
+            if step == 1 and key in _BEGIN_AS:
+                for state in states:
+                    state[key].fill_(options[_BEGIN_AS[key]])
+        return names
 
     @staticmethod
     def _first(options: Mapping[str, Any], param: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -1,6 +1,6 @@
 """Lion: the sign of an interpolated momentum."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -57,24 +57,19 @@ class Lion(torch.optim.Optimizer):
             for pairs in by_device.values():
                 weights = [local_part(param) for param, _ in pairs]
                 grads = _C.dense([local_part(grad) for _, grad in pairs], weights)
-                states = [{"exp_avg": local_part(self.state[param]["exp_avg"])} for param, _ in pairs]
-                self.flat_step(group, weights, grads, states, 1.0)
+                averages = [local_part(self.state[param]["exp_avg"]) for param, _ in pairs]
+                _C.element_step("Lion", weights, grads, averages, [None] * len(pairs), self.scalars(group))
         return loss
 
     @staticmethod
-    def flat_step(
-        options: Mapping[str, Any],
-        params: Sequence[torch.Tensor],
-        grads: Sequence[torch.Tensor],
-        states: Sequence[Mapping[str, torch.Tensor]],
-        grad_scale: float,
-    ) -> None:
-        """Update tensors of one device, and their states, in place: what shardcore.shard runs on ranges of shards.
-
-        options: those of a group. grads: of any float dtype, multiplied by grad_scale. states: "exp_avg", and perhaps a float32
-        "master", of which the parameter becomes the rounding.
-        """
-        averages, masters = [state["exp_avg"] for state in states], [state.get("master") for state in states]
-        scale = -grad_scale if options["maximize"] else grad_scale
-        lr, decay = float(options["lr"]), float(options["weight_decay"])
-        _C.lion(params, grads, averages, masters, lr, options["betas"], decay, scale)
+    def scalars(options: Mapping[str, Any], step: int = 1, grad_scale: float = 1.0) -> _C.ElementScalars:
+        """Return what a step with the options of a group reads. grad_scale: multiplies gradients."""
+        (beta1, beta2), lr = options["betas"], float(options["lr"])
+        return _C.ElementScalars(
+            "lion",
+            grad_scale=-grad_scale if options["maximize"] else grad_scale,
+            decay=1.0 - lr * options["weight_decay"],
+            lr=lr,
+            of_direction=(beta1, 1.0 - beta1),
+            of_state=(beta2, 1.0 - beta2),
+        )

@@ -1,5 +1,5 @@
-// The launches of csrc/norm, csrc/reduce, csrc/lion and csrc/core's .cu files, on the host's grid. Twin: what stands for CUDA's
-// block; a broken one must be rejected. first_chunk: those before it are left out, as if their elements were 0.
+// The launches of csrc/norm, csrc/reduce, csrc/elementwise and csrc/core's .cu files, on the host's grid. Twin: what stands for
+// CUDA's block; a broken one must be rejected. first_chunk: those before it are left out, as if their elements were 0.
 #pragma once
 
 #include <vector>
@@ -8,7 +8,7 @@
 #include "core/grad_scale.h"
 #include "cpp/common.h"
 #include "cpp/host_grid.h"
-#include "lion/lion_cuda_body.h"
+#include "elementwise/element_cuda_body.h"
 #include "norm/norm_cuda_body.h"
 #include "reduce/reduce_cuda_body.h"
 
@@ -121,10 +121,10 @@ inline void cast_cuda_body(const std::vector<CastSegment>& segments, int64_t fir
                      [&](int64_t index, int thread, const HostBlock&) { cast_body(table.get(), index, thread); });
 }
 
-inline void lion_cuda_body(const std::vector<LionSegment>& segments, const LionScalars& scalars) {
-  const HostTable table(segments, kLionChunk);
-  HostGrid::run_from(0, table.num_chunks(), kLionThreads,
-                     [&](int64_t index, int thread, const HostBlock&) { lion_body(table.get(), scalars, index, thread); });
+inline void element_cuda_body(const std::vector<ElementSegment>& segments, const ElementScalars& scalars) {
+  const HostTable table(segments, kElementChunk);
+  HostGrid::run_from(0, table.num_chunks(), kElementThreads,
+                     [&](int64_t index, int thread, const HostBlock&) { element_body(table.get(), scalars, index, thread); });
 }
 
 // How far two sums are apart, as a part of the first; 0 if both are not finite.

@@ -1,16 +1,16 @@
-// Lion's CUDA kernel on the host: the CPU's bits, nothing else touched.
+// The CUDA kernel of SGD, Adagrad and Lion on the host: the CPU's bits, nothing else touched.
 #include "core/executor.h"
 #include "cpp/cuda_kernels.h"
-#include "lion/lion_cpu.h"
+#include "elementwise/element_cpu.h"
 
 namespace shardcore::testing {
 namespace {
 
-struct LionProblem {
-  LionSegment t{};
+struct ElementProblem {
+  ElementSegment t{};
   std::vector<Buffer> buffers;  // weight, gradient, state, master
 
-  LionProblem(int64_t numel, int64_t misalign, DType dtype, bool master) {
+  ElementProblem(int64_t numel, int64_t misalign, DType dtype, bool master) {
     t.numel = numel;
     t.param_dtype = t.grad_dtype = dtype;
     t.state_dtype = master ? DType::f32 : dtype;
@@ -20,13 +20,13 @@ struct LionProblem {
       buffers.emplace_back(numel * itemsize(dtypes[i]), misalign * itemsize(dtypes[i]));
       for (int64_t k = 0; k < numel; ++k) store_from_f32(buffers[i].data(), dtypes[i], k, random.with_specials());
     }
-    t.param = buffers[0].data(), t.grad = buffers[1].data(), t.exp_avg = buffers[2].data();
+    t.param = buffers[0].data(), t.grad = buffers[1].data(), t.state = buffers[2].data();
     if (master) t.master = buffers[3].as<float>();
   }
 
   std::vector<std::vector<uint8_t>> bytes() {
     canonicalize_nans(t.param, t.param_dtype, t.numel);
-    canonicalize_nans(t.exp_avg, t.state_dtype, t.numel);
+    if (t.state != nullptr) canonicalize_nans(t.state, t.state_dtype, t.numel);
     if (t.master != nullptr) canonicalize_nans(t.master, DType::f32, t.numel);
     std::vector<std::vector<uint8_t>> all;
     for (Buffer& buffer : buffers) all.push_back(buffer.bytes());
@@ -34,22 +34,29 @@ struct LionProblem {
   }
 };
 
-TEST(lion_cuda, has_the_cpu_bits_for_every_dtype_size_and_alignment) {
-  const LionScalars scalars = lion_scalars(0.05, 0.8, 0.97, 0.2, 0.6);
+ElementScalars scalars_of(Formula formula, float l2) {
+  return {formula, 0.6f, l2, 0.9f, -0.05f, 0.8f, 0.2f, 0.97f, 0.03f, 1e-6f};
+}
+
+class ElementCuda : public ::testing::TestWithParam<Formula> {};
+
+TEST_P(ElementCuda, has_the_cpu_bits_for_every_dtype_size_and_alignment) {
   for (const DType dtype : kDTypes) {
     for (const bool master : {false, true}) {
       for (const int64_t misalign : {0, 1, 4}) {
-        for (const int64_t numel : {int64_t{0}, int64_t{1}, int64_t{9}, int64_t{2055}, kLionChunk, kLionChunk + 13}) {
-          LionProblem cpu(numel, misalign, dtype, master), cuda(numel, misalign, dtype, master),
+        for (const int64_t numel : {int64_t{0}, int64_t{1}, int64_t{9}, int64_t{2055}, kElementChunk + 13}) {
+          const ElementScalars scalars = scalars_of(GetParam(), misalign == 1 ? 0.1f : 0.0f);
+          ElementProblem cpu(numel, misalign, dtype, master), cuda(numel, misalign, dtype, master),
               twin(numel, misalign, dtype, master);
+          if (GetParam() == Formula::sgd) cpu.t.state = cuda.t.state = twin.t.state = nullptr;
           SerialExecutor serial;
-          lion_cpu(&cpu.t, 1, scalars, serial);
-          lion_cuda_body({LionSegment{}, cuda.t}, scalars);
+          update_elements_cpu(&cpu.t, 1, scalars, serial);
+          element_cuda_body({ElementSegment{}, cuda.t}, scalars);
           ASSERT_EQ(cuda.bytes(), cpu.bytes()) << numel << " elements, misaligned by " << misalign;
           for (Buffer& buffer : cuda.buffers) ASSERT_TRUE(buffer.sentinels_intact());
           if (numel < 9) continue;
           --twin.t.numel;  // a dropped element must show
-          lion_cuda_body({twin.t}, scalars);
+          element_cuda_body({twin.t}, scalars);
           ++twin.t.numel;
           ASSERT_NE(twin.bytes(), cpu.bytes());
         }
@@ -57,6 +64,10 @@ TEST(lion_cuda, has_the_cpu_bits_for_every_dtype_size_and_alignment) {
     }
   }
 }
+
+INSTANTIATE_TEST_SUITE_P(element_cuda, ElementCuda,
+                         ::testing::Values(Formula::sgd, Formula::momentum, Formula::nesterov, Formula::adagrad,
+                                           Formula::lion));
 
 }  // namespace
 }  // namespace shardcore::testing

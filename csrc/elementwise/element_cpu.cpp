@@ -1,4 +1,4 @@
-#include "lion/lion_cpu.h"
+#include "elementwise/element_cpu.h"
 
 #include <algorithm>
 
@@ -12,13 +12,14 @@ namespace {
 constexpr int64_t kGrainBlocks = 128;
 }
 
-void lion_cpu(const LionSegment* segments, int64_t num_segments, const LionScalars& scalars, Executor& executor) {
-  const auto lion_span = SHARDCORE_PICK(lion_span);
+void update_elements_cpu(const ElementSegment* segments, int64_t num_segments, const ElementScalars& scalars,
+                         Executor& executor) {
+  const auto element_span = SHARDCORE_PICK(element_span);
   const BlockWalk walk(num_segments, [segments](int64_t i) { return segments[i].numel; });
   executor.parallel_for(0, walk.num_blocks(), kGrainBlocks, [&](int64_t begin, int64_t end) {
     const SubnormalGuard guard;
     walk.visit(begin, end, [&](int64_t i, int64_t first, int64_t last) {
-      lion_span(segments[i], scalars, first * kBlock, std::min(segments[i].numel, last * kBlock));
+      element_span(segments[i], scalars, first * kBlock, std::min(segments[i].numel, last * kBlock));
     });
   });
 }

@@ -1,0 +1,88 @@
+// element_step: SGD, Adagrad and Lion over lists of tensors.
+#include <algorithm>
+#include <array>
+#include <iterator>
+#include <string>
+
+#include "bind/checks.h"
+#include "bind/cuda_table.h"
+#include "elementwise/element_cpu.h"
+
+#ifdef SHARDCORE_WITH_CUDA
+#include "elementwise/element_cuda.h"
+#endif
+
+namespace shardcore::bind {
+namespace {
+
+ElementScalars element_scalars(const std::string& formula, double grad_scale, double l2, double decay, double lr,
+                               const std::array<double, 2>& of_direction, const std::array<double, 2>& of_state, double eps) {
+  constexpr const char* kNames[] = {"sgd", "momentum", "nesterov", "adagrad", "lion"};
+  ElementScalars s{};
+  const auto* const name = std::find(std::begin(kNames), std::end(kNames), formula);
+  s.formula = static_cast<Formula>(name - std::begin(kNames));
+  s.grad_scale = static_cast<float>(grad_scale);
+  s.l2 = static_cast<float>(l2);
+  s.decay = static_cast<float>(decay);
+  s.minus_lr = static_cast<float>(-lr);
+  s.beta1 = static_cast<float>(of_direction[0]);
+  s.one_minus1 = static_cast<float>(of_direction[1]);
+  s.beta2 = static_cast<float>(of_state[0]);
+  s.one_minus2 = static_cast<float>(of_state[1]);
+  s.eps = static_cast<float>(eps);
+  return s;
+}
+
+void element_step(const char* op, const py::handle& params, const py::handle& grads, const py::handle& states,
+                  const py::handle& masters, const ElementScalars& scalars) {
+  const TensorList param_list = tensors_of(op, "params", params), grad_list = tensors_of(op, "grads", grads);
+  const TensorList state_list = tensors_of(op, "states", states, true), master_list = tensors_of(op, "masters", masters, true);
+  if (param_list.empty()) return;
+  const at::Device device = param_list[0].device();
+  check_device_supported({op, "params", 0}, device);
+  std::vector<ElementSegment> segments;
+  for (size_t i = 0; i < param_list.size(); ++i) {
+    ElementSegment t{};
+    const auto read = [&](const char* name, const at::Tensor& tensor, DType& dtype) {
+      const Where where{op, name, static_cast<int64_t>(i)};
+      check_dense(where, tensor, device);
+      check_numel(where, tensor, param_list[i].numel(), "params");
+      dtype = float_dtype(where, tensor);
+      return tensor.data_ptr();
+    };
+    t.numel = param_list[i].numel();
+    t.param = read("params", param_list[i], t.param_dtype);
+    t.grad = read("grads", grad_list[i], t.grad_dtype);
+    if (state_list[i].defined()) t.state = read("states", state_list[i], t.state_dtype);
+    if (master_list[i].defined()) t.master = static_cast<float*>(master_list[i].data_ptr());
+    segments.push_back(t);
+  }
+  for (size_t i = 0; i < param_list.size(); ++i) {
+    mark_written(param_list[i]);
+    if (state_list[i].defined()) mark_written(state_list[i]);
+  }
+  const py::gil_scoped_release no_gil;
+  if (device.is_cpu()) {
+    update_elements_cpu(segments.data(), static_cast<int64_t>(segments.size()), scalars, torch_executor());
+  }
+#ifdef SHARDCORE_WITH_CUDA
+  if (device.is_cuda()) {
+    const c10::cuda::CUDAGuard guard(device);
+    const DeviceTable<ElementSegment> table(segments, kElementChunk, device);
+    if (table.num_chunks != 0) update_elements_cuda(table.get(), table.num_chunks, scalars, current_stream(device));
+  }
+#endif
+}
+
+}  // namespace
+
+void bind_elements(py::module_& module) {
+  py::class_<ElementScalars>(module, "ElementScalars")
+      .def(py::init(&element_scalars), py::arg("formula"), py::kw_only(), py::arg("grad_scale") = 1.0, py::arg("l2") = 0.0,
+           py::arg("decay") = 1.0, py::arg("lr") = 0.0, py::arg("of_direction") = std::array<double, 2>{},
+           py::arg("of_state") = std::array<double, 2>{}, py::arg("eps") = 0.0);
+  module.def("element_step", &element_step, py::arg("op"), py::arg("params"), py::arg("grads"), py::arg("states"),
+             py::arg("masters"), py::arg("scalars"));
+}
+
+}  // namespace shardcore::bind
