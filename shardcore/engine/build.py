@@ -123,7 +123,7 @@ def check_model(model: nn.Module, alone: bool) -> None:
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None and not alone:
             raise ValueError(
                 f"shard: {name or 'the model'} has max_norm={module.max_norm}, by which each rank's forward changes the rows "
-                "that its own batch uses, so that ranks part; expected None over several ranks (normalize what it returns)"
+                "that its own batch uses, so that ranks differ; expected None over several ranks (normalize what it returns)"
             )
     for name, param in model.named_parameters():
         if engine_of(param) is not None:
