@@ -225,15 +225,14 @@ class ElementScalars:
     ) -> None: ...
 
 def element_step(
-    op: str,
     params: Sequence[torch.Tensor],
     grads: Sequence[torch.Tensor],
     states: Sequence[torch.Tensor | None],
     masters: Sequence[torch.Tensor | None],
     scalars: ElementScalars,
 ) -> None:
-    """One step, in place. A parameter, its gradient and its state have the same number of elements in the same order of memory,
-    each in float32, bfloat16 or float16; a master is float32. "sgd" has no states. On one device. op: named in errors."""
+    """One step, in place. A flat parameter, its gradient and its state (None for "sgd") have the same number of elements, each
+    in float32, bfloat16 or float16; a master is float32. On one device."""
 
 def empty_huge(numel: int, dtype: torch.dtype) -> torch.Tensor:
     """A zero-filled CPU tensor (numel,) on its own pages, which ask for huge pages when large (madvise)."""

@@ -83,7 +83,7 @@ def run_elements(device: torch.device) -> int:
         masters = [make(device, torch.float32, *size) if master else None for size in SIZES]
         none = [None] * len(SIZES)
         scalars = _C.ElementScalars(formula, l2=0.1, lr=1e-3, of_direction=(0.9, 0.1), of_state=(0.9, 0.1))
-        _C.element_step("run_kernels", params, grads, none if formula == "sgd" else states, masters, scalars)
+        _C.element_step(params, grads, none if formula == "sgd" else states, masters, scalars)
     return len(cases)
 
 

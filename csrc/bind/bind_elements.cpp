@@ -20,6 +20,7 @@ ElementScalars element_scalars(const std::string& formula, double grad_scale, do
   constexpr const char* kNames[] = {"sgd", "momentum", "nesterov", "adagrad", "lion"};
   ElementScalars s{};
   const auto* const name = std::find(std::begin(kNames), std::end(kNames), formula);
+  TORCH_INTERNAL_ASSERT(name != std::end(kNames));
   s.formula = static_cast<Formula>(name - std::begin(kNames));
   s.grad_scale = static_cast<float>(grad_scale);
   s.l2 = static_cast<float>(l2);
@@ -33,33 +34,28 @@ ElementScalars element_scalars(const std::string& formula, double grad_scale, do
   return s;
 }
 
-void element_step(const char* op, const py::handle& params, const py::handle& grads, const py::handle& states,
-                  const py::handle& masters, const ElementScalars& scalars) {
+// Called by the engine alone, with its own flat buffers.
+void element_step(const py::handle& params, const py::handle& grads, const py::handle& states, const py::handle& masters,
+                  const ElementScalars& scalars) {
+  constexpr const char* op = "element_step";
   const TensorList param_list = tensors_of(op, "params", params), grad_list = tensors_of(op, "grads", grads);
   const TensorList state_list = tensors_of(op, "states", states, true), master_list = tensors_of(op, "masters", masters, true);
   if (param_list.empty()) return;
   const at::Device device = param_list[0].device();
-  check_device_supported({op, "params", 0}, device);
   std::vector<ElementSegment> segments;
   for (size_t i = 0; i < param_list.size(); ++i) {
+    const Where where{op, "params", static_cast<int64_t>(i)};
+    const at::Tensor &param = param_list[i], &grad = grad_list[i], &state = state_list[i], &master = master_list[i];
+    TORCH_INTERNAL_ASSERT(grad.numel() == param.numel() && state.defined() == (scalars.formula != Formula::sgd));
     ElementSegment t{};
-    const auto read = [&](const char* name, const at::Tensor& tensor, DType& dtype) {
-      const Where where{op, name, static_cast<int64_t>(i)};
-      check_dense(where, tensor, device);
-      check_numel(where, tensor, param_list[i].numel(), "params");
-      dtype = float_dtype(where, tensor);
-      return tensor.data_ptr();
-    };
-    t.numel = param_list[i].numel();
-    t.param = read("params", param_list[i], t.param_dtype);
-    t.grad = read("grads", grad_list[i], t.grad_dtype);
-    if (state_list[i].defined()) t.state = read("states", state_list[i], t.state_dtype);
-    if (master_list[i].defined()) t.master = static_cast<float*>(master_list[i].data_ptr());
+    t.numel = param.numel();
+    t.param = param.data_ptr(), t.param_dtype = float_dtype(where, param);
+    t.grad = grad.const_data_ptr(), t.grad_dtype = float_dtype(where, grad);
+    if (state.defined()) t.state = state.data_ptr(), t.state_dtype = float_dtype(where, state);
+    if (master.defined()) t.master = static_cast<float*>(master.data_ptr());
     segments.push_back(t);
-  }
-  for (size_t i = 0; i < param_list.size(); ++i) {
-    mark_written(param_list[i]);
-    if (state_list[i].defined()) mark_written(state_list[i]);
+    mark_written(param);
+    if (state.defined()) mark_written(state);
   }
   const py::gil_scoped_release no_gil;
   if (device.is_cpu()) {
@@ -81,8 +77,8 @@ void bind_elements(py::module_& module) {
       .def(py::init(&element_scalars), py::arg("formula"), py::kw_only(), py::arg("grad_scale") = 1.0, py::arg("l2") = 0.0,
            py::arg("decay") = 1.0, py::arg("lr") = 0.0, py::arg("of_direction") = std::array<double, 2>{},
            py::arg("of_state") = std::array<double, 2>{}, py::arg("eps") = 0.0);
-  module.def("element_step", &element_step, py::arg("op"), py::arg("params"), py::arg("grads"), py::arg("states"),
-             py::arg("masters"), py::arg("scalars"));
+  module.def("element_step", &element_step, py::arg("params"), py::arg("grads"), py::arg("states"), py::arg("masters"),
+             py::arg("scalars"));
 }
 
 }  // namespace shardcore::bind

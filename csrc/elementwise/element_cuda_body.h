@@ -59,7 +59,7 @@ SHARDCORE_HD void element_body(const ChunkTable<ElementSegment>& table, const El
     constexpr bool kVector = decltype(vector)::value;
     const Octet at{i, i + 4};
     float g[8], p[8], m[8] = {};
-    load_octet<kVector, true>(grad, t.grad_dtype, at, numel, g);
+    load_octet<kVector>(grad, t.grad_dtype, at, numel, g);
     load_octet<kVector>(weight, weight_dtype, at, numel, p);
     if (state != nullptr) load_octet<kVector>(state, t.state_dtype, at, numel, m);
     update_octet(s, g, p, m);

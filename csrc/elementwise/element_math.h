@@ -1,5 +1,6 @@
-// THE formulas of SGD, Adagrad and Lion: each CPU instruction set and CUDA call them, so all give the same bits. float32; SGD
-// and Adagrad round where torch.optim's steps round on the CPU.
+// THE formulas of SGD, Adagrad and Lion: each CPU instruction set and CUDA call them, so all give the same bits. float32,
+// rounded where the steps of torch.optim's SGD and Adagrad and of shardcore.Lion round on the CPU (torch's root may not be the
+// nearest).
 //
 // Source: torch.optim.SGD and Adagrad as documented; X. Chen et al., Symbolic Discovery of Optimization Algorithms (2023),
 // algorithm 2 (Lion).
@@ -45,10 +46,10 @@ SHARDCORE_HD void update_element(const ElementScalars& s, bool l2, float grad, f
   float g = grad * s.grad_scale;
   if (l2) g = fma_f32(s.l2, p, g);
   if (kFormula == Formula::lion) {
-    const float direction = fma_f32(s.beta1, state, s.one_minus1 * g);
+    const float direction = fma_f32(s.one_minus1, g, s.beta1 * state);
     const float sign = direction > 0.0f ? 1.0f : direction < 0.0f ? -1.0f : direction;
     p = fma_f32(s.minus_lr, sign, p * s.decay);
-    state = fma_f32(s.beta2, state, s.one_minus2 * g);
+    state = fma_f32(s.one_minus2, g, s.beta2 * state);
   } else if (kFormula == Formula::adagrad) {
     state = fma_f32(g, g, state);
     p = p + s.minus_lr * g / (sqrt_f32(state) + s.eps);

@@ -66,11 +66,24 @@ def _adagrad(options: Mapping[str, Any], step: int, grad_scale: float) -> _C.Ele
     )
 
 
-# Those with a kernel: one pass over memory, with the bits of torch's step on the CPU, the same at every place.
+def _lion(options: Mapping[str, Any], step: int, grad_scale: float) -> _C.ElementScalars:
+    """Return what a kernel reads for Lion."""
+    (beta1, beta2), lr = options["betas"], options["lr"]
+    return _C.ElementScalars(
+        "lion",
+        grad_scale=-grad_scale if options["maximize"] else grad_scale,
+        decay=1.0 - lr * options["weight_decay"],
+        lr=lr,
+        of_direction=(beta1, 1.0 - beta1),
+        of_state=(beta2, 1.0 - beta2),
+    )
+
+
+# Those with a kernel: one pass over memory, with the same bits at every place.
 KERNELS: dict[type, Callable[[Mapping[str, Any], int, float], _C.ElementScalars]] = {
     torch.optim.SGD: _sgd,
     torch.optim.Adagrad: _adagrad,
-    Lion: Lion.scalars,
+    Lion: _lion,
 }
 
 
@@ -109,11 +122,13 @@ class ElementStep:
     def update(self, params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], states: Sequence[Kept]) -> None:
         """Update flat weights and their states in place, where they lie. grads: of any float dtype; not written."""
         if self.kind.cls in KERNELS:
-            names = self.kind.begin(self.options, self.step, states)
-            own = [state[names[0]] if names else None for state in states]
-            masters = [state.get("master") for state in states]
+            own = [next((state[key] for key in state if key != "master"), None) for state in states]
+            if self.step == 1 and self.options.get("initial_accumulator_value"):
+                for total in own:
+                    assert total is not None
+                    total.fill_(self.options["initial_accumulator_value"])
             scalars = KERNELS[self.kind.cls](self.options, self.step, self.grad_scale)
-            _C.element_step(self.kind.name, params, grads, own, masters, scalars)
+            _C.element_step(params, grads, own, [state.get("master") for state in states], scalars)
             return
         if params[0].device.type != "cpu":
             self._update(params, grads, states)
@@ -233,15 +248,6 @@ class ElementKind:
                     )
             self._names[switches] = tuple(names)
         return self._names[switches]
-
-    def begin(self, options: Mapping[str, Any], step: int, states: Sequence[Kept]) -> tuple[str, ...]:
-        """Return the names of states; in the first step give them the values that a constructor gives, not all 0."""
-        names = self._states_of(options)
-        for key in names:
-            if step == 1 and key in _BEGIN_AS:
-                for state in states:
-                    state[key].fill_(options[_BEGIN_AS[key]])
-        return names
 
     @staticmethod
     def _first(options: Mapping[str, Any], param: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -1,23 +1,18 @@
 """Lion: the sign of an interpolated momentum."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-
-from shardcore._native import _C
-from shardcore.optim.dtensor import local_part
 
 
 class Lion(torch.optim.Optimizer):
     """Lion, with decoupled weight decay; alone as torch's optimizers, and on shards by shardcore.shard.
 
     Each weight moves by lr times the sign of beta1 * exp_avg + (1 - beta1) * grad; then exp_avg becomes
-    beta2 * exp_avg + (1 - beta2) * grad. One state per element, of its parameter's dtype (on shards float32). A step is one
-    pass over memory, in float32 from whatever dtypes, with the same bits on every instruction set and on CUDA.
+    beta2 * exp_avg + (1 - beta2) * grad. One state per element, of its parameter's dtype; on shards float32, and one kernel.
 
-    params: float32, bfloat16 or float16, otherwise as in torch.optim. lr: usually a third to a tenth of AdamW's.
-    weight_decay: usually three to ten times AdamW's.
+    params: as in torch.optim. lr: usually a third to a tenth of AdamW's. weight_decay: usually three to ten times AdamW's.
     ValueError for a negative lr or weight_decay, or betas outside of [0, 1).
     Source: Chen et al. 2023, algorithm 2 (arXiv:2302.06675).
     """
@@ -48,28 +43,22 @@ class Lion(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            by_device: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-            for param in group["params"]:
-                if param.grad is not None:
-                    by_device.setdefault(param.device, []).append((param, param.grad))
-                    if not self.state[param]:
-                        self.state[param]["exp_avg"] = torch.zeros_like(param)
-            for pairs in by_device.values():
-                weights = [local_part(param) for param, _ in pairs]
-                grads = _C.dense([local_part(grad) for _, grad in pairs], weights)
-                averages = [local_part(self.state[param]["exp_avg"]) for param, _ in pairs]
-                _C.element_step("Lion", weights, grads, averages, [None] * len(pairs), self.scalars(group))
+            params = [param for param in group["params"] if param.grad is not None]
+            if not params:
+                continue
+            for param in params:
+                if not self.state[param]:
+                    self.state[param]["exp_avg"] = torch.zeros_like(param)
+            grads = [param.grad for param in params]
+            if group["maximize"]:
+                grads = list(torch._foreach_neg(grads))
+            averages = [self.state[param]["exp_avg"] for param in params]
+            (beta1, beta2), lr = group["betas"], float(group["lr"])
+            moves = torch._foreach_mul(averages, beta1)
+            torch._foreach_add_(moves, grads, alpha=1.0 - beta1)
+            torch._foreach_sign_(moves)
+            torch._foreach_mul_(params, 1.0 - lr * group["weight_decay"])
+            torch._foreach_add_(params, moves, alpha=-lr)
+            torch._foreach_mul_(averages, beta2)
+            torch._foreach_add_(averages, grads, alpha=1.0 - beta2)
         return loss
-
-    @staticmethod
-    def scalars(options: Mapping[str, Any], step: int = 1, grad_scale: float = 1.0) -> _C.ElementScalars:
-        """Return what a step with the options of a group reads. grad_scale: multiplies gradients."""
-        (beta1, beta2), lr = options["betas"], float(options["lr"])
-        return _C.ElementScalars(
-            "lion",
-            grad_scale=-grad_scale if options["maximize"] else grad_scale,
-            decay=1.0 - lr * options["weight_decay"],
-            lr=lr,
-            of_direction=(beta1, 1.0 - beta1),
-            of_state=(beta2, 1.0 - beta2),
-        )

@@ -1,4 +1,6 @@
 // The CUDA kernel of SGD, Adagrad and Lion on the host: the CPU's bits, nothing else touched.
+#include <array>
+
 #include "core/executor.h"
 #include "cpp/cuda_kernels.h"
 #include "elementwise/element_cpu.h"
@@ -10,11 +12,11 @@ struct ElementProblem {
   ElementSegment t{};
   std::vector<Buffer> buffers;  // weight, gradient, state, master
 
-  ElementProblem(int64_t numel, int64_t misalign, DType dtype, bool master) {
+  // of: the dtypes of weight, gradient and state.
+  ElementProblem(int64_t numel, int64_t misalign, const std::array<DType, 3>& of, bool master) {
     t.numel = numel;
-    t.param_dtype = t.grad_dtype = dtype;
-    t.state_dtype = master ? DType::f32 : dtype;
-    const DType dtypes[] = {dtype, dtype, t.state_dtype, DType::f32};
+    t.param_dtype = of[0], t.grad_dtype = of[1], t.state_dtype = of[2];
+    const DType dtypes[] = {of[0], of[1], of[2], DType::f32};
     Random random(static_cast<uint32_t>(numel + misalign));
     for (int i = 0; i < 4; ++i) {
       buffers.emplace_back(numel * itemsize(dtypes[i]), misalign * itemsize(dtypes[i]));
@@ -41,13 +43,17 @@ ElementScalars scalars_of(Formula formula, float l2) {
 class ElementCuda : public ::testing::TestWithParam<Formula> {};
 
 TEST_P(ElementCuda, has_the_cpu_bits_for_every_dtype_size_and_alignment) {
-  for (const DType dtype : kDTypes) {
+  std::vector<std::array<DType, 3>> mixes;
+  for (const DType param : kDTypes) {
+    for (const DType grad : kDTypes) mixes.push_back({param, grad, mixes.size() % 2 == 0 ? DType::f32 : param});
+  }
+  for (const auto& mix : mixes) {
     for (const bool master : {false, true}) {
       for (const int64_t misalign : {0, 1, 4}) {
         for (const int64_t numel : {int64_t{0}, int64_t{1}, int64_t{9}, int64_t{2055}, kElementChunk + 13}) {
           const ElementScalars scalars = scalars_of(GetParam(), misalign == 1 ? 0.1f : 0.0f);
-          ElementProblem cpu(numel, misalign, dtype, master), cuda(numel, misalign, dtype, master),
-              twin(numel, misalign, dtype, master);
+          ElementProblem cpu(numel, misalign, mix, master), cuda(numel, misalign, mix, master),
+              twin(numel, misalign, mix, master);
           if (GetParam() == Formula::sgd) cpu.t.state = cuda.t.state = twin.t.state = nullptr;
           SerialExecutor serial;
           update_elements_cpu(&cpu.t, 1, scalars, serial);

@@ -45,7 +45,7 @@ def _moved(lists, device="cpu"):
 
 
 def _step(formula, lists, **changes):
-    _C.element_step("test", *lists, _C.ElementScalars(formula, **(OPTIONS | changes)))
+    _C.element_step(*lists, _C.ElementScalars(formula, **(OPTIONS | changes)))
 
 
 @each_place
@@ -157,19 +157,6 @@ def test_a_nan_stays_and_the_sign_of_nothing_is_nothing():
         weight, state = torch.ones(3), torch.zeros(3)
         scalars = _C.ElementScalars(formula, lr=0.5, of_direction=(0.9, 0.1), of_state=(0.9, 1.0), eps=1e-30)
         grad = torch.tensor([float("nan"), 0.0, 1.0])
-        _C.element_step("test", [weight], [grad], [None if formula == "sgd" else state], [None], scalars)
+        _C.element_step([weight], [grad], [None if formula == "sgd" else state], [None], scalars)
         assert weight[0].isnan()
         assert weight[1:].tolist() == expected, formula
-
-
-def test_bad_arguments_are_named_and_nothing_is_written():
-    scalars = _C.ElementScalars("sgd", lr=0.5)
-    weight, grad = torch.ones(4), torch.ones(4)
-    for params, grads, error, text in [
-        ([weight], [grad[:3]], ValueError, r"Sgd: grads\[0\] has 3 elements; expected 4"),
-        ([weight.double()], [grad], TypeError, r"Sgd: params\[0\] has dtype Double"),
-        ([torch.ones(4, 4)[:, ::2]], [torch.ones(8)], ValueError, "expected memory without gaps"),
-    ]:
-        with pytest.raises(error, match=text):
-            _C.element_step("Sgd", params, grads, [None], [None], scalars)
-    assert torch.equal(weight, torch.ones(4))

@@ -40,7 +40,7 @@ def test_lion_is_its_paper_in_float64() -> None:
 
 
 def test_alone_it_takes_what_torchs_take():
-    """Weights in another order of memory, expanded gradients, maximize, several groups; what cannot be stepped is named."""
+    """Weights in another order of memory, expanded gradients, maximize, several groups."""
     rng = torch.Generator().manual_seed(1)
     weights = [
         torch.randn(6, 5, generator=rng).t().requires_grad_(),
@@ -55,7 +55,3 @@ def test_alone_it_takes_what_torchs_take():
     for weight, target in zip(weights, wanted, strict=True):
         assert torch.allclose(weight.detach().double(), target, rtol=2**-8 if weight.dtype == torch.bfloat16 else 2**-22)
         assert optimizer.state[weight]["exp_avg"].dtype == weight.dtype
-    strange = torch.zeros(3, dtype=torch.float64, requires_grad=True)
-    strange.grad = torch.zeros(3, dtype=torch.float64)
-    with pytest.raises(TypeError, match=r"Lion: params\[0\] has dtype Double; expected Float, BFloat16 or Half"):
-        shardcore.Lion([strange]).step()
