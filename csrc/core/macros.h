@@ -6,7 +6,7 @@
 
 #if defined(__CUDACC__)
 #define SHARDCORE_HD static __host__ __device__ __forceinline__
-#elif defined(SHARDCORE_SANITIZED)  // with its checks in, code that is inlined everywhere takes minutes to compile
+#elif defined(SHARDCORE_CALLS_FUNCTIONS)  // with asan's checks in it, code that is inlined everywhere compiles for minutes
 #define SHARDCORE_HD [[maybe_unused]] static inline
 #else
 #define SHARDCORE_HD [[maybe_unused]] static inline __attribute__((always_inline))
