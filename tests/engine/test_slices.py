@@ -31,6 +31,8 @@ def _train(rank: int, world: int, tp: int, cases: list[Case]) -> list[Any]:
     for stage, sequence, options in cases:
         model, optimizer = sharded_lm(mesh, stage, sequence, **options)
         norms = train_lm(model, optimizer, mesh, range(3))
+        tier = (options.get("offload") or {}).get("optimizer", "device")
+        assert shardcore.memory_report(model).by_tier[tier] > 0, "the states are where they are to be"
         found.append((hash_of_training(model, optimizer), {k: v.tolist() for k, v in model.state_dict().items()}, norms))
     return found
 
