@@ -33,7 +33,10 @@ ADAM_BYTES = 30  # that a step moves per parameter: masters and moments read and
 
 @dataclass(frozen=True)
 class Machine:
-    """GPUs in nodes. nvlink, nic, memory: bytes per second of a GPU, of links each way; flops: operations; latency: seconds."""
+    """GPUs in nodes. nvlink, nic, memory: bytes per second of a GPU, of links each way; flops: operations; latency: seconds.
+
+    message: seconds of a small message between hosts over gloo; host: bytes per second of a larger one.
+    """
 
     ranks_per_node: int = 8
     nvlink: float = 350e9
@@ -41,6 +44,8 @@ class Machine:
     latency: float = 20e-6
     memory: float = 3.3e12
     flops: float = 4e14
+    message: float = 80e-6  # both about as between two processes of one machine, over TCP
+    host: float = 1.2e9
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,7 @@ class _Flight:
 class Fabric:
     """Computed time of one rank. now: of the stream that computes; exposed: seconds that it waits, by what it waits for.
 
-    kind: of the collectives that are started next.
+    kind: of the collectives that are started next. compared: seconds that the host has taken to compare ranks.
     """
 
     machine: Machine
@@ -89,6 +94,7 @@ class Fabric:
     now: float = 0.0
     exposed: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     kind: str = ""
+    compared: float = 0.0
     _free: defaultdict[Any, float] = field(default_factory=lambda: defaultdict(float))  # communicators and links
 
     def compute(self, seconds: float) -> None:
@@ -174,6 +180,7 @@ class Fabric:
 
         def send(tensor: torch.Tensor, target: int, **where: Any) -> None:
             waiting.pop().copy_(tensor)
+            self.compared += self.machine.message + tensor.nbytes / self.machine.host
 
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=self.world)
         patches: list[Any] = [
@@ -265,7 +272,7 @@ def simulate(
     """Return the seconds of a step by kind ("compute", "gradients", "weights", "new weights") after shard(..., **options).
 
     What is not "compute" is exposed. tokens: per rank and step. head_apart: whether the output head is a unit of its own.
-    "host": what the engine's Python took, in real seconds.
+    "host": what the engine's Python took, in real seconds; "compared": its comparisons of ranks, beside the GPU.
     """
     width = 512 if world <= 256 else 1024  # of layers: units of 256 elements, or a multiple, for each rank
     fabric = Fabric(machine, world, large.unit / (width * width))
@@ -280,6 +287,7 @@ def simulate(
         for step in range(4):
             if step == 2:  # the order of units is known; a step's gathers may run into the next forward, so two are averaged
                 fabric.exposed.clear()
+                fabric.compared = 0.0
                 begin, begun = fabric.now, time.perf_counter()
             model(x).float().square().mean().backward()
             optimizer.step()
@@ -288,11 +296,11 @@ def simulate(
         exposed = {kind: seconds / 2 for kind, seconds in fabric.exposed.items()}
         total = (fabric.now - begin) / 2
         optimizer.synchronize()
-    return {"compute": total - sum(exposed.values()), "host": host / 2, **exposed}
+    return {"compute": total - sum(exposed.values()), "host": host / 2, "compared": fabric.compared / 2, **exposed}
 
 
 def simulate_fsdp2(world: int, tokens: int, machine: Machine = Machine(), large: Large = Large()) -> dict[str, float]:
-    """Return what `simulate` does ("host" left out) for FSDP2's schedule, as its documentation has it; none of its code runs.
+    """Return what `simulate` does (nothing of the host) for FSDP2's schedule, as its documentation has it; none of its code runs.
 
     The root is gathered first, kept, and reduced last. Units are freed after forward. In both passes the next unit's gather is
     issued when a unit begins to compute; after a unit's backward its bfloat16 gradients are reduced and scattered by a ring.
