@@ -300,7 +300,7 @@ def simulate(
 
 
 def simulate_fsdp2(world: int, tokens: int, machine: Machine = Machine(), large: Large = Large()) -> dict[str, float]:
-    """Return what `simulate` does (nothing of the host) for FSDP2's schedule, as its documentation has it; none of its code runs.
+    """Return what `simulate` does, of the GPU alone, for FSDP2's schedule, as its documentation has it; none of its code runs.
 
     The root is gathered first, kept, and reduced last. Units are freed after forward. In both passes the next unit's gather is
     issued when a unit begins to compute; after a unit's backward its bfloat16 gradients are reduced and scattered by a ring.
