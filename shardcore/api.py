@@ -173,7 +173,8 @@ def shard(
 
     Args:
         model: Changed in place, and moved to the rank's device; its class, parameter names and Parameter objects stay. It may
-            be tensor-parallel (parallelize_module), on a mesh of one dimension beside process_group (docs/tensor_parallel.md).
+            be tensor-parallel (parallelize_module), on a mesh of one dimension beside process_group (docs/tensor_parallel.md),
+            on the meta device, too.
         optimizer: FusedAdam or CPUAdam (returned), torch's Adam or AdamW (replaced by a FusedAdam that shares its
             param_groups), Lion, Muon, another elementwise optimizer of torch.optim, or one of a class with `elementwise =
             True` (replaced by one that runs its steps on shards). States that it has are carried into the shards. None for a
@@ -334,8 +335,6 @@ def _plan(
         options.check(len(comm.shard_ranks), comm.backend_sums)
         if options.tiers.path is not None and options.tiers.durable:
             refuse_slices("shard: states in files that outlast the process", bool(comm.slices), '"durable": False')
-        if options.materialize is not None:
-            refuse_slices("shard: materialize", bool(comm.slices), "a model with weights")
         build.check_model(model, alone=comm.world_size == 1)
         trains = not isinstance(given, NoOptimizer)
         adam = accept_optimizer(given, options.offload, options.overlap_step) if trains else given

@@ -29,8 +29,8 @@ def tensor_parallel(model: Model, mesh: DeviceMesh, plan: Mapping[str, Any] | No
     """Slice a model's weights over the ranks of a mesh, in place; returns it, for `shard` over the others. Collective.
 
     Args:
-        model: With weights, the same on every rank of the mesh. Tied weights stay tied; Parameters that are sliced are
-            replaced by DTensors, so make the optimizer afterwards.
+        model: With weights, the same on every rank of the mesh, or on the meta device, for `shard` to fill. Tied weights stay
+            tied; Parameters that are sliced are replaced by DTensors, so make the optimizer afterwards.
         mesh: Of one dimension, such as `mesh["tp"]`.
         plan: By the names of modules (`*` for numbers) a style of torch.distributed.tensor.parallel, or one of transformers'
             names: "colwise", "rowwise", "colwise_gather_output", "rowwise_split_input", "embedding_rowwise",
@@ -212,7 +212,8 @@ def _slice(param: nn.Parameter, mesh: DeviceMesh, dim: int, blocks: int) -> nn.P
             f"dimension {dim}"
         )
     values = param.detach().contiguous()
-    dist.broadcast(values, dist.get_global_rank(mesh.get_group(), 0), group=mesh.get_group())
+    if not values.is_meta:
+        dist.broadcast(values, dist.get_global_rank(mesh.get_group(), 0), group=mesh.get_group())
     mine = divided(values, dim, blocks, mesh.size(), -1).select(dim + 1, mesh.get_local_rank()).flatten(dim, dim + 1)
     strided = _torch(".placement_types")._StridedShard
     placement = _torch().Shard(dim) if blocks == 1 else strided(dim, split_factor=blocks)

@@ -1,5 +1,6 @@
 """Pipelines of sharded stages train as the model that is not cut, with one hash over ZeRO stages and tiers."""
 
+import copy
 import hashlib
 import json
 from itertools import chain
@@ -49,19 +50,38 @@ def part_of_loss(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return (output - y).square().mean() / MICROBATCHES
 
 
+def on_meta(parts: list[nn.Module]) -> tuple[list[nn.Module], Any]:
+    """Return the parts without weights, and what fills them with those that they had."""
+    empty = [copy.deepcopy(part).to("meta") for part in parts]
+    twins = {
+        one: other
+        for part, made in zip(parts, empty, strict=True)
+        for one, other in zip(made.modules(), part.modules(), strict=True)
+    }
+
+    def fill(module: nn.Module) -> None:
+        for param, values in zip(module.parameters(recurse=False), twins[module].parameters(recurse=False), strict=True):
+            param.copy_(values)
+
+    return empty, fill
+
+
 class Pipeline:
     """This rank's stages, sharded, and their schedule."""
 
     def __init__(self, rank: int, world: int, kind: str, pp: int, stage: int, loss: Any = part_of_loss, **options: Any) -> None:
         tp = options.pop("tp", 1)
-        mesh = init_device_mesh("cpu", (world // pp // tp, pp, tp), mesh_dim_names=("dp", "pp", "tp"))
+        # Not "tp": torch's caches find meshes by ranks and names, and then use groups of another test that are gone.
+        mesh = init_device_mesh("cpu", (world // pp // tp, pp, tp), mesh_dim_names=("dp", "pp", "tp of pp"))
         self.dp, self.pp, self.ends = mesh.get_local_rank("dp"), mesh.get_local_rank("pp"), pp - 1
         count = pp * STAGES_OF_A_RANK.get(kind, 1)
         self.numbers = range(self.pp, count, pp)
         scale = options.pop("scale_grads", False)
         parts, group = modules(count), mesh["pp"].get_group()
+        if options.pop("meta", False):
+            parts, options["materialize"] = on_meta(parts)
         for block in (module for part in parts for module in part.modules() if isinstance(module, Block) and tp > 1):
-            parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+            parallelize_module(block, mesh["tp of pp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         stages = [PipelineStage(parts[number], number, count, torch.device("cpu"), group=group) for number in self.numbers]
         groups = {"process_group": mesh["dp"], "n_microbatches": MICROBATCHES}
         optimizer = shardcore.FusedAdam(chain(*(one.submod.parameters() for one in stages)), lr=1e-2)
@@ -166,6 +186,11 @@ def test_one_hash_over_stages_and_tiers(kind: str, places: list[tuple[int, dict[
 @pytest.mark.more
 def test_one_hash_in_three_dimensions() -> None:
     assert len({hash_of("1f1b", stage, {"tp": 2, **options}, world=8) for stage, options in [(0, {}), *PLACES]}) == 1
+
+
+@pytest.mark.parametrize("kind", ["1f1b", pytest.param("interleaved", marks=pytest.mark.more)])
+def test_sliced_stages_on_the_meta_device(kind: str) -> None:
+    assert len({hash_of(kind, 3, {"tp": 2, **options}) for options in ({}, {"meta": True})}) == 1
 
 
 def resumed(rank: int, world: int, folder: str, tp: int) -> bool:

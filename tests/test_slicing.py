@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -13,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import shardcore
 from shardcore import slicing
-from tests.support.models import hash_of_training
+from tests.support.models import hash_of, hash_of_training
 from tests.support.ranks import run_ranks
 from tests.support.slices import mesh_of
 
@@ -143,6 +144,59 @@ def test_fused_weights_load_anywhere(before: tuple[int, int], after: tuple[int, 
     saved = run_ranks(before[0], _save, before[1], str(tmp_path))
     loaded = run_ranks(after[0], _load, after[1], str(tmp_path))
     assert len({hashed for of_rank in [*saved, *loaded] for hashed in of_rank}) == 1
+
+
+# --- models on the meta device --------------------------------------------------------------------------------------------
+
+
+def _on_meta(rank: int, world: int, cases: list[tuple[str, int]], folder: str) -> list[list[str]]:
+    """Hashes of trainings from a folder, beside one from the model in memory; and of new weights, beside unsliced ones."""
+    mesh, found = mesh_of(world, 2), []
+    for name, stage in cases:
+        of_name = f"{folder}/{name}"
+        torch.manual_seed(0)
+        made = MODELS[name]()
+        with torch.no_grad():
+            for param in made.parameters():  # those that are built as ones and zeros, too
+                param.add_(torch.randn_like(param), alpha=0.05)
+        if rank == 0:
+            made.save_pretrained(of_name)
+        dist.barrier()
+        hashes = []
+        for materialize in ("", of_name):
+            model = _empty(name) if materialize else made
+            params = [param for param in shardcore.tensor_parallel(model, mesh["tp"]).parameters()]
+            optimizer: Any = shardcore.FusedAdam(params, lr=1e-2)
+            given = materialize or None
+            model, optimizer = shardcore.shard(model, optimizer, stage, process_group=mesh["dp"], materialize=given)
+            assert all(old is new for old, new in zip(params, model.parameters(), strict=True))
+            losses = _steps(model, optimizer, mesh["dp"].get_local_rank(), range(2))
+            hashes.append(f"{hash_of_training(model, optimizer)} {hash_of(model.buffers())} {losses}")
+        for tp in (1, 2):
+            torch.manual_seed(rank * (tp - 1))
+            model = _empty(name) if tp == 1 else shardcore.tensor_parallel(_empty(name), mesh["tp"])
+            alone = mesh["dp"] if tp == 2 else dist.new_subgroups(1)[0]
+            model, _ = shardcore.shard(model, shardcore.FusedAdam(model.parameters()), stage, process_group=alone)
+            hashes.append(hash_of(value for _, value in sorted(model.state_dict().items())))
+        found.append(hashes)
+    return found
+
+
+def _empty(name: str) -> Any:
+    with torch.device("meta"):
+        return MODELS[name]()
+
+
+META = [("llama", 3), ("llama, tied", 2), ("qwen3", 1), ("gpt2", 3), ("gemma", 2)]
+
+
+@pytest.mark.parametrize("cases", [META[1::2], pytest.param(META[::2], marks=pytest.mark.more)], ids=["some", "others"])
+def test_models_on_the_meta_device_get_the_same_weights(cases: list[tuple[str, int]], tmp_path: Any) -> None:
+    pytest.importorskip("safetensors", reason="reading files needs safetensors")
+    for of_rank in run_ranks(4, _on_meta, cases, str(tmp_path)):
+        for in_memory, from_files, whole, sliced in of_rank:
+            assert in_memory == from_files
+            assert whole == sliced
 
 
 def _refusals(rank: int, world: int) -> list[str]:

@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node 2 tensor_parallel.py
 
-With 4 ranks there are two pairs, with batches of their own. GPT2LMHeadModel in place of LlamaForCausalLM works, too.
+With 4 ranks there are two pairs, with batches of their own. GPT2LMHeadModel in place of LlamaForCausalLM works, too. To begin
+with the weights in a folder, build the model from its config and give `shard` materialize=folder.
 """
 
 import torch
@@ -20,7 +21,8 @@ mesh = init_device_mesh(kind, (dist.get_world_size() // SLICES, SLICES), mesh_di
 
 torch.manual_seed(0)  # the ranks of a pair have the same model, batches and random numbers
 sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, num_key_value_heads=2, **sizes)).to(kind)
+with torch.device("meta"):  # without weights: shard makes each rank's slices and shards of them
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, num_key_value_heads=2, **sizes))
 shardcore.tensor_parallel(model, mesh["tp"])
 optimizer = shardcore.FusedAdam(model.parameters(), lr=3e-3, weight_decay=0.01)
 model, optimizer = shardcore.shard(model, optimizer, stage=2, process_group=mesh["dp"], clip_grad_norm=1.0)

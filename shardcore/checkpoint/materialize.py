@@ -19,15 +19,21 @@ from functools import partial
 from importlib import import_module
 from math import prod
 from types import SimpleNamespace
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
 
+from shardcore.checkpoint.format import cut
 from shardcore.checkpoint.safetensors import PathLike, Stored, TensorFiles
+from shardcore.checkpoint.source import ReadPart, read_columns
+from shardcore.distributed.everyone import Everyone
 from shardcore.engine.bucket import Bucket, Managed, assign
 from shardcore.engine.build import Builder, become, together
+from shardcore.engine.slices import held_by, slice_of
 from shardcore.engine.state_store import StateStore, part_of, set_weights
+from shardcore.layout import Columns
+from shardcore.optim.dtensor import is_dtensor
 
 
 def _is_pretrained(module: nn.Module) -> bool:
@@ -91,7 +97,7 @@ class OwnInit:
                 hidden += [(table, *item) for item in table.items() if item[1] is not None and item[1] not in own]
         try:
             for table, key, tensor in hidden:
-                if not tensor.is_meta:
+                if not tensor.is_meta or is_dtensor(tensor):
                     table[key] = self._stand_in(tensor)
             yield
         finally:
@@ -272,8 +278,18 @@ def _check_replaceable(name: str, tensor: torch.Tensor) -> None:
             f"shard: {name} is on the meta device and is held by something else (the graph of a forward that ran on it, or a "
             "weak reference); expected a model that was only built"
         )
-    if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
-        raise ValueError(f"shard: {name} is on the meta device and has hooks; expected them to be registered after shard()")
+
+
+_Own: TypeAlias = tuple[dict[str, Any], str, torch.Tensor]
+
+
+class _Fresh(NamedTuple):
+    """A tensor of a module, `table[key]`, that is to get values. filled: what the function fills, itself unless sliced."""
+
+    table: dict[str, Any]
+    key: str
+    tensor: torch.Tensor
+    filled: torch.Tensor
 
 
 class FromInit:
@@ -306,7 +322,7 @@ class FromInit:
                     "place (what fills some would overwrite the others)"
                 )
 
-    def _own(self, module: nn.Module) -> list[tuple[dict[str, Any], str, torch.Tensor]]:
+    def _own(self, module: nn.Module) -> list[_Own]:
         """Return the module's own tensors that were on the meta device: (the dict that holds it, its key, the tensor)."""
         tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
         return [(table, key, tensor) for table in tables for key, tensor in table.items() if tensor in self._meta]
@@ -326,42 +342,61 @@ class FromInit:
             )
         bucket_of: dict[torch.Tensor, tuple[Bucket, Managed]] = {m.param: (b, m) for b in buckets for m in b.params}
         for name, module in self._modules:
-            fresh: list[tuple[dict[str, Any], str, torch.Tensor]] = []
-            kept: list[tuple[dict[str, Any], str, torch.Tensor]] = [(module._parameters, *own) for own in self._kept(module)]
-            for table, key, tensor in self._own(module):
-                if tensor.is_meta:
-                    fresh.append((table, key, tensor))
-                    become(tensor, blank_like(tensor, builder.device))
-                else:  # tied, and filled by another module; this one draws its random numbers too, as when it is built
-                    kept.append((table, key, tensor))
-            for table, key, tensor in kept:
-                blank = blank_like(tensor, builder.device)
-                table[key] = nn.Parameter(blank, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else blank
-            doing = f"filling {_described(name, module)}"
-            with together(builder.comm, doing):
-                try:
-                    with torch.no_grad():
-                        self._init(module)
-                    self._check(name, fresh, has_values=builder.comm.rank == 0 or not broadcast)
-                finally:
-                    for table, key, tensor in kept:
-                        table[key] = tensor
-            for table, key, tensor in fresh:
-                if tensor not in bucket_of:
-                    builder.move_rest([table[key]], broadcast)
-                    continue
-                values = tensor.data.contiguous()
-                if broadcast:
-                    builder.comm.broadcast(values)
-                with together(builder.comm, doing):
-                    set_weights(store, *bucket_of[tensor], part_of(values))
-                    builder.attach(*bucket_of[tensor])
+            self._fill(builder, bucket_of, store, broadcast, name, module)
 
-    def _check(self, name: str, fresh: Sequence[tuple[dict[str, Any], str, torch.Tensor]], has_values: bool) -> None:
+    def _fill(
+        self,
+        builder: Builder,
+        bucket_of: Mapping[torch.Tensor, tuple[Bucket, Managed]],
+        store: StateStore,
+        broadcast: bool,
+        name: str,
+        module: nn.Module,
+    ) -> None:
+        """Make the weights of a module. In place of a tensor that is sliced, or has values, it has a whole one meanwhile."""
+        own = self._own(module)
+        unset = [each for each in own if each[2].is_meta]
+        aside: list[_Own] = [(module._parameters, *kept) for kept in self._kept(module)]
+        for table, key, tensor in own:
+            if tensor.is_meta and not is_dtensor(tensor):
+                become(tensor, blank_like(tensor, builder.device))
+            else:  # sliced; or tied, and filled by another module: this one draws its random numbers too, as when it is built
+                aside.append((table, key, tensor))
+        for table, key, tensor in aside:
+            blank = blank_like(tensor, builder.device)
+            table[key] = nn.Parameter(blank, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else blank
+        fresh = [_Fresh(table, key, tensor, table[key]) for table, key, tensor in unset]
+        doing = f"filling {_described(name, module)}"
+        with together(builder.comm, doing):
+            try:
+                with torch.no_grad():
+                    self._init(module)
+                self._check(name, fresh, has_values=not broadcast or Everyone(builder.comm).rank == 0)
+            finally:
+                for table, key, tensor in aside:
+                    table[key] = tensor
+        for table, key, tensor, filled in fresh:
+            sliced = slice_of(key, tensor)
+            if sliced is not None:
+                if broadcast:
+                    builder.broadcast(filled.data, repeated=True)
+                become(tensor, sliced.wrap(sliced.cut(filled.data).contiguous()))
+            if tensor not in bucket_of:
+                builder.move_rest([table[key]], broadcast)
+                continue
+            bucket, managed = bucket_of[tensor]
+            values = managed.local.data.contiguous()
+            if broadcast:
+                builder.broadcast(values, bucket.repeated)
+            with together(builder.comm, doing):
+                set_weights(store, bucket, managed, part_of(values))
+                builder.attach(bucket, managed)
+
+    def _check(self, name: str, fresh: Sequence[_Fresh], has_values: bool) -> None:
         """Raise ValueError unless the function filled the module's parameters in place; buffers may be new ones."""
-        for table, key, tensor in fresh:
+        for table, key, tensor, filled in fresh:
             found, what = table.get(key), f"{name}.{key}".lstrip(".")
-            if not isinstance(found, torch.Tensor) or (found is not tensor and isinstance(tensor, nn.Parameter)):
+            if not isinstance(found, torch.Tensor) or (found is not filled and isinstance(tensor, nn.Parameter)):
                 raise ValueError(f"{what} was replaced; expected it to be filled in place")
             shape, dtype = self._meta[tensor]
             if (found.shape, found.dtype) != (shape, dtype) or found.is_meta:
@@ -452,15 +487,27 @@ class FromFiles:
                 if key is not None:
                     if managed.param.is_meta:
                         builder.attach(bucket, managed)
-                    set_weights(store, bucket, managed, self._reader(key))
+                    set_weights(store, bucket, managed, self._reader(key, managed.columns))
         for tensor, key in left.items():
+            sliced = slice_of(key, tensor)
             if tensor.is_meta:
                 dtype = builder.dtype_of(tensor) if isinstance(tensor, nn.Parameter) else tensor.dtype
-                become(tensor, torch.empty(tensor.shape, dtype=dtype, device=builder.device))
-            assign(tensor.data.view(-1), self._reader(key)(0, tensor.numel()))
+                made = torch.empty(held_by(tensor).shape, dtype=dtype, device=builder.device)
+                become(tensor, made if sliced is None else sliced.wrap(made))
+            local = held_by(tensor).data.view(-1)
+            assign(local, self._reader(key, None if sliced is None else sliced.columns)(0, local.numel()))
 
-    def _reader(self, key: str) -> Callable[[int, int], torch.Tensor]:
-        return lambda start, numel: self._files.read(key, start, numel)
+    def _reader(self, key: str, columns: Columns | None) -> ReadPart:
+        """Return what reads parts of a tensor, or of a slice of it: a few of its whole rows at a time."""
+        read = partial(self._files.read, key)
+        if columns is None:
+            return read
+
+        def read_part(start: int, numel: int) -> torch.Tensor:
+            parts = [read_columns(read, columns, *part) for part in cut(start, numel, columns)] or [read(0, 0)]
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+        return read_part
 
 
 def _described(name: str, module: nn.Module) -> str:

@@ -55,10 +55,7 @@ class Source(ABC):
 
     def read_slice(self, name: str, key: str, columns: Columns | None, start: int, numel: int) -> torch.Tensor:
         """Return elements [start, start + numel) of a slice of a tensor, of all of it if `columns` is None. See `read`."""
-        if columns is None:
-            return self.read(name, key, start, numel)
-        whole = Columns(columns.rows, columns.width, 0, columns.width)
-        return gathered(columns, start, numel, {whole: partial(self.read, name, key)})
+        return read_columns(partial(self.read, name, key), columns, start, numel)
 
     def of_rank(self, rank: int) -> Mapping[str, Any] | None:
         """Return what a rank saved for itself ("random", "stateful"), or None. Raises OSError or ValueError."""
@@ -78,6 +75,13 @@ class Source(ABC):
 
 _LONG = 1 << 20  # elements of a row, of which no two are read at once
 ReadPart = Callable[[int, int], torch.Tensor]
+
+
+def read_columns(read: ReadPart, columns: Columns | None, start: int, numel: int) -> torch.Tensor:
+    """Return elements [start, start + numel) of a slice of a tensor of which `read` reads any; of all of it if it is None."""
+    if columns is None:
+        return read(start, numel)
+    return gathered(columns, start, numel, {Columns(columns.rows, columns.width, 0, columns.width): read})
 
 
 def gathered(columns: Columns, start: int, numel: int, parts: Mapping[Columns, ReadPart]) -> torch.Tensor:

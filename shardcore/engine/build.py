@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardcore._native import _C
 from shardcore.distributed.comm import Comm
+from shardcore.distributed.everyone import Everyone
 from shardcore.engine.bucket import Bucket, Lifetimes, Managed, WeightFiles, allocate, closed_message
 from shardcore.engine.slices import held_by, refuse_slices, slice_of
 from shardcore.engine.state_store import StateStore
@@ -144,8 +145,6 @@ def check_model(model: nn.Module, alone: bool) -> None:
                 f"shard: {name} has strides {param.stride()} for shape {tuple(param.shape)}; expected contiguous memory "
                 "(p.data = p.data.contiguous() first: it is cut into shards)"
             )
-        if is_dtensor(param) and param.is_meta:
-            refuse_slices("shard: materialize", True, f"a model with weights ({name} has none) before parallelize_module")
         if param.grad is not None:
             raise ValueError(f"shard: {name} already has a gradient; expected None (call optimizer.zero_grad() first)")
     for name, buffer in model.named_buffers():
@@ -408,11 +407,12 @@ class Builder:
         with together(self.comm, doing):
             values = self._values_of(bucket, real)
         if broadcast:
-            self._broadcast(values, bucket.repeated)
+            self.broadcast(values, bucket.repeated)
         with together(self.comm, doing):
             self.keep(bucket, real, values, store)
 
-    def _broadcast(self, values: torch.Tensor, repeated: bool) -> None:
+    def broadcast(self, values: torch.Tensor, repeated: bool) -> None:
+        """Overwrite `values` with rank 0's; repeated: with those of the first tensor-parallel rank, too. Collective."""
         for comm in (self.comm, *(self.comm.slices if repeated else ())):
             comm.broadcast(values)
 
@@ -469,12 +469,12 @@ class Builder:
                 become(tensor, values if cut is None else cut.wrap(values))
         for tensor in tensors if broadcast else ():
             cut = slice_of("a frozen weight", tensor)
-            self._broadcast(held_by(tensor).data, cut is None or cut.dim is None)
+            self.broadcast(held_by(tensor).data, cut is None or cut.dim is None)
 
 
 def become(tensor: torch.Tensor, data: torch.Tensor) -> None:
     """Give `tensor` (a Parameter, a buffer) the data; by swapping what it is where torch has no other way: on the meta device,
-    and for DTensors.
+    and for DTensors. Its hooks stay.
     """
     if tensor.is_meta or is_dtensor(tensor):
         twin = data if is_dtensor(data) else torch.empty(0, dtype=data.dtype, device=data.device)
@@ -482,19 +482,25 @@ def become(tensor: torch.Tensor, data: torch.Tensor) -> None:
         twin.__class__ = tensor.__class__
         torch.utils.swap_tensors(tensor, twin)  # type: ignore[no-untyped-call]
         tensor.__dict__.update(twin.__dict__)  # the attributes were swapped, too
+        for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):  # these were not, and autograd has lost them
+            if getattr(tensor, hooks, None):
+                setattr(tensor, hooks, getattr(tensor, hooks))
     if not is_dtensor(tensor):
         tensor.data = data
 
 
 @contextmanager
 def together(comm: Comm, doing: str, then: str = "weights are partly made: build model and optimizer anew") -> Iterator[None]:
-    """Raise RuntimeError on every rank, at the end, if an error on one ends what is inside. Collective. then: what to do."""
+    """Raise RuntimeError on every rank, at the end, if an error on one ends what is inside. Collective. then: what to do.
+
+    Also on the ranks that have other slices of the model.
+    """
     problem: Exception | None = None
     try:
         yield
     except Exception as error:
         problem = error
-    found = comm.first_problem(problem)
+    found = Everyone(comm).first_problem(problem)
     if found is None:
         return
     try:

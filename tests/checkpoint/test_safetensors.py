@@ -19,6 +19,7 @@ from tests.support.choice import combinations
 from tests.support.meta import frozen_net, init, meta, save
 from tests.support.models import Block, Net, Run, hash_of, hash_of_training, make_net, train
 from tests.support.ranks import run_ranks
+from tests.support.slices import mesh_of
 
 
 @pytest.fixture
@@ -294,9 +295,16 @@ def _broadcast_aside(comm: Comm, tensor: torch.Tensor) -> None:
 _broadcast = Comm.broadcast
 
 
-def _peak(rank: int, world_size: int, stage: int, precision: str, path: str | None, whole_first: bool) -> list[int]:
-    """Bytes of torch's CPU memory: the peak above what is kept in the end, one unit's whole float32 weights, the model's."""
-    model = meta(Tower)
+def _peak(
+    rank: int, world_size: int, stage: int, precision: str, path: str | None, whole_first: bool, tp: int = 1
+) -> list[int]:
+    """Bytes of torch's CPU memory: the peak above what is kept in the end, one unit's whole float32 weights, the model's.
+
+    tp: over how many ranks the model is sliced.
+    """
+    mesh, model = mesh_of(world_size, tp) if tp > 1 else None, meta(Tower)
+    if mesh is not None:
+        shardcore.tensor_parallel(model, mesh["tp"], {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"})
     optimizer = shardcore.FusedAdam(model.parameters())
     gc.collect()  # else memory of earlier models comes back in between
     activities = [ProfilerActivity.CPU]
@@ -308,7 +316,8 @@ def _peak(rank: int, world_size: int, stage: int, precision: str, path: str | No
             for module in model.modules():
                 if hasattr(module, "reset_parameters"):
                     module.reset_parameters()
-        shardcore.shard(model, optimizer, stage, precision=precision, materialize=path)
+        group = None if mesh is None else mesh["dp"]
+        shardcore.shard(model, optimizer, stage, precision=precision, materialize=path, process_group=group)
     mapped = 0 if path is None else Path(path).stat().st_size  # the file, which is no memory of this process
     events = [e for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]" and abs(e.nbytes()) != mapped]
     now = peak = 0
@@ -335,3 +344,15 @@ def test_the_peak_is_one_unit_above_the_shards(tmp_path: Path, world_size: int, 
     if source == "function":
         for above, unit, model, _ in run_ranks(world_size, _peak, 3, precision, None, True):
             assert above >= model > 10 * unit, "a model that is made whole is seen"
+
+
+@pytest.mark.parametrize("source", ["function", "files"])
+def test_the_peak_of_slices_is_one_unit_above_them(tmp_path: Path, source: str) -> None:
+    path = None
+    if source == "files":
+        pytest.importorskip("safetensors", reason="reading files needs safetensors")
+        path = str(save(tmp_path / "model.safetensors", dict(Tower().state_dict())))
+    for stage in (2, 3):
+        for above, unit, model, kept in run_ranks(4, _peak, stage, "bf16", path, False, 2):
+            assert 0 < above <= unit < model / 10
+            assert model / 4 < kept < model * 2, "slices of weights, and shards of their states"

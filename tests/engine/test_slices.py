@@ -274,7 +274,6 @@ def _refusals(rank: int, world: int, folder: str) -> list[str]:
     model, _ = sharded_lm(mesh, 2)
     refused(lambda: shardcore.unfreeze(model))
     refused(lambda: sharded_lm(mesh, 2, offload={"optimizer": "nvme", "path": folder}))
-    refused(lambda: sharded_lm(mesh, 2, materialize=lambda module: None))
     sliced = make_lm()
     slice_lm(sliced, mesh["tp"], sequence=False)
     refused(lambda: shardcore.shard(sliced, shardcore.FusedAdam(sliced.parameters())))
@@ -296,7 +295,6 @@ def test_what_is_not_supported_is_named(tmp_path: Any) -> None:
     expected = [
         "unfreeze: not available yet for a tensor-parallel model",
         "shard: states in files that outlast the process: not available yet",
-        "shard: materialize: not available yet",
         "shard: the model is already sharded (DTensor) over the ranks",
         "shard: Muon: not available yet",
         "shard: the state that the optimizer has: not available yet",
