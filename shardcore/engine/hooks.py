@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from shardcore.engine.engine import Engine, engine_behind
-from shardcore.engine.slices import refuse_slices, slice_of
+from shardcore.engine.slices import slice_of
 from shardcore.engine.units import callable_parts, in_backward
 from shardcore.engine.unshard import Unsharder
 
@@ -65,9 +65,9 @@ def detach(model: nn.Module) -> None:
 
     Its modules get new Parameters with full weights, from the masters (in float32 where `precision` made the masters, else in
     the dtype that they train in): in host memory if they were sharded, else on the device. `engine_of(model)` is None then.
+    Tensor-parallel ones are DTensors, with this rank's slices, always on the device.
     """
     engine = engine_behind("detach", model)
-    refuse_slices("detach", bool(engine.comm.slices), "model.state_dict(), which a plain model loads")
     engine.read_all("detach", "the model")
     made: dict[nn.Parameter, nn.Parameter] = {}
     for _, param in engine.unmanaged:
@@ -78,7 +78,7 @@ def detach(model: nn.Module) -> None:
             dtype = full.dtype if engine.options["precision"] is not None else managed.param.dtype
             device = engine.device if engine.unsharder is None else torch.device("cpu")
             value = managed.slice_of(full).to(device, dtype, copy=True)
-            made[managed.param] = nn.Parameter(value, requires_grad=managed.param.requires_grad)
+            made[managed.param] = nn.Parameter(managed.shown(value), requires_grad=managed.param.requires_grad)
     for module in model.modules():
         for name, held in module._parameters.items():
             if held in made:

@@ -15,7 +15,6 @@ from shardcore.engine.build import together
 from shardcore.engine.engine import Engine, engine_behind
 from shardcore.engine.hooks import attach_state_dicts
 from shardcore.engine.optimizer_state import ShardedStates
-from shardcore.engine.slices import refuse_slices
 from shardcore.engine.split_store import split
 from shardcore.engine.units import Unit, UnitSpec
 from shardcore.optim.options import PARAM_DTYPES, json_value
@@ -63,7 +62,6 @@ def regroup(engine: Engine, optimizer: Any, problem: Exception | None, op: str =
     def check() -> str:
         if problem is not None:
             raise problem
-        refuse_slices(op, bool(engine.comm.slices), "all groups, and what is to train, before shard")
         tiers = engine.options["offload"]
         if tiers.path is not None or tiers.auto or tiers.ratio < 1.0:
             raise NotImplementedError(f"{op}: states are in files, or split by a ratio; expected them on the device or the CPU")
@@ -144,7 +142,7 @@ def _move(engine: Engine, gone: Sequence[Bucket], made: Sequence[Bucket]) -> Non
         dtype = torch.float32 if bucket.dtype in PARAM_DTYPES else bucket.dtype
         weights = allocate(bucket.layout.numel, dtype, engine.device)
         for managed in bucket.params:
-            found = values[managed.param]["weight"] if managed.param in values else managed.param.detach()
+            found = values[managed.param]["weight"] if managed.param in values else managed.local.detach()
             managed.slice_of(weights).copy_(found)
         plan.builder.keep(bucket, bucket.params, weights, store)
         for managed in bucket.params:

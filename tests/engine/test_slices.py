@@ -11,11 +11,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardcore
+from shardcore.engine import regroup
 from shardcore.engine.bucket import Bucket
+from shardcore.engine.hooks import detach
 from shardcore.engine.slices import Slice
-from shardcore.optim.dtensor import local_part
+from shardcore.optim.dtensor import is_dtensor, local_part
 from tests.support.choice import some
-from tests.support.models import hash_of, hash_of_training
+from tests.support.models import error_of, hash_of, hash_of_training
 from tests.support.ranks import run_ranks
 from tests.support.slices import lm_loss, make_lm, mesh_of, sharded_lm, slice_lm, train_lm
 
@@ -259,6 +261,78 @@ def test_frozen_slices_and_weights_that_differ_before() -> None:
     assert all(untouched for of_rank in found for _, untouched in of_rank)
 
 
+# --- what begins to train later, and what is no longer sharded -------------------------------------------------------------
+
+
+def _later(rank: int, world: int, tp: int, cases: list[Case], broken: bool = False) -> list[Any]:
+    """Train queries and keys after two steps, what else is frozen after three. Then detach, shard anew, and train on."""
+    mesh, found, move = mesh_of(world, tp), [], regroup._move
+
+    def forgets(engine: Any, gone: Any, made: list[Bucket]) -> None:
+        move(engine, gone, made)
+        for managed in (managed for bucket in made for managed in bucket.params if broken):
+            managed.step = 0
+
+    for stage, sequence, options in cases:
+        model: Any = make_lm()
+        if tp > 1:
+            slice_lm(model, mesh["tp"], sequence)
+        attention, later = model.blocks[1].attention, [*model.blocks[1].attention.out.parameters(), *model.norm.parameters()]
+        for param in [*later, attention.query.weight, attention.key.weight]:
+            param.requires_grad_(False)
+        given = [param for param in model.parameters() if all(param is not one for one in later)]
+        optimizer: Any = shardcore.FusedAdam(given, lr=1e-2)
+        model, optimizer = shardcore.shard(model, optimizer, stage, process_group=mesh["dp"], clip_grad_norm=0.5, **options)
+        norms = train_lm(model, optimizer, mesh, range(2))
+        with mock.patch.object(regroup, "_move", forgets):
+            for module in (attention.query, attention.key):
+                shardcore.unfreeze(module)
+            norms += train_lm(model, optimizer, mesh, range(2, 3))
+            optimizer.add_param_group({"params": [param.requires_grad_() for param in later], "lr": 3e-3})
+        norms += train_lm(model, optimizer, mesh, range(3, 5))
+        weights, hashed = model.state_dict(), hash_of_training(model, optimizer)
+        detach(model)
+        shown = {
+            name: value.full_tensor() if tp > 1 and is_dtensor(value) else value for name, value in model.state_dict().items()
+        }
+        assert all(torch.equal(value, weights[name]) for name, value in shown.items())
+        model, optimizer = shardcore.shard(model, shardcore.FusedAdam(model.parameters()), 2, process_group=mesh["dp"])
+        train_lm(model, optimizer, mesh, range(1))
+        found.append((hashed, {k: v.tolist() for k, v in weights.items()}, norms, hash_of_training(model, optimizer)))
+    return found
+
+
+LATER = [PLACES[3], (1, True, {"offload": OFFLOAD, "overlap_step": True})]
+MORE_LATER: list[Case] = [*PLACES[:3], (3, True, {"offload": STREAMING})]
+
+
+@pytest.mark.parametrize("cases", [LATER, pytest.param(MORE_LATER, marks=pytest.mark.more)], ids=["some", "others"])
+def test_slices_that_train_later_and_detached_ones(cases: list[Case]) -> None:
+    plain, found = run_ranks(2, _later, 1, cases[:1])[0][0], run_ranks(4, _later, 2, cases)
+    assert len({hashed for of_rank in found for hashed, *_ in of_rank}) == 1
+    assert len({again for of_rank in found for *_, again in of_rank}) == 1
+    assert all(_error(one, plain) < 2e-6 for of_rank in found for one in of_rank)
+
+
+def test_lost_counts_of_slices_are_seen() -> None:
+    plain, found = run_ranks(2, _later, 1, LATER[:1])[0][0], run_ranks(4, _later, 2, LATER[:1], True)
+    assert _error(found[0][0], plain) > 1e-4
+
+
+def _refused_on_one(rank: int, world: int) -> list[str]:
+    model, optimizer = sharded_lm(mesh_of(world, 2), 2, frozen="blocks.1")
+    late = [param.requires_grad_() for param in model.blocks[1].parameters()]
+    texts = [error_of(lambda: optimizer.add_param_group({"params": late, "lr": -1.0 if rank else 0.1}))]
+    assert len(optimizer.param_groups) == 1
+    return texts
+
+
+def test_a_group_that_one_slice_refuses_is_in_none() -> None:
+    first, second = run_ranks(2, _refused_on_one)
+    assert "another part of the model refused" in first[0]
+    assert "lr" in second[0]
+
+
 # --- what is refused ------------------------------------------------------------------------------------------------------
 
 
@@ -271,8 +345,6 @@ def _refusals(rank: int, world: int, folder: str) -> list[str]:
         texts.append(str(raised.value))
 
     mesh = mesh_of(world, 2)
-    model, _ = sharded_lm(mesh, 2)
-    refused(lambda: shardcore.unfreeze(model))
     refused(lambda: sharded_lm(mesh, 2, offload={"optimizer": "nvme", "path": folder}))
     sliced = make_lm()
     slice_lm(sliced, mesh["tp"], sequence=False)
@@ -293,7 +365,6 @@ def _refusals(rank: int, world: int, folder: str) -> list[str]:
 @pytest.mark.more
 def test_what_is_not_supported_is_named(tmp_path: Any) -> None:
     expected = [
-        "unfreeze: not available yet for a tensor-parallel model",
         "shard: states in files that outlast the process: not available yet",
         "shard: the model is already sharded (DTensor) over the ranks",
         "shard: Muon: not available yet",
