@@ -26,6 +26,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -78,10 +79,10 @@ def torch_adamw_step(model: nn.Module) -> Step:
     return torch_step(model, torch.optim.AdamW(model.parameters(), **OPTIONS, fused=True))
 
 
-def ddp(model: nn.Module) -> nn.Module:
+def ddp(model: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames broadcast_buffers to what 2.11 does not know
-        return DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
+        return DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False, process_group=group)
 
 
 def ddp_step(model: nn.Module) -> Step:
@@ -113,17 +114,20 @@ def shardcore_step(model: nn.Module, stage: int, offload: bool) -> Step:
     return torch_step(*shardcore.shard(model, optimizer, stage=stage, offload=place, precision="fp32"))
 
 
-def deepspeed_step(model: nn.Module, stage: int, batch: int, offload: bool) -> Step:
-    zero: dict[str, object] = {"stage": stage, "contiguous_gradients": True, "overlap_comm": True}
-    if offload:
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": False}  # on CPU ranks there is nothing to pin for
-    config = {
+def deepspeed_config(stage: int, batch: int) -> dict[str, Any]:
+    return {
         "train_micro_batch_size_per_gpu": batch,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": 0.0,  # DeepSpeed clips to 1.0 unless told not to
         "steps_per_print": 10**9,
-        "zero_optimization": zero,
+        "zero_optimization": {"stage": stage, "contiguous_gradients": True, "overlap_comm": True},
     }
+
+
+def deepspeed_step(model: nn.Module, stage: int, batch: int, offload: bool) -> Step:
+    config = deepspeed_config(stage, batch)
+    if offload:  # on CPU ranks there is nothing to pin for
+        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": False}
     params = list(model.parameters())
     on_gpu = params[0].device.type == "cuda"
     adam = torch.optim.AdamW(params, **OPTIONS, fused=True) if on_gpu else DeepSpeedCPUAdam(params, **OPTIONS)
@@ -219,15 +223,20 @@ def check_losses(
     return {name: difference for name, difference in worst.items() if name not in others}, others
 
 
+def slowest(own_seconds: dict[str, list[float]]) -> dict[str, list[float]]:
+    """Return the seconds of the slowest rank, by case and round. Collective."""
+    of_ranks = gather(own_seconds)
+    return {name: [max(at) for at in zip(*(of_rank[name] for of_rank in of_ranks), strict=True)] for name in own_seconds}
+
+
 def run_rank(rank: Rank, options: argparse.Namespace) -> int:
     """Measure on every rank and report on rank 0."""
     base = base_of(rank.world_size)
     own_seconds, losses = measure(rank, options)
     worst, others = check_losses(losses, base)
-    of_ranks = gather(own_seconds)
+    seconds = slowest({name: own_seconds[name] for name in worst})
     if rank.rank > 0:
         return 0
-    seconds = {name: [max(samples) for samples in zip(*(of_rank[name] for of_rank in of_ranks), strict=True)] for name in worst}
     rows = [["engine", "ms (median)", f"time / {base} [quartiles]", f"losses within ... of {base}'s"]]
     ratios = {name: harness.paired(samples, seconds[base]) for name, samples in seconds.items()}
     for name, samples in seconds.items():
