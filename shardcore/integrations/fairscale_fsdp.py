@@ -81,19 +81,20 @@ class ShardedLater(nn.Module):
     def shard_now(self) -> None:
         """Shard, if that is still to do. Collective.
 
-        With gradients disabled nothing is done as long as there is no optimizer. Otherwise ValueError unless there is one.
+        With gradients disabled, or in eval(), nothing is done as long as there is no optimizer. Otherwise ValueError unless
+        there is one.
         """
         if engine_of(self) is not None or (options := self.shard_options()) is None:
             return
         found = optimizers_of(self)
-        if not found and not torch.is_grad_enabled():
+        if not found and not (torch.is_grad_enabled() and self.training):
             return
         kind = type(self).__name__
         if len(found) != 1:
             raise ValueError(
                 f"{kind}: its first forward found {len(found)} optimizers with its parameters; expected one (with groups for "
                 "different options), made before this forward and after the import of shardcore.integrations.fairscale; "
-                "forwards without one need torch.no_grad()"
+                "forwards without one need torch.no_grad() or eval()"
             )
         if any(param not in set(self.parameters()) for group in found[0].param_groups for param in group["params"]):
             raise ValueError(
@@ -126,6 +127,7 @@ class _Wish:
 
 
 def _options_of(
+    module: nn.Module,
     process_group: Any,
     reshard_after_forward: bool,
     mixed_precision: bool,
@@ -139,10 +141,12 @@ def _options_of(
     op = "FullyShardedDataParallel"
     compute = compute_dtype or (torch.float16 if mixed_precision else torch.float32)
     names = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: None}
+    if not mixed_precision and {param.dtype for param in module.parameters() if param.is_floating_point()} == {compute}:
+        compute = torch.float32  # what shard leaves as it is
     if compute not in names or (compute != torch.float32 and not mixed_precision):
         raise ValueError(
             f"{op}: compute_dtype is {compute_dtype} with mixed_precision={mixed_precision}; expected float16 or bfloat16 with "
-            "mixed_precision=True, or None"
+            "mixed_precision=True, the dtype that the parameters have, or None"
         )
     if fp32_reduce_scatter and not mixed_precision:
         raise ValueError(f"{op}: fp32_reduce_scatter is True without mixed_precision; expected mixed_precision=True, or False")
@@ -235,6 +239,7 @@ class FullyShardedDataParallel(ShardedLater):
                 f"{force_input_to_fp32}; expected None and False"
             )
         wanted = _options_of(
+            module,
             process_group,
             reshard_after_forward,
             mixed_precision,
@@ -304,6 +309,9 @@ class FullyShardedDataParallel(ShardedLater):
     def summon_full_params(self, recurse: bool = True, volatile: bool = False) -> AbstractContextManager[None]:
         """Unshard the weights in a context, to read or to edit them in place: the same edits on every rank. Collective."""
         return full_params(self) if self._is_sharded else nullcontext()
+
+    def append_shared_param(self, p: nn.Parameter) -> None:
+        """Do nothing: parameters that modules share are found, whichever wrappers these lie in."""
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -194,6 +194,7 @@ class ShardedDataParallel(nn.Module):
             self.module, made = shard(module, optimizer.optim, **wanted)
         optimizer.take(made)
         optimizer.is_sharded = True
+        self.device_type, self.is_multi_device_module = optimizer.param_groups[0]["params"][0].device.type, False  # as DDP
         self._optimizer, self._auto_refresh = optimizer, auto_refresh_trainable
 
     def __getattr__(self, name: str) -> Any:
@@ -220,9 +221,12 @@ class ShardedDataParallel(nn.Module):
         for buffer in self.module.buffers():
             dist.broadcast(buffer, source, self._group)
 
-    def zero_grad(self, set_to_none: bool = False) -> None:
-        """Set gradients to zero, or forget them."""
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget gradients, or set them to zero."""
         self.module.zero_grad(set_to_none)
+
+    def reduce(self) -> None:
+        """Do nothing: what no_sync only added locally is averaged by what needs it (the step, a norm)."""
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -112,6 +112,7 @@ def _states(rank, world_size):
     assert torch.equal(shardcore.full_state(model.gain, "exp_avg"), held[1]["state"][0]["exp_avg"])
     shards = model.local_state_dict()
     again = _wrapped()  # loads before it is sharded
+    again.append_shared_param(again.head.weight)
     optimizer = torch.optim.AdamW(again.parameters(), **ADAMW)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     again.load_state_dict(held[0])
@@ -143,6 +144,8 @@ def _refused(rank, world_size):
         before = model(batch[0])
     with pytest.raises(ValueError, match="found 0 optimizers with its parameters; expected one"):
         model(batch[0])
+    assert torch.equal(model.eval()(batch[0]), before)
+    model.train()
     first = torch.optim.AdamW(model.parameters(), **ADAMW)
     first.scheduler = torch.optim.lr_scheduler.StepLR(first, 1)  # a cycle
     second = torch.optim.AdamW(model.parameters(), **ADAMW)
@@ -174,6 +177,7 @@ def test_what_cannot_be_followed_is_refused_by_name():
     }.items():
         with pytest.raises(ValueError, match=options):
             FSDP(nn.Linear(2, 2), **{options: says})
+    assert FSDP(nn.Linear(2, 2).half(), compute_dtype=torch.float16).shard_options()["precision"] is None
     with pytest.raises(ValueError, match="wrapped already"):
         FSDP(FSDP(nn.Linear(2, 2)))
     with pytest.raises(TypeError, match="module is a list"):

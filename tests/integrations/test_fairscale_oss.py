@@ -1,6 +1,7 @@
 """OSS and ShardedDataParallel, over gloo ranks: the bits of shardcore.shard, and what FairScale's tests say of them."""
 
 import copy
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -162,9 +163,9 @@ def _unfreezes(rank, world_size):
                 net.requires_grad_(True)
             wrapped[1] = nn.parallel.DistributedDataParallel(models[1])
         for model, optimizer in zip(wrapped, (oss, plain), strict=True):
+            model.zero_grad()
             loss_of(model, batch_of(step, 0, rank)).backward()
             optimizer.step()
-            optimizer.zero_grad()
     for name, value in models[0].state_dict().items():
         torch.testing.assert_close(value, models[1].state_dict()[name])
     assert len(oss.state) == len(list(models[0].parameters()))
@@ -172,6 +173,32 @@ def _unfreezes(rank, world_size):
 
 def test_frozen_parameters_begin_to_train():
     run_ranks(2, _unfreezes)
+
+
+def _reduces(rank, world_size):
+    """A step after backwards that were all local: beside DDP, whose last one is not."""
+    nets = [make_net(), make_net()]
+    oss, plain = OSS(nets[0].parameters(), SGD, **ADAMW), SGD(nets[1].parameters(), **ADAMW)
+    model, ddp = ShardedDataParallel(nets[0], oss), nn.parallel.DistributedDataParallel(nets[1])
+    assert model.device_type == ddp.device_type
+    assert model.is_multi_device_module == ddp.is_multi_device_module
+    for step in range(2):
+        for micro in range(2):
+            with model.no_sync():
+                loss_of(model, batch_of(step, micro, rank)).backward()
+            with ddp.no_sync() if micro == 0 else nullcontext():
+                loss_of(ddp, batch_of(step, micro, rank)).backward()
+        model.reduce()
+        torch.testing.assert_close(oss.clip_grad_norm(0.5), nn.utils.clip_grad_norm_(nets[1].parameters(), 0.5))
+        for optimizer in (oss, plain):
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, value in nets[0].state_dict().items():
+        torch.testing.assert_close(value, nets[1].state_dict()[name])
+
+
+def test_local_gradients_are_reduced():
+    run_ranks(2, _reduces)
 
 
 def _refused(rank, world_size):
