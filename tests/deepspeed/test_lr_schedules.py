@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-import itertools
 import logging
 import math
 import random
@@ -50,51 +49,18 @@ def adam(groups: int = 3, kind: Any = torch.optim.AdamW, **options: Any) -> Any:
     return kind([{"params": [p], "lr": lr} for p, lr in zip(params, LRS, strict=False)], **options)
 
 
-# --- every parameter, in a grid and drawn -----------------------------------------------------------------------------
+# --- every parameter, drawn -----------------------------------------------------------------------------
 
 
-def product(**values: Any) -> list[dict[str, Any]]:
-    return [dict(zip(values, row, strict=True)) for row in itertools.product(*values.values())]
-
-
-WARMUP = {"warmup_num_steps": (1, 2, 50, 137), "warmup_type": ("log", "linear")}
-GRID: dict[str, list[dict[str, Any]]] = {
-    "LRRangeTest": product(
-        lr_range_test_min_lr=(1e-3, [0.1, 1e-4, 3.7e-5]),
-        lr_range_test_step_size=(1, 7, 2000),
-        lr_range_test_step_rate=(1.0, 0.3),
-        lr_range_test_staircase=(False, True),
-    ),
-    "WarmupLR": product(warmup_min_lr=(0, 1e-5, [0.0, 1e-4, 0.3]), warmup_max_lr=(None, 1e-3, [0.1, 0.2, 3e-4]), **WARMUP),
-    "WarmupDecayLR": product(
-        total_num_steps=(20, 137, 250, 10_000),
-        warmup_min_lr=(0.0, [0.0, 1e-4, 0.3]),
-        warmup_max_lr=(None, 1e-3),
-        **WARMUP,
-    ),
-    "WarmupCosineLR": product(
-        total_num_steps=(20, 137, 250, 10_000), warmup_min_ratio=(0.0, 0.13), cos_min_ratio=(1e-4, 0.0, 0.3), **WARMUP
-    ),
-    "OneCycle": product(
-        cycle_min_lr=(1e-4, [1e-4, 0.3, 0.0]),
-        cycle_max_lr=(1e-1,),
-        cycle_first_step_size=(30, 77),
-        cycle_second_step_size=(None, 41, 0),
-        cycle_first_stair_count=(0, 7),
-        cycle_second_stair_count=(None, 0, 3),
-        decay_step_size=(0, 13),
-        decay_lr_rate=(0.0, 0.1),
-        decay_mom_rate=(0.0, 1e-3),
-        cycle_momentum=(True, False),
-    ),
-}
 FROM = "last_batch_iteration"
+REQUIRED = ("total_num_steps", "cycle_min_lr", "cycle_max_lr")
 
 
 def drawn(name: str, seed: int) -> dict[str, Any]:
-    """Parameters that no grid has; the last of 4 goes on from an iteration."""
+    """Parameters of any values; the last of 4 goes on from an iteration."""
     rng = random.Random(f"{name} {seed}")
-    size, more = rng.randint(1, 200), {FROM: rng.randint(0, 250)} if seed % 4 == 3 else {}
+    size = rng.choice([1, 2, rng.randint(3, 200), rng.randint(3, 200)])
+    more = {FROM: rng.randint(0, 250)} if seed % 4 == 3 else {}
     rates = [rng.uniform(0, 1) for _ in range(3)]
     if name == "LRRangeTest":
         found = {"min_lr": rates, "step_size": size, "step_rate": rng.uniform(0, 3), "staircase": rng.random() < 0.5}
@@ -112,6 +78,7 @@ def drawn(name: str, seed: int) -> dict[str, Any]:
             "cycle_min_mom": [rng.uniform(0, 0.9) for _ in range(3)],
             "cycle_max_mom": rng.uniform(0, 0.99),
             "decay_mom_rate": rng.uniform(-0.1, 0.1),
+            "cycle_momentum": seed % 5 != 4,
             **more,
         }
     warmup = {"warmup_num_steps": size, "warmup_type": rng.choice(["log", "linear"]), **more}
@@ -141,25 +108,14 @@ def trace(kind: Any, params: dict[str, Any], steps: int = STEPS) -> list[tuple[A
     return found
 
 
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("name", VALID_LR_SCHEDULES)
-def test_equals_deepspeed_over_a_grid(name: str, theirs: Any) -> None:
-    cases = GRID[name] if len(GRID[name]) < 100 else random.Random(0).sample(GRID[name], 60)
-    for params in cases:
-        assert trace(getattr(lr_schedules, name), params) == trace(getattr(theirs, name), params), params
-
-
-@pytest.mark.slow
-def test_equals_deepspeed_over_the_whole_grid_of_onecycle(theirs: Any) -> None:
-    for params in GRID["OneCycle"]:
-        assert trace(OneCycle, params) == trace(theirs.OneCycle, params), params
-
-
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("name", VALID_LR_SCHEDULES)
 def test_equals_deepspeed_for_drawn_parameters(name: str, theirs: Any) -> None:
-    for seed in range(40):
+    for seed in range(60):
         params = drawn(name, seed)
+        for key in [*params] if seed % 2 else ():  # half of them at their defaults, of which some are None
+            if key not in REQUIRED and random.Random(f"{key} {seed}").random() < 0.5:
+                del params[key]
         assert trace(getattr(lr_schedules, name), params) == trace(getattr(theirs, name), params), params
 
 
