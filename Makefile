@@ -21,7 +21,7 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 MARKS ?= -m "not slow and not more"
-QUICK = -m "not slow and not more and not ranks" $(addprefix --ignore=tests/,build examples tools test_cpp.py test_cli.py optim/test_adam_peers.py optim/test_adam_torch_cases.py)
+QUICK = -m "not slow and not more and not ranks" $(addprefix --ignore=tests/,build examples tools test_cpp.py test_cli.py optim/test_adam_torch_cases.py)
 ARGS ?=
 WORKERS ?= 2
 KILLS ?= 300

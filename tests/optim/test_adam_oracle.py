@@ -95,16 +95,6 @@ class Run:
             count += int(state["step"].item() != oracle.step_count)
         return count
 
-    def bits(self) -> list[torch.Tensor]:
-        tensors = [p.detach() for p in self.params]
-        for p in self.params:
-            tensors += [self.optimizer.state[p][key] for key in STATES if key in self.optimizer.state[p]]
-        return [t.clone().view(torch.int16 if t.element_size() == 2 else torch.int32) for t in tensors]
-
-
-def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
-    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
 
 @pytest.mark.cases(5)
 @pytest.mark.parametrize("mix", MIXES, ids=lambda m: "-".join(map(mix_id, m)))
@@ -223,34 +213,6 @@ def test_broken_kernels_are_rejected(monkeypatch, twin):
     monkeypatch.setattr(_C, "AdamLists", lambda **lists: lists)
     monkeypatch.setattr(adam.Update, "find", lambda *arguments: None)
     assert Run((torch.bfloat16, torch.float32, "fp32"), stepper=twin()).wrong() > 0
-
-
-@pytest.fixture
-def keep_isa():
-    before = _C.cpu_isa()
-    yield
-    _C.set_cpu_isa(before)
-
-
-@pytest.mark.cases(3)
-@pytest.mark.parametrize("mix", MIXES, ids=lambda m: "-".join(map(mix_id, m)))
-def test_every_isa_gives_the_same_bits(mix, keep_isa):
-    runs = []
-    for isa in _C.cpu_isas():
-        _C.set_cpu_isa(isa)
-        assert _C.cpu_isa() == isa
-        runs.append(Run(mix, amsgrad=True).bits())
-    assert all(equal(run, runs[0]) for run in runs)
-    assert not equal(runs[0], Run(mix, amsgrad=True, steps=2).bits())
-
-
-@pytest.mark.parametrize("rounding", [{}, {"stochastic_rounding": True, "seed": 3}], ids=["nearest", "stochastic"])
-def test_threads_give_the_same_bits(rounding, keep_threads):
-    runs = []
-    for threads in (1, 2):
-        torch.set_num_threads(threads)
-        runs.append(Run((torch.bfloat16, torch.bfloat16, None), sizes=[9, 0, 70_001, 33], **rounding).bits())
-    assert equal(*runs)
 
 
 def test_stochastic_rounding_goes_to_a_neighbour():
