@@ -10,7 +10,7 @@ import torch
 
 from shardcore._native import _C
 from shardcore.optim import CPUAdam, FusedAdam
-from tests.support.params import grads_of, params_of, same, snapshot
+from tests.support.params import grads_of, make_params, params_of, run_steps, same, snapshot, torch_adam
 
 pytestmark = pytest.mark.parametrize("make", [CPUAdam, FusedAdam])
 
@@ -256,3 +256,13 @@ def test_states_that_the_user_puts_there(make):
     assert torch.equal(p, q)
     assert optimizer.state[p]["exp_avg"] is mine
     assert optimizer.state[p]["step"] == 1
+
+
+@pytest.mark.parametrize("adam_w_mode", [True, False], ids=["adamw", "adam"])
+def test_param_groups_of_torch_mean_what_they_meant(make, adam_w_mode):
+    ours, reference = make_params(), make_params()
+    optimizer = make(torch_adam(adam_w_mode)(ours, lr=0.01, weight_decay=0.5).param_groups)
+    run_steps(optimizer, ours, 0, 3)
+    run_steps(make(reference, lr=0.01, weight_decay=0.5, adam_w_mode=adam_w_mode), reference, 0, 3)
+    assert all(torch.equal(p, q) for p, q in zip(ours, reference, strict=True))
+    assert optimizer.state_dict()["param_groups"][0]["decoupled_weight_decay"] is adam_w_mode
