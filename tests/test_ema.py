@@ -8,7 +8,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import shardcore
 from shardcore import ema as ema_module
-from tests.support.models import Run, adam, batch_of, hash_of_training, loss_of, make_net, train
+from tests.support.models import Run, adam, hash_of_training, make_net, stepped, train
 from tests.support.ranks import run_ranks
 from tests.support.slices import lm_loss, make_lm, mesh_of, sharded_lm, train_lm
 
@@ -25,9 +25,7 @@ TIERS: list[dict[str, Any]] = [
 
 
 def step(model: Any, optimizer: Any, number: int, rank: int = 0) -> None:
-    loss_of(model, batch_of(number, 0, rank)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    stepped(model, optimizer, rank, number)
 
 
 def averaged_by_torch(steps: int) -> dict[str, torch.Tensor]:

@@ -10,7 +10,7 @@ from torch import nn
 
 import shardcore
 from shardcore.options import ShardOptions, accept_optimizer
-from tests.support.models import Net, Run, batch_of, hash_of, hash_of_training, loss_of, make_net, train
+from tests.support.models import Net, Run, batch_of, hash_of, hash_of_training, loss_of, make_net, stepped, train
 from tests.support.ranks import run_ranks
 
 
@@ -63,9 +63,7 @@ def test_low_precision_models_become_float32(dtype: torch.dtype) -> None:
 
 def _steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     for step in range(3):
-        loss_of(model, batch_of(step, 0, 0)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        stepped(model, optimizer, 0, step)
 
 
 @pytest.mark.parametrize("make", [shardcore.FusedAdam, torch.optim.AdamW])

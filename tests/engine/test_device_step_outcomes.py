@@ -14,7 +14,7 @@ from torch import nn
 import shardcore
 from shardcore.engine.device_step import PendingResult, StepResult
 from tests.support.groups import LIVELY, PATIENT, RUNS, device_decides, said_of
-from tests.support.models import Run, batch_of, hash_of_training, loss_of, make_net, train
+from tests.support.models import Run, batch_of, hash_of_training, loss_of, make_net, stepped, train
 from tests.support.ranks import run_ranks
 
 # --- overflows --------------------------------------------------------------------------------------------------------
@@ -44,9 +44,7 @@ def _one_overflows(rank: int, world_size: int, stage: int) -> dict[str, Any]:
         logging.getLogger("shardcore").removeHandler(handler)
         same, scale = hash_of_training(model, optimizer) == before, optimizer.loss_scale
         for step in range(3):
-            optimizer.scale_loss(loss_of(model, batch_of(step, 0, rank))).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            stepped(model, optimizer, rank, step)
         after = hash_of_training(model, optimizer) != before, optimizer.loss_scale
         return {"silent": silent, "skipped": skipped, "log": messages, "same": same, "scale": scale, "after": after}
 
@@ -182,9 +180,7 @@ def _resume(rank: int, world_size: int, stage: int, forced: tuple[bool, bool]) -
             model.load_state_dict(weights)
             optimizer.load_state_dict(saved)
         for step in range(5, 9):
-            optimizer.scale_loss(loss_of(model, batch_of(step, 0, rank))).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            stepped(model, optimizer, rank, step)
         said = said_of(model, optimizer)
         found.append((said[0], said[1], *said[3:]))  # skipped_steps are no part of the state
     return found[0] == found[1]
@@ -203,9 +199,7 @@ def test_a_scaled_loss_may_be_used_after_a_step_if_the_scale_stayed() -> None:
             model, optimizer, _ = train(0, Run(stage=1, precision="fp16", steps=0, shard={"loss_scale": options}))
             x = torch.ones(4, 10, requires_grad=True)
             early = optimizer.scale_loss(loss_of(nn.Linear(10, 5), (x, torch.ones(4, 5))))
-            optimizer.scale_loss(loss_of(model, batch_of(0, 0, 0))).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            stepped(model, optimizer, 0, 0)
             late = loss_of(model, batch_of(1, 0, 0)) + 0.0 * early
             late.backward()
             if error:

@@ -8,7 +8,7 @@ import torch
 import shardcore
 from shardcore.engine.hooks import detach
 from shardcore.optim.interface import engine_of
-from tests.support.models import Net, adam, batch_of, hash_of_training, loss_of
+from tests.support.models import Net, adam, batch_of, hash_of_training, loss_of, stepped
 from tests.support.ranks import run_ranks
 
 
@@ -20,18 +20,12 @@ def _net() -> Net:
     return model
 
 
-def _step(model: Net, optimizer: torch.optim.Optimizer, rank: int, step: int) -> None:
-    loss_of(model, batch_of(step, 0, rank)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 def _detaches(rank: int, world_size: int, stage: int, precision: str | None) -> tuple[str, str]:
     options = {"precision": precision, "overlap_step": stage == 1}
     model, optimizer = shardcore.shard(_net(), None, stage, precision=precision) if stage == 2 else (_net(), None)
     if stage != 2:  # which only ran forward
         model, optimizer = shardcore.shard(model, adam(model), stage, **options)
-        _step(model, optimizer, rank, 0)
+        stepped(model, optimizer, rank, 0)
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     detach(model)
     assert engine_of(model) is None
@@ -49,7 +43,7 @@ def _detaches(rank: int, world_size: int, stage: int, precision: str | None) -> 
     hashes = []
     for each in (model, fresh):
         each, optimizer = shardcore.shard(each, adam(each), 3, precision=precision)
-        _step(each, optimizer, rank, 1)
+        stepped(each, optimizer, rank, 1)
         hashes.append(hash_of_training(each, optimizer))
     return hashes[0], hashes[1]
 

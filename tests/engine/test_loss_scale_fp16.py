@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 import shardcore
 from shardcore.engine.loss_scale import LossScaler
 from tests.support.choice import EVERY, combinations, part
-from tests.support.models import Ramp, Run, batch_of, hash_of_training, loss_of, make_net, train
+from tests.support.models import Ramp, Run, batch_of, hash_of_training, loss_of, make_net, stepped, train
 from tests.support.ranks import run_ranks
 
 OFFLOAD = {"optimizer": "cpu"}
@@ -237,9 +237,7 @@ def _resume(rank: int, world_size: int, stage: int, keep_scale: bool) -> bool:
     hashes = []
     for m, o in ((model, optimizer), (again, loaded)):
         for step in range(5, 9):
-            o.scale_loss(loss_of(m, batch_of(step, 0, rank))).backward()
-            o.step()
-            o.zero_grad()
+            stepped(m, o, rank, step)
         hashes.append((hash_of_training(m, o), o.loss_scale, o.state_dict()["loss_scale"]))
     return hashes[0] == hashes[1]
 
@@ -259,9 +257,7 @@ def _four_more(model: nn.Module, optimizer: Any) -> tuple[float, dict[str, Any],
     """The scale at first; what it and the training became. Every rank has the same samples: any number of ranks, one sum."""
     scale = optimizer.loss_scale
     for step in range(5, 9):
-        optimizer.scale_loss(loss_of(model, batch_of(step, 0, 0))).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        stepped(model, optimizer, 0, step)
     return scale, optimizer.state_dict()["loss_scale"], hash_of_training(model, optimizer)
 
 

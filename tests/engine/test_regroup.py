@@ -8,7 +8,7 @@ from torch import nn
 
 import shardcore
 from shardcore.engine import regroup
-from tests.support.models import Net, batch_of, hash_of, hash_of_training, loss_of, make_net
+from tests.support.models import Net, batch_of, hash_of, hash_of_training, loss_of, make_net, stepped
 from tests.support.ranks import run_ranks
 
 
@@ -25,9 +25,7 @@ def made(grouped: bool) -> tuple[Net, Any]:
 
 def steps(model: Any, optimizer: Any, first: int) -> None:
     for number in range(first, first + 2):
-        loss_of(model, batch_of(number, 0, 0)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        stepped(model, optimizer, 0, number)
 
 
 def trained(options: dict[str, Any] | None) -> tuple[Any, Any]:

@@ -16,7 +16,7 @@ from shardcore.engine.build import Membership
 from shardcore.engine.reducer import Reducer
 from shardcore.engine.state_store import DeviceStore
 from shardcore.engine.step import Updater
-from tests.support.models import Net, Run, batch_of, hash_of, hash_of_training, loss_of, micro_steps, train
+from tests.support.models import Net, Run, batch_of, hash_of, hash_of_training, loss_of, micro_steps, stepped, train
 from tests.support.ranks import run_ranks
 from tests.support.schedules import start
 
@@ -270,9 +270,7 @@ def _through_data(rank: int, world_size: int, run: Run) -> list[str]:
 
 
 def _backward_and_step(model: nn.Module, optimizer: Any, rank: int) -> None:
-    optimizer.scale_loss(loss_of(model, batch_of(7, 0, rank))).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    stepped(model, optimizer, rank, 7)
 
 
 @pytest.mark.cases(1)

@@ -11,7 +11,7 @@ from torch import nn
 
 import shardcore
 from shardcore.engine.unshard import Unsharder
-from tests.support.models import Net, Run, batch_of, hash_of, hash_of_training, loss_of, make_net, train
+from tests.support.models import Net, Run, batch_of, hash_of, hash_of_training, loss_of, make_net, stepped, train
 from tests.support.ranks import run_ranks
 from tests.support.schedules import recording
 
@@ -203,9 +203,7 @@ def _generate(rank: int, world_size: int, generates: bool, overlap: bool) -> str
             with shardcore.full_params(model.blocks[1]):
                 for _ in range(rank):
                     model.blocks[1](torch.ones(24))
-        loss_of(model, batch_of(step, 0, rank)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        stepped(model, optimizer, rank, step)
     return hash_of_training(model, optimizer)
 
 
@@ -231,9 +229,7 @@ def test_full_params_that_fails_on_its_way_holds_nothing(monkeypatch: pytest.Mon
             pass
     assert not any(unit.unsharded or unit.held for unit in units)
     for step in range(1, 3):
-        loss_of(model, batch_of(step, 0, 0)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        stepped(model, optimizer, 0, step)
     assert hash_of_training(model, optimizer) == hash_of_training(*train(0, Run(stage=3, steps=3))[:2])
 
 

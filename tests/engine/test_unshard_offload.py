@@ -11,7 +11,7 @@ import shardcore
 from shardcore.engine.bucket import Bucket
 from shardcore.engine.split_store import SplitStore
 from tests.support.meta import init, meta
-from tests.support.models import Run, batch_of, error_of, hash_of_training, loss_of, make_net, train
+from tests.support.models import Run, batch_of, error_of, hash_of_training, loss_of, make_net, stepped, train
 from tests.support.ranks import run_ranks
 from tests.support.tiers import GRADS, PARAMS, Watched, Wrapped, hashes_of, partly_frozen, tier_with
 
@@ -152,9 +152,7 @@ def _fails_in_shard(rank: int, world_size: int, how: str) -> list[str]:
         model = meta() if how == "meta" else make_net()
         optimizer = shardcore.FusedAdam(model.parameters())
         if how == "with states":
-            loss_of(model, batch_of(0, 0, 0)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            stepped(model, optimizer, 0, 0)
         shardcore.shard(model, optimizer, 3, materialize=init if how == "meta" else None, precision="bf16", **shard)
 
     with pytest.MonkeyPatch.context() as patch:
