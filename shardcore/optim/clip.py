@@ -9,6 +9,8 @@ torch.nn.utils.clip_grad_norm_ or clip_grad_value_. From stage 1 on these would 
 silently, and torch has no public hook for parameters here. So the first `shard` at stage 1, 2 or 3 replaces the functions in
 torch.nn.utils and torch.nn.utils.clip_grad: they pass sharded parameters to their engine, and all others to torch's function.
 Functions imported by name before that (`from torch.nn.utils import clip_grad_norm_` at the top of a script) are not replaced.
+torch's clip_grad_norm_ calls `_clip_grads_with_norm_` of its module, which is given the parameters but not norm_type; so it is
+replaced by an error where any of them is sharded. clip_grad_value_ calls nothing that sees parameters.
 
 A list that leaves out parameters without a gradient, `[p for p in ... if p.grad is not None]`, is empty then, as is the list of
 gradients that get_total_norm takes: the functions warn. `foreach` only selects torch's implementation, so it has no effect for
@@ -181,6 +183,7 @@ def clip_grad_norm_(
 
 _Tensors = torch.Tensor | Iterable[torch.Tensor]
 _torchs: dict[str, Callable[..., Any]] = {}  # what was replaced, by name
+_OF_EARLY_IMPORTS = "_clip_grads_with_norm_"  # what torch's clip_grad_norm_ clips by
 
 
 def reach_shards() -> None:
@@ -199,6 +202,8 @@ def reach_shards() -> None:
         for module in (nn.utils, nn.utils.clip_grad):  # the deprecated clip_grad_norm calls the one in clip_grad
             if hasattr(module, name):
                 setattr(module, name, function)
+    if hasattr(nn.utils.clip_grad, _OF_EARLY_IMPORTS):
+        setattr(nn.utils.clip_grad, _OF_EARLY_IMPORTS, _refuse_early_imports)
 
 
 def _listed(tensors: _Tensors) -> Sequence[torch.Tensor]:
@@ -247,6 +252,15 @@ def _clip_grads_with_norm_(
         listed = [param for param in listed if engine_of(param) is None]
     if listed:
         _torchs[op](listed, max_norm, total_norm, foreach)
+
+
+def _refuse_early_imports(parameters: _Tensors, max_norm: float, total_norm: torch.Tensor, foreach: bool | None = None) -> None:
+    if _any_in_shards(_listed(parameters)):
+        raise RuntimeError(
+            "clip_grad_norm_: imported by name before shard(), it finds no gradient of a sharded model (stages 1 to 3); call "
+            "torch.nn.utils.clip_grad_norm_(parameters, max_norm), or shard(clip_grad_norm=max_norm)"
+        )
+    _torchs["clip_grads_with_norm_"](parameters, max_norm, total_norm, foreach)
 
 
 def _clip_grad_value_(parameters: _Tensors, clip_value: float, foreach: bool | None = None) -> None:

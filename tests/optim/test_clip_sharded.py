@@ -256,6 +256,27 @@ def test_plain_parameters_go_to_torchs_own_functions() -> None:
     assert found == expected
 
 
+def _imported_early(stage: int) -> tuple[str, float]:
+    """What a clip_grad_norm_ from before shard says of sharded parameters, and what it returns for plain ones."""
+    from torch.nn.utils import clip_grad_norm_
+
+    model, net = make_net(), make_net(1)
+    shardcore.shard(model, shardcore.FusedAdam(model.parameters()), stage)
+    for each in (model, net):
+        loss_of(each, batch_of(0, 0, 0)).backward()
+    with pytest.raises(RuntimeError) as refused:
+        clip_grad_norm_([*net.parameters(), *model.parameters()], 0.1)
+    return str(refused.value), clip_grad_norm_(net.parameters(), 0.1).item()
+
+
+def test_a_function_that_was_imported_before_shard_refuses_what_it_cannot_clip() -> None:
+    message, norm = run_fresh(_imported_early, 1)
+    assert "clip_grad_norm_: imported by name before shard()" in message
+    net = make_net(1)
+    loss_of(net, batch_of(0, 0, 0)).backward()
+    assert norm == nn.utils.clip_grad_norm_(net.parameters(), 0.1).item()
+
+
 def test_a_compiled_function_clips_plain_parameters_as_before() -> None:
     model = make_net()
     shardcore.shard(model, shardcore.FusedAdam(model.parameters()), 1)
