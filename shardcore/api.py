@@ -45,6 +45,7 @@ from shardcore.engine.unshard import keepers_of
 from shardcore.estimate import fit, probe
 from shardcore.estimate.predict import Prediction, predict_rank
 from shardcore.optim import CPUAdam, ShardableOptimizer
+from shardcore.optim.base import refuse_others
 from shardcore.optim.clip import reach_shards
 from shardcore.optim.dtensor import is_dtensor
 from shardcore.optim.interface import engine_of
@@ -600,6 +601,7 @@ def _start(plan: Plan, given: Any, states: dict[Any, Any], others: dict[Any, Any
                 build.refuse_backward(name, param)
     if engine.grads_in_shards:
         reach_shards()
+        refuse_others()
     if plan.host is not None:
         warn_of_pageable(plan.host.copies)
         if plan.comm.rank == 0:

@@ -214,6 +214,43 @@ def test_a_replaced_optimizer_refuses_to_work() -> None:
     assert calls == [1]
 
 
+class _Around(torch.optim.Optimizer):
+    """Steps another optimizer, as Lookahead and FairScale's OSS do."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+        super().__init__(inner.param_groups, inner.defaults)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+@pytest.mark.parametrize(("kind", "overlap_step"), [(torch.optim.SGD, False), (shardcore.FusedAdam, True)])
+def test_an_optimizer_made_after_shard_refuses_gradients_that_it_cannot_see(kind: Any, overlap_step: bool) -> None:
+    model = make_net()
+    model, optimizer = shardcore.shard(model, shardcore.FusedAdam(model.parameters()), 2, overlap_step=overlap_step)
+    later, around = kind(model.parameters(), 0.1), _Around(optimizer)
+    loss_of(model, batch_of(0, 0, 0)).backward()
+    with pytest.raises(
+        ValueError, match=rf"this {kind.__name__} has parameters that shardcore\.shard sharded with another optimizer"
+    ):
+        later.step()
+    around.step()
+    optimizer.zero_grad()
+    loss_of(model, batch_of(0, 0, 1)).backward()
+    optimizer.step()
+    later.step()  # no gradient waits
+
+
+def test_an_optimizer_made_after_shard_steps_stage_0() -> None:
+    model = make_net()
+    model, _ = shardcore.shard(model, shardcore.FusedAdam(model.parameters()), 0)
+    loss_of(model, batch_of(0, 0, 0)).backward()
+    before = model.gain.detach().clone()
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    assert not torch.equal(model.gain, before)
+
+
 def test_grad_scaler_from_stage_1_on() -> None:
     model, optimizer, _ = train(0, Run(steps=0, stage=2))
     scaler = torch.amp.GradScaler("cpu")

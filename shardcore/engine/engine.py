@@ -505,6 +505,11 @@ class Engine:
         """Whether a norm of all `param.grad` is not that of the model: from stage 1 on, and where others have parts of it."""
         return not self.lifetimes.owns_everything or bool(self.comm.across)
 
+    @property
+    def has_unused_grads(self) -> bool:
+        """Whether gradients that are in no `param.grad` wait for a step."""
+        return self.reducer.param_grads is None and self.reducer.backwards > 0
+
     @torch.no_grad()
     def own_grads(
         self,

@@ -10,7 +10,7 @@ from functools import wraps
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks, register_optimizer_step_post_hook
 
 from shardcore._native import _C
 from shardcore.optim.interface import Gradients, ShardedEngine, engine_of
@@ -58,6 +58,33 @@ class Kind(Protocol):
         """Return a parameter's state, checked, and in words what of it is lost. Raises ValueError or TypeError."""
 
 
+_own_hooks = 0  # how many of the hooks of all optimizers are `refuse_others`'s
+
+
+def refuse_others() -> None:
+    """Make an optimizer that is made after shard refuse to step the sharded model, from now on in this process.
+
+    From stage 1 on it finds no p.grad, so it would update nothing, silently. An optimizer around the one that shard returned
+    (FairScale's OSS, Lookahead) may have the same parameters: by the end of its step, the gradients are used.
+    """
+    global _own_hooks
+    if not _own_hooks:
+        _own_hooks = 1
+        register_optimizer_step_post_hook(_refuse_other)
+
+
+def _refuse_other(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for group in optimizer.param_groups:
+        if not isinstance(group, dict):  # an overlapped step is under way, for which reading "params" would wait
+            return
+        engine = engine_of(next(iter(group["params"]), None))  # the first of a group is enough, and costs each step nothing
+        if engine is not None and engine.has_unused_grads:
+            raise ValueError(
+                f"step: this {type(optimizer).__name__} has parameters that shardcore.shard sharded with another optimizer, "
+                "and finds no p.grad; expected step() of the optimizer that shard returned"
+            )
+
+
 def hooked_step(func: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """Return what torch.optim puts in place of an optimizer's step: it calls hooks, and names the step to torch.profiler.
 
@@ -75,10 +102,13 @@ def hooked_step(func: Callable[Arguments, Result]) -> Callable[Arguments, Result
             or optimizer._optimizer_step_pre_hooks
             or optimizer._optimizer_step_post_hooks
             or _global_optimizer_pre_hooks
-            or _global_optimizer_post_hooks
+            or len(_global_optimizer_post_hooks) > _own_hooks
         ):
             return listened(*args, **kwargs)
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if _own_hooks:
+            _refuse_other(optimizer)
+        return result
 
     return call
 
