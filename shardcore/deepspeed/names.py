@@ -12,6 +12,7 @@ import argparse
 import enum
 import importlib.metadata
 import logging
+import resource
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -33,7 +34,7 @@ from shardcore.deepspeed.checkpointing import checkpoint, configure, is_configur
 from shardcore.deepspeed.engine import ForwardEngine
 from shardcore.deepspeed.initialize import initialize, start_process_group
 from shardcore.engine.engine import Engine
-from shardcore.optim import CPUAdam, FusedAdam
+from shardcore.optim import CPUAdam, FusedAdam, Lion
 from shardcore.optim.interface import engine_of
 
 logger = logging.getLogger("shardcore")
@@ -351,6 +352,30 @@ class DeepSpeedFusedAdam(FusedAdam):
         super().__init__(params, lr, betas, eps, weight_decay, **options)
 
 
+def fused_lion(
+    params: Any,
+    lr: float = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    weight_decay: float = 0.0,
+    set_grad_none: bool = True,
+) -> Lion:
+    """Return a Lion by the arguments of DeepSpeed's FusedLion. set_grad_none: accepted, as by FusedAdam."""
+    return Lion(params, lr, betas, weight_decay)
+
+
+def cpu_lion(
+    model_params: Any,
+    lr: float = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    weight_decay: float = 0.0,
+    fp32_optimizer_states: bool = True,
+) -> Lion:
+    """Return a Lion by the arguments of DeepSpeedCPULion. ValueError for fp32_optimizer_states=False: shards have float32."""
+    if not fp32_optimizer_states:
+        raise ValueError("DeepSpeedCPULion: fp32_optimizer_states is False; expected True: Lion's state is float32 on shards")
+    return Lion(model_params, lr, betas, weight_decay)
+
+
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
     """Return the full float32 master of a sharded parameter; None for any other parameter. Collective."""
     if not isinstance(engine := engine_of(param), Engine) or not engine.trains(param):
@@ -379,6 +404,45 @@ def log_dist(message: str, ranks: Iterable[int] | None = None, level: int = logg
     chosen = list(ranks or [-1])
     if -1 in chosen or rank in chosen:
         logger.log(level, "[Rank %d] %s", rank, message)
+
+
+def see_memory_usage(message: str, force: bool = False) -> None:
+    """Print on rank 0 what torch has on the GPU, and the most since the last call, and the process's peak in host memory.
+
+    Nothing without force, as in DeepSpeed.
+    """
+    if not force or (dist.is_initialized() and dist.get_rank() != 0):
+        return
+    print(message)
+    if torch.cuda.is_available():
+        now, most = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+        kept, most_kept = torch.cuda.memory_reserved(), torch.cuda.max_memory_reserved()
+        print(
+            " ".join(f"{name} {n / 2**30:.2f} GB" for name, n in dict(MA=now, Max_MA=most, CA=kept, Max_CA=most_kept).items())
+        )
+        torch.cuda.reset_peak_memory_stats()
+    print(f"host memory of this process: peak {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GB", flush=True)
+
+
+class RepeatingLoader:
+    """Iterates over a loader again and again, without an end."""
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        """Begin with the first batch of `loader`."""
+        self.loader = loader
+        self.data_iter = iter(loader)
+
+    def __iter__(self) -> "RepeatingLoader":
+        """Return itself."""
+        return self
+
+    def __next__(self) -> Any:
+        """Return the next batch; after the last the first of a new epoch. StopIteration if the loader has none."""
+        try:
+            return next(self.data_iter)
+        except StopIteration:
+            self.data_iter = iter(self.loader)
+            return next(self.data_iter)
 
 
 def _data_parallel_group() -> Any:
@@ -431,9 +495,12 @@ MODULES: dict[str, dict[str, Any]] = {  # by path below the package; a module co
     "moe.utils": {"split_params_into_different_moe_groups_for_optimizer": no_moe},
     "ops": {},
     "ops.adam": _ADAMS,
+    "ops.lion": {"FusedLion": fused_lion, "DeepSpeedCPULion": cpu_lion},
     "runtime": {},
+    "runtime.dataloader": {"RepeatingLoader": RepeatingLoader},
     "runtime.engine": {"DeepSpeedEngine": ForwardEngine},
     "runtime.lr_schedules": _SCHEDULES,
+    "runtime.utils": {"see_memory_usage": see_memory_usage},
     "runtime.zero": _ZERO,
     "runtime.zero.partition_parameters": {
         **_ZERO,
@@ -444,7 +511,13 @@ MODULES: dict[str, dict[str, Any]] = {  # by path below the package; a module co
     },
     "runtime.activation_checkpointing": {},
     "runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,
-    "utils": {"logger": logger, "log_dist": log_dist, "set_z3_leaf_modules": set_z3_leaf_modules, **_FRAGMENTS},
+    "utils": {
+        "logger": logger,
+        "log_dist": log_dist,
+        "set_z3_leaf_modules": set_z3_leaf_modules,
+        "RepeatingLoader": RepeatingLoader,
+        **_FRAGMENTS,
+    },
     "utils.groups": _GROUPS,
     "utils.logging": {"logger": logger, "log_dist": log_dist},
     "utils.zero_to_fp32": {name: value for name, value in vars(zero_to_fp32).items() if name.endswith("checkpoint")}

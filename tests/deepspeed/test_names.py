@@ -80,6 +80,33 @@ def test_optimizers_take_deepspeeds_arguments(kind: Any, mode: str, decoupled: b
     assert low.param_groups[0]["state_dtype"] == "bf16"
 
 
+def test_lion_takes_deepspeeds_arguments() -> None:
+    for kind in (deepspeed.ops.lion.FusedLion, deepspeed.ops.lion.DeepSpeedCPULion):
+        optimizer = kind(make_net().parameters(), 1e-2, (0.8, 0.9), 0.1)
+        assert type(optimizer) is deepspeed.Lion
+        options = {key: optimizer.param_groups[0][key] for key in ("lr", "betas", "weight_decay")}
+        assert options == {"lr": 1e-2, "betas": (0.8, 0.9), "weight_decay": 0.1}
+        assert kind(make_net().parameters()).defaults["betas"] == (0.9, 0.999)
+    with pytest.raises(ValueError, match="fp32_optimizer_states is False"):
+        deepspeed.ops.lion.DeepSpeedCPULion(make_net().parameters(), fp32_optimizer_states=False)
+
+
+def test_a_repeating_loader_begins_anew() -> None:
+    loader = deepspeed.utils.RepeatingLoader([1, 2])
+    assert [next(loader) for _ in range(5)] == [1, 2, 1, 2, 1]
+    with pytest.raises(StopIteration):
+        next(deepspeed.runtime.dataloader.RepeatingLoader([]))
+
+
+def test_memory_usage_is_printed_if_forced(capsys: pytest.CaptureFixture[str]) -> None:
+    deepspeed.runtime.utils.see_memory_usage("before")
+    assert capsys.readouterr().out == ""
+    deepspeed.runtime.utils.see_memory_usage("after", force=True)
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "after"
+    assert float(said[-1].split()[-2]) > 0.01
+
+
 def _modified(rank: int, world_size: int) -> list[Any]:
     found = []
     for stage in (0, 2, 3):
