@@ -10,6 +10,7 @@ PEFT 0.21 use of it.
 
 import argparse
 import enum
+import importlib
 import importlib.metadata
 import logging
 import resource
@@ -29,7 +30,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from shardcore.api import full_grad, full_state
-from shardcore.deepspeed import lr_schedules, zero_to_fp32
+from shardcore.deepspeed import lr_schedules
 from shardcore.deepspeed.checkpointing import checkpoint, configure, is_configured
 from shardcore.deepspeed.engine import ForwardEngine
 from shardcore.deepspeed.initialize import initialize, start_process_group
@@ -445,6 +446,13 @@ class RepeatingLoader:
             return next(self.data_iter)
 
 
+def _of_zero_to_fp32(name: str) -> Any:
+    """Return a function of zero_to_fp32, which is imported late: `python -m` warns of a module that its package imports."""
+    if name.endswith(("_zero_checkpoint", "_fp32_state_dict")):
+        return getattr(importlib.import_module("shardcore.deepspeed.zero_to_fp32"), name)
+    raise AttributeError(f"module 'utils.zero_to_fp32' has no attribute {name!r}")
+
+
 def _data_parallel_group() -> Any:
     return dist.group.WORLD
 
@@ -520,8 +528,7 @@ MODULES: dict[str, dict[str, Any]] = {  # by path below the package; a module co
     },
     "utils.groups": _GROUPS,
     "utils.logging": {"logger": logger, "log_dist": log_dist},
-    "utils.zero_to_fp32": {name: value for name, value in vars(zero_to_fp32).items() if name.endswith("checkpoint")}
-    | {"convert_zero_checkpoint_to_fp32_state_dict": zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict},
+    "utils.zero_to_fp32": {"__getattr__": _of_zero_to_fp32},
 }
 TOP: dict[str, Any] = {
     "initialize": initialize,

@@ -1,6 +1,8 @@
 """zero_to_fp32 under DeepSpeed's names: float32 weights from a checkpoint, in memory, in files and from the command line."""
 
 import inspect
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -67,6 +69,14 @@ def test_the_command_line(saved: tuple[Path, dict[str, torch.Tensor]], tmp_path:
     assert zero_to_fp32.main([str(folder), str(tmp_path / "out"), "--max_shard_size", "1MB", "--safe_serialization"]) == 0
     found = safetensors.load_file(tmp_path / "out" / "model.safetensors")
     assert all(torch.equal(value, expected[name].float()) for name, value in found.items())
+
+
+def test_the_command_warns_of_nothing(saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+    """`python -m` warns of a module that importing its package has imported already."""
+    command = [sys.executable, "-m", "shardcore.deepspeed.zero_to_fp32", str(saved[0]), str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
 def test_errors_are_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
