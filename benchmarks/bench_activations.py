@@ -5,18 +5,14 @@ save_on_cpu; shardcore.apply_activation_checkpointing; that with offload_to_cpu.
 only a GPU shows what offload takes and frees. head: forward and backward of a language model's head and loss: cross_entropy of
 all logits; torch's linear_cross_entropy in chunks, where there is one (2.13); shardcore.chunked_cross_entropy.
 
-peak = bytes beyond those before the step: on CUDA of the allocator, on a CPU resident memory, looked at every half millisecond.
+peak = bytes of torch's allocator beyond those before the step.
 The gradients of a part's cases are compared before anything is timed.
 """
 
 import argparse
 import copy
-import resource
 import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -26,12 +22,13 @@ from torch.utils.checkpoint import checkpoint
 
 import shardcore
 from benchmarks import harness, suite
+from benchmarks.cpu_buffers import counted
 from benchmarks.device import Device
 
-SIZES = {  # blocks, width, tokens, classes
-    "cuda": (16, 4096, 8192, 131072),
-    "cpu": (8, 256, 2048, 32768),
-    "tiny": (2, 32, 64, 128),
+SIZES = {  # blocks, width, tokens, classes, bytes of our chunks of logits
+    "cuda": (16, 4096, 8192, 131072, 2**28),
+    "cpu": (8, 256, 2048, 32768, 2**25),
+    "tiny": (2, 32, 64, 128, 2**12),
 }
 Case = Callable[[], list[torch.Tensor]]
 
@@ -100,7 +97,7 @@ def stacks(device: torch.device, depth: int, width: int, tokens: int) -> dict[st
     return {name: case(model) for name, model in {"plain": plain, **models}.items()}
 
 
-def heads(device: torch.device, width: int, tokens: int, classes: int) -> dict[str, Case]:
+def heads(device: torch.device, width: int, tokens: int, classes: int, chunk_bytes: int) -> dict[str, Case]:
     """Return what the part "head" times."""
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -109,7 +106,7 @@ def heads(device: torch.device, width: int, tokens: int, classes: int) -> dict[s
     target = torch.randint(classes, (tokens,), device=device)
     ways: dict[str, Callable[[], torch.Tensor]] = {
         "all logits": lambda: F.cross_entropy(F.linear(hidden, weight).float(), target),
-        "ours": lambda: shardcore.chunked_cross_entropy(hidden, weight, target),
+        "ours": lambda: shardcore.chunked_cross_entropy(hidden, weight, target, chunk_bytes=chunk_bytes),
     }
     chunked: Any = getattr(F, "linear_cross_entropy", None)
     if chunked is not None:
@@ -130,29 +127,6 @@ def check_same_gradients(cases: Mapping[str, Case], first: str) -> None:
             assert error < (1e-2 if grad.dtype == torch.bfloat16 else 1e-4), f"{name}: gradients differ by {error:.1e}"
 
 
-@contextmanager
-def resident_peak(found: list[int]) -> Iterator[None]:
-    """Append the most resident bytes beyond those at the start."""
-    statm, page, ended = Path("/proc/self/statm"), resource.getpagesize(), threading.Event()
-
-    def now() -> int:
-        return int(statm.read_text().split()[1]) * page
-
-    start, most = now(), 0
-
-    def look() -> None:
-        nonlocal most
-        while not ended.wait(0.0005):
-            most = max(most, now() - start)
-
-    thread = threading.Thread(target=look)
-    thread.start()
-    yield
-    ended.set()
-    thread.join()
-    found.append(most)
-
-
 def peak_of(case: Case, device: torch.device) -> int:
     """Return the most bytes that a call takes beyond those before it."""
     case()
@@ -163,9 +137,9 @@ def peak_of(case: Case, device: torch.device) -> int:
         case()
         return torch.cuda.max_memory_allocated(device) - before
     found: list[int] = []
-    with resident_peak(found):
+    with counted(found):
         case()
-    return found[0]
+    return found[1]
 
 
 def main() -> int:
@@ -175,11 +149,12 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help=argparse.SUPPRESS)
     options = suite.parse(parser)
     device = Device(options.device)
-    depth, width, tokens, classes = SIZES["tiny" if options.tiny else options.device]
-    result = suite.about_run("activations", options) | {"depth": depth, "width": width, "tokens": tokens, "classes": classes}
+    depth, width, tokens, classes, chunk_bytes = SIZES["tiny" if options.tiny else options.device]
+    result = suite.about_run("activations", options) | {"depth": depth, "width": width, "tokens": tokens}
+    result |= {"classes": classes, "chunk_bytes": chunk_bytes}
     for part, cases in {
         "blocks": stacks(device.torch, depth, width, tokens),
-        "head": heads(device.torch, width, tokens, classes),
+        "head": heads(device.torch, width, tokens, classes, chunk_bytes),
     }.items():
         first = next(iter(cases))
         check_same_gradients(cases, first)

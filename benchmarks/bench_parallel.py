@@ -17,21 +17,19 @@ losses must be those of the model in one piece with torch's AdamW on the whole b
 left out by name. Then they take turns, a step each, in a random order that the ranks share. A turn starts at a barrier and
 counts as long as its slowest rank; what counts is the ratio to ours within a round.
 
-kept, peak: bytes between steps, and at most in one, activations included, on the rank that has most (see `counted`); gloo's own
-are not in it. Ours keep gradient shards and the buffers of exchanges, which peers allocate in each step: compare peaks.
-DeepSpeed's reduce_bucket_size is 8 Mi elements instead of 500 million, of which ZeRO would keep two buffers.
+kept, peak: bytes between steps, and at most in one, activations included, on the rank that has most (cpu_buffers.counted);
+gloo's own are not in it. Ours keep gradient shards and the buffers of exchanges, which peers allocate in each step: compare
+peaks. DeepSpeed's reduce_bucket_size is 8 Mi elements instead of 500 million, of which ZeRO would keep two buffers.
 """
 
 import argparse
 import copy
-import gc
 import json
 import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -51,6 +49,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import shardcore
 from benchmarks import harness, suite
 from benchmarks.bench_train_step import OPTIONS, check_losses, ddp, deepspeed, deepspeed_config, slowest
+from benchmarks.cpu_buffers import counted
 from examples.launch import Rank, launch
 from examples.training import gather
 from shardcore.integrations.sequence_parallel import enable_sequence_parallel
@@ -300,52 +299,6 @@ PARTS = {"tensor": tensor, "pipeline": pipeline, "sequence": sequence}
 
 
 # --- Measuring ------------------------------------------------------------------------------------------------------------
-
-
-def storages() -> dict[int, int]:
-    """Return address and bytes of what Python's tensors lie in."""
-    found = {}
-    for tensor in gc.get_objects():
-        if issubclass(type(tensor), torch.Tensor):
-            with suppress(RuntimeError, NotImplementedError):  # DTensors have none; their local tensors do
-                found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-    return found
-
-
-@contextmanager
-def counted(found: list[int]) -> Iterator[Callable[[], None]]:
-    """Append the bytes of tensors made inside: those still there at the end, and most since the yielded function was called.
-
-    The profiler sees what torch's allocator gives, also to C++ (DDP's buckets). Our large buffers, in huge pages, it does not:
-    Python sees them, and they live as long as the engine.
-    """
-
-    def mark() -> None:
-        with torch.profiler.record_function("mark"):
-            pass
-
-    before = storages()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-        yield mark
-        gc.collect()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "trace.json")
-        profiler.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    live: dict[int, int] = {}
-    total = most = 0
-    for event in sorted((event for event in events if event["name"] in ("mark", "[memory]")), key=lambda event: event["ts"]):
-        if event["name"] == "mark":
-            most = total
-            continue
-        address, count = event["args"]["Addr"], event["args"]["Bytes"]
-        total -= live.pop(address, 0)
-        if count > 0:
-            live[address] = count
-            total += count
-        most = max(most, total)
-    ours = sum(count for address, count in storages().items() if address not in before and address not in live)
-    found += [total + ours, most + ours]
 
 
 def averaged(losses: dict[str, list[torch.Tensor | None]]) -> dict[str, list[float]]:

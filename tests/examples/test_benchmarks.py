@@ -155,7 +155,7 @@ def test_activations(tmp_path, run_main):
     result = json.loads((tmp_path / "activations.json").read_text())
     for part, names in {"blocks": {"plain", "torch checkpoint", "ours, offload"}, "head": {"all logits", "ours"}}.items():
         assert names <= result[part]["seconds"].keys() == result[part]["peak_bytes"].keys()
-    heads = bench_activations.heads(torch.device("cpu"), 8, 16, 32)
+    heads = bench_activations.heads(torch.device("cpu"), 8, 16, 32, 2**10)
     heads["ours"] = lambda: [grad + 0.1 for grad in heads["all logits"]()]
     with pytest.raises(AssertionError, match="ours: gradients differ"):
         bench_activations.check_same_gradients(heads, "all logits")
