@@ -74,10 +74,12 @@ def refuse_others() -> None:
 
 
 def _refuse_other(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if getattr(optimizer, "_engine", None) is not None:  # the one that shard returned
+        return
     for group in optimizer.param_groups:
         if not isinstance(group, dict):  # an overlapped step is under way, for which reading "params" would wait
             return
-        engine = engine_of(next(iter(group["params"]), None))  # the first of a group is enough, and costs each step nothing
+        engine = engine_of(next(iter(group["params"]), None))  # the first of a group is enough
         if engine is not None and engine.has_unused_grads:
             raise ValueError(
                 f"step: this {type(optimizer).__name__} has parameters that shardcore.shard sharded with another optimizer, "
