@@ -107,6 +107,24 @@ def test_every_mix_is_inside_the_oracle(mix, options):
     assert Run(mix, **options).wrong() == 0
 
 
+@pytest.mark.parametrize(
+    "longer", [{"sizes": [9, 0, 1_200_003, 33]}, {"sizes": [33], "steps": 100}], ids=["large", "100 steps"]
+)
+def test_large_lists_and_many_steps_are_inside_the_oracle(longer, monkeypatch):
+    assert Run(MIXES[0], **longer).wrong() == 0
+    monkeypatch.setattr(Oracle, "step", without_last(Oracle.step))
+    assert Run(MIXES[0], **longer).wrong() > 0
+
+
+def without_last(step):
+    """Return a step that leaves the last element of what it updates out."""
+
+    def broken(oracle, grad, grad_scale):
+        return step(oracle, torch.cat([grad[:-1], torch.zeros(1)]) if grad.numel() else grad, grad_scale)
+
+    return broken
+
+
 @pytest.fixture
 def keep_threads():
     before = torch.get_num_threads()
