@@ -50,7 +50,7 @@ def open_foreign(path: Path, names: Collection[str]) -> Source | None:
     names (model.safetensors, optimizer.pt); or a file of torch.save's. names: the optimizer's parameters in the order of its
     groups, as in model.state_dict() (if a mapping, each with its other names). They tell which dict is the model, and name
     what an optimizer has by number. Empty: weights alone are read, of the one model that there is.
-    Nothing is unpickled. Raises OSError, or ValueError for files that are damaged, incomplete or refused.
+    No code of a file is run. Raises OSError, or ValueError for files that are damaged, incomplete or refused.
     """
     try:
         if not path.exists():

@@ -1,47 +1,42 @@
-"""Files that torch.save wrote, read without pickle: plain data, and tensors that stay on disk until a range of them is read.
+"""Files that torch.save wrote: plain data, and tensors that stay on disk until a range of them is read.
 
-A pickle is a program. This module decodes its instructions with pickletools and runs them itself, over plain data only: it
-never imports what a pickle names, and calls only the functions below, which make plain data, a FileTensor, or a StandIn, the
-inert record of an object's attributes. What a pickle may name is the fixed list `_KNOWN`; anything else is refused by its name.
+A pickle is a program. This module runs it with `pickle.Unpickler`, which finds nothing but the fixed list `_KNOWN`: it never
+imports what a pickle names, and calls only the functions and classes below, which make plain data, a FileTensor, or a StandIn,
+the inert record of an object's attributes. Anything else is refused by its name.
 
 Note [Hostile files]
-Sizes are compared with the file before memory is taken; instructions are executed once each, and calls may copy a few times
-the pickle's size in all, so time and memory are linear in that; tuples are few levels deep (hash() of deeply nested ones would
-end the process); and plain data have an end, however often a part of them is referred to. Whatever is wrong with a file is a
-ValueError or an OSError that names it.
+No code of a file runs. What pickle does without `find_class` is closed, too: extension codes are refused before it sees them,
+and whatever BUILD may be applied to has a `__setstate__` of its own, or no attributes. Sizes are compared with the file before
+memory is taken. A file that damage has changed is a ValueError or an OSError that names it; one that somebody has made to end
+the process or to fill its memory may do so, as in torch.
 """
 
+import io
 import os
+import pickle
 import pickletools
 import struct
 import sys
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping, Sequence, Sized
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Mapping
 from importlib import import_module
-from io import RawIOBase, UnsupportedOperation
 from pathlib import Path
 from reprlib import repr as short
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from shardcore.checkpoint.file_tensors import FileTensor, Window, is_stored, whole
 
-_MAX_PICKLE_BYTES = 1 << 30  # of one pickle, or of a zip's directory
 _MAX_DEPTH = 50  # of plain data
-_MAX_NESTED = 1_000_000  # elements of a tuple of tuples, each as often as it is reached
-_COPIES = 4  # times the bytes of a pickle: the elements that its calls may copy
-_MAX_VALUES = 100_000_000  # of plain data, likewise
 _LOCAL_HEADER = 30  # bytes of a zip's header of an entry, before its name
 
 
 # --- torch.save's zip ----------------------------------------------------------------------------------------------------
 
 
-class _Stream(RawIOBase):
+class _Stream(io.RawIOBase):
     """A window as a file for zipfile."""
 
     def __init__(self, window: Window) -> None:
@@ -50,24 +45,16 @@ class _Stream(RawIOBase):
     def seekable(self) -> bool:
         return True
 
-    def readable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._window.size}[whence]
         if at < 0:
-            raise UnsupportedOperation("seek before the start")
+            raise io.UnsupportedOperation("seek before the start")
         self._at = at
         return at
 
     def read(self, size: int | None = -1) -> bytes:
         left = max(0, self._window.size - self._at)
         size = left if size is None or size < 0 else min(size, left)
-        if size > _MAX_PICKLE_BYTES:
-            raise ValueError(f"its directory has {size} bytes")
         found = self._window.read(self._at, size)
         self._at += size
         return bytes(found)
@@ -116,8 +103,6 @@ class _Archive:
     def pickle(self) -> bytes:
         """Return data.pkl. Raises ValueError if it is damaged."""
         window = self.entry("data.pkl")
-        if window.size > _MAX_PICKLE_BYTES:
-            raise ValueError(f"load: {window}, data.pkl, has {window.size} bytes; expected at most {_MAX_PICKLE_BYTES}")
         raw = bytes(window.read())
         expected = self._entries[f"{self._root}data.pkl"].CRC
         if zlib.crc32(raw) != expected:
@@ -131,46 +116,60 @@ class _Archive:
 # --- what a pickle may name -------------------------------------------------------------------------------------------------
 
 
-@dataclass(eq=False, repr=False)
 class StandIn:
-    """An object of a class that was not made: the class's name, and the attributes that it had."""
+    """An object of a class that was not made: the class's name, and the attributes that it had.
+
+    There is a subclass for each name. pickle makes an object by __new__ alone, and gives it attributes by __setstate__.
+    """
 
     name: str
-    state: dict[str, Any] = field(default_factory=dict)
+    state: dict[str, Any]
+
+    def __new__(cls) -> Any:
+        """Make one without attributes."""
+        made = super().__new__(cls)
+        made.state = {}
+        return made
+
+    def __setstate__(self, state: Any) -> None:
+        """Keep attributes as data."""
+        for part in state if isinstance(state, tuple) else (state,):  # of slots apart
+            self.state.update(part or {})
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return an attribute."""
         return self.state.get(key, default)
 
-    def __repr__(self) -> str:
-        """Return its class's name: attributes may be long, or contain it."""
-        return f"StandIn({self.name})"
 
-
-@dataclass(frozen=True)
 class _Named:
-    """A class or function that a pickle names. call: makes what stands for its result, from plain data."""
+    """A function or class that a pickle names. call: makes what stands for its result, from plain data; None: nothing does."""
 
-    name: str
-    call: Callable[..., Any]
-    typed: torch.dtype | None = None  # of a storage's class
+    def __init__(self, call: Callable[..., Any] | None = None, dtype: torch.dtype | None = None, untyped: bool = False) -> None:
+        """dtype, untyped: of a storage's class."""
+        self._call, self.dtype, self.untyped = call, dtype, untyped
+
+    def __call__(self, *args: Any) -> Any:
+        if self._call is None:
+            raise ValueError("a class is called, which makes no plain data")
+        return self._call(*args)
+
+    def __setstate__(self, state: Any) -> None:
+        raise ValueError("a function or class is given attributes")
 
 
-@dataclass(frozen=True)
-class _Storage:
+class _Storage(NamedTuple):
     window: Window
     dtype: torch.dtype
     untyped: bool
 
 
-def _uncallable(name: str, *args: Any) -> Any:
-    raise ValueError(f"{name} is called, which makes no plain data")
+class _Dict(dict[Any, Any]):
+    """Stands for a subclass of dict, whose attributes (a state dict's _metadata) are left out."""
 
+    __slots__ = ()
 
-def _stand_in(name: str, *args: Any) -> StandIn:
-    if args:
-        raise ValueError(f"{name} is made from {len(args)} arguments; expected none")
-    return StandIn(name)
+    def __setstate__(self, state: Any) -> None:
+        pass
 
 
 def _value(value: Any = None) -> Any:
@@ -180,19 +179,8 @@ def _value(value: Any = None) -> Any:
     return value
 
 
-def _pairs(items: Any = ()) -> dict[Any, Any]:
-    found: dict[Any, Any] = {}
-    for key, value in items.items() if isinstance(items, dict) else items:
-        found[_key(key)] = value
-    return found
-
-
 def _default_dict(factory: Any = None, items: Any = ()) -> dict[Any, Any]:
-    return _pairs(items)
-
-
-def _elements(items: Sequence[Any] = ()) -> set[Any]:
-    return {_key(item) for item in items}
+    return _Dict(items)
 
 
 def _bytes_of(value: Any = b"", encoding: Any = None) -> bytes:
@@ -247,31 +235,55 @@ def _tensor_v3(storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hoo
     return _tensor(storage, offset, size, stride, grad, hooks, *more, dtype=dtype)
 
 
-def _parameter(data: Any, *attributes: Any) -> FileTensor:
-    if not isinstance(data, FileTensor):
-        raise ValueError("a Parameter is made from something else than a tensor")
+def _parameter(data: Any, *attributes: Any) -> Any:
     return data
 
 
-def _of_type(rebuild: Any, kind: Any, args: Any, state: Any) -> FileTensor:
+def _of_type(rebuild: Any, kind: Any, args: Any, state: Any) -> Any:
     """Stand for torch._tensor._rebuild_from_type_v2: a tensor with attributes, which are left out."""
-    if not isinstance(rebuild, _Named) or not isinstance(kind, _Named) or kind.name not in _TENSOR_TYPES:
-        raise ValueError("a tensor of an unknown type")
-    return _parameter(rebuild.call(*args))
+    return rebuild(*args)
 
 
-_TENSOR_TYPES = ("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.Parameter")
+class _Properties(StandIn):
+    """Stands for TensorProperties, whose state is a tuple."""
+
+    name = "torch.distributed.checkpoint.metadata.TensorProperties"
+
+    def __setstate__(self, state: Any) -> None:
+        self.state["dtype"] = state[0]
+
+
+class _Array(StandIn):
+    """Stands for a NumPy array."""
+
+    name = "numpy.ndarray"
+
+    def __setstate__(self, state: Any) -> None:
+        _, shape, dtype, columns_first, raw = state
+        self.state["array"] = _numpy_array(dtype, shape, raw, bool(columns_first))
 
 
 def _array(kind: Any, shape: Any, code: Any) -> StandIn:
-    return StandIn("numpy.ndarray")
+    made: StandIn = _Array()
+    return made
 
 
-def _array_dtype(code: Any, align: Any = False, copy: Any = True) -> StandIn:
-    """Stand for a NumPy dtype: of numbers only (BUILD gives its byte order)."""
-    if not isinstance(code, str) or code[:1] not in "biufc" or not code[1:].isdecimal() or len(code) > 3:
-        raise ValueError(f"a NumPy array of {code!r}; expected numbers")
-    return StandIn("numpy.dtype", {"code": code, "order": "="})
+class _ArrayDtype(StandIn):
+    """Stands for a NumPy dtype: of numbers only."""
+
+    name = "numpy.dtype"
+
+    def __new__(cls, code: Any, align: Any = False, copy: Any = True) -> Any:
+        if not isinstance(code, str) or code[:1] not in "biufc" or not code[1:].isdecimal() or len(code) > 3:
+            raise ValueError(f"a NumPy array of {code!r}; expected numbers")
+        made = super().__new__(cls)
+        made.state.update(code=code, order="=")
+        return made
+
+    def __setstate__(self, state: Any) -> None:
+        if state[1] not in ("<", ">", "=", "|"):
+            raise ValueError("a byte order is none")
+        self.state["order"] = state[1]
 
 
 def _array_scalar(dtype: Any, raw: Any) -> Any:
@@ -279,7 +291,7 @@ def _array_scalar(dtype: Any, raw: Any) -> Any:
 
 
 def _numpy_array(dtype: Any, shape: Any, raw: Any, columns_first: bool = False) -> Any:
-    if not isinstance(dtype, StandIn) or dtype.name != "numpy.dtype":
+    if not isinstance(dtype, _ArrayDtype):
         raise ValueError("a NumPy array without a dtype")
     try:
         numpy = import_module("numpy")
@@ -317,21 +329,20 @@ _STAND_INS = (  # classes of which only attributes are taken
     "torch.distributed.checkpoint.metadata.TensorStorageMetadata",
     "torch.distributed.checkpoint.metadata.BytesStorageMetadata",
     "torch.distributed.checkpoint.metadata.ChunkStorageMetadata",
-    "torch.distributed.checkpoint.metadata.TensorProperties",
     "torch.distributed.checkpoint.metadata.MetadataIndex",
     "torch.distributed.checkpoint.metadata.StorageMeta",
     "torch.distributed.checkpoint.filesystem._StorageInfo",
     "torch.distributed.checkpoint.filesystem._StoragePrefix",
 )
 _CALLED: Mapping[str, Callable[..., Any]] = {
-    "collections.OrderedDict": _pairs,
-    "collections.Counter": _pairs,
+    "collections.OrderedDict": _Dict,
+    "collections.Counter": _Dict,
     "collections.defaultdict": _default_dict,
-    "builtins.set": _elements,
-    "builtins.frozenset": _elements,
+    "builtins.set": set,
+    "builtins.frozenset": frozenset,
     "builtins.bytes": _bytes_of,
     "builtins.bytearray": _bytes_of,
-    "builtins.complex": lambda real, imaginary: complex(float(real), float(imaginary)),
+    "builtins.complex": complex,
     "_codecs.encode": _bytes_of,
     **dict.fromkeys(("pathlib.PosixPath", "pathlib.WindowsPath", "pathlib.PurePosixPath", "pathlib._local.PosixPath"), _path),
     "deepspeed.runtime.zero.config.ZeroStageEnum": _value,
@@ -349,226 +360,69 @@ _CALLED: Mapping[str, Callable[..., Any]] = {
     "numpy._core.multiarray._reconstruct": _array,
     "numpy.core.multiarray.scalar": _array_scalar,
     "numpy._core.multiarray.scalar": _array_scalar,
-    "numpy.dtype": _array_dtype,
 }
+_UNCALLED = (
+    *("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.Parameter"),
+    *("numpy.ndarray", "builtins.int", "builtins.list"),
+)
 _KNOWN: Mapping[str, Any] = {
-    **{name: _Named(name, call) for name, call in _CALLED.items()},
-    **{name: _Named(name, partial(_stand_in, name)) for name in _STAND_INS},
+    **{name: _Named(call) for name, call in _CALLED.items()},
+    **{name: _Named() for name in _UNCALLED},
+    **{name: type(name, (StandIn,), {"name": name}) for name in _STAND_INS},
+    **{kind.name: kind for kind in (_Properties, _ArrayDtype)},
     **{
-        name: _Named(name, partial(_uncallable, name))
-        for name in (*_TENSOR_TYPES, "numpy.ndarray", "builtins.int", "builtins.list")
-    },
-    **{
-        name: _Named(name, partial(_uncallable, name), dtype)
+        name: _Named(dtype=dtype)
         for kind, dtype in _STORAGES.items()
         for name in (f"torch.{kind}Storage", f"torch.storage.{kind}Storage")
     },
-    **{
-        name: _Named(name, partial(_uncallable, name), torch.uint8)
-        for name in ("torch.UntypedStorage", "torch.storage.UntypedStorage")
-    },
+    **{name: _Named(dtype=torch.uint8, untyped=True) for name in ("torch.UntypedStorage", "torch.storage.UntypedStorage")},
     **{f"torch.{name}": getattr(torch, name) for name in _DTYPES},
 }
 
 
-def _key(value: Any, depth: int = 0) -> Any:
-    """Return a key of a dict or element of a set, if it is safe to hash."""
-    if isinstance(value, tuple) and depth < 3 and len(value) <= 16:
-        return tuple(_key(item, depth + 1) for item in value)
-    if value is None or isinstance(value, str | int | float | bytes | torch.dtype | StandIn):
-        return value
-    raise ValueError(f"a key is a {type(value).__name__}; expected text or numbers")
+# --- running a pickle -------------------------------------------------------------------------------------------------------
 
 
-# --- the instructions of a pickle -------------------------------------------------------------------------------------------
+class _Unpickler(pickle.Unpickler):
+    """Runs a pickle with what `_KNOWN` has. storage: returns what stands for a persistent id (torch.save's storages)."""
 
-
-class _Machine:
-    """Runs the instructions of one pickle. storage: returns what stands for a persistent id (torch.save's storages)."""
-
-    def __init__(self, where: str, storage: Callable[[Any], Any]) -> None:
+    def __init__(self, raw: bytes, where: str, storage: Callable[[Any], Any]) -> None:
+        super().__init__(io.BytesIO(raw))
         self._where, self._storage = where, storage
-        self._stack: list[Any] = []
-        self._marks: list[list[Any]] = []
-        self._memo: dict[int, Any] = {}
-        self._nested: dict[int, tuple[Any, int, int]] = {}  # by id, tuples in which there are others: depth and elements
 
-    def run(self, raw: bytes) -> Any:
-        self._budget = _COPIES * len(raw)
-        at: int | None = 0
-        name = ""
-        try:
-            for code, argument, position in pickletools.genops(raw):
-                name, at = code.name, position
-                if name == "STOP":
-                    (found,) = self._stack
-                    if self._marks:
-                        raise ValueError("a mark is left")
-                    return found
-                self._step(name, argument)
-        except OSError:
-            raise
-        except Exception as error:  # of whatever kind damaged or hostile bytes cause
-            if isinstance(error, ValueError) and str(error).startswith("load: "):
-                raise
-            raise ValueError(
-                f"load: {self._where} is damaged or no checkpoint: instruction {name or 'none'} at {at}: "
-                f"{type(error).__name__}: {error}; expected tensors and plain data"
-            ) from error
-        raise ValueError(f"load: {self._where} ends within its pickle; expected a complete one: copy it again")
-
-    def _step(self, name: str, argument: Any) -> None:
-        stack = self._stack
-        if name in _CONSTANTS:
-            stack.append(_CONSTANTS[name]())
-        elif name in _LITERALS:
-            stack.append(argument)
-        elif name in ("BINGET", "LONG_BINGET", "GET"):
-            stack.append(self._memo[argument])
-        elif name in ("BINPUT", "LONG_BINPUT", "PUT"):
-            self._memo[argument] = stack[-1]
-        elif name == "MEMOIZE":
-            self._memo[len(self._memo)] = stack[-1]
-        elif name == "MARK":
-            self._marks.append(stack)
-            self._stack = []
-        elif name in _TUPLES:
-            count = _TUPLES[name]
-            if len(stack) < count:
-                raise ValueError("too few values")
-            stack[len(stack) - count :] = [self._tuple(stack[len(stack) - count :])]
-        elif name in _FROM_MARK:
-            items = self._pop_mark()
-            if name != "POP_MARK":
-                self._stack.append(self._tuple(items) if name == "TUPLE" else _FROM_MARK[name](items))
-        elif name in ("APPENDS", "SETITEMS", "ADDITEMS"):
-            items = self._pop_mark()
-            self._fill(name, self._stack[-1], items)
-        elif name == "APPEND":
-            item = stack.pop()
-            self._fill("APPENDS", stack[-1], [item])
-        elif name == "SETITEM":
-            value, key = stack.pop(), stack.pop()
-            self._fill("SETITEMS", stack[-1], [key, value])
-        elif name == "POP":
-            if stack:
-                stack.pop()
-            else:
-                self._pop_mark()
-        elif name == "DUP":
-            stack.append(stack[-1])
-        elif name == "GLOBAL":
-            stack.append(self._named(*argument.split(" ", 1)))
-        elif name == "STACK_GLOBAL":
-            inner, module = stack.pop(), stack.pop()
-            stack.append(self._named(module, inner))
-        elif name in ("REDUCE", "NEWOBJ"):
-            args, called = stack.pop(), stack.pop()
-            if not isinstance(called, _Named) or not isinstance(args, tuple):
-                raise ValueError(f"calls a {type(called).__name__}, which is nothing that a checkpoint needs")
-            self._copy(args)
-            stack.append(called.call(*args))
-        elif name == "BUILD":
-            state = stack.pop()
-            self._copy(state if isinstance(state, tuple) else (state,))
-            _build(stack, state)
-        elif name == "BINPERSID":
-            stack.append(self._storage(stack.pop()))
-        elif name not in ("PROTO", "FRAME"):  # EXT1 to EXT4, which look up a registry; INST, OBJ, NEWOBJ_EX, PERSID and others
-            raise ValueError(f"load: {self._where} has the instruction {name}, which no checkpoint needs; expected plain data")
-
-    def _copy(self, values: Sequence[Any]) -> None:
-        """Count what a call may copy: values may be there many times, and calls' results be given to calls."""
-        self._budget -= sum(len(value) for value in values if isinstance(value, Sized))
-        if self._budget < 0:
-            raise ValueError(f"its calls copy more than {_COPIES} times as much as it has")
-
-    def _pop_mark(self) -> list[Any]:
-        items, self._stack = self._stack, self._marks.pop()
-        return items
-
-    def _tuple(self, items: list[Any]) -> tuple[Any, ...]:
-        """Return a tuple that is safe to hash and compare: few levels, and few elements in all of them."""
-        depth, numel = 1, len(items)
-        for item in items:
-            if type(item) is tuple:
-                _, below, inner = self._nested.get(id(item), (item, 1, len(item)))
-                depth, numel = max(depth, below + 1), numel + inner
-        if depth > _MAX_DEPTH or (depth > 1 and numel > _MAX_NESTED):
-            raise ValueError(f"tuples are nested {depth} deep, with {numel} elements in all")
-        made = tuple(items)
-        if depth > 1:
-            self._nested[id(made)] = (made, depth, numel)
-        return made
-
-    def _fill(self, name: str, into: Any, items: list[Any]) -> None:
-        if name == "APPENDS" and type(into) is list:
-            into.extend(items)
-        elif name == "SETITEMS" and type(into) is dict and len(items) % 2 == 0:
-            for key, value in zip(items[::2], items[1::2], strict=True):
-                into[_key(key)] = value
-        elif name == "ADDITEMS" and type(into) is set:
-            into.update(_elements(items))
-        else:
-            raise ValueError(f"fills a {type(into).__name__}")
-
-    def _named(self, module: Any, name: Any) -> Any:
+    def find_class(self, module: str, name: str) -> Any:
         module = "builtins" if module == "__builtin__" else module  # its name in protocol 2
-        found = _KNOWN.get(f"{module}.{name}") if isinstance(module, str) and isinstance(name, str) else None
+        found = _KNOWN.get(f"{module}.{name}")
         if found is None:
             hint = " (save full tensors: get_state_dict with full_state_dict=True, or torch.distributed.checkpoint)"
             raise ValueError(
-                f"load: {self._where} names {str(module)[:100]}.{str(name)[:100]}, which is refused, since it may run code; "
-                "expected tensors, plain data, and what DeepSpeed and torch.optim save: load it where you trust it, take that "
-                f"out, and save it again{hint if 'DTensor' in f'{module}.{name}' else ''}"
+                f"load: {self._where} names {module[:100]}.{name[:100]}, which is refused, since it may run code; expected "
+                "tensors, plain data, and what DeepSpeed and torch.optim save: load it where you trust it, take that out, and "
+                f"save it again{hint if 'DTensor' in f'{module}.{name}' else ''}"
             )
         return found
 
-
-def _build(stack: list[Any], state: Any) -> None:
-    """Give the object on the stack its attributes: of a stand-in they are kept as data, of what is plain data left out."""
-    into = stack[-1]
-    if isinstance(into, StandIn) and into.name == "numpy.ndarray":
-        _, shape, dtype, columns_first, raw = state
-        into.state["array"] = _numpy_array(dtype, shape, raw, bool(columns_first))
-    elif isinstance(into, StandIn) and into.name == "numpy.dtype":
-        if state[1] not in ("<", ">", "=", "|"):
-            raise ValueError("a byte order is none")
-        into.state["order"] = state[1]
-    elif isinstance(into, StandIn) and into.name.endswith(".TensorProperties") and isinstance(state, tuple):
-        into.state["dtype"] = state[0]
-    elif isinstance(into, StandIn):
-        for part in state if isinstance(state, tuple) else (state,):
-            if part is not None and not (type(part) is dict and all(isinstance(key, str) for key in part)):
-                raise ValueError(f"attributes of {into.name} are no dict of names")
-            into.state.update(part or {})
-    elif not isinstance(into, dict | FileTensor) or not isinstance(state, dict | tuple | None):
-        raise ValueError(f"gives attributes to a {type(into).__name__}")
+    def persistent_load(self, pid: Any) -> Any:
+        return self._storage(pid)
 
 
-_CONSTANTS: Mapping[str, Callable[[], Any]] = {
-    "NONE": lambda: None,
-    "NEWTRUE": lambda: True,
-    "NEWFALSE": lambda: False,
-    "EMPTY_LIST": list,
-    "EMPTY_DICT": dict,
-    "EMPTY_TUPLE": tuple,
-    "EMPTY_SET": set,
-}
-_LITERALS = frozenset(
-    (
-        *("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT"),
-        *("UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "SHORT_BINBYTES", "BINBYTES", "BINBYTES8", "BYTEARRAY8"),
-    )
-)
-_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
-_FROM_MARK: Mapping[str, Callable[[list[Any]], Any]] = {
-    "TUPLE": tuple,  # see _tuple
-    "LIST": list,
-    "DICT": lambda items: _pairs(zip(items[::2], items[1::2], strict=True)),
-    "FROZENSET": _elements,
-    "POP_MARK": lambda items: None,
-}
+def _run(raw: bytes, where: str, storage: Callable[[Any], Any]) -> Any:
+    try:
+        for code, argument, _ in pickletools.genops(raw):
+            if code.name in ("EXT1", "EXT2", "EXT4"):
+                raise ValueError("it has an extension code, which may name anything")
+            if code.name.endswith("PUT") and int(argument or 0) > len(raw):  # memory is taken for all places before it
+                raise ValueError(f"it puts a value in the place {argument}")
+        return _Unpickler(raw, where, storage).load()
+    except OSError:
+        raise
+    except Exception as error:  # of whatever kind damaged bytes cause
+        if isinstance(error, ValueError) and str(error).startswith("load: "):
+            raise
+        raise ValueError(
+            f"load: {where} is damaged or no checkpoint ({type(error).__name__}: {error}); expected tensors and plain data: "
+            "copy it again"
+        ) from error
 
 
 # --- entry points -----------------------------------------------------------------------------------------------------------
@@ -580,9 +434,7 @@ def load_pickle(window: Window) -> Any:
     def refuse(_: Any) -> Any:
         raise ValueError("it refers to a storage; expected none in such a file")
 
-    if window.size > _MAX_PICKLE_BYTES:
-        raise ValueError(f"load: {window} has {window.size} bytes; expected at most {_MAX_PICKLE_BYTES} of metadata")
-    return _Machine(str(window), refuse).run(bytes(window.read()))
+    return _run(bytes(window.read()), str(window), refuse)
 
 
 def load_torch(window: Window) -> Any:
@@ -596,18 +448,18 @@ def load_torch(window: Window) -> Any:
 
     def storage(pid: Any) -> _Storage:
         kind, named, key, _, numel = pid
-        if kind != "storage" or not isinstance(named, _Named) or named.typed is None or type(numel) is not int or numel < 0:
+        if kind != "storage" or not isinstance(named, _Named) or named.dtype is None or type(numel) is not int or numel < 0:
             raise ValueError("refers to something else than a storage")
         if not isinstance(key, str) or not key.isdecimal():
             raise ValueError(f"a storage is named {str(key)[:100]!r}; expected a number")
         if key not in entries:
             entries[key] = archive.entry(f"data/{key}")
         found = entries[key]
-        if found.size != numel * named.typed.itemsize:
-            raise ValueError(f"storage {key} has {found.size} bytes; expected {numel * named.typed.itemsize}")
-        return _Storage(found, named.typed, named.name.endswith("UntypedStorage"))
+        if found.size != numel * named.dtype.itemsize:
+            raise ValueError(f"storage {key} has {found.size} bytes; expected {numel * named.dtype.itemsize}")
+        return _Storage(found, named.dtype, named.untyped)
 
-    return _Machine(str(window), storage).run(archive.pickle())
+    return _run(archive.pickle(), str(window), storage)
 
 
 def load_file(path: Path) -> Any:
@@ -620,33 +472,26 @@ def plain(value: Any, where: str) -> Any:
 
     Raises OSError or ValueError, the latter also for data that contain themselves, and for classes.
     """
-    return _plain(value, where, {}, 0)[0]
+    return _plain(value, where, {}, 0)
 
 
-def _plain(value: Any, where: str, done: dict[int, tuple[Any, int]], depth: int) -> tuple[Any, int]:
-    """Return plain data, and how many values they are, each as often as it is reached. done: what was converted, by id."""
+def _plain(value: Any, where: str, done: dict[int, Any], depth: int) -> Any:
+    """Return plain data. done: what was converted, by id, so that what is shared stays shared."""
     if depth > _MAX_DEPTH:
         raise ValueError(f"load: {where} is nested more than {_MAX_DEPTH} levels deep; expected plain data")
-    if isinstance(value, _Named | _Storage):
+    if isinstance(value, _Named | _Storage | type):
         raise ValueError(f"load: {where} is a class or a storage; expected plain data")
-    if isinstance(value, StandIn) and value.name == "numpy.ndarray":
-        return value.get("array"), 1
+    if isinstance(value, _Array):
+        return value.get("array")
     if not is_stored(value) and not isinstance(value, dict | list | tuple | StandIn):
-        return value, 1
-    if id(value) in done:  # what is shared stays shared
-        return done[id(value)]
-    count = 1
-    made: Any
-    if is_stored(value):
-        made = whole(value)
-    else:
-        held = value.state if isinstance(value, StandIn) else value
-        found = {}
-        for key, item in held.items() if isinstance(held, dict) else enumerate(held):
-            found[key], more = _plain(item, f"{where}[{short(key)}]", done, depth + 1)
-            count += more
-            if count > _MAX_VALUES:
-                raise ValueError(f"load: {where} has more than {_MAX_VALUES} values; expected plain data of fewer")
-        made = found if isinstance(held, dict) else list(found.values()) if isinstance(held, list) else tuple(found.values())
-    done[id(value)] = made, count
-    return made, count
+        return value
+    if id(value) not in done:
+        held: Any = value.state if isinstance(value, StandIn) else value
+        if is_stored(held):
+            done[id(value)] = whole(held)
+        elif isinstance(held, dict):
+            done[id(value)] = {k: _plain(item, f"{where}[{short(k)}]", done, depth + 1) for k, item in held.items()}
+        else:
+            kind = list if isinstance(held, list) else tuple
+            done[id(value)] = kind(_plain(item, f"{where}[{i}]", done, depth + 1) for i, item in enumerate(held))
+    return done[id(value)]
