@@ -192,7 +192,6 @@ META = [("llama", 3), ("llama, tied", 2), ("qwen3", 1), ("gpt2", 3), ("gemma", 2
 
 @pytest.mark.parametrize("cases", [META[1::2], pytest.param(META[::2], marks=pytest.mark.more)], ids=["some", "others"])
 def test_models_on_the_meta_device_get_the_same_weights(cases: list[tuple[str, int]], tmp_path: Any) -> None:
-    pytest.importorskip("safetensors", reason="reading files needs safetensors")
     for of_rank in run_ranks(4, _on_meta, cases, str(tmp_path)):
         for in_memory, from_files, whole, sliced in of_rank:
             assert in_memory == from_files

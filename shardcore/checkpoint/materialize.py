@@ -191,7 +191,7 @@ class ConvertedFiles:
             source = files.stored[parts[0][0]]
             for name, made in self._convert(first, self._empty).items():
                 self._part_of[name] = first
-                self.stored[name] = Stored(source.path, tuple(made.shape), source.dtype, None)
+                self.stored[name] = Stored(source.path, tuple(made.shape), source.dtype)
 
     def read(self, name: str, start: int, numel: int) -> torch.Tensor:
         """See TensorFiles.read."""
@@ -199,7 +199,7 @@ class ConvertedFiles:
         if first is None:
             return self._files.read(self._key[name], start, numel)
         if numel == 0:
-            return torch.empty(0, dtype=self.stored[name].torch_dtype, device="cpu")
+            return torch.empty(0, dtype=self.stored[name].dtype, device="cpu")
         if self._made is None or self._made[0] != first:
             self._made = None
             self._made = first, {each: made.reshape(-1) for each, made in self._convert(first, self._full).items()}
@@ -207,7 +207,7 @@ class ConvertedFiles:
 
     def _empty(self, key: str) -> torch.Tensor:
         stored = self._files.stored[key]
-        return torch.empty(stored.shape, dtype=stored.torch_dtype or torch.float32, device="meta")
+        return torch.empty(stored.shape, dtype=stored.dtype, device="meta")
 
     def _full(self, key: str) -> torch.Tensor:
         shape = self._files.stored[key].shape
@@ -241,7 +241,7 @@ _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 def plan_materialize(model: nn.Module, materialize: Materialize | None) -> "FromInit | FromFiles | None":
     """Return what will fill the model's meta parameters and buffers, or None if it has none. Changes nothing.
 
-    Raises TypeError, ValueError or OSError if they cannot be filled, ModuleNotFoundError without the safetensors package.
+    Raises TypeError, ValueError or OSError if they cannot be filled.
     """
     meta = {tensor: name for name, tensor in _named(model) if tensor.is_meta}
     for tensor, name in meta.items():
@@ -462,7 +462,7 @@ class FromFiles:
             raise ValueError(
                 f"shard: {name} has shape {stored.shape} in {stored.path}; expected {tuple(tensor.shape)}, the model's"
             )
-        if stored.torch_dtype != tensor.dtype and not (stored.torch_dtype in _FLOATS and tensor.dtype in _FLOATS):
+        if stored.dtype != tensor.dtype and not (stored.dtype in _FLOATS and tensor.dtype in _FLOATS):
             raise TypeError(
                 f"shard: {name} has dtype {stored.dtype} in {stored.path}; expected one that {tensor.dtype} can be made from"
             )

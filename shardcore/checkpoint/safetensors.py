@@ -1,23 +1,19 @@
-"""Tensors in .safetensors files: found by name, checked before use, read by ranges. Never pickle.
-
-The safetensors package, which reads headers and bytes, is optional and imported here only.
-"""
+"""Tensors in .safetensors files: found by name, checked before use, read by ranges. Never pickle."""
 
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from importlib import import_module
 from math import prod
 from pathlib import Path
-from types import MappingProxyType, ModuleType
-from typing import Any, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 
+from shardcore.checkpoint.file_tensors import FileTensor, Window
+
 PathLike: TypeAlias = str | os.PathLike[str]
 
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 # The format's names of the dtypes that a model may have.
 DTYPES = {
@@ -36,55 +32,81 @@ DTYPES = {
 }
 
 
-@dataclass(frozen=True)
-class Stored:
-    """A tensor in a file: its entry in the file's header, and the handle that reads it."""
+def open_file(op: str, path: Path) -> tuple[dict[str, FileTensor], Mapping[str, str]]:
+    """Return the tensors of a file by name, and its metadata. Raises OSError, or ValueError for a file that is torn."""
+    window = Window.of(path)
+    found: dict[str, FileTensor] = {}
+    try:
+        head_size = int.from_bytes(window.read(0, 8), "little")
+        header = json.loads(bytes(window.read(8, head_size)))
+        data = window.part(8 + head_size, window.size - 8 - head_size)
+        metadata: Mapping[str, str] = header.pop("__metadata__", {})
+        for name, entry in header.items():
+            shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
+            if entry["dtype"] not in DTYPES:
+                raise ValueError(f"{name} has dtype {entry['dtype']}, and {', '.join(DTYPES)} are known")
+            dtype = DTYPES[entry["dtype"]]
+            stride = tuple(prod(shape[index + 1 :]) for index in range(len(shape)))
+            if prod(shape) * dtype.itemsize != end - begin:
+                raise ValueError(f"{name} has {end - begin} bytes; expected {prod(shape) * dtype.itemsize}")
+            found[name] = FileTensor(data.part(begin, end - begin), dtype, 0, shape, stride)
+    except OSError:
+        raise
+    except Exception as error:  # of whatever kind damaged bytes cause
+        raise ValueError(
+            f"{op}: {path} is torn or no safetensors file ({error!r}); expected a complete one: copy it again"
+        ) from error
+    return found, metadata
+
+
+def indexed(op: str, index: Path) -> list[Path]:
+    """Return the files that an index names, which are beside it. Raises OSError or ValueError."""
+    try:
+        names = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
+        if not all(map(is_file_name, names)):
+            raise ValueError("it names files elsewhere")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f'{op}: {index} is torn or no index ({error!r}); expected JSON with a "weight_map"') from error
+    return sorted(index.parent / name for name in names)
+
+
+def is_file_name(name: object) -> bool:
+    """Whether it names a file in a folder, and leads nowhere else."""
+    return isinstance(name, str) and name not in ("", ".", "..") and "/" not in name and "\\" not in name and "\0" not in name
+
+
+class Stored(NamedTuple):
+    """What a file has of a tensor."""
 
     path: Path
     shape: tuple[int, ...]
-    dtype: str
-    handle: Any
-
-    @property
-    def torch_dtype(self) -> torch.dtype | None:
-        """The dtype in torch; None if torch has none."""
-        return DTYPES.get(self.dtype)
+    dtype: torch.dtype
 
 
 class TensorFiles:
-    """Open files, and the tensors in them by name: `stored`. Their bytes are mapped, not loaded."""
+    """Files, and the tensors in them by name: `stored`. Nothing is read before it is asked for."""
 
     def __init__(self, given: PathLike | Sequence[PathLike]) -> None:
-        """Open a .safetensors file, several, or a folder in Hugging Face's layout (its index, or model.safetensors).
+        """Take a .safetensors file, several, or a folder in Hugging Face's layout (its index, or model.safetensors).
 
-        Raises FileNotFoundError, TypeError or ValueError, the latter also for files that are torn or hold a name twice, and
-        ModuleNotFoundError without the safetensors package.
+        Raises FileNotFoundError, TypeError or ValueError, the latter also for files that are torn or hold a name twice.
         """
         items = [given] if isinstance(given, str | os.PathLike) else given
         paths = [path for item in items for path in _files_of(Path(item))]
-        package = _package()
-        stored: dict[str, Stored] = {}
+        self._tensors: dict[str, FileTensor] = {}
         for path in dict.fromkeys(paths):
-            for name, tensor in _open(package, path).items():
-                if name in stored:
-                    raise ValueError(f"shard: {name} is in {stored[name].path} and in {path}; expected it in one file")
-                stored[name] = tensor
-        self.stored: Mapping[str, Stored] = MappingProxyType(stored)
+            if not path.exists():
+                raise FileNotFoundError(f"shard: there is no file {path}; expected it (is the copy complete?)")
+            for name, tensor in open_file("shard", path)[0].items():
+                if name in self._tensors:
+                    first = self._tensors[name].window.path
+                    raise ValueError(f"shard: {name} is in {first} and in {path}; expected it in one file")
+                self._tensors[name] = tensor
+        self.stored = {name: Stored(one.window.path, one.shape, one.dtype) for name, one in self._tensors.items()}
 
     def read(self, name: str, start: int, numel: int) -> torch.Tensor:
-        """Return elements [start, start + numel) of the flattened tensor, in the file's dtype. Raises OSError."""
-        tensor = self.stored[name]
-        if numel == 0:
-            return torch.empty(0, dtype=tensor.torch_dtype, device="cpu")
-        try:
-            if not tensor.shape:
-                return tensor.handle.get_tensor(name).view(1)  # type: ignore[no-any-return]
-            row = prod(tensor.shape[1:])
-            first = start // row
-            rows: torch.Tensor = tensor.handle.get_slice(name)[first : -(-(start + numel) // row)]
-            return rows.reshape(-1)[start - first * row :][:numel]
-        except Exception as error:
-            raise OSError(f"shard: {name} cannot be read from {tensor.path}: {error}") from error
+        """Return elements [start, start + numel) of the flattened tensor, in the file's dtype. Raises OSError or ValueError."""
+        return self._tensors[name].read(start, numel)
 
 
 def _files_of(path: Path) -> list[Path]:
@@ -93,39 +115,8 @@ def _files_of(path: Path) -> list[Path]:
         if path.suffix != ".safetensors":
             raise ValueError(f"shard: materialize has {path}; expected a .safetensors file or a folder (pickle is never read)")
         return [path]
-    index = path / _INDEX
-    if not index.exists():
-        if not (path / _SINGLE).exists():
-            raise FileNotFoundError(f"shard: materialize has the folder {path}; expected {_INDEX} or {_SINGLE} in it")
-        return [path / _SINGLE]
-    try:
-        return sorted({path / file for file in json.loads(index.read_text())["weight_map"].values()})
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f'shard: {index} is torn or no index ({error!r}); expected JSON with a "weight_map"') from error
-
-
-def _package() -> ModuleType:
-    try:
-        return import_module("safetensors")
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "shard: materialize has files, which the safetensors package reads, and it is missing; expected it (pip install "
-            "safetensors)",
-            name="safetensors",
-        ) from error
-
-
-def _open(package: ModuleType, path: Path) -> dict[str, Stored]:
-    if not path.exists():
-        raise FileNotFoundError(f"shard: there is no file {path}; expected it (is the copy complete?)")
-    try:
-        handle = package.safe_open(str(path), framework="pt", device="cpu")
-        found = {}
-        for name in handle.keys():  # noqa: SIM118 - a handle is no dict
-            part = handle.get_slice(name)
-            found[name] = Stored(path, tuple(part.get_shape()), str(part.get_dtype()), handle)
-        return found
-    except Exception as error:
-        raise ValueError(
-            f"shard: {path} is torn or no safetensors file ({error}); expected a complete one: copy it again"
-        ) from error
+    if (path / INDEX).exists():
+        return indexed("shard", path / INDEX)
+    if not (path / SINGLE).exists():
+        raise FileNotFoundError(f"shard: materialize has the folder {path}; expected {INDEX} or {SINGLE} in it")
+    return [path / SINGLE]

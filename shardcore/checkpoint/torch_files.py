@@ -23,7 +23,7 @@ import torch
 
 from shardcore.checkpoint.file_tensors import Box, BoxTensor, FileTensor, ForeignSource, Stored, Window, is_stored, step_of
 from shardcore.checkpoint.format import plain_name
-from shardcore.checkpoint.safetensors import DTYPES
+from shardcore.checkpoint.safetensors import INDEX, SINGLE, indexed, is_file_name, open_file
 from shardcore.checkpoint.unpickle import StandIn, load_file, load_pickle, load_torch, plain
 
 logger = logging.getLogger("shardcore")
@@ -32,7 +32,7 @@ METADATA = ".metadata"  # of torch.distributed.checkpoint
 _MODELS = ("model.pt", "model.pth", "model.bin", "pytorch_model.bin")
 _OPTIMIZERS = ("optimizer.pt", "optimizer.pth", "optimizer.bin", "optim.pt")
 _SCHEDULERS = ("scheduler.pt", "scheduler.bin", "lr_scheduler.pt")
-_SINGLE, _INDEX, _BIN_INDEX = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin.index.json"
+_BIN_INDEX = "pytorch_model.bin.index.json"
 _ACCELERATE = ("pytorch_model_fsdp_0", "optimizer_0")  # folders of torch.distributed.checkpoint, for FSDP
 
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module", "net")
@@ -44,7 +44,6 @@ _STATES = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 _DEEP = 4  # levels of a tree in which a model is looked for
 _DEEP_NAME = 16  # levels of a name, likewise
 _MAX_BESIDE_BYTES = 16 << 20  # of tensors in an entry of client_state
-_MAX_HEADER_BYTES = 100 << 20
 
 
 # --- from a tree to a source ------------------------------------------------------------------------------------------------
@@ -383,14 +382,12 @@ def _folder_tree(path: Path) -> dict[str, Any] | None:
         tree = {name: _distributed_tree(path / name) for name in _ACCELERATE if (path / name / METADATA).is_file()}
         return tree | scheduler_tree(path)
     model, parts = first(_MODELS), sorted(path.glob("*.safetensors"))
-    if (path / _SINGLE).is_file():
-        parts = [path / _SINGLE]  # others are an adapter's, or another form of it
-    elif (path / _INDEX).is_file():
-        parts = sorted(path / name for name in _indexed(path / _INDEX))
+    if (path / SINGLE).is_file():
+        parts = [path / SINGLE]  # others are an adapter's, or another form of it
+    elif (path / INDEX).is_file():
+        parts = indexed("load", path / INDEX)
     if (path / _BIN_INDEX).is_file():
-        found: Any = {
-            key: value for name in sorted(_indexed(path / _BIN_INDEX)) for key, value in load_file(path / name).items()
-        }
+        found: Any = {key: value for file in indexed("load", path / _BIN_INDEX) for key, value in load_file(file).items()}
     elif model is None and not parts:
         return None
     else:
@@ -404,26 +401,11 @@ def scheduler_tree(path: Path) -> dict[str, Any]:
     return next(({"scheduler": load_file(path / name)} for name in _SCHEDULERS if (path / name).is_file()), {})
 
 
-def _indexed(path: Path) -> set[str]:
-    try:
-        found = json.loads(Window.of(path).read().decode())["weight_map"]
-        names = set(found.values())
-        if not all(_is_file_name(name) for name in names):
-            raise ValueError("it names files elsewhere")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f'load: {path} is torn or no index ({error!r}); expected JSON with a "weight_map"') from error
-    return names
-
-
-def _is_file_name(name: object) -> bool:
-    return isinstance(name, str) and name not in ("", ".", "..") and "/" not in name and "\\" not in name and "\0" not in name
-
-
 def safetensors_tree(paths: Sequence[Path]) -> dict[str, Stored]:
     """Return the tensors of safetensors files; those that HuggingFaceStorageWriter cut into boxes are whole."""
     boxes: dict[str, list[tuple[Box, FileTensor]]] = {}
     for path in paths:
-        for name, box, tensor in _safetensors(path):
+        for name, box, tensor in _boxes_in(path):
             boxes.setdefault(name, []).append((box, tensor))
     found: dict[str, Stored] = {}
     for name, parts in boxes.items():
@@ -444,29 +426,17 @@ def _itself(tensor: FileTensor) -> Stored:
     return tensor
 
 
-def _safetensors(path: Path) -> Iterator[tuple[str, Box, FileTensor]]:
-    """Yield the tensors that the header of a file describes, each with where it is in the whole tensor."""
-    window = Window.of(path)
+def _boxes_in(path: Path) -> Iterator[tuple[str, Box, FileTensor]]:
+    """Yield the tensors of a file, each with where it is in the whole tensor."""
+    tensors, metadata = open_file("load", path)
     try:
-        head_size = int.from_bytes(window.read(0, 8), "little")
-        if head_size > _MAX_HEADER_BYTES:
-            raise ValueError(f"its header has {head_size} bytes")
-        header = json.loads(bytes(window.read(8, head_size)))
-        data = window.part(8 + head_size, window.size - 8 - head_size)
-        sharded = json.loads(header.pop("__metadata__", {}).get("DCP_SHARDING_INFO", "{}"))
-        for name, entry in header.items():
-            shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
-            dtype = DTYPES[entry["dtype"]]
-            stride = tuple(prod(shape[index + 1 :]) for index in range(len(shape)))
-            if prod(shape) * dtype.itemsize != end - begin:
-                raise ValueError(f"{name} has {end - begin} bytes; expected {prod(shape) * dtype.itemsize}")
-            offsets = tuple(sharded[name]["saved_offsets"]) if name in sharded else (0,) * len(shape)
-            if len(offsets) != len(shape) or any(type(value) is not int or value < 0 for value in offsets):
+        sharded = json.loads(metadata.get("DCP_SHARDING_INFO", "{}"))
+        for name, tensor in tensors.items():
+            offsets = tuple(sharded[name]["saved_offsets"]) if name in sharded else (0,) * len(tensor.shape)
+            if len(offsets) != len(tensor.shape) or any(type(value) is not int or value < 0 for value in offsets):
                 raise ValueError(f"{name} is at {offsets} of a tensor")
-            yield name, Box(offsets, shape), FileTensor(data.part(begin, end - begin), dtype, 0, shape, stride)
-    except OSError:
-        raise
-    except Exception as error:  # of whatever kind damaged bytes cause
+            yield name, Box(offsets, tensor.shape), tensor
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"load: {path} is torn or no safetensors file ({error!r}); expected a complete one: copy it again"
         ) from error
@@ -522,7 +492,7 @@ def _items_of(path: Path, metadata: StandIn) -> Iterator[tuple[Sequence[Any], An
 def _place(path: Path, info: StandIn, sizes: dict[str, int]) -> Window:
     """Return where an item is. sizes: of the files that were seen before."""
     file = info.state["relative_path"]
-    if not _is_file_name(file):
+    if not is_file_name(file):
         raise ValueError(f"it names the file {short(file)}")
     if info.get("transform_descriptors"):
         raise ValueError(

@@ -151,7 +151,6 @@ def _most(tp: int) -> int:
 
 @pytest.mark.parametrize("cases", SOME)
 def test_files_give_the_bits_that_they_hold(tmp_path: Path, cases: list[Case]) -> None:
-    pytest.importorskip("safetensors", reason="reading files needs safetensors")
     folder = _files(tmp_path)
     found, expected = run_ranks(4, _trained, True, folder, cases), run_ranks(4, _trained, False, folder, cases)
     assert [[one[0] for one in of_rank] for of_rank in found] == [[one[0] for one in of_rank] for of_rank in expected]
@@ -165,7 +164,6 @@ def test_files_give_the_bits_that_they_hold(tmp_path: Path, cases: list[Case]) -
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(("fault", "files"), [(fault, number < 2) for number, fault in enumerate(FAULTS)])
 def test_a_source_of_another_slice_is_seen(tmp_path: Path, fault: str, files: bool) -> None:
-    pytest.importorskip("safetensors", reason="reading files needs safetensors")
     folder, cases = _files(tmp_path) if files else None, [(3, "fp32")]
     found, expected = run_ranks(4, _trained, True, folder, cases, fault), run_ranks(4, _trained, False, folder, cases)
     assert all(one[0][0] != other[0][0] for one, other in zip(found, expected, strict=True))
@@ -216,7 +214,6 @@ def _plain(folder: str) -> str:
 
 
 def test_bad_files_have_the_errors_of_a_model_that_is_not_sliced(tmp_path: Path) -> None:
-    pytest.importorskip("safetensors", reason="reading files needs safetensors")
     weights = dict(Lm().state_dict())
     down = "blocks.1.mlp.down.weight"
     tensors = {

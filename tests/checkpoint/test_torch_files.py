@@ -314,7 +314,6 @@ def test_folders_with_a_file_for_each(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
     _check(tmp_path, model, optimizer)
     (tmp_path / "pytorch_model.bin.index.json").unlink()
-    pytest.importorskip("safetensors", reason="writing files needs safetensors")
     save(tmp_path / "model.safetensors", tensors)
     assert _check(tmp_path, model, optimizer).scheduler == scheduler.state_dict()
     _check(tmp_path / "model.safetensors", model, None)
@@ -613,7 +612,6 @@ def test_damaged_checkpoints_are_errors(saved: tuple[Path, list[str]]) -> None:
 
 
 def test_damaged_safetensors_are_errors(tmp_path: Path) -> None:
-    pytest.importorskip("safetensors", reason="writing files needs safetensors")
     model, _ = _trained()
     path = save(tmp_path / "model.safetensors", dict(model.state_dict()))
     raw = path.read_bytes()

@@ -16,7 +16,7 @@ _TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", to
 
 
 def save(path: Path, tensors: dict[str, torch.Tensor]) -> Path:
-    """Write a .safetensors file by the format's own words, so that tests need the package only to read."""
+    """Write a .safetensors file by the format's own words, so that tests need no package."""
     header, blob = {}, b""
     for name, tensor in tensors.items():
         data = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
