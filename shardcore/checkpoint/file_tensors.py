@@ -33,15 +33,10 @@ class Window:
     file_size: int
 
     @classmethod
-    def of(cls, path: Path, start: int = 0, size: int | None = None) -> "Window":
-        """Return a part of a file, or all of it. Raises OSError, or ValueError if the file is shorter."""
-        file_size = os.stat(path).st_size
-        size = file_size - start if size is None else size
-        if start < 0 or size < 0 or start + size > file_size:
-            raise ValueError(
-                f"load: {path} has {file_size} bytes; expected {size} at offset {start} (is it cut off? copy it again)"
-            )
-        return cls(path, start, size, file_size)
+    def of(cls, path: Path) -> "Window":
+        """Return all of a file. Raises OSError."""
+        size = os.stat(path).st_size
+        return cls(path, 0, size, size)
 
     def part(self, start: int, size: int) -> "Window":
         """Return bytes [start, start + size) of this window. Raises ValueError beyond its end."""

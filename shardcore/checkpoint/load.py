@@ -30,7 +30,6 @@ from shardcore.checkpoint.save import (
     finish_saving,
     named_buffers,
     named_parameters,
-    raise_together,
 )
 from shardcore.checkpoint.slots import open_committed
 from shardcore.checkpoint.source import Source
@@ -120,25 +119,12 @@ def load(
 
 def open_together(engine: Engine, folder: Path, tag: str | None) -> Source:
     """Open a checkpoint, the one that rank 0 finds, on every rank, or raise on every rank. Collective."""
-    problem: Exception | None = None
-    source: Source | None = None
     comm, folder = engine.everyone, folder.absolute()
     then = "nothing was changed"
     path = attempt_together(comm, then, lambda: find("load", folder, tag) if comm.rank == 0 else folder, "load")
     path = Path(comm.gather_json(str(path))[0])  # "latest" may be moved meanwhile
-    try:
-        source = open_path("load", path, names_of_optimizer(engine))
-    except Exception as error:
-        problem = error
-    try:
-        raise_together(comm, "load", problem, then)
-    except BaseException:
-        if source is not None:
-            source.close()
-        raise
-    finally:
-        problem = None  # else a cycle
-    assert source is not None
+    # No file of it is open before its first read, so there is nothing to close where another rank has failed.
+    source: Source = attempt_together(comm, then, lambda: open_path("load", path, names_of_optimizer(engine)), "load")
     return source
 
 
@@ -264,15 +250,9 @@ def load_from(source: Source, engine: Engine, wanted: Wanted) -> Loaded:
         return f"{source.path.name}, {len(named)} names"
 
     engine.together("load", check)
-    problem: Exception | None = None
-    client_state: Mapping[str, Any] = {}
     rounded: set[str] = set()
-    try:
-        client_state = source.client_state or {}
-        _load_tensors(source, engine, wanted, rounded)
-    except Exception as error:
-        problem = error
-    raise_together(engine.everyone, "load", problem, "the model is partly loaded: load another checkpoint before it is used")
+    then = "the model is partly loaded: load another checkpoint before it is used"
+    attempt_together(engine.everyone, then, lambda: _load_tensors(source, engine, wanted, rounded), "load")
     works: list[Any] = []
     for bucket in engine.buckets if engine.lifetimes.gathers_new_weights else ():
         works += engine.comm.all_gather([bucket.weight], Traffic.READ, "the loaded weights", engine.comm.shard_ranks)
@@ -293,7 +273,7 @@ def load_from(source: Source, engine: Engine, wanted: Wanted) -> Loaded:
             with_extra_state[name].set_extra_state(value)
     restore_rank("load", source, engine, wanted)
     warn_of_lost("load", [f"{name} is rounded to what this optimizer keeps" for name in sorted(rounded)], stacklevel=3)
-    return Loaded(source.path, client_state, missing, unexpected)
+    return Loaded(source.path, source.client_state or {}, missing, unexpected)
 
 
 def _of_rank(source: Source, ranks: Everyone) -> Mapping[str, Any] | None:
@@ -529,17 +509,16 @@ def _reads_of(
 
 def restore_rank(op: str, source: Source, engine: Engine, wanted: Wanted) -> None:
     """Restore random states and positions in data. Collective: an error on one rank is one on all."""
-    problem: Exception | None = None
-    try:
+
+    def restore() -> None:
         of_rank = _of_rank(source, engine.everyone)
         if of_rank is not None and (wanted.states or wanted.stateful):
             if wanted.states:
                 _restore_random(of_rank["random"], engine.device)
             for name, value in wanted.stateful.items():
                 value.load_state_dict(of_rank["stateful"][name])
-    except Exception as error:
-        problem = error
-    raise_together(engine.everyone, op, problem, "weights and states are loaded, the rest is not")
+
+    attempt_together(engine.everyone, "weights and states are loaded, the rest is not", restore, op)
 
 
 def _restore_random(states: Mapping[str, Any], device: torch.device) -> None:

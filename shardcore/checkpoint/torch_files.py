@@ -7,7 +7,6 @@ model is the dict with the model's names, the optimizer the dict with "state" an
 
 import json
 import logging
-import os
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -474,9 +473,9 @@ def tree_of(items: Iterable[tuple[Sequence[Any], Any]]) -> dict[str, Any]:
 
 def _items_of(path: Path, metadata: StandIn) -> Iterator[tuple[Sequence[Any], Any]]:
     places: dict[str, dict[tuple[int, ...], Window]] = {}
-    sizes: dict[str, int] = {}
+    files: dict[str, Window] = {}
     for index, info in metadata.state["storage_data"].items():
-        places.setdefault(index.state["fqn"], {})[tuple(index.get("offset") or ())] = _place(path, info, sizes)
+        places.setdefault(index.state["fqn"], {})[tuple(index.get("offset") or ())] = _place(path, info, files)
     ways = metadata.get("planner_data") or {}
     for name, entry in metadata.state["state_dict_metadata"].items():
         way = ways.get(name, (name,)) if isinstance(ways, Mapping) else (name,)
@@ -489,8 +488,8 @@ def _items_of(path: Path, metadata: StandIn) -> Iterator[tuple[Sequence[Any], An
         yield way, value
 
 
-def _place(path: Path, info: StandIn, sizes: dict[str, int]) -> Window:
-    """Return where an item is. sizes: of the files that were seen before."""
+def _place(path: Path, info: StandIn, files: dict[str, Window]) -> Window:
+    """Return where an item is. files: those that were seen before, by name."""
     file = info.state["relative_path"]
     if not is_file_name(file):
         raise ValueError(f"it names the file {short(file)}")
@@ -499,10 +498,9 @@ def _place(path: Path, info: StandIn, sizes: dict[str, int]) -> Window:
             f"load: {path / file} is transformed by {short(info.get('transform_descriptors'))}; expected a checkpoint "
             "that was saved without extensions of the storage"
         )
-    if file not in sizes:
-        sizes[file] = os.stat(path / file).st_size
-    whole_file = Window(path / file, 0, sizes[file], sizes[file])
-    return whole_file.part(info.state["offset"], info.state["length"])
+    if file not in files:
+        files[file] = Window.of(path / file)
+    return files[file].part(info.state["offset"], info.state["length"])
 
 
 def _boxes(where: str, entry: StandIn, places: Mapping[tuple[int, ...], Window]) -> BoxTensor:

@@ -315,10 +315,6 @@ _STORAGES = {
     "ComplexFloat": torch.complex64,
     "ComplexDouble": torch.complex128,
 }
-_DTYPES = (
-    *("float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", "uint64"),
-    *("bool", "complex64", "complex128", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"),
-)
 _STAND_INS = (  # classes of which only attributes are taken
     "argparse.Namespace",
     "types.SimpleNamespace",
@@ -376,7 +372,7 @@ _KNOWN: Mapping[str, Any] = {
         for name in (f"torch.{kind}Storage", f"torch.storage.{kind}Storage")
     },
     **{name: _Named(dtype=torch.uint8, untyped=True) for name in ("torch.UntypedStorage", "torch.storage.UntypedStorage")},
-    **{f"torch.{name}": getattr(torch, name) for name in _DTYPES},
+    **{f"torch.{name}": value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
 }
 
 

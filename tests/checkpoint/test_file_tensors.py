@@ -117,7 +117,7 @@ def test_boxes_and_pieces(tmp_path: Path) -> None:
 def test_windows(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(range(100)))
-    window = Window.of(path, 10, 50)
+    window = Window.of(path).part(10, 50)
     assert window.read() == bytes(range(10, 60))
     assert window.part(5, 10).read(2, 3) == bytes(range(17, 20))
     assert window.read(50, 0) == b""
@@ -126,7 +126,7 @@ def test_windows(tmp_path: Path) -> None:
             window.read(start, size)
     for start, size in ((-1, 1), (0, 101), (1 << 60, 1), (0, -1)):
         with pytest.raises(ValueError, match="file has 100 bytes; expected"):
-            Window.of(path, start, size)
+            Window.of(path).part(start, size)
 
 
 def test_sources(tmp_path: Path) -> None:
