@@ -37,7 +37,7 @@ import torch
 from shardcore._native import _C
 from shardcore.checkpoint import plain
 from shardcore.checkpoint.safetensors import DTYPES
-from shardcore.checkpoint.source import Source, gathered
+from shardcore.checkpoint.source import Source, gathered, reporting
 from shardcore.engine.disk import file_engine
 from shardcore.layout import BLOCK, Columns, round_up
 from shardcore.optim.state_format import SCALES, joined_master
@@ -211,10 +211,8 @@ class Checkpoint(Source):
         self._engine = engine or file_engine()
         self._readers: dict[int, _C.FileReader] = {}
         self._lock = threading.Lock()
-        try:
+        with reporting(f"{path / MANIFEST} is no manifest", "one by shardcore"):
             self._parse()
-        except (KeyError, TypeError, AttributeError, IndexError, OverflowError) as error:
-            raise ValueError(f"load: {path / MANIFEST} is no manifest ({error!r}); expected one by shardcore") from error
 
     def _parse(self) -> None:
         m = self.manifest

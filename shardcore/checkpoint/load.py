@@ -32,7 +32,7 @@ from shardcore.checkpoint.save import (
     named_parameters,
 )
 from shardcore.checkpoint.slots import open_committed
-from shardcore.checkpoint.source import Source
+from shardcore.checkpoint.source import Source, reporting
 from shardcore.checkpoint.torch_files import source_of, tree_of
 from shardcore.distributed.comm import Traffic, wait_all
 from shardcore.distributed.everyone import Everyone
@@ -183,11 +183,9 @@ def _of_planner(own: layout.Checkpoint, names: Collection[str]) -> Source:
     for name, shape in own.shapes.items():  # each as a file_tensors.Stored
         dtype = own.read(name, "weight", 0, 0).dtype
         items[name] = SimpleNamespace(shape=shape, dtype=dtype, read=partial(own.read, name, "weight"))
-    try:
+    with reporting(f"{own.path} is damaged or of another form", "one by shardcore"):
         tree = tree_of((ways.get(name, (name,)), value) for name, value in items.items())
         source = source_of(own.path, tree, names)
-    except (KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
-        raise ValueError(f"load: {own.path} is damaged or of another form ({error!r}); expected one by shardcore") from error
     source.close = own.close  # type: ignore[method-assign]
     return source
 
@@ -195,12 +193,10 @@ def _of_planner(own: layout.Checkpoint, names: Collection[str]) -> Source:
 def objects_of(own: layout.Checkpoint) -> tuple[dict[str, Any], Any]:
     """Return what shardcore.dcp wrote that is no tensor, and the planner's data; ({}, None) if another wrote it."""
     where = str(own.path / layout.MANIFEST)
-    try:
+    with reporting(f"{where} is no manifest", "one by shardcore"):
         found = own.manifest.get("dcp", {"objects": {}, "planner_data": None})
         objects = {str(name): plain.from_json(value, where) for name, value in found["objects"].items()}
         return objects, plain.from_json(found["planner_data"], where)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"load: {where} is no manifest ({error!r}); expected one by shardcore") from error
 
 
 @torch.no_grad()

@@ -1,7 +1,8 @@
 """What a checkpoint has, whoever wrote it: full tensors by name, read by ranges."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -71,6 +72,22 @@ class Source(ABC):
     def __exit__(self, *error: object) -> None:
         """Close its files."""
         self.close()
+
+
+@contextmanager
+def reporting(what: str, expected: str) -> Iterator[None]:
+    """Let what damaged or foreign content causes, of whatever kind, be a ValueError that says which file is what.
+
+    An OSError, and a ValueError that says so already, stay as they are.
+    """
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        if isinstance(error, ValueError) and str(error).startswith("load: "):
+            raise
+        raise ValueError(f"load: {what} ({type(error).__name__}: {error}); expected {expected}") from error
 
 
 _LONG = 1 << 20  # elements of a row, of which no two are read at once

@@ -23,6 +23,7 @@ import torch
 from shardcore.checkpoint.file_tensors import Box, BoxTensor, FileTensor, ForeignSource, Stored, Window, is_stored, step_of
 from shardcore.checkpoint.format import plain_name
 from shardcore.checkpoint.safetensors import INDEX, SINGLE, indexed, is_file_name, open_file
+from shardcore.checkpoint.source import reporting
 from shardcore.checkpoint.unpickle import StandIn, load_file, load_pickle, load_torch, plain
 
 logger = logging.getLogger("shardcore")
@@ -87,7 +88,7 @@ def source_of(path: Path, tree: Mapping[str, Any], names: Collection[str]) -> Fo
             beside.append(beside[-1][key])
     source.scheduler = _taken(path, beside, _SCHEDULER_KEYS, lambda found: True)
     scaler = _taken(path, beside, _SCALER_KEYS, lambda found: set(found) == _SCALER_STATE)
-    source.loss_scale = None if scaler is None else _loss_scale(scaler, f"{path}: {_SCALER_KEYS[0]}")
+    source.loss_scale = None if scaler is None else _loss_scale(scaler)
     large = [key for key, value in rest.items() if _nbytes(value) > _MAX_BESIDE_BYTES]
     if large:  # each rank would read all of it
         logger.warning(
@@ -227,12 +228,9 @@ def _without_paths(tree: Any, paths: Sequence[tuple[Any, ...] | None]) -> Any:
     return rest if isinstance(tree, Mapping) else list(rest.values())
 
 
-def _loss_scale(state: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _loss_scale(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the state of torch's GradScaler as that of a loss scale here (engine/loss_scale.py)."""
-    scale, tracker = state["scale"], state["_growth_tracker"]
-    if not isinstance(scale, int | float) or not isinstance(tracker, int):
-        raise ValueError(f"load: {where} has scale {short(scale)} and _growth_tracker {short(tracker)}; expected numbers")
-    return {"scale": float(scale), "stable_steps": tracker, "hysteresis_left": 1}
+    return {"scale": float(state["scale"]), "stable_steps": int(state["_growth_tracker"]), "hysteresis_left": 1}
 
 
 # --- optimizers -------------------------------------------------------------------------------------------------------------
@@ -246,9 +244,7 @@ def adam_of(found: Mapping[str, Any], weights: Mapping[str, Stored], names: Coll
     """
     if "param_groups" not in found:
         found = _unflattened(found, where)
-    groups = [dict(group) for group in found["param_groups"] if isinstance(group, Mapping)]
-    if len(groups) != len(found["param_groups"]) or not all(isinstance(group.get("params"), list | tuple) for group in groups):
-        raise ValueError(f'load: {where}.param_groups is no list of dicts with a list "params"; expected torch.optim\'s')
+    groups = found["param_groups"]
     name_of, numbered = _names_of(groups, names, where)
     if numbered and not names:  # weights alone are wanted
         if any(isinstance(state, Mapping) and "master" in state for state in found["state"].values()):
@@ -303,8 +299,6 @@ def _names_of(groups: Sequence[Mapping[str, Any]], names: Collection[str], where
         given = group.get("param_names")
         given = given if isinstance(given, list | tuple) and len(given) == len(group["params"]) else None
         for index, key in enumerate(group["params"]):
-            if type(key) not in (int, str) or key in found or key in numbers:
-                raise ValueError(f"load: {where}.param_groups has the parameter {short(key)} twice, or it is no number or name")
             if given is not None and isinstance(given[index], str):
                 found[key] = given[index]
             elif isinstance(key, str):
@@ -428,17 +422,12 @@ def _itself(tensor: FileTensor) -> Stored:
 def _boxes_in(path: Path) -> Iterator[tuple[str, Box, FileTensor]]:
     """Yield the tensors of a file, each with where it is in the whole tensor."""
     tensors, metadata = open_file("load", path)
-    try:
-        sharded = json.loads(metadata.get("DCP_SHARDING_INFO", "{}"))
-        for name, tensor in tensors.items():
-            offsets = tuple(sharded[name]["saved_offsets"]) if name in sharded else (0,) * len(tensor.shape)
-            if len(offsets) != len(tensor.shape) or any(type(value) is not int or value < 0 for value in offsets):
-                raise ValueError(f"{name} is at {offsets} of a tensor")
-            yield name, Box(offsets, tensor.shape), tensor
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(
-            f"load: {path} is torn or no safetensors file ({error!r}); expected a complete one: copy it again"
-        ) from error
+    sharded = json.loads(metadata.get("DCP_SHARDING_INFO", "{}"))
+    for name, tensor in tensors.items():
+        offsets = tuple(sharded[name]["saved_offsets"]) if name in sharded else (0,) * len(tensor.shape)
+        if len(offsets) != len(tensor.shape) or any(type(value) is not int or value < 0 for value in offsets):
+            raise ValueError(f"{path} has {name} at {offsets} of a tensor")
+        yield name, Box(offsets, tensor.shape), tensor
 
 
 # --- torch.distributed.checkpoint -------------------------------------------------------------------------------------------
@@ -446,18 +435,8 @@ def _boxes_in(path: Path) -> Iterator[tuple[str, Box, FileTensor]]:
 
 def _distributed_tree(path: Path) -> dict[str, Any]:
     """Return the tree that torch.distributed.checkpoint saved in a folder. Raises OSError or ValueError."""
-    metadata = load_pickle(Window.of(path / METADATA))
-    try:
-        return tree_of(_items_of(path, metadata))
-    except OSError:
-        raise
-    except Exception as error:  # of whatever kind damaged metadata cause
-        if isinstance(error, ValueError) and str(error).startswith("load: "):
-            raise
-        raise ValueError(
-            f"load: {path / METADATA} is damaged or of another form ({error!r}); expected metadata of "
-            "torch.distributed.checkpoint's"
-        ) from error
+    with reporting(f"{path / METADATA} is damaged or of another form", "metadata of torch.distributed.checkpoint's"):
+        return tree_of(_items_of(path, load_pickle(Window.of(path / METADATA))))
 
 
 def tree_of(items: Iterable[tuple[Sequence[Any], Any]]) -> dict[str, Any]:

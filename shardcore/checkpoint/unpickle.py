@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 
 from shardcore.checkpoint.file_tensors import FileTensor, Window, is_stored, whole
+from shardcore.checkpoint.source import reporting
 
 _MAX_DEPTH = 50  # of plain data
 _LOCAL_HEADER = 30  # bytes of a zip's header of an entry, before its name
@@ -65,15 +66,8 @@ class _Archive:
 
     def __init__(self, window: Window) -> None:
         self.window = window
-        try:
-            with zipfile.ZipFile(_Stream(window)) as file:
-                self._entries = {info.filename: info for info in file.infolist()}
-        except OSError:
-            raise
-        except Exception as error:  # zipfile's own, of damaged files: BadZipFile, struct.error, NotImplementedError and others
-            raise ValueError(
-                f"load: {window} is torn or no file of torch.save's ({error}); expected its zip: copy it again"
-            ) from error
+        with reporting(f"{window} is torn or no file of torch.save's", "its zip: copy it again"):
+            self._entries = {info.filename: info for info in zipfile.ZipFile(_Stream(window)).infolist()}
         roots = [name.removesuffix("data.pkl") for name in self._entries if name.endswith("/data.pkl") and name.count("/") == 1]
         if len(roots) != 1:
             raise ValueError(f"load: {window} is a zip without data.pkl; expected a file of torch.save's")
@@ -403,22 +397,13 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _run(raw: bytes, where: str, storage: Callable[[Any], Any]) -> Any:
-    try:
+    with reporting(f"{where} is damaged or no checkpoint", "tensors and plain data: copy it again"):
         for code, argument, _ in pickletools.genops(raw):
             if code.name in ("EXT1", "EXT2", "EXT4"):
                 raise ValueError("it has an extension code, which may name anything")
             if code.name.endswith("PUT") and int(argument or 0) > len(raw):  # memory is taken for all places before it
                 raise ValueError(f"it puts a value in the place {argument}")
         return _Unpickler(raw, where, storage).load()
-    except OSError:
-        raise
-    except Exception as error:  # of whatever kind damaged bytes cause
-        if isinstance(error, ValueError) and str(error).startswith("load: "):
-            raise
-        raise ValueError(
-            f"load: {where} is damaged or no checkpoint ({type(error).__name__}: {error}); expected tensors and plain data: "
-            "copy it again"
-        ) from error
 
 
 # --- entry points -----------------------------------------------------------------------------------------------------------
