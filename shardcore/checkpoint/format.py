@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from shardcore._native import _C
 from shardcore.checkpoint import plain
@@ -71,6 +72,12 @@ def plain_name(name: str) -> str:
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
+
+
+def with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules that have a `get_extra_state` of their own, by plain name."""
+    default = nn.Module.get_extra_state
+    return {plain_name(name): module for name, module in model.named_modules() if type(module).get_extra_state is not default}
 
 
 def data_file(rank: int) -> str:
@@ -172,11 +179,10 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One of the tensors that are kept of a parameter, flattened; `ranges` in order, without gaps."""
+    """One of the tensors that are kept of a parameter, flattened; `ranges` in order."""
 
     dtype: torch.dtype
     ranges: Sequence[Range]
-    starts: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,7 +302,7 @@ class Checkpoint(Source):
                 raise ValueError(f"load: {self.path / MANIFEST} has {name} beyond the end of {self.files[one.file][0]}")
         if end > numel or (self._whole and end < numel):
             raise ValueError(f"load: {self.path / MANIFEST} has {end} elements of {name}; expected {numel}")
-        return Part(dtype, ranges, [one.start for one in ranges])
+        return Part(dtype, ranges)
 
     def of_rank(self, rank: int) -> Mapping[str, Any] | None:
         """See Source."""
@@ -347,12 +353,12 @@ class Checkpoint(Source):
     def _stored(self, part: Part, name: str, start: int, numel: int) -> torch.Tensor:
         """Return elements of a part as they are in the files, with the checksum of every range checked."""
         found = []
-        index = max(0, bisect_right(part.starts, start) - 1)
+        index = max(0, bisect_right(part.ranges, start, key=lambda one: one.start) - 1)
         while numel > 0:
-            one = part.ranges[index] if index < len(part.ranges) else Range(start + 1, 0, 0, 0, 0)
-            skipped = start - one.start
-            if not 0 <= skipped < one.numel:  # of a rank's own part alone
+            one = part.ranges[index] if index < len(part.ranges) else None
+            if one is None or not one.start <= start < one.start + one.numel:  # of a rank's own part alone
                 raise ValueError(f"load: {self.path} has not all elements of {name}; expected the range from {start} on")
+            skipped = start - one.start
             taken = min(numel, one.numel - skipped)
             found.append(self._range(one, part.dtype, name)[skipped : skipped + taken])
             start, numel, index = start + taken, numel - taken, index + 1

@@ -34,7 +34,6 @@ from shardcore.checkpoint.save import (
 from shardcore.checkpoint.slots import open_committed
 from shardcore.checkpoint.source import Source, reporting
 from shardcore.checkpoint.torch_files import source_of, tree_of
-from shardcore.distributed.comm import Traffic, wait_all
 from shardcore.distributed.everyone import Everyone
 from shardcore.engine.bucket import Bucket, Managed
 from shardcore.engine.engine import Engine, engine_behind
@@ -205,9 +204,7 @@ def load_from(source: Source, engine: Engine, wanted: Wanted) -> Loaded:
     missing: list[str] = []
     unexpected: list[str] = []
     options: list[dict[str, Any]] | None = None
-    default = nn.Module.get_extra_state
-    modules = {layout.plain_name(name): module for name, module in engine.model.named_modules()}
-    with_extra_state = {name: module for name, module in modules.items() if type(module).get_extra_state is not default}
+    with_extra_state = layout.with_extra_state(engine.model)
 
     def check() -> str:
         nonlocal options
@@ -249,11 +246,7 @@ def load_from(source: Source, engine: Engine, wanted: Wanted) -> Loaded:
     rounded: set[str] = set()
     then = "the model is partly loaded: load another checkpoint before it is used"
     attempt_together(engine.everyone, then, lambda: _load_tensors(source, engine, wanted, rounded), "load")
-    works: list[Any] = []
-    for bucket in engine.buckets if engine.lifetimes.gathers_new_weights else ():
-        works += engine.comm.all_gather([bucket.weight], Traffic.READ, "the loaded weights", engine.comm.shard_ranks)
-    engine.note_loaded()
-    wait_all(works)
+    engine.use_loaded()
     if options is not None:
         for group, new in zip(engine.groups, options, strict=True):
             group.update(new)

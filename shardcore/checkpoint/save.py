@@ -383,8 +383,7 @@ class Beside:
         self.files = {layout.rank_file(engine.everyone.rank): layout.json_bytes({"value": self.rank})}
         if self.client_state is not None:
             self.files[layout.CLIENT_STATE] = layout.json_bytes({"value": self.client_state})
-        default = nn.Module.get_extra_state
-        own = {layout.plain_name(n): m for n, m in engine.model.named_modules() if type(m).get_extra_state is not default}
+        own = layout.with_extra_state(engine.model)
         self.extra_state = {
             name: plain.to_json(m.get_extra_state(), f"save: {name}.get_extra_state()") for name, m in own.items()
         }

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from shardcore.distributed.comm import Traffic, wait_all
+from shardcore.checkpoint.format import with_extra_state
 from shardcore.engine.bucket import Bucket, Managed
 from shardcore.engine.engine import Engine
 from shardcore.engine.slices import Slice
@@ -173,8 +173,7 @@ def model_state(engine: Engine) -> dict[str, torch.Tensor]:
     """Return the model's state by name: `Shards` of masters, plain tensors of what every rank has in full. Collective."""
     engine.read_all("sharded_state_dict", "the model")
     engine.updater.warn_of_lost_edits("sharded_state_dict")
-    default = nn.Module.get_extra_state
-    own = [name or "the model" for name, module in engine.model.named_modules() if type(module).get_extra_state is not default]
+    own = [name or "the model" for name in with_extra_state(engine.model)]
     if own and engine.comm.rank == 0:
         logger.warning(
             "sharded_state_dict: the extra state of %s is left out (torch.distributed.checkpoint would pickle it); save "
@@ -217,15 +216,10 @@ def load_model_state(engine: Engine, state: Mapping[str, Any]) -> None:
     for name, tensor in named.items():
         if tensor not in engine.bucket_of:
             tensor.copy_(state[name])
-    works: list[Any] = []
     for bucket in engine.buckets:
         for managed in bucket.params:
-            values = state[name_of[managed.param]]
-            set_owned(engine.store, bucket, managed, _reader(values))
-        if engine.lifetimes.gathers_new_weights:
-            works += engine.comm.all_gather([bucket.weight], Traffic.READ, "the loaded weights", engine.comm.shard_ranks)
-    engine.note_loaded()
-    wait_all(works)
+            set_owned(engine.store, bucket, managed, _reader(state[name_of[managed.param]]))
+    engine.use_loaded()
 
 
 @torch.no_grad()

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from shardcore.distributed.clock import scope
+from shardcore.distributed.comm import Traffic, wait_all
 from shardcore.distributed.everyone import Everyone
 from shardcore.engine.bucket import Bucket, Managed, note_written
 from shardcore.engine.build import Membership
@@ -294,10 +295,14 @@ class Engine:
         if self.unsharder is not None:
             self.unsharder.end_load()
 
-    def note_loaded(self) -> None:
-        """Note that every rank has set its weights from one checkpoint, behind autograd."""
+    def use_loaded(self) -> None:
+        """Use the weights that every rank has set from one checkpoint, behind autograd: gather resident ones. Collective."""
+        works: list[Any] = []
+        for bucket in self.buckets if self.lifetimes.gathers_new_weights else ():
+            works += self.comm.all_gather([bucket.weight], Traffic.READ, "the loaded weights", self.comm.shard_ranks)
         note_written([*self.managed.values(), *self.constant.values()])
         self.updater.forget_changes()
+        wait_all(works)
 
     def trains(self, param: nn.Parameter) -> bool:
         """Whether the parameter was trainable when the model was sharded."""
