@@ -277,4 +277,5 @@ def refused_arguments(rank: int, world: int) -> list[str]:
 
 def test_refused_arguments() -> None:
     for said in run_ranks(2, refused_arguments):
-        assert "have the ranks [0, 1] in common" in said[0] and "expected a PipelineStage" in said[1]
+        assert "have the ranks [0, 1] in common" in said[0]
+        assert "expected a PipelineStage" in said[1]
