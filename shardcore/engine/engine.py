@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from shardcore._native import _C
 from shardcore.distributed.clock import scope
 from shardcore.distributed.comm import Traffic, wait_all
 from shardcore.distributed.everyone import Everyone
@@ -30,7 +31,7 @@ from shardcore.engine.overlap_step import OverlapStep, uses_worker
 from shardcore.engine.plan import Plan
 from shardcore.engine.reducer import Reducer
 from shardcore.engine.split_store import RatioTuner, SplitStore
-from shardcore.engine.state_store import StepError
+from shardcore.engine.state_store import DeviceStore, StepError
 from shardcore.engine.step import OwnGrads, Updater
 from shardcore.engine.units import tensors_in
 from shardcore.engine.unshard import Unsharder
@@ -133,6 +134,7 @@ class Engine:
         self.saving: BackgroundSave | None = None
         self.commits: StepCommits | None = None
         self.save_staging: torch.Tensor | None = None  # host memory, kept from one save in the background to the next
+        self._aside: _C.HostTier | None = None  # where states of the device are, between offload_states and reload_states
         self.state_io = OptimizerStateIO(self.updater, groups, self.full_tensors.of_buckets)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
@@ -438,6 +440,10 @@ class Engine:
                 "step: called by a GradScaler, which looks for gradients in p.grad; from stage 1 on they are sharded "
                 "(float16 has shard(loss_scale=) and optimizer.scale_loss, bfloat16 needs none; non-finite steps are skipped)"
             )
+        if self._on_device is not None and self._on_device.away:
+            raise ValueError(
+                "step: the optimizer's states are in host memory since offload_states(); expected optimizer.reload_states()"
+            )
         self._membership.check("step")
         for bucket in self.buckets:
             if bucket.group is None:  # the updater checks the others
@@ -460,6 +466,41 @@ class Engine:
             self.reducer.host_grads.shrink()
         for _, param in self.unmanaged:
             param.grad = None
+
+    @property
+    def _on_device(self) -> DeviceStore | None:
+        """What keeps states on the device, if any are there."""
+        store = self.store.on_device if isinstance(self.store, SplitStore) else self.store
+        return store if isinstance(store, DeviceStore) else None
+
+    def offload_states(self, states: bool, buffers: bool, pin_memory: bool) -> None:
+        """Move the device's states to host memory, and free the buffers of gradients and of gathered weights, until a step."""
+        self.reducer.settle()
+        self.synchronize()
+        if buffers and self.reducer.holds_grads:
+            raise ValueError(
+                "offload_states: there are gradients, of backwards since the last zero_grad(); expected step() and zero_grad() "
+                'before, or include=["optim_states", "hp_params"]'
+            )
+        on_device = self._on_device
+        if states and on_device is not None and not on_device.away:
+            self._aside = _C.HostTier(self.device, pin_memory)
+            on_device.to_host(self._aside)
+        if buffers:
+            self.reducer.free_buffers()
+            if self.unsharder is not None:
+                self.unsharder.pool.shrink(0)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def reload_states(self) -> None:
+        """Move back to the device what `offload_states` moved."""
+        self.synchronize()
+        on_device = self._on_device
+        if on_device is not None and on_device.away:
+            assert self._aside is not None
+            on_device.to_device(self._aside)
+            self._aside = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the full optimizer state in torch.optim form, which ignores our "loss_scale". Collective."""

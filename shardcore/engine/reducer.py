@@ -564,6 +564,20 @@ class Reducer:
             if not set_to_none:
                 self.show_grads()
 
+    def free_buffers(self) -> None:
+        """Free what gradients were in, none of which may be needed any more; the next backward takes memory again."""
+        for bucket in self.buckets:
+            for buffer in [*bucket.resident.values(), *([] if bucket.grad is None else [bucket.grad])]:
+                self.pool.give(buffer)
+            bucket.resident.clear()
+            bucket.grad = None
+        self.pool.shrink(0)
+
+    @property
+    def holds_grads(self) -> bool:
+        """Whether there are gradients, of backwards that no zero_grad() has forgotten."""
+        return self.backwards > 0 or any(bucket.reduced for bucket in self.buckets)
+
     def show_grads(self) -> None:
         """Set `param.grad` again after the reduced gradients changed (stage 0; nothing from stage 1 on)."""
         if self.param_grads is not None:

@@ -65,7 +65,7 @@ def regroup(engine: Engine, optimizer: Any, problem: Exception | None, op: str =
         tiers = engine.options["offload"]
         if tiers.path is not None or tiers.auto or tiers.ratio < 1.0:
             raise NotImplementedError(f"{op}: states are in files, or split by a ratio; expected them on the device or the CPU")
-        if engine.reducer.backwards or any(bucket.reduced for bucket in engine.reducer.buckets):
+        if engine.reducer.holds_grads:
             raise ValueError(f"{op}: gradients wait for a step or zero_grad(); expected it between zero_grad() and a backward")
         if engine.unsharder is not None and any(unit.held for unit in engine.unsharder.units):
             raise ValueError(f"{op}: called inside full_params; expected it after the block")
@@ -74,6 +74,7 @@ def regroup(engine: Engine, optimizer: Any, problem: Exception | None, op: str =
                 f"{op}: nothing trained when shard() was called with offload; expected at least one parameter"
             )
         engine._membership.check(op)
+        engine.reload_states()
         if engine.saving is not None:
             engine.saving.wait()
         engine.updater.accept_weight_edits()

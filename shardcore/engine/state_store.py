@@ -125,9 +125,13 @@ class _Lists:
 
 
 class DeviceStore:
-    """States beside the weights, of each bucket's first `device_numel` elements."""
+    """States beside the weights, of each bucket's first `device_numel` elements.
+
+    away: they are in host memory for a while, where they are read and written, but no step runs on them.
+    """
 
     tier = "device"
+    away = False
     scratch_bytes = weight_scratch_bytes = 0
 
     def __init__(self, buckets: Sequence[Bucket], device: torch.device) -> None:
@@ -164,6 +168,32 @@ class DeviceStore:
             self._steppers[bucket] = _C.AdamStepper()
             self._states[bucket] = bucket.state_format.new(bucket.device_numel, self._make)
 
+    def to_host(self, tier: _C.HostTier) -> None:
+        """Move all states to memory of `tier`, until `to_device`. MemoryError, with nothing moved, if it has too little."""
+        self._move(tier.empty, tier.to_tier, tier)
+        self.away = True
+
+    def to_device(self, tier: _C.HostTier) -> None:
+        """Move all states back from `tier`. torch's out-of-memory error, with nothing moved, if the device has too little."""
+        self._move(self._make, tier.from_tier, tier)
+        self.away = False
+
+    def _move(
+        self,
+        make: Callable[[int, torch.dtype], torch.Tensor],
+        copy: Callable[[torch.Tensor, torch.Tensor], _C.CopyEvent],
+        tier: _C.HostTier,
+    ) -> None:
+        new = {
+            bucket: {key: make(flat.numel(), flat.dtype) for key, flat in kept.items()} for bucket, kept in self._states.items()
+        }
+        self._lists.clear()
+        for bucket, kept in new.items():
+            for key, target in kept.items():
+                copy(target, self._states[bucket].pop(key))
+            self._states[bucket] = kept
+        tier.synchronize()
+
     def load(self, bucket: Bucket, kept: Kept) -> None:
         """Overwrite all states of a bucket with those that another store kept."""
         for key, flat in kept.items():
@@ -171,7 +201,7 @@ class DeviceStore:
 
     def stored(self, bucket: Bucket) -> Iterator[tuple[str, str, int]]:
         """See StateStore."""
-        return ((self.tier, key, flat.nbytes) for key, flat in self._states[bucket].items())
+        return (("cpu" if self.away else self.tier, key, flat.nbytes) for key, flat in self._states[bucket].items())
 
     def steps(self, parts: Sequence[Sequence[Span]], hypers: Scalars) -> Iterator[_C.CopyEvent | None]:
         """See StateStore."""

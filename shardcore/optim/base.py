@@ -5,7 +5,7 @@ its kind and its groups.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import wraps
 from typing import Any, ParamSpec, Protocol, TypeVar
 
@@ -113,6 +113,9 @@ def hooked_step(func: Callable[Arguments, Result]) -> Callable[Arguments, Result
         return result
 
     return call
+
+
+OFFLOADABLE = ("optim_states", "hp_params", "lp_grads", "contiguous_grad_buffer")  # of DeepSpeed's OffloadStateTypeEnum
 
 
 class ShardableOptimizer(torch.optim.Optimizer):
@@ -251,6 +254,54 @@ class ShardableOptimizer(torch.optim.Optimizer):
             self._engine.zero_grad(set_to_none)
         else:
             super().zero_grad(set_to_none)
+
+    def offload_states(
+        self,
+        include: Collection[str] | None = None,
+        device: str = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Free device memory between two phases of training: for generation, evaluation, another model. Only after `shard`.
+
+        Adam's states and master weights move from the device to host memory until `reload_states`, and the buffers of gradients
+        and gathered weights are freed; weights stay, and forwards without gradients, saves and state dicts work. step() raises
+        an error until then. Names, arguments and call are DeepSpeed's. Not collective. Waits for the device. CUDA graphs that
+        were captured with a step must not be replayed any more.
+
+        Args:
+            include: What to move or free: "optim_states" or "hp_params" (states and masters, together), "lp_grads" or
+                "contiguous_grad_buffer" (the buffers, together); None: all.
+            device: "cpu".
+            pin_memory: Whether that host memory is page-locked, for faster copies.
+            non_blocking: Accepted; the copies are complete when the call returns, as the memory is to be free then.
+
+        Raises ValueError for other names and devices, "lp_params" (weights stay), and where buffers are to be freed that have
+        gradients; MemoryError, with nothing moved, for too little host memory.
+        """
+        chosen = OFFLOADABLE if include is None else [str(getattr(name, "value", name)) for name in include]
+        if strange := [name for name in chosen if name not in OFFLOADABLE]:
+            why = ' (weights stay; offload={"params": "cpu"} keeps them in host memory)' if "lp_params" in strange else ""
+            raise ValueError(f"offload_states: include has {strange}; expected some of {list(OFFLOADABLE)}{why}")
+        if getattr(device, "value", device) != "cpu":
+            raise ValueError(f'offload_states: device has {device!r}; expected "cpu"')
+        self._sharded("offload_states").offload_states(
+            bool({"optim_states", "hp_params"}.intersection(chosen)),
+            bool({"lp_grads", "contiguous_grad_buffer"}.intersection(chosen)),
+            pin_memory,
+        )
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Move back to the device what `offload_states` moved; nothing if nothing is away. Waits for the copies.
+
+        torch's out-of-memory error, with nothing moved, if the device has too little free memory. Not collective.
+        """
+        self._sharded("reload_states").reload_states()
+
+    def _sharded(self, op: str) -> ShardedEngine:
+        if self._engine is None:
+            raise ValueError(f"{op}: this {self._op} is not sharded; expected the optimizer that shardcore.shard returned")
+        return self._engine
 
     def state_dict(self) -> dict[str, Any]:
         """Return states and groups in the form of torch.optim, whose own optimizer can load it. After shard: collective.
