@@ -4,7 +4,7 @@ import logging
 import math
 import os
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Self
@@ -126,6 +126,11 @@ class ForwardEngine:
         """Return the configuration as it was given (the model's own is `module.config`)."""
         return self._config.source
 
+    def empty_partition_cache(self) -> None:
+        """Free the memory that weights are gathered into at stage 3; the next forward takes it again."""
+        if self._core.unsharder is not None:
+            self._core.unsharder.pool.shrink(0)
+
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
         """Whether the configuration lets whole weights be gathered to save them at stage 3."""
         return self._config.gathers_to_save
@@ -152,6 +157,11 @@ class ForwardEngine:
         """How many ranks train."""
         return self._core.comm.world_size
 
+    @property
+    def data_parallel_group(self) -> Any:
+        """The process group of the ranks that train; None without one."""
+        return self._core.comm.group
+
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
         """Return the full state dict of the model, from the masters. Collective."""
         full = self.module.state_dict()
@@ -171,6 +181,8 @@ class ForwardEngine:
                 "false; expected true"
             )
         return whole_state_dict(self._core, exclude_frozen_parameters) or None
+
+    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict  # OpenRLHF calls it
 
     def destroy(self) -> None:
         """Wait for what goes on in the background. (Memory is freed with the model and the optimizer.) Collective."""
@@ -385,6 +397,20 @@ class TrainingEngine(ForwardEngine):
     def global_samples(self) -> int:
         """How many samples all ranks have trained on."""
         return self.global_steps * self._sizes.train
+
+    def offload_states(
+        self,
+        include: Collection[str] | None = None,
+        device: str = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Free device memory until reload_states: see FusedAdam.offload_states."""
+        self.optimizer.offload_states(include, device, pin_memory, non_blocking)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Move back to the device what offload_states moved."""
+        self.optimizer.reload_states(non_blocking)
 
     def destroy(self) -> None:
         """Wait for what goes on in the background. (Memory is freed with the model and the optimizer.) Collective."""

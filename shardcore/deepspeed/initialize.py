@@ -26,6 +26,7 @@ from shardcore.deepspeed.engine import ForwardEngine, ShardedLoader, TrainingEng
 from shardcore.deepspeed.lr_schedules import make as make_scheduler
 from shardcore.deepspeed.monitor import SECTIONS as MONITORS
 from shardcore.deepspeed.monitor import MonitorMaster
+from shardcore.deepspeed.params import name_sharded_params
 from shardcore.distributed.comm import Comm
 from shardcore.distributed.groups import use_own_gpu
 from shardcore.distributed.joining import agree
@@ -136,6 +137,8 @@ def initialize(
         accumulate=sizes.accumulation,
         materialize=materialize,
     )
+    if settings.stage == 3:
+        name_sharded_params()
     if adam is None:
         forward_only: Any = ForwardEngine(model, engine_of(model), settings), None, None, None
         return forward_only  # type: ignore[no-any-return]

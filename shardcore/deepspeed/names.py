@@ -13,10 +13,11 @@ import enum
 import importlib
 import importlib.metadata
 import logging
+import random
 import resource
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from importlib.machinery import ModuleSpec
 from importlib.util import module_from_spec
@@ -24,6 +25,7 @@ from itertools import count
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -32,8 +34,10 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from shardcore.api import full_grad, full_state
 from shardcore.deepspeed import lr_schedules
 from shardcore.deepspeed.checkpointing import checkpoint, configure, is_configured
+from shardcore.deepspeed.config import read_config
 from shardcore.deepspeed.engine import ForwardEngine
 from shardcore.deepspeed.initialize import initialize, start_process_group
+from shardcore.deepspeed.params import ZeroParamStatus, name_sharded_params
 from shardcore.engine.engine import Engine
 from shardcore.optim import CPUAdam, FusedAdam, Lion
 from shardcore.optim.interface import engine_of
@@ -95,6 +99,31 @@ def no_moe(*args: Any, **kwargs: Any) -> None:
     )
 
 
+class DeepSpeedConfig:
+    """A checked configuration: train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps, zero_enabled.
+
+    config: a dict, or the path of a JSON file. Raises what `initialize` does for it.
+    """
+
+    def __init__(self, config: Mapping[str, Any] | str, mpu: Any = None, mesh_device: Any = None) -> None:
+        """Read it for the ranks of torch.distributed; one if that is not started. mpu, mesh_device: accepted."""
+        settings = read_config(config)
+        sizes = settings.batch_sizes(_data_parallel_world_size())
+        self.train_batch_size, self.train_micro_batch_size_per_gpu = sizes.train, sizes.micro
+        self.gradient_accumulation_steps, self.zero_enabled = sizes.accumulation, settings.stage > 0
+
+
+def _refused(name: str) -> type:
+    """Return a class that is refused when an object of it is made: mmengine imports its name whenever it finds DeepSpeed."""
+
+    def refuse(self: object, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError(
+            f"{name}: not built; expected FusedAdam, Lion, Muon or another optimizer (docs/optimizers.md)"
+        )
+
+    return type(name, (), {"__init__": refuse, "__doc__": "Refuse: see docs/deepspeed.md."})
+
+
 # --- zero -------------------------------------------------------------------------------------------------------------
 
 
@@ -140,21 +169,6 @@ def _number(module: Any, name: str, param: nn.Parameter | None) -> None:
         param._shardcore_number = next(_numbers)  # type: ignore[attr-defined]
 
 
-class ZeroParamStatus(enum.Enum):
-    """Whether the weights of a parameter are there, or sharded (stage 3): `param.ds_status`, after install_as_deepspeed."""
-
-    AVAILABLE = 1
-    NOT_AVAILABLE = 2
-
-
-def _status_of(param: nn.Parameter) -> ZeroParamStatus:
-    """Return the status of a parameter of a sharded model; AttributeError for any other."""
-    if not isinstance(engine_of(param), Engine):
-        raise AttributeError("ds_status")
-    is_there = param.untyped_storage().nbytes() > 0
-    return ZeroParamStatus.AVAILABLE if is_there else ZeroParamStatus.NOT_AVAILABLE
-
-
 # What TRL moves DeepSpeed's hooks with, around a `generate` inside GatheredParameters: nothing, as hooks here leave parameters
 # alone there. `optimizer.parameter_offload`, after install_as_deepspeed.
 _NO_HOOKS = SimpleNamespace(
@@ -171,20 +185,24 @@ def gathered_parameters(
 ) -> Iterator[None]:
     """Keep parameters unsharded inside the context. Collective.
 
-    params: a parameter, several, or a module. modifier_rank: the rank whose edits in place count; None: edits, if there are
-    any, have to be the same on all ranks. Parameters that were made in `Init`, and are not sharded yet, are taken from
-    modifier_rank at the end: libraries fill them on that rank alone. All others, and None, are left as they are.
+    params: a parameter, several (also of several models), or a module. modifier_rank: the rank whose edits in place count, at
+    stage 3 also those through `p.data`; None: edits, if there are any, have to be the same on all ranks. Parameters that were
+    made in `Init`, and are not sharded yet, are taken from modifier_rank at the end: libraries fill them on that rank alone.
+    All others, and None, are left as they are.
     """
     given = params.parameters() if isinstance(params, nn.Module) else [params] if isinstance(params, nn.Parameter) else params
-    asked = {param for param in given if param is not None} if enabled else set()
-    engine: Engine | None = next((of for of in map(engine_of, asked) if isinstance(of, Engine)), None)
+    asked = dict.fromkeys(param for param in given if param is not None) if enabled else {}
+    engines = dict.fromkeys(engine for engine in map(engine_of, asked) if isinstance(engine, Engine))
     # In an order that all ranks have: a library may pass a set.
-    chosen = [] if engine is None else [param for param in engine.model.parameters() if param in asked]
+    of_engine = {engine: [param for param in engine.model.parameters() if param in asked] for engine in engines}
+    chosen = [param for params in of_engine.values() for param in params]
     made = sorted(
         (p for p in asked if engine_of(p) is None and hasattr(p, "_shardcore_number")), key=lambda p: p._shardcore_number
     )
-    unsharder = None if engine is None else engine.unsharder
-    with nullcontext() if unsharder is None else unsharder.full_params(set(chosen)):
+    with ExitStack() as held:
+        for engine, of in of_engine.items():
+            if engine.unsharder is not None:
+                held.enter_context(engine.unsharder.full_params(set(of)))
         before = [param._version for param in chosen]
         yield
         if modifier_rank is None or not dist.is_initialized() or dist.get_world_size() == 1:
@@ -194,14 +212,32 @@ def gathered_parameters(
             edited = edited.to(chosen[0].device)
             dist.broadcast(edited, modifier_rank)
             for param, is_edited in zip(chosen, edited.tolist(), strict=True):
-                if is_edited:  # masters of others keep what the weights have lost in rounding
-                    dist.broadcast(param.detach(), modifier_rank)
+                dist.broadcast(param.detach(), modifier_rank)  # also what was edited through .data, which has no version
+                if is_edited:
                     torch.autograd.graph.increment_version(param)
         device = _accelerator.current_device_name() if dist.get_backend() == "nccl" else "cpu"
         for param in made:
             value = param.detach().to(device).contiguous()
             dist.broadcast(value, modifier_rank)
             param.detach().copy_(value)  # nothing, if it is the same memory
+
+
+class OffloadDeviceEnum(enum.StrEnum):
+    """Where states may be offloaded to: an argument of engine.offload_states, which takes "cpu"."""
+
+    none = "none"
+    cpu = "cpu"
+    nvme = "nvme"
+
+
+class OffloadStateTypeEnum(enum.StrEnum):
+    """What engine.offload_states may be told to move."""
+
+    optim_states = "optim_states"
+    hp_params = "hp_params"
+    lp_params = "lp_params"
+    lp_grads = "lp_grads"
+    contiguous_grad_buffer = "contiguous_grad_buffer"
 
 
 def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str]) -> list[nn.Module]:
@@ -425,6 +461,13 @@ def see_memory_usage(message: str, force: bool = False) -> None:
     print(f"host memory of this process: peak {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GB", flush=True)
 
 
+def set_random_seed(seed: int) -> None:
+    """Seed Python's, NumPy's and torch's random generators."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
 class RepeatingLoader:
     """Iterates over a loader again and again, without an end."""
 
@@ -496,20 +539,29 @@ MODULES: dict[str, dict[str, Any]] = {  # by path below the package; a module co
     "checkpoint.utils": {"clone_tensors_for_torch_save": clone_tensors_for_torch_save},
     "checkpointing": _CHECKPOINTING,
     "accelerator": {"get_accelerator": get_accelerator},
+    "accelerator.real_accelerator": {"get_accelerator": get_accelerator},
     "comm": {name: value for name, value in vars(dist).items() if not name.startswith("_")}
     | {"init_distributed": init_distributed},
+    "git_version_info": {"version": VERSION},
     "moe": {},
     "moe.layer": {"MoE": no_moe},
     "moe.utils": {"split_params_into_different_moe_groups_for_optimizer": no_moe},
     "ops": {},
     "ops.adam": _ADAMS,
+    "ops.lamb": {"FusedLamb": _refused("FusedLamb")},
     "ops.lion": {"FusedLion": fused_lion, "DeepSpeedCPULion": cpu_lion},
     "runtime": {},
     "runtime.dataloader": {"RepeatingLoader": RepeatingLoader},
+    "runtime.fp16": {},
+    "runtime.fp16.onebit": {name: _refused(name) for name in ("OnebitAdam", "OnebitLamb", "ZeroOneAdam")},
     "runtime.engine": {"DeepSpeedEngine": ForwardEngine},
     "runtime.lr_schedules": _SCHEDULES,
-    "runtime.utils": {"see_memory_usage": see_memory_usage},
+    "runtime.utils": {"see_memory_usage": see_memory_usage, "set_random_seed": set_random_seed},
     "runtime.zero": _ZERO,
+    "runtime.zero.offload_config": {
+        "OffloadDeviceEnum": OffloadDeviceEnum,
+        "OffloadStateTypeEnum": OffloadStateTypeEnum,
+    },
     "runtime.zero.partition_parameters": {
         **_ZERO,
         "ZeroParamStatus": ZeroParamStatus,
@@ -537,6 +589,7 @@ TOP: dict[str, Any] = {
     "init_inference": init_inference,
     "get_accelerator": get_accelerator,
     "log_dist": log_dist,
+    "DeepSpeedConfig": DeepSpeedConfig,
     "DeepSpeedEngine": ForwardEngine,
 }
 
@@ -625,7 +678,7 @@ def install_as_deepspeed() -> None:
     package = _module("deepspeed", "shardcore under DeepSpeed's names: see shardcore.deepspeed.names.")
     vars(package).update(__version__=VERSION, version=VERSION)
     install(package)
-    nn.Parameter.ds_status = property(_status_of)  # type: ignore[attr-defined]  # TRL asks it of the model's own parameters
+    name_sharded_params()
     FusedAdam.parameter_offload = CPUAdam.parameter_offload = _NO_HOOKS  # type: ignore[attr-defined]
     sys.meta_path.insert(0, _Finder)
     importlib.invalidate_caches()

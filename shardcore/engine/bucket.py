@@ -274,6 +274,8 @@ class Bucket:
     weight_tier: where that memory lies; tier: the only way to it where that is the host, or to `files`, else None.
     device_numel: how many elements of the owned range, its first ones, the device updates (engine/split_store.py); the CPU
         updates the other `host_numel`, whose states are in host memory.
+    changed: the owned weights have edits that their masters do not have yet; perhaps through `p.data`, which no version counter
+        shows. Not known of weights in files, nor where the unsharded weights are the shard.
     counted: whether this rank's norm has it: of what all tensor-parallel ranks have (`repeated`), the first of them has it.
     grad: (owned_numel,), the reduced gradient of the owned range, averaged over ranks; meaningful while `reduced`.
     host_grad: (host_numel,), where gradients are offloaded (engine/host_gradients.py); then `grad` has `device_numel`.
@@ -309,6 +311,7 @@ class Bucket:
         self._waiting: list[tuple[torch.Tensor, torch.Tensor]] = []  # see collect
         self.trainable, self.state_format = trainable, state_format
         self.repeated, self.counted = False, True
+        self.changed = False
         self.weight = self.owned_weight = _NOWHERE
         self.reduces = reduces[0] - owned[0], reduces[1] - owned[0]
         self.device_numel = self.owned_numel
@@ -373,13 +376,23 @@ class Bucket:
         _C.withdraw(self._lent[0], self._closed)
 
     def take_edits(self) -> None:
-        """Bring the owned weights in line with full ones that lie elsewhere and were edited."""
-        if self.files is not None and self.weight.numel():
-            self.files.assign(self, 0, self.owned_slice(self.weight))
-        elif self.tier is not None and self.weight.numel():
-            self.tier.to_tier(self.owned_weight, self.owned_slice(self.weight)).synchronize()
-        elif self.weight.numel() and self.owned_weight.untyped_storage()._cdata != self.weight.untyped_storage()._cdata:
-            self.owned_weight.copy_(self.owned_slice(self.weight))
+        """Bring the owned weights in line with full ones that were perhaps edited, and note whether they were (`changed`)."""
+        if self.weight.numel() == 0 or self.weight.untyped_storage()._cdata == self.owned_weight.untyped_storage()._cdata:
+            return
+        edited, old = self.owned_slice(self.weight), self.owned_weight
+        if self.files is not None:
+            self.files.assign(self, 0, edited)
+            return
+        if self.tier is not None:
+            old = torch.empty_like(edited)
+            self.tier.from_tier(old, self.owned_weight).synchronize()
+        if torch.equal(old, edited):
+            return
+        self.changed = True
+        if self.tier is not None:
+            self.tier.to_tier(self.owned_weight, edited).synchronize()
+        else:
+            self.owned_weight.copy_(edited)
 
     def check_in_place(self, op: str) -> None:
         """Raise ValueError if a parameter no longer uses the engine's memory (`.data` re-assigned, model moved or cast)."""

@@ -393,7 +393,7 @@ class Updater:
     @property
     def has_edits(self) -> bool:
         """Whether parameters that a step updates were edited in place, which `accept_weight_edits` has not seen."""
-        return any(managed.edited for bucket in self.buckets for managed in bucket.params)
+        return any(bucket.changed or any(managed.edited for managed in bucket.params) for bucket in self.buckets)
 
     @torch.no_grad()
     def accept_weight_edits(self) -> None:
@@ -406,7 +406,7 @@ class Updater:
         for bucket in self.buckets:
             bucket.check_in_place("step")
             edited = {managed for managed in bucket.params if managed.edited}
-            if edited:
+            if edited or bucket.changed:
                 self._refresh_masters(bucket, edited)
         for managed in self._constant:
             if managed.edited:
@@ -422,8 +422,9 @@ class Updater:
 
     def _refresh_masters(self, bucket: Bucket, edited: set[Managed]) -> None:
         bucket.take_edits()
+        behind, bucket.changed = bucket.changed, False
         for managed, piece, values in bucket.owned_views(bucket.owned_values(0, bucket.owned_numel)):
-            if managed in edited and bucket.state_format.master is not None:
+            if (behind or managed in edited) and bucket.state_format.master is not None:
                 old = self.store.read(bucket, "master", piece.start, piece.numel).to(values.device)
                 rounded = torch.empty_like(values)
                 _C.cast([rounded], [old])

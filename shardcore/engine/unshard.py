@@ -437,6 +437,10 @@ class Unsharder:
                 self._lose(unit)
             raise
 
+    def is_unsharded(self, param: nn.Parameter) -> bool:
+        """Whether the weights of a parameter can be read now; True for what is never sharded."""
+        return param not in self._slot_of or self._slot_of[param][0].unsharded
+
     @contextmanager
     def full_params(self, params: set[nn.Parameter]) -> Iterator[None]:
         """Keep the units of `params` unsharded inside the context; edits in place reach the shards at its end. Collective.

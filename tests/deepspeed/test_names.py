@@ -2,11 +2,13 @@
 
 import argparse
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,6 +19,8 @@ from shardcore.utils import groups  # type: ignore[import-not-found]
 from torch import nn
 
 import shardcore as deepspeed
+from shardcore.deepspeed.params import ZeroParamStatus
+from shardcore.engine.bucket import Bucket
 from tests.support.deepspeed import ds_config, start, train
 from tests.support.models import batch_of, hash_of_training, loss_of, make_net
 from tests.support.ranks import run_ranks
@@ -53,6 +57,28 @@ def test_what_is_not_there_is_an_import_error() -> None:
         deepspeed.init_inference()
     with pytest.raises(NotImplementedError, match="no expert parallelism"):
         deepspeed.moe.layer.MoE(8)
+
+
+def test_a_configuration_is_read_alone() -> None:
+    config = deepspeed.DeepSpeedConfig(ds_config(accumulation=3))
+    assert (config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps) == (12, 4, 3)
+    assert config.zero_enabled
+    with pytest.raises(ValueError, match="unknown_key"):
+        deepspeed.DeepSpeedConfig({"unknown_key": 1})
+
+
+def test_optimizers_that_are_not_built_are_refused_when_they_are_made() -> None:
+    for kind in (deepspeed.ops.lamb.FusedLamb, deepspeed.runtime.fp16.onebit.OnebitAdam):
+        with pytest.raises(NotImplementedError, match=f"{kind.__name__}: not built; expected FusedAdam"):
+            kind(make_net().parameters(), lr=1e-3)
+
+
+def test_all_generators_are_seeded() -> None:
+    drawn = []
+    for _ in range(2):
+        deepspeed.runtime.utils.set_random_seed(7)
+        drawn.append((random.random(), np.random.rand(), torch.rand(1).item()))
+    assert drawn[0] == drawn[1]
 
 
 def test_arguments_of_the_command_line() -> None:
@@ -129,6 +155,83 @@ def test_edits_of_one_rank_inside_gathered_parameters_reach_all() -> None:
         assert all(bool((weight == 2.0).all()) for weight in found[::2])
         assert len(set(found[1::2])) == 1, "the same at every stage"
     assert first[1::2] == second[1::2]
+
+
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+
+
+def _edited_behind_autograd(rank: int, world_size: int, tiers: dict[str, Any], modifier: int | None, twin: bool) -> list[float]:
+    """Fill most of a weight through .data, as libraries do; returns what it is then, is saved as, and is after a step."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 5))
+    config = ds_config(bf16={"enabled": True}, zero_optimization={"stage": 3, **tiers})
+    with pytest.MonkeyPatch.context() as patch:
+        if twin:  # as if nothing had been edited
+            patch.setattr(Bucket, "changed", property(lambda bucket: False, lambda bucket, value: None), raising=False)
+        engine = start(config, net)
+        weight, other = net[0].weight, net[1].weight
+        first, rest = engine.module_state_dict()["0.weight"][0], engine.module_state_dict()["1.weight"]
+        with deepspeed.zero.GatheredParameters([weight, other], modifier_rank=modifier):
+            if modifier in (rank, None):
+                weight.data[1:].fill_(2.0)
+        saved = engine.module_state_dict()
+        assert torch.equal(saved["1.weight"], rest)  # masters of others keep all bits
+        assert torch.equal(saved["0.weight"][0], first)
+        engine.backward(engine(torch.zeros(1, 64, dtype=torch.bfloat16)).sum() * 0)
+        engine.step()
+        with deepspeed.zero.GatheredParameters(weight):
+            return [saved["0.weight"][-1, -1].item(), weight[-1, -1].item()]
+
+
+@pytest.mark.parametrize("modifier", [0, None])
+@pytest.mark.parametrize("tiers", [{}, OFFLOAD], ids=["device", "cpu"])
+def test_edits_behind_autograd_inside_gathered_parameters_stay(tiers: dict[str, Any], modifier: int | None) -> None:
+    assert run_ranks(2, _edited_behind_autograd, tiers, modifier, False) == [[2.0, pytest.approx(2.0, abs=0.02)]] * 2
+    assert run_ranks(2, _edited_behind_autograd, tiers, modifier, True)[0][0] != 2.0
+
+
+def _averaged(rank: int, world_size: int) -> None:
+    """DeepSpeed-Chat's and OpenRLHF's moving average: parameters of two engines gathered at once."""
+    trained, average = make_net(), make_net(1)
+    start(ds_config(stage=3), trained)
+    without = {key: value for key, value in ds_config(stage=3).items() if key != "optimizer"}
+    start(without, average)
+    expected = [
+        torch.lerp(one, other, 0.25) for one, other in zip(make_net().parameters(), make_net(1).parameters(), strict=True)
+    ]
+    for param, mean in zip(trained.parameters(), average.parameters(), strict=True):
+        asked = [p for p in (param, mean) if hasattr(p, "ds_id") and p.ds_status == ZeroParamStatus.NOT_AVAILABLE]
+        assert asked == [param, mean]
+        with deepspeed.zero.GatheredParameters(asked), torch.no_grad():
+            mean.data.copy_(torch.lerp(param.data, mean.data, 0.25))
+    for param, value in zip(average.parameters(), expected, strict=True):
+        with deepspeed.zero.GatheredParameters(param):
+            assert torch.equal(param, value)
+
+
+def test_parameters_of_two_models_are_gathered_at_once() -> None:
+    run_ranks(2, _averaged)
+
+
+def _paused(rank: int, world_size: int) -> None:
+    kinds, devices = deepspeed.runtime.zero.offload_config.OffloadStateTypeEnum, deepspeed.runtime.zero.offload_config
+    engine = start(ds_config(stage=3, bf16={"enabled": True}))
+    train(engine, rank, 1)
+    include = [kinds.optim_states, kinds.contiguous_grad_buffer, kinds.hp_params, kinds.lp_grads]
+    engine.optimizer.offload_states(include=include, device=devices.OffloadDeviceEnum.cpu, pin_memory=True, non_blocking=True)
+    engine.empty_partition_cache()
+    kept = {line.kind: line.bytes for line in deepspeed.memory_report(engine).lines if line.tier == "device" and line.bytes}
+    assert list(kept) == ["weights"]
+    engine.reload_states(non_blocking=True)
+    train(engine, rank, 1)
+    engine.offload_states()
+    engine.reload_states()
+    with pytest.raises(ValueError, match="weights stay"):
+        engine.offload_states([kinds.lp_params])
+
+
+def test_states_are_away_between_phases() -> None:
+    run_ranks(2, _paused)
 
 
 def _read(rank: int, world_size: int) -> None:
