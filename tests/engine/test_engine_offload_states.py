@@ -106,6 +106,30 @@ def test_saves_while_states_are_away(tmp_path: Path) -> None:
     assert run_ranks(2, _resumed, run, tmp_path)[0] == expected
 
 
+@pytest.mark.gpu
+def test_device_memory_is_free_meanwhile() -> None:
+    """16-bit weights of 2^20 elements a layer: masters and moments take 12 bytes an element, and leave the device."""
+
+    def trained(pauses: bool) -> str:
+        torch.manual_seed(0)
+        model: Any = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(4))).cuda()
+        optimizer: Any = shardcore.FusedAdam(model.parameters(), lr=1e-2)
+        model, optimizer = shardcore.shard(model, optimizer, 3, precision="bf16")
+        x = torch.randn(8, 1024, device="cuda", dtype=torch.bfloat16)
+        for _ in range(3):
+            model(x).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if pauses:
+                before = torch.cuda.memory_allocated()
+                optimizer.offload_states()
+                assert before - torch.cuda.memory_allocated() >= 4 * 12 * 2**20
+                optimizer.reload_states()
+        return hash_of_training(model, optimizer)
+
+    assert trained(True) == trained(False)
+
+
 def _refusals(rank: int, world: int) -> list[str]:
     model, optimizer, _ = train(rank, Run(2, 1))
     loss_of(model, batch_of(1, 0, rank)).backward()
