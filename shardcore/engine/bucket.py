@@ -238,16 +238,6 @@ def closed_message(name: str, unit: str) -> str:
     )
 
 
-def refuse_grads(op: str, params: Iterable[Managed]) -> None:
-    """Raise ValueError for a `param.grad` that a user assigned where gradients are sharded."""
-    for managed in params:
-        if managed.param.grad is not None:
-            raise ValueError(
-                f"{op}: {managed.name}.grad was assigned; expected None (from stage 1 on gradients are sharded; "
-                "read them with shardcore.full_grad, clip them with shardcore.clip_grad_norm_)"
-            )
-
-
 class WeightFiles(Protocol):
     """Shards of weights in files (engine/nvme_weights.py)."""
 

@@ -26,7 +26,6 @@ import logging
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import TypeVar
 
 import torch
 
@@ -34,7 +33,7 @@ from shardcore._native import _C
 from shardcore.distributed.clock import scope
 from shardcore.distributed.comm import Comm, Started, Traffic, wait_all
 from shardcore.distributed.compare import uneven_backwards
-from shardcore.engine.bucket import Bucket, BufferPool, Lifetimes, Managed, ReducePolicy, give_full, refuse_grads, take_full
+from shardcore.engine.bucket import Bucket, BufferPool, Lifetimes, Managed, ReducePolicy, give_full, take_full
 from shardcore.engine.host_gradients import GradOffload, HostGrads
 from shardcore.engine.loss_scale import LossScaler
 from shardcore.engine.overlap_step import OverlapStep
@@ -42,28 +41,19 @@ from shardcore.engine.reduce_scatter import Parts, ReduceScatter
 from shardcore.engine.unshard import Unsharder
 from shardcore.optim.interface import weakly
 
-T = TypeVar("T")
 logger = logging.getLogger("shardcore")
-
-
-class _Callback:
-    def __init__(self, end: Callable[[], None]) -> None:
-        self._end = end
-
-    def __call__(self) -> None:
-        self._end()
 
 
 class Boundary:
     """Watches one backward at a time. See Note [Backward boundaries]."""
 
     def __init__(self) -> None:
-        self._callback: weakref.ref[_Callback] | None = None
+        self._callback: weakref.ref[partial[None]] | None = None
         self._failed = False
 
     def begin(self, end: Callable[[], None]) -> None:
         """Let autograd call `end` when the backward that is under way ends."""
-        callback = _Callback(end)
+        callback = partial(end)  # an object that nobody else holds
         self._callback = weakref.ref(callback)
         torch.autograd.Variable._execution_engine.queue_callback(callback)
 
@@ -84,38 +74,6 @@ class Boundary:
     def failed(self) -> bool:
         """Whether the last backward ended in an error."""
         return self._failed or (self._callback is not None and self._callback() is None)
-
-
-def watch(param: torch.Tensor, owner: T, before: Callable[[T], None], after: Callable[[T], None]) -> None:
-    """Call `before(owner)` before autograd adds to `param.grad`, and `after(owner)` when it has.
-
-    The hooks hold no strong reference: Python's garbage collector cannot see through the second kind.
-    """
-    weak = weakref.ref(owner)
-
-    def call_before(grad: torch.Tensor) -> None:
-        if (here := weak()) is not None:
-            before(here)
-
-    def call_after(param: torch.Tensor) -> None:
-        if (here := weak()) is not None:
-            after(here)
-
-    param.register_hook(call_before)  # type: ignore[no-untyped-call]
-    param.register_post_accumulate_grad_hook(call_after)  # type: ignore[no-untyped-call]
-
-
-def warn_of_old_grads() -> None:
-    """Say that a backward adds to gradients that were used."""
-    logger.warning(
-        "backward: adds to the gradients that the last step used, as nothing forgot them; expected "
-        "optimizer.zero_grad() or model.zero_grad() after a step (from stage 1 on p.grad = None does not; said once)"
-    )
-
-
-def warn_of_dropped_grads() -> None:
-    """Say what became of a backward that ended in an error."""
-    logger.warning("backward: the last one ended in an error; its gradients, and those it was to be added to, are dropped")
 
 
 _USED, _LATE = 1, 2
@@ -269,22 +227,39 @@ class Reducer:
         self.param_grads = ParamGrads(self.buckets) if all_own else None
         self.sync = True  # False inside no_sync()
         self.muted = False  # this rank's gradients are left out (uneven.py)
-        self.backwards = 0  # since the last step or zero_grad
+        self.backwards = 0  # that gave gradients since the last step or zero_grad
         self._stepped = self._warned = False  # a step used the present gradients; a warning said so
         self._local_sums = False  # backwards since the last reduction left float32 sums in Bucket.local
         self._reducing = False
         self.dropped = False  # a backward failed, and no other ended since
         self._boundary = Boundary()
-        self._number = 0  # of backwards since the last step, this one included, which ranks compare before they send
         self._any_grad = False  # some parameter got a gradient in this backward
-        self._next, self._sent_any = 0, False  # how many buckets this backward sent; whether anything, late ones too
+        self._next = 0  # how many buckets this backward sent
         self._missing: dict[Bucket, set[Managed]] = {}
         self._late: dict[Bucket, torch.Tensor] = {}
         self._late_params: set[Managed] = set()
         self._gathers: list[Started] = comm.keep_alive([])
         for order, bucket in enumerate(self.buckets):
             for slot, managed in enumerate(bucket.params):
-                watch(managed.param, self, Reducer.begin_backward, partial(Reducer._on_grad, order=order, slot=slot))
+                self._watch(managed.param, order, slot)
+
+    def _watch(self, param: torch.Tensor, order: int, slot: int) -> None:
+        """Let autograd call this before and after it adds to `param.grad`.
+
+        The hooks hold no strong reference: Python's garbage collector cannot see through the second kind.
+        """
+        weak = weakref.ref(self)
+
+        def before(grad: torch.Tensor) -> None:
+            if (reducer := weak()) is not None:
+                reducer.begin_backward()
+
+        def after(param: torch.Tensor) -> None:
+            if (reducer := weak()) is not None:
+                reducer._on_grad(order, slot)
+
+        param.register_hook(before)  # type: ignore[no-untyped-call]
+        param.register_post_accumulate_grad_hook(after)  # type: ignore[no-untyped-call]
 
     def _forget(self, memory: torch.Tensor) -> None:
         for bucket in self.buckets:
@@ -307,10 +282,13 @@ class Reducer:
         elif self._stepped and not self._warned:
             self._warned = True
             if self.comm.rank == 0:
-                warn_of_old_grads()
+                logger.warning(
+                    "backward: adds to the gradients that the last step used, as nothing forgot them; expected "
+                    "optimizer.zero_grad() or model.zero_grad() after a step (from stage 1 on p.grad = None does not; "
+                    "said once)"
+                )
         self._boundary.begin(self._end_backward)
-        self._next, self._number = 0, self.backwards + 1
-        self._any_grad = self._sent_any = False
+        self._next, self._any_grad = 0, False
         self._reducing = self.sync and (self.policy.sync_each or (self.backwards + 1) % self.policy.accumulate == 0)
         self._missing = {bucket: set(bucket.params) for bucket in self.buckets}
         if self.unsharder is not None:
@@ -318,33 +296,32 @@ class Reducer:
 
     @property
     def count(self) -> int:
-        """What ranks compare before they use gradients of others: twice the backwards since the last step, this one included.
+        """What ranks compare before they use gradients of others: twice `backwards`.
 
         Plus one if some were added locally, as such sums travel in another dtype.
         """
-        return 2 * self._number + self._local_sums
+        return 2 * self.backwards + self._local_sums
 
     def end_step(self) -> None:
         """Note that a step used the gradients, or was skipped."""
         self.scaler.end_step()
-        self.backwards = self._number = 0
+        self.backwards = 0
         self._stepped = any(bucket.reduced for bucket in self.buckets)
 
     def settle(self) -> None:
         """If the last backward ended in an error, drop all gradients. See Note [Failed backwards]."""
         if self._boundary.failed:
-            self._drop_all()
-            warn_of_dropped_grads()
-
-    def _drop_all(self) -> None:
-        self._boundary.clear()
-        self._reduce_scatter.abandon()
-        self._wait_gathers()
-        self.host_grads.abort()
-        if self.unsharder is not None:
-            self.unsharder.reshard_all()
-        self.zero()
-        self.dropped = True
+            self._boundary.clear()
+            self._reduce_scatter.abandon()
+            self._wait_gathers()
+            self.host_grads.abort()
+            if self.unsharder is not None:
+                self.unsharder.reshard_all()
+            self.zero()
+            self.dropped = True
+            logger.warning(
+                "backward: the last one ended in an error; its gradients, and those it was to be added to, are dropped"
+            )
 
     def _on_grad(self, order: int, slot: int) -> None:
         bucket = self.buckets[order]
@@ -389,6 +366,7 @@ class Reducer:
         if self.unsharder is not None:
             self.unsharder.end_backward()
         self.scaler.end_backward(self._any_grad)
+        self.backwards += self._any_grad
         if not self._any_grad:  # torch.autograd.grad: it leaves param.grad alone
             self.show_grads()
         elif self._reducing:
@@ -398,23 +376,18 @@ class Reducer:
                 bucket.collect_waiting()
         self.comm.clock.end("backward")
         self._boundary.clear()
-        self.backwards += self._any_grad
-        self._number = self.backwards
         self.dropped &= not self._any_grad
 
     def reduce_pending(self) -> None:
         """Reduce what was only summed locally so far (step() came after fewer backwards than declared)."""
         if self._local_sums:
-            self._next, self._sent_any = 0, False
+            self._next = 0
             self._reduce_rest()
-
-    def _launch_rest(self) -> None:
-        while self._next < len(self.buckets):
-            self._launch_next()
 
     @torch.no_grad()
     def _reduce_rest(self) -> None:
-        self._launch_rest()
+        while self._next < len(self.buckets):
+            self._launch_next()
         self._drain()
         late = agree_on_use(self.comm, self.params, self._late_params, self.count)
         if late:
@@ -463,6 +436,8 @@ class Reducer:
         give_full(bucket, buffer, self.pool, self.lifetimes)
 
     def _launch_next(self) -> None:
+        if self._next == 0 and self.comm.world_size > 1:
+            self.comm.start_backward()
         bucket = self.buckets[self._next]
         self._next += 1
         full = self._collect_buffer(bucket)
@@ -481,9 +456,6 @@ class Reducer:
 
     def _launch(self, bucket: Bucket, full: torch.Tensor) -> None:
         with scope("reduce", bucket.unit):
-            if self.comm.world_size > 1 and not self._sent_any:
-                self._sent_any = True
-                self.comm.start_backward()
             for sent in self._reduce_scatter.send(bucket, full):
                 self._finish(*sent)
 
@@ -491,24 +463,24 @@ class Reducer:
         """Sum the last level's parts into the bucket's reduced gradient, averaged and unscaled, and take its squared norm."""
         world = self.comm.world_size
         factor = self.scaler.unscale(world)
-        alone = world == 1 and not self.scaler.active
-        as_it_is = not bucket.reduced and (self.policy.accumulate == 1 or full.dtype == self.policy.grad_dtype)
-        late = full is self._late.get(bucket)
+        # Nothing is summed: the gradient stays in its dtype, to which late parts are added.
+        as_it_is = world == 1 and not self.scaler.active
+        if not bucket.reduced:
+            as_it_is &= self.policy.accumulate == 1 or full.dtype == self.policy.grad_dtype
+        else:
+            as_it_is &= full is self._late.get(bucket)
+        number = self._reduce_scatter.gather_number(bucket)
         if bucket in self.host_grads:
-            unchanged = alone and (as_it_is or late)
-            number, release = (
-                self._reduce_scatter.gather_number(bucket),
-                partial(give_full, bucket, pool=self.pool, lifetimes=self.lifetimes),
-            )
-            self.host_grads.reduce(bucket, full, last, factor, unchanged, release, number)
+            release = partial(give_full, bucket, pool=self.pool, lifetimes=self.lifetimes)
+            self.host_grads.reduce(bucket, full, last, factor, as_it_is, release, number)
             bucket.reduced = True
             return
-        if alone and as_it_is:
-            bucket.replace_grad(full, self.pool)  # nothing to sum: the gradient as it is
+        if as_it_is and not bucket.reduced:
+            bucket.replace_grad(full, self.pool)
             bucket.sq_norm = None
-        elif alone and late:
+        elif as_it_is:
             assert bucket.grad is not None
-            bucket.grad.add_(full)  # what has no late part stays as it is
+            bucket.grad.add_(full)
             bucket.sq_norm = None
         else:
             leaves = world > 1 and self.lifetimes.owns_everything
@@ -519,7 +491,6 @@ class Reducer:
                 bucket.sq_norm = last.add_up(factor, bucket.reduced_slice(grad), bucket.reduced)
             if len(self._replicas) > 1:
                 with scope("gather_grad", bucket.unit):
-                    number = self._reduce_scatter.gather_number(bucket)
                     name = f"the gradients of {bucket.unit or 'the root'}"
                     self._gathers += self.comm.all_gather([grad], Traffic.BACKWARD, name, self._replicas, of=[number])
         bucket.reduced = True
@@ -533,7 +504,12 @@ class Reducer:
         if self.param_grads is not None:
             self.param_grads.absorb()
             return
-        refuse_grads(op, self.params)
+        for managed in self.params:
+            if managed.param.grad is not None:
+                raise ValueError(
+                    f"{op}: {managed.name}.grad was assigned; expected None (from stage 1 on gradients are sharded; "
+                    "read them with shardcore.full_grad, clip them with shardcore.clip_grad_norm_)"
+                )
 
     def zero(self, set_to_none: bool = True) -> None:
         """Forget all gradients, or fill them with zeros, which an overlapped step must have read by then."""
@@ -541,7 +517,7 @@ class Reducer:
             self.overlap_step.finish()
         self.settle()
         self.host_grads.discard()  # zeros must not be overwritten
-        self.backwards = self._number = 0
+        self.backwards = 0
         self._stepped = self.dropped = self._local_sums = self.scaler.unscaled = False
         self._late.clear()
         self._late_params.clear()
