@@ -189,11 +189,6 @@ class Order(Generic[T]):
             self._on_track &= len(self._uses) < len(self._known) and self._known[len(self._uses)] is unit
             self._uses.append(unit)
 
-    @property
-    def now(self) -> list[T]:
-        """The units used so far in this pass."""
-        return self._uses or []
-
     def after(self, count: int) -> list[T]:
         """The next units, at most `count`, after the one used last; fewer if the pass ends, none if the order is not known."""
         if self._uses is None or not self._on_track:
@@ -283,10 +278,3 @@ def _users_in(module: nn.Module, own: set[nn.Parameter], units: Collection[nn.Mo
             yield child
             if child not in units:
                 yield from _users_in(child, own, units)
-
-
-@torch.no_grad()
-def take_edits(unit: Unit) -> None:
-    """Bring shards in line with full weights that the user may have edited, also through `.data`, which no counter shows."""
-    for bucket in unit.buckets:
-        bucket.take_edits()

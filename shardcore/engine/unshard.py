@@ -21,7 +21,6 @@ There `before_forward` gathers as always and `after_forward` does nothing.
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ from shardcore.distributed.clock import scope
 from shardcore.distributed.comm import Comm, Traffic, wait_all
 from shardcore.engine.bucket import Bucket, BufferPool, Managed, closed_message
 from shardcore.engine.overlap_step import OverlapStep
-from shardcore.engine.units import Order, Unit, in_backward, take_edits, tensors_in
+from shardcore.engine.units import Order, Unit, in_backward, tensors_in
 from shardcore.optim.interface import keep_uncompiled
 
 
@@ -60,20 +59,10 @@ class Gatherer:
         target.copy_(bucket.owned_weight)
         return None
 
-    def find_errors(self, arrivals: Iterable[_C.CopyEvent | None]) -> None:
-        """Raise if one of these shards cannot arrive, where that can be known before other ranks are sent to.
-
-        On CUDA it is known too late; a rank alone waits when it needs them.
-        """
-        if self._stream is None and not self._alone:
-            for arrived in arrivals:
-                if arrived is not None:
-                    arrived.wait()
-
     def gather(self, unit: Unit, arrivals: Iterable[_C.CopyEvent | None]) -> list[Any]:
         """Start to gather a unit's weights once its shards are copied; returns what to `wait` for.
 
-        See Note [Shards in host memory].
+        See Note [Shards in host memory]. Raises the error of a copy, before other ranks are sent to; on CUDA it is known later.
         """
         copies = [arrived for arrived in arrivals if arrived is not None]
         if self._alone:
@@ -314,14 +303,14 @@ class Unsharder:
         """Start to gather a unit's weights, where it is open into the memory that they have."""
         with scope("gather", unit.name):
             try:
-                unit.gathers = self._bring(unit)()
+                unit.gathers = self._bring(unit)
             except BaseException:
                 unit.gathers, unit.kept = [], None
                 self._lose(unit)  # or the next use would take what is there for the weights
                 raise
 
-    def _bring(self, unit: Unit) -> Callable[[], list[Any]]:
-        """Give a unit memory with this rank's part in place, or on its way there; returns what starts to gather the rest."""
+    def _bring(self, unit: Unit) -> list[Any]:
+        """Give a unit memory with this rank's part in place, or on its way there, and start to gather the rest."""
         arrivals, kept = [], bool(unit.kept)
         for bucket in unit.buckets:
             if not self._gatherer.apart:
@@ -336,10 +325,7 @@ class Unsharder:
             else:
                 arrivals.append(self._gatherer.bring(bucket))
         unit.kept = None
-        self._gatherer.find_errors(arrivals)
-        return (
-            partial(self._gatherer.gather_kept, unit, self._keepers) if kept else partial(self._gatherer.gather, unit, arrivals)
-        )
+        return self._gatherer.gather_kept(unit, self._keepers) if kept else self._gatherer.gather(unit, arrivals)
 
     def _wait(self, unit: Unit) -> None:
         """Wait until a unit is unsharded; can be interrupted, and done again until its `gathers` are None."""
@@ -411,7 +397,8 @@ class Unsharder:
         for unit in self.units:
             unit.calls = 0
             if unit.held:
-                take_edits(unit)
+                for bucket in unit.buckets:
+                    bucket.take_edits()
             elif unit.unsharded or unit.gathers is not None:
                 self._reshard(unit)
             for part in unit.kept or []:
@@ -470,7 +457,8 @@ class Unsharder:
                 unit.held -= 1
             self.all_held = all(unit.held for unit in self.units)
             for unit in held:
-                take_edits(unit)
+                for bucket in unit.buckets:  # also edits through `.data`, which no counter shows
+                    bucket.take_edits()
                 self._reshard(unit)
             self.pool.shrink(before)
 
