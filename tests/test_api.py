@@ -408,7 +408,7 @@ def test_bytes_really_move_through_the_tier() -> None:
 @pytest.mark.parametrize("chunk_numel", [256, 1024, 1 << 20])
 def test_chunks_do_not_change_the_bits(chunk_numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = hash_of_training(*train(0, Run())[:2])
-    monkeypatch.setattr(CpuStore.__init__, "__defaults__", (None, chunk_numel))
+    monkeypatch.setattr("shardcore.engine.cpu_store.CHUNK_NUMEL", chunk_numel)
     model, optimizer, _ = train(0, Run(shard={"offload": OFFLOAD}))
     assert hash_of_training(model, optimizer) == expected
 

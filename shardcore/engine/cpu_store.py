@@ -38,9 +38,9 @@ GRAD_BUFFERS, WEIGHT_BUFFERS = 2, 3
 _ITEM_BYTES = torch.float32.itemsize  # of the widest dtype of gradients and weights
 
 
-def staging_numel(buckets: Sequence[Bucket], chunk_numel: int = CHUNK_NUMEL) -> int:
+def staging_numel(buckets: Sequence[Bucket]) -> int:
     """Return the capacity of a staging buffer in elements, which is the most that a chunk has."""
-    return min(chunk_numel, max((bucket.host_numel for bucket in buckets), default=0))
+    return min(CHUNK_NUMEL, max((bucket.host_numel for bucket in buckets), default=0))
 
 
 def staging_bytes(
@@ -81,11 +81,9 @@ class HostStates:
     scratch_bytes = 0
     places = 1  # of chunks, which take turns
 
-    def __init__(
-        self, buckets: Sequence[Bucket], allocate: Callable[[int, torch.dtype], torch.Tensor], chunk_numel: int
-    ) -> None:
-        """Allocate zero states for `buckets`, to be updated in chunks of at most `chunk_numel` elements."""
-        self.chunk_numel, self._allocate = chunk_numel, allocate
+    def __init__(self, buckets: Sequence[Bucket], allocate: Callable[[int, torch.dtype], torch.Tensor]) -> None:
+        """Allocate zero states for `buckets`, to be updated in chunks."""
+        self.chunk_numel, self._allocate = staging_numel(buckets), allocate
         self._states = {bucket: self._zeros(bucket) for bucket in buckets}
 
     def _zeros(self, bucket: Bucket) -> Kept:
@@ -155,14 +153,13 @@ class CpuStore:
         device: torch.device,
         pin_memory: bool,
         pin_memory_limit: int | None = None,
-        chunk_numel: int = CHUNK_NUMEL,
         *,
         grads_on_host: bool = False,
         weights_on_host: bool = False,
         files: nvme_states.StateFiles | None = None,
         nodes: Sequence[int] = (),
     ) -> None:
-        """Allocate zero states for `buckets`, whose weights are on `device`, and staging for chunks of `chunk_numel` elements.
+        """Allocate zero states for `buckets`, whose weights are on `device`, and staging for chunks of CHUNK_NUMEL elements.
 
         At most `pin_memory_limit` bytes are pinned; what cannot be is pageable. grads_on_host: gradients are copied in backward
         (`Bucket.host_grad`), not in a step. weights_on_host: the shards of weights lie in host memory as well (`Bucket.tier`).
@@ -176,9 +173,7 @@ class CpuStore:
         self.weight_files: NvmeWeights | None = None
         self._files = [] if self.in_files is None else [self.in_files]
         engine_bytes = 0 if self.in_files is None else ENGINE_BYTES  # one of the process, for all of its files
-        self._states: HostStates | nvme_states.NvmeStates = self.in_files or HostStates(
-            buckets, allocate, staging_numel(buckets, chunk_numel)
-        )
+        self._states: HostStates | nvme_states.NvmeStates = self.in_files or HostStates(buckets, allocate)
         self.tier = self._states.tier
         size = self._states.chunk_numel * _ITEM_BYTES
         self._grads = [self.copies.empty(size, torch.uint8) for _ in range(0 if grads_on_host else GRAD_BUFFERS)]

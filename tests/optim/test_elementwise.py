@@ -80,7 +80,7 @@ def _hashes(rank: int, world_size: int, name: str, places: list[tuple[int, str]]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch, "get_num_threads", lambda: 1)  # of which each takes a piece
             patch.setattr(elementwise, "PIECE_NUMEL", (112, 10**6)[number % 2])  # several pieces of each bucket, or one
-            patch.setattr(cpu_store.CpuStore.__init__, "__defaults__", (None, 512))  # several chunks per bucket
+            patch.setattr(cpu_store, "CHUNK_NUMEL", 512)  # several chunks per bucket
             model, optimizer = _sharded(name, stage, precision=precision, clip_grad_norm=0.3, **TIERS[tier])
             _train(model, optimizer, range(4), rank)
             optimizer.synchronize()

@@ -8,7 +8,7 @@ import torch
 
 import shardcore
 from shardcore._native import _C
-from shardcore.engine.cpu_store import CpuStore
+from shardcore.engine import cpu_store
 from tests.support.copies import simulated_tier
 from tests.support.models import Net, Run, batch_of, hash_of, hash_of_training, loss_of, train
 
@@ -63,7 +63,7 @@ def tier_with(patch: pytest.MonkeyPatch, wrap: Callable[[Any], Any] = lambda tie
 
 def small_chunks(patch: pytest.MonkeyPatch) -> None:
     """Let each bucket have several chunks, so that they are on their way at once."""
-    patch.setattr(CpuStore.__init__, "__defaults__", (None, 256))
+    patch.setattr(cpu_store, "CHUNK_NUMEL", 256)
 
 
 class Watched(Wrapped):
