@@ -31,7 +31,7 @@ import torch
 from shardcore._native import _C
 from shardcore.distributed.comm import Comm, Started, Traffic, wait_all
 from shardcore.engine.bucket import Bucket, BufferPool, ReducePolicy
-from shardcore.engine.overlap_step import Worker, WorkerThreads
+from shardcore.engine.overlap_step import WorkerThreads, make_worker
 from shardcore.engine.reduce_scatter import Parts
 
 IN_FLIGHT = 2  # gradients, whatever their size
@@ -152,7 +152,7 @@ class HostGrads:
         size = grad_staging_bytes(buckets, policy) // IN_FLIGHT
         self._staging = [self._empty(size) for _ in range(IN_FLIGHT if buckets else 0)]
         self._turn = 0
-        self._worker = Worker("shardcore-add", WorkerThreads(1) if offload is None else offload.threads, pool.device)
+        self._worker = make_worker("shardcore-add", WorkerThreads(1) if offload is None else offload.threads, pool.device)
         self._adding: list[Future[torch.Tensor] | None] = [None] * IN_FLIGHT  # the last addition from each staging buffer
         # Squared norms of the latest sums: of the elements on the host, and of those on the device.
         self._squares: dict[Bucket, tuple[Future[torch.Tensor], torch.Tensor | None]] = {}
@@ -353,14 +353,15 @@ class HostGrads:
         bucket, as_it_is, cut = pending.bucket, pending.as_it_is, pending.bucket.device_numel
         first = bucket.host_grad
         assert first is not None
+        total = first
         dtype = first.dtype if as_it_is else self._policy.grad_dtype
         if first.dtype != dtype:  # the first gradient kept its own dtype
             del self._memory[bucket]
-            bucket.host_grad = self._host_view(bucket, dtype)
+            total = bucket.host_grad = self._host_view(bucket, dtype)
         grad = bucket.sum_buffer(dtype, self._pool) if cut else None
         # Each replica computes the norm of its own piece.
         own: Sequence[torch.Tensor | None] = bucket.own_grads() if len(self._replicas) > 1 else [None]
-        total, submit = bucket.host_grad, self._worker.submit
+        submit = self._worker.submit
         on_host = self._watch("adding", lambda: submit(_add, copied, part, first, total, as_it_is, own[-1]))
         if on_host is not None:
             self._adding[self._turn] = on_host

@@ -141,20 +141,12 @@ def _begin_thread(threads: WorkerThreads, device: torch.device) -> None:
     use_own_threads(threads)
 
 
-class Worker:
-    """A thread that makes calls in order. It starts with the first one, and once more in a forked child."""
+def make_worker(name: str, threads: WorkerThreads, device: torch.device) -> ThreadPoolExecutor:
+    """Return a thread that makes calls in order; it starts with the first one.
 
-    def __init__(self, name: str, threads: WorkerThreads, device: torch.device) -> None:
-        """Start nothing yet. threads: of the kernels in its calls; device: whose copies they wait for."""
-        self._name, self.threads, self._device = name, threads, device
-        self._process = 0
-
-    def submit(self, call: Callable[..., Any], *arguments: Any) -> "Future[Any]":
-        """Make the call on the thread after those before it. RuntimeError if no thread can start."""
-        if self._process != os.getpid():
-            self._executor = ThreadPoolExecutor(1, self._name, _begin_thread, (self.threads, self._device))
-            self._process = os.getpid()
-        return self._executor.submit(call, *arguments)
+    threads: of the kernels in its calls; device: whose copies they wait for.
+    """
+    return ThreadPoolExecutor(1, name, _begin_thread, (threads, device))
 
 
 # --- the step ---------------------------------------------------------------------------------------------------------
@@ -202,7 +194,7 @@ class OverlapStep:
         self._pending: dict[Bucket, _Update] = {}  # in the order in which they are updated
         self.units, self.store, self.comm, self.device = list(units), store, comm, device
         self.has_worker = threads is not None
-        self._worker = Worker("shardcore-step", threads or WorkerThreads(1), device)
+        self._worker = make_worker("shardcore-step", threads or WorkerThreads(1), device)
         self._groups: list[Any] = groups
         self._lock = threading.RLock()
         self.step_count = 0

@@ -39,7 +39,7 @@ from shardcore.distributed.machine import (
 from shardcore.engine import cpu_store as offload
 from shardcore.engine.bucket import BufferPool, ReducePolicy
 from shardcore.engine.host_gradients import HostGrads
-from shardcore.engine.overlap_step import Worker, WorkerThreads, use_own_threads
+from shardcore.engine.overlap_step import WorkerThreads, make_worker, use_own_threads
 from tests.support.models import Run, batch_of, hash_of_training, loss_of, make_net, micro_steps, stepped, train
 from tests.support.ranks import run_fresh, run_ranks
 from tests.support.schedules import start
@@ -218,7 +218,7 @@ def _worker_of(rank: int, world_size: int, started: Sequence[str] = ("once", "on
         patch.setattr("shardcore.distributed.machine.quota", lambda: None)
         patch.setattr("shardcore.distributed.machine.here", lambda: ["localhost", started[rank]])
         _, optimizer, _ = train(rank, Run(steps=0, shard={"overlap_step": True}))
-    threads: WorkerThreads = optimizer._engine.overlap_step._worker.threads
+    threads: WorkerThreads = optimizer._engine.plan.threads
     return threads
 
 
@@ -234,7 +234,7 @@ def test_the_workers_use_the_device_of_the_model(monkeypatch: pytest.MonkeyPatch
     used: list[tuple[torch.device, int]] = []
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: used.append((device, threading.get_ident())))
     device = torch.device("cuda", 3)
-    worker = Worker("test", WorkerThreads(1), device)
+    worker = make_worker("test", WorkerThreads(1), device)
     idents = [worker.submit(threading.get_ident).result() for _ in range(2)]
     assert used == [(device, idents[0])]
     assert idents[0] == idents[1] != threading.get_ident()
@@ -246,7 +246,7 @@ def test_the_workers_use_the_device_of_the_model(monkeypatch: pytest.MonkeyPatch
         raise RuntimeError("planted")
 
     monkeypatch.setattr(torch.cuda, "set_device", broken)
-    assert Worker("test", WorkerThreads(1), device).submit(lambda: 5).result() == 5
+    assert make_worker("test", WorkerThreads(1), device).submit(lambda: 5).result() == 5
 
 
 def test_the_worker_gets_cpu_threads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,8 +261,8 @@ def test_the_worker_gets_cpu_threads(monkeypatch: pytest.MonkeyPatch) -> None:
             0, Run(steps=0, shard={"offload": {"optimizer": "cpu", "cpu_threads": cpu_threads}, "overlap_step": True})
         )
         kept.append(model)
-        worker = optimizer._engine.overlap_step._worker
-        worker.threads = WorkerThreads(worker.threads.count, (core,))
+        threads = WorkerThreads(optimizer._engine.plan.threads.count, (core,))
+        optimizer._engine.overlap_step._worker = make_worker("shardcore-step", threads, torch.device("cpu"))
         before = _threads()
         loss_of(model, batch_of(0, 0, 0)).backward()
         after_backward = _threads()

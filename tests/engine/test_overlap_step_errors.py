@@ -253,8 +253,6 @@ stepped(model, optimizer, 0, 0)
 child = os.fork()
 if child == 0:
     print("child", hash_of(model.parameters()), flush=True)
-    stepped(model, optimizer, 0, 1)
-    print("child again", hash_of(model.parameters()), flush=True)
     os._exit(0)
 assert os.waitpid(child, 0)[1] == 0
 stepped(model, optimizer, 0, 1)
@@ -268,7 +266,7 @@ def test_fork_and_exit_with_a_step_in_flight() -> None:
     done = subprocess.run([sys.executable, "-c", _SCRIPT], capture_output=True, text=True, timeout=60, env=environment)
     assert (done.returncode, done.stderr) == (0, "")
     first, second, _, *lines = done.stdout.splitlines()
-    assert lines == [f"child {first}", f"child again {second}", f"at exit {second}", "step 3: updating the weights of the root"]
+    assert lines == [f"child {first}", f"at exit {second}", "step 3: updating the weights of the root"]
 
 
 def _forks_alone(rank: int, world_size: int, overlap: bool) -> str:
