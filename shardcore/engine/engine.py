@@ -135,7 +135,7 @@ class Engine:
         self.commits: StepCommits | None = None
         self.save_staging: torch.Tensor | None = None  # host memory, kept from one save in the background to the next
         self._aside: _C.HostTier | None = None  # where states of the device are, between offload_states and reload_states
-        self.state_io = OptimizerStateIO(self.updater, groups, self.full_tensors.of_buckets)
+        self.state_io = OptimizerStateIO(self.updater, groups, self.full_tensors)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copy of a sharded model is an ordinary model: it has no engine."""
@@ -390,7 +390,7 @@ class Engine:
             gathers = None
             if self.overlap_step is None or not self.overlap_step.has_worker:
                 gathers = self.updater.apply(plan, wait=self.overlap_step is None)
-            self.updater.count(plan)
+            note_written(plan.updated)
             if self.ratio_tuner is not None:
                 self.ratio_tuner.updated = True
         if outcome is not None:

@@ -387,12 +387,9 @@ class NvmeStates:
             self._settle(before)
         chunk = self._step[number]
         self._settle(chunk)
-        self._reads[number] = self._read(chunk, place)
+        self._reads[number] = self._read(chunk, self._memory(chunk, place))
 
-    def _read(self, chunk: Chunk, place: int) -> _C.FileTransfer:
-        return self._read_into(self._memory(chunk, place), chunk)
-
-    def _read_into(self, memory: torch.Tensor, chunk: Chunk) -> _C.FileTransfer:
+    def _read(self, chunk: Chunk, memory: torch.Tensor) -> _C.FileTransfer:
         self.bytes_read += memory.nbytes
         return self._files[chunk.slot].read(memory, chunk.offset)
 
@@ -420,11 +417,12 @@ class NvmeStates:
             self._put_held()
             self._settle(chunk)
             self._held = None
+            memory = self._memory(chunk, PLACES)
             if chunk.crcs is None:
-                self._memory(chunk, PLACES).zero_()
+                memory.zero_()
             else:
-                self._read(chunk, PLACES).wait()
-                self._check(chunk, self._memory(chunk, PLACES))
+                self._read(chunk, memory).wait()
+                self._check(chunk, memory)
             self._held = chunk
         return self._views(chunk, PLACES)
 

@@ -100,7 +100,7 @@ class NvmeWeights(NvmeStates):
         memory, last_use_over = self._free.popleft()
         with suppress(OSError):  # of a read that nobody waited for
             last_use_over()
-        return memory, self._read_into(memory[: round_up(chunk.nbytes, self._alignment)], chunk)
+        return memory, self._read(chunk, memory[: round_up(chunk.nbytes, self._alignment)])
 
     def _drop(self, chunk: Chunk) -> None:
         if chunk in self._ahead:

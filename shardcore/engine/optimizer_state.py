@@ -1,11 +1,12 @@
 """The optimizer's full state dict, gathered from shards and scattered back, in the form of torch.optim."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from shardcore.engine.bucket import Bucket, Managed
+from shardcore.engine.full_tensors import FullTensors
 from shardcore.engine.step import Updater
 from shardcore.optim.state import check_tensor, step_tensor
 from shardcore.optim.state_dict import (
@@ -85,14 +86,9 @@ class _ParamStates(dict[str, Any]):
 class OptimizerStateIO:
     """Reads and writes the states of an updater's buckets as full tensors."""
 
-    def __init__(
-        self,
-        updater: Updater,
-        groups: Sequence[dict[str, Any]],
-        gather: Callable[[Iterable[tuple[Bucket, torch.Tensor]]], Iterator[torch.Tensor]],
-    ) -> None:
-        """Serve `updater`; parameters are numbered as `groups` (live) list them; `gather`: FullTensors.of_buckets."""
-        self.updater, self.groups, self._gather = updater, groups, gather
+    def __init__(self, updater: Updater, groups: Sequence[dict[str, Any]], full_tensors: FullTensors) -> None:
+        """Serve `updater`; parameters are numbered as `groups` (live) list them."""
+        self.updater, self.groups, self._full_tensors = updater, groups, full_tensors
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
@@ -101,7 +97,7 @@ class OptimizerStateIO:
         found: dict[int, dict[str, Any]] = {}
         stepped = (bucket for bucket in self.updater.buckets if any(managed.step > 0 for managed in bucket.params))
         kept = [(bucket, key) for bucket in stepped for key in bucket.state_format.keys]
-        fulls = self._gather((bucket, self.updater.store.read(bucket, key)) for bucket, key in kept)
+        fulls = self._full_tensors.of_buckets((bucket, self.updater.store.read(bucket, key)) for bucket, key in kept)
         for (bucket, key), full in zip(kept, fulls, strict=True):
             for managed in bucket.params:
                 if managed.step > 0:

@@ -15,7 +15,7 @@ import torch
 from shardcore._native import _C
 from shardcore.distributed.comm import Comm, Started, Traffic, wait_all
 from shardcore.distributed.compare import first_difference
-from shardcore.engine.bucket import Bucket, Lifetimes, Managed, note_written
+from shardcore.engine.bucket import Bucket, Lifetimes, Managed
 from shardcore.engine.device_step import DeviceStep, PendingResult
 from shardcore.engine.host_gradients import sq_norm_of
 from shardcore.engine.orthogonalize import orthogonalized
@@ -252,10 +252,6 @@ class Updater:
                 f"step: updating the weights failed on its way ({type(self._failure).__name__}: {self._failure}); expected it "
                 "to succeed (some weights are new, some are not: make the model anew and load its last saved state)"
             ) from self._failure
-
-    def count(self, plan: StepPlan) -> None:
-        """Note that the plan's parameters are written, here or on the overlapped step's worker."""
-        note_written(plan.updated)
 
     def check(self) -> None:
         """Raise ValueError or TypeError for group options or parameters that no step can use."""

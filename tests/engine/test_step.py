@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import shardcore
+from shardcore.engine import engine
 from shardcore.engine.build import Membership
 from shardcore.engine.reducer import Reducer
 from shardcore.engine.state_store import DeviceStore
@@ -309,7 +310,7 @@ IN_STEP: dict[str, tuple[Any, str]] = {
     "before it is decided": (Reducer, "reduce_pending"),
     "as it is decided": (Updater, "decide"),
     "while the weights change": (DeviceStore, "step"),
-    "behind that": (Updater, "count"),
+    "behind that": (engine, "note_written"),
 }
 
 
