@@ -273,6 +273,7 @@ class Bucket:
     sq_norm: its squared norm (high, low) over this rank's shard; None: that of `grad` as it is, not taken yet.
     wire: (layout.numel,), the local gradient while it is collected: in `dtype`, or float32 sums over micro-steps.
     resident: the wire buffers that stay allocated (Lifetimes.full_grad_resident), by dtype.
+    shown: the buffer that stage 0's `param.grad` are views of, if they are set: `grad`, or one of `resident` in `dtype`.
     """
 
     def __init__(
@@ -313,6 +314,7 @@ class Bucket:
         self.arrival: _C.CopyEvent | None = None
         self.wire: torch.Tensor | None = None
         self.resident: dict[torch.dtype, torch.Tensor] = {}
+        self.shown: torch.Tensor | None = None
         self.reduced = False
         self.sq_norm: torch.Tensor | None = None
 

@@ -1,6 +1,6 @@
 """What a sharded model keeps in memory on this rank, by kind, tier and unit."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -88,7 +88,6 @@ def memory_report(model: nn.Module) -> MemoryReport:
 def report_now(engine: Engine) -> MemoryReport:
     """Return what `engine` keeps, while an overlapped step may still run."""
     engine.reducer.host_grads.drain()
-    param_grads = engine.reducer.param_grads
     return MemoryReport(
         tuple(
             memory_lines(
@@ -99,7 +98,6 @@ def report_now(engine: Engine) -> MemoryReport:
                 engine.unsharder.pool if engine.unsharder is not None else None,
                 engine.reducer.host_grads.scratch_bytes,
                 frozen=[param for _, param in engine.unmanaged if param not in engine.managed],
-                shown=param_grads.shown if param_grads is not None else lambda bucket: None,
             )
         )
     )
@@ -113,19 +111,18 @@ def memory_lines(
     gathered: BufferPool | None,
     grad_staging_bytes: int,
     frozen: Sequence[torch.Tensor],
-    shown: Callable[[Bucket], torch.Tensor | None],
 ) -> Iterator[MemoryLine]:
     """Yield what an engine of these parts keeps, on any device (shardcore.estimate asks on meta).
 
     pool: the reducer's; gathered: of unsharded weights, None where they are resident; grad_staging_bytes: of gradients that are
-    added in host memory; frozen: weights in no bucket; shown: see ParamGrads.shown.
+    added in host memory; frozen: weights in no bucket.
     """
     pooled = pool.allocated_bytes
     for bucket in buckets:
         unit = bucket.unit or "root"
         numel = bucket.layout.numel if lifetimes.full_weight_resident else bucket.owned_numel
         yield MemoryLine(unit, "weights", bucket.weight_tier, numel * bucket.dtype.itemsize)
-        in_grads = gradient_bytes(bucket, shown(bucket))
+        in_grads = gradient_bytes(bucket)
         pooled -= in_grads
         yield MemoryLine(unit, "gradients", "device", in_grads)
         if bucket.host_grad is not None:
@@ -143,9 +140,9 @@ def memory_lines(
         )
 
 
-def gradient_bytes(bucket: Bucket, shown: torch.Tensor | None) -> int:
+def gradient_bytes(bucket: Bucket) -> int:
     """Return what a bucket's gradients take now, local and reduced; the same memory counts once."""
-    held = {id(t): t for t in (bucket.grad, bucket.wire, shown, *bucket.resident.values()) if t is not None}
+    held = {id(t): t for t in (bucket.grad, bucket.wire, bucket.shown, *bucket.resident.values()) if t is not None}
     return sum(t.nbytes for t in held.values())
 
 

@@ -90,60 +90,49 @@ def agree_on_use(comm: Comm, params: Sequence[Managed], late: Collection[Managed
     late: those with gradients that came after their bucket was sent; backwards: Reducer.count. Returns the parameters that are
     late on any rank; RuntimeError on every rank if the counts differ.
     """
-    if comm.world_size == 1:  # the device need not be asked, which would wait for the backward
-        for managed in params:
-            managed.has_grad |= managed.used
-            managed.used = False
-        return set(late)
-    flags = [_USED * m.used + _LATE * (m in late) for m in params] + [backwards % 256, backwards // 256 % 256]
-    rows = comm.all_gather_cpu(torch.tensor(flags, dtype=torch.uint8, device="cpu"), Traffic.BACKWARD, "the end of a backward")
-    counts = [low + 256 * high for low, high in rows[:, -2:].tolist()]
-    if len(set(counts)) > 1:
-        raise uneven_backwards(counts)
-    is_used, is_late = ((rows[:, :-2] & flag).any(0).tolist() for flag in (_USED, _LATE))
+    is_used, is_late = [m.used for m in params], [m in late for m in params]
+    if comm.world_size > 1:
+        flags = [_USED * used + _LATE * late_here for used, late_here in zip(is_used, is_late, strict=True)]
+        row = torch.tensor([*flags, backwards % 256, backwards // 256 % 256], dtype=torch.uint8, device="cpu")
+        rows = comm.all_gather_cpu(row, Traffic.BACKWARD, "the end of a backward")
+        counts = [low + 256 * high for low, high in rows[:, -2:].tolist()]
+        if len(set(counts)) > 1:
+            raise uneven_backwards(counts)
+        is_used, is_late = ((rows[:, :-2] & flag).any(0).tolist() for flag in (_USED, _LATE))
     for managed, used in zip(params, is_used, strict=True):
         managed.has_grad |= used
         managed.used = False
-    return {m for m, late_now in zip(params, is_late, strict=True) if late_now}
-
-
-TakeFull = Callable[[Bucket, torch.dtype], torch.Tensor]
+    return {managed for managed, late_anywhere in zip(params, is_late, strict=True) if late_anywhere}
 
 
 class ParamGrads:
     """The gradients that stage 0 shows as `param.grad`."""
 
-    def __init__(self, buckets: Sequence[Bucket]) -> None:
-        """Serve `buckets`, whose reduced gradients every rank has in full."""
-        self.buckets = buckets
-        self._buffers: dict[Bucket, torch.Tensor] = {}
-        self._versions: dict[Bucket, int] = {}
+    def __init__(self, buckets: Sequence[Bucket], pool: BufferPool) -> None:
+        """Serve `buckets`, whose reduced gradients every rank has in full; `pool`: of their buffers."""
+        self.buckets, self._pool = buckets, pool
+        self._versions: dict[Bucket, int] = {}  # of `Bucket.shown`
 
-    def give(self, take_full: TakeFull) -> None:
-        """Set `param.grad` of every parameter that has a gradient; `take_full` provides a buffer where one is needed."""
+    def give(self) -> None:
+        """Set `param.grad` of every parameter that has a gradient."""
         for bucket in self.buckets:
             if bucket.grad is None or not bucket.reduced:
                 continue
             shown = bucket.grad
             if shown.dtype != bucket.dtype:
-                shown = take_full(bucket, bucket.dtype)
+                shown = take_full(bucket, bucket.dtype, self._pool, passing=False)
                 _C.cast([shown], [bucket.grad])
             for managed in bucket.params:
                 managed.grad_view = managed.shown(managed.slice_of(shown)) if managed.has_grad else None
                 managed.param.grad = managed.grad_view
-            self._buffers[bucket], self._versions[bucket] = shown, self._version(bucket, shown)
-
-    def shown(self, bucket: Bucket) -> torch.Tensor | None:
-        """Return the buffer that the bucket's `param.grad` are views of now."""
-        return self._buffers.get(bucket)
+            bucket.shown, self._versions[bucket] = shown, self._version(bucket, shown)
 
     def drop(self) -> None:
         """Clear every `param.grad` and put the buffers back."""
-        for bucket, shown in self._buffers.items():
-            if shown is not bucket.grad:
-                bucket.resident[shown.dtype] = shown
-        self._buffers.clear()
         for bucket in self.buckets:
+            if bucket.shown is not None and bucket.shown is not bucket.grad:
+                bucket.resident[bucket.shown.dtype] = bucket.shown
+            bucket.shown = None
             for managed in bucket.params:
                 managed.param.grad = managed.grad_view = None
 
@@ -151,7 +140,7 @@ class ParamGrads:
     def absorb(self) -> None:
         """Bring the reduced gradients in line with what `param.grad` says now."""
         for bucket in self.buckets:
-            shown = self._buffers.get(bucket)
+            shown = bucket.shown
             edited = shown is not None and self._version(bucket, shown) != self._versions[bucket]
             changed = edited
             for managed in bucket.params:
@@ -224,7 +213,7 @@ class Reducer:
         self._reduce_scatter = ReduceScatter(comm, self.pool, self.buckets, policy.backend_sums)
         topology, all_own = comm.topology, lifetimes.owns_everything
         self._replicas = topology.ranks_by_piece() if all_own else topology.replica_ranks(comm.rank)
-        self.param_grads = ParamGrads(self.buckets) if all_own else None
+        self.param_grads = ParamGrads(self.buckets, self.pool) if all_own else None
         self.sync = True  # False inside no_sync()
         self.muted = False  # this rank's gradients are left out (uneven.py)
         self.backwards = 0  # that gave gradients since the last step or zero_grad
@@ -558,4 +547,4 @@ class Reducer:
         """Set `param.grad` again after the reduced gradients changed (stage 0; nothing from stage 1 on)."""
         if self.param_grads is not None:
             self.param_grads.drop()
-            self.param_grads.give(self._take_full)
+            self.param_grads.give()

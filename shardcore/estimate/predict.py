@@ -184,7 +184,6 @@ def predict_rank(
         None if step.lifetimes.full_weight_resident else step.gathered,
         grad_staging_bytes(step.offloaded, step.policy),
         [torch.empty(param.shape, dtype=builder.dtype_of(param), device=_META) for param in rest],
-        lambda bucket: None,
     )
     numel = sum(param.numel() for param in model.parameters())
     disk = None if tiers.path is None else disk_use(buckets, tiers.durable, buckets if tiers.params == "nvme" else ())
