@@ -63,7 +63,7 @@ class LossScaler:
     since the gradients were last forgotten ran on a loss that was not scaled by `scale`, where it is noticed: `has_losses` is
     False on ranks whose backwards go on from other ranks'. rule: how it moves; None: it does not.
     live, live_unscale: where the device moves it (engine/device_step.py), the scale and 1 / (ranks * scale) there, float64 of
-    shape (), ahead of `scale`; `loaded` lets them follow a state that was loaded.
+    shape (), ahead of `scale`.
     """
 
     def __init__(self, options: LossScale | float | None) -> None:

@@ -8,7 +8,7 @@ contains every module which uses it, so a weight tied across units belongs to th
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -168,34 +168,31 @@ def _choose_by_size(module: nn.Module, min_numel: int, chosen: list[nn.Module], 
     return rest
 
 
-T = TypeVar("T")
-
-
-class Order(Generic[T]):
+class Order:
     """The order in which units are used in one kind of pass: learned in one, expected in the next."""
 
     def __init__(self) -> None:
-        self._known: list[T] = []
-        self._uses: list[T] | None = None
+        self._known: list[Unit] = []
+        self._uses: list[Unit] | None = None
         self._on_track = False
 
     def begin(self) -> None:
         """Begin a pass."""
         self._uses, self._on_track = [], True
 
-    def use(self, unit: T) -> None:
+    def use(self, unit: "Unit") -> None:
         """Note a use; several in a row count as one."""
         if self._uses is not None and (not self._uses or self._uses[-1] is not unit):
             self._on_track &= len(self._uses) < len(self._known) and self._known[len(self._uses)] is unit
             self._uses.append(unit)
 
-    def after(self, count: int) -> list[T]:
+    def after(self, count: int) -> list["Unit"]:
         """The next units, at most `count`, after the one used last; fewer if the pass ends, none if the order is not known."""
         if self._uses is None or not self._on_track:
             return []
         return self._known[len(self._uses) : len(self._uses) + count]
 
-    def is_last(self, unit: T) -> bool:
+    def is_last(self, unit: "Unit") -> bool:
         """Whether the pass, known as it is, ends with the use of `unit` that was just noted."""
         return self._uses is not None and self._on_track and len(self._uses) == len(self._known) and self._known[-1] is unit
 

@@ -132,7 +132,7 @@ class Unsharder:
         self.all_held = False  # inside full_params(model): a forward needs no other rank
         self._scratch: list[tuple[Unit, Managed]] = []
         self._unit_of = {bucket: unit for unit in units for bucket in unit.buckets}
-        self._forward, self._backward = Order[Unit](), Order[Unit]()
+        self._forward, self._backward = Order(), Order()
         self._warned = False
         # Called from hooks of modules that may be compiled in place: torch.compile must not look inside.
         of_units = "before_hooks", "before_forward", "after_forward", "before_part", "after_part"
@@ -328,7 +328,7 @@ class Unsharder:
         return self._gatherer.gather_kept(unit, self._keepers) if kept else self._gatherer.gather(unit, arrivals)
 
     def _wait(self, unit: Unit) -> None:
-        """Wait until a unit is unsharded; can be interrupted, and done again until its `gathers` are None."""
+        """Wait for what gathers a unit, if anything; can be interrupted, and done again until its `gathers` are None."""
         try:
             if unit.gathers:
                 with self.comm.clock.part(self._gatherer.exposes):
@@ -336,6 +336,7 @@ class Unsharder:
         except Exception:
             self._lose(unit)
             raise
+        unit.gathers = None
 
     def _lose(self, unit: Unit) -> None:
         """Abandon what is being gathered; its memory is kept, as the gather may still write to it."""
@@ -356,7 +357,6 @@ class Unsharder:
         if unit.unsharded:
             return
         self._wait(unit)
-        unit.gathers = None
         for bucket in unit.buckets:
             self._swap_memory(bucket, "unsharding", bucket.to_unsharded)
         unit.unsharded = True
@@ -375,9 +375,7 @@ class Unsharder:
             return
         if keep and unit.unsharded and unit.kept is None and len(self._keepers) > 1 and len(self.comm.shard_ranks) > 1:
             self._keep_part(unit)
-        if unit.gathers is not None:
-            self._wait(unit)
-        unit.gathers = None
+        self._wait(unit)
         for bucket in unit.buckets:
             if unit.unsharded and any(managed.edited for managed in bucket.params):
                 bucket.take_edits()
@@ -416,7 +414,6 @@ class Unsharder:
                 self._gather(unit)
             for unit in held:
                 self._wait(unit)
-                unit.gathers = None
         except Exception:
             for unit in held:  # closed: the weights of the step before would be taken for edits at the end of the context
                 self._withdraw(unit)
