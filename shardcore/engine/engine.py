@@ -571,22 +571,27 @@ class Engine:
         """
         buckets = self.updater.buckets if params is None else [bucket for bucket in self.buckets if bucket.trainable]
         chosen = None if params is None else set(params)
+        managed = [m for bucket in buckets for m in bucket.params if chosen is None or m.param in chosen]
+        self._read_grads(op, lambda: f"{what} over {', '.join(m.name for m in managed)}")
+        return OwnGrads(buckets, chosen, norm_type, self.comm, self.lifetimes, self.device, self.reducer.show_grads)
+
+    def _read_grads(self, op: str, which: Callable[[], str]) -> None:
+        """Begin a read of gradients, as every rank does (see `together`); `which` says of what. Reduces what is not."""
 
         def check() -> str:
             self.reducer.accept_user_grads(op)
             self.reducer.host_grads.synchronize()
-            return f"{what} over {', '.join(m.name for b in buckets for m in b.params if chosen is None or m.param in chosen)}"
+            return which()
 
-        self.together(op, check, self.reducer.count)
+        self.together(op, check, of_grads=True)
         self.reducer.reduce_pending()
         self.reducer.host_grads.synchronize()
-        return OwnGrads(buckets, chosen, norm_type, self.comm, self.lifetimes, self.device, self.reducer.show_grads)
 
-    def together(self, op: str, check: Callable[[], str], backwards: int = 0) -> None:
+    def together(self, op: str, check: Callable[[], str], of_grads: bool = False) -> None:
         """Run `check`; if it raises here, or other ranks are in another collective read than `op`, raise on every rank.
 
-        What `check` returns says which value is read, where there are several: it has to be the same on every rank, as the
-        number of `backwards` is.
+        What `check` returns says which value is read, where there are several: it has to be the same on every rank. of_grads:
+        so has the number of backwards.
         """
         self.reducer.settle()
         self.settle(counts=True)
@@ -602,7 +607,7 @@ class Engine:
         except (ValueError, TypeError, KeyError, RuntimeError) as error:
             problem = error
         try:
-            agree_on_read(self.comm, op, what, backwards, problem)
+            agree_on_read(self.comm, op, what, self.reducer.count if of_grads else 0, problem)
         finally:
             problem = None  # as in step
 
@@ -620,16 +625,8 @@ class Engine:
     @torch.no_grad()
     def full_grad(self, param: nn.Parameter) -> torch.Tensor | None:
         """Return the full averaged gradient of one parameter, or None if it has none. Collective."""
-
-        def check() -> str:
-            self.reducer.accept_user_grads("full_grad")
-            self.reducer.host_grads.synchronize()
-            return self._of("full_grad", param)[1].name
-
-        self.together("full_grad", check, self.reducer.count)
+        self._read_grads("full_grad", lambda: self._of("full_grad", param)[1].name)
         bucket, managed = self._of("full_grad", param)
-        self.reducer.reduce_pending()
-        self.reducer.host_grads.synchronize()
         grad = bucket.owned_grad()
         if not managed.has_grad or grad is None:
             return None

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import shardcore
-from tests.support.models import Block, Net, Reused, Run, batch_of, hash_of_training, loss_of, make_net, train
+from tests.support.models import Block, Net, Reused, Run, batch_of, error_of, hash_of_training, loss_of, make_net, train
 from tests.support.ranks import run_ranks
 
 ADAM = {"lr": 1e-2, "weight_decay": 0.1}
@@ -122,6 +122,21 @@ def _fail_in_backward(model: Any) -> None:
     with pytest.raises(RuntimeError, match="planted"):
         loss_of(model, batch_of(5, 0, 0)).backward()
     handle.remove()
+
+
+def _fails_alone(rank: int, world_size: int) -> str:
+    model, _, _ = train(rank, Run(steps=0, accumulate=2, shard={"sync_each": False}))
+    if rank == 0:
+        _fail_in_backward(model)
+    else:
+        loss_of(model, batch_of(0, 0, rank)).backward()
+    return error_of(lambda: shardcore.clip_grad_norm_(model, 1.0))
+
+
+def test_a_local_backward_that_failed_on_one_rank_is_an_error_of_the_next_read_of_gradients() -> None:
+    """Rank 0 has dropped its gradients, so it would not take part in the reduction of the others'."""
+    for text in run_ranks(2, _fails_alone):
+        assert "rank 0: 0 backwards since the last step" in text
 
 
 def test_an_exception_in_backward_leaves_the_next_step_whole() -> None:
