@@ -90,7 +90,7 @@ class HostStates:
         return bucket.state_format.new(bucket.host_numel, self._allocate)
 
     def replace(self, gone: Sequence[Bucket], made: Sequence[Bucket]) -> None:
-        """See StateStore."""
+        """See DeviceStore."""
         for bucket in gone:
             del self._states[bucket]
         self._states |= {bucket: self._zeros(bucket) for bucket in made}
@@ -235,7 +235,7 @@ class CpuStore:
         return self._states.shrink(bucket)
 
     def replace(self, gone: Sequence[Bucket], made: Sequence[Bucket]) -> None:
-        """See StateStore."""
+        """See DeviceStore. Not of files."""
         assert isinstance(self._states, HostStates)
         self._parts.clear()
         self._states.replace(gone, made)

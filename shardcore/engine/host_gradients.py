@@ -29,10 +29,10 @@ from typing import TypeVar
 import torch
 
 from shardcore._native import _C
-from shardcore.distributed.comm import Comm, Started, Traffic, wait_all
-from shardcore.engine.bucket import Bucket, BufferPool, ReducePolicy
+from shardcore.distributed.comm import Started, wait_all
+from shardcore.engine.bucket import Bucket, ReducePolicy
 from shardcore.engine.overlap_step import WorkerThreads, make_worker
-from shardcore.engine.reduce_scatter import Parts
+from shardcore.engine.reduce_scatter import Parts, ReduceScatter
 
 IN_FLIGHT = 2  # gradients, whatever their size
 T = TypeVar("T")
@@ -137,13 +137,14 @@ def _add_now(part: torch.Tensor, total: torch.Tensor, as_it_is: bool, own: torch
 class HostGrads:
     """Owns the host memory of reduced gradients (`Bucket.host_grad`): all writes to it go through this class."""
 
-    def __init__(self, offload: GradOffload | None, comm: Comm, policy: ReducePolicy, scaled: bool, pool: BufferPool) -> None:
+    def __init__(self, offload: GradOffload | None, reduce_scatter: ReduceScatter, policy: ReducePolicy, scaled: bool) -> None:
         """Allocate `host_numel` elements for each bucket, and staging buffers; nothing if `offload` is None.
 
-        pool: of device memory. scaled: whether losses are scaled, so that the reduction always unscales gradients.
+        reduce_scatter: has the pool of device memory. scaled: losses are, so that the reduction always unscales gradients.
         """
+        self._reduce_scatter, comm = reduce_scatter, reduce_scatter.comm
+        self._comm, self._policy, self._pool = comm, policy, reduce_scatter.pool
         self._copies: _C.HostTier | None = None if offload is None else offload.copies
-        self._comm, self._policy, self._pool = comm, policy, pool
         self._replicas = comm.topology.replica_ranks(comm.rank)
         self._memory: dict[Bucket, torch.Tensor] = {}
         buckets = [] if offload is None else [bucket for bucket in offload.buckets if bucket.host_numel]
@@ -152,7 +153,7 @@ class HostGrads:
         size = grad_staging_bytes(buckets, policy) // IN_FLIGHT
         self._staging = [self._empty(size) for _ in range(IN_FLIGHT if buckets else 0)]
         self._turn = 0
-        self._worker = make_worker("shardcore-add", WorkerThreads(1) if offload is None else offload.threads, pool.device)
+        self._worker = make_worker("shardcore-add", WorkerThreads(1) if offload is None else offload.threads, self._pool.device)
         self._adding: list[Future[torch.Tensor] | None] = [None] * IN_FLIGHT  # the last addition from each staging buffer
         # Squared norms of the latest sums: of the elements on the host, and of those on the device.
         self._squares: dict[Bucket, tuple[Future[torch.Tensor], torch.Tensor | None]] = {}
@@ -190,13 +191,12 @@ class HostGrads:
         factor: float | torch.Tensor,
         as_it_is: bool,
         release: Callable[[torch.Tensor], None],
-        number: int,
     ) -> None:
         """Offload a bucket's gradient, or add it to the host's if `Bucket.reduced`.
 
         full: (layout.numel,), the local gradients, which `release` is called with when they are read; last: the parts of the
-        last level (ReduceScatter). factor: multiplies their sum. as_it_is: `full` is the gradient itself, set
-        or added as torch would. number: see ReduceScatter.gather_number.
+        last level (ReduceScatter). factor: multiplies their sum. as_it_is: `full` is the gradient itself, set or added as
+        torch would.
         """
         adds = bucket.reduced
         dtype = full.dtype if as_it_is else torch.float32 if adds else self._policy.grad_dtype
@@ -213,8 +213,7 @@ class HostGrads:
             bucket.sq_norm = last.add_up(factor, bucket.reduced_slice(source))
             release(full)
         if len(self._replicas) > 1:
-            name = f"the gradients of {bucket.unit or 'the root'}"
-            pending.gathers = self._comm.all_gather([pending.source], Traffic.BACKWARD, name, self._replicas, of=[number])
+            pending.gathers = self._reduce_scatter.gather(bucket, pending.source, self._replicas)
             self._gathering.append(pending)
         else:
             self._start_copy(pending)

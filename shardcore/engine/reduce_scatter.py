@@ -162,9 +162,10 @@ class ReduceScatter:
         """Whether what travels are local sums, in another dtype than the gradients."""
         return level == 0 and dtype != bucket.dtype
 
-    def gather_number(self, bucket: Bucket) -> int:
-        """Return the number (Comm.all_to_all, `of`) of what those who own the same range gather of its sum."""
-        return self._tag_number(bucket, len(self._levels))
+    def gather(self, bucket: Bucket, grad: torch.Tensor, ranks: Sequence[int]) -> list[Started]:
+        """Start to gather the reduced gradient of a range from the pieces of `ranks`, who all own it."""
+        name, number = f"the gradients of {bucket.unit or 'the root'}", self._tag_number(bucket, len(self._levels))
+        return self.comm.all_gather([grad], Traffic.BACKWARD, name, ranks, of=[number])
 
     def _give_back(self, flight: _Flight) -> None:
         self.pool.give(flight.received)

@@ -209,8 +209,8 @@ class Reducer:
         self.comm, self.lifetimes, self.policy, self.device, self.unsharder = comm, lifetimes, policy, device, unsharder
         self.scaler, self.overlap_step = scaler, overlap_step
         self.pool = BufferPool(device, weakly(self._forget))
-        self.host_grads = HostGrads(grad_offload, comm, policy, scaler.active, self.pool)
         self._reduce_scatter = ReduceScatter(comm, self.pool, self.buckets, policy.backend_sums)
+        self.host_grads = HostGrads(grad_offload, self._reduce_scatter, policy, scaler.active)
         topology, all_own = comm.topology, lifetimes.owns_everything
         self._replicas = topology.ranks_by_piece() if all_own else topology.replica_ranks(comm.rank)
         self.param_grads = ParamGrads(self.buckets, self.pool) if all_own else None
@@ -337,7 +337,7 @@ class Reducer:
                 self._late_params.add(managed)
                 managed.slice_of(self._late_buffer(bucket)).add_(grad)
                 return
-            bucket.collect(slot, grad, bucket.wire if bucket.wire is not None else self._collect_buffer(bucket))
+            bucket.collect(slot, grad, self._collect_buffer(bucket))
         missing.discard(managed)
         if first and self._reducing:
             for sent in self._reduce_scatter.arrive(bucket, grad.numel()):
@@ -458,10 +458,9 @@ class Reducer:
             as_it_is &= self.policy.accumulate == 1 or full.dtype == self.policy.grad_dtype
         else:
             as_it_is &= full is self._late.get(bucket)
-        number = self._reduce_scatter.gather_number(bucket)
         if bucket in self.host_grads:
             release = partial(give_full, bucket, pool=self.pool, lifetimes=self.lifetimes)
-            self.host_grads.reduce(bucket, full, last, factor, as_it_is, release, number)
+            self.host_grads.reduce(bucket, full, last, factor, as_it_is, release)
             bucket.reduced = True
             return
         if as_it_is and not bucket.reduced:
@@ -480,8 +479,7 @@ class Reducer:
                 bucket.sq_norm = last.add_up(factor, bucket.reduced_slice(grad), bucket.reduced)
             if len(self._replicas) > 1:
                 with scope("gather_grad", bucket.unit):
-                    name = f"the gradients of {bucket.unit or 'the root'}"
-                    self._gathers += self.comm.all_gather([grad], Traffic.BACKWARD, name, self._replicas, of=[number])
+                    self._gathers += self._reduce_scatter.gather(bucket, grad, self._replicas)
         bucket.reduced = True
         if full is not bucket.grad:
             self._release_full(bucket, full)
@@ -524,10 +522,7 @@ class Reducer:
             managed.has_grad &= not set_to_none
             if self.param_grads is None:
                 managed.param.grad = None  # nothing of ours: what a user assigned
-        if self.param_grads is not None:
-            self.param_grads.drop()
-            if not set_to_none:
-                self.show_grads()
+        self.show_grads()
 
     def free_buffers(self) -> None:
         """Free what gradients were in, none of which may be needed any more; the next backward takes memory again."""

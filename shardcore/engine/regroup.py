@@ -12,10 +12,12 @@ from torch import nn
 
 from shardcore.engine.bucket import Bucket, allocate
 from shardcore.engine.build import together
+from shardcore.engine.cpu_store import CpuStore
 from shardcore.engine.engine import Engine, engine_behind
 from shardcore.engine.hooks import attach_state_dicts
 from shardcore.engine.optimizer_state import ShardedStates
 from shardcore.engine.split_store import split
+from shardcore.engine.state_store import DeviceStore
 from shardcore.engine.units import Unit, UnitSpec
 from shardcore.optim.options import PARAM_DTYPES, json_value
 
@@ -136,6 +138,7 @@ def _move(engine: Engine, gone: Sequence[Bucket], made: Sequence[Bucket]) -> Non
                 values.setdefault(managed.param, {})[key] = managed.slice_of(full).clone()
     if plan.host is not None:
         split([bucket for bucket in made if bucket.group is not None], 1.0)
+    assert isinstance(store, DeviceStore | CpuStore)  # others were refused
     store.replace([b for b in gone if b.group is not None], [b for b in made if b.group is not None])
     for bucket in made:
         tier = plan.host.copies if plan.host is not None and engine.options["offload"].params is not None else None

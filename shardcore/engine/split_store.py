@@ -166,10 +166,6 @@ class SplitStore:
         """See StateStore."""
         self.on_cpu.watch(before_change)
 
-    def replace(self, gone: Sequence[Bucket], made: Sequence[Bucket]) -> None:
-        """See StateStore."""
-        raise NotImplementedError("states that are split stay as they are")
-
     def stored(self, bucket: Bucket) -> Iterator[tuple[str, str, int]]:
         """See StateStore."""
         yield from self.on_device.stored(bucket)

@@ -93,9 +93,6 @@ class StateStore(Protocol):
     def watch(self, before_change: BeforeChange | None) -> None:
         """Let it be called before states in host memory change, by the thread that changes them; None: nothing any more."""
 
-    def replace(self, gone: Sequence[Bucket], made: Sequence[Bucket]) -> None:
-        """Free the states of some buckets, and keep zero states of others. Not for files, nor where they are split."""
-
     def stored(self, bucket: Bucket) -> Iterator[tuple[str, str, int]]:
         """Yield (tier, key, bytes) of each tensor that keeps the bucket's states."""
 
@@ -160,7 +157,7 @@ class DeviceStore:
         """See StateStore: there are none in host memory."""
 
     def replace(self, gone: Sequence[Bucket], made: Sequence[Bucket]) -> None:
-        """See StateStore."""
+        """Free the states of some buckets, and keep zero states of others."""
         self._lists.clear()
         for bucket in gone:
             del self._steppers[bucket], self._states[bucket]

@@ -40,6 +40,7 @@ from shardcore.engine import cpu_store as offload
 from shardcore.engine.bucket import BufferPool, ReducePolicy
 from shardcore.engine.host_gradients import HostGrads
 from shardcore.engine.overlap_step import WorkerThreads, make_worker, use_own_threads
+from shardcore.engine.reduce_scatter import ReduceScatter
 from tests.support.models import Run, batch_of, hash_of_training, loss_of, make_net, micro_steps, stepped, train
 from tests.support.ranks import run_fresh, run_ranks
 from tests.support.schedules import start
@@ -238,7 +239,8 @@ def test_the_workers_use_the_device_of_the_model(monkeypatch: pytest.MonkeyPatch
     idents = [worker.submit(threading.get_ident).result() for _ in range(2)]
     assert used == [(device, idents[0])]
     assert idents[0] == idents[1] != threading.get_ident()
-    host = HostGrads(None, Comm(), ReducePolicy(1, True, torch.float32), False, BufferPool(device))
+    nothing = ReduceScatter(Comm(), BufferPool(device), [], backend_sums=False)
+    host = HostGrads(None, nothing, ReducePolicy(1, True, torch.float32), False)
     host._worker.submit(threading.get_ident).result()
     assert [found for found, _ in used] == [device] * 2
 
