@@ -2,7 +2,6 @@
 
 import functools
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,7 @@ from tests.support.deepspeed import ADAM, ds_config, start, train
 from tests.support.meta import init, meta
 from tests.support.models import batch_of, hash_of, hash_of_training, make_net
 from tests.support.ranks import free_port, run_ranks
-from tests.support.scripts import finished
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.scripts import run_forked
 
 
 def without(key: str, **more: Any) -> dict[str, Any]:
@@ -395,15 +392,11 @@ def test_what_takes_a_model_takes_the_engine_too() -> None:
 
 
 @pytest.mark.more
-def test_torchrun_also_after_an_initialize_that_raised(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port()]
-    command += ["--local-addr", "localhost"]  # else torchrun gives ranks the machine's name, which may not resolve
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    run = finished([*command, "-m", "tests.deepspeed.test_initialize"], ROOT, environment)
-    assert run.returncode == 0, run.stderr
+def test_torchruns_variables_also_after_an_initialize_that_raised(tmp_path: Path) -> None:
+    printed = run_forked("tests.deepspeed.test_initialize", ranks=2, folder=tmp_path)
     expected = run_ranks(2, _hash)
     for rank in range(2):
-        assert f"rank {rank} of 2: {expected[rank]}" in run.stdout
+        assert f"rank {rank} of 2: {expected[rank]}" in printed
 
 
 if __name__ == "__main__":

@@ -24,9 +24,7 @@ from shardcore.engine.bucket import Bucket
 from tests.support.deepspeed import ds_config, start, train
 from tests.support.models import batch_of, hash_of_training, loss_of, make_net
 from tests.support.ranks import run_ranks
-from tests.support.scripts import finished
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.scripts import ROOT, run_forked
 
 
 def test_modules_have_deepspeeds_names() -> None:
@@ -320,12 +318,9 @@ print(f"steps {engine.global_steps} of {torch.distributed.get_world_size()} {tup
 def test_the_cifar_script_runs_over_two_ranks(tmp_path: Path) -> None:
     script = tmp_path / "cifar.py"
     script.write_text(CIFAR)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script), "--stage=3"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = finished(command, tmp_path, environment)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.count("steps 8 of 2 (1, 10)") == 2
-    assert "step=2 skipped=0" in done.stdout
+    printed = run_forked(script, "--stage=3", ranks=2, folder=tmp_path)
+    assert printed.count("steps 8 of 2 (1, 10)") == 2
+    assert "step=2 skipped=0" in printed
 
 
 def test_a_group_is_started_once() -> None:

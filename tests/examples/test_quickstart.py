@@ -1,27 +1,42 @@
-"""Every script of examples/quickstart, started as its first lines say, on CPUs: losses fall, and equal trainings are equal."""
+"""Every script of examples/quickstart, on CPUs: losses fall, and equal trainings are equal.
+
+One is started by torchrun, and those that other launchers start by theirs; the others' ranks are forked.
+"""
 
 import difflib
 import json
 import re
 import signal
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-from tests.support.scripts import ROOT, check_losses_fall, environment, losses_in, run_script, to_digits, torchrun
+from tests.support.scripts import (
+    ROOT,
+    check_losses_fall,
+    environment,
+    losses_in,
+    run_forked,
+    run_script,
+    to_digits,
+    torchrun,
+)
 
 FOLDER = ROOT / "examples" / "quickstart"
 CONFIG = ["--deepspeed", "--deepspeed_config", str(FOLDER / "ds_config.json")]
-STARTED_BY = {
-    "torchrun --nproc-per-node 2": torchrun,
-    "torchrun --nproc-per-node 8": lambda: torchrun(8),
-    "shardcore run": lambda: ["-m", "shardcore", "run", "--num_gpus", "2"],
-    "python": list,
+TORCHRUN, EIGHT_RANKS, SHARDCORE_RUN, PYTHON = (
+    "torchrun --nproc-per-node 2",
+    "torchrun --nproc-per-node 8",
+    "shardcore run",
+    "python",
+)
+RANKS = {TORCHRUN: 2, EIGHT_RANKS: 8, PYTHON: 0}
+LAUNCHED = {
+    "ddp_to_shardcore.py": torchrun,
+    "deepspeed_script.py": lambda: ["-m", "shardcore", "run", "--num_gpus", "2"],
+    "lightning_trainer.py": list,  # starts the other rank itself
 }
-TORCHRUN, EIGHT_RANKS, SHARDCORE_RUN, PYTHON = STARTED_BY
 # The script, its arguments, how it is started, the packages that it needs.
 SCRIPTS = {
     "ddp.py": ([], TORCHRUN, []),
@@ -47,11 +62,6 @@ SCRIPTS = {
 NOTEBOOK = FOLDER / "notebook.ipynb"
 
 
-def run(script: Path, *arguments: str, how: str = TORCHRUN, folder: Path) -> list[str]:
-    """Return the losses that a script prints."""
-    return losses_in(run_script(script, *arguments, launcher=STARTED_BY[how](), folder=folder))
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A function that runs a script of the folder, once for all tests, and returns its losses."""
@@ -59,7 +69,9 @@ def trained(tmp_path_factory):
 
     @cache
     def losses_of(name: str, *arguments: str) -> list[str]:
-        return run(FOLDER / name, *arguments, how=SCRIPTS[name][1], folder=folder)
+        if name in LAUNCHED:
+            return losses_in(run_script(FOLDER / name, *arguments, launcher=LAUNCHED[name](), folder=folder))
+        return losses_in(run_forked(FOLDER / name, *arguments, ranks=RANKS[SCRIPTS[name][1]], folder=folder))
 
     return losses_of
 
@@ -104,7 +116,7 @@ def test_losses_fall(name, trained):
 @pytest.mark.more
 def test_losses_do_not_fall_without_steps(tmp_path):
     script = changed("ddp_to_shardcore.py", "    optimizer.step()\n", "", tmp_path)
-    losses = run(script, folder=tmp_path)
+    losses = losses_in(run_forked(script, ranks=2, folder=tmp_path))
     with pytest.raises(AssertionError):
         check_losses_fall(losses)
 
@@ -113,7 +125,8 @@ def test_losses_do_not_fall_without_steps(tmp_path):
 def test_shardcore_has_the_losses_of_ddp(trained, tmp_path):
     assert to_digits(trained("ddp_to_shardcore.py")) == to_digits(trained("ddp.py"))
     alone = changed("ddp_to_shardcore.py", "model, optimizer = shardcore.shard(model, optimizer, stage=2)\n", "", tmp_path)
-    assert to_digits(run(alone, folder=tmp_path)) != to_digits(trained("ddp.py"))
+    apart = losses_in(run_forked(alone, ranks=2, folder=tmp_path))
+    assert to_digits(apart) != to_digits(trained("ddp.py"))
 
 
 @pytest.mark.more
@@ -136,13 +149,11 @@ def test_fsdp2_has_the_losses_of_ddp_offloaded_or_not(trained):
 @pytest.mark.more
 def test_a_killed_training_on_disk_has_the_losses_of_one_that_is_not(trained, tmp_path):
     script = FOLDER / "nvme_resume.py"
-    command = [sys.executable, str(script), "--kill-after", "7"]
-    killed = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=240, check=False)
-    assert killed.returncode == -signal.SIGKILL
-    went_on = run_script(script, launcher=[], folder=tmp_path)
+    killed = run_forked(script, "--kill-after", "7", ranks=0, folder=tmp_path, status=-signal.SIGKILL)
+    went_on = run_forked(script, ranks=0, folder=tmp_path)
     assert "going on from step 6" in went_on
-    assert losses_in(killed.stdout)[:6] + losses_in(went_on) == trained("nvme_resume.py")
-    assert "going on from step 20" in run_script(script, launcher=[], folder=tmp_path)
+    assert losses_in(killed)[:6] + losses_in(went_on) == trained("nvme_resume.py")
+    assert "going on from step 20" in run_forked(script, ranks=0, folder=tmp_path)
 
 
 def test_the_notebook_is_stripped():

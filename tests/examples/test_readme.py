@@ -1,19 +1,14 @@
 """The Python example of the README; those of the guide and the pages after it, which are one script; Hugging Face's."""
 
-import os
 import re
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 import shardcore
 from tests.support.models import batch_of, hash_of_training, loss_of, make_net
-from tests.support.ranks import free_port, run_ranks
-from tests.support.scripts import finished
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.ranks import run_ranks
+from tests.support.scripts import ROOT, run_forked
 
 
 def python_blocks(*pages):
@@ -40,10 +35,7 @@ def test_examples_run_over_two_ranks(pages, count, tmp_path):
     assert len(blocks) == count
     script = tmp_path / "train.py"
     script.write_text("\n".join(blocks))
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    done = finished([*command, str(script)], tmp_path, environment)
-    assert done.returncode == 0, done.stderr
+    run_forked(script, ranks=2, folder=tmp_path)
 
 
 def test_the_readme_is_short():

@@ -17,7 +17,7 @@ from examples.recipes import llama_7b_one_gpu, llama_70b_eight_gpus
 from shardcore import FusedAdam, cli, consolidate
 from shardcore.estimate import predict
 from tests.support.activations import peak_bytes
-from tests.support.scripts import ROOT, check_losses_fall, losses_in, run_script, torchrun
+from tests.support.scripts import ROOT, check_losses_fall, losses_in, run_forked
 
 FOLDER = ROOT / "examples" / "recipes"
 PAGES = ROOT / "docs" / "recipes"
@@ -184,7 +184,7 @@ def test_the_command_to_try_a_script_is_short(name, recipe):
 @pytest.mark.more
 def test_the_7b_script_trains_its_tiny_preset(tmp_path):
     plain, lean = (
-        losses_in(run_script(FOLDER / "llama_7b_one_gpu.py", *TINY, *more, launcher=[], folder=tmp_path))
+        losses_in(run_forked(FOLDER / "llama_7b_one_gpu.py", *TINY, *more, ranks=0, folder=tmp_path))
         for more in ([], ["--lean", "--save", "saved"])
     )
     check_losses_fall(plain)
@@ -197,7 +197,7 @@ def test_the_7b_script_trains_its_tiny_preset(tmp_path):
 
 @pytest.mark.more
 def test_the_70b_script_trains_its_tiny_preset(tmp_path):
-    printed = run_script(FOLDER / "llama_70b_eight_gpus.py", *TINY, "--save", "saved", launcher=torchrun(), folder=tmp_path)
+    printed = run_forked(FOLDER / "llama_70b_eight_gpus.py", *TINY, "--save", "saved", ranks=2, folder=tmp_path)
     check_losses_fall(losses_in(printed))
     assert (tmp_path / "saved" / "latest").exists()
 
@@ -209,6 +209,6 @@ def test_the_7b_script_reads_a_folder_of_weights(tmp_path):
     model.lm_head.weight.data.zero_()
     model.save_pretrained(tmp_path / "weights")
     arguments = [*TINY, "--steps", "1", "--weights", str(tmp_path / "weights")]
-    printed = run_script(FOLDER / "llama_7b_one_gpu.py", *arguments, launcher=[], folder=tmp_path)
+    printed = run_forked(FOLDER / "llama_7b_one_gpu.py", *arguments, ranks=0, folder=tmp_path)
     (loss,) = losses_in(printed)
     assert float(loss) == pytest.approx(math.log(128), abs=1e-5)

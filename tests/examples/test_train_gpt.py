@@ -21,10 +21,9 @@ from examples.corpus import Corpus
 from examples.gpt import PRESETS
 from examples.launch import Rank, launch
 from examples.training import Checkpoints, Placement, TrainConfig, Training, gather, train
-from tests.support.ranks import free_port, run_ranks, start
-from tests.support.scripts import finished
+from tests.support.ranks import run_ranks
+from tests.support.scripts import ROOT, finished, run_forked
 
-ROOT = Path(__file__).resolve().parents[2]
 TORCHRUN_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
@@ -104,24 +103,9 @@ def check_short(output: str) -> None:
     assert "ranks      2 on cpu" in output
 
 
-def _started(rank: int, environment: dict[str, str], output: Path) -> None:
-    """A rank as torchrun starts it: the environment is all that it gives."""
-    os.environ.update(environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
-    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for stream in (1, 2):
-        os.dup2(file, stream)
-    sys.argv = ["train_gpt", *SHORT]
-    sys.exit(train_gpt.main())
-
-
 @pytest.mark.more
 def test_ranks_that_are_started_find_each_other(tmp_path):
-    environment = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    ranks = [start(_started, rank, environment | {"OMP_NUM_THREADS": "1"}, tmp_path / str(rank)) for rank in range(2)]
-    for rank, process in enumerate(ranks):
-        process.join(120)
-        assert process.exitcode == 0, (tmp_path / str(rank)).read_text()
-    check_short("".join((tmp_path / str(rank)).read_text() for rank in range(2)))
+    check_short(run_forked("examples.train_gpt", *SHORT, ranks=2, folder=tmp_path))
 
 
 def test_one_rank_with_accumulation(tmp_path, capsys, alone):

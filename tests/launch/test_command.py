@@ -20,8 +20,8 @@ from shardcore import cli
 from shardcore.launch import command
 from shardcore.launch.node import ENDING, NodePlan
 from tests.support.ranks import free_port
+from tests.support.scripts import ROOT, run_forked
 
-ROOT = Path(__file__).resolve().parents[2]
 SOON_S = 90.0  # for what takes five seconds on a quiet machine
 HOSTS = "w0 slots=2\nw1 slots=4\n"
 # At the end of a program that ends well: while the interpreter ends a thread of gloo's may abort it (see scripts.finished).
@@ -208,7 +208,7 @@ TRAINING = """
 
 
 @pytest.mark.more
-def test_training_is_that_of_torchrun() -> None:
+def test_training_is_that_of_ranks_with_torchruns_variables() -> None:
     process = shardcore_run(TRAINING, "--num_gpus", "2", arguments=("--steps", "3"))
     out, err = process.communicate(timeout=SOON_S)
     assert process.returncode == 0, err
@@ -217,21 +217,7 @@ def test_training_is_that_of_torchrun() -> None:
     assert [f"{rank} {line[2:]}" for rank in (0, 1) for line in hashes[:3]] == hashes
     assert err.startswith("shardcore run: torch finds no GPU on localhost: 2 on its CPU, over gloo\n")
     Path("train.py").write_text(textwrap.dedent(TRAINING).replace("options.local_rank ==", "0 <="))
-    line = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "--local-addr",
-        "localhost",
-        "train.py",
-        "--steps",
-        "3",
-    ]
-    given = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(line, env=given, capture_output=True, text=True, check=True, timeout=SOON_S)
-    assert sorted(done.stdout.splitlines()) == hashes
+    assert sorted(run_forked(Path("train.py"), "--steps", "3", ranks=2, folder=Path.cwd()).splitlines()) == hashes
 
 
 @pytest.mark.more

@@ -1,6 +1,7 @@
 """Files written and read by the engine, and each thing that can go wrong there: detected, and named by file and offset."""
 
 import errno
+import io
 import os
 import random
 import resource
@@ -8,12 +9,14 @@ import subprocess
 import sys
 import threading
 import zlib
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
 import torch
 
 from shardcore._native import _C
+from tests.support import ranks
 
 MIB = 1 << 20
 BACKENDS = ["threads"] + ["io_uring"] * (_C.FileEngine("auto", depth=1).backend == "io_uring")
@@ -50,12 +53,16 @@ def write(engine: _C.FileEngine, path: Path, data: torch.Tensor, direct: bool = 
 
 
 def run(script: str, path: Path, backend: str = "auto", **env: str) -> str:
-    """Run a script in a process of its own; it must end well. Returns what it printed."""
-    result = subprocess.run(
-        [sys.executable, "-c", HEAD + script, str(path), backend], capture_output=True, text=True, env={**os.environ, **env}
-    )
-    assert (result.returncode, result.stderr) == (0, "")
-    return result.stdout
+    """Run a script in a process of its own, which is forked; returns what it printed."""
+    return ranks.run_fresh(_run_here, HEAD + script, str(path), backend, env)
+
+
+def _run_here(script: str, path: str, backend: str, env: dict[str, str]) -> str:
+    os.environ.update(env)
+    sys.argv[1:] = [path, backend]
+    with redirect_stdout(io.StringIO()) as printed:
+        exec(script, {})
+    return printed.getvalue()
 
 
 # Checksums
@@ -456,7 +463,9 @@ reads = [reader.start(0, 1 << 20) for _ in range(8)]
 sys.held = engine, writer, reader, reads
 print("end")
 """
-    assert run(script, path, backend).split() == ["end"]
+    command = [sys.executable, "-c", HEAD + script, str(path), backend]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "end\n", "")
 
 
 @pytest.mark.more
@@ -564,12 +573,7 @@ def many_requests(backend: str, path: Path, count: int) -> tuple[int, int]:
 @pytest.mark.more
 @pytest.mark.parametrize("count", [20_000, pytest.param(300_000, marks=pytest.mark.slow)])
 def test_many_requests_leak_nothing(backend, path, count):
-    script = f"""
-sys.path.insert(0, {str(Path(__file__).parents[2])!r})
-from tests.native.test_file_engine import Path, many_requests
-print(*many_requests(backend, Path(path), {count}))
-"""
-    files, memory = map(int, run(script, path, backend).split())  # of a process that does nothing else
+    files, memory = ranks.run_fresh(many_requests, backend, path, count)  # of a process that does nothing else
     assert files == 0
     assert memory < 8 * 1024  # 0.4 KiB for a request would be; of 300,000, the smallest piece that malloc gives (32 bytes)
 

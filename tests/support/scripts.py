@@ -1,13 +1,17 @@
-"""Example scripts as their users start them: in processes of their own, on CPUs, and the losses that they print."""
+"""Example scripts in processes of their own, on CPUs, that their launchers start or that are forked; the losses they print."""
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from tests.support.ranks import free_port
+import torch
+
+from tests.support.ranks import free_port, start
 
 ROOT = Path(__file__).resolve().parents[2]
 # What a user's shell does not have: torchrun's variables, GPUs (the tests are about CPUs), the network.
@@ -43,6 +47,50 @@ def run_script(script: Path, *arguments: str, launcher: Sequence[str], folder: P
     done = finished([sys.executable, *launcher, str(script), *arguments], folder)
     assert done.returncode == 0, f"{script.name} ended with {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
     return done.stdout
+
+
+def run_forked(script: Path | str, *arguments: str, ranks: int, folder: Path, status: int = 0, timeout_s: float = 300) -> str:
+    """Run a script, or a module by its name, on so many ranks, or for 0 as `python script` does, in `folder`.
+
+    Returns what they printed (stdout), in their order; each must exit with `status`.
+
+    Their processes are new and have torchrun's variables, but come from one that has imported torch, and in a run of all
+    tests other libraries: to start an interpreter and import them takes longer than the script.
+    """
+    variables = environment()
+    if ranks:
+        variables |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    with TemporaryDirectory() as outputs:
+        files = [Path(outputs, str(rank)) for rank in range(max(1, ranks))]
+        started = []
+        for rank, file in enumerate(files):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks else {}
+            started.append(start(_run_here, script, arguments, variables | own, folder, file))
+        for process in started:
+            process.join(timeout_s)
+            process.kill()
+        printed = [file.read_text() for file in files]
+        errors = [file.with_suffix(".err").read_text() for file in files]
+    ended = [process.exitcode for process in started]
+    assert ended == [status] * len(started), f"{script} ended with {ended}\n" + "\n".join(
+        text[-3000:] for text in (*printed, *errors)
+    )
+    return "".join(printed)
+
+
+def _run_here(script: Path | str, arguments: Sequence[str], variables: dict[str, str], folder: Path, output: Path) -> None:
+    for stream, file in ((1, output), (2, output.with_suffix(".err"))):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), stream)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(variables)
+    torch.set_num_threads(1)
+    sys.argv = [str(script), *arguments]
+    if isinstance(script, Path):
+        runpy.run_path(str(script), run_name="__main__")
+    else:
+        runpy.run_module(script, run_name="__main__", alter_sys=True)
 
 
 def torchrun(ranks: int = 2) -> list[str]:

@@ -1,12 +1,11 @@
 """tools/check_ranks.py over gloo ranks, and over the stand-in for NCCL: what it finds equal, and that it finds what is not."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.scripts import finished, torchrun
+from tests.support.scripts import run_forked
 
 # At stage 2 alone the learning rate is another one.
 BROKEN = """
@@ -26,10 +25,9 @@ sys.exit(check_ranks.main())
 @pytest.mark.parametrize("broken", [False, True])
 def test_layouts_that_have_other_bits_are_named(broken: bool, tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text(BROKEN)
-    program = [str(tmp_path / "broken.py")] if broken else ["-m", "tools.check_ranks"]
+    program = tmp_path / "broken.py" if broken else "tools.check_ranks"
     options = ["--device", "cpu", "--only", ", offload", "--sizes", "1", "--out", str(tmp_path)]
-    done = finished([sys.executable, *torchrun(2), *program, *options], tmp_path)
-    assert (done.returncode != 0) == broken, done.stderr[-3000:]
+    run_forked(program, *options, ranks=2, folder=tmp_path, status=int(broken))
     result = json.loads((tmp_path / "ranks.json").read_text())
     names = {f"stage {stage}, offload{more}" for stage in (1, 2, 3) for more in ("", ", overlapped")}
     assert set(result["hashes"]["flat"]) == names
@@ -42,9 +40,8 @@ def test_layouts_that_have_other_bits_are_named(broken: bool, tmp_path: Path) ->
 @pytest.mark.more
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_one_hash_over_all_layouts_on_groups_that_behave_as_nccl(ranks: int, tmp_path: Path) -> None:
-    program = ["-m", "tools.check_ranks", "--device", "cpu", "--standin", "--sizes", "1", "--out", str(tmp_path)]
-    done = finished([sys.executable, *torchrun(ranks), *program], tmp_path, timeout_s=900)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    options = ["--device", "cpu", "--standin", "--sizes", "1", "--out", str(tmp_path)]
+    run_forked("tools.check_ranks", *options, ranks=ranks, folder=tmp_path, timeout_s=900)
     result = json.loads((tmp_path / "ranks.json").read_text())
     assert result["over"] == "nccl_standin"
     hashes = {order: list(found.values()) for order, found in result["hashes"].items()}
@@ -56,7 +53,6 @@ def test_one_hash_over_all_layouts_on_groups_that_behave_as_nccl(ranks: int, tmp
 @pytest.mark.more
 def test_ranks_are_told_that_one_left_out_a_backward(tmp_path: Path) -> None:
     """Where one waits for a GPU's collective, and the other for the host's."""
-    program = ["-m", "tools.check_ranks", "--device", "cpu", "--standin", "--leave-out-backward"]
-    done = finished([sys.executable, *torchrun(2), *program], tmp_path)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert done.stdout.count("rank 1 for a step") == 2
+    options = ["--device", "cpu", "--standin", "--leave-out-backward"]
+    printed = run_forked("tools.check_ranks", *options, ranks=2, folder=tmp_path)
+    assert printed.count("rank 1 for a step") == 2
