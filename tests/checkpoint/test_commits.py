@@ -15,9 +15,9 @@ from shardcore.engine import nvme_states
 from shardcore.engine.engine import engine_behind
 from shardcore.estimate import predict
 from tests.support.choice import combinations
-from tests.support.models import Run, error_of, hash_of, hash_of_training, micro_steps, stepped, train
+from tests.support.models import Run, error_of, hash_of, hash_of_training, micro_steps, stepped, steps_of_run, train
 from tests.support.ranks import run_ranks
-from tests.support.tiers import FORMS, WAYS
+from tests.support.tiers import FORMS, WAYS, in_memory, run_on_disk
 
 
 @pytest.fixture(autouse=True)
@@ -25,42 +25,19 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvme_states, "CHUNK_NUMEL", 512)
 
 
-def _on_disk(stage: int, form: str, way: str, folder: str, **offload: Any) -> Run:
-    precision, adam = FORMS[form]
-    shard: dict[str, Any] = {**WAYS[way]}
-    tiers = {"optimizer": "nvme", "path": folder, "resume": True, **shard.pop("offload", {}), **offload}
-    shard["offload"] = {
-        key: value for key, value in tiers.items() if (key != "gradients" or stage > 0) and (key != "params" or stage == 3)
-    }
-    accumulate = shard.pop("accumulate", 1)
-    return Run(stage, 0, accumulate=accumulate, precision=precision, shard=shard, adam={"lr": 1e-2, **adam})
-
-
-def _in_memory(run: Run) -> Run:
-    shard = {key: value for key, value in run.shard.items() if key not in ("offload", "overlap_step")}
-    return Run(**{**run.__dict__, "shard": shard})
-
-
-def _steps(model: Any, optimizer: Any, run: Run, rank: int, steps: range) -> None:
-    for step in steps:
-        micro_steps(model, optimizer, rank, step, run.accumulate)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 def _hashes(rank: int, world_size: int, run: Run) -> tuple[list[str], list[int]]:
     """Return hashes of 6 steps in memory, and on disk in three runs of two steps each; the steps that these went on from."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nvme_states, "CHUNK_NUMEL", 512)
-        plain = _in_memory(run)
+        plain = in_memory(run)
         model, optimizer, _ = train(rank, plain)
-        _steps(model, optimizer, plain, rank, range(6))
+        steps_of_run(model, optimizer, plain, rank, range(6))
         found, begun = [hash_of_training(model, optimizer)], []
         for first in (0, 2, 4):
             model = optimizer = None
             model, optimizer, _ = train(rank, run)
             begun.append(shardcore.resume(model))
-            _steps(model, optimizer, run, rank, range(first, first + 2))
+            steps_of_run(model, optimizer, run, rank, range(first, first + 2))
             last = hash_of_training(model, optimizer)
         return [*found, last], begun
 
@@ -68,7 +45,7 @@ def _hashes(rank: int, world_size: int, run: Run) -> tuple[list[str], list[int]]
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(("stage", "form", "way"), combinations([0, 1, 2, 3], list(FORMS), list(WAYS), meet=1))
 def test_a_resumed_run_is_the_same_run(stage: int, form: str, way: str, tmp_path: Path) -> None:
-    for hashes, begun in run_ranks(2, _hashes, _on_disk(stage, form, way, str(tmp_path))):
+    for hashes, begun in run_ranks(2, _hashes, run_on_disk(str(tmp_path), stage, form, way, resume=True)):
         assert len(set(hashes)) == 1
         assert begun == [0, 2, 4]
 
@@ -185,13 +162,13 @@ def _into_another_world(rank: int, world_size: int, folder: str, stage: int) -> 
 def _two_steps(rank: int, world_size: int, folder: str, stage: int) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nvme_states, "CHUNK_NUMEL", 512)
-        run = _on_disk(stage, "masters", "a share", folder)
+        run = run_on_disk(folder, stage, "masters", "a share", resume=True)
         model, optimizer, _ = train(rank, run)
-        _steps(model, optimizer, run, rank, range(2))
+        steps_of_run(model, optimizer, run, rank, range(2))
         hash_of_training(model, optimizer)
-        run = _in_memory(run)
+        run = in_memory(run)
         model, optimizer, _ = train(rank, run)
-        _steps(model, optimizer, run, rank, range(2))
+        steps_of_run(model, optimizer, run, rank, range(2))
         stepped(model, optimizer, 0, 9)
         return hash_of_training(model, optimizer)
 
@@ -221,7 +198,7 @@ def test_skipped_steps_count(tmp_path: Path) -> None:
 
 
 def test_a_run_that_goes_on_without_resume_is_warned_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    run = _on_disk(2, "fp32", "states", str(tmp_path))
+    run = run_on_disk(tmp_path, form="fp32", resume=True)
     warned = []
     for calls_it in (False, False, True):
         model = optimizer = None
@@ -258,7 +235,7 @@ def test_resume_says_what_it_needs(tmp_path: Path) -> None:
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("form", ["masters", "fp32", "split 8-bit"])
 def test_weights_that_are_edited_after_a_step_are_committed(form: str, tmp_path: Path) -> None:
-    run = _on_disk(2, form, "states", str(tmp_path))
+    run = run_on_disk(tmp_path, form=form, resume=True)
 
     def edited(model: Any, optimizer: Any, step: int) -> None:
         stepped(model, optimizer, 0, step)
@@ -270,7 +247,7 @@ def test_weights_that_are_edited_after_a_step_are_committed(form: str, tmp_path:
     for counts in ((6,), (3, 3)):
         begun = 0
         for count in counts:
-            model, optimizer, _ = train(0, _in_memory(run) if counts == (6,) else run)
+            model, optimizer, _ = train(0, in_memory(run) if counts == (6,) else run)
             for step in range(begun, begun + count):
                 edited(model, optimizer, step)
             begun += count
@@ -281,7 +258,7 @@ def test_weights_that_are_edited_after_a_step_are_committed(form: str, tmp_path:
 
 def test_weights_that_are_edited_while_they_are_written_are_refused(tmp_path: Path) -> None:
     for form, refused in (("masters", False), ("fp32", True)):
-        model, optimizer, _ = train(0, _on_disk(2, form, "states", str(tmp_path / form)))
+        model, optimizer, _ = train(0, run_on_disk(tmp_path / form, form=form, resume=True))
         stepped(model, optimizer, 0, 0)
         micro_steps(model, optimizer, 0, 1, 1)
         with torch.no_grad():
@@ -353,7 +330,7 @@ class _Fails(_Batches):
 
 
 def test_a_state_that_cannot_be_had_ends_the_training(tmp_path: Path) -> None:
-    model, optimizer, _ = train(0, _on_disk(2, "fp32", "states", str(tmp_path)))
+    model, optimizer, _ = train(0, run_on_disk(tmp_path, form="fp32", resume=True))
     batches = _Fails()
     shardcore.resume(model, stateful={"batches": batches})
     for step in range(2):

@@ -18,29 +18,14 @@ from shardcore.checkpoint.directory import checkpoints
 from shardcore.engine import nvme_states
 from tests.support.choice import combinations
 from tests.support.crash import times
-from tests.support.models import Run, error_of, hash_of_training, micro_steps, stepped, train
+from tests.support.models import Run, error_of, hash_of_training, stepped, steps_of_run, train
 from tests.support.ranks import run_ranks, start
-from tests.support.tiers import FORMS, WAYS
+from tests.support.tiers import FORMS, WAYS, in_memory, run_on_disk
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvme_states, "CHUNK_NUMEL", 512)
-
-
-def _run(folder: Path | str, stage: int = 2, form: str = "masters", way: str = "states", **offload: Any) -> Run:
-    precision, adam = FORMS[form]
-    shard: dict[str, Any] = {**WAYS[way]}
-    tiers = {"optimizer": "nvme", "path": str(folder), "resume": True, **shard.pop("offload", {}), **offload}
-    shard["offload"] = {
-        key: value for key, value in tiers.items() if (key != "params" or stage == 3) and (key != "gradients" or stage > 0)
-    }
-    return Run(stage, 0, accumulate=shard.pop("accumulate", 1), precision=precision, shard=shard, adam={"lr": 1e-2, **adam})
-
-
-def _in_memory(run: Run, **changes: Any) -> Run:
-    shard = {key: value for key, value in run.shard.items() if key not in ("offload", "overlap_step")}
-    return Run(**{**run.__dict__, "shard": shard, **changes})
 
 
 def _sums(folder: Path) -> dict[str, int]:
@@ -53,29 +38,22 @@ def _shared(folder: Path, saved: Path) -> int:
     return sum(path.stat().st_size for path in saved.iterdir() if path.stat().st_ino in inodes)
 
 
-def _steps(model: Any, optimizer: Any, run: Run, rank: int, steps: range) -> None:
-    for step in steps:
-        micro_steps(model, optimizer, rank, step, run.accumulate)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 def _saved(rank: int, world_size: int, run: Run, folder: str, wait: bool) -> dict[str, Any]:
     """Train, save and train on; on disk and, for comparison, in memory."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nvme_states, "CHUNK_NUMEL", 512)
         found: dict[str, Any] = {}
-        for where, of in (("memory", _in_memory(run)), ("disk", run)):
+        for where, of in (("memory", in_memory(run)), ("disk", run)):
             saved = Path(folder, where)
             model, optimizer, _ = train(rank, of)
-            _steps(model, optimizer, of, rank, range(3))
+            steps_of_run(model, optimizer, of, rank, range(3))
             saving = shardcore.save(saved, model, optimizer, tag="3", wait=wait)
             if rank == 0 and where == "disk" and wait:
                 found["shared"] = _shared(Path(folder, "nvme"), saved / "3")
-            _steps(model, optimizer, of, rank, range(3, 4))
+            steps_of_run(model, optimizer, of, rank, range(3, 4))
             saving.wait()
             before = _sums(saved)
-            _steps(model, optimizer, of, rank, range(4, 8))
+            steps_of_run(model, optimizer, of, rank, range(4, 8))
             found[where] = hash_of_training(model, optimizer)
             assert _sums(saved) == before, "steps do not change a checkpoint"
             found[f"{where} copied"] = (saved / "3" / f"rank_{rank:05d}.safetensors").stat().st_size
@@ -98,7 +76,7 @@ def _loaded(rank: int, world_size: int, run: Run, folder: str) -> list[str]:
 def test_it_has_the_bits_of_an_ordinary_save_and_copies_no_states(
     stage: int, form: str, way: str, wait: bool, tmp_path: Path
 ) -> None:
-    run = _run(tmp_path / "nvme", stage, form, way)
+    run = run_on_disk(tmp_path / "nvme", stage, form, way, resume=True)
     for found in run_ranks(2, _saved, run, str(tmp_path), wait):
         assert found["memory"] == found["disk"]
         if way != "a share":
@@ -107,15 +85,15 @@ def test_it_has_the_bits_of_an_ordinary_save_and_copies_no_states(
         if wait and "shared" in found:
             assert found["shared"] > 1000
     for hashes in (
-        _loaded(0, 1, _in_memory(run, seed=7), str(tmp_path)),
-        *run_ranks(3, _loaded, _in_memory(run, stage=3, seed=7), str(tmp_path)),
+        _loaded(0, 1, in_memory(run, seed=7), str(tmp_path)),
+        *run_ranks(3, _loaded, in_memory(run, stage=3, seed=7), str(tmp_path)),
     ):
         assert hashes[0] == hashes[1]
 
 
 def _three_saves(folder: Path) -> tuple[list[str], list[str]]:
     """Save after each of three steps, train on, and return hashes of what was saved and of what is loaded."""
-    model, optimizer, _ = train(0, _run(folder / "nvme"))
+    model, optimizer, _ = train(0, run_on_disk(folder / "nvme", resume=True))
     saved = []
     for step in range(3):
         stepped(model, optimizer, 0, step)
@@ -217,7 +195,7 @@ def test_a_resumed_run_whose_slots_both_belong_to_checkpoints(tmp_path: Path) ->
 
 
 def _trained(folder: Path, steps: int = 2, **offload: Any) -> tuple[Any, Any]:
-    model, optimizer, _ = train(0, _run(folder, **offload))
+    model, optimizer, _ = train(0, run_on_disk(folder, **{"resume": True, **offload}))
     for step in range(steps):
         stepped(model, optimizer, 0, step)
     return model, optimizer

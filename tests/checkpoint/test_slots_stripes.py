@@ -13,9 +13,9 @@ import shardcore
 from shardcore.cli import main
 from shardcore.engine import disk, nvme_states
 from tests.support.choice import combinations
-from tests.support.models import Run, error_of, hash_of_training, make_net, micro_steps, stepped, train
+from tests.support.models import Run, error_of, hash_of_training, make_net, stepped, steps_of_run, train
 from tests.support.ranks import run_ranks, start
-from tests.support.tiers import FORMS, WAYS
+from tests.support.tiers import FORMS, WAYS, run_on_disk
 
 
 def _rates(folder: Path) -> disk.Rates:
@@ -38,18 +38,8 @@ def _folders(tmp_path: Path, *rates: int) -> list[Path]:
     return [tmp_path / f"{number}_{rate}" for number, rate in enumerate(rates)]
 
 
-def _run(path: Any, stage: int = 2, form: str = "masters", way: str = "states", **offload: Any) -> Run:
-    precision, adam = FORMS[form]
-    shard: dict[str, Any] = {**WAYS[way]}
-    tiers = {"optimizer": "nvme", "path": path, **shard.pop("offload", {}), **offload}
-    shard["offload"] = {
-        key: value for key, value in tiers.items() if (key != "params" or stage == 3) and (key != "gradients" or stage > 0)
-    }
-    return Run(stage, 0, accumulate=shard.pop("accumulate", 1), precision=precision, shard=shard, adam={"lr": 1e-2, **adam})
-
-
 def _trained(path: Any, steps: int = 3, **options: Any) -> tuple[Any, Any]:
-    model, optimizer, _ = train(0, _run(path, **options))
+    model, optimizer, _ = train(0, run_on_disk(path, **options))
     for step in range(steps):
         stepped(model, optimizer, 0, step)
     return model, optimizer
@@ -66,10 +56,7 @@ def _hashes(rank: int, world_size: int, runs: list[Run]) -> list[str]:
         hashes = []
         for run in runs:
             model, optimizer, _ = train(rank, run)
-            for step in range(4):
-                micro_steps(model, optimizer, rank, step, run.accumulate)
-                optimizer.step()
-                optimizer.zero_grad()
+            steps_of_run(model, optimizer, run, rank, range(4))
             hashes.append(hash_of_training(model, optimizer))
         return hashes
 
@@ -82,7 +69,9 @@ def test_several_directories_have_the_bits_of_one(stage: int, form: str, way: st
     if stage == 0 and way in ("gradients, too", "weights, too"):
         way = "states"
     paths = [[str(one) for one in _folders(tmp_path / str(len(rates)), *rates)] for rates in ((1,), (3, 1), (1, 2, 1))]
-    for hashes in run_ranks(2, _hashes, [_run(path, stage, form, way, durable=durable) for path in [paths[0][0], *paths[1:]]]):
+    for hashes in run_ranks(
+        2, _hashes, [run_on_disk(path, stage, form, way, durable=durable) for path in [paths[0][0], *paths[1:]]]
+    ):
         assert len(set(hashes)) == 1
     assert [len(os.listdir(one)) > 0 for one in paths[2]] == [durable] * 3
 
@@ -93,7 +82,7 @@ def test_weights_in_files_are_spread_too(tmp_path: Path) -> None:
         2,
         _hashes,
         [
-            _run([str(one) for one in _folders(tmp_path / str(len(rates)), *rates)], 3, durable=False, params="nvme")
+            run_on_disk([str(one) for one in _folders(tmp_path / str(len(rates)), *rates)], 3, durable=False, params="nvme")
             for rates in ((1,), (3, 1))
         ],
     ):
@@ -171,7 +160,7 @@ def test_directories_that_cannot_be_used_are_named(tmp_path: Path, durable: bool
     (tmp_path / "link").symlink_to(one)
 
     def said(path: Any) -> str:
-        return error_of(lambda: train(0, _run(path, durable=durable)))
+        return error_of(lambda: train(0, run_on_disk(path, durable=durable)))
 
     assert f"has {one} and {one}, which are the same" in said([one, one])
     assert f"has {one} and {tmp_path / 'link'}, which are the same" in said([one, two, tmp_path / "link"])
@@ -187,7 +176,7 @@ def test_a_directory_that_is_missing_is_named_and_nothing_is_lost(tmp_path: Path
     two.rename(three)  # its disk is not mounted
 
     def said(*path: Path) -> str:
-        return error_of(lambda: train(0, _run(list(path), resume=True)))
+        return error_of(lambda: train(0, run_on_disk(list(path), resume=True)))
 
     assert f'offload["path"] lacks {two}/rank_00000.' in said(one, two)
     assert f"expected all directories of step 3, in their order, which were {one}, {two}" in said(one, two)
@@ -197,9 +186,9 @@ def test_a_directory_that_is_missing_is_named_and_nothing_is_lost(tmp_path: Path
     assert "slot_2.safetensors" in error_of(lambda: shardcore.load(one, *train(0, Run(2, 0, precision="bf16"))[:2]))
     three.rename(two)
     for resume in (True, None):
-        said_of = error_of(lambda: train(0, _run([two, one], resume=resume)))  # noqa: B023
+        said_of = error_of(lambda: train(0, run_on_disk([two, one], resume=resume)))  # noqa: B023
         assert f"expected the directories in the order that the run there has them: {one}, {two}" in said_of
-    assert "committed step 3 of an earlier run" in error_of(lambda: train(0, _run([one, two])))
+    assert "committed step 3 of an earlier run" in error_of(lambda: train(0, run_on_disk([one, two])))
     assert hash_of_training(*_trained([one, two], 0, resume=True)) == expected
 
 
@@ -235,7 +224,7 @@ def _train_until_killed(paths: list[str], made: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         _measured(patch)
         torch.set_num_threads(1)
-        model, optimizer, _ = train(0, _run(paths, resume=True), make_net())
+        model, optimizer, _ = train(0, run_on_disk(paths, resume=True), make_net())
         step = shardcore.resume(model)
         while True:
             Path(made).write_text(f"{step:4d}")

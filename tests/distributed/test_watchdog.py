@@ -25,7 +25,7 @@ from shardcore.distributed.comm import Comm
 from shardcore.engine.bucket import BufferPool
 from tests.support.choice import some
 from tests.support.groups import as_on_nccl
-from tests.support.models import Net, Run, batch_of, hash_of_training, loss_of, make_net, stepped, train
+from tests.support.models import Ordered, Run, batch_of, hash_of_training, loss_of, make_net, stepped, train
 from tests.support.ranks import context, free_port, run_ranks, start
 
 NEVER = "ranks wait for different things, which can never end: "
@@ -122,9 +122,13 @@ def _diverge(rank: int, world_size: int, what: str, stage: int, nccl: bool) -> t
         return "no error", time.monotonic() - began
 
 
+WITHIN = [("a collective of the user's", stage, stage % 2 == 0) for stage in range(4)]
+WITHIN += [("a read beside a barrier", 1, False), ("a read beside a barrier", 3, True)]
+WITHIN += [(what, stages[0], nccl) for what, (_, stages, _) in DIFFERENT.items() if len(stages) == 1 for nccl in (True, False)]
+
+
 @pytest.mark.cases(1)
-@pytest.mark.parametrize("nccl", [pytest.param(False, marks=pytest.mark.more, id="gloo"), pytest.param(True, id="as nccl")])
-@pytest.mark.parametrize(("what", "stage"), [(what, stage) for what, (_, stages, _) in DIFFERENT.items() for stage in stages])
+@pytest.mark.parametrize(("what", "stage", "nccl"), WITHIN)
 def test_what_can_never_end_is_an_error_that_names_it(what: str, stage: int, nccl: bool) -> None:
     answers = [said for said, _ in run_ranks(3, _diverge, what, stage, nccl)]
     for said in answers:
@@ -296,6 +300,7 @@ def test_a_process_ends_though_the_store_is_gone() -> None:
 
 
 _IN_STORE = """
+import os
 import time
 from datetime import timedelta
 import torch.distributed as dist
@@ -308,16 +313,20 @@ def look():
     except RuntimeError:
         pass
 watchdog.PAUSE_S, watchdog._watch.look = 0.0, look
-watchdog._watch.start()
-time.sleep(0.2)
+for _ in range(4):  # of processes that have imported torch
+    child = os.fork()
+    if child == 0:
+        watchdog._watch.start()
+        time.sleep(0.2)
+        break
+    assert os.waitpid(child, 0)[1] == 0
 """
 
 
 @pytest.mark.more
 def test_a_process_ends_while_the_watchdog_is_inside_a_store() -> None:
     """Without an end of its thread two of three such processes abort."""
-    processes = [subprocess.Popen([sys.executable, "-c", _IN_STORE]) for _ in range(4)]
-    assert [process.wait(60) for process in processes] == [0] * 4
+    subprocess.run([sys.executable, "-c", _IN_STORE], check=True, timeout=60)
 
 
 def test_collectives_that_were_started_in_another_order_are_found() -> None:
@@ -330,23 +339,15 @@ def test_collectives_that_were_started_in_another_order_are_found() -> None:
 NEVER_ENDS = re.compile(r"ranks wait for different things, which can never end: .*ranks 0, 2 for .*expected every rank")
 
 
-class Skipping(Net):
-    def forward(self, x: torch.Tensor, skip: int = -1) -> torch.Tensor:
-        x = self.inp(x)
-        for index, block in enumerate(self.blocks):
-            x = block(x) if index != skip else x
-        return self.head(x) * self.gain
-
-
 def _different(rank: int, world_size: int, what: str, trained: int, stage: int = 3) -> str:
     torch.manual_seed(0)
-    model, optimizer, _ = train(rank, Run(stage=stage, steps=trained), Skipping())
+    model, optimizer, _ = train(rank, Run(stage=stage, steps=trained), Ordered())
     x, odd = torch.ones(2, 10), rank == 1
     try:
         if what == "skips a unit":
-            model(x, 1 if odd else -1)
+            model(x, (0, 2) if odd else (0, 1, 2))
         elif what == "skips the last unit":
-            model(x, 2 if odd else -1).sum().backward()
+            model(x, (0, 1) if odd else (0, 1, 2)).sum().backward()
         elif what == "has no backward":
             loss = model(x).sum()
             if not odd:
@@ -388,14 +389,6 @@ def test_a_missing_call_on_one_rank_is_an_error_on_every_rank_below_stage_3(what
         assert NEVER_ENDS.match(error), error
         assert f"rank 1 for {odd}" in error
         assert "ranks 0, 2 for the reduction of blocks.2" in error
-
-
-class Ordered(Net):
-    def forward(self, x: torch.Tensor, order: tuple[int, ...] = (0, 1, 2)) -> torch.Tensor:
-        x = self.inp(x)
-        for index in order:
-            x = self.blocks[index](x)
-        return self.head(x) * self.gain
 
 
 def _in_another_order(rank: int, world_size: int) -> tuple[str, bool]:
@@ -462,13 +455,15 @@ def _uneven(rank: int, world_size: int, what: str, stage: int, precision: str, a
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.more), 2])
 @pytest.mark.parametrize(
-    ("what", "precision", "accumulate"),
-    [
-        ("no_sync once more", "bf16", 1),
-        ("no_sync once more", "fp32", 1),
-        *((what, "fp32", accumulate) for what in UNEVEN if what.startswith("one") for accumulate in (3, 4)),
+    ("what", "precision", "accumulate", "stage"),
+    [  # each pair of an end and a stage
+        *(("no_sync once more", precision, 1, stage) for precision, stage in (("bf16", 0), ("fp32", 1), ("bf16", 2))),
+        *(
+            (what, "fp32", 3 + (index + stage) % 2, stage)
+            for index, what in enumerate(what for what in UNEVEN if what.startswith("one"))
+            for stage in range(3)
+        ),
     ],
 )
 def test_uneven_backwards_are_an_error_on_every_rank(what: str, precision: str, accumulate: int, stage: int) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 import shardcore
 from shardcore.engine.unshard import Unsharder
-from tests.support.models import Net, Run, batch_of, hash_of, hash_of_training, loss_of, make_net, stepped, train
+from tests.support.models import Net, Ordered, Run, batch_of, hash_of, hash_of_training, loss_of, make_net, stepped, train
 from tests.support.ranks import run_ranks
 from tests.support.schedules import recording
 
@@ -65,19 +65,11 @@ def test_evaluation_leaves_nothing_whole(log: list[str]) -> None:
         assert not any(unit.unsharded or unit.gathers is not None for unit in model._shardcore_engine.unsharder.units)
 
 
-class Reordered(Net):
-    def forward(self, x: torch.Tensor, order: tuple[int, ...] = (0, 1, 2)) -> torch.Tensor:
-        x = self.inp(x)
-        for index in order:
-            x = self.blocks[index](x)
-        return self.head(x) * self.gain
-
-
 def test_another_order_is_learned_anew(log: list[str]) -> None:
     """A pass that leaves the known way gathers nothing ahead from there on; the next pass knows the new way."""
     torch.manual_seed(0)
-    model, optimizer, _ = train(0, Run(stage=3, steps=0), Reordered())
-    expected = Reordered()
+    model, optimizer, _ = train(0, Run(stage=3, steps=0), Ordered())
+    expected = Ordered()
     expected.load_state_dict(model.state_dict())
     for order in [(0, 1, 2), (0, 1, 2), (0, 2, 1), (0, 2, 1), (1, 1, 0), (1, 1, 0), (2,), (0, 1, 2)]:
         log.clear()

@@ -125,6 +125,16 @@ class Reused(Net):
         return self.head(self.blocks[0](x)) * self.gain
 
 
+class Ordered(Net):
+    """Runs its blocks in the order that each forward is given."""
+
+    def forward(self, x: torch.Tensor, order: tuple[int, ...] = (0, 1, 2)) -> torch.Tensor:
+        x = self.inp(x)
+        for index in order:
+            x = self.blocks[index](x)
+        return self.head(x) * self.gain
+
+
 class Ramp(nn.Module):
     """loss = sum(weight * slope): the gradient is the slope."""
 
@@ -151,6 +161,13 @@ def stepped(model: Any, optimizer: Any, rank: int, step: int) -> list[float]:
     optimizer.step()
     optimizer.zero_grad()
     return losses
+
+
+def steps_of_run(model: Any, optimizer: Any, run: Run, rank: int, steps: range) -> None:
+    for step in steps:
+        micro_steps(model, optimizer, rank, step, run.accumulate)
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def failing_forward(model: Any, rank: int) -> None:

@@ -33,6 +33,23 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+def run_on_disk(path: Any, stage: int = 2, form: str = "masters", way: str = "states", **offload: Any) -> Run:
+    """Return a training with states in files at `path`, of a form and in a way, without what its stage cannot offload."""
+    precision, adam = FORMS[form]
+    shard: dict[str, Any] = {**WAYS[way]}
+    tiers = {"optimizer": "nvme", "path": path, **shard.pop("offload", {}), **offload}
+    shard["offload"] = {
+        key: value for key, value in tiers.items() if (key != "params" or stage == 3) and (key != "gradients" or stage > 0)
+    }
+    return Run(stage, 0, accumulate=shard.pop("accumulate", 1), precision=precision, shard=shard, adam={"lr": 1e-2, **adam})
+
+
+def in_memory(run: Run, **changes: Any) -> Run:
+    """Return the same training with its states in memory, and with other changes."""
+    shard = {key: value for key, value in run.shard.items() if key not in ("offload", "overlap_step")}
+    return Run(**{**run.__dict__, "shard": shard, **changes})
+
+
 class Wrapped:
     """A tier that tests look into, or change."""
 
