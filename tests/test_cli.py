@@ -135,9 +135,14 @@ def test_a_real_suite(tmp_path):
     command = [sys.executable, "-m", "shardcore", "bench", "reduced_states", "--out", "here", *options]
     environment = {"PYTHONPATH": str(ROOT), "PATH": "", "MPLCONFIGDIR": str(tmp_path)}  # matplotlib warns of a bad home
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
-    file = tmp_path / "here/reduced_states.json"
-    assert json.loads(file.read_text())["options"]["rounds"] == 2
     assert done.stderr == ""  # the bar is for terminals
+    assert "speed / fp32 master" in done.stdout
+    result = json.loads((tmp_path / "here/reduced_states.json").read_text())
+    assert result["options"]["rounds"] == 2
+    assert [(r["subject"], r["numel"]) for r in result["results"]] == [
+        (subject, numel) for numel in (4096, 1001) for subject in ("offload", "fp32")
+    ]
+    assert result["results"][0]["states"]["split master, 8-bit states"]["bytes"] == 14
 
 
 def test_a_suite_gets_its_options_and_gives_its_status(checkout, capfd):

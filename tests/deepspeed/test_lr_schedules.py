@@ -225,8 +225,7 @@ TWINS = [Late, OneGroup, EndsLate, LateCosine, KeepsBetas, NoDecay, Smooth]
 @pytest.mark.parametrize("twin", TWINS)
 def test_a_broken_twin_differs_from_deepspeed(twin: Any, theirs: Any) -> None:
     name = twin.__bases__[0].__name__
-    rows = [trace(twin, drawn(name, seed)) == trace(getattr(theirs, name), drawn(name, seed)) for seed in range(40)]
-    assert not all(rows)
+    assert any(trace(twin, drawn(name, seed)) != trace(getattr(theirs, name), drawn(name, seed)) for seed in range(40))
 
 
 # schedule, arguments, {steps taken: (learning rate of a group whose own is 0.7, its first beta)}, by hand from the formulas.

@@ -107,22 +107,12 @@ def test_a_peer_that_does_other_work_is_left_out_by_name(run_main, monkeypatch, 
     first = json.loads((tmp_path / "fused_adam.json").read_text())["workloads"][0]
     assert [(entry["engine"], "other work" in entry["reason"]) for entry in first["left_out"]] == [("torch NAdam", True)]
     assert "torch NAdam" not in [case["engine"] for case in first["cases"]]
-    monkeypatch.setattr(bench_fused_adam, "PEERS", [other])
-    with pytest.raises(ValueError, match="fp32 weights differ from every peer's"):
-        run_main(bench_fused_adam, *QUICK, "--only", "flat 1e6", "--out", str(tmp_path))
 
 
 def test_shares_are_of_the_same_round():
     # The second round is ten times slower for both: 8 bytes in 1 s beside 4 bytes in 2 s is four times the rate, always.
     result = harness.rates([1.0, 10.0], [2.0, 20.0], moved=8, limit_moved=4)
     assert result["share"] == {"median": 4.0, "low": 4.0, "high": 4.0}
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_without_a_gpu_it_says_so(tmp_path, run_main):
-    printed = run_main(bench_fused_adam, "--out", str(tmp_path), code=2)
-    assert "bench_fused_adam: this machine has no GPU that torch can use; expected one" in printed
-    assert list(tmp_path.iterdir()) == []
 
 
 def use_peers(monkeypatch, *peers):
@@ -149,7 +139,7 @@ def test_a_peer_that_does_not_work_is_left_out(monkeypatch, tmp_path, run_main):
 @pytest.mark.more
 def test_a_peer_that_does_other_work_is_noticed_and_the_rest_is_kept(monkeypatch, tmp_path, run_main):
     use_peers(monkeypatch, Peer("other way", "torch.optim", "AdamW", [FP32], {"maximize": True}, on_cpu=True))
-    with pytest.raises(ValueError, match="bench_fused_adam: fp32 weights differ"):
+    with pytest.raises(ValueError, match="bench_fused_adam: fp32 weights differ from every peer's"):
         run_main(bench_fused_adam, *QUICK, "--only", "flat 1e6", "--out", str(tmp_path))
     assert json.loads((tmp_path / "fused_adam.json").read_text())["workloads"] == []
 

@@ -9,7 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import bench_copies, bench_offload_train, offload_parts, offload_trainers
+from benchmarks import (
+    bench_copies,
+    bench_fused_adam,
+    bench_offload_train,
+    bench_ordered_sum,
+    offload_parts,
+    offload_trainers,
+)
 from benchmarks.bench_offload_train import Clock, check, why_not
 from benchmarks.device import Device
 from benchmarks.offload_parts import Measured
@@ -51,10 +58,11 @@ def test_a_rate_below_the_target_counts_from_a_size_on():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-@pytest.mark.parametrize("module", [bench_copies, bench_offload_train])
+@pytest.mark.parametrize("module", [bench_copies, bench_fused_adam, bench_offload_train, bench_ordered_sum])
 def test_without_a_gpu_they_say_so(tmp_path, run_main, module):
     printed = run_main(module, "--out", str(tmp_path), code=2)
-    assert "this machine has no GPU that torch can use; expected one" in printed
+    name = module.__name__.rpartition(".")[2]
+    assert f"{name}: this machine has no GPU that torch can use; expected one" in printed
     assert list(tmp_path.iterdir()) == []
 
 

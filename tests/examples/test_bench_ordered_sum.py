@@ -37,9 +37,3 @@ def test_a_sum_that_leaves_a_piece_out_is_an_error(monkeypatch):
     monkeypatch.setattr(_C, "ordered_sum", lambda pieces, count, *rest: add(pieces[256:], count - 1, *rest))
     with pytest.raises(ValueError, match="sums of 8 pieces differ by"):
         bench_ordered_sum.make_sums(Device("cpu"), 8, 256, torch.float32)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_without_a_gpu_it_says_so(tmp_path, run_main):
-    printed = run_main(bench_ordered_sum, "--out", str(tmp_path), code=2)
-    assert "bench_ordered_sum: this machine has no GPU that torch can use; expected one, or --device cpu" in printed

@@ -198,18 +198,6 @@ def test_io_finds_other_bytes(tmp_path, run_main, no_fio, monkeypatch):
 
 
 @pytest.mark.more
-def test_reduced_states(tmp_path, run_main):
-    options = ["--numel", "4K", "--small", "1001", "--rounds", "2", "--threads", "1", "--pause", "0"]
-    printed = run_main(bench_reduced_states, *options, "--out", str(tmp_path))
-    assert "speed / fp32 master" in printed
-    result = json.loads((tmp_path / "reduced_states.json").read_text())
-    assert [(r["subject"], r["numel"]) for r in result["results"]] == [
-        (subject, numel) for numel in (4096, 1001) for subject in ("offload", "fp32")
-    ]
-    assert result["results"][0]["states"]["split master, 8-bit states"]["bytes"] == 14
-
-
-@pytest.mark.more
 def test_adam_scaling(tmp_path, run_main):
     options = ["--rounds", "2", "--threads", "1", "--pause", "0", "--out", str(tmp_path)]
     printed = run_main(bench_adam_scaling, "--tensors", "3", "7", "--sizes", "1001", "4K", "2", *options)

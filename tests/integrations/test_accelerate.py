@@ -86,6 +86,12 @@ def train(
         }
 
 
+@pytest.fixture(scope="module")
+def ddp() -> dict[str, Any]:
+    """What Accelerate's own Accelerator has under DDP."""
+    return run_ranks(2, train, None)[0]  # type: ignore[no-any-return]
+
+
 STAGES: list[dict[str, Any]] = [
     {"stage": 0, "sync_each": True},
     {"stage": 2, "offload": {"optimizer": "cpu", "gradients": "cpu"}},
@@ -99,8 +105,7 @@ def same(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
     return all(close) and not far
 
 
-def test_a_loop_with_accumulation_and_clipping_is_that_of_ddp(tmp_path: Path) -> None:
-    ddp = run_ranks(2, train, None)[0]
+def test_a_loop_with_accumulation_and_clipping_is_that_of_ddp(ddp: dict[str, Any]) -> None:
     assert min(ddp["norms"]) > 100 * CLIP
     found = [each for options in STAGES for each in run_ranks(2, train, options)]
     assert all(same(ours, ddp) for ours in found)
@@ -160,9 +165,9 @@ def _bf16(rank: int, world_size: int, out: str) -> Any:
 
 
 @pytest.mark.more
-def test_bf16_keeps_float32_masters_and_saves_them(tmp_path: Path) -> None:
+def test_bf16_keeps_float32_masters_and_saves_them(tmp_path: Path, ddp: dict[str, Any]) -> None:
     (losses, same_bits, kinds), (_, too, nothing) = run_ranks(2, _bf16, str(tmp_path))
-    assert losses == pytest.approx(run_ranks(2, train, None)[0]["losses"][:4], rel=0.02)
+    assert losses == pytest.approx(ddp["losses"][:4], rel=0.02)
     assert same_bits
     assert too
     assert (kinds, nothing) == ({"torch.bfloat16"}, set()), "whole on the main process alone"

@@ -63,6 +63,12 @@ def train(rank: int, world_size: int, out: str, kind: Any, options: Any, changes
         return result_of(trainer)
 
 
+@pytest.fixture(scope="module")
+def ddp(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    """What plain Trainer has under DDP."""
+    return run_ranks(2, train, str(tmp_path_factory.mktemp("ddp")), Trainer, None, {})[0]  # type: ignore[no-any-return]
+
+
 def close(ours: list[float], theirs: list[float]) -> bool:
     return ours == pytest.approx(theirs, rel=1e-5)
 
@@ -70,8 +76,7 @@ def close(ours: list[float], theirs: list[float]) -> bool:
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
-def test_losses_and_norms_are_those_of_ddp_and_one_hash_at_every_stage_and_tier(tmp_path: Path) -> None:
-    ddp = run_ranks(2, train, str(tmp_path), Trainer, None, {})[0]
+def test_losses_and_norms_are_those_of_ddp_and_one_hash_at_every_stage_and_tier(tmp_path: Path, ddp: Result) -> None:
     placements = [
         {"stage": 0, "sync_each": True},
         {"stage": 1, "sync_each": True},
@@ -127,9 +132,8 @@ def test_clipping_at_a_thousandth_moves_weights_as_without_sharding(tmp_path: Pa
 
 @pytest.mark.more
 @pytest.mark.parametrize("stage", [1, 3])
-def test_bf16_and_gradient_checkpointing(tmp_path: Path, stage: int) -> None:
+def test_bf16_and_gradient_checkpointing(tmp_path: Path, stage: int, ddp: Result) -> None:
     """Weights in bfloat16 with float32 masters: near autocast's numbers, and checkpointing changes no bit."""
-    ddp = run_ranks(2, train, str(tmp_path), Trainer, None, {})[0]
     hashes = set()
     for kwargs in (None, {"use_reentrant": False}, {"use_reentrant": True}):
         more = {"bf16": True, "gradient_checkpointing": kwargs is not None, "gradient_checkpointing_kwargs": kwargs}

@@ -4,6 +4,7 @@ import collections
 import copy
 import gc
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,16 @@ class LongWay(FusedAdam):
     """The twin that forgets the last step."""
 
     _repeat = property(lambda self: None, lambda self, value: None)
+
+
+def refuse_the_long_way(patch):
+    patch.setattr(adam, "Update", mock.Mock(side_effect=AssertionError("the long way")))
+
+
+def check_both_ways(trained):
+    """Assert that `trained(make)`, an optimizer and its parameters, has the same bits with FusedAdam and with LongWay."""
+    short, long = (trained(make) for make in (FusedAdam, LongWay))
+    assert same(*(snapshot(optimizer) + [p.detach() for p in params] for optimizer, params in (short, long)))
 
 
 def give(params, step):
@@ -75,8 +86,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_change_between_steps_has_the_bits_of_the_long_way(change):
-    results = []
-    for make in (FusedAdam, LongWay):
+    def trained(make):
         params = params_of(3, 300, 5, 1000, 17)
         optimizer = make(params, lr=0.1, weight_decay=0.1)
         for step in range(9):
@@ -86,22 +96,24 @@ def test_a_change_between_steps_has_the_bits_of_the_long_way(change):
                 params[4].grad = grads_of(params, seed=step)[4]
                 change(optimizer, params)
             optimizer.step(max_norm=3.0 if step % 2 else None, grad_scale=0.5)
-        results.append(snapshot(optimizer) + [p.detach() for p in params])
-    assert same(*results)
+        return optimizer, params
+
+    check_both_ways(trained)
 
 
 def test_copies_that_share_their_states_count_together():
     """A shallow copy, as of torch's optimizers, has the same states: each sees what steps of the other did to the counts."""
-    results = []
-    for make in (FusedAdam, LongWay):
+
+    def trained(make):
         params = params_of(3, 300)
         optimizer = make(params, lr=0.1)
         other, grads = copy.copy(optimizer), grads_of(params)
         for step in range(8):
             (other if step in (3, 5) else optimizer).step(grads=[None, grads[1]] if step == 3 else grads)
         assert [optimizer.state[p]["step"].item() for p in params] == [7.0, 8.0]
-        results.append(snapshot(optimizer) + [p.detach() for p in params])
-    assert same(*results)
+        return optimizer, params
+
+    check_both_ways(trained)
 
 
 @pytest.mark.parametrize("take", [lambda state: state.__delitem__("exp_avg_sq"), lambda state: state.pop("exp_avg_sq")])
@@ -117,8 +129,8 @@ def test_a_moment_that_was_taken_away_is_missed(take):
 
 def test_a_plain_dict_in_place_of_the_states_is_read_at_each_step():
     """As torch.optim's users start anew: a dict that does not note its changes."""
-    results = []
-    for make in (FusedAdam, LongWay):
+
+    def trained(make):
         params = params_of(3, 300)
         optimizer = make(params, lr=0.1)
         optimizer.state = collections.defaultdict(dict)
@@ -131,8 +143,9 @@ def test_a_plain_dict_in_place_of_the_states_is_read_at_each_step():
                 optimizer.state[params[1]] = {}
             optimizer.step()
         assert [float(optimizer.state[p]["step"]) for p in params] == [2.0, 1.0]
-        results.append(snapshot(optimizer) + [p.detach() for p in params])
-    assert same(*results)
+        return optimizer, params
+
+    check_both_ways(trained)
 
 
 def test_the_short_way_is_taken(monkeypatch):
@@ -142,11 +155,7 @@ def test_the_short_way_is_taken(monkeypatch):
         for p, grad in zip(params, grads_of(params, seed=step), strict=True):
             p.grad = grad
         optimizer.step()
-
-    def refuse(*args):
-        raise AssertionError("the long way")
-
-    monkeypatch.setattr(adam, "Update", refuse)
+    refuse_the_long_way(monkeypatch)
     optimizer.step()
     assert optimizer.state[params[0]]["step"] == 3
     params[0].grad = None
@@ -154,10 +163,10 @@ def test_the_short_way_is_taken(monkeypatch):
         optimizer.step()
 
 
-def test_given_gradients_take_the_short_way(monkeypatch):
-    """In turns with those of the parameters; any entry that is not as it was goes the long way."""
-    results = []
-    for make in (FusedAdam, LongWay):
+def test_given_gradients_take_the_short_way():
+    """In turns with those of the parameters."""
+
+    def trained(make):
         params = params_of(3, 300, 5)
         optimizer = make(params, lr=0.1)
         for step in range(8):
@@ -169,12 +178,13 @@ def test_given_gradients_take_the_short_way(monkeypatch):
                 for p, grad in zip(params, grads, strict=True):
                     p.grad = grad
             optimizer.step(grads=None if step % 2 else grads, max_norm=1.0)
-        results.append(snapshot(optimizer) + [p.detach() for p in params])
-    assert same(*results)
+        return optimizer, params
 
-    def refuse(*args):
-        raise AssertionError("the long way")
+    check_both_ways(trained)
 
+
+def test_given_gradients_that_are_not_as_they_were_go_the_long_way(monkeypatch):
+    params = params_of(3, 300, 5)
     idle = [None, *grads_of(params)[1:]]
     wrong = (
         [None, torch.ones(300), torch.ones(5, dtype=torch.float64)],
@@ -189,7 +199,7 @@ def test_given_gradients_take_the_short_way(monkeypatch):
         for _ in range(2):
             optimizer.step(grads=idle)
         with monkeypatch.context() as patch:
-            patch.setattr(adam, "Update", refuse)
+            refuse_the_long_way(patch)
             optimizer.step(grads=tuple(idle))
             assert optimizer.state[params[1]]["step"] == 3
             with pytest.raises(AssertionError, match="the long way"):
@@ -202,13 +212,10 @@ def test_optimizers_that_take_turns_take_the_short_way(monkeypatch):
         for p in optimizer.param_groups[0]["params"]:
             p.grad = torch.ones_like(p)
 
-    def refuse(*args):
-        raise AssertionError("the long way")
-
     for _ in range(2):  # the others' first steps make states; the second round notices that nothing changes any more
         for optimizer in optimizers:
             optimizer.step()
-    monkeypatch.setattr(adam, "Update", refuse)
+    refuse_the_long_way(monkeypatch)
     for optimizer in optimizers:
         optimizer.step()
         assert {float(state["step"]) for state in optimizer.state.values()} == {3.0}
@@ -223,19 +230,14 @@ def test_a_change_of_a_state_concerns_its_optimizer_alone(monkeypatch):
     changed, other = optimizers
     state = changed.state[changed.param_groups[0]["params"][1]]
     state["exp_avg"] = torch.zeros(300)
-
-    def refuse(*args):
-        raise AssertionError("the long way")
-
-    monkeypatch.setattr(adam, "Update", refuse)
+    refuse_the_long_way(monkeypatch)
     other.step()
     with pytest.raises(AssertionError, match="the long way"):
         changed.step()
 
 
 def test_gradients_with_a_graph_of_their_own_take_the_short_way():
-    results = []
-    for make in (FusedAdam, LongWay):
+    def trained(make):
         params = params_of(3, 300)
         optimizer = make(params, lr=0.1)
         for _ in range(4):
@@ -245,9 +247,10 @@ def test_gradients_with_a_graph_of_their_own_take_the_short_way():
             assert params[0].grad.requires_grad
             optimizer.step(max_norm=1.0, grad_scale=torch.tensor(2.0, requires_grad=True))
             assert all(p.is_leaf for p in params)
-        results.append(snapshot(optimizer) + [p.detach() for p in params])
         assert not any(t.requires_grad for t in snapshot(optimizer) if isinstance(t, torch.Tensor))
-    assert same(*results)
+        return optimizer, params
+
+    check_both_ways(trained)
 
 
 def test_an_error_on_the_short_way_changes_nothing():
