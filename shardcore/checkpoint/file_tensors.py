@@ -20,7 +20,6 @@ import torch
 from shardcore.checkpoint.source import Source
 
 _MAX_INDICES = 1 << 20  # of elements of a tensor that is not contiguous, read at once
-_MAX_DIMENSIONS = 64
 
 
 @dataclass(frozen=True)
@@ -98,11 +97,7 @@ class FileTensor:
     def __post_init__(self) -> None:
         """Raise ValueError unless every element is inside the storage."""
         values = (self.offset, *self.shape, *self.stride)
-        if (
-            len(self.shape) != len(self.stride)
-            or len(self.shape) > _MAX_DIMENSIONS
-            or any(type(value) is not int or value < 0 for value in values)
-        ):
+        if len(self.shape) != len(self.stride) or any(type(value) is not int or value < 0 for value in values):
             raise ValueError(f"load: {self.window} has a tensor of shape {self.shape}, stride {self.stride}; expected counts")
         last = self.offset + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
         needed = (last + 1) * self.dtype.itemsize if prod(self.shape) > 0 else 0
@@ -142,7 +137,7 @@ class FileTensor:
 
 def check_shape(where: str, shape: tuple[int, ...]) -> None:
     """Raise ValueError unless a shape is a tuple of counts."""
-    if not isinstance(shape, tuple) or len(shape) > _MAX_DIMENSIONS or any(type(size) is not int or size < 0 for size in shape):
+    if not isinstance(shape, tuple) or any(type(size) is not int or size < 0 for size in shape):
         raise ValueError(f"load: {where} has shape {short(shape)}; expected counts")
 
 

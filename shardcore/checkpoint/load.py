@@ -30,12 +30,13 @@ from shardcore.checkpoint.save import (
     finish_saving,
     named_buffers,
     named_parameters,
+    ranges_of,
 )
 from shardcore.checkpoint.slots import open_committed
 from shardcore.checkpoint.source import Source, reporting
 from shardcore.checkpoint.torch_files import source_of, tree_of
 from shardcore.distributed.everyone import Everyone
-from shardcore.engine.bucket import Bucket, Managed
+from shardcore.engine.bucket import Bucket
 from shardcore.engine.engine import Engine, engine_behind
 from shardcore.engine.slices import held_by
 from shardcore.layout import Columns
@@ -418,14 +419,14 @@ def _ahead(pool: ThreadPoolExecutor, source: Source, reads: Iterable[_Read]) -> 
 def _reads(source: Source, engine: Engine, wanted: Wanted, rounded: set[str]) -> Iterator[_Read]:
     names = _names_in(source, engine)
     for bucket in engine.buckets:
-        for managed in bucket.params:
+        tiers = (0, bucket.device_numel), (bucket.device_numel, bucket.owned_numel)
+        for managed, start, param_start, numel in (one for tier in tiers for one in ranges_of(bucket, *tier)):
             if managed.param in names:
-                for chunk in _chunks(bucket, managed):
-                    what = names[managed.param], managed.columns
-                    yield from _reads_of(source, what, engine, bucket, chunk, wanted, rounded)
-                    if wanted.ema is not None and bucket.group is not None:
-                        average = wanted.ema.shard(bucket)[chunk[0] : chunk[0] + chunk[2]]
-                        yield _Read(what[0], layout.EMA, what[1], chunk[1], chunk[2], partial(_set, average))
+                what, chunk = (names[managed.param], managed.columns), (start, param_start, numel)
+                yield from _reads_of(source, what, engine, bucket, chunk, wanted, rounded)
+                if wanted.ema is not None and bucket.group is not None:
+                    average = wanted.ema.shard(bucket)[start : start + numel]
+                    yield _Read(what[0], layout.EMA, what[1], param_start, numel, partial(_set, average))
     for tensor, name in names.items():
         if tensor not in engine.bucket_of:
             local, columns = held_by(tensor), columns_of(name, tensor)
@@ -438,15 +439,6 @@ def _reads(source: Source, engine: Engine, wanted: Wanted, rounded: set[str]) ->
 
 def _set(tensor: torch.Tensor, values: torch.Tensor) -> None:
     tensor.copy_(values.view(tensor.shape))
-
-
-def _chunks(bucket: Bucket, managed: Managed) -> Iterator[tuple[int, int, int]]:
-    """Yield (start in the owned range, start in the parameter, numel), cut where files are."""
-    for piece in bucket.pieces_of(managed):
-        near = max(0, min(bucket.device_numel - piece.start, piece.numel))  # where the tier begins
-        for begin, count in ((0, near), (near, piece.numel - near)):
-            for first, numel in layout.cut(piece.param_start + begin, count, managed.columns):
-                yield piece.start + first - piece.param_start, first, numel
 
 
 def _reads_of(

@@ -201,16 +201,8 @@ class Slots:
             if self.record is None:
                 path.unlink(missing_ok=True)  # a checkpoint may have it
                 path.write_bytes(self._heads[slot // 2])
-            elif not _begins_with(path, self._heads[slot // 2]) or path.stat().st_size != self._sizes[slot // 2]:
-                if _begins_with(path, self._heads[slot // 2]) and path.stat().st_size < self._sizes[slot // 2]:
-                    raise ValueError(
-                        f"shard: {path} ends at byte {path.stat().st_size} of {self._sizes[slot // 2]}; expected all of it "
-                        '(copy the directory again if it is a copy, or begin anew with "resume": False and load a checkpoint)'
-                    )
-                raise ValueError(
-                    f"shard: {path} has other states; expected the model, world size, stage, ratio and optimizer options that "
-                    f"wrote it (shardcore.load({str(self.folder)!r}, ...) reads it into any, with another offload path)"
-                )
+            else:
+                self._check_slot(path, self._heads[slot // 2], self._sizes[slot // 2])
         for folder in self._folders:
             _C.sync_directory(str(folder))
         if self.record is not None:
@@ -221,6 +213,21 @@ class Slots:
             if path.stat().st_nlink > 1:
                 self._make_next(slot)
         return self._files
+
+    def _check_slot(self, path: Path, head: bytes, size: int) -> None:
+        """Raise ValueError unless a slot is laid out as the states are now."""
+        with open(path, "rb") as file:
+            same, there = file.read(len(head)) == head, os.fstat(file.fileno()).st_size
+        if same and there < size:
+            raise ValueError(
+                f"shard: {path} ends at byte {there} of {size}; expected all of it (copy the directory again if it is a copy, "
+                'or begin anew with "resume": False and load a checkpoint)'
+            )
+        if not same or there != size:
+            raise ValueError(
+                f"shard: {path} has other states; expected the model, world size, stage, ratio and optimizer options that "
+                f"wrote it (shardcore.load({str(self.folder)!r}, ...) reads it into any, with another offload path)"
+            )
 
     def _deal(self, engine: _C.FileEngine, chunks: Sequence[Chunk]) -> Sequence[Sequence[Chunk]]:
         """Return the chunks of each directory in a new run, and remove what an earlier one has in other directories."""
@@ -432,14 +439,6 @@ def _copy(source: int, target: int, offset: int, nbytes: int) -> None:
         if copied == 0:
             raise OSError(errno.EIO, f"a file of states ends before byte {end}; expected it as it was written")
         offset += copied
-
-
-def _begins_with(path: Path, head: bytes) -> bool:
-    try:
-        with open(path, "rb") as file:
-            return file.read(len(head)) == head
-    except FileNotFoundError:
-        return False
 
 
 # --- records ----------------------------------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
 from math import prod
 from pathlib import Path
 from reprlib import repr as short
@@ -42,7 +41,6 @@ _SCALER_STATE = {"scale", "growth_factor", "backoff_factor", "growth_interval", 
 _DDP = "module."  # what DistributedDataParallel puts before each name
 _STATES = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 _DEEP = 4  # levels of a tree in which a model is looked for
-_DEEP_NAME = 16  # levels of a name, likewise
 _MAX_BESIDE_BYTES = 16 << 20  # of tensors in an entry of client_state
 
 
@@ -166,7 +164,7 @@ def _prefixes(branch: Mapping[str, Any], names: Collection[str]) -> Counter[str]
         return Counter({_DDP if all(key.startswith(_DDP) for key in keys) else "": len(keys)})
     counts: Counter[str] = Counter()
     for key in keys:
-        cuts = (0, *(dot.end() for dot in islice(re.finditer(r"\.", key), _DEEP_NAME)))
+        cuts = (0, *(dot.end() for dot in re.finditer(r"\.", key)))
         counts.update(key[:at] for at in cuts if key[at:] in names)
     return counts
 
