@@ -21,17 +21,16 @@ from reprlib import repr as short
 from typing import Any
 
 from shardcore.checkpoint.file_tensors import FileTensor, ForeignSource, JoinedTensor, Stored, is_stored, step_of
+from shardcore.checkpoint.format import MANIFEST
 from shardcore.checkpoint.source import Source, reporting
-from shardcore.checkpoint.torch_files import open_torch, scheduler_tree, source_of
+from shardcore.checkpoint.torch_files import STATES, extra_states, is_extra, open_torch, scheduler_tree, source_of
 from shardcore.checkpoint.unpickle import StandIn, load_file, plain
 
 logger = logging.getLogger("shardcore")
 
 _LATEST = ("latest", "latest_universal")
-_OURS = "manifest.json"  # shardcore's own checkpoints have one
 _OPTIM = re.compile(r"(bf16_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{1,6})_optim_states\.pt")
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_(\d{1,6})_model_states\.pt")
-_STATES = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 _COUNTERS = ("global_steps", "skipped_steps", "global_samples")
 _OWN_KEYS = frozenset(  # of a model file; the rest is client_state
     (
@@ -57,11 +56,11 @@ def open_foreign(path: Path, names: Collection[str]) -> Source | None:
             return None
         folder = _folder(path)
         if folder is not None:
-            source = None if (folder / _OURS).exists() else _open_folder(folder, names)
+            source = None if (folder / MANIFEST).exists() else _open_folder(folder, names)
             if source is not None and source.scheduler is None:  # Trainer has it beside the tag's folder
                 source.scheduler = plain(scheduler_tree(folder.parent).get("scheduler"), f"{folder.parent}: scheduler")
             return source
-        return None if (path / _OURS).exists() else open_torch(path, names)
+        return None if (path / MANIFEST).exists() else open_torch(path, names)
 
 
 def _folder(path: Path) -> Path | None:
@@ -185,7 +184,7 @@ def _source(
     """Add what is not in the optimizer's files: frozen parameters, buffers, names that share a tensor, and plain data."""
     model, path = files.model, files.model_path
     shared = model.get("shared_params") or {}
-    extra = {key for key in model["module"] if key.rpartition(".")[2] == "_extra_state"}
+    extra = set(filter(is_extra, model["module"]))
     for name, tensor in model["module"].items():
         if name not in tensors and name not in shared and name not in extra and is_stored(tensor):
             tensors[name] = {"weight": tensor}
@@ -201,7 +200,7 @@ def _source(
     source.world_size = len(files.optims)
     source.loss_scale = _loss_scale(scaler)
     source.scheduler, source.client_state, source.counters = _beside(files)
-    source.extra_state = {key.rpartition(".")[0]: plain(model["module"][key], f"{path}: {key}") for key in sorted(extra)}
+    source.extra_state = extra_states(model["module"], path)
     return source
 
 
@@ -247,7 +246,7 @@ def _adam_parts(state: Any, where: str) -> dict[str, Any]:
     parts = {key: value for key, value in state.items() if key != "step"}
     if not parts:
         return {}
-    if not {"exp_avg", "exp_avg_sq"} <= set(parts) <= set(_STATES) or not all(
+    if not {"exp_avg", "exp_avg_sq"} <= set(parts) <= set(STATES) or not all(
         isinstance(value, FileTensor) for value in parts.values()
     ):
         raise ValueError(f"load: {where} has {', '.join(map(str, state))}; expected Adam's step, exp_avg and exp_avg_sq")
@@ -293,7 +292,7 @@ def _open_zero(files: _Files) -> Source:
         where = f"{files.folder}: group {index}"
         lengths = [rank.masters[index].shape[0] for rank in ranks]
         held = {key for rank in ranks for key in rank.states[index]}
-        for key in ("weight", *(key for key in _STATES if key in held)):
+        for key in ("weight", *(key for key in STATES if key in held)):
             pieces = [rank.masters[index] if key == "weight" else rank.states[index].get(key) for rank in ranks]
             for piece, length in zip(pieces, lengths, strict=True):
                 # States may have padding that masters lack.
@@ -478,7 +477,7 @@ def _open_universal(files: _Files) -> Source:
             if name not in there:
                 raise FileNotFoundError(f"load: {folder} has no {name}; expected a folder of each parameter")
             tensors[name] = {"weight": _universal(folder / name / "fp32.pt", shape)}
-            for key in _STATES:
+            for key in STATES:
                 if (folder / name / f"{key}.pt").is_file():
                     tensors[name][key] = _universal(folder / name / f"{key}.pt", shape)
             if "exp_avg" in tensors[name]:

@@ -39,7 +39,7 @@ _SCHEDULER_KEYS = ("scheduler", "lr_scheduler", "scheduler_state_dict", "lr_sche
 _SCALER_KEYS = ("scaler", "grad_scaler", "scaler_state_dict")
 _SCALER_STATE = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
 _DDP = "module."  # what DistributedDataParallel puts before each name
-_STATES = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+STATES = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 _DEEP = 4  # levels of a tree in which a model is looked for
 _MAX_BESIDE_BYTES = 16 << 20  # of tensors in an entry of client_state
 
@@ -64,8 +64,7 @@ def source_of(path: Path, tree: Mapping[str, Any], names: Collection[str]) -> Fo
     """
     at, prefix, found = _find_model(path, tree, names)
     model = {plain_name(key).removeprefix(prefix): value for key, value in found.items()}
-    extra = {key for key in model if _is_extra(key)}
-    weights = {key: value for key, value in model.items() if is_stored(value) and key not in extra}
+    weights = {key: value for key, value in model.items() if is_stored(value) and not is_extra(key)}
     if isinstance(names, Mapping):  # the name of several that is there
         names = [next((one for one in (name, *others) if one in weights), name) for name, others in names.items()]
     optimizer_at, optimizer = _find_optimizer(path, tree, at)
@@ -76,10 +75,10 @@ def source_of(path: Path, tree: Mapping[str, Any], names: Collection[str]) -> Fo
     source = ForeignSource(path, tensors)
     source.tied = _tied(tensors)
     source.steps, source.groups, source.numbered = adam.steps, adam.groups, adam.numbered
-    source.extra_state = {key.rpartition(".")[0]: plain(model[key], f"{path}: {key}") for key in sorted(extra)}
+    source.extra_state = extra_states(model, path)
     rest = _without_paths(tree, [at, optimizer_at])
     if not at:
-        rest = {key: value for key, value in rest.items() if not is_stored(value) and not _is_extra(key)}
+        rest = {key: value for key, value in rest.items() if not is_stored(value) and not is_extra(key)}
     beside = [rest]  # and the dicts in which the model was
     for key in at[:-1]:
         if isinstance(beside[-1].get(key), dict):
@@ -96,9 +95,14 @@ def source_of(path: Path, tree: Mapping[str, Any], names: Collection[str]) -> Fo
     return source
 
 
-def _is_extra(key: object) -> bool:
+def is_extra(key: object) -> bool:
     """Whether a key of a state dict is of what a module keeps, in any form."""
     return isinstance(key, str) and key.rpartition(".")[2] == "_extra_state"
+
+
+def extra_states(model: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Return what modules keep in a state dict, by their names. Raises OSError or ValueError."""
+    return {key.rpartition(".")[0]: plain(value, f"{path}: {key}") for key, value in model.items() if is_extra(key)}
 
 
 def _tied(tensors: Mapping[str, Mapping[str, Stored]]) -> dict[str, str]:
@@ -277,7 +281,7 @@ def adam_of(found: Mapping[str, Any], weights: Mapping[str, Stored], names: Coll
 
 
 def _state_of(state: Mapping[str, Any], where: str) -> tuple[int, dict[str, Stored]]:
-    unknown = [key for key in state if key not in (*_STATES, "step", "master")]
+    unknown = [key for key in state if key not in (*STATES, "step", "master")]
     tensors = {key: value for key, value in state.items() if key != "step"}
     if (
         unknown
