@@ -107,6 +107,10 @@ class _Archive:
         return raw
 
 
+class _NotTakenError(ValueError):
+    """What a file has is none of its damage: it is of a kind that is not taken."""
+
+
 # --- what a pickle may name -------------------------------------------------------------------------------------------------
 
 
@@ -269,7 +273,7 @@ class _ArrayDtype(StandIn):
 
     def __new__(cls, code: Any, align: Any = False, copy: Any = True) -> Any:
         if not isinstance(code, str) or code[:1] not in "biufc" or not code[1:].isdecimal() or len(code) > 3:
-            raise ValueError(f"a NumPy array of {code!r}; expected numbers")
+            raise _NotTakenError(f"a NumPy value of dtype {code!r}; expected numbers: save text, dates, objects without NumPy")
         made = super().__new__(cls)
         made.state.update(code=code, order="=")
         return made
@@ -278,6 +282,13 @@ class _ArrayDtype(StandIn):
         if state[1] not in ("<", ">", "=", "|"):
             raise ValueError("a byte order is none")
         self.state["order"] = state[1]
+
+
+def _array_of_buffer(raw: Any, dtype: Any, shape: Any, order: Any) -> StandIn:
+    """Stand for numpy's _frombuffer, of pickle's protocol 5."""
+    made: StandIn = _Array()
+    made.state["array"] = _numpy_array(dtype, shape, raw, order == "F")
+    return made
 
 
 def _array_scalar(dtype: Any, raw: Any) -> Any:
@@ -348,12 +359,14 @@ _CALLED: Mapping[str, Callable[..., Any]] = {
     "torch._tensor._rebuild_from_type_v2": _of_type,
     "numpy.core.multiarray._reconstruct": _array,
     "numpy._core.multiarray._reconstruct": _array,
+    "numpy.core.numeric._frombuffer": _array_of_buffer,
+    "numpy._core.numeric._frombuffer": _array_of_buffer,
     "numpy.core.multiarray.scalar": _array_scalar,
     "numpy._core.multiarray.scalar": _array_scalar,
 }
 _UNCALLED = (
     *("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.Parameter"),
-    *("numpy.ndarray", "builtins.int", "builtins.list"),
+    *("numpy.ndarray", *(f"builtins.{name}" for name in ("bool", "dict", "float", "int", "list", "long", "str", "unicode"))),
 )
 _KNOWN: Mapping[str, Any] = {
     **{name: _Named(call) for name, call in _CALLED.items()},
@@ -403,7 +416,10 @@ def _run(raw: bytes, where: str, storage: Callable[[Any], Any]) -> Any:
                 raise ValueError("it has an extension code, which may name anything")
             if code.name.endswith("PUT") and int(argument or 0) > len(raw):  # memory is taken for all places before it
                 raise ValueError(f"it puts a value in the place {argument}")
-        return _Unpickler(raw, where, storage).load()
+        try:
+            return _Unpickler(raw, where, storage).load()
+        except _NotTakenError as error:
+            raise ValueError(f"load: {where} has {error}") from None
 
 
 # --- entry points -----------------------------------------------------------------------------------------------------------

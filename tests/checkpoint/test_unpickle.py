@@ -60,7 +60,7 @@ def test_plain_data(tmp_path: Path) -> None:
         "tuples": ((), (1,), (1, 2), (1, 2, 3), tuple(range(10))),
         "sets": [{1, "a"}, frozenset({2, (3, 4)})],
         "dicts": [{}, {1: 2, (1, "b"): 3}, collections.OrderedDict(a=1), collections.Counter("aab")],
-        "default": collections.defaultdict(list, {"a": [1]}),
+        "default": [collections.defaultdict(kind, {"a": kind()}) for kind in (list, int, dict, float, str, bool)],
         "torch": [torch.Size([2, 3]), torch.float16, torch.device("cpu")],
         "shared": [shared, shared],
     }
@@ -71,7 +71,9 @@ def test_plain_data(tmp_path: Path) -> None:
         assert back[key] == value[key], key
     for protocol in (2, 3, 4, 5):
         (tmp_path / "plain.pkl").write_bytes(pickle.dumps({k: v for k, v in value.items() if k != "torch"}, protocol))
-        assert plain(load_pickle(Window.of(tmp_path / "plain.pkl")), "file")["numbers"] == value["numbers"]
+        found = plain(load_pickle(Window.of(tmp_path / "plain.pkl")), "file")
+        assert found["numbers"] == value["numbers"]
+        assert found["default"] == value["default"]
     objects = _back(tmp_path, {"args": Namespace(lr=0.1, sizes=[1]), "simple": types.SimpleNamespace(a=torch.ones(2))})
     assert objects["args"] == {"lr": 0.1, "sizes": [1]}
     assert torch.equal(objects["simple"]["a"], torch.ones(2))
@@ -95,8 +97,17 @@ def test_arrays_of_numpy(tmp_path: Path) -> None:
         assert got.shape == expected.shape
         assert (got == expected).all()
     for bad in (numpy.array(["text"]), numpy.array([print], dtype=object), numpy.array(["2020-01-01"], dtype="datetime64[D]")):
-        with pytest.raises(ValueError, match=r"file\.pt"):
+        with pytest.raises(ValueError, match=r"file\.pt has a NumPy value of dtype '[^']*'; expected numbers"):
             load_file(_saved(tmp_path, bad))
+    for protocol in (2, 3, 4, 5):
+        torch.save(
+            {"a": numpy.arange(6.0).reshape(2, 3), "b": numpy.asfortranarray(numpy.eye(2, 3))},
+            tmp_path / "array.pt",
+            pickle_protocol=protocol,
+        )
+        back = plain(load_file(tmp_path / "array.pt"), "file")
+        assert (back["a"] == numpy.arange(6.0).reshape(2, 3)).all()
+        assert (back["b"] == numpy.eye(2, 3)).all()
 
 
 # --- hostile pickles ----------------------------------------------------------------------------------------------------
