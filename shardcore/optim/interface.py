@@ -5,6 +5,7 @@ optimizer keep it; it keeps parameters, which refer to it by `EngineRef`.
 """
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -26,16 +27,19 @@ class GradShards(Protocol):
 
 
 class EngineRef(weakref.ref[Any]):
-    """A parameter's weak reference to its engine. A copy of the parameter refers to None."""
+    """A parameter's weak reference to its engine. A copy of the parameter refers to nothing.
+
+    It is pickled as an empty dict of a kind that torch.load reads with weights_only, which None's type is not.
+    """
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()
+        return OrderedDict, ()
 
 
 def engine_of(thing: object) -> Any:
     """Return the engine of a sharded model, or of a parameter of it; None if it has none, or if that was freed."""
     engine = getattr(thing, "_shardcore_engine", None)
-    return engine() if isinstance(engine, EngineRef) else engine
+    return engine() if isinstance(engine, EngineRef) else engine or None
 
 
 def weakly(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 
+import shardcore
 from shardcore.optim import CPUAdam, FusedAdam
 from shardcore.optim.interface import EngineRef, engine_of, weakly
 from tests.support.params import params_of
@@ -74,3 +75,15 @@ def test_parameters_refer_weakly_to_their_engine_and_copies_to_none():
     del engine
     assert engine_of(p) is None
     assert call(True) is None
+
+
+def test_a_file_of_sharded_parameters_is_loaded_by_torch(tmp_path):
+    model = torch.nn.Linear(3, 2)
+    model, _ = shardcore.shard(model, FusedAdam(model.parameters()), 2)
+    torch.save(dict(model.named_parameters()), tmp_path / "params.pt")
+    loaded = torch.load(tmp_path / "params.pt", weights_only=True)
+    assert torch.equal(loaded["weight"], model.weight)
+    assert engine_of(loaded["weight"]) is None
+    other = torch.nn.Linear(3, 2)
+    shardcore.load(tmp_path / "params.pt", *shardcore.shard(other, FusedAdam(other.parameters()), 2)[:1])
+    assert torch.equal(other.weight, model.weight)
