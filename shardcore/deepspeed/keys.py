@@ -409,7 +409,9 @@ KEYS: dict[str, Key] = {
                 ("memory_efficient_linear", "override_module_apply", "log_trace_cache_warnings"),
                 _accepted("modules are left as they are"),
             ),
-            "save_muon_momentum_buffer_in_memory": _accepted("there is no Muon"),
+            "save_muon_momentum_buffer_in_memory": _accepted(
+                "a configuration does not make Muon (shardcore.Muon is passed as the optimizer)"
+            ),
             "zenflow": _refused("offload here is exact, and hides behind compute; remove the section", switch=None),
             **dict.fromkeys(
                 ("zero_quantized_weights", "zero_quantized_gradients"),

@@ -39,7 +39,7 @@ from shardcore.deepspeed.engine import ForwardEngine
 from shardcore.deepspeed.initialize import initialize, start_process_group
 from shardcore.deepspeed.params import ZeroParamStatus, name_sharded_params
 from shardcore.engine.engine import Engine
-from shardcore.optim import CPUAdam, FusedAdam, Lion
+from shardcore.optim import CPUAdam, FusedAdam, Lion, ShardableOptimizer
 from shardcore.optim.interface import engine_of
 
 logger = logging.getLogger("shardcore")
@@ -183,12 +183,12 @@ _NO_HOOKS = SimpleNamespace(
 def gathered_parameters(
     params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True
 ) -> Iterator[None]:
-    """Keep parameters unsharded inside the context. Collective.
+    """Keep parameters unsharded inside the context. Collective. Whole units are gathered: pass many parameters at once.
 
-    params: a parameter, several (also of several models), or a module. modifier_rank: the rank whose edits in place count, at
-    stage 3 also those through `p.data`; None: edits, if there are any, have to be the same on all ranks. Parameters that were
-    made in `Init`, and are not sharded yet, are taken from modifier_rank at the end: libraries fill them on that rank alone.
-    All others, and None, are left as they are.
+    params: a parameter, several (also of several models), or a module. modifier_rank: the rank whose edits in place count, also
+    those through `p.data`; None: edits, if there are any, have to be the same on all ranks. Parameters that were made in
+    `Init`, and are not sharded yet, are taken from modifier_rank at the end: libraries fill them on that rank alone. All
+    others, and None, are left as they are.
     """
     given = params.parameters() if isinstance(params, nn.Module) else [params] if isinstance(params, nn.Parameter) else params
     asked = dict.fromkeys(param for param in given if param is not None) if enabled else {}
@@ -205,6 +205,10 @@ def gathered_parameters(
                 held.enter_context(engine.unsharder.full_params(set(of)))
         before = [param._version for param in chosen]
         yield
+        if modifier_rank is not None:  # perhaps through .data, which no version counter shows
+            for param in chosen:
+                if (engine := engine_of(param)).trains(param):
+                    engine.bucket_of[param].changed = True
         if modifier_rank is None or not dist.is_initialized() or dist.get_world_size() == 1:
             return
         if chosen:
@@ -212,7 +216,7 @@ def gathered_parameters(
             edited = edited.to(chosen[0].device)
             dist.broadcast(edited, modifier_rank)
             for param, is_edited in zip(chosen, edited.tolist(), strict=True):
-                dist.broadcast(param.detach(), modifier_rank)  # also what was edited through .data, which has no version
+                dist.broadcast(param.detach(), modifier_rank)
                 if is_edited:
                     torch.autograd.graph.increment_version(param)
         device = _accelerator.current_device_name() if dist.get_backend() == "nccl" else "cpu"
@@ -533,6 +537,13 @@ _ZERO = {
     "register_external_parameter": register_external_parameter,
     "unregister_external_parameter": register_external_parameter,
 }
+_PARTITION: dict[str, Any] = {
+    **_ZERO,
+    "ZeroParamStatus": ZeroParamStatus,
+    # What DeepSpeed's Init puts around torch.empty and the like. transformers replaces it, for its own effect inside Init;
+    # Init here changes none of torch's functions.
+    "zero_wrapper_for_fp_tensor_constructor": None,
+}
 MODULES: dict[str, dict[str, Any]] = {  # by path below the package; a module comes before what is in it
     "zero": _ZERO,
     "checkpoint": {},
@@ -557,18 +568,13 @@ MODULES: dict[str, dict[str, Any]] = {  # by path below the package; a module co
     "runtime.engine": {"DeepSpeedEngine": ForwardEngine},
     "runtime.lr_schedules": _SCHEDULES,
     "runtime.utils": {"see_memory_usage": see_memory_usage, "set_random_seed": set_random_seed},
+    "zero.partition_parameters": _PARTITION,
     "runtime.zero": _ZERO,
     "runtime.zero.offload_config": {
         "OffloadDeviceEnum": OffloadDeviceEnum,
         "OffloadStateTypeEnum": OffloadStateTypeEnum,
     },
-    "runtime.zero.partition_parameters": {
-        **_ZERO,
-        "ZeroParamStatus": ZeroParamStatus,
-        # What DeepSpeed's Init puts around torch.empty and the like. transformers replaces it, for its own effect inside Init;
-        # Init here changes none of torch's functions.
-        "zero_wrapper_for_fp_tensor_constructor": None,
-    },
+    "runtime.zero.partition_parameters": _PARTITION,
     "runtime.activation_checkpointing": {},
     "runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,
     "utils": {
@@ -679,6 +685,6 @@ def install_as_deepspeed() -> None:
     vars(package).update(__version__=VERSION, version=VERSION)
     install(package)
     name_sharded_params()
-    FusedAdam.parameter_offload = CPUAdam.parameter_offload = _NO_HOOKS  # type: ignore[attr-defined]
+    ShardableOptimizer.parameter_offload = _NO_HOOKS  # type: ignore[attr-defined]
     sys.meta_path.insert(0, _Finder)
     importlib.invalidate_caches()

@@ -480,7 +480,7 @@ class Engine:
         if buffers and self.reducer.holds_grads:
             raise ValueError(
                 "offload_states: there are gradients, of backwards since the last zero_grad(); expected step() and zero_grad() "
-                'before, or include=["optim_states", "hp_params"]'
+                '(which sets them to None) before, or include=["optim_states", "hp_params"]'
             )
         on_device = self._on_device
         if states and on_device is not None and not on_device.away:

@@ -536,7 +536,7 @@ class Reducer:
     @property
     def holds_grads(self) -> bool:
         """Whether there are gradients, of backwards that no zero_grad() has forgotten."""
-        return self.backwards > 0 or any(bucket.reduced for bucket in self.buckets)
+        return self._boundary.under_way or self.backwards > 0 or any(bucket.reduced for bucket in self.buckets)
 
     def show_grads(self) -> None:
         """Set `param.grad` again after the reduced gradients changed (stage 0; nothing from stage 1 on)."""

@@ -279,7 +279,8 @@ class ShardableOptimizer(torch.optim.Optimizer):
         Raises ValueError for other names and devices, "lp_params" (weights stay), and where buffers are to be freed that have
         gradients; MemoryError, with nothing moved, for too little host memory.
         """
-        chosen = OFFLOADABLE if include is None else [str(getattr(name, "value", name)) for name in include]
+        given = [include] if isinstance(include, str) else include
+        chosen = OFFLOADABLE if given is None else [str(getattr(name, "value", name)) for name in given]
         if strange := [name for name in chosen if name not in OFFLOADABLE]:
             why = ' (weights stay; offload={"params": "cpu"} keeps them in host memory)' if "lp_params" in strange else ""
             raise ValueError(f"offload_states: include has {strange}; expected some of {list(OFFLOADABLE)}{why}")

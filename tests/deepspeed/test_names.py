@@ -158,11 +158,13 @@ def test_edits_of_one_rank_inside_gathered_parameters_reach_all() -> None:
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
 
 
-def _edited_behind_autograd(rank: int, world_size: int, tiers: dict[str, Any], modifier: int | None, twin: bool) -> list[float]:
+def _edited_behind_autograd(
+    rank: int, world_size: int, tiers: dict[str, Any], modifier: int | None, twin: bool, stage: int = 3
+) -> list[float]:
     """Fill most of a weight through .data, as libraries do; returns what it is then, is saved as, and is after a step."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 5))
-    config = ds_config(bf16={"enabled": True}, zero_optimization={"stage": 3, **tiers})
+    config = ds_config(bf16={"enabled": True}, zero_optimization={"stage": stage, **tiers})
     with pytest.MonkeyPatch.context() as patch:
         if twin:  # as if nothing had been edited
             patch.setattr(Bucket, "changed", property(lambda bucket: False, lambda bucket, value: None), raising=False)
@@ -186,6 +188,13 @@ def _edited_behind_autograd(rank: int, world_size: int, tiers: dict[str, Any], m
 def test_edits_behind_autograd_inside_gathered_parameters_stay(tiers: dict[str, Any], modifier: int | None) -> None:
     assert run_ranks(2, _edited_behind_autograd, tiers, modifier, False) == [[2.0, pytest.approx(2.0, abs=0.02)]] * 2
     assert run_ranks(2, _edited_behind_autograd, tiers, modifier, True)[0][0] != 2.0
+
+
+@pytest.mark.parametrize(("world", "stage"), [(1, 3), (2, 2)])
+def test_edits_behind_autograd_of_a_modifier_stay_where_nothing_is_gathered(world: int, stage: int) -> None:
+    kept = [2.0, pytest.approx(2.0, abs=0.02)]
+    assert run_ranks(world, _edited_behind_autograd, {}, 0, False, stage) == [kept] * world
+    assert run_ranks(world, _edited_behind_autograd, {}, 0, True, stage)[0][0] != 2.0
 
 
 def _averaged(rank: int, world_size: int) -> None:

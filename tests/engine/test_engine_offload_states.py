@@ -134,7 +134,7 @@ def _refusals(rank: int, world: int) -> list[str]:
     model, optimizer, _ = train(rank, Run(2, 1))
     loss_of(model, batch_of(1, 0, rank)).backward()
     said = [error_of(optimizer.offload_states)]
-    optimizer.offload_states(include=["optim_states"])
+    optimizer.offload_states(include="optim_states")
     said.append(error_of(optimizer.step))
     optimizer.reload_states()
     optimizer.reload_states()  # nothing is away
