@@ -158,8 +158,12 @@ def leave_out_backward(device: torch.device) -> bool:
         said = str(error)
     took = time.perf_counter() - begun
     print(f"rank {rank} after {took:.1f} s: {said}", flush=True)
-    store.set(f"ended/{rank}", "")  # that another one ends would end a wait, too
-    store.wait([f"ended/{other}" for other in range(world)], timedelta(seconds=2 * LEAVE_OUT_S))
+    limit = timedelta(seconds=2 * LEAVE_OUT_S)
+    store.set(f"said/{rank}", "")
+    store.wait([f"said/{other}" for other in range(world)], limit)  # that another rank ends would end a wait, too
+    store.set(f"left/{rank}", "")
+    if rank == 0:  # it serves the store
+        store.wait([f"left/{other}" for other in range(world)], limit)
     return said.startswith("ranks wait for different things") and took < LEAVE_OUT_S / 2
 
 
