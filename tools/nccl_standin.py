@@ -310,8 +310,8 @@ def install(device_type: str) -> None:
         alone = dist.get_backend_config(group) == backend(device_type, alone=True)
         return {"cuda": "nccl"} if alone else {"cpu": "gloo", "cuda": "nccl"}
 
-    def on_cpu(new: Comm, *given: Any) -> None:
-        init(new, *given)
+    def on_cpu(new: Comm, *given: Any, **options: Any) -> None:
+        init(new, *given, **options)
         new.uses_nccl = new.uses_nccl or isinstance(new.group, StandIn)
 
     dist.batch_isend_irecv = batch_of

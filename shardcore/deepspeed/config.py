@@ -81,6 +81,7 @@ class Config:
     wandb: Mapping[str, Any] | None = None
     comms_logger: Mapping[str, Any] = field(default_factory=dict)
     flops_profiler: Mapping[str, Any] = field(default_factory=dict)
+    pipeline: Mapping[str, Any] = field(default_factory=dict)
     shardcore: Mapping[str, Any] = field(default_factory=dict)
     given: frozenset[str] = field(default=frozenset(), compare=False)
     accepted: tuple[str, ...] = field(default=(), compare=False)
@@ -133,7 +134,7 @@ _FIELDS = {path: path for path, key in KEYS.items() if "." not in path and path 
 # What TRL writes beside the section: "zero_optimization.reduce_bucket_size". DeepSpeed ignores it.
 _WRITTEN_BY_TRL = {f"{ZERO}.{name}" for name in ("reduce_bucket_size", "prefetch_bucket_size", "param_persistence_threshold")}
 # Sections that are fields of Config, as dicts of what was given.
-_AS_DICTS = ("comms_logger", "flops_profiler")
+_AS_DICTS = ("comms_logger", "flops_profiler", "pipeline")
 
 
 @dataclass

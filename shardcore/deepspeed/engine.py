@@ -4,7 +4,7 @@ import logging
 import math
 import os
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Self
@@ -53,6 +53,27 @@ class ShardedLoader(DataLoader[Any]):
         sampler.set_epoch(self.epoch)
         self.epoch += 1
         return super().__iter__()
+
+
+class RepeatingLoader:
+    """Iterates over a loader again and again, without an end."""
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        """Begin with the first batch of `loader`."""
+        self.loader = loader
+        self.data_iter = iter(loader)
+
+    def __iter__(self) -> Self:
+        """Return itself."""
+        return self
+
+    def __next__(self) -> Any:
+        """Return the next batch; after the last the first of a new epoch. StopIteration if the loader has none."""
+        try:
+            return next(self.data_iter)
+        except StopIteration:
+            self.data_iter = iter(self.loader)
+            return next(self.data_iter)
 
 
 _NO_OPTIMIZER = (
@@ -308,12 +329,12 @@ class TrainingEngine(ForwardEngine):
         if before is not None and self.optimizer.skipped_steps == before:
             self.lr_scheduler.step(**(lr_kwargs or {}))
         every = self._config.steps_per_print
-        if self._core.comm.rank == 0 and every is not None and self.global_steps % every == 0:
+        if self.global_rank == 0 and every is not None and self.global_steps % every == 0:
             shown = "unknown" if loss is None else f"{loss.item():.6g}"  # waits for the device
             scale = f" loss_scale={self.optimizer.loss_scale:g}" if self._config.fp16 else ""
             print(f"step={self.global_steps} skipped={self.skipped_steps} lr={self.get_lr()} loss={shown}{scale}", flush=True)
         self._report.end_step(self.global_steps, every)
-        if self.monitor.enabled and self._core.comm.rank == 0:
+        if self.monitor.enabled and self.global_rank == 0:
             loss_scale = self.optimizer.loss_scale if self._config.fp16 else None
             events = step_events(self.global_samples, train_loss=loss, lr=self.get_lr()[0], loss_scale=loss_scale)
             self.monitor.write_events(events)

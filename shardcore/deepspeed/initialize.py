@@ -27,6 +27,8 @@ from shardcore.deepspeed.lr_schedules import make as make_scheduler
 from shardcore.deepspeed.monitor import SECTIONS as MONITORS
 from shardcore.deepspeed.monitor import MonitorMaster
 from shardcore.deepspeed.params import name_sharded_params
+from shardcore.deepspeed.pipe import PipelineModule
+from shardcore.deepspeed.pipe_engine import PipelineEngine
 from shardcore.distributed.comm import Comm
 from shardcore.distributed.groups import use_own_gpu
 from shardcore.distributed.joining import agree
@@ -98,8 +100,12 @@ def initialize(
     given: Any = None
     try:
         settings = read_config(config, args)
-        _check_parallelism(mpu, mesh_param)
-        sizes = settings.batch_sizes(comm.world_size)
+        pipe = model if isinstance(model, PipelineModule) else None
+        _check_parallelism(mpu if pipe is None else None, mesh_param)
+        replicas, replica = (
+            (comm.world_size, comm.rank) if pipe is None else (pipe.mpu().data_parallel_size, pipe.mpu().data_parallel_id)
+        )
+        sizes = settings.batch_sizes(replicas)
         check_model(model, settings)
         _check_mesh(settings.shardcore.get("mesh"), comm.world_size)
         trains = settings.optimizer is not None or any(
@@ -108,7 +114,9 @@ def initialize(
         if trains:
             given = _optimizer(model, model_parameters, settings, optimizer)
         _check_scheduler(lr_scheduler, given, optimizer)
-        loader = _loader(training_data, collate_fn, sizes, comm, settings.dataloader_drop_last)
+        if pipe is not None:
+            _check_pipeline(pipe, settings, given)
+        loader = _loader(training_data, collate_fn, sizes, replicas, replica, settings.dataloader_drop_last, pipe is None)
         scheduler = lr_scheduler(given) if _is_function(lr_scheduler) else lr_scheduler
         if given is not None and scheduler is None and settings.scheduler is not None:
             scheduler = make_scheduler(*settings.scheduler, given)
@@ -129,10 +137,13 @@ def initialize(
         checkpointing.configure(checkpoint_in_cpu=settings.cpu_checkpointing)
     if comm.rank == 0:
         _explain(settings, lr_scheduler)
+    options = shard_options(settings)
+    if pipe is not None:
+        options = _pipeline_options(pipe, settings, options)
     model, adam = shard(
         model,
         given,
-        **shard_options(settings),
+        **options,
         clip_grad_norm=settings.gradient_clipping or None,
         accumulate=sizes.accumulation,
         materialize=materialize,
@@ -142,7 +153,8 @@ def initialize(
     if adam is None:
         forward_only: Any = ForwardEngine(model, engine_of(model), settings), None, None, None
         return forward_only  # type: ignore[no-any-return]
-    return TrainingEngine(model, adam, scheduler, loader, settings, sizes, monitor), adam, loader, scheduler
+    engine = TrainingEngine if pipe is None else PipelineEngine
+    return engine(model, adam, scheduler, loader, settings, sizes, monitor), adam, loader, scheduler
 
 
 def _explain(settings: Config, lr_scheduler: Any) -> None:
@@ -193,6 +205,34 @@ def _check_parallelism(mpu: Any, mesh_param: Any) -> None:
 def _check_mesh(mesh: Sequence[int] | None, world_size: int) -> None:
     if mesh is not None and math.prod(mesh) != world_size:
         raise ValueError(f"{_OP}: config shardcore.mesh has {mesh}; expected numbers whose product is {world_size}, the ranks")
+
+
+def _check_pipeline(pipe: PipelineModule, settings: Config, optimizer: Any) -> None:
+    """Raise ValueError for what a pipeline does not train with."""
+    if optimizer is None:
+        raise ValueError(
+            f'{_OP}: a PipelineModule is given without an optimizer; expected one, or {{"optimizer": ...}} in config'
+        )
+    if settings.stage == 3 and pipe.tied:
+        raise ValueError(
+            f"{_OP}: config zero_optimization.stage has 3 for a PipelineModule with weights tied over stages; expected 0 to 2"
+        )
+    for name in ("mesh", "ranks_per_node"):
+        if settings.shardcore.get(name) is not None and pipe.num_stages > 1:
+            raise ValueError(
+                f"{_OP}: config shardcore.{name} is given for a PipelineModule; expected it for other models alone"
+            )
+
+
+def _pipeline_options(pipe: PipelineModule, settings: Config, options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of `shard` for this rank's stage. The micro-batches of a step are added up before they are reduced."""
+    if settings.pipeline.get("activation_checkpoint_interval"):
+        pipe.activation_checkpoint_interval = settings.pipeline["activation_checkpoint_interval"]
+    if pipe.stage_id > 0:
+        options["cast_inputs"] = False  # they are as the stage before computed them
+    if pipe.num_stages > 1:
+        options |= {"process_group": pipe.mpu().dp_proc_group, "model_parallel_group": pipe.mpu().pp_proc_group}
+    return {"sync_each": False, **options}
 
 
 def check_model(model: Any, settings: Config) -> None:
@@ -266,7 +306,9 @@ def _check_scheduler(lr_scheduler: Any, chosen: torch.optim.Optimizer, optimizer
         )
 
 
-def _loader(data: Any, collate_fn: Any, sizes: BatchSizes, comm: Comm, drop_last: bool) -> ShardedLoader | None:
+def _loader(
+    data: Any, collate_fn: Any, sizes: BatchSizes, replicas: int, replica: int, drop_last: bool, shuffle: bool
+) -> ShardedLoader | None:
     if data is None:
         if collate_fn is not None:
             raise ValueError(f"{_OP}: collate_fn is given without training_data; expected both or neither")
@@ -277,6 +319,6 @@ def _loader(data: Any, collate_fn: Any, sizes: BatchSizes, comm: Comm, drop_last
             f"{_OP}: training_data has type {type(data).__name__}; expected a dataset with __getitem__ and __len__ (make the "
             "loader of a stream yourself, with a part of it for each rank)"
         )
-    sampler: DistributedSampler[Any] = DistributedSampler(data, num_replicas=comm.world_size, rank=comm.rank)
+    sampler: DistributedSampler[Any] = DistributedSampler(data, num_replicas=replicas, rank=replica, shuffle=shuffle)
     pin = torch.cuda.is_available()
     return ShardedLoader(data, sampler, batch_size=sizes.micro, collate_fn=collate_fn, pin_memory=pin, drop_last=drop_last)

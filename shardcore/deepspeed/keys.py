@@ -517,7 +517,14 @@ KEYS: dict[str, Key] = {
     "expert_parallel": _refused("experts are sharded like other weights"),
     "moe": _refused("experts are sharded like other weights", switch=None),
     "use_data_before_expert_parallelism": _refused("experts are sharded like other weights"),
-    "pipeline": _accepted("only DeepSpeed's PipelineModule reads it"),
+    "pipeline.activation_checkpoint_interval": _honoured(_count, "PipelineModule(activation_checkpoint_interval=)"),
+    **dict.fromkeys(
+        [
+            f"pipeline.{name}"
+            for name in ("stages", "partition", "seed_layers", "pipe_partitioned", "grad_partitioned", "use_reentrant")
+        ],
+        _accepted("PipelineModule's own arguments say it, or there is nothing to choose"),
+    ),
     "hybrid_engine": _refused("generate inside shardcore.full_params(model)"),
     "compile": _refused("compile the model's blocks with torch.compile", {"deepcompile": False}, switch=None),
     "weight_quantization": _refused("it is for inference", switch=None),

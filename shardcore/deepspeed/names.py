@@ -32,10 +32,10 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from shardcore.api import full_grad, full_state
-from shardcore.deepspeed import lr_schedules
+from shardcore.deepspeed import lr_schedules, pipe, pipe_engine
 from shardcore.deepspeed.checkpointing import checkpoint, configure, is_configured
 from shardcore.deepspeed.config import read_config
-from shardcore.deepspeed.engine import ForwardEngine
+from shardcore.deepspeed.engine import ForwardEngine, RepeatingLoader
 from shardcore.deepspeed.initialize import initialize, start_process_group
 from shardcore.deepspeed.params import ZeroParamStatus, name_sharded_params
 from shardcore.engine.engine import Engine
@@ -472,27 +472,6 @@ def set_random_seed(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-class RepeatingLoader:
-    """Iterates over a loader again and again, without an end."""
-
-    def __init__(self, loader: Iterable[Any]) -> None:
-        """Begin with the first batch of `loader`."""
-        self.loader = loader
-        self.data_iter = iter(loader)
-
-    def __iter__(self) -> "RepeatingLoader":
-        """Return itself."""
-        return self
-
-    def __next__(self) -> Any:
-        """Return the next batch; after the last the first of a new epoch. StopIteration if the loader has none."""
-        try:
-            return next(self.data_iter)
-        except StopIteration:
-            self.data_iter = iter(self.loader)
-            return next(self.data_iter)
-
-
 def _of_zero_to_fp32(name: str) -> Any:
     """Return a function of zero_to_fp32, which is imported late: `python -m` warns of a module that its package imports."""
     if name.endswith(("_zero_checkpoint", "_fp32_state_dict")):
@@ -544,6 +523,13 @@ _PARTITION: dict[str, Any] = {
     # Init here changes none of torch's functions.
     "zero_wrapper_for_fp_tensor_constructor": None,
 }
+_PIPE = {cls.__name__: cls for cls in (pipe.PipelineModule, pipe.LayerSpec, pipe.TiedLayerSpec)}
+_TOPOLOGY = (
+    pipe.ProcessTopology,
+    pipe.PipeDataParallelTopology,
+    pipe.PipeModelDataParallelTopology,
+    pipe.PipelineParallelGrid,
+)
 MODULES: dict[str, dict[str, Any]] = {  # by path below the package; a module comes before what is in it
     "zero": _ZERO,
     "checkpoint": {},
@@ -561,7 +547,12 @@ MODULES: dict[str, dict[str, Any]] = {  # by path below the package; a module co
     "ops.adam": _ADAMS,
     "ops.lamb": {"FusedLamb": _refused("FusedLamb")},
     "ops.lion": {"FusedLion": fused_lion, "DeepSpeedCPULion": cpu_lion},
+    "pipe": _PIPE,
     "runtime": {},
+    "runtime.pipe": {**_PIPE, "ProcessTopology": pipe.ProcessTopology},
+    "runtime.pipe.engine": {cls.__name__: cls for cls in (pipe_engine.PipelineEngine, pipe_engine.PipelineError)},
+    "runtime.pipe.module": {**_PIPE, "PipelineError": pipe_engine.PipelineError},
+    "runtime.pipe.topology": {cls.__name__: cls for cls in _TOPOLOGY},
     "runtime.dataloader": {"RepeatingLoader": RepeatingLoader},
     "runtime.fp16": {},
     "runtime.fp16.onebit": {name: _refused(name) for name in ("OnebitAdam", "OnebitLamb", "ZeroOneAdam")},
@@ -597,6 +588,8 @@ TOP: dict[str, Any] = {
     "log_dist": log_dist,
     "DeepSpeedConfig": DeepSpeedConfig,
     "DeepSpeedEngine": ForwardEngine,
+    "PipelineEngine": pipe_engine.PipelineEngine,
+    "PipelineModule": pipe.PipelineModule,
 }
 
 

@@ -266,16 +266,16 @@ def test_imports_and_metadata_are_shardcores_once_it_is_called() -> None:
         from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
         assert HfTrainerDeepSpeedConfig({"zero_optimization": {"stage": 3}}).is_zero3()
         try:
-            from deepspeed import PipelineModule
+            from deepspeed import InferenceEngine
         except ImportError as error:
             print(error)
-        import deepspeed.pipe.module
+        import deepspeed.inference.engine
     """
     said = _python(text).strip().splitlines()
-    assert said[0].startswith("cannot import name 'PipelineModule'")
+    assert said[0].startswith("cannot import name 'InferenceEngine'")
     assert said[-1] == (
-        "ModuleNotFoundError: No module named 'deepspeed.pipe': deepspeed is shardcore in this process (--as-deepspeed), which "
-        "has no counterpart of DeepSpeed's pipe"
+        "ModuleNotFoundError: No module named 'deepspeed.inference': deepspeed is shardcore in this process (--as-deepspeed), "
+        "which has no counterpart of DeepSpeed's inference"
     )
 
 

@@ -1,0 +1,492 @@
+"""DeepSpeed's PipelineModule: a sequence of layers, of which each rank makes those of its stage; LayerSpec, TiedLayerSpec.
+
+`initialize` makes a PipelineEngine (pipe_engine.py) of it, which trains it.
+Source: the names and behaviour documented at https://deepspeed.readthedocs.io/en/latest/pipeline.html, 0.19.8.
+"""
+
+import logging
+import math
+import re
+from bisect import bisect_left, bisect_right
+from collections import namedtuple
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardcore.deepspeed.checkpointing import checkpoint
+
+logger = logging.getLogger("shardcore")
+
+
+class ProcessTopology:
+    """Ranks on a grid: the last axis varies fastest. The ranks of a DeviceMesh of these dimensions."""
+
+    def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
+        """axes: names, such as pipe and data. dims: how many ranks each has."""
+        self.axes, self.dims = list(axes), list(dims)
+        self.ProcessCoord: Any = namedtuple("ProcessCoord", self.axes)  # type: ignore[misc]
+        self._ranks = torch.arange(math.prod(dims)).view(*dims)
+
+    def world_size(self) -> int:
+        """Return the number of ranks."""
+        return self._ranks.numel()
+
+    def get_axis_names(self) -> list[str]:
+        """Return the names of the axes."""
+        return self.axes
+
+    def get_dim(self, axis: str) -> int:
+        """Return how many ranks an axis has; 0 for one that is not there."""
+        return self.dims[self.axes.index(axis)] if axis in self.axes else 0
+
+    def get_rank(self, **coords: int) -> int:
+        """Return the rank at a place, of which every coordinate is given by name."""
+        return int(self._ranks[tuple(coords[axis] for axis in self.axes)])
+
+    def get_coord(self, rank: int) -> Any:
+        """Return the place of a rank: a named tuple."""
+        return self.ProcessCoord(*(int(index) for index in torch.unravel_index(torch.tensor(rank), self.dims)))
+
+    def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
+        """Return the groups of ranks that differ along an axis alone."""
+        return self._ranks.movedim(self.axes.index(axis), -1).flatten(0, -2).tolist() if axis in self.axes else []
+
+    def get_axis_list(self, axis: str, idx: int) -> list[int]:
+        """Return the ranks whose coordinate along an axis is `idx`."""
+        return self._ranks.select(self.axes.index(axis), idx).flatten().tolist()
+
+    def filter_match(self, **coords: int) -> list[int]:
+        """Return the ranks with these coordinates."""
+        return self._ranks[tuple(coords.get(axis, slice(None)) for axis in self.axes)].flatten().tolist()
+
+
+class PipeDataParallelTopology(ProcessTopology):
+    """Stages, and the ranks that have the same stage, which are neighbours."""
+
+    def __init__(self, num_pp: int, num_dp: int) -> None:
+        """num_pp: stages; num_dp: ranks of each."""
+        super().__init__(["pipe", "data"], [num_pp, num_dp])
+
+
+class PipeModelDataParallelTopology(ProcessTopology):
+    """As PipeDataParallelTopology; num_mp, tensor parallelism, has to be 1 for PipelineModule."""
+
+    def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
+        """num_pp: stages; num_mp: tensor-parallel ranks; num_dp: data-parallel ranks."""
+        super().__init__(["pipe", "data", "model"], [num_pp, num_dp, num_mp])
+
+
+class PipelineParallelGrid:
+    """The process groups of a topology: `engine.grid`, `module.mpu()`."""
+
+    def __init__(self, topology: ProcessTopology) -> None:
+        """Make the groups. Collective over all ranks."""
+        self._topo = topology
+        self.global_rank = dist.get_rank() if dist.is_initialized() else 0
+        self.stage_id: int = topology.get_coord(self.global_rank).pipe
+        self.data_parallel_id: int = topology.get_coord(self.global_rank).data
+        self.pipe_parallel_size, self.data_parallel_size = topology.get_dim("pipe"), topology.get_dim("data")
+        self.pp_group, self.pp_proc_group = self.own(topology.get_axis_comm_lists("pipe"))
+        self.dp_group, self.dp_proc_group = self.own(topology.get_axis_comm_lists("data"))
+
+    def own(self, lists: Sequence[Sequence[int]]) -> tuple[list[int], Any]:
+        """Make a group of each list; returns this rank's, and its ranks ([], None if it is in none). Collective."""
+        found: tuple[list[int], Any] = [], None
+        for ranks in lists:
+            group = dist.new_group(list(ranks)) if dist.is_initialized() else None
+            if self.global_rank in ranks:
+                found = list(ranks), group
+        return found
+
+    def topology(self) -> ProcessTopology:
+        """Return the topology."""
+        return self._topo
+
+    def stage_to_global(self, stage_id: int) -> int:
+        """Return the rank of a stage of this rank's pipeline."""
+        return self.pp_group[stage_id]
+
+    def get_global_rank(self) -> int:
+        """Return this rank."""
+        return self.global_rank
+
+    def get_stage_id(self) -> int:
+        """Return this rank's stage."""
+        return self.stage_id
+
+    get_pipe_parallel_rank = get_pipeline_model_parallel_rank = get_stage_id
+
+    def get_pipe_parallel_world_size(self) -> int:
+        """Return the number of stages."""
+        return self.pipe_parallel_size
+
+    get_pipeline_model_parallel_world_size = get_pipe_parallel_world_size
+
+    def get_pipe_parallel_group(self) -> Any:
+        """Return the group of this rank's pipeline."""
+        return self.pp_proc_group
+
+    def get_data_parallel_id(self) -> int:
+        """Return the number of this rank's pipeline."""
+        return self.data_parallel_id
+
+    get_data_parallel_rank = get_data_parallel_id
+
+    def get_data_parallel_world_size(self) -> int:
+        """Return the number of pipelines."""
+        return self.data_parallel_size
+
+    def get_data_parallel_group(self) -> Any:
+        """Return the group of the ranks that have this rank's stage."""
+        return self.dp_proc_group
+
+    def get_slice_parallel_rank(self) -> int:
+        """Return 0: there is no tensor parallelism."""
+        return 0
+
+    get_tensor_model_parallel_rank = get_slice_parallel_rank
+
+    def get_slice_parallel_world_size(self) -> int:
+        """Return 1: there is no tensor parallelism."""
+        return 1
+
+    get_tensor_model_parallel_world_size = get_slice_parallel_world_size
+
+
+class LayerSpec:
+    """A layer that is made on the ranks of its stage alone: `typename(*module_args, **module_kwargs)`."""
+
+    def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
+        """typename: a class of modules. TypeError for anything else."""
+        if not (isinstance(typename, type) and issubclass(typename, nn.Module)):
+            raise TypeError(f"LayerSpec: typename is {typename!r}; expected a class of torch.nn.Module")
+        self.typename, self.module_args, self.module_kwargs = typename, module_args, module_kwargs
+
+    def build(self, log: bool = False) -> nn.Module:
+        """Return the layer. log: means nothing here."""
+        return self.typename(*self.module_args, **self.module_kwargs)
+
+
+class TiedLayerSpec(LayerSpec):
+    """A layer whose weights are those of all layers of the same key, also in other stages."""
+
+    def __init__(
+        self,
+        key: str,
+        typename: type[nn.Module],
+        *module_args: Any,
+        forward_fn: Callable[[nn.Module, Any], Any] | None = None,
+        tied_weight_attr: str | Sequence[str] = ("weight",),
+        **module_kwargs: Any,
+    ) -> None:
+        """forward_fn: what the layer computes, given the module and its input. tied_weight_attr: paths of the tied weights."""
+        super().__init__(typename, *module_args, **module_kwargs)
+        self.key, self.forward_fn = key, forward_fn
+        self.tied_weight_attr = [tied_weight_attr] if isinstance(tied_weight_attr, str) else list(tied_weight_attr)
+
+
+class PipelineModule(nn.Module):
+    """A model given as a sequence of layers, each of which takes what the one before it returns: a tensor, or a tuple of them.
+
+    Each rank has the layers of its stage, under the names that they have in the whole model: "3.weight",
+    "tied_modules.embed.weight". Tied weights belong to the first stage that has them. In the others `module.weight` is a copy,
+    no parameter, that follows after every step, and whose gradients the first stage adds to its own.
+    """
+
+    def __init__(
+        self,
+        layers: Iterable[Any],
+        num_stages: int | None = None,
+        topology: ProcessTopology | None = None,
+        loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
+        seed_layers: bool = False,
+        seed_fn: Callable[[int], Any] | None = None,
+        base_seed: int = 1234,
+        partition_method: str = "parameters",
+        activation_checkpoint_interval: int = 0,
+        activation_checkpoint_func: Callable[..., Any] = checkpoint,
+        checkpointable_layers: Sequence[str] | None = None,
+        dynamic_shape: bool = False,
+    ) -> None:
+        """Make the layers of this rank's stage. Collective over all ranks; torch.distributed has to be started.
+
+        layers: modules, LayerSpecs, TiedLayerSpecs and functions, or an nn.Sequential.
+        num_stages: neighbouring ranks have the same stage. topology: instead, or as well.
+        loss_fn: takes the last layer's output and the labels; None: that output is the loss.
+        seed_layers: seed each layer when it is made, and in every forward, by seed_fn (torch.manual_seed), from base_seed on.
+        partition_method: "parameters" (equally many trainable elements), "uniform" (layers), or "type:REGEX" (layers whose
+            class has such a name). A subclass may override `_partition_layers`, which sets `parts` and calls `_set_bounds`.
+        activation_checkpoint_interval: so many layers are recomputed in backward together; 0: none.
+        activation_checkpoint_func: takes a function and its inputs. checkpointable_layers: names of classes; others are kept.
+        dynamic_shape: micro-batches of one batch may have different shapes. (Those of different batches always may.)
+
+        Raises ValueError, TypeError for what does not fit.
+        """
+        super().__init__()
+        self._layer_specs = list(layers)
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        if num_stages is None and topology is None:
+            raise ValueError("PipelineModule: num_stages and topology are both None; expected one of them")
+        if topology is None:
+            assert num_stages is not None
+            if num_stages < 1 or world % num_stages:
+                raise ValueError(
+                    f"PipelineModule: num_stages is {num_stages}; expected a divisor of the {world} ranks (started by "
+                    "deepspeed.init_distributed())"
+                )
+            topology = PipeDataParallelTopology(num_stages, world // num_stages)
+        if topology.get_dim("model") > 1:
+            raise ValueError(
+                f"PipelineModule: topology has {topology.get_dim('model')} tensor-parallel ranks; expected 1 "
+                "(shardcore.shard_pipeline takes sliced stages)"
+            )
+        if topology.world_size() != world or 0 in (topology.get_dim("pipe"), topology.get_dim("data")):
+            raise ValueError(
+                f"PipelineModule: topology has axes {topology.axes} of {topology.dims} ranks; expected pipe and data, for the "
+                f"{world} ranks there are"
+            )
+        self.num_stages = topology.get_dim("pipe")
+        if len(self._layer_specs) < self.num_stages:
+            raise ValueError(
+                f"PipelineModule: layers has {len(self._layer_specs)} for {self.num_stages} stages; expected at least one each"
+            )
+        self._topo, self._grid = topology, PipelineParallelGrid(topology)
+        self.global_rank, self.world_size, self.stage_id = self._grid.global_rank, world, self._grid.stage_id
+        self.loss_fn, self.dynamic_shape = loss_fn, dynamic_shape
+        self.seed_layers, self.seed_fn, self.base_seed = seed_layers, seed_fn or torch.manual_seed, base_seed
+        self.activation_checkpoint_interval = activation_checkpoint_interval
+        self.activation_checkpoint_func = activation_checkpoint_func
+        self.checkpointable_layers = checkpointable_layers
+        self._micro_batches = 0  # how many forwards there were, for seed_layers
+        self.parts: list[int] = []  # the first layer of each stage, and the end
+        self._partition_layers(method=partition_method)
+        if self.global_rank == 0:
+            logger.info("PipelineModule: stages begin at layers %s of %d", self.parts[:-1], len(self._layer_specs))
+        self.tied_modules = nn.ModuleDict()
+        self.forward_funcs = [self._made(index) for index in range(self._local_start, self._local_stop)]
+        self.tied = self._find_tied()
+
+    # --- stages -----------------------------------------------------------------------------------------------------------
+
+    def _partition_layers(self, method: str = "parameters") -> None:
+        """Set `parts`, and the bounds of this stage."""
+        specs, method = self._layer_specs, method.lower()
+        if method == "uniform":
+            weights = [1] * len(specs)
+        elif method == "parameters":
+            weights = [_trainable_numel(spec) for spec in specs]
+        elif method.startswith("type:"):
+            pattern = re.compile(method.removeprefix("type:"), re.IGNORECASE)
+            weights = [int(pattern.search(_name(spec)) is not None) for spec in specs]
+            if not any(weights):
+                raise ValueError(f"PipelineModule: no layer has a class with {pattern.pattern!r} in its name; expected some")
+        else:
+            raise ValueError(
+                f'PipelineModule: partition_method is {method!r}; expected "parameters", "uniform" or "type:REGEX" (or a '
+                "subclass with its own _partition_layers)"
+            )
+        self.parts = partition(weights, self.num_stages)
+        self._set_bounds(self.parts[self.stage_id], self.parts[self.stage_id + 1])
+
+    def _set_bounds(self, start: int, stop: int) -> None:
+        """Let this stage have the layers from `start` to before `stop`."""
+        self._local_start, self._local_stop = start, stop
+
+    def stage_owner(self, layer_idx: int) -> int:
+        """Return the stage that has a layer."""
+        return bisect_right(self.parts, layer_idx) - 1
+
+    def topology(self) -> ProcessTopology:
+        """Return the topology."""
+        return self._topo
+
+    def mpu(self) -> PipelineParallelGrid:
+        """Return the groups of ranks."""
+        return self._grid
+
+    def num_pipeline_stages(self) -> int:
+        """Return the number of stages."""
+        return self.num_stages
+
+    # --- layers -----------------------------------------------------------------------------------------------------------
+
+    def _made(self, index: int) -> Callable[[Any], Any]:
+        """Make a layer, and register it; returns what computes it."""
+        spec = self._layer_specs[index]
+        if self.seed_layers:
+            self.seed_fn(self.base_seed + index)
+        if isinstance(spec, TiedLayerSpec):
+            if spec.key not in self.tied_modules:
+                self.tied_modules[spec.key] = spec.build()
+            module = self.tied_modules[spec.key]
+            if not isinstance(module, spec.typename):
+                raise ValueError(
+                    f"PipelineModule: layers[{index}] is a {spec.typename.__name__} tied to a {type(module).__name__} of its "
+                    f"stage by the key {spec.key!r}; expected one class, with forward_fn for what differs"
+                )
+            return module if spec.forward_fn is None else partial(spec.forward_fn, module)
+        layer = spec.build() if isinstance(spec, LayerSpec) else spec
+        if isinstance(layer, nn.Module):
+            self.add_module(str(index), layer)
+        elif not callable(layer):
+            raise TypeError(f"PipelineModule: layers[{index}] is {layer!r}; expected a module, a LayerSpec or a function")
+        return layer
+
+    def _find_tied(self) -> list["TiedWeight"]:
+        """Return the tied weights of this stage that other stages have, too. Collective over all ranks."""
+        self._refuse_shared()
+        specs = [(self.stage_owner(index), spec) for index, spec in enumerate(self._layer_specs)]
+        tied = [(stage, spec) for stage, spec in specs if isinstance(spec, TiedLayerSpec)]
+        found = []
+        for key in dict.fromkeys(spec.key for _, spec in tied):
+            stages = sorted({stage for stage, spec in tied if spec.key == key})
+            if len(stages) == 1:
+                continue
+            ranks, group = self._grid.own([[ranks[s] for s in stages] for ranks in self._topo.get_axis_comm_lists("pipe")])
+            if self.stage_id in stages:
+                spec = next(spec for stage, spec in tied if spec.key == key and stage == self.stage_id)
+                is_owner = self.stage_id == stages[0]
+                made = self.tied_modules[key]
+                found += [TiedWeight(made, path, ranks[0], is_owner, group) for path in spec.tied_weight_attr]
+        return found
+
+    def _refuse_shared(self) -> None:
+        """Raise ValueError for a parameter in modules of several stages, which would train apart."""
+        seen: dict[nn.Parameter, int] = {}
+        for index, layer in enumerate(self._layer_specs):
+            for name, param in layer.named_parameters() if isinstance(layer, nn.Module) else ():
+                first = seen.setdefault(param, index)
+                if self.stage_owner(first) != self.stage_owner(index):
+                    raise ValueError(
+                        f"PipelineModule: layers[{index}] shares its parameter {name} with layers[{first}], of another stage; "
+                        "expected a TiedLayerSpec of one key for both, or parameters of its own"
+                    )
+
+    def forward(self, *inputs: Any) -> Any:
+        """Return the output of this stage's layers. inputs: a tensor, or several, which the first layer gets as a tuple."""
+        self._micro_batches += 1
+        seed, every = self.base_seed * (self._micro_batches + 1), self.activation_checkpoint_interval
+
+        def run(start: int, stop: int, *given: Any) -> Any:
+            value = given[0] if len(given) == 1 else given
+            for index in range(start, stop):
+                if self.seed_layers:
+                    self.seed_fn(seed + self._local_start + index)
+                value = self.forward_funcs[index](value)
+            return value
+
+        count = len(self.forward_funcs)
+        if every == 0:
+            return run(0, count, *inputs)
+        value: Any = inputs
+        for start in range(0, count, every):
+            stop = min(start + every, count)
+            given = value if isinstance(value, tuple) else (value,)
+            part = partial(run, start, stop)
+            is_kept = not self._is_checkpointable(self.forward_funcs[start:stop])
+            value = part(*given) if is_kept else self.activation_checkpoint_func(part, *given)
+        return value
+
+    def _is_checkpointable(self, layers: Sequence[Any]) -> bool:
+        """Whether the activations of these layers are recomputed."""
+        modules = [layer for layer in layers if isinstance(layer, nn.Module)]
+        if self.checkpointable_layers is not None:
+            return all(type(layer).__name__ in self.checkpointable_layers for layer in layers)
+        return any(True for module in modules for _ in module.parameters())
+
+
+class TiedWeight:
+    """A weight that several stages have: a parameter of the first; in the others a copy, whose gradient goes to the first."""
+
+    def __init__(self, module: nn.Module, path: str, source: int, is_owner: bool, group: Any) -> None:
+        """source: the rank that owns it, in `group`. Elsewhere the module's parameter becomes a plain tensor."""
+        where, _, name = path.rpartition(".")
+        weight = getattr(module.get_submodule(where), name, None)
+        if not isinstance(weight, nn.Parameter):
+            raise ValueError(
+                f"PipelineModule: tied_weight_attr has {path!r}, which is no parameter of {type(module).__name__}; expected a "
+                'path such as "weight" or "word_embeddings.weight"'
+            )
+        self.weight: torch.Tensor = weight
+        self._source, self._group, self._is_owner = source, group, is_owner
+        self._places = [
+            (part, name)
+            for part in module.modules()
+            for name, param in part.named_parameters(recurse=False, remove_duplicate=False)
+            if param is weight and not is_owner
+        ]
+        for part, name in self._places:
+            delattr(part, name)
+        self._set(weight.detach())
+
+    def _set(self, weight: torch.Tensor) -> None:
+        for part, name in self._places:
+            setattr(part, name, weight)
+            self.weight = weight
+
+    def make_copy(self, device: torch.device) -> None:
+        """Make the copies like the owner's weight as it trains. Collective over the group."""
+        said = [(self.weight.dtype, self.weight.requires_grad)]
+        dist.broadcast_object_list(said, self._source, self._group, device)
+        if not self._is_owner:
+            dtype, trains = said[0]
+            self._set(torch.empty(self.weight.shape, dtype=dtype, device=device, requires_grad=trains))
+            if trains:
+                self.weight.grad_dtype = torch.float32  # in which the gradients of micro-batches add up
+        self.update()
+
+    def update(self) -> None:
+        """Give the copies the owner's values. Collective over the group."""
+        dist.broadcast(self.weight.detach(), self._source, self._group)
+
+    def add_gradients(self) -> None:
+        """Add the gradients of the copies to the owner's, as one more backward. Collective over the group."""
+        weight = self.weight
+        if not weight.requires_grad:
+            return
+        own = None if self._is_owner else weight.grad
+        total = torch.zeros_like(weight, dtype=torch.float32) if own is None else own
+        dist.reduce(total, self._source, group=self._group)
+        if self._is_owner:
+            weight.backward(total.to(weight.dtype))  # type: ignore[no-untyped-call]
+        else:
+            weight.grad = None
+
+
+def partition(weights: Sequence[int], parts: int) -> list[int]:
+    """Return the bounds of contiguous parts, none empty, of which the heaviest is as light as can be.
+
+    weights: 0 or more each, at least as many as parts.
+    """
+    sums = [0, *accumulate(weights)]
+
+    def bounds(limit: int) -> list[int]:
+        cuts = [0]
+        for left in reversed(range(parts)):
+            fits = bisect_right(sums, sums[cuts[-1]] + limit) - 1
+            cuts.append(min(max(fits, cuts[-1] + 1), len(weights) - left))
+        return cuts
+
+    limits = range(max(weights), sums[-1] + 1)
+    return bounds(limits[bisect_left(limits, True, key=lambda limit: bounds(limit)[-1] == len(weights))])
+
+
+def _name(spec: Any) -> str:
+    kind = spec.typename if isinstance(spec, LayerSpec) else type(spec) if isinstance(spec, nn.Module) else spec
+    return getattr(kind, "__name__", "")
+
+
+def _trainable_numel(spec: Any) -> int:
+    """Return the trainable elements of a layer; one that is not made yet is made without weights, where its class can be."""
+    if isinstance(spec, LayerSpec):
+        try:
+            with torch.device("meta"):
+                spec = spec.build()
+        except Exception:  # of any kind: the class is the user's
+            spec = spec.build()
+    return sum(p.numel() for p in spec.parameters() if p.requires_grad) if isinstance(spec, nn.Module) else 0
