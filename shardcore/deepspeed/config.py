@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardcore.deepspeed.keys import KEYS, OP, OTHER_OPTIMIZERS, SECTIONS, Key, canonical, has, is_note
 from shardcore.engine.loss_scale import LossScale
-from shardcore.optim import FusedAdam
+from shardcore.optim import FusedAdam, Muon
 
 _PROBLEMS = (TypeError, ValueError, NotImplementedError)
 ZERO = "zero_optimization"
@@ -334,7 +334,11 @@ def _without_other_optimizer(
             raise ValueError(f"config optimizer.{unknown[0]} is not supported; expected type and params")
         if not isinstance(options, Mapping):
             raise TypeError(f"config optimizer.params has {options!r}; expected an object with keys")
-        cls([torch.zeros(1, requires_grad=True)], **options)
+        if cls is Muon:
+            options = {"halves": muon_halves(options)}
+            cls([{"params": [torch.zeros(1, 1)], "use_muon": half, **of} for half, of in options["halves"].items()])
+        else:
+            cls([torch.zeros(1, requires_grad=True)], **options)
     except (TypeError, ValueError) as error:
         said = str(error)
         where = (
@@ -343,6 +347,30 @@ def _without_other_optimizer(
         problems.append(type(error)(f"{OP}: {where}{said}"))
         options = {}
     return {key: value for key, value in given.items() if key != "optimizer"}, (cls, dict(options))
+
+
+def muon_halves(params: Mapping[str, Any]) -> dict[bool, dict[str, Any]]:
+    """Return the options of Muon's groups, by their use_muon: DeepSpeed's names and defaults.
+
+    TypeError for another name, ValueError for a value of DeepSpeed's alone.
+    """
+    halves: dict[bool, dict[str, Any]] = {
+        True: {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.0},
+        False: {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0},
+    }
+    same = {"ns_method": ("gram", "standard"), "per_head_muon": (False,), "adam_w_mode": (True,), "torch_adam": (False, True)}
+    for name, value in params.items():
+        if name in same and value not in same[name]:
+            raise ValueError(f"{name} has {value!r}; expected {' or '.join(map(repr, same[name]))}")
+        if name not in (*same, "muon_lr", "adam_lr", *halves[True], *halves[False]):
+            raise TypeError(f"{name} is unknown; expected {', '.join({**halves[True], **halves[False]})}, muon_lr, adam_lr")
+        for half in halves.values():
+            if name in half:
+                half[name] = value
+    for half, name in ((True, "muon_lr"), (False, "adam_lr")):
+        if name in params:
+            halves[half]["lr"] = params[name]
+    return halves
 
 
 def _contradictions(values: Mapping[str, Any]) -> Iterator[Exception]:

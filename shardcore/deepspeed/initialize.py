@@ -33,7 +33,7 @@ from shardcore.distributed.comm import Comm
 from shardcore.distributed.groups import use_own_gpu
 from shardcore.distributed.joining import agree
 from shardcore.distributed.launchers import env_int, follow_launcher, launched_world_size
-from shardcore.optim import FusedAdam, ShardableOptimizer
+from shardcore.optim import FusedAdam, Muon, ShardableOptimizer
 from shardcore.optim.interface import engine_of
 from shardcore.optim.options import dtype_name
 
@@ -270,6 +270,8 @@ def _optimizer(model: nn.Module, model_parameters: Any, settings: Config, optimi
                 f'{_OP}: there is no optimizer; expected optimizer=..., or {{"optimizer": {{"type": "Adam"}}}} in config '
                 "(shardcore.shard(model, None) takes a model that only runs forward)"
             )
+        if settings.optimizer_type is Muon:
+            return Muon(_muon_groups(model, params, settings.optimizer["halves"]))
         return settings.optimizer_type(params, **settings.optimizer)
     if _is_function(optimizer):
         made = optimizer(params)
@@ -281,6 +283,24 @@ def _optimizer(model: nn.Module, model_parameters: Any, settings: Config, optimi
     if model_parameters is not None and _trainable(FusedAdam(params)) != _trainable(optimizer):
         raise ValueError(f"{_OP}: model_parameters are not those of optimizer; expected the same ones, or only optimizer=...")
     return optimizer
+
+
+def _muon_groups(model: nn.Module, params: list[Any], halves: Mapping[bool, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Split each group in two, as DeepSpeed does: Muon takes matrices but those with embed or lm_head in their names."""
+    names = {param: name.lower() for name, param in model.named_parameters()}
+    given = params if params and isinstance(params[0], dict) else [{"params": params}]
+    groups = []
+    for group in given:
+        for use_muon, options in halves.items():
+            chosen = [
+                param
+                for param in group["params"]
+                if (param.ndim >= 2 and not any(part in names.get(param, "") for part in ("embed", "lm_head"))) == use_muon
+            ]
+            own = {key: value for key, value in group.items() if key in options}
+            if chosen:
+                groups.append({"params": chosen, "use_muon": use_muon, **options, **own})
+    return groups
 
 
 def _trainable(optimizer: torch.optim.Optimizer) -> set[torch.Tensor]:

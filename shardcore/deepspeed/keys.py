@@ -18,7 +18,7 @@ import torch
 
 from shardcore.deepspeed.lr_schedules import check_scheduler
 from shardcore.deepspeed.monitor import check_section
-from shardcore.optim import Lion
+from shardcore.optim import Lion, Muon
 from shardcore.optim.elementwise import ELEMENTWISE
 
 OP = "initialize"
@@ -200,7 +200,7 @@ def _prefetch(where: str, value: Any) -> float:
 _power = _integer(0, 127, "0 to 127 (the scale is 2 to that power, in float32)")
 _stage = _integer(0, 3, "0, 1, 2 or 3", kind="0, 1, 2 or 3")
 # By their names in lower case; they get optimizer.params as arguments.
-OTHER_OPTIMIZERS: Mapping[str, type[torch.optim.Optimizer]] = {cls.__name__.lower(): cls for cls in (*ELEMENTWISE, Lion)}
+OTHER_OPTIMIZERS: Mapping[str, type[torch.optim.Optimizer]] = {cls.__name__.lower(): cls for cls in (*ELEMENTWISE, Lion, Muon)}
 _OTHERS = ", ".join(cls.__name__ for cls in OTHER_OPTIMIZERS.values())
 _adam = _word(
     "adam",

@@ -1,7 +1,9 @@
 """What initialize is given and gives back: optimizers, schedulers, data, ranks that disagree, the environment."""
 
+import copy
 import functools
 import os
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -45,6 +48,31 @@ def test_an_optimizer_of_the_user_gives_the_bits_of_the_configured_one(kind: str
     assert (used is optimizer) == (not as_function and kind in ("FusedAdam", "CPUAdam"))
     train(engine, 0, 2)
     assert hash_of_training(engine.module, used) == hash_of_training(expected.module, expected.optimizer)
+
+
+@pytest.mark.parametrize("as_groups", [False, True])
+def test_muon_takes_the_matrices_but_embeddings_and_heads(as_groups: bool) -> None:
+    params = {"lr": 1e-3, "muon_lr": 0.01, "betas": [0.8, 0.9], "momentum": 0.9, "ns_method": "gram"}
+    layers = {"embed_tokens": nn.Linear(10, 8), "block": nn.Linear(8, 8), "lm_head": nn.Linear(8, 5)}
+    hashes = set()
+    for by_config in (True, False):
+        model = copy.deepcopy(nn.Sequential(OrderedDict(layers)))
+        matrix = model.block.weight
+        decay: dict[str, Any] = {"weight_decay": 0.1} if as_groups else {"weight_decay": 0.0}
+        adam = {"lr": 1e-3, "betas": (0.8, 0.9), "eps": 1e-10, "use_muon": False, **decay}
+        groups = [
+            {"params": [matrix], "lr": 0.01, "momentum": 0.9, **decay},
+            {"params": [param for param in model.parameters() if param is not matrix], **adam},
+        ]
+        config, chosen = without("optimizer"), {"optimizer": shardcore.Muon(groups)}
+        if by_config:
+            config["optimizer"] = {"type": "Muon", "params": params}
+            chosen = {"model_parameters": [{"params": list(model.parameters()), **decay}] if as_groups else None}
+        engine, optimizer, _, _ = shardcore.initialize(model=model, config=config, **chosen)
+        train(engine, 0, 2)
+        hashes.add(hash_of(engine.module_state_dict().values()))
+        assert [group["use_muon"] for group in optimizer.param_groups] == [True, False]
+    assert len(hashes) == 1
 
 
 @pytest.mark.parametrize("stage", [0, 3])
