@@ -364,12 +364,11 @@ def muon_halves(params: Mapping[str, Any]) -> dict[bool, dict[str, Any]]:
             raise ValueError(f"{name} has {value!r}; expected {' or '.join(map(repr, same[name]))}")
         if name not in (*same, "muon_lr", "adam_lr", *halves[True], *halves[False]):
             raise TypeError(f"{name} is unknown; expected {', '.join({**halves[True], **halves[False]})}, muon_lr, adam_lr")
-        for half in halves.values():
-            if name in half:
-                half[name] = value
-    for half, name in ((True, "muon_lr"), (False, "adam_lr")):
-        if name in params:
-            halves[half]["lr"] = params[name]
+        for options in halves.values():
+            if name in options:
+                options[name] = value
+    for use_muon, name in ((True, "muon_lr"), (False, "adam_lr")):
+        halves[use_muon]["lr"] = params.get(name, halves[use_muon]["lr"])
     return halves
 
 
