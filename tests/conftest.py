@@ -1,6 +1,7 @@
 """What holds for every test: its threads, Ctrl-C, the files that are read, the first, marks that are set, skipped gpu tests."""
 
 import functools
+import gc
 import itertools
 import os
 import pathlib
@@ -45,6 +46,12 @@ def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) 
     """Leave the files of ranks unread where none of their tests is wanted: importing them would take half of make quick."""
     unwanted = "not ranks" in config.option.markexpr and " or " not in config.option.markexpr
     return True if unwanted and collection_path.suffix == ".py" and starts_ranks(collection_path) else None
+
+
+def pytest_collection_finish() -> None:
+    """Leave what the imports of all tests have made out of later collections of garbage, which took up to a second each."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -38,9 +38,9 @@ PARAMS: dict[str, Any] = {"offload": {**CPU, "gradients": "cpu", "params": "cpu"
 @pytest.fixture(autouse=True)
 def collector_off() -> Iterator[None]:
     gc.disable()
-    gc.freeze()  # what is here need not be looked at by each collection
+    gc.collect()
+    gc.freeze()  # what is here need not be looked at by each collection, of other tests neither
     yield
-    gc.unfreeze()
     gc.enable()
 
 

@@ -1,7 +1,6 @@
 """Real ranks for tests: processes that stay alive between tests and form a gloo group of the size that each test asks for."""
 
 import atexit
-import gc
 import multiprocessing
 import os
 import socket
@@ -120,7 +119,8 @@ def _send(pipe: Connection, function: Callable[..., Any], args: tuple[Any, ...])
 def preload() -> None:
     """Name what the process has imported from which others are forked."""
     using = [name for name, module in sys.modules.items() if name.startswith("tests.") and hasattr(module, "run_ranks")]
-    context.set_forkserver_preload(["torch", "torch._dynamo", "shardcore", *using])  # read at the first start only
+    # Read at the first start only.
+    context.set_forkserver_preload(["torch", "torch._dynamo", "shardcore", *using, "tests.support.frozen"])
 
 
 def start(function: Callable[..., Any], *args: Any, daemon: bool = False) -> Any:
@@ -139,7 +139,6 @@ def _serve(pipe: Connection) -> None:
     torch.set_num_threads(1)
     watchdog.LONG_S, watchdog.USERS_LONG_S, watchdog.PAUSE_S = 0.5, 1.0, 0.1  # as seldom as users look tests would take long
     store: dist.TCPStore | None = None
-    gc.freeze()  # what was imported is no garbage; a collection need not look at it again
     while True:
         try:
             function, rank, world_size, port, call, args = pipe.recv()
