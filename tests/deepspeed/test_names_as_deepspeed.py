@@ -137,6 +137,25 @@ trainer = DPOTrainer(
 trainer.train()
 finish(trainer)
 """
+ONLINE = """
+import datasets
+import trl
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+(args,) = HfArgumentParser(trl.NAMEConfig).parse_args_into_dataclasses()
+words = Tokenizer(models.WordLevel({f"w{index}": index for index in range(40)}, unk_token="w3"))
+words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+trainer = trl.NAMETrainer(
+    model="saved",
+    args=args,
+    reward_funcs=lambda completions, **columns: [float(text.count("7")) for text in completions],
+    train_dataset=datasets.Dataset.from_list([{"prompt": "".join(f" w{index}" for index in ids[:4])} for ids in rows()]),
+    processing_class=PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w1", pad_token="w2", padding_side="left"),
+)
+trainer.train()
+finish(trainer)
+"""
 ZERO = {"reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto", "stage3_param_persistence_threshold": "auto"}
 CONFIG: dict[str, Any] = {
     "bf16": {"enabled": "auto"},
@@ -333,10 +352,12 @@ RUNS: dict[str, Run] = {
     "pretrained": (FROM_PRETRAINED, config(3), BEST),
     "evaluation": (EVALUATION, config(3, optimizer=ADAMW), ()),  # an optimizer that is left out
 }
+ONLINE_WORDS = ("--bf16", "0", "--num_generations", "2", "--max_completion_length", "6", "--beta", "0.1")
 WITH_TRL: dict[str, Run] = {
     "whole": (SFT, config(3), (*TRL, "whole")),
     "lora": (SFT, config(3), (*TRL, "lora")),
     "dpo": (DPO, config(3), TRL[:2]),
+    "GRPO": (ONLINE.replace("NAME", "GRPO"), config(3), ONLINE_WORDS),
 }
 
 
@@ -346,13 +367,13 @@ def resumed(name: str, text: str, ds: dict[str, Any], words: tuple[str, ...]) ->
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What all trainings have left; those that are resumed begin in new processes."""
+    """What all trainings have left, of one start: to import what they need takes longer than they do."""
     folder = tmp_path_factory.mktemp("runs")
     tiny_gpt2().save_pretrained(folder / "saved")
     trl = all(importlib.util.find_spec(name) for name in ("trl", "peft"))
     runs = RUNS | (WITH_TRL if trl else {})
     again = {f"{name}_resumed": resumed(name, *runs[name]) for name in ("three", "own", "whole", "lora") if name in runs}
-    return run(folder, runs) | run(folder, again) | {"folder": folder}
+    return run(folder, runs | again) | {"folder": folder}
 
 
 @pytest.mark.more
@@ -423,34 +444,13 @@ def test_trl_with_a_reference_model_at_stage_3(tmp_path: Path, found: dict[str, 
     assert close(found["dpo"], run_plain(tmp_path, DPO, *TRL[:2]))
 
 
-ONLINE = """
-import datasets
-import trl
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
-
-(args,) = HfArgumentParser(trl.NAMEConfig).parse_args_into_dataclasses()
-words = Tokenizer(models.WordLevel({f"w{index}": index for index in range(40)}, unk_token="w3"))
-words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-trainer = trl.NAMETrainer(
-    model="saved",
-    args=args,
-    reward_funcs=lambda completions, **columns: [float(text.count("7")) for text in completions],
-    train_dataset=datasets.Dataset.from_list([{"prompt": "".join(f" w{index}" for index in ids[:4])} for ids in rows()]),
-    processing_class=PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w1", pad_token="w2", padding_side="left"),
-)
-trainer.train()
-finish(trainer)
-"""
-
-
 @pytest.mark.more
 @pytest.mark.parametrize("name", ["GRPO", pytest.param("RLOO", marks=pytest.mark.slow)])
-def test_trl_that_generates_while_it_trains_at_stage_3(name: str, tmp_path: Path) -> None:
+def test_trl_that_generates_while_it_trains_at_stage_3(name: str, tmp_path: Path, found: dict[str, Any]) -> None:
     pytest.importorskip("trl", reason="tests with TRL")
     tiny_gpt2().save_pretrained(tmp_path / "saved")
-    words = ("--bf16", "0", "--num_generations", "2", "--max_completion_length", "6", "--beta", "0.1")
     script = ONLINE.replace("NAME", name)
-    sharded, plain = run(tmp_path, {"sharded": (script, config(3), words)})["sharded"], run_plain(tmp_path, script, *words)
+    sharded = found[name] if name in found else run(tmp_path, {name: (script, config(3), ONLINE_WORDS)})[name]
+    plain = run_plain(tmp_path, script, *ONLINE_WORDS)
     assert min(plain["grad_norm"]) > 0.0
     assert sharded["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-5), "the same texts were generated"
