@@ -7,27 +7,33 @@ import pytest
 
 from tests.support.scripts import run_forked
 
-# At stage 2 alone the learning rate is another one.
-BROKEN = """
+# The tool with a small model.
+SMALL = """
 import sys, shardcore
 from tools import check_ranks
+check_ranks.WIDTH, check_ranks.DEPTH, check_ranks.STEPS = 64, 4, 2
+"""
+# At stage 2 alone the learning rate is another one.
+BROKEN = """
 real = shardcore.shard
 def shard(model, optimizer, **options):
     for group in optimizer.param_groups:
         group["lr"] *= 1.0 + (options["stage"] == 2)
     return real(model, optimizer, **options)
 shardcore.shard = shard
-sys.exit(check_ranks.main())
 """
+
+
+def script(folder: Path, broken: bool = False) -> Path:
+    (folder / "small.py").write_text(SMALL + BROKEN * broken + "sys.exit(check_ranks.main())\n")
+    return folder / "small.py"
 
 
 @pytest.mark.more
 @pytest.mark.parametrize("broken", [False, True])
 def test_layouts_that_have_other_bits_are_named(broken: bool, tmp_path: Path) -> None:
-    (tmp_path / "broken.py").write_text(BROKEN)
-    program = tmp_path / "broken.py" if broken else "tools.check_ranks"
     options = ["--device", "cpu", "--only", ", offload", "--sizes", "1", "--out", str(tmp_path)]
-    run_forked(program, *options, ranks=2, folder=tmp_path, status=int(broken))
+    run_forked(script(tmp_path, broken), *options, ranks=2, folder=tmp_path, status=int(broken))
     result = json.loads((tmp_path / "ranks.json").read_text())
     names = {f"stage {stage}, offload{more}" for stage in (1, 2, 3) for more in ("", ", overlapped")}
     assert set(result["hashes"]["flat"]) == names
@@ -41,7 +47,7 @@ def test_layouts_that_have_other_bits_are_named(broken: bool, tmp_path: Path) ->
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_one_hash_over_all_layouts_on_groups_that_behave_as_nccl(ranks: int, tmp_path: Path) -> None:
     options = ["--device", "cpu", "--standin", "--sizes", "1", "--out", str(tmp_path)]
-    run_forked("tools.check_ranks", *options, ranks=ranks, folder=tmp_path, timeout_s=900)
+    run_forked(script(tmp_path), *options, ranks=ranks, folder=tmp_path, timeout_s=900)
     result = json.loads((tmp_path / "ranks.json").read_text())
     assert result["over"] == "nccl_standin"
     hashes = {order: list(found.values()) for order, found in result["hashes"].items()}
