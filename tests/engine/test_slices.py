@@ -28,11 +28,11 @@ PLACES: list[Case] = [(stage, True, {}) for stage in range(4)]
 PLACES += [(1, True, {"offload": OFFLOAD, "overlap_step": True}), (3, True, {"offload": STREAMING, "overlap_step": True})]
 
 
-def _train(rank: int, world: int, tp: int, cases: list[Case]) -> list[Any]:
+def _train(rank: int, world: int, tp: int, cases: list[Case], steps: int = 3) -> list[Any]:
     mesh, found = mesh_of(world, tp), []
     for stage, sequence, options in cases:
         model, optimizer = sharded_lm(mesh, stage, sequence, **options)
-        norms = train_lm(model, optimizer, mesh, range(3))
+        norms = train_lm(model, optimizer, mesh, range(steps))
         tier = (options.get("offload") or {}).get("optimizer", "device")
         assert shardcore.memory_report(model).by_tier[tier] > 0, "the states are where they are to be"
         found.append((hash_of_training(model, optimizer), {k: v.tolist() for k, v in model.state_dict().items()}, norms))
@@ -60,10 +60,10 @@ def test_the_unsliced_model_within_rounding_and_one_hash(dp: int) -> None:
 @pytest.mark.more
 @pytest.mark.parametrize("tp", [2, 4])
 def test_one_hash_over_forms(tp: int) -> None:
-    forms: list[dict[str, Any]] = [{"precision": "bf16"}, {"precision": "fp16"}, {"units": nn.Linear}, {"clip_grad_norm": None}]
+    forms: list[dict[str, Any]] = [{"precision": "bf16", "units": nn.Linear}, {"precision": "fp16", "clip_grad_norm": None}]
     for form in forms:
         cases = [(stage, sequence, options | form) for stage, sequence, options in PLACES[::2] + PLACES[-1:]]
-        found = run_ranks(4, _train, tp, cases)
+        found = run_ranks(4, _train, tp, cases, 2)
         assert len({hashed for of_rank in found for hashed, *_ in of_rank}) == 1, form
 
 
