@@ -48,7 +48,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import shardcore
 from benchmarks import harness, suite
-from benchmarks.bench_train_step import OPTIONS, check_losses, ddp, deepspeed, deepspeed_config, slowest
+from benchmarks.bench_train_step import DEEPSPEED, OPTIONS, check_losses, ddp, deepspeed_config, slowest
 from benchmarks.cpu_buffers import counted
 from examples.launch import Rank, launch
 from examples.training import gather
@@ -113,6 +113,8 @@ def fsdp2(model: nn.Module, blocks: Any, stage: int, mesh: Any) -> nn.Module:
 
 
 def deepspeed_engine(model: nn.Module, stage: int, batch: int, more: dict[str, object], **given: Any) -> Any:
+    import deepspeed
+
     config = deepspeed_config(stage, batch) | more
     config["zero_optimization"]["reduce_bucket_size"] = 2**23
     return deepspeed.initialize(model=model, optimizer=adamw(model), config=config, **given)[0]
@@ -219,6 +221,8 @@ def pipeline(model: LlamaForCausalLM, batch: int, length: int, microbatches: int
         return scheduled(one_stage(module), adamw(module))
 
     def deepspeeds() -> Step:
+        import deepspeed
+
         module = deepspeed.pipe.PipelineModule(layers(), num_stages=SPLIT, loss_fn=cross_entropy, partition_method="uniform")
         more: dict[str, object] = {"gradient_accumulation_steps": microbatches}
         engine = deepspeed_engine(module, 1, batch // microbatches, more)
@@ -319,6 +323,8 @@ def run_rank(rank: Rank, options: argparse.Namespace, part: str, folder: str) ->
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=sizes["num_attention_heads"] // 2, use_cache=False))
     if "DeepSpeed" in options.peers:
+        import deepspeed
+
         deepspeed.init_distributed()
     makers, place = PARTS[part](model, batch, length, microbatches)
     makers = {name: make for name, make in makers.items() if name.startswith(("shardcore", *options.peers))}
@@ -386,11 +392,11 @@ def main() -> int:
     parser.add_argument("--peers", nargs="*", choices=peers, default=peers, help="beside shardcore (default: all here)")
     options = suite.parse(parser)
     os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", KINETO_LOG_LEVEL="5")  # the ranks inherit these
-    if deepspeed is None:
+    if DEEPSPEED is None:
         options.peers = [peer for peer in options.peers if peer != "DeepSpeed"]
         print("DeepSpeed is left out: deepspeed is not installed (pip install --no-build-isolation deepspeed)")
     result = suite.about_run("parallel", options)
-    result["deepspeed"] = deepspeed.__version__ if deepspeed is not None else None
+    result["deepspeed"] = DEEPSPEED
     with tempfile.TemporaryDirectory() as folder:
         for part in options.parts:
             status = launch(run_rank, RANKS, "cpu", 1, options, part, folder)

@@ -26,6 +26,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -45,16 +46,15 @@ from examples.launch import Rank, launch
 from examples.training import gather
 
 try:
-    import deepspeed
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
-except ImportError:
-    deepspeed = None
-
-try:
     from fairscale.nn.data_parallel import ShardedDataParallel
     from fairscale.optim.oss import OSS
 except ImportError:
     OSS = None
+
+try:
+    DEEPSPEED: str | None = version("deepspeed")  # imported where it trains: each rank takes seconds for that
+except PackageNotFoundError:
+    DEEPSPEED = None
 
 OPTIONS = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 LOSS_TOLERANCE = 1e-3  # relative; float32 sums in other orders differ by less over the few steps of a benchmark
@@ -125,6 +125,9 @@ def deepspeed_config(stage: int, batch: int) -> dict[str, Any]:
 
 
 def deepspeed_step(model: nn.Module, stage: int, batch: int, offload: bool) -> Step:
+    import deepspeed
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
     config = deepspeed_config(stage, batch)
     if offload:  # on CPU ranks there is nothing to pin for
         config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": False}
@@ -153,7 +156,7 @@ def engines(batch: int) -> dict[str, Callable[[nn.Module], Step]]:
     for stage in (0, 1, 2, 3):
         makers[f"shardcore {stage}"] = lambda model, stage=stage: shardcore_step(model, stage, offload=False)
         makers[f"shardcore {stage} + offload"] = lambda model, stage=stage: shardcore_step(model, stage, offload=True)
-    if deepspeed is not None:
+    if DEEPSPEED is not None:
         for stage in (1, 2, 3):
             makers[f"DeepSpeed {stage}"] = lambda model, stage=stage: deepspeed_step(model, stage, batch, offload=False)
         makers["DeepSpeed 2 + offload"] = lambda model: deepspeed_step(model, 2, batch, offload=True)
@@ -253,7 +256,7 @@ def run_rank(rank: Rank, options: argparse.Namespace) -> int:
         **suite.about_run("train_step", options),
         "world_size": rank.world_size,
         "base": base,
-        "deepspeed": deepspeed.__version__ if deepspeed is not None else None,
+        "deepspeed": DEEPSPEED,
         "engines": {
             name: {"seconds": seconds[name], "time_over_base": asdict(ratios[name]), "losses_within": worst[name]}
             for name in seconds
@@ -293,7 +296,7 @@ def main() -> int:
     if options.device == "cpu":
         threads = 1
         os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")  # the ranks inherit these
-    if deepspeed is None and options.device == "cpu":
+    if DEEPSPEED is None and options.device == "cpu":
         print("DeepSpeed is left out: deepspeed is not installed (pip install --no-build-isolation deepspeed)")
     return launch(run_rank, options.nproc, options.device, threads, options)
 
