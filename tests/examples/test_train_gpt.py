@@ -22,14 +22,9 @@ from examples.gpt import PRESETS
 from examples.launch import Rank, launch
 from examples.training import Checkpoints, Placement, TrainConfig, Training, gather, train
 from tests.support.ranks import run_ranks
-from tests.support.scripts import ROOT, finished, run_forked
+from tests.support.scripts import ROOT, run_forked
 
 TORCHRUN_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-
-
-def run_program(*arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    known = {name: value for name, value in os.environ.items() if name not in TORCHRUN_NAMES}
-    return finished([sys.executable, *launcher, "-m", "examples.train_gpt", *arguments], ROOT, known)
 
 
 def gathered_without_numpy(rank: int, world_size: int) -> list:
@@ -238,9 +233,7 @@ def kill_rank_at(launcher: subprocess.Popen, rank: int, folder: Path, step: int)
 def test_torchrun_restarts_a_training_whose_ranks_are_killed(tmp_path):
     short = ("--device", "cpu", "--preset", "tiny", "--steps", "100", "--precision", "fp32", "--lr", "1e-3")
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "3")
-    done = run_program(*short, "--out", str(tmp_path / "undisturbed"), launcher=launcher)
-    assert done.returncode == 0, done.stderr
-    check_short(done.stdout)
+    check_short(run_forked("examples.train_gpt", *short, "--out", str(tmp_path / "undisturbed"), ranks=2, folder=tmp_path))
     saved = tmp_path / "saved"
     arguments = (*short, "--checkpoint-every", "5", "--resume", "--checkpoint-dir", str(saved), "--keep-last", "2")
     with open(tmp_path / "said", "w") as said:
