@@ -73,7 +73,8 @@ def initialize(
     lr_scheduler: a scheduler of the given optimizer, or a function that makes one from the optimizer. Default: the one in the
         configuration, if any.
     distributed_port: MASTER_PORT, where the environment has none. dist_init_required: False if the process group has to be
-        started already. mpu, mesh_param: model and sequence parallelism, which have to be of 1 rank.
+        started already.
+    mpu: of UlyssesSPAttentionHF.register_with_transformers, for long sequences; else, as mesh_param, of 1 rank.
     materialize: fills a model built under `torch.device("meta")`, as in shard (in place of DeepSpeed's zero.Init).
 
     The engine is a TrainingEngine. Without an optimizer, and without model_parameters, training_data and lr_scheduler, as
@@ -101,10 +102,10 @@ def initialize(
     try:
         settings = read_config(config, args)
         pipe = model if isinstance(model, PipelineModule) else None
-        _check_parallelism(mpu if pipe is None else None, mesh_param)
-        replicas, replica = (
-            (comm.world_size, comm.rank) if pipe is None else (pipe.mpu().data_parallel_size, pipe.mpu().data_parallel_id)
-        )
+        of_sequences = _check_parallelism(mpu if pipe is None else None, mesh_param)
+        replicas, replica = comm.world_size // of_sequences, comm.rank // of_sequences
+        if pipe is not None:
+            replicas, replica = pipe.mpu().data_parallel_size, pipe.mpu().data_parallel_id
         sizes = settings.batch_sizes(replicas)
         check_model(model, settings)
         _check_mesh(settings.shardcore.get("mesh"), comm.world_size)
@@ -120,6 +121,8 @@ def initialize(
         scheduler = lr_scheduler(given) if _is_function(lr_scheduler) else lr_scheduler
         if given is not None and scheduler is None and settings.scheduler is not None:
             scheduler = make_scheduler(*settings.scheduler, given)
+        if of_sequences > 1:
+            mpu.enable(model)
         monitor = MonitorMaster({name: getattr(settings, name) for name in MONITORS}, comm.rank)
         entries = [f"{f.name}={getattr(settings, f.name)}" for f in fields(settings) if f.compare]
         samples: Any = () if loader is None else loader.dataset
@@ -193,13 +196,20 @@ def start_process_group(op: str, port: int, timeout: timedelta | None = None) ->
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", timeout=timeout, device_id=device)
 
 
-def _check_parallelism(mpu: Any, mesh_param: Any) -> None:
-    """Raise ValueError for model or sequence parallelism over several ranks."""
+def _check_parallelism(mpu: Any, mesh_param: Any) -> int:
+    """Return how many ranks have a sequence; ValueError for model parallelism, or sequences that others divide."""
     for name in ("get_model_parallel_world_size", "get_tensor_model_parallel_world_size", "get_pipe_parallel_world_size"):
         if mpu is not None and callable(getattr(mpu, name, None)) and getattr(mpu, name)() > 1:
             raise ValueError(f"{_OP}: mpu.{name}() is {getattr(mpu, name)()}; expected 1 (weights are sharded by ZeRO alone)")
     if mesh_param is not None and tuple(mesh_param)[1:] not in ((), (1,)):
         raise ValueError(f"{_OP}: mesh_param is {mesh_param!r}; expected (ranks, 1): there is no sequence parallelism")
+    ranks: int = getattr(mpu, "get_sequence_parallel_world_size", lambda: 1)()
+    if ranks > 1 and not hasattr(mpu, "enable"):
+        raise ValueError(
+            f"{_OP}: mpu has sequences of {ranks} ranks; expected that of UlyssesSPAttentionHF.register_with_transformers, "
+            "or enable_sequence_parallel (docs/long_sequences.md)"
+        )
+    return ranks
 
 
 def _check_mesh(mesh: Sequence[int] | None, world_size: int) -> None:

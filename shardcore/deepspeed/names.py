@@ -16,9 +16,10 @@ import logging
 import random
 import resource
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from functools import partial
 from importlib.machinery import ModuleSpec
 from importlib.util import module_from_spec
 from itertools import count
@@ -472,11 +473,22 @@ def set_random_seed(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def _of_zero_to_fp32(name: str) -> Any:
-    """Return a function of zero_to_fp32, which is imported late: `python -m` warns of a module that its package imports."""
-    if name.endswith(("_zero_checkpoint", "_fp32_state_dict")):
-        return getattr(importlib.import_module("shardcore.deepspeed.zero_to_fp32"), name)
-    raise AttributeError(f"module 'utils.zero_to_fp32' has no attribute {name!r}")
+def _late(module: str) -> Callable[[str], Any]:
+    """Return a `__getattr__` for the names of a module that is imported when one is asked for."""
+
+    def get(name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(importlib.import_module(module), name)
+
+    return get
+
+
+def _of_sequence(what: str, alone: Any) -> Any:
+    """Return what the ranks of a sequence are asked for; `alone` where no group of them was made."""
+    module = sys.modules.get("shardcore.integrations.ulysses")
+    groups = None if module is None else module.current()
+    return alone if groups is None else getattr(groups, f"get_sequence_parallel_{what}")()
 
 
 def _data_parallel_group() -> Any:
@@ -501,6 +513,9 @@ _GROUPS: dict[str, Any] = {
         ("world_size", _data_parallel_world_size),
         ("rank", _data_parallel_rank),
     )
+} | {
+    f"_get_sequence_parallel_{what}": partial(_of_sequence, what, alone)
+    for what, alone in (("group", None), ("world_size", 1), ("rank", 0))
 }
 _FRAGMENTS = {
     function.__name__: function for function in (safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state)
@@ -558,6 +573,8 @@ MODULES: dict[str, dict[str, Any]] = {  # by path below the package; a module co
     "runtime.fp16.onebit": {name: _refused(name) for name in ("OnebitAdam", "OnebitLamb", "ZeroOneAdam")},
     "runtime.engine": {"DeepSpeedEngine": ForwardEngine},
     "runtime.lr_schedules": _SCHEDULES,
+    "runtime.sequence_parallel": {},
+    "runtime.sequence_parallel.ulysses_sp": {"__getattr__": _late("shardcore.integrations.ulysses")},
     "runtime.utils": {"see_memory_usage": see_memory_usage, "set_random_seed": set_random_seed},
     "zero.partition_parameters": _PARTITION,
     "runtime.zero": _ZERO,
@@ -577,7 +594,7 @@ MODULES: dict[str, dict[str, Any]] = {  # by path below the package; a module co
     },
     "utils.groups": _GROUPS,
     "utils.logging": {"logger": logger, "log_dist": log_dist},
-    "utils.zero_to_fp32": {"__getattr__": _of_zero_to_fp32},
+    "utils.zero_to_fp32": {"__getattr__": _late("shardcore.deepspeed.zero_to_fp32")},  # else `python -m` warns
 }
 TOP: dict[str, Any] = {
     "initialize": initialize,

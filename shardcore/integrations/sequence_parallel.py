@@ -25,7 +25,7 @@ _LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 _LOSSES = (None, "ForCausalLM", "ForConditionalGeneration")  # transformers' names of losses over next tokens; None: no head
 
 
-def enable_sequence_parallel(model: PreTrainedModel, group: dist.ProcessGroup | DeviceMesh) -> None:
+def enable_sequence_parallel(model: PreTrainedModel, group: dist.ProcessGroup | DeviceMesh, *, in_eval: bool = True) -> None:
     """Let the attention of a decoder of transformers run over sequences that are split over the ranks of a group.
 
     Call it before or after `shard`, whose ranks are those of all sequences: gradients are averaged over them. From then on
@@ -38,6 +38,7 @@ def enable_sequence_parallel(model: PreTrainedModel, group: dist.ProcessGroup | 
     Args:
         model: a decoder, such as LlamaForCausalLM; changed in place.
         group: the ranks of a sequence, or a mesh of one dimension such as mesh["sp"]; its size divides the attention heads.
+        in_eval: False: in evaluation mode (`model.eval()`) each rank passes whole sequences, and the model is as it was.
 
     Raises TypeError for a model of another library, ValueError for encoder-decoders, layers that carry states along a
     sequence, a head whose labels are not the next tokens (...ForSequenceClassification), or for attention heads that do not
@@ -68,7 +69,7 @@ def enable_sequence_parallel(model: PreTrainedModel, group: dist.ProcessGroup | 
             f"enable_sequence_parallel: the model has {config.num_attention_heads} attention heads; expected a multiple of the "
             f"group's {group.size()} ranks"
         )
-    attention = _Attention(config._attn_implementation or "eager", group)
+    attention = _Attention(config._attn_implementation or "eager", group, in_eval)
     name = f"{attention.base}_sequence_parallel_{next(_numbers)}"  # with "flash" in it where models look for that
     AttentionInterface.register(name, attention.attend)
     if attention.base in ALL_MASK_ATTENTION_FUNCTIONS:
@@ -80,8 +81,9 @@ def enable_sequence_parallel(model: PreTrainedModel, group: dist.ProcessGroup | 
 class _Attention:
     """The attention of one model over a group; `base` is the name of the one inside."""
 
-    def __init__(self, base: str, group: dist.ProcessGroup) -> None:
-        self.base, self.group = base, group
+    def __init__(self, base: str, group: dist.ProcessGroup, in_eval: bool) -> None:
+        self.base, self.group, self._in_eval = base, group, in_eval
+        self.is_off = False  # in this forward: each rank has whole sequences
         # (batch, tokens of whole sequences): positions, and, if several documents are packed, which of them.
         self.positions: torch.Tensor
         self.documents: torch.Tensor | None
@@ -91,6 +93,9 @@ class _Attention:
 
     def before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Take the positions of whole sequences, before the model makes its mask."""
+        self.is_off = not (model.training or self._in_eval)
+        if self.is_off:
+            return args, kwargs
         positions = kwargs.get("position_ids")
         if positions is None:
             raise ValueError(
@@ -118,6 +123,10 @@ class _Attention:
         **options: Any,
     ) -> Any:
         """Return the mask of whole sequences, as the attention inside takes it; see transformers.masking_utils.sdpa_mask."""
+        make = ALL_MASK_ATTENTION_FUNCTIONS[self.base]
+        if self.is_off:
+            options |= {"mask_function": mask_function, "attention_mask": attention_mask}
+            return make(batch_size, q_length, kv_length, q_offset, kv_offset, **options)
         if q_length != kv_length or q_offset != 0 or kv_offset != 0:
             raise ValueError(
                 f"sequence parallel attention: {q_length} tokens attend to {kv_length}; expected no tokens in a cache, and an "
@@ -138,7 +147,7 @@ class _Attention:
             mask_function = masking_utils.remap_positions_for_packed_sequence(mask_function, positions)
             mask_function = masking_utils.and_masks(mask_function, masking_utils.packed_sequence_mask_function(documents))
             options = {**options, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-        length, make = q_length * self.group.size(), ALL_MASK_ATTENTION_FUNCTIONS[self.base]
+        length = q_length * self.group.size()
         return make(
             batch_size=batch_size,
             q_length=length,
@@ -158,6 +167,8 @@ class _Attention:
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         """Return (batch, tokens, heads, features) and no weights; see transformers' attention functions."""
+        if self.is_off:
+            return self._function_of(module)(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
         for name in ("position_bias", "s_aux"):
             if kwargs.get(name) is not None:
                 raise ValueError(f"sequence parallel attention: the model passes {name}, per head; expected attention without")

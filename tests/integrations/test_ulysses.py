@@ -1,0 +1,190 @@
+"""DeepSpeed's names for sequence parallelism: a loop as in its tutorial, and Trainer with ParallelismConfig."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.nn  # what Trainer weighs losses with
+from torch import nn
+
+import shardcore as deepspeed
+from tests.support.deepspeed import ds_config
+from tests.support.ranks import run_ranks
+from tests.support.scripts import environment, finished
+
+for needed in ("transformers", "accelerate"):
+    pytest.importorskip(needed, reason="tests with transformers")
+
+from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
+
+from shardcore.integrations.ulysses import (  # noqa: E402
+    SequenceParallelGroups,
+    UlyssesSPAttentionHF,
+    UlyssesSPDataLoaderAdapter,
+)
+
+TOKENS = 12
+
+
+def llama() -> Any:
+    sizes = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "attn_implementation": "sdpa"}
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads))
+
+
+def batches(start: int, step: int, count: int = 6) -> list[dict[str, torch.Tensor]]:
+    made = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, 40, (count, 2, TOKENS), generator=made)
+    labels = ids.clone()
+    labels[:, :, :5] = -100
+    positions = torch.arange(TOKENS).expand(2, -1)
+    found = [{"input_ids": i, "labels": x, "position_ids": positions} for i, x in zip(ids, labels, strict=True)]
+    return found[start::step]
+
+
+def losses_of(parts: Iterator[dict[str, Any]], engine: Any, group: Any) -> list[float]:
+    """Train as DeepSpeed's tutorial does; returns the losses."""
+    found = []
+    for part in parts:
+        loss = engine(**part, labels=part["shift_labels"]).loss
+        if group is not None:
+            count = (part["shift_labels"] != -100).sum()
+            losses = torch.stack(dist.nn.all_gather(loss, group=group))  # type: ignore[no-untyped-call]
+            counts = torch.stack(dist.nn.all_gather(count, group=group))  # type: ignore[no-untyped-call]
+            loss = (torch.where(counts > 0, losses, 0.0) * counts).sum() / counts.sum()
+        engine.backward(loss)
+        engine.step()
+        found.append(loss.item())
+    return found
+
+
+def _alone(rank: int, world: int) -> list[float]:
+    engine = deepspeed.initialize(model=llama(), config=ds_config())[0]
+    shifted = [
+        {**batch, "shift_labels": nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:].contiguous()}
+        for batch in batches(0, 1)
+    ]
+    return losses_of(iter([{k: v for k, v in batch.items() if k != "labels"} for batch in shifted]), engine, None)
+
+
+def _tutorial(rank: int, world: int, stage: int, twin: bool) -> list[float]:
+    with pytest.MonkeyPatch.context() as patch:
+        if twin:
+            patch.setattr(SequenceParallelGroups, "enable", lambda self, model: None)
+        model = llama()
+        mpu = deepspeed.runtime.sequence_parallel.ulysses_sp.UlyssesSPAttentionHF.register_with_transformers(  # type: ignore[attr-defined]
+            model_name_or_path="a name", core_attn_implementation="sdpa", sequence_parallel_size=world, micro_batch_size=1
+        )
+        engine = deepspeed.initialize(model=model, config=ds_config(stage=stage), mpu=mpu)[0]
+    groups = deepspeed.utils.groups  # type: ignore[attr-defined]
+    assert groups._get_sequence_parallel_rank() == rank
+    assert groups._get_sequence_parallel_world_size() == world
+    assert engine.train_batch_size() == 4  # of one sequence group
+    group = groups._get_sequence_parallel_group()
+    loader = UlyssesSPDataLoaderAdapter(batches(rank, world), rank, group, world, "cpu")
+    assert len(loader) == 6
+    losses = losses_of(loader, engine, group)
+    assert len([*loader]) == 6  # another epoch
+    return losses
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_losses_are_those_of_whole_sequences(stage: int) -> None:
+    (expected,) = run_ranks(1, _alone)
+    for found in run_ranks(2, _tutorial, stage, False):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_attention_over_parts_alone_is_seen() -> None:
+    (expected,) = run_ranks(1, _alone)
+    assert run_ranks(2, _tutorial, 2, True)[0] != pytest.approx(expected, rel=1e-4)
+
+
+def _evaluation(rank: int, world: int) -> None:
+    whole, model = llama(), llama()
+    mpu = UlyssesSPAttentionHF.register_with_transformers(model, "sdpa", 2, disable_in_eval=True)
+    engine = deepspeed.initialize(model=model, config=ds_config(), mpu=mpu)[0]
+    ids = batches(rank, 2)[0]["input_ids"]  # other ones on each rank, whole, and without positions
+    engine.eval()
+    mask = torch.ones_like(ids)
+    mask[0, -3:] = 0
+    for given in ({}, {"attention_mask": mask}):
+        with torch.no_grad():
+            assert torch.equal(engine(input_ids=ids, **given).logits, whole(input_ids=ids, **given).logits)
+
+
+def test_evaluation_has_whole_sequences() -> None:
+    run_ranks(2, _evaluation)
+
+
+def _refusals(rank: int, world: int) -> None:
+    register = UlyssesSPAttentionHF.register_with_transformers
+    assert register(None, "sdpa", 1) is None
+    with pytest.raises(ValueError, match="sequence_parallel_size is 3; expected a divisor of 2 ranks"):
+        register(None, "sdpa", 3)
+    with pytest.raises(NotImplementedError, match="register_with_transformers"):
+        UlyssesSPAttentionHF()
+    mpu = register(None, "eager", 2)
+    with pytest.raises(ValueError, match="the model has the attention 'sdpa', and register_with_transformers core_attn_impl"):
+        deepspeed.initialize(model=llama(), config=ds_config(), mpu=mpu)
+    with pytest.raises(TypeError, match="mpu is for a model of transformers, and model is a Linear"):
+        deepspeed.initialize(model=nn.Linear(2, 2), config=ds_config(), mpu=mpu)
+
+    class Other:
+        def get_sequence_parallel_world_size(self) -> int:
+            return 2
+
+    with pytest.raises(ValueError, match="mpu has sequences of 2 ranks; expected that of UlyssesSPAttentionHF"):
+        deepspeed.initialize(model=llama(), config=ds_config(), mpu=Other())
+
+
+def test_refusals() -> None:
+    run_ranks(2, _refusals)
+
+
+TRAINER = """
+import json, os, sys
+import torch
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.utils import DeepSpeedSequenceParallelConfig
+from transformers import Trainer, TrainingArguments, default_data_collator
+from tests.integrations.test_ulysses import batches, llama
+
+ranks = int(os.environ["WORLD_SIZE"])
+rows = [{name: batch[name][row] for name in batch} for batch in batches(0, 1, 8) for row in range(2)]
+options = {}
+if ranks > 1:
+    handler = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation="sdpa")
+    options["parallelism_config"] = ParallelismConfig(sp_backend="deepspeed", sp_size=ranks, sp_handler=handler)
+auto = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
+config = {**dict.fromkeys(auto, "auto"), "gradient_clipping": 1.0, "zero_optimization": {"stage": 2}}
+config["optimizer"] = {"type": "AdamW", "params": {"lr": "auto"}}
+arguments = TrainingArguments(
+    "out", per_device_train_batch_size=2, max_steps=6, logging_steps=1, deepspeed=config, save_strategy="no", report_to=[],
+    learning_rate=1e-2, lr_scheduler_type="constant", use_cpu=True, eval_strategy="steps", eval_steps=3, data_seed=1, **options,
+)
+trainer = Trainer(llama(), arguments, train_dataset=rows, eval_dataset=rows[:4], data_collator=default_data_collator)
+trainer.train()
+if trainer.is_world_process_zero():
+    found = [float(entry[name]) for entry in trainer.state.log_history for name in ("loss", "eval_loss") if name in entry]
+    print("LOSSES", json.dumps(found))
+"""
+
+
+@pytest.mark.more
+def test_trainer(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAINER)
+    found = []
+    for ranks in (1, 2):
+        command = [sys.executable, "-m", "shardcore", "run", "--as-deepspeed", "--num_gpus", str(ranks), "train.py"]
+        done = finished(command, tmp_path, environment())
+        assert done.returncode == 0, done.stderr[-3000:]
+        found.append(json.loads(next(line for line in done.stdout.splitlines() if "LOSSES" in line).split("LOSSES")[1]))
+    assert len(found[0]) == 8
+    assert found[1] == pytest.approx(found[0], rel=2e-4)
