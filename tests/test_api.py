@@ -331,7 +331,8 @@ def test_the_two_orders_of_accumulation_differ() -> None:
 @pytest.mark.more
 def test_amsgrad_and_groups_are_the_same_everywhere(tmp_path: Path) -> None:
     adam = {"lr": 1e-2, "weight_decay": 0.1, "amsgrad": True, "adam_w_mode": False, "maximize": True}
-    hashes = run_ranks(2, hashes_of_runs, _variants(tmp_path, adam=adam))
+    runs = _variants(tmp_path, adam=adam)[::3]  # each stage, each tier
+    hashes = run_ranks(2, hashes_of_runs, runs)
     assert len(set(hashes[0] + hashes[1])) == 1
 
 

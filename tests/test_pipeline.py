@@ -185,7 +185,8 @@ def test_one_hash_over_stages_and_tiers(kind: str, places: list[tuple[int, dict[
 
 @pytest.mark.more
 def test_one_hash_in_three_dimensions() -> None:
-    assert len({hash_of("1f1b", stage, {"tp": 2, **options}, world=8) for stage, options in [(0, {}), *PLACES]}) == 1
+    places = [(0, {}), *PLACES[::3]]
+    assert len({hash_of("1f1b", stage, {"tp": 2, **options}, world=8) for stage, options in places}) == 1
 
 
 @pytest.mark.parametrize("kind", ["1f1b", pytest.param("interleaved", marks=pytest.mark.more)])
