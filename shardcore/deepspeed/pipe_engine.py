@@ -55,6 +55,8 @@ class PipelineEngine(TrainingEngine):
         self._announced: _Layout | None = None  # of what goes to the next one
         self._results: list[Any] = []  # of the last stage: losses, or in an evaluation perhaps outputs, of each micro-batch
         self._core.scaler.has_losses = self.is_last_stage()
+        if self.num_stages > 1:  # NCCL's first messages in a group have to be of all of its ranks
+            dist.all_reduce(torch.zeros(1, device=self.device), group=self.grid.pp_proc_group)
         for tied in module.tied:
             tied.make_copy(self.device)
 
