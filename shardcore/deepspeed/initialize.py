@@ -223,6 +223,11 @@ def _check_pipeline(pipe: PipelineModule, settings: Config, optimizer: Any) -> N
         raise ValueError(
             f'{_OP}: a PipelineModule is given without an optimizer; expected one, or {{"optimizer": ...}} in config'
         )
+    if pipe.world_size != (dist.get_world_size() if dist.is_initialized() else 1):
+        raise ValueError(
+            f"{_OP}: the PipelineModule was made for {pipe.world_size} ranks, and there are {dist.get_world_size()}; expected "
+            "deepspeed.init_distributed() before it is made"
+        )
     if settings.stage == 3 and pipe.tied:
         raise ValueError(
             f"{_OP}: config zero_optimization.stage has 3 for a PipelineModule with weights tied over stages; expected 0 to 2"

@@ -7,7 +7,7 @@ Source: the names and behaviour documented at https://deepspeed.readthedocs.io/e
 import logging
 import math
 import re
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -107,9 +107,9 @@ class PipelineParallelGrid:
         """Return the topology."""
         return self._topo
 
-    def stage_to_global(self, stage_id: int) -> int:
-        """Return the rank of a stage of this rank's pipeline."""
-        return self.pp_group[stage_id]
+    def stage_to_global(self, stage_id: int, data: int | None = None) -> int:
+        """Return the rank of a stage of this rank's pipeline, or of another one."""
+        return self.pp_group[stage_id] if data is None else self._topo.filter_match(pipe=stage_id, data=data)[0]
 
     def get_global_rank(self) -> int:
         """Return this rank."""
@@ -119,17 +119,19 @@ class PipelineParallelGrid:
         """Return this rank's stage."""
         return self.stage_id
 
-    get_pipe_parallel_rank = get_pipeline_model_parallel_rank = get_stage_id
+    get_pipe_parallel_rank = get_pipeline_model_parallel_rank = get_model_parallel_rank = get_stage_id
 
     def get_pipe_parallel_world_size(self) -> int:
         """Return the number of stages."""
         return self.pipe_parallel_size
 
-    get_pipeline_model_parallel_world_size = get_pipe_parallel_world_size
+    get_pipeline_model_parallel_world_size = get_model_parallel_world_size = get_pipe_parallel_world_size
 
     def get_pipe_parallel_group(self) -> Any:
         """Return the group of this rank's pipeline."""
         return self.pp_proc_group
+
+    get_model_parallel_group = get_pipe_parallel_group
 
     def get_data_parallel_id(self) -> int:
         """Return the number of this rank's pipeline."""
@@ -270,6 +272,8 @@ class PipelineModule(nn.Module):
         self.tied_modules = nn.ModuleDict()
         self.forward_funcs = [self._made(index) for index in range(self._local_start, self._local_stop)]
         self.tied = self._find_tied()
+        if not any(param.requires_grad for param in self.parameters()):
+            self.of_no_layer = nn.Parameter(torch.zeros(1))  # an optimizer needs one
 
     # --- stages -----------------------------------------------------------------------------------------------------------
 
@@ -277,7 +281,9 @@ class PipelineModule(nn.Module):
         """Set `parts`, and the bounds of this stage."""
         specs, method = self._layer_specs, method.lower()
         if method == "uniform":
-            weights = [1] * len(specs)
+            whole, rest = divmod(len(specs), self.num_stages)
+            weights = []
+            self.parts = [stage * whole + min(stage, rest) for stage in range(self.num_stages + 1)]
         elif method == "parameters":
             weights = [_trainable_numel(spec) for spec in specs]
         elif method.startswith("type:"):
@@ -290,7 +296,7 @@ class PipelineModule(nn.Module):
                 f'PipelineModule: partition_method is {method!r}; expected "parameters", "uniform" or "type:REGEX" (or a '
                 "subclass with its own _partition_layers)"
             )
-        self.parts = partition(weights, self.num_stages)
+        self.parts = partition(weights, self.num_stages) if weights else self.parts
         self._set_bounds(self.parts[self.stage_id], self.parts[self.stage_id + 1])
 
     def _set_bounds(self, start: int, stop: int) -> None:
@@ -308,6 +314,14 @@ class PipelineModule(nn.Module):
     def mpu(self) -> PipelineParallelGrid:
         """Return the groups of ranks."""
         return self._grid
+
+    def partitions(self) -> list[int]:
+        """Return the first layer of each stage, and the end."""
+        return self.parts
+
+    def set_checkpoint_interval(self, interval: int) -> None:
+        """Recompute so many layers in backward together; 0: none."""
+        self.activation_checkpoint_interval = interval
 
     def num_pipeline_stages(self) -> int:
         """Return the number of stages."""
@@ -444,6 +458,11 @@ class TiedWeight:
         """Give the copies the owner's values. Collective over the group."""
         dist.broadcast(self.weight.detach(), self._source, self._group)
 
+    def forget_gradients(self) -> None:
+        """Drop what backwards gave a copy; the owner's is the optimizer's."""
+        if not self._is_owner:
+            self.weight.grad = None
+
     def add_gradients(self) -> None:
         """Add the gradients of the copies to the owner's, as one more backward. Collective over the group."""
         weight = self.weight
@@ -454,26 +473,33 @@ class TiedWeight:
         dist.reduce(total, self._source, group=self._group)
         if self._is_owner:
             weight.backward(total.to(weight.dtype))  # type: ignore[no-untyped-call]
-        else:
-            weight.grad = None
+        self.forget_gradients()
 
 
 def partition(weights: Sequence[int], parts: int) -> list[int]:
-    """Return the bounds of contiguous parts, none empty, of which the heaviest is as light as can be.
+    """Return the bounds of contiguous parts, none empty, of which the heaviest and the lightest differ least: DeepSpeed's cut.
 
-    weights: 0 or more each, at least as many as parts.
+    weights: at least as many as parts. (The linear partition problem, by dynamic programming over the parts.)
     """
     sums = [0, *accumulate(weights)]
-
-    def bounds(limit: int) -> list[int]:
-        cuts = [0]
-        for left in reversed(range(parts)):
-            fits = bisect_right(sums, sums[cuts[-1]] + limit) - 1
-            cuts.append(min(max(fits, cuts[-1] + 1), len(weights) - left))
-        return cuts
-
-    limits = range(max(weights), sums[-1] + 1)
-    return bounds(limits[bisect_left(limits, True, key=lambda limit: bounds(limit)[-1] == len(weights))])
+    best = {0: (0.0, math.inf)}  # for each end of the parts so far: the heaviest and the lightest
+    starts = []  # for each part, the start that goes with each end
+    for _ in range(parts):
+        found = {}
+        for end in range(1, len(sums)):
+            options = [
+                (max(heaviest, sums[end] - sums[start]), min(lightest, sums[end] - sums[start]), start)
+                for start, (heaviest, lightest) in best.items()
+                if start < end
+            ]
+            if options:
+                found[end] = min(options, key=lambda option: (option[0] - option[1], -option[2]))
+        best = {end: (heaviest, lightest) for end, (heaviest, lightest, _) in found.items()}
+        starts.append({end: start for end, (_, _, start) in found.items()})
+    bounds = [len(weights)]
+    for start_of in reversed(starts):
+        bounds.append(start_of[bounds[-1]])
+    return bounds[::-1]
 
 
 def _name(spec: Any) -> str:

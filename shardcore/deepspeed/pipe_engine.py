@@ -15,6 +15,7 @@ import json
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -40,8 +41,6 @@ class PipelineEngine(TrainingEngine):
     stage_id, num_stages: of this rank. micro_batches: of a batch, gradient_accumulation_steps(). grid: the groups of ranks.
     """
 
-    is_pipe_parallel = True
-
     def __init__(self, module: PipelineModule, *args: Any) -> None:
         """Wrap what `shard` returned; see initialize."""
         super().__init__(module, *args)
@@ -49,6 +48,7 @@ class PipelineEngine(TrainingEngine):
         self.grid: PipelineParallelGrid = module.mpu()
         self.stage_id, self.num_stages = module.stage_id, module.num_stages
         self.micro_batches = self.gradient_accumulation_steps()
+        self.is_pipe_parallel = self.num_stages > 1
         self._batch_fn: Callable[[Any], Any] | None = None
         self._batches: Iterator[Any] | None = None
         self._layout: _Layout | None = None  # of what comes from the stage before
@@ -94,12 +94,29 @@ class PipelineEngine(TrainingEngine):
     def reset_activation_shape(self) -> None:
         """Do nothing: shapes may be others in every batch."""
 
+    def set_has_attention_mask(self, value: bool) -> None:
+        """Do nothing: stages exchange tensors of any dtype."""
+
+    def get_additional_losses(self) -> None:
+        """Return None: a layer or loss_fn gives one loss."""
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Take another number of micro-batches from here on. ValueError if they do not make that many samples."""
+        samples = self._sizes.micro * self.grid.data_parallel_size
+        if train_batch_size < samples or train_batch_size % samples:
+            raise ValueError(
+                f"set_train_batch_size: train_batch_size is {train_batch_size}; expected a multiple of {samples}, the samples "
+                "of one micro-batch on all pipelines"
+            )
+        self.micro_batches = train_batch_size // samples
+        self._sizes = replace(self._sizes, train=train_batch_size, accumulation=self.micro_batches)
+
     def _load(self) -> tuple[Any, Any]:
         """Return the inputs and labels of the next micro-batch."""
         if self._batches is None:
             if self.training_dataloader is None:
                 raise ValueError(
-                    "train_batch: there is no data; expected train_batch(data_iter), or initialize(training_data=...)"
+                    "pipeline: there is no data; expected train_batch(data_iter), or initialize(training_data=...)"
                 )
             self.set_dataloader(self.training_dataloader)
             return self._load()
@@ -108,7 +125,7 @@ class PipelineEngine(TrainingEngine):
         if not isinstance(batch, tuple | list) or len(batch) != 2:
             kind = f"{len(batch)} values" if isinstance(batch, tuple | list) else f"a {type(batch).__name__}"
             raise ValueError(
-                f"train_batch: the data iterator yields {kind}; expected (inputs, labels), each a tensor or a tuple of tensors "
+                f"pipeline: the data iterator yields {kind}; expected (inputs, labels), each a tensor or a tuple of tensors "
                 "(or set_batch_fn)"
             )
         return batch[0], batch[1]
@@ -127,6 +144,7 @@ class PipelineEngine(TrainingEngine):
 
         data_iter: yields (inputs, labels), on the ranks of the first stage, which use the inputs, and of the last, which use
             the labels: the same samples on both. It becomes the iterator of later calls. Default: that, or training_data's.
+            Where it ends within a batch these ranks raise StopIteration, and those of stages between them wait.
         """
         if not torch.is_grad_enabled():
             raise PipelineError("train_batch: gradients are disabled; expected no torch.no_grad() around it, or eval_batch")
@@ -134,6 +152,9 @@ class PipelineEngine(TrainingEngine):
             self.set_dataiterator(data_iter)
         self._pipe.train()
         self._start()
+        self.zero_grad()  # of a batch that an error ended
+        for tied in self._pipe.tied:
+            tied.forget_gradients()
         self._run_1f1b()
         for tied in self._pipe.tied:
             tied.add_gradients()
@@ -183,6 +204,8 @@ class PipelineEngine(TrainingEngine):
             result = self._mean(self._results)
         elif reduce_output is not None and self.is_last_stage():
             result = self._mean_here(self._results)
+        if self.monitor.enabled and self.global_rank == 0 and isinstance(result, torch.Tensor):
+            self.monitor.write_events([("Train/Samples/eval_loss", result.item(), self.global_samples)])
         if not return_logits:
             return result
         return result, None if output is None or not self.is_last_stage() else output[0] if len(output) == 1 else output
@@ -234,7 +257,7 @@ class PipelineEngine(TrainingEngine):
             sent = outputs if isinstance(outputs, tuple) else (outputs,)
             if not all(isinstance(one, torch.Tensor) for one in sent):
                 raise TypeError(
-                    f"train_batch: the last layer of stage {self.stage_id} returns {[type(one).__name__ for one in sent]}; "
+                    f"pipeline: the last layer of stage {self.stage_id} returns {[type(one).__name__ for one in sent]}; "
                     "expected a tensor, or a tuple of tensors (the next stage is on another rank)"
                 )
             return inputs, sent
@@ -244,9 +267,7 @@ class PipelineEngine(TrainingEngine):
         loss = outputs if self._pipe.loss_fn is None else self._pipe.loss_fn(outputs, labels)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
-            raise ValueError(
-                f"train_batch: the loss is {shape}; expected a tensor of one element, of loss_fn or the last layer"
-            )
+            raise ValueError(f"pipeline: the loss is {shape}; expected a tensor of one element, of loss_fn or the last layer")
         loss = loss.float()
         self._results.append(loss.detach())
         if torch.is_grad_enabled():
@@ -282,7 +303,7 @@ class PipelineEngine(TrainingEngine):
                 self._announced = layout
             elif layout != self._announced:
                 raise ValueError(
-                    f"train_batch: stage {self.stage_id} returns {layout} after {self._announced} in one batch; expected the "
+                    f"pipeline: stage {self.stage_id} returns {layout} after {self._announced} in one batch; expected the "
                     "same shapes and dtypes, or PipelineModule(dynamic_shape=True)"
                 )
         received = [
@@ -351,16 +372,17 @@ class PipelineEngine(TrainingEngine):
         Raises ValueError if there are other stages, or without `tag` if the stages' newest checkpoints are not of one step: a
         crash between their saves leaves them so, and then give the tag of one that all have.
         """
-        if self.num_stages > 1:
+        if dist.is_initialized():
             latest = self._folder(load_dir) / LATEST
             newest = latest.read_text().strip() if latest.is_file() else None
+            saved = len([*Path(load_dir).glob("stage_*")]) or int(Path(load_dir, LATEST).is_file())
             said: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(said, (newest, len([*Path(load_dir).glob("stage_*")])))
-            first = [self._pipe.topology().filter_match(pipe=stage)[0] for stage in range(self.num_stages)]
-            stages = [said[rank] for rank in first]
-            if stages[0][1] not in (0, self.num_stages):
+            dist.all_gather_object(said, (newest, saved))
+            stages = [said[self._pipe.topology().filter_match(pipe=stage)[0]] for stage in range(self.num_stages)]
+            if (saved := stages[0][1]) not in (0, self.num_stages):
                 raise ValueError(
-                    f"load_checkpoint: {load_dir} has {stages[0][1]} stages; expected {self.num_stages}, cut at the same layers"
+                    f"load_checkpoint: {load_dir} has a checkpoint of {saved} stages; expected {self.num_stages}, cut at the "
+                    "same layers"
                 )
             if tag is None and len({newest for newest, _ in stages}) > 1:
                 raise ValueError(
@@ -379,11 +401,23 @@ class PipelineEngine(TrainingEngine):
 
     __call__ = forward = backward = step = no_sync = _refuse
 
-    def _refuse_whole(self, *args: Any, **kwargs: Any) -> NoReturn:
+    def _check_whole(self) -> None:
         """Refuse: no rank has all weights."""
+        if self.num_stages == 1:
+            return
         raise PipelineError(
             "the weights of a PipelineModule are on the ranks of several stages; expected module_state_dict(), which returns "
             "those of this stage, under the names that they have in the whole model"
         )
 
-    save_16bit_model = _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict = _refuse_whole
+    def save_16bit_model(self, *args: Any, **kwargs: Any) -> bool:
+        """See TrainingEngine; PipelineError with several stages."""
+        self._check_whole()
+        return super().save_16bit_model(*args, **kwargs)
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+        """See TrainingEngine; PipelineError with several stages."""
+        self._check_whole()
+        return super()._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
+
+    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict

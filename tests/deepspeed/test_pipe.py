@@ -17,18 +17,19 @@ from tests.support.ranks import run_ranks
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=8), st.integers(1, 4))
-def test_the_heaviest_part_is_as_light_as_can_be(weights: list[int], parts: int) -> None:
+def test_the_heaviest_and_the_lightest_part_differ_least(weights: list[int], parts: int) -> None:
     if len(weights) < parts:
         return
 
-    def heaviest(bounds: Any) -> int:
-        return max(sum(weights[start:stop]) for start, stop in itertools.pairwise(bounds))
+    def difference(bounds: Any) -> int:
+        sums = [sum(weights[start:stop]) for start, stop in itertools.pairwise(bounds)]
+        return max(sums) - min(sums)
 
     bounds = partition(weights, parts)
     assert (bounds[0], bounds[-1], len(bounds)) == (0, len(weights), parts + 1)
     assert all(start < stop for start, stop in itertools.pairwise(bounds))
     cuts = itertools.combinations(range(1, len(weights)), parts - 1)
-    assert heaviest(bounds) == min(heaviest((0, *cut, len(weights))) for cut in cuts)
+    assert difference(bounds) == min(difference((0, *cut, len(weights))) for cut in cuts)
 
 
 def _grid(rank: int, world: int) -> None:
@@ -42,7 +43,7 @@ def _grid(rank: int, world: int) -> None:
     assert (topology.get_dim("data"), topology.get_dim("other"), topology.world_size()) == (2, 0, 4)
     grid = PipelineModule([nn.Linear(2, 2), nn.Linear(2, 2)], topology=topology).mpu()
     assert (grid.pp_group, grid.dp_group) == ([rank % 2, rank % 2 + 2], [rank // 2 * 2, rank // 2 * 2 + 1])
-    assert grid.stage_to_global(1) == rank % 2 + 2
+    assert (grid.stage_to_global(1), grid.stage_to_global(1, data=0)) == (rank % 2 + 2, 2)
     assert (grid.get_pipe_parallel_rank(), grid.get_data_parallel_rank()) == (rank // 2, rank % 2)
 
 

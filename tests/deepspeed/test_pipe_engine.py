@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -209,7 +210,10 @@ def _evaluate(rank: int, world: int) -> None:
     engine = engine_of(2)
     given = [*batches(0, 3)]
     engine.module.train()
+    events: list[Any] = []
+    engine.monitor = SimpleNamespace(enabled=True, write_events=events.extend)
     loss = engine.eval_batch(iter(given))
+    assert events == ([("Train/Samples/eval_loss", loss.item(), 0)] if rank == 0 else [])
     assert not engine.module.training
     losses = engine.eval_batch(iter(given), reduce_output=None)
     result, logits = engine.eval_batch(iter(given), return_logits=True, bcast_loss=False, num_micro_batches=1)
@@ -250,6 +254,89 @@ def _own_data(rank: int, world: int) -> list[float]:
 def test_data_of_a_dataset_a_loader_and_a_function() -> None:
     losses = run_ranks(4, _own_data)
     assert all(one == losses[0] for one in losses)
+
+
+def _interrupted(rank: int, world: int) -> None:
+    losses = []
+    for stops in (True, False):
+        engine = engine_of(2, tied=True)
+        if stops:
+            with pytest.raises(StopIteration):
+                engine.train_batch(batches(0, 2))
+        losses.append([engine.train_batch(batches(0, 3, 3 * step)).item() for step in range(3)])
+    assert losses[0] == losses[1]
+
+
+def test_nothing_of_a_batch_that_ended_early_is_left() -> None:
+    run_ranks(2, _interrupted)
+
+
+def _more_micro_batches(rank: int, world: int) -> None:
+    engines = [engine_of(2, tied=True, micro=micro) for micro in (3, 4)]
+    engines[0].set_train_batch_size(8 * ROWS)
+    assert [engine.train_batch_size() for engine in engines] == [8 * ROWS] * 2
+    assert engines[0].gradient_accumulation_steps() == 4
+    losses = [[one.train_batch(batches(one.grid.data_parallel_id, 4)).item() for _ in range(3)] for one in engines]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    with pytest.raises(ValueError, match="train_batch_size is 6; expected a multiple of 4"):
+        engines[0].set_train_batch_size(6)
+
+
+def test_another_number_of_micro_batches() -> None:
+    run_ranks(4, _more_micro_batches)
+
+
+class Kept(nn.Module):
+    """Sees whether a float32 tensor that came with the activations has kept its dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4))
+
+    def forward(self, inputs: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        x, scales = inputs
+        assert (x.dtype, scales.dtype) == (torch.bfloat16, torch.float32)
+        return (x @ self.weight).float() * scales
+
+
+def _dtypes(rank: int, world: int) -> None:
+    first = [nn.Linear(4, 4), lambda x: (x, torch.full((1, 4), 1.001))]
+    module = PipelineModule([*first, Kept()], num_stages=2, partition_method="uniform", loss_fn=nn.functional.mse_loss)
+    config = ds_config(bf16={"enabled": True}, pipeline={"activation_checkpoint_interval": 2}, steps_per_print=1)
+    engine = shardcore.initialize(model=module, config=config)[0]
+    assert engine.module.activation_checkpoint_interval == 2
+    printed = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("builtins.print", lambda text, **options: printed.append(text))
+        loss = engine.train_batch(iter([(torch.ones(4, 4), torch.zeros(4, 4))]))
+    assert printed == ([f"step=1 skipped=0 lr=[0.01] loss={loss.item():.6g}"] if rank == 0 else [])
+
+
+def test_dtypes_between_stages_the_interval_and_the_line_of_a_step() -> None:
+    run_ranks(2, _dtypes)
+
+
+def _of_no_layer(rank: int, world: int) -> list[str]:
+    frozen = nn.Linear(4, 4).requires_grad_(False)
+    layers = [frozen, nn.Linear(4, 4), TiedLayerSpec("one", nn.Linear, 4, 4), torch.tanh, TiedLayerSpec("one", nn.Linear, 4, 4)]
+
+    class Cut(PipelineModule):
+        def _partition_layers(self, method: str = "parameters") -> None:
+            self.parts = [0, 1, 3, 5]
+            self._set_bounds(self.parts[self.stage_id], self.parts[self.stage_id + 1])
+
+    torch.manual_seed(0)
+    module = Cut(layers, num_stages=3, loss_fn=nn.functional.mse_loss)
+    params = [param for param in module.parameters() if param.requires_grad]
+    engine = shardcore.initialize(model=module, model_parameters=params, config=ds_config())[0]
+    losses = [engine.train_batch(iter([(torch.ones(4, 4), torch.zeros(4, 4))])).item() for _ in range(5)]
+    assert losses[-1] < 0.9 * losses[0]
+    return sorted(name for name, param in module.named_parameters() if param.requires_grad)
+
+
+def test_stages_without_trainable_parameters_of_their_own() -> None:
+    tied = [f"tied_modules.one.{name}" for name in ("bias", "weight")]
+    assert run_ranks(3, _of_no_layer) == [["of_no_layer"], ["1.bias", "1.weight", *tied], tied[:1]]
 
 
 def _overflow(rank: int, world: int) -> None:
@@ -299,8 +386,14 @@ def _resumed(rank: int, world: int, folder: str) -> None:
     with pytest.raises(ValueError, match=r"the stages are \['global_step1', None\]; expected one tag"):
         other.load_checkpoint(folder)
     assert other.load_checkpoint(folder, tag="global_step1")[0] is not None
-    with pytest.raises(ValueError, match="has 2 stages; expected 4"):
-        engine_of(4).load_checkpoint(folder)
+    for stages in (1, 4):
+        with pytest.raises(ValueError, match=f"has a checkpoint of 2 stages; expected {stages}"):
+            engine_of(stages).load_checkpoint(folder)
+    one = engine_of(1)
+    one.save_checkpoint(folder + "/one")
+    assert one.load_checkpoint(folder + "/one")[0] is not None
+    with pytest.raises(ValueError, match="has a checkpoint of 1 stages; expected 2"):
+        other.load_checkpoint(folder + "/one")
     assert engine_of(4).load_checkpoint(folder + "/nothing") == (None, {})
 
 
@@ -332,6 +425,11 @@ def _refusals(rank: int, world: int) -> None:
     ]:
         with pytest.raises(ValueError, match=match):
             engine_of(2, tied, **config)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "is_initialized", lambda: False)
+        early = make(1, False)
+    with pytest.raises(ValueError, match=r"was made for 1 ranks, and there are 2; expected deepspeed\."):
+        shardcore.initialize(model=early, config=ds_config())
     with pytest.raises(ValueError, match="is given without an optimizer"):
         shardcore.initialize(model=make(2, False), config={"train_micro_batch_size_per_gpu": 1})
 
