@@ -4,8 +4,9 @@ Four ranks, two of them for data in every part, one thread each; a Llama of tran
 
     tensor    two slices. shardcore.tensor_parallel and shard, stages 2 and 3; torch's parallelize_module and fully_shard
               (weights kept after forward, or not), the same modules sliced; DeepSpeed's AutoTP, ZeRO stages 1 and 2
-    pipeline  two stages of half the layers, 1F1B. shardcore.shard_pipeline, stages 2 and 3; torch's pipelining with stages in
-              DistributedDataParallel or fully_shard; DeepSpeed's PipelineModule, ZeRO stage 1, the most that it takes
+    pipeline  two stages of half the layers, 1F1B. shardcore.shard_pipeline, stages 2 and 3, and PipelineModule, stage 1;
+              torch's pipelining with stages in DistributedDataParallel or fully_shard; DeepSpeed's PipelineModule, ZeRO stage
+              1, the most that it takes
     sequence  two halves of each sequence. enable_sequence_parallel and shard, stage 3; DeepSpeed's UlyssesSPAttentionHF, ZeRO
               stage 3; and both without it, shardcore 3 and FSDP2 with whole sequences on each of the four ranks
 
@@ -115,9 +116,14 @@ def fsdp2(model: nn.Module, blocks: Any, stage: int, mesh: Any) -> nn.Module:
 def deepspeed_engine(model: nn.Module, stage: int, batch: int, more: dict[str, object], **given: Any) -> Any:
     import deepspeed
 
+    return initialized(deepspeed, model, stage, batch, more, **given)
+
+
+def initialized(package: Any, model: nn.Module, stage: int, batch: int, more: dict[str, object], **given: Any) -> Any:
+    """Return the engine of a configuration. package: deepspeed, or shardcore by its names."""
     config = deepspeed_config(stage, batch) | more
     config["zero_optimization"]["reduce_bucket_size"] = 2**23
-    return deepspeed.initialize(model=model, optimizer=adamw(model), config=config, **given)[0]
+    return package.initialize(model=model, optimizer=adamw(model), config=config, **given)[0]
 
 
 # --- The parts: each returns what makes its engines, and the place of this rank among those of data -----------------------
@@ -220,12 +226,10 @@ def pipeline(model: LlamaForCausalLM, batch: int, length: int, microbatches: int
         module = wrap(cut())
         return scheduled(one_stage(module), adamw(module))
 
-    def deepspeeds() -> Step:
-        import deepspeed
-
-        module = deepspeed.pipe.PipelineModule(layers(), num_stages=SPLIT, loss_fn=cross_entropy, partition_method="uniform")
+    def of_layers(package: Any) -> Step:
+        module = package.pipe.PipelineModule(layers(), num_stages=SPLIT, loss_fn=cross_entropy, partition_method="uniform")
         more: dict[str, object] = {"gradient_accumulation_steps": microbatches}
-        engine = deepspeed_engine(module, 1, batch // microbatches, more)
+        engine = initialized(package, module, 1, batch // microbatches, more)
 
         def step(tokens: torch.Tensor) -> torch.Tensor | None:
             loss = engine.train_batch(iter([(part, part) for part in tokens.chunk(microbatches)]))
@@ -233,7 +237,13 @@ def pipeline(model: LlamaForCausalLM, batch: int, length: int, microbatches: int
 
         return step
 
+    def deepspeeds() -> Step:
+        import deepspeed
+
+        return of_layers(deepspeed)
+
     makers: dict[str, Maker] = {f"shardcore {stage}": lambda stage=stage: ours(stage) for stage in (2, 3)}
+    makers["shardcore 1, PipelineModule"] = lambda: of_layers(shardcore)
     makers["DDP"] = lambda: torchs(lambda module: ddp(module, mesh["dp"].get_group()))
     for stage in (2, 3):
         makers[f"FSDP2 {stage}"] = lambda stage=stage: torchs(lambda module: fsdp2(module, module, stage, mesh["dp"]))

@@ -17,7 +17,7 @@ def test_parallel(tmp_path, run_main, forked_ranks):
     result = json.loads((tmp_path / "parallel.json").read_text())
     expected = {
         "tensor": ["shardcore 2", "shardcore 3", "FSDP2 2", "FSDP2 3"],
-        "pipeline": ["shardcore 2", "shardcore 3", "DDP", "FSDP2 2", "FSDP2 3"],
+        "pipeline": ["shardcore 2", "shardcore 3", "shardcore 1, PipelineModule", "DDP", "FSDP2 2", "FSDP2 3"],
         "sequence": ["shardcore 3", "shardcore 3, whole", "FSDP2 3, whole"],
     }
     for part, names in expected.items():
