@@ -232,26 +232,7 @@ class PipelineModule(nn.Module):
         super().__init__()
         self._layer_specs = list(layers)
         world = dist.get_world_size() if dist.is_initialized() else 1
-        if num_stages is None and topology is None:
-            raise ValueError("PipelineModule: num_stages and topology are both None; expected one of them")
-        if topology is None:
-            assert num_stages is not None
-            if num_stages < 1 or world % num_stages:
-                raise ValueError(
-                    f"PipelineModule: num_stages is {num_stages}; expected a divisor of the {world} ranks (started by "
-                    "deepspeed.init_distributed())"
-                )
-            topology = PipeDataParallelTopology(num_stages, world // num_stages)
-        if topology.get_dim("model") > 1:
-            raise ValueError(
-                f"PipelineModule: topology has {topology.get_dim('model')} tensor-parallel ranks; expected 1 "
-                "(shardcore.shard_pipeline takes sliced stages)"
-            )
-        if topology.world_size() != world or 0 in (topology.get_dim("pipe"), topology.get_dim("data")):
-            raise ValueError(
-                f"PipelineModule: topology has axes {topology.axes} of {topology.dims} ranks; expected pipe and data, for the "
-                f"{world} ranks there are"
-            )
+        topology = _topology_of(num_stages, topology, world)
         self.num_stages = topology.get_dim("pipe")
         if len(self._layer_specs) < self.num_stages:
             raise ValueError(
@@ -282,21 +263,20 @@ class PipelineModule(nn.Module):
         specs, method = self._layer_specs, method.lower()
         if method == "uniform":
             whole, rest = divmod(len(specs), self.num_stages)
-            weights = []
             self.parts = [stage * whole + min(stage, rest) for stage in range(self.num_stages + 1)]
         elif method == "parameters":
-            weights = [_trainable_numel(spec) for spec in specs]
+            self.parts = partition([_trainable_numel(spec) for spec in specs], self.num_stages)
         elif method.startswith("type:"):
             pattern = re.compile(method.removeprefix("type:"), re.IGNORECASE)
-            weights = [int(pattern.search(_name(spec)) is not None) for spec in specs]
-            if not any(weights):
+            found = [int(pattern.search(_name(spec)) is not None) for spec in specs]
+            if not any(found):
                 raise ValueError(f"PipelineModule: no layer has a class with {pattern.pattern!r} in its name; expected some")
+            self.parts = partition(found, self.num_stages)
         else:
             raise ValueError(
                 f'PipelineModule: partition_method is {method!r}; expected "parameters", "uniform" or "type:REGEX" (or a '
                 "subclass with its own _partition_layers)"
             )
-        self.parts = partition(weights, self.num_stages) if weights else self.parts
         self._set_bounds(self.parts[self.stage_id], self.parts[self.stage_id + 1])
 
     def _set_bounds(self, start: int, stop: int) -> None:
@@ -500,6 +480,30 @@ def partition(weights: Sequence[int], parts: int) -> list[int]:
     for start_of in reversed(starts):
         bounds.append(start_of[bounds[-1]])
     return bounds[::-1]
+
+
+def _topology_of(num_stages: int | None, topology: ProcessTopology | None, world: int) -> ProcessTopology:
+    """Return the topology; ValueError if it does not fit the ranks."""
+    if topology is None:
+        if num_stages is None:
+            raise ValueError("PipelineModule: num_stages and topology are both None; expected one of them")
+        if num_stages < 1 or world % num_stages:
+            raise ValueError(
+                f"PipelineModule: num_stages is {num_stages}; expected a divisor of the {world} ranks (started by "
+                "deepspeed.init_distributed())"
+            )
+        return PipeDataParallelTopology(num_stages, world // num_stages)
+    if topology.get_dim("model") > 1:
+        raise ValueError(
+            f"PipelineModule: topology has {topology.get_dim('model')} tensor-parallel ranks; expected 1 "
+            "(shardcore.shard_pipeline takes sliced stages)"
+        )
+    if topology.world_size() != world or 0 in (topology.get_dim("pipe"), topology.get_dim("data")):
+        raise ValueError(
+            f"PipelineModule: topology has axes {topology.axes} of {topology.dims} ranks; expected pipe and data, for the "
+            f"{world} ranks there are"
+        )
+    return topology
 
 
 def _name(spec: Any) -> str:
