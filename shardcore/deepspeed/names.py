@@ -524,7 +524,7 @@ _ADAMS = {"DeepSpeedCPUAdam": DeepSpeedCPUAdam, "FusedAdam": DeepSpeedFusedAdam}
 _SCHEDULES = {name: getattr(lr_schedules, name) for name in lr_schedules.VALID_LR_SCHEDULES} | {
     "VALID_LR_SCHEDULES": list(lr_schedules.VALID_LR_SCHEDULES)
 }
-_CHECKPOINTING = {function.__name__: function for function in (checkpoint, configure, is_configured)}
+_CHECKPOINTING = {f.__name__: f for f in (checkpoint, configure, is_configured)} | {"non_reentrant_checkpoint": checkpoint}
 _ZERO = {
     "Init": Init,
     "GatheredParameters": gathered_parameters,
