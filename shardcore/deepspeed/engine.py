@@ -178,6 +178,8 @@ class ForwardEngine:
         """How many ranks train."""
         return self._core.comm.world_size
 
+    dp_world_size = world_size
+
     @property
     def data_parallel_group(self) -> Any:
         """The process group of the ranks that train; None without one."""
@@ -384,6 +386,10 @@ class TrainingEngine(ForwardEngine):
     def get_lr(self) -> list[Any]:
         """Return the learning rate of each param_group."""
         return [group["lr"] for group in self.optimizer.param_groups]
+
+    def get_mom(self) -> list[Any]:
+        """Return the betas, or else the momentum, of each param_group."""
+        return [group.get("betas", group.get("momentum")) for group in self.optimizer.param_groups]
 
     def set_lr(self, lr: float | Sequence[float]) -> None:
         """Set the learning rate of all param_groups, or of each. ValueError for another number of them."""

@@ -276,6 +276,7 @@ def _more_micro_batches(rank: int, world: int) -> None:
     engines[0].set_train_batch_size(8 * ROWS)
     assert [engine.train_batch_size() for engine in engines] == [8 * ROWS] * 2
     assert engines[0].gradient_accumulation_steps() == 4
+    assert (engines[0].world_size, engines[0].dp_world_size, engines[0].get_mom()) == (4, 2, [(0.9, 0.999)])
     losses = [[one.train_batch(batches(one.grid.data_parallel_id, 4)).item() for _ in range(3)] for one in engines]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     with pytest.raises(ValueError, match="train_batch_size is 6; expected a multiple of 4"):
