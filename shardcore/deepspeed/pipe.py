@@ -457,9 +457,10 @@ class TiedWeight:
 
 
 def partition(weights: Sequence[int], parts: int) -> list[int]:
-    """Return the bounds of contiguous parts, none empty, of which the heaviest and the lightest differ least: DeepSpeed's cut.
+    """Return the bounds of contiguous parts, none empty: DeepSpeed's, by its dynamic programming over the parts.
 
-    weights: at least as many as parts. (The linear partition problem, by dynamic programming over the parts.)
+    For each number of weights, at least as many as parts, it keeps one cut of them: where the heaviest and the lightest part
+    differ least, and of equal ones the latest. (So the end is near the least difference, but may miss it.)
     """
     sums = [0, *accumulate(weights)]
     best = {0: (0.0, math.inf)}  # for each end of the parts so far: the heaviest and the lightest
