@@ -12,7 +12,6 @@ import shardcore as deepspeed
 from shardcore.deepspeed.pipe import LayerSpec, PipelineModule, PipeModelDataParallelTopology, TiedLayerSpec, partition
 from tests.support.ranks import run_ranks
 
-
 # What deepspeed.runtime.utils.partition_balanced of 0.19.8 returns.
 CUTS: list[tuple[list[int], list[int]]] = [
     ([1] * 26, [0, 4, 8, 11, 14, 17, 20, 23, 26]),
