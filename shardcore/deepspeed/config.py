@@ -82,6 +82,7 @@ class Config:
     comms_logger: Mapping[str, Any] = field(default_factory=dict)
     flops_profiler: Mapping[str, Any] = field(default_factory=dict)
     pipeline: Mapping[str, Any] = field(default_factory=dict)
+    sequence_parallel_size: int = 1
     shardcore: Mapping[str, Any] = field(default_factory=dict)
     given: frozenset[str] = field(default=frozenset(), compare=False)
     accepted: tuple[str, ...] = field(default=(), compare=False)

@@ -102,7 +102,7 @@ def initialize(
     try:
         settings = read_config(config, args)
         pipe = model if isinstance(model, PipelineModule) else None
-        of_sequences = _check_parallelism(mpu if pipe is None else None, mesh_param)
+        of_sequences = _check_parallelism(mpu if pipe is None else None, mesh_param, settings.sequence_parallel_size)
         replicas, replica = comm.world_size // of_sequences, comm.rank // of_sequences
         if pipe is not None:
             replicas, replica = pipe.mpu().data_parallel_size, pipe.mpu().data_parallel_id
@@ -121,8 +121,6 @@ def initialize(
         scheduler = lr_scheduler(given) if _is_function(lr_scheduler) else lr_scheduler
         if given is not None and scheduler is None and settings.scheduler is not None:
             scheduler = make_scheduler(*settings.scheduler, given)
-        if of_sequences > 1:
-            mpu.enable(model)
         monitor = MonitorMaster({name: getattr(settings, name) for name in MONITORS}, comm.rank)
         entries = [f"{f.name}={getattr(settings, f.name)}" for f in fields(settings) if f.compare]
         samples: Any = () if loader is None else loader.dataset
@@ -139,8 +137,10 @@ def initialize(
     if "activation_checkpointing.cpu_checkpointing" in settings.given:
         checkpointing.configure(checkpoint_in_cpu=settings.cpu_checkpointing)
     if comm.rank == 0:
-        _explain(settings, lr_scheduler)
+        _explain(settings, lr_scheduler, pipe)
     options = shard_options(settings)
+    if of_sequences > 1:
+        mpu.enable(model)  # which checks it first
     if pipe is not None:
         options = _pipeline_options(pipe, settings, options)
     model, adam = shard(
@@ -160,8 +160,10 @@ def initialize(
     return engine(model, adam, scheduler, loader, settings, sizes, monitor), adam, loader, scheduler
 
 
-def _explain(settings: Config, lr_scheduler: Any) -> None:
+def _explain(settings: Config, lr_scheduler: Any, pipe: PipelineModule | None) -> None:
     """Log what a reader of the configuration may not expect."""
+    if settings.pipeline and pipe is None:
+        logger.warning("initialize: config has no effect here: pipeline: the model is no PipelineModule")
     for line in settings.accepted:
         logger.warning("initialize: config has no effect here: %s", line)
     if "gradient_clipping" not in settings.given:
@@ -196,7 +198,7 @@ def start_process_group(op: str, port: int, timeout: timedelta | None = None) ->
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", timeout=timeout, device_id=device)
 
 
-def _check_parallelism(mpu: Any, mesh_param: Any) -> int:
+def _check_parallelism(mpu: Any, mesh_param: Any, configured: int) -> int:
     """Return how many ranks have a sequence; ValueError for model parallelism, or sequences that others divide."""
     for name in ("get_model_parallel_world_size", "get_tensor_model_parallel_world_size", "get_pipe_parallel_world_size"):
         if mpu is not None and callable(getattr(mpu, name, None)) and getattr(mpu, name)() > 1:
@@ -208,6 +210,11 @@ def _check_parallelism(mpu: Any, mesh_param: Any) -> int:
         raise ValueError(
             f"{_OP}: mpu has sequences of {ranks} ranks; expected that of UlyssesSPAttentionHF.register_with_transformers, "
             "or enable_sequence_parallel (docs/long_sequences.md)"
+        )
+    if configured not in (1, ranks):
+        raise ValueError(
+            f"{_OP}: config sequence_parallel_size has {configured}, and mpu {ranks}; expected the same, with "
+            "mpu=UlyssesSPAttentionHF.register_with_transformers(...) (docs/long_sequences.md)"
         )
     return ranks
 

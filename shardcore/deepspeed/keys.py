@@ -288,7 +288,8 @@ KEYS: dict[str, Key] = {
         {
             "type": _honoured(
                 _adam,
-                f'FusedAdam; "Adam" means AdamW, too, unless adam_w_mode is false. {_OTHERS}: with params as its arguments',
+                f'FusedAdam; "Adam" means AdamW, too, unless adam_w_mode is false. {_OTHERS}: with params as its arguments '
+                "(of Muon DeepSpeed's)",
             ),
             "legacy_fusion": _accepted("there is one fused Adam"),
         },
@@ -513,11 +514,13 @@ KEYS: dict[str, Key] = {
     "disable_python_gc": _refused("call gc.disable()"),
     "datastates_ckpt": _refused("use save_checkpoint(wait=False)", switch=None),
     "tensor_parallel": _refused("weights are sharded by ZeRO alone", 0, 1, switch="autotp_size"),
-    "sequence_parallel_size": _refused("call enable_sequence_parallel, see docs/long_sequences.md", 1),
+    "sequence_parallel_size": _honoured(_count, "the ranks of a sequence, which `mpu` has: docs/long_sequences.md"),
     "expert_parallel": _refused("experts are sharded like other weights"),
     "moe": _refused("experts are sharded like other weights", switch=None),
     "use_data_before_expert_parallelism": _refused("experts are sharded like other weights"),
-    "pipeline.activation_checkpoint_interval": _honoured(_count, "PipelineModule(activation_checkpoint_interval=)"),
+    "pipeline.activation_checkpoint_interval": _honoured(
+        _size, "PipelineModule(activation_checkpoint_interval=); 0: as the module says"
+    ),
     **dict.fromkeys(
         [
             f"pipeline.{name}"

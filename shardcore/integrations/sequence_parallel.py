@@ -168,7 +168,8 @@ class _Attention:
     ) -> tuple[torch.Tensor, None]:
         """Return (batch, tokens, heads, features) and no weights; see transformers' attention functions."""
         if self.is_off:
-            return self._function_of(module)(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
+            seen = _Seen(module, self.base, query.shape[1] // key.shape[1])
+            return self._function_of(module)(seen, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
         for name in ("position_bias", "s_aux"):
             if kwargs.get(name) is not None:
                 raise ValueError(f"sequence parallel attention: the model passes {name}, per head; expected attention without")

@@ -192,7 +192,7 @@ def test_defaults() -> None:
         ("zero_optimization.mics_shard_size", 4, ValueError, r"not supported \(DeepSpeed removed it, too\)"),
         ("compression_training", {"weight_quantization": {}}, ValueError, "compression_training is not supported"),
         ("tensor_parallel", {"autotp_size": 2}, ValueError, "tensor_parallel is not supported"),
-        ("sequence_parallel_size", 2, ValueError, "sequence_parallel_size is not supported"),
+        ("sequence_parallel_size", 0, ValueError, "sequence_parallel_size has 0; expected at least 1"),
         ("scheduler", {"type": "WarmupLr"}, ValueError, "did you mean WarmupLR"),
         ("wandb", {"enabled": True, "projects": ""}, ValueError, "did you mean wandb.project"),
         ("torch_autocast", {"enabled": True, "dtype": "fp16"}, NotImplementedError, "needs a loss scale"),

@@ -17,7 +17,6 @@ OFF = {
     "compile": {"deepcompile": False},
     "compression_training": {"weight_quantization": {"shared_parameters": {"enabled": False}}},
     "data_efficiency": {"enabled": False, "data_routing": {"enabled": False}},
-    "sequence_parallel_size": 1,
     "tensor_parallel": {"autotp_size": 1},
     "gradient_allreduce_op": "mean",
     "zero_optimization": {"zero_quantized_weights": False, "mics_shard_size": -1},
@@ -42,7 +41,6 @@ def test_every_key_has_a_kind_and_says_why() -> None:
         ("compression_training", {"layer_reduction": {}}),
         ("sparse_attention", {"mode": "fixed"}),
         ("compile", {"backend": "inductor"}),
-        ("sequence_parallel_size", 2),
         ("gradient_allreduce_op", "sum"),
     ],
 )

@@ -310,6 +310,9 @@ def _dtypes(rank: int, world: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("builtins.print", lambda text, **options: printed.append(text))
         loss = engine.train_batch(iter([(torch.ones(4, 4), torch.zeros(4, 4))]))
+    module = PipelineModule([nn.Linear(4, 4)], num_stages=1, activation_checkpoint_interval=3)
+    kept = shardcore.initialize(model=module, config=ds_config(pipeline={"activation_checkpoint_interval": 0}))[0]
+    assert kept.module.activation_checkpoint_interval == 3
     assert printed == ([f"step=1 skipped=0 lr=[0.01] loss={loss.item():.6g}"] if rank == 0 else [])
 
 

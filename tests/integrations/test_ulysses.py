@@ -20,7 +20,9 @@ from tests.support.scripts import environment, finished
 for needed in ("transformers", "accelerate"):
     pytest.importorskip(needed, reason="tests with transformers")
 
-from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
+from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM  # noqa: E402
+from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: E402
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask  # noqa: E402
 
 from shardcore.integrations.ulysses import (  # noqa: E402
     SequenceParallelGroups,
@@ -31,9 +33,9 @@ from shardcore.integrations.ulysses import (  # noqa: E402
 TOKENS = 12
 
 
-def llama() -> Any:
+def llama(attention: str = "sdpa") -> Any:
     sizes = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "attn_implementation": "sdpa"}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "attn_implementation": attention}
     torch.manual_seed(0)
     return LlamaForCausalLM(LlamaConfig(**sizes, **heads))
 
@@ -81,7 +83,8 @@ def _tutorial(rank: int, world: int, stage: int, twin: bool) -> list[float]:
         mpu = deepspeed.runtime.sequence_parallel.ulysses_sp.UlyssesSPAttentionHF.register_with_transformers(  # type: ignore[attr-defined]
             model_name_or_path="a name", core_attn_implementation="sdpa", sequence_parallel_size=world, micro_batch_size=1
         )
-        engine = deepspeed.initialize(model=model, config=ds_config(stage=stage), mpu=mpu)[0]
+        config = ds_config(stage=stage, sequence_parallel_size=world)
+        engine = deepspeed.initialize(model=model, config=config, mpu=mpu)[0]
     groups = deepspeed.utils.groups  # type: ignore[attr-defined]
     assert groups._get_sequence_parallel_rank() == rank
     assert groups._get_sequence_parallel_world_size() == world
@@ -106,9 +109,17 @@ def test_attention_over_parts_alone_is_seen() -> None:
     assert run_ranks(2, _tutorial, 2, True)[0] != pytest.approx(expected, rel=1e-4)
 
 
+def named(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Attend as sdpa where the model's configuration says so, as flash attention asks it."""
+    assert module.config._attn_implementation == "named"
+    return sdpa_attention_forward(module, *args, **kwargs)
+
+
 def _evaluation(rank: int, world: int) -> None:
-    whole, model = llama(), llama()
-    mpu = UlyssesSPAttentionHF.register_with_transformers(model, "sdpa", 2, disable_in_eval=True)
+    AttentionInterface.register("named", named)
+    AttentionMaskInterface.register("named", sdpa_mask)
+    whole, model = llama(), llama("named")
+    mpu = UlyssesSPAttentionHF.register_with_transformers(model, "named", 2, disable_in_eval=True)
     engine = deepspeed.initialize(model=model, config=ds_config(), mpu=mpu)[0]
     ids = batches(rank, 2)[0]["input_ids"]  # other ones on each rank, whole, and without positions
     engine.eval()
@@ -135,6 +146,13 @@ def _refusals(rank: int, world: int) -> None:
         deepspeed.initialize(model=llama(), config=ds_config(), mpu=mpu)
     with pytest.raises(TypeError, match="mpu is for a model of transformers, and model is a Linear"):
         deepspeed.initialize(model=nn.Linear(2, 2), config=ds_config(), mpu=mpu)
+
+    with pytest.raises(ValueError, match="config sequence_parallel_size has 2, and mpu 1; expected the same"):
+        deepspeed.initialize(model=llama(), config=ds_config(sequence_parallel_size=2))
+    model, differ = llama(), ds_config(gradient_clipping=float(rank))
+    with pytest.raises(ValueError, match="gradient_clipping"):
+        deepspeed.initialize(model=model, config=differ, mpu=register(None, "sdpa", 2))
+    assert model.config._attn_implementation == "sdpa"  # what is refused is left as it was
 
     class Other:
         def get_sequence_parallel_world_size(self) -> int:
