@@ -499,7 +499,8 @@ def together(comm: Comm, doing: str, then: str = "weights are partly made: build
     try:
         yield
     except Exception as error:
-        problem = error
+        # less this frame: from Python 3.12 on it refers to contextlib's, which holds the error, in a cycle
+        problem = error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
     found = Everyone(comm).first_problem(problem)
     if found is None:
         return
