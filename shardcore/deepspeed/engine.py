@@ -186,8 +186,15 @@ class ForwardEngine:
         return self._core.comm.group
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
-        """Return the full state dict of the model, from the masters. Collective."""
-        full = self.module.state_dict()
+        """Return the full state dict of the model, from the masters. Collective.
+
+        (That of `module` has the weights in the dtypes they train in; below stage 3 a rank may read it alone.)
+        """
+        own, self._core.own_weights = self._core.own_weights, False
+        try:
+            full = self.module.state_dict()
+        finally:
+            self._core.own_weights = own
         if exclude_frozen_parameters:
             frozen = {name for name, param in named_parameters(self.module) if not self._core.trains(param)}
             full = {name: value for name, value in full.items() if name not in frozen}

@@ -153,6 +153,8 @@ def initialize(
     )
     if settings.stage == 3:
         name_sharded_params()
+    else:
+        engine_of(model).own_weights = True  # scripts read them on rank 0 alone, and save them
     if adam is None:
         forward_only: Any = ForwardEngine(model, engine_of(model), settings), None, None, None
         return forward_only  # type: ignore[no-any-return]

@@ -130,6 +130,7 @@ class Engine:
         self._membership = Membership(plan.model)
         self.hooks: weakref.WeakSet[Any] = weakref.WeakSet()  # of the model's modules, which keep them
         self._state_dict_of: tuple[str, str] | None = None  # the module (name, prefix) whose state_dict is being made
+        self.own_weights = False  # a state_dict of the model has the weights that this rank has, not masters: below stage 3
         self.full_tensors = FullTensors(self.comm, self.device)
         self.saving: BackgroundSave | None = None
         self.commits: StepCommits | None = None
@@ -256,23 +257,27 @@ class Engine:
             try:
                 self.synchronize()
             except StepError:
+                if self.own_weights:
+                    raise
                 self.read_all("state_dict", name or "the model")
 
     def end_state_dict(self, name: str, prefix: str, state_dict: dict[str, Any]) -> None:
         """Replace the entries of managed parameters with full tensors of their own memory, from the masters. Collective.
 
-        Nothing where this is a part of the state_dict of a module around this one.
+        With `own_weights` from this rank's weights; then collective only over slices. Nothing where this is a part of the
+        state_dict of a module around this one.
         """
         if self._state_dict_of != (name, prefix):
             return
         self._state_dict_of = None
-        self.read_all("state_dict", name or "the model")
-        self.updater.warn_of_lost_edits("state_dict")
+        if not self.own_weights:
+            self.read_all("state_dict", name or "the model")
+            self.updater.warn_of_lost_edits("state_dict")
         keys = keys_of(self.managed.values(), state_dict, prefix)
         with torch.no_grad():
             asked = [bucket for bucket in self.buckets if any(managed.param in keys for managed in bucket.params)]
-            fulls = self.full_tensors.of_buckets((bucket, self.master_or_weight(bucket)) for bucket in asked)
-            for bucket, full in zip(asked, fulls, strict=True):
+            sources = ((bucket, bucket.weight if self.own_weights else self.master_or_weight(bucket)) for bucket in asked)
+            for bucket, full in zip(asked, self.full_tensors.of_buckets(sources), strict=True):
                 for managed in bucket.params:
                     if managed.param in keys:
                         values = managed.full(managed.slice_of(full).clone())

@@ -41,7 +41,7 @@ def _both(rank: int, world_size: int) -> list[tuple[str, str]]:
         train(engine, rank, 2)
         shard = {"precision": "bf16" if bf16 else "fp32", "clip_grad_norm": 0.3}
         expected = _by_shard(rank, 2, 2, stage, offload={"optimizer": "cpu"} if device == "cpu" else None, **shard)
-        hashes.append((hash_of_training(engine.module, engine.optimizer), expected))
+        hashes.append((hash_of_training(engine, engine.optimizer), expected))
     return hashes
 
 
@@ -62,7 +62,7 @@ def _fp16_both(rank: int, world_size: int) -> list[Any]:
         scale = loss_scale or shardcore.LossScale(initial_power=19, window=1, hysteresis=1)
         expected = _by_shard(rank, 6, 2, stage, precision="fp16", loss_scale=scale)
         skipped = (engine.skipped_steps, engine.optimizer.skipped_steps, engine.optimizer.loss_scale)
-        found.append((hash_of_training(engine.module, engine.optimizer) == expected, *skipped))
+        found.append((hash_of_training(engine, engine.optimizer) == expected, *skipped))
     return found
 
 
@@ -91,11 +91,11 @@ def _other_options(rank: int, world_size: int) -> list[str]:
     for more in ({}, {"gradient_clipping": 0.3}, {"bf16": {"enabled": True}}, {"zero_optimization": {"stage": 0}}, sent):
         engine = start(ds_config(2, **more))
         train(engine, rank, 2)
-        hashes.append(hash_of_training(engine.module, engine.optimizer))
+        hashes.append(hash_of_training(engine, engine.optimizer))
     for params in ({"betas": [0.8, 0.9]}, {"eps": 1e-3}, {"lr": 0.1}, {"bias_correction": False}, {"weight_decay": 0.0}):
         engine = start(ds_config(2, optimizer={"type": "AdamW", "params": ADAM | params}))
         train(engine, rank, 2)
-        hashes.append(hash_of_training(engine.module, engine.optimizer))
+        hashes.append(hash_of_training(engine, engine.optimizer))
     return hashes
 
 
@@ -161,7 +161,7 @@ def test_the_global_norm_is_torchs(stage: int, clip: float) -> None:
 def _kinds(config_type: str, **params: Any) -> str:
     engine = start(ds_config(optimizer={"type": config_type, "params": ADAM | params}))
     train(engine, 0, 2)
-    return hash_of_training(engine.module, engine.optimizer)
+    return hash_of_training(engine, engine.optimizer)
 
 
 def test_adam_means_adamw_unless_it_says_otherwise() -> None:
@@ -200,18 +200,18 @@ def test_only_boundaries_step(stage: int) -> None:
 def _overflow(rank: int, world_size: int, stage: int) -> dict[str, Any]:
     engine = start(ds_config(2, stage), lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
     train(engine, rank, 1)
-    before, lr = hash_of_training(engine.module, engine.optimizer), engine.get_lr()
+    before, lr = hash_of_training(engine, engine.optimizer), engine.get_lr()
     for micro in range(2):
         x, y = batch_of(1, micro, rank)
         if (rank, micro) == (1, 0):
             x[0, 0] = float("inf")
         engine.backward(loss_of(engine, (x, y)))
         engine.step()
-    kept = hash_of_training(engine.module, engine.optimizer) == before and engine.get_lr() == lr
+    kept = hash_of_training(engine, engine.optimizer) == before and engine.get_lr() == lr
     counts = (engine.global_steps, engine.micro_steps, engine.skipped_steps)
     norm = engine.get_global_grad_norm()
     train(engine, rank, 1)
-    moved = hash_of_training(engine.module, engine.optimizer) != before
+    moved = hash_of_training(engine, engine.optimizer) != before
     return {
         "kept": kept,
         "counts": counts,
@@ -252,7 +252,7 @@ def _with_no_sync(rank: int, world_size: int) -> tuple[str, str]:
         loss_of(model, batch_of(0, 0, rank)).backward()
     loss_of(model, batch_of(0, 1, rank)).backward()
     optimizer.step()
-    return hash_of_training(engine.module, engine.optimizer), hash_of_training(model, optimizer)
+    return hash_of_training(engine, engine.optimizer), hash_of_training(model, optimizer)
 
 
 def test_no_sync_is_shards() -> None:
@@ -266,7 +266,7 @@ def _no_sync_at_the_boundary(rank: int, world_size: int) -> str:
         with engine.no_sync():
             engine.backward(loss_of(engine, batch_of(0, micro, rank)))
         engine.step()
-    return hash_of_training(engine.module, engine.optimizer)
+    return hash_of_training(engine, engine.optimizer)
 
 
 def _accumulated_locally(rank: int, world_size: int) -> str:
@@ -318,7 +318,7 @@ def _checkpointed(rank: int, world_size: int, folder: str) -> None:
     train(engine, rank, 2)
     assert engine.save_checkpoint(folder, client_state={"epoch": 3}) is True
     train(engine, rank, 2)
-    expected = hash_of_training(engine.module, engine.optimizer), engine.get_lr()
+    expected = hash_of_training(engine, engine.optimizer), engine.get_lr()
     for stage in (2, 3):
         resumed = _start(5, stage)
         path, client_state = resumed.load_checkpoint(folder)
@@ -326,7 +326,7 @@ def _checkpointed(rank: int, world_size: int, folder: str) -> None:
         assert client_state == {"epoch": 3}
         assert (resumed.global_steps, resumed.micro_steps) == (2, 4)
         train(resumed, rank, 2)
-        assert (hash_of_training(resumed.module, resumed.optimizer), resumed.get_lr()) == expected
+        assert (hash_of_training(resumed, resumed.optimizer), resumed.get_lr()) == expected
         assert resumed.global_steps == 4
 
 
@@ -394,7 +394,7 @@ def test_steps_begin_with_their_first_micro_step(tmp_path: Path) -> None:
     other = start(ds_config(2))
     other.load_checkpoint(tmp_path)
     train(other, 0, 1)
-    assert hash_of_training(resumed.module, resumed.optimizer) == hash_of_training(other.module, other.optimizer)
+    assert hash_of_training(resumed, resumed.optimizer) == hash_of_training(other, other.optimizer)
     engine.save_checkpoint(tmp_path, wait=False)
     engine.wait_for_checkpoint()
 
@@ -440,6 +440,30 @@ def test_16_bit_weights_are_saved(tmp_path: Path, stage: int) -> None:
     run_ranks(2, _saves_16bit, str(tmp_path), stage)
 
 
+def _read_alone(rank: int, world_size: int, stage: int) -> None:
+    engine, other = _start(stage=stage), _start(stage=stage)
+    for number in (1, 2):
+        train(engine, rank, number)
+        train(other, rank, number)
+        if rank == 0:
+            read = engine.module.state_dict()
+            of_part = engine.module.blocks.state_dict(prefix="blocks.")
+        masters = other.module_state_dict()
+        if rank == 0:
+            assert set(read) == set(masters)
+            for name, value in read.items():
+                assert value.dtype == (torch.float32 if name == "offset" else torch.bfloat16), name
+                assert torch.equal(value, masters[name].to(value.dtype)), name
+                assert value.untyped_storage().nbytes() == value.nbytes, name  # for torch.save and safetensors
+            assert all(torch.equal(value, read[name]) for name, value in of_part.items())
+    assert hash_of_training(engine, engine.optimizer) == hash_of_training(other, other.optimizer)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_one_rank_reads_the_weights_of_the_module_alone_below_stage_3(stage: int) -> None:
+    run_ranks(2, _read_alone, stage)
+
+
 # --- backward by other ways -------------------------------------------------------------------------------------------
 
 
@@ -457,7 +481,7 @@ def _plainly(rank: int, world_size: int) -> list[tuple[str, str]]:
             else:
                 out.backward((out - y).detach() * 2 * (torch.ones(()) / y.numel()))  # as of the mean of squares
             other.step()
-        found.append((hash_of_training(other.module, other.optimizer), hash_of_training(engine.module, engine.optimizer)))
+        found.append((hash_of_training(other, other.optimizer), hash_of_training(engine, engine.optimizer)))
     apart, both = [start(ds_config(2), make_net(seed)) for seed in (0, 1)], [start(ds_config(2), make_net(s)) for s in (0, 1)]
     for micro in range(4):
         batch = batch_of(micro // 2, micro % 2, rank)
@@ -468,10 +492,7 @@ def _plainly(rank: int, world_size: int) -> list[tuple[str, str]]:
         both[0].backward(loss) if micro < 2 else loss.backward()
         for engine in both:
             engine.step()
-    found += [
-        (hash_of_training(a.module, a.optimizer), hash_of_training(b.module, b.optimizer))
-        for a, b in zip(both, apart, strict=True)
-    ]
+    found += [(hash_of_training(a, a.optimizer), hash_of_training(b, b.optimizer)) for a, b in zip(both, apart, strict=True)]
     return found
 
 
@@ -507,7 +528,7 @@ def test_a_boundary_that_is_set_takes_the_place_of_the_count() -> None:
         engine.backward(loss_of(engine, batch_of(0, micro, 0)))
     engine.step()
     assert engine.was_step_applied()
-    assert hash_of_training(engine.module, engine.optimizer) == hash_of_training(expected.module, expected.optimizer)
+    assert hash_of_training(engine, engine.optimizer) == hash_of_training(expected, expected.optimizer)
     engine.set_gradient_accumulation_boundary(None)
     engine.backward(loss_of(engine, batch_of(1, 0, 0)))
     engine.step()

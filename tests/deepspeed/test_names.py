@@ -143,7 +143,7 @@ def _modified(rank: int, world_size: int) -> list[Any]:
         with deepspeed.zero.GatheredParameters([weight]):
             found.append(weight.detach().clone())
         train(engine, rank, 1)
-        found.append(hash_of_training(engine.module, engine.optimizer))
+        found.append(hash_of_training(engine, engine.optimizer))
     return found
 
 

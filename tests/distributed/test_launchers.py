@@ -52,7 +52,7 @@ def _train(rank: int, world_size: int) -> str:
     engine = start(ds_config(2))
     assert (dist.get_rank(), dist.get_world_size()) == (rank, world_size)
     train(engine, rank, 2)
-    return hash_of_training(engine.module, engine.optimizer)
+    return hash_of_training(engine, engine.optimizer)
 
 
 def _launched(pipe: Any, variables: dict[str, str], rank: int, world_size: int) -> None:

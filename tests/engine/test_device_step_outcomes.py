@@ -323,7 +323,7 @@ def _initialize(rank: int, world_size: int, forced: bool, scheduler: bool) -> tu
             rates.append(engine.get_lr()[0])
         waited = waits.count
         said = engine.skipped_steps, engine.get_global_grad_norm(), engine.global_steps, rates
-        return hash_of_training(engine.module, optimizer), *said, waited
+        return hash_of_training(engine, optimizer), *said, waited
 
 
 @pytest.mark.cases(1)

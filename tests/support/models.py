@@ -102,9 +102,10 @@ def hash_of(tensors: Iterable[torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
-def hash_of_training(model: nn.Module, optimizer: Any) -> str:
-    """A hash over the whole master weights and the whole optimizer state, moments included. Collective."""
-    weights = [value for _, value in sorted(model.state_dict().items())]
+def hash_of_training(model: Any, optimizer: Any) -> str:
+    """A hash over the whole master weights of a model (or engine), and the whole optimizer state. Collective."""
+    read = model.state_dict if isinstance(model, nn.Module) else model.module_state_dict
+    weights = [value for _, value in sorted(read().items())]
     state = optimizer.state_dict()["state"]
     moments = [entry[key].float() for _, entry in sorted(state.items()) for key in sorted(entry)]
     return hash_of(weights + moments)
