@@ -1,9 +1,8 @@
 """DeepSpeed's other names, so that a script changes one word: ``import shardcore as deepspeed``.
 
 The modules that scripts import (deepspeed.zero, deepspeed.ops.adam, deepspeed.accelerator, ...) are made of the functions
-below; `MODULES` lists what each has. `install` registers them under a package's name: shardcore's at its import, and with
-`shardcore run --as-deepspeed`, or `install_as_deepspeed`, also deepspeed's. What is not here is an ImportError or
-AttributeError, as in any package.
+below; `MODULES` lists what each has. `install` registers them under a package's name: shardcore's at its import, and
+deepspeed's where as_deepspeed.py is asked to. What is not here is an ImportError or AttributeError, as in any package.
 Source: the public API of https://deepspeed.readthedocs.io, 0.19.8; and what transformers 5.24, accelerate 1.15, TRL 1.16 and
 PEFT 0.21 use of it.
 """
@@ -11,7 +10,6 @@ PEFT 0.21 use of it.
 import argparse
 import enum
 import importlib
-import importlib.metadata
 import logging
 import random
 import resource
@@ -23,7 +21,7 @@ from functools import partial
 from importlib.machinery import ModuleSpec
 from importlib.util import module_from_spec
 from itertools import count
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -38,9 +36,9 @@ from shardcore.deepspeed.checkpointing import checkpoint, configure, is_configur
 from shardcore.deepspeed.config import read_config
 from shardcore.deepspeed.engine import ForwardEngine, RepeatingLoader
 from shardcore.deepspeed.initialize import initialize, start_process_group
-from shardcore.deepspeed.params import ZeroParamStatus, name_sharded_params
+from shardcore.deepspeed.params import ZeroParamStatus
 from shardcore.engine.engine import Engine
-from shardcore.optim import CPUAdam, FusedAdam, Lion, ShardableOptimizer
+from shardcore.optim import CPUAdam, FusedAdam, Lion
 from shardcore.optim.interface import engine_of
 
 logger = logging.getLogger("shardcore")
@@ -168,16 +166,6 @@ def _number(module: Any, name: str, param: nn.Parameter | None) -> None:
     """Number a parameter that a module gets, once. (A hook of torch, which takes None as: leave it so.)"""
     if param is not None and not hasattr(param, "_shardcore_number"):
         param._shardcore_number = next(_numbers)  # type: ignore[attr-defined]
-
-
-# What TRL moves DeepSpeed's hooks with, around a `generate` inside GatheredParameters: nothing, as hooks here leave parameters
-# alone there. `optimizer.parameter_offload`, after install_as_deepspeed.
-_NO_HOOKS = SimpleNamespace(
-    module=SimpleNamespace(named_parameters=lambda recurse: (), ds_external_parameters=lambda: ()),
-    forward_hooks=(),
-    backward_hooks=(),
-    _register_deepspeed_module=lambda module: None,
-)
 
 
 @contextmanager
@@ -617,84 +605,15 @@ def install(package: ModuleType) -> None:
         name = f"{package.__name__}.{path}"
         module = sys.modules.get(name)  # shardcore.checkpoint is a package of its own
         if module is None:
-            module = _module(name, f"Names of DeepSpeed's {path}, over shardcore.")
+            module = new_module(name, f"Names of DeepSpeed's {path}, over shardcore.")
         vars(module).update(names)
         above, _, own = path.rpartition(".")
         setattr(sys.modules[f"{package.__name__}.{above}"] if above else package, own, module)
 
 
-def _module(name: str, text: str) -> ModuleType:
+def new_module(name: str, text: str) -> ModuleType:
     """Register and return a new package without files, which importlib.util.find_spec finds."""
     module = module_from_spec(ModuleSpec(name, None, is_package=True))
     module.__doc__ = text
     sys.modules[name] = module
     return module
-
-
-# --- as deepspeed -----------------------------------------------------------------------------------------------------
-
-
-class _Metadata(importlib.metadata.Distribution):
-    """What importlib.metadata has of an installed package, where libraries look for DeepSpeed and its version."""
-
-    _FILES: Mapping[str, str] = {
-        "METADATA": f"Metadata-Version: 2.1\nName: deepspeed\nVersion: {VERSION}\nSummary: shardcore under DeepSpeed's names\n",
-        "top_level.txt": "deepspeed\n",
-    }
-
-    def read_text(self, filename: str) -> str | None:
-        """Return the text of a file of the metadata."""
-        return self._FILES.get(filename)
-
-    def locate_file(self, path: Any) -> Any:
-        """Refuse: there are no files."""
-        raise FileNotFoundError(f"deepspeed: there is no file {path}: these are shardcore's modules (--as-deepspeed)")
-
-
-class _Finder:
-    """In sys.meta_path: has an installed DeepSpeed hidden from this process, and says what shardcore does not have."""
-
-    @classmethod
-    def find_spec(cls, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Return None, for other finders; raise ModuleNotFoundError for a module of DeepSpeed that is not in `MODULES`."""
-        if name.startswith("deepspeed."):
-            own = name.removeprefix("deepspeed.")
-            raise ModuleNotFoundError(
-                f"No module named {name!r}: deepspeed is shardcore in this process (--as-deepspeed), which has no counterpart "
-                f"of DeepSpeed's {own}",
-                name=name,
-            )
-        return None
-
-    @classmethod
-    def find_distributions(cls, context: Any = None) -> Iterator[importlib.metadata.Distribution]:
-        """Yield the metadata of "deepspeed", if it is asked for."""
-        asked = getattr(context, "name", None)
-        if asked is None or asked.lower() == "deepspeed":
-            yield _Metadata()
-
-
-def install_as_deepspeed() -> None:
-    """Let `import deepspeed` mean shardcore in this process alone, whether or not DeepSpeed is installed.
-
-    Call it before transformers and accelerate are imported, since they look for DeepSpeed as they are. A second call does
-    nothing. Raises RuntimeError if DeepSpeed, or one of these, is imported already.
-    """
-    if any(isinstance(finder, type) and issubclass(finder, _Finder) for finder in sys.meta_path):
-        return
-    early = [name for name in ("deepspeed", "accelerate", "transformers") if name in sys.modules]
-    if early:
-        why = (
-            "the real DeepSpeed would be in use beside shardcore" if early[0] == "deepspeed" else "it has looked for DeepSpeed"
-        )
-        raise RuntimeError(
-            f"install_as_deepspeed: {early[0]} is imported already, so {why}; expected the call (or shardcore run "
-            "--as-deepspeed) before any such import"
-        )
-    package = _module("deepspeed", "shardcore under DeepSpeed's names: see shardcore.deepspeed.names.")
-    vars(package).update(__version__=VERSION, version=VERSION)
-    install(package)
-    name_sharded_params()
-    ShardableOptimizer.parameter_offload = _NO_HOOKS  # type: ignore[attr-defined]
-    sys.meta_path.insert(0, _Finder)
-    importlib.invalidate_caches()

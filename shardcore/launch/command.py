@@ -121,7 +121,7 @@ def plan(options: argparse.Namespace) -> list[NodePlan]:
         program=[options.program, *options.arguments],
         kind=kind,
         local_rank=not options.no_local_rank,
-        before=["shardcore.deepspeed.names:install_as_deepspeed"] if options.as_deepspeed else (),
+        before=["shardcore.deepspeed.as_deepspeed:install_as_deepspeed"] if options.as_deepspeed else (),
         master_port=options.master_port or 0,
         bind_cores=options.bind_cores_to_rank,
         core_list=parse_cores(options.bind_core_list) if options.bind_core_list else (),

@@ -340,3 +340,15 @@ def test_a_group_is_started_once() -> None:
 
 def test_a_schedule_is_found_by_its_module() -> None:
     assert deepspeed.runtime.lr_schedules.WarmupLR is WarmupLR
+
+
+def test_copies_keep_ties() -> None:
+    weight = torch.ones(3)
+    made = deepspeed.checkpoint.utils.clone_tensors_for_torch_save(
+        {"a": weight, "b": [weight, (weight[:1], 5)], "c": torch.empty(0)}
+    )
+    assert made["a"] is made["b"][0]
+    assert made["b"][1][1] == 5
+    assert made["b"][1][0].untyped_storage().nbytes() == 4, "no more than what is asked for"
+    made["a"].zero_()
+    assert weight.sum() == 3
