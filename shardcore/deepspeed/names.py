@@ -30,8 +30,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from shardcore.api import full_grad, full_state
-from shardcore.deepspeed import lr_schedules, pipe, pipe_engine
+from shardcore.deepspeed import fragments, lr_schedules, pipe, pipe_engine
 from shardcore.deepspeed.checkpointing import checkpoint, configure, is_configured
 from shardcore.deepspeed.config import read_config
 from shardcore.deepspeed.engine import ForwardEngine, RepeatingLoader
@@ -406,28 +405,6 @@ def cpu_lion(
     return Lion(model_params, lr, betas, weight_decay)
 
 
-def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """Return the full float32 master of a sharded parameter; None for any other parameter. Collective."""
-    if not isinstance(engine := engine_of(param), Engine) or not engine.trains(param):
-        return None
-    return full_state(param, "master") if param.dtype != torch.float32 else _full_weight(param)
-
-
-def _full_weight(param: nn.Parameter) -> torch.Tensor:
-    with gathered_parameters(param):
-        return param.detach().clone()
-
-
-def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """Return the full averaged gradient of a sharded parameter; None if it has none. Collective."""
-    return full_grad(param) if isinstance(engine_of(param), Engine) else param.grad
-
-
-def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """Return a full state of a sharded parameter ("exp_avg", "exp_avg_sq"); None for any other parameter. Collective."""
-    return full_state(param, optim_state_key) if isinstance(engine_of(param), Engine) else None
-
-
 def log_dist(message: str, ranks: Iterable[int] | None = None, level: int = logging.INFO) -> None:
     """Log a message on some ranks (None, or -1 among them: on all)."""
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -505,9 +482,6 @@ _GROUPS: dict[str, Any] = {
     f"_get_sequence_parallel_{what}": partial(_of_sequence, what, alone)
     for what, alone in (("group", None), ("world_size", 1), ("rank", 0))
 }
-_FRAGMENTS = {
-    function.__name__: function for function in (safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state)
-}
 _ADAMS = {"DeepSpeedCPUAdam": DeepSpeedCPUAdam, "FusedAdam": DeepSpeedFusedAdam}
 _SCHEDULES = {name: getattr(lr_schedules, name) for name in lr_schedules.VALID_LR_SCHEDULES} | {
     "VALID_LR_SCHEDULES": list(lr_schedules.VALID_LR_SCHEDULES)
@@ -578,7 +552,7 @@ MODULES: dict[str, dict[str, Any]] = {  # by path below the package; a module co
         "log_dist": log_dist,
         "set_z3_leaf_modules": set_z3_leaf_modules,
         "RepeatingLoader": RepeatingLoader,
-        **_FRAGMENTS,
+        **fragments.NAMES,
     },
     "utils.groups": _GROUPS,
     "utils.logging": {"logger": logger, "log_dist": log_dist},

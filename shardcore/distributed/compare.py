@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-# Collective calls that read full values; full_tensors.agree_on_read compares their index.
+# Collective calls that read or write full values; full_tensors.agree_on_read compares their index.
 READS = (
     "optimizer.state_dict",
     "state_dict",
@@ -22,6 +22,8 @@ READS = (
     "EMA.swap",
     "EMA.state_dict",
     "EMA.load_state_dict",
+    "set_full_state",
+    "set_full_grad",
 )
 
 

@@ -577,10 +577,10 @@ class Engine:
         buckets = self.updater.buckets if params is None else [bucket for bucket in self.buckets if bucket.trainable]
         chosen = None if params is None else set(params)
         managed = [m for bucket in buckets for m in bucket.params if chosen is None or m.param in chosen]
-        self._read_grads(op, lambda: f"{what} over {', '.join(m.name for m in managed)}")
+        self.begin_grad_read(op, lambda: f"{what} over {', '.join(m.name for m in managed)}")
         return OwnGrads(buckets, chosen, norm_type, self.comm, self.lifetimes, self.device, self.reducer.show_grads)
 
-    def _read_grads(self, op: str, which: Callable[[], str]) -> None:
+    def begin_grad_read(self, op: str, which: Callable[[], str]) -> None:
         """Begin a read of gradients, as every rank does (see `together`); `which` says of what. Reduces what is not."""
 
         def check() -> str:
@@ -630,8 +630,8 @@ class Engine:
     @torch.no_grad()
     def full_grad(self, param: nn.Parameter) -> torch.Tensor | None:
         """Return the full averaged gradient of one parameter, or None if it has none. Collective."""
-        self._read_grads("full_grad", lambda: self._of("full_grad", param)[1].name)
-        bucket, managed = self._of("full_grad", param)
+        self.begin_grad_read("full_grad", lambda: self.part_of("full_grad", param)[1].name)
+        bucket, managed = self.part_of("full_grad", param)
         grad = bucket.owned_grad()
         if not managed.has_grad or grad is None:
             return None
@@ -642,7 +642,7 @@ class Engine:
         """Return one full optimizer state ("step", "exp_avg", ...; "master") of one parameter. Collective."""
 
         def check() -> str:
-            bucket, managed = self._of("full_state", param)
+            bucket, managed = self.part_of("full_state", param)
             known = ["step", *(bucket.state_format.keys if bucket.group is not None else ())]
             if key not in known:
                 raise KeyError(f"full_state: {managed.name} has no state {key!r}; expected one of {', '.join(known)}")
@@ -650,12 +650,13 @@ class Engine:
             return f"{key} of {managed.name}"
 
         self.together("full_state", check)
-        bucket, managed = self._of("full_state", param)
+        bucket, managed = self.part_of("full_state", param)
         if key == "step":
             return step_tensor(managed.step)
         return self.full_tensors.of_param(bucket, managed, partial(self.store.read, bucket, key))
 
-    def _of(self, op: str, param: nn.Parameter) -> tuple[Bucket, Managed]:
+    def part_of(self, op: str, param: nn.Parameter) -> tuple[Bucket, Managed]:
+        """Return where a trainable parameter is; ValueError or TypeError, in the name of `op`, for any other."""
         if not isinstance(param, nn.Parameter):
             raise TypeError(f"{op}: got a {type(param).__name__}; expected a parameter of the sharded model")
         if param not in self.managed or not self.bucket_of[param].trainable:

@@ -1,0 +1,80 @@
+"""Writes of one parameter's full master, state or gradient: each rank keeps the part that it owns.
+
+Every rank has to give the same values. Their sum travels with the agreement on the call, so that ranks whose values differ
+raise instead of going on with different weights.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardcore.engine.bucket import note_written
+from shardcore.engine.engine import Engine
+from shardcore.engine.host_gradients import sq_norm_of
+from shardcore.optim.state import check_tensor
+
+
+@torch.no_grad()
+def set_full_state(engine: Engine, param: nn.Parameter, key: str, value: Any) -> None:
+    """Set a full optimizer state ("exp_avg", ...) of one parameter; "master": its weights, and the master if it has one.
+
+    Collective. Raises ValueError, TypeError or KeyError on every rank, with nothing changed, for a frozen parameter, another
+    key or shape, inside full_params, and where ranks differ.
+    """
+    op = "set_full_state"
+
+    def check() -> str:
+        bucket, managed = engine.part_of(op, param)
+        known = ["master", *(bucket.state_format.keys if bucket.group is not None else ())]
+        if key not in known:
+            raise KeyError(f"{op}: {managed.name} has no state {key!r}; expected one of {', '.join(dict.fromkeys(known))}")
+        if engine.unsharder is not None and any(unit.held for unit in engine.unsharder.units):
+            raise ValueError(f"{op}: called inside full_params; expected it after the block")
+        engine.updater.accept_weight_edits()
+        return _described(f"{key} of {managed.name}", check_tensor(op, "value", value, param.shape))
+
+    engine.together(op, check)
+    bucket, managed = engine.part_of(op, param)
+    flat = managed.cut(value.detach()).reshape(-1)
+    if key != "master":
+        for piece in bucket.pieces_of(managed):
+            part = flat[piece.param_start : piece.param_start + piece.numel]
+            engine.store.write(bucket, key, piece.start, part.to(bucket.owned_weight.device))
+        return
+    if engine.unsharder is not None:
+        engine.unsharder.reshard_all()  # what is kept unsharded has the old values
+    engine.updater.set_weights(bucket, managed, flat.float())
+    note_written([managed])
+    managed.version = managed.version_now
+
+
+@torch.no_grad()
+def set_full_grad(engine: Engine, param: nn.Parameter, value: Any) -> None:
+    """Replace the full averaged, unscaled gradient of one parameter, rounded to the dtype that gradients have. Collective.
+
+    Raises ValueError or TypeError on every rank, with nothing changed, for a frozen parameter, one without a gradient, another
+    shape, and where ranks differ.
+    """
+    op = "set_full_grad"
+
+    def check() -> str:
+        managed = engine.part_of(op, param)[1]
+        return _described(managed.name, check_tensor(op, "value", value, param.shape))
+
+    engine.begin_grad_read(op, check)
+    bucket, managed = engine.part_of(op, param)
+    if not managed.has_grad or not bucket.grads():
+        raise ValueError(f"{op}: {managed.name} has no gradient; expected a backward that reaches it before")
+    flat = managed.cut(value.detach()).reshape(-1)
+    for start, part in bucket.grads():
+        for owner, piece, view in bucket.owned_views(part, start):
+            if owner is managed:
+                first = piece.param_start + max(0, start - piece.start)
+                view.copy_(flat[first : first + view.numel()])
+    bucket.sq_norm = sq_norm_of(bucket.own_grads(), engine.device)
+    engine.reducer.show_grads()
+
+
+def _described(what: str, value: torch.Tensor) -> str:
+    return f"{what} with the sum {value.sum(dtype=torch.float64).item()!r}"
