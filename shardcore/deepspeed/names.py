@@ -31,6 +31,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from shardcore.deepspeed import fragments, lr_schedules, pipe, pipe_engine
+from shardcore.deepspeed.accelerator import get_accelerator
 from shardcore.deepspeed.checkpointing import checkpoint, configure, is_configured
 from shardcore.deepspeed.config import read_config
 from shardcore.deepspeed.engine import ForwardEngine, RepeatingLoader
@@ -89,12 +90,30 @@ def init_inference(*args: Any, **kwargs: Any) -> None:
     )
 
 
-def no_moe(*args: Any, **kwargs: Any) -> None:
-    """Refuse: scripts import the names of mixtures of experts in any case, and use them on request."""
-    raise NotImplementedError(
-        "deepspeed.moe: shardcore has no expert parallelism; expected a model with its experts as ordinary modules, which are "
-        "sharded as others are"
-    )
+class MoE:
+    """Refused when one is made; scripts import it in any case, and ask `isinstance(module, MoE)`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Refuse."""
+        raise NotImplementedError(
+            "deepspeed.moe: shardcore has no expert parallelism; expected a model with its experts as ordinary modules, which "
+            "are sharded as others are"
+        )
+
+
+def is_moe_param(param: nn.Parameter) -> bool:
+    """Return False: there are no expert parameters of DeepSpeed's (see MoE)."""
+    return False
+
+
+def has_moe_layers(module: nn.Module) -> tuple[bool, int]:
+    """Return (False, 0): whether there are MoE layers, and how many experts they have."""
+    return False, 0
+
+
+def split_params_into_different_moe_groups_for_optimizer(param_groups: Any, max_group_size: int | None = None) -> Any:
+    """Return a list of the param_groups as they are: no parameter of theirs is an expert's. max_group_size: of experts'."""
+    return [param_groups] if isinstance(param_groups, Mapping) else list(param_groups)
 
 
 class DeepSpeedConfig:
@@ -207,7 +226,7 @@ def gathered_parameters(
                 dist.broadcast(param.detach(), modifier_rank)
                 if is_edited:
                     torch.autograd.graph.increment_version(param)
-        device = _accelerator.current_device_name() if dist.get_backend() == "nccl" else "cpu"
+        device = get_accelerator().current_device_name() if dist.get_backend() == "nccl" else "cpu"
         for param in made:
             value = param.detach().to(device).contiguous()
             dist.broadcast(value, modifier_rank)
@@ -267,74 +286,6 @@ def _cloned(item: Any, device: torch.device | str, made: dict[Any, torch.Tensor]
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
     """Do nothing: a parameter that another module uses is gathered with its unit."""
-
-
-# --- accelerator ------------------------------------------------------------------------------------------------------
-
-
-class Accelerator:
-    """What get_accelerator() returns: torch.cuda, or a CPU. Other attributes are those of torch.cuda (torch.cpu)."""
-
-    def __init__(self) -> None:
-        """Look for a GPU."""
-        self._name = "cuda" if torch.cuda.is_available() else "cpu"
-
-    def __getattr__(self, name: str) -> Any:
-        """Return the attribute of torch.cuda, or torch.cpu."""
-        return getattr(torch.cuda if self._name == "cuda" else torch.cpu, name)
-
-    def device_name(self, device_index: int | None = None) -> str:
-        """Return "cuda", "cuda:1" or "cpu"."""
-        return self._name if device_index is None or self._name == "cpu" else f"{self._name}:{device_index}"
-
-    def current_device_name(self) -> str:
-        """Return the name of the current device."""
-        return self.device_name(torch.cuda.current_device() if self._name == "cuda" else None)
-
-    def device_count(self) -> int:
-        """Return how many GPUs there are; 1 without any."""
-        return max(1, torch.cuda.device_count())
-
-    def set_device(self, device_index: int) -> None:
-        """Make a GPU the current one; nothing without any."""
-        if self._name == "cuda":
-            torch.cuda.set_device(device_index)
-
-    def device(self, device_index: int | None = None) -> torch.device:
-        """Return the device."""
-        return torch.device(self.device_name(device_index))
-
-    def communication_backend_name(self) -> str:
-        """Return "nccl" or "gloo"."""
-        return "nccl" if self._name == "cuda" else "gloo"
-
-    def is_available(self) -> bool:
-        """Return True: a CPU trains, too."""
-        return True
-
-    def is_bf16_supported(self) -> bool:
-        """Whether weights may be bfloat16."""
-        return self._name == "cpu" or torch.cuda.is_bf16_supported()
-
-    def is_fp16_supported(self) -> bool:
-        """Whether weights may be float16."""
-        return True
-
-    def manual_seed_all(self, seed: int) -> None:
-        """Seed the random generators of all GPUs, or of the CPU."""
-        torch.cuda.manual_seed_all(seed) if self._name == "cuda" else torch.manual_seed(seed)
-
-    def empty_cache(self) -> None:
-        """Free memory that torch keeps on the GPU; nothing without any."""
-        torch.cuda.empty_cache()
-
-
-_accelerator = Accelerator()
-
-
-def get_accelerator() -> Accelerator:
-    """Return what describes the device that this process trains on."""
-    return _accelerator
 
 
 # --- ops, utils -------------------------------------------------------------------------------------------------------
@@ -518,8 +469,8 @@ MODULES: dict[str, dict[str, Any]] = {  # by path below the package; a module co
     | {"init_distributed": init_distributed},
     "git_version_info": {"version": VERSION},
     "moe": {},
-    "moe.layer": {"MoE": no_moe},
-    "moe.utils": {"split_params_into_different_moe_groups_for_optimizer": no_moe},
+    "moe.layer": {"MoE": MoE},
+    "moe.utils": {f.__name__: f for f in (has_moe_layers, is_moe_param, split_params_into_different_moe_groups_for_optimizer)},
     "ops": {},
     "ops.adam": _ADAMS,
     "ops.lamb": {"FusedLamb": _refused("FusedLamb")},

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from shardcore.accelerator import get_accelerator  # type: ignore[import-not-found]
 from shardcore.ops.adam import DeepSpeedCPUAdam, FusedAdam  # type: ignore[import-not-found]
 from shardcore.runtime.lr_schedules import WarmupLR  # type: ignore[import-not-found]
 from shardcore.utils import groups  # type: ignore[import-not-found]
@@ -55,6 +54,16 @@ def test_what_is_not_there_is_an_import_error() -> None:
         deepspeed.init_inference()
     with pytest.raises(NotImplementedError, match="no expert parallelism"):
         deepspeed.moe.layer.MoE(8)
+
+
+def test_a_model_without_experts_is_asked_for_them() -> None:
+    net, utils = make_net(), deepspeed.moe.utils
+    assert not any(isinstance(module, deepspeed.moe.layer.MoE) for module in net.modules())
+    assert not any(utils.is_moe_param(param) for param in net.parameters())
+    assert utils.has_moe_layers(net) == (False, 0)
+    group = {"params": list(net.parameters()), "name": "all"}
+    split = utils.split_params_into_different_moe_groups_for_optimizer
+    assert split(group) == split([group]) == split((group,)) == [group]
 
 
 def test_a_configuration_is_read_alone() -> None:
@@ -259,15 +268,6 @@ def _read(rank: int, world_size: int) -> None:
 
 def test_full_values_are_read_by_deepspeeds_names() -> None:
     run_ranks(2, _read)
-
-
-def test_the_accelerator_is_the_device_that_trains() -> None:
-    accelerator = get_accelerator()
-    assert accelerator is deepspeed.get_accelerator()
-    if not torch.cuda.is_available():
-        assert (accelerator.device_name(0), accelerator.communication_backend_name()) == ("cpu", "gloo")
-        accelerator.set_device(0)
-    assert accelerator.is_bf16_supported() in (True, False)
 
 
 # As DeepSpeed's CIFAR example: its calls, in its order, over random pictures.

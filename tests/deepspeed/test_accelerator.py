@@ -1,0 +1,46 @@
+"""What get_accelerator() says of the device."""
+
+import pytest
+import torch
+from shardcore.accelerator import get_accelerator  # type: ignore[import-not-found]
+
+import shardcore as deepspeed
+
+
+def test_the_accelerator_is_the_device_that_trains() -> None:
+    accelerator = get_accelerator()
+    assert accelerator is deepspeed.get_accelerator()
+    if not torch.cuda.is_available():
+        assert (accelerator.device_name(0), accelerator.communication_backend_name()) == ("cpu", "gloo")
+        accelerator.set_device(0)
+    assert accelerator.is_bf16_supported() in (True, False)
+
+
+def test_dtypes_and_memory_are_told_of() -> None:
+    accelerator = get_accelerator()
+    assert (
+        {torch.float32, torch.float16} <= set(accelerator.supported_dtypes()) <= {torch.float32, torch.float16, torch.bfloat16}
+    )
+    assert 0 < accelerator.available_memory() < accelerator.total_memory()
+    assert accelerator.on_accelerator(torch.ones(1, device=accelerator.device()))
+    assert not accelerator.on_accelerator(torch.ones(1, device="meta"))
+    accelerator.range_push("step")
+    accelerator.range_pop()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU these are torch.cuda's")
+def test_a_cpu_tells_of_the_process() -> None:
+    accelerator = get_accelerator()
+    before = accelerator.memory_allocated()
+    held = torch.ones(64 * 2**20)
+    assert accelerator.memory_allocated() - before > held.nbytes / 2
+    assert accelerator.max_memory_allocated() >= accelerator.memory_reserved() > 0
+    accelerator.reset_peak_memory_stats()
+    state = accelerator.get_rng_state()
+    drawn = torch.rand(1)
+    accelerator.set_rng_state(state)
+    assert torch.equal(torch.rand(1), drawn)
+    assert accelerator.pin_memory(held) is held
+    assert not accelerator.is_pinned(held)
+    with pytest.raises(AttributeError, match="no_such"):
+        accelerator.no_such  # noqa: B018
