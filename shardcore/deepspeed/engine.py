@@ -4,7 +4,7 @@ import logging
 import math
 import os
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Self
@@ -12,7 +12,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 
 from shardcore.checkpoint.consolidate import (
     MAX_SHARD_BYTES,
@@ -88,10 +88,12 @@ class ForwardEngine:
     optimizer: Any = None
     lr_scheduler: Any = None
     training_dataloader: "ShardedLoader | None" = None
+    _shuffles = True  # loaders of training data that are made here
 
-    def __init__(self, module: nn.Module, core: Engine, config: Config) -> None:
-        """Wrap what `shard` returned; see initialize."""
+    def __init__(self, module: nn.Module, core: Engine, config: Config, sizes: BatchSizes, replicas: tuple[int, int]) -> None:
+        """Wrap what `shard` returned; see initialize. replicas: how many parts data has, and which is this rank's."""
         self.module = module
+        self._sizes, self._replicas = sizes, replicas
         self.device: torch.device = core.device
         self._core, self._config = core, config
 
@@ -141,6 +143,59 @@ class ForwardEngine:
     def bfloat16_enabled(self) -> bool:
         """Whether weights train in bfloat16."""
         return self._config.bf16
+
+    def train_batch_size(self) -> int:
+        """Return the samples per optimizer step over all ranks."""
+        return self._sizes.train
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Return the samples per backward and rank."""
+        return self._sizes.micro
+
+    def gradient_accumulation_steps(self) -> int:
+        """Return the micro-steps per optimizer step."""
+        return self._sizes.accumulation
+
+    def gradient_clipping(self) -> float:
+        """Return the global norm that gradients are clipped to; 0 for none."""
+        return self._config.gradient_clipping
+
+    def zero_optimization(self) -> bool:
+        """Whether there is a ZeRO stage above 0."""
+        return self._config.stage > 0
+
+    def steps_per_print(self) -> int | None:
+        """Return the steps between two lines of progress; None for none."""
+        return self._config.steps_per_print
+
+    def deepspeed_io(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Sampler[Any] | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> DataLoader[Any]:
+        """Return a loader of this rank's batches, as initialize makes it of training_data.
+
+        batch_size: default train_micro_batch_size_per_gpu. route: "train" for a new order in each epoch; with "eval" and
+        "predict" the order of the dataset. data_sampler: takes the place of both. num_local_io_workers: 0 by default.
+        """
+        options: dict[str, Any] = {
+            "batch_size": batch_size or self.train_micro_batch_size_per_gpu(),
+            "collate_fn": collate_fn,
+            "pin_memory": pin_memory and torch.cuda.is_available(),
+            "drop_last": self._config.dataloader_drop_last,
+            "num_workers": num_local_io_workers or 0,
+        }
+        if data_sampler is not None:
+            return DataLoader(dataset, sampler=data_sampler, **options)
+        order: DistributedSampler[Any] = DistributedSampler(
+            dataset, *self._replicas, shuffle=route == "train" and self._shuffles
+        )
+        return ShardedLoader(dataset, order, **options)
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -240,17 +295,17 @@ class TrainingEngine(ForwardEngine):
         training_dataloader: ShardedLoader | None,
         config: Config,
         sizes: BatchSizes,
+        replicas: tuple[int, int],
         monitor: MonitorMaster,
     ) -> None:
-        """Wrap what `shard` returned; see initialize."""
+        """Wrap what `shard` returned; see initialize and ForwardEngine."""
         core = optimizer._engine
         assert isinstance(core, Engine)
-        super().__init__(module, core, config)
+        super().__init__(module, core, config, sizes, replicas)
         self.optimizer: ShardableOptimizer = optimizer
         self.lr_scheduler, self.training_dataloader = lr_scheduler, training_dataloader
         self.global_steps = self.micro_steps = 0
         self._skipped_before = optimizer.skipped_steps
-        self._sizes = sizes
         self._seen = 0  # how many of the core's backwards, which gave this rank a gradient, there were at the last step()
         self._ran = False  # backward() was called since then
         self._divided = 0  # how many of them since the last boundary were by engine.backward, this engine's or another's
@@ -410,22 +465,6 @@ class TrainingEngine(ForwardEngine):
     def get_global_grad_norm(self) -> float | None:
         """Return the norm of the averaged gradients at the last step, before clipping; None before the first. Waits for it."""
         return self._core.last_grad_norm
-
-    def train_batch_size(self) -> int:
-        """Return the samples per optimizer step over all ranks."""
-        return self._sizes.train
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Return the samples per backward and rank."""
-        return self._sizes.micro
-
-    def gradient_accumulation_steps(self) -> int:
-        """Return the micro-steps per optimizer step."""
-        return self._sizes.accumulation
-
-    def gradient_clipping(self) -> float:
-        """Return the global norm that gradients are clipped to; 0 for none."""
-        return self._config.gradient_clipping
 
     @property
     def global_samples(self) -> int:

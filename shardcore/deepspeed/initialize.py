@@ -156,10 +156,10 @@ def initialize(
     else:
         engine_of(model).own_weights = True  # scripts read them on rank 0 alone, and save them
     if adam is None:
-        forward_only: Any = ForwardEngine(model, engine_of(model), settings), None, None, None
+        forward_only: Any = ForwardEngine(model, engine_of(model), settings, sizes, (replicas, replica)), None, None, None
         return forward_only  # type: ignore[no-any-return]
     engine = TrainingEngine if pipe is None else PipelineEngine
-    return engine(model, adam, scheduler, loader, settings, sizes, monitor), adam, loader, scheduler
+    return engine(model, adam, scheduler, loader, settings, sizes, (replicas, replica), monitor), adam, loader, scheduler
 
 
 def _explain(settings: Config, lr_scheduler: Any, pipe: PipelineModule | None) -> None:

@@ -38,10 +38,12 @@ from shardcore.deepspeed.engine import ForwardEngine, RepeatingLoader
 from shardcore.deepspeed.initialize import initialize, start_process_group
 from shardcore.deepspeed.params import ZeroParamStatus
 from shardcore.engine.engine import Engine
-from shardcore.optim import CPUAdam, FusedAdam, Lion
+from shardcore.optim import CPUAdam, FusedAdam, Lion, ShardableOptimizer
 from shardcore.optim.interface import engine_of
 
 logger = logging.getLogger("shardcore")
+
+ShardableOptimizer.cur_scale = property(lambda self: self.loss_scale)  # type: ignore[attr-defined]
 
 VERSION = "0.19.8"  # of DeepSpeed, whose names these are; what asks for deepspeed's version after install_as_deepspeed gets it
 
@@ -251,14 +253,20 @@ class OffloadStateTypeEnum(enum.StrEnum):
     contiguous_grad_buffer = "contiguous_grad_buffer"
 
 
-def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str]) -> list[nn.Module]:
+def set_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
     """Return the modules of these classes (or names of classes), and change nothing.
 
     It has DeepSpeed gather such a module, a mixture of experts, as a whole. Here a whole block is gathered at once already.
-    Raises ValueError if there are none.
+    Raises ValueError if there are none, unless told not to.
     """
-    found = [m for m in model.modules() if type(m) in leaf_module_classes or type(m).__name__ in leaf_module_classes]
-    if not found:
+
+    def is_asked(kind: type) -> bool:
+        return any(name in leaf_module_classes for name in (kind, kind.__name__, f"{kind.__module__}.{kind.__qualname__}"))
+
+    found = [module for module in model.modules() if is_asked(type(module))]
+    if not found and raise_if_not_found:
         raise ValueError(f"set_z3_leaf_modules: the model has no module of {list(leaf_module_classes)}; expected one or more")
     return found
 
@@ -282,6 +290,45 @@ def _cloned(item: Any, device: torch.device | str, made: dict[Any, torch.Tensor]
     if isinstance(item, Mapping):
         return type(item)({key: _cloned(entry, device, made) for key, entry in item.items()})  # type: ignore[call-arg]
     return item
+
+
+@contextmanager
+def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
+    """Yield the engine that initialize returned, with its weights unsharded inside the context. Collective."""
+    with gathered_parameters(model.module):
+        yield model
+
+
+class OnDevice:
+    """A context in which tensors are made on a device, and those of floating point in a dtype: see torch.device."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device | str = "meta", enabled: bool = True) -> None:
+        """Choose them."""
+        self.dtype, self.device, self.enabled = dtype, device, enabled
+        self._held = ExitStack()
+
+    def __enter__(self) -> None:
+        """Begin it."""
+        if self.enabled:
+            self._held.callback(torch.set_default_dtype, torch.get_default_dtype())
+            torch.set_default_dtype(self.dtype)
+            self._held.enter_context(torch.device(self.device))
+
+    def __exit__(self, *error: object) -> None:
+        """End it."""
+        self._held.close()
+
+
+def move_to_device(item: Any, device: torch.device | str, criterion_func: Callable[[Any], bool] | None = None) -> Any:
+    """Return nested dicts, lists and tuples with their tensors on `device`. Those that criterion_func chooses are moved."""
+    if criterion_func is not None and criterion_func(item):
+        item.data = item.to(device)
+        return item
+    if isinstance(item, list | tuple):
+        return type(item)([move_to_device(entry, device, criterion_func) for entry in item])
+    if isinstance(item, dict):
+        return {key: move_to_device(entry, device, criterion_func) for key, entry in item.items()}
+    return item.to(device)
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
@@ -488,9 +535,14 @@ MODULES: dict[str, dict[str, Any]] = {  # by path below the package; a module co
     "runtime.lr_schedules": _SCHEDULES,
     "runtime.sequence_parallel": {},
     "runtime.sequence_parallel.ulysses_sp": {"__getattr__": _late("shardcore.integrations.ulysses")},
-    "runtime.utils": {"see_memory_usage": see_memory_usage, "set_random_seed": set_random_seed},
+    "runtime.config": {"DeepSpeedConfig": DeepSpeedConfig},
+    "runtime.utils": {f.__name__: f for f in (move_to_device, see_memory_usage, set_random_seed)},
     "zero.partition_parameters": _PARTITION,
-    "runtime.zero": _ZERO,
+    "runtime.zero": {
+        **_ZERO,
+        "ZeroParamStatus": ZeroParamStatus,
+        "unwrap_model_for_generation": unwrap_model_for_generation,
+    },
     "runtime.zero.offload_config": {
         "OffloadDeviceEnum": OffloadDeviceEnum,
         "OffloadStateTypeEnum": OffloadStateTypeEnum,
@@ -502,6 +554,7 @@ MODULES: dict[str, dict[str, Any]] = {  # by path below the package; a module co
         "logger": logger,
         "log_dist": log_dist,
         "set_z3_leaf_modules": set_z3_leaf_modules,
+        "OnDevice": OnDevice,
         "RepeatingLoader": RepeatingLoader,
         **fragments.NAMES,
     },
@@ -518,6 +571,7 @@ TOP: dict[str, Any] = {
     "log_dist": log_dist,
     "DeepSpeedConfig": DeepSpeedConfig,
     "DeepSpeedEngine": ForwardEngine,
+    "OnDevice": OnDevice,
     "PipelineEngine": pipe_engine.PipelineEngine,
     "PipelineModule": pipe.PipelineModule,
 }

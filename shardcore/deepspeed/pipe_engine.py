@@ -41,6 +41,8 @@ class PipelineEngine(TrainingEngine):
     stage_id, num_stages: of this rank. micro_batches: of a batch, gradient_accumulation_steps(). grid: the groups of ranks.
     """
 
+    _shuffles = False
+
     def __init__(self, module: PipelineModule, *args: Any) -> None:
         """Wrap what `shard` returned; see initialize."""
         super().__init__(module, *args)

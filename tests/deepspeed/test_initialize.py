@@ -133,7 +133,9 @@ def _forward_only(rank: int, world_size: int, stage: int, low: str) -> bool:
         with pytest.raises(ValueError, match="there is no optimizer"):
             refused()
     assert engine.train().module.training
-    assert engine.zero_optimization_stage() == stage
+    assert (engine.zero_optimization_stage(), engine.zero_optimization()) == (stage, stage > 0)
+    sizes = engine.train_batch_size(), engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
+    assert sizes == (world_size, 1, 1)
     engine.destroy()
     return same
 

@@ -66,7 +66,58 @@ def test_a_model_without_experts_is_asked_for_them() -> None:
     assert split(group) == split([group]) == split((group,)) == [group]
 
 
+def test_tensors_are_made_on_a_device_and_in_a_dtype() -> None:
+    assert deepspeed.OnDevice is deepspeed.utils.OnDevice
+    with deepspeed.OnDevice(dtype=torch.float16, device="meta"):
+        net = make_net()
+    assert {(param.device.type, param.dtype) for param in net.parameters()} == {("meta", torch.float16)}
+    with deepspeed.OnDevice(dtype=torch.float16, enabled=False):
+        made = torch.zeros(1)
+    assert (made.device.type, made.dtype) == ("cpu", torch.float32)
+
+
+def test_nested_tensors_are_moved() -> None:
+    move = deepspeed.runtime.utils.move_to_device
+    batch = {"x": torch.ones(2), "rest": [torch.ones(1), (torch.ones(3),)]}
+    moved = move(batch, "meta")
+    assert moved["x"].is_meta
+    assert moved["rest"][1][0].is_meta
+    assert not batch["x"].is_meta
+    own = torch.ones(2)
+    assert move([own], "cpu", lambda item: isinstance(item, torch.Tensor))[0] is own
+
+
+def test_leaf_modules_are_found_by_class_and_name() -> None:
+    net, find = make_net(), deepspeed.utils.set_z3_leaf_modules
+    blocks = list(net.blocks)
+    for asked in (type(blocks[0]), "Block", "tests.support.models.Block"):
+        assert find(net, [asked]) == blocks
+    assert find(net, [nn.Conv2d], raise_if_not_found=False) == []
+    with pytest.raises(ValueError, match="has no module of"):
+        find(net, [nn.Conv2d])
+
+
+def _generation(rank: int, world_size: int) -> None:
+    engine = start(ds_config(stage=3))
+    param = engine.module.inp.weight
+    with deepspeed.runtime.zero.unwrap_model_for_generation(engine) as model:
+        assert param.ds_status == deepspeed.runtime.zero.ZeroParamStatus.AVAILABLE
+        if rank == 0:  # not collective inside
+            model(batch_of(0, 0, 0)[0])
+    assert param.ds_status == ZeroParamStatus.NOT_AVAILABLE
+
+
+def test_weights_are_there_to_generate() -> None:
+    run_ranks(2, _generation)
+
+
+def test_the_optimizer_has_the_loss_scale_by_its_other_name() -> None:
+    engine = start(ds_config(fp16={"enabled": True, "initial_scale_power": 4}))
+    assert engine.optimizer.cur_scale == engine.optimizer.loss_scale == 16
+
+
 def test_a_configuration_is_read_alone() -> None:
+    assert deepspeed.runtime.config.DeepSpeedConfig is deepspeed.DeepSpeedConfig
     config = deepspeed.DeepSpeedConfig(ds_config(accumulation=3))
     assert (config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps) == (12, 4, 3)
     assert config.zero_enabled
