@@ -403,6 +403,28 @@ def cpu_lion(
     return Lion(model_params, lr, betas, weight_decay)
 
 
+def cpu_adagrad(
+    model_params: Any,
+    lr: float = 1e-2,
+    eps: float = 1e-10,
+    weight_decay: float = 0.0,
+    amsgrad: bool = False,
+    fp32_optimizer_states: bool = True,
+) -> torch.optim.Adagrad:
+    """Return torch's Adagrad, which shards, by the arguments of DeepSpeedCPUAdagrad. amsgrad: accepted, as it is there.
+
+    ValueError for fp32_optimizer_states=False: shards have float32.
+    """
+    if not fp32_optimizer_states:
+        raise ValueError("DeepSpeedCPUAdagrad: fp32_optimizer_states is False; expected True: its state is float32 on shards")
+    return torch.optim.Adagrad(model_params, lr, eps=eps, weight_decay=weight_decay)
+
+
+def is_model_parallel_parameter(p: torch.Tensor) -> bool:
+    """Whether Megatron, or another library, has marked a parameter as a slice."""
+    return bool(getattr(p, "model_parallel", False) or getattr(p, "tensor_model_parallel", False))
+
+
 def log_dist(message: str, ranks: Iterable[int] | None = None, level: int = logging.INFO) -> None:
     """Log a message on some ranks (None, or -1 among them: on all)."""
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -520,6 +542,7 @@ MODULES: dict[str, dict[str, Any]] = {  # by path below the package; a module co
     "moe.utils": {f.__name__: f for f in (has_moe_layers, is_moe_param, split_params_into_different_moe_groups_for_optimizer)},
     "ops": {},
     "ops.adam": _ADAMS,
+    "ops.adagrad": {"DeepSpeedCPUAdagrad": cpu_adagrad},
     "ops.lamb": {"FusedLamb": _refused("FusedLamb")},
     "ops.lion": {"FusedLion": fused_lion, "DeepSpeedCPULion": cpu_lion},
     "pipe": _PIPE,
@@ -536,7 +559,7 @@ MODULES: dict[str, dict[str, Any]] = {  # by path below the package; a module co
     "runtime.sequence_parallel": {},
     "runtime.sequence_parallel.ulysses_sp": {"__getattr__": _late("shardcore.integrations.ulysses")},
     "runtime.config": {"DeepSpeedConfig": DeepSpeedConfig},
-    "runtime.utils": {f.__name__: f for f in (move_to_device, see_memory_usage, set_random_seed)},
+    "runtime.utils": {f.__name__: f for f in (is_model_parallel_parameter, move_to_device, see_memory_usage, set_random_seed)},
     "zero.partition_parameters": _PARTITION,
     "runtime.zero": {
         **_ZERO,

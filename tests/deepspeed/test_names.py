@@ -175,6 +175,37 @@ def test_lion_takes_deepspeeds_arguments() -> None:
         deepspeed.ops.lion.DeepSpeedCPULion(make_net().parameters(), fp32_optimizer_states=False)
 
 
+def test_adagrad_takes_deepspeeds_arguments() -> None:
+    adagrad = deepspeed.ops.adagrad.DeepSpeedCPUAdagrad
+    model = make_net()
+    engine = start(
+        {key: value for key, value in ds_config().items() if key != "optimizer"},
+        model,
+        optimizer=adagrad(model.parameters(), 0.1, 1e-8, 0.01),
+    )
+    plain = make_net()
+    expected = torch.optim.Adagrad(plain.parameters(), lr=0.1, eps=1e-8, weight_decay=0.01)
+    for step in range(3):
+        batch = batch_of(step, 0, 0)
+        engine.backward(loss_of(engine, batch))
+        engine.step()
+        loss_of(plain, batch).backward()
+        expected.step()
+        expected.zero_grad()
+    for name, value in engine.module_state_dict().items():
+        torch.testing.assert_close(value, plain.state_dict()[name])
+    with pytest.raises(ValueError, match="fp32_optimizer_states is False"):
+        adagrad(plain.parameters(), fp32_optimizer_states=False)
+
+
+def test_slices_of_other_libraries_are_seen() -> None:
+    is_slice = deepspeed.runtime.utils.is_model_parallel_parameter
+    param = nn.Parameter(torch.ones(1))
+    assert not is_slice(param)
+    param.tensor_model_parallel = True  # type: ignore[attr-defined]
+    assert is_slice(param)
+
+
 def test_a_repeating_loader_begins_anew() -> None:
     loader = deepspeed.utils.RepeatingLoader([1, 2])
     assert [next(loader) for _ in range(5)] == [1, 2, 1, 2, 1]
