@@ -277,6 +277,11 @@ class ForwardEngine:
 _engines: "weakref.WeakSet[TrainingEngine]" = weakref.WeakSet()
 
 
+def grad_scale_of(core: Engine) -> float:
+    """Return what the next step() multiplies the gradients in `core` by: not 1 after a plain backward while accumulating."""
+    return next((engine._grad_scale() for engine in _engines if engine._core is core), 1.0)
+
+
 class TrainingEngine(ForwardEngine):
     """A sharded model with its optimizer, scheduler and micro-step counter. Other attributes are those of `module`.
 
@@ -380,9 +385,13 @@ class TrainingEngine(ForwardEngine):
                     f"step: {self._divided} backwards of this step were engine.backward(loss), which divides by the "
                     f"accumulation steps, and {plain} were not; expected one way for all (call zero_grad() before the next one)"
                 )
-            self._step_at_boundary(lr_kwargs, 1.0 / self._sizes.accumulation if plain > 0 else 1.0)
+            self._step_at_boundary(lr_kwargs, self._grad_scale())
         self.micro_steps += 1
         self._seen, self._ran = self._core.reducer.backwards, False
+
+    def _grad_scale(self) -> float:
+        """Return what step() has to multiply the gradients by: see Note [Plain backward]."""
+        return 1.0 / self._sizes.accumulation if self._core.reducer.backwards > self._divided else 1.0
 
     def _step_at_boundary(self, lr_kwargs: Mapping[str, Any] | None, grad_scale: float) -> None:
         before = None if self.lr_scheduler is None else self.optimizer.skipped_steps

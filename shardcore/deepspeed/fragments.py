@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from shardcore.api import full_grad, full_state
+from shardcore.deepspeed.engine import grad_scale_of
 from shardcore.engine.engine import Engine
 from shardcore.engine.set_full import set_full_grad, set_full_state
 from shardcore.optim.interface import engine_of
@@ -34,8 +35,13 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
 
 
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """Return the full averaged gradient of a parameter that trains, and `param.grad` of any other; None without. Collective."""
-    return param.grad if _engine(param) is None else full_grad(param)
+    """Return the full averaged gradient of a parameter that trains, and `param.grad` of any other; None without. Collective.
+
+    It is divided by the accumulation steps, also where the loss's own backward() was called.
+    """
+    if (engine := _engine(param)) is None or (grad := full_grad(param)) is None:
+        return param.grad
+    return grad.mul_(grad_scale_of(engine))
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
@@ -67,7 +73,8 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     With fp16 the value is unscaled. value, and errors: as for safe_set_full_fp32_param; ValueError without a gradient.
     """
     if (engine := _engine(param)) is not None:
-        set_full_grad(engine, param, value)
+        scale = grad_scale_of(engine)
+        set_full_grad(engine, param, value if scale == 1.0 else value / scale)
     elif param.grad is not None:
         param.grad.copy_(value)
 

@@ -115,3 +115,29 @@ def test_parameters_that_do_not_train_have_no_values() -> None:
         utils.safe_set_full_optimizer_state(param, torch.zeros_like(param), "exp_avg")
         utils.safe_set_full_grad(param, torch.zeros_like(param))
         assert torch.equal(param, old)
+
+
+def _divided(rank: int, world_size: int) -> None:
+    """A micro-step's gradient is the same by engine.backward and by the loss's own backward, and so is a step after a write."""
+    found = []
+    for plain in (False, True):
+        engine = start(ds_config(accumulation=2, stage=2))
+        param = engine.module.inp.weight
+        for micro in range(2):
+            loss = loss_of(engine, batch_of(0, micro, rank))
+            loss.backward() if plain else engine.backward(loss)
+            found.append(utils.safe_get_full_grad(param))
+            if micro == 0:
+                engine.step()
+        for other in engine.module.parameters():
+            utils.safe_set_full_grad(other, _values("grad", other.shape, "grad"))
+        assert torch.equal(utils.safe_get_full_grad(param), _values("grad", param.shape, "grad"))
+        engine.step()
+        found += [torch.tensor(engine.get_global_grad_norm()), engine.module_state_dict()["inp.weight"]]
+    for one, other in zip(found[:4], found[4:], strict=True):
+        torch.testing.assert_close(one, other)
+    assert found[0].abs().sum() > 0
+
+
+def test_gradients_are_divided_by_the_accumulation_whatever_backward() -> None:
+    run_ranks(2, _divided)
