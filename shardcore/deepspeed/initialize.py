@@ -66,8 +66,8 @@ def initialize(
     model_parameters: what to optimize, a list of parameters or of param_groups; default: all trainable parameters.
     config: a dict or the path of a JSON file (or `args.deepspeed_config`, or `config_params`). docs/deepspeed_keys.md has its
         keys; unknown ones are refused.
-    optimizer: FusedAdam, CPUAdam, torch's Adam or AdamW, or a function that makes one from the parameters. Default: the one in
-        the configuration.
+    optimizer: FusedAdam, CPUAdam, torch's Adam or AdamW, or a function that makes one from the parameters. Default, and not
+        used otherwise: the one in the configuration.
     training_data: a dataset with a length. The loader yields this rank's micro-batches, in a new order each epoch.
         collate_fn: the loader's.
     lr_scheduler: a scheduler of the given optimizer, or a function that makes one from the optimizer. Default: the one in the
@@ -137,7 +137,7 @@ def initialize(
     if "activation_checkpointing.cpu_checkpointing" in settings.given:
         checkpointing.configure(checkpoint_in_cpu=settings.cpu_checkpointing)
     if comm.rank == 0:
-        _explain(settings, lr_scheduler, pipe)
+        _explain(settings, optimizer, lr_scheduler, pipe)
     options = shard_options(settings)
     if of_sequences > 1:
         mpu.enable(model)  # which checks it first
@@ -162,7 +162,7 @@ def initialize(
     return engine(model, adam, scheduler, loader, settings, sizes, (replicas, replica), monitor), adam, loader, scheduler
 
 
-def _explain(settings: Config, lr_scheduler: Any, pipe: PipelineModule | None) -> None:
+def _explain(settings: Config, optimizer: Any, lr_scheduler: Any, pipe: PipelineModule | None) -> None:
     """Log what a reader of the configuration may not expect."""
     if settings.pipeline and pipe is None:
         logger.warning("initialize: config has no effect here: pipeline: the model is no PipelineModule")
@@ -174,6 +174,8 @@ def _explain(settings: Config, lr_scheduler: Any, pipe: PipelineModule | None) -
             "releases 0.0, off); set the limit, or 0.0",
             settings.gradient_clipping,
         )
+    if optimizer is not None and settings.optimizer is not None:
+        logger.warning("initialize: config has an optimizer, and optimizer= takes its place, as in DeepSpeed")
     if lr_scheduler is not None and settings.scheduler is not None:
         logger.warning("initialize: config has a scheduler, and lr_scheduler= takes its place, as in DeepSpeed")
     if settings.dump_state:
@@ -279,8 +281,11 @@ def _is_function(thing: Any) -> bool:
 
 
 def _optimizer(model: nn.Module, model_parameters: Any, settings: Config, optimizer: Any) -> torch.optim.Optimizer:
-    if optimizer is not None and settings.optimizer is not None:
-        raise ValueError(f"{_OP}: optimizer is given and config has an optimizer too; expected one of them")
+    if optimizer is not None and settings.shardcore.get("optimizer"):
+        raise ValueError(
+            f"{_OP}: config shardcore.optimizer is given, but optimizer= takes the place of the optimizer there; expected "
+            "optimizer=FusedAdam(...) with these options, or config alone"
+        )
     plain = model_parameters is None or isinstance(model_parameters, Iterable)
     if not plain or isinstance(model_parameters, torch.Tensor | nn.Module | Mapping | str | set | frozenset):
         raise TypeError(

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import logging
 import os
 from collections import OrderedDict
 from collections.abc import Callable
@@ -190,10 +191,26 @@ def test_a_mesh_of_one_rank_is_none() -> None:
     assert start(ds_config(shardcore={"mesh": [1, 1]})).world_size == 1
 
 
+def test_a_given_optimizer_takes_the_place_of_the_configurations(caplog: pytest.LogCaptureFixture) -> None:
+    model = make_net()
+    own = shardcore.FusedAdam(model.parameters(), lr=0.25)
+    with caplog.at_level(logging.WARNING, "shardcore"):
+        engine = start(ds_config(), model, optimizer=own)
+    assert engine.optimizer is own
+    assert engine.get_lr() == [0.25]
+    assert "config has an optimizer, and optimizer= takes its place" in caplog.text
+    caplog.clear()
+    start(ds_config())
+    assert "takes its place" not in caplog.text
+
+
 def test_refused_optimizers() -> None:
     model = make_net()
     plain = without("optimizer")
-    _refused(ValueError, "optimizer is given and config has an optimizer too", optimizer=shardcore.FusedAdam)
+    section = {"optimizer": {"state_dtype": "bf16"}}
+    _refused(
+        ValueError, "config shardcore.optimizer is given, but", ds_config(shardcore=section), optimizer=shardcore.FusedAdam
+    )
     _refused(ValueError, "there is no optimizer", plain, model=model, model_parameters=model.parameters())
     _refused(TypeError, r"optimizer\(\.\.\.\) returned a list", plain, optimizer=list)
     _refused(TypeError, "optimizer has type str", plain, optimizer="AdamW")
