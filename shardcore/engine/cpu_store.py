@@ -185,7 +185,7 @@ class CpuStore:
 
     def keep_weights(self, buckets: Sequence[Bucket], files: nvme_states.StateFiles, prefetch: int) -> NvmeWeights:
         """Let the weights of `buckets`, updated and frozen ones in unit order, be in files from now on. Raises OSError."""
-        self.weight_files = NvmeWeights(buckets, files, self.copies, prefetch)
+        self.weight_files = NvmeWeights(buckets, files, self.copies, self._device, prefetch)
         self._files.append(self.weight_files)
         self.scratch_bytes += self.weight_files.scratch_bytes
         return self.weight_files

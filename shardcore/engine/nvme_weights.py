@@ -47,10 +47,15 @@ class NvmeWeights(NvmeStates):
 
     what = "weights"
 
-    def __init__(self, buckets: Sequence[Bucket], files: StateFiles, copies: _C.HostTier, prefetch: int) -> None:
-        """Take space in a file for the shards of `buckets`, in unit order; as many units as `prefetch` are read ahead."""
+    def __init__(
+        self, buckets: Sequence[Bucket], files: StateFiles, copies: _C.HostTier, device: torch.device, prefetch: int
+    ) -> None:
+        """Take space in a file for the shards of `buckets`, in unit order; as many units as `prefetch` are read ahead.
+
+        copies: to host memory and from there, of `device`.
+        """
         super().__init__(buckets, files, partial(copies.empty, pinned=False), _weights)
-        self._copies = copies
+        self._copies, self._device = copies, device
         size = place_bytes(buckets, _weights, self._alignment)
         count = _read_buffers(buckets, prefetch)
         self._ahead: dict[Chunk, tuple[torch.Tensor, _C.FileTransfer]] = {}
@@ -68,7 +73,8 @@ class NvmeWeights(NvmeStates):
     def assign(self, bucket: Bucket, start: int, values: torch.Tensor) -> None:
         """See WeightFiles."""
         for first, numel, kept in self.change(bucket, start, values.numel()):
-            self._copies.to_tier(kept[WEIGHT], values[first - start : first - start + numel].contiguous()).synchronize()
+            part = values[first - start : first - start + numel].to(self._device).contiguous()
+            self._copies.to_tier(kept[WEIGHT], part).synchronize()
 
     def read_ahead(self, bucket: Bucket) -> None:
         """See WeightFiles."""

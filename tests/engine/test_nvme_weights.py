@@ -32,7 +32,7 @@ from tests.support.models import (
     train,
 )
 from tests.support.ranks import run_ranks
-from tests.support.tiers import FORMS, hashes_of, partly_frozen
+from tests.support.tiers import FORMS, Wrapped, hashes_of, partly_frozen
 
 
 @pytest.fixture(autouse=True)
@@ -83,6 +83,24 @@ def test_what_does_not_reach_the_file_changes_the_hash(what: str, tmp_path: Path
     else:
         monkeypatch.setattr(NvmeWeights, "assign", lambda self, bucket, start, values: None)
     assert hashes_of(0, 1, [_run("masters", tmp_path)]) != expected
+
+
+class _OfAGpu(Wrapped):
+    """Copies of a tier whose device is another one than the CPU: there are no values here, only which tensors it is given."""
+
+    def to_tier(self, target: torch.Tensor, source: torch.Tensor) -> Any:
+        assert source.device.type == "meta"
+        return self._tier.to_tier(target, torch.ones_like(source, device="cpu"))
+
+
+def test_values_from_the_host_go_by_way_of_the_device(tmp_path: Path) -> None:
+    """A tier copies between its device and its own memory alone."""
+    _model, optimizer, _ = train(0, _run("masters", tmp_path))
+    files = optimizer._engine.store.weight_files
+    files._copies, files._device = _OfAGpu(files._copies), torch.device("meta")
+    for bucket in optimizer._engine.buckets:
+        bucket.assign(0, torch.zeros(bucket.owned_numel))
+        assert bool((bucket.owned_values(0, bucket.owned_numel) == 1).all())
 
 
 def _after_a_failed_forward(folder: Path | None) -> str:
