@@ -345,11 +345,14 @@ class Bucket:
     def assign(self, start: int, values: torch.Tensor) -> None:
         """Write `values` to the owned weights from `start` on, rounded as a step does.
 
-        Frozen weights may have dtypes that no step supports.
+        Frozen weights may have dtypes that no step supports. Those in host memory may still be on their way to the device, for
+        a forward that the host is ahead of.
         """
         weight = self.owned_weight[start : start + values.numel()]
         if self.files is not None:
             weight = torch.empty(values.numel(), dtype=self.dtype, device=self.owned_weight.device)
+        elif self.tier is not None:
+            self.tier.synchronize()
         assign(weight, values)
         if self.files is not None:
             self.files.assign(self, start, weight)

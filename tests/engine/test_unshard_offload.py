@@ -1,5 +1,6 @@
 """Weights in host memory (stage 3): when shards come, what edits and steps do to them, and twins that forget one."""
 
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -64,6 +65,26 @@ def test_a_step_writes_no_weights_that_are_still_on_their_way(ratio: float, monk
     engine.store.copies.synchronize()
     assert all(map(torch.equal, come, old))
     assert not any(torch.equal(weight, bucket.owned_weight) for weight, bucket in zip(old, engine.buckets, strict=True))
+
+
+@pytest.mark.parametrize("what", ["swap", "load"])
+def test_no_average_and_no_load_writes_weights_that_are_still_on_their_way(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the host is ahead of a forward, whose last units come after it has returned."""
+    tier_with(monkeypatch, late=True)
+    model, optimizer, _ = train(0, Run(stage=3, steps=1, shard={"offload": PARAMS}))
+    ema, state = shardcore.EMA(model, 0.5), shardcore.sharded_state_dict(model)
+    stepped(model, optimizer, 0, 1)
+    engine = optimizer._engine
+    old = [bucket.owned_weight.clone() for bucket in engine.buckets]
+    come = [torch.empty_like(weight) for weight in old]
+    for here, bucket in zip(come, engine.buckets, strict=True):
+        engine.store.copies.from_tier(here, bucket.owned_weight)
+    with ema.swap() if what == "swap" else nullcontext():
+        if what == "load":
+            shardcore.load_sharded_state_dict(model, state)
+        engine.store.copies.synchronize()
+        assert all(map(torch.equal, come, old))
+        assert not any(torch.equal(weight, bucket.owned_weight) for weight, bucket in zip(old, engine.buckets, strict=True))
 
 
 def test_the_device_s_share_is_in_host_memory_when_a_step_ends(monkeypatch: pytest.MonkeyPatch) -> None:
