@@ -1,15 +1,18 @@
 """PipelineModule: which rank makes which layers, and what they compute."""
 
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardcore as deepspeed
 from shardcore.deepspeed.pipe import LayerSpec, PipelineModule, PipeModelDataParallelTopology, TiedLayerSpec, partition
+from shardcore.distributed.groups import group_beside
 from tests.support.ranks import run_ranks
 
 # What deepspeed.runtime.utils.partition_balanced of 0.19.8 returns.
@@ -116,6 +119,20 @@ def test_tied_layers_of_one_stage_are_one_module() -> None:
     assert [name for name, _ in module.named_parameters()] == ["tied_modules.embed.weight"]
     weight = module.tied_modules["embed"].weight
     assert torch.equal(module(torch.tensor([1, 4])), weight[[1, 4]] @ weight.t())
+
+
+def _beside(rank: int, world: int) -> None:
+    tied = partial(TiedLayerSpec, "key", nn.Linear, 2, 2)
+    module = PipelineModule([tied(), nn.Linear(2, 2), tied()], num_stages=world)
+    assert len(module.tied) == (rank != 1)
+    if rank < 2:  # as `shard` makes groups beside those that are given
+        assert dist.group.WORLD is not None
+        beside = group_beside(dist.group.WORLD, [0, 1], torch.device("cpu"), timeout=timedelta(seconds=20))
+        dist.barrier(beside)
+
+
+def test_stages_with_and_without_a_tied_weight_find_each_other() -> None:
+    run_ranks(3, _beside)
 
 
 def _refusals(rank: int, world: int) -> None:
