@@ -247,7 +247,7 @@ class Comm:
     def _started(self, operation: watchdog.Operation, works: Sequence[dist.Work | None]) -> list[Started]:
         started = [work for work in works if work is not None]
         if started and self.uses_nccl:
-            watchdog.on_device(operation, started[-1])
+            watchdog.on_device(operation, started[-1], self.device)
         return [Started(operation, started)] if started else []
 
     def take_order(self) -> list[str]:

@@ -176,9 +176,9 @@ def reason_of(operation: Operation | None) -> str | None:
     return None if operation is None else _watch.reason_of(operation.as_wait())
 
 
-def on_device(operation: Operation, work: dist.Work) -> None:
+def on_device(operation: Operation, work: dist.Work, device: torch.device) -> None:
     """Watch a collective that a device waits for (NCCL), by polling whether it is done."""
-    _watch.on_device(operation, work)
+    _watch.on_device(operation, work, device)
 
 
 class _Watch:
@@ -199,6 +199,7 @@ class _Watch:
         self._lines = 0
         # Collectives of a group end in the order in which they were started: of those running, one and the last are held.
         self._devices: dict[tuple[str, range | None], list[tuple[Operation, dist.Work, float]]] = {}
+        self._device = torch.device("cpu")  # of the last one
         self._lock = threading.Lock()  # of these
         self._by_user: tuple[tuple[str, str, int], float] | None = None  # group, function, what was started there; since when
 
@@ -253,7 +254,8 @@ class _Watch:
 
     # --- what this rank waits for -------------------------------------------------------------------------------------
 
-    def on_device(self, operation: Operation, work: dist.Work) -> None:
+    def on_device(self, operation: Operation, work: dist.Work, device: torch.device) -> None:
+        self._device = device
         with self._lock:
             entry = operation, work, time.monotonic()
             key = operation.log.name, operation.ranks if isinstance(operation.ranks, range) else None
@@ -262,6 +264,8 @@ class _Watch:
     def _longest(self) -> tuple[Wait, float] | None:
         """Return the longest wait of this rank, and its seconds."""
         now = time.monotonic()
+        if self._device.type == "cuda":  # a new thread's first question about an event would open device 0
+            torch.cuda.set_device(self._device)
         with self._lock:
             for key, entries in list(self._devices.items()):
                 if _log_named(key[0]) is None:

@@ -13,6 +13,7 @@ from contextlib import nullcontext, suppress
 from datetime import timedelta
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -75,8 +76,8 @@ def _seen_late(model: Any, optimizer: Any, rank: int) -> None:
     """As above, and the thread of rank 2 looks after its second reduction was started, and before it waits for the first."""
     on_device = watchdog.on_device
 
-    def slow(operation: watchdog.Operation, work: dist.Work) -> None:
-        on_device(operation, work)
+    def slow(operation: watchdog.Operation, work: dist.Work, device: torch.device) -> None:
+        on_device(operation, work, device)
         time.sleep(0.3 if "blocks.1" in operation.name else 0)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -327,6 +328,17 @@ for _ in range(4):  # of processes that have imported torch
 def test_a_process_ends_while_the_watchdog_is_inside_a_store() -> None:
     """Without an end of its thread two of three such processes abort."""
     subprocess.run([sys.executable, "-c", _IN_STORE], check=True, timeout=60)
+
+
+def test_the_thread_asks_about_collectives_on_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each process would open the first GPU, too."""
+    used: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", used.append)
+    group: Any = SimpleNamespace(name="of no group")
+    watch, operation, device = watchdog._Watch(), watchdog.Operation(group, "a gather", 1), torch.device("cuda", 3)
+    watch.on_device(operation, dist.Work(), device)
+    assert watch._longest() is None
+    assert used == [device]
 
 
 def test_collectives_that_were_started_in_another_order_are_found() -> None:
