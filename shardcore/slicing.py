@@ -213,6 +213,7 @@ def _slice(param: nn.Parameter, mesh: DeviceMesh, dim: int, blocks: int) -> nn.P
         )
     values = param.detach().contiguous()
     if not values.is_meta:
+        values = values.to(mesh.device_type)  # NCCL takes nothing else; torch's own styles move weights there, too
         dist.broadcast(values, dist.get_global_rank(mesh.get_group(), 0), group=mesh.get_group())
     mine = divided(values, dim, blocks, mesh.size(), -1).select(dim + 1, mesh.get_local_rank()).flatten(dim, dim + 1)
     strided = _torch(".placement_types")._StridedShard
