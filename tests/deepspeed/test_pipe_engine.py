@@ -1,6 +1,7 @@
 """train_batch and eval_batch of a PipelineModule: as the whole model, whatever the stages; checkpoints; what is refused."""
 
 import hashlib
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -403,6 +404,18 @@ def _resumed(rank: int, world: int, folder: str) -> None:
 
 def test_a_resumed_run_is_the_same_run(tmp_path: Path) -> None:
     run_ranks(4, _resumed, str(tmp_path))
+
+
+def _one_is_late(rank: int, world: int, folder: str) -> None:
+    engine = engine_of(2)
+    engine.train_batch(batches(0, 3))
+    time.sleep(rank)  # that stage saves when the other one looks for what there is
+    engine.save_checkpoint(folder)
+    assert engine.load_checkpoint(folder)[0] is not None
+
+
+def test_a_load_waits_for_the_saves_of_all_stages(tmp_path: Path) -> None:
+    run_ranks(2, _one_is_late, str(tmp_path))
 
 
 # --- refusals -----------------------------------------------------------------------------------------------------------
