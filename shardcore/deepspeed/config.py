@@ -292,7 +292,7 @@ def shard_options(settings: Config) -> dict[str, Any]:
         tiers |= {"optimizer": settings.offload, "ratio": settings.ratio}
         if settings.offload == "nvme":
             tiers |= {"path": settings.nvme_path, "durable": False}  # as DeepSpeed's swap files; save_checkpoint is its way
-        elif settings.stage > 0:
+        elif settings.stage > 0 and settings.optimizer_type is not Muon:  # which orthogonalizes gradients on the device
             tiers["gradients"] = "cpu"  # as in ZeRO-Offload
             overlap_step = settings.stage == 3  # at 1 and 2 new weights are gathered, before which NCCL's ranks must not read
     own_tiers = settings.shardcore.get("offload", {})

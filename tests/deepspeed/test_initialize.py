@@ -448,3 +448,19 @@ def test_torchruns_variables_also_after_an_initialize_that_raised(tmp_path: Path
 
 if __name__ == "__main__":
     main()
+
+
+def _muon(rank: int, world_size: int) -> list[str]:
+    found = []
+    for stage in (1, 2, 3):
+        for zero in ({}, {"offload_optimizer": {"device": "cpu"}}):
+            muon = {"optimizer": {"type": "Muon", "params": {"lr": 0.02}}, "zero_optimization": {"stage": stage, **zero}}
+            engine = start({**ds_config(), **muon})
+            train(engine, rank, 2)
+            found.append(hash_of(engine.module_state_dict().values()))
+    return found
+
+
+def test_muon_offloads_its_states() -> None:
+    for hashes in run_ranks(2, _muon):
+        assert len(set(hashes)) == 1
