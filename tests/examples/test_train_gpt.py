@@ -268,7 +268,7 @@ def test_help_names_the_choices():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--stage", "7"], "invalid choice: 7"),
+        (["--stage", "7"], "argument --stage: invalid choice"),
         (["--offload", "tape"], "invalid choice: 'tape'"),
         (["--preset", "huge"], "invalid choice: 'huge'"),
         (["--steps", "0"], "argument --steps: 0; expected a whole number of at least 1"),
