@@ -90,6 +90,8 @@ def full_params(model: nn.Module) -> Iterator[None]:
         given, model = type(model).__name__, getattr(model, "module", model)  # an engine's
         if not isinstance(model, nn.Module):
             raise TypeError(f"full_params: got a {given}; expected a module that shardcore.shard returned, or an engine")
+    if (whole := engine_of(model)) is not None:
+        whole.synchronize()  # before parameters are read, which starts no gather
     params = set(model.parameters())
     engine = engine_behind("full_params", next((p for p in params if engine_of(p) is not None), model))
     with engine.unsharder.full_params(params) if engine.unsharder is not None else nullcontext():

@@ -123,8 +123,13 @@ def open_together(engine: Engine, folder: Path, tag: str | None) -> Source:
     then = "nothing was changed"
     path = attempt_together(comm, then, lambda: find("load", folder, tag) if comm.rank == 0 else folder, "load")
     path = Path(comm.gather_json(str(path))[0])  # "latest" may be moved meanwhile
+
+    def opened() -> Source:
+        engine.synchronize()  # parameters are read for their names
+        return open_path("load", path, names_of_optimizer(engine))
+
     # No file of it is open before its first read, so there is nothing to close where another rank has failed.
-    source: Source = attempt_together(comm, then, lambda: open_path("load", path, names_of_optimizer(engine)), "load")
+    source: Source = attempt_together(comm, then, opened, "load")
     return source
 
 

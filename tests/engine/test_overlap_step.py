@@ -5,6 +5,7 @@ import pickle
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -590,3 +591,23 @@ def test_a_read_on_one_rank_starts_no_collective(stage: int) -> None:
         assert sorted(first) == sorted(complete)
         assert bits == other_bits == expected
         assert "optimizer.synchronize() on every rank" in said
+
+
+def _read_together(rank: int, world_size: int, folder: Path, nccl: bool) -> list[str]:
+    with as_on_nccl() if nccl else nullcontext():
+        model, optimizer = start(rank, Run(stage=2, shard={"offload": OFFLOAD}), True, late=False)
+        stepped(model, optimizer, rank, 0)
+        shardcore.save(folder, model, optimizer)
+        stepped(model, optimizer, rank, 1)
+        shardcore.load(folder, model, optimizer)
+        found = [hash_of_training(model, optimizer)]
+        stepped(model, optimizer, rank, 2)
+        with shardcore.full_params(model):
+            found.append(hash_of(model.parameters()))
+        return found
+
+
+def test_what_all_ranks_do_together_starts_gathers(tmp_path: Path) -> None:
+    expected = run_ranks(2, _read_together, tmp_path / "gloo", False)
+    assert run_ranks(2, _read_together, tmp_path / "nccl", True) == expected
+    assert expected[0] == expected[1]
