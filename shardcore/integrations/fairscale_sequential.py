@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -83,6 +84,11 @@ class OffloadModel(ShardedLater):
         """Return the options of shard: the slices are its units."""
         offload = {"optimizer": "cpu", "gradients": "cpu", "params": "cpu"}
         return {"stage": 3, "units": [*self.model_slices], "offload": offload, **self._options}
+
+    def shard_now(self) -> None:
+        """Shard on the model's device, which need not be the current one, that `shard` takes for weights in host memory."""
+        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+            super().shard_now()
 
     def forward(self, *inputs: torch.Tensor, **_: Any) -> torch.Tensor:
         """Return the output for one batch, a tensor (batch, ...) that is moved to the device."""

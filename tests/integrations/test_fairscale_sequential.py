@@ -1,6 +1,7 @@
 """OffloadModel and Pipe, in one process: the results of the plain model."""
 
 from collections import OrderedDict
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 
 from shardcore.integrations import fairscale_sequential
 from shardcore.integrations.fairscale import OffloadModel, Pipe
+from shardcore.integrations.fairscale_fsdp import ShardedLater
 from tests.support.ranks import run_ranks
 
 
@@ -52,6 +54,24 @@ def test_offload_model_trains_as_the_plain_model(options):
         model.model_slices[0][0].weight.sum()
     with pytest.raises(AssertionError):
         assert torch.allclose(_evaluate(_layers()), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_offload_model_is_sharded_on_its_gpu(monkeypatch):
+    current = [None]
+
+    @contextmanager
+    def switched(device):
+        current.append(device)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device", switched)
+    found = []
+    monkeypatch.setattr(ShardedLater, "shard_now", lambda model: found.append(current[-1]))
+    model = OffloadModel(_layers(), "cuda:1")
+    model.shard_now()
+    assert (found, current) == ([torch.device("cuda:1")], [None])
 
 
 def _evaluate(model):
