@@ -473,10 +473,10 @@ class Builder:
 
 
 def become(tensor: torch.Tensor, data: torch.Tensor) -> None:
-    """Give `tensor` (a Parameter, a buffer) the data; by swapping what it is where torch has no other way: on the meta device,
-    and for DTensors. Its hooks stay.
+    """Give `tensor` (a Parameter, a buffer) the data; by swapping what it is where torch has no other way: on the meta device
+    and others unlike the data's, and for DTensors. Its hooks stay.
     """
-    if tensor.is_meta or is_dtensor(tensor):
+    if is_dtensor(tensor) or not torch._has_compatible_shallow_copy_type(tensor, data):
         twin = data if is_dtensor(data) else torch.empty(0, dtype=data.dtype, device=data.device)
         twin = nn.Parameter(twin, tensor.requires_grad) if is_dtensor(data) else twin.requires_grad_(tensor.requires_grad)
         twin.__class__ = tensor.__class__

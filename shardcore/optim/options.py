@@ -16,6 +16,7 @@ from shardcore._native import _C
 
 # Weights and gradients that the kernels take, each independent of the other.
 PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DEVICE_TYPES = ("cpu", "cuda", "meta")
 # Weights that may have a master: a float32 weight is its own.
 MASTERED_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -233,7 +234,7 @@ def check_param(op: str, name: str, param: torch.Tensor) -> None:
         raise TypeError(f"{op}: {name} has dtype {dtype_name(param.dtype)}; expected float32, bfloat16 or float16")
     if param.layout is not torch.strided:
         raise ValueError(f"{op}: {name} has layout {param.layout}; expected a dense tensor")
-    if param.device.type not in ("cpu", "cuda", "meta"):
+    if param.device.type not in DEVICE_TYPES:
         raise ValueError(f"{op}: {name} has device {param.device}; expected cpu or cuda")
     if not _C.is_dense(param):
         raise ValueError(

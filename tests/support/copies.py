@@ -9,6 +9,7 @@ import functools
 import hashlib
 import os
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -21,18 +22,34 @@ CAPSULE = b"shardcore.CopyBackend"  # capsules keep the pointer
 HostTier = _C.HostTier  # which tests replace
 
 
-@functools.cache
-def _library() -> ctypes.CDLL:
-    digest = hashlib.sha256()
-    for path in (SOURCE, SOURCE.with_suffix(".h"), ROOT / "csrc/copy/copy_stream.h"):
+def compiled(source: Path, flags: Sequence[str], others: Sequence[Path] = (), version: str = "") -> Path:
+    """Return the shared library of a C++ file, in build/: compiled if it, what it includes (`others`) or `version` is new."""
+    digest = hashlib.sha256(f"{flags} {version}".encode())
+    for path in (source, *others):
         digest.update(path.read_bytes())
-    library = ROOT / f"build/tests/simulated_copies_{digest.hexdigest()[:16]}.so"
+    library = ROOT / f"build/tests/{source.stem}_{digest.hexdigest()[:16]}.so"
     if not library.exists():
         library.parent.mkdir(parents=True, exist_ok=True)
         made = library.with_suffix(f".{os.getpid()}")  # several processes may come at once
-        flags = ["-std=c++17", "-O1", "-shared", "-fPIC", f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'tests'}"]
-        subprocess.run([os.environ.get("CXX", "c++"), *flags, str(SOURCE), "-o", str(made)], check=True)
+        command = [
+            os.environ.get("CXX", "c++"),
+            "-O1",
+            "-shared",
+            "-fPIC",
+            str(source),
+            "-o",
+            str(made),
+            *flags,
+        ]  # libraries last
+        subprocess.run(command, check=True)
         made.replace(library)
+    return library
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    flags = ["-std=c++17", f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'tests'}"]
+    library = compiled(SOURCE, flags, [SOURCE.with_suffix(".h"), ROOT / "csrc/copy/copy_stream.h"])
     loaded = ctypes.CDLL(str(library))
     loaded.simulated_backend.restype = ctypes.c_void_p
     loaded.simulated_backend.argtypes = [ctypes.c_double, ctypes.c_int64, ctypes.c_bool, ctypes.c_int64]
