@@ -285,7 +285,8 @@ def grad_scale_of(core: Engine) -> float:
 class TrainingEngine(ForwardEngine):
     """A sharded model with its optimizer, scheduler and micro-step counter. Other attributes are those of `module`.
 
-    global_steps: optimizer steps, skipped ones included. micro_steps: calls of step().
+    global_steps: optimizer steps, skipped ones included. micro_steps: calls of step(). global_samples: how many samples all
+    ranks have trained on.
 
     Note [Plain backward]: a loss's own `backward()` (and one loss over several engines) is allowed in place of
     `engine.backward(loss)`. Its gradients are divided by the accumulation steps in `step()` instead of before backward, since
@@ -309,7 +310,8 @@ class TrainingEngine(ForwardEngine):
         super().__init__(module, core, config, sizes, replicas)
         self.optimizer: ShardableOptimizer = optimizer
         self.lr_scheduler, self.training_dataloader = lr_scheduler, training_dataloader
-        self.global_steps = self.micro_steps = 0
+        self.global_steps = self.micro_steps = self.global_samples = 0
+        self._counted_from = 0  # the micro_steps at which accumulation was begun to be counted
         self._skipped_before = optimizer.skipped_steps
         self._seen = 0  # how many of the core's backwards, which gave this rank a gradient, there were at the last step()
         self._ran = False  # backward() was called since then
@@ -399,6 +401,7 @@ class TrainingEngine(ForwardEngine):
         loss = self._loss
         self.zero_grad()
         self.global_steps += 1
+        self.global_samples += self._sizes.train
         if before is not None and self.optimizer.skipped_steps == before:
             self.lr_scheduler.step(**(lr_kwargs or {}))
         every = self._config.steps_per_print
@@ -438,6 +441,16 @@ class TrainingEngine(ForwardEngine):
         finally:
             self._inside_no_sync = False
 
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Add the gradients of several backwards locally inside the context, and reduce their sum at its end. Collective.
+
+        step() is called after it, once for all of these backwards.
+        """
+        with self.no_sync():
+            yield
+        self.allreduce_gradients()
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of the micro-steps so far."""
         self.optimizer.zero_grad(set_to_none)
@@ -447,12 +460,37 @@ class TrainingEngine(ForwardEngine):
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next step() updates the weights."""
-        counted = (self.micro_steps + 1) % self._sizes.accumulation == 0
+        counted = (self.micro_steps + 1 - self._counted_from) % self._sizes.accumulation == 0
         return counted if self._is_boundary is None else self._is_boundary
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Decide whether the next step() updates the weights, instead of counting; None: count again."""
         self._is_boundary = is_boundary
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Take another number of micro-batches per step from here on; loaders and learning rates stay as they are.
+
+        ValueError if micro-batches do not make that many samples, or within the micro-steps of a step.
+        """
+        samples = self._sizes.micro * self._replicas[0]
+        if train_batch_size < samples or train_batch_size % samples:
+            raise ValueError(
+                f"set_train_batch_size: train_batch_size is {train_batch_size}; expected a multiple of {samples}, the samples "
+                "of one micro-batch on all ranks"
+            )
+        self._set_sizes("set_train_batch_size", self._sizes.micro, train_batch_size // samples)
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Say that batches have another number of samples from here on; loaders stay as they are. ValueError as above."""
+        if micro_batch_size < 1:
+            raise ValueError(f"set_train_micro_batch_size: micro_batch_size is {micro_batch_size}; expected at least 1")
+        self._set_sizes("set_train_micro_batch_size", micro_batch_size, self._sizes.accumulation)
+
+    def _set_sizes(self, op: str, micro: int, accumulation: int) -> None:
+        if self._core.reducer.backwards > 0:
+            raise ValueError(f"{op}: called between the micro-steps of a step; expected it before the first or after the last")
+        self._sizes = BatchSizes(micro * accumulation * self._replicas[0], micro, accumulation)
+        self._counted_from = self.micro_steps
 
     def get_lr(self) -> list[Any]:
         """Return the learning rate of each param_group."""
@@ -474,11 +512,6 @@ class TrainingEngine(ForwardEngine):
     def get_global_grad_norm(self) -> float | None:
         """Return the norm of the averaged gradients at the last step, before clipping; None before the first. Waits for it."""
         return self._core.last_grad_norm
-
-    @property
-    def global_samples(self) -> int:
-        """How many samples all ranks have trained on."""
-        return self.global_steps * self._sizes.train
 
     def offload_states(
         self,
@@ -574,6 +607,8 @@ class TrainingEngine(ForwardEngine):
             self.global_steps = source.counters.get("global_steps", max(source.steps.values(), default=self.global_steps))
             micro_steps = source.counters.get("micro_steps", self.micro_steps)
             self.micro_steps = micro_steps - micro_steps % self._sizes.accumulation  # gradients are not saved
+            self._counted_from = 0
+            self.global_samples = source.counters.get("global_samples", self.global_steps * self._sizes.train)
             self._skipped_before = self.optimizer.skipped_steps - source.counters.get("skipped_steps", 0)
             if self.training_dataloader is not None and "epoch" in source.counters:
                 self.training_dataloader.set_epoch(source.counters["epoch"])

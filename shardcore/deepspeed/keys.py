@@ -259,7 +259,7 @@ _ONE_MESSAGE = (
 )
 _ORDERED = "gradients are averaged in float32 and in rank order, where no factor can overflow"
 _OWN_BUFFERS = "offload sizes its own buffers"
-_ALWAYS_CHECKED = "checks are always made"
+_ALWAYS_CHECKED = "the norm is always computed"
 _ONE_CHECKPOINT = "every checkpoint is written by all ranks and loads into any number of them"
 _ZERO = "zero_optimization"
 
@@ -402,7 +402,12 @@ KEYS: dict[str, Key] = {
             **dict.fromkeys(
                 ("load_from_fp32_weights", "elastic_checkpoint", "pipeline_loading_checkpoint"), _accepted(_ONE_CHECKPOINT)
             ),
-            **dict.fromkeys(("enable_sanity_checks", "compute_grad_norm"), _accepted(_ALWAYS_CHECKED)),
+            "enable_sanity_checks": _accepted(
+                "steps, gradients and checkpoints of ranks are always compared; edits inside GatheredParameters without "
+                "modifier_rank, which it has DeepSpeed refuse, count here, and a step refuses those that only some ranks made "
+                "(but not through p.data, which is not noticed)"
+            ),
+            "compute_grad_norm": _accepted(_ALWAYS_CHECKED),
             "ignore_unused_parameters": _accepted("parameters that no rank used are skipped, as in torch"),
             "grad_hooks": _accepted("gradients are always reduced by hooks"),
             "parameter_alignment": _accepted("buffers are always aligned"),

@@ -421,6 +421,22 @@ def _flag(op: str, name: str, value: Any) -> bool:
 
 _OWN: dict[str, type[LRScheduler]] = {c.__name__: c for c in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)}
 VALID_LR_SCHEDULES = list(_OWN)
+# DeepSpeed's names for the words of that section, which scripts import: WARMUP_MIN_LR is "warmup_min_lr".
+_WORDS = (
+    "lr_schedule lr_range_test_min_lr lr_range_test_step_rate lr_range_test_step_size lr_range_test_staircase edge_value "
+    "mid_value cycle_first_step_size cycle_first_stair_count cycle_second_step_size cycle_second_stair_count decay_step_size "
+    "cycle_min_lr cycle_max_lr decay_lr_rate cycle_min_mom cycle_max_mom decay_mom_rate warmup_min_lr warmup_max_lr "
+    "warmup_num_steps warmup_type warmup_min_ratio cos_min_ratio total_num_steps"
+)
+CONSTANTS = {word.upper(): word for word in _WORDS.split()} | {
+    "LR_RANGE_TEST": "LRRangeTest",
+    "ONE_CYCLE": "OneCycle",
+    "WARMUP_LR": "WarmupLR",
+    "WARMUP_DECAY_LR": "WarmupDecayLR",
+    "WARMUP_COSINE_LR": "WarmupCosineLR",
+    "WARMUP_LOG_RATE": "log",
+    "WARMUP_LINEAR_RATE": "linear",
+}
 
 
 def _options(kind: type[LRScheduler]) -> dict[str, inspect.Parameter]:

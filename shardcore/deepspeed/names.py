@@ -11,10 +11,11 @@ import argparse
 import enum
 import importlib
 import logging
+import os
 import random
 import resource
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
@@ -30,7 +31,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from shardcore.deepspeed import fragments, lr_schedules, pipe, pipe_engine
+from shardcore.deepspeed import fragments, leaf_modules, lr_schedules, pipe, pipe_engine
 from shardcore.deepspeed.accelerator import get_accelerator
 from shardcore.deepspeed.checkpointing import checkpoint, configure, is_configured
 from shardcore.deepspeed.config import read_config
@@ -44,6 +45,9 @@ from shardcore.optim.interface import engine_of
 logger = logging.getLogger("shardcore")
 
 ShardableOptimizer.cur_scale = property(lambda self: self.loss_scale)  # type: ignore[attr-defined]
+ShardableOptimizer.dynamic_loss_scale = property(  # type: ignore[attr-defined]
+    lambda self: isinstance(self._engine, Engine) and self._engine.scaler.options is not None
+)
 
 VERSION = "0.19.8"  # of DeepSpeed, whose names these are; what asks for deepspeed's version after install_as_deepspeed gets it
 
@@ -253,24 +257,6 @@ class OffloadStateTypeEnum(enum.StrEnum):
     contiguous_grad_buffer = "contiguous_grad_buffer"
 
 
-def set_z3_leaf_modules(
-    model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str], raise_if_not_found: bool = True
-) -> list[nn.Module]:
-    """Return the modules of these classes (or names of classes), and change nothing.
-
-    It has DeepSpeed gather such a module, a mixture of experts, as a whole. Here a whole block is gathered at once already.
-    Raises ValueError if there are none, unless told not to.
-    """
-
-    def is_asked(kind: type) -> bool:
-        return any(name in leaf_module_classes for name in (kind, kind.__name__, f"{kind.__module__}.{kind.__qualname__}"))
-
-    found = [module for module in model.modules() if is_asked(type(module))]
-    if not found and raise_if_not_found:
-        raise ValueError(f"set_z3_leaf_modules: the model has no module of {list(leaf_module_classes)}; expected one or more")
-    return found
-
-
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
     """Return nested dicts, lists and tuples with their tensors copied to `device`; tied ones are one copy.
 
@@ -420,6 +406,34 @@ def cpu_adagrad(
     return torch.optim.Adagrad(model_params, lr, eps=eps, weight_decay=weight_decay)
 
 
+def inference_all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+    """Add a tensor over the ranks of a group, in place: torch.distributed.all_reduce. Collective."""
+    return dist.all_reduce(tensor, op, group, async_op)
+
+
+def get_local_rank() -> int:
+    """Return this rank's number on its machine, as its launcher set LOCAL_RANK; 0 without a launcher."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def get_world_group() -> Any:
+    """Return the process group of all ranks."""
+    return dist.group.WORLD
+
+
+def get_all_ranks_from_group(group: Any = None) -> list[int]:
+    """Return the ranks of a group, by their numbers among all ranks."""
+    return dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
+
+
+def compute_elastic_config(*args: Any, **kwargs: Any) -> None:
+    """Refuse: batch sizes are given, not found."""
+    raise NotImplementedError(
+        "compute_elastic_config: shardcore chooses no batch sizes; expected train_batch_size and "
+        "train_micro_batch_size_per_gpu in the configuration (a checkpoint loads into any number of ranks)"
+    )
+
+
 def is_model_parallel_parameter(p: torch.Tensor) -> bool:
     """Whether Megatron, or another library, has marked a parameter as a slice."""
     return bool(getattr(p, "model_parallel", False) or getattr(p, "tensor_model_parallel", False))
@@ -504,7 +518,8 @@ _GROUPS: dict[str, Any] = {
 }
 _ADAMS = {"DeepSpeedCPUAdam": DeepSpeedCPUAdam, "FusedAdam": DeepSpeedFusedAdam}
 _SCHEDULES = {name: getattr(lr_schedules, name) for name in lr_schedules.VALID_LR_SCHEDULES} | {
-    "VALID_LR_SCHEDULES": list(lr_schedules.VALID_LR_SCHEDULES)
+    "VALID_LR_SCHEDULES": list(lr_schedules.VALID_LR_SCHEDULES),
+    **lr_schedules.CONSTANTS,
 }
 _CHECKPOINTING = {f.__name__: f for f in (checkpoint, configure, is_configured)} | {"non_reentrant_checkpoint": checkpoint}
 _ZERO = {
@@ -527,6 +542,7 @@ _TOPOLOGY = (
     pipe.PipeModelDataParallelTopology,
     pipe.PipelineParallelGrid,
 )
+_COMM = (init_distributed, inference_all_reduce, get_local_rank, get_world_group, get_all_ranks_from_group)
 MODULES: dict[str, dict[str, Any]] = {  # by path below the package; a module comes before what is in it
     "zero": _ZERO,
     "checkpoint": {},
@@ -534,8 +550,8 @@ MODULES: dict[str, dict[str, Any]] = {  # by path below the package; a module co
     "checkpointing": _CHECKPOINTING,
     "accelerator": {"get_accelerator": get_accelerator},
     "accelerator.real_accelerator": {"get_accelerator": get_accelerator},
-    "comm": {name: value for name, value in vars(dist).items() if not name.startswith("_")}
-    | {"init_distributed": init_distributed},
+    "comm": {name: value for name, value in vars(dist).items() if not name.startswith("_")} | {f.__name__: f for f in _COMM},
+    "elasticity": {"compute_elastic_config": compute_elastic_config},
     "git_version_info": {"version": VERSION},
     "moe": {},
     "moe.layer": {"MoE": MoE},
@@ -576,10 +592,10 @@ MODULES: dict[str, dict[str, Any]] = {  # by path below the package; a module co
     "utils": {
         "logger": logger,
         "log_dist": log_dist,
-        "set_z3_leaf_modules": set_z3_leaf_modules,
         "OnDevice": OnDevice,
         "RepeatingLoader": RepeatingLoader,
         **fragments.NAMES,
+        **leaf_modules.NAMES,
     },
     "utils.groups": _GROUPS,
     "utils.logging": {"logger": logger, "log_dist": log_dist},

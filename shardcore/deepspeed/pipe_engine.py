@@ -15,7 +15,6 @@ import json
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -109,14 +108,9 @@ class PipelineEngine(TrainingEngine):
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Take another number of micro-batches from here on. ValueError if they do not make that many samples."""
-        samples = self._sizes.micro * self.grid.data_parallel_size
-        if train_batch_size < samples or train_batch_size % samples:
-            raise ValueError(
-                f"set_train_batch_size: train_batch_size is {train_batch_size}; expected a multiple of {samples}, the samples "
-                "of one micro-batch on all pipelines"
-            )
-        self.micro_batches = train_batch_size // samples
-        self._sizes = replace(self._sizes, train=train_batch_size, accumulation=self.micro_batches)
+        self.zero_grad()  # of a batch that an error ended
+        super().set_train_batch_size(train_batch_size)
+        self.micro_batches = self.gradient_accumulation_steps()
 
     def _load(self) -> tuple[Any, Any]:
         """Return the inputs and labels of the next micro-batch."""

@@ -261,6 +261,20 @@ def test_no_sync_is_shards() -> None:
         assert got == expected
 
 
+def _coalesced(rank: int, world_size: int, coalesced: bool) -> str:
+    engine = start(ds_config(stage=3))
+    with engine.coalesce_grad_reduction() if coalesced else engine.no_sync():
+        for micro in range(2):
+            engine.backward(loss_of(engine, batch_of(0, micro, rank)))
+    assert engine._core.reducer._local_sums != coalesced
+    engine.step()
+    return hash_of_training(engine, engine.optimizer)
+
+
+def test_coalesced_gradients_are_reduced_at_the_end_of_the_block() -> None:
+    assert run_ranks(2, _coalesced, True) == run_ranks(2, _coalesced, False)
+
+
 def _no_sync_at_the_boundary(rank: int, world_size: int) -> str:
     engine = start(ds_config(2, stage=1))
     for micro in range(2):

@@ -49,6 +49,16 @@ def adam(groups: int = 3, kind: Any = torch.optim.AdamW, **options: Any) -> Any:
     return kind([{"params": [p], "lr": lr} for p, lr in zip(params, LRS, strict=False)], **options)
 
 
+def test_constants_have_deepspeeds_values(theirs: Any) -> None:
+    expected = {name: value for name, value in vars(theirs).items() if name.isupper() and isinstance(value, str)}
+    assert expected == lr_schedules.CONSTANTS
+
+
+def test_constants_are_names_of_the_module_that_scripts_import() -> None:
+    module = shardcore.runtime.lr_schedules  # type: ignore[attr-defined]
+    assert (module.WARMUP_LR, module.WARMUP_MIN_LR, module.TOTAL_NUM_STEPS) == ("WarmupLR", "warmup_min_lr", "total_num_steps")
+
+
 # --- every parameter, drawn -----------------------------------------------------------------------------
 
 

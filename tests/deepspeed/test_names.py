@@ -54,6 +54,8 @@ def test_what_is_not_there_is_an_import_error() -> None:
         deepspeed.init_inference()
     with pytest.raises(NotImplementedError, match="no expert parallelism"):
         deepspeed.moe.layer.MoE(8)
+    with pytest.raises(NotImplementedError, match="chooses no batch sizes"):
+        deepspeed.elasticity.compute_elastic_config({}, "0.19.8")
 
 
 def test_a_model_without_experts_is_asked_for_them() -> None:
@@ -87,16 +89,6 @@ def test_nested_tensors_are_moved() -> None:
     assert move([own], "cpu", lambda item: isinstance(item, torch.Tensor))[0] is own
 
 
-def test_leaf_modules_are_found_by_class_and_name() -> None:
-    net, find = make_net(), deepspeed.utils.set_z3_leaf_modules
-    blocks = list(net.blocks)
-    for asked in (type(blocks[0]), "Block", "tests.support.models.Block"):
-        assert find(net, [asked]) == blocks
-    assert find(net, [nn.Conv2d], raise_if_not_found=False) == []
-    with pytest.raises(ValueError, match="has no module of"):
-        find(net, [nn.Conv2d])
-
-
 def _generation(rank: int, world_size: int) -> None:
     engine = start(ds_config(stage=3))
     param = engine.module.inp.weight
@@ -114,6 +106,25 @@ def test_weights_are_there_to_generate() -> None:
 def test_the_optimizer_has_the_loss_scale_by_its_other_name() -> None:
     engine = start(ds_config(fp16={"enabled": True, "initial_scale_power": 4}))
     assert engine.optimizer.cur_scale == engine.optimizer.loss_scale == 16
+    assert engine.optimizer.dynamic_loss_scale
+    for fp16 in ({"enabled": True, "loss_scale": 8}, {"enabled": False}):
+        assert not start(ds_config(fp16=fp16)).optimizer.dynamic_loss_scale
+
+
+def _names_of_comm(rank: int, world_size: int) -> None:
+    comm = deepspeed.comm
+    deepspeed.init_distributed()
+    value = torch.full((3,), rank + 1.0)
+    comm.inference_all_reduce(value)
+    assert value.tolist() == [3.0] * 3
+    comm.inference_all_reduce(value.fill_(rank), op=comm.ReduceOp.MAX, group=comm.get_world_group())
+    assert value.tolist() == [1.0] * 3
+    assert comm.get_all_ranks_from_group() == comm.get_all_ranks_from_group(comm.get_world_group()) == [0, 1]
+    assert comm.get_local_rank() == int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def test_names_of_comm_that_torch_has_not() -> None:
+    run_ranks(2, _names_of_comm)
 
 
 def test_a_configuration_is_read_alone() -> None:
@@ -244,6 +255,20 @@ def test_edits_of_one_rank_inside_gathered_parameters_reach_all() -> None:
         assert all(bool((weight == 2.0).all()) for weight in found[::2])
         assert len(set(found[1::2])) == 1, "the same at every stage"
     assert first[1::2] == second[1::2]
+
+
+def _edited_by_one(rank: int, world_size: int, stage: int) -> None:
+    engine = start(ds_config(stage=stage))
+    with deepspeed.zero.GatheredParameters(engine.module.head.weight), torch.no_grad():
+        if rank == 0:
+            engine.module.head.weight.fill_(2.0)
+    with pytest.raises(ValueError, match=r"head\.weight .*, edited on rank 0"):
+        train(engine, rank, 1)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_edit_of_one_rank_without_a_modifier_is_refused_by_the_step(stage: int) -> None:
+    run_ranks(2, _edited_by_one, stage)
 
 
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}

@@ -1,0 +1,111 @@
+"""DeepSpeed's marks on modules that stage 3 gathers as a whole: `set_z3_leaf_modules` and its siblings.
+
+The marks say what was asked for, and change nothing: a repeated block, with its experts, is gathered as a whole in any case
+(engine/units.py).
+Source: the functions of deepspeed.utils of these names, 0.19.8.
+"""
+
+from collections.abc import Callable, Sequence
+
+from torch import nn
+
+
+def set_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Mark the modules of these classes, or of classes that are derived from them, and return them, children first.
+
+    A string is a class's name, with or without its module, and means that class alone. ValueError if there are none, unless
+    told not to; TypeError for what is neither a class nor a string.
+    """
+    return _mark("set_z3_leaf_modules", model, leaf_module_classes, True, raise_if_not_found)
+
+
+def unset_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Take the mark of the modules of these classes away, and return them: see set_z3_leaf_modules."""
+    return _mark("unset_z3_leaf_modules", model, leaf_module_classes, False, raise_if_not_found)
+
+
+def set_z3_leaf_modules_by_name(
+    model: nn.Module, module_names: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    """Mark the modules of these names (of `named_modules()`); returns them, and the names that there are not.
+
+    flag: False takes the mark away. ValueError if a name is not there, unless told not to.
+    """
+    op = "set_z3_leaf_modules_by_name"
+    return _mark_named(op, model, module_names, lambda name, asked: name == asked, flag, raise_if_not_found)
+
+
+def set_z3_leaf_modules_by_suffix(
+    model: nn.Module, module_name_suffixes: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    """Mark the modules whose names end so: see set_z3_leaf_modules_by_name."""
+    return _mark_named("set_z3_leaf_modules_by_suffix", model, module_name_suffixes, str.endswith, flag, raise_if_not_found)
+
+
+def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
+    """Mark one module, or take its mark away."""
+    model._z3_leaf = flag  # type: ignore[assignment]
+
+
+def z3_leaf_module(model: nn.Module) -> bool:
+    """Whether the module itself is marked."""
+    return bool(getattr(model, "_z3_leaf", False))
+
+
+def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that are marked."""
+    return [module for module in model.modules() if z3_leaf_module(module)]
+
+
+def _mark(
+    op: str, model: nn.Module, classes: Sequence[type[nn.Module] | str], flag: bool, raise_if_not_found: bool
+) -> list[nn.Module]:
+    for index, kind in enumerate(classes):
+        if not isinstance(kind, type | str):
+            raise TypeError(f"{op}: leaf_module_classes[{index}] has {kind!r}; expected a class, or the name of one")
+    derived = tuple(kind for kind in classes if isinstance(kind, type))
+    found: list[nn.Module] = []
+
+    def visit(module: nn.Module) -> None:
+        kind = type(module)
+        if isinstance(module, derived) or kind.__name__ in classes or f"{kind.__module__}.{kind.__qualname__}" in classes:
+            found.append(module)
+
+    model.apply(visit)
+    if not found and raise_if_not_found:
+        raise ValueError(f"{op}: the model has no module of {list(classes)}; expected one or more")
+    for module in found:
+        set_z3_leaf_module(module, flag)
+    return found
+
+
+def _mark_named(
+    op: str, model: nn.Module, asked: Sequence[str], fits: Callable[[str, str], bool], flag: bool, raise_if_not_found: bool
+) -> tuple[list[nn.Module], list[str]]:
+    named = list(model.named_modules())
+    by_asked = {one: [module for name, module in named if fits(name, one)] for one in asked}
+    missing = [one for one, modules in by_asked.items() if not modules]
+    if missing and raise_if_not_found:
+        raise ValueError(f"{op}: the model has no module for {missing}; expected names of named_modules()")
+    found = list(dict.fromkeys(module for modules in by_asked.values() for module in modules))
+    for module in found:
+        set_z3_leaf_module(module, flag)
+    return found, missing
+
+
+NAMES = {
+    function.__name__: function
+    for function in (
+        get_z3_leaf_modules,
+        set_z3_leaf_module,
+        set_z3_leaf_modules,
+        set_z3_leaf_modules_by_name,
+        set_z3_leaf_modules_by_suffix,
+        unset_z3_leaf_modules,
+        z3_leaf_module,
+    )
+}
