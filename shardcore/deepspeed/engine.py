@@ -82,6 +82,12 @@ _NO_OPTIMIZER = (
 )
 
 
+def check_folder(op: str, save_dir: Any) -> None:
+    """Raise ValueError for None and an empty string, which scripts pass whose argument was not given."""
+    if save_dir is None or not os.fspath(save_dir):
+        raise ValueError(f"{op}: save_dir has {save_dir!r}; expected the path of a folder")
+
+
 class ForwardEngine:
     """A sharded model that only runs forward, of `initialize` without an optimizer. Other attributes are those of `module`."""
 
@@ -550,7 +556,7 @@ class TrainingEngine(ForwardEngine):
         Of the data loader that initialize made, its epoch is saved: after a load its next iteration is the epoch after the one
         that was begun. The position within an epoch is yours to save (client_state) and to skip to.
         tag: default "global_step" and the optimizer steps so far. The other arguments, errors and what a crash leaves: see
-        shardcore.save.
+        shardcore.save. ValueError, too, if save_dir is None or empty.
         """
         content = Content(
             states=True,
@@ -566,6 +572,7 @@ class TrainingEngine(ForwardEngine):
             },
         )
         name = f"global_step{self.global_steps}" if tag is None else str(tag)
+        check_folder("save_checkpoint", save_dir)
         write_checkpoint(self._core, Path(save_dir), name, content, save_latest, keep_last, wait)
         return True
 

@@ -52,6 +52,13 @@ class ProcessTopology:
         """Return the place of a rank: a named tuple."""
         return self.ProcessCoord(*(int(index) for index in torch.unravel_index(torch.tensor(rank), self.dims)))
 
+    def get_rank_repr(
+        self, rank: int, omit_axes: Sequence[str] = ("data", "pipe"), inner_sep: str = "_", outer_sep: str = "-"
+    ) -> str:
+        """Return a rank's place in words, for names of files: "model_01"; without omit_axes "pipe_00-data_00-model_01"."""
+        place = zip(self.axes, self.get_coord(rank), strict=True)
+        return outer_sep.join(f"{axis}{inner_sep}{index:02d}" for axis, index in place if axis not in omit_axes)
+
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
         """Return the groups of ranks that differ along an axis alone."""
         return self._ranks.movedim(self.axes.index(axis), -1).flatten(0, -2).tolist() if axis in self.axes else []

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from shardcore.checkpoint.directory import LATEST
-from shardcore.deepspeed.engine import RepeatingLoader, TrainingEngine
+from shardcore.deepspeed.engine import RepeatingLoader, TrainingEngine, check_folder
 from shardcore.deepspeed.pipe import PipelineModule, PipelineParallelGrid
 from shardcore.optim.options import dtype_name
 
@@ -363,6 +363,7 @@ class PipelineEngine(TrainingEngine):
 
     def save_checkpoint(self, save_dir: str | os.PathLike[str], *args: Any, **kwargs: Any) -> bool:
         """Save as TrainingEngine.save_checkpoint: several stages each into a folder of `save_dir`, "stage_00" and so on."""
+        check_folder("save_checkpoint", save_dir)
         return super().save_checkpoint(self._folder(save_dir), *args, **kwargs)
 
     def load_checkpoint(

@@ -303,6 +303,9 @@ def test_misuse() -> None:
     with torch.no_grad(), pytest.raises(ValueError, match="loss does not require a gradient"):
         engine.backward(loss_of(engine, batch_of(0, 0, 0)))
     assert (engine.micro_steps, engine.global_steps) == (0, 0)
+    for unset in (None, ""):
+        with pytest.raises(ValueError, match=r"save_checkpoint: save_dir has .*; expected the path"):
+            engine.save_checkpoint(unset)
     engine.backward(loss_of(engine, batch_of(0, 0, 0)))
     engine.step()
     with pytest.raises(ValueError, match=r"step: there was no backward since the last step"):

@@ -40,6 +40,7 @@ def _grid(rank: int, world: int) -> None:
     assert topology.get_axis_comm_lists("pipe") == [[0, 2], [1, 3]]
     assert topology.get_axis_comm_lists("data") == [[0, 1], [2, 3]]
     assert topology.get_axis_list("pipe", 1) == topology.filter_match(pipe=1) == [2, 3]
+    assert (topology.get_rank_repr(1), topology.get_rank_repr(1, ["model"], "+", "/")) == ("model_00", "pipe+00/data+01")
     assert (topology.get_dim("data"), topology.get_dim("other"), topology.world_size()) == (2, 0, 4)
     grid = PipelineModule([nn.Linear(2, 2), nn.Linear(2, 2)], topology=topology).mpu()
     assert (grid.pp_group, grid.dp_group) == ([rank % 2, rank % 2 + 2], [rank // 2 * 2, rank // 2 * 2 + 1])

@@ -372,6 +372,8 @@ def _resumed(rank: int, world: int, folder: str) -> None:
 
     engine = engine_of(2, tied=True)
     step(engine, 0)
+    with pytest.raises(ValueError, match="save_dir has ''"):
+        engine.save_checkpoint("")
     engine.save_checkpoint(folder, client_state={"seen": 3})
     expected = [step(engine, number) for number in (1, 2)]
     other = engine_of(2, tied=True, stage=2)
