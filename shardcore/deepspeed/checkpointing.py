@@ -39,6 +39,15 @@ def is_configured() -> bool:
     return _on_cpu is not None
 
 
-def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """Run `function` without keeping its activations, which backward computes again."""
-    return run_checkpointed(CheckpointOptions(offload_to_cpu=bool(_on_cpu)), function, *args)
+def checkpoint(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Run function(*args, **kwargs) without keeping its activations, which backward computes again."""
+    names = tuple(kwargs)
+
+    def run(*inputs: Any) -> Any:  # inputs by name are kept as the others are
+        return function(*inputs[: len(args)], **dict(zip(names, inputs[len(args) :], strict=True)))
+
+    return run_checkpointed(CheckpointOptions(offload_to_cpu=bool(_on_cpu)), run, *args, *kwargs.values())
+
+
+def reset() -> None:
+    """Do nothing: forwards without a backward, of an evaluation, leave nothing behind."""

@@ -33,7 +33,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from shardcore.deepspeed import fragments, leaf_modules, lr_schedules, pipe, pipe_engine
 from shardcore.deepspeed.accelerator import get_accelerator
-from shardcore.deepspeed.checkpointing import checkpoint, configure, is_configured
+from shardcore.deepspeed.checkpointing import checkpoint, configure, is_configured, reset
 from shardcore.deepspeed.config import read_config
 from shardcore.deepspeed.engine import ForwardEngine, RepeatingLoader
 from shardcore.deepspeed.initialize import initialize, start_process_group
@@ -521,16 +521,18 @@ _SCHEDULES = {name: getattr(lr_schedules, name) for name in lr_schedules.VALID_L
     "VALID_LR_SCHEDULES": list(lr_schedules.VALID_LR_SCHEDULES),
     **lr_schedules.CONSTANTS,
 }
-_CHECKPOINTING = {f.__name__: f for f in (checkpoint, configure, is_configured)} | {"non_reentrant_checkpoint": checkpoint}
+_CHECKPOINTING = {f.__name__: f for f in (checkpoint, configure, is_configured, reset)} | {
+    "non_reentrant_checkpoint": checkpoint
+}
 _ZERO = {
     "Init": Init,
     "GatheredParameters": gathered_parameters,
     "register_external_parameter": register_external_parameter,
     "unregister_external_parameter": register_external_parameter,
+    "ZeroParamStatus": ZeroParamStatus,
 }
 _PARTITION: dict[str, Any] = {
     **_ZERO,
-    "ZeroParamStatus": ZeroParamStatus,
     # What DeepSpeed's Init puts around torch.empty and the like. transformers replaces it, for its own effect inside Init;
     # Init here changes none of torch's functions.
     "zero_wrapper_for_fp_tensor_constructor": None,
@@ -544,7 +546,7 @@ _TOPOLOGY = (
 )
 _COMM = (init_distributed, inference_all_reduce, get_local_rank, get_world_group, get_all_ranks_from_group)
 MODULES: dict[str, dict[str, Any]] = {  # by path below the package; a module comes before what is in it
-    "zero": _ZERO,
+    "zero": {**_ZERO, "unwrap_model_for_generation": unwrap_model_for_generation},
     "checkpoint": {},
     "checkpoint.utils": {"clone_tensors_for_torch_save": clone_tensors_for_torch_save},
     "checkpointing": _CHECKPOINTING,
@@ -577,11 +579,7 @@ MODULES: dict[str, dict[str, Any]] = {  # by path below the package; a module co
     "runtime.config": {"DeepSpeedConfig": DeepSpeedConfig},
     "runtime.utils": {f.__name__: f for f in (is_model_parallel_parameter, move_to_device, see_memory_usage, set_random_seed)},
     "zero.partition_parameters": _PARTITION,
-    "runtime.zero": {
-        **_ZERO,
-        "ZeroParamStatus": ZeroParamStatus,
-        "unwrap_model_for_generation": unwrap_model_for_generation,
-    },
+    "runtime.zero": {**_ZERO, "unwrap_model_for_generation": unwrap_model_for_generation},
     "runtime.zero.offload_config": {
         "OffloadDeviceEnum": OffloadDeviceEnum,
         "OffloadStateTypeEnum": OffloadStateTypeEnum,
@@ -608,6 +606,7 @@ TOP: dict[str, Any] = {
     "init_inference": init_inference,
     "get_accelerator": get_accelerator,
     "log_dist": log_dist,
+    "logger": logger,
     "DeepSpeedConfig": DeepSpeedConfig,
     "DeepSpeedEngine": ForwardEngine,
     "OnDevice": OnDevice,

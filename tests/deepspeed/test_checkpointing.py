@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     return found
 
 
-def gradients(net: Any, checkpointed: bool) -> tuple[list[torch.Tensor], int]:
+def gradients(net: Any, checkpointed: bool, by_name: bool = False) -> tuple[list[torch.Tensor], int]:
     calls = []
 
     def run(x: torch.Tensor) -> torch.Tensor:
@@ -38,18 +39,23 @@ def gradients(net: Any, checkpointed: bool) -> tuple[list[torch.Tensor], int]:
         return net(x)
 
     x = batch_of(0, 0, 0)[0].requires_grad_()
-    (checkpointing.checkpoint(run, x) if checkpointed else run(x)).sum().backward()
+    by = partial(checkpointing.checkpoint, run) if checkpointed else run
+    (by(x=x) if by_name else by(x)).sum().backward()
     found = [param.grad.clone() for param in net.parameters()]
     net.zero_grad()
     return found, len(calls)
 
 
+@pytest.mark.parametrize("by_name", [False, True])
 @pytest.mark.parametrize("on_cpu", [False, True])
-def test_gradients_are_the_same_and_activations_are_computed_again(on_cpu: bool, kept: list[torch.Tensor]) -> None:
+def test_gradients_are_the_same_and_activations_are_computed_again(
+    on_cpu: bool, by_name: bool, kept: list[torch.Tensor]
+) -> None:
     net = make_net()
     expected, once = gradients(net, False)
     checkpointing.configure(None, checkpoint_in_cpu=on_cpu)
-    found, twice = gradients(net, True)
+    found, twice = gradients(net, True, by_name)
+    checkpointing.reset()
     assert (once, twice) == (1, 2)
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
     assert [tensor.shape for tensor in kept] == ([batch_of(0, 0, 0)[0].shape] if on_cpu else []), "inputs alone are kept"

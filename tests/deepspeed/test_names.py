@@ -31,7 +31,10 @@ def test_modules_have_deepspeeds_names() -> None:
     for name in ("initialize", "init_distributed", "add_config_arguments", "init_inference", "DeepSpeedEngine"):
         assert hasattr(peer, name)
         assert hasattr(deepspeed, name)
-    for path in ("zero.Init", "zero.GatheredParameters", "ops.adam.DeepSpeedCPUAdam", "ops.adam.FusedAdam", "comm.all_reduce"):
+    for path in (
+        *("zero.Init", "zero.GatheredParameters", "ops.adam.DeepSpeedCPUAdam", "ops.adam.FusedAdam", "comm.all_reduce"),
+        *("zero.ZeroParamStatus.AVAILABLE", "zero.unwrap_model_for_generation", "logger.info", "checkpointing.reset"),
+    ):
         of_peer, ours = peer, deepspeed
         for part in path.split("."):
             of_peer, ours = getattr(of_peer, part), getattr(ours, part)
