@@ -25,6 +25,7 @@ from shardcore.checkpoint.consolidate import (
 from shardcore.checkpoint.directory import LATEST, replacing
 from shardcore.checkpoint.load import Wanted, is_there, load_from, open_together
 from shardcore.checkpoint.save import Content, finish_saving, named_parameters, write_checkpoint
+from shardcore.checkpoint.source import Source
 from shardcore.deepspeed.config import BatchSizes, Config
 from shardcore.deepspeed.monitor import MonitorMaster, step_events
 from shardcore.deepspeed.step_report import StepReport
@@ -274,6 +275,35 @@ class ForwardEngine:
         return whole_state_dict(self._core, exclude_frozen_parameters) or None
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict  # OpenRLHF calls it
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Load the weights of a checkpoint, as TrainingEngine.load_checkpoint; there is nothing else to load them into."""
+        source = self._open_checkpoint(load_dir, tag)
+        if source is None:
+            return None, {}
+        try:
+            loaded = load_from(source, self._core, Wanted(load_module_strict, False, None))
+        finally:
+            source.close()
+        return str(loaded.path), dict(loaded.client_state)
+
+    def _open_checkpoint(self, load_dir: str | os.PathLike[str], tag: str | None) -> Source | None:
+        """Open a checkpoint; None, with a warning, where there is no "latest" and no tag was given. Collective."""
+        finish_saving(self._core)
+        folder = Path(load_dir)
+        found = tag is not None or self._core.comm.rank > 0 or is_there(folder)
+        if not all(self._core.comm.gather_json(found)):
+            logger.warning("load_checkpoint: there is no %s, and no tag was given: nothing was loaded", folder / LATEST)
+            return None
+        return open_together(self._core, folder, None if tag is None else str(tag))
 
     def destroy(self) -> None:
         """Wait for what goes on in the background. (Memory is freed with the model and the optimizer.) Collective."""
@@ -594,13 +624,9 @@ class TrainingEngine(ForwardEngine):
         Returns the path of the checkpoint and its client_state; (None, {}), with a warning, where `load_dir` has no "latest"
         and no tag was given. load_module_strict: see shardcore.load. load_module_only: neither states, scheduler nor counters.
         """
-        finish_saving(self._core)
-        folder = Path(load_dir)
-        found = tag is not None or self._core.comm.rank > 0 or is_there(folder)
-        if not all(self._core.comm.gather_json(found)):
-            logger.warning("load_checkpoint: there is no %s, and no tag was given: nothing was loaded", folder / LATEST)
+        source = self._open_checkpoint(load_dir, tag)
+        if source is None:
             return None, {}
-        source = open_together(self._core, folder, None if tag is None else str(tag))
         try:
             states = load_optimizer_states and not load_module_only
             scheduled = load_lr_scheduler_states and not load_module_only and source.scheduler is not None

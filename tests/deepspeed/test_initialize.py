@@ -147,6 +147,23 @@ def test_without_an_optimizer_a_model_only_runs_forward(stage: int, low: str) ->
     assert all(run_ranks(2, _forward_only, stage, low))
 
 
+def _evaluated(rank: int, world_size: int, folder: str, stage: int) -> None:
+    trained = start(ds_config(stage=2))
+    assert shardcore.initialize(model=make_net(), config=without("optimizer"))[0].load_checkpoint(folder) == (None, {})
+    train(trained, rank, 1)
+    trained.save_checkpoint(folder, client_state={"seen": 3})
+    engine = shardcore.initialize(model=make_net(seed=1), config=without("optimizer", stage=stage))[0]
+    path, client_state = engine.load_checkpoint(folder, load_optimizer_states=False)
+    assert (Path(path).name, client_state) == ("global_step1", {"seen": 3})
+    expected = trained.module_state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in engine.module_state_dict().items())
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_engine_that_only_runs_forward_loads_weights(tmp_path: Path, stage: int) -> None:
+    run_ranks(2, _evaluated, str(tmp_path), stage)
+
+
 OURS: dict[str, dict[str, Any]] = {
     "nothing": {},
     "when": {"overlap_step": False, "prefetch": 2, "offload": {"gradients": None}},
