@@ -3,13 +3,16 @@
 import logging
 import os
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardcore.distributed.launchers import env_int
@@ -106,6 +109,27 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     return timeout
 
 
+# How many groups of some ranks, a part of the world, were made here; far from the numbers of torch's own.
+_parts: "weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]]" = weakref.WeakKeyDictionary()
+_FIRST_PART = 1 << 40
+
+
+@contextmanager
+def _numbered(world: dist.ProcessGroup, ranks: Sequence[int]) -> Iterator[None]:
+    """Let torch number the next group by those of the same ranks alone, and count on from where it was afterwards.
+
+    Its own number counts the groups that this rank has made, with whom it may be: others would differ, and look for a group by
+    another name until the timeout.
+    """
+    made, count = _parts.setdefault(world, Counter()), c10d._world.group_count
+    c10d._world.group_count = _FIRST_PART + made[tuple(ranks)]
+    made[tuple(ranks)] += 1
+    try:
+        yield
+    finally:
+        c10d._world.group_count = count
+
+
 def group_beside(
     like: dist.ProcessGroup,
     ranks: Sequence[int],
@@ -115,8 +139,8 @@ def group_beside(
 ) -> dist.ProcessGroup:
     """Make a group of `ranks`, by default with the backend and the timeout of `like`. Collective over these ranks alone.
 
-    For a part of the world torch up to 2.13 needs ranks that are in equally many groups (it names the group by that number);
-    newer versions need all ranks of the world to have made equally many.
+    For a part of the world torch up to 2.13 needs ranks that are in equally many groups: it names the group by that number.
+    Newer versions take the number of groups made so far, on all ranks of the world: `_numbered` sees to that.
     """
     world = dist.group.WORLD
     assert world is not None
@@ -124,12 +148,13 @@ def group_beside(
     if part:  # with a bound device torch splits the world's NCCL communicator, a collective over the whole world
         world.bound_device_id = None
     try:
-        group: dist.ProcessGroup | None = dist.new_group(
-            ranks,
-            timeout=timeout or timeout_of(like, device),
-            backend=backend or dist.get_backend(like),
-            use_local_synchronization=part,
-        )
+        with _numbered(world, ranks) if part else nullcontext():
+            group: dist.ProcessGroup | None = dist.new_group(
+                ranks,
+                timeout=timeout or timeout_of(like, device),
+                backend=backend or dist.get_backend(like),
+                use_local_synchronization=part,
+            )
     finally:
         world.bound_device_id = bound
     assert group is not None
