@@ -24,6 +24,8 @@ class Accelerator:
 
     def __getattr__(self, name: str) -> Any:
         """Return the attribute of torch.cuda; or of torch.cpu or torch, or what stands for it on a CPU."""
+        if name.startswith("_"):  # of an object that is being unpickled
+            raise AttributeError(name)
         if self._name == "cuda":
             return getattr(torch.cuda.nvtx if name.startswith("range_") else torch.cuda, name)
         if name in _HOST_NOW:

@@ -28,6 +28,7 @@ _NO_HOOKS = SimpleNamespace(
 
 
 _STAND_IN = str(Path(__file__).with_name("stand_in"))
+_ROOT = str(Path(__file__).resolve().parents[2])  # where shardcore is: of a checkout it may be in no path
 
 
 class _Finder:
@@ -63,9 +64,12 @@ def install_as_deepspeed() -> None:
             f"install_as_deepspeed: {early[0]} is imported already, so {why}; expected the call (or shardcore run "
             "--as-deepspeed) before any such import"
         )
-    sys.path.insert(0, _STAND_IN)  # which new processes get from multiprocessing
+    if _ROOT not in sys.path:
+        sys.path.append(_ROOT)
+    sys.path.insert(0, _STAND_IN)
     importlib.invalidate_caches()
     importlib.import_module("deepspeed")
+    sys.path.insert(1, sys.path.pop(0))  # behind the script's folder; new processes get both from multiprocessing
 
 
 def register() -> None:

@@ -277,7 +277,7 @@ def read_config(config: Any, args: Any = None) -> Config:
     )
 
 
-def shard_options(settings: Config) -> dict[str, Any]:
+def shard_options(settings: Config, muon: bool = False) -> dict[str, Any]:
     """Return the keyword arguments of `shard` for a configuration, but those that depend on the loop.
 
     These are clip_grad_norm, accumulate and materialize. "stage" is among what is returned.
@@ -292,7 +292,7 @@ def shard_options(settings: Config) -> dict[str, Any]:
         tiers |= {"optimizer": settings.offload, "ratio": settings.ratio}
         if settings.offload == "nvme":
             tiers |= {"path": settings.nvme_path, "durable": False}  # as DeepSpeed's swap files; save_checkpoint is its way
-        elif settings.stage > 0 and settings.optimizer_type is not Muon:  # which orthogonalizes gradients on the device
+        elif settings.stage > 0 and not muon:  # which orthogonalizes gradients on the device
             tiers["gradients"] = "cpu"  # as in ZeRO-Offload
             overlap_step = settings.stage == 3  # at 1 and 2 new weights are gathered, before which NCCL's ranks must not read
     own_tiers = settings.shardcore.get("offload", {})

@@ -73,8 +73,7 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     With fp16 the value is unscaled. value, and errors: as for safe_set_full_fp32_param; ValueError without a gradient.
     """
     if (engine := _engine(param)) is not None:
-        scale = grad_scale_of(engine)
-        set_full_grad(engine, param, value if scale == 1.0 else value / scale)
+        set_full_grad(engine, param, value, grad_scale_of(engine))
     elif param.grad is not None:
         param.grad.copy_(value)
 

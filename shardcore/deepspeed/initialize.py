@@ -138,7 +138,7 @@ def initialize(
         checkpointing.configure(checkpoint_in_cpu=settings.cpu_checkpointing)
     if comm.rank == 0:
         _explain(settings, optimizer, lr_scheduler, pipe)
-    options = shard_options(settings)
+    options = shard_options(settings, isinstance(given, Muon))
     if of_sequences > 1:
         mpu.enable(model)  # which checks it first
     if pipe is not None:
@@ -153,7 +153,7 @@ def initialize(
     )
     if settings.stage == 3:
         name_sharded_params()
-    else:
+    elif engine_of(model).overlap_step is None:  # else a read on one rank would start gathers there
         engine_of(model).own_weights = True  # scripts read them on rank 0 alone, and save them
     if adam is None:
         forward_only: Any = ForwardEngine(model, engine_of(model), settings, sizes, (replicas, replica)), None, None, None

@@ -311,7 +311,8 @@ def move_to_device(item: Any, device: torch.device | str, criterion_func: Callab
         item.data = item.to(device)
         return item
     if isinstance(item, list | tuple):
-        return type(item)([move_to_device(entry, device, criterion_func) for entry in item])
+        moved = [move_to_device(entry, device, criterion_func) for entry in item]
+        return moved if isinstance(item, list) else tuple(moved)
     if isinstance(item, dict):
         return {key: move_to_device(entry, device, criterion_func) for key, entry in item.items()}
     return item.to(device)

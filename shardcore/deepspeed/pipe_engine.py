@@ -375,8 +375,10 @@ class PipelineEngine(TrainingEngine):
         crash between their saves leaves them so, and then give the tag of one that all have.
         """
         if dist.is_initialized():
-            self.wait_for_checkpoint()
-            dist.barrier()  # each stage saves by itself
+            try:
+                self.wait_for_checkpoint()
+            finally:
+                dist.barrier()  # each stage saves by itself
             latest = self._folder(load_dir) / LATEST
             newest = latest.read_text().strip() if latest.is_file() else None
             saved = len([*Path(load_dir).glob("stage_*")]) or int(Path(load_dir, LATEST).is_file())

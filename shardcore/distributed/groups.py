@@ -122,8 +122,8 @@ def _numbered(world: dist.ProcessGroup, ranks: Sequence[int]) -> Iterator[None]:
     another name until the timeout.
     """
     made, count = _parts.setdefault(world, Counter()), c10d._world.group_count
-    c10d._world.group_count = _FIRST_PART + made[tuple(ranks)]
-    made[tuple(ranks)] += 1
+    c10d._world.group_count = _FIRST_PART + made[tuple(sorted(ranks))]
+    made[tuple(sorted(ranks))] += 1
     try:
         yield
     finally:

@@ -9,7 +9,7 @@ which shards stream that nobody foresaw. What is written to meanwhile is read ag
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import groupby
@@ -22,6 +22,7 @@ from shardcore.engine.bucket import Bucket
 from shardcore.engine.disk import ALIGNMENT
 from shardcore.engine.nvme_states import WEIGHT, Chunk, NvmeStates, StateFiles, WeightFormat, aligned, place_bytes
 from shardcore.layout import round_up
+from shardcore.optim.state_format import Kept
 
 _STREAMING = 2  # buffers beside those of what is read ahead
 
@@ -75,6 +76,13 @@ class NvmeWeights(NvmeStates):
         for first, numel, kept in self.change(bucket, start, values.numel()):
             part = values[first - start : first - start + numel].to(self._device).contiguous()
             self._copies.to_tier(kept[WEIGHT], part).synchronize()
+
+    def change(self, bucket: Bucket, start: int, numel: int) -> Iterator[tuple[int, int, Kept]]:
+        """See NvmeStates. What was read ahead is older then."""
+        with self._lock:
+            for chunk, _first, _count in self._overlapping(bucket, start, numel):
+                self._drop(chunk)
+        return super().change(bucket, start, numel)
 
     def read_ahead(self, bucket: Bucket) -> None:
         """See WeightFiles."""

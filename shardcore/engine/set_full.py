@@ -1,6 +1,6 @@
 """Writes of one parameter's full master, state or gradient: each rank keeps the part that it owns.
 
-Every rank has to give the same values. Their sum travels with the agreement on the call, so that ranks whose values differ
+Every rank has to give the same values. Their checksum travels with the agreement on the call, so that ranks whose values differ
 raise instead of going on with different weights.
 """
 
@@ -50,8 +50,10 @@ def set_full_state(engine: Engine, param: nn.Parameter, key: str, value: Any) ->
 
 
 @torch.no_grad()
-def set_full_grad(engine: Engine, param: nn.Parameter, value: Any) -> None:
+def set_full_grad(engine: Engine, param: nn.Parameter, value: Any, scale: float = 1.0) -> None:
     """Replace the full averaged, unscaled gradient of one parameter, rounded to the dtype that gradients have. Collective.
+
+    value: is divided by scale, what the step multiplies gradients by.
 
     Raises ValueError or TypeError on every rank, with nothing changed, for a frozen parameter, one without a gradient, another
     shape, and where ranks differ.
@@ -66,7 +68,7 @@ def set_full_grad(engine: Engine, param: nn.Parameter, value: Any) -> None:
     bucket, managed = engine.part_of(op, param)
     if not managed.has_grad or not bucket.grads():
         raise ValueError(f"{op}: {managed.name} has no gradient; expected a backward that reaches it before")
-    flat = managed.cut(value.detach()).reshape(-1)
+    flat = managed.cut(value.detach() if scale == 1.0 else value.detach() / scale).reshape(-1)
     for start, part in bucket.grads():
         for owner, piece, view in bucket.owned_views(part, start):
             if owner is managed:
@@ -77,4 +79,5 @@ def set_full_grad(engine: Engine, param: nn.Parameter, value: Any) -> None:
 
 
 def _described(what: str, value: torch.Tensor) -> str:
-    return f"{what} with the sum {value.sum(dtype=torch.float64).item()!r}"
+    bits = value.detach().float().contiguous().view(torch.int32)
+    return f"{what} with the checksum {bits.sum(dtype=torch.int64).item()}"  # of integers: in any order, on any device

@@ -1,5 +1,7 @@
 """What get_accelerator() says of the device."""
 
+import pickle
+
 import pytest
 import torch
 from shardcore.accelerator import get_accelerator  # type: ignore[import-not-found]
@@ -14,6 +16,10 @@ def test_the_accelerator_is_the_device_that_trains() -> None:
         assert (accelerator.device_name(0), accelerator.communication_backend_name()) == ("cpu", "gloo")
         accelerator.set_device(0)
     assert accelerator.is_bf16_supported() in (True, False)
+
+
+def test_the_accelerator_is_sent_to_workers() -> None:
+    assert pickle.loads(pickle.dumps(get_accelerator())).device_name() == get_accelerator().device_name()
 
 
 def test_dtypes_and_memory_are_told_of() -> None:

@@ -458,30 +458,6 @@ def test_16_bit_weights_are_saved(tmp_path: Path, stage: int) -> None:
     run_ranks(2, _saves_16bit, str(tmp_path), stage)
 
 
-def _read_alone(rank: int, world_size: int, stage: int) -> None:
-    engine, other = _start(stage=stage), _start(stage=stage)
-    for number in (1, 2):
-        train(engine, rank, number)
-        train(other, rank, number)
-        if rank == 0:
-            read = engine.module.state_dict()
-            of_part = engine.module.blocks.state_dict(prefix="blocks.")
-        masters = other.module_state_dict()
-        if rank == 0:
-            assert set(read) == set(masters)
-            for name, value in read.items():
-                assert value.dtype == (torch.float32 if name == "offset" else torch.bfloat16), name
-                assert torch.equal(value, masters[name].to(value.dtype)), name
-                assert value.untyped_storage().nbytes() == value.nbytes, name  # for torch.save and safetensors
-            assert all(torch.equal(value, read[name]) for name, value in of_part.items())
-    assert hash_of_training(engine, engine.optimizer) == hash_of_training(other, other.optimizer)
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_one_rank_reads_the_weights_of_the_module_alone_below_stage_3(stage: int) -> None:
-    run_ranks(2, _read_alone, stage)
-
-
 # --- backward by other ways -------------------------------------------------------------------------------------------
 
 

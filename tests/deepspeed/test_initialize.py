@@ -478,6 +478,18 @@ def _muon(rank: int, world_size: int) -> list[str]:
     return found
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_given_muon_offloads_its_states_too(stage: int) -> None:
+    """In place of the configuration's AdamW, whose gradients would be in host memory."""
+    model = nn.Sequential(nn.Linear(10, 8), nn.Linear(8, 5))
+    groups = [{"params": [layer.weight for layer in model]}, {"params": [layer.bias for layer in model], "use_muon": False}]
+    config = ds_config() | {"zero_optimization": {"stage": stage, "offload_optimizer": {"device": "cpu"}}}
+    engine = start(config, model, optimizer=shardcore.Muon(groups))
+    before = engine.module_state_dict()["0.weight"]
+    train(engine, 0, 1)
+    assert not torch.equal(engine.module_state_dict()["0.weight"], before)
+
+
 def test_muon_offloads_its_states() -> None:
     for hashes in run_ranks(2, _muon):
         assert len(set(hashes)) == 1

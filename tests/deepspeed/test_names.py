@@ -6,7 +6,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -81,6 +81,11 @@ def test_tensors_are_made_on_a_device_and_in_a_dtype() -> None:
     assert (made.device.type, made.dtype) == ("cpu", torch.float32)
 
 
+class Pair(NamedTuple):
+    first: torch.Tensor
+    second: torch.Tensor
+
+
 def test_nested_tensors_are_moved() -> None:
     move = deepspeed.runtime.utils.move_to_device
     batch = {"x": torch.ones(2), "rest": [torch.ones(1), (torch.ones(3),)]}
@@ -88,6 +93,7 @@ def test_nested_tensors_are_moved() -> None:
     assert moved["x"].is_meta
     assert moved["rest"][1][0].is_meta
     assert not batch["x"].is_meta
+    assert move(Pair(torch.ones(1), torch.ones(1)), "meta")[1].is_meta
     own = torch.ones(2)
     assert move([own], "cpu", lambda item: isinstance(item, torch.Tensor))[0] is own
 

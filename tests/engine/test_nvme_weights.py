@@ -103,6 +103,18 @@ def test_values_from_the_host_go_by_way_of_the_device(tmp_path: Path) -> None:
         assert bool((bucket.owned_values(0, bucket.owned_numel) == 1).all())
 
 
+def test_weights_that_were_read_ahead_of_an_edit_are_read_again(tmp_path: Path) -> None:
+    _model, optimizer, _ = train(0, _run("masters", tmp_path))
+    files = optimizer._engine.store.weight_files
+    for bucket in optimizer._engine.buckets:
+        files.read_ahead(bucket)
+        bucket.assign(0, torch.zeros(bucket.owned_numel))
+        found = torch.ones(bucket.owned_numel, dtype=bucket.dtype)
+        if (copied := files.bring(bucket, found)) is not None:
+            copied.synchronize()
+        assert not found.any()
+
+
 def _after_a_failed_forward(folder: Path | None) -> str:
     torch.manual_seed(0)
     model, optimizer, _ = train(0, _run("fp32", folder), Net(depth=5))
