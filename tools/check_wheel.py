@@ -23,6 +23,7 @@ from tools.make_wheel import OF_TORCH
 
 CONTENT = re.compile(
     r"shardcore/(.*\.py|_C\.pyi|py\.typed|_C\.build\.json|_C\.cpython-\w+(-[\w-]+)?\.so)"
+    r"|shardcore/deepspeed/stand_in/deepspeed-[\d.]+\.dist-info/(METADATA|top_level\.txt)"
     r"|shardcore\.libs/liburing[\w.-]*"
     r"|shardcore-[^/]+\.dist-info/(METADATA|WHEEL|RECORD|entry_points\.txt|top_level\.txt|(licenses/)?LICENSE(\.liburing)?|sboms/auditwheel\.cdx\.json)"
 )
@@ -135,7 +136,7 @@ def check(wheel: Path) -> None:
         record = json.loads(archive.read("shardcore/_C.build.json"))
         code: dict[str, str] = {}
         exec(archive.read("shardcore/version.py"), code)
-        (metadata,) = [name for name in names if name.endswith(".dist-info/METADATA")]
+        (metadata,) = [name for name in names if name.startswith("shardcore-") and name.endswith(".dist-info/METADATA")]
         check_metadata(archive.read(metadata).decode(), record, code["__version__"])
     with tempfile.TemporaryDirectory() as name:
         shown = run([sys.executable, "-m", "auditwheel", "show", "--json", str(wheel.resolve())], Path(name))
