@@ -250,7 +250,8 @@ class ForwardEngine:
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
         """Return the full state dict of the model, from the masters. Collective.
 
-        (That of `module` has the weights in the dtypes they train in; below stage 3 a rank may read it alone.)
+        (Below stage 3, without overlap_step, that of `module` has the weights in the dtypes they train in, and one rank may
+        read it alone.)
         """
         own, self._core.own_weights = self._core.own_weights, False
         try:
@@ -347,7 +348,7 @@ class TrainingEngine(ForwardEngine):
         self.optimizer: ShardableOptimizer = optimizer
         self.lr_scheduler, self.training_dataloader = lr_scheduler, training_dataloader
         self.global_steps = self.micro_steps = self.global_samples = 0
-        self._counted_from = 0  # the micro_steps at which accumulation was begun to be counted
+        self._counted_from = 0  # micro_steps when the count of the accumulation began
         self._skipped_before = optimizer.skipped_steps
         self._seen = 0  # how many of the core's backwards, which gave this rank a gradient, there were at the last step()
         self._ran = False  # backward() was called since then
