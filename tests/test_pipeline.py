@@ -208,7 +208,7 @@ def resumed(rank: int, world: int, folder: str, tp: int) -> bool:
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tp", [1, 2])
 def test_stages_are_saved_and_resumed(tp: int, tmp_path: Path) -> None:
     assert all(run_ranks(4 * tp, resumed, str(tmp_path), tp))
 

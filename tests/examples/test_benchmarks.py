@@ -386,7 +386,7 @@ def test_a_tree_inside_another_repository_is_none_of_its_commits(tmp_path, monke
     assert machine.describe_machine()["commit"] == "abc"
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_elementwise(tmp_path, run_main):
     options = ["--numel", "4K", "--rounds", "2", "--threads", "1", "--pause", "0", "--out", str(tmp_path)]
     assert "time / ours" in run_main(bench_elementwise, *options)

@@ -29,7 +29,7 @@ def test_nodes_and_prefetch_hide_what_flat_or_late_gathers_expose():
     assert exposed(late, "weights") > 3 * exposed(flat, "weights")
 
 
-@pytest.mark.parametrize("options", [{"stage": 3}, pytest.param({"stage": 2, "overlap_step": True}, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("options", [{"stage": 3}, pytest.param({"stage": 2, "overlap_step": True}, marks=pytest.mark.more)])
 def test_with_a_unit_for_the_head_less_than_two_percent_are_exposed(options):
     together, apart = (
         exposed(simulate(64, 4096, head_apart=head_apart, ranks_per_node=8, **options)) for head_apart in (False, True)
@@ -37,7 +37,7 @@ def test_with_a_unit_for_the_head_less_than_two_percent_are_exposed(options):
     assert apart < 0.0172 < 0.02 < together
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_units_go_across_nodes_while_the_next_one_computes(monkeypatch):
     at_half = simulate(64, 4096, stage=3, ranks_per_node=8)
     monkeypatch.setattr(ReduceScatter, "arrive", lambda *_: ())
