@@ -18,7 +18,7 @@ def test_unknown_part_is_refused_with_the_names(names):
     assert (done.returncode, done.stdout) == (2, "")
     known = re.fullmatch(rf"\.ci/run: argument has {names[0]}; expected parts of: (.*) \(none: all of them\)\n", done.stderr)
     assert known
-    assert known[1].split() == re.findall(r'^part ".*" (\w+)$', (ROOT / ".ci/run").read_text(), re.MULTILINE)
+    assert known[1].split() == re.findall(r'^part ".*" (\w+)\b', (ROOT / ".ci/run").read_text(), re.MULTILINE)
 
 
 def test_clang_format_sees_every_file(tmp_path):
