@@ -235,19 +235,21 @@ struct BlockOfWrongLanes : HostBlock {
 };
 
 TEST(adam_cuda_body, a_broken_exchange_between_lanes_is_rejected) {
+  constexpr int kAny = kNumAdamForms - 1;
+  const std::vector<AdamScalars> scalars = AdamProblem::scalars_of(various_hypers());
   for (const StateDType state : {StateDType::f32, StateDType::bf16, StateDType::q8}) {
     for (const auto& [param, grad] : {std::pair(DType::f32, DType::bf16), std::pair(DType::f16, DType::f32)}) {
       AdamProblem problem({{256, param, grad, Master::none, false, 0, 0, 0, 0, state}}, 44);
       problem.run_cpu(various_hypers());
       const auto want = problem.result();
       problem.reset();
-      problem.run_cuda_body(various_hypers());
+      problem.run_cuda_form<kAny>(scalars);
       EXPECT_EQ(problem.result(), want);
       problem.reset();
-      problem.run_cuda_body<BlockWithoutExchange>(various_hypers());
+      problem.run_cuda_form<kAny, BlockWithoutExchange>(scalars);
       EXPECT_NE(problem.result(), want);
       problem.reset();
-      problem.run_cuda_body<BlockOfWrongLanes>(various_hypers());
+      problem.run_cuda_form<kAny, BlockOfWrongLanes>(scalars);
       EXPECT_NE(problem.result(), want);
     }
   }

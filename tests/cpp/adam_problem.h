@@ -108,25 +108,25 @@ class AdamProblem {
 
   int64_t first_chunk = 0;  // run_cuda_body leaves out the chunks before it
 
-  template <typename Block = HostBlock>
-  void run_cuda_body(const std::vector<AdamHyper>& hypers) {
-    run_cuda_body<Block>(scalars_of(hypers), adam_form_of(segments_));
+  void run_cuda_body(const std::vector<AdamHyper>& hypers) { run_cuda_body(scalars_of(hypers), adam_form_of(segments_)); }
+
+  // The CUDA kernel of this form.
+  void run_cuda_body(const std::vector<AdamScalars>& scalars, int form) {
+    choose_adam_body(form, [&](auto index) { run_cuda_form<decltype(index)::value>(scalars); });
   }
 
-  // The CUDA kernel of this form over all blocks and threads, the last block first. Block: what stands for CUDA's.
-  template <typename Block = HostBlock>
-  void run_cuda_body(const std::vector<AdamScalars>& scalars, int form) {
+  // Over all blocks and threads, the last block first. Block: what stands for CUDA's. A form takes a second to compile.
+  template <int kForm, typename Block = HostBlock>
+  void run_cuda_form(const std::vector<AdamScalars>& scalars) {
     const HostTable table(segments_, kAdamChunk);
     AdamScalarsArg arg;
     if (!arg.take(scalars)) arg.table = scalars.data();
-    choose_adam_body(form, [&](auto index) {
-      const auto body = [&](int64_t block_index, int thread, const HostBlock& block) {
-        adam_cuda_body<decltype(index)::value>(table.get(), arg, block_index, thread, Block(block));
-      };
-      for (int64_t block = table.num_chunks() - 1; block >= first_chunk; --block) {
-        HostGrid::run_block(block, kAdamThreads, body);
-      }
-    });
+    const auto body = [&](int64_t block_index, int thread, const HostBlock& block) {
+      adam_cuda_body<kForm>(table.get(), arg, block_index, thread, Block(block));
+    };
+    for (int64_t block = table.num_chunks() - 1; block >= first_chunk; --block) {
+      HostGrid::run_block(block, kAdamThreads, body);
+    }
   }
 
   // All bytes of all buffers, NaN payloads made equal. Checks the sentinels.

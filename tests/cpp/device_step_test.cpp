@@ -81,11 +81,12 @@ struct Device {
 };
 
 constexpr int64_t kLarge = int64_t{1} << 24;  // float32 counts no further
-const int64_t kSteps[] = {1, 2, 3, 10, 999, 100000, kLarge - 1, kLarge, kLarge + 1, (int64_t{1} << 31) + 7, int64_t{1} << 40};
+const int64_t kStepNumbers[] = {
+    1, 2, 3, 10, 999, 100000, kLarge - 1, kLarge, kLarge + 1, (int64_t{1} << 31) + 7, int64_t{1} << 40};
 
 std::vector<AdamHyper> many_hypers() {
   std::vector<AdamHyper> list;
-  for (const int64_t step : kSteps) {
+  for (const int64_t step : kStepNumbers) {
     for (AdamHyper h : various_hypers()) {
       for (const double lr : {0.0, 1e-3, 0.1, 3.3333333333333335e-5}) {
         for (const double beta2 : {0.999, 0.95, 0.99999999}) {
@@ -246,7 +247,7 @@ TEST(device_step, replays_are_the_next_steps_of_the_cpu) {
   device.loss_scale = 8.0;
   for (const float found : found_inf) {
     device.found_inf = found;
-    problem.run_cuda_body(device.replay(), kNumAdamForms - 1);
+    problem.run_cuda_form<kNumAdamForms - 1>(device.replay());
   }
   const auto got = problem.result();
   problem.reset();
@@ -288,12 +289,12 @@ TEST(device_step, a_skipped_step_writes_nothing_and_is_counted_once) {
     const std::vector<int64_t> counters = device.counters;
     spoils[which](device);
     std::vector<AdamScalars> scalars = device.replay();
-    problem.run_cuda_body(scalars, kNumAdamForms - 1);
+    problem.run_cuda_form<kNumAdamForms - 1>(scalars);
     EXPECT_EQ(problem.result(), before) << which;
     EXPECT_EQ(device.counters, counters) << which;
     EXPECT_EQ(device.state.skipped, 1) << which;
     for (AdamScalars& s : scalars) s.skip = 0;  // the twin that does not look
-    problem.run_cuda_body(scalars, kNumAdamForms - 1);
+    problem.run_cuda_form<kNumAdamForms - 1>(scalars);
     EXPECT_NE(problem.result(), before) << which;
   }
 }
