@@ -99,7 +99,7 @@ def test_one_hash_over_stages_and_tiers(name: str, precision: str | None) -> Non
 
 
 @pytest.mark.more
-@pytest.mark.parametrize(("number", "name"), enumerate(OPTIMIZERS))
+@pytest.mark.parametrize(("number", "name"), list(enumerate(OPTIMIZERS)))
 def test_one_hash_over_stages_and_tiers_at_four_ranks(number: int, name: str) -> None:
     """Stage 0, and one half of the other places or the other."""
     _one_hash(4, name, "bf16", [PLACES[0], *PLACES[1 + number % 2 :: 2]])
