@@ -152,7 +152,7 @@ def test_what_is_missing_is_named(monkeypatch, tmp_path):
 
 
 def test_the_release_workflow():
-    """It cannot run here: what it calls exists, each torch fits, and CUDA's three spellings agree."""
+    """It cannot run here: what it calls exists, each torch fits, CUDA's three spellings agree, the guide names its Pythons."""
     yaml = pytest.importorskip("yaml", reason="reads the workflow")
     job = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())["jobs"]["wheel"]
     assert "manylinux_2_28" in job["container"]
@@ -161,6 +161,9 @@ def test_the_release_workflow():
     assert targets == ["wheel"]
     rules = subprocess.run(["make", "-n", *targets], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert re.findall(r"-m tools\.(\w+_wheel)", rules) == ["make_wheel", "check_wheel"]
+    minors = [int(tag.removeprefix("cp3")) for tag in job["strategy"]["matrix"]["python"]]
+    assert minors == list(range(minors[0], minors[-1] + 1))
+    assert f"with Python 3.{minors[0]} to 3.{minors[-1]}" in (ROOT / "docs/install.md").read_text()
     for build in job["strategy"]["matrix"]["build"]:
         toolkit = build.get("toolkit", "").replace("-", ".")
         decision = build_config.decide(
