@@ -209,8 +209,8 @@ class StandIn(dist.ProcessGroup):
 
     @_of_gpus
     def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Flight:
-        pieces = [self._pieces(output) for output in outputs]
-        return self._start("all_gather", [inputs] * self.size(), [[piece[i] for piece in pieces] for i in range(self.size())])
+        pieces, flats = [self._pieces(output) for output in outputs], [one.reshape(-1) for one in inputs]
+        return self._start("all_gather", [flats] * self.size(), [[piece[i] for piece in pieces] for i in range(self.size())])
 
     @_of_gpus
     def broadcast(self, tensors: Any, opts: Any) -> Flight:
@@ -219,10 +219,23 @@ class StandIn(dist.ProcessGroup):
         return self._start("broadcast", [tensors if root else []] * self.size(), received)
 
     @_of_gpus
+    def scatter(self, outputs: Any, inputs: Any, opts: Any) -> Flight:
+        sent = [[one] for one in inputs[0]] if opts.rootRank == self.rank() else [[]] * self.size()
+        return self._start("scatter", sent, [outputs if i == opts.rootRank else [] for i in range(self.size())])
+
+    @_of_gpus
     def allreduce(self, tensors: Any, opts: Any) -> Flight:
         (tensor,) = tensors
         rows = tensor.new_empty(self.size(), *tensor.shape)
         return self._start("all_reduce", [[tensor]] * self.size(), [[row] for row in rows], tensor, opts.reduceOp.op, rows)
+
+    @_of_gpus
+    def reduce(self, tensors: Any, opts: Any) -> Flight:
+        (tensor,), at_root = tensors, opts.rootRank == self.rank()
+        rows = tensor.new_empty(self.size() if at_root else 0, *tensor.shape)
+        sent = [[tensor] if i == opts.rootRank else [] for i in range(self.size())]
+        received = [[rows[i]] if at_root else [] for i in range(self.size())]
+        return self._start("reduce", sent, received, tensor if at_root else None, opts.reduceOp.op, rows)
 
     @_of_gpus
     def _reduce_scatter_base(self, output: Any, input: Any, opts: Any) -> Flight:

@@ -31,7 +31,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list
     """
     while len(_workers) < world_size:
         _workers.append(_start())
-    call, port = next(_calls), _store().port
+    call, port = next(_calls), store_port()
     pending = {}
     for rank, (_, pipe) in enumerate(_workers[:world_size]):
         pipe.send((function, rank, world_size, port, call, args))
@@ -77,6 +77,11 @@ atexit.register(stop_ranks)
 def _store() -> dist.TCPStore:
     """Where all ranks meet, served by this process on a port of the system's choice (a file would be polled)."""
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def store_port() -> int:
+    """Return the port of the store that ranks of run_ranks meet at."""
+    return _store().port
 
 
 def _start() -> tuple[Any, Connection]:

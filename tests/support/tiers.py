@@ -68,8 +68,8 @@ def tier_with(patch: pytest.MonkeyPatch, wrap: Callable[[Any], Any] = lambda tie
     """Let every CpuStore made from now on have a tier of the CPU, simulated if asked; what `wrap` returns may be Wrapped."""
     tier_of, pipeline_of = _C.HostTier, _C.OffloadPipeline
 
-    def make(device: torch.device, *arguments: Any) -> Any:
-        return wrap(simulated_tier(*arguments, **simulated) if simulated else tier_of(device, *arguments))
+    def make(device: torch.device, *arguments: Any, **named: Any) -> Any:
+        return wrap(simulated_tier(*arguments, **named, **simulated) if simulated else tier_of(device, *arguments, **named))
 
     def make_pipeline(tier: Any, places: int) -> Any:
         return tier.pipeline(pipeline_of(tier._tier, places)) if isinstance(tier, Wrapped) else pipeline_of(tier, places)

@@ -26,6 +26,8 @@ def _collectives(rank: int, world_size: int) -> dict[str, list[float]]:
         "largest": own.clone(),
         "scattered": torch.zeros(2),
         "from 1": own.clone(),
+        "sum at 1": own.clone(),
+        "part of 1's": torch.zeros(2),
         "next": own.clone(),
     }
     full = torch.arange(2.0 * world_size) + rank
@@ -40,6 +42,8 @@ def _collectives(rank: int, world_size: int) -> dict[str, list[float]]:
         dist.all_reduce(found["largest"], dist.ReduceOp.MAX, group=group, async_op=True),
         comm._reduce_scatter(found["scattered"], full, group=group, async_op=True),
         dist.broadcast(found["from 1"], 1, group=group, async_op=True),
+        dist.reduce(found["sum at 1"], 1, group=group, async_op=True),
+        dist.scatter(found["part of 1's"], list(full.chunk(world_size)) if rank == 1 else None, 1, group, async_op=True),
         *dist.batch_isend_irecv(
             [dist.P2POp(dist.irecv, found["next"], following, group), dist.P2POp(dist.isend, own.clone(), before, group)]
         ),
@@ -58,6 +62,8 @@ def test_collectives() -> None:
             "ints": [0, 1, 2],
             "exchanged": [2 * rank + more + other for other in range(world) for more in (0, 1)],
             "sum": [33.0, 36.0],
+            "sum at 1": [33.0, 36.0] if rank == 1 else [1.0 + 10 * rank, 2.0 + 10 * rank],
+            "part of 1's": [2.0 * rank + 1, 2.0 * rank + 2],
             "largest": [21.0, 22.0],
             "scattered": [world * (2 * rank + more) + 3 for more in (0, 1)],
             "from 1": [11.0, 12.0],

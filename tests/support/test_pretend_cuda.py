@@ -1,4 +1,4 @@
-"""Trainings on a pretended GPU (pretend_device.py): nothing is refused there, and the bits are those of CPU ranks.
+"""Trainings on a pretended GPU (pretend_cuda.py): nothing is refused there, and the bits are those of CPU ranks.
 
 Twins: what a GPU, NCCL or a copy would refuse is refused, and a fault of shardcore's that only showed on GPUs is found.
 """
@@ -17,10 +17,12 @@ import torch.distributed as dist
 import shardcore
 from shardcore._native import _C
 from shardcore.engine.bucket import Bucket
+from shardcore.engine.host_gradients import HostGrads
 from shardcore.engine.nvme_weights import WEIGHT, NvmeWeights
+from shardcore.engine.unshard import Gatherer
 from tests.support.groups import device_decides
 from tests.support.models import Net, batch_of, error_of, hash_of, hash_of_training, loss_of, make_net
-from tests.support.pretend_device import NAME, run_pretended, why_not
+from tests.support.pretend_cuda import DEVICE, run_pretended, why_not
 from tests.support.ranks import run_ranks
 from tests.support.tiers import small_chunks
 
@@ -47,17 +49,18 @@ FILES = {"optimizer": "nvme", "durable": False}
 
 @dataclass(frozen=True)
 class Case:
-    """A training: what shard is told. decides: steps are decided on as on a GPU."""
+    """A training: what shard is told. decides: steps are decided on as on a GPU; activations: are kept in host memory."""
 
     stage: int
     offload: dict[str, Any] = field(default_factory=dict)
     optimizer: str = "adam"
     precision: str = "bf16"
     decides: bool = False
+    activations: bool = False
     shard: dict[str, Any] = field(default_factory=dict)
 
 
-OVERLAP = {"overlap_step": True}
+OVERLAP, NODES = {"overlap_step": True}, {"ranks_per_node": 2}
 ONE_RANK = [
     Case(0, precision="fp32"),
     Case(1, optimizer="sgd", shard=OVERLAP),
@@ -80,9 +83,15 @@ TWO_RANKS = [
     Case(2, STATES, shard=OVERLAP),
     Case(2, precision="fp16", decides=True),
     Case(2, GRADS, "8bit"),
-    Case(3, optimizer="sgd"),
+    Case(3, optimizer="sgd", activations=True),
     Case(3, WEIGHTS, shard=OVERLAP),
     Case(3, {**FILES, "gradients": "cpu", "params": "nvme"}),
+]
+FOUR_RANKS = [  # of two nodes
+    Case(1, shard=OVERLAP | NODES),
+    Case(2, GRADS, shard=NODES),
+    Case(3, shard=NODES),
+    Case(3, WEIGHTS, shard={"reshard_after_forward": 2, "prefetch": 2}),
 ]
 
 
@@ -95,17 +104,18 @@ def _step(model: Any, optimizer: Any, rank: int, step: int, device: torch.device
     return loss.item()
 
 
-def _trained(rank: int, case: Case, folder: Path, device: torch.device, group: dist.ProcessGroup | None) -> list[Any]:
+def _trained(rank: int, case: Case, folder: Path, device: torch.device) -> list[Any]:
     """Train, and use on the way what reads or writes weights and states; returns what must not depend on the device."""
     offload = {**case.offload, "path": folder / "states"} if case.offload.get("optimizer") == "nvme" else case.offload
     model: Any = make_net()
+    for number, block in enumerate(model.blocks if case.activations else ()):
+        model.blocks[number] = shardcore.checkpoint_wrapper(block, offload_to_cpu=True)
     model, optimizer = shardcore.shard(
         model,
         OPTIMIZERS[case.optimizer](model),
         case.stage,
         precision=case.precision,
         offload=offload or None,
-        process_group=group,
         **case.shard,
     )
     assert optimizer._engine.device == device
@@ -114,8 +124,9 @@ def _trained(rank: int, case: Case, folder: Path, device: torch.device, group: d
     for step in range(2):
         said.append(_step(model, optimizer, rank, step, device))
         ema.update()
-    shardcore.save(folder / "checkpoint", model, optimizer, ema=ema)
+    saving = shardcore.save(folder / "checkpoint", model, optimizer, ema=ema, wait=False)
     _step(model, optimizer, rank, 2, device)
+    saving.wait()
     shardcore.load(folder / "checkpoint", model, optimizer, ema=ema)
     with ema.swap(), torch.no_grad():
         said.append(hash_of([model(batch_of(3, 0, rank)[0].to(device))]))
@@ -127,6 +138,8 @@ def _trained(rank: int, case: Case, folder: Path, device: torch.device, group: d
         for param in model.parameters():
             param.mul_(0.9)
     x, y = (one.to(device) for one in batch_of(4, 0, rank))
+    with shardcore.no_sync(model):
+        optimizer.scale_loss(loss_of(model, (-x, y))).backward()
     optimizer.scale_loss(loss_of(model, (x, y))).backward()
     said += [float(shardcore.clip_grad_norm_(model, 0.1)), hash_of([shardcore.full_grad(next(model.parameters()))])]
     optimizer.step()
@@ -135,16 +148,14 @@ def _trained(rank: int, case: Case, folder: Path, device: torch.device, group: d
     return said
 
 
-def _all(
-    rank: int, cases: list[Case], folder: Path, device: torch.device, group: dist.ProcessGroup | None
-) -> dict[str, list[Any]]:
+def _all(rank: int, cases: list[Case], folder: Path, device: torch.device) -> dict[str, list[Any]]:
     """Return by its name what each training gives, or its error."""
     found = {}
     for number, case in enumerate(cases):
         try:
             with device_decides() if case.decides else nullcontext(), pytest.MonkeyPatch.context() as patch:
                 small_chunks(patch)
-                found[str(case)] = _trained(rank, case, folder / str(number), device, group)
+                found[str(case)] = _trained(rank, case, folder / str(number), device)
         except Exception:
             found[str(case)] = traceback.format_exc().splitlines()
             if dist.get_world_size() > 1:
@@ -153,26 +164,27 @@ def _all(
 
 
 def _on_cpu(rank: int, world_size: int, cases: list[Case], folder: Path) -> dict[str, list[Any]]:
-    return _all(rank, cases, folder, torch.device("cpu"), None)
+    return _all(rank, cases, folder, torch.device("cpu"))
 
 
-def _on_the_device(
-    rank: int, world_size: int, group: dist.ProcessGroup, cases: list[Case], folder: Path
-) -> dict[str, list[Any]]:
-    return _all(rank, cases, folder, torch.device(NAME, 0), group)
+def _on_the_device(rank: int, world_size: int, cases: list[Case], folder: Path) -> dict[str, list[Any]]:
+    return _all(rank, cases, folder, DEVICE)
 
 
-@pytest.mark.parametrize(("world_size", "cases"), [(1, ONE_RANK), (2, TWO_RANKS)])
+@pytest.mark.parametrize(("world_size", "cases"), [(1, ONE_RANK), (2, TWO_RANKS), (4, FOUR_RANKS)])
 def test_trainings_have_the_bits_of_cpu_ranks(world_size: int, cases: list[Case], tmp_path: Path) -> None:
     expected = run_ranks(world_size, _on_cpu, cases, tmp_path / "cpu")
-    assert run_pretended(world_size, _on_the_device, cases, tmp_path / "device") == expected
+    found = run_pretended(world_size, _on_the_device, cases, tmp_path / "device")
+    for of_rank, wanted in zip(found, expected, strict=True):
+        for case in wanted:
+            assert of_rank[case] == wanted[case], case
 
 
 # --- twins --------------------------------------------------------------------------------------------------------------
 
 
-def _wrong_calls(rank: int, world_size: int, group: dist.ProcessGroup) -> list[str]:
-    here, there = torch.ones(4), torch.ones(4, device=NAME)
+def _wrong_calls(rank: int, world_size: int) -> list[str]:
+    here, there = torch.ones(4), torch.ones(4, device=DEVICE)
     tier = _C.HostTier(there.device)
     wrong = [
         lambda: there + here,
@@ -182,15 +194,15 @@ def _wrong_calls(rank: int, world_size: int, group: dist.ProcessGroup) -> list[s
         lambda: _C.AdamStepper().step([there], [there], [here], [there], [], [0]),
         lambda: tier.to_tier(tier.empty(4, torch.float32), here),
         lambda: tier.from_tier(here, tier.empty(4, torch.float32)),
-        lambda: dist.all_reduce(here, group=group),
-        lambda: dist.all_reduce(there[::2], group=group),
-        lambda: dist.reduce_scatter_tensor(here[:2], here, group=group),
-        lambda: dist.send(here, 1 - rank, group=group),
-        lambda: dist.batch_isend_irecv([dist.P2POp(dist.isend, here, 1 - rank, group)]),
+        lambda: dist.all_reduce(here),
+        lambda: dist.all_reduce(there[::2]),
+        lambda: dist.reduce_scatter_tensor(here[:2], here),
+        lambda: dist.send(here, 1 - rank),
+        lambda: dist.batch_isend_irecv([dist.P2POp(dist.isend, here, 1 - rank)]),
     ]
-    sums, rows = torch.zeros(2, device=NAME), torch.zeros(8, device=NAME)
-    dist.reduce_scatter_tensor(sums, there, group=group)
-    dist.all_gather_into_tensor(rows, there, group=group)
+    sums, rows = torch.zeros(2, device=DEVICE), torch.zeros(8, device=DEVICE)
+    dist.reduce_scatter_tensor(sums, there)
+    dist.all_gather_into_tensor(rows, there)
     assert sums.tolist() == [2.0, 2.0]
     assert rows.tolist() == 8 * [1.0]
     return [error_of(call) for call in wrong]
@@ -198,7 +210,71 @@ def _wrong_calls(rank: int, world_size: int, group: dist.ProcessGroup) -> list[s
 
 def test_what_a_gpu_refuses_is_refused() -> None:
     for found in run_pretended(2, _wrong_calls):
-        assert all("pretended device: " in error or "on the same device" in error for error in found), found
+        assert all("pretended GPU: " in error or "on the same device" in error for error in found), found
+
+
+def _races(rank: int, world_size: int) -> dict[str, str]:
+    """Return what each way to use memory on two streams raises."""
+    side, event = torch.cuda.Stream(), torch.cuda.Event()
+    tier = _C.HostTier(DEVICE)
+    kept, x = tier.empty(4, torch.float32), torch.ones(4, device=DEVICE)
+
+    def on_side(use: Callable[[], Any], waits: Callable[[], None] = lambda: None) -> None:
+        waits()
+        with torch.cuda.stream(side):
+            use()
+
+    def freed() -> None:
+        def double(y: torch.Tensor) -> None:
+            on_side(lambda: y.mul_(2), lambda: side.wait_stream(torch.cuda.current_stream()))
+
+        double(x + 1)
+        torch.zeros(4, device=DEVICE)  # may have that memory
+
+    def copied(how: str) -> None:
+        copy = tier.to_tier(kept, x)
+        getattr(copy, how)()
+        x.add_(1)
+
+    def late() -> bool:
+        host = torch.zeros(4).copy_(x, non_blocking=True)
+        early = bool(host.isnan().all())
+        torch.cuda.current_stream().synchronize()
+        assert torch.equal(host, x.cpu())
+        return early
+
+    def gathered(wait: bool) -> None:
+        rows = torch.empty(4 * world_size, device=DEVICE)
+        work = dist.all_gather_into_tensor(rows, x, async_op=True)
+        if wait:
+            work.wait()
+        rows.sum()
+
+    ways: dict[str, Callable[[], Any]] = {
+        "reads": lambda: (x.add_(1), on_side(lambda: x.sum())),
+        "reads after a wait for the stream": lambda: on_side(x.sum, lambda: side.wait_stream(torch.cuda.current_stream())),
+        "writes": lambda: (x.sum(), on_side(lambda: x.add_(1))),
+        "writes after a wait for an event": lambda: (event.record(), side.wait_event(event), on_side(lambda: x.add_(1))),
+        "writes after the host waited": lambda: (x.sum(), torch.cuda.synchronize(), on_side(lambda: x.add_(1))),
+        "frees": freed,
+        "copies": lambda: copied("query"),
+        "copies and waits": lambda: copied("wait"),
+        "gathers": lambda: gathered(False),
+        "gathers and waits": lambda: gathered(True),
+    }
+    found = {}
+    for name, way in ways.items():
+        torch.cuda.synchronize()
+        found[name] = error_of(way)
+    assert late()
+    return found
+
+
+def test_races_of_streams_are_found() -> None:
+    races = {"reads", "writes", "frees", "copies", "gathers"}
+    for found in run_pretended(2, _races):
+        assert {name for name, error in found.items() if "may not have" in error} == races, found
+        assert {error for name, error in found.items() if name not in races} == {"no error"}, found
 
 
 def _assign_from_the_host(files: NvmeWeights, bucket: Bucket, start: int, values: torch.Tensor) -> None:
@@ -206,13 +282,27 @@ def _assign_from_the_host(files: NvmeWeights, bucket: Bucket, start: int, values
         files._copies.to_tier(kept[WEIGHT], values[first - start : first - start + numel].contiguous()).synchronize()
 
 
-def _with_a_fault(rank: int, world_size: int, group: dist.ProcessGroup, case: Case, folder: Path) -> dict[str, list[Any]]:
+def _release_at_once(gradients: HostGrads, count: int) -> None:
+    for _ in range(count):
+        pending = gradients._leaving.popleft()
+        pending.release(pending.source)
+
+
+FAULTS: dict[str, tuple[Case, Any, str, Any, str]] = {  # training, what is replaced by what, what is said
+    "values of the host": (ONE_RANK[-1], NvmeWeights, "assign", _assign_from_the_host, "src of to_tier is on cpu"),
+    "nobody waits for weights": (ONE_RANK[9], Gatherer, "wait", lambda self, gathers: None, "reads what from_tier"),
+    "memory is given back while it is copied": (ONE_RANK[7], HostGrads, "_release", _release_at_once, "what to_tier"),
+}
+
+
+def _with_a_fault(rank: int, world_size: int, fault: str, folder: Path) -> dict[str, list[Any]]:
+    case, of, name, instead, _ = FAULTS[fault]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(NvmeWeights, "assign", _assign_from_the_host)
-        return _on_the_device(rank, world_size, group, [case], folder)
+        patch.setattr(of, name, instead)
+        return _on_the_device(rank, world_size, [case], folder)
 
 
-def test_a_fault_that_only_gpus_showed_is_found(tmp_path: Path) -> None:
-    (found,) = run_pretended(1, _with_a_fault, ONE_RANK[-1], tmp_path)
-    assert "src of to_tier is on cpu" in str(found)
-    assert ONE_RANK[-1].offload["params"] == "nvme"
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_that_only_gpus_show_are_found(fault: str, tmp_path: Path) -> None:
+    (found,) = run_pretended(1, _with_a_fault, fault, tmp_path)
+    assert FAULTS[fault][-1] in str(found), found
