@@ -83,6 +83,7 @@ class Config:
     flops_profiler: Mapping[str, Any] = field(default_factory=dict)
     pipeline: Mapping[str, Any] = field(default_factory=dict)
     sequence_parallel_size: int = 1
+    autotp_size: int = 1
     shardcore: Mapping[str, Any] = field(default_factory=dict)
     given: frozenset[str] = field(default=frozenset(), compare=False)
     accepted: tuple[str, ...] = field(default=(), compare=False)
@@ -131,6 +132,7 @@ _FIELDS = {path: path for path, key in KEYS.items() if "." not in path and path 
     f"{_STATES}.ratio": "ratio",
     f"{_WEIGHTS}.device": "params",
     "activation_checkpointing.cpu_checkpointing": "cpu_checkpointing",
+    "tensor_parallel.autotp_size": "autotp_size",
 }
 # What TRL writes beside the section: "zero_optimization.reduce_bucket_size". DeepSpeed ignores it.
 _WRITTEN_BY_TRL = {f"{ZERO}.{name}" for name in ("reduce_bucket_size", "prefetch_bucket_size", "param_persistence_threshold")}
@@ -409,6 +411,9 @@ def _contradictions(values: Mapping[str, Any]) -> Iterator[Exception]:
             )
         elif path not in (None, values.get(f"{_STATES}.nvme_path")):
             yield ValueError(f"{OP}: config {_WEIGHTS}.nvme_path has {path!r}; expected that of {_STATES}.nvme_path, or none")
+    size = values.get("tensor_parallel.autotp_size", 1)
+    if values.get("tensor_parallel.tp.tp_size", 1) not in (1, size):
+        yield ValueError(f"{OP}: config tensor_parallel.tp.tp_size differs from tensor_parallel.autotp_size; expected {size}")
     if values.get("torch_autocast.enabled") and values.get("torch_autocast.dtype") == "fp16":
         yield NotImplementedError(
             f'{OP}: config torch_autocast.dtype has "fp16", which needs a loss scale; expected "bf16", or fp16.enabled'

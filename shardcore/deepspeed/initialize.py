@@ -9,13 +9,15 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from shardcore.api import shard
@@ -33,14 +35,17 @@ from shardcore.distributed.comm import Comm
 from shardcore.distributed.groups import use_own_gpu
 from shardcore.distributed.joining import agree
 from shardcore.distributed.launchers import env_int, follow_launcher, launched_world_size
+from shardcore.engine.slices import slice_mesh
 from shardcore.optim import FusedAdam, Muon, ShardableOptimizer
 from shardcore.optim.interface import engine_of
 from shardcore.optim.options import dtype_name
+from shardcore.slicing import tensor_parallel
 
 logger = logging.getLogger("shardcore")
 
 _OP = "initialize"
 _RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_meshes: "WeakKeyDictionary[Any, DeviceMesh]" = WeakKeyDictionary()  # by the group of all ranks
 
 
 def initialize(
@@ -103,10 +108,12 @@ def initialize(
         settings = read_config(config, args)
         pipe = model if isinstance(model, PipelineModule) else None
         of_sequences = _check_parallelism(mpu if pipe is None else None, mesh_param, settings.sequence_parallel_size)
-        replicas, replica = comm.world_size // of_sequences, comm.rank // of_sequences
+        slices = _check_tensor_parallel(model, settings, of_sequences, comm.world_size)
+        replicas, replica = comm.world_size // (of_sequences * slices), comm.rank // (of_sequences * slices)
         if pipe is not None:
             replicas, replica = pipe.mpu().data_parallel_size, pipe.mpu().data_parallel_id
-        sizes = settings.batch_sizes(replicas)
+        sizes = settings.batch_sizes(replicas * slices)  # of all ranks, as DeepSpeed counts, whose slices see the same samples
+        sizes = replace(sizes, train=sizes.train // slices)
         check_model(model, settings)
         _check_mesh(settings.shardcore.get("mesh"), comm.world_size)
         trains = settings.optimizer is not None or any(
@@ -115,6 +122,11 @@ def initialize(
         if trains:
             given = _optimizer(model, model_parameters, settings, optimizer)
         _check_scheduler(lr_scheduler, given, optimizer)
+        if slices > 1 and (isinstance(given, Muon) or (given is not None and given.state)):
+            what = "Muon" if isinstance(given, Muon) else "states of steps before"
+            raise NotImplementedError(
+                f"{_OP}: config tensor_parallel is given with {what}; expected a new optimizer, such as Adam"
+            )
         if pipe is not None:
             _check_pipeline(pipe, settings, given)
         loader = _loader(training_data, collate_fn, sizes, replicas, replica, settings.dataloader_drop_last, pipe is None)
@@ -124,7 +136,7 @@ def initialize(
         monitor = MonitorMaster({name: getattr(settings, name) for name in MONITORS}, comm.rank)
         entries = [f"{f.name}={getattr(settings, f.name)}" for f in fields(settings) if f.compare]
         samples: Any = () if loader is None else loader.dataset
-        entries.append(f"an optimizer: {trains}")
+        entries.append(f"an optimizer: {trains}, slices: {slices}")
         entries.append(f"training_data of {len(samples)} samples")
     except Exception as error:  # of any kind: user functions run here, and the other ranks are waiting
         problem = error
@@ -143,6 +155,8 @@ def initialize(
         mpu.enable(model)  # which checks it first
     if pipe is not None:
         options = _pipeline_options(pipe, settings, options)
+    if slices > 1:
+        options["process_group"] = _slice(model, given, slices)
     model, adam = shard(
         model,
         given,
@@ -206,7 +220,9 @@ def _check_parallelism(mpu: Any, mesh_param: Any, configured: int) -> int:
     """Return how many ranks have a sequence; ValueError for model parallelism, or sequences that others divide."""
     for name in ("get_model_parallel_world_size", "get_tensor_model_parallel_world_size", "get_pipe_parallel_world_size"):
         if mpu is not None and callable(getattr(mpu, name, None)) and getattr(mpu, name)() > 1:
-            raise ValueError(f"{_OP}: mpu.{name}() is {getattr(mpu, name)()}; expected 1 (weights are sharded by ZeRO alone)")
+            raise ValueError(
+                f"{_OP}: mpu.{name}() is {getattr(mpu, name)()}; expected 1, or config tensor_parallel without mpu"
+            )
     if mesh_param is not None and tuple(mesh_param)[1:] not in ((), (1,)):
         raise ValueError(f"{_OP}: mesh_param is {mesh_param!r}; expected (ranks, 1): there is no sequence parallelism")
     ranks: int = getattr(mpu, "get_sequence_parallel_world_size", lambda: 1)()
@@ -221,6 +237,51 @@ def _check_parallelism(mpu: Any, mesh_param: Any, configured: int) -> int:
             "mpu=UlyssesSPAttentionHF.register_with_transformers(...) (docs/long_sequences.md)"
         )
     return ranks
+
+
+def _check_tensor_parallel(model: Any, settings: Config, of_sequences: int, world_size: int) -> int:
+    """Return how many ranks have slices of each weight: of the configuration, or of tp_model_init; ValueError for others."""
+    size, recorded = settings.autotp_size, getattr(model, "_autotp_size", 1)
+    if 1 < size != recorded > 1:
+        raise ValueError(
+            f"{_OP}: config tensor_parallel.autotp_size has {size}, and tp_model_init {recorded}; expected the same"
+        )
+    size = max(size, recorded)
+    if size > 1:
+        sliced = slice_mesh(model) if isinstance(model, nn.Module) else None
+        besides = {
+            "a PipelineModule": isinstance(model, PipelineModule),
+            "sequences over ranks": of_sequences > 1,
+            "shardcore.mesh": settings.shardcore.get("mesh") is not None,
+            f"a model in {sliced and sliced.size()} slices": sliced is not None and sliced.size() != size,
+            f"{world_size} ranks, which it does not divide": world_size % size > 0,
+        }
+        if found := [name for name, is_there in besides.items() if is_there]:
+            raise ValueError(
+                f"{_OP}: config tensor_parallel.autotp_size has {size} with {found[0]}; expected one that fits, or 1"
+            )
+    return size
+
+
+def tensor_mesh() -> DeviceMesh | None:
+    """Return the mesh (dp, tp) that initialize has sliced a model over last; None without one."""
+    return _meshes.get(dist.group.WORLD) if dist.is_initialized() else None
+
+
+def _slice(model: nn.Module, optimizer: torch.optim.Optimizer | None, size: int) -> DeviceMesh:
+    """Slice a model over adjacent ranks, and give its optimizer the slices. Returns the ranks that have this rank's slices."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    mesh = tensor_mesh()
+    if mesh is None or mesh["tp"].size() != size:
+        mesh = init_device_mesh(device, (dist.get_world_size() // size, size), mesh_dim_names=("dp", "tp"))
+        _meshes[dist.group.WORLD] = mesh
+    before = dict(model.named_parameters(remove_duplicate=False))
+    if slice_mesh(model) is None:
+        tensor_parallel(model, mesh["tp"])
+    now = {param: model.get_parameter(name) for name, param in before.items()}
+    for group in () if optimizer is None else optimizer.param_groups:
+        group["params"] = [now.get(param, param) for param in group["params"]]
+    return mesh["dp"]
 
 
 def _check_mesh(mesh: Sequence[int] | None, world_size: int) -> None:

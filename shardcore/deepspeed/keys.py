@@ -193,6 +193,10 @@ _count = _integer(1, math.inf, "at least 1")
 _size = _integer(0, math.inf, "at least 0")
 
 
+def _slices(where: str, value: Any) -> int:
+    return int(_size(where, value)) or 1  # 0: off
+
+
 def _prefetch(where: str, value: Any) -> float:
     return 1.0 if value == "auto" else _number(where, value)  # trainers may leave it, or compute no whole number
 
@@ -518,7 +522,29 @@ KEYS: dict[str, Key] = {
     "timers.throughput.synchronized": _accepted("progress is logged every steps_per_print steps"),
     "disable_python_gc": _refused("call gc.disable()"),
     "datastates_ckpt": _refused("use save_checkpoint(wait=False)", switch=None),
-    "tensor_parallel": _refused("weights are sharded by ZeRO alone", 0, 1, switch="autotp_size"),
+    **_below(
+        "tensor_parallel",
+        {
+            "autotp_size": _honoured(
+                _slices,
+                "slice the model by its plan over so many adjacent ranks, shard it over the others: docs/tensor_parallel.md",
+            ),
+            "tp.tp_size": _honoured(_slices, "as autotp_size"),
+            "dtype": _accepted("fp16 and bf16 decide on it"),
+            **dict.fromkeys(("preset_model", "tp.tp_grain_size"), _accepted("slices are equal, by the model's own plan")),
+            "tp_overlap_comm": _accepted("torch's parallel styles decide when ranks add up"),
+            **dict.fromkeys(
+                ("vocab_parallel_lm_head", "vocab_parallel_ce_backend"), _accepted("logits are whole, on every rank")
+            ),
+            **dict.fromkeys(
+                ("partition_config", "injection_policy_tuple"),
+                _refused('call shardcore.tensor_parallel(model, mesh["tp"], plan=...) before initialize', switch=None),
+            ),
+            "keep_module_on_host": _refused('build the model under torch.device("meta")'),
+            "replace_with_kernel_inject": _refused("it is for inference"),
+            **dict.fromkeys(("tp.mpu", "tp.tp_group"), _refused("adjacent ranks have a model together", switch=None)),
+        },
+    ),
     "sequence_parallel_size": _honoured(_count, "the ranks of a sequence, which `mpu` has: docs/long_sequences.md"),
     "expert_parallel": _refused("experts are sharded like other weights"),
     "moe": _refused("experts are sharded like other weights", switch=None),
@@ -556,6 +582,8 @@ ALIASES = {
     "bfloat16": "bf16",
     f"{_ZERO}.gather_fp16_weights_on_model_save": f"{_ZERO}.gather_16bit_weights_on_model_save",
     f"{_ZERO}.hpz_partition_size": f"{_ZERO}.zero_hpz_partition_size",
+    "tensor_parallel.tensor_parallel": "tensor_parallel.tp",
+    "tensor_parallel.kernel_inject": "tensor_parallel.replace_with_kernel_inject",
 }
 _STAGE3 = f"{_ZERO}.stage3_"
 IGNORED = ("comms_config", "monitor_config")  # and what begins with "_" or "comment": notes, which DeepSpeed ignores, too

@@ -36,7 +36,7 @@ from shardcore.deepspeed.accelerator import get_accelerator
 from shardcore.deepspeed.checkpointing import checkpoint, configure, is_configured, reset
 from shardcore.deepspeed.config import read_config
 from shardcore.deepspeed.engine import ForwardEngine, RepeatingLoader
-from shardcore.deepspeed.initialize import initialize, start_process_group
+from shardcore.deepspeed.initialize import initialize, start_process_group, tensor_mesh
 from shardcore.deepspeed.params import ZeroParamStatus
 from shardcore.engine.engine import Engine
 from shardcore.optim import CPUAdam, FusedAdam, Lion, ShardableOptimizer
@@ -96,6 +96,17 @@ def init_inference(*args: Any, **kwargs: Any) -> None:
     )
 
 
+def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype, config: Any = None, tp_group: Any = None) -> nn.Module:
+    """Have `initialize` slice `model` over so many ranks, as tensor_parallel.autotp_size does; returns it.
+
+    dtype, config: accepted; the configuration that initialize gets decides. tp_group: refused with ValueError.
+    """
+    if tp_group is not None:
+        raise ValueError("tp_model_init: tp_group is given; expected None (adjacent ranks have a model together)")
+    model._autotp_size = tp_size  # type: ignore[assignment]
+    return model
+
+
 class MoE:
     """Refused when one is made; scripts import it in any case, and ask `isinstance(module, MoE)`."""
 
@@ -131,7 +142,7 @@ class DeepSpeedConfig:
     def __init__(self, config: Mapping[str, Any] | str, mpu: Any = None, mesh_device: Any = None) -> None:
         """Read it for the ranks of torch.distributed; one if that is not started. mpu, mesh_device: accepted."""
         settings = read_config(config)
-        sizes = settings.batch_sizes(_data_parallel_world_size())
+        sizes = settings.batch_sizes(dist.get_world_size() if dist.is_initialized() else 1)
         self.train_batch_size, self.train_micro_batch_size_per_gpu = sizes.train, sizes.micro
         self.gradient_accumulation_steps, self.zero_enabled = sizes.accumulation, settings.stage > 0
 
@@ -491,28 +502,28 @@ def _of_sequence(what: str, alone: Any) -> Any:
     return alone if groups is None else getattr(groups, f"get_sequence_parallel_{what}")()
 
 
-def _data_parallel_group() -> Any:
-    return dist.group.WORLD
+def _group(name: str) -> Any:
+    """Return the group of the ranks with other data ("dp"), or with other slices of the model ("tp"; None without any)."""
+    mesh = tensor_mesh()
+    return (dist.group.WORLD if name == "dp" else None) if mesh is None else mesh[name].get_group()
 
 
-def _data_parallel_world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
+def _group_size(name: str) -> int:
+    group = _group(name) if dist.is_initialized() else None
+    return 1 if group is None else dist.get_world_size(group)
 
 
-def _data_parallel_rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
+def _group_rank(name: str) -> int:
+    group = _group(name) if dist.is_initialized() else None
+    return 0 if group is None else dist.get_rank(group)
 
 
 # --- the modules ------------------------------------------------------------------------------------------------------
 
 _GROUPS: dict[str, Any] = {
-    f"{underscore}get_data_parallel_{what}": function
-    for underscore in ("", "_")
-    for what, function in (
-        ("group", _data_parallel_group),
-        ("world_size", _data_parallel_world_size),
-        ("rank", _data_parallel_rank),
-    )
+    f"{prefix}_parallel_{what}": partial(function, name)
+    for prefix, name in (("get_data", "dp"), ("_get_data", "dp"), ("get_tensor_model", "tp"), ("get_model", "tp"))
+    for what, function in (("group", _group), ("world_size", _group_size), ("rank", _group_rank))
 } | {
     f"_get_sequence_parallel_{what}": partial(_of_sequence, what, alone)
     for what, alone in (("group", None), ("world_size", 1), ("rank", 0))
@@ -605,6 +616,7 @@ TOP: dict[str, Any] = {
     "init_distributed": init_distributed,
     "add_config_arguments": add_config_arguments,
     "init_inference": init_inference,
+    "tp_model_init": tp_model_init,
     "get_accelerator": get_accelerator,
     "log_dist": log_dist,
     "logger": logger,

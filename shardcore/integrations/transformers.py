@@ -154,6 +154,11 @@ class ShardcoreTrainerMixin:
         settings = read_config(resolved)
         settings.batch_sizes(self.args.world_size)
         check_model(self.model, settings)
+        if settings.autotp_size > 1:
+            raise NotImplementedError(
+                f"{_OP}: config tensor_parallel.autotp_size has {settings.autotp_size}; expected 1, or Trainer itself under "
+                "shardcore run --as-deepspeed"
+            )
         if settings.optimizer is not None and self.optimizer is not None and self._engine is None:
             raise ValueError(f"{_OP}: optimizers is given and the configuration has an optimizer; expected one of them")
         if log and self.args.process_index == 0:
