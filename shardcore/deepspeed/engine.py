@@ -237,10 +237,13 @@ class ForwardEngine:
 
     @property
     def world_size(self) -> int:
-        """How many ranks train."""
-        return self._core.comm.world_size
+        """How many ranks there are."""
+        return dist.get_world_size() if dist.is_initialized() else 1
 
-    dp_world_size = world_size
+    @property
+    def dp_world_size(self) -> int:
+        """How many ranks have batches of their own."""
+        return self._core.comm.world_size
 
     @property
     def data_parallel_group(self) -> Any:

@@ -1,7 +1,8 @@
 """initialize(): runs a DeepSpeed configuration through shardcore.shard.
 
 Invariants: all arithmetic is that of `shard`; this file only starts the process group, and translates the configuration.
-Whatever fails on one rank before `shard` fails on all of them, with nothing changed but that the process group is started.
+Whatever fails on one rank before `shard` fails on all of them, with nothing changed but that the process group is started
+(and, last, that the model is sliced).
 Source: the behaviour documented at https://deepspeed.readthedocs.io/en/latest/initialize.html and .../training.html.
 """
 
@@ -17,9 +18,10 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
+from shardcore._native import _C
 from shardcore.api import shard
 from shardcore.checkpoint.materialize import Materialize
 from shardcore.deepspeed import checkpointing
@@ -32,10 +34,11 @@ from shardcore.deepspeed.params import name_sharded_params
 from shardcore.deepspeed.pipe import PipelineModule
 from shardcore.deepspeed.pipe_engine import PipelineEngine
 from shardcore.distributed.comm import Comm
-from shardcore.distributed.groups import use_own_gpu
+from shardcore.distributed.groups import timeout_of, use_own_gpu
 from shardcore.distributed.joining import agree
 from shardcore.distributed.launchers import env_int, follow_launcher, launched_world_size
 from shardcore.engine.slices import slice_mesh
+from shardcore.engine.units import tensors_in
 from shardcore.optim import FusedAdam, Muon, ShardableOptimizer
 from shardcore.optim.interface import engine_of
 from shardcore.optim.options import dtype_name
@@ -90,7 +93,8 @@ def initialize(
     MASTER_ADDR, the host of rank 0). Without any of these the world is this process. With CUDA the backend is nccl and the
     device LOCAL_RANK's, unless the current device is another than 0.
     Raises on every rank, with nothing changed but that the process group is started: ValueError, TypeError,
-    NotImplementedError for settings that are not supported yet, OSError for the file.
+    NotImplementedError for settings that are not supported yet, OSError for the file. (With tensor_parallel the model may be
+    sliced when shard raises.)
     """
     if config is not None and config_params is not None:
         raise ValueError(f"{_OP}: config and config_params are both given; expected config alone")
@@ -123,9 +127,10 @@ def initialize(
             given = _optimizer(model, model_parameters, settings, optimizer)
         _check_scheduler(lr_scheduler, given, optimizer)
         if slices > 1 and (isinstance(given, Muon) or (given is not None and given.state)):
-            what = "Muon" if isinstance(given, Muon) else "states of steps before"
+            what = "Muon" if isinstance(given, Muon) else "an optimizer that has states"
             raise NotImplementedError(
-                f"{_OP}: config tensor_parallel is given with {what}; expected a new optimizer, such as Adam"
+                f"{_OP}: config tensor_parallel is given with {what}; expected a new one, such as Adam (Adagrad has states at "
+                "once)"
             )
         if pipe is not None:
             _check_pipeline(pipe, settings, given)
@@ -156,7 +161,8 @@ def initialize(
     if pipe is not None:
         options = _pipeline_options(pipe, settings, options)
     if slices > 1:
-        options["process_group"] = _slice(model, given, slices)
+        mesh = _slice(model, given, slices, comm.device)
+        options["process_group"] = mesh["dp"]
     model, adam = shard(
         model,
         given,
@@ -169,6 +175,8 @@ def initialize(
         name_sharded_params()
     elif engine_of(model).overlap_step is None:  # else a read on one rank would start gathers there
         engine_of(model).own_weights = True  # scripts read them on rank 0 alone, and save them
+    if slices > 1:
+        _compare_inputs(model, mesh["tp"].get_group())
     if adam is None:
         forward_only: Any = ForwardEngine(model, engine_of(model), settings, sizes, (replicas, replica)), None, None, None
         return forward_only  # type: ignore[no-any-return]
@@ -241,7 +249,8 @@ def _check_parallelism(mpu: Any, mesh_param: Any, configured: int) -> int:
 
 def _check_tensor_parallel(model: Any, settings: Config, of_sequences: int, world_size: int) -> int:
     """Return how many ranks have slices of each weight: of the configuration, or of tp_model_init; ValueError for others."""
-    size, recorded = settings.autotp_size, getattr(model, "_autotp_size", 1)
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    size, recorded = settings.autotp_size, max((getattr(module, "_autotp_size", 1) for module in modules), default=1)
     if 1 < size != recorded > 1:
         raise ValueError(
             f"{_OP}: config tensor_parallel.autotp_size has {size}, and tp_model_init {recorded}; expected the same"
@@ -264,24 +273,50 @@ def _check_tensor_parallel(model: Any, settings: Config, of_sequences: int, worl
 
 
 def tensor_mesh() -> DeviceMesh | None:
-    """Return the mesh (dp, tp) that initialize has sliced a model over last; None without one."""
+    """Return the mesh (dp, tp) that `make_tensor_mesh` made last; None without one."""
     return _meshes.get(dist.group.WORLD) if dist.is_initialized() else None
 
 
-def _slice(model: nn.Module, optimizer: torch.optim.Optimizer | None, size: int) -> DeviceMesh:
-    """Slice a model over adjacent ranks, and give its optimizer the slices. Returns the ranks that have this rank's slices."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    mesh = tensor_mesh()
+def make_tensor_mesh(size: int, device: torch.device) -> DeviceMesh:
+    """Return a mesh (dp, tp) of all ranks on such devices, `size` adjacent ones for "tp". Collective, unless it is there."""
+    mesh, world = tensor_mesh(), dist.group.WORLD
     if mesh is None or mesh["tp"].size() != size:
-        mesh = init_device_mesh(device, (dist.get_world_size() // size, size), mesh_dim_names=("dp", "tp"))
-        _meshes[dist.group.WORLD] = mesh
+        assert world is not None
+        ranks, timeout = torch.arange(world.size(), device="cpu").view(-1, size), timeout_of(world, device)
+        groups: Any = dist.new_subgroups_by_enumeration
+        dp, tp = (groups(rows.tolist(), timeout=timeout)[0] for rows in (ranks.T, ranks))
+        mesh = _meshes[world] = DeviceMesh.from_group([dp, tp], device.type, ranks, mesh_dim_names=("dp", "tp"))
+    return mesh
+
+
+def _slice(model: nn.Module, optimizer: torch.optim.Optimizer | None, size: int, device: torch.device) -> DeviceMesh:
+    """Slice a model over adjacent ranks, and give its optimizer the slices. Returns the mesh (dp, tp)."""
+    if device.type == "cuda":
+        use_own_gpu()
+    mesh = make_tensor_mesh(size, device)
     before = dict(model.named_parameters(remove_duplicate=False))
     if slice_mesh(model) is None:
         tensor_parallel(model, mesh["tp"])
     now = {param: model.get_parameter(name) for name, param in before.items()}
     for group in () if optimizer is None else optimizer.param_groups:
         group["params"] = [now.get(param, param) for param in group["params"]]
-    return mesh["dp"]
+    return mesh
+
+
+def _compare_inputs(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Let the first forward compare what the ranks of a sliced model are given, as DeepSpeed does."""
+    comm = Comm(group)
+
+    def compare(module: nn.Module, args: Any, kwargs: Any) -> None:
+        handle.remove()
+        sums = [_C.crc32c(tensor.detach().cpu().contiguous()) for tensor in tensors_in([args, kwargs])]
+        if any(others != sums for others in comm.gather_json(sums)):
+            raise ValueError(
+                "forward: ranks that have slices of one model are given different inputs; expected the same (a sampler with "
+                "num_replicas and rank of deepspeed.utils.groups.get_data_parallel_world_size() and _rank(), or training_data)"
+            )
+
+    handle = model.register_forward_pre_hook(compare, prepend=True, with_kwargs=True)
 
 
 def _check_mesh(mesh: Sequence[int] | None, world_size: int) -> None:

@@ -529,7 +529,7 @@ KEYS: dict[str, Key] = {
                 _slices,
                 "slice the model by its plan over so many adjacent ranks, shard it over the others: docs/tensor_parallel.md",
             ),
-            "tp.tp_size": _honoured(_slices, "as autotp_size"),
+            "tp.tp_size": _honoured(_slices, "has to equal autotp_size"),
             "dtype": _accepted("fp16 and bf16 decide on it"),
             **dict.fromkeys(("preset_model", "tp.tp_grain_size"), _accepted("slices are equal, by the model's own plan")),
             "tp_overlap_comm": _accepted("torch's parallel styles decide when ranks add up"),

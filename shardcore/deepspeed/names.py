@@ -36,10 +36,13 @@ from shardcore.deepspeed.accelerator import get_accelerator
 from shardcore.deepspeed.checkpointing import checkpoint, configure, is_configured, reset
 from shardcore.deepspeed.config import read_config
 from shardcore.deepspeed.engine import ForwardEngine, RepeatingLoader
-from shardcore.deepspeed.initialize import initialize, start_process_group, tensor_mesh
+from shardcore.deepspeed.initialize import initialize, make_tensor_mesh, start_process_group, tensor_mesh
 from shardcore.deepspeed.params import ZeroParamStatus
+from shardcore.distributed.comm import Comm
 from shardcore.engine.engine import Engine
+from shardcore.engine.slices import refuse_slices
 from shardcore.optim import CPUAdam, FusedAdam, Lion, ShardableOptimizer
+from shardcore.optim.dtensor import is_dtensor
 from shardcore.optim.interface import engine_of
 
 logger = logging.getLogger("shardcore")
@@ -97,12 +100,15 @@ def init_inference(*args: Any, **kwargs: Any) -> None:
 
 
 def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype, config: Any = None, tp_group: Any = None) -> nn.Module:
-    """Have `initialize` slice `model` over so many ranks, as tensor_parallel.autotp_size does; returns it.
+    """Have `initialize` slice `model` over so many ranks, as tensor_parallel.autotp_size does; returns it. Collective.
 
-    dtype, config: accepted; the configuration that initialize gets decides. tp_group: refused with ValueError.
+    Where torch.distributed is started `utils.groups` knows those ranks at once. dtype, config: accepted; the configuration that
+    initialize gets decides. tp_group: refused with ValueError.
     """
     if tp_group is not None:
         raise ValueError("tp_model_init: tp_group is given; expected None (adjacent ranks have a model together)")
+    if dist.is_initialized() and dist.get_world_size() % tp_size == 0:
+        make_tensor_mesh(tp_size, Comm().device)
     model._autotp_size = tp_size  # type: ignore[assignment]
     return model
 
@@ -220,6 +226,8 @@ def gathered_parameters(
     # In an order that all ranks have: a library may pass a set.
     of_engine = {engine: [param for param in engine.model.parameters() if param in asked] for engine in engines}
     chosen = [param for params in of_engine.values() for param in params]
+    sliced = modifier_rank is not None and any(map(is_dtensor, chosen))
+    refuse_slices("GatheredParameters: modifier_rank", sliced, "the same edits on all ranks")
     made = sorted(
         (p for p in asked if engine_of(p) is None and hasattr(p, "_shardcore_number")), key=lambda p: p._shardcore_number
     )
@@ -503,19 +511,25 @@ def _of_sequence(what: str, alone: Any) -> Any:
 
 
 def _group(name: str) -> Any:
-    """Return the group of the ranks with other data ("dp"), or with other slices of the model ("tp"; None without any)."""
+    """Return the group of the ranks with other data ("dp"), or with other slices of the model ("tp")."""
     mesh = tensor_mesh()
-    return (dist.group.WORLD if name == "dp" else None) if mesh is None else mesh[name].get_group()
+    if mesh is None and name == "tp":
+        raise RuntimeError("utils.groups: no model is sliced over ranks; expected tp_model_init or initialize before")
+    return dist.group.WORLD if mesh is None else mesh[name].get_group()
 
 
 def _group_size(name: str) -> int:
-    group = _group(name) if dist.is_initialized() else None
-    return 1 if group is None else dist.get_world_size(group)
+    mesh = tensor_mesh()
+    return mesh[name].size() if mesh is not None else dist.get_world_size() if dist.is_initialized() and name == "dp" else 1
 
 
 def _group_rank(name: str) -> int:
-    group = _group(name) if dist.is_initialized() else None
-    return 0 if group is None else dist.get_rank(group)
+    mesh = tensor_mesh()
+    return mesh.get_local_rank(name) if mesh is not None else dist.get_rank() if dist.is_initialized() and name == "dp" else 0
+
+
+def _first_of_group(name: str) -> int:
+    return dist.get_global_rank(_group(name), 0)
 
 
 # --- the modules ------------------------------------------------------------------------------------------------------
@@ -523,7 +537,12 @@ def _group_rank(name: str) -> int:
 _GROUPS: dict[str, Any] = {
     f"{prefix}_parallel_{what}": partial(function, name)
     for prefix, name in (("get_data", "dp"), ("_get_data", "dp"), ("get_tensor_model", "tp"), ("get_model", "tp"))
-    for what, function in (("group", _group), ("world_size", _group_size), ("rank", _group_rank))
+    for what, function in (
+        ("group", _group),
+        ("world_size", _group_size),
+        ("rank", _group_rank),
+        ("src_rank", _first_of_group),
+    )
 } | {
     f"_get_sequence_parallel_{what}": partial(_of_sequence, what, alone)
     for what, alone in (("group", None), ("world_size", 1), ("rank", 0))

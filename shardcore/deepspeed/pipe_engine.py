@@ -74,11 +74,6 @@ class PipelineEngine(TrainingEngine):
         return self.stage_id
 
     @property
-    def world_size(self) -> int:
-        """How many ranks train; dp_world_size: how many have this rank's stage."""
-        return self._pipe.world_size
-
-    @property
     def mpu(self) -> PipelineParallelGrid:
         """The groups of ranks."""
         return self.grid

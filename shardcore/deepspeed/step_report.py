@@ -56,9 +56,13 @@ class StepReport:
                 lines.append(f"memory\n{memory_report(self._module)}")
             if self._config.comms_logger.get("enabled"):
                 lines.append(self._communication())
-        if self._comm.rank == 0:
+        if self._speaks:
             for line in lines:
                 print(f"step={step} {line}", flush=True)
+
+    @property
+    def _speaks(self) -> bool:
+        return self._comm.rank == 0 and all(part.rank == 0 for part in self._comm.slices)
 
     def _times(self) -> str:
         totals, before = self._comm.clock.totals(), self._ms
@@ -83,6 +87,6 @@ class StepReport:
         output = self._config.flops_profiler.get("output_file")
         if output is None:
             return [text]
-        if self._comm.rank == 0:
+        if self._speaks:
             Path(output).write_text(f"step={step} {text}\n")
         return []

@@ -108,7 +108,7 @@ CASES = [("parameters", 2, False), ("optimizer", 3, True)]
 def _wrong(rank: int, world: int, cases: list[tuple[str, int, bool]]) -> list[Found]:
     """Slices over ranks that are not adjacent, which get other batches."""
     strided = DeviceMesh("cpu", torch.arange(world).reshape(2, -1).T.contiguous(), mesh_dim_names=("dp", "tp"))
-    with mock.patch.object(module, "init_device_mesh", return_value=strided):
+    with mock.patch.object(module, "make_tensor_mesh", return_value=strided), mock.patch.object(module, "_compare_inputs"):
         return _train(rank, world, 2, cases)
 
 
@@ -125,14 +125,17 @@ def test_training_has_the_bits_of_shard_and_the_losses_of_whole_models() -> None
 
 def _data(rank: int, world: int, folder: str) -> Any:
     """What the loader has, after a checkpoint and a file of all weights; two models have one mesh."""
+    groups = names.MODULES["utils.groups"]
+    with pytest.raises(RuntimeError, match="no model is sliced over ranks; expected tp_model_init"):
+        groups["get_tensor_model_parallel_group"]()
     model = names.tp_model_init(_llama(), 2, torch.float32)
+    assert groups["get_tensor_model_parallel_src_rank"]() == rank - rank % 2
     samples = TensorDataset(torch.arange(24))
     config = _config(2, 1, train_batch_size=4 * 2 * 4, bf16={"enabled": True})
     engine, _, loader, _ = shardcore.initialize(model=model, training_data=samples, config=config)
-    assert (engine.train_batch_size(), engine.world_size, len(loader)) == (16, 2, 3)
+    assert (engine.train_batch_size(), engine.world_size, engine.dp_world_size, len(loader)) == (16, 4, 2, 3)
     _losses(engine, engine.backward, engine.step, rank // 2)
-    groups = {what: names.MODULES["utils.groups"][f"get_{what}_parallel_rank"]() for what in ("data", "tensor_model")}
-    assert groups == {"data": rank // 2, "tensor_model": rank % 2}
+    assert [groups[f"get_{what}_parallel_rank"]() for what in ("data", "tensor_model")] == [rank // 2, rank % 2]
     engine.save_checkpoint(folder, tag="t")
     engine.save_16bit_model(folder, "weights.bin")
     mesh = module.tensor_mesh()
@@ -182,12 +185,18 @@ def _refusals(rank: int, world: int) -> None:
     _losses(model, torch.Tensor.backward, optimizer.step, 0)
     config = _config(2, 2)
     del config["optimizer"]
-    refused(NotImplementedError, "states of steps before", model, config, optimizer=optimizer)
+    refused(NotImplementedError, "an optimizer that has states", model, config, optimizer=optimizer)
     sliced = shardcore.tensor_parallel(make_net(), mesh_of(world, 2)["tp"], {"head": "colwise_gather_output"})
     with pytest.raises(ValueError, match="has 4 with a model in 2 slices; expected"):
         shardcore.initialize(model=sliced, config=_config(2, 4))
     engine = shardcore.initialize(model=sliced, config=_config(2, 2))[0]  # what has no plan is sliced before
-    assert engine.world_size == 1
+    assert engine.dp_world_size == 1
+    with pytest.raises(NotImplementedError, match="modifier_rank: not available yet"):
+        names.gathered_parameters(sliced, 0).__enter__()
+    with pytest.raises(ValueError, match="slices of one model are given different inputs; expected the same"):
+        engine(torch.full((2, 10), float(rank)))
+    wrapped = nn.ModuleDict({"model": names.tp_model_init(_llama(), 2, torch.float32)})
+    refused(ValueError, "ModuleDict has no plan", wrapped, _config(2, 1))  # the mark is found
 
 
 def test_refusals() -> None:

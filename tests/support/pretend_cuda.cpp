@@ -23,6 +23,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
@@ -143,6 +144,9 @@ class Streams {
   void freed(void* data) {
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto found = blocks_.find(reinterpret_cast<uintptr_t>(data));
+    if (found == blocks_.end()) {
+      return;
+    }
     for (Use& use : found->second.uses) {
       if (use.stream != found->second.stream && found->second.recorded.count(use.stream) == 0) {
         use.by += " (of memory that was freed since)";
@@ -344,7 +348,7 @@ at::Tensor& copy(at::Tensor& target, const at::Tensor& source, bool non_blocking
   } else if (non_blocking) {
     const std::lock_guard<std::mutex> lock(late_mutex);
     late.push_back({current, streams().clock(current)[current], target, host_view(source).clone()});
-    std::memset(target.data_ptr(), 0xff, target.nbytes());
+    target.fill_(target.is_floating_point() ? at::Scalar(std::nan("")) : at::Scalar(1));
   } else {
     target.copy_(host_view(source));
     host_waits(streams().clock(current));

@@ -3,7 +3,10 @@
 What CUDA, NCCL and the kernels refuse raises here: operations on tensors of two devices, a CPU tensor given to NCCL (or one
 with gaps), tensors of two devices given to a kernel, a tensor on the wrong side of a copy to or from host memory. A race of
 streams raises, too (pretend_cuda.cpp): torch's operations, kernels, collectives and the tier's copies each use memory on their
-stream, and waits order these. What comes to host memory comes as late as may be. Not pretended: how kernels run, and time.
+stream, and waits order these. What comes to host memory comes as late as may be.
+
+Not pretended: how kernels run, and time; the waits inside of csrc, which are taken to be there; uses of host memory outside of
+a tier; that a wait of one host thread orders nothing for another; an event that is not done when it is asked.
 
 torch learns of its devices once for a process, so it is there in processes of their own alone (`run_pretended`).
 """
