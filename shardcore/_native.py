@@ -22,9 +22,10 @@ def build_record() -> dict[str, str]:
     return record if isinstance(record, dict) else {}
 
 
-def _public(version: str) -> str:
-    """Return a version without its local part, which TORCH_VERSION in the headers lacks: 2.13.0 of 2.13.0+cpu."""
-    return version.split("+")[0]
+def _same(version: str) -> str:
+    """Return what an extension and torch have to share: numbers of a release (2.13.0+cpu), else all (2.13.0a0+eb65.nv26.06)."""
+    release = version.split("+")[0]
+    return release if release.replace(".", "").isdecimal() else version
 
 
 def _why(error: ImportError) -> str:
@@ -44,7 +45,7 @@ def _other_torch(built_for: str | None, cuda: str | None) -> str:
 
     A build without CUDA works with any torch of its version.
     """
-    other = built_for is not None and _public(built_for) != _public(torch.__version__)
+    other = built_for is not None and _same(built_for) != _same(torch.__version__)
     if not other and (not cuda or cuda.split(".")[0] == str(torch.version.cuda).split(".")[0]):
         return ""
     with_cuda = f" and CUDA {cuda}" if cuda else ""

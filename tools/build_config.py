@@ -16,6 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_CUDA_ARCH_LIST = "8.0;9.0+PTX"  # 8.x and 9.0 as machine code; PTX lets newer GPUs compile at load
+OLDER_ARCH = re.compile(r"[1-7]\.\d|Kepler|Maxwell|Pascal|Volta|Turing")  # lack instructions of the kernels
 CXX_STANDARD = "-std=c++20"  # torch 2.13 headers need it, torch 2.11 headers accept it
 FLAG_VARIABLES = (  # of the environment: what setuptools, torch's build and nvcc take compilers and flags from
     *("CC", "CXX", "CFLAGS", "CXXFLAGS", "CPPFLAGS", "LDFLAGS", "LDSHARED", "LDCXXSHARED"),
@@ -91,7 +92,8 @@ def decide(
     """Choose CPU or CUDA from SHARDCORE_CUDA (``forced``), the nvcc found and torch's own CUDA version.
 
     Raises BuildError for another value of SHARDCORE_CUDA, for 1 without nvcc or with a torch that has no CUDA, for a
-    toolkit whose major version is not torch's, and for a torch older than 2.11.
+    toolkit whose major version is not torch's, for a torch older than 2.11, and for an arch_list of older GPUs than 8.0 alone.
+    Those beside newer ones are left out: containers set TORCH_CUDA_ARCH_LIST to all that their torch supports.
     """
     release = re.match(r"(\d+)\.(\d+)", torch_version)
     if release and (int(release[1]), int(release[2])) < MIN_TORCH:
@@ -126,7 +128,14 @@ def decide(
     why = f"nvcc {nvcc.release} was found and torch {torch_version} is built for CUDA {torch_cuda}"
     if forced == "1":
         why = f"SHARDCORE_CUDA=1, {why}"
-    return Decision(torch_version, nvcc.release, arch_list or DEFAULT_CUDA_ARCH_LIST, why)
+    given = re.split(r"[;\s]+", (arch_list or DEFAULT_CUDA_ARCH_LIST).strip("; "))
+    archs = [arch for arch in given if not OLDER_ARCH.match(arch)]
+    if not archs:
+        raise BuildError(
+            f"build: TORCH_CUDA_ARCH_LIST is {arch_list!r}; expected 8.0 or newer, such as {DEFAULT_CUDA_ARCH_LIST} "
+            "(older GPUs cannot run the kernels: unset it, or set SHARDCORE_CUDA=0 for a CPU build)"
+        )
+    return Decision(torch_version, nvcc.release, ";".join(archs), why)
 
 
 def find_nvcc(env: dict[str, str]) -> Nvcc | None:
@@ -300,8 +309,8 @@ def read_flags(path: Path = ROOT / "csrc/flags.txt") -> dict[str, list[str]]:
 def make_macros(version: str, decision: Decision) -> list[str]:
     """The macros of every source.
 
-    Nobody reads that of torch: another torch in the same place may have older files than our objects (conda and uv keep dates),
-    and ninja would link these. A command line that differs makes it compile.
+    build_info() shows them. Of torch also because another torch in the same place may have older files than our objects (conda
+    and uv keep dates), and ninja would link these: a command line that differs makes it compile.
     """
     values = {"VERSION": version, "CUDA_ARCH_LIST": decision.arch_list, "FOR_TORCH": decision.torch}
     return [f'-DSHARDCORE_{name}="{value}"' for name, value in values.items()]

@@ -1,6 +1,4 @@
 // The Python module shardcore._C. Its contract is shardcore/_C.pyi.
-#include <torch/headeronly/version.h>
-
 #include "bind/checks.h"
 #include "core/cpu_isa.h"
 #include "io/file_engine.h"
@@ -11,6 +9,9 @@
 
 #ifndef SHARDCORE_VERSION
 #define SHARDCORE_VERSION "unknown"
+#endif
+#ifndef SHARDCORE_FOR_TORCH
+#define SHARDCORE_FOR_TORCH "unknown"
 #endif
 #ifndef SHARDCORE_CUDA_ARCH_LIST
 #define SHARDCORE_CUDA_ARCH_LIST ""
@@ -31,7 +32,7 @@ pybind11::dict build_info() {
   const std::string compiler = "g++ " __VERSION__;
 #endif
   using pybind11::literals::operator""_a;
-  return pybind11::dict("version"_a = SHARDCORE_VERSION, "torch"_a = TORCH_VERSION, "cuda"_a = cuda,
+  return pybind11::dict("version"_a = SHARDCORE_VERSION, "torch"_a = SHARDCORE_FOR_TORCH, "cuda"_a = cuda,
                         "cuda_arch_list"_a = cuda_arch_list, "compiler"_a = compiler, "io_uring"_a = shardcore::has_liburing());
 }
 

@@ -12,8 +12,14 @@ namespace shardcore {
 inline void cuda_check(cudaError_t error, const char* call, const char* file, int line) {
   if (error == cudaSuccess) return;
   cudaGetLastError();  // a non-sticky error must not be reported again by the next check
+  const char* hint = "";
+  if (error == cudaErrorNoKernelImageForDevice) {
+    hint =
+        "; expected a GPU of compute capability 8.0 or newer that shardcore is built for (`shardcore info` shows which; "
+        "TORCH_CUDA_ARCH_LIST chooses them in a build)";
+  }
   throw std::runtime_error(std::string("cuda: ") + call + " failed: " + cudaGetErrorName(error) + ", " +
-                           cudaGetErrorString(error) + " (" + file + ":" + std::to_string(line) + ")");
+                           cudaGetErrorString(error) + " (" + file + ":" + std::to_string(line) + ")" + hint);
 }
 
 // The number of chunks as a grid size; CUDA has at most 2^31 - 1 blocks.

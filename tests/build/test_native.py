@@ -26,12 +26,12 @@ def package(tmp_path):
     return folder
 
 
-def import_error(package: Path, cuda: str | None = None) -> str:
+def import_error(package: Path, cuda: str | None = None, release: str = "2.13.0") -> str:
     """The ImportError of ``import shardcore._native`` in a new process; it has no torch but a stand-in of that version."""
-    tag = f"cu{cuda.replace('.', '')}" if cuda else "cpu"
+    version = release if "+" in release else f"{release}+cu{cuda.replace('.', '')}" if cuda else f"{release}+cpu"
     code = (
         "import sys, types\n"
-        f"torch = types.ModuleType('torch'); torch.__version__ = '2.13.0+{tag}'; sys.modules['torch'] = torch\n"
+        f"torch = types.ModuleType('torch'); torch.__version__ = '{version}'; sys.modules['torch'] = torch\n"
         f"torch.version = types.SimpleNamespace(cuda={cuda!r})\n"
         "try:\n"
         "    import shardcore._native\n"
@@ -111,6 +111,23 @@ def test_loads_but_is_built_for_another_torch(package, built_for, built_cuda, cu
     text = import_error(package, cuda)
     assert text.startswith("IMPORTED" if loads else f"shardcore: its C++ extension is built for torch {built_for}")
     assert loads or ", but torch is 2.13.0+" in text
+
+
+@pytest.mark.parametrize(
+    ("built_for", "here", "loads"),
+    [
+        ("2.13.0a0+eb65b36.nv26.06", "2.13.0a0+eb65b36.nv26.06", True),
+        ("2.13.0a0+eb65b36.nv26.06", "2.13.0a0+f00d123.nv26.07", False),
+        ("2.13.0.dev20260601+cu130", "2.13.0.dev20260602+cu130", False),
+        ("2.13.0+cu130", "2.13.0a0+eb65b36.nv26.06", False),
+        ("2.13.0rc1+cu130", "2.13.0rc1+cu130", True),
+    ],
+)
+def test_torch_that_is_no_release(package, built_for, here, loads):
+    """NVIDIA's containers, nightlies, own builds: two with the same numbers may differ."""
+    (package / "_C.py").write_text(f"def build_info():\n    return {{'torch': {built_for!r}, 'cuda': '13.0'}}\n")
+    text = import_error(package, "13.0", here)
+    assert text.startswith("IMPORTED" if loads else f"shardcore: its C++ extension is built for torch {built_for}")
 
 
 def test_stub_and_extension_agree():

@@ -111,6 +111,13 @@ def test_arch_list_is_honoured_and_has_a_default():
         assert decide(None, NVCC["same major"], *TORCH["cuda"], unset).arch_list == build_config.DEFAULT_CUDA_ARCH_LIST
 
 
+def test_older_gpus_are_left_out():
+    found = decide(None, NVCC["same major"], *TORCH["cuda"], "5.2 7.5;8.0 8.6 9.0a 10.0;12.0+PTX")
+    assert found.arch_list == "8.0;8.6;9.0a;10.0;12.0+PTX"
+    with pytest.raises(BuildError, match=r"TORCH_CUDA_ARCH_LIST is 'Turing 7.0\+PTX'; expected 8\.0 or newer"):
+        decide(None, NVCC["same major"], *TORCH["cuda"], "Turing 7.0+PTX")
+
+
 def test_line_says_what_and_why():
     line = Decision("2.11.0+cu130", "13.0", "8.0;9.0", "it is so").line
     assert line == "shardcore: built for CPU and CUDA 13.0 (8.0;9.0), torch 2.11.0+cu130, because it is so"
