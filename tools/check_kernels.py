@@ -146,7 +146,7 @@ def read_kernels(resources: str, sass: str) -> list[Kernel]:
                 way = max((shortest_round(graph, loop, i) for i in wide), key=len)
                 loops.append(Loop(inside, len(way), sum(code[i].base in INTEGER for i in way)))
                 outside -= inside
-        local = sum(instruction.opcode.split(".")[0] in {"LDL", "STL"} for instruction in code)
+        local = sum(instruction.base in {"LDL", "STL"} for instruction in code)
         kernels.append(Kernel(kernel_name(mangled), arch, registers, spill_bytes, local, tuple(loops), outside))
     return sorted(kernels, key=lambda kernel: (kernel.name, kernel.arch))
 

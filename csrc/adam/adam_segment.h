@@ -14,7 +14,7 @@ namespace shardcore {
 enum class Master : uint8_t {
   none,   // the parameter itself
   f32,    // a float32 copy
-  split,  // a bfloat16 parameter together with an int16 remainder (state_codec.h)
+  split,  // a bfloat16 parameter together with an int16 remainder (core/convert.h)
 };
 
 // How the moments are kept (state_codec.h).
@@ -41,13 +41,7 @@ struct AdamSegment {
   StateDType state_dtype;
   bool aligned16;  // every pointer above is a multiple of 16 bytes (CUDA only)
 
-  bool operator==(const AdamSegment& o) const {
-    return param == o.param && grad == o.grad && exp_avg == o.exp_avg && exp_avg_sq == o.exp_avg_sq && master == o.master &&
-           max_exp_avg_sq == o.max_exp_avg_sq && exp_avg_scale == o.exp_avg_scale && exp_avg_sq_scale == o.exp_avg_sq_scale &&
-           master_kind == o.master_kind && state_dtype == o.state_dtype && numel == o.numel && param_index == o.param_index &&
-           first_element == o.first_element && hyper_index == o.hyper_index && param_dtype == o.param_dtype &&
-           grad_dtype == o.grad_dtype && aligned16 == o.aligned16;
-  }
+  bool operator==(const AdamSegment&) const = default;
 };
 
 // bf16 bits of element `element` (index in the whole parameter) rounded stochastically. param_key: child_key(random_key,

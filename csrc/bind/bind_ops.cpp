@@ -109,7 +109,7 @@ at::Tensor ordered_sum(const at::Tensor& pieces, int64_t world_size, const py::h
     const auto options = at::TensorOptions().dtype(at::kDouble).device(device);
     if (op.numel == 0) return at::zeros({2}, options);
     const at::Tensor sum = at::empty({2}, options);
-    const at::Tensor partial = at::empty({ordered_sum_partials(op.numel), 2}, options);
+    const at::Tensor partial = at::empty({ordered_sum_grid(op.numel), 2}, options);
     ordered_sum_cuda(op, static_cast<DoubleDouble*>(partial.data_ptr()), static_cast<DoubleDouble*>(sum.data_ptr()),
                      current_stream(device));
     return sum;

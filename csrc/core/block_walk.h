@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "core/executor.h"
+#include "core/fp_env.h"
 #include "core/tile.h"
 
 namespace shardcore {
@@ -35,5 +36,18 @@ class BlockWalk {
  private:
   std::vector<int64_t> starts_;  // first block of each tensor, then their number
 };
+
+// Calls span(segment, first, last), elements counted within the segment, over all of `segments`, on the executor's threads. A
+// thread gets at least 32K elements, as torch has it: below that waking a second one costs more than it brings.
+template <typename Segment, typename Span>
+void walk_elements(const Segment* segments, int64_t count, Executor& executor, const Span& span) {
+  const BlockWalk walk(count, [segments](int64_t i) { return segments[i].numel; });
+  executor.parallel_for(0, walk.num_blocks(), 32768 / kBlock, [&](int64_t begin, int64_t end) {
+    const SubnormalGuard guard;
+    walk.visit(begin, end, [&](int64_t i, int64_t first, int64_t last) {
+      span(segments[i], first * kBlock, std::min(segments[i].numel, last * kBlock));
+    });
+  });
+}
 
 }  // namespace shardcore

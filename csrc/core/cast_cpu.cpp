@@ -1,25 +1,11 @@
-#include <algorithm>
-
 #include "core/block_walk.h"
 #include "core/cast.h"
 #include "core/cpu_isa.h"
-#include "core/executor.h"
-#include "core/fp_env.h"
 
 namespace shardcore {
-namespace {
-constexpr int64_t kGrainBlocks = 128;
-}
 
 void cast_cpu(const CastSegment* segments, int64_t num_segments, Executor& executor) {
-  const auto cast_span = SHARDCORE_PICK(cast_span);
-  const BlockWalk walk(num_segments, [&](int64_t i) { return segments[i].numel; });
-  executor.parallel_for(0, walk.num_blocks(), kGrainBlocks, [&](int64_t begin, int64_t end) {
-    const SubnormalGuard guard;
-    walk.visit(begin, end, [&](int64_t i, int64_t first, int64_t last) {
-      cast_span(segments[i], first * kBlock, std::min(segments[i].numel, last * kBlock));
-    });
-  });
+  walk_elements(segments, num_segments, executor, SHARDCORE_PICK(cast_span));
 }
 
 }  // namespace shardcore

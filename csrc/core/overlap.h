@@ -11,7 +11,7 @@ struct MemoryRange {
   uintptr_t begin, end;  // bytes [begin, end), not empty
   int64_t tag;           // the caller's number of their owner
 
-  bool operator==(const MemoryRange& o) const { return begin == o.begin && end == o.end && tag == o.tag; }
+  bool operator==(const MemoryRange&) const = default;
 };
 
 inline MemoryRange memory_range(const void* data, int64_t size_bytes, int64_t tag) {

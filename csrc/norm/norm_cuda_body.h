@@ -34,7 +34,7 @@ constexpr int64_t kNormChunk = 128 * kBlock;  // float32 elements; a chunk of 16
 
 SHARDCORE_HD int64_t norm_chunk(DType dtype) { return kNormChunk * 4 / itemsize(dtype); }
 
-// CUDA blocks of a launch: as many as run at once, each with every so many-th chunk.
+// CUDA blocks of a launch: as many as run at once on an A100 or H100, each with every so many-th chunk.
 SHARDCORE_HD int64_t norm_grid(int64_t num_chunks, int multiprocessors) {
   const int64_t most = int64_t{kNormResident} * multiprocessors;
   return num_chunks < most ? num_chunks : most;

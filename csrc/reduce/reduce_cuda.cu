@@ -2,7 +2,6 @@
 #include "core/cuda_warp.h"
 #include "norm/norm_cuda.h"
 #include "reduce/reduce_cuda.h"
-#include "reduce/reduce_cuda_body.h"
 
 namespace shardcore {
 namespace {
@@ -15,8 +14,6 @@ __global__ void __launch_bounds__(kOrderedThreads, kOrderedResident)
 }
 
 }  // namespace
-
-int64_t ordered_sum_partials(int64_t numel) { return ordered_sum_grid(numel); }
 
 void ordered_sum_cuda(const OrderedSum& op, DoubleDouble* partial, DoubleDouble* sq_norm, cudaStream_t stream) {
   const int64_t count = ordered_sum_grid(op.numel);
