@@ -242,6 +242,11 @@ class StandIn(dist.ProcessGroup):
         return self.reduce_scatter([output], [self._pieces(input)], opts)
 
     @_of_gpus
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any) -> Flight:
+        (input,) = inputs
+        return self._reduce_scatter_base(outputs[0], input, opts)
+
+    @_of_gpus
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any) -> Flight:
         (output,), rows = outputs, outputs[0].new_empty(self.size(), outputs[0].numel())
         sent, received = [[one] for one in inputs[0]], [[row] for row in rows]
@@ -249,6 +254,7 @@ class StandIn(dist.ProcessGroup):
 
     all_to_all_single, all_gather_single, reduce_scatter_single = alltoall_base, _allgather_base, _reduce_scatter_base
     all_gather_single_coalesced = allgather_into_tensor_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def batch(self, ops: Sequence[dist.P2POp]) -> Flight:
         """Start `ops` as one group of calls."""
