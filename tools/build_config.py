@@ -182,7 +182,10 @@ def find_liburing(env: dict[str, str]) -> tuple[str, str]:
     threads = "shardcore: files by threads only, because "
     if forced == "0":
         return "", threads + "SHARDCORE_IO_URING=0"
-    source = "#include <liburing.h>\nint made(io_uring* ring) { return io_uring_queue_init(1, ring, 0); }\n"
+    # io_uring_free_probe: the newest function that csrc/io calls
+    source = (
+        "#include <liburing.h>\nint made(io_uring* r) { return io_uring_free_probe(nullptr), io_uring_queue_init(1, r, 0); }\n"
+    )
     for flag in ("-l:liburing.a", "-luring"):
         with tempfile.TemporaryDirectory() as folder:
             command = [env.get("CXX") or "c++", "-shared", "-fPIC", "-Wl,-z,defs", "-x", "c++", "-"]
@@ -192,10 +195,11 @@ def find_liburing(env: dict[str, str]) -> tuple[str, str]:
             return flag, f"shardcore: files by io_uring or threads, because liburing was found ({flag})"
     if forced == "1":
         raise BuildError(
-            "build: SHARDCORE_IO_URING is 1, but liburing was not found; expected its header and library (Debian, Ubuntu: "
-            f"apt-get install liburing-dev; Fedora: dnf install liburing-devel; or unset it): {done.stderr[-500:].strip()}"
+            "build: SHARDCORE_IO_URING is 1, but liburing was not found; expected its header and library, 2.0 or newer "
+            "(Debian, Ubuntu: apt-get install liburing-dev; Fedora: dnf install liburing-devel; or unset it): "
+            f"{done.stderr[-500:].strip()}"
         )
-    return "", threads + "liburing was not found (apt-get install liburing-dev, dnf install liburing-devel)"
+    return "", threads + "liburing was not found, or is older than 2.0 (apt-get install liburing-dev, dnf install liburing-devel)"
 
 
 def is_isolated(paths: list[str]) -> bool:

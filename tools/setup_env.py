@@ -25,12 +25,12 @@ import time
 import tomllib
 from pathlib import Path
 
-from tools.build_config import FLAG_VARIABLES, MIN_TORCH, BuildError, check_writable
+from tools.build_config import FLAG_VARIABLES, MIN_TORCH, BuildError, check_writable, find_liburing, find_nvcc
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
 VENV = ROOT / ".venv"
-BUILD_ENV = ("SHARDCORE_CUDA", "TORCH_CUDA_ARCH_LIST", "CUDA_HOME", "CUDA_PATH", *FLAG_VARIABLES)
+BUILD_ENV = ("SHARDCORE_CUDA", "SHARDCORE_IO_URING", "TORCH_CUDA_ARCH_LIST", "CUDA_HOME", "CUDA_PATH", *FLAG_VARIABLES)
 OPTIONAL = {
     "accelerate": "tests with Accelerate and Trainer",
     "auditwheel": "make wheel, with patchelf",
@@ -171,13 +171,21 @@ def fingerprint(python: str) -> str:
     return digest.hexdigest()
 
 
+def found_since(record: object) -> bool:
+    """Whether something that the recorded build did without, because it was not found, is here now."""
+    said, env = str(record), dict(os.environ)
+    return ("nvcc was not found" in said and find_nvcc(env) is not None) or (
+        "liburing was not found" in said and find_liburing(env)[0] != ""
+    )
+
+
 def build(python: str) -> None:
     """Build shardcore._C in place, unless the library there is from the same inputs."""
     state_path, record_path = BUILD / "setup.json", ROOT / "shardcore/_C.build.json"
     record = read_json(record_path)
     state = {"fingerprint": fingerprint(python), "record": record}
     libraries = any((ROOT / "shardcore").glob("_C*.so"))
-    if libraries and record and read_json(state_path) == state:
+    if libraries and record and read_json(state_path) == state and not found_since(record):
         return
     say("building the C++ extension (about a minute; output in build/setup.log)")
     start = time.monotonic()

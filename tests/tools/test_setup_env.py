@@ -47,9 +47,22 @@ def test_build_again_when_sources_or_settings_change(checkout, monkeypatch):
     seen.append(setup_env.fingerprint(sys.executable))
     (checkout / "csrc/core/new.cpp").write_text("")
     seen.append(setup_env.fingerprint(sys.executable))
-    monkeypatch.setenv("SHARDCORE_CUDA", "0")
-    seen.append(setup_env.fingerprint(sys.executable))
+    for name in ("SHARDCORE_CUDA", "SHARDCORE_IO_URING"):
+        monkeypatch.setenv(name, "0")
+        seen.append(setup_env.fingerprint(sys.executable))
     assert len(set(seen)) == len(seen)
+
+
+def test_build_again_when_what_was_missing_is_there(monkeypatch):
+    record = {"line": "CPU only, because nvcc was not found on PATH", "files": "threads only, because liburing was not found"}
+    monkeypatch.setattr(setup_env, "find_nvcc", lambda env: None)
+    monkeypatch.setattr(setup_env, "find_liburing", lambda env: ("", "threads only"))
+    assert not setup_env.found_since(record)
+    for name, found in (("find_nvcc", object()), ("find_liburing", ("-luring", "io_uring"))):
+        with monkeypatch.context() as patch:
+            patch.setattr(setup_env, name, lambda env, found=found: found)
+            assert setup_env.found_since(record)
+            assert not setup_env.found_since({"line": "built for CPU and CUDA", "files": "by io_uring"})
 
 
 def test_failing_command_shows_the_end_of_its_output(tmp_path, monkeypatch):
