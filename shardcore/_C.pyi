@@ -360,16 +360,11 @@ class FileEngine:
     """Asynchronous reads and writes of files, past the page cache where they can (csrc/io). Used by FileWriter and FileReader.
 
     backend: "io_uring", "threads", or "auto", which takes io_uring where this build has liburing and the system allows it.
-    depth: how many transfers (of at most 1 MiB) are in flight at once, 1 to 256; memory of twice as many MiB is kept for
-    writers. Threads start with the first transfer, and end with the engine. In a forked child RuntimeError: make another.
-    ValueError for an argument; OSError for "io_uring" where there is none.
+    depth: how many transfers (of at most 1 MiB) are in flight at once, 1 to 256; a writer has twice as many MiB of buffers.
+    Threads start with the first transfer, and end with the engine. In a forked child RuntimeError: make another. ValueError for
+    an argument; OSError for "io_uring" where there is none.
 
-    faults: for tests, a comma-separated list of faults. write:EIO@1048576: each write that moves this byte of its file fails
-    with this error (each write at all without @; the same for read; EINTR and EAGAIN at the first attempt only; EINVAL only
-    while O_DIRECT is in use). reserve:ENOSPC: making a FileWriter fails. sync:EIO: fdatasync fails. short: each transfer moves
-    half of its blocks. stuck: each moves nothing, without an error. delay:5: each begins 5 ms later (by io_uring: one
-    after the other). flip:read@7: the lowest
-    bit of byte 7 of the file is flipped after it was read (flip:write@7: before it is written).
+    faults: for tests; see csrc/io/faults.h.
     """
 
     def __init__(self, backend: str = "auto", depth: int = 16, faults: str = "") -> None: ...
@@ -378,7 +373,7 @@ class FileEngine:
         """The one in use: "io_uring" or "threads"."""
     @property
     def note(self) -> str:
-        """One line that says why io_uring, or its registered buffers, are not used; "" if they are, or were not asked for."""
+        """One line that says why io_uring is not used; "" if it is, or was not asked for."""
     @property
     def depth(self) -> int: ...
 
@@ -484,8 +479,11 @@ def cpu_isas() -> list[str]:
 def use_threads(count: int) -> None:
     """Let kernels that the calling thread runs on the CPU use `count` threads of its own, itself included, instead of torch's.
 
-    They end with it. ValueError unless 1 <= count <= 4096.
+    They end with it. 0: torch's again.
     """
+
+def allow_captures() -> None:
+    """Let other threads capture CUDA graphs while the calling one asks about events; nothing in a build without CUDA."""
 
 def build_info() -> dict[str, Any]:
     """Keys: version, torch (the version built against), cuda ("13.0" or ""), cuda_arch_list, compiler: texts; io_uring: whether

@@ -1,4 +1,5 @@
 // The CUDA backend of the cpu tier: page-locked host memory, one stream per direction, and an event after each copy.
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -239,9 +240,12 @@ class CudaBackend final : public CopyBackend {
   // Locking touches the pages, so they are taken on the node that place() named.
   std::string pin(void* data, int64_t size_bytes) override {
     const DeviceScope scope(device_);
+    // The pages stay this process's alone: a fork would copy all of them, or (before Linux 5.9) part them from the device's.
+    madvise(data, static_cast<size_t>(size_bytes), MADV_DONTFORK);
     const cudaError_t error = cudaHostRegister(data, static_cast<size_t>(size_bytes), cudaHostRegisterPortable);
     if (error == cudaSuccess) return "";
     cudaGetLastError();
+    madvise(data, static_cast<size_t>(size_bytes), MADV_DOFORK);
     return std::string("cudaHostRegister refused it: ") + cudaGetErrorName(error) + ", " + cudaGetErrorString(error);
   }
 

@@ -40,6 +40,7 @@ std::string HostTier::try_pin(void* data, int64_t mapped) {
 }
 
 void HostTier::release(void* data) noexcept {
+  if (pin_ && getpid() != pid_) return;  // a forked child: pinned pages are not there, and a thread may have held the mutex
   Allocation made{};
   {
     const std::lock_guard<std::mutex> lock(mutex_);

@@ -3,6 +3,9 @@
 // HostTier keeps the list of buffers, counts, and decides what is pinned; a backend (copy_stream.h) moves bytes.
 #pragma once
 
+#include <sys/types.h>
+#include <unistd.h>
+
 #include <atomic>
 #include <cstdint>
 #include <map>
@@ -65,6 +68,7 @@ class HostTier {
 
   const std::unique_ptr<CopyBackend> backend_;
   const bool pin_;
+  const pid_t pid_ = getpid();
   const int64_t pin_limit_bytes_;
   mutable std::mutex mutex_;  // guards the next three
   Buffers buffers_;

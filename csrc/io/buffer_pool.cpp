@@ -8,34 +8,6 @@
 
 namespace shardcore {
 
-TransferBuffers::TransferBuffers(int count, int64_t buffer_bytes)
-    : buffer_bytes_(buffer_bytes),
-      region_bytes_(count * buffer_bytes),
-      region_(static_cast<char*>(allocate_pages(region_bytes_))) {
-  free_.reserve(static_cast<size_t>(count));
-  for (int i = count; i-- > 0;) free_.push_back(region_ + i * buffer_bytes);
-}
-
-TransferBuffers::~TransferBuffers() { free_pages(region_, region_bytes_); }
-
-char* TransferBuffers::take() {
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (!free_.empty()) {
-      char* const buffer = free_.back();
-      free_.pop_back();
-      return buffer;
-    }
-  }
-  return static_cast<char*>(allocate_pages(buffer_bytes_));
-}
-
-void TransferBuffers::give(char* buffer) noexcept {
-  if (buffer < region_ || buffer >= region_ + region_bytes_) return free_pages(buffer, buffer_bytes_);
-  const std::lock_guard<std::mutex> lock(mutex_);
-  free_.push_back(buffer);  // has room for all
-}
-
 BufferPool::BufferPool(int64_t keep_bytes) : keep_bytes_(keep_bytes), pid_(getpid()) {}
 
 BufferPool::~BufferPool() {

@@ -10,28 +10,6 @@
 
 namespace shardcore {
 
-// Buffers of one size. The first ones lie in one region, which a backend may register; more are made as they are needed, and
-// freed when they come back.
-class TransferBuffers {
- public:
-  // Throws std::bad_alloc.
-  TransferBuffers(int count, int64_t buffer_bytes);
-  ~TransferBuffers();
-  TransferBuffers(const TransferBuffers&) = delete;
-  TransferBuffers& operator=(const TransferBuffers&) = delete;
-
-  char* take();
-  void give(char* buffer) noexcept;
-  char* region() const { return region_; }
-  int64_t region_bytes() const { return region_bytes_; }
-
- private:
-  const int64_t buffer_bytes_, region_bytes_;
-  char* const region_;
-  std::mutex mutex_;
-  std::vector<char*> free_;  // of the region
-};
-
 // Buffers of any size. A buffer that comes back is kept for the next that is at least half as large, up to keep_bytes.
 // In a child that was forked, where the mutex may be held, nothing is kept.
 class BufferPool {

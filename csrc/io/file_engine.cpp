@@ -15,7 +15,7 @@ namespace {
 
 // Attempts that moved nothing after which a request fails; each waits a millisecond.
 constexpr int kMaxAttempts = 100;
-constexpr int64_t kKeptReadBytes = int64_t{64} << 20;
+constexpr int64_t kKeptBytes = int64_t{64} << 20;
 
 int check_depth(int depth) {
   if (depth < 1 || depth > FileEngine::kMaxDepth) {
@@ -140,16 +140,12 @@ std::unique_ptr<IoBackend> make_threads_backend(const Faults& faults, int depth)
 }
 
 FileEngine::FileEngine(const std::string& backend, int depth, const std::string& faults)
-    : depth_(check_depth(depth)),
-      pid_(getpid()),
-      faults_(faults),
-      transfer_buffers_(writer_buffers(), kTransferBytes),
-      read_buffers_(std::make_shared<BufferPool>(kKeptReadBytes)) {
+    : depth_(check_depth(depth)), pid_(getpid()), faults_(faults), buffers_(std::make_shared<BufferPool>(kKeptBytes)) {
   if (backend != "auto" && backend != "io_uring" && backend != "threads") {
     throw std::invalid_argument("FileEngine: backend has \"" + backend + "\"; expected auto, io_uring or threads");
   }
   if (backend != "threads") {
-    backend_ = make_uring_backend(faults_, depth, transfer_buffers_.region(), transfer_buffers_.region_bytes(), note_);
+    backend_ = make_uring_backend(faults_, depth, note_);
     if (backend_ == nullptr && backend == "io_uring") throw IoError(ENOSYS, "", "FileEngine: " + note_);
   }
   backend_name_ = backend_ != nullptr ? "io_uring" : "threads";
@@ -170,7 +166,7 @@ void FileEngine::check_not_orphaned(const char* op) const {
 }
 
 void FileEngine::submit(const std::vector<IoRequest*>& requests) {
-  check_not_orphaned("FileReader.start");
+  check_not_orphaned("a read or write");
   for (IoRequest* const request : requests) {
     request->done_bytes = request->error = request->attempts = 0;
     if (request->op == FileOp::write) faults_.flip(FileOp::write, request->data, request->offset, request->size_bytes);

@@ -100,10 +100,8 @@ class FileEngine {
   int depth() const { return depth_; }
   int writer_buffers() const { return kBuffersPerTransfer * depth_; }  // that a writer has at most
   const Faults& faults() const { return faults_; }
-  // Buffers for the transfers of writers: kTransferBytes each, on pages of their own, registered where that works.
-  TransferBuffers& transfer_buffers() { return transfer_buffers_; }
-  // Buffers for reads, which outlive the engine.
-  const std::shared_ptr<BufferPool>& read_buffers() { return read_buffers_; }
+  // Of reads, which outlive the engine, and of writers.
+  const std::shared_ptr<BufferPool>& buffers() { return buffers_; }
 
   // Queues requests, of one file. Throws std::logic_error in a forked child, and what starting a thread throws.
   void submit(const std::vector<IoRequest*>& requests);
@@ -116,18 +114,15 @@ class FileEngine {
   const pid_t pid_;
   const Faults faults_;
   std::string backend_name_, note_;
-  TransferBuffers transfer_buffers_;
-  std::shared_ptr<BufferPool> read_buffers_;
+  std::shared_ptr<BufferPool> buffers_;
   std::unique_ptr<IoBackend> backend_;
 };
 
 // One thread for each transfer in flight, started when the first needs it.
 std::unique_ptr<IoBackend> make_threads_backend(const Faults& faults, int depth);
 
-// Null if io_uring is not there; why is put in note, and if there is no registered memory, why not. registered: memory of
-// transfers that the kernel may pin once.
-std::unique_ptr<IoBackend> make_uring_backend(const Faults& faults, int depth, void* registered, int64_t registered_bytes,
-                                              std::string& note);
+// Null if io_uring is not there; why is put in note.
+std::unique_ptr<IoBackend> make_uring_backend(const Faults& faults, int depth, std::string& note);
 bool has_liburing();  // whether this build has
 
 }  // namespace shardcore

@@ -14,7 +14,7 @@ int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit
 
 FileWriter::FileWriter(std::shared_ptr<FileEngine> engine, const std::string& path, int64_t size_bytes, bool direct,
                        bool overwrite)
-    : engine_(std::move(engine)), path_(path), size_bytes_(size_bytes), buffer_bytes_(FileEngine::kTransferBytes) {
+    : engine_(std::move(engine)), path_(path), size_bytes_(size_bytes) {
   if (size_bytes < 0) {
     throw std::invalid_argument("FileWriter: size_bytes has " + std::to_string(size_bytes) + "; expected 0 or more");
   }
@@ -43,10 +43,12 @@ void FileWriter::take_buffer() {
   std::unique_lock<std::mutex> lock(signal_->mutex);
   if (free_.empty() && requests_.size() < static_cast<size_t>(engine_->writer_buffers())) {
     requests_.reserve(static_cast<size_t>(engine_->writer_buffers()));
+    buffers_.reserve(static_cast<size_t>(engine_->writer_buffers()));
     free_.reserve(static_cast<size_t>(engine_->writer_buffers()));  // finished() cannot allocate
     auto request = std::make_unique<IoRequest>();
     request->op = FileOp::write, request->file = file_.get(), request->owner = this;
-    request->data = engine_->transfer_buffers().take();
+    buffers_.push_back(engine_->buffers()->take(FileEngine::kTransferBytes));
+    request->data = buffers_.back().data;
     requests_.push_back(std::move(request));
     current_ = requests_.back().get();
   } else {
@@ -94,10 +96,10 @@ uint32_t FileWriter::append(const void* data, int64_t bytes) {
   const char* src = static_cast<const char*>(data);
   while (bytes > 0) {
     if (current_ == nullptr) take_buffer();
-    const int64_t part = std::min(bytes, buffer_bytes_ - filled_);
+    const int64_t part = std::min(bytes, FileEngine::kTransferBytes - filled_);
     crc = copy_crc32c(current_->data + filled_, src, part, crc);
     src += part, bytes -= part, filled_ += part, appended_ += part;
-    if (filled_ == buffer_bytes_) {
+    if (filled_ == FileEngine::kTransferBytes) {
       submit();
       throw_error();
     }
@@ -134,7 +136,8 @@ void FileWriter::close() noexcept {
   const std::lock_guard<std::mutex> one(calls_);
   if (file_ == nullptr) return;
   drain();
-  for (const auto& request : requests_) engine_->transfer_buffers().give(request->data);
+  for (const BufferPool::Buffer& buffer : buffers_) engine_->buffers()->give(buffer);
+  buffers_.clear();
   requests_.clear();
   free_.clear();
   current_ = nullptr;
@@ -195,7 +198,7 @@ void FileTransfer::finished(IoRequest& /*request*/) noexcept {
 }
 
 FileRead::FileRead(std::shared_ptr<FileEngine> engine, std::shared_ptr<File> file, int64_t offset, int64_t bytes)
-    : engine_(std::move(engine)), pool_(engine_->read_buffers()) {
+    : engine_(std::move(engine)), pool_(engine_->buffers()) {
   const int64_t block = file->block_bytes();
   const int64_t begin = offset - offset % block, end = round_up(offset + bytes, block);
   start_ = offset - begin;

@@ -53,9 +53,9 @@ class FileWriter : public IoOwner {
   const std::shared_ptr<FileEngine> engine_;
   const std::string path_;
   const int64_t size_bytes_;
-  const int64_t buffer_bytes_;
   std::mutex calls_;  // held by append, finish, close
   std::unique_ptr<File> file_;
+  std::vector<BufferPool::Buffer> buffers_;
   std::vector<std::unique_ptr<IoRequest>> requests_;  // one for each buffer
   IoRequest* current_ = nullptr;                      // is being filled
   int64_t filled_ = 0;                                // bytes of it

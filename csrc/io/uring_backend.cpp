@@ -9,7 +9,6 @@
 #include <liburing.h>
 #include <poll.h>
 #include <sys/eventfd.h>
-#include <sys/resource.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -43,15 +42,8 @@ class Ring {
 
 class UringBackend final : public IoBackend {
  public:
-  // registered: memory that the ring has as its buffer 0; null if it has none.
-  UringBackend(const Faults& faults, int depth, std::unique_ptr<Ring> ring, int wake_fd, char* registered,
-               int64_t registered_bytes)
-      : IoBackend(faults),
-        depth_(static_cast<size_t>(depth)),
-        ring_(std::move(ring)),
-        wake_fd_(wake_fd),
-        registered_(registered),
-        registered_bytes_(registered_bytes) {}
+  UringBackend(const Faults& faults, int depth, std::unique_ptr<Ring> ring, int wake_fd)
+      : IoBackend(faults), depth_(static_cast<size_t>(depth)), ring_(std::move(ring)), wake_fd_(wake_fd) {}
 
   ~UringBackend() override {
     if (thread_.joinable()) {
@@ -142,8 +134,6 @@ class UringBackend final : public IoBackend {
     const auto at = static_cast<uint64_t>(request.offset + request.done_bytes);
     if (request.op == FileOp::read) {
       io_uring_prep_read(entry, request.file->fd(), data, size, at);
-    } else if (data >= registered_ && data < registered_ + registered_bytes_) {
-      io_uring_prep_write_fixed(entry, request.file->fd(), data, size, at, 0);
     } else {
       io_uring_prep_write(entry, request.file->fd(), data, size, at);
     }
@@ -160,8 +150,6 @@ class UringBackend final : public IoBackend {
   const size_t depth_;
   std::unique_ptr<Ring> ring_;  // the thread's
   const int wake_fd_;
-  char* const registered_;
-  const int64_t registered_bytes_;
   size_t in_flight_ = 0;  // in the ring; the thread's
   std::mutex mutex_;      // guards the rest
   std::deque<IoRequest*> queued_;
@@ -174,8 +162,7 @@ class UringBackend final : public IoBackend {
 
 bool has_liburing() { return true; }
 
-std::unique_ptr<IoBackend> make_uring_backend(const Faults& faults, int depth, void* registered, int64_t registered_bytes,
-                                              std::string& note) {
+std::unique_ptr<IoBackend> make_uring_backend(const Faults& faults, int depth, std::string& note) {
   const std::string refused = "io_uring is not used: ";
   auto ring = std::make_unique<Ring>(static_cast<unsigned>(depth) + 1);  // one that polls the eventfd
   if (ring->error != 0) {
@@ -194,26 +181,14 @@ std::unique_ptr<IoBackend> make_uring_backend(const Faults& faults, int depth, v
     note = refused + "eventfd: " + std::strerror(errno);
     return nullptr;
   }
-  const iovec region{registered, static_cast<size_t>(registered_bytes)};
-  const int result = io_uring_register_buffers(&ring->raw, &region, 1);
-  if (result < 0) {
-    registered = nullptr, registered_bytes = 0;
-    rlimit limit{};
-    getrlimit(RLIMIT_MEMLOCK, &limit);
-    note =
-        "registered buffers are not used: " + std::to_string(region.iov_len >> 10) + " KiB: " + std::strerror(-result) +
-        (result == -ENOMEM ? " (memory that may be locked, ulimit -l: " + std::to_string(limit.rlim_cur >> 10) + " KiB)" : "");
-  }
-  return std::make_unique<UringBackend>(faults, depth, std::move(ring), wake_fd, static_cast<char*>(registered),
-                                        registered_bytes);
+  return std::make_unique<UringBackend>(faults, depth, std::move(ring), wake_fd);
 }
 
 #else
 
 bool has_liburing() { return false; }
 
-std::unique_ptr<IoBackend> make_uring_backend(const Faults& /*faults*/, int /*depth*/, void* /*registered*/,
-                                              int64_t /*registered_bytes*/, std::string& note) {
+std::unique_ptr<IoBackend> make_uring_backend(const Faults& /*faults*/, int /*depth*/, std::string& note) {
   note = "io_uring is not used: this build has no liburing (install liburing-dev, and build again)";
   return nullptr;
 }

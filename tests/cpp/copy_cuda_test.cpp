@@ -242,6 +242,32 @@ TEST_F(copy_cuda, steps_have_the_same_bits_and_their_thread_opens_no_other_devic
 }
 
 #if !defined(__SANITIZE_THREAD__)  // TSan does not follow a fork of a program with threads
+bool is_mapped(void* page) {
+  unsigned char resident = 0;
+  return mincore(page, static_cast<size_t>(mapped_bytes(1)), &resident) == 0;
+}
+
+TEST_F(copy_cuda, a_forked_child_has_no_pinned_pages) {
+  const int64_t page = mapped_bytes(1);
+  HostTier tier(make_cuda_backend(0), true, -1);
+  void* const data = tier.allocate(page, true);
+  fake_cuda::runtime().failing_call = "cudaHostRegister";
+  void* const refused = tier.allocate(page, true);
+  fake_cuda::runtime().failing_call.clear();
+  const pid_t child = fork();
+  if (child == 0) {
+    alarm(60);
+    const bool gone = !is_mapped(data) && is_mapped(refused);
+    const int calls = fake_cuda::runtime().calls;
+    for (void* const buffer : {data, refused}) tier.release(buffer);  // nothing: another thread may have held the lock
+    _exit(gone && is_mapped(refused) && fake_cuda::runtime().calls == calls ? 0 : 1);
+  }
+  int status = -1;
+  EXPECT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
+  for (void* const buffer : {data, refused}) tier.release(buffer);
+}
+
 TEST_F(copy_cuda, a_forked_child_gets_an_error_and_calls_nothing) {
   Values device(kSize, 3), host(kSize, 0);
   const int64_t number = bring(host, device);

@@ -523,25 +523,6 @@ def test_where_io_uring_is_forbidden_threads_take_its_place(path):
     assert "io_uring is not used: io_uring_setup: Operation not permitted" in run(FORBID + script, path)
 
 
-@pytest.mark.more
-@pytest.mark.skipif("io_uring" not in BACKENDS, reason="no io_uring here")
-def test_where_memory_may_not_be_locked_buffers_are_not_registered(path):
-    limit = """
-resource.setrlimit(resource.RLIMIT_MEMLOCK, (64 << 10, 64 << 10))
-if os.getuid() == 0:  # the limit does not hold for root
-    os.chmod(os.path.dirname(path), 0o777)
-    fd = os.open(os.path.dirname(path), os.O_RDONLY)
-    os.setresuid(65534, 65534, 65534)
-    path = f"/proc/self/fd/{fd}/file"
-engine = _C.FileEngine(depth=3)
-"""
-    shown = run(limit + USE, path)
-    if "threads|" in shown:
-        pytest.skip(f"io_uring is not for every user here: {shown}")
-    assert shown.startswith("io_uring|registered buffers are not used: 6144 KiB: Cannot allocate memory"), shown
-    assert "ulimit -l: 64 KiB" in shown
-
-
 def resident_kib() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() // 1024
 
