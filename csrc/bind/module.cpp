@@ -4,7 +4,7 @@
 #include "io/file_engine.h"
 
 #ifdef SHARDCORE_WITH_CUDA
-#include <cuda_runtime_api.h>
+#include "core/cuda_check.h"
 #endif
 
 #ifndef SHARDCORE_VERSION
@@ -51,4 +51,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("cpu_isas", &shardcore::cpu_isas);
   module.def("use_threads", &shardcore::bind::use_threads, pybind11::arg("count"));
   module.def("build_info", &build_info);
+  module.def("allow_captures", [] {
+#ifdef SHARDCORE_WITH_CUDA
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeThreadLocal;
+    SHARDCORE_CUDA_CHECK(cudaThreadExchangeStreamCaptureMode(&mode));
+#endif
+  });
 }

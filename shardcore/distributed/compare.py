@@ -45,7 +45,7 @@ def uneven_backwards(counts: Sequence[int]) -> RuntimeError:
     for rank, count in enumerate(counts):
         ranks.setdefault(count, []).append(rank)
     found = "; ".join(
-        f"rank{'s' * (len(there) > 1)} {', '.join(map(str, there))}: {count // 2} backwards since the last step or "
+        f"{name_ranks(there)}: {count // 2} backwards since the last step or "
         f"zero_grad(), {'some' if count % 2 else 'none'} of them added locally"
         for count, there in ranks.items()
     )
@@ -53,3 +53,15 @@ def uneven_backwards(counts: Sequence[int]) -> RuntimeError:
         f"ranks went different ways: {found}; expected every rank to run the same units in the same order, and equally many "
         "backwards per step (loop over shardcore.join(model, loader) where only some ranks have a batch)"
     )
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Return "ranks 0, 2 to 5" of a list of rising ranks."""
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and parts[-1][-1] == rank - 1:
+            parts[-1].append(rank)
+        else:
+            parts.append([rank])
+    shown = ", ".join(f"{part[0]} to {part[-1]}" if len(part) > 2 else ", ".join(map(str, part)) for part in parts)
+    return f"rank{'s' * (len(ranks) > 1)} {shown}"

@@ -38,6 +38,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
+from shardcore._native import _C
+from shardcore.distributed.compare import name_ranks
+
 logger = logging.getLogger("shardcore")
 
 LONG_S = 3.0  # waits that last longer are examined
@@ -266,6 +269,7 @@ class _Watch:
         now = time.monotonic()
         if self._device.type == "cuda":  # a new thread's first question about an event would open device 0
             torch.cuda.set_device(self._device)
+            _C.allow_captures()
         with self._lock:
             for key, entries in list(self._devices.items()):
                 if _log_named(key[0]) is None:
@@ -355,8 +359,8 @@ class _Watch:
             self._lines += 1
             others = {of: self._waits_for(store, of)[1] for of in missing[:_EXAMINED]}
             where = "; ".join(f"rank {of} waits for {at}" for of, at in others.items() if at is not None)
-            waiting = f"waited {waited_s:.0f} s for {wait}, at which {_ranks(missing)} {_have(missing)} not arrived"
-            logger.warning("%s %s %s%s", _ranks(here), _have(here), waiting, f" ({where})" if where else "")
+            waiting = f"waited {waited_s:.0f} s for {wait}, at which {name_ranks(missing)} {_have(missing)} not arrived"
+            logger.warning("%s %s %s%s", name_ranks(here), _have(here), waiting, f" ({where})" if where else "")
 
     @staticmethod
     def _at(store: PrefixStore, wait: Wait) -> list[int]:
@@ -381,7 +385,7 @@ class _Watch:
         if wait.name != AGREEMENT and store.check([left]):
             if json.loads(store.get(left)).get(wait.name, 0) >= wait.number:
                 return None
-            return _reason(f"{_ranks(here)} for {wait}; rank {other} for nothing: its engine is gone"), [wait]
+            return _reason(f"{name_ranks(here)} for {wait}; rank {other} for nothing: its engine is gone"), [wait]
         beat, theirs = self._waits_for(store, other)
         if theirs is None or theirs.name == _BY_USER or dist.get_rank() not in theirs.ranks:
             return None  # of a collective of the user's, a rank in it finds out
@@ -401,7 +405,7 @@ class _Watch:
             return None
         groups = ("", "") if wait.group == theirs.group else (f" on group {wait.group}", f" on group {theirs.group}")
         there = self._at(store, theirs) or [other]
-        return _reason(f"{_ranks(here)} for {wait}{groups[0]}; {_ranks(there)} for {theirs}{groups[1]}"), waits
+        return _reason(f"{name_ranks(here)} for {wait}{groups[0]}; {name_ranks(there)} for {theirs}{groups[1]}"), waits
 
     def _end(self, wait: Wait, reason: str) -> None:
         """End the wait with an error. See Note [End]."""
@@ -459,21 +463,6 @@ def _differ(order: Any, other: Any) -> bool:
 
 def _have(ranks: Sequence[int]) -> str:
     return "have" if len(ranks) > 1 else "has"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {_in_short(ranks)}"
-
-
-def _in_short(ranks: Sequence[int]) -> str:
-    """Shorten a list of rising ranks: 0, 2 to 5."""
-    parts: list[list[int]] = []
-    for rank in ranks:
-        if parts and parts[-1][-1] == rank - 1:
-            parts[-1].append(rank)
-        else:
-            parts.append([rank])
-    return ", ".join(f"{part[0]} to {part[-1]}" if len(part) > 2 else ", ".join(map(str, part)) for part in parts)
 
 
 _watch = _Watch()

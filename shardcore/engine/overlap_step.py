@@ -138,6 +138,7 @@ def _begin_thread(threads: WorkerThreads, device: torch.device) -> None:
         # A new thread's first call of CUDA opens device 0 (500 MB there), even to query an event.
         with suppress(Exception):  # the executor would run nothing any more; later calls of CUDA raise as well
             torch.cuda.set_device(device)
+            _C.allow_captures()
     use_own_threads(threads)
 
 
@@ -377,7 +378,7 @@ class OverlapStep:
                 self.finish()
 
     def __del__(self) -> None:
-        """Finish what is pending, or the next engine on this group would receive its messages (Comm.separate)."""
+        """Finish what is pending, or the next engine on this group would receive its messages (Comm.acquire_group)."""
         try:
             if self._pending and not own_thread_count() and not sys.is_finalizing():  # not on a worker: it may be this one's
                 self.finish_alone()
@@ -403,11 +404,7 @@ def _update_all(
     """
     begun.set()
     error: BaseException | None = None
-
-    def update_parts() -> Iterator[_C.CopyEvent | None]:
-        yield from store.steps([update.spans for update in updates], hypers)
-
-    events: Iterator[_C.CopyEvent | None] = update_parts()
+    events = store.steps([update.spans for update in updates], hypers)
     with nullcontext() if stream is None else torch.cuda.stream(stream):
         if stream is not None and after is not None:
             stream.wait_event(after)
