@@ -4,14 +4,11 @@ It composes the reducer (gradients), the updater (step) and a state store (where
 stages beyond the lifetimes table, nor of tiers beyond the store that it is given.
 """
 
-import signal
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -32,7 +29,7 @@ from shardcore.engine.plan import Plan
 from shardcore.engine.reducer import Reducer
 from shardcore.engine.split_store import RatioTuner, SplitStore
 from shardcore.engine.state_store import DeviceStore, StepError
-from shardcore.engine.step import OwnGrads, Updater
+from shardcore.engine.step import OwnGrads, Updater, interrupts_held_back
 from shardcore.engine.units import tensors_in
 from shardcore.engine.unshard import Unsharder
 from shardcore.optim.interface import EngineRef, engine_of
@@ -350,7 +347,7 @@ class Engine:
             self.synchronize()  # before anything is sent: see engine/overlap_step.py, Note [Who gathers]
         except StepError as error:
             problems.append(error)
-        with _interrupts_held_back():  # an interrupt must not end the step halfway on one rank
+        with interrupts_held_back():  # an interrupt must not end the step halfway on one rank
             self._step_together(grad_scale, max_norm, problems)
             if self.commits is not None:
                 self.commits.note_step()
@@ -681,20 +678,3 @@ def engine_behind(op: str, thing: Any) -> Engine:
         state = "is left of a sharded model that is gone, as is its optimizer" if gone else "is not sharded"
         raise ValueError(f"{op}: {type(thing).__name__} {state}; expected what shardcore.shard returned, or a parameter of it")
     return engine
-
-
-@contextmanager
-def _interrupts_held_back() -> Iterator[None]:
-    """Let Ctrl-C take effect at the end. (Only the main thread is interrupted.)"""
-    old = signal.getsignal(signal.SIGINT)
-    if not callable(old) or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    caught: list[tuple[int, FrameType | None]] = []
-    signal.signal(signal.SIGINT, lambda number, frame: caught.append((number, frame)))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, old)
-        if caught:
-            old(*caught[0])

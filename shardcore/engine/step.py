@@ -1,13 +1,16 @@
 """The step: global norm, the decision to clip or skip, Adam over the owned ranges, and the new weights to every rank."""
 
 import math
+import signal
+import threading
 import warnings
 import zlib
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
+from types import FrameType
 from typing import Any
 
 import torch
@@ -475,3 +478,23 @@ def _squares_of(buckets: Sequence[Bucket]) -> torch.Tensor:
     if grads:
         squares.append(_C.sq_norm(grads))
     return torch.stack(squares) if squares else torch.zeros(0, 2, dtype=torch.float64, device="cpu")
+
+
+_ENDING = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2  # handlers of these may raise
+
+
+@contextmanager
+def interrupts_held_back() -> Iterator[None]:
+    """Let Ctrl-C, and signals by which jobs are ended, take effect at the end. (Handlers run on the main thread alone.)"""
+    here = threading.current_thread() is threading.main_thread()
+    handlers = {number: handler for number in _ENDING if here and callable(handler := signal.getsignal(number))}
+    caught: dict[int, FrameType | None] = {}
+    for number in handlers:
+        signal.signal(number, caught.__setitem__)
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for signum, frame in caught.items():
+            handlers[signal.Signals(signum)](signum, frame)

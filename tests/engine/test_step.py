@@ -325,7 +325,9 @@ IN_STEP: dict[str, tuple[Any, str]] = {
 }
 
 
-def _interrupted(rank: int, world_size: int, stage: int, place: str, who: int, overlap: bool) -> tuple[str, int]:
+def _interrupted(
+    rank: int, world_size: int, stage: int, place: str, who: int, overlap: bool, by: signal.Signals = signal.SIGINT
+) -> tuple[str, int]:
     """Train two steps; in the first one rank `who` is interrupted, and goes on."""
     model, optimizer = start(rank, Run(stage), overlap, late=False)
     owner, name = IN_STEP[place]
@@ -334,9 +336,10 @@ def _interrupted(rank: int, world_size: int, stage: int, place: str, who: int, o
     def interrupted(*arguments: Any) -> Any:
         if rank == who and not count[0]:
             count[0] += 1
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(by)
         return call(*arguments)
 
+    before = signal.signal(by, signal.default_int_handler)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(owner, name, interrupted)
         for step in range(2):
@@ -346,16 +349,22 @@ def _interrupted(rank: int, world_size: int, stage: int, place: str, who: int, o
             except KeyboardInterrupt:
                 count[0] += 1
             optimizer.zero_grad()
+    signal.signal(by, before)
     return hash_of_training(model, optimizer), count[0]
 
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(
-    ("stage", "place", "overlap"),
-    [*((2, place, False) for place in IN_STEP), (2, "as it is decided", True), (3, "behind that", True)],
+    ("stage", "place", "overlap", "by"),
+    [
+        *((2, place, False, signal.SIGINT) for place in IN_STEP),
+        (2, "as it is decided", True, signal.SIGINT),
+        (3, "behind that", True, signal.SIGINT),
+        (2, "while the weights change", False, signal.SIGTERM),  # whose handler raises, as where jobs are preempted
+    ],
 )
-def test_a_step_that_is_interrupted_is_whole(stage: int, place: str, overlap: bool) -> None:
+def test_a_step_that_is_interrupted_is_whole(stage: int, place: str, overlap: bool, by: signal.Signals) -> None:
     expected = [hashed for hashed, _ in run_ranks(2, _interrupted, stage, place, -1, overlap)]
-    (first, none), (second, interrupted) = run_ranks(2, _interrupted, stage, place, 1, overlap)
+    (first, none), (second, interrupted) = run_ranks(2, _interrupted, stage, place, 1, overlap, by)
     assert [first, second] == expected
     assert (none, interrupted) == (0, 2), "raised once, and passed on once"
