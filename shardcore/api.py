@@ -22,7 +22,7 @@ from shardcore.checkpoint.save import attempt_together
 from shardcore.checkpoint.slots import Slots
 from shardcore.distributed.comm import Comm
 from shardcore.distributed.groups import own_gpu, use_own_gpu
-from shardcore.distributed.joining import agree, agree_in_parts, join
+from shardcore.distributed.joining import agree_in_parts, join
 from shardcore.distributed.launchers import ranks_here
 from shardcore.distributed.machine import here, nodes_of, own_cores, plan_worker, short_of_memory
 from shardcore.engine import build, disk, nvme_weights
@@ -383,17 +383,11 @@ def _plan(
         entries += filler.entries if filler is not None else []
     except Exception as error:  # of any kind: the other ranks are waiting
         problem = problem or error
-    short = short_of_memory(comm, needed)  # collective: every rank asks
-    refusal: Exception | None = None
     try:
-        agree(comm, problem or short, entries)
-    except Exception as error:  # on every rank of comm
-        refusal = error
-    try:
-        agree_in_parts(comm, refusal)
+        agree_in_parts(comm, problem, entries)
+        agree_in_parts(comm, short_of_memory(comm, needed), ())  # all ranks of all parts are here by now
     finally:
-        refusal = None
-        problem = short = None  # an error that this frame held would hold it, and the model, in a cycle
+        problem = None  # an error that this frame held would hold it, and the model, in a cycle
     return plan, filler, options
 
 

@@ -73,7 +73,8 @@ def own_gpu() -> torch.device:
     local = env_int("LOCAL_RANK")
     if not 0 <= local < count:
         raise ValueError(
-            f"LOCAL_RANK is {local} but this machine has {count} CUDA devices; expected a process for each device at most"
+            f"LOCAL_RANK is {local} but this process sees {count} CUDA devices; expected one for each process of the "
+            "machine (is CUDA_VISIBLE_DEVICES set?)"
         )
     return torch.device("cuda", local)
 

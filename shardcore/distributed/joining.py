@@ -78,14 +78,19 @@ def _across(known: Sequence[Comm], name: str, others: dist.ProcessGroup | Device
     return Comm(others, gpu=gpu)
 
 
-def agree_in_parts(comm: Comm, refusal: Exception | None) -> None:
-    """Raise `refusal`, which is one on all ranks of `comm`, and something on the ranks with other parts of the model."""
-    refused = comm.of_parts(torch.tensor([refusal is not None], device="cpu")).flatten().tolist()
-    if refusal is not None:
-        try:
+def agree_in_parts(comm: Comm, problem: Exception | None, entries: Sequence[Any]) -> None:
+    """`agree`, and raise something on the ranks with other parts of the model, too."""
+    refusal: Exception | None = None
+    try:
+        agree(comm, problem, entries)
+    except Exception as error:  # on every rank of comm
+        refusal = error
+    try:
+        refused = comm.of_parts(torch.tensor([refusal is not None], device="cpu")).flatten().tolist()
+        if refusal is not None:
             raise refusal
-        finally:
-            refusal = None
+    finally:
+        problem = refusal = None  # else a cycle
     if any(refused):
         raise ValueError(
             f"shard: part {refused.index(True)} of the model was refused, so no rank was changed; see the error of its ranks"

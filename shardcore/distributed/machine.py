@@ -34,12 +34,12 @@ def here() -> list[str]:
 
 
 def short_of_memory(comm: Comm, needed: int) -> MemoryError | None:
-    """Return an error if the ranks of this machine need more host memory than is free. Collective.
+    """Return an error if the model's ranks on this machine need more host memory than is free. Collective (all parts).
 
     needed: bytes, of this rank.
     """
     place, free = here(), free_bytes()
-    neighbors = [count for host, count in comm.gather_json([place, needed]) if host == place]
+    neighbors = [count for host, count in _of_model(comm, [place, needed])[1] if host == place]
     wanted = sum(neighbors)
     if not needed or free is None or wanted <= free:
         return None
@@ -51,17 +51,27 @@ def short_of_memory(comm: Comm, needed: int) -> MemoryError | None:
 
 
 def plan_worker(comm: Comm, threads: int | None, device: torch.device) -> tuple[int, tuple[int, ...]]:
-    """Return the number of threads of a worker (`threads` unless None) and the cores that it runs on. Collective.
+    """Return the number of threads of a worker (`threads` unless None) and the cores that it runs on.
 
-    device: of this rank.
+    Collective (all parts). device: of this rank.
     """
-    place = here()
-    rows = comm.gather_json([place, own_cores(), near_cores(pci_address(device.index)) if device.type == "cuda" else []])
-    neighbors = [rank for rank, (host, *_) in enumerate(rows) if host == place]
-    of_ranks = divide_by_nodes([rows[rank][1] for rank in neighbors], [rows[rank][2] for rank in neighbors])
-    index = neighbors.index(comm.rank)
+    place, near = here(), near_cores(pci_address(device.index)) if device.type == "cuda" else []
+    own, rows = _of_model(comm, [place, own_cores(), near])
+    neighbors = [number for number, (host, *_) in enumerate(rows) if host == place]
+    of_ranks = divide_by_nodes([rows[number][1] for number in neighbors], [rows[number][2] for number in neighbors])
+    index = neighbors.index(own)
     count = worker_threads(of_ranks, index, quota()) if threads is None else threads
     return count, tuple(worker_cores(of_ranks, index, count))
+
+
+def _of_model(comm: Comm, value: Any) -> tuple[int, list[Any]]:
+    """Gather a value from all ranks of all parts of the model; returns the index of this rank's, too. Collective."""
+    index, rows = comm.rank, comm.gather_json(value)
+    for other in comm.across:
+        parts = other.gather_json(rows)
+        index += sum(map(len, parts[: other.rank]))
+        rows = [row for part in parts for row in part]
+    return index, rows
 
 
 # --- cores ------------------------------------------------------------------------------------------------------------

@@ -88,9 +88,7 @@ def test_a_local_rank_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda: shardcore.shard(model, shardcore.FusedAdam(model.parameters())),
         lambda: shardcore.initialize(model=model, config={}),
     ):
-        with pytest.raises(
-            ValueError, match="LOCAL_RANK is 4 but this machine has 4 CUDA devices; expected a process for each"
-        ):
+        with pytest.raises(ValueError, match="LOCAL_RANK is 4 but this process sees 4 CUDA devices; expected one for each"):
             start()
 
 

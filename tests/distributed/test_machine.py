@@ -118,15 +118,24 @@ def test_ranks_with_the_same_cores_divide_them_by_the_nodes_of_their_gpus(monkey
         assert divide_by_nodes([ALL] * 2, near) == [ALL] * 2, "an unknown node"
     assert divide_by_nodes([FIRST] * 2, [FIRST, SECOND]) == [FIRST] * 2, "bound to the other node"
 
-    def planned(near: list[list[int]]) -> list[tuple[int, list[int]]]:
+    def planned(near: list[list[int]], parts: int = 1) -> list[tuple[int, list[int]]]:
+        """Of ranks of which `parts` have the parts of one model, and the others copies of these."""
         rows = [[here(), ALL, cores] for cores in near]
+        of_part = [rows[part::parts] for part in range(parts)]
 
         def plan(rank: int) -> tuple[int, list[int]]:
+            copy, part = divmod(rank, parts)
+
             def gather(row: Any) -> Any:
                 assert row == rows[rank]
-                return rows
+                return of_part[part]
 
-            comm: Any = SimpleNamespace(rank=rank, gather_json=gather)
+            def gather_parts(mine: Any) -> Any:
+                assert mine == of_part[part]
+                return of_part
+
+            across = [SimpleNamespace(rank=part, gather_json=gather_parts)] if parts > 1 else []
+            comm: Any = SimpleNamespace(rank=copy, gather_json=gather, across=across)
             count, cores = plan_worker(comm, None, torch.device("cuda", rank))
             return count, list(cores)
 
@@ -140,8 +149,12 @@ def test_ranks_with_the_same_cores_divide_them_by_the_nodes_of_their_gpus(monkey
     uneven = [SECOND, FIRST, SECOND]
     assert planned(uneven) == [(3, [4, 5, 6, 7]), (7, FIRST), (3, [12, 13, 14, 15])]
     assert planned([SECOND]) == [(15, ALL)]
+    assert planned([FIRST, SECOND], parts=2) == [(7, FIRST), (7, SECOND)]
+    assert sorted(planned([FIRST, FIRST, SECOND, SECOND], parts=2)) == sorted(planned([FIRST, FIRST, SECOND, SECOND]))
     monkeypatch.setattr("shardcore.distributed.machine.divide_by_nodes", lambda of_ranks, near: of_ranks)
     assert {count for count, _ in planned(uneven)} == {4}, "the twin: as if there were no nodes"
+    monkeypatch.setattr("shardcore.distributed.machine._of_model", lambda comm, value: (comm.rank, comm.gather_json(value)))
+    assert planned([FIRST, SECOND], parts=2) == 2 * [(15, ALL)], "the twin: as if there were no other parts"
 
 
 def test_the_quota_is_the_least_of_the_groups(tmp_path: Path) -> None:
