@@ -195,11 +195,11 @@ def find_liburing(env: dict[str, str]) -> tuple[str, str]:
             return flag, f"shardcore: files by io_uring or threads, because liburing was found ({flag})"
     if forced == "1":
         raise BuildError(
-            "build: SHARDCORE_IO_URING is 1, but liburing was not found; expected its header and library, 2.0 or newer "
+            "build: SHARDCORE_IO_URING is 1, but liburing 2.0 or newer was not found; expected its header and library "
             "(Debian, Ubuntu: apt-get install liburing-dev; Fedora: dnf install liburing-devel; or unset it): "
             f"{done.stderr[-500:].strip()}"
         )
-    return "", threads + "liburing was not found, or is older than 2.0 (apt-get install liburing-dev, dnf install liburing-devel)"
+    return "", threads + "liburing 2.0 or newer was not found (apt-get install liburing-dev, dnf install liburing-devel)"
 
 
 def is_isolated(paths: list[str]) -> bool:

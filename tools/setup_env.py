@@ -175,7 +175,7 @@ def found_since(record: object) -> bool:
     """Whether something that the recorded build did without, because it was not found, is here now."""
     said, env = str(record), dict(os.environ)
     return ("nvcc was not found" in said and find_nvcc(env) is not None) or (
-        "liburing was not found" in said and find_liburing(env)[0] != ""
+        "liburing 2.0 or newer was not found" in said and find_liburing(env)[0] != ""
     )
 
 
