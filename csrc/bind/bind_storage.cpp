@@ -31,18 +31,12 @@ void close(c10::StorageImpl& storage, const std::string& message) {
 
 void release(void* held) { delete static_cast<at::Tensor*>(held); }
 
-// Memory that is not the engine's (the user re-assigned .data) must be neither hidden nor released.
-void check_closed(const Where& where, const at::Tensor& tensor) {
-  if (tensor.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get() != nullptr)
-    value_error(
-        where,
-        "memory of someone else; expected a sharded parameter as shard() left it, between uses (do not re-assign .data)");
-}
-
-void check_lent(const Where& where, const at::Tensor& tensor) {
-  if (tensor.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get_deleter() != &release)
-    value_error(where,
-                "memory of someone else; expected a sharded parameter as shard() left it, in use (do not re-assign .data)");
+// Memory that is not the engine's (the user re-assigned .data) must be neither hidden nor released. What is closed, or lent,
+// may be so already: after an interrupt the engine does all again.
+void check_ours(const Where& where, const at::Tensor& tensor) {
+  const at::DataPtr& data = tensor.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks();
+  if (data.get() != nullptr && data.get_deleter() != &release)
+    value_error(where, "memory of someone else; expected a sharded parameter as shard() left it (do not re-assign .data)");
 }
 
 void check_own_storage(const Where& where, const at::Tensor& tensor) {
@@ -62,7 +56,7 @@ void lend(const std::vector<at::Tensor>& tensors, const at::Tensor& memory, cons
   for (size_t i = 0; i < tensors.size(); ++i) {
     const Where where{"lend", "tensors", static_cast<int64_t>(i)};
     check_own_storage(where, tensors[i]);
-    check_closed(where, tensors[i]);
+    check_ours(where, tensors[i]);
     if (tensors[i].scalar_type() != memory.scalar_type() || tensors[i].device() != memory.device())
       type_error(where, "dtype ", tensors[i].scalar_type(), " on ", tensors[i].device(), "; expected ", memory.scalar_type(),
                  " on ", memory.device(), " (as memory)");
@@ -80,7 +74,7 @@ void withdraw(const std::vector<at::Tensor>& tensors, const std::vector<std::str
   for (size_t i = 0; i < tensors.size(); ++i) {
     const Where where{"withdraw", "tensors", static_cast<int64_t>(i)};
     check_own_storage(where, tensors[i]);
-    check_lent(where, tensors[i]);
+    check_ours(where, tensors[i]);
   }
   for (size_t i = 0; i < tensors.size(); ++i) close(*tensors[i].storage().unsafeGetStorageImpl(), messages[i]);
 }

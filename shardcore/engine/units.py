@@ -236,6 +236,7 @@ class Unit:
     kept: this rank's parts, one per bucket, of what a few ranks keep from forward to backward; None if nothing is kept.
     calls: how many backwards of it have begun and not ended. incomplete: its buckets whose gradients are not all there.
     began: the sequence number of autograd's next node when the forward under way began.
+    leaf_hook: of the input, a leaf, whose gradient ends the unit's latest call.
     """
 
     name: str
@@ -249,6 +250,7 @@ class Unit:
     kept: list[torch.Tensor] | None = None
     guest: int = 0
     began: int = 0
+    leaf_hook: Any = None
 
     @property
     def has_frozen(self) -> bool:

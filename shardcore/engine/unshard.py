@@ -177,11 +177,11 @@ class Unsharder:
             if unit.gathers is not None or (unit.unsharded and not torch.is_grad_enabled()):
                 self._reshard(unit)
 
-    def before_hooks(self, index: int) -> None:
+    def before_hooks(self, index: int, *given: Any) -> None:
         """Unshard unit `index` for hooks that run before `before_forward`, which watches the inputs that they return."""
         self._use(self.units[index])
 
-    def before_forward(self, index: int, inputs: Any) -> None:
+    def before_forward(self, index: int, module: nn.Module, *inputs: Any) -> None:
         """Unshard unit `index`, and watch for the end of this call's backward."""
         unit = self.units[index]
         unit.guest, unit.began = 0, torch._C._autograd._get_sequence_nr()
@@ -193,9 +193,13 @@ class Unsharder:
         if made:
             watched[max(made)[1]].register_hook(lambda grad: self._end_call(unit))  # type: ignore[no-untyped-call]
         elif watched:
-            watched[0].register_hook(lambda grad: self._end_call(unit, only_if_complete=True))  # type: ignore[no-untyped-call]
+            if unit.leaf_hook is not None:  # the leaf may be there for good
+                unit.leaf_hook.remove()
+            unit.leaf_hook = watched[0].register_hook(  # type: ignore[no-untyped-call]
+                lambda grad: self._end_call(unit, only_if_complete=True)
+            )
 
-    def after_forward(self, index: int, output: Any) -> None:
+    def after_forward(self, index: int, module: nn.Module, inputs: Any, output: Any) -> None:
         """Reshard unit `index`, unless its backward is near, and watch for that."""
         unit = self.units[index]
         if in_backward():
@@ -232,14 +236,14 @@ class Unsharder:
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(begin)
 
-    def before_part(self, index: int, part: nn.Module) -> None:
+    def before_part(self, index: int, part: nn.Module, inputs: Any) -> None:
         """Unshard unit `index` for a module inside it that is called on its own (`model.lm_head(x)`)."""
         unit = self.units[index]
         if not unit.unsharded:
             unit.guest, unit.began = id(part), torch._C._autograd._get_sequence_nr()
             self._use(unit)
 
-    def after_part(self, index: int, part: nn.Module, output: Any) -> None:
+    def after_part(self, index: int, part: nn.Module, inputs: Any, output: Any) -> None:
         """Reshard the unit if it was unsharded for this call alone; with gradients it stays until backward ends."""
         unit = self.units[index]
         if unit.guest != id(part):
@@ -316,7 +320,7 @@ class Unsharder:
             if not self._gatherer.apart:
                 bucket.weight = bucket.owned_weight
                 continue
-            if not unit.unsharded:
+            if not bucket.weight.numel():
                 bucket.weight = self.pool.take(bucket.layout.numel, bucket.dtype)
             if unit.kept:
                 part = unit.kept.pop(0)
@@ -386,9 +390,9 @@ class Unsharder:
                 self.pool.give(memory)
 
     def _withdraw(self, unit: Unit) -> None:
-        for bucket in unit.buckets if unit.unsharded else ():
+        unsharded, unit.unsharded = unit.unsharded, False  # first: what an interrupt leaves here is unsharded anew
+        for bucket in unit.buckets if unsharded else ():
             self._swap_memory(bucket, "resharding", bucket.to_sharded)
-        unit.unsharded = False
 
     def reshard_all(self) -> None:
         """Reshard every unit: the shards are about to change, or the full weights are not needed any more."""
