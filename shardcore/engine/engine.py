@@ -249,7 +249,7 @@ class Engine:
         If that failed, the read that every rank makes says so on all of them.
         """
         reader = self._state_dict_of
-        if reader is None or not name or (reader[0] and not name.startswith(f"{reader[0]}.")):
+        if reader is None or not name or prefix == reader[1] or (reader[0] and not name.startswith(f"{reader[0]}.")):
             self._state_dict_of = name, prefix
             try:
                 self.synchronize()

@@ -4,6 +4,7 @@ All are hooks and one instance attribute on the user's module: its class stays. 
 of a sharded model is an ordinary model with ordinary weights.
 """
 
+import operator
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +16,6 @@ from torch.utils import _pytree as pytree
 from shardcore.engine.engine import Engine, engine_behind
 from shardcore.engine.slices import slice_of
 from shardcore.engine.units import callable_parts, in_backward
-from shardcore.engine.unshard import Unsharder
 
 
 def attach(model: nn.Module, engine: Engine, casts: Mapping[str, torch.dtype]) -> None:
@@ -29,13 +29,13 @@ def attach(model: nn.Module, engine: Engine, casts: Mapping[str, torch.dtype]) -
     if engine.unsharder is not None:
         for index, unit in enumerate(engine.unsharder.units):
             module = model.get_submodule(unit.name)
-            if module._forward_pre_hooks and module is not model:  # the user's
-                module.register_forward_pre_hook(_BeforeHooks(engine, index), prepend=True)
-            module.register_forward_pre_hook(_BeforeUnit(engine, index), with_kwargs=True)
-            module.register_forward_hook(_AfterUnit(engine, index))
+            if module._forward_pre_hooks and module is not model:  # the user's, which may read weights (weight_norm's do)
+                module.register_forward_pre_hook(_UnitHook(engine, index, "before_hooks"), prepend=True)
+            module.register_forward_pre_hook(_UnitHook(engine, index, "before_forward"), with_kwargs=True)
+            module.register_forward_hook(_UnitHook(engine, index, "after_forward"))
             for part in callable_parts(model, unit, engine.unsharder.units):
-                part.register_forward_pre_hook(_BeforePart(engine, index))
-                part.register_forward_hook(_AfterPart(engine, index))
+                part.register_forward_pre_hook(_UnitHook(engine, index, "before_part"))
+                part.register_forward_hook(_UnitHook(engine, index, "after_part"))
     if engine.overlap_step is not None:
         model.__dict__["train"] = _Train(model, engine)
         for index, unit in enumerate(engine.overlap_step.units):  # before the user's own hooks, which may read weights, too
@@ -43,6 +43,8 @@ def attach(model: nn.Module, engine: Engine, casts: Mapping[str, torch.dtype]) -
     model.register_forward_hook(_AfterForward(engine))
     attach_state_dicts(model, engine)
     for module in model.modules():
+        if isinstance(module, nn.RNNBase):
+            module.__dict__["flatten_parameters"] = _FlattenParameters(module, engine)
         if any(param is not None for param in module._parameters.values()):
             load = _LoadHooks(engine)
             module.register_load_state_dict_pre_hook(load.before)  # type: ignore[no-untyped-call]
@@ -138,6 +140,14 @@ class _Train(_Method):
         return type(self.model).train(self.model, mode)
 
 
+class _FlattenParameters(_Method):
+    """`flatten_parameters` of torch's RNNs, by which cuDNN takes weights into memory of its own, out of the engine's."""
+
+    def __call__(self) -> None:
+        if self.engine is None:
+            type(self.model).flatten_parameters(self.model)  # type: ignore[attr-defined]
+
+
 class _CastInputs(_EngineHook):
     """Casts floating inputs, in a copy of the model, too."""
 
@@ -148,10 +158,13 @@ class _CastInputs(_EngineHook):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         if self.input_dtype is None:
             return None
-        return pytree.tree_map(self._cast, (args, kwargs))  # type: ignore[no-any-return]
+        return tuple(map(self._cast, args)), {name: self._cast(value) for name, value in kwargs.items()}
 
     def _cast(self, value: Any) -> Any:
-        return value.to(self.input_dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+        """Cast an argument. One in which nothing is cast stays the same object, to which forward may write (a cache)."""
+        leaves, spec = pytree.tree_flatten(value)
+        cast = [x.to(self.input_dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in leaves]
+        return value if all(map(operator.is_, leaves, cast)) else pytree.tree_unflatten(cast, spec)
 
 
 class _BeforeForward(_CastInputs):
@@ -179,53 +192,25 @@ class _AfterForward(_EngineHook):
 
 
 class _UnitHook(_EngineHook):
-    """A hook of a unit, by its number."""
+    """Calls a method of the unsharder with a unit's number and what the hook is given."""
 
+    def __init__(self, engine: Engine | None, index: int, method: str) -> None:
+        super().__init__(engine)
+        self.index, self.method = index, method
+
+    def __call__(self, *given: Any) -> None:
+        if self.engine is not None and (unsharder := self.engine.active_unsharder) is not None:
+            getattr(unsharder, self.method)(self.index, *given)
+
+
+class _BeforeWeights(_EngineHook):
     def __init__(self, engine: Engine | None, index: int) -> None:
         super().__init__(engine)
         self.index = index
 
-    @property
-    def unsharder(self) -> Unsharder | None:
-        return None if self.engine is None else self.engine.active_unsharder
-
-
-class _BeforeWeights(_UnitHook):
     def __call__(self, module: nn.Module, args: Any) -> None:
         if self.engine is not None and self.engine.overlap_step is not None:
             self.engine.overlap_step.before_forward(self.index)
-
-
-class _BeforeUnit(_UnitHook):
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if (unsharder := self.unsharder) is not None:
-            unsharder.before_forward(self.index, (args, kwargs))
-
-
-class _BeforeHooks(_UnitHook):
-    """Before the user's own hooks, which may read weights (torch.nn.utils.weight_norm's does)."""
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        if (unsharder := self.unsharder) is not None:
-            unsharder.before_hooks(self.index)
-
-
-class _AfterUnit(_UnitHook):
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if (unsharder := self.unsharder) is not None:
-            unsharder.after_forward(self.index, output)
-
-
-class _BeforePart(_UnitHook):
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        if (unsharder := self.unsharder) is not None:
-            unsharder.before_part(self.index, module)
-
-
-class _AfterPart(_UnitHook):
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if (unsharder := self.unsharder) is not None:
-            unsharder.after_part(self.index, module, output)
 
 
 class _ForwardMethod:

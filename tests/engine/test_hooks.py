@@ -12,6 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.checkpoint import checkpoint
 
 import shardcore
+from shardcore.engine.bucket import Bucket
 from tests.support.models import Block, Net, Run, batch_of, hash_of_training, loss_of, stepped, train
 from tests.support.ranks import run_ranks
 from tests.support.schedules import recording
@@ -330,6 +331,83 @@ def test_a_state_dict_through_wrappers_is_from_the_masters() -> None:
     assert all(torch.equal(masters[key], state[key]) and state[key].dtype == torch.float32 for key in masters)
 
 
+def test_a_state_dict_that_failed_is_forgotten() -> None:
+    """Else that of a part would be taken for one inside it: live weights, rounded."""
+    model, _, _ = train(0, Run(stage=1, precision="bf16"))
+
+    def failing(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    model.head.register_state_dict_pre_hook(failing)
+    with pytest.raises(ZeroDivisionError):
+        model.state_dict()
+    assert {value.dtype for value in model.blocks.state_dict().values()} == {torch.float32}
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.head = nn.LSTM(6, 8, batch_first=True), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.rnn.flatten_parameters()
+        return self.head(self.rnn(x)[0])
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_cudnn_takes_no_weights_of_a_recurrent_network(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CUDA flatten_parameters gives weights other memory; after shard it does not, and of a copy it does."""
+
+    def flatten(module: nn.RNNBase) -> None:
+        for weight in module._flat_weights:
+            weight.data = weight.data.clone()
+
+    torch.manual_seed(0)
+    model: Any = Recurrent()
+    model, optimizer = shardcore.shard(model, shardcore.FusedAdam(model.parameters()), stage)
+    monkeypatch.setattr(nn.RNNBase, "flatten_parameters", flatten)
+    for _ in range(2):
+        model(torch.ones(2, 5, 6)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.to("cpu")
+    with shardcore.full_params(model):
+        copied = copy.deepcopy(model)
+    before = [weight.data_ptr() for weight in copied.rnn.parameters()]
+    copied(torch.ones(2, 5, 6))
+    assert all(weight.data_ptr() != old for weight, old in zip(copied.rnn.parameters(), before, strict=True))
+
+
+# --- interrupts -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("offload", [{}, {"offload": {"optimizer": "cpu", "params": "cpu"}}])
+@pytest.mark.parametrize("what", ["to_unsharded", "to_sharded"])
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_an_interrupt_between_two_buckets_of_a_unit(
+    offload: dict[str, Any], what: str, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(interrupted: bool) -> str:
+        norms = {"keep_fp32": [nn.LayerNorm]}  # so units have two buckets each
+        model, optimizer, _ = train(0, Run(stage=3, precision="bf16", shard=norms | offload))
+        call, count = getattr(Bucket, what), iter(range(99))
+
+        def swap(bucket: Bucket) -> None:
+            if next(count) == number:
+                raise KeyboardInterrupt
+            call(bucket)
+
+        if interrupted:
+            with monkeypatch.context() as patch, torch.no_grad():
+                patch.setattr(Bucket, what, swap)
+                with pytest.raises(KeyboardInterrupt):
+                    model(batch_of(7, 0, 0)[0])
+        stepped(model, optimizer, 0, 8)
+        return hash_of_training(model, optimizer)
+
+    assert run(True) == run(False)
+
+
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 
@@ -392,3 +470,26 @@ def test_frozen_units_are_resharded_before_the_next_are_gathered(monkeypatch: py
     for event in events:
         whole += {"+": 1, "-": -1}[event[0]]
         assert whole <= 3, f"{event} of {events}"
+
+
+class Queries(nn.Module):
+    """A learned input, which a frozen part takes as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries, self.net = nn.Parameter(torch.ones(4, 10)), Net()
+
+    def forward(self) -> torch.Tensor:
+        return self.net(self.queries)
+
+
+def test_hooks_of_an_input_that_stays_do_not_pile_up() -> None:
+    model: Any = Queries()
+    model, optimizer = shardcore.shard(model, shardcore.FusedAdam(model.parameters()), 3, units=[model.net])
+    counts = set()
+    for _ in range(3):
+        model().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        counts.add(len(model.queries._backward_hooks))
+    assert len(counts) == 1

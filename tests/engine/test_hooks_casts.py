@@ -85,3 +85,30 @@ def test_weights_that_keep_their_dtype_get_inputs_of_it() -> None:
     model = nn.Sequential(nn.Linear(3, 3).bfloat16(), nn.Linear(3, 3))
     model, _ = shardcore.shard(model, adam(model), units=[nn.Linear], cast_inputs="units")
     assert model(torch.ones(2, 3)).dtype == torch.float32
+
+
+class Cached(nn.Module):
+    """Writes to its arguments; one of them has something to cast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
+
+    def forward(self, x: torch.Tensor, cache: dict[str, Any], losses: list[torch.Tensor]) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        cache["x"] = x
+        losses.append(x.float().mean())
+        return x
+
+
+@pytest.mark.parametrize("cast_inputs", [True, "units", False])
+def test_arguments_without_anything_to_cast_stay_the_callers(cast_inputs: Any) -> None:
+    model: Any = Cached()
+    model, _ = shardcore.shard(model, adam(model), 1, precision="bf16", cast_inputs=cast_inputs)
+    cache: dict[str, Any] = {"step": 1}
+    losses: list[torch.Tensor] = []
+    model(torch.ones(2, 4, dtype=torch.bfloat16), cache, losses=losses)
+    assert (cache["x"].dtype, len(losses)) == (torch.bfloat16, 1)
+    if cast_inputs:
+        assert model(torch.ones(2, 4), {}, losses=[]).dtype == torch.bfloat16
