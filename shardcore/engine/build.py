@@ -135,7 +135,10 @@ def check_model(model: nn.Module, alone: bool) -> None:
             raise ValueError(f"shard: {name} was made in torch.inference_mode(); expected a parameter that autograd can use")
         other = is_traceable_wrapper_subclass(param.data) and slice_of(name, param) is None
         if other or hasattr(param, "_is_flat_param"):  # FSDP1's flat parameter
-            raise ValueError(f"shard: {name} is already sharded ({type(param.data).__name__}); expected an ordinary parameter")
+            raise ValueError(
+                f"shard: {name} is a {type(param.data).__name__}, that is already sharded, or quantized; expected an ordinary "
+                "parameter (bitsandbytes' 4-bit weights are)"
+            )
         if param.layout != torch.strided:
             raise ValueError(f"shard: {name} has layout {param.layout}; expected a dense parameter")
         if param.requires_grad and param.dtype not in PARAM_DTYPES:

@@ -218,7 +218,7 @@ class Reducer:
         self.muted = False  # this rank's gradients are left out (uneven.py)
         self.backwards = 0  # that gave gradients since the last step or zero_grad
         self._stepped = self._warned = False  # a step used the present gradients; a warning said so
-        self._local_sums = False  # backwards since the last reduction left float32 sums in Bucket.local
+        self._local_sums = False  # backwards since the last reduction left float32 sums in Bucket.wire
         self._reducing = False
         self.dropped = False  # a backward failed, and no other ended since
         self._boundary = Boundary()

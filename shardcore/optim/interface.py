@@ -1,6 +1,6 @@
 """The interface between optimizers and the sharded engine, and how parameters refer to it.
 
-Invariant: no reference cycle leads through an engine (docs/architecture.md, What belongs to whom). The model's hooks and the
+Invariant: no reference cycle leads through an engine (docs/architecture.md, Ownership). The model's hooks and the
 optimizer keep it; it keeps parameters, which refer to it by `EngineRef`.
 """
 

@@ -297,7 +297,7 @@ def test_liburing_is_linked_statically_where_that_works_and_says_why_not(tmp_pat
     missing = compiler(tmp_path, "echo 'liburing.h: No such file' >&2; exit 1")
     flag, line = find(missing)
     assert (flag, "because liburing 2.0 or newer was not found (apt-get" in line) == ("", True)
-    with pytest.raises(BuildError, match=r"SHARDCORE_IO_URING is 1, but liburing 2\.0 or newer was not found; .*liburing\.h: No such file"):
+    with pytest.raises(BuildError, match=r"IO_URING is 1, but liburing .* was not found; .*liburing\.h: No such file"):
         find({**missing, "SHARDCORE_IO_URING": "1"})
     assert find({**shared, "SHARDCORE_IO_URING": "0"}) == (
         "",

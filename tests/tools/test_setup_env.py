@@ -54,7 +54,7 @@ def test_build_again_when_sources_or_settings_change(checkout, monkeypatch):
 
 
 def test_build_again_when_what_was_missing_is_there(monkeypatch):
-    record = {"line": "CPU only, because nvcc was not found on PATH", "files": "threads only, because liburing 2.0 or newer was not found"}
+    record = {"line": "because nvcc was not found on PATH", "files": "because liburing 2.0 or newer was not found"}
     monkeypatch.setattr(setup_env, "find_nvcc", lambda env: None)
     monkeypatch.setattr(setup_env, "find_liburing", lambda env: ("", "threads only"))
     assert not setup_env.found_since(record)
