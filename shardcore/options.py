@@ -398,13 +398,13 @@ def accept_optimizer(optimizer: object, offload: object = None, overlap_step: bo
 
 
 def replace_optimizer(old: torch.optim.Optimizer, new: ShardableOptimizer, speak: bool) -> None:
-    """Let `new` take over: it shares `old`'s group dicts (so schedulers drive it) and step hooks; `old` refuses to work."""
+    """Let `new` take over: it shares `old`'s group dicts (so schedulers drive it) and hooks; `old` refuses to work."""
     for index, group in enumerate(new.param_groups):
         shared = old.param_groups[index]
         shared.update({key: value for key, value in group.items() if key not in shared})
         new.param_groups[index] = shared
-    new._optimizer_step_pre_hooks = old._optimizer_step_pre_hooks
-    new._optimizer_step_post_hooks = old._optimizer_step_post_hooks
+    for when in ("step_pre", "step_post", "state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"):
+        setattr(new, f"_optimizer_{when}_hooks", getattr(old, f"_optimizer_{when}_hooks"))
     kind = type(old).__name__
     for method in ("step", "add_param_group", "state_dict", "load_state_dict"):
         old.__dict__[method] = _Replaced(kind, method)

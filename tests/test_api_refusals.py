@@ -203,6 +203,8 @@ def test_a_replaced_optimizer_refuses_to_work() -> None:
     old = torch.optim.AdamW(model.parameters(), lr=1e-2)
     calls: list[int] = []
     old.register_step_post_hook(lambda *_: calls.append(1))
+    old.register_state_dict_post_hook(lambda self, state: {**state, "mine": 2})
+    old.register_load_state_dict_pre_hook(lambda self, state: calls.append(state.pop("mine")))
     model, optimizer = shardcore.shard(model, old, precision="fp32")
     for method, args in (("step", ()), ("add_param_group", ({},)), ("state_dict", ()), ("load_state_dict", ({},))):
         with pytest.raises(ValueError, match=f"{method}: this AdamW was replaced by shardcore"):
@@ -211,7 +213,8 @@ def test_a_replaced_optimizer_refuses_to_work() -> None:
     old.zero_grad()
     assert shardcore.full_grad(model.gain) is None
     optimizer.step()
-    assert calls == [1]
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert calls == [1, 2]
 
 
 class _Around(torch.optim.Optimizer):

@@ -33,8 +33,8 @@ def measure(device: torch.device) -> dict[str, Any]:
         return lambda: (tier.from_tier(on_device, on_host) if back else tier.to_tier(on_host, on_device)).synchronize()
 
     def adam(count: int) -> Callable[[], object]:
-        param = torch.zeros(count, device="cpu", requires_grad=True)
-        param.grad = torch.zeros(count, device="cpu")
+        param = torch.zeros(count, dtype=torch.float32, device="cpu", requires_grad=True)
+        param.grad = torch.zeros_like(param)
         return CPUAdam([param]).step
 
     return {

@@ -38,8 +38,6 @@ PIECE_NUMEL = 1 << 18
 _NOTES = ("params", "capturable", *TORCH_ONLY, *SCHEDULER_KEYS)
 # Numbers of which 0 means that a state is not there.
 _SWITCHES = ("momentum",)
-# States that a constructor makes, and the option with their first value; others begin in an element's first step.
-_BEGIN_AS = {"sum": "initial_accumulator_value"}
 
 
 def _sgd(options: Mapping[str, Any], step: int, grad_scale: float) -> _C.ElementScalars:
@@ -195,18 +193,14 @@ class ElementKind:
         self._step = plain_step(cls)
         self._names: dict[str, tuple[str, ...]] = {}
 
-    def _computes(self, group: Group) -> dict[str, Any]:
-        """Return the options that say what a step computes, with numbers in place of tensors."""
+    def terms(self, group: Group) -> dict[str, Any]:
+        """Return the options that say what a step computes, with numbers in place of tensors. See Kind."""
         options = {key: value for key, value in group.items() if key not in _NOTES}
         return {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in options.items()}
 
-    def terms(self, group: Group) -> dict[str, Any]:
-        """See Kind."""
-        return self._computes(group)
-
     def fixed(self, group: Group) -> dict[str, Any]:
         """See Kind."""
-        options = self._computes(group)
+        options = self.terms(group)
         said = {key: value for key, value in options.items() if isinstance(value, bool | str | None)}
         return said | {key: "0" if options[key] == 0 else "not 0" for key in _SWITCHES if key in options}
 
@@ -223,7 +217,7 @@ class ElementKind:
     def hyper(self, group: Group, step: int, grad_scale: float) -> ElementStep:
         """See Kind."""
         runs = {key: group[key] for key in ("foreach", "fused") if key in group}
-        return ElementStep(self, self._computes(group) | runs, step, grad_scale)
+        return ElementStep(self, self.terms(group) | runs, step, grad_scale)
 
     def format_of(self, group: Group, dtype: torch.dtype) -> StateFormat:
         """See Kind."""
@@ -233,10 +227,10 @@ class ElementKind:
         """Return the names of the states that a step makes, as one on two elements shows. Raises NotImplementedError."""
         switches = str(self.fixed(group))
         if switches not in self._names:
-            param = torch.zeros(2, device="cpu")
-            states = {param: self._first(self._computes(group), param)}
-            optimizer = bare_optimizer(self.cls, self._computes(group), [param], defaultdict(dict, states), self._attributes)
-            param.grad = torch.zeros(2, device="cpu")
+            param = torch.zeros(2, dtype=torch.float32, device="cpu")
+            states = {param: self._first(self.terms(group), param)}
+            optimizer = bare_optimizer(self.cls, self.terms(group), [param], defaultdict(dict, states), self._attributes)
+            param.grad = torch.zeros_like(param)
             self._step(optimizer)
             names = []
             for key, value in optimizer.state[param].items():
@@ -251,9 +245,10 @@ class ElementKind:
 
     @staticmethod
     def _first(options: Mapping[str, Any], param: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the states that a constructor would have made."""
-        made = {key: torch.full_like(param, options[name]) for key, name in _BEGIN_AS.items() if name in options}
-        return made | ({"step": step_tensor(0)} if made else {})
+        """Return the states that a constructor would have made (Adagrad's); others begin in an element's first step."""
+        if "initial_accumulator_value" not in options:
+            return {}
+        return {"sum": torch.full_like(param, options["initial_accumulator_value"]), "step": step_tensor(0)}
 
     def run(
         self,
@@ -332,6 +327,8 @@ class Elementwise(ShardableOptimizer):
     `step` has the arguments of FusedAdam.step; so have `scale_loss`, `skipped_steps` and `synchronize` their meaning.
     """
 
+    kind: ElementKind
+
     def __init__(self, optimizer: torch.optim.Optimizer, kind: ElementKind) -> None:
         """Take the groups of `optimizer`, of this kind. ValueError for options that no sharded step can use."""
         self.kind = kind
@@ -343,6 +340,15 @@ class Elementwise(ShardableOptimizer):
     @property
     def _op(self) -> str:
         return self.kind.name
+
+    def _add_group(self, param_group: dict[str, Any]) -> None:
+        if self._engine is None:
+            super()._add_group(param_group)
+            return
+        of_class = self.kind.cls.__new__(self.kind.cls)  # which may give a group options of its own, and refuse it
+        of_class.__setstate__({"defaults": self.defaults, "param_groups": self.param_groups, "state": {}})
+        of_class.add_param_group(param_group)
+        self.kind.check_options(self._op, self.param_groups[-1], f"param_groups[{len(self.param_groups) - 1}].")
 
     def __repr__(self) -> str:
         """Return what the optimizer's own class does."""

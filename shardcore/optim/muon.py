@@ -12,8 +12,8 @@ from shardcore.optim.elementwise import ElementFormat, ElementKind, ElementStep,
 from shardcore.optim.options import MASTERED_DTYPES
 from shardcore.optim.state_format import Kept, StateFormat
 
-_MUON = {"momentum": 0.95, "nesterov": True, "ns_coefficients": (3.4445, -4.775, 2.0315), "eps": 1e-7, "ns_steps": 5}
-_OF_MUON = {**_MUON, "adjust_lr_fn": None}
+_OF_MUON: dict[str, Any] = {"momentum": 0.95, "nesterov": True, "ns_coefficients": (3.4445, -4.775, 2.0315), "eps": 1e-7}
+_OF_MUON |= {"ns_steps": 5, "adjust_lr_fn": None}
 _OF_ADAM = {"betas": (0.9, 0.999), "eps": 1e-8, "amsgrad": False}
 
 
@@ -99,7 +99,7 @@ class MuonKind(ElementKind):
         """See Kind."""
         if not group["use_muon"]:
             return super().hyper(group, step, grad_scale)
-        return MuonStep(self, self._computes(group), step, 1.0, grad_scale)
+        return MuonStep(self, self.terms(group), step, 1.0, grad_scale)
 
     def format_of(self, group: Group, dtype: torch.dtype) -> StateFormat:
         """See Kind."""
@@ -130,7 +130,7 @@ class MuonKind(ElementKind):
     @staticmethod
     def direction(options: Group, momentum: torch.Tensor) -> torch.Tensor:
         """Return the way that a matrix moves for a learning rate of 1: float32, of the matrix's shape."""
-        move = torch.zeros(momentum.shape, device=momentum.device)
+        move = torch.zeros_like(momentum, dtype=torch.float32)
         move.grad = momentum.float()
         names = ("ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
         given = {"lr": 1.0, "weight_decay": 0.0, "momentum": 0.0, "nesterov": False}

@@ -141,6 +141,29 @@ def refuses(rank: int, world_size: int) -> None:
     steps(model, optimizer, 0)
 
 
+def add_groups(rank: int, world_size: int, kind: str, stage: int) -> str:
+    """Groups that the optimizer's own class completes and checks, which train."""
+    model = make_net().requires_grad_(False)
+    head = [*model.head.requires_grad_(True).parameters()]
+    made: Any = shardcore.Muon(head, lr=1e-2) if kind == "muon" else torch.optim.SGD(head, lr=1e-2, momentum=0.9)
+    model, optimizer = shardcore.shard(model, made, stage)
+    steps(model, optimizer, 0)
+    matrices, others = ([p for p in model.blocks.parameters() if (p.ndim == 2) == matrix] for matrix in (True, False))
+    for wrong in ({"lr": -1.0}, {"use_muon": True}) if kind == "muon" else ({"lr": -1.0}, {"momentum": -0.5}):
+        with pytest.raises(ValueError, match=r"earning rate|lr|matrix|momentum"):
+            optimizer.add_param_group({"params": others, **wrong})
+    optimizer.add_param_group({"params": matrices, "weight_decay": 0.1})
+    optimizer.add_param_group({"params": others, **({"use_muon": False} if kind == "muon" else {"momentum": 0.5})})
+    steps(model, optimizer, 2)
+    return hash_of_training(model, optimizer)
+
+
+@pytest.mark.parametrize("kind", ["muon", "sgd"])
+def test_groups_of_other_optimizers_train(kind: str) -> None:
+    (alone,) = run_ranks(1, add_groups, kind, 0)
+    assert run_ranks(2, add_groups, kind, 2) == [alone, alone]
+
+
 def test_what_is_refused_changes_nothing() -> None:
     run_ranks(2, refuses)
 

@@ -266,6 +266,31 @@ def test_a_step_may_read_attributes_of_its_optimizer() -> None:
     assert all(torch.equal(model.state_dict()[key], value) for key, value in plain.state_dict().items())
 
 
+def _muon(params: Any) -> Any:
+    given = [*params]
+    groups = [{"params": [p for p in given if (p.ndim == 2) == of], "use_muon": of} for of in (True, False)]
+    return shardcore.Muon(groups)
+
+
+@pytest.mark.parametrize("name", ["momentum", "adagrad", "rmsprop", "lion", "muon"])
+def test_under_another_default_dtype(name: str) -> None:
+    found = []
+    cls, options = OPTIMIZERS[name] if name != "muon" else (_muon, {})
+    for dtype in (torch.float32, torch.bfloat16):
+        model, batches = make_net(), [batch_of(step, 0, 0) for step in range(2)]
+        torch.set_default_dtype(dtype)
+        try:
+            model, optimizer = shardcore.shard(model, cls(model.parameters(), **options))
+            for batch in batches:
+                loss_of(model, batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        found.append(hash_of_training(model, optimizer))
+    assert found[0] == found[1]
+
+
 def test_states_of_adagrads_constructor_on_the_meta_device() -> None:
     def fill(module: nn.Module) -> None:
         for param in module.to_empty(device="cpu", recurse=False).parameters(recurse=False):
