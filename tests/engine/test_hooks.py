@@ -458,13 +458,13 @@ def test_other_uses_name_a_parameter(use: Any) -> None:
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
-def test_frozen_units_are_resharded_before_the_next_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frozen_units_are_resharded_before_the_next_are_gathered() -> None:
     """As trainable ones: the one in use, and the next. No gradient marks the end of a frozen unit's backward."""
     model = Net(depth=5)
     for block in model.blocks:
         block.up.requires_grad_(False)
     model, _, _ = train(0, Run(stage=3, steps=1), model)
-    with recording(monkeypatch) as events:
+    with recording() as events:
         loss_of(model, batch_of(1, 0, 0)).backward()
     whole = 0
     for event in events:

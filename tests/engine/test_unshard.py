@@ -19,9 +19,9 @@ ADAM = {"lr": 1e-2, "weight_decay": 0.1}
 
 
 @pytest.fixture
-def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def log() -> Iterator[list[str]]:
     """What a world of one does with weights: "+blocks.0" when a unit's gather starts, "-blocks.0" when it is resharded."""
-    with recording(monkeypatch) as events:
+    with recording() as events:
         yield events
 
 

@@ -5,6 +5,7 @@ import torch
 
 from shardcore.optim import CPUAdam, FusedAdam
 from tests.support.oracle import Interval, Oracle, violations
+from tests.support.params import OnCpu
 
 pytest.importorskip("expecttest", reason="torch.testing._internal needs expecttest")
 from torch.testing._internal.common_optimizers import optim_db
@@ -16,17 +17,11 @@ NOT_OURS = ("foreach", "fused", "betas must be either both floats or both Tensor
 STEPS = 11  # so that StepLR has made its first step
 
 
-class Capturable(FusedAdam):
-    """Lets CPU parameters into capturable: see test_capturable.py."""
-
-    _capture_type = "cpu"
-
-
 def cases():
     for cls, info in INFOS.items():
         for device in ("cpu", "cuda"):  # the kwargs only: the CUDA list has capturable, and tensors as lr and betas
             for case in info.optim_inputs_func(device=device):
-                for make in [Capturable] if case.kwargs.get("capturable") else OURS:
+                for make in [OnCpu] if case.kwargs.get("capturable") else OURS:
                     yield pytest.param(make, cls, case.kwargs, id=f"{make.__name__}-{cls.__name__}-{device}-{case.desc}")
 
 

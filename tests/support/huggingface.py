@@ -1,6 +1,5 @@
 """Trainer and Accelerate over the CPU ranks of tests/support/ranks.py, with a tiny model and data made from numbers."""
 
-import hashlib
 import os
 import random
 import warnings
@@ -12,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+
+from tests.support.models import hash_of
 
 VOCAB, LENGTH = 40, 8
 LORA = {"r": 4, "target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True, "task_type": "CAUSAL_LM"}  # of tiny_gpt2
@@ -82,8 +83,4 @@ def seed_everything(seed: int) -> None:
 
 def hash_of_state(state: dict[str, torch.Tensor]) -> str:
     """Return one hash of a whole state dict."""
-    digest = hashlib.sha256()
-    for name in sorted(state):
-        digest.update(name.encode())
-        digest.update(state[name].detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:16]
+    return hash_of(value for _, value in sorted(state.items()))

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -87,27 +88,24 @@ def start(rank: int, run: Run, overlap: bool, late: bool = True, model: nn.Modul
     return model, optimizer
 
 
-class recording:  # noqa: N801 - a context manager, usable on ranks, where there are no fixtures
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.patch, self.events = patch, []
+@contextmanager
+def recording() -> Iterator[list[str]]:
+    """Note which units are gathered (+) and resharded (-), in order."""
+    events: list[str] = []
+    start, close = Unsharder._start, Unsharder._reshard
 
-    def __enter__(self) -> list[str]:
-        start, close = Unsharder._start, Unsharder._reshard
+    def logged_start(weights: Unsharder, unit: Any) -> None:
+        if not unit.unsharded and unit.gathers is None:
+            events.append(f"+{unit.name or 'root'}")
+        start(weights, unit)
 
-        def logged_start(weights: Unsharder, unit: Any) -> None:
-            if not unit.unsharded and unit.gathers is None:
-                self.events.append(f"+{unit.name or 'root'}")
-            start(weights, unit)
+    def logged_close(weights: Unsharder, unit: Any, keep: bool = False) -> None:
+        was = unit.unsharded or unit.gathers is not None
+        close(weights, unit, keep)
+        if was and not unit.unsharded:
+            events.append(f"-{unit.name or 'root'}")
 
-        def logged_close(weights: Unsharder, unit: Any, keep: bool = False) -> None:
-            was = unit.unsharded or unit.gathers is not None
-            close(weights, unit, keep)
-            if was and not unit.unsharded:
-                self.events.append(f"-{unit.name or 'root'}")
-
-        self.patch.setattr(Unsharder, "_start", logged_start)
-        self.patch.setattr(Unsharder, "_reshard", logged_close)
-        return self.events
-
-    def __exit__(self, *_: object) -> None:
-        self.patch.undo()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Unsharder, "_start", logged_start)
+        patch.setattr(Unsharder, "_reshard", logged_close)
+        yield events
