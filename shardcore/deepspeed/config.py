@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardcore.deepspeed.keys import KEYS, OP, OTHER_OPTIMIZERS, SECTIONS, Key, canonical, has, is_note
 from shardcore.engine.loss_scale import LossScale
-from shardcore.optim import FusedAdam, Muon
+from shardcore.optim import FusedAdam, Lion, Muon
 
 _PROBLEMS = (TypeError, ValueError, NotImplementedError)
 ZERO = "zero_optimization"
@@ -341,6 +341,8 @@ def _without_other_optimizer(
             options = {"halves": muon_halves(options)}
             cls([{"params": [torch.zeros(1, 1)], "use_muon": half, **of} for half, of in options["halves"].items()])
         else:
+            if cls is Lion:
+                options = {"lr": 1e-3, "betas": (0.9, 0.999), **options}  # DeepSpeed's defaults; Lion has its paper's
             cls([torch.zeros(1, requires_grad=True)], **options)
     except (TypeError, ValueError) as error:
         said = str(error)

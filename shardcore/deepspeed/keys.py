@@ -293,7 +293,7 @@ KEYS: dict[str, Key] = {
             "type": _honoured(
                 _adam,
                 f'FusedAdam; "Adam" means AdamW, too, unless adam_w_mode is false. {_OTHERS}: with params as its arguments '
-                "(of Muon DeepSpeed's)",
+                "(of Muon DeepSpeed's; of Lion DeepSpeed's defaults)",
             ),
             "legacy_fusion": _accepted("there is one fused Adam"),
         },

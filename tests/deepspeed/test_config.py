@@ -414,3 +414,5 @@ def test_other_optimizers_get_their_arguments() -> None:
     engine.step()
     assert isinstance(optimizer, Elementwise)
     assert optimizer.param_groups[0]["momentum"] == 0.9
+    lion = read_config({**BASE, "optimizer": {"type": "Lion", "params": {"lr": 0.1}}})
+    assert lion.optimizer == {"lr": 0.1, "betas": (0.9, 0.999)}, "DeepSpeed's defaults"
