@@ -205,12 +205,13 @@ def _explain(settings: Config, optimizer: Any, lr_scheduler: Any, pipe: Pipeline
         logger.warning("initialize: config is %s", shown)
 
 
-def start_process_group(op: str, port: int, timeout: timedelta | None = None) -> None:
+def start_process_group(op: str, port: int, timeout: timedelta | None = None, backend: str | None = None) -> None:
     """Start torch.distributed if the environment describes a world. port: MASTER_PORT, where it has none."""
+    backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
     if ("RANK" in os.environ or launched_world_size()[1] > 1) and "MASTER_ADDR" in os.environ:
         os.environ.setdefault("MASTER_PORT", str(port))
     follow_launcher(op)
-    device = use_own_gpu()  # bound to the group, else NCCL guesses it from the rank
+    device = use_own_gpu() if "nccl" in backend else None  # bound to the group, else NCCL guesses it from the rank
     if "RANK" not in os.environ and launched_world_size()[1] == 1:
         return
     missing = [name for name in _RENDEZVOUS if name not in os.environ]
@@ -221,7 +222,7 @@ def start_process_group(op: str, port: int, timeout: timedelta | None = None) ->
         )
     for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
         env_int(name)
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", timeout=timeout, device_id=device)
+    dist.init_process_group(backend, timeout=timeout, device_id=device)
 
 
 def _check_parallelism(mpu: Any, mesh_param: Any, configured: int) -> int:

@@ -72,13 +72,13 @@ def init_distributed(
 ) -> None:
     """Start torch.distributed from the environment, as `initialize` does; nothing if it is started already.
 
-    dist_backend, init_method, rank and world_size are given on to torch.distributed if any of them is given. The backend is
-    nccl with CUDA, else gloo; torch's own timeout is the default. config, auto_mpi_discovery, verbose: accepted.
+    dist_backend: nccl with CUDA, else gloo, by default. timeout: torch's own by default. init_method, rank and world_size are
+    given on to torch.distributed if any of them is given. config, auto_mpi_discovery, verbose: accepted.
     """
     if dist.is_initialized() or dist_init_required is False:
         return
-    if init_method is None and rank < 0 and world_size < 0 and dist_backend is None:
-        start_process_group("init_distributed", distributed_port, timeout)
+    if init_method is None and rank < 0 and world_size < 0:
+        start_process_group("init_distributed", distributed_port, timeout, dist_backend)
         return
     backend = dist_backend or ("nccl" if torch.cuda.is_available() else "gloo")
     dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout)

@@ -181,3 +181,16 @@ def test_shard_without_a_group_is_refused(environment: pytest.MonkeyPatch, varia
 def test_the_first_host_of_a_list() -> None:
     lists = {"n1": "n1", "n1,n2": "n1", "gpu[003-007,9],a": "gpu003", "r[2,4]-n[08-09]-x": "r2-n08-x", "a,b[1-2]": "a"}
     assert {nodes: first_host(nodes) for nodes in lists} == lists
+
+
+def test_a_backend_that_is_named_is_started_in_the_same_way(environment: pytest.MonkeyPatch) -> None:
+    shardcore.init_distributed("gloo")
+    assert not dist.is_initialized(), "one process alone"
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
+        environment.setenv(name, value)
+    try:
+        shardcore.init_distributed("gloo", distributed_port=int(free_port()))
+        assert dist.get_backend() == "gloo"
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
