@@ -417,10 +417,11 @@ def _muon_groups(model: nn.Module, params: list[Any], halves: Mapping[bool, Mapp
     given = params if params and isinstance(params[0], dict) else [{"params": params}]
     groups = []
     for group in given:
+        held = list(group["params"])  # which may be an iterator
         for use_muon, options in halves.items():
             chosen = [
                 param
-                for param in group["params"]
+                for param in held
                 if (param.ndim >= 2 and not any(part in names.get(param, "") for part in ("embed", "lm_head"))) == use_muon
             ]
             own = {key: value for key, value in group.items() if key in options}

@@ -68,7 +68,7 @@ def test_muon_takes_the_matrices_but_embeddings_and_heads(as_groups: bool) -> No
         config, chosen = without("optimizer"), {"optimizer": shardcore.Muon(groups)}
         if by_config:
             config["optimizer"] = {"type": "Muon", "params": params}
-            chosen = {"model_parameters": [{"params": list(model.parameters()), **decay}] if as_groups else None}
+            chosen = {"model_parameters": [{"params": model.parameters(), **decay}] if as_groups else None}
         engine, optimizer, _, _ = shardcore.initialize(model=model, config=config, **chosen)
         train(engine, 0, 2)
         hashes.add(hash_of(engine.module_state_dict().values()))
