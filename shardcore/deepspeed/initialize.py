@@ -396,9 +396,7 @@ def _optimizer(model: nn.Module, model_parameters: Any, settings: Config, optimi
                 f'{_OP}: there is no optimizer; expected optimizer=..., or {{"optimizer": {{"type": "Adam"}}}} in config '
                 "(shardcore.shard(model, None) takes a model that only runs forward)"
             )
-        if settings.optimizer_type is Muon:
-            return Muon(_muon_groups(model, params, settings.optimizer["halves"]))
-        return settings.optimizer_type(params, **settings.optimizer)
+        return configured_optimizer(model, params, settings)
     if _is_function(optimizer):
         made = optimizer(params)
         if not isinstance(made, torch.optim.Optimizer):
@@ -409,6 +407,14 @@ def _optimizer(model: nn.Module, model_parameters: Any, settings: Config, optimi
     if model_parameters is not None and _trainable(FusedAdam(params)) != _trainable(optimizer):
         raise ValueError(f"{_OP}: model_parameters are not those of optimizer; expected the same ones, or only optimizer=...")
     return optimizer
+
+
+def configured_optimizer(model: nn.Module, params: list[Any], settings: Config) -> torch.optim.Optimizer:
+    """Return the optimizer that the configuration has, over parameters or param_groups of the model."""
+    assert settings.optimizer is not None
+    if settings.optimizer_type is Muon:
+        return Muon(_muon_groups(model, params, settings.optimizer["halves"]))
+    return settings.optimizer_type(params, **settings.optimizer)
 
 
 def _muon_groups(model: nn.Module, params: list[Any], halves: Mapping[bool, Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -32,10 +32,11 @@ from shardcore.checkpoint.load import load
 from shardcore.checkpoint.save import save
 from shardcore.deepspeed.auto import resolve, sizes_by
 from shardcore.deepspeed.config import Config, read_config, read_json, shard_options
-from shardcore.deepspeed.initialize import check_model
+from shardcore.deepspeed.initialize import check_model, configured_optimizer
 from shardcore.deepspeed.lr_schedules import make as make_scheduler
 from shardcore.engine.engine import Engine
 from shardcore.integrations.accelerate import ShardcoreAccelerator, has_adapters
+from shardcore.optim import Muon
 from shardcore.optim.interface import engine_of
 from shardcore.options import accept_optimizer
 
@@ -172,7 +173,8 @@ class ShardcoreTrainerMixin:
                     "%s: config has no effect under Trainer: %s; use Trainer's own arguments", _OP, ", ".join(unused)
                 )
         self._settings = settings
-        self.accelerator.shard_options = self._options(shard_options(settings))
+        muon = settings.optimizer_type is Muon or isinstance(self.optimizer, Muon)
+        self.accelerator.shard_options = self._options(shard_options(settings, muon))
 
     # --- training ---------------------------------------------------------------------------------------------------------
 
@@ -189,7 +191,7 @@ class ShardcoreTrainerMixin:
                 self._apply_config()
             if self._settings is not None and self._settings.optimizer is not None and self.optimizer is None:
                 params = [param for param in self.model.parameters() if param.requires_grad]
-                self.optimizer = self._settings.optimizer_type(params, **self._settings.optimizer)
+                self.optimizer = configured_optimizer(self.model, params, self._settings)
         made = self.optimizer is None
         super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
         if made:

@@ -373,6 +373,14 @@ def test_a_deepspeed_configuration_says_how_to_shard(tmp_path: Path, kind: Any) 
         assert ours == grouped
 
 
+def test_a_configurations_muon_has_its_groups(tmp_path: Path) -> None:
+    config = {**CONFIG, "optimizer": {"type": "Muon", "params": {"lr": "auto", "adam_lr": 1e-3}}}
+    decay, ours, options = run_ranks(1, _configured, str(tmp_path), ShardcoreTrainingArguments, config)[0]
+    assert decay == [0.0, 0.0], "matrices by Muon, the rest by Adam"
+    assert len(ours["losses"]) == STEPS
+    assert "gradients" not in options["offload"]
+
+
 def _without_deepspeed(out: str) -> tuple[bool, int, list[str]]:
     sys.modules["deepspeed"] = None  # type: ignore[assignment]  # an import of it is an ImportError
     messages: list[str] = []
