@@ -23,6 +23,7 @@ from shardcore.optim import FusedAdam, Lion, Muon
 _PROBLEMS = (TypeError, ValueError, NotImplementedError)
 ZERO = "zero_optimization"
 _STATES, _WEIGHTS = f"{ZERO}.offload_optimizer", f"{ZERO}.offload_param"
+_LOW_STATES, _LOW_MASTERS = "bf16.bf16_optimizer_states", "bf16.bf16_master_weights_and_grads"
 
 
 @dataclass(frozen=True)
@@ -261,6 +262,11 @@ def read_config(config: Any, args: Any = None) -> Config:
     if fields.get("stage", 0) != 3 and fields.get("params"):
         fields["params"] = None
         found.accepted.setdefault("weights are offloaded at stage 3 only, as in DeepSpeed", []).append(_WEIGHTS)
+    if values.get("bf16.enabled") and values.get(_LOW_MASTERS):
+        fields["grad_dtype"] = fields.get("grad_dtype") or "bf16"
+    if "optimizer" not in values and (low := [path for path in (_LOW_STATES, _LOW_MASTERS) if values.get(path)]):
+        why = "masters and states are reduced in the configuration's Adam alone, or your FusedAdam(state_dtype=, master=)"
+        found.accepted[why] = low
     pinned = [values.get(f"{section}.pin_memory", True) for section in (_STATES, _WEIGHTS) if values.get(f"{section}.device")]
     if len(set(pinned)) == 2:
         found.accepted["there is one setting for states and weights, and one of them is not to be pinned"] = [
@@ -438,9 +444,9 @@ def _adam_options(values: Mapping[str, Any]) -> dict[str, Any]:
     defaults |= {"adam_w_mode": True, "amsgrad": False, "maximize": False}
     options = {key: values.get(f"optimizer.params.{key}", default) for key, default in defaults.items()}
     low = values.get("bf16.enabled", False)
-    if (low and values.get("bf16.bf16_optimizer_states")) or values.get("optimizer.params.fp32_optimizer_states") is False:
+    if (low and values.get(_LOW_STATES)) or values.get("optimizer.params.fp32_optimizer_states") is False:
         options["state_dtype"] = "bf16"
-    if low and values.get("bf16.bf16_master_weights_and_grads"):
+    if low and values.get(_LOW_MASTERS):
         options["master"] = "split"
     return {**options, **(values.get("shardcore") or {}).get("optimizer", {})}
 

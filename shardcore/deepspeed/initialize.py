@@ -197,7 +197,9 @@ def _explain(settings: Config, optimizer: Any, lr_scheduler: Any, pipe: Pipeline
             settings.gradient_clipping,
         )
     if optimizer is not None and settings.optimizer is not None:
-        logger.warning("initialize: config has an optimizer, and optimizer= takes its place, as in DeepSpeed")
+        logger.warning(
+            "initialize: config has an optimizer, and optimizer= takes its place, masters and states included, as in DeepSpeed"
+        )
     if lr_scheduler is not None and settings.scheduler is not None:
         logger.warning("initialize: config has a scheduler, and lr_scheduler= takes its place, as in DeepSpeed")
     if settings.dump_state:

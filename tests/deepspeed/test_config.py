@@ -272,6 +272,11 @@ def test_what_means_nothing_is_explained_once_for_each_reason() -> None:
         "offload_param": {"device": "cpu", "pin_memory": False},
     }
     assert "pinned" in read_config(BASE | {"zero_optimization": {"stage": 3, **other}}).accepted[0]
+    low = {"enabled": True, "bf16_optimizer_states": True, "bf16_master_weights_and_grads": True}
+    for optimizer in ({}, {"optimizer": {"type": "Lion"}}):
+        (line,) = read_config(BASE | {"bf16": low, **optimizer}).accepted
+        assert line.startswith("bf16.bf16_optimizer_states, bf16.bf16_master_weights_and_grads: masters and states are red")
+    assert not read_config(BASE | {"bf16": low, "optimizer": {"type": "Adam"}}).accepted
     assert "at stage 3 only" in read_config(BASE | {"zero_optimization": PARAM_AT_2}).accepted[0]
 
 

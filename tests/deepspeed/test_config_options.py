@@ -10,6 +10,7 @@ from shardcore.options import offload_options
 from tests.support.deepspeed import ds_config
 
 CPU = {"device": "cpu"}
+LOW = {"enabled": True, "bf16_master_weights_and_grads": True}
 
 
 @pytest.mark.parametrize(
@@ -21,6 +22,8 @@ CPU = {"device": "cpu"}
         ({"fp16": {"enabled": True, "auto_cast": True, "loss_scale": 8}}, {"loss_scale": 8.0, "cast_inputs": True}),
         ({"communication_data_type": "bf16"}, {"reduce_dtype": "bf16"}),
         ({"data_types": {"grad_accum_dtype": "bf16"}}, {"grad_dtype": "bf16"}),
+        ({"bf16": LOW}, {"grad_dtype": "bf16"}),
+        ({"bf16": LOW, "data_types": {"grad_accum_dtype": "fp32"}}, {"grad_dtype": "fp32"}),
         (
             {"zero_optimization": {"stage": 2, "offload_optimizer": {**CPU, "ratio": 0.5, "pin_memory": False}}},
             {"offload": {"optimizer": "cpu", "gradients": "cpu", "ratio": 0.5, "params": None, "pin_memory": False}},
