@@ -166,7 +166,7 @@ def _unknown(where: str) -> ValueError:
 
 
 def _walk(given: Any, where: str, found: _Found) -> None:
-    """Check `given`, a section, against the table."""
+    """Check `given`, a section, against the table. A section in it that is null is absent."""
     if not isinstance(given, Mapping):
         found.problems.append(TypeError(has(where, given, "an object with keys")))
         return
@@ -186,7 +186,8 @@ def _walk(given: Any, where: str, found: _Found) -> None:
         elif path in SECTIONS:
             if isinstance(value, Mapping):
                 found.values[path] = True
-            _walk(value, path, found)
+            if value is not None:
+                _walk(value, path, found)
         else:
             found.problems.append(_unknown(path))
 
@@ -335,7 +336,7 @@ def _without_other_optimizer(
     if cls is None:
         return given, None
     assert isinstance(section, Mapping)
-    options, own = section.get("params", {}), (given.get("shardcore") or {}).get("optimizer")
+    options, own = section.get("params") or {}, (given.get("shardcore") or {}).get("optimizer")
     try:
         if own:
             raise ValueError(f"config shardcore.optimizer has {own} for {name}; expected it with Adam alone")
@@ -405,9 +406,6 @@ def _contradictions(values: Mapping[str, Any]) -> Iterator[Exception]:
         yield ValueError(
             f"{OP}: config fp16.min_loss_scale has {least}; expected at most 2**initial_scale_power, {2.0**power:g}"
         )
-    for section in (_STATES, _WEIGHTS):
-        if section in values and section + ".device" not in values:
-            yield ValueError(f'{OP}: config {section}.device is missing; expected "cpu" or "none"')
     if values.get(f"{_STATES}.device") == "nvme" and values.get(f"{_STATES}.nvme_path") is None:
         yield ValueError(f"{OP}: config {_STATES}.nvme_path is missing; expected a directory on the disk to use")
     if values.get(f"{_WEIGHTS}.device") == "nvme" and values.get(f"{ZERO}.stage") == 3:

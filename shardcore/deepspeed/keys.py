@@ -273,9 +273,9 @@ KEYS: dict[str, Key] = {
         f"what DeepSpeed has no key for: {', '.join(OF_SHARD)} of shard (mesh: [replicate, shard], sizes of a DeviceMesh); "
         f'offload: "auto", or offload.({", ".join(OF_OFFLOAD)}); optimizer.({", ".join(OF_ADAM)}) of FusedAdam',
     ),
-    "train_batch_size": _honoured(_count, "samples per optimizer step over all ranks"),
-    "train_micro_batch_size_per_gpu": _honoured(_count, "samples per backward on one rank"),
-    "gradient_accumulation_steps": _honoured(_count, "backwards per optimizer step"),
+    "train_batch_size": _honoured(_or_none(_count), "samples per optimizer step over all ranks"),
+    "train_micro_batch_size_per_gpu": _honoured(_or_none(_count), "samples per backward on one rank"),
+    "gradient_accumulation_steps": _honoured(_or_none(_count), "backwards per optimizer step"),
     "gradient_clipping": _honoured(_number, "global norm to clip to; 0 for none"),
     "steps_per_print": _honoured(_print, "steps between two lines of progress; null for none"),
     "dataloader_drop_last": _honoured(_flag, "drop the last, smaller batch of an epoch"),
