@@ -440,6 +440,8 @@ def _adam_options(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return FusedAdam's arguments. "Adam" means AdamW, too, unless adam_w_mode is false, as in DeepSpeed."""
     defaults = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "bias_correction": True}
     defaults |= {"adam_w_mode": True, "amsgrad": False, "maximize": False}
+    if values.get("optimizer.params.torch_adam") and values.get("optimizer.params.adam_w_mode", True):
+        defaults["weight_decay"] = 0.01  # of torch's AdamW, which DeepSpeed makes then
     options = {key: values.get(f"optimizer.params.{key}", default) for key, default in defaults.items()}
     low = values.get("bf16.enabled", False)
     if (low and values.get(_LOW_STATES)) or values.get("optimizer.params.fp32_optimizer_states") is False:

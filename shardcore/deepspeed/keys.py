@@ -309,9 +309,10 @@ KEYS: dict[str, Key] = {
             "adam_w_mode": _honoured(_flag, "FusedAdam(adam_w_mode=)"),
             "amsgrad": _honoured(_flag, "FusedAdam(amsgrad=)"),
             "maximize": _honoured(_flag, "FusedAdam(maximize=)"),
+            "torch_adam": _honoured(_flag, "true: FusedAdam, too, with weight_decay 0.01 by default if adam_w_mode is true"),
             "fp32_optimizer_states": _honoured(_flag, 'false: FusedAdam(state_dtype="bf16")'),
             **dict.fromkeys(
-                ("torch_adam", "foreach", "fused", "set_grad_none"),
+                ("foreach", "fused", "set_grad_none"),
                 _accepted("Adam has one implementation here, which follows torch.optim's formula"),
             ),
             "max_grad_norm": Key("refused", "clip with gradient_clipping", _refuse_norm),
