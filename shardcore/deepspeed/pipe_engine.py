@@ -155,6 +155,7 @@ class PipelineEngine(TrainingEngine):
         for tied in self._pipe.tied:
             tied.add_gradients()
         loss = self._loss = self._mean(self._results)
+        self._stepped = True
         self._step_at_boundary(None, 1.0)
         self.micro_steps += self.micro_batches
         self._update_tied()

@@ -348,10 +348,12 @@ def _overflow(rank: int, world: int) -> None:
     fp16 = {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}
     engine = engine_of(2, tied=True, fp16=fp16)
     engine.train_batch(batches(0, 3))
+    assert engine.was_step_applied()
     before = {name: value.clone() for name, value in engine.module_state_dict().items()}
     engine.module.loss_fn = lambda output, y: loss_of(output, y) * float("inf")
     engine.train_batch(batches(0, 3))
     assert engine.skipped_steps == 1
+    assert not engine.was_step_applied()
     assert engine.optimizer.loss_scale == 128.0
     assert all(torch.equal(value, before[name]) for name, value in engine.module_state_dict().items())
     engine.module.loss_fn = loss_of
