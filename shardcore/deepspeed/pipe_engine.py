@@ -15,6 +15,7 @@ import json
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from inspect import signature
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -141,6 +142,7 @@ class PipelineEngine(TrainingEngine):
         data_iter: yields (inputs, labels), on the ranks of the first stage, which use the inputs, and of the last, which use
             the labels: the same samples on both. It becomes the iterator of later calls. Default: that, or training_data's.
             Where it ends within a batch these ranks raise StopIteration, and those of stages between them wait.
+        A scheduler whose step takes an increment, as Megatron's, gets the samples of the batch.
         """
         if not torch.is_grad_enabled():
             raise PipelineError("train_batch: gradients are disabled; expected no torch.no_grad() around it, or eval_batch")
@@ -156,7 +158,8 @@ class PipelineEngine(TrainingEngine):
             tied.add_gradients()
         loss = self._loss = self._mean(self._results)
         self._stepped = True
-        self._step_at_boundary(None, 1.0)
+        megatrons = self.lr_scheduler is not None and "increment" in signature(self.lr_scheduler.step).parameters
+        self._step_at_boundary({"increment": self.train_batch_size()} if megatrons else None, 1.0)
         self.micro_steps += self.micro_batches
         self._update_tied()
         return loss

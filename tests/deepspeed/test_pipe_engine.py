@@ -301,16 +301,27 @@ class Kept(nn.Module):
         return (x @ self.weight).float() * scales
 
 
+class OfMegatron:
+    samples = 0
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def step(self, increment: int) -> None:
+        self.samples += increment
+
+
 def _dtypes(rank: int, world: int) -> None:
     first = [nn.Linear(4, 4), lambda x: (x, torch.full((1, 4), 1.001))]
     module = PipelineModule([*first, Kept()], num_stages=2, partition_method="uniform", loss_fn=nn.functional.mse_loss)
     config = ds_config(bf16={"enabled": True}, pipeline={"activation_checkpoint_interval": 2}, steps_per_print=1)
-    engine = shardcore.initialize(model=module, config=config)[0]
+    engine = shardcore.initialize(model=module, config=config, lr_scheduler=OfMegatron)[0]
     assert engine.module.activation_checkpoint_interval == 2
     printed = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("builtins.print", lambda text, **options: printed.append(text))
         loss = engine.train_batch(iter([(torch.ones(4, 4), torch.zeros(4, 4))]))
+    assert engine.lr_scheduler.samples == engine.train_batch_size() == 4
     module = PipelineModule([nn.Linear(4, 4)], num_stages=1, activation_checkpoint_interval=3)
     kept = shardcore.initialize(model=module, config=ds_config(pipeline={"activation_checkpoint_interval": 0}))[0]
     assert kept.module.activation_checkpoint_interval == 3
