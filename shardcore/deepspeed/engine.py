@@ -39,10 +39,10 @@ logger = logging.getLogger("shardcore")
 class ShardedLoader(DataLoader[Any]):
     """This rank's micro-batches. Each iteration over it is an epoch, with a new order that is the same on all ranks."""
 
-    def __init__(self, dataset: Dataset[Any], sampler: DistributedSampler[Any], **options: Any) -> None:
-        """Load the samples of `sampler`; `options` are DataLoader's."""
+    def __init__(self, dataset: Dataset[Any], replicas: tuple[int, int], shuffle: bool, **options: Any) -> None:
+        """Load one of so many parts of `dataset`, as `replicas` says; `options` are DataLoader's."""
         self.epoch = 0  # of the next iteration
-        super().__init__(dataset, sampler=sampler, **options)
+        super().__init__(dataset, sampler=DistributedSampler(dataset, *replicas, shuffle=shuffle), **options)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration (to resume a run)."""
@@ -95,6 +95,7 @@ class ForwardEngine:
     optimizer: Any = None
     lr_scheduler: Any = None
     training_dataloader: "ShardedLoader | None" = None
+    collate_fn: Callable[[list[Any]], Any] | None = None
     _shuffles = True  # loaders of training data that are made here
 
     def __init__(self, module: nn.Module, core: Engine, config: Config, sizes: BatchSizes, replicas: tuple[int, int]) -> None:
@@ -188,21 +189,19 @@ class ForwardEngine:
         """Return a loader of this rank's batches, as initialize makes it of training_data.
 
         batch_size: default train_micro_batch_size_per_gpu. route: "train" for a new order in each epoch; with "eval" and
-        "predict" the order of the dataset. data_sampler: takes the place of both. num_local_io_workers: 0 by default.
+        "predict" the order of the dataset. data_sampler: takes the place of both. collate_fn: default that of initialize.
+        num_local_io_workers: 0 by default.
         """
         options: dict[str, Any] = {
             "batch_size": batch_size or self.train_micro_batch_size_per_gpu(),
-            "collate_fn": collate_fn,
+            "collate_fn": collate_fn or self.collate_fn,
             "pin_memory": pin_memory and torch.cuda.is_available(),
             "drop_last": self._config.dataloader_drop_last,
             "num_workers": num_local_io_workers or 0,
         }
         if data_sampler is not None:
             return DataLoader(dataset, sampler=data_sampler, **options)
-        order: DistributedSampler[Any] = DistributedSampler(
-            dataset, *self._replicas, shuffle=route == "train" and self._shuffles
-        )
-        return ShardedLoader(dataset, order, **options)
+        return ShardedLoader(dataset, self._replicas, route == "train" and self._shuffles, **options)
 
     @property
     def config(self) -> Mapping[str, Any]:

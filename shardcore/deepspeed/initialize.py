@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from shardcore._native import _C
 from shardcore.api import shard
@@ -77,7 +77,7 @@ def initialize(
     optimizer: FusedAdam, CPUAdam, torch's Adam or AdamW, or a function that makes one from the parameters. Default, and not
         used otherwise: the one in the configuration.
     training_data: a dataset with a length. The loader yields this rank's micro-batches, in a new order each epoch.
-        collate_fn: the loader's.
+    collate_fn: that loader's, and those of the engine's deepspeed_io.
     lr_scheduler: a scheduler of the given optimizer, or a function that makes one from the optimizer. Default: the one in the
         configuration, if any.
     distributed_port: MASTER_PORT, where the environment has none. dist_init_required: False if the process group has to be
@@ -121,7 +121,7 @@ def initialize(
         check_model(model, settings)
         _check_mesh(settings.shardcore.get("mesh"), comm.world_size)
         trains = settings.optimizer is not None or any(
-            thing is not None for thing in (optimizer, model_parameters, training_data, collate_fn, lr_scheduler)
+            thing is not None for thing in (optimizer, model_parameters, training_data, lr_scheduler)
         )
         if trains:
             given = _optimizer(model, model_parameters, settings, optimizer)
@@ -177,11 +177,14 @@ def initialize(
         engine_of(model).own_weights = True  # scripts read them on rank 0 alone, and save them
     if slices > 1:
         _compare_inputs(model, mesh["tp"].get_group())
+    engine: Any
     if adam is None:
-        forward_only: Any = ForwardEngine(model, engine_of(model), settings, sizes, (replicas, replica)), None, None, None
-        return forward_only  # type: ignore[no-any-return]
-    engine = TrainingEngine if pipe is None else PipelineEngine
-    return engine(model, adam, scheduler, loader, settings, sizes, (replicas, replica), monitor), adam, loader, scheduler
+        engine = ForwardEngine(model, engine_of(model), settings, sizes, (replicas, replica))
+    else:
+        kind = TrainingEngine if pipe is None else PipelineEngine
+        engine = kind(model, adam, scheduler, loader, settings, sizes, (replicas, replica), monitor)
+    engine.collate_fn = collate_fn
+    return engine, adam, loader, scheduler
 
 
 def _explain(settings: Config, optimizer: Any, lr_scheduler: Any, pipe: PipelineModule | None) -> None:
@@ -465,8 +468,6 @@ def _loader(
     data: Any, collate_fn: Any, sizes: BatchSizes, replicas: int, replica: int, drop_last: bool, shuffle: bool
 ) -> ShardedLoader | None:
     if data is None:
-        if collate_fn is not None:
-            raise ValueError(f"{_OP}: collate_fn is given without training_data; expected both or neither")
         return None
     has_items = hasattr(data, "__getitem__") and hasattr(data, "__len__")
     if isinstance(data, DataLoader | IterableDataset) or not has_items:
@@ -474,6 +475,5 @@ def _loader(
             f"{_OP}: training_data has type {type(data).__name__}; expected a dataset with __getitem__ and __len__ (make the "
             "loader of a stream yourself, with a part of it for each rank)"
         )
-    sampler: DistributedSampler[Any] = DistributedSampler(data, num_replicas=replicas, rank=replica, shuffle=shuffle)
-    pin = torch.cuda.is_available()
-    return ShardedLoader(data, sampler, batch_size=sizes.micro, collate_fn=collate_fn, pin_memory=pin, drop_last=drop_last)
+    options = {"batch_size": sizes.micro, "collate_fn": collate_fn, "drop_last": drop_last}
+    return ShardedLoader(data, (replicas, replica), shuffle, pin_memory=torch.cuda.is_available(), **options)

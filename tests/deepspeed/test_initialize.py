@@ -307,10 +307,12 @@ class Stream(IterableDataset):
 
 def test_collate_fn_and_refused_data() -> None:
     data = [1, 2, 3, 4, 5]
-    loader = shardcore.initialize(model=make_net(), config=ds_config(), training_data=data, collate_fn=sum)[2]
+    engine, _, loader, _ = shardcore.initialize(model=make_net(), config=ds_config(), training_data=data, collate_fn=sum)
     assert isinstance(loader, DataLoader)
-    assert sum(loader) == 15
-    _refused(ValueError, "collate_fn is given without training_data", collate_fn=sum)
+    assert sum(loader) == sum(engine.deepspeed_io(data)) == 15
+    for config in (ds_config(), without("optimizer")):
+        assert sum(start(config, collate_fn=sum).deepspeed_io(data, route="eval")) == 15
+    assert list(engine.deepspeed_io(data, collate_fn=len)) == [4, 1]
     _refused(TypeError, "training_data has type DataLoader", training_data=DataLoader(data))
     _refused(TypeError, "training_data has type generator", training_data=(i for i in data))
     _refused(TypeError, "training_data has type Stream", training_data=Stream())
