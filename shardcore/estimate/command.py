@@ -203,8 +203,6 @@ def build(name: str) -> nn.Module:
         function = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"estimate: {name} was not found from {os.getcwd()}: {error}") from error
-    finally:
-        sys.path.remove(os.getcwd())
     if not callable(function):
         raise TypeError(f"estimate: {name} is a {type(function).__name__}; expected a function or class that makes a model")
     with torch.device("meta"):

@@ -1,6 +1,7 @@
 """shardcore estimate: what it prints and what it refuses."""
 
 import json
+import sys
 
 import pytest
 
@@ -76,6 +77,15 @@ def test_a_model_of_transformers_is_estimated_from_its_configuration(capsys, tmp
         assert entry["parameters"] == numel
         assert set(entry["bytes"]) == {"cpu", "device"}, "weights alone are in host memory"
         assert entry["bytes"]["cpu"]["states"] == 0 < entry["bytes"]["device"]["states"]
+
+
+def test_a_function_may_import_its_neighbours_when_it_is_called(capsys, tmp_path, monkeypatch):
+    (tmp_path / "built_by.py").write_text("def build():\n    from neighbour_of import Linear\n    return Linear(2, 3)\n")
+    (tmp_path / "neighbour_of.py").write_text("from torch.nn import Linear\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert cli.main(["estimate", "built_by:build", "--stage", "0", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["parameters"] == 9
 
 
 @pytest.mark.cases(13)
