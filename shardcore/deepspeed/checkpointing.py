@@ -1,7 +1,7 @@
 """DeepSpeed's activation checkpointing by its names, over shardcore/activations.py.
 
 `initialize` follows the section activation_checkpointing of its configuration by calling `configure`. What DeepSpeed partitions
-over model-parallel ranks is not partitioned: there are none.
+over model-parallel ranks is kept whole.
 Source: https://deepspeed.readthedocs.io/en/latest/activation-checkpointing.html.
 """
 

@@ -74,8 +74,8 @@ def initialize(
     model_parameters: what to optimize, a list of parameters or of param_groups; default: all trainable parameters.
     config: a dict or the path of a JSON file (or `args.deepspeed_config`, or `config_params`). docs/deepspeed_keys.md has its
         keys; unknown ones are refused.
-    optimizer: FusedAdam, CPUAdam, torch's Adam or AdamW, or a function that makes one from the parameters. Default, and not
-        used otherwise: the one in the configuration.
+    optimizer: one that shard takes, or a function that makes one from the parameters. Default, and not used otherwise: the one
+        in the configuration.
     training_data: a dataset with a length. The loader yields this rank's micro-batches, in a new order each epoch.
     collate_fn: that loader's, and those of the engine's deepspeed_io.
     lr_scheduler: a scheduler of the given optimizer, or a function that makes one from the optimizer. Default: the one in the
@@ -238,7 +238,10 @@ def _check_parallelism(mpu: Any, mesh_param: Any, configured: int) -> int:
                 f"{_OP}: mpu.{name}() is {getattr(mpu, name)()}; expected 1, or config tensor_parallel without mpu"
             )
     if mesh_param is not None and tuple(mesh_param)[1:] not in ((), (1,)):
-        raise ValueError(f"{_OP}: mesh_param is {mesh_param!r}; expected (ranks, 1): there is no sequence parallelism")
+        raise ValueError(
+            f"{_OP}: mesh_param is {mesh_param!r}; expected (ranks, 1), or for sequences over ranks "
+            "mpu=UlyssesSPAttentionHF.register_with_transformers(...) (docs/long_sequences.md)"
+        )
     ranks: int = getattr(mpu, "get_sequence_parallel_world_size", lambda: 1)()
     if ranks > 1 and not hasattr(mpu, "enable"):
         raise ValueError(

@@ -374,7 +374,7 @@ KEYS: dict[str, Key] = {
     ),
     "cuda_visible_devices": _accepted("set the variable CUDA_VISIBLE_DEVICES before the program starts, as for DeepSpeed"),
     "vocabulary_size": _accepted("DeepSpeed only warns of it"),
-    "zero_allow_untested_optimizer": _accepted("Adam and AdamW are tested, others are refused"),
+    "zero_allow_untested_optimizer": _accepted("every optimizer that can be sharded is taken, others are refused"),
     "zero_force_ds_cpu_optimizer": _accepted("torch's Adam and AdamW are converted"),
     "seq_parallel_communication_data_type": _accepted("sequence parallel attention exchanges values in their dtype"),
     "allgather_size": _accepted(_BY_UNIT),
@@ -420,9 +420,7 @@ KEYS: dict[str, Key] = {
                 ("memory_efficient_linear", "override_module_apply", "log_trace_cache_warnings"),
                 _accepted("modules are left as they are"),
             ),
-            "save_muon_momentum_buffer_in_memory": _accepted(
-                "a configuration does not make Muon (shardcore.Muon is passed as the optimizer)"
-            ),
+            "save_muon_momentum_buffer_in_memory": _accepted("Muon's momentum is where offload_optimizer says"),
             "zenflow": _refused("offload here is exact, and hides behind compute; remove the section", switch=None),
             **dict.fromkeys(
                 ("zero_quantized_weights", "zero_quantized_gradients"),
@@ -475,7 +473,7 @@ KEYS: dict[str, Key] = {
         {
             "cpu_checkpointing": _honoured(_flag, "deepspeed.checkpointing.checkpoint keeps its inputs in host memory"),
             "partition_activations": _accepted(
-                "initialize has no model parallelism (shardcore.checkpoint_wrapper takes a group)"
+                "deepspeed.checkpointing keeps inputs whole (shardcore.checkpoint_wrapper takes a group)"
             ),
             **dict.fromkeys(
                 ("contiguous_memory_optimization", "number_checkpoints", "synchronize_checkpoint_boundary", "profile"),
