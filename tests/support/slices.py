@@ -102,8 +102,8 @@ def slice_lm(model: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
     parallelize_module(model, mesh, plan)
 
 
-def mesh_of(world: int, tp: int) -> DeviceMesh:
-    return init_device_mesh("cpu", (world // tp, tp), mesh_dim_names=("dp", "tp"))
+def mesh_of(world: int, tp: int, device_type: str = "cpu") -> DeviceMesh:
+    return init_device_mesh(device_type, (world // tp, tp), mesh_dim_names=("dp", "tp"))
 
 
 def sharded_lm(
@@ -118,7 +118,7 @@ def sharded_lm(
 
     frozen: in the names of parameters that do not train.
     """
-    model = make_lm()
+    model = make_lm().to(mesh.device_type)
     if mesh["tp"].size() > 1:
         slice_lm(model, mesh["tp"], sequence)
     for name, param in model.named_parameters():
@@ -134,6 +134,7 @@ def lm_loss(model: nn.Module, step: int, rank: int, sliced: bool) -> torch.Tenso
     from torch.distributed.tensor.parallel import loss_parallel
 
     tokens = torch.randint(VOCAB, (3, LENGTH + 1), generator=torch.Generator().manual_seed(1009 * step + rank))
+    tokens = tokens.to(next(model.parameters()).device)
     logits = model(tokens[:, :-1])
     with loss_parallel() if sliced else nullcontext():
         return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())

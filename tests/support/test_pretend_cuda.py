@@ -24,6 +24,7 @@ from tests.support.groups import device_decides
 from tests.support.models import Net, batch_of, error_of, hash_of, hash_of_training, loss_of, make_net
 from tests.support.pretend_cuda import DEVICE, run_pretended, why_not
 from tests.support.ranks import run_ranks
+from tests.support.slices import mesh_of, sharded_lm, train_lm
 from tests.support.tiers import small_chunks
 
 WHY_NOT = why_not()
@@ -178,6 +179,33 @@ def test_trainings_have_the_bits_of_cpu_ranks(world_size: int, cases: list[Case]
     for of_rank, wanted in zip(found, expected, strict=True):
         for case in wanted:
             assert of_rank[case] == wanted[case], case
+
+
+SLICED: list[dict[str, Any]] = [
+    {"stage": 1, "sequence": False},
+    {"stage": 3, "overlap_step": True, "offload": WEIGHTS},
+]
+
+
+def _sliced(rank: int, world_size: int, device_type: str, folder: Path) -> list[float]:
+    """Train models in tensor-parallel slices, over a checkpoint; norms of gradients and weights."""
+    mesh, found = mesh_of(world_size, 2, device_type), []
+    for number, options in enumerate(SLICED):
+        model, optimizer = sharded_lm(mesh, **options)
+        found += train_lm(model, optimizer, mesh, range(2))
+        shardcore.save(folder / str(number), model, optimizer)
+        train_lm(model, optimizer, mesh, range(2, 3))
+        shardcore.load(folder / str(number), model, optimizer)
+        found += train_lm(model, optimizer, mesh, range(3, 5))
+        found += [value.norm().item() for value in model.state_dict().values()]
+    return found
+
+
+def test_slices_train_within_rounding_of_cpu_ranks(tmp_path: Path) -> None:
+    """torch's formulas of attention differ by device."""
+    expected = run_ranks(4, _sliced, "cpu", tmp_path / "cpu")
+    found = run_pretended(4, _sliced, "cuda", tmp_path / "device")
+    assert found == [pytest.approx(of_rank, rel=1e-4) for of_rank in expected]
 
 
 # --- twins --------------------------------------------------------------------------------------------------------------
