@@ -12,17 +12,24 @@
 namespace shardcore::bind {
 namespace {
 
-#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 13
+#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 14
 // Before 2.13 torch can close a storage but not open it again. An explicit instantiation may name a private member.
 template <bool c10::StorageImpl::*Member>
 struct Opener {
-  friend void open(c10::StorageImpl& storage) { storage.*Member = false; }
+  friend void open_old(c10::StorageImpl& storage) { storage.*Member = false; }
 };
-void open(c10::StorageImpl& storage);
+void open_old(c10::StorageImpl& storage);
 template struct Opener<&c10::StorageImpl::throw_on_immutable_data_ptr_>;
-#else
-void open(c10::StorageImpl& storage) { storage.clear_data_ptr_access_error_msg_(); }
 #endif
+
+template <typename Storage>
+void open(Storage& storage) {
+  if constexpr (requires { storage.clear_data_ptr_access_error_msg_(); }) {  // builds that call themselves 2.13 may lack it
+    storage.clear_data_ptr_access_error_msg_();
+  } else {
+    open_old(storage);
+  }
+}
 
 void close(c10::StorageImpl& storage, const std::string& message) {
   storage.set_data_ptr_noswap(at::DataPtr(nullptr, storage.device()));
