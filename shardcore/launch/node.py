@@ -75,8 +75,9 @@ class Outcome:
 
 
 def run_node(plan: NodePlan) -> Outcome:
-    """Run this machine's ranks to their end. Sets variables of this process's environment, which ranks inherit."""
+    """Run this machine's ranks to their end. May set GLOO_SOCKET_IFNAME in this process's environment, which ranks inherit."""
     try:
+        gpus = _visible_gpus(plan)
         port = _check(plan)
         cores = _cores_of_ranks(plan)
     except ValueError as problem:
@@ -95,6 +96,7 @@ def run_node(plan: NodePlan) -> Outcome:
             "local_rank": plan.local_rank,
             "before": list(plan.before),
             "failures": str(failures),
+            "gpus": gpus,
             "cores": cores,
             "threads": _threads(plan, cores),
             "restart": plan.restart,
@@ -140,7 +142,6 @@ def _check(plan: NodePlan) -> int:
     """Return the port of node 0; raise ValueError for what would fail late, or in each rank."""
     if plan.kind == "script" and not Path(plan.program[0]).exists():
         raise ValueError(f"run: {plan.host} has no file {plan.program[0]} in {os.getcwd()}; expected a Python program there")
-    _take_gpus(plan)
     if len(plan.slots) > 1:
         _resolve(plan.master_addr, plan.resolve_s)
     if plan.node_rank > 0:
@@ -157,17 +158,17 @@ def _check(plan: NodePlan) -> int:
         return int(probe.getsockname()[1])
 
 
-def _take_gpus(plan: NodePlan) -> None:
-    """Show the ranks the GPUs of this node's slots."""
+def _visible_gpus(plan: NodePlan) -> str:
+    """Return the ranks' CUDA_VISIBLE_DEVICES ("": as it is). This process's, which slots count by, stays for a restart."""
     count, slots = torch.cuda.device_count(), list(plan.own_slots)
     if count == 0:
         if plan.restart == 0:
             print(f"shardcore run: torch finds no GPU on {plan.host}: {len(slots)} on its CPU, over gloo", file=sys.stderr)
-        return
+        return ""
     if absent := [slot for slot in slots if slot >= count]:
         raise ValueError(f"run: {plan.host} has {count} GPUs, but GPU {absent[0]} is asked for; expected 0 to {count - 1}")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible[slot].strip() for slot in slots)
+    return ",".join(visible[slot].strip() for slot in slots)
 
 
 def _resolve(host: str, seconds: float) -> None:
@@ -200,7 +201,7 @@ def _cores_of_ranks(plan: NodePlan) -> list[list[int]]:
     if absent:
         raise ValueError(f"run: --bind_core_list has core {absent[0]}, which {plan.host} has not for this job; it has {own}")
     binds = plan.numa and not plan.core_list and len(ranks) > 1  # a rank alone has use for the memory of all nodes
-    near = [sorted(set(_near(rank)) & set(own)) if binds else [] for rank in ranks]
+    near = [sorted(set(_near(slot)) & set(own)) if binds else [] for slot in plan.own_slots]
     if not plan.bind_cores:
         return near
     return [_share(plan, near, rank, list(plan.core_list) or own) for rank in ranks]
@@ -218,11 +219,11 @@ def _share(plan: NodePlan, near: Sequence[Sequence[int]], rank: int, all_cores: 
     return share
 
 
-def _near(local_rank: int) -> list[int]:
-    """Return the cores of the NUMA node of a rank's GPU, or []."""
-    if local_rank >= torch.cuda.device_count():
+def _near(slot: int) -> list[int]:
+    """Return the cores of the NUMA node of a slot's GPU, or []."""
+    if slot >= torch.cuda.device_count():
         return []
-    return machine.near_cores(machine.pci_address(local_rank))
+    return machine.near_cores(machine.pci_address(slot))
 
 
 def _threads(plan: NodePlan, cores: Sequence[Sequence[int]]) -> list[int]:

@@ -1,4 +1,4 @@
-"""What a rank runs before its program: binds it to cores, and keeps the exception that ends it for the launcher to show.
+"""What a rank runs before its program: gives it GPUs and cores, and keeps the exception that ends it for the launcher to show.
 
 Started as a file (python rank.py OPTIONS PROGRAM ...), with the standard library alone: the program sees a fresh interpreter,
 in which neither torch nor shardcore is imported. OPTIONS is JSON, `options` in node.py.
@@ -87,6 +87,8 @@ def main() -> None:
     local_rank = int(os.environ["LOCAL_RANK"])
     _keep(options["failures"])
     end_with_parent()
+    if options["gpus"]:
+        os.environ["CUDA_VISIBLE_DEVICES"] = options["gpus"]
     cores = options["cores"][local_rank]
     if cores:
         os.sched_setaffinity(0, cores)

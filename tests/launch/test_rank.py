@@ -14,7 +14,8 @@ import pytest
 import shardcore.launch.rank as rank
 
 BASE = {
-    "kind": "script", "local_rank": False, "before": [], "cores": [[], []], "threads": [0, 3], "restart": 2, "max_restarts": 4,
+    "kind": "script", "local_rank": False, "before": [], "gpus": "", "cores": [[], []], "threads": [0, 3], "restart": 2,
+    "max_restarts": 4,
 }  # fmt: skip
 
 
