@@ -9,7 +9,7 @@ as in a plain Trainer's folder, Trainer's own loading goes through state dicts, 
 
 Private names of Trainer: `_save`, `_save_optimizer_and_scheduler`, `_load_from_checkpoint`, `_load_optimizer_and_scheduler`,
 `_load_best_model`, `_clip_grad_norm`, `_get_grad_norm`, `_maybe_log_save_evaluate`, `_build_accelerator_args`; of its
-arguments `_setup_devices` and `_n_gpu`. Tested with transformers 5.24.0 and TRL 1.16.0.
+arguments `_setup_devices` and `_n_gpu`. transformers has them all since 5.3. Tested with 5.24.0 and TRL 1.16.0.
 """
 
 import json
@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 from torch import nn
 from transformers import Trainer, TrainingArguments
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
@@ -41,6 +43,10 @@ from shardcore.optim.interface import engine_of
 from shardcore.options import accept_optimizer
 
 logger = logging.getLogger("shardcore")
+
+if Version(transformers.__version__) < Version("5.3"):
+    raise ImportError(f"shardcore.integrations.transformers: transformers is {transformers.__version__}; expected 5.3 or newer")
+_SAVES_ON_FIRST_RANK = Version(transformers.__version__) < Version("5.23")  # newer save_model calls _save on every rank
 
 # Of a configuration, what the engine that initialize returns does.
 _OF_THE_ENGINE: tuple[str, ...] = (
@@ -228,6 +234,12 @@ class ShardcoreTrainerMixin:
         return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
 
     # --- saving and loading: Note [Checkpoints] ---------------------------------------------------------------------------
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the whole weights, for from_pretrained, and what Trainer saves with them. Collective."""
+        super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+        if _SAVES_ON_FIRST_RANK and self._engine is not None and not self.args.should_save:
+            self._save(output_dir)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         engine = self._engine

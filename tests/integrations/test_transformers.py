@@ -214,6 +214,33 @@ def test_whole_weights_are_for_from_pretrained(tmp_path: Path) -> None:
     assert moved({name: value.float() for name, value in model.state_dict().items()}).abs().max() > 1e-2
 
 
+class _SavesOnFirstRank:
+    """save_model of transformers before 5.23."""
+
+    def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        if self.args.should_save:
+            self._save(output_dir)
+
+
+class _OlderTrainer(ShardcoreTrainerMixin, _SavesOnFirstRank, Trainer):
+    pass
+
+
+def _saves_with_older_transformers(rank: int, world_size: int, out: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shardcore.integrations.transformers._SAVES_ON_FIRST_RANK", True)
+        train(rank, world_size, out, _OlderTrainer, {"stage": 3}, {"save_strategy": "steps", "save_steps": 2, "max_steps": 2})
+
+
+@pytest.mark.more
+def test_older_transformers_save_too(tmp_path: Path) -> None:
+    run_ranks(2, _saves_with_older_transformers, str(tmp_path))
+    folder = tmp_path / "checkpoint-2"
+    assert (folder / "latest").exists()
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert moved(model.state_dict()).abs().max() > 1e-2
+
+
 def _saves_on_one_rank(rank: int, world_size: int, out: str) -> None:
     with launched(rank, world_size):
         trainer = ShardcoreTrainer(
