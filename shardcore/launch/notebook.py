@@ -32,7 +32,8 @@ def notebook_launcher(
         (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT), so the function starts torch.distributed as a script does, by
         init_process_group or `initialize`. Without GPUs that is gloo.
     start_method: "fork" takes any function, one of a notebook's cell, too. It needs a process that has not used CUDA yet:
-        call no ``.cuda()`` before. torch then computes with one CPU thread on each rank (OpenMP's do not survive a fork).
+        call no ``.cuda()`` before, nor ``torch.cuda.is_available()``. torch then computes with one CPU thread on each rank
+        (OpenMP's do not survive a fork).
         "spawn" takes functions of importable modules only, may follow anything, and shares out the cores.
 
     The result is copied to this process, with tensors on the CPU; a sharded model's weights come as ``model.state_dict()``,
@@ -115,13 +116,21 @@ def _check(function: Any, args: Any, num_processes: Any, start_method: str) -> i
         raise RuntimeError(
             f"{_OP}: this process is a rank already; expected a process that no launcher started (call the function)"
         )
-    if start_method != "spawn" and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if gpus and start_method == "fork" and _fork_lacks_cuda():
         raise RuntimeError(
             f"{_OP}: CUDA has been used in this process, and a forked one cannot use it again; expected no CUDA before "
-            '(restart the kernel and keep .cuda(), .to("cuda") and torch.cuda calls inside the function), or '
+            '(restart the kernel and keep .cuda(), .to("cuda") and torch.cuda calls, is_available() too, in the function), or '
             'start_method="spawn" for a function of an importable module'
         )
     return count
+
+
+def _fork_lacks_cuda() -> bool:
+    """Ask a fork: torch.cuda.is_available() is enough for it, and leaves no trace that this process could see."""
+    child = os.fork()
+    if child == 0:
+        os._exit(torch.cuda._is_in_bad_fork())
+    return os.waitpid(child, 0)[1] != 0
 
 
 def _rank(

@@ -126,10 +126,11 @@ def test_what_is_refused(arguments: dict[str, Any], kind: type[Exception], text:
 
 
 def test_cuda_that_was_used_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    here = os.getpid()
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: os.getpid() != here)
     with pytest.raises(RuntimeError, match=r"CUDA has been used in this process.*restart the kernel.*start_method=\"spawn\""):
         shardcore.notebook_launcher(environment)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ValueError, match="num_processes is 3 but there are 2 GPUs"):
         shardcore.notebook_launcher(environment, num_processes=3)
 
