@@ -1,5 +1,6 @@
 """Ranks started from a notebook or a script: each runs one function in a process of its own; rank 0's result comes back."""
 
+import atexit
 import multiprocessing
 import os
 import pickle
@@ -7,6 +8,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -154,6 +156,12 @@ def _rank(
     except Exception as error:
         record(folder, rank, error, error.__traceback__ and error.__traceback__.tb_next)
         sys.exit(1)  # nothing is printed: the parent raises what was recorded
+    if not forked:  # end as a forked process does: threads of torch's may abort an interpreter that ends (2.13)
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 def _save(result: Any, path: Path) -> None:

@@ -1,9 +1,11 @@
 """notebook_launcher: rank 0's result, tracebacks of ranks, and no process that stays."""
 
+import atexit
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -141,9 +143,23 @@ def test_not_inside_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
         shardcore.notebook_launcher(environment)
 
 
+class Aborts:
+    def __del__(self, abort: Any = os.abort) -> None:
+        abort()
+
+
+def ends_late(folder: Path) -> Any:
+    """Leave a thread, an exit function, and what aborts the interpreter's end, as threads of torch's may."""
+    threading.Timer(0.5, (folder / "thread").touch).start()
+    atexit.register((folder / "atexit").touch)
+    globals()["kept"] = Aborts()
+    return environment()
+
+
 @pytest.mark.slow
-def test_spawn_takes_functions_of_modules() -> None:
-    given, threads, _ = shardcore.notebook_launcher(environment, num_processes=2, start_method="spawn")
+def test_spawn_takes_functions_of_modules(tmp_path: Path) -> None:
+    given, threads, _ = shardcore.notebook_launcher(ends_late, (tmp_path,), num_processes=2, start_method="spawn")
+    assert {path.name for path in tmp_path.iterdir()} == {"thread", "atexit"}
     assert given == ["0", "0", "2", "2", "127.0.0.1"]
     assert threads == max(1, len(os.sched_getaffinity(0)) // 2) or "OMP_NUM_THREADS" in os.environ
 
