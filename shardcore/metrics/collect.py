@@ -212,7 +212,7 @@ def _together(comm: Comm, call: Callable[[], None]) -> None:
     problem: Exception | None = None
     try:
         call()
-    except (ValueError, TypeError, OSError, ImportError) as error:
+    except Exception as error:  # of any kind, such as wandb's own: the other ranks wait
         problem = error
     found = comm.first_problem(problem)
     if problem is not None:

@@ -3,8 +3,10 @@
 import csv
 import gc
 import math
+import sys
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -385,15 +387,25 @@ def test_what_cannot_be_measured_is_refused() -> None:
         shardcore.Metrics(model)
 
 
+class UsageError(Exception):
+    """As wandb raises without a key."""
+
+
+def _without_key() -> None:
+    raise UsageError("No API key configured.")
+
+
 def _fails(rank: int, world_size: int, folder: str) -> list[str]:
     model, _ = sharded()
     said = []
-    for options in ({"every": 1 + rank}, {"every": 0 if rank == 1 else 1}, {"directory": folder}):
-        try:
-            shardcore.Metrics(model, log=False, **options)  # type: ignore[arg-type]
-            said.append("")
-        except (ValueError, RuntimeError, OSError) as error:
-            said.append(f"{type(error).__name__}: {error}")
+    for options in ({"every": 1 + rank}, {"every": 0 if rank == 1 else 1}, {"directory": folder}, {"wandb": True}):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(sys.modules, "wandb", SimpleNamespace(init=_without_key))
+            try:
+                shardcore.Metrics(model, log=False, **options)  # type: ignore[arg-type]
+                said.append("")
+            except (ValueError, RuntimeError, OSError, UsageError) as error:
+                said.append(f"{type(error).__name__}: {error}")
     return said
 
 
@@ -405,3 +417,5 @@ def test_an_error_on_one_rank_is_one_on_all(tmp_path: Path) -> None:
     assert second[1].startswith("ValueError: Metrics: every has 0")
     assert first[2].startswith("FileExistsError: Metrics: ")
     assert second[2].startswith("RuntimeError: Metrics: rank 0 failed: FileExistsError: ")
+    assert first[3] == "UsageError: No API key configured."
+    assert second[3] == f"RuntimeError: Metrics: rank 0 failed: {first[3]}"
