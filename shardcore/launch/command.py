@@ -27,7 +27,6 @@ from shardcore.launch.nodes import address_of, is_here, passed_environment, run_
 
 HOSTFILE = Path("/job/hostfile")  # where DeepSpeed's launcher looks
 PORT = 29500  # of several machines, as DeepSpeed's and torch's launchers have it
-_SAGEMAKER_NAMES_S = 60.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -249,4 +248,4 @@ def _sagemaker(one: NodePlan, options: argparse.Namespace, given: Mapping[str, s
         raise ValueError(f"run: --num_gpus is {options.num_gpus} but SM_NUM_GPUS is {gpus}; expected at most as many")
     slots = {host: list(range(options.num_gpus or gpus or 1)) for host in hosts}
     address = options.master_addr or (hosts[0] if len(hosts) > 1 else one.master_addr)
-    return replace(_alone(one, slots, rank, hosts[rank], address, options), resolve_s=_SAGEMAKER_NAMES_S)
+    return _alone(one, slots, rank, hosts[rank], address, options)

@@ -30,6 +30,8 @@ from shardcore.launch.failures import Failure, collect
 STUCK_S = 10.0  # after which the traceback of a rank that raised and has not ended is shown
 REPORT = b"\x1eshardcore run: "  # before an Outcome at the end of a node's standard error; no text has this character
 _CHECK_S = 0.5
+_NAME_S = 5.0  # how long master_addr may be unknown
+_NAME_OF_SCHEDULER_S = 120.0  # where each machine was started by itself: a container's name may come with it, after its image
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -47,7 +49,6 @@ class NodePlan:
     before: Sequence[str] = ()  # "module:function" of shardcore, called in each rank before the program
     master_addr: str = "127.0.0.1"
     master_port: int = 0  # of node 0; 0: any free one, for one node
-    resolve_s: float = 5.0  # how long master_addr may be unknown
     bind_cores: bool = False  # each rank to a share of the cores
     core_list: Sequence[int] = ()  # of which; (): all
     numa: bool = True  # each of several ranks to its GPU's NUMA node
@@ -143,7 +144,7 @@ def _check(plan: NodePlan) -> int:
     if plan.kind == "script" and not Path(plan.program[0]).exists():
         raise ValueError(f"run: {plan.host} has no file {plan.program[0]} in {os.getcwd()}; expected a Python program there")
     if len(plan.slots) > 1:
-        _resolve(plan.master_addr, plan.resolve_s)
+        _resolve(plan.master_addr, _NAME_OF_SCHEDULER_S if plan.started_alone else _NAME_S)
     if plan.node_rank > 0:
         return plan.master_port
     with socket.socket() as probe:
@@ -172,7 +173,7 @@ def _visible_gpus(plan: NodePlan) -> str:
 
 
 def _resolve(host: str, seconds: float) -> None:
-    """Raise ValueError if a host name stays unknown: where containers start together, names may come a little later."""
+    """Raise ValueError if a host name stays unknown."""
     until = time.monotonic() + seconds
     while True:
         try:

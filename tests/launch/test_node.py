@@ -1,5 +1,6 @@
 """One machine's ranks: what is checked first, where they run, and how their ends are told."""
 
+import itertools
 import json
 import os
 import signal
@@ -118,11 +119,29 @@ def test_a_used_port(run: Callable[..., Outcome]) -> None:
     assert run("", master_port=port) == Outcome(), "now it is free"
 
 
-def test_an_unknown_master_address_and_an_absent_program(run: Callable[..., Outcome], tmp_path: Path) -> None:
-    outcome = run("", slots=[[0], [0]], node_rank=1, master_addr="no-such-host.invalid", master_port=29500, resolve_s=0.5)
+def test_an_unknown_master_address_and_an_absent_program(
+    run: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node, "_NAME_S", 0.5)
+    outcome = run("", slots=[[0], [0]], node_rank=1, master_addr="no-such-host.invalid", master_port=29500)
     assert "the master address no-such-host.invalid is unknown" in outcome.error
     outcome = run_node(NodePlan(slots=[[0]], node_rank=0, program=["absent.py"]))
     assert outcome.error == f"run: localhost has no file absent.py in {tmp_path}; expected a Python program there"
+
+
+def test_a_master_address_that_comes_with_its_container(monkeypatch: pytest.MonkeyPatch) -> None:
+    def look_up(*_: Any) -> None:
+        if next(clock) < 60:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(node, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda seconds: None))
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    plan = NodePlan(slots=[[0], [0]], node_rank=1, program=["x"], kind="module", master_addr="w0", master_port=29500)
+    clock = itertools.count(0, 10)
+    assert node._check(replace(plan, started_alone=True)) == 29500
+    clock = itertools.count(0, 10)
+    with pytest.raises(ValueError, match="the master address w0 is unknown"):
+        node._check(plan)
 
 
 def test_gpus(run: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
