@@ -400,10 +400,11 @@ def test_the_slurm_batch_file(on_path: Any, monkeypatch: pytest.MonkeyPatch) -> 
     """srun starts its command once on each of two nodes."""
     on_path(
         scontrol='[ "$*" = "show hostnames node[1-2]" ] && echo -e "localhost\\n127.0.0.1"',
-        srun="""[ "$1" = --kill-on-bad-exit=1 ] && shift
+        srun="""[ "$1 $2" = "--kill-on-bad-exit=1 --cpus-per-task=64" ] && shift 2
             for node in 1 0; do SLURM_NODEID=$node NODE=$node SLURM_STEP_NUM_TASKS=2 SLURM_PROCID=$node "$@" & done; wait""",
     )
-    for name, value in {"JOB_ID": str(int(free_port()) - 15000), "JOB_NODELIST": "node[1-2]", "NNODES": "2"}.items():
+    job = {"JOB_ID": str(int(free_port()) - 15000), "JOB_NODELIST": "node[1-2]", "NNODES": "2", "CPUS_PER_TASK": "64"}
+    for name, value in job.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
     done = subprocess.run(
         ["bash", str(ROOT / "examples/cluster/slurm.sbatch"), "train.py", "a b"],
