@@ -27,8 +27,8 @@ def chunked_cross_entropy(
 ) -> torch.Tensor:
     """Return cross_entropy(linear(hidden, weight, bias), target) without keeping logits; differentiable once.
 
-    Logits are float32 sums of products in the inputs' dtype, as linear's in autocast; with the mean of no target it is NaN, as
-    torch's. Under `shard` at stage 3 call it within the forward of a module that has the weight.
+    Logits are linear's, rounded to the inputs' dtype or autocast's; sums over classes are float32. The mean of no target is
+    NaN, as torch's. Under `shard` at stage 3 call it within the forward of a module that has the weight.
 
     Args:
         hidden: (..., features); floating point.
