@@ -1,14 +1,15 @@
 """Plain data as JSON and back: numbers, text, lists, tuples, dicts, bytes, tensors. No pickle, and nothing is executed.
 
 A value that JSON lacks is an object with one key: {"$tuple": [...]}, {"$bytes": base64}, {"$float": "nan"}, {"$dict": [[key,
-value], ...]} for keys that are no strings (or begin with "$"), {"$tensor": base64, "dtype": name, "shape": [...]}, and
-{"$array": ...} for NumPy's. What cannot be written is a TypeError that says where it is.
+value], ...]} for keys that are no strings (or begin with "$"), {"$counter": a dict}, {"$tensor": base64, "dtype": name,
+"shape": [...]}, and {"$array": ...} for NumPy's. What cannot be written is a TypeError that says where it is.
 """
 
 import base64
 import ctypes
 import math
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from math import prod
 from typing import Any
@@ -57,6 +58,8 @@ def _encode(value: Any, where: str, depth: int) -> Any:
         return {"$tensor": _bytes_of(value, where), "dtype": _name_of(value.dtype, where), "shape": list(value.shape)}
     if isinstance(value, bytes | bytearray):
         return {"$bytes": base64.b64encode(value).decode()}
+    if isinstance(value, Counter):  # MultiStepLR's milestones, of which it calls elements()
+        return {"$counter": _encode(dict(value), where, depth + 1)}
     if isinstance(value, Mapping):
         items = [(key, _encode(item, f"{where}[{key!r}]", depth + 1)) for key, item in value.items()]
         if all(isinstance(key, str) and not key.startswith("$") for key, _ in items):
@@ -122,6 +125,8 @@ def _decode(value: Any, depth: int) -> Any:
         return {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[value[tag]]
     if tag == "$dict":
         return {_decode(key, depth + 1): _decode(item, depth + 1) for key, item in value[tag]}
+    if tag == "$counter":
+        return Counter(_decode(value[tag], depth + 1))
     if tag == "$tensor":
         dtype, shape = _DTYPES[value["dtype"]], [int(size) for size in value["shape"]]
         held = base64.b64decode(value[tag], validate=True)

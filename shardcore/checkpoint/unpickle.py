@@ -19,6 +19,7 @@ import struct
 import sys
 import zipfile
 import zlib
+from collections import Counter
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
@@ -168,6 +169,12 @@ class _Dict(dict[Any, Any]):
 
     def __setstate__(self, state: Any) -> None:
         pass
+
+
+class _Counter(_Dict):
+    """Stands for a Counter."""
+
+    __slots__ = ()
 
 
 def _value(value: Any = None) -> Any:
@@ -337,7 +344,7 @@ _STAND_INS = (  # classes of which only attributes are taken
 )
 _CALLED: Mapping[str, Callable[..., Any]] = {
     "collections.OrderedDict": _Dict,
-    "collections.Counter": _Dict,
+    "collections.Counter": _Counter,
     "collections.defaultdict": _default_dict,
     "builtins.set": set,
     "builtins.frozenset": frozenset,
@@ -487,7 +494,8 @@ def _plain(value: Any, where: str, done: dict[int, Any], depth: int) -> Any:
         if is_stored(held):
             done[id(value)] = whole(held)
         elif isinstance(held, dict):
-            done[id(value)] = {k: _plain(item, f"{where}[{short(k)}]", done, depth + 1) for k, item in held.items()}
+            made = {k: _plain(item, f"{where}[{short(k)}]", done, depth + 1) for k, item in held.items()}
+            done[id(value)] = Counter(made) if isinstance(held, _Counter) else made
         else:
             kind = list if isinstance(held, list) else tuple
             done[id(value)] = kind(_plain(item, f"{where}[{i}]", done, depth + 1) for i, item in enumerate(held))

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from enum import Enum, IntEnum
 from typing import Any
 
@@ -55,6 +55,11 @@ def test_arrays_come_back(dtype: str) -> None:
     assert found.dtype == array.dtype
     assert (found == array).all()
     assert there_and_back(numpy.float64(2.5)) == 2.5
+
+
+def test_counters_come_back() -> None:
+    found = there_and_back({"milestones": Counter([3, 8, 8]), "words": Counter("aab"), "none": Counter()})
+    assert [list(found[key].elements()) for key in found] == [[3, 8, 8], ["a", "a", "b"], []]
 
 
 class Color(IntEnum):
@@ -119,6 +124,7 @@ def test_a_cycle_is_refused() -> None:
         {"$bytes": "?"},
         {"$float": "1e400"},
         {"$dict": [1]},
+        {"$counter": 3},
         {"$dict": [[{"a": 1}, 2]]},
         {"$tensor": "AAAA", "dtype": "float32", "shape": [1]},
         {"$tensor": "", "dtype": "float32", "shape": [1 << 60]},

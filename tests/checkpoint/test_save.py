@@ -86,7 +86,9 @@ class Kept:
 
 def _beside(rank: int, world_size: int, folder: str) -> None:
     model, optimizer, _ = train(rank, Run(stage=2, steps=1))
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    of_torch = torch.optim.lr_scheduler
+    parts = [of_torch.StepLR(optimizer, 1, gamma=0.5), of_torch.MultiStepLR(optimizer, [1, 1])]
+    scheduler = of_torch.SequentialLR(optimizer, parts, [1])
     torch.manual_seed(rank)
     given = {"epoch": 2, "best": (0.5, None), "seen": torch.arange(3)}
     shardcore.save(folder, model, optimizer, scheduler=scheduler, client_state=given, stateful={"data": Kept([rank, 7])})
@@ -99,6 +101,7 @@ def _beside(rank: int, world_size: int, folder: str) -> None:
     assert torch.equal(torch.rand(4), expected[0]), "random states are those of each rank"
     assert scheduler.state_dict() == expected[1]
     assert optimizer.param_groups[0]["lr"] == expected[2]
+    scheduler.step()  # the first of MultiStepLR, which needs its milestones' elements()
     assert data.value == [rank, 7]
     assert loaded.client_state["best"] == (0.5, None)
     assert loaded.client_state["seen"].tolist() == [0, 1, 2]

@@ -66,6 +66,7 @@ def test_plain_data(tmp_path: Path) -> None:
     }
     back = _back(tmp_path, value)
     assert back["torch"] == [(2, 3), torch.float16, "cpu"]
+    assert list(back["dicts"][3].elements()) == ["a", "a", "b"]
     assert back["shared"][0] is back["shared"][1]
     for key in set(value) - {"torch"}:
         assert back[key] == value[key], key
