@@ -3,8 +3,8 @@
 Note [Commit]. Files are written to ".TAG.saving" beside the others; each is synced, then that directory, then it is renamed (or
 exchanged with the directory that has the name), then "latest" is replaced by rename; each rename is synced, too. So a crash at
 any instant leaves the old checkpoint or the new one. Nothing but checkpoints of shardcore is replaced or removed, known by how
-their manifests begin, with the time that orders them. What a dead save leaves has a name that begins with a dot, and the next
-save removes it. Rank 0 holds a lock (flock) on ".lock" meanwhile, which ends with its process.
+their manifests begin, with the time that orders them. What a dead save leaves, or cannot remove, has a name that begins with a
+dot, and the next save removes it. Rank 0 holds a lock (flock) on ".lock" meanwhile, which ends with its process.
 """
 
 import errno
@@ -16,6 +16,7 @@ import re
 import shutil
 import socket
 import time
+import uuid
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -164,23 +165,33 @@ def commit(folder: Path, tag: str, save_latest: bool, keep_last: int | None) -> 
     _C.sync_directory(str(folder))
     if save_latest:
         point_latest(folder, tag)
-    _remove(written)
-    _remove(replaced)
+    _discard(written)
+    _discard(replaced)
     if keep_last is not None:
         latest = _latest(folder)
         others = [one for one in checkpoints(folder) if one.name != tag]
         for one in others[: max(0, len(others) + 1 - keep_last)]:
-            if one.name == latest:
-                continue
-            gone = folder / f".{one.name}{_REMOVED}"
-            os.rename(one, gone)
-            _remove(gone)
+            if one.name != latest:
+                _discard(one)
 
 
 def point_latest(folder: Path, tag: str) -> None:
     """Let "latest" name a checkpoint."""
     with replacing(folder / LATEST) as new:
         new.write_text(tag, "utf-8")
+
+
+def _discard(path: Path) -> None:
+    """Free the name of what is not needed, if it is there, and remove it; a warning, no error, if that is not possible."""
+    if not os.path.lexists(path):
+        return
+    gone = path.with_name(f".{uuid.uuid4().hex}{_REMOVED}")
+    try:
+        os.rename(path, gone)
+        shutil.rmtree(gone, ignore_errors=True)  # all that can be
+        _remove(gone)
+    except OSError as error:
+        logger.warning("save: %s is not needed, and %s cannot be removed: %s (the next save tries again)", path, gone, error)
 
 
 def _remove(path: Path) -> None:
@@ -268,18 +279,15 @@ class SaveLock:
         for left in self._folder.iterdir():
             if not left.name.startswith("."):
                 continue
-            if left.name.endswith((_SAVING, _REMOVED)):
-                _remove(left)
-            elif left.name.endswith(_REPLACED):
-                kept = self._folder / left.name[1 : -len(_REPLACED)]
-                if kept.exists():
-                    _remove(left)
-                else:
-                    os.rename(left, kept)
+            kept = self._folder / left.name[1 : -len(_REPLACED)]
+            if left.name.endswith(_REPLACED) and not kept.exists():
+                os.rename(left, kept)
+            elif left.name.endswith((_SAVING, _REMOVED, _REPLACED)):
+                _discard(left)
 
     def release(self) -> None:
         """Remove what this save has left, if it failed, and unlock."""
         try:
-            _remove(unfinished(self._folder, self._tag))
+            _discard(unfinished(self._folder, self._tag))
         finally:
             self._file.release()

@@ -73,7 +73,8 @@ def save(
         ema: An EMA of the model, to save with it.
         save_latest: Let `load` find this checkpoint without a tag.
         exclude_frozen_parameters: Leave out parameters that do not train.
-        keep_last: Afterwards remove all checkpoints of `directory` but so many, the newest, and the one that "latest" names.
+        keep_last: Afterwards remove all checkpoints of `directory` but so many, the newest, and the one that "latest" names; so
+            the disk needs room for one more. What cannot be removed is named in a warning.
         wait: If False, write in the background. This call copies what lies on the device to host memory; the next step copies
             of the states in host memory what is not written by then. The next save waits for this one, and raises its error
             on every rank, unless each has had it from `wait()`; call that before the program ends.

@@ -121,11 +121,11 @@ def _dying(monkeypatch: pytest.MonkeyPatch, at: int, exchanges: bool) -> list[st
     def watch(where: Any, name: str) -> None:
         real = getattr(where, name)
 
-        def call(*arguments: Any) -> Any:
+        def call(*arguments: Any, **named: Any) -> Any:
             if len(done) == at:
                 raise Died
             done.append(name)
-            return False if name == "exchange_paths" and not exchanges else real(*arguments)
+            return False if name == "exchange_paths" and not exchanges else real(*arguments, **named)
 
         monkeypatch.setattr(where, name, call)
 
@@ -174,6 +174,31 @@ def test_old_ones_are_removed_when_the_new_one_is_there(tmp_path: Path) -> None:
         write(tmp_path, f"step{number}", keep_last=2)
     assert [path.name for path in checkpoints(tmp_path)] == ["step4", "step2"]
     assert names(tmp_path) == {"step4", "step2", "latest", "somebody's", "a file"}
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_what_cannot_be_removed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, exchanges: bool
+) -> None:
+    unlink = os.unlink
+
+    def refuse(path: Any, **where: Any) -> None:
+        if os.path.basename(path) == "theirs":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        unlink(path, **where)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", refuse)
+        patch.setattr(_C, "exchange_paths", (lambda a, b: False) if not exchanges else _C.exchange_paths)
+        for number, tag in enumerate(("tag", "tag", "other", "tag", "other")):
+            write(tmp_path, tag, str(number), keep_last=1)
+            (tmp_path / tag / "theirs").write_text("x")
+    assert (find("load", tmp_path, None), content_of(tmp_path / "other")) == (tmp_path / "other", "4")
+    hidden = names(tmp_path) - {"other", "latest"}
+    assert [os.listdir(tmp_path / name) for name in hidden] == [["theirs"]] * 4, "all else is removed"
+    assert re.search(rf"{tmp_path / 'tag'} is not needed, and .* cannot be removed: .*theirs", caplog.text)
+    write(tmp_path, "next", keep_last=1)
+    assert names(tmp_path) == {"next", "latest"}
 
 
 def test_the_newest_of_copies_is_kept(tmp_path: Path) -> None:
