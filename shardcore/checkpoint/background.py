@@ -32,6 +32,7 @@ AS_BEFORE = "the checkpoints that were there are as before"
 HELD_BYTES = 1 << 29
 _POLL_S, _PATIENCE_S, _PATIENCE_AT_EXIT_S = 0.02, 3600.0, 60.0
 _ALIGNMENT = 16
+_PART_BYTES = 4 << 20  # of a message; TCPStore closes the connection at a value of more than 8 MiB
 
 
 def stage(items: Sequence[Item], memory: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
@@ -150,13 +151,20 @@ class Mailbox:
         if self._size == 1:
             self._said = said
         else:
-            self._store.set(f"rank{self.rank}", json.dumps(said))
+            text = json.dumps(said)
+            starts = range(0, len(text), _PART_BYTES)
+            for number, start in enumerate(starts):
+                self._store.set(f"rank{self.rank}.{number}", text[start : start + _PART_BYTES])
+            self._store.set(f"rank{self.rank}", str(len(starts)))
 
     def take_all(self) -> list[Any]:
         """Return, on rank 0, the message of each rank; waits for all."""
         if self.rank != 0:
             return []
-        return [self._said] if self._size == 1 else [json.loads(self._take(f"rank{rank}")) for rank in range(self._size)]
+        return [self._said] if self._size == 1 else [json.loads(self._joined(f"rank{rank}")) for rank in range(self._size)]
+
+    def _joined(self, key: str) -> bytes:
+        return b"".join([self._take(f"{key}.{number}") for number in range(int(self._take(key)))])
 
     def answer(self, problem: str) -> None:
         """Send the other ranks the error, or "". Waits until they have read it: this process may serve the store."""

@@ -194,8 +194,7 @@ def write_checkpoint(
             engine.saving = saving
             saving.start(mailbox)
             return saving
-        said = attempt_together(comm, AS_BEFORE, job.write)
-        mailbox.put(said)
+        attempt_together(comm, AS_BEFORE, lambda: mailbox.put(job.write()))
         attempt_together(comm, AS_BEFORE, lambda: job.commit(mailbox.take_all()))
         return saving
     finally:

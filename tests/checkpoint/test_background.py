@@ -6,6 +6,7 @@ import threading
 import time
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -171,6 +172,36 @@ def test_a_wait_may_be_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     shardcore.save(tmp_path, model, optimizer, tag="next")
     assert begun.done
     assert (tmp_path / "global_step1").exists()
+
+
+def _long_messages(rank: int, world_size: int) -> list[int]:
+    """TCPStore takes 8 MiB at once."""
+    mailbox = background.Mailbox(SimpleNamespace(rank=rank, world_size=world_size), "long")  # type: ignore[arg-type]
+    mailbox.put([rank] * (3 << 20))
+    found = [sum(one) for one in mailbox.take_all()]
+    mailbox.answer("") if rank == 0 else mailbox.outcome()
+    return found
+
+
+def test_a_rank_may_have_written_a_million_ranges() -> None:
+    assert run_ranks(2, _long_messages) == [[0, 3 << 20], []]
+
+
+def _unsent(rank: int, world_size: int, folder: str) -> str:
+    def put(self: Any, said: Any) -> None:
+        raise OSError("the connection is lost")
+
+    model, optimizer, _ = train(rank, Run(stage=2, steps=1))
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(background.Mailbox, "put", put)
+        return error_of(lambda: shardcore.save(folder, model, optimizer))
+
+
+def test_a_message_that_is_not_sent_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    first, second = run_ranks(2, _unsent, str(tmp_path))
+    assert "save: rank 1 failed: OSError: the connection is lost" in first
+    assert "the connection is lost" in second
 
 
 # --- what a step is about to overwrite ----------------------------------------------------------------------------------
