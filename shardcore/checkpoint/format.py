@@ -63,7 +63,7 @@ _DTYPES_OF = {
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _FILE = re.compile(r"rank_\d{5,9}(\.(slot_\d{1,5}|rest_[01]))?\.(safetensors|json)|client_state\.json")
-_MAX_JSON_BYTES = 1 << 28
+_MAX_JSON_BYTES, _MAX_PLAIN_BYTES = 1 << 30, 1 << 28
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
 
 
@@ -129,13 +129,15 @@ def dtype_name(dtype: torch.dtype, where: str) -> str:
 _SUM = ', "crc32c": "'
 
 
-def json_bytes(value: Mapping[str, Any]) -> bytes:
-    """Return a file of a JSON object, which is given "crc32c" as its last entry."""
+def json_bytes(value: Mapping[str, Any], plain_data: bool = False) -> bytes:
+    """Return a file of a JSON object, which is given "crc32c" as its last entry. plain_data: it has that alone."""
     text = json.dumps(value, allow_nan=False)[:-1].encode()
-    if len(text) > _MAX_JSON_BYTES - 100:
+    most = _MAX_PLAIN_BYTES if plain_data else _MAX_JSON_BYTES
+    if len(text) > most - 100:
+        what = "plain data take" if plain_data else "ranges of tensors, and what get_extra_state() and param_groups have, take"
         raise ValueError(
-            f"save: plain data take {len(text)} bytes as JSON; expected at most {_MAX_JSON_BYTES} (register large tensors as "
-            "buffers of the model, or save them yourself)"
+            f"save: {what} {len(text)} bytes as JSON; expected at most {most} (register large tensors as buffers of the model, "
+            "or save them yourself)"
         )
     return text + f'{_SUM}{crc32c(text):08x}"}}\n'.encode()
 

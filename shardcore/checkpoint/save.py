@@ -380,9 +380,9 @@ class Beside:
         self.client_state = plain.to_json(content.client_state, "save: client_state") if first else None
         scheduled = _state_of("scheduler", content.scheduler) if first and content.scheduler is not None else None
         self.scheduler = plain.to_json(scheduled, "save: scheduler.state_dict()")
-        self.files = {layout.rank_file(engine.everyone.rank): layout.json_bytes({"value": self.rank})}
+        self.files = {layout.rank_file(engine.everyone.rank): layout.json_bytes({"value": self.rank}, plain_data=True)}
         if self.client_state is not None:
-            self.files[layout.CLIENT_STATE] = layout.json_bytes({"value": self.client_state})
+            self.files[layout.CLIENT_STATE] = layout.json_bytes({"value": self.client_state}, plain_data=True)
         own = layout.with_extra_state(engine.model)
         self.extra_state = {
             name: plain.to_json(m.get_extra_state(), f"save: {name}.get_extra_state()") for name, m in own.items()

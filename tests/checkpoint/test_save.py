@@ -178,9 +178,13 @@ def test_the_one_that_latest_names_is_kept(tmp_path: Path) -> None:
 
 
 def test_too_much_plain_data_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout, "_MAX_JSON_BYTES", 100_000)
+    monkeypatch.setattr(layout, "_MAX_PLAIN_BYTES", 100_000)
     model, optimizer, _ = train(0, Run(stage=2, steps=1))
     with pytest.raises(ValueError, match=r"plain data take .* bytes as JSON; expected at most 100000"):
         shardcore.save(tmp_path, model, optimizer, client_state={"ema": torch.zeros(100_000)})
+    optimizer.param_groups[0]["name"] = "x" * 200_000  # in the manifest, as ranges are, which may have more
     shardcore.save(tmp_path, model, optimizer)
     shardcore.load(tmp_path, model, optimizer)
+    monkeypatch.setattr(layout, "_MAX_JSON_BYTES", 200_000)
+    with pytest.raises(ValueError, match=r"ranges of tensors, and .* take .* bytes as JSON; expected at most 200000"):
+        shardcore.save(tmp_path, model, optimizer)
