@@ -64,6 +64,7 @@ _DTYPES_OF = {
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _FILE = re.compile(r"rank_\d{5,9}(\.(slot_\d{1,5}|rest_[01]))?\.(safetensors|json)|client_state\.json")
 _MAX_JSON_BYTES, _MAX_PLAIN_BYTES = 1 << 30, 1 << 28
+_MAX_OPEN = 256  # files at once: a process may usually have 1,024
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
 
 
@@ -393,6 +394,8 @@ class Checkpoint(Source):
                         "another checkpoint, or copy it again)"
                     )
                 self._readers[file] = reader
+                if len(self._readers) > _MAX_OPEN:
+                    del self._readers[next(iter(self._readers))]  # it closes after the reads that it has started
             return self._readers[file]
 
     def close(self) -> None:

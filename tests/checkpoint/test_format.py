@@ -16,6 +16,8 @@ import torch
 import shardcore
 from shardcore.checkpoint import format as layout
 from shardcore.checkpoint.format import Checkpoint, json_bytes, read_json
+from shardcore.checkpoint.save import items_of
+from shardcore.checkpoint.write import write_manifest, write_ranges
 from tests.support.crash import times
 from tests.support.models import Run, train
 
@@ -74,6 +76,22 @@ def test_a_data_file_is_ordinary_safetensors(saved: tuple[Path, dict[str, torch.
     assert torch.equal(tensors["head.weight.master@0"], expected["head.weight"].view(-1))
     head = int.from_bytes((path / layout.data_file(0)).read_bytes()[:8], "little") + 8
     assert head % layout.ALIGNMENT == 0, "data are aligned, for O_DIRECT"
+
+
+def test_a_checkpoint_of_many_ranks_needs_few_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "_MAX_OPEN", 3)
+    monkeypatch.setattr(layout, "RANGE_NUMEL", 16)
+    expected = torch.arange(8 * 16.0)
+    items = list(items_of("weight", expected))
+    said = [write_ranges(tmp_path, layout.data_file(rank), [item]) for rank, item in enumerate(items)]
+    tensors = {"weight": {"shape": [8 * 16], "dtype": "F32", "step": None}}
+    rest = {"tied": {}, "extra_state": {}, "counters": {}, "frozen": [], "groups": None, "loss_scale": None, "scheduler": None}
+    write_manifest(tmp_path, said, tensors, rest)
+    with Checkpoint(tmp_path) as checkpoint:
+        for _ in range(2):
+            assert torch.equal(checkpoint.read("weight", "weight", 0, 8 * 16), expected)
+        files = {os.path.realpath(one) for one in Path("/proc/self/fd").iterdir()}
+        assert len([one for one in files if one.startswith(f"{tmp_path}/")]) == 3
 
 
 def test_ranges_are_cut_where_loads_cut() -> None:
