@@ -22,9 +22,11 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
+from shardcore._native import _C
 from shardcore.checkpoint.write import Item
 from shardcore.distributed.everyone import Ranks
 from shardcore.engine.bucket import Bucket
+from shardcore.engine.engine import Engine
 
 logger = logging.getLogger("shardcore")
 
@@ -35,25 +37,26 @@ _ALIGNMENT = 16
 _PART_BYTES = 4 << 20  # of a message; TCPStore closes the connection at a value of more than 8 MiB
 
 
-def stage(items: Sequence[Item], memory: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
-    """Copy items to host memory, from where they are read then; returns that memory: `memory`, if it is large enough.
+def stage(items: Sequence[Item], engine: Engine) -> None:
+    """Copy items to `engine.save_staging`, which is made anew if it is too small, and from where they are read then.
 
-    Page-locked beside a GPU. Waits for the copies.
+    Page-locked beside a GPU where the system allows it; not by torch, which takes up to twice as much and keeps it. Waits for
+    the copies.
     """
     sizes = [-(-item.nbytes // _ALIGNMENT) * _ALIGNMENT for item in items]
-    cuda = device.type == "cuda"
-    if memory is None or memory.numel() < sum(sizes):
-        del memory
-        memory = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu", pin_memory=cuda)
+    if engine.save_staging is None or engine.save_staging.numel() < sum(sizes):
+        engine.save_staging = None  # freed before there is another
+        engine.save_staging = _C.HostTier(engine.device, pin_memory=True).empty(sum(sizes), torch.uint8)
     cursor = 0
-    for item, size in zip(items, sizes, strict=True):
-        values = memory[cursor : cursor + item.nbytes].view(item.dtype)
-        values.copy_(item.read(), non_blocking=True)
-        item.read = partial(itself, values)
-        cursor += size
-    if cuda:
-        torch.cuda.current_stream(device).synchronize()
-    return memory
+    try:
+        for item, size in zip(items, sizes, strict=True):
+            values = engine.save_staging[cursor : cursor + item.nbytes].view(item.dtype)
+            values.copy_(item.read(), non_blocking=True)
+            item.read = partial(itself, values)
+            cursor += size
+    finally:
+        if engine.device.type == "cuda":
+            torch.cuda.current_stream(engine.device).synchronize()
 
 
 def itself(values: torch.Tensor) -> torch.Tensor:

@@ -477,7 +477,7 @@ class _Job:
         self._describe = describe(self._engine, self._content)
         if stages:
             still = [item for item in self._items if not isinstance(item, LiveItem)]
-            self._engine.save_staging = stage(still, self._engine.save_staging, self._engine.device)
+            stage(still, self._engine)
             self._store.watch(self._held.hold)
             self._engine = None
 

@@ -4,6 +4,8 @@ import os
 import signal
 import threading
 import time
+import weakref
+from functools import partial
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -202,6 +204,31 @@ def test_a_message_that_is_not_sent_is_an_error_on_every_rank(tmp_path: Path) ->
     first, second = run_ranks(2, _unsent, str(tmp_path))
     assert "save: rank 1 failed: OSError: the connection is lost" in first
     assert "the connection is lost" in second
+
+
+# --- what lies on the device --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_host_memory_is_kept_or_freed_before_there_is_more(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    engine: Any = SimpleNamespace(device=torch.device(where), save_staging=None)
+    before: list[Any] = []
+    tier = _C.HostTier
+
+    def make(*arguments: Any, **named: Any) -> Any:
+        assert all(one() is None for one in before)
+        return tier(*arguments, **named)
+
+    monkeypatch.setattr(_C, "HostTier", make)
+    for count, most in ((3, 3), (2, 3), (5, 5)):
+        values = torch.arange(count * 1000.0).split(1000)
+        items = [write.Item("w", "weight", one.dtype, 0, 1000, partial(one.to, where)) for one in values]
+        background.stage(items, engine)
+        assert all(torch.equal(item.read(), one) for item, one in zip(items, values, strict=True))
+        assert engine.save_staging.nbytes == most * 4000
+        assert engine.save_staging.is_pinned() == (where == "cuda")
+        before.append(weakref.ref(engine.save_staging))
+        del items
 
 
 # --- what a step is about to overwrite ----------------------------------------------------------------------------------
