@@ -606,7 +606,7 @@ class Engine:
         try:
             self.updater.refuse_swapped(op)
             what = "" if problem is not None else check()
-        except (ValueError, TypeError, KeyError, RuntimeError) as error:
+        except (ValueError, TypeError, KeyError, RuntimeError, OSError) as error:
             problem = error
         try:
             agree_on_read(self.comm, op, what, self.reducer.count if of_grads else 0, problem)

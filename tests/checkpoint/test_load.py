@@ -1,5 +1,6 @@
 """Loading: training goes on bit for bit from what was saved, in every form, at every stage and tier, and in other worlds."""
 
+import errno
 import os
 import re
 import warnings
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 import shardcore
+from shardcore.checkpoint import format as layout
 from shardcore.deepspeed import lr_schedules
 from tests.support.choice import some
 from tests.support.deepspeed import ds_config, start
@@ -279,16 +281,27 @@ def _one_for_each(rank: int, world_size: int, folder: str, saves: bool) -> str:
     return said
 
 
-def _wrong_names(rank: int, world_size: int, folder: str) -> tuple[str, str, str]:
+def _wrong_names(rank: int, world_size: int, folder: str) -> tuple[str, str, str, str]:
     model, optimizer, _ = train(rank, run_of(2, "device", "masters"))
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     shardcore.save(folder, model, optimizer, tag="there", stateful={"data": scheduler} if rank == 0 else {})
     stepped(model, optimizer, rank, 1)
     before = hash_of_training(model, optimizer)
+    read_json = layout.read_json
+
+    def fail(path: Path) -> Any:
+        if path.name == layout.rank_file(1):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return read_json(path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layout, "read_json", fail)
+        unread = error_of(lambda: shardcore.load(folder, model, optimizer, stateful={"data": scheduler}))
     said = (
         error_of(lambda: shardcore.load(folder, model, optimizer, stateful={"loader": scheduler})),
         error_of(lambda: shardcore.load(folder, model, optimizer, tag="missing")),
         error_of(lambda: shardcore.load(f"{folder}/missing", model, optimizer)),
+        unread,
     )
     assert hash_of_training(model, optimizer) == before
     return said
@@ -303,6 +316,8 @@ def test_names_that_are_not_there_change_nothing(tmp_path: Path) -> None:
         r"RuntimeError: load: rank 0 failed: FileNotFoundError.*\(there\).*missing.*nothing was changed", second[1]
     )
     assert "there is no 'latest'" in first[2]
+    assert "load: rank 1 refused" in first[3]
+    assert "rank_00001.json" in second[3]
     assert "rank 0 failed: FileNotFoundError" in second[2]
 
 
