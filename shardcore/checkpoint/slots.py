@@ -435,7 +435,10 @@ def _copy(source: int, target: int, offset: int, nbytes: int) -> None:
     """Copy bytes between open files, by reference where the file system can. Raises OSError."""
     end = offset + nbytes
     while offset < end:
-        copied = os.copy_file_range(source, target, end - offset, offset, offset)
+        try:
+            copied = os.copy_file_range(source, target, end - offset, offset, offset)
+        except OSError:  # a kernel (gVisor's) or file system without it
+            copied = os.pwrite(target, os.pread(source, min(end - offset, 1 << 20), offset), offset)
         if copied == 0:
             raise OSError(errno.EIO, f"a file of states ends before byte {end}; expected it as it was written")
         offset += copied

@@ -120,6 +120,14 @@ def test_what_is_left_behind_when_a_slot_is_replaced_is_seen(tmp_path: Path, mon
         test_chunks_that_lie_in_different_slots(tmp_path, 0)
 
 
+def test_a_slot_is_replaced_where_the_system_copies_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: int) -> int:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(os, "copy_file_range", missing)
+    test_chunks_that_lie_in_different_slots(tmp_path, 0)
+
+
 def test_a_slot_that_is_written_to_though_a_checkpoint_has_it_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slots.Slots, "before_write", lambda self, slot: None)
     with pytest.raises(ValueError, match=r"slot_\d.safetensors is damaged in bytes"):
