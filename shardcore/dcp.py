@@ -113,10 +113,7 @@ class Writer(StorageWriter):
         self._path = self._next
         if not kwargs.get("use_collectives", True):
             raise ValueError("shardcore.dcp: use_collectives has False; expected True, since a checkpoint has one manifest")
-        rank = kwargs.get("rank")
-        if rank is None and not is_coordinator:
-            raise ValueError("shardcore.dcp: this torch does not tell a StorageWriter its rank; expected torch 2.11 or newer")
-        self._rank = rank or 0
+        self._rank = kwargs["rank"]
         directory.check_tag("save", self._path.name)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
