@@ -387,7 +387,7 @@ def _plan(
         agree_in_parts(comm, problem, entries)
         agree_in_parts(comm, short_of_memory(comm, needed), ())  # all ranks of all parts are here by now
     finally:
-        problem = None  # an error that this frame held would hold it, and the model, in a cycle
+        problem = unfit = None  # an error that this frame held would hold it, and the model, in a cycle
     return plan, filler, options
 
 
@@ -483,8 +483,8 @@ def _allocate(plan: Plan, given: Any, tiers: OffloadOptions, files: StateFiles |
     """Take memory, on the device and in the tier; returns the optimizer's states, and its other entries. Collective."""
     comm = plan.comm
     comm.acquire_group(keepers_of(plan.reshard_after_forward))
-    works = plan.overlap_step or plan.offloads_gradients
-    plan.threads = WorkerThreads(*plan_worker(comm, tiers.cpu_threads, plan.device)) if works else WorkerThreads(1)
+    worker = WorkerThreads(*plan_worker(comm, tiers.cpu_threads, plan.device))  # collective: other parts may have a worker
+    plan.threads = worker if plan.overlap_step or plan.offloads_gradients else WorkerThreads(1)
     update_cores = plan.overlap_step and plan.threads.cores
     with build.together(comm, "taking memory", "make room, or ask for less; nothing was changed"):
         if tiers.optimizer is not None:  # first: the shards of weights may lie in its tier

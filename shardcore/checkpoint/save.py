@@ -194,7 +194,8 @@ def write_checkpoint(
             engine.saving = saving
             saving.start(mailbox)
             return saving
-        attempt_together(comm, AS_BEFORE, lambda: mailbox.put(job.write()))
+        said = attempt_together(comm, AS_BEFORE, job.write)
+        attempt_together(comm, AS_BEFORE, lambda: mailbox.put(said))
         attempt_together(comm, AS_BEFORE, lambda: job.commit(mailbox.take_all()))
         return saving
     finally:

@@ -404,7 +404,11 @@ def _update_all(
     """
     begun.set()
     error: BaseException | None = None
-    events = store.steps([update.spans for update in updates], hypers)
+
+    def update_parts() -> Iterator[_C.CopyEvent | None]:  # so that all errors come out of `next`
+        yield from store.steps([update.spans for update in updates], hypers)
+
+    events: Iterator[_C.CopyEvent | None] = update_parts()
     with nullcontext() if stream is None else torch.cuda.stream(stream):
         if stream is not None and after is not None:
             stream.wait_event(after)

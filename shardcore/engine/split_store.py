@@ -79,7 +79,7 @@ class SplitStore:
         self._buckets, self._device = list(buckets), device
         self._grads_on_host, self._weights_on_host = grads_on_host, weights_on_host
         self.timed = False  # a step ends when its last weights have arrived
-        self.spent_s = 0.0
+        self._spent_s = 0.0
         self._copied_back: _C.CopyEvent | None = None
         self.on_cpu = cpu_store_of(buckets)(
             buckets,
@@ -103,6 +103,10 @@ class SplitStore:
             bucket: memory[: bucket.device_numel * bucket.dtype.itemsize].view(bucket.dtype)
             for bucket in (self._buckets if self._weights_on_host else ())
         }
+
+    def seconds(self) -> float:
+        """Return the time of all steps so far."""
+        return self._spent_s
 
     def device_bytes(self, ratio: float) -> int:
         """Return the bytes of states that stay on the device with this ratio."""
@@ -184,7 +188,7 @@ class SplitStore:
             self.copies.synchronize()
         if self._copied_back is not None:
             self._copied_back.synchronize()
-        self.spent_s += time.perf_counter() - begun_s
+        self._spent_s += time.perf_counter() - begun_s
 
     def _step_in_scratch(self, spans: Sequence[Span], hypers: Scalars) -> None:
         """Update weights of host memory on the device, a bucket at a time: copy those that the step reads, copy all back."""
@@ -276,7 +280,7 @@ class RatioTuner:
             return
         self.updated = False
         self._room = min(self._room, room_above_peak(self._device))
-        spent_s = self._store.spent_s
+        spent_s = self._store.seconds()
         took_s, self._before_s = spent_s - self._before_s, spent_s
         if self.measures:
             self._step_s = min(self._step_s, took_s)

@@ -7,10 +7,9 @@ import warnings
 import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
-from types import FrameType
 from typing import Any
 
 import torch
@@ -487,14 +486,10 @@ _ENDING = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2  # handl
 def interrupts_held_back() -> Iterator[None]:
     """Let Ctrl-C, and signals by which jobs are ended, take effect at the end. (Handlers run on the main thread alone.)"""
     here = threading.current_thread() is threading.main_thread()
-    handlers = {number: handler for number in _ENDING if here and callable(handler := signal.getsignal(number))}
-    caught: dict[int, FrameType | None] = {}
-    for number in handlers:
-        signal.signal(number, caught.__setitem__)
-    try:
+    handlers: dict[int, Any] = {number: signal.getsignal(number) for number in _ENDING if here}
+    with ExitStack() as calls, ExitStack() as old:  # which makes every call, though one raises
+        for number, handler in handlers.items():  # SIGINT's is put back last
+            if callable(handler):
+                old.callback(signal.signal, number, handler)
+                signal.signal(number, lambda number, frame: calls.callback(handlers[number], number, frame))
         yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        for signum, frame in caught.items():
-            handlers[signal.Signals(signum)](signum, frame)

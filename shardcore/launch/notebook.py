@@ -122,7 +122,7 @@ def _check(function: Any, args: Any, num_processes: Any, start_method: str) -> i
         raise RuntimeError(
             f"{_OP}: CUDA has been used in this process, and a forked one cannot use it again; expected no CUDA before "
             '(restart the kernel and keep .cuda(), .to("cuda") and torch.cuda calls, is_available() too, in the function), or '
-            'start_method="spawn" for a function of an importable module'
+            'start_method="spawn" for a function of an importable module (always with MIG, which torch counts by CUDA itself)'
         )
     return count
 

@@ -182,7 +182,7 @@ class ShardableOptimizer(torch.optim.Optimizer):
                     f"{self._op}: add_param_group was called after shard with {len(strange)} parameters that are not the "
                     "model's; expected parameters that it had in shard"
                 )
-        except (TypeError, ValueError) as error:
+        except Exception as error:  # of any kind: the other ranks are waiting
             problem = error
         try:
             self._regroup(self._engine, self, problem)

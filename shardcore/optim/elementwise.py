@@ -189,7 +189,7 @@ class ElementKind:
         """Know the optimizers of this class; what `optimizer` has beside groups and states, a step may read."""
         self.cls, self.name = cls, cls.__name__
         own = {} if optimizer is None else vars(optimizer)
-        self._attributes = {key: value for key, value in own.items() if key not in ("defaults", "param_groups", "state")}
+        self.attributes = {key: value for key, value in own.items() if key not in ("defaults", "param_groups", "state")}
         self._step = plain_step(cls)
         self._names: dict[str, tuple[str, ...]] = {}
 
@@ -229,7 +229,7 @@ class ElementKind:
         if switches not in self._names:
             param = torch.zeros(2, dtype=torch.float32, device="cpu")
             states = {param: self._first(self.terms(group), param)}
-            optimizer = bare_optimizer(self.cls, self.terms(group), [param], defaultdict(dict, states), self._attributes)
+            optimizer = bare_optimizer(self.cls, self.terms(group), [param], defaultdict(dict, states), self.attributes)
             param.grad = torch.zeros_like(param)
             self._step(optimizer)
             names = []
@@ -265,7 +265,7 @@ class ElementKind:
         else:
             mine = [{key: state[key] for key in names} | {"step": step_tensor(step - 1)} for state in states]
         of_targets = defaultdict(dict, zip(targets, mine, strict=True))
-        optimizer = bare_optimizer(self.cls, options, targets, of_targets, self._attributes)
+        optimizer = bare_optimizer(self.cls, options, targets, of_targets, self.attributes)
         for target, grad in zip(targets, grads, strict=True):
             target.grad = grad
         try:
@@ -346,7 +346,8 @@ class Elementwise(ShardableOptimizer):
             super()._add_group(param_group)
             return
         of_class = self.kind.cls.__new__(self.kind.cls)  # which may give a group options of its own, and refuse it
-        of_class.__setstate__({"defaults": self.defaults, "param_groups": self.param_groups, "state": {}})
+        state = {"defaults": self.defaults, "param_groups": self.param_groups, "state": {}}
+        of_class.__setstate__({**self.kind.attributes, **state})
         of_class.add_param_group(param_group)
         self.kind.check_options(self._op, self.param_groups[-1], f"param_groups[{len(self.param_groups) - 1}].")
 

@@ -111,6 +111,28 @@ def test_parts_that_did_not_hear_of_each_other_are_seen() -> None:
     assert [said for ((_, said),) in run_ranks(2, _apart, cases)] != [said for ((_, said),) in run_ranks(2, _in_parts, cases)]
 
 
+def _unlike(rank: int, world: int) -> list[float]:
+    """Only the first part is offloaded, with a worker."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "parts"))
+    groups = {"process_group": mesh["dp"], "model_parallel_group": mesh["parts"]}
+    options = OPTIONS["overlapped"] if rank == 0 else {}
+    net: Any = _net(rank)
+    net, optimizer = shardcore.shard(net, shardcore.FusedAdam(net.parameters(), lr=1e-2), 2, **groups, **options)
+    norms = []
+    for step in range(2):
+        loss_of(net, batch_of(step, 0, 0)).backward()
+        optimizer.step()
+        norms.append(float(optimizer._engine.last_grad_norm))
+        optimizer.zero_grad()
+    optimizer.synchronize()
+    return norms
+
+
+def test_parts_may_differ_in_where_they_keep_states() -> None:
+    first, second = run_ranks(2, _unlike)
+    assert first == second
+
+
 def _refused(rank: int, world: int) -> list[str]:
     mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "mp"))
     groups: dict[str, Any] = {"process_group": mesh["dp"], "model_parallel_group": mesh["mp"]}

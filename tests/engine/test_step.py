@@ -16,7 +16,7 @@ from shardcore.engine import engine
 from shardcore.engine.build import Membership
 from shardcore.engine.reducer import Reducer
 from shardcore.engine.state_store import DeviceStore
-from shardcore.engine.step import Updater
+from shardcore.engine.step import Updater, interrupts_held_back
 from tests.support.models import Net, Run, batch_of, hash_of, hash_of_training, loss_of, micro_steps, stepped, train
 from tests.support.ranks import run_ranks
 from tests.support.schedules import start
@@ -368,3 +368,32 @@ def test_a_step_that_is_interrupted_is_whole(stage: int, place: str, overlap: bo
     (first, none), (second, interrupted) = run_ranks(2, _interrupted, stage, place, 1, overlap, by)
     assert [first, second] == expected
     assert (none, interrupted) == (0, 2), "raised once, and passed on once"
+
+
+def test_every_signal_that_came_is_delivered() -> None:
+    """Also behind a handler that raises; handlers are back then."""
+    seen: list[int] = []
+
+    def interrupted(*numbers: int) -> None:
+        with interrupts_held_back():
+            for number in numbers:
+                signal.raise_signal(number)
+            assert seen == []
+            if not numbers:
+                raise ZeroDivisionError
+
+    def mine(number: int, frame: Any) -> None:
+        seen.append(number)
+
+    old = signal.signal(signal.SIGTERM, mine), signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            interrupted(signal.SIGINT, signal.SIGTERM, signal.SIGTERM)
+        assert seen == [signal.SIGTERM, signal.SIGTERM]
+        assert signal.getsignal(signal.SIGTERM) is mine
+        seen.clear()
+        with pytest.raises(ZeroDivisionError):
+            interrupted()
+    finally:
+        signal.signal(signal.SIGTERM, old[0])
+        signal.signal(signal.SIGINT, old[1])

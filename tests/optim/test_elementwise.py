@@ -266,6 +266,26 @@ def test_a_step_may_read_attributes_of_its_optimizer() -> None:
     assert all(torch.equal(model.state_dict()[key], value) for key, value in plain.state_dict().items())
 
 
+def test_groups_may_read_attributes_of_their_optimizer() -> None:
+    class Scaled(torch.optim.SGD):
+        elementwise = True
+
+        def __init__(self, params: Any, scale: float) -> None:
+            self.scale = scale
+            super().__init__(params, lr=0.1)
+
+        def add_param_group(self, param_group: dict[str, Any]) -> None:
+            super().add_param_group({"lr": 0.1 * self.scale, **param_group})
+
+    model: Any = make_net()
+    model.head.requires_grad_(False)
+    model, optimizer = shardcore.shard(model, Scaled([p for p in model.parameters() if p.requires_grad], 0.5))
+    model.head.requires_grad_(True)
+    optimizer.add_param_group({"params": list(model.head.parameters())})
+    assert optimizer.param_groups[1]["lr"] == 0.05
+    _train(model, optimizer, range(1))
+
+
 def _muon(params: Any) -> Any:
     given = [*params]
     groups = [{"params": [p for p in given if (p.ndim == 2) == of], "use_muon": of} for of in (True, False)]
