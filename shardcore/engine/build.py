@@ -136,7 +136,7 @@ def check_model(model: nn.Module, alone: bool) -> None:
         other = is_traceable_wrapper_subclass(param.data) and slice_of(name, param) is None
         if other or hasattr(param, "_is_flat_param"):  # FSDP1's flat parameter
             raise ValueError(
-                f"shard: {name} is a {type(param.data).__name__}, that is already sharded, or quantized; expected an ordinary "
+                f"shard: {name} is a {type(param.data).__name__}, which is sharded already, or quantized; expected an ordinary "
                 "parameter (bitsandbytes' 4-bit weights are)"
             )
         if param.layout != torch.strided:
