@@ -5,12 +5,15 @@ process group and changes nothing. Only `Config.batch_sizes` depends on the numb
 Source: the keys, defaults and batch arithmetic of https://www.deepspeed.ai/docs/config-json.
 """
 
+import base64
 import difflib
 import json
 import math
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -235,7 +238,7 @@ def _translated(given: Any, problems: list[Exception]) -> Any:
 
 
 def read_config(config: Any, args: Any = None) -> Config:
-    """Return the checked configuration from a dict, a path to a JSON file, or `args.deepspeed_config`.
+    """Return the checked configuration from a dict, a path to a JSON file (or Hjson, or base64), or `args.deepspeed_config`.
 
     Raises ValueError, TypeError or NotImplementedError that names every problem; OSError if the file cannot be read.
     """
@@ -462,13 +465,36 @@ def _raise_all(problems: list[Exception]) -> None:
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
-    """Return what a JSON file has. OSError, or ValueError for another text, and for a key that is there twice."""
-    with open(path, "rb") as file:
-        text = file.read()
+    """Return what a JSON file has, or one of Hjson (comments, trailing commas) where the package hjson is installed.
+
+    `path` may also be a JSON object in base64, as gpt-neox gives it. OSError, or ValueError for another text, and for a key
+    that is there twice.
+    """
+    text = _in_base64(path)
+    if text is None:
+        with open(path, "rb") as file:
+            text = file.read()
     try:
         return json.loads(text, object_pairs_hook=_once)
     except ValueError as problem:
-        raise ValueError(f"{OP}: config file {os.fspath(path)} is not valid: {problem}; expected JSON") from problem
+        found, hint = None, ""
+        try:
+            found = import_module("hjson").loads(text.decode(), object_pairs_hook=_once)  # what DeepSpeed reads them with
+        except ImportError:
+            hint = " (comments and trailing commas: pip install hjson)"
+        except ValueError:
+            pass
+        if found and isinstance(found, Mapping):  # Hjson takes nearly every text as a string
+            return found
+        raise ValueError(f"{OP}: config file {os.fspath(path)} is not valid: {problem}; expected JSON{hint}") from problem
+
+
+def _in_base64(path: str | os.PathLike[str]) -> bytes | None:
+    if isinstance(path, str) and not os.path.exists(path):
+        with suppress(ValueError):
+            text = base64.urlsafe_b64decode(path)
+            return text if text.startswith(b"{") else None
+    return None
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -72,8 +72,8 @@ def initialize(
 
     The arguments are DeepSpeed's, in its order; most callers give them by name. model: required.
     model_parameters: what to optimize, a list of parameters or of param_groups; default: all trainable parameters.
-    config: a dict or the path of a JSON file (or `args.deepspeed_config`, or `config_params`). docs/deepspeed_keys.md has its
-        keys; unknown ones are refused.
+    config: a dict or the path of a JSON file (or `args.deepspeed_config`, or `config_params`). Files with comments (Hjson) need
+        the package hjson; a JSON object in base64 is taken, too. docs/deepspeed_keys.md has its keys; unknown ones are refused.
     optimizer: one that shard takes, or a function that makes one from the parameters. Default, and not used otherwise: the one
         in the configuration.
     training_data: a dataset with a length. The loader yields this rank's micro-batches, in a new order each epoch.

@@ -1,7 +1,9 @@
 """The DeepSpeed configuration: every accepted key, every refusal by name, the batch arithmetic, JSON files."""
 
+import base64
 import json
 import math
+import sys
 from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
@@ -389,8 +391,9 @@ def test_json_files_and_args(tmp_path: Path) -> None:
     [
         (b'{"train_batch_size": 8, "train_batch_size": 16}', "the key 'train_batch_size' appears twice"),
         (b'{"bf16": {"enabled": true, "enabled": true}, "train_batch_size": 8}', "the key 'enabled' appears twice"),
-        (b'{"train_batch_size": 8,}', "line 1 column"),
+        (b'{"train_batch_size": [8}', "line 1 column"),
         (b"", "Expecting value"),
+        (b"train a model", "Expecting value"),  # a text to Hjson
         (b'{"x": "\xff"}', "ds_config.json is not valid"),
     ],
 )
@@ -400,6 +403,22 @@ def test_bad_json_names_the_file_and_the_place(tmp_path: Path, text: bytes, says
     with pytest.raises(ValueError, match=says) as raised:
         read_config(path)
     assert str(path) in str(raised.value)
+
+
+def test_hjson_where_it_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "ds_config.json"
+    path.write_text('{\n  // of the whole job\n  "train_batch_size": 8,\n}\n')
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "hjson", None)
+        with pytest.raises(ValueError, match=r"is not valid: .*pip install hjson"):
+            read_config(path)
+    pytest.importorskip("hjson", reason="DeepSpeed brings it")
+    assert read_config(path) == read_config({"train_batch_size": 8})
+
+
+def test_base64_as_gpt_neox_gives_it() -> None:
+    text = base64.urlsafe_b64encode(json.dumps(BASE).encode()).decode()
+    assert read_config(text) == read_config(None, Namespace(deepspeed_config=text)) == read_config(BASE)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
