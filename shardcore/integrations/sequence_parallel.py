@@ -6,6 +6,7 @@ whole sequences, once a forward; attention itself is then the one that the model
 
 import copy
 import sys
+import weakref
 from collections.abc import Callable
 from itertools import count
 from typing import Any
@@ -83,7 +84,7 @@ class _Attention:
 
     def __init__(self, base: str, group: dist.ProcessGroup, in_eval: bool) -> None:
         self.base, self.group, self._in_eval = base, group, in_eval
-        self.is_off = False  # in this forward: each rank has whole sequences
+        self._model: Callable[[], nn.Module | None] = lambda: None  # the one that ran last
         # (batch, tokens of whole sequences): positions, and, if several documents are packed, which of them.
         self.positions: torch.Tensor
         self.documents: torch.Tensor | None
@@ -91,9 +92,15 @@ class _Attention:
     def __deepcopy__(self, memo: Any) -> "_Attention":
         return self  # a process group has no copies
 
+    @property
+    def is_off(self) -> bool:
+        """Whether each rank has whole sequences. By the model's mode now: a backward computes blocks again after others ran."""
+        model = self._model()
+        return not self._in_eval and model is not None and not model.training
+
     def before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Take the positions of whole sequences, before the model makes its mask."""
-        self.is_off = not (model.training or self._in_eval)
+        self._model = weakref.ref(model)  # transformers' register never lets go of this object
         if self.is_off:
             return args, kwargs
         positions = kwargs.get("position_ids")

@@ -214,6 +214,29 @@ def refusals(rank: int, world_size: int) -> bool:
     return True
 
 
+def evaluated_before_backward(rank: int, world_size: int) -> None:
+    """Whole sequences of an evaluation between forward and backward: blocks are computed again as they were."""
+    model = llama()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    enable_sequence_parallel(model, dist.group.WORLD, in_eval=False)
+    part = shardcore.split_sequences(batch_of(0, "plain"), dist.group.WORLD)
+    grads = []
+    for evaluates in (False, True):
+        model.zero_grad()
+        loss = model.train()(**part).loss
+        if evaluates:
+            with torch.no_grad():
+                model.eval()(input_ids=batch_of(rank, "plain")["input_ids"])
+            model.train()
+        loss.backward()
+        grads.append([param.grad for param in model.parameters()])
+    assert all(map(torch.equal, *grads))
+
+
+def test_an_evaluation_between_forward_and_backward() -> None:
+    run_ranks(2, evaluated_before_backward)
+
+
 def test_what_the_attention_inside_sees() -> None:
     assert all(run_ranks(4, seen_inside))
 
