@@ -199,15 +199,15 @@ def _take(path: str, key: Key, value: Any, found: _Found) -> None:
     if key.kind == "accepted":
         found.accepted.setdefault(key.note, []).append(path)
         return
-    if key.kind != "honoured" and key.is_off(value):
+    if key.kind != "honoured":
+        if not key.is_off(value):
+            removed = " (DeepSpeed removed it, too)" if key.kind == "removed" else ""
+            why = f"{OP}: config {path} is not supported{removed}; expected it to be absent, or off: {key.note}"
+            found.problems.append(ValueError(why))
         return
+    found.values[path] = None
     try:
-        if key.kind == "honoured" or path == "optimizer.params.max_grad_norm":
-            found.values[path] = None
-            found.values[path] = key.check(path, value)
-            return
-        removed = " (DeepSpeed removed it, too)" if key.kind == "removed" else ""
-        raise ValueError(f"{OP}: config {path} is not supported{removed}; expected it to be absent, or off: {key.note}")
+        found.values[path] = key.check(path, value)
     except _PROBLEMS as problem:
         found.problems.append(problem.with_traceback(None))  # which would hold this frame, and all that call it, in a cycle
 

@@ -31,34 +31,27 @@ Check = Callable[[str, Any], Any]
 class Key:
     """A key. kind: "honoured", "accepted", "refused" or "removed". note: what it becomes, why it means nothing, what to do.
 
-    check: of honoured keys. harmless: values of refused keys that turn the thing off, beside null and false. switch: what turns
-    a refused section off if it is false or absent; None: being there turns it on, unless "enabled" is there and false in it.
+    check: of honoured keys. harmless: values of refused keys that turn the thing off, beside null and false.
     """
 
     kind: str
     note: str
     check: Check = lambda where, value: value
     harmless: tuple[Any, ...] = ()
-    switch: str | None = "enabled"
 
     def is_off(self, value: Any) -> bool:
-        """Whether a value turns off what is refused."""
-        if isinstance(value, Mapping) and self.switch is not None and value not in self.harmless:
-            value = value.get(self.switch, False)
-        elif isinstance(value, Mapping) and value not in self.harmless:
-            value = _enables(value)
+        """Whether a value turns off what is refused: a section does that is empty, or that "enabled" is false in."""
+        if isinstance(value, Mapping) and value not in self.harmless:
+            switches = _switches(value)
+            value = any(switches) if switches else bool(value)
         return value is None or value is False or any(value == one for one in self.harmless)
 
 
-def _enables(section: Mapping[str, Any]) -> bool:
-    """Whether a section turns anything on: it has no "enabled" in it, at any depth, or one that is true."""
-    found: list[Any] = []
-    sections = [section]
-    while sections:
-        one = sections.pop()
-        found += [one["enabled"]] if "enabled" in one else []
-        sections += [value for value in one.values() if isinstance(value, Mapping)]
-    return bool(section) and (not found or any(value is not False for value in found))
+def _switches(section: Mapping[str, Any]) -> list[Any]:
+    """Return what a section has as "enabled", or else what the sections in it have."""
+    if "enabled" in section:
+        return [section["enabled"]]
+    return [switch for value in section.values() if isinstance(value, Mapping) for switch in _switches(value)]
 
 
 # --- checks of values -------------------------------------------------------------------------------------------------
@@ -228,10 +221,6 @@ def _managed(where: str, value: Any) -> bool:
     return True
 
 
-def _refuse_norm(where: str, value: Any) -> None:
-    raise ValueError(f"{OP}: config {where} is not supported; expected it to be absent (clip with gradient_clipping)")
-
-
 # --- the table --------------------------------------------------------------------------------------------------------
 
 
@@ -243,12 +232,12 @@ def _accepted(note: str) -> Key:
     return Key("accepted", note)
 
 
-def _refused(note: str, *harmless: Any, switch: str | None = "enabled") -> Key:
-    return Key("refused", note, harmless=harmless, switch=switch)
+def _refused(note: str, *harmless: Any) -> Key:
+    return Key("refused", note, harmless=harmless)
 
 
-def _removed(note: str, *harmless: Any, switch: str | None = "enabled") -> Key:
-    return Key("removed", note, harmless=harmless, switch=switch)
+def _removed(note: str, *harmless: Any) -> Key:
+    return Key("removed", note, harmless=harmless)
 
 
 def _below(section: str, keys: Mapping[str, Key]) -> dict[str, Key]:
@@ -315,7 +304,7 @@ KEYS: dict[str, Key] = {
                 ("foreach", "fused", "set_grad_none"),
                 _accepted("Adam has one implementation here, which follows torch.optim's formula"),
             ),
-            "max_grad_norm": Key("refused", "clip with gradient_clipping", _refuse_norm),
+            "max_grad_norm": _refused("clip with gradient_clipping"),
         },
     ),
     "scheduler": _honoured(
@@ -421,7 +410,7 @@ KEYS: dict[str, Key] = {
                 _accepted("modules are left as they are"),
             ),
             "save_muon_momentum_buffer_in_memory": _accepted("Muon's momentum is where offload_optimizer says"),
-            "zenflow": _refused("offload here is exact, and hides behind compute; remove the section", switch=None),
+            "zenflow": _refused("offload here is exact, and hides behind compute; remove the section"),
             **dict.fromkeys(
                 ("zero_quantized_weights", "zero_quantized_gradients"),
                 _refused('ranks exchange unquantized numbers; halve them with bf16 and communication_data_type "bf16"'),
@@ -430,7 +419,7 @@ KEYS: dict[str, Key] = {
             "legacy_stage1": _removed("stage 1 has one form"),
             "mics_shard_size": _removed("shard over a DeviceMesh with shardcore.shard, or set zero_hpz_partition_size", -1),
             "mics_hierarchical_params_gather": _removed("as mics_shard_size"),
-            "zeropp_loco_param": _removed("gradients are not quantized", switch=None),
+            "zeropp_loco_param": _removed("gradients are not quantized"),
         },
     ),
     **_below(
@@ -520,7 +509,7 @@ KEYS: dict[str, Key] = {
     "timers.throughput.enabled": _accepted("progress is logged every steps_per_print steps"),
     "timers.throughput.synchronized": _accepted("progress is logged every steps_per_print steps"),
     "disable_python_gc": _refused("call gc.disable()"),
-    "datastates_ckpt": _refused("use save_checkpoint(wait=False)", switch=None),
+    "datastates_ckpt": _refused("use save_checkpoint(wait=False)"),
     **_below(
         "tensor_parallel",
         {
@@ -537,16 +526,16 @@ KEYS: dict[str, Key] = {
             ),
             **dict.fromkeys(
                 ("partition_config", "injection_policy_tuple"),
-                _refused('call shardcore.tensor_parallel(model, mesh["tp"], plan=...) before initialize', switch=None),
+                _refused('call shardcore.tensor_parallel(model, mesh["tp"], plan=...) before initialize'),
             ),
             "keep_module_on_host": _refused('build the model under torch.device("meta")'),
             "replace_with_kernel_inject": _refused("it is for inference"),
-            **dict.fromkeys(("tp.mpu", "tp.tp_group"), _refused("adjacent ranks have a model together", switch=None)),
+            **dict.fromkeys(("tp.mpu", "tp.tp_group"), _refused("adjacent ranks have a model together")),
         },
     ),
     "sequence_parallel_size": _honoured(_count, "the ranks of a sequence, which `mpu` has: docs/long_sequences.md"),
     "expert_parallel": _refused("experts are sharded like other weights"),
-    "moe": _refused("experts are sharded like other weights", switch=None),
+    "moe": _refused("experts are sharded like other weights"),
     "use_data_before_expert_parallelism": _refused("experts are sharded like other weights"),
     "pipeline.activation_checkpoint_interval": _honoured(
         _size, "PipelineModule(activation_checkpoint_interval=); 0: as the module says"
@@ -559,18 +548,18 @@ KEYS: dict[str, Key] = {
         _accepted("PipelineModule's own arguments say it, or there is nothing to choose"),
     ),
     "hybrid_engine": _refused("generate inside shardcore.full_params(model)"),
-    "compile": _refused("compile the model's blocks with torch.compile", {"deepcompile": False}, switch=None),
-    "weight_quantization": _refused("it is for inference", switch=None),
+    "compile": _refused("compile the model's blocks with torch.compile", {"deepcompile": False}),
+    "weight_quantization": _refused("it is for inference"),
     "data_efficiency": _refused("sample in a DataLoader of your own"),
     "autotuning": _refused("use `shardcore estimate`"),
     "sparse_gradients": _removed("gradients of embeddings are dense"),
     "amp": _removed("use bf16, fp16 or torch_autocast"),
     "elasticity": _removed("set the batch sizes; checkpoints load into any number of ranks"),
     "curriculum_learning": _removed("shorten sequences in a DataLoader of your own"),
-    "compression_training": _removed("it is not built", switch=None),
+    "compression_training": _removed("it is not built"),
     "quantize_training": _removed("it is not built"),
     "eigenvalue": _removed("it is not built"),
-    "sparse_attention": _removed("use torch's scaled_dot_product_attention or flex_attention", switch=None),
+    "sparse_attention": _removed("use torch's scaled_dot_product_attention or flex_attention"),
     "progressive_layer_drop": _removed("drop layers in the model"),
     "graph_harvesting": _removed("it is not built"),
     "nebula": _removed("save_checkpoint is durable, and wait=False saves in the background"),

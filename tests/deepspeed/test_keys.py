@@ -16,7 +16,8 @@ OFF = {
     "autotuning": {"enabled": False, "fast": True},
     "compile": {"deepcompile": False},
     "compression_training": {"weight_quantization": {"shared_parameters": {"enabled": False}}},
-    "data_efficiency": {"enabled": False, "data_routing": {"enabled": False}},
+    "data_efficiency": {"enabled": False, "data_routing": {"enabled": True}},
+    "hybrid_engine": {},
     "tensor_parallel": {"autotp_size": 1},
     "gradient_allreduce_op": "mean",
     "zero_optimization": {"zero_quantized_weights": False, "mics_shard_size": -1},
@@ -37,6 +38,7 @@ def test_every_key_has_a_kind_and_says_why() -> None:
     ("key", "value"),
     [
         ("amp", {"enabled": True}),
+        ("amp", {"opt_level": "O1"}),
         ("compression_training", {"weight_quantization": {"shared_parameters": {"enabled": True}}}),
         ("compression_training", {"layer_reduction": {}}),
         ("sparse_attention", {"mode": "fixed"}),
