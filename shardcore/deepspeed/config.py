@@ -46,8 +46,9 @@ class Config:
     gradient_clipping: global norm, 0 for none. optimizer: options of optimizer_type, None without one. loss_scale: fixed or
     dynamic, None without fp16. offload: "cpu", "nvme" (under nvme_path) or None, for states; ratio: their share; params: "cpu"
     or None, for weights. scheduler: (type, arguments). autocast: the dtype of torch.autocast around forward, None for none.
-    steps_per_print: None for never. tensorboard and so on: these sections, None if off. given: dotted paths that the user
-    wrote. accepted: of the keys that mean nothing here, a line for each reason. source: the configuration as it was given.
+    steps_per_print: None for never. tensorboard and so on: these sections, None if off. flops_profiler: whether to count
+    operations; profile_step, module_depth, profile_file: its other keys. given: dotted paths that the user wrote. accepted: of
+    the keys that mean nothing here, a line for each reason. source: the configuration as it was given.
     """
 
     train_batch_size: int | None = None
@@ -83,9 +84,12 @@ class Config:
     tensorboard: Mapping[str, Any] | None = None
     csv_monitor: Mapping[str, Any] | None = None
     wandb: Mapping[str, Any] | None = None
-    comms_logger: Mapping[str, Any] = field(default_factory=dict)
-    flops_profiler: Mapping[str, Any] = field(default_factory=dict)
-    pipeline: Mapping[str, Any] = field(default_factory=dict)
+    comms_logger: bool = False
+    flops_profiler: bool = False
+    profile_step: int = 1
+    module_depth: int = -1
+    profile_file: str | None = None
+    activation_checkpoint_interval: int = 0
     sequence_parallel_size: int = 1
     autotp_size: int = 1
     shardcore: Mapping[str, Any] = field(default_factory=dict)
@@ -136,12 +140,16 @@ _FIELDS = {path: path for path, key in KEYS.items() if "." not in path and path 
     f"{_STATES}.ratio": "ratio",
     f"{_WEIGHTS}.device": "params",
     "activation_checkpointing.cpu_checkpointing": "cpu_checkpointing",
+    "comms_logger.enabled": "comms_logger",
+    "flops_profiler.enabled": "flops_profiler",
+    "flops_profiler.profile_step": "profile_step",
+    "flops_profiler.module_depth": "module_depth",
+    "flops_profiler.output_file": "profile_file",
+    "pipeline.activation_checkpoint_interval": "activation_checkpoint_interval",
     "tensor_parallel.autotp_size": "autotp_size",
 }
 # What TRL writes beside the section: "zero_optimization.reduce_bucket_size". DeepSpeed ignores it.
 _WRITTEN_BY_TRL = {f"{ZERO}.{name}" for name in ("reduce_bucket_size", "prefetch_bucket_size", "param_persistence_threshold")}
-# Sections that are fields of Config, as dicts of what was given.
-_AS_DICTS = ("comms_logger", "flops_profiler", "pipeline")
 
 
 @dataclass
@@ -261,8 +269,6 @@ def read_config(config: Any, args: Any = None) -> Config:
     found.problems.clear()  # an error that this frame held would hold it, and all that call it, in a cycle
     _raise_all(problems)
     fields = {name: values[path] for path, name in _FIELDS.items() if path in values}
-    for section in _AS_DICTS:
-        fields[section] = {path.partition(".")[2]: values[path] for path in values if path.startswith(f"{section}.")}
     if fields.get("stage", 0) != 3 and fields.get("params"):
         fields["params"] = None
         found.accepted.setdefault("weights are offloaded at stage 3 only, as in DeepSpeed", []).append(_WEIGHTS)

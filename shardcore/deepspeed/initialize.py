@@ -189,8 +189,10 @@ def initialize(
 
 def _explain(settings: Config, optimizer: Any, lr_scheduler: Any, pipe: PipelineModule | None) -> None:
     """Log what a reader of the configuration may not expect."""
-    if settings.pipeline and pipe is None:
-        logger.warning("initialize: config has no effect here: pipeline: the model is no PipelineModule")
+    if settings.activation_checkpoint_interval and pipe is None:
+        logger.warning(
+            "initialize: config has no effect here: pipeline.activation_checkpoint_interval: the model is no PipelineModule"
+        )
     for line in settings.accepted:
         logger.warning("initialize: config has no effect here: %s", line)
     if "gradient_clipping" not in settings.given:
@@ -357,8 +359,8 @@ def _check_pipeline(pipe: PipelineModule, settings: Config, optimizer: Any) -> N
 
 def _pipeline_options(pipe: PipelineModule, settings: Config, options: dict[str, Any]) -> dict[str, Any]:
     """Return the options of `shard` for this rank's stage. The micro-batches of a step are added up before they are reduced."""
-    if settings.pipeline.get("activation_checkpoint_interval"):
-        pipe.activation_checkpoint_interval = settings.pipeline["activation_checkpoint_interval"]
+    if settings.activation_checkpoint_interval:
+        pipe.activation_checkpoint_interval = settings.activation_checkpoint_interval
     if pipe.stage_id > 0:
         options["cast_inputs"] = False  # they are as the stage before computed them
     if pipe.num_stages > 1:

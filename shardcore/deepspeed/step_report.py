@@ -19,23 +19,22 @@ from shardcore.engine.memory_report import memory_report
 
 
 class StepReport:
-    """Collects what is asked for, and prints it on rank 0 when steps end."""
+    """Collects what is asked for, and prints it on rank 0 (of a pipeline that of its first stage) when steps end."""
 
     def __init__(self, config: Config, module: nn.Module, comm: Comm, device: torch.device) -> None:
         """Begin. See the head of this file."""
         self._config, self._module, self._comm = config, module, comm
+        self._speaks = all(one.rank == 0 for one in (comm, *comm.across))
         if config.wall_clock_breakdown:
             comm.clock.start(device)
         self._ms: dict[str, float] = {}
         self._collectives: Counter[str] = Counter()
-        flops = config.flops_profiler
-        self._profiled = flops.get("profile_step", 1) if flops.get("enabled") else 0
         self._flops: dict[str, Counter[str]] = {}  # by module, by operation
 
     @contextmanager
     def operations(self, step: int) -> Iterator[None]:
         """Count the floating-point operations inside, if `step` (from 1) is the one to be profiled."""
-        if step != self._profiled:
+        if not self._config.flops_profiler or step != self._config.profile_step:
             yield
             return
         mode = import_module("torch.utils.flop_counter").FlopCounterMode  # `import shardcore` leaves it out
@@ -54,15 +53,11 @@ class StepReport:
                 lines.append(self._times())
             if self._config.memory_breakdown:
                 lines.append(f"memory\n{memory_report(self._module)}")
-            if self._config.comms_logger.get("enabled"):
+            if self._config.comms_logger:
                 lines.append(self._communication())
         if self._speaks:
             for line in lines:
                 print(f"step={step} {line}", flush=True)
-
-    @property
-    def _speaks(self) -> bool:
-        return self._comm.rank == 0 and all(part.rank == 0 for part in self._comm.slices)
 
     def _times(self) -> str:
         totals, before = self._comm.clock.totals(), self._ms
@@ -76,17 +71,16 @@ class StepReport:
         return "collectives | " + (" | ".join(f"{name}: {count}" for name, count in sorted(new.items())) or "none")
 
     def _operations(self, step: int) -> list[str]:
-        depth = self._config.flops_profiler.get("module_depth", -1)
+        depth = self._config.module_depth
         total = sum(self._flops.get("Global", {}).values())
         lines = [f"floating-point operations on this rank: {total:,}"]
         for module, counts in self._flops.items():
             if depth < 0 or module.count(".") <= depth:
                 lines.append(f"  {module}: " + ", ".join(f"{op} {count:,}" for op, count in counts.items()))
         text = "\n".join(lines)
-        self._flops, self._profiled = {}, 0
-        output = self._config.flops_profiler.get("output_file")
-        if output is None:
+        self._flops = {}
+        if self._config.profile_file is None:
             return [text]
         if self._speaks:
-            Path(output).write_text(f"step={step} {text}\n")
+            Path(self._config.profile_file).write_text(f"step={step} {text}\n")
         return []

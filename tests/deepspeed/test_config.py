@@ -108,6 +108,8 @@ def _nested(path: str, value: Any) -> dict[str, Any]:
             ("WarmupLR", {"warmup_num_steps": 3}),
         ),
         ("csv_monitor", {"enabled": False}, "csv_monitor", None),
+        ("comms_logger", {"enabled": False}, "comms_logger", False),
+        ("flops_profiler", {"enabled": False, "profile_step": 2}, "flops_profiler", False),
         ("optimizer.params.amsgrad", True, "optimizer", ADAM | {"amsgrad": True}),
         ("optimizer.params.torch_adam", True, "optimizer", ADAM | {"weight_decay": 0.01}),
         ("optimizer.params.torch_adam", False, "optimizer", ADAM),

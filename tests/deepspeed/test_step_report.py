@@ -6,7 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+from shardcore.deepspeed.pipe import PipelineModule
 from tests.support.deepspeed import ds_config, start, train
 from tests.support.models import Net
 from tests.support.ranks import run_ranks
@@ -38,6 +41,21 @@ def test_what_is_asked_for_is_printed_by_rank_0_with_each_line_of_progress(tmp_p
         assert f"step={step} collectives | " in printed
     assert "the reduction of" in printed
     assert "step=3" not in printed
+
+
+def _reported_by_stages(rank: int, world_size: int, path: str) -> None:
+    module = PipelineModule([nn.Linear(4, 4), nn.Linear(4, 4)], num_stages=2, loss_fn=nn.functional.mse_loss)
+    engine = start(ds_config(**EVERYTHING), module)
+    batches = [(torch.ones(4, 4), torch.zeros(4, 4))] * 2
+    with open(f"{path}.{rank}", "w") as file, contextlib.redirect_stdout(file):
+        for batch in batches:
+            engine.train_batch(iter([batch]))
+
+
+def test_of_a_pipeline_the_first_stage_speaks(tmp_path: Path) -> None:
+    run_ranks(2, _reported_by_stages, str(tmp_path / "out"))
+    assert "step=2 time (ms)" in (tmp_path / "out.0").read_text()
+    assert (tmp_path / "out.1").read_text() == ""
 
 
 def test_nothing_is_printed_unasked(capsys: pytest.CaptureFixture[str]) -> None:
