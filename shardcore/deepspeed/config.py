@@ -20,6 +20,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardcore.deepspeed.keys import KEYS, OP, OTHER_OPTIMIZERS, SECTIONS, Key, canonical, has, is_note
+from shardcore.deepspeed.monitor import SECTIONS as MONITORS
 from shardcore.engine.loss_scale import LossScale
 from shardcore.optim import FusedAdam, Lion, Muon
 
@@ -269,6 +270,9 @@ def read_config(config: Any, args: Any = None) -> Config:
     found.problems.clear()  # an error that this frame held would hold it, and all that call it, in a cycle
     _raise_all(problems)
     fields = {name: values[path] for path, name in _FIELDS.items() if path in values}
+    for section in MONITORS:
+        if values.get(f"{section}.enabled"):
+            fields[section] = {path.partition(".")[2]: values[path] for path in values if path.startswith(f"{section}.")}
     if fields.get("stage", 0) != 3 and fields.get("params"):
         fields["params"] = None
         found.accepted.setdefault("weights are offloaded at stage 3 only, as in DeepSpeed", []).append(_WEIGHTS)

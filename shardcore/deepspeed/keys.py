@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from shardcore.deepspeed.lr_schedules import check_scheduler
-from shardcore.deepspeed.monitor import check_section
 from shardcore.optim import Lion, Muon
 from shardcore.optim.elementwise import ELEMENTWISE
 
@@ -255,6 +254,7 @@ _OWN_BUFFERS = "offload sizes its own buffers"
 _ALWAYS_CHECKED = "the norm is always computed"
 _ONE_CHECKPOINT = "every checkpoint is written by all ranks and loads into any number of them"
 _ZERO = "zero_optimization"
+_IN_FOLDER = dict.fromkeys(("output_path", "job_name"), _honoured(_text, "files are in the folder output_path/job_name"))
 
 KEYS: dict[str, Key] = {
     "shardcore": _honoured(
@@ -470,9 +470,16 @@ KEYS: dict[str, Key] = {
             ),
         },
     ),
-    "tensorboard": _honoured(check_section, "write metrics for TensorBoard: enabled, output_path, job_name"),
-    "csv_monitor": _honoured(check_section, "write metrics to CSV files: enabled, output_path, job_name"),
-    "wandb": _honoured(check_section, "send metrics to Weights & Biases: enabled, group, team, project"),
+    **_below("tensorboard", {"enabled": _honoured(_flag, "write metrics for TensorBoard"), **_IN_FOLDER}),
+    **_below("csv_monitor", {"enabled": _honoured(_flag, "write metrics to CSV files"), **_IN_FOLDER}),
+    **_below(
+        "wandb",
+        {
+            "enabled": _honoured(_flag, "send metrics to Weights & Biases"),
+            **dict.fromkeys(("group", "team"), _honoured(_or_none(_text), "of the run")),
+            "project": _honoured(_text, 'of the run; "deepspeed" by default'),
+        },
+    ),
     "comet": _refused("use tensorboard, csv_monitor or wandb"),
     **_below(
         "comms_logger",

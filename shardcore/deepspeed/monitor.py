@@ -6,7 +6,6 @@ Source: https://www.deepspeed.ai/docs/config-json/#monitoring-module; files are 
 """
 
 import csv
-import difflib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,35 +14,6 @@ import torch
 import torch.distributed as dist
 
 from shardcore.metrics.writers import Event, Write, import_package, open_tensorboard, open_wandb
-
-_FILES = {"enabled": False, "output_path": "", "job_name": "DeepSpeedJobName"}
-SECTIONS: dict[str, dict[str, Any]] = {  # keys of each section, and their defaults; all but `enabled` are text
-    "tensorboard": _FILES,
-    "wandb": {"enabled": False, "group": None, "team": None, "project": "deepspeed"},
-    "csv_monitor": _FILES,
-}
-
-
-def check_section(where: str, value: Any) -> dict[str, Any] | None:
-    """Return a section with its defaults, None if it is not enabled. where: its name, one of SECTIONS.
-
-    Raises TypeError, or ValueError for an unknown key.
-    """
-    op, defaults = f"initialize: config {where}", SECTIONS[where]
-    if not isinstance(value, Mapping):
-        raise TypeError(f"{op} has {value!r}; expected an object with keys")
-    for key, given in value.items():
-        if key not in defaults:
-            near = difflib.get_close_matches(str(key), list(defaults), n=1)
-            hint = f"did you mean {where}.{near[0]}?" if near else f"known keys here: {', '.join(sorted(defaults))}"
-            raise ValueError(f"{op}.{key} is not supported; expected it to be absent ({hint})")
-        if isinstance(defaults[key], bool):
-            if not isinstance(given, bool):
-                raise TypeError(f"{op}.{key} has {given!r}; expected true or false")
-        elif not (isinstance(given, str) or given is defaults[key]):
-            raise TypeError(f"{op}.{key} has {given!r}; expected text")
-    found = {**defaults, **value}
-    return found if found["enabled"] else None
 
 
 def step_events(samples: int, **metrics: Any) -> list[Event]:
@@ -60,15 +30,14 @@ class MonitorMaster:
     def __init__(self, sections: Mapping[str, Mapping[str, Any] | None], rank: int | None = None) -> None:
         """Open what is enabled: folders and files under output_path/job_name, a run of Weights & Biases.
 
-        sections: by their names in the configuration, as written or as check_section returns them. rank: default, that in
-        torch.distributed's group, 0 without one. Raises ValueError, TypeError, OSError, and ImportError (on rank 0) for a
-        package that is not installed.
+        sections: by their names in the configuration, as they are there; None for one that is off. rank: default, that in
+        torch.distributed's group, 0 without one. Raises ValueError for another name; on rank 0 TypeError for another key,
+        OSError, and ImportError for a package that is not installed.
         """
         for name in sections:
-            if name not in SECTIONS:
-                raise ValueError(f"MonitorMaster: sections has {name!r}; expected {', '.join(SECTIONS)}")
-        checked = {name: check_section(name, value) for name, value in sections.items() if value is not None}
-        chosen = {name: options for name, options in checked.items() if options is not None}
+            if name not in _OPEN:
+                raise ValueError(f"MonitorMaster: sections has {name!r}; expected {', '.join(_OPEN)}")
+        chosen = {name: options for name, options in sections.items() if options and options.get("enabled")}
         self.enabled = bool(chosen)
         if rank is None:
             rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
@@ -79,7 +48,7 @@ class MonitorMaster:
             name: import_package(name, f"initialize: config {name}.enabled is true") for name in chosen if name != "csv_monitor"
         }
         for name, options in chosen.items():
-            self._writers.append(_OPEN[name](options, packages.get(name)))
+            self._writers.append(_OPEN[name](packages.get(name), **options))
 
     def write_events(self, event_list: Iterable[Event]) -> None:
         """Write (name, value, samples so far) to each; a tensor's value is waited for. Raises OSError."""
@@ -90,18 +59,31 @@ class MonitorMaster:
             write(events)
 
 
-def _folder(options: Mapping[str, Any]) -> Path:
-    path: Path = Path(options["output_path"]) / options["job_name"]
+def _folder(output_path: str, job_name: str) -> Path:
+    path = Path(output_path) / job_name
     path.mkdir(parents=True, exist_ok=True)
     return path
 
 
-def _open_csv(options: Mapping[str, Any], _: Any) -> Write:
+# What opens each section: its keys are arguments, with DeepSpeed's defaults.
+
+
+def _open_tensorboard(package: Any, enabled: bool = False, output_path: str = "", job_name: str = "DeepSpeedJobName") -> Write:
+    return open_tensorboard(package, _folder(output_path, job_name))
+
+
+def _open_wandb(
+    package: Any, enabled: bool = False, group: str | None = None, team: str | None = None, project: str = "deepspeed"
+) -> Write:
+    return open_wandb(package, {"project": project, "group": group, "entity": team})
+
+
+def _open_csv(package: Any, enabled: bool = False, output_path: str = "", job_name: str = "DeepSpeedJobName") -> Write:
     """A file for each name: "step" and the last part of the name, then a line for each event.
 
     A file that is there already is continued; DeepSpeed writes its head again, between the lines.
     """
-    folder = _folder(options)
+    folder = _folder(output_path, job_name)
 
     def write(events: list[Event]) -> None:
         for name, value, step in events:
@@ -114,10 +96,9 @@ def _open_csv(options: Mapping[str, Any], _: Any) -> Write:
     return write
 
 
-_OPEN: dict[str, Callable[[Mapping[str, Any], Any], Write]] = {
-    "tensorboard": lambda options, package: open_tensorboard(package, _folder(options)),
-    "wandb": lambda options, package: open_wandb(
-        package, {"project": options["project"], "group": options["group"], "entity": options["team"]}
-    ),
+_OPEN: dict[str, Callable[..., Write]] = {
+    "tensorboard": _open_tensorboard,
+    "wandb": _open_wandb,
     "csv_monitor": _open_csv,
 }
+SECTIONS = tuple(_OPEN)

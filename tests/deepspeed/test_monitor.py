@@ -2,6 +2,7 @@
 
 import csv
 import sys
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from shardcore.deepspeed.monitor import MonitorMaster, check_section, step_events
+from shardcore.deepspeed.config import read_config
+from shardcore.deepspeed.keys import KEYS
+from shardcore.deepspeed.monitor import _OPEN, MonitorMaster, step_events
 from tests.support.ranks import run_ranks
 
 EVENTS = [
@@ -56,7 +59,9 @@ def test_defaults_are_deepspeeds() -> None:
 
     theirs = {"tensorboard": config.TensorBoardConfig, "wandb": config.WandbConfig, "csv_monitor": config.CSVConfig}
     for name, kind in theirs.items():
-        assert check_section(name, {"enabled": True}) == {**kind().model_dump(), "enabled": True}
+        ours = {key: argument.default for key, argument in list(signature(_OPEN[name]).parameters.items())[1:]}
+        assert ours == kind().model_dump()
+        assert {f"{name}.{key}" for key in ours} == {path for path in KEYS if path.startswith(f"{name}.")}
 
 
 def test_a_csv_file_by_hand_and_continued(tmp_path: Path) -> None:
@@ -138,19 +143,19 @@ def test_rank_0_alone_writes(tmp_path: Path) -> None:
             {"jobname": "x"},
             r"config tensorboard.jobname is not supported; .*did you mean tensorboard.job_name\?",
         ),
-        ("wandb", {"output_path": "x"}, "config wandb.output_path is not supported; .*known keys here: enabled, group"),
+        ("wandb", {"output_path": "x"}, r"wandb.output_path is not supported; .*did you mean tensorboard.output_path or csv_"),
         ("tensorboard", {"output_path": None}, "config tensorboard.output_path has None; expected text"),
         ("wandb", {"group": 3}, "config wandb.group has 3; expected text"),
-        ("csv", {"enabled": True}, "sections has 'csv'; expected tensorboard, wandb, csv_monitor"),
     ],
 )
 def test_what_is_wrong_is_named(name: str, value: Any, message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
-        MonitorMaster({name: value})
+        read_config({"train_batch_size": 1, name: value})
 
 
-def test_a_section_that_was_checked_is_taken_again(tmp_path: Path) -> None:
-    checked = check_section("csv_monitor", section(tmp_path))
-    assert check_section("csv_monitor", checked) == checked
-    assert check_section("csv_monitor", {}) is None
-    assert not MonitorMaster({"csv_monitor": None}).enabled
+def test_what_a_caller_gives_wrong_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="sections has 'csv'; expected tensorboard, wandb, csv_monitor"):
+        MonitorMaster({"csv": {"enabled": True}})
+    with pytest.raises(TypeError, match="unexpected keyword argument 'jobname'"):
+        MonitorMaster({"csv_monitor": section(tmp_path, jobname="x")})
+    assert not MonitorMaster({"csv_monitor": None, "wandb": {}}).enabled
