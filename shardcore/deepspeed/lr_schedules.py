@@ -5,7 +5,6 @@ its iteration alone, so state dicts exchange with DeepSpeed's. Values are checke
 Source: the schedules documented at https://deepspeed.readthedocs.io/en/latest/schedulers.html, compared with version 0.19.8.
 """
 
-import difflib
 import inspect
 import logging
 import math
@@ -439,22 +438,17 @@ CONSTANTS = {word.upper(): word for word in _WORDS.split()} | {
 }
 
 
-def _options(kind: type[LRScheduler]) -> dict[str, inspect.Parameter]:
-    """Return a class's arguments beside the optimizer."""
-    arguments = inspect.signature(kind.__init__).parameters
-    return {name: argument for name, argument in arguments.items() if name not in ("self", "optimizer")}
+# Those that a configuration may name: DeepSpeed's, and torch's that are made over an optimizer alone.
+_NOT_ALONE = ("LRScheduler", "ChainedScheduler", "SequentialLR")
+_KINDS: dict[str, Any] = _OWN | {
+    name: getattr(lr_scheduler, name) for name in lr_scheduler.__all__ if name not in (*_OWN, *_NOT_ALONE)
+}
 
 
-def _known() -> dict[str, type[LRScheduler]]:
-    """Return the schedulers that a configuration may name: DeepSpeed's, and torch's that an optimizer is enough for."""
-    of_torch = {name: getattr(lr_scheduler, name) for name in lr_scheduler.__all__ if name != "LRScheduler"}
-    return {name: kind for name, kind in of_torch.items() if "schedulers" not in _options(kind)} | _OWN
-
-
-def _nearest(word: str, known: Sequence[str]) -> str:
-    by_lower = {name.lower(): name for name in known}
-    near = difflib.get_close_matches(word.lower(), list(by_lower), n=1, cutoff=0.6)
-    return f"did you mean {by_lower[near[0]]}?" if near else f"known: {', '.join(known)}"
+def _kind(where: str, name: Any) -> Any:
+    if not isinstance(name, str) or name not in _KINDS:
+        raise ValueError(f"{where} has {name!r}; expected one of {', '.join(_KINDS)}")
+    return _KINDS[name]
 
 
 def check_scheduler(where: str, value: Any) -> tuple[str, dict[str, Any]] | None:
@@ -464,48 +458,32 @@ def check_scheduler(where: str, value: Any) -> tuple[str, dict[str, Any]] | None
     messages. Raises TypeError, or ValueError for an unknown type or parameter, one that is missing, and for "auto".
     """
     op = f"initialize: config {where}"
-    if not isinstance(value, Mapping):
-        raise TypeError(f'{op} has {value!r}; expected an object {{"type": ..., "params": {{...}}}}')
-    for key in value:
-        if key not in ("type", "params"):
-            raise ValueError(
-                f"{op}.{key} is not supported; expected it to be absent ({_nearest(str(key), ('type', 'params'))})"
-            )
-    kinds, name = _known(), value.get("type")
-    params = {} if value.get("params") is None else value["params"]
+    if not isinstance(value, Mapping) or not {*value} <= {"type", "params"}:
+        raise TypeError(f'{op} has {value!r}; expected an object {{"type": ..., "params": {{...}}}}, with no other keys')
+    name, params = value.get("type"), value.get("params") or {}
     if not isinstance(params, Mapping):
         raise TypeError(f"{op}.params has {params!r}; expected an object with the arguments of the scheduler")
-    if name is None:
-        if params:
-            raise ValueError(f"{op}.type is missing; expected one of {', '.join(_OWN)}, or a class of torch.optim.lr_scheduler")
+    if name is None and not params:
         return None
-    if not isinstance(name, str):
-        raise TypeError(f"{op}.type has {name!r}; expected the name of a scheduler")
-    if name not in kinds:
-        near = _nearest(name, list(kinds))
-        raise ValueError(f"{op}.type has {name!r}; expected {', '.join(_OWN)} or a class of torch.optim.lr_scheduler ({near})")
-    options = _options(kinds[name])
+    arguments = inspect.signature(_kind(f"{op}.type", name))
     for key, given in params.items():
-        if key not in options:
-            raise ValueError(
-                f"{op}.params.{key} is no argument of {name}; expected it to be absent ({_nearest(str(key), list(options))})"
-            )
         if isinstance(given, str) and given == "auto":
             raise ValueError(f'{op}.params.{key} has "auto", which a trainer must fill in first; expected a value')
-    missing = [key for key, option in options.items() if option.default is inspect.Parameter.empty and key not in params]
-    if missing:
-        raise ValueError(f"{op}.params has no {' and no '.join(missing)}; expected what {name} cannot do without")
-    return name, dict(params)
+    problem = ""
+    try:
+        arguments.bind(None, **params)
+    except TypeError as error:
+        problem = str(error)
+    if problem:  # not inside except: the error would hold this frame, and all that call it
+        expected = ", ".join([*arguments.parameters][1:])
+        raise ValueError(f"{op}.params: {name} {problem}; expected its arguments: {expected}")
+    return str(name), dict(params)
 
 
 def make(name: str, params: Mapping[str, Any], optimizer: Optimizer) -> LRScheduler:
     """Return the scheduler of that name over `optimizer`, whose learning rates it sets.
 
-    Raises as check_scheduler, and what the scheduler raises for its values.
+    Raises ValueError for another name, and what the scheduler raises for its arguments.
     """
-    checked = check_scheduler("scheduler", {"type": name, "params": params})
-    if checked is None:
-        raise TypeError("make: name has None; expected the name of a scheduler")
-    kind: Any = _known()[checked[0]]
-    scheduler: LRScheduler = kind(optimizer, **checked[1])
-    return scheduler
+    made: LRScheduler = _kind("make: name", name)(optimizer, **params)
+    return made

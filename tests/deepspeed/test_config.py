@@ -205,7 +205,7 @@ def test_defaults() -> None:
         ("tensor_parallel", {"partition_config": {"a": []}}, ValueError, "partition_config is not supported; expected"),
         ("tensor_parallel", {"autotp_size": 2, "tp": {"tp_size": 4}}, ValueError, r"tp_size differs from .*; expected 2"),
         ("sequence_parallel_size", 0, ValueError, "sequence_parallel_size has 0; expected at least 1"),
-        ("scheduler", {"type": "WarmupLr"}, ValueError, "did you mean WarmupLR"),
+        ("scheduler", {"type": "WarmupLr"}, ValueError, "scheduler.type has 'WarmupLr'; expected one of"),
         ("wandb", {"enabled": True, "projects": ""}, ValueError, "did you mean wandb.project"),
         ("torch_autocast", {"enabled": True, "dtype": "fp16"}, NotImplementedError, "needs a loss scale"),
         ("zero_optimization.stage", 4, ValueError, "zero_optimization.stage has 4; expected 0, 1, 2 or 3"),

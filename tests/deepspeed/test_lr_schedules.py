@@ -537,27 +537,22 @@ def test_torchs_schedulers_go_by_their_names() -> None:
         ("WarmupLR", "config scheduler has 'WarmupLR'; expected an object"),
         (
             {"type": "WarmupLr"},
-            r"scheduler.type has 'WarmupLr'; expected .* torch.optim.lr_scheduler \(did you mean WarmupLR\?",
+            "scheduler.type has 'WarmupLr'; expected one of LRRangeTest, .*WarmupLR, .*CosineAnnealingLR",
         ),
-        ({"type": "CosineAnealingLR"}, "did you mean CosineAnnealingLR"),
         ({"type": "Optimizer"}, "scheduler.type has 'Optimizer'"),
         ({"type": "ChainedScheduler"}, "scheduler.type has 'ChainedScheduler'"),
-        ({"type": 3}, "scheduler.type has 3; expected the name of a scheduler"),
-        ({"params": {"warmup_min_lr": 0.0}}, "scheduler.type is missing; expected one of LRRangeTest, OneCycle"),
-        (
-            {"type": "WarmupLR", "param": {}},
-            r"scheduler.param is not supported; expected it to be absent \(did you mean params",
-        ),
+        ({"type": [3]}, r"scheduler.type has \[3\]; expected one of"),
+        ({"params": {"warmup_min_lr": 0.0}}, "scheduler.type has None; expected one of LRRangeTest, OneCycle"),
+        ({"type": "WarmupLR", "param": {}}, r"scheduler has \{.*; expected an object .* with no other keys"),
         ({"type": "WarmupLR", "params": [1]}, r"scheduler.params has \[1\]; expected an object"),
         (
             {"type": "WarmupLR", "params": {"warmup_steps": 3}},
-            r"scheduler.params.warmup_steps is no argument of WarmupLR; expected .* \(did you mean warmup_num_steps",
+            "scheduler.params: WarmupLR got an unexpected keyword argument 'warmup_steps'; expected .*, warmup_num_steps",
         ),
-        ({"type": "WarmupLR", "params": {"optimizer": 3}}, "scheduler.params.optimizer is no argument of WarmupLR"),
-        ({"type": "StepLR", "params": {"step_sizes": 3}}, "did you mean step_size"),
+        ({"type": "WarmupLR", "params": {"optimizer": 3}}, "scheduler.params: WarmupLR .* 'optimizer'"),
+        ({"type": "StepLR", "params": {"step_sizes": 3}}, "scheduler.params: StepLR .*'step_size"),
         ({"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}, 'scheduler.params.warmup_num_steps has "auto", which a'),
-        ({"type": "WarmupDecayLR"}, "scheduler.params has no total_num_steps; expected what WarmupDecayLR cannot do without"),
-        ({"type": "OneCycle"}, "scheduler.params has no cycle_min_lr and no cycle_max_lr"),
+        ({"type": "WarmupDecayLR"}, "scheduler.params: WarmupDecayLR missing a required argument: 'total_num_steps'"),
     ],
 )
 def test_a_bad_section_is_refused_by_name(section: Any, message: str) -> None:
@@ -566,7 +561,7 @@ def test_a_bad_section_is_refused_by_name(section: Any, message: str) -> None:
 
 
 def test_make_checks_names_and_values() -> None:
-    with pytest.raises(ValueError, match="did you mean WarmupLR"):
+    with pytest.raises(ValueError, match=r"make: name has 'warmuplr'; expected one of .*WarmupLR"):
         make("warmuplr", {}, adam())
     with pytest.raises(ValueError, match="WarmupLR: warmup_max_lr has 2 values; expected one number, or 3"):
         make("WarmupLR", {"warmup_max_lr": [0.1, 0.2]}, adam())
