@@ -1,8 +1,8 @@
 """initialize(): runs a DeepSpeed configuration through shardcore.shard.
 
 Invariants: all arithmetic is that of `shard`; this file only starts the process group, and translates the configuration.
-Whatever fails on one rank before `shard` fails on all of them, with nothing changed but that the process group is started
-(and, last, that the model is sliced).
+Whatever fails on one rank up to `shard` fails on all of them, with nothing changed but that the process group is started
+(and, last, that folders and runs of metrics are begun, and the model is sliced).
 Source: the behaviour documented at https://deepspeed.readthedocs.io/en/latest/initialize.html and .../training.html.
 """
 
@@ -10,6 +10,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import fields, replace
 from datetime import timedelta
 from typing import Any
@@ -48,6 +49,7 @@ logger = logging.getLogger("shardcore")
 
 _OP = "initialize"
 _RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_Options = list[tuple[dict[str, Any], dict[str, Any]]]  # param_groups, each with options that it had
 _meshes: "WeakKeyDictionary[Any, DeviceMesh]" = WeakKeyDictionary()  # by the group of all ranks
 
 
@@ -93,8 +95,8 @@ def initialize(
     MASTER_ADDR, the host of rank 0). Without any of these the world is this process. With CUDA the backend is nccl and the
     device LOCAL_RANK's, unless the current device is another than 0.
     Raises on every rank, with nothing changed but that the process group is started: ValueError, TypeError,
-    NotImplementedError for settings that are not supported yet, OSError for the file. (With tensor_parallel the model may be
-    sliced when shard raises.)
+    NotImplementedError for settings that are not supported yet, OSError for the file. (When shard raises, metrics may be begun,
+    and with tensor_parallel the model be sliced.)
     """
     if config is not None and config_params is not None:
         raise ValueError(f"{_OP}: config and config_params are both given; expected config alone")
@@ -108,6 +110,7 @@ def initialize(
     problem: Exception | None = None
     entries: list[str] = []
     given: Any = None
+    before: _Options = []
     try:
         settings = read_config(config, args)
         pipe = model if isinstance(model, PipelineModule) else None
@@ -135,10 +138,10 @@ def initialize(
         if pipe is not None:
             _check_pipeline(pipe, settings, given)
         loader = _loader(training_data, collate_fn, sizes, replicas, replica, settings.dataloader_drop_last, pipe is None)
+        before = [] if given is None else _options_of(given)  # which a scheduler sets
         scheduler = lr_scheduler(given) if _is_function(lr_scheduler) else lr_scheduler
         if given is not None and scheduler is None and settings.scheduler is not None:
             scheduler = make_scheduler(*settings.scheduler, given)
-        monitor = MonitorMaster({name: getattr(settings, name) for name in MONITORS}, comm.rank)
         entries = [f"{f.name}={getattr(settings, f.name)}" for f in fields(settings) if f.compare]
         samples: Any = () if loader is None else loader.dataset
         entries.append(f"an optimizer: {trains}, slices: {slices}")
@@ -147,30 +150,34 @@ def initialize(
         problem = error
     try:
         agree(comm, problem, entries, _OP)
+        monitor = _open_monitor(settings, comm)
+        if settings.log_level is not None:
+            logger.setLevel(settings.log_level.upper())
+        if "activation_checkpointing.cpu_checkpointing" in settings.given:
+            checkpointing.configure(checkpoint_in_cpu=settings.cpu_checkpointing)
+        if comm.rank == 0:
+            _explain(settings, optimizer, lr_scheduler, pipe)
+        options = shard_options(settings, isinstance(given, Muon))
+        if of_sequences > 1:
+            mpu.enable(model)  # which checks it first
+        if pipe is not None:
+            options = _pipeline_options(pipe, settings, options)
+        if slices > 1:
+            mesh = _slice(model, given, slices, comm.device)
+            options["process_group"] = mesh["dp"]
+        model, adam = shard(
+            model,
+            given,
+            **options,
+            clip_grad_norm=settings.gradient_clipping or None,
+            accumulate=sizes.accumulation,
+            materialize=materialize,
+        )
+    except BaseException:
+        _put_back(before)
+        raise
     finally:
         problem = None  # as in shard
-    if settings.log_level is not None:
-        logger.setLevel(settings.log_level.upper())
-    if "activation_checkpointing.cpu_checkpointing" in settings.given:
-        checkpointing.configure(checkpoint_in_cpu=settings.cpu_checkpointing)
-    if comm.rank == 0:
-        _explain(settings, optimizer, lr_scheduler, pipe)
-    options = shard_options(settings, isinstance(given, Muon))
-    if of_sequences > 1:
-        mpu.enable(model)  # which checks it first
-    if pipe is not None:
-        options = _pipeline_options(pipe, settings, options)
-    if slices > 1:
-        mesh = _slice(model, given, slices, comm.device)
-        options["process_group"] = mesh["dp"]
-    model, adam = shard(
-        model,
-        given,
-        **options,
-        clip_grad_norm=settings.gradient_clipping or None,
-        accumulate=sizes.accumulation,
-        materialize=materialize,
-    )
     if settings.stage == 3:
         name_sharded_params()
     elif engine_of(model).overlap_step is None:  # else a read on one rank would start gathers there
@@ -185,6 +192,34 @@ def initialize(
         engine = kind(model, adam, scheduler, loader, settings, sizes, (replicas, replica), monitor)
     engine.collate_fn = collate_fn
     return engine, adam, loader, scheduler
+
+
+def _options_of(optimizer: torch.optim.Optimizer) -> _Options:
+    """Return each param_group with a copy of its options, of which lr may be a tensor."""
+    return [(group, {k: deepcopy(value) for k, value in group.items() if k != "params"}) for group in optimizer.param_groups]
+
+
+def _put_back(before: _Options) -> None:
+    for group, options in before:
+        for name, value in options.items():
+            if isinstance(value, torch.Tensor):
+                group[name].copy_(value)
+            else:
+                group[name] = value
+
+
+def _open_monitor(settings: Config, comm: Comm) -> MonitorMaster:
+    """Open what metrics are written to. What fails on rank 0, which alone writes, fails on all ranks."""
+    problem: Exception | None = None
+    try:
+        monitor = MonitorMaster({name: getattr(settings, name) for name in MONITORS}, comm.rank)
+    except Exception as error:  # of any kind, Weights & Biases' too
+        problem = error
+    try:
+        agree(comm, problem, [], _OP)
+    finally:
+        problem = None
+    return monitor
 
 
 def _explain(settings: Config, optimizer: Any, lr_scheduler: Any, pipe: PipelineModule | None) -> None:
