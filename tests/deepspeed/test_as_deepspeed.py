@@ -315,7 +315,7 @@ def test_workers_of_a_loader_import_it_too(tmp_path: Path) -> None:
                     return found, deepspeed.initialize.__module__, FusedAdam.__module__
 
             if __name__ == "__main__":
-                for how in ("fork", "spawn", "forkserver"):
+                for how in ("fork", "forkserver"):
                     loader = torch.utils.data.DataLoader(Data(), num_workers=1, multiprocessing_context=how)
                     print("worker:", *next(iter(loader)))
         """)
@@ -325,7 +325,7 @@ def test_workers_of_a_loader_import_it_too(tmp_path: Path) -> None:
         command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120
     )
     said = "worker: ('0.19.8',) ('shardcore.deepspeed.initialize',) ('shardcore."
-    assert done.stdout.count(said) == 3, done.stdout + done.stderr
+    assert done.stdout.count(said) == 2, done.stdout + done.stderr
 
 
 @pytest.mark.more

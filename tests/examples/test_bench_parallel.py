@@ -10,7 +10,7 @@ from benchmarks import bench_parallel
 from shardcore._native import _C
 
 
-@pytest.mark.more
+@pytest.mark.slow  # 13 trainings
 def test_parallel(tmp_path, run_main, forked_ranks):
     options = ["--preset", "tiny", "--rounds", "1", "--pause", "0", "--peers", "DDP", "FSDP2", "--out", str(tmp_path)]
     run_main(bench_parallel, *options)

@@ -1,6 +1,6 @@
 """Every script of examples/quickstart, on CPUs: losses fall, and equal trainings are equal.
 
-One is started by torchrun, and those that other launchers start by theirs; the others' ranks are forked.
+Ranks are forked: tests/launch and test_train_gpt.py start programs by `shardcore run` and torchrun.
 """
 
 import difflib
@@ -20,7 +20,6 @@ from tests.support.scripts import (
     run_forked,
     run_script,
     to_digits,
-    torchrun,
 )
 
 FOLDER = ROOT / "examples" / "quickstart"
@@ -31,12 +30,8 @@ TORCHRUN, EIGHT_RANKS, SHARDCORE_RUN, PYTHON = (
     "shardcore run",
     "python",
 )
-RANKS = {TORCHRUN: 2, EIGHT_RANKS: 8, PYTHON: 0}
-LAUNCHED = {
-    "ddp_to_shardcore.py": torchrun,
-    "deepspeed_script.py": lambda: ["-m", "shardcore", "run", "--num_gpus", "2"],
-    "lightning_trainer.py": list,  # starts the other rank itself
-}
+RANKS = {TORCHRUN: 2, SHARDCORE_RUN: 2, EIGHT_RANKS: 8, PYTHON: 0}
+STARTS_RANKS = "lightning_trainer.py"
 # The script, its arguments, how it is started, the packages that it needs.
 SCRIPTS = {
     "ddp.py": ([], TORCHRUN, []),
@@ -69,8 +64,8 @@ def trained(tmp_path_factory):
 
     @cache
     def losses_of(name: str, *arguments: str) -> list[str]:
-        if name in LAUNCHED:
-            return losses_in(run_script(FOLDER / name, *arguments, launcher=LAUNCHED[name](), folder=folder))
+        if name == STARTS_RANKS:
+            return losses_in(run_script(FOLDER / name, *arguments, launcher=[], folder=folder))
         return losses_in(run_forked(FOLDER / name, *arguments, ranks=RANKS[SCRIPTS[name][1]], folder=folder))
 
     return losses_of

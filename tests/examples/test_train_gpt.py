@@ -230,9 +230,9 @@ def kill_rank_at(launcher: subprocess.Popen, rank: int, folder: Path, step: int)
 
 @pytest.mark.more
 @pytest.mark.skipif(sys.platform != "linux", reason="finds ranks in /proc")
-def test_torchrun_restarts_a_training_whose_ranks_are_killed(tmp_path):
-    short = ("--device", "cpu", "--preset", "tiny", "--steps", "100", "--precision", "fp32", "--lr", "1e-3")
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "3")
+def test_torchrun_restarts_a_training_whose_rank_is_killed(tmp_path):
+    short = ("--device", "cpu", "--preset", "tiny", "--steps", "40", "--precision", "fp32", "--lr", "1e-3")
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "2")
     check_short(run_forked("examples.train_gpt", *short, "--out", str(tmp_path / "undisturbed"), ranks=2, folder=tmp_path))
     saved = tmp_path / "saved"
     arguments = (*short, "--checkpoint-every", "5", "--resume", "--checkpoint-dir", str(saved), "--keep-last", "2")
@@ -245,8 +245,7 @@ def test_torchrun_restarts_a_training_whose_ranks_are_killed(tmp_path):
             stderr=said,
         )
         try:
-            kill_rank_at(process, 0, saved, 10)
-            kill_rank_at(process, 1, saved, 30)
+            kill_rank_at(process, 1, saved, 10)
             assert process.wait(120) == 0, (tmp_path / "said").read_text()
         finally:
             process.terminate()  # which ends its ranks
@@ -256,7 +255,7 @@ def test_torchrun_restarts_a_training_whose_ranks_are_killed(tmp_path):
     )
     assert killed["weights_sha256"] == undisturbed["weights_sha256"]
     assert killed["losses"] == undisturbed["losses"]
-    assert len(re.findall(rf"^going on from {re.escape(str(saved))}/step\d+$", (tmp_path / "said").read_text(), re.M)) == 2
+    assert len(re.findall(rf"^going on from {re.escape(str(saved))}/step\d+$", (tmp_path / "said").read_text(), re.M)) == 1
 
 
 def test_help_names_the_choices():

@@ -349,7 +349,7 @@ def one_process() -> torch.Tensor:
     return net.weight.detach().flatten()
 
 
-@pytest.mark.more
+@pytest.mark.slow  # two processes import lightning; test_quickstart.py starts such a script, too
 def test_lightnings_launcher(tmp_path):
     """Of the package pytorch_lightning; that of lightning starts examples/quickstart/lightning_trainer.py."""
     script = tmp_path / "train.py"

@@ -93,11 +93,6 @@ def _run_here(script: Path | str, arguments: Sequence[str], variables: dict[str,
         runpy.run_module(script, run_name="__main__", alter_sys=True)
 
 
-def torchrun(ranks: int = 2) -> list[str]:
-    """Return the launcher that starts so many ranks, at a free port."""
-    return ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", str(free_port())]
-
-
 def losses_in(printed: str) -> list[str]:
     """Return the losses of a run, as printed: `step 3 loss 1.25`, or Trainer's `{'loss': '1.25', ...}`."""
     return re.findall(r"^(?:step \d+ loss |\{'loss': ')([\d.]+)", printed, re.MULTILINE)
