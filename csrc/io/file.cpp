@@ -76,10 +76,13 @@ File::File(const std::string& path, Mode mode, bool direct) : path_(path) {
 File::~File() { ::close(fd_); }
 
 bool File::stop_direct() noexcept {
+  const std::lock_guard<std::mutex> lock(stopping_);
+  if (!direct_) return true;
   if (worked_) return false;
-  direct_ = false;
   const int flags = fcntl(fd_, F_GETFL);
-  return flags >= 0 && fcntl(fd_, F_SETFL, flags & ~O_DIRECT) == 0;
+  if (flags < 0 || fcntl(fd_, F_SETFL, flags & ~O_DIRECT) != 0) return false;
+  direct_ = false;
+  return true;
 }
 
 void File::reserve(int64_t size_bytes, int injected_error) {

@@ -9,6 +9,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <mutex>
 #include <stdexcept>
 #include <string>
 
@@ -45,8 +46,8 @@ class File {
   int64_t block_bytes() const { return block_bytes_; }
 
   bool direct() const { return direct_; }
-  // After EINVAL for a direct transfer: turns O_DIRECT off, unless such a transfer has worked before. Returns whether the
-  // transfer should be made again.
+  // After EINVAL for a transfer that began while direct(): turns O_DIRECT off, unless such a transfer has worked before.
+  // Returns whether the transfer should be made again: O_DIRECT is off then, by whichever thread.
   bool stop_direct() noexcept;
   void note_success() noexcept {
     if (!worked_.load(std::memory_order_relaxed)) worked_.store(true, std::memory_order_relaxed);
@@ -66,6 +67,7 @@ class File {
   int64_t block_bytes_ = 1;
   std::atomic<bool> direct_{false};
   std::atomic<bool> worked_{false};  // a transfer has
+  std::mutex stopping_;              // of stop_direct: what works once O_DIRECT is off must not refuse another thread's
 };
 
 // fsync of a directory: names in it that were made, renamed and removed are durable. Throws IoError.

@@ -111,7 +111,7 @@ int64_t IoBackend::begin(IoRequest& request) const {
 }
 
 bool IoBackend::take_result(IoRequest& request, int64_t result) const {
-  if (result == -EINVAL && request.direct && (!request.file->direct() || request.file->stop_direct())) return false;
+  if (result == -EINVAL && request.direct && request.file->stop_direct()) return false;
   const bool again = result == -EINTR || result == -EAGAIN;
   if (result < 0 && !again) {
     request.error = static_cast<int>(-result);
