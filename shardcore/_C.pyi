@@ -253,7 +253,8 @@ def withdraw(tensors: Sequence[torch.Tensor], messages: Sequence[str]) -> None:
 class CopyEvent:
     """One copy of a HostTier, to wait for. It stays valid when the tier or the tensors are freed.
 
-    As torch.cuda.Event. Each method raises RuntimeError with the copy's number and size if a copy of its direction failed.
+    As torch.cuda.Event. Each method raises RuntimeError with the copy's number if it, or one before it in its direction,
+    failed on its way.
     """
 
     def query(self) -> bool:

@@ -7,7 +7,8 @@
 // its source is written again, wait for its number: the host by synchronize(), later work of a compute stream by wait(). On the
 // thread backend the host is the compute stream. Memory of a copy must live until it is done; the caller sees to that.
 //
-// A copy that fails breaks its queue: later ones are not made, and every wait from then on throws what happened to it.
+// A copy that cannot be queued throws, and its queue is as it was. One that fails on its way is never done: every wait for it
+// throws, as do later copies and the waits for them (the error of a CUDA device stays; on host threads none fails).
 #pragma once
 
 #include <cstdint>

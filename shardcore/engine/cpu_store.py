@@ -249,7 +249,7 @@ class CpuStore:
         """See StateStore.
 
         beside: called with each part's index once the part's first copies are queued, which then do not wait for its own work.
-        RuntimeError if a copy failed: then only some chunks are updated, and every later step raises it, too.
+        RuntimeError if a copy failed: then only some chunks are updated.
         """
         kept: list[_Part] = []
         turn = 0
