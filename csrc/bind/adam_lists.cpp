@@ -208,17 +208,6 @@ void make_collectable(PyHeapTypeObject* heap_type) {
 
 }  // namespace
 
-std::vector<int64_t> hyper_indices_of(const char* op, const py::handle& sequence, const char* each, size_t count) {
-  const py::object items = items_of({op, "hyper_index"}, sequence, "a list of int");
-  check_count(op, "hyper_index", static_cast<size_t>(PySequence_Fast_GET_SIZE(items.ptr())), each, count);
-  std::vector<int64_t> indices(count);
-  for (size_t i = 0; i < count; ++i) {
-    const Where where{op, "hyper_index", static_cast<int64_t>(i)};
-    indices[i] = int_of(where, PySequence_Fast_GET_ITEM(items.ptr(), static_cast<Py_ssize_t>(i)));
-  }
-  return indices;
-}
-
 AdamLists adam_lists_of(const py::handle& params, const py::handle& exp_avgs, const py::handle& exp_avg_sqs,
                         const py::handle& hyper_index, const py::object& masters, const py::object& max_exp_avg_sqs,
                         const py::object& keys, const py::object& exp_avg_scales, const py::object& exp_avg_sq_scales) {

@@ -39,9 +39,6 @@ AdamLists adam_lists_of(const py::handle& params, const py::handle& exp_avgs, co
                         const py::handle& hyper_index, const py::object& masters, const py::object& max_exp_avg_sqs,
                         const py::object& keys, const py::object& exp_avg_scales, const py::object& exp_avg_sq_scales);
 
-// Reads a list of indices of hypers, one for `each` of `count`.
-std::vector<int64_t> hyper_indices_of(const char* op, const py::handle& sequence, const char* each, size_t count);
-
 // Checks index i of all lists and returns it as plain data, without what keys and hypers say.
 AdamSegment segment_of(const AdamLists& lists, const TensorList& grads, size_t i, at::Device device);
 

@@ -118,13 +118,7 @@ class PyCopyEvent {
     copies_->release();
   }
 
-  // The copy's number, if it is one to this tier.
-  int64_t arrival(const Where& where, const Copies& copies) const {
-    if (copies_.get() != &copies || direction_ != Direction::to_tier) {
-      value_error(where, "an event of another tier or direction; expected one of a copy to this tier");
-    }
-    return number_;
-  }
+  int64_t number() const { return number_; }
 
  private:
   CopyStream& stream() { return copies_->tier->stream(direction_); }
@@ -250,11 +244,10 @@ class PyOffloadChunk {
         grad_starts_(std::move(grad_starts)) {
     const size_t count = lists_.params.size();
     for (const size_t other : {grads.size(), weights_.size(), grad_starts_.size(), lists_.keys.size()}) {
-      check_count(kOp, "grads, weights, grad_starts or keys", other, "params", count);
+      TORCH_INTERNAL_ASSERT(other == count);
     }
     chunk_.place = place;
     for (size_t i = 0; i < count; ++i) {
-      const auto at = [i](const char* name) { return Where{kOp, name, static_cast<int64_t>(i)}; };
       OffloadSpan span;
       AdamSegment& t = span.segment = segment_of(lists_, grads, i, at::kCPU);
       t.hyper_index = static_cast<int32_t>(lists_.hyper_index[i]);
@@ -263,11 +256,8 @@ class PyOffloadChunk {
       span.grad_comes = grads_come;
       const at::Tensor& weight = weights_[i];
       if (weight.defined()) {
-        check_copy(*copies_, Direction::from_tier, at("weights"), weight, at("params"), lists_.params[i]);
+        TORCH_INTERNAL_ASSERT(weight.nbytes() == lists_.params[i].nbytes() && weight.is_contiguous());
         span.weight = weight.data_ptr();
-      }
-      if (grads_come && !copies_->tier->owns(t.grad, t.numel * itemsize(t.grad_dtype))) {
-        value_error(at("grads"), "memory that this tier did not make; expected a place of this tier");
       }
       chunk_.spans.push_back(span);
     }
@@ -289,23 +279,13 @@ class PyOffloadChunk {
   OffloadChunk with(const std::vector<at::Tensor>& grads, const Arrivals& arrivals, size_t first, size_t num_hypers) const {
     OffloadChunk chunk = chunk_;
     for (size_t i = 0; i < size(); ++i) {
-      const Where where{"OffloadPipeline.begin", "grads", static_cast<int64_t>(first + i)};
       const at::Tensor& grad = grads[first + i];
       OffloadSpan& span = chunk.spans[i];
-      check_layout(where, grad, span.grad_comes ? copies_->device : at::Device(at::kCPU));
-      if (float_dtype(where, grad) != span.segment.grad_dtype) {
-        type_error(where, "dtype ", grad.scalar_type(), "; expected that of the chunk's grads");
-      }
-      const int64_t end = grad_starts_[i] + span.segment.numel;
-      if (grad.numel() < end) value_error(where, grad.numel(), " elements; expected ", end, " or more");
-      if (static_cast<size_t>(span.segment.hyper_index) >= num_hypers) {
-        value_error({where.op, "hypers"}, num_hypers, " items; expected ", span.segment.hyper_index + 1, " or more");
-      }
+      TORCH_INTERNAL_ASSERT(grad.numel() >= grad_starts_[i] + span.segment.numel && grad.is_contiguous() &&
+                            grad.element_size() == itemsize(span.segment.grad_dtype) &&
+                            static_cast<size_t>(span.segment.hyper_index) < num_hypers);
       span.grad = static_cast<const char*>(grad.const_data_ptr()) + grad_starts_[i] * grad.element_size();
-      if (first + i < arrivals.size() && arrivals[first + i]) {
-        const Where event{where.op, "arrivals", where.index};
-        chunk.arrival = std::max(chunk.arrival, arrivals[first + i]->arrival(event, *copies_));
-      }
+      if (!arrivals.empty() && arrivals[first + i]) chunk.arrival = std::max(chunk.arrival, arrivals[first + i]->number());
     }
     return chunk;
   }
@@ -315,8 +295,6 @@ class PyOffloadChunk {
   }
 
  private:
-  static constexpr const char* kOp = "OffloadPipeline.chunk";
-
   const std::shared_ptr<Copies> copies_;
   const AdamLists lists_;
   const TensorList weights_;
@@ -344,17 +322,15 @@ class PyOffloadPipeline {
 
   void begin(const py::sequence& chunks, std::vector<at::Tensor> grads, const py::handle& hypers, int num_threads,
              bool weights_leave, const Arrivals& arrivals, bool any_order) {
-    constexpr const char* op = "OffloadPipeline.begin";
     OffloadPipeline::Step step;
-    step.scalars = scalars_of(op, hypers_of(hypers));
+    step.scalars = scalars_of("OffloadPipeline.begin", hypers_of(hypers));
     step.weights_leave = weights_leave;
     step.any_order = any_order;
     step.stream = copies_->current_stream();
     py::tuple kept(chunks);
     size_t count = 0;
     for (const py::handle chunk : kept) count += chunk.cast<const PyOffloadChunk&>().size();
-    check_count(op, "grads", grads.size(), "spans", count);
-    if (!arrivals.empty()) check_count(op, "arrivals", arrivals.size(), "spans", count);
+    TORCH_INTERNAL_ASSERT(grads.size() == count && (arrivals.empty() || arrivals.size() == count));
     size_t first = 0;
     for (const py::handle item : kept) {
       const auto& chunk = item.cast<const PyOffloadChunk&>();

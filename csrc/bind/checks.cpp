@@ -31,19 +31,13 @@ namespace {
 
 }  // namespace
 
-py::object items_of(const Where& where, const py::handle& sequence, const char* expected) {
-  // A tensor is a sequence too, of tensors even.
-  if (!PySequence_Check(sequence.ptr()) || THPVariable_Check(sequence.ptr())) refuse_type(where, sequence, expected);
-  auto items = py::reinterpret_steal<py::object>(PySequence_Fast(sequence.ptr(), expected));
-  if (!items) throw py::error_already_set();
-  return items;
-}
-
 const at::Tensor TensorList::undefined_;
 
 TensorList tensors_of(const char* op, const char* name, const py::handle& sequence, bool none_allowed) {
-  const py::object items = items_of({op, name}, sequence, "a list of tensors");
-  py::tuple kept = py::reinterpret_steal<py::tuple>(PySequence_Tuple(items.ptr()));
+  // A tensor is a sequence too, of tensors even.
+  if (!PySequence_Check(sequence.ptr()) || THPVariable_Check(sequence.ptr()))
+    refuse_type({op, name}, sequence, "a list of tensors");
+  py::tuple kept = py::reinterpret_steal<py::tuple>(PySequence_Tuple(sequence.ptr()));
   if (!kept) throw py::error_already_set();
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(kept.ptr()); ++i) {
     PyObject* const item = PyTuple_GET_ITEM(kept.ptr(), i);
@@ -51,21 +45,6 @@ TensorList tensors_of(const char* op, const char* name, const py::handle& sequen
       type_error({op, name, i}, "type ", Py_TYPE(item)->tp_name, "; expected a tensor", none_allowed ? " or None" : "");
   }
   return TensorList(std::move(kept));
-}
-
-const at::Tensor& tensor_of(const char* op, const char* name, const py::handle& object) {
-  if (!THPVariable_Check(object.ptr())) type_error({op, name}, "type ", Py_TYPE(object.ptr())->tp_name, "; expected a tensor");
-  return THPVariable_Unpack(object.ptr());
-}
-
-int64_t int_of(const Where& where, const py::handle& object) {
-  if (!PyIndex_Check(object.ptr())) refuse_type(where, object, "an int");
-  const auto index = py::reinterpret_steal<py::object>(PyNumber_Index(object.ptr()));
-  if (!index) throw py::error_already_set();
-  int overflow = 0;
-  const long long value = PyLong_AsLongLongAndOverflow(index.ptr(), &overflow);
-  if (overflow != 0) value_error(where, py::str(index).cast<std::string>(), "; expected an int of 64 bits");
-  return value;
 }
 
 double number_of(const Where& where, const py::handle& object) {
@@ -77,11 +56,6 @@ double number_of(const Where& where, const py::handle& object) {
     refuse_type(where, object, "a number");
   }
   return value;
-}
-
-bool bool_of(const Where& where, const py::handle& object) {
-  if (!PyBool_Check(object.ptr())) refuse_type(where, object, "a bool");
-  return object.ptr() == Py_True;
 }
 
 void check_count(const char* op, const char* name, size_t count, const char* of, size_t expected) {

@@ -68,15 +68,8 @@ class TensorList {
 
 // The tensors of a Python sequence; undefined tensors where the item is None and none_allowed.
 TensorList tensors_of(const char* op, const char* name, const py::handle& sequence, bool none_allowed = false);
-const at::Tensor& tensor_of(const char* op, const char* name, const py::handle& object);
-
-// A list or tuple with the items of a sequence, for PySequence_Fast_GET_ITEM.
-py::object items_of(const Where& where, const py::handle& sequence, const char* expected);
-
-// Python's numbers, for bindings that take py::handle: pybind11's own errors name no argument.
-int64_t int_of(const Where& where, const py::handle& object);
+// pybind11's own error names no argument.
 double number_of(const Where& where, const py::handle& object);
-bool bool_of(const Where& where, const py::handle& object);
 
 void check_count(const char* op, const char* name, size_t count, const char* of, size_t expected);
 // Refuses a tensor whose storage does not hold all its elements: it was resized, and has to be filled before the next use.

@@ -4,7 +4,9 @@
 #include <ATen/ops/empty.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <algorithm>
 #include <cmath>
+#include <optional>
 
 #include "adam/make_scalars.h"
 #include "bind/adam_lists.h"
@@ -40,50 +42,31 @@ namespace {
 
 constexpr const char* kOp = "device_step";
 
-int64_t at_least_one(const Where& where, const py::handle& object) {
-  const int64_t value = int_of(where, object);
-  if (value < 1) value_error(where, value, "; expected 1 or more");
-  return value;
+PyLossScaleRule make_rule(int64_t window, int64_t hysteresis, double minimum, bool consecutive_hysteresis) {
+  return {{window, hysteresis, minimum, consecutive_hysteresis}};
 }
 
-PyLossScaleRule make_rule(const py::handle& window, const py::handle& hysteresis, const py::handle& minimum,
-                          const py::handle& consecutive_hysteresis) {
-  constexpr const char* op = "LossScaleRule";
-  LossScaleRule rule;
-  rule.window = at_least_one({op, "window"}, window);
-  rule.hysteresis = at_least_one({op, "hysteresis"}, hysteresis);
-  rule.minimum = number_of({op, "minimum"}, minimum);
-  if (!(rule.minimum > 0.0)) value_error({op, "minimum"}, rule.minimum, "; expected more than 0");
-  rule.consecutive_hysteresis = bool_of({op, "consecutive_hysteresis"}, consecutive_hysteresis);
-  return {rule};
-}
-
-py::tuple scale_after(const PyLossScaleRule& rule, const py::handle& scale, const py::handle& stable_steps,
-                      const py::handle& hysteresis_left, const py::handle& overflow) {
-  constexpr const char* op = "LossScaleRule.after";
-  const LossScaleState before{number_of({op, "scale"}, scale), int_of({op, "stable_steps"}, stable_steps),
-                              int_of({op, "hysteresis_left"}, hysteresis_left)};
-  const LossScaleState s = loss_scale_after(rule.rule, before, bool_of({op, "overflow"}, overflow));
+py::tuple scale_after(const PyLossScaleRule& rule, double scale, int64_t stable_steps, int64_t hysteresis_left, bool overflow) {
+  const LossScaleState s = loss_scale_after(rule.rule, {scale, stable_steps, hysteresis_left}, overflow);
   return py::make_tuple(s.scale, s.stable_steps, s.hysteresis_left);
 }
 
 // The memory of an int64 tensor.
-int64_t* int64_data(const Where& where, const at::Tensor& tensor, int64_t numel, at::Device device) {
-  if (tensor.scalar_type() != at::kLong) type_error(where, "dtype ", tensor.scalar_type(), "; expected Long");
-  check_numel(where, tensor, numel, numel == 1 ? "a counter" : "a state");
-  check_layout(where, tensor, device);
+int64_t* int64_data(const at::Tensor& tensor, int64_t numel, at::Device device) {
+  TORCH_INTERNAL_ASSERT(tensor.scalar_type() == at::kLong && tensor.numel() == numel && tensor.device() == device &&
+                        tensor.is_contiguous());
   return static_cast<int64_t*>(tensor.data_ptr());
 }
 
-PyDeviceScalars device_step(const py::handle& state_object, const py::object& squares_object, const py::handle& counts_object,
-                            const py::handle& hyper_index, const py::handle& hypers_object, const py::handle& grad_scale,
-                            const py::handle& loss_scale, const py::handle& found_inf, const py::handle& max_norm,
-                            const py::handle& ranks, const py::object& rule) {
-  const at::Tensor state = tensor_of(kOp, "state", state_object);
+// Called with the package's own state, counts, indices and rule; the four terms may be a user's tensors.
+PyDeviceScalars device_step(const at::Tensor& state, const std::optional<at::Tensor>& squares,
+                            const std::vector<at::Tensor>& counters, const std::vector<int64_t>& hyper_index,
+                            const py::handle& hypers_object, const py::handle& grad_scale, const py::handle& loss_scale,
+                            const py::handle& found_inf, std::optional<double> max_norm, int64_t ranks,
+                            const PyLossScaleRule* rule) {
   const at::Device device = state.device();
-  check_device_supported({kOp, "state"}, device);
-  auto* const words = reinterpret_cast<DeviceStepState*>(
-      int64_data({kOp, "state"}, state, static_cast<int64_t>(sizeof(DeviceStepState) / 8), device));
+  auto* const words =
+      reinterpret_cast<DeviceStepState*>(int64_data(state, static_cast<int64_t>(sizeof(DeviceStepState) / 8), device));
   const auto number = [&](const char* name, const py::handle& object) {
     return device_number({kOp, name}, number_arg({kOp, name}, object), device);
   };
@@ -91,39 +74,26 @@ PyDeviceScalars device_step(const py::handle& state_object, const py::object& sq
   terms.grad_scale = number("grad_scale", grad_scale);
   terms.loss_scale = number("loss_scale", loss_scale);
   terms.found_inf = number("found_inf", found_inf);
-  terms.max_norm = max_norm.is_none() ? HUGE_VAL : number_of({kOp, "max_norm"}, max_norm);
-  if (!(terms.max_norm >= 0.0)) value_error({kOp, "max_norm"}, terms.max_norm, "; expected a number of at least 0");
-  terms.ranks = static_cast<double>(at_least_one({kOp, "ranks"}, ranks));
-  if (!squares_object.is_none()) {
-    const at::Tensor squares = tensor_of(kOp, "squares", squares_object);
-    if (squares.scalar_type() != at::kDouble || squares.dim() != 2 || squares.size(1) != 2) {
-      value_error({kOp, "squares"}, "dtype ", squares.scalar_type(), " and shape ", squares.sizes(),
-                  "; expected Double, [n, 2] (high, low)");
-    }
-    check_layout({kOp, "squares"}, squares, device);
-    terms.squares = static_cast<const DoubleDouble*>(squares.const_data_ptr());
-    terms.num_squares = squares.size(0);
+  terms.max_norm = max_norm.value_or(HUGE_VAL);
+  terms.ranks = static_cast<double>(ranks);
+  if (squares) {
+    TORCH_INTERNAL_ASSERT(squares->dim() == 2 && squares->size(1) == 2 && squares->device() == device &&
+                          squares->is_contiguous());
+    terms.squares = reinterpret_cast<const DoubleDouble*>(squares->const_data_ptr<double>());
+    terms.num_squares = squares->size(0);
   }
-  terms.moves = !rule.is_none();
-  if (terms.moves) terms.rule = rule.cast<const PyLossScaleRule&>().rule;
+  terms.moves = rule != nullptr;
+  if (terms.moves) terms.rule = rule->rule;
   std::vector<DeviceHyper> hypers;
   for (const PyAdamHyper& hyper : hypers_of(hypers_object)) {
     const Where where{kOp, "hypers.lr", static_cast<int64_t>(hypers.size())};
     hypers.push_back({hyper.hyper, device_number(where, hyper.lr, device)});
   }
-  const TensorList tensors = tensors_of(kOp, "counts", counts_object);
-  const std::vector<int64_t> indices = hyper_indices_of(kOp, hyper_index, "counts", tensors.size());
+  const auto count = static_cast<int64_t>(counters.size());
+  TORCH_INTERNAL_ASSERT(count != 0 && hyper_index.size() == counters.size() &&
+                        *std::max_element(hyper_index.begin(), hyper_index.end()) < static_cast<int64_t>(hypers.size()));
   std::vector<DeviceCount> counts;
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    const auto index = static_cast<int64_t>(i);
-    if (indices[i] < 0 || indices[i] >= static_cast<int64_t>(hypers.size())) {
-      value_error({kOp, "hyper_index", index}, indices[i], "; expected an index of hypers, which has ", hypers.size(),
-                  " items");
-    }
-    counts.push_back({int64_data({kOp, "counts", index}, tensors[i], 1, device), indices[i]});
-  }
-  const auto count = static_cast<int64_t>(counts.size());
-  if (count == 0) value_error({kOp, "counts"}, "no items; expected one or more");
+  for (size_t i = 0; i < counters.size(); ++i) counts.push_back({int64_data(counters[i], 1, device), hyper_index[i]});
   PyDeviceScalars made{count, at::empty({count * static_cast<int64_t>(sizeof(AdamScalars))},
                                         at::TensorOptions().dtype(at::kByte).device(device))};
   auto* const scalars = static_cast<AdamScalars*>(made.bytes.data_ptr());
