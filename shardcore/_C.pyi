@@ -133,9 +133,6 @@ class AdamStepper:
         """
     def repeat(self, lists: AdamLists, grads: Sequence[torch.Tensor], hypers: Sequence[AdamHyper] | DeviceScalars) -> None:
         """Do the same as step, with the same checks, with lists that were read before."""
-    @property
-    def table_builds(self) -> int:
-        """How often the CUDA chunk table was built and uploaded (0 on CPU)."""
 
 def sq_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Sum of squares as a float64 tensor (2,) = (high, low) in double-double, on the tensors' device.
@@ -375,8 +372,6 @@ class FileEngine:
     @property
     def note(self) -> str:
         """One line that says why io_uring is not used; "" if it is, or was not asked for."""
-    @property
-    def depth(self) -> int: ...
 
 class FileWriter:
     """Writes one file of `size_bytes` from its beginning to its end, in the background, through buffers of 1 MiB.
@@ -457,10 +452,6 @@ class BlockFile:
 
 def crc32c(tensor: torch.Tensor) -> int:
     """The CRC-32C (Castagnoli) of the bytes of a contiguous CPU tensor."""
-
-def copy_crc32c(dst: torch.Tensor, src: torch.Tensor) -> int:
-    """Copy the bytes of src to dst and return their CRC-32C, in one pass. Contiguous CPU tensors of equal size in bytes that
-    share no memory."""
 
 def sync_directory(path: str | PathLike[str]) -> None:
     """Make durable which names a directory has (fsync): files made, renamed and removed in it. OSError."""

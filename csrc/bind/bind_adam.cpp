@@ -88,8 +88,6 @@ class __attribute__((visibility("hidden"))) AdamStepper {
 
   void repeat(const PyAdamLists& kept, const py::handle& grads, const py::handle& hypers) { run(kept.lists, grads, hypers); }
 
-  int64_t table_builds() const { return table_builds_; }
-
  private:
   void run(const AdamLists& lists, const py::handle& grads_object, const py::handle& hypers) {
     const size_t count = lists.params.size();
@@ -140,7 +138,6 @@ class __attribute__((visibility("hidden"))) AdamStepper {
       table_ = DeviceTable<AdamSegment>(segments, kAdamChunk, device);
       tabled_ = std::move(segments);
       stream_ = stream;
-      ++table_builds_;
     }
     if (table_.num_chunks == 0) return;
     if (bytes.defined()) arg.table = static_cast<const AdamScalars*>(bytes.const_data_ptr());
@@ -153,7 +150,6 @@ class __attribute__((visibility("hidden"))) AdamStepper {
 #endif
   std::vector<AdamSegment> apart_;  // what check_overlap found good last
   OverlapCheck overlap_;
-  int64_t table_builds_ = 0;
 };
 
 void bind_adam(py::module_& module) {
@@ -170,8 +166,7 @@ void bind_adam(py::module_& module) {
       .def("step", &AdamStepper::step, py::arg("params"), py::arg("grads"), py::arg("exp_avgs"), py::arg("exp_avg_sqs"),
            py::arg("hypers"), py::arg("hyper_index"), py::arg("masters") = py::none(), py::arg("max_exp_avg_sqs") = py::none(),
            py::arg("keys") = py::none(), py::arg("exp_avg_scales") = py::none(), py::arg("exp_avg_sq_scales") = py::none())
-      .def("repeat", &AdamStepper::repeat, py::arg("lists"), py::arg("grads"), py::arg("hypers"))
-      .def_property_readonly("table_builds", &AdamStepper::table_builds);
+      .def("repeat", &AdamStepper::repeat, py::arg("lists"), py::arg("grads"), py::arg("hypers"));
 }
 
 }  // namespace shardcore::bind

@@ -65,20 +65,6 @@ uint32_t crc32c_of(const at::Tensor& tensor) {
   return crc32c(data, static_cast<int64_t>(tensor.nbytes()));
 }
 
-uint32_t copy_crc32c_of(const at::Tensor& dst, const at::Tensor& src) {
-  const void* const from = dense_bytes("copy_crc32c", "src", src);
-  const auto* const to = static_cast<const char*>(dense_bytes("copy_crc32c", "dst", dst));
-  if (dst.nbytes() != src.nbytes()) {
-    value_error({"copy_crc32c", "src"}, src.nbytes(), " bytes; expected ", dst.nbytes(), " (as dst)");
-  }
-  const auto* const begin = static_cast<const char*>(from);
-  if (to < begin + src.nbytes() && begin < to + dst.nbytes()) refuse_shared({"copy_crc32c", "dst"}, {"copy_crc32c", "src"});
-  mark_written(dst);
-  void* const written = dst.mutable_data_ptr();
-  const py::gil_scoped_release no_gil;
-  return copy_crc32c(written, from, static_cast<int64_t>(src.nbytes()));
-}
-
 // A read of nothing, too.
 class PyFileRead {
  public:
@@ -143,8 +129,7 @@ void bind_file_engine(py::module_& module) {
            }),
            py::arg("backend") = "auto", py::arg("depth") = 16, py::arg("faults") = "")
       .def_property_readonly("backend", &PyFileEngine::backend)
-      .def_property_readonly("note", &PyFileEngine::note)
-      .def_property_readonly("depth", &PyFileEngine::depth);
+      .def_property_readonly("note", &PyFileEngine::note);
 
   py::class_<PyFileWriter, std::shared_ptr<PyFileWriter>>(module, "FileWriter")
       .def(py::init([](std::shared_ptr<PyFileEngine> engine, const py::object& path, int64_t size_bytes, bool direct,
@@ -204,7 +189,6 @@ void bind_file_engine(py::module_& module) {
       .def("sync", &PyBlockFile::sync, py::call_guard<py::gil_scoped_release>());
 
   module.def("crc32c", &crc32c_of, py::arg("tensor"));
-  module.def("copy_crc32c", &copy_crc32c_of, py::arg("dst"), py::arg("src"));
   module.def(
       "sync_directory",
       [](const py::object& path) {

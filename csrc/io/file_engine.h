@@ -97,7 +97,6 @@ class FileEngine {
 
   const std::string& backend() const { return backend_name_; }
   const std::string& note() const { return note_; }
-  int depth() const { return depth_; }
   int writer_buffers() const { return kBuffersPerTransfer * depth_; }  // that a writer has at most
   const Faults& faults() const { return faults_; }
   // Of reads, which outlive the engine, and of writers.

@@ -161,9 +161,7 @@ def test_autograd_hears_of_the_write():
 
 
 def test_empty_lists():
-    stepper = _C.AdamStepper()
-    stepper.step([], [], [], [], [], [])
-    assert stepper.table_builds == 0
+    _C.AdamStepper().step([], [], [], [], [], [])
 
 
 STATES = ("exp_avgs", "exp_avg_sqs", "masters", "max_exp_avg_sqs")
