@@ -4,6 +4,7 @@
 
 #include <optional>
 
+#include "core/overlap.h"
 #include "core/tile.h"
 
 namespace shardcore::bind {
@@ -237,26 +238,24 @@ AdamSegment segment_of(const AdamLists& lists, const TensorList& grads, size_t i
   return SegmentReader(lists, grads[i], i, device).read();
 }
 
-void check_overlap(const AdamLists& lists, const std::vector<AdamSegment>& segments, OverlapCheck& overlap) {
+void check_overlap(const AdamLists& lists, const std::vector<AdamSegment>& segments) {
   enum Name { params, grads, exp_avgs, exp_avg_sqs, masters, max_exp_avg_sqs, exp_avg_scales, exp_avg_sq_scales };
   constexpr const char* kNames[] = {"params",  "grads",           "exp_avgs",       "exp_avg_sqs",
                                     "masters", "max_exp_avg_sqs", "exp_avg_scales", "exp_avg_sq_scales"};
   constexpr int kIndexBits = 40;  // of a tag; above them the name
   const auto count = static_cast<int64_t>(segments.size());
-  std::vector<MemoryRange> written, read;
-  written.reserve(3 * segments.size());
-  read.reserve(segments.size());
-  const auto add_to = [&](std::vector<MemoryRange>& ranges, Name name, int64_t i, const void* data, int64_t size_bytes) {
-    if (data != nullptr) ranges.push_back(memory_range(data, size_bytes, (int64_t{name} << kIndexBits) | i));
-  };
+  std::vector<MemoryRange> ranges;
+  ranges.reserve(4 * segments.size());
   const auto add = [&](Name name, int64_t i, const void* data, int64_t size_bytes) {
-    add_to(written, name, i, data, size_bytes);
+    if (data == nullptr) return;
+    const auto begin = reinterpret_cast<uintptr_t>(data);
+    ranges.push_back({begin, begin + static_cast<uintptr_t>(size_bytes), (int64_t{name} << kIndexBits) | i, name != grads});
   };
   for (int64_t i = 0; i < count; ++i) {
     const AdamSegment& t = segments[static_cast<size_t>(i)];
     if (t.numel == 0) continue;
     add(params, i, t.param, t.numel * itemsize(t.param_dtype));
-    add_to(read, grads, i, t.grad, t.numel * itemsize(t.grad_dtype));
+    add(grads, i, t.grad, t.numel * itemsize(t.grad_dtype));
     add(exp_avgs, i, t.exp_avg, t.numel * itemsize(t.state_dtype));
     add(exp_avg_sqs, i, t.exp_avg_sq, t.numel * itemsize(t.state_dtype));
     add(masters, i, t.master, t.numel * (t.master_kind == Master::split ? 2 : 4));
@@ -264,7 +263,7 @@ void check_overlap(const AdamLists& lists, const std::vector<AdamSegment>& segme
     add(exp_avg_scales, i, t.exp_avg_scale, blocks_of(t.numel) * 4);
     add(exp_avg_sq_scales, i, t.exp_avg_sq_scale, blocks_of(t.numel) * 4);
   }
-  if (const auto found = overlap.find(std::move(written), std::move(read))) {
+  if (const auto found = find_shared(std::move(ranges))) {
     const auto index_of = [](int64_t tag) { return static_cast<size_t>(tag & ((int64_t{1} << kIndexBits) - 1)); };
     const size_t first = index_of(found->first_tag), second = index_of(found->second_tag);
     // A parameter that is there twice shares all its memory; the error says so, and not which of its tensors was found.

@@ -8,7 +8,6 @@
 #include "adam/adam_cpu.h"
 #include "adam/adam_segment.h"
 #include "bind/checks.h"
-#include "core/overlap.h"
 
 namespace shardcore::bind {
 
@@ -43,7 +42,7 @@ AdamLists adam_lists_of(const py::handle& params, const py::handle& exp_avgs, co
 AdamSegment segment_of(const AdamLists& lists, const TensorList& grads, size_t i, at::Device device);
 
 // Refuses tensors of these segments of `lists` that share memory which the step writes.
-void check_overlap(const AdamLists& lists, const std::vector<AdamSegment>& segments, OverlapCheck& overlap);
+void check_overlap(const AdamLists& lists, const std::vector<AdamSegment>& segments);
 
 // Lists read once, for steps that repeat the last one.
 struct __attribute__((visibility("hidden"))) PyAdamLists {

@@ -109,10 +109,11 @@ class __attribute__((visibility("hidden"))) AdamStepper {
         t.first_element = lists.keys[i].first_element;
       }
     }
-    if (segments != apart_) {
-      apart_.clear();
-      check_overlap(lists, segments, overlap_);
-      apart_ = segments;
+    if (segments != last_) {
+      last_.clear();
+      tabled_ = false;
+      check_overlap(lists, segments);
+      last_ = segments;
     }
     for (size_t i = 0; i < count; ++i) mark_written(lists.params[i]);  // states are not part of any graph
     const py::gil_scoped_release no_gil;
@@ -122,34 +123,33 @@ class __attribute__((visibility("hidden"))) AdamStepper {
       adam_cpu(segments.data(), static_cast<int64_t>(count), scalars.data(), torch_executor());
     }
 #ifdef SHARDCORE_WITH_CUDA
-    if (device.is_cuda()) step_cuda(std::move(segments), scalars, made, device);
+    if (device.is_cuda()) step_cuda(segments, scalars, made, device);
 #endif
   }
 
 #ifdef SHARDCORE_WITH_CUDA
-  void step_cuda(std::vector<AdamSegment> segments, const std::vector<AdamScalars>& scalars, const PyDeviceScalars* made,
+  void step_cuda(const std::vector<AdamSegment>& segments, const std::vector<AdamScalars>& scalars, const PyDeviceScalars* made,
                  at::Device device) {
     const c10::cuda::CUDAGuard guard(device);
     const cudaStream_t stream = current_stream(device);
     at::Tensor bytes = made == nullptr ? at::Tensor() : made->bytes;
     AdamScalarsArg arg;
     if (made == nullptr && !arg.take(scalars)) bytes = upload({bytes_of(scalars)}, device);
-    if (is_capturing(stream) || segments != tabled_ || stream != stream_) {
+    if (is_capturing(stream) || !tabled_ || stream != stream_) {
       table_ = DeviceTable<AdamSegment>(segments, kAdamChunk, device);
-      tabled_ = std::move(segments);
       stream_ = stream;
+      tabled_ = true;
     }
     if (table_.num_chunks == 0) return;
     if (bytes.defined()) arg.table = static_cast<const AdamScalars*>(bytes.const_data_ptr());
-    adam_cuda(table_.get(), table_.num_chunks, arg, adam_form_of(tabled_), stream);
+    adam_cuda(table_.get(), table_.num_chunks, arg, adam_form_of(segments), stream);
   }
 
-  std::vector<AdamSegment> tabled_;  // what table_ was made from, and for which stream
-  cudaStream_t stream_ = nullptr;
   DeviceTable<AdamSegment> table_;
+  cudaStream_t stream_ = nullptr;  // that table_ was made for
 #endif
-  std::vector<AdamSegment> apart_;  // what check_overlap found good last
-  OverlapCheck overlap_;
+  std::vector<AdamSegment> last_;  // that check_overlap found good
+  bool tabled_ = false;            // whether table_ is of last_
 };
 
 void bind_adam(py::module_& module) {
