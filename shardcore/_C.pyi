@@ -399,7 +399,7 @@ class FileWriter:
         size_bytes, with nothing appended.
         """
     def finish(self) -> None:
-        """Write what is left, wait for all writes, and make the file durable (fdatasync; the directory: sync_directory).
+        """Write what is left, wait for all writes, and make the file durable (fdatasync), not yet its name in its directory.
 
         ValueError if the bytes appended are not size_bytes.
         """
@@ -452,9 +452,6 @@ class BlockFile:
 
 def crc32c(tensor: torch.Tensor) -> int:
     """The CRC-32C (Castagnoli) of the bytes of a contiguous CPU tensor."""
-
-def sync_directory(path: str | PathLike[str]) -> None:
-    """Make durable which names a directory has (fsync): files made, renamed and removed in it. OSError."""
 
 def exchange_paths(a: str | PathLike[str], b: str | PathLike[str]) -> bool:
     """Exchange two names of files or directories in one step. False, with nothing done, where that does not work. OSError."""

@@ -190,14 +190,6 @@ void bind_file_engine(py::module_& module) {
 
   module.def("crc32c", &crc32c_of, py::arg("tensor"));
   module.def(
-      "sync_directory",
-      [](const py::object& path) {
-        const std::string name = path_of(path);
-        const py::gil_scoped_release no_gil;
-        sync_directory(name);
-      },
-      py::arg("path"));
-  module.def(
       "exchange_paths",
       [](const py::object& a, const py::object& b) {
         const std::string first = path_of(a), second = path_of(b);

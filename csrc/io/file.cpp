@@ -106,14 +106,6 @@ void File::sync(int injected_error) {
   if (error != 0) throw IoError::of(error, path_, "fdatasync");
 }
 
-void sync_directory(const std::string& path) {
-  const int fd = open_path(path, O_RDONLY | O_DIRECTORY);
-  if (fd < 0) throw IoError::of(errno, path, "open directory");
-  const int error = uninterrupted([&] { return fsync(fd); }) != 0 ? errno : 0;
-  ::close(fd);
-  if (error != 0) throw IoError::of(error, path, "fsync directory");
-}
-
 bool exchange_paths(const std::string& a, const std::string& b) {
 #ifdef SYS_renameat2
   if (syscall(SYS_renameat2, AT_FDCWD, a.c_str(), AT_FDCWD, b.c_str(), kRenameExchange) == 0) return true;

@@ -70,9 +70,6 @@ class File {
   std::mutex stopping_;              // of stop_direct: what works once O_DIRECT is off must not refuse another thread's
 };
 
-// fsync of a directory: names in it that were made, renamed and removed are durable. Throws IoError.
-void sync_directory(const std::string& path);
-
 // Exchanges the names of two files or directories at once. Returns false, with nothing done, where the kernel or the file
 // system cannot. Throws IoError.
 bool exchange_paths(const std::string& a, const std::string& b);

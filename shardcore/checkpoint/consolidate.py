@@ -19,7 +19,7 @@ from torch import nn
 
 from shardcore._native import _C
 from shardcore.checkpoint import format as layout
-from shardcore.checkpoint.directory import write_synced
+from shardcore.checkpoint.directory import sync_directory, write_synced
 from shardcore.checkpoint.format import plain_name
 from shardcore.checkpoint.load import open_checkpoint
 from shardcore.checkpoint.save import buffers_of, named_buffers, named_parameters, raise_together
@@ -171,7 +171,7 @@ def _publish(folder: Path, names: list[str], stale: list[str] | None = None) -> 
         (folder / name).unlink()
     for name in names:
         os.rename(_unfinished(folder / name), folder / name)
-    _C.sync_directory(str(folder))
+    sync_directory(folder)
 
 
 def _write_file(path: Path, tensors: Mapping[str, Tensor], values: Iterator[torch.Tensor]) -> None:

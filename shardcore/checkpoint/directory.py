@@ -140,6 +140,16 @@ def write_synced(path: Path, held: bytes) -> None:
         os.fsync(file.fileno())
 
 
+def sync_directory(path: Path) -> None:
+    """Make durable which names a directory has: files made, renamed and removed in it. OSError, with the path."""
+    with _naming(path):
+        opened = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(opened)
+        finally:
+            os.close(opened)
+
+
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yield where to write a file that is to become `path`: on disk, at once, and only if no error ends the context."""
@@ -149,20 +159,20 @@ def replacing(path: Path) -> Iterator[Path]:
         with open(unfinished, "rb") as file:
             os.fsync(file.fileno())
     os.rename(unfinished, path)
-    _C.sync_directory(str(path.parent))
+    sync_directory(path.parent)
 
 
 def commit(folder: Path, tag: str, save_latest: bool, keep_last: int | None) -> None:
     """Give what was written its name: Note [Commit]. keep_last: then remove all but so many, the newest."""
     path, written, replaced = folder / tag, unfinished(folder, tag), folder / f".{tag}{_REPLACED}"
     check_ours(path)  # somebody may have put something there meanwhile
-    _C.sync_directory(str(written))
+    sync_directory(written)
     if not os.path.lexists(path):
         os.rename(written, path)
     elif not _C.exchange_paths(str(written), str(path)):  # a file system without that: `find` looks for what is replaced
         os.rename(path, replaced)
         os.rename(written, path)
-    _C.sync_directory(str(folder))
+    sync_directory(folder)
     if save_latest:
         point_latest(folder, tag)
     _discard(written)
@@ -260,7 +270,7 @@ class SaveLock:
         self._folder, self._tag = folder, tag
         for missing in reversed([path for path in (folder, *folder.parents) if not path.exists()]):
             missing.mkdir(exist_ok=True)
-            _C.sync_directory(str(missing.parent))
+            sync_directory(missing.parent)
         self._file = FileLock(
             folder / LOCK,
             "save",

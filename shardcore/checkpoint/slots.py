@@ -161,7 +161,7 @@ class Slots:
                 self._last, self.record, self.step = index, self._records[index], common[1]
             else:
                 self.record_path(index).unlink()
-        _C.sync_directory(str(self.folder))
+        directory.sync_directory(self.folder)
         comm.gather_json(None)  # no rank writes before every newer record is gone
         if comm.rank == 0 and resume:
             logger.info(
@@ -204,7 +204,7 @@ class Slots:
             else:
                 self._check_slot(path, self._heads[slot // 2], self._sizes[slot // 2])
         for folder in self._folders:
-            _C.sync_directory(str(folder))
+            directory.sync_directory(folder)
         if self.record is not None:
             self._keep(self.record, chunks)
         self._files = [_C.BlockFile(engine, path, self._sizes[slot // 2]) for slot, path in enumerate(self.paths)]
@@ -360,7 +360,7 @@ class Slots:
                     _copy(source.fileno(), target.fileno(), chunk.offset, chunk.nbytes)
         self._next[slot].sync()
         os.rename(next_path, path)
-        _C.sync_directory(str(path.parent))
+        directory.sync_directory(path.parent)
         self._files[slot], self._opened[slot] = self._next.pop(slot), _identity(path)
 
     def _check_there(self, slot: int) -> None:
@@ -409,7 +409,7 @@ class Slots:
         stripes = {"paths": list(map(str, self._folders)), "stripes": [chunk.slot // 2 for chunk in states.chunks]}
         commit = {"run": self.run, "step": step, "rank": self.rank, **stripes}
         directory.write_synced(self.record_path(self.index), layout.json_bytes({**manifest, "commit": commit}))
-        _C.sync_directory(str(self.folder))
+        directory.sync_directory(self.folder)
         for chunk in states.chunks:
             chunk.committed = chunk.slot
         self._last, self.step = self.index, step

@@ -101,6 +101,7 @@ def test_a_small_file_that_cannot_be_written_is_named(tmp_path: Path, monkeypatc
     for attempt, name in (
         (lambda: directory.write_synced(tmp_path / "small", b"x"), "small"),
         (lambda: directory.point_latest(tmp_path, "new"), ".latest.saving"),
+        (lambda: directory.sync_directory(tmp_path), ""),
     ):
         with pytest.raises(OSError, match=re.escape(f"'{tmp_path / name}'")):
             attempt()
@@ -132,7 +133,7 @@ def _dying(monkeypatch: pytest.MonkeyPatch, at: int, exchanges: bool) -> list[st
     watch(directory.os, "rename")
     watch(directory.shutil, "rmtree")
     watch(directory, "write_synced")
-    watch(_C, "sync_directory")
+    watch(directory, "sync_directory")
     watch(_C, "exchange_paths")
     return done
 

@@ -318,8 +318,9 @@ def _kill_at(number: int) -> None:
 
     for place, name in (
         *((os, name) for name in ("link", "rename", "unlink", "mkdir", "copy_file_range")),
-        *((_C, name) for name in ("BlockFile", "FileWriter", "sync_directory", "exchange_paths")),
+        *((_C, name) for name in ("BlockFile", "FileWriter", "exchange_paths")),
         (directory, "write_synced"),
+        (directory, "sync_directory"),
         (Path, "write_bytes"),
     ):
         setattr(place, name, counted(getattr(place, name)))

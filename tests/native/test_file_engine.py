@@ -559,12 +559,3 @@ def test_names_are_exchanged_in_one_step(tmp_path):
         pytest.skip("this file system cannot")
     assert (tmp_path / "a").read_text() == "b"
     assert (tmp_path / "b/inside").read_text() == "a"
-
-
-def test_directories_are_synced(tmp_path):
-    _C.sync_directory(tmp_path)
-    with pytest.raises(FileNotFoundError):
-        _C.sync_directory(tmp_path / "none")
-    (tmp_path / "file").touch()
-    with pytest.raises(NotADirectoryError):
-        _C.sync_directory(tmp_path / "file")
