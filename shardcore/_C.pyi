@@ -189,9 +189,6 @@ def dense(tensors: Sequence[torch.Tensor], likes: Sequence[torch.Tensor] | None 
     """The tensors, with a copy for each that has torch's negative bit, or has neither the strides of likes[i] (None: its own)
     nor, if that is not is_dense and of its shape, contiguous memory."""
 
-def dense_by_device(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """dense(tensors) in one list for each device, in the order of their first tensors."""
-
 def is_dense(tensor: torch.Tensor) -> bool: ...  # no gaps or overlaps in memory, its dimensions in any order (channels_last)
 def same_objects(a: object, b: object) -> bool:
     """Whether both are lists or tuples, and hold the very same objects, in one order."""

@@ -141,24 +141,6 @@ py::list dense(const py::object& tensors, const py::object& likes) {
   return out;
 }
 
-// The same in one list per device, in the order of their first tensors.
-py::list dense_by_device(const py::object& tensors) {
-  const py::list items = dense(tensors, py::none());
-  std::vector<at::Device> devices;
-  py::list groups;
-  for (const py::handle item : items) {
-    const at::Device device = THPVariable_Unpack(item.ptr()).device();
-    const auto known = std::find(devices.begin(), devices.end(), device);
-    const auto index = static_cast<size_t>(known - devices.begin());
-    if (known == devices.end()) {
-      devices.push_back(device);
-      groups.append(py::list());
-    }
-    PyList_Append(PyList_GET_ITEM(groups.ptr(), static_cast<Py_ssize_t>(index)), item.ptr());
-  }
-  return groups;
-}
-
 // == would compare tensors. Anything but a list or tuple gives False.
 bool same_objects(const py::handle& a, const py::handle& b) {
   const auto is_list = [](const py::handle& object) { return PyList_Check(object.ptr()) || PyTuple_Check(object.ptr()); };
@@ -210,7 +192,6 @@ void bind_ops(py::module_& module) {
              py::arg("accumulate") = false, py::arg("own") = py::none(), py::arg("rank") = 0);
   module.def("dense", &dense, py::arg("tensors"), py::arg("likes") = py::none());
   module.def("is_dense", &is_dense, py::arg("tensor"));
-  module.def("dense_by_device", &dense_by_device, py::arg("tensors"));
   module.def("same_objects", &same_objects, py::arg("a"), py::arg("b"));
   module.def("records_functions", &at::hasCallbacks);
   module.def("cast", &cast, py::arg("dsts"), py::arg("srcs"));

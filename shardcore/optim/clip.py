@@ -53,11 +53,13 @@ def norm_part(tensors: Sequence[torch.Tensor], norm_type: float = 2.0) -> torch.
 
     With norm_type 2 that is the sum of squares as a double-double, else (norm, 0).
     """
-    groups = _C.dense_by_device(tensors)
+    groups: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in _C.dense(tensors):
+        groups.setdefault(tensor.device, []).append(tensor)
     if norm_type == 2.0:
-        totals = [_C.sq_norm(group).cpu() for group in groups]
+        totals = [_C.sq_norm(group).cpu() for group in groups.values()]
         return totals[0] if len(totals) == 1 else join(totals)
-    filled = [some for group in groups if (some := [tensor for tensor in group if tensor.numel()])]
+    filled = [some for group in groups.values() if (some := [tensor for tensor in group if tensor.numel()])]
     norms = [torch.stack(torch._foreach_norm(some, norm_type, dtype=torch.float32)).cpu().double() for some in filled]
     return join([torch.stack([norm, torch.zeros_like(norm)], dim=1) for norm in norms], norm_type)
 
