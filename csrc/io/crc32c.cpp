@@ -8,7 +8,7 @@
 #if SHARDCORE_X86
 #include <nmmintrin.h>
 #define SHARDCORE_CRC_TARGET __attribute__((target("sse4.2")))
-#elif defined(__aarch64__)
+#else  // aarch64: core/fp_env.h compiles for no other CPU
 #include <arm_acle.h>
 #include <sys/auxv.h>
 #define SHARDCORE_CRC_TARGET __attribute__((target("+crc")))
@@ -58,9 +58,6 @@ uint32_t run_tables(unsigned char* dst, Bytes src, int64_t size, uint32_t crc) {
   for (; size >= 8; size -= 8, src += 8) {
     uint64_t word = load(src);
     if constexpr (kCopy) std::memcpy(dst, &word, 8), dst += 8;
-#if __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
-    word = __builtin_bswap64(word);
-#endif
     word ^= crc;
     crc = 0;
     for (size_t i = 0; i < 8; ++i) crc ^= of[7 - i][word >> (8 * i) & 255];
@@ -71,8 +68,6 @@ uint32_t run_tables(unsigned char* dst, Bytes src, int64_t size, uint32_t crc) {
   }
   return ~crc;
 }
-
-#ifdef SHARDCORE_CRC_TARGET
 
 // a * b modulo the polynomial; the highest bit is x^0.
 uint32_t multiply(uint32_t a, uint32_t b) {
@@ -157,14 +152,10 @@ bool has_instruction() {
 #endif
 }
 
-#endif
-
 template <bool kCopy>
 uint32_t run(void* dst, const void* src, int64_t size_bytes, uint32_t crc) {
-#ifdef SHARDCORE_CRC_TARGET
   if (has_instruction())
     return run_instruction<kCopy>(static_cast<unsigned char*>(dst), static_cast<Bytes>(src), size_bytes, crc);
-#endif
   return run_tables<kCopy>(static_cast<unsigned char*>(dst), static_cast<Bytes>(src), size_bytes, crc);
 }
 
