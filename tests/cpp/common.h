@@ -88,6 +88,28 @@ inline void canonicalize_nans(void* data, DType dtype, int64_t n) {
   }
 }
 
+// The definition of a block's norm, word for word: square in double, then halve.
+inline double naive_block(const void* data, DType dtype, int64_t n) {
+  double a[256] = {};
+  for (int64_t j = 0; j < n; ++j) {
+    const double x = load_as_f32(data, dtype, j);
+    a[j] = x * x;
+  }
+  for (int s = 128; s >= 1; s /= 2) {
+    for (int j = 0; j < s; ++j) a[j] += a[j + s];
+  }
+  return a[0];
+}
+
+// FNV-1a.
+inline uint64_t hash_of(const std::vector<std::vector<uint8_t>>& buffers) {
+  uint64_t hash = 0xcbf29ce484222325u;
+  for (const auto& bytes : buffers) {
+    for (const uint8_t byte : bytes) hash = (hash ^ byte) * 0x100000001b3u;
+  }
+  return hash;
+}
+
 // Threads that divide even what one of them would do sooner alone.
 class EagerPool final : public Executor {
  public:

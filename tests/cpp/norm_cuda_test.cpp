@@ -21,19 +21,6 @@ DoubleDouble on_cpu(const std::vector<NormSegment>& segments) {
   return sq_norm_cpu(segments.data(), static_cast<int64_t>(segments.size()), executor);
 }
 
-// The definition, word for word: square in double, then halve.
-double naive_block(const void* data, DType dtype, int64_t n) {
-  double a[256] = {};
-  for (int64_t j = 0; j < n; ++j) {
-    const double x = load_as_f32(data, dtype, j);
-    a[j] = x * x;
-  }
-  for (int s = 128; s >= 1; s /= 2) {
-    for (int j = 0; j < s; ++j) a[j] += a[j + s];
-  }
-  return a[0];
-}
-
 TEST(norm_cuda, one_block_has_the_bits_of_the_definition) {
   for (const DType dtype : kDTypes) {
     for (const int64_t misalign : {0, 1, 2}) {

@@ -10,19 +10,6 @@
 namespace shardcore::testing {
 namespace {
 
-// The definition, word for word: square in double, then halve.
-double naive_block(const void* data, DType dtype, int64_t first, int64_t n) {
-  double a[256] = {};
-  for (int64_t j = 0; j < n; ++j) {
-    const double x = load_as_f32(data, dtype, first + j);
-    a[j] = x * x;
-  }
-  for (int s = 128; s >= 1; s /= 2) {
-    for (int j = 0; j < s; ++j) a[j] += a[j + s];
-  }
-  return a[0];
-}
-
 DoubleDouble norm_of(const std::vector<NormSegment>& segments, Executor& executor) {
   return sq_norm_cpu(segments.data(), static_cast<int64_t>(segments.size()), executor);
 }
@@ -45,7 +32,7 @@ TEST(norm, one_block_has_the_tree_on_every_isa) {
           const float magnitude = dtype == DType::f16 ? 1.0f : std::ldexp(1.0f, static_cast<int>(random.integer(60)) - 30);
           store_from_f32(data.data(), dtype, i, random.normal() * magnitude);
         }
-        const double want = naive_block(data.data(), dtype, 0, n);
+        const double want = naive_block(data.data(), dtype, n);
         SerialExecutor executor;
         const DoubleDouble got = norm_of({{data.data(), n, dtype}}, executor);
         ASSERT_EQ(bits_of(got.high), bits_of(want)) << n;
