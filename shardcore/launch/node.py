@@ -28,7 +28,7 @@ from shardcore.distributed import machine
 from shardcore.launch.failures import Failure, collect
 
 STUCK_S = 10.0  # after which the traceback of a rank that raised and has not ended is shown
-REPORT = b"\x1eshardcore run: "  # before an Outcome at the end of a node's standard error; no text has this character
+REPORT = b"\x1eshardcore run: "  # before an Outcome, the last line of a node's standard error; no text has this character
 _CHECK_S = 0.5
 _NAME_S = 5.0  # how long master_addr may be unknown
 _NAME_OF_SCHEDULER_S = 120.0  # where each machine was started by itself: a container's name may come with it, after its image
@@ -286,7 +286,7 @@ def main() -> int:
     os.environ.update(told["environment"])
     outcome = run_node(NodePlan(**told["plan"]))
     sys.stderr.flush()
-    os.write(2, REPORT + json.dumps(asdict(outcome)).encode())
+    os.write(2, REPORT + json.dumps(asdict(outcome)).encode() + b"\n")
     return 1 if outcome.failures or outcome.error or outcome.signal else 0
 
 

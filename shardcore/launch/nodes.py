@@ -2,8 +2,8 @@
 
 Note [Standard input]: `shardcore run` writes to each agent's standard input, through ssh, one line of JSON: plan and
 environment (so no secret is in a list of processes). It stays open: when it ends, because the job does or because `shardcore
-run` or a connection died, the agent ends its ranks. Agents write to the terminal as they come, and last an Outcome, which is
-not shown.
+run` or a connection died, the agent ends its ranks. Agents write to the terminal as they come, and last a line with an
+Outcome, which is not shown. Nothing after it is waited for: a process that a rank left behind may hold the pipe forever.
 """
 
 import json
@@ -29,6 +29,7 @@ _PASSED = ("NCCL", "PYTHON", "MV2", "UCX", "MLFLOW", "GLOO", "TORCH", "OMP_NUM_T
 _BEFORE_PYTHON = ("PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "PATH")
 _END_S = 40.0  # torch gives ranks 30 s to end
 _ANSWER_S = 20.0
+_LAST_S = 5.0  # for what ranks have printed and ssh has not passed on yet
 
 
 def is_here(host: str) -> bool:
@@ -77,18 +78,18 @@ def address_of(host: str, port: int | None) -> str:
 
 
 def run_nodes(plans: Sequence[NodePlan], environment: Mapping[str, str], ssh_port: int | None) -> Outcome:
-    """Run all nodes' ranks to their end, and return how the first that failed did, then the others."""
+    """Run all nodes' ranks to their end, and return their failures, with the error of the node that failed first."""
     agents = [_Agent(plan, environment, ssh_port) for plan in plans]
     ended: queue.SimpleQueue[_Agent] = queue.SimpleQueue()
-    outcomes: list[Outcome] = []
     previous = {number: signal.signal(number, _raise) for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN}
-    by_signal = 0
+    error, by_signal = "", 0
     try:
         for agent in agents:
             agent.start(ended)
         for _ in agents:
-            outcomes.append(ended.get().outcome)
-            if outcomes[-1].failures or outcomes[-1].error or outcomes[-1].signal:
+            outcome = ended.get().outcome
+            error = outcome.error
+            if outcome != Outcome():
                 break
     except _Signal as stopped:
         by_signal = stopped.number
@@ -101,10 +102,8 @@ def run_nodes(plans: Sequence[NodePlan], environment: Mapping[str, str], ssh_por
             agent.wait()
         if any(agent.in_a_line for agent in agents):
             print(file=sys.stderr)
-    first = outcomes[-1:] if not by_signal else []
-    rest = [agent.outcome for agent in agents if all(agent.outcome is not one for one in first)]
-    failures = without_ended([failure for outcome in (*first, *rest) for failure in outcome.failures])
-    return Outcome(failures, "" if by_signal or not first else first[0].error, by_signal)
+    failures = without_ended([failure for agent in agents for failure in agent.outcome.failures])
+    return Outcome(failures, error, by_signal)
 
 
 class _Signal(BaseException):
@@ -165,7 +164,7 @@ class _Agent:
             self._thread.join()
 
     def _follow(self, process: subprocess.Popen[bytes], told: str, ended: "queue.SimpleQueue[_Agent]") -> None:
-        """Pass its standard error on as it comes, and read the outcome at the end."""
+        """Pass its standard error on as it comes, until the outcome."""
         assert process.stdin is not None
         assert process.stderr is not None
         try:
@@ -173,8 +172,8 @@ class _Agent:
             process.stdin.flush()
         except OSError:
             pass  # it has ended; its status says why
-        held = b""
-        while chunk := os.read(process.stderr.fileno(), 2**16):
+        held, whole = b"", False
+        while not whole and (chunk := os.read(process.stderr.fileno(), 2**16)):
             held += chunk
             end = held.find(REPORT)
             if end < 0:  # all is shown but what may be the start of it
@@ -182,14 +181,26 @@ class _Agent:
                 end = start if REPORT.startswith(held[start:]) and start >= 0 else len(held)
             self._show(held[:end])
             held = held[end:]
-        status = process.wait()
-        if held.startswith(REPORT):
-            found = json.loads(held.removeprefix(REPORT))
-            self.outcome = Outcome([Failure(**entry) for entry in found["failures"]], found["error"], found["signal"])
+            whole = held.startswith(REPORT) and b"\n" in held
+        if whole:
+            self.outcome = self._read(held.removeprefix(REPORT).partition(b"\n")[0])
+            try:
+                process.wait(_LAST_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
         else:
             self._show(held)
-            self.outcome = Outcome(error=self._lost(status))
+            self.outcome = Outcome(error=self._lost(process.wait()))
         ended.put(self)
+
+    def _read(self, report: bytes) -> Outcome:
+        """Return the outcome that it reports. A signal is an error here: `shardcore run` has got none."""
+        found = json.loads(report)
+        error = found["error"]
+        if found["signal"]:
+            name = signal.Signals(found["signal"]).name
+            error = f"run: the agent on {self._plan.host} was ended by {name}, which came from there (a scheduler, or a user)"
+        return Outcome([Failure(**entry) for entry in found["failures"]], error)
 
     def _show(self, text: bytes) -> None:
         sys.stderr.buffer.write(text)

@@ -1,18 +1,20 @@
 """Several machines: ssh is a script on PATH that runs the command here, in the environment of a login without variables."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shardcore.launch import nodes
-from shardcore.launch.node import REPORT
+from shardcore.launch.node import REPORT, NodePlan, Outcome
 from tests.support.ranks import free_port
 
 SOON_S = 90.0  # for what takes five seconds on a quiet machine
@@ -150,6 +152,31 @@ def test_a_machine_without_shardcore(start: Callable[..., Any], monkeypatch: pyt
     assert (
         f"ended with status 127 without a report; expected {sys.executable}, shardcore and the folder {tmp_path} there" in err
     )
+
+
+def outcome_of(folder: Path, monkeypatch: pytest.MonkeyPatch, ssh: str) -> Outcome:
+    """Run w1 and w2, which ssh pretends to reach: it has read the plan when it runs the given script."""
+    (folder / "ssh").write_text('#!/bin/sh\nread plan\nreport() { printf "\\036shardcore run: %s\\n" "$1" >&2; }\n' + ssh)
+    (folder / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    plans = [NodePlan(slots=[[0], [0]], node_rank=rank, program=["x.py"], host=f"w{rank + 1}") for rank in range(2)]
+    return nodes.run_nodes(plans, {}, None)
+
+
+def test_an_agent_that_a_signal_ends_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = json.dumps(asdict(Outcome(signal=signal.SIGTERM)))
+    found = outcome_of(tmp_path, monkeypatch, f"case $* in *w1*) cat ;; esac\nreport '{ended}'\n")
+    assert found.error.startswith("run: the agent on w2 was ended by SIGTERM, which came from there")
+    assert found.signal == 0
+
+
+def test_what_ranks_leave_behind_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a process holds standard error, and ssh stays as long as it does."""
+    monkeypatch.setattr(nodes, "_LAST_S", 0.1)
+    left = f"sleep 60 &\necho $! >> {tmp_path}/left\nreport '{json.dumps(asdict(Outcome()))}'\necho more >&2\nexec sleep 60\n"
+    assert outcome_of(tmp_path, monkeypatch, left) == Outcome()
+    for number in (tmp_path / "left").read_text().split():
+        os.kill(int(number), signal.SIGKILL)  # it is there still
 
 
 def test_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
