@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import AutocastKwargs, DistributedType, GradScalerKwargs
+from accelerate.utils import AutocastKwargs, DistributedType, GradScalerKwargs, TorchDynamoPlugin
 from torch import nn
 
 from shardcore.api import no_sync, shard
@@ -286,11 +286,11 @@ def _check_arguments(precision: str, kwargs: Mapping[str, Any]) -> None:
                 f"ShardcoreAccelerator: kwargs_handlers has {type(handler).__name__}; expected none: there is no autocast "
                 '(shard_options={"precision": ..., "loss_scale": ...})'
             )
-    plugin = kwargs.get("dynamo_plugin")
-    backend = kwargs.get("dynamo_backend") if plugin is None else plugin.backend
-    if str(getattr(backend, "value", backend) or "no").lower() != "no":
+    dynamo = kwargs.get("dynamo_plugin") or TorchDynamoPlugin(backend=kwargs.get("dynamo_backend"))  # or the environment's
+    if dynamo.backend.value != "NO":
         raise ValueError(
-            f"ShardcoreAccelerator: dynamo has the backend {backend}; expected none (compile the blocks: block.compile())"
+            f"ShardcoreAccelerator: dynamo has the backend {dynamo.backend.value.lower()}; expected none, of accelerate launch "
+            "too (compile the blocks: block.compile())"
         )
 
 

@@ -267,6 +267,12 @@ def test_other_engines_of_the_environment_are_refused(monkeypatch: pytest.Monkey
         ShardcoreAccelerator(cpu=True)
 
 
+def test_dynamo_of_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")  # accelerate launch --dynamo_backend inductor
+    with launched(0, 1), pytest.raises(ValueError, match="dynamo has the backend inductor; expected none"):
+        ShardcoreAccelerator(cpu=True)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Accelerate counts ranks with GPUs")
 def test_ranks_that_accelerate_does_not_count_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with launched(0, 1):
