@@ -53,13 +53,12 @@ def notebook_launcher(
         processes = [context.Process(target=_rank, args=(rank, *given)) for rank in range(count)]
         try:
             _start(processes, start_method)
-            _join(processes)
+            exits = _join(processes)
         finally:
             for process in processes:
                 if process.pid is not None:
                     process.kill()
                     process.join()
-        exits = {rank: process.exitcode for rank, process in enumerate(processes)}
         if any(exits.values()):
             raise RuntimeError(report(collect(Path(folder), exits), count, _OP))
         return torch.load(Path(folder, "result"), map_location="cpu", weights_only=False)  # from the process above
@@ -78,21 +77,16 @@ def _start(processes: Sequence[BaseProcess], start_method: str) -> None:
         ) from None
 
 
-def _join(processes: Sequence[BaseProcess]) -> None:
-    """Wait until all have ended; end those that are left some seconds after the first has failed."""
-    running: dict[Any, BaseProcess] = {process.sentinel: process for process in processes}
-    failed = False
-    while running:
-        ready = wait(list(running), timeout=_GRACE_S if failed else None)
-        if not ready:
-            for process in running.values():
-                process.terminate()
-            wait(list(running), timeout=_GRACE_S)
-            return
+def _join(processes: Sequence[BaseProcess]) -> dict[int, int]:
+    """Wait until all have ended, or some seconds after the first has failed; return the exit codes of those that have."""
+    running: dict[Any, int] = {process.sentinel: rank for rank, process in enumerate(processes)}
+    exits: dict[int, int] = {}
+    while running and (ready := wait(list(running), timeout=_GRACE_S if any(exits.values()) else None)):
         for sentinel in ready:
-            process = running.pop(sentinel)
-            process.join()
-            failed = failed or process.exitcode != 0
+            rank = running.pop(sentinel)
+            processes[rank].join()
+            exits[rank] = processes[rank].exitcode or 0
+    return exits
 
 
 def _check(function: Any, args: Any, num_processes: Any, start_method: str) -> int:

@@ -43,6 +43,11 @@ def environment() -> Any:
     return [os.environ[name] for name in names], torch.get_num_threads(), os.getpid()
 
 
+def stay() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(60)
+
+
 def test_the_result_is_that_of_rank_0() -> None:
     (torch.randn(300, 300) @ torch.randn(300, 300)).sum()  # with OpenMP's threads, as a notebook may have before
     found = shardcore.notebook_launcher(train, (2,), num_processes=2)
@@ -95,6 +100,9 @@ def test_a_rank_that_dies_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> No
         )
     assert str(error.value) == "notebook_launcher: rank 1 of 2 was ended by SIGKILL (as the kernel does when memory runs out)"
     assert time.monotonic() - start_s < 20
+    with pytest.raises(RuntimeError) as error:  # ranks 0 and 1 would not end by themselves
+        shardcore.notebook_launcher(lambda: sys.exit(7) if os.environ["RANK"] == "2" else stay(), num_processes=3)
+    assert str(error.value) == "notebook_launcher: rank 2 of 3 ended with exit status 7"
     with pytest.raises(RuntimeError, match="rank 0 of 1 ended with exit status 7"):
         shardcore.notebook_launcher(lambda: sys.exit(7))
 
