@@ -210,7 +210,8 @@ def _own_node(one: NodePlan, slots: Slots, options: argparse.Namespace) -> NodeP
         raise ValueError(
             f"run: --node_rank is {options.node_rank} but there are {nodes} nodes; expected 0 to {nodes - 1} (--num_nodes)"
         )
-    address = options.master_addr or (next(iter(slots)) if not next(iter(slots)).startswith("node ") else None)
+    first = next(iter(slots)).rpartition("@")[2]
+    address = options.master_addr or (first if not first.startswith("node ") else None)
     if nodes > 1 and address is None:
         raise ValueError("run: --node_rank is given without --master_addr; expected the address of node 0, on all nodes")
     return _alone(one, slots, options.node_rank, socket.gethostname(), address or one.master_addr, options)

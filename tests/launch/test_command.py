@@ -98,6 +98,8 @@ def test_hostfiles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert plans("-H", "hosts", "--ssh_port", "7")[1].master_addr == "of w0 7"
     (plan,) = plans("-H", "hosts", "--node_rank", "1", "--no_ssh")
     assert (plan.own_slots, plan.master_addr, plan.started_alone) == ([0, 1, 2, 3], "w0", True)
+    (tmp_path / "named").write_text("me@w0 slots=2\nw1 slots=4\n")
+    assert plans("-H", "named", "--node_rank", "1")[0].master_addr == "w0"
     monkeypatch.setattr(command, "HOSTFILE", tmp_path / "hosts")
     assert slots() == slots("--hostfile", "hosts"), "DeepSpeed's usual place"
 
