@@ -120,7 +120,7 @@ def plan(options: argparse.Namespace) -> list[NodePlan]:
         program=[options.program, *options.arguments],
         kind=kind,
         local_rank=not options.no_local_rank,
-        before=["shardcore.deepspeed.as_deepspeed:install_as_deepspeed"] if options.as_deepspeed else (),
+        as_deepspeed=options.as_deepspeed,
         master_port=options.master_port or 0,
         bind_cores=options.bind_cores_to_rank,
         core_list=parse_cores(options.bind_core_list) if options.bind_core_list else (),

@@ -46,7 +46,7 @@ class NodePlan:
     started_alone: bool = False  # by something else than `shardcore run` on another machine
     kind: str = "script"  # or "module", "program"
     local_rank: bool = True  # pass --local_rank=N
-    before: Sequence[str] = ()  # "module:function" of shardcore, called in each rank before the program
+    as_deepspeed: bool = False  # `import deepspeed` means shardcore in the program
     master_addr: str = "127.0.0.1"
     master_port: int = 0  # of node 0; 0: any free one, for one node
     bind_cores: bool = False  # each rank to a share of the cores
@@ -95,7 +95,7 @@ def run_node(plan: NodePlan) -> Outcome:
         options = {
             "kind": plan.kind,
             "local_rank": plan.local_rank,
-            "before": list(plan.before),
+            "as_deepspeed": plan.as_deepspeed,
             "failures": str(failures),
             "gpus": gpus,
             "cores": cores,

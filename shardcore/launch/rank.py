@@ -52,15 +52,12 @@ def _keep(directory: str) -> None:
     sys.excepthook = hook  # torch.distributed's own hook, set later, calls this one
 
 
-def _call(name: str) -> None:
-    """Import and call "module:function" of shardcore, also where it is imported from a checkout."""
-    module, _, function = name.partition(":")
+def _install_as_deepspeed() -> None:
+    """Let `import deepspeed` mean shardcore, also where that is imported from a checkout."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-    try:
-        found = getattr(importlib.import_module(module), function)
-    finally:
-        del sys.path[0]
-    found()
+    module = importlib.import_module("shardcore.deepspeed.as_deepspeed")
+    del sys.path[0]  # before the call, which puts a folder there
+    module.install_as_deepspeed()
 
 
 def _run(options: Mapping[str, Any], program: list[str]) -> None:
@@ -72,8 +69,8 @@ def _run(options: Mapping[str, Any], program: list[str]) -> None:
         sys.path.insert(0, os.getcwd())
     elif not os.path.isdir(program[0]):  # runpy inserts a directory itself
         sys.path.insert(0, os.path.dirname(os.path.realpath(program[0])))
-    for name in options["before"]:
-        _call(name)
+    if options["as_deepspeed"]:
+        _install_as_deepspeed()
     sys.argv = program
     if options["kind"] == "module":
         runpy.run_module(program[0], run_name="__main__", alter_sys=True)

@@ -71,11 +71,11 @@ def test_this_machine() -> None:
         [0, 1, 2, 5],
         False,
     )
-    assert plans("--as-deepspeed")[0].before == ["shardcore.deepspeed.as_deepspeed:install_as_deepspeed"]
+    assert plans("--as-deepspeed")[0].as_deepspeed
     with pytest.raises(ValueError, match="--as_deepspeed and --no_python are both given"):
         plans("--as-deepspeed", "--no_python")
     (plan,) = plans("--no_python", "--no-local-rank", "--master_port", "1234", "--num_nodes", "1")
-    assert (plan.kind, plan.local_rank, plan.master_port, plan.before) == ("program", False, 1234, ())
+    assert (plan.kind, plan.local_rank, plan.master_port, plan.as_deepspeed) == ("program", False, 1234, False)
 
 
 def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,8 @@ import pytest
 import shardcore.launch.rank as rank
 
 BASE = {
-    "kind": "script", "local_rank": False, "before": [], "gpus": "", "cores": [[], []], "threads": [0, 3], "restart": 2,
-    "max_restarts": 4,
+    "kind": "script", "local_rank": False, "as_deepspeed": False, "gpus": "", "cores": [[], []], "threads": [0, 3],
+    "restart": 2, "max_restarts": 4,
 }  # fmt: skip
 
 
@@ -128,13 +128,9 @@ def test_a_hook_of_its_own_prints(run: Any) -> None:
 
 
 @pytest.mark.more
-def test_what_is_called_before(run: Any) -> None:
-    """The seam for import finders: shardcore is found wherever the launcher was, and the program sees what it did."""
-    program = "import sys; print('shardcore.launch.hosts' in sys.modules)"
-    done = run(program, before=["shardcore.launch.hosts:Slots", "shardcore.launch.hosts:absent"])
-    assert (done.stdout, done.returncode) == ("", 1)
-    assert "absent" in done.recorded["last"]
-    done = run(program, before=["shardcore.launch.hosts:Slots"])
+def test_deepspeed_is_shardcore(run: Any) -> None:
+    """Found wherever the launcher was."""
+    done = run("import deepspeed, shardcore; print(deepspeed.initialize is shardcore.initialize)", as_deepspeed=True)
     assert done.stdout == "True\n", done.recorded
 
 
