@@ -23,19 +23,17 @@ class Failure:
     last: str  # the last line of its traceback, or how it ended
     text: str  # its traceback; "" if it raised nothing
     code: int  # the exit status that it had or, ended by a signal, would have in a shell
-    shown: bool = False  # the traceback is on the screen
 
 
-def collect(directory: Path, exits: Mapping[int, int], shown: Sequence[int] = ()) -> list[Failure]:
+def collect(directory: Path, exits: Mapping[int, int]) -> list[Failure]:
     """Return the failures of a node's ranks: what they recorded in `directory`, and exits, rank -> status of its process.
 
-    shown: ranks whose traceback is on the screen. SIGTERM is what the launcher ends the others with, so it is left out
-    unless no rank failed in another way.
+    SIGTERM is what the launcher ends the others with, so it is left out unless no rank failed in another way.
     """
     found = {}
     for path in directory.glob("*.json"):
         rank, told = int(path.stem), json.loads(path.read_text())
-        found[rank] = Failure(rank, told["time_ns"], told["last"], told["text"], 1, rank in shown)
+        found[rank] = Failure(rank, told["time_ns"], told["last"], told["text"], 1)
     for rank, status in exits.items():
         if status != 0 and rank not in found:
             how = f"was ended by {_signal(-status)}" if status < 0 else f"ended with exit status {status}"
@@ -71,13 +69,12 @@ def report(failures: Sequence[Failure], world_size: int, op: str) -> str:
     lines = [f"{op}: rank {other.rank} of {world_size} {_in_a_line(other)}" for other in others[:_LINES]]
     if len(others) > _LINES:
         lines.append(f"{op}: {len(others) - _LINES} more ranks failed")
-    if not cause.text or cause.shown:
-        return "\n".join([*lines, f"{op}: rank {cause.rank} of {world_size} {_in_a_line(cause)}"])
-    return "\n".join([*lines, f"{op}: rank {cause.rank} of {world_size} failed:", cause.text.rstrip()])
+    how = f"failed:\n{cause.text.rstrip()}" if cause.text else cause.last
+    return "\n".join([*lines, f"{op}: rank {cause.rank} of {world_size} {how}"])
 
 
 def _in_a_line(failure: Failure) -> str:
     if not failure.text:
         return failure.last
     last = failure.last if len(failure.last) <= _LINE_CHARACTERS else failure.last[: _LINE_CHARACTERS - 3] + "..."
-    return f"failed: {last}" + " (its traceback is above)" * failure.shown
+    return f"failed: {last}"

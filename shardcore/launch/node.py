@@ -133,7 +133,7 @@ def run_node(plan: NodePlan) -> Outcome:
             error = f"run: {plan.host}: {type(lost).__name__}: {str(lost).partition(chr(10))[0]}"
         finally:
             stuck.stop()
-        return Outcome(collect(failures, exits, stuck.shown), error, ended_by)
+        return Outcome(collect(failures, exits), error, ended_by)
 
 
 # --- checks -----------------------------------------------------------------------------------------------------------
@@ -244,7 +244,6 @@ class _Stuck:
     """Shows the traceback of a rank that raised but does not end (a thread, a destructor): the job would hang in silence."""
 
     def __init__(self, failures: Path, world_size: int) -> None:
-        self.shown: list[int] = []
         self._failures, self._world_size = failures, world_size
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -255,10 +254,11 @@ class _Stuck:
         self._thread.join()
 
     def _watch(self) -> None:
+        shown: list[int] = []
         while not self._stop.wait(_CHECK_S):
             for failure in collect(self._failures, {}):
-                if failure.rank not in self.shown and time.time_ns() - failure.time_ns > STUCK_S * 1e9:
-                    self.shown.append(failure.rank)
+                if failure.rank not in shown and time.time_ns() - failure.time_ns > STUCK_S * 1e9:
+                    shown.append(failure.rank)
                     head = f"shardcore run: rank {failure.rank} of {self._world_size} has raised, and has not ended since:"
                     print(head, failure.text.rstrip(), sep="\n", file=sys.stderr, flush=True)
 

@@ -52,8 +52,3 @@ def test_ranks_without_a_traceback(tmp_path: Path) -> None:
     assert report(alone, 1, "run") == "run: rank 0 of 1 was ended by SIGTERM"
     assert without_ended([*alone, CAUSE]) == [CAUSE]
     assert first([*failures, CAUSE]) is CAUSE
-
-
-def test_a_traceback_is_not_shown_twice(tmp_path: Path) -> None:
-    (tmp_path / "1.json").write_text(json.dumps({"time_ns": 5, "last": "E: x", "text": "Traceback\nE: x\n"}))
-    assert report(collect(tmp_path, {}, shown=[1]), 2, "run") == "run: rank 1 of 2 failed: E: x (its traceback is above)"
