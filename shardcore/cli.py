@@ -11,8 +11,9 @@ import ast
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -77,10 +78,10 @@ def _nodes_text(nodes: Sequence[int]) -> str:
     return f"node{'s' if len(nodes) > 1 else ''} {', '.join(map(str, nodes))}{' by turns' if len(nodes) > 1 else ''}"
 
 
-def _info(disks: Sequence[str]) -> int:
+def _info(parsed: argparse.Namespace) -> int:
     facts = _facts() | _numa_facts()
     engine = disk.file_engine()
-    measured = {folder: disk.measure(engine, Path(folder)) for folder in disks}
+    measured = {folder: disk.measure(engine, Path(folder)) for folder in parsed.disk}
     for folder, rates in measured.items():
         facts[folder] = f"{disk.about(engine, Path(folder))}: {_rates(rates)}"
     if len(measured) > 1:
@@ -100,68 +101,16 @@ def _suites(checkout: Path) -> dict[str, str]:
     return {path.stem.removeprefix(_PREFIX): text.partition("\n")[0] for path, text in texts.items()}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line (of this process, by default) and return the exit status."""
-    parser = argparse.ArgumentParser(prog="shardcore", description="Sharded, offloaded training on torch.distributed.")
-    parser.add_argument("--version", action="version", version=f"shardcore {__version__}")
-    commands = parser.add_subparsers(
-        dest="command", required=True, metavar="info | run | estimate | consolidate | report | bench"
-    )
-    informer = commands.add_parser("info", help="what is installed, how it was built, and what it finds on this machine")
-    informer.add_argument("--disk", nargs="+", default=[], metavar="DIR", help="measure the disks of these directories, too")
-    runner = commands.add_parser("run", help="start a training program's ranks, with the options of DeepSpeed's launcher")
-    launch.add_arguments(runner)
-    estimator = commands.add_parser(
-        "estimate", help="bytes that each rank keeps and sends, for a model, stages and numbers of ranks; trains nothing"
-    )
-    estimate.add_arguments(estimator)
-    consolidator = commands.add_parser("consolidate", help="write the weights of a checkpoint as ordinary .safetensors files")
-    consolidator.add_argument("directory", metavar="DIR", help="what save was given, or one checkpoint")
-    consolidator.add_argument("output", metavar="OUT", help="a directory, or the name of one .safetensors file")
-    consolidator.add_argument("--tag", help="which checkpoint (default: the latest)")
-    consolidator.add_argument("--dtype", choices=list(DTYPES), help="of all floating tensors (default: float32 masters)")
-    consolidator.add_argument("--max-shard-size", default="5GB", help="of a file (default: 5GB)")
-    reporter = commands.add_parser("report", help="write a page with plots of a training that shardcore.Metrics watched")
-    report.add_arguments(reporter)
-    bench = commands.add_parser("bench", help="run a benchmark of a source checkout", usage="shardcore bench [SUITE [OPTIONS]]")
-    bench.add_argument("suite", nargs="?", metavar="SUITE", help="which one (default: list them)")
-    bench.add_argument("options", nargs=argparse.REMAINDER, metavar="OPTIONS", help="the suite's own: bench SUITE --help")
-    parsed = parser.parse_args(arguments)
-    if parsed.command == "info":
-        try:
-            return _info(parsed.disk)
-        except OSError as error:
-            informer.error(str(error))
-    if parsed.command == "run":
-        try:
-            status = launch.run(parsed)
-        except (ValueError, OSError) as error:
-            runner.error(str(error))
-        if arguments is None:  # this process is the command's: threads of torch's agent and store may abort its end (2.13)
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(status)
-        return status
-    if parsed.command == "estimate":
-        try:
-            return estimate.run(parsed)
-        except (ValueError, TypeError, OSError) as error:
-            estimator.error(str(error))
-    if parsed.command == "consolidate":
-        try:
-            dtype, size = DTYPES.get(parsed.dtype), bytes_of(parsed.max_shard_size)
-            print(*consolidate(parsed.directory, parsed.output, tag=parsed.tag, dtype=dtype, max_shard_bytes=size), sep="\n")
-            return 0
-        except (OSError, ValueError) as error:
-            consolidator.error(str(error))
-    if parsed.command == "report":
-        try:
-            return report.run(parsed)
-        except (OSError, ValueError) as error:
-            reporter.error(str(error))
+def _consolidate(parsed: argparse.Namespace) -> int:
+    dtype, size = DTYPES.get(parsed.dtype), bytes_of(parsed.max_shard_size)
+    print(*consolidate(parsed.directory, parsed.output, tag=parsed.tag, dtype=dtype, max_shard_bytes=size), sep="\n")
+    return 0
+
+
+def _bench(parsed: argparse.Namespace) -> int:
     suites = _suites(_CHECKOUT)
     if not suites:
-        bench.error(
+        raise ValueError(
             f"{_CHECKOUT}, where this shardcore is imported from, is no source checkout; expected one (clone the repository, "
             "make setup, then python -m shardcore bench there)"
         )
@@ -169,7 +118,51 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(columns(list(suites.items())))
         return 0
     if parsed.suite not in suites:
-        bench.error(f"argument SUITE: {parsed.suite}; expected {', '.join(suites)}")
+        raise ValueError(f"argument SUITE: {parsed.suite}; expected {', '.join(suites)}")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(_CHECKOUT), os.environ.get("PYTHONPATH")]))}
     command = [sys.executable, "-P", "-m", f"benchmarks.{_PREFIX}{parsed.suite}", *parsed.options]
     return subprocess.run(command, env=environment, check=False).returncode
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line (of this process, by default) and return the exit status."""
+    parser = argparse.ArgumentParser(prog="shardcore", description="Sharded, offloaded training on torch.distributed.")
+    parser.add_argument("--version", action="version", version=f"shardcore {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="info | run | estimate | consolidate | report | bench")
+
+    def command(name: str, run: Callable[[argparse.Namespace], int], text: str, **how: Any) -> argparse.ArgumentParser:
+        added: argparse.ArgumentParser = commands.add_parser(name, help=text, **how)
+        added.set_defaults(run=run, parser=added)
+        return added
+
+    informer = command("info", _info, "what is installed, how it was built, and what it finds on this machine")
+    informer.add_argument("--disk", nargs="+", default=[], metavar="DIR", help="measure the disks of these directories, too")
+    runner = command("run", launch.run, "start a training program's ranks, with the options of DeepSpeed's launcher")
+    launch.add_arguments(runner)
+    estimator = command(
+        "estimate",
+        estimate.run,
+        "bytes that each rank keeps and sends for a model, by stage and number of ranks; trains nothing",
+    )
+    estimate.add_arguments(estimator)
+    consolidator = command("consolidate", _consolidate, "write the weights of a checkpoint as ordinary .safetensors files")
+    consolidator.add_argument("directory", metavar="DIR", help="what save was given, or one checkpoint")
+    consolidator.add_argument("output", metavar="OUT", help="a directory, or the name of one .safetensors file")
+    consolidator.add_argument("--tag", help="which checkpoint (default: the latest)")
+    consolidator.add_argument("--dtype", choices=list(DTYPES), help="of all floating tensors (default: float32 masters)")
+    consolidator.add_argument("--max-shard-size", default="5GB", help="of a file (default: 5GB)")
+    report.add_arguments(command("report", report.run, "write a page with plots of a training that shardcore.Metrics watched"))
+    usage = "shardcore bench [SUITE [OPTIONS]]"
+    bench = command("bench", _bench, "run a benchmark of a source checkout", usage=usage)
+    bench.add_argument("suite", nargs="?", metavar="SUITE", help="which one (default: list them)")
+    bench.add_argument("options", nargs=argparse.REMAINDER, metavar="OPTIONS", help="the suite's own: bench SUITE --help")
+    parsed = parser.parse_args(arguments)
+    try:
+        status: int = parsed.run(parsed)
+    except (ValueError, TypeError, OSError) as error:
+        parsed.parser.error(str(error))
+    if arguments is None and parsed.run is launch.run:  # threads of torch's agent and store may abort this process's end (2.13)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    return status
