@@ -35,7 +35,7 @@ def test_this_checkout_keeps_the_rules():
 
 
 def test_a_clean_checkout_passes(checkout):
-    assert list(check_includes.problems(checkout("csrc/flags.txt", "# never -march=native\ncxx: -O3\n"))) == []
+    assert list(check_includes.problems(checkout("csrc/adam/adam_cpu.h", ""))) == []
 
 
 @pytest.mark.parametrize(
@@ -60,12 +60,6 @@ def test_a_clean_checkout_passes(checkout):
         ("shardcore/x.py", "1", "shardcore/x.py: has no test file; expected tests/test_x.py or test_x_<subject>.py"),
         ("shardcore/optim/layout.py", "1", "layout.py: has no test file; expected tests/optim/test_layout.py"),
         ("shardcore/optim/state_cases.py", "1", "optim/state.py: has no test file; expected tests/optim/test_state.py"),
-        ("shardcore/layout.py", "def f():\n    import os\n", "shardcore/layout.py:2: imports inside f()"),
-        (
-            "shardcore/layout.py",
-            "class A:\n    async def g(self):\n        from os import path\n",
-            "shardcore/layout.py:3: imports inside g()",
-        ),
         (
             "tests/test_layout_of_units.py",
             "from tests.engine.test_units import x",
@@ -74,8 +68,6 @@ def test_a_clean_checkout_passes(checkout):
         ("tests/test_layout.py", "def f():\n    import tests.test_api", "tests/test_layout.py:2: imports tests.test_api"),
         ("tests/test_layouts.py", "", "_layouts.py: is named after none of cpp, layout, version; expected test_<module>.py"),
         ("tests/engine/test_layout.py", "", "tests/engine/test_layout.py: is named after none of "),
-        ("csrc/flags.txt", "cxx: -O3 -march=native", "csrc/flags.txt:1: has -march=native"),
-        ("setup.py", "flags = ['-ffast-math']", "setup.py:1: has -ffast-math"),
     ],
 )
 def test_each_rule_finds_its_breach(checkout, path, text, problem):
