@@ -132,23 +132,7 @@ def _run_rank(
         torch.cuda.set_device(place)
     # Also for one rank: the group says which device is meant (a CPU run on a machine with GPUs).
     ours = {"backend": "nccl", "device_id": place} if place.type == "cuda" else {"backend": "gloo"}
-    store = _store_of_attempt()
-    meeting = {"init_method": init_method} if store is None else {"store": store}
-    dist.init_process_group(**meeting, rank=rank, world_size=world_size, **ours)
+    dist.init_process_group(init_method=init_method, rank=rank, world_size=world_size, **ours)
     result = function(Rank(rank, world_size, place), *args)
     dist.destroy_process_group()
     return result
-
-
-def _store_of_attempt() -> dist.Store | None:
-    """Return torchrun's store with other names for each restart; None if its ranks are not all here, or torchrun is not.
-
-    torch (2.5 to 2.13, its issue 135712) has the same names in every attempt, so that after a restart ranks may read the
-    addresses of ranks that are dead. Over several nodes restarts are counted apart: docs/checkpoints.md,
-    "Restart after a failure".
-    """
-    given = os.environ
-    if given.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or given["LOCAL_WORLD_SIZE"] != given["WORLD_SIZE"]:
-        return None
-    store = dist.TCPStore(given["MASTER_ADDR"], int(given["MASTER_PORT"]), is_master=False)
-    return dist.PrefixStore(f"restart{given['TORCHELASTIC_RESTART_COUNT']}", store)

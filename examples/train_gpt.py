@@ -3,7 +3,8 @@
     python -m examples.train_gpt --demo                     stage 0, then stage 2 with CPU offload, from the same seed
     python -m examples.train_gpt --stage 2 --offload cpu    one training
     torchrun --nproc-per-node 4 -m examples.train_gpt --demo
-    torchrun --nproc-per-node 2 --max-restarts 3 -m examples.train_gpt --checkpoint-every 20 --resume
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1             docs/checkpoints.md, "Restart after a failure"
+    torchrun --standalone --nproc-per-node 2 --max-restarts 3 -m examples.train_gpt --checkpoint-every 20 --resume
                                                             goes on from the last checkpoint when a rank has died
 
 Without torchrun it starts the ranks itself. Exit code: 0; 1 if a rank failed or the final weights differ; 2 for bad arguments.

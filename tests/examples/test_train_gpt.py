@@ -240,7 +240,8 @@ def test_torchrun_restarts_a_training_whose_rank_is_killed(tmp_path):
         process = subprocess.Popen(
             [sys.executable, *launcher, "-m", "examples.train_gpt", *arguments, "--out", str(tmp_path / "killed")],
             cwd=ROOT,
-            env={name: value for name, value in os.environ.items() if name not in TORCHRUN_NAMES},
+            env={name: value for name, value in os.environ.items() if name not in TORCHRUN_NAMES}
+            | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
             stdout=said,
             stderr=said,
         )
