@@ -5,14 +5,10 @@ traceback (not the "connection closed" that it causes in the others) is what the
 """
 
 import os
-import signal
 import sys
 import tempfile
-import time
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import torch
@@ -21,6 +17,8 @@ import torch.multiprocessing as mp
 from torch.multiprocessing.spawn import ProcessException
 
 from examples.machine import usable_cores
+from shardcore.launch.failures import collect, report
+from shardcore.launch.rank import record
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ def launch(function: Callable[..., int], nproc: int, device: str, threads: int |
     """Run ``function(Rank, *args)`` on every rank and return rank 0's result as an exit code.
 
     ``function`` must be importable by name. ``device`` is "cpu" or "cuda". ``threads`` a rank is the share of this
-    machine's cores unless given. Under torchrun ``nproc`` is not used. Prints the first failing rank's traceback and
+    machine's cores unless given. Under torchrun ``nproc`` is not used. Prints the first failing rank's traceback last and
     returns 1 if a rank fails; returns 130 if it is interrupted.
     """
     try:
@@ -70,30 +68,14 @@ def _launch(function: Callable[..., int], nproc: int, device: str, threads: int 
         try:
             while not context.join():
                 pass
-        except ProcessException as error:
-            print("\n".join([*_killed(context.processes), _first_failure(directory) or str(error)]), file=sys.stderr)
+        except ProcessException:
+            exits = {rank: process.exitcode or 0 for rank, process in enumerate(context.processes)}
+            print(report(collect(Path(directory), exits), nproc, "launch"), file=sys.stderr)
             return 1
         finally:
             for process in context.processes:
                 process.kill()
         return int(Path(directory, "result").read_text())
-
-
-def _killed(processes: Sequence[BaseProcess]) -> list[str]:
-    """Name the ranks that a signal ended and that could not report: why others fail. SIGTERM ends what was left running."""
-    codes = [(rank, process.exitcode or 0) for rank, process in enumerate(processes)]
-    return [
-        f"rank {rank} of {len(processes)} was ended by {signal.Signals(-code).name}"
-        + " (as the kernel does when memory runs out)" * (code == -signal.SIGKILL)
-        for rank, code in codes
-        if code < 0 and code != -signal.SIGTERM
-    ]
-
-
-def _first_failure(directory: str) -> str | None:
-    """Return the report of the rank that failed first: file names start with the machine's monotonic time."""
-    failures = sorted(Path(directory).glob("failure-*"))
-    return failures[0].read_text() if failures else None
 
 
 def _spawned_rank(
@@ -108,9 +90,8 @@ def _spawned_rank(
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(nproc), LOCAL_WORLD_SIZE=str(nproc))
     try:
         result = _run_rank(function, f"file://{directory}/store", device, threads, args)
-    except Exception:
-        report = f"rank {rank} of {nproc} failed:\n{traceback.format_exc()}"
-        Path(directory, f"failure-{time.monotonic_ns():020d}-{rank}").write_text(report)
+    except Exception as error:
+        record(directory, rank, error, error.__traceback__)
         raise
     if rank == 0:
         Path(directory, "result").write_text(str(result))
