@@ -33,9 +33,13 @@ DTYPES = {
 
 
 def open_file(op: str, path: Path) -> tuple[dict[str, FileTensor], Mapping[str, str]]:
-    """Return the tensors of a file by name, and its metadata. Raises OSError, or ValueError for a file that is torn."""
+    """Return the tensors of a file by name, and its metadata.
+
+    Raises OSError, or ValueError for a file that is torn, and for dtypes other than DTYPES.
+    """
     window = Window.of(path)
     found: dict[str, FileTensor] = {}
+    unknown: list[str] = []
     try:
         head_size = int.from_bytes(window.read(0, 8), "little")
         header = json.loads(bytes(window.read(8, head_size)))
@@ -44,7 +48,8 @@ def open_file(op: str, path: Path) -> tuple[dict[str, FileTensor], Mapping[str, 
         for name, entry in header.items():
             shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
             if entry["dtype"] not in DTYPES:
-                raise ValueError(f"{name} has dtype {entry['dtype']}, and {', '.join(DTYPES)} are known")
+                unknown.append(f"{name} as {entry['dtype']}")
+                continue
             dtype = DTYPES[entry["dtype"]]
             stride = tuple(prod(shape[index + 1 :]) for index in range(len(shape)))
             if prod(shape) * dtype.itemsize != end - begin:
@@ -56,6 +61,8 @@ def open_file(op: str, path: Path) -> tuple[dict[str, FileTensor], Mapping[str, 
         raise ValueError(
             f"{op}: {path} is torn or no safetensors file ({error!r}); expected a complete one: copy it again"
         ) from error
+    if unknown:
+        raise ValueError(f"{op}: {path} has {', '.join(unknown[:3])}; expected tensors of {', '.join(DTYPES)}")
     return found, metadata
 
 

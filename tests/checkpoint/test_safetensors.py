@@ -162,6 +162,8 @@ def _torn(folder: Path, how: str) -> Any:
     path = save(folder / "model.safetensors", tensors)
     if how == "torn":
         path.write_bytes(path.read_bytes()[:-100])
+    elif how == "unknown dtype":
+        path.write_bytes(path.read_bytes().replace(b'"dtype": "F32"', b'"dtype": "F4" ', 1))
     elif how == "no file":
         path.unlink()
         (folder / "model.safetensors.index.json").write_text('{"weight_map": {"gain": "model.safetensors"}}')
@@ -185,6 +187,7 @@ FAULTS = [
         r"head\.weight has dtype torch\.int64 in .*model\.safetensors; expected one that torch\.float32 can be made from",
     ),
     ("torn", r"model\.safetensors is torn or no safetensors file .* expected a complete one: copy it again"),
+    ("unknown dtype", r"model\.safetensors has [\w.]+ as F4; expected tensors of F64, F32, "),
     ("no file", r"there is no file .*model\.safetensors; expected it"),
     ("empty folder", r"expected model\.safetensors\.index\.json or model\.safetensors in it"),
     ("torn index", r"index\.json is torn or no index"),
