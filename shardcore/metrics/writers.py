@@ -9,6 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from shardcore.checkpoint.directory import replacing
 from shardcore.distributed.clock import PARTS
 
 # (name, value, step): the name as "Train/Samples/lr"
@@ -80,7 +81,7 @@ class Table:
                     f"Metrics: {self._path} is there already; expected another directory, or start=N to go on after step N"
                 )
             rows = [row for row in read_table(folder, "Metrics") if int(row["step"]) <= start]
-        with open(self._path, "w", newline="") as file:
+        with replacing(self._path) as new, open(new, "w", newline="") as file:  # which may fail: the rows stay
             writer = csv.DictWriter(file, COLUMNS)
             writer.writeheader()
             writer.writerows(rows)

@@ -1,5 +1,7 @@
 """Where metrics go: TensorBoard's files read back, Weights & Biases by a stand-in, the CSV file."""
 
+import csv
+import errno
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -74,6 +76,17 @@ def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert [row["step"] for row in read_table(tmp_path, "op")] == ["20"]
     Table(tmp_path, 30).write(ROW | {"step": 31})
     assert [row["step"] for row in read_table(tmp_path, "op")] == ["20", "31"]
+
+
+def test_rows_stay_if_the_disk_is_full_when_a_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(writer: Any, rows: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    Table(tmp_path, 0).write(ROW)
+    monkeypatch.setattr(csv.DictWriter, "writerows", full)
+    with pytest.raises(OSError, match="No space left on device"):
+        Table(tmp_path, 20)
+    assert [row["step"] for row in read_table(tmp_path, "op")] == ["20"]
 
 
 def test_a_file_with_other_columns_is_refused(tmp_path: Path) -> None:
