@@ -125,8 +125,7 @@ class EMA:
         def check() -> str:
             engine.updater.refuse_swapped("swap")
             engine.updater.accept_weight_edits()
-            if engine.unsharder is not None and any(unit.held for unit in engine.unsharder.units):
-                raise ValueError("swap: called inside full_params; expected full_params inside swap")
+            engine.refuse_held("swap")
             return "the average"
 
         engine.together("EMA.swap", check)

@@ -229,8 +229,7 @@ def load_from(source: Source, engine: Engine, wanted: Wanted) -> Loaded:
                 raise ValueError(
                     f"load: {name} has shape {source.shapes[name]} in {source.path}; expected {tuple(tensor.shape)}"
                 )
-        if engine.unsharder is not None and any(unit.held for unit in engine.unsharder.units):
-            raise ValueError("load: called inside full_params; expected it after the block")
+        engine.refuse_held("load")
         if wanted.states and wanted.strict and source.groups is None and not source.steps and engine.updater.buckets:
             raise ValueError(
                 f"load: {source.path} has no states of an optimizer; expected some, or load without an optimizer (which leaves "

@@ -205,8 +205,7 @@ def load_model_state(engine: Engine, state: Mapping[str, Any]) -> None:
                 _check_ranges(name, bucket, engine.managed[tensor], state[name])  # type: ignore[index]
             elif not isinstance(state[name], torch.Tensor) or state[name].shape != tensor.shape:
                 raise ValueError(f"{_OP}: {name} has {state[name]!r}; expected a tensor of shape {tuple(tensor.shape)}")
-        if engine.unsharder is not None and any(unit.held for unit in engine.unsharder.units):
-            raise ValueError(f"{_OP}: called inside full_params; expected it after the block")
+        engine.refuse_held(_OP)
         return "that of the model"
 
     engine.together(_OP, check)

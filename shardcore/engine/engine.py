@@ -189,6 +189,11 @@ class Engine:
         assert self.device_step is not None
         return self.device_step.state
 
+    def refuse_held(self, op: str) -> None:
+        """Raise ValueError inside full_params, whose weights `op` would leave as they were."""
+        if self.unsharder is not None and any(unit.held for unit in self.unsharder.units):
+            raise ValueError(f"{op}: called inside full_params; expected it after the block")
+
     # --- what hooks of the model call (engine/hooks.py) -----------------------------------------------------------------
 
     @property

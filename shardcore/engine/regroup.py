@@ -69,8 +69,7 @@ def regroup(engine: Engine, optimizer: Any, problem: Exception | None, op: str =
             raise NotImplementedError(f"{op}: states are in files, or split by a ratio; expected them on the device or the CPU")
         if engine.reducer.holds_grads:
             raise ValueError(f"{op}: gradients wait for a step or zero_grad(); expected it between zero_grad() and a backward")
-        if engine.unsharder is not None and any(unit.held for unit in engine.unsharder.units):
-            raise ValueError(f"{op}: called inside full_params; expected it after the block")
+        engine.refuse_held(op)
         if plan.host is not None and not engine.updater.buckets:
             raise NotImplementedError(
                 f"{op}: nothing trained when shard() was called with offload; expected at least one parameter"

@@ -29,8 +29,7 @@ def set_full_state(engine: Engine, param: nn.Parameter, key: str, value: Any) ->
         known = ["master", *(bucket.state_format.keys if bucket.group is not None else ())]
         if key not in known:
             raise KeyError(f"{op}: {managed.name} has no state {key!r}; expected one of {', '.join(dict.fromkeys(known))}")
-        if engine.unsharder is not None and any(unit.held for unit in engine.unsharder.units):
-            raise ValueError(f"{op}: called inside full_params; expected it after the block")
+        engine.refuse_held(op)
         engine.updater.accept_weight_edits()
         return _described(f"{key} of {managed.name}", check_tensor(op, "value", value, param.shape))
 
