@@ -11,10 +11,7 @@ Note [The rest]. States in host memory or on the device (`ratio`), weights that 
 written in full by every commit. Frozen parameters are not: they are as the program makes them.
 """
 
-import errno
 import logging
-import os
-import shutil
 import threading
 import weakref
 from collections.abc import Iterator, Mapping
@@ -56,7 +53,7 @@ class Commits:
     """Commits the steps of one engine: see Note [When]. What `Engine.commits` is."""
 
     def __init__(self, engine: Engine, slots: Slots, states: NvmeStates) -> None:
-        """Begin, from the step that `slots` has chosen if there is one. Collective. OSError if the disk has no room."""
+        """Begin, from the step that `slots` has chosen if there is one. Collective."""
         self._engine_ref, self._slots, self._states = weakref.ref(engine), slots, states  # the engine keeps this
         self.scheduler: Any = None
         self.stateful: Mapping[str, Any] = {}
@@ -69,7 +66,6 @@ class Commits:
         self._all_have_it = True  # the last commit
         self.source: Committed | None = None  # until the first step
         self.restored = False  # `resume` was called
-        self._check_room(engine.comm)
         if slots.record is not None:
             self.source = Committed(slots.folder, [slots.record], whole=False)
             slots.adopt(states)
@@ -213,26 +209,6 @@ class Commits:
                 yield from weight_of(bucket, managed, (where[0], where[1], where[2]))
         for name, buffer in self._buffers.items():
             yield from items_of(name, buffer.reshape(-1))
-
-    def _check_room(self, comm: Comm) -> None:
-        """Raise OSError if the ranks on this disk need more room than it has. Collective."""
-        self._buffers = buffers_of(self._engine.model)
-        needed = 2 * sum(item.nbytes for item in self._rest(self._engine)) - self._slots.rest_bytes()
-        self._buffers = {}
-        disk = [*here(), os.stat(self._slots.folder).st_dev]
-        wanted = sum(count for where, count in comm.gather_json([disk, max(0, needed)]) if where == disk)
-
-        def check() -> None:
-            free = shutil.disk_usage(self._slots.folder).free
-            if free < wanted:
-                raise OSError(
-                    errno.ENOSPC,
-                    f"shard: weights, buffers and states that are not in the slots take {wanted} bytes of two commits (of all "
-                    f'ranks on this disk), and {free} are free; expected more room ("durable": False takes none of it)',
-                    str(self._slots.folder),
-                )
-
-        attempt_together(comm, "build model and optimizer anew", check, "shard")
 
 
 def _live(engine: Engine) -> list[Bucket]:

@@ -380,10 +380,6 @@ class Slots:
         """The name of the next commit's file of the rest."""
         return f"rank_{self.rank:05d}.rest_{self.index}.safetensors"
 
-    def rest_bytes(self) -> int:
-        """Return the bytes of the files of the rest that are there, which commits write over."""
-        return sum(path.stat().st_size for path in self.folder.glob(f"rank_{self.rank:05d}.rest_*"))
-
     def said(self, states: NvmeStates, rest: Mapping[str, Any]) -> dict[str, Any]:
         """Return what `manifest_of` is given of this rank: the states where they are now, and `rest`, of `write_ranges`."""
         ranges = rest["ranges"]
