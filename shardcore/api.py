@@ -18,9 +18,9 @@ from shardcore._native import _C
 from shardcore.checkpoint import sharded as sharded_state
 from shardcore.checkpoint.commits import Commits
 from shardcore.checkpoint.materialize import FromFiles, FromInit, Materialize, plan_materialize
-from shardcore.checkpoint.save import attempt_together
 from shardcore.checkpoint.slots import Slots
 from shardcore.distributed.comm import Comm
+from shardcore.distributed.everyone import attempt_together
 from shardcore.distributed.groups import own_gpu, use_own_gpu
 from shardcore.distributed.joining import agree_in_parts, join
 from shardcore.distributed.launchers import ranks_here
@@ -456,7 +456,7 @@ def _files(plan: Plan, tiers: OffloadOptions) -> StateFiles | None:
     folders = [Path(one) for one in tiers.path]
     if not tiers.durable:
         return Scratch(folders)
-    slots: Slots = attempt_together(plan.comm, "nothing was changed", lambda: Slots(folders, plan.comm.rank), "shard")
+    slots: Slots = attempt_together(plan.comm, "shard", lambda: Slots(folders, plan.comm.rank), "nothing was changed")
     try:
         slots.choose(plan.comm, tiers.resume)
     except BaseException:

@@ -27,7 +27,6 @@ from shardcore.checkpoint.load import Wanted, check_scheduler, check_stateful, l
 from shardcore.checkpoint.save import (
     Beside,
     Content,
-    attempt_together,
     buffers_of,
     describe,
     items_of,
@@ -39,8 +38,7 @@ from shardcore.checkpoint.save import (
 )
 from shardcore.checkpoint.slots import COMMIT_THREAD, Committed, Slots
 from shardcore.checkpoint.write import Given, Item, manifest_of, write_ranges
-from shardcore.distributed.comm import Comm
-from shardcore.distributed.machine import here
+from shardcore.distributed.everyone import attempt_together
 from shardcore.engine.bucket import Bucket
 from shardcore.engine.engine import Engine, engine_behind
 from shardcore.engine.nvme_states import NvmeStates
@@ -252,7 +250,7 @@ def resume(model: nn.Module, *, scheduler: Any = None, stateful: Mapping[str, An
             check_stateful("resume", commits.source, engine.everyone, wanted.stateful)
         return commits
 
-    found = attempt_together(engine.comm, "nothing was restored", check, "resume")
+    found = attempt_together(engine.comm, "resume", check, "nothing was restored")
     if found.source is not None:
         for group, options in zip(engine.groups, options_of(found.source, engine) or (), strict=True):
             group.update(options)  # again: a scheduler that was made meanwhile has set learning rates

@@ -22,7 +22,8 @@ from shardcore.checkpoint import format as layout
 from shardcore.checkpoint.directory import sync_directory, write_synced
 from shardcore.checkpoint.format import plain_name
 from shardcore.checkpoint.load import open_checkpoint
-from shardcore.checkpoint.save import buffers_of, named_buffers, named_parameters, raise_together
+from shardcore.checkpoint.save import buffers_of, named_buffers, named_parameters
+from shardcore.distributed.everyone import attempt_together
 from shardcore.checkpoint.source import Source
 from shardcore.engine.disk import file_engine
 from shardcore.engine.engine import Engine, engine_behind
@@ -204,19 +205,15 @@ def on_first_rank(
     """Let rank 0 use the flattened values of `tensors` while all ranks gather them; returns what it does there. Collective."""
     engine.read_all("state_dict", "the model")
     values = _values(engine, tensors)
-    files: list[Path] = []
-    problem: Exception | None = None
-    try:
-        if engine.everyone.rank == 0:
-            files = use(values)
-    except Exception as error:
-        problem = error
-    for _ in values:  # the other ranks gather all of it
-        pass
-    try:
-        raise_together(engine.everyone, "consolidate", problem, "what was there is as before")
-    finally:
-        problem = None  # else a cycle
+
+    def attempt() -> list[Path]:
+        try:
+            return use(values) if engine.everyone.rank == 0 else []
+        finally:
+            for _ in values:  # the other ranks gather all of it
+                pass
+
+    files: list[Path] = attempt_together(engine.everyone, "consolidate", attempt, "what was there is as before")
     return files
 
 

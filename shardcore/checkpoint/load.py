@@ -24,7 +24,6 @@ from shardcore.checkpoint.directory import LATEST, find
 from shardcore.checkpoint.save import (
     EMA_UPDATES,
     Averages,
-    attempt_together,
     check_pair,
     columns_of,
     finish_saving,
@@ -35,7 +34,7 @@ from shardcore.checkpoint.save import (
 from shardcore.checkpoint.slots import open_committed
 from shardcore.checkpoint.source import Source, reporting
 from shardcore.checkpoint.torch_files import source_of, tree_of
-from shardcore.distributed.everyone import Everyone
+from shardcore.distributed.everyone import Everyone, attempt_together
 from shardcore.engine.bucket import Bucket
 from shardcore.engine.engine import Engine, engine_behind
 from shardcore.engine.slices import held_by
@@ -121,7 +120,7 @@ def open_together(engine: Engine, folder: Path, tag: str | None) -> Source:
     """Open a checkpoint, the one that rank 0 finds, on every rank, or raise on every rank. Collective."""
     comm, folder = engine.everyone, folder.absolute()
     then = "nothing was changed"
-    path = attempt_together(comm, then, lambda: find("load", folder, tag) if comm.rank == 0 else folder, "load")
+    path = attempt_together(comm, "load", lambda: find("load", folder, tag) if comm.rank == 0 else folder, then)
     path = Path(comm.gather_json(str(path))[0])  # "latest" may be moved meanwhile
 
     def opened() -> Source:
@@ -129,7 +128,7 @@ def open_together(engine: Engine, folder: Path, tag: str | None) -> Source:
         return open_path("load", path, names_of_optimizer(engine))
 
     # No file of it is open before its first read, so there is nothing to close where another rank has failed.
-    source: Source = attempt_together(comm, then, opened, "load")
+    source: Source = attempt_together(comm, "load", opened, then)
     return source
 
 
@@ -250,7 +249,7 @@ def load_from(source: Source, engine: Engine, wanted: Wanted) -> Loaded:
     engine.together("load", check)
     rounded: set[str] = set()
     then = "the model is partly loaded: load another checkpoint before it is used"
-    attempt_together(engine.everyone, then, lambda: _load_tensors(source, engine, wanted, rounded), "load")
+    attempt_together(engine.everyone, "load", lambda: _load_tensors(source, engine, wanted, rounded), then)
     engine.use_loaded()
     if options is not None:
         for group, new in zip(engine.groups, options, strict=True):
@@ -503,7 +502,7 @@ def restore_rank(op: str, source: Source, engine: Engine, wanted: Wanted) -> Non
             for name, value in wanted.stateful.items():
                 value.load_state_dict(of_rank["stateful"][name])
 
-    attempt_together(engine.everyone, "weights and states are loaded, the rest is not", restore, op)
+    attempt_together(engine.everyone, op, restore, "weights and states are loaded, the rest is not")
 
 
 def _restore_random(states: Mapping[str, Any], device: torch.device) -> None:

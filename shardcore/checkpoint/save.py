@@ -14,7 +14,7 @@ import os
 import random
 import sys
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import pairwise, product
@@ -28,7 +28,7 @@ from shardcore.checkpoint import directory, plain
 from shardcore.checkpoint import format as layout
 from shardcore.checkpoint.background import AS_BEFORE, Held, LiveItem, Mailbox, Saving, itself, stage
 from shardcore.checkpoint.write import Given, Item, add_range, check_seen, write_json, write_manifest, write_ranges
-from shardcore.distributed.everyone import Ranks
+from shardcore.distributed.everyone import Ranks, attempt_together
 from shardcore.engine.bucket import Bucket, Managed
 from shardcore.engine.engine import Engine, engine_behind
 from shardcore.engine.slices import held_by, slice_of
@@ -141,7 +141,7 @@ def finish_saving(engine: Engine) -> None:
     if saving is not None:
         engine.everyone.first_problem(None)  # a rank that has died would be waited for: this says so
         try:
-            attempt_together(engine.everyone, AS_BEFORE, lambda: saving.raised or saving.wait())
+            attempt_together(engine.everyone, "save", lambda: saving.raised or saving.wait(), AS_BEFORE)
         except Exception:
             engine.saving = None
             raise
@@ -183,20 +183,20 @@ def write_checkpoint(
             engine.reducer.backwards,
         )
     name = tag or f"global_step{max((m.step for _, m in _trained(engine)), default=0)}"
-    beside = attempt_together(comm, "nothing was saved", lambda: Beside(engine, content))
-    lock = attempt_together(comm, AS_BEFORE, lambda: directory.SaveLock(folder, name) if comm.rank == 0 else None)
+    beside = attempt_together(comm, "save", lambda: Beside(engine, content), "nothing was saved")
+    lock = attempt_together(comm, "save", lambda: directory.SaveLock(folder, name) if comm.rank == 0 else None, AS_BEFORE)
     job = _Job(engine, folder, name, content, beside, lock, (save_latest, keep_last))
     saving = Saving(folder / name, job)
     try:
-        attempt_together(comm, AS_BEFORE, lambda: job.prepare(stages=not wait))
+        attempt_together(comm, "save", lambda: job.prepare(stages=not wait), AS_BEFORE)
         mailbox = Mailbox(comm, comm.gather_json(uuid.uuid4().hex)[0])
         if not wait:
             engine.saving = saving
             saving.start(mailbox)
             return saving
-        said = attempt_together(comm, AS_BEFORE, job.write)
-        attempt_together(comm, AS_BEFORE, lambda: mailbox.put(said))
-        attempt_together(comm, AS_BEFORE, lambda: job.commit(mailbox.take_all()))
+        said = attempt_together(comm, "save", job.write, AS_BEFORE)
+        attempt_together(comm, "save", lambda: mailbox.put(said), AS_BEFORE)
+        attempt_together(comm, "save", lambda: job.commit(mailbox.take_all()), AS_BEFORE)
         return saving
     finally:
         if saving.thread is None:
@@ -209,32 +209,6 @@ def _check_same(comm: Ranks, given: Mapping[str, Any]) -> None:
     for rank, name in product(range(comm.world_size), given):
         if every[rank][name] != every[0][name]:
             raise ValueError(f"save: {name} is {every[rank][name]!r} on rank {rank}; expected {every[0][name]!r}, as on rank 0")
-
-
-def attempt_together(comm: Ranks, then: str, attempt: Callable[[], Any], op: str = "save") -> Any:
-    """Return attempt(); if it raises on a rank, raise that error there, and RuntimeError on the others. Collective."""
-    result, problem = None, None
-    try:
-        result = attempt()
-    except Exception as error:
-        problem = error
-    try:
-        raise_together(comm, op, problem, then)
-    finally:
-        problem = None  # else a cycle
-    return result
-
-
-def raise_together(comm: Ranks, op: str, problem: Exception | None, then: str) -> None:
-    """Raise `problem` here, and RuntimeError on the other ranks, if any rank has one. Collective. then: how things are."""
-    found = comm.first_problem(problem)
-    if problem is not None:
-        try:
-            raise problem
-        finally:
-            problem = None  # else a cycle
-    if found is not None:
-        raise RuntimeError(f"{op}: rank {found[0]} failed: {found[1]}; {then}")
 
 
 # --- what is written ----------------------------------------------------------------------------------------------------

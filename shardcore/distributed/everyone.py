@@ -1,5 +1,6 @@
 """All ranks that have parts of a sharded model: shards, of each tensor-parallel slice."""
 
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from shardcore.distributed.comm import Comm
@@ -11,27 +12,49 @@ class Everyone:
     slices: how many there are.
     """
 
-    def __init__(self, comm: Comm) -> None:
-        """See the class."""
-        self._comm, self._of_slices = comm, next(iter(comm.slices), None)
+    def __init__(self, comm: Comm, parts: Sequence[Comm] | None = None) -> None:
+        """See the class. parts: whose ranks belong to it in place of `slices`, such as Comm.across."""
+        self._comm, self._parts = comm, comm.slices if parts is None else parts
         self.rank, self.world_size, self.slices = comm.rank, comm.world_size, 1
-        if self._of_slices is not None:
-            self.slices = self._of_slices.world_size
-            self.rank, self.world_size = self.rank * self.slices + self._of_slices.rank, self.world_size * self.slices
+        for part in self._parts:
+            self.rank, self.world_size = self.rank * part.world_size + part.rank, self.world_size * part.world_size
+            self.slices *= part.world_size
+
+    def _of_parts(self, value: Any) -> list[Any]:
+        said = [value]
+        for part in reversed(self._parts):
+            said = [one for of_rank in part.gather_json(said) for one in of_rank]
+        return said
 
     def gather_json(self, value: Any) -> list[Any]:
         """Return what every rank passed, in their order (see Comm.gather_json). Collective."""
-        if self._of_slices is None:
-            return self._comm.gather_json(value)
-        return [one for of_slices in self._comm.gather_json(self._of_slices.gather_json(value)) for one in of_slices]
+        return [one for of_rank in self._comm.gather_json(self._of_parts(value)) for one in of_rank]
 
     def first_problem(self, problem: Exception | None) -> tuple[int, str] | None:
         """Return the first rank that has a problem, and which, in words; None if no rank has one. Collective."""
-        found = self._comm.first_problem(problem)
-        if self._of_slices is None:
-            return found
-        every = enumerate(self._of_slices.gather_json(found))
+        every = enumerate(self._of_parts(self._comm.first_problem(problem)))
         return min(((one[0] * self.slices + index, one[1]) for index, one in every if one is not None), default=None)
 
 
 Ranks: TypeAlias = Comm | Everyone
+
+
+def attempt_together(ranks: Ranks, op: str, attempt: Callable[[], Any], then: str) -> Any:
+    """Return attempt(); if it raises on a rank, raise that error there, and RuntimeError on the others. Collective.
+
+    then: how things are after an error.
+    """
+    result, problem = None, None
+    try:
+        result = attempt()
+    except Exception as error:  # of any kind: the other ranks wait
+        problem = error
+    try:
+        found = ranks.first_problem(problem)
+        if problem is not None:
+            raise problem
+    finally:
+        problem = None  # else a cycle
+    if found is not None:
+        raise RuntimeError(f"{op}: rank {found[0]} failed: {found[1]}; {then}")
+    return result
