@@ -20,11 +20,11 @@ from torch import nn
 from shardcore._native import _C
 from shardcore.checkpoint import format as layout
 from shardcore.checkpoint.directory import sync_directory, write_synced
-from shardcore.checkpoint.format import plain_name
+from shardcore.checkpoint.format import named_buffers, named_parameters, plain_name
 from shardcore.checkpoint.load import open_checkpoint
-from shardcore.checkpoint.save import buffers_of, named_buffers, named_parameters
-from shardcore.distributed.everyone import attempt_together
+from shardcore.checkpoint.save import buffers_of
 from shardcore.checkpoint.source import Source
+from shardcore.distributed.everyone import attempt_together
 from shardcore.engine.disk import file_engine
 from shardcore.engine.engine import Engine, engine_behind
 from shardcore.engine.slices import held_by, slice_of

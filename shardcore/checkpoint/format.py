@@ -75,6 +75,20 @@ def plain_name(name: str) -> str:
     return name
 
 
+def named_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the persistent buffers of a model, shared ones under each name."""
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for key, buffer in module._buffers.items():
+            if buffer is not None and key not in module._non_persistent_buffers_set:
+                yield plain_name(f"{prefix}.{key}").lstrip("."), buffer
+
+
+def named_parameters(model: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters of a model, by the names that a plain model has."""
+    for name, param in model.named_parameters(remove_duplicate=remove_duplicate):
+        yield plain_name(name), param
+
+
 def with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules that have a `get_extra_state` of their own, by plain name."""
     default = nn.Module.get_extra_state

@@ -21,14 +21,13 @@ from shardcore.checkpoint import format as layout
 from shardcore.checkpoint import plain
 from shardcore.checkpoint.deepspeed_files import open_foreign
 from shardcore.checkpoint.directory import LATEST, find
+from shardcore.checkpoint.format import named_buffers, named_parameters
 from shardcore.checkpoint.save import (
     EMA_UPDATES,
     Averages,
     check_pair,
     columns_of,
     finish_saving,
-    named_buffers,
-    named_parameters,
     ranges_of,
 )
 from shardcore.checkpoint.slots import open_committed

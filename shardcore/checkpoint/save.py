@@ -27,6 +27,7 @@ from torch import nn
 from shardcore.checkpoint import directory, plain
 from shardcore.checkpoint import format as layout
 from shardcore.checkpoint.background import AS_BEFORE, Held, LiveItem, Mailbox, Saving, itself, stage
+from shardcore.checkpoint.format import named_buffers, named_parameters
 from shardcore.checkpoint.write import Given, Item, add_range, check_seen, write_json, write_manifest, write_ranges
 from shardcore.distributed.everyone import Ranks, attempt_together
 from shardcore.engine.bucket import Bucket, Managed
@@ -324,20 +325,6 @@ def buffers_of(model: nn.Module) -> dict[str, torch.Tensor]:
     for name, buffer in named_buffers(model):
         first.setdefault(buffer, name)
     return {name: buffer for buffer, name in first.items()}
-
-
-def named_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the persistent buffers of a model, shared ones under each name."""
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for key, buffer in module._buffers.items():
-            if buffer is not None and key not in module._non_persistent_buffers_set:
-                yield layout.plain_name(f"{prefix}.{key}").lstrip("."), buffer
-
-
-def named_parameters(model: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters of a model, by the names that a plain model has."""
-    for name, param in model.named_parameters(remove_duplicate=remove_duplicate):
-        yield layout.plain_name(name), param
 
 
 class Beside:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from shardcore.checkpoint.format import with_extra_state
+from shardcore.checkpoint.format import named_buffers, named_parameters, plain_name, with_extra_state
 from shardcore.engine.bucket import Bucket, Managed
 from shardcore.engine.engine import Engine
 from shardcore.engine.slices import Slice
@@ -282,18 +282,15 @@ def load_optimizer_state(engine: Engine, state: Mapping[str, Any]) -> None:
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what a state dict has: parameters (tied ones under each name) and persistent buffers."""
-    yield from model.named_parameters(remove_duplicate=False)
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for key, buffer in module._buffers.items():
-            if buffer is not None and key not in module._non_persistent_buffers_set:
-                yield f"{prefix}.{key}".lstrip("."), buffer
+    """Yield what a state dict of the plain model has: parameters (tied ones under each name) and persistent buffers."""
+    yield from named_parameters(model, remove_duplicate=False)
+    yield from named_buffers(model)
 
 
 def _updated(engine: Engine) -> Iterator[tuple[str, Bucket, Managed]]:
     for bucket in engine.updater.buckets:
         for managed in bucket.params:
-            yield managed.name, bucket, managed
+            yield plain_name(managed.name), bucket, managed
 
 
 def _check_names(expected: Mapping[str, Any], state: Mapping[str, Any]) -> None:

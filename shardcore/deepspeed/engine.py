@@ -23,8 +23,9 @@ from shardcore.checkpoint.consolidate import (
     write_model,
 )
 from shardcore.checkpoint.directory import LATEST, replacing
+from shardcore.checkpoint.format import named_parameters
 from shardcore.checkpoint.load import Wanted, is_there, load_from, open_together
-from shardcore.checkpoint.save import Content, finish_saving, named_parameters, write_checkpoint
+from shardcore.checkpoint.save import Content, finish_saving, write_checkpoint
 from shardcore.checkpoint.source import Source
 from shardcore.deepspeed.config import BatchSizes, Config
 from shardcore.deepspeed.monitor import MonitorMaster, step_events

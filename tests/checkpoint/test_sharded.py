@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
 import shardcore
 from shardcore.checkpoint.sharded import Shards, boxes_of
@@ -167,6 +168,16 @@ def test_shards_are_loaded_after_a_forward() -> None:
         assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
     with shardcore.full_params(model), pytest.raises(ValueError, match="called inside full_params; expected it after"):
         shardcore.load_sharded_state_dict(model, saved)
+
+
+def test_names_are_those_of_the_plain_model() -> None:
+    wrapped = make_net()
+    apply_activation_checkpointing(wrapped, check_fn=lambda module: type(module).__name__ == "Block")
+    (plain, adam, _), (model, optimizer, _) = (train(0, Run(stage=3, steps=1), net) for net in (make_net(), wrapped))
+    for of_plain, one in ((plain, model), (adam, optimizer)):
+        expected = shardcore.sharded_state_dict(of_plain)
+        assert list(shardcore.sharded_state_dict(one)) == list(expected)
+        shardcore.load_sharded_state_dict(one, expected)
 
 
 class Counting(nn.Linear):
