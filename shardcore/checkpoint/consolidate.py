@@ -30,6 +30,7 @@ from shardcore.engine.engine import Engine, engine_behind
 from shardcore.engine.slices import held_by, slice_of
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_WRITING = ".writing"  # not as checkpoints end until they are whole: a save removes what has such a name
 _PART = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 MAX_SHARD_BYTES = 5_000_000_000
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -126,7 +127,7 @@ def write(tensors: Mapping[str, Tensor], values: Iterator[torch.Tensor], output:
     try:
         return _write(tensors, values, output, max_shard_bytes)
     except BaseException:
-        for left in set(folder.glob(".*.saving")) - before:
+        for left in set(folder.glob(f".*{_WRITING}")) - before:
             left.unlink()
         raise
 
@@ -163,7 +164,7 @@ def _cut_into_files(tensors: Mapping[str, Tensor], max_shard_bytes: int) -> list
 
 
 def _unfinished(path: Path) -> Path:
-    return path.with_name(f".{path.name}.saving")
+    return path.with_name(f".{path.name}{_WRITING}")
 
 
 def _publish(folder: Path, names: list[str], stale: list[str] | None = None) -> None:

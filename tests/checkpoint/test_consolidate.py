@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 import shardcore
 import shardcore.dcp
 from shardcore.checkpoint.consolidate import bytes_of, consolidate
+from shardcore.checkpoint.directory import SaveLock
 from tests.support.choice import combinations
 from tests.support.models import Run, error_of, make_net, train
 from tests.support.ranks import run_ranks
@@ -83,6 +84,18 @@ def test_an_older_model_is_replaced(saved: Path, tmp_path: Path) -> None:
     assert len(os.listdir(tmp_path / "out")) > 5
     consolidate(saved, tmp_path / "out")
     assert sorted(os.listdir(tmp_path / "out")) == ["config.json", "model.safetensors"]
+
+
+def test_a_save_into_the_same_folder_leaves_what_is_written_there(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    publish = shardcore.checkpoint.consolidate._publish
+
+    def after_a_save(folder: Path, *names: Any) -> None:
+        SaveLock(folder, "step").release()
+        publish(folder, *names)
+
+    monkeypatch.setattr("shardcore.checkpoint.consolidate._publish", after_a_save)
+    assert consolidate(saved, saved.parent) == [saved.parent / "model.safetensors"]
+    assert set(load_all(saved.parent)) == set(make_net().state_dict())
 
 
 def test_damage_is_found_and_leaves_the_older_model(saved: Path, tmp_path: Path) -> None:
