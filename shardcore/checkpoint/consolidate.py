@@ -8,11 +8,10 @@ import json
 import os
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -33,6 +32,7 @@ _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _WRITING = ".writing"  # not as checkpoints end until they are whole: a save removes what has such a name
 _PART = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 MAX_SHARD_BYTES = 5_000_000_000
+Tensors: TypeAlias = Mapping[str, torch.Tensor]  # what is written, on the meta device
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -86,27 +86,18 @@ def bytes_of(size: int | str) -> int:
     return int(float(number) * _UNITS[unit])
 
 
-@dataclass(frozen=True)
-class Tensor:
-    """One that is written."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Its bytes."""
-        return prod(self.shape) * self.dtype.itemsize
+def _like(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(tuple(shape), dtype=dtype, device="meta")
 
 
 def _as(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
     return wanted if wanted is not None and dtype.is_floating_point else dtype
 
 
-def of_source(source: Source, dtype: torch.dtype | None) -> dict[str, Tensor]:
+def of_source(source: Source, dtype: torch.dtype | None) -> Tensors:
     """Return what a checkpoint has by name, tied weights once, in `dtype`."""
     return {
-        name: Tensor(tuple(shape), _as(source.read(name, "weight", 0, 0).dtype, dtype))
+        name: _like(shape, _as(source.read(name, "weight", 0, 0).dtype, dtype))
         for name, shape in source.shapes.items()
         if name not in source.tied
     }
@@ -119,7 +110,7 @@ def read(source: Source, name: str, dtype: torch.dtype | None) -> Iterator[torch
         yield values.to(_as(values.dtype, dtype))
 
 
-def write(tensors: Mapping[str, Tensor], values: Iterator[torch.Tensor], output: Path, max_shard_bytes: int) -> list[Path]:
+def write(tensors: Tensors, values: Iterator[torch.Tensor], output: Path, max_shard_bytes: int) -> list[Path]:
     """Write tensors, whose `values` come in order and in parts, to `output`; returns the files."""
     folder = output.parent if output.suffix == ".safetensors" else output
     folder.mkdir(parents=True, exist_ok=True)
@@ -132,7 +123,7 @@ def write(tensors: Mapping[str, Tensor], values: Iterator[torch.Tensor], output:
         raise
 
 
-def _write(tensors: Mapping[str, Tensor], values: Iterator[torch.Tensor], output: Path, max_shard_bytes: int) -> list[Path]:
+def _write(tensors: Tensors, values: Iterator[torch.Tensor], output: Path, max_shard_bytes: int) -> list[Path]:
     if output.suffix == ".safetensors":
         _write_file(output, tensors, values)
         _publish(output.parent, [output.name])
@@ -151,7 +142,7 @@ def _write(tensors: Mapping[str, Tensor], values: Iterator[torch.Tensor], output
     return [output / name for name in names]
 
 
-def _cut_into_files(tensors: Mapping[str, Tensor], max_shard_bytes: int) -> list[list[str]]:
+def _cut_into_files(tensors: Tensors, max_shard_bytes: int) -> list[list[str]]:
     files: list[list[str]] = [[]]
     room = max_shard_bytes
     for name, tensor in tensors.items():
@@ -176,7 +167,7 @@ def _publish(folder: Path, names: list[str], stale: list[str] | None = None) -> 
     sync_directory(folder)
 
 
-def _write_file(path: Path, tensors: Mapping[str, Tensor], values: Iterator[torch.Tensor]) -> None:
+def _write_file(path: Path, tensors: Tensors, values: Iterator[torch.Tensor]) -> None:
     head = layout.head_of({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}, {"format": "pt"})[0]
     writer = _C.FileWriter(file_engine(), str(_unfinished(path)), len(head) + sum(t.nbytes for t in tensors.values()))
     try:
@@ -195,14 +186,12 @@ def _write_file(path: Path, tensors: Mapping[str, Tensor], values: Iterator[torc
 # --- from a model -------------------------------------------------------------------------------------------------------
 
 
-def write_model(engine: Engine, output: Path, tensors: Mapping[str, Tensor], max_shard_bytes: int) -> list[Path]:
+def write_model(engine: Engine, output: Path, tensors: Tensors, max_shard_bytes: int) -> list[Path]:
     """Write `tensors` of a sharded model on rank 0: see `consolidate`. Collective."""
     return on_first_rank(engine, tensors, lambda values: write(tensors, values, output, max_shard_bytes)) or [output]
 
 
-def on_first_rank(
-    engine: Engine, tensors: Mapping[str, Tensor], use: Callable[[Iterator[torch.Tensor]], list[Path]]
-) -> list[Path]:
+def on_first_rank(engine: Engine, tensors: Tensors, use: Callable[[Iterator[torch.Tensor]], list[Path]]) -> list[Path]:
     """Let rank 0 use the flattened values of `tensors` while all ranks gather them; returns what it does there. Collective."""
     engine.read_all("state_dict", "the model")
     values = _values(engine, tensors)
@@ -218,21 +207,21 @@ def on_first_rank(
     return files
 
 
-def of_engine(engine: Engine, dtype: torch.dtype | None) -> dict[str, Tensor]:
+def of_engine(engine: Engine, dtype: torch.dtype | None) -> Tensors:
     """Return what a sharded model has by name, tied weights once: in `dtype`; None: masters are float32."""
-    return {name: Tensor(tuple(t.shape), _as(_dtype_of(engine, t), dtype)) for name, t in in_order(engine).items()}
+    return {name: _like(t.shape, _as(_dtype_of(engine, t), dtype)) for name, t in in_order(engine).items()}
 
 
-def as_trained(engine: Engine, exclude_frozen: bool = False) -> dict[str, Tensor]:
+def as_trained(engine: Engine, exclude_frozen: bool = False) -> Tensors:
     """Return what a sharded model has by name, tied weights once, in the dtypes that weights train in."""
     return {
-        name: Tensor(tuple(tensor.shape), tensor.dtype)
+        name: _like(tensor.shape, tensor.dtype)
         for name, tensor in in_order(engine).items()
         if not (exclude_frozen and isinstance(tensor, nn.Parameter) and not engine.trains(tensor))
     }
 
 
-def state_dict_of(engine: Engine, tensors: Mapping[str, Tensor], values: Iterator[torch.Tensor]) -> dict[str, torch.Tensor]:
+def state_dict_of(engine: Engine, tensors: Tensors, values: Iterator[torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return an ordinary state dict, tied weights under each name, on the CPU, from the `values` that on_first_rank passes."""
     found = {name: next(values).view(tensor.shape).clone() for name, tensor in tensors.items()}
     name_of = {tensor: name for name, tensor in in_order(engine).items()}
@@ -269,7 +258,7 @@ def _dtype_of(engine: Engine, tensor: torch.Tensor) -> torch.dtype:
 
 
 @torch.no_grad()
-def _values(engine: Engine, tensors: Mapping[str, Tensor]) -> Iterator[torch.Tensor]:
+def _values(engine: Engine, tensors: Tensors) -> Iterator[torch.Tensor]:
     """Yield the flattened values of `tensors`, on the CPU, in the order of `in_order`. Collective: every rank takes all."""
     buckets = [bucket for bucket in engine.buckets if any(plain_name(managed.name) in tensors for managed in bucket.params)]
     fulls = engine.full_tensors.of_buckets((bucket, engine.master_or_weight(bucket)) for bucket in buckets)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardcore.checkpoint.consolidate import MAX_SHARD_BYTES, Tensor, bytes_of, of_source, read, write
+from shardcore.checkpoint.consolidate import MAX_SHARD_BYTES, Tensors, bytes_of, of_source, read, write
 from shardcore.checkpoint.load import open_checkpoint
 from shardcore.checkpoint.source import Source
 
@@ -44,12 +44,12 @@ def get_fp32_state_dict_from_zero_checkpoint(
     return found | {name: found[first] for name, first in source.tied.items() if first in found}
 
 
-def _whole(source: Source, name: str, tensor: Tensor) -> torch.Tensor:
+def _whole(source: Source, name: str, tensor: torch.Tensor) -> torch.Tensor:
     parts = read(source, name, torch.float32)
     return torch.cat([torch.empty(0, dtype=tensor.dtype), *parts]).view(tensor.shape)
 
 
-def _tensors(source: Source, exclude_frozen: bool) -> dict[str, Tensor]:
+def _tensors(source: Source, exclude_frozen: bool) -> Tensors:
     tensors = of_source(source, torch.float32)
     return {name: tensor for name, tensor in tensors.items() if not (exclude_frozen and name in source.frozen)}
 
