@@ -1,9 +1,8 @@
 """Saving in the background: a thread writes while training goes on.
 
 Note [In the background]. What lies on the device is copied to host memory first (`stage`, whose memory is kept). States in host
-memory are read from where they are: a step, or whatever else is about to overwrite some, calls `Held.hold`, which copies what
-is not written yet of these. Copies take at most HELD_BYTES at a time; beyond that `hold` waits until the thread has written
-what it asks for, which comes next, as files have the order of a step. Threads cannot take part in collectives, so those of the
+memory and in files are read from where they are, beside forward and backward: a step, or whatever else is about to overwrite
+them, waits until this rank has written its file (`StateStore.watch`). Threads cannot take part in collectives, so those of the
 ranks exchange what they wrote over the store of the process group (`Mailbox`), and rank 0's gives the checkpoint its name.
 """
 
@@ -11,9 +10,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,13 +22,11 @@ from torch._C._distributed_c10d import PrefixStore
 from shardcore._native import _C
 from shardcore.checkpoint.write import Item
 from shardcore.distributed.everyone import Ranks
-from shardcore.engine.bucket import Bucket
 from shardcore.engine.engine import Engine
 
 logger = logging.getLogger("shardcore")
 
 AS_BEFORE = "the checkpoints that were there are as before"
-HELD_BYTES = 1 << 29
 _POLL_S, _PATIENCE_S, _PATIENCE_AT_EXIT_S = 0.02, 3600.0, 60.0
 _ALIGNMENT = 16
 _PART_BYTES = 4 << 20  # of a message; TCPStore closes the connection at a value of more than 8 MiB
@@ -62,79 +57,6 @@ def stage(items: Sequence[Item], engine: Engine) -> None:
 def itself(values: torch.Tensor) -> torch.Tensor:
     """Return the values."""
     return values
-
-
-@dataclass(eq=False)
-class LiveItem(Item):
-    """A range of states in host memory, which steps overwrite: elements [first, last) of the owned range of `bucket`.
-
-    copy: its values, if they have been overwritten. lock: held while they are read, or copied.
-    """
-
-    bucket: Bucket
-    first: int
-    last: int
-    held: "Held"
-    copy: torch.Tensor | None = None
-    written: bool = False
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    @contextmanager
-    def values(self) -> Iterator[torch.Tensor]:
-        """See Item."""
-        with self.lock:
-            yield self.read() if self.copy is None else self.copy
-            copied, self.copy, self.written = self.copy is not None, None, True
-        self.held.note_written(self.nbytes if copied else 0)
-
-
-class Held:
-    """The states in host memory that a save has yet to write."""
-
-    def __init__(self) -> None:
-        """Hold nothing yet."""
-        self._items: dict[Bucket, list[LiveItem]] = {}
-        self._changed = threading.Condition()
-        self._bytes = 0
-        self._over = False
-
-    def add(self, item: LiveItem) -> None:
-        """Know an item."""
-        self._items.setdefault(item.bucket, []).append(item)
-
-    def hold(self, bucket: Bucket, start: int, numel: int) -> None:
-        """Copy, or wait until it is written, what is in elements [start, start + numel) of an owned range."""
-        for item in self._items.get(bucket, ()):
-            if item.first < start + numel and start < item.last:
-                self._hold(item)
-
-    def _hold(self, item: LiveItem) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: item.written or item.copy is not None or self._over or self._room_for(item))
-            if item.written or item.copy is not None or self._over:
-                return
-            self._bytes += item.nbytes
-        with item.lock:  # the thread may have been writing it
-            if not item.written:
-                item.copy = item.read().clone()
-                return
-        self.note_written(item.nbytes)
-
-    def _room_for(self, item: LiveItem) -> bool:
-        return self._bytes + item.nbytes <= HELD_BYTES
-
-    def note_written(self, copied_bytes: int) -> None:
-        """Note that an item is written, and so many bytes of copies are free again."""
-        with self._changed:
-            self._bytes -= copied_bytes
-            self._changed.notify_all()
-
-    def end(self) -> None:
-        """Nobody needs anything any more."""
-        with self._changed:
-            self._over = True
-            self._items.clear()
-            self._changed.notify_all()
 
 
 class Mailbox:
@@ -218,8 +140,9 @@ class Saving:
 
     def start(self, mailbox: Mailbox) -> None:
         """Write in a thread of its own. The interpreter waits for it before it ends."""
-        self.thread = threading.Thread(target=self._run, args=(mailbox,), name="shardcore-save")
-        self.thread.start()
+        thread = threading.Thread(target=self._run, args=(mailbox,), name="shardcore-save")
+        thread.start()
+        self.thread = thread
 
     def _run(self, mailbox: Mailbox) -> None:
         said: Any = None

@@ -202,7 +202,7 @@ class Commits:
             if not bucket.trainable:
                 continue
             for managed, *where in ranges_of(bucket, 0, cut):
-                yield from parts_of(engine, bucket, managed, (where[0], where[1], where[2]), True, None)
+                yield from parts_of(engine, bucket, managed, (where[0], where[1], where[2]), True)
             for managed, *where in ranges_of(bucket, cut, bucket.owned_numel):
                 yield from weight_of(bucket, managed, (where[0], where[1], where[2]))
         for name, buffer in self._buffers.items():

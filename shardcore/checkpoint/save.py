@@ -13,6 +13,7 @@ import logging
 import os
 import random
 import sys
+import threading
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -26,7 +27,7 @@ from torch import nn
 
 from shardcore.checkpoint import directory, plain
 from shardcore.checkpoint import format as layout
-from shardcore.checkpoint.background import AS_BEFORE, Held, LiveItem, Mailbox, Saving, itself, stage
+from shardcore.checkpoint.background import AS_BEFORE, Mailbox, Saving, itself, stage
 from shardcore.checkpoint.format import named_buffers, named_parameters
 from shardcore.checkpoint.write import Given, Item, add_range, check_seen, write_json, write_manifest, write_ranges
 from shardcore.distributed.everyone import Ranks, attempt_together
@@ -76,9 +77,9 @@ def save(
         exclude_frozen_parameters: Leave out parameters that do not train.
         keep_last: Afterwards remove all checkpoints of `directory` but so many, the newest, and the one that "latest" names; so
             the disk needs room for one more. What cannot be removed is named in a warning.
-        wait: If False, write in the background. This call copies what lies on the device to host memory; the next step copies
-            of the states in host memory what is not written by then. The next save waits for this one, and raises its error
-            on every rank, unless each has had it from `wait()`; call that before the program ends.
+        wait: If False, write in the background. This call copies what lies on the device to host memory; states that lie in
+            host memory are not copied: the next step waits until they are written. The next save waits for this one, and
+            raises its error on every rank, unless each has had it from `wait()`; call that before the program ends.
 
     Returns a Saving, with the `path`, which may be used as a path; `wait()` and `done` of a save in the background.
 
@@ -192,8 +193,8 @@ def write_checkpoint(
         attempt_together(comm, "save", lambda: job.prepare(stages=not wait), AS_BEFORE)
         mailbox = Mailbox(comm, comm.gather_json(uuid.uuid4().hex)[0])
         if not wait:
-            engine.saving = saving
             saving.start(mailbox)
+            engine.saving = saving
             return saving
         said = attempt_together(comm, "save", job.write, AS_BEFORE)
         attempt_together(comm, "save", lambda: mailbox.put(said), AS_BEFORE)
@@ -225,18 +226,14 @@ def _trained(engine: Engine) -> Iterator[tuple[Bucket, Managed]]:
 Described: TypeAlias = tuple[dict[str, Any], list[str], dict[str, str]]
 
 
-def _items(engine: Engine, content: Content, held: Held | None, given: Given) -> Iterator[Item]:
-    """Yield what this rank saves: see Note [Who writes].
-
-    held: is to know of what steps would overwrite meanwhile. given: has some of it, which are cut as they are there.
-    """
+def _items(engine: Engine, content: Content, given: Given) -> Iterator[Item]:
+    """Yield what this rank saves: see Note [Who writes]. given: has some of it, which are cut as they are there."""
     for bucket in engine.buckets:
         if bucket.counted and (bucket.trainable or not content.exclude_frozen):
             chunks = [(start, end) for of, start, end in given.chunks if of is bucket]
             for low, high in pairwise(sorted({*bucket.reduces, *(end for chunk in chunks for end in chunk)})):
-                live = None if (low, high) in chunks else held
                 for managed, *where in ranges_of(bucket, low, high):
-                    yield from parts_of(engine, bucket, managed, (where[0], where[1], where[2]), content.states, live)
+                    yield from parts_of(engine, bucket, managed, (where[0], where[1], where[2]), content.states)
                     if content.ema is not None and bucket.group is not None:
                         start, first, numel = where
                         average = content.ema.shard(bucket)[start : start + numel]
@@ -283,28 +280,21 @@ def weight_of(bucket: Bucket, managed: Managed, where: tuple[int, int, int]) -> 
         yield Item(_stored_name(managed.name, managed.columns), "weight", bucket.dtype, param_start, numel, weight)
 
 
-def parts_of(
-    engine: Engine, bucket: Bucket, managed: Managed, where: tuple[int, int, int], states: bool, held: Held | None
-) -> Iterator[Item]:
-    """Yield what is stored of a range (start in the owned range, start in the parameter, numel). See `_items`."""
+def parts_of(engine: Engine, bucket: Bucket, managed: Managed, where: tuple[int, int, int], states: bool) -> Iterator[Item]:
+    """Yield what is stored of a range (start in the owned range, start in the parameter, numel)."""
     name = _stored_name(managed.name, managed.columns)
     start, param_start, numel = where
     yield from weight_of(bucket, managed, where)
     if bucket.group is None:
         return
-    live = held is not None and engine.store.tier != "device" and start >= bucket.device_numel
-    views = engine.store.kept(bucket, start, numel) if live and engine.store.tier == "cpu" else {}  # what is in files is copied
+    stays = engine.store.tier != "device" and start >= bucket.device_numel
+    views = engine.store.kept(bucket, start, numel) if stays and engine.store.tier == "cpu" else {}  # of files: later
     for part, dtype in bucket.state_format.dtypes.items():
         if part in ("master", "remainder") or (states and managed.step > 0):
             first = param_start // BLOCK if part in SCALES.values() else param_start
             count = layout.stored_numel(part, numel)
             read = partial(itself, views[part]) if views else partial(_kept, engine, bucket, part, start, numel)
-            if held is not None and live:
-                item = LiveItem(name, part, dtype, first, count, read, bucket, start, start + numel, held)
-                held.add(item)
-                yield item
-            else:
-                yield Item(name, part, dtype, first, count, read)
+            yield Item(name, part, dtype, first, count, read, stays)
 
 
 def _kept(engine: Engine, bucket: Bucket, part: str, start: int, numel: int) -> torch.Tensor:
@@ -425,22 +415,21 @@ class _Job:
         self._beside, self._lock, self._latest = beside, lock, latest
         self._path = directory.unfinished(folder, name)
         self._items: list[Item] = []
-        self._held, self._store = Held(), engine.store
+        self._written, self._store = threading.Event(), engine.store
         self._numerics = numerics_of(engine)
 
     def prepare(self, stages: bool) -> None:
-        """List what is written; if `stages`, copy what does not stay where it is until the next step."""
+        """List what is written; if `stages`, copy what does not stay where it is, and let steps wait for the rest."""
         assert self._engine is not None
         check_seen(self._path, self._comm.rank)
         given = self._given = self._give(self._engine)
-        items = list(_items(self._engine, self._content, self._held if stages else None, given))
+        items = list(_items(self._engine, self._content, given))
         self._items = [item for item in items if item.key not in given.ranges]
         self._in_given = [given.ranges[item.key] for item in items if item.key in given.ranges]
         self._describe = describe(self._engine, self._content)
         if stages:
-            still = [item for item in self._items if not isinstance(item, LiveItem)]
-            stage(still, self._engine)
-            self._store.watch(self._held.hold)
+            stage([item for item in self._items if not item.stays], self._engine)
+            self._store.watch(self._written.wait)
             self._engine = None
 
     def _give(self, engine: Engine) -> Given:
@@ -454,6 +443,7 @@ class _Job:
     def write(self) -> dict[str, Any]:
         """Write the files of this rank; returns their entries in the manifest, and the ranges by name and part."""
         said = write_ranges(self._path, layout.data_file(self._comm.rank), self._items)
+        self._written.set()
         said["files"] += self._given.files
         for where in self._in_given:
             add_range(said["ranges"], *where)
@@ -471,7 +461,7 @@ class _Job:
     def end(self) -> None:
         """Unlock; what is not complete is removed."""
         self._store.watch(None)
-        self._held.end()
+        self._written.set()
         self._items.clear()
         self._engine = None
         lock, self._lock = self._lock, None

@@ -1,8 +1,7 @@
 """What a rank writes of a checkpoint: ranges of tensors into its data file, and on rank 0 the manifest of what all wrote."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,10 @@ def key_of(name: str, part: str, start: int) -> str:
 
 @dataclass(eq=False)
 class Item:
-    """Elements [start, start + numel) of a part of a tensor. read: returns them, flat, on any device."""
+    """Elements [start, start + numel) of a part of a tensor. read: returns them, flat, on any device.
+
+    stays: they are where they are read from until a step.
+    """
 
     name: str
     part: str
@@ -32,6 +34,7 @@ class Item:
     start: int
     numel: int
     read: Callable[[], torch.Tensor]
+    stays: bool = False
 
     @property
     def key(self) -> str:
@@ -42,11 +45,6 @@ class Item:
     def nbytes(self) -> int:
         """Its bytes."""
         return self.numel * self.dtype.itemsize
-
-    @contextmanager
-    def values(self) -> Iterator[torch.Tensor]:
-        """Yield its values, which stay as they are inside; afterwards they are written."""
-        yield self.read()
 
 
 def check_seen(path: Path, rank: int) -> None:
@@ -91,8 +89,7 @@ def write_ranges(path: Path, name: str, items: Sequence[Item], number: int = 0) 
     try:
         head_crc = writer.append(torch.frombuffer(bytearray(head), dtype=torch.uint8))
         for item, offset in zip(items, offsets, strict=True):
-            with item.values() as values:
-                crc = writer.append(scratch.on_host(values))
+            crc = writer.append(scratch.on_host(item.read()))
             add_range(ranges, item.name, item.part, item.dtype, [item.start, item.numel, number, offset, crc])
         writer.finish()
     finally:

@@ -26,7 +26,7 @@ from shardcore.engine.disk import ENGINE_BYTES
 from shardcore.engine.nvme_states import WEIGHT
 from shardcore.engine.nvme_weights import NvmeWeights
 from shardcore.engine.overlap_step import own_thread_count
-from shardcore.engine.state_store import BeforeChange, Scalars, Span, lists_of, update_elements
+from shardcore.engine.state_store import Scalars, Span, lists_of, update_elements
 from shardcore.layout import BLOCK, round_up
 from shardcore.optim.elementwise import ElementFormat
 from shardcore.optim.state_format import Kept, kept_values, range_of, values_of
@@ -181,7 +181,7 @@ class CpuStore:
         self.scratch_bytes = size * (len(self._grads) + len(self._weights)) + self._states.scratch_bytes + engine_bytes
         self._pipeline = _C.OffloadPipeline(self.copies, len(self._weights))
         self._parts: dict[tuple[Bucket, int], _Part] = {}  # of the last steps, by the first span's bucket and first buffers
-        self._before_change: BeforeChange | None = None
+        self._before_change: Callable[[], object] | None = None
 
     def keep_weights(self, buckets: Sequence[Bucket], files: nvme_states.StateFiles, prefetch: int) -> NvmeWeights:
         """Let the weights of `buckets`, updated and frozen ones in unit order, be in files from now on. Raises OSError."""
@@ -209,8 +209,7 @@ class CpuStore:
 
     def write(self, bucket: Bucket, key: str, start: int, values: torch.Tensor) -> None:
         """See StateStore."""
-        if self._before_change is not None:
-            self._before_change(bucket, start, values.numel())
+        self._wait_to_change()
         first, sources = start - bucket.device_numel, kept_values(bucket.state_format, key, values.to(self._device))
         for at, numel, kept in self._states.change(bucket, first, values.numel()):
             for name, source in range_of(sources, at - first, numel).items():
@@ -220,9 +219,13 @@ class CpuStore:
         """See StateStore."""
         return self._states.kept(bucket, start - bucket.device_numel, numel)
 
-    def watch(self, before_change: BeforeChange | None) -> None:
+    def watch(self, before_change: Callable[[], object] | None) -> None:
         """See StateStore."""
         self._before_change = before_change
+
+    def _wait_to_change(self) -> None:
+        if (before_change := self._before_change) is not None:  # another thread may end it
+            before_change()
 
     def stored(self, bucket: Bucket) -> Iterator[tuple[str, str, int]]:
         """See StateStore."""
@@ -251,6 +254,7 @@ class CpuStore:
         beside: called with each part's index once the part's first copies are queued, which then do not wait for its own work.
         RuntimeError if a copy failed: then only some chunks are updated.
         """
+        self._wait_to_change()
         kept: list[_Part] = []
         turn = 0
         for spans in parts:
@@ -258,8 +262,7 @@ class CpuStore:
             turn += len(kept[-1].chunks)
         chunks = [chunk for part in kept for chunk in part.chunks]
         buckets = [bucket for part in kept for bucket in part.buckets]
-        before_change = self._before_change
-        alone = before_change is None and not self._files
+        alone = not self._files
         threads = own_thread_count() if alone else 0  # 0: Adam runs in the waits below
         assert not isinstance(hypers, _C.DeviceScalars)
         try:
@@ -284,9 +287,6 @@ class CpuStore:
                     self._pipeline.wait_fetched(first + 2)
                     beside(index)
                 for number in range(first, last if threads == 0 else first):  # so that an interrupt need not wait for all
-                    if before_change is not None:
-                        for span in part.cut[number - first]:
-                            before_change(span.bucket, span.start, span.numel)
                     for files in self._files:
                         files.before(number)
                     self._pipeline.wait_updated(number, number + 1)
@@ -357,6 +357,7 @@ class ElementStore(CpuStore):
         beside: Callable[[int], None] | None = None,
     ) -> Iterator[_C.CopyEvent | None]:
         """See CpuStore."""
+        self._wait_to_change()
         cut = [list(self._states.cut(spans)) if spans else [] for spans in parts]
         chunks = [chunk for of_part in cut for chunk in of_part]
         last_use: dict[int, _C.CopyEvent] = {}  # of each staging buffer for weights
@@ -418,9 +419,6 @@ class ElementStore(CpuStore):
             come += [self.copies.to_tier(p, w) for p, w, read in zip(params, weights, reads, strict=True) if read]
         for event in come:
             event.synchronize()
-        if (before_change := self._before_change) is not None:
-            for span in spans:
-                before_change(span.bucket, span.start, span.numel)
         states = [self.kept(span.bucket, span.start, span.numel) for span in spans]
         update_elements(spans, params, grads, states, hypers)
         if not self._weights:

@@ -394,8 +394,6 @@ class NvmeStates:
         return self._files[chunk.slot].read(memory, chunk.offset)
 
     def _start_write(self, chunk: Chunk, place: int) -> None:
-        if self._held is chunk and place != PLACES:
-            self._held = None  # what a save in the background has read during the step
         memory = self._memory(chunk, place)
         self.bytes_written += memory.nbytes
         slot = chunk.slot if chunk.committed is None else chunk.committed ^ 1

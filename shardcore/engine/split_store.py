@@ -28,7 +28,7 @@ from shardcore.distributed.comm import Comm, Traffic
 from shardcore.engine.bucket import Bucket
 from shardcore.engine.cpu_store import cpu_store_of
 from shardcore.engine.nvme_states import StateFiles
-from shardcore.engine.state_store import BeforeChange, DeviceStore, Scalars, Span
+from shardcore.engine.state_store import DeviceStore, Scalars, Span
 from shardcore.layout import BLOCK
 from shardcore.optim.state_format import Kept
 
@@ -162,7 +162,7 @@ class SplitStore:
             return on_device or on_cpu
         return {key: torch.cat([flat.cpu(), on_cpu[key]]) for key, flat in on_device.items()}
 
-    def watch(self, before_change: BeforeChange | None) -> None:
+    def watch(self, before_change: Callable[[], object] | None) -> None:
         """See StateStore."""
         self.on_cpu.watch(before_change)
 

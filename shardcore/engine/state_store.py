@@ -48,10 +48,6 @@ class Span:
         return Span(self.bucket, self.start + offset, numel, self.hyper, (index, first + offset))
 
 
-# (bucket, start, numel): of the owned range
-BeforeChange = Callable[[Bucket, int, int], None]
-
-
 class StateStore(Protocol):
     """What the engine needs of whatever keeps optimizer states.
 
@@ -90,7 +86,7 @@ class StateStore(Protocol):
         What lies on both tiers is joined on the CPU. Start and end as in optim/state_format.py.
         """
 
-    def watch(self, before_change: BeforeChange | None) -> None:
+    def watch(self, before_change: Callable[[], object] | None) -> None:
         """Let it be called before states in host memory change, by the thread that changes them; None: nothing any more."""
 
     def stored(self, bucket: Bucket) -> Iterator[tuple[str, str, int]]:
@@ -153,7 +149,7 @@ class DeviceStore:
         """See StateStore."""
         return range_of(self._states[bucket], start, numel)
 
-    def watch(self, before_change: BeforeChange | None) -> None:
+    def watch(self, before_change: Callable[[], object] | None) -> None:
         """See StateStore: there are none in host memory."""
 
     def replace(self, gone: Sequence[Bucket], made: Sequence[Bucket]) -> None:

@@ -1,4 +1,4 @@
-"""Saving in the background: it saves what was there before, in bounded memory, while training goes on."""
+"""Saving in the background: it saves what was there before, while training goes on."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ import shardcore
 from shardcore._native import _C
 from shardcore.checkpoint import background, write
 from shardcore.checkpoint import format as layout
-from shardcore.checkpoint.background import Held, LiveItem
+from shardcore.engine.cpu_store import CpuStore
 from tests.support.choice import some
 from tests.support.models import Net, Run, error_of, hash_of_training, stepped, train
 from tests.support.ranks import run_ranks
@@ -71,10 +71,10 @@ def test_a_background_save_has_what_was_there(tmp_path: Path, offload: str, form
     run_ranks(2, _in_background, str(tmp_path), run)
 
 
-def _unheld(rank: int, world_size: int, folder: str) -> bool:
-    """As above, but nothing is copied before a step overwrites it."""
+def _unwatched(rank: int, world_size: int, folder: str) -> bool:
+    """As above, but no step waits until what it overwrites is written."""
     with pytest.MonkeyPatch.context() as patch:  # the rank makes other tests, too
-        patch.setattr(background.Held, "hold", lambda self, *where: None)
+        patch.setattr(CpuStore, "watch", lambda self, before_change: None)
         try:
             _in_background(rank, world_size, folder, Run(stage=2, steps=2, shard=CPU))
         except AssertionError:
@@ -82,8 +82,8 @@ def _unheld(rank: int, world_size: int, folder: str) -> bool:
         return False
 
 
-def test_without_copies_the_background_save_would_have_other_values(tmp_path: Path) -> None:
-    assert run_ranks(1, _unheld, str(tmp_path)) == [True]
+def test_without_waits_the_background_save_would_have_other_values(tmp_path: Path) -> None:
+    assert run_ranks(1, _unwatched, str(tmp_path)) == [True]
 
 
 def _late_error(rank: int, world_size: int, folder: str) -> tuple[str, str]:
@@ -229,59 +229,3 @@ def test_host_memory_is_kept_or_freed_before_there_is_more(monkeypatch: pytest.M
         assert engine.save_staging.is_pinned() == (where == "cuda")
         before.append(weakref.ref(engine.save_staging))
         del items
-
-
-# --- what a step is about to overwrite ----------------------------------------------------------------------------------
-
-
-def _held(count: int, numel: int = 1024) -> tuple[Held, list[LiveItem], torch.Tensor]:
-    states = torch.arange(count * numel, dtype=torch.float32)
-    held, bucket = Held(), Any
-    items = []
-    for start in range(0, states.numel(), numel):
-        read = lambda start=start: states[start : start + numel]  # noqa: E731
-        items.append(LiveItem("weight", "exp_avg", torch.float32, start, numel, read, bucket, start, start + numel, held))
-        held.add(items[-1])
-    return held, items, states
-
-
-def test_only_what_changes_is_copied() -> None:
-    held, items, states = _held(4)
-    held.hold(Any, 1500, 1000)
-    states.zero_()
-    kept = []
-    for item in items:
-        with item.values() as values:
-            kept.append(values.sum().item() > 0)
-    assert kept == [False, True, True, False]
-
-
-def test_copies_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(background, "HELD_BYTES", 2 * 4096)
-    held, items, states = _held(6)
-    expected = states.clone()
-    held.hold(Any, 0, 2048)  # fits
-    ended = threading.Event()
-
-    def step() -> None:
-        held.hold(Any, 2048, 4096)
-        states.zero_()
-        ended.set()
-
-    thread = threading.Thread(target=step)
-    thread.start()
-    assert not ended.wait(0.2), "there is room for two"
-    found = []
-    for item in items:
-        with item.values() as values:
-            found.append(values.clone())
-        time.sleep(0.01)
-    thread.join()
-    assert torch.equal(torch.cat(found), expected)
-
-
-def test_nobody_waits_for_a_save_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(background, "HELD_BYTES", 0)
-    held, _, _ = _held(2)
-    threading.Timer(0.1, held.end).start()
-    held.hold(Any, 0, 2048)

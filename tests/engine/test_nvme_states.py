@@ -16,7 +16,6 @@ import torch
 import shardcore
 from shardcore._native import _C
 from shardcore.engine import disk, nvme_states
-from shardcore.engine.engine import engine_behind
 from shardcore.estimate import predict
 from tests.support.choice import combinations
 from tests.support.models import Net, Run, batch_of, error_of, hash_of, hash_of_training, loss_of, make_net, stepped, train
@@ -113,19 +112,6 @@ def test_a_background_save_reads_files_when_it_writes(tmp_path: Path, monkeypatc
 def test_checkpoints_hold_what_is_in_files(wait: bool, tmp_path: Path) -> None:
     for hashes in run_ranks(2, _saves_and_loads, str(tmp_path), wait):
         assert len(set(hashes)) == 1
-
-
-def test_what_a_save_reads_during_a_step_is_not_taken_for_what_the_step_writes(tmp_path: Path, small: None) -> None:
-    model, optimizer, _ = train(0, _run(2, "masters", "states", str(tmp_path)))
-    engine = engine_behind("test", model)
-    store, first = engine.store, engine.buckets[0]
-    # As a save in the background makes it, of the chunk that is read first afterwards.
-    store.watch(lambda bucket, start, numel: store.kept(bucket, 0, 1) if (bucket, start) == (first, 0) else None)
-    stepped(model, optimizer, 0, 9)
-    store.watch(None)
-    param, other = first.params[0].param, engine.buckets[-1].params[-1].param
-    found = [shardcore.full_state(one, "exp_avg") for one in (param, other, param)]
-    assert found[0].equal(found[2])
 
 
 def test_memory_is_bounded_and_predicted(tmp_path: Path, small: None) -> None:
