@@ -1,7 +1,8 @@
 """Collects the metrics of a training and writes a row of them every few steps.
 
 Between two rows nothing waits for the device: losses are added where they are, times are events (distributed/clock.py), bytes
-are counted on the host. A row reads them, and ranks gather four numbers each.
+are counted on the host. A row reads them, and ranks gather four numbers each. Ranks are all that have parts of the model:
+tensor-parallel slices and pipeline stages, too.
 """
 
 import json
@@ -15,7 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardcore.distributed.comm import Comm, Traffic
+from shardcore.distributed.comm import Traffic
+from shardcore.distributed.everyone import Everyone, attempt_together
 from shardcore.engine.cpu_store import CpuStore
 from shardcore.engine.engine import Engine, engine_behind
 from shardcore.engine.memory_report import report_now
@@ -32,7 +34,8 @@ Row = dict[str, Any]
 class Metrics:
     """Writes loss, norm, speed, times, memory and bytes of a training every few steps, on rank 0. Collective.
 
-    docs/metrics.md has the columns.
+    Over all ranks of the model, those of other tensor-parallel slices and pipeline stages among them. docs/metrics.md has the
+    columns.
 
     Args:
         model: What shardcore.shard or initialize returned, with its optimizer.
@@ -73,12 +76,16 @@ class Metrics:
         self._every, self._steps, self._flops = every, start, flops
         self._counted: float | None = None  # operations of the step that count_flops counts
         self._write: list[Callable[[Row], None]] = []
-        _together(self._comm, lambda: _check(every, start, flops, folder, tensorboard))
-        if len(set(self._comm.gather_json(f"every {every}, start {start}"))) > 1:
+        self._ranks = ranks = Everyone(self._comm, self._comm.across)
+        then = "nothing is measured"
+        attempt_together(ranks, "Metrics", lambda: _check(every, start, flops, folder, tensorboard), then)
+        if len(set(ranks.gather_json(f"every {every}, start {start}"))) > 1:
             raise ValueError("Metrics: every or start differ between ranks; expected the same on all")
-        if self._comm.rank == 0 and log:
+        if ranks.rank == 0 and log:
             self._write.append(lambda row: print(writers.as_line(row), flush=True))
-        _together(self._comm, lambda: self._open(folder, start, tensorboard, wandb) if self._comm.rank == 0 else None)
+        attempt_together(
+            ranks, "Metrics", lambda: self._open(folder, start, tensorboard, wandb) if ranks.rank == 0 else None, then
+        )
         self._comm.clock.start(self._engine.device)
         optimizer.register_step_post_hook(weakly(self._after_step))
         self._row: Row = {}  # what was noted right after the optimizer's step
@@ -89,8 +96,9 @@ class Metrics:
     def step(self, *, loss: torch.Tensor | float | None = None, tokens: int | None = None) -> Row | None:
         """Note that a step ended, with this rank's `loss` (one element; not scaled) and the `tokens` it trained on.
 
-        Call it on every rank after optimizer.step(). Returns the row of each `every`-th step (collective then; loss is the mean
-        over ranks and steps, tokens are the sum; times, bytes and memory are this rank's), else None. Raises TypeError,
+        Call it on every rank after optimizer.step(); where a pipeline's last stage alone has a loss, without one on the others.
+        Returns the row of each `every`-th step (collective then; loss is the mean over ranks and steps that have one, tokens
+        are the sum over the ranks of process_group; times, bytes and memory are this rank's), else None. Raises TypeError,
         ValueError and, on rank 0, OSError.
         """
         if isinstance(loss, torch.Tensor):
@@ -144,7 +152,9 @@ class Metrics:
         """Return the row of the steps since the last one. Waits for the device. Collective."""
         own = [float(self._loss), float(self._losses), float(self._tokens), self._flops or 0.0]
         sums = self._comm.all_gather_cpu(torch.tensor(own, dtype=torch.float64, device="cpu"), name="the metrics").sum(0)
-        loss, losses, tokens, flops = sums.tolist()
+        parts = self._comm.of_parts(sums, name="the metrics")
+        loss, losses, _, flops = parts.sum(0).tolist()
+        tokens = parts[:, 2].max().item()  # parts of the model have the same samples
         device, engine = self._engine.device, self._engine
         counts, steps, seconds = self._counts(), self._steps - self._first, perf_counter() - self._since
         row: Row = dict.fromkeys(COLUMNS) | {
@@ -155,7 +165,7 @@ class Metrics:
             "skipped_steps": self._optimizer.skipped_steps,
             "step_ms": 1000.0 * seconds / steps,
             "tokens_per_s": tokens / seconds if tokens else None,
-            "tflops_per_s": flops / self._comm.world_size * steps / seconds / 1e12 if flops else None,
+            "tflops_per_s": flops / self._ranks.world_size * steps / seconds / 1e12 if flops else None,
             **{name: (count - self._before[name]) / steps for name, count in counts.items()},
             "device_peak_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
             **self._row,
@@ -184,7 +194,7 @@ class Metrics:
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
             self._write.append(writers.Table(folder, start).write)
-            (folder / writers.FACTS).write_text(json.dumps(_facts(self._engine)) + "\n")
+            (folder / writers.FACTS).write_text(json.dumps(_facts(self._engine, self._ranks.world_size)) + "\n")
         if folder is not None and tensorboard:
             tensorboard_events = writers.open_tensorboard(packages["tensorboard"], folder / "tensorboard")
             self._write.append(lambda row: tensorboard_events(writers.as_events(row)))
@@ -207,28 +217,14 @@ def _check(every: int, start: int, flops: float | None, folder: Path | None, ten
         raise ValueError("Metrics: tensorboard is True without a directory; expected one, for its files")
 
 
-def _together(comm: Comm, call: Callable[[], None]) -> None:
-    """Run `call`; if it raises on one rank, raise on all. Collective."""
-    problem: Exception | None = None
-    try:
-        call()
-    except Exception as error:  # of any kind, such as wandb's own: the other ranks wait
-        problem = error
-    found = comm.first_problem(problem)
-    if problem is not None:
-        raise problem
-    if found is not None:
-        raise RuntimeError(f"Metrics: rank {found[0]} failed: {found[1]}")
-
-
-def _facts(engine: Engine) -> dict[str, Any]:
+def _facts(engine: Engine, ranks: int) -> dict[str, Any]:
     """Return what a page says of the run."""
     gpu, options = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else None, engine.options
     offload = {kind: tier for kind in ("optimizer", "gradients", "params") if (tier := getattr(options["offload"], kind))}
     return {
         "model": type(engine.model).__name__,
         "parameters": sum(param.numel() for param in engine.model.parameters()),
-        "ranks": engine.comm.world_size,
+        "ranks": ranks,
         "device": gpu or "CPU",
         "stage": options["stage"],
         "offload": ", ".join(f"{kind}: {tier}" for kind, tier in offload.items()) or "none",

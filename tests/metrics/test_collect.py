@@ -2,6 +2,7 @@
 
 import csv
 import gc
+import json
 import math
 import sys
 import weakref
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardcore
@@ -19,7 +21,7 @@ from shardcore.distributed.comm import Comm, Traffic
 from shardcore.estimate import predict
 from shardcore.metrics import collect
 from tests.support.deepspeed import ds_config, start
-from tests.support.models import batch_of, loss_of, make_net
+from tests.support.models import batch_of, error_of, loss_of, make_net
 from tests.support.ranks import run_ranks
 
 HEAD = (
@@ -418,4 +420,25 @@ def test_an_error_on_one_rank_is_one_on_all(tmp_path: Path) -> None:
     assert first[2].startswith("FileExistsError: Metrics: ")
     assert second[2].startswith("RuntimeError: Metrics: rank 0 failed: FileExistsError: ")
     assert first[3] == "UsageError: No API key configured."
-    assert second[3] == f"RuntimeError: Metrics: rank 0 failed: {first[3]}"
+    assert second[3] == f"RuntimeError: Metrics: rank 0 failed: {first[3]}; nothing is measured"
+
+
+def _in_parts(rank: int, world_size: int, folder: str) -> tuple[Any, str]:
+    """Two parts of a model, of which the second alone has a loss, over two ranks each."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    model, _ = sharded(process_group=mesh["dp"], model_parallel_group=mesh["pp"])
+    metrics = shardcore.Metrics(model, folder, log=False, flops=1e12 * (rank + 1))
+    row = metrics.step(loss=float(rank) if rank % 2 else None, tokens=10 + rank // 2)
+    return row, error_of(lambda: shardcore.Metrics(model, folder, log=False))
+
+
+def test_one_rank_writes_of_a_model_in_parts(tmp_path: Path) -> None:
+    results = run_ranks(4, _in_parts, str(tmp_path))
+    for row, said in results:
+        assert row["loss"] == 2.0, "of ranks 1 and 3"
+        assert row["tokens_per_s"] * row["step_ms"] / 1000 == pytest.approx(10 + 11), "once for all parts"
+        assert row["tflops_per_s"] * row["step_ms"] / 1000 == pytest.approx(2.5), "the mean of ranks"
+        assert "metrics.csv is there already" in said
+    (written,) = csv.DictReader((tmp_path / "metrics.csv").open())
+    assert written == {name: "" if value is None else str(value) for name, value in results[0][0].items()}
+    assert json.loads((tmp_path / "run.json").read_text())["ranks"] == 4
