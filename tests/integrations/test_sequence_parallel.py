@@ -217,7 +217,7 @@ def refusals(rank: int, world_size: int) -> bool:
 def evaluated_before_backward(rank: int, world_size: int) -> None:
     """Whole sequences of an evaluation between forward and backward: blocks are computed again as they were."""
     model = llama()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    shardcore.apply_activation_checkpointing(model)
     enable_sequence_parallel(model, dist.group.WORLD, in_eval=False)
     part = shardcore.split_sequences(batch_of(0, "plain"), dist.group.WORLD)
     grads = []
