@@ -121,9 +121,9 @@ RULES: dict[str, list[LoopRule]] = {
         LoopRule(loads=4 + 4 + 3, stores=3),
         LoopRule(loads=4 + 4 + 3, stores=3),
     ],
-    "cast_kernel": [LoopRule(loads=3, stores=3)],
     # Of gradient, weight and state each 16 bits or float32, and a float32 master.
-    "element_kernel": [LoopRule(loads=3 * 3, stores=2 * 3 + 2)],
+    "element_kernel<false>": [LoopRule(loads=3 * 3, stores=2 * 3 + 2)],
+    "element_kernel<true>": [LoopRule(loads=3, stores=3)],  # casts
 }
 
 

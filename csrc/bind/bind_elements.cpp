@@ -1,4 +1,4 @@
-// element_step: SGD, Adagrad and Lion over lists of tensors.
+// element_step: SGD, Adagrad and Lion over lists of tensors; cast.
 #include <algorithm>
 #include <array>
 #include <iterator>
@@ -34,6 +34,20 @@ ElementScalars element_scalars(const std::string& formula, double grad_scale, do
   return s;
 }
 
+void run(const std::vector<ElementSegment>& segments, const ElementScalars& scalars, at::Device device) {
+  const py::gil_scoped_release no_gil;
+  if (device.is_cpu()) {
+    update_elements_cpu(segments.data(), static_cast<int64_t>(segments.size()), scalars, torch_executor());
+  }
+#ifdef SHARDCORE_WITH_CUDA
+  if (device.is_cuda()) {
+    const c10::cuda::CUDAGuard guard(device);
+    const DeviceTable<ElementSegment> table(segments, kElementChunk, device);
+    if (table.num_chunks != 0) update_elements_cuda(table.get(), table.num_chunks, scalars, current_stream(device));
+  }
+#endif
+}
+
 // Called by the engine alone, with its own flat buffers.
 void element_step(const py::handle& params, const py::handle& grads, const py::handle& states, const py::handle& masters,
                   const ElementScalars& scalars) {
@@ -57,17 +71,28 @@ void element_step(const py::handle& params, const py::handle& grads, const py::h
     mark_written(param);
     if (state.defined()) mark_written(state);
   }
-  const py::gil_scoped_release no_gil;
-  if (device.is_cpu()) {
-    update_elements_cpu(segments.data(), static_cast<int64_t>(segments.size()), scalars, torch_executor());
+  run(segments, scalars, device);
+}
+
+void cast(const py::handle& dsts, const py::handle& srcs) {
+  constexpr const char* op = "cast";
+  const TensorList dst_list = tensors_of(op, "dsts", dsts), src_list = tensors_of(op, "srcs", srcs);
+  check_count(op, "srcs", src_list.size(), "dsts", dst_list.size());
+  if (dst_list.empty()) return;
+  const at::Device device = dst_list[0].device();
+  check_device_supported({op, "dsts", 0}, device);
+  std::vector<ElementSegment> segments;
+  for (size_t i = 0; i < dst_list.size(); ++i) {
+    const Where dst_at{op, "dsts", static_cast<int64_t>(i)}, src_at{op, "srcs", static_cast<int64_t>(i)};
+    const at::Tensor &dst = dst_list[i], &src = src_list[i];
+    check_layout(dst_at, dst, device);
+    check_layout(src_at, src, device);
+    check_numel(src_at, src, dst.numel(), "dsts");
+    segments.push_back(
+        assignment(dst.data_ptr(), float_dtype(dst_at, dst), src.const_data_ptr(), float_dtype(src_at, src), dst.numel()));
   }
-#ifdef SHARDCORE_WITH_CUDA
-  if (device.is_cuda()) {
-    const c10::cuda::CUDAGuard guard(device);
-    const DeviceTable<ElementSegment> table(segments, kElementChunk, device);
-    if (table.num_chunks != 0) update_elements_cuda(table.get(), table.num_chunks, scalars, current_stream(device));
-  }
-#endif
+  for (size_t i = 0; i < dst_list.size(); ++i) mark_written(dst_list[i]);
+  run(segments, kAssign, device);
 }
 
 }  // namespace
@@ -79,6 +104,7 @@ void bind_elements(py::module_& module) {
            py::arg("of_state") = std::array<double, 2>{}, py::arg("eps") = 0.0);
   module.def("element_step", &element_step, py::arg("params"), py::arg("grads"), py::arg("states"), py::arg("masters"),
              py::arg("scalars"));
+  module.def("cast", &cast, py::arg("dsts"), py::arg("srcs"));
 }
 
 }  // namespace shardcore::bind

@@ -1,4 +1,4 @@
-// sq_norm, sq_norm_add, norm_from_sq, clipping, ordered_sum, cast.
+// sq_norm, sq_norm_add, norm_from_sq, clipping, ordered_sum, dense.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/zeros.h>
@@ -11,13 +11,11 @@
 #include "bind/checks.h"
 #include "bind/cuda_table.h"
 #include "bind/device_step.h"
-#include "core/cast.h"
 #include "core/grad_scale.h"
 #include "norm/norm_cpu.h"
 #include "reduce/reduce_cpu.h"
 
 #ifdef SHARDCORE_WITH_CUDA
-#include "core/cast_cuda.h"
 #include "norm/norm_cuda.h"
 #include "reduce/reduce_cuda.h"
 #endif
@@ -150,36 +148,6 @@ bool same_objects(const py::handle& a, const py::handle& b) {
   return count == PySequence_Fast_GET_SIZE(b.ptr()) && std::equal(first, first + count, PySequence_Fast_ITEMS(b.ptr()));
 }
 
-void cast(const py::handle& dsts, const py::handle& srcs) {
-  constexpr const char* op = "cast";
-  const TensorList dst_list = tensors_of(op, "dsts", dsts);
-  const TensorList src_list = tensors_of(op, "srcs", srcs);
-  check_count(op, "srcs", src_list.size(), "dsts", dst_list.size());
-  if (dst_list.empty()) return;
-  const at::Device device = dst_list[0].device();
-  check_device_supported({op, "dsts", 0}, device);
-  std::vector<CastSegment> segments;
-  for (size_t i = 0; i < dst_list.size(); ++i) {
-    const Where dst_at{op, "dsts", static_cast<int64_t>(i)};
-    const Where src_at{op, "srcs", static_cast<int64_t>(i)};
-    check_layout(dst_at, dst_list[i], device);
-    check_layout(src_at, src_list[i], device);
-    check_numel(src_at, src_list[i], dst_list[i].numel(), "dsts");
-    segments.push_back({dst_list[i].data_ptr(), src_list[i].const_data_ptr(), dst_list[i].numel(),
-                        float_dtype(dst_at, dst_list[i]), float_dtype(src_at, src_list[i])});
-  }
-  for (size_t i = 0; i < dst_list.size(); ++i) mark_written(dst_list[i]);
-  const py::gil_scoped_release no_gil;
-  if (device.is_cpu()) cast_cpu(segments.data(), static_cast<int64_t>(segments.size()), torch_executor());
-#ifdef SHARDCORE_WITH_CUDA
-  if (device.is_cuda()) {
-    const c10::cuda::CUDAGuard guard(device);
-    const DeviceTable<CastSegment> table(segments, kCastChunk, device);
-    if (table.num_chunks != 0) cast_cuda(table.get(), table.num_chunks, current_stream(device));
-  }
-#endif
-}
-
 }  // namespace
 
 void bind_ops(py::module_& module) {
@@ -194,7 +162,6 @@ void bind_ops(py::module_& module) {
   module.def("is_dense", &is_dense, py::arg("tensor"));
   module.def("same_objects", &same_objects, py::arg("a"), py::arg("b"));
   module.def("records_functions", &at::hasCallbacks);
-  module.def("cast", &cast, py::arg("dsts"), py::arg("srcs"));
 }
 
 }  // namespace shardcore::bind

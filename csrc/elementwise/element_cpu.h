@@ -1,4 +1,4 @@
-// SGD, Adagrad and Lion over a list of tensors on the CPU: one call, split over threads by elements.
+// SGD, Adagrad, Lion and casts over a list of tensors on the CPU: one call, split over threads by elements.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// SGD, Adagrad and Lion over a list of tensors on CUDA: one launch.
+// SGD, Adagrad, Lion and casts over a list of tensors on CUDA: one launch.
 #pragma once
 
 #include <cuda_runtime_api.h>

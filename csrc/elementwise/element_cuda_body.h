@@ -1,4 +1,5 @@
-// What one CUDA thread does in the kernel of SGD, Adagrad and Lion, as a host/device function: tests/cpp runs it on the host.
+// What one CUDA thread does in the kernel of SGD, Adagrad, Lion and casts, as a host/device function: tests/cpp runs it on the
+// host.
 #pragma once
 
 #include <cstdint>
@@ -35,7 +36,9 @@ SHARDCORE_HD void update_octet(const ElementScalars& s, const float (&g)[8], flo
   }
 }
 
-// CUDA block block_index: one chunk of one tensor.
+// CUDA block block_index: one chunk of one tensor. Casts have a kernel of their own: they need few registers, so more of their
+// threads run at once.
+template <bool kIsCast>
 SHARDCORE_HD void element_body(const ChunkTable<ElementSegment>& table, const ElementScalars& s, int64_t block_index,
                                int thread) {
   const Chunk chunk = chunk_at(table, block_index, kElementChunk);
@@ -45,8 +48,8 @@ SHARDCORE_HD void element_body(const ChunkTable<ElementSegment>& table, const El
   };
   const char* const grad = static_cast<const char*>(t.grad) + chunk.first * itemsize(t.grad_dtype);
   char* const param = moved(t.param, t.param_dtype);
-  char* const state = moved(t.state, t.state_dtype);
-  const bool mastered = t.master != nullptr;
+  char* const state = kIsCast ? nullptr : moved(t.state, t.state_dtype);
+  const bool mastered = !kIsCast && t.master != nullptr;
   char* const weight = mastered ? moved(t.master, DType::f32) : param;
   const DType weight_dtype = mastered ? DType::f32 : t.param_dtype;
   SHARDCORE_ASSUME_GLOBAL(grad);
@@ -58,11 +61,15 @@ SHARDCORE_HD void element_body(const ChunkTable<ElementSegment>& table, const El
   const auto update = [&](auto vector, int i) {
     constexpr bool kVector = decltype(vector)::value;
     const Octet at{i, i + 4};
-    float g[8], p[8], m[8] = {};
+    float g[8], p[8] = {}, m[8] = {};
     load_octet<kVector>(grad, t.grad_dtype, at, numel, g);
-    load_octet<kVector>(weight, weight_dtype, at, numel, p);
+    if (!kIsCast) load_octet<kVector>(weight, weight_dtype, at, numel, p);
     if (state != nullptr) load_octet<kVector>(state, t.state_dtype, at, numel, m);
-    update_octet(s, g, p, m);
+    if (kIsCast) {
+      update_octet<Formula::assign>(s, g, p, m);
+    } else {
+      update_octet(s, g, p, m);
+    }
     if (state != nullptr) store_octet<kVector>(state, t.state_dtype, at, numel, m);
     store_octet<kVector>(param, t.param_dtype, at, numel, p);
     if (mastered) store_octet<kVector>(weight, DType::f32, at, numel, p);

@@ -1,6 +1,6 @@
-// THE formulas of SGD, Adagrad and Lion: each CPU instruction set and CUDA call them, so all give the same bits. float32,
-// rounded where the steps of torch.optim's SGD and Adagrad and of shardcore.Lion round on the CPU (torch's root may not be the
-// nearest).
+// THE formulas of SGD, Adagrad and Lion, and casts as one that takes the gradient for the weight: each CPU instruction set and
+// CUDA call them, so all give the same bits. float32, rounded where the steps of torch.optim's SGD and Adagrad and of
+// shardcore.Lion round on the CPU (torch's root may not be the nearest).
 //
 // Source: torch.optim.SGD and Adagrad as documented; X. Chen et al., Symbolic Discovery of Optimization Algorithms (2023),
 // algorithm 2 (Lion).
@@ -14,13 +14,13 @@
 
 namespace shardcore {
 
-enum class Formula : uint8_t { sgd, momentum, nesterov, adagrad, lion };
+enum class Formula : uint8_t { sgd, momentum, nesterov, adagrad, lion, assign };
 
 // One tensor of a call.
 struct ElementSegment {
-  void* param;       // numel elements of param_dtype; written, and read unless a master is given
+  void* param;       // numel elements of param_dtype; written, and read unless a master is given, or assigned
   const void* grad;  // numel elements of grad_dtype
-  void* state;       // numel elements of state_dtype: the momentum, or Adagrad's sum; null for sgd
+  void* state;       // numel elements of state_dtype: the momentum, or Adagrad's sum; null for sgd and assign
   float* master;     // numel elements; or null
   int64_t numel;
   DType param_dtype;
@@ -40,12 +40,20 @@ struct ElementScalars {
   float eps;
 };
 
+// A cast: param = grad, rounded as core/convert.h has it. No l2, no master.
+inline ElementSegment assignment(void* param, DType param_dtype, const void* grad, DType grad_dtype, int64_t numel) {
+  return {param, grad, nullptr, nullptr, numel, param_dtype, grad_dtype, DType::f32};
+}
+constexpr ElementScalars kAssign{Formula::assign, 1.0f, 0.0f, 1.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
+
 // One element. l2: s.l2 is not 0. A NaN stays one in the weight, too.
 template <Formula kFormula>
 SHARDCORE_HD void update_element(const ElementScalars& s, bool l2, float grad, float& p, float& state) {
   float g = grad * s.grad_scale;
   if (l2) g = fma_f32(s.l2, p, g);
-  if (kFormula == Formula::lion) {
+  if (kFormula == Formula::assign) {
+    p = g;
+  } else if (kFormula == Formula::lion) {
     const float direction = fma_f32(s.one_minus1, g, s.beta1 * state);
     const float sign = direction > 0.0f ? 1.0f : direction < 0.0f ? -1.0f : direction;
     p = fma_f32(s.minus_lr, sign, p * s.decay);

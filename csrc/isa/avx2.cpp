@@ -9,7 +9,6 @@
 #endif
 
 #include "adam/adam_cpu_loop.h"
-#include "core/cast_cpu_loop.h"
 #include "elementwise/element_cpu_loop.h"
 #include "norm/norm_cpu_loop.h"
 #include "reduce/reduce_cpu_loop.h"

@@ -6,7 +6,6 @@
 #define SHARDCORE_ISA isa_base
 
 #include "adam/adam_cpu_loop.h"
-#include "core/cast_cpu_loop.h"
 #include "elementwise/element_cpu_loop.h"
 #include "norm/norm_cpu_loop.h"
 #include "reduce/reduce_cpu_loop.h"

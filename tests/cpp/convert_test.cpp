@@ -3,9 +3,9 @@
 
 #include <algorithm>
 
-#include "core/cast.h"
 #include "core/executor.h"
 #include "cpp/common.h"
+#include "elementwise/element_cpu.h"
 
 namespace shardcore::testing {
 namespace {
@@ -129,9 +129,10 @@ TEST(convert, cast_of_a_list_is_the_same_on_every_isa) {
             Buffer src(n * itemsize(from), misalign * itemsize(from));
             Buffer dst(n * itemsize(to), misalign * itemsize(to));
             for (int64_t i = 0; i < n; ++i) store_from_f32(src.data(), from, i, random.with_specials());
-            const CastSegment segments[] = {{nullptr, nullptr, 0, to, from}, {dst.data(), src.data(), n, to, from}};
+            const ElementSegment segments[] = {assignment(nullptr, to, nullptr, from, 0),
+                                               assignment(dst.data(), to, src.data(), from, n)};
             SerialExecutor executor;
-            cast_cpu(segments, 2, executor);
+            update_elements_cpu(segments, 2, kAssign, executor);
             for (int64_t i = 0; i < n; ++i) {
               Buffer expected(4, 0);
               store_from_f32(expected.data(), to, 0, load_as_f32(src.data(), from, i));

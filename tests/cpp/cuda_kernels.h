@@ -1,10 +1,9 @@
-// The launches of csrc/norm, csrc/reduce, csrc/elementwise and csrc/core's .cu files, on the host's grid. Twin: what stands for
+// The launches of csrc/norm, csrc/reduce and csrc/elementwise's .cu files, on the host's grid. Twin: what stands for
 // CUDA's block; a broken one must be rejected. first_chunk: those before it are left out, as if their elements were 0.
 #pragma once
 
 #include <vector>
 
-#include "core/cast_cuda_body.h"
 #include "core/grad_scale.h"
 #include "cpp/common.h"
 #include "cpp/host_grid.h"
@@ -115,16 +114,13 @@ DoubleDouble ordered_sum_cuda_body(const OrderedSum& op, int64_t first_chunk = 0
   return partials.total<Block>();
 }
 
-inline void cast_cuda_body(const std::vector<CastSegment>& segments, int64_t first_chunk = 0) {
-  const HostTable table(segments, kCastChunk);
-  HostGrid::run_from(first_chunk, table.num_chunks(), kCastThreads,
-                     [&](int64_t index, int thread, const HostBlock&) { cast_body(table.get(), index, thread); });
-}
-
-inline void element_cuda_body(const std::vector<ElementSegment>& segments, const ElementScalars& scalars) {
+inline void element_cuda_body(const std::vector<ElementSegment>& segments, const ElementScalars& scalars,
+                              int64_t first_chunk = 0) {
   const HostTable table(segments, kElementChunk);
-  HostGrid::run_from(0, table.num_chunks(), kElementThreads,
-                     [&](int64_t index, int thread, const HostBlock&) { element_body(table.get(), scalars, index, thread); });
+  HostGrid::run_from(first_chunk, table.num_chunks(), kElementThreads, [&](int64_t index, int thread, const HostBlock&) {
+    const auto body = scalars.formula == Formula::assign ? element_body<true> : element_body<false>;
+    body(table.get(), scalars, index, thread);
+  });
 }
 
 // How far two sums are apart, as a part of the first; 0 if both are not finite.

@@ -2,9 +2,9 @@
 // stream is tried at a place to which an index cut to 32 bits would lead instead; then the bits must differ.
 #include <sys/mman.h>
 
-#include "core/cast.h"
 #include "cpp/adam_problem.h"
 #include "cpp/cuda_kernels.h"
+#include "elementwise/element_cpu.h"
 #include "norm/norm_cpu.h"
 #include "reduce/reduce_cpu.h"
 
@@ -18,7 +18,7 @@ constexpr int64_t kWrap = int64_t{1} << 32;  // what an element index loses when
 // The first element with data: past 2^31, a multiple of all chunk sizes and of the norm's groups of blocks.
 constexpr int64_t kFirst = (int64_t{1} << 31) + (int64_t{1} << 20);
 static_assert(kFirst % kAdamChunk == 0 && kFirst % (kBlock * 256) == 0 && kFirst % (2 * kNormChunk) == 0 &&
-              kFirst % kCastChunk == 0 && static_cast<int32_t>(kFirst) < 0);
+              kFirst % kElementChunk == 0 && static_cast<int32_t>(kFirst) < 0);
 
 // A huge array of zeros, of which the elements from kFirst / group on have the values of `data`.
 class Huge {
@@ -179,8 +179,8 @@ TEST(large_index, casts_and_ordered_sums_beyond_2_to_the_31) {
   const std::vector<uint16_t> none(static_cast<size_t>(kTail));
   SerialExecutor serial;
   std::vector<uint16_t> want(none), got(none);
-  const CastSegment small{want.data(), values.data(), kTail, DType::bf16, DType::f32};
-  cast_cpu(&small, 1, serial);
+  const ElementSegment small = assignment(want.data(), DType::bf16, values.data(), DType::f32, kTail);
+  update_elements_cpu(&small, 1, kAssign, serial);
   OrderedSum op{};
   op.piece_dtype = DType::f32, op.world_size = 1, op.scale = 0.25, op.out_dtype = DType::bf16;
   std::vector<uint16_t> want_sum(none), got_sum(none);
@@ -188,13 +188,14 @@ TEST(large_index, casts_and_ordered_sums_beyond_2_to_the_31) {
   ordered_sum_cpu(op, serial);
   for (const auto& [src_wrapped, dst_wrapped] : {std::pair{false, false}, {true, false}, {false, true}}) {
     Huge src(values.data(), kTail, 4), dst(none.data(), kTail, 2);
-    const CastSegment t{dst.element0(dst_wrapped), src.element0(src_wrapped), kFirst + kTail, DType::bf16, DType::f32};
+    const ElementSegment t =
+        assignment(dst.element0(dst_wrapped), DType::bf16, src.element0(src_wrapped), DType::f32, kFirst + kTail);
     TailExecutor blocks(kFirst / kBlock);
-    cast_cpu(&t, 1, blocks);
+    update_elements_cpu(&t, 1, kAssign, blocks);
     dst.copy_to(got.data());
     EXPECT_EQ(got == want, !src_wrapped && !dst_wrapped);
     std::memset(dst.element0() + kFirst * 2, 0, static_cast<size_t>(kTail * 2));
-    cast_cuda_body({t}, kFirst / kCastChunk);
+    element_cuda_body({t}, kAssign, kFirst / kElementChunk);
     dst.copy_to(got.data());
     EXPECT_EQ(got == want, !src_wrapped && !dst_wrapped);
     Huge sum(none.data(), kTail, 2);
