@@ -1,8 +1,6 @@
 """shard(): checks everything on every rank, then lays the model out in shards and attaches the engine."""
 
 import logging
-import os
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -24,15 +22,15 @@ from shardcore.distributed.everyone import attempt_together
 from shardcore.distributed.groups import own_gpu, use_own_gpu
 from shardcore.distributed.joining import agree_in_parts, join
 from shardcore.distributed.launchers import ranks_here
-from shardcore.distributed.machine import here, nodes_of, own_cores, plan_worker, short_of_memory
-from shardcore.engine import build, disk, nvme_weights
+from shardcore.distributed.machine import nodes_of, own_cores, plan_worker, short_of_memory
+from shardcore.engine import build, nvme_weights
 from shardcore.engine.bucket import LIFETIMES
 from shardcore.engine.cpu_store import CpuStore, cpu_store_of, host_bytes, warn_of_misplaced, warn_of_pageable
 from shardcore.engine.engine import Engine, engine_behind
 from shardcore.engine.hooks import attach
 from shardcore.engine.host_gradients import host_grad_bytes
 from shardcore.engine.loss_scale import LossScale
-from shardcore.engine.nvme_states import RATED_TBW, NvmeStates, Scratch, StateFiles, disk_use
+from shardcore.engine.nvme_states import NvmeStates, Scratch, StateFiles
 from shardcore.engine.optimizer_state import ShardedStates
 from shardcore.engine.overlap_step import WorkerThreads
 from shardcore.engine.plan import Plan
@@ -138,7 +136,6 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 logger = logging.getLogger("shardcore")
 
-_SAY_EVERY_S = 10.0
 _advised = False  # of ranks_per_node, in this process
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -523,14 +520,8 @@ def _fill(
         logger.info("shard: precision=%r converts parameters: %s", options.precision, conversions)
     if plan.optimizer is not given:
         replace_optimizer(given, plan.optimizer, speak=first)
-    if options.tiers.path is not None:
-        _say_disk_use(plan, options.tiers)
-    said_s = time.monotonic()
-    for number, bucket in enumerate(buckets):
+    for bucket in buckets:
         builder.fill(bucket, plan.store, options.broadcast)
-        if first and options.tiers.path is not None and time.monotonic() > said_s + _SAY_EVERY_S:
-            said_s = time.monotonic()
-            logger.info("shard: the masters of %d of %d buckets are in files", number + 1, len(buckets))
     idle = [m.name for bucket in buckets if bucket.group is None and bucket.trainable for m in bucket.params]
     if idle and not builder.lifetimes.owns_everything and first:
         logger.warning(
@@ -546,35 +537,6 @@ def _fill(
     builder.move_rest([tensor for tensor in rest if not tensor.is_meta], options.broadcast)
     if filler is not None:
         filler.fill(builder, buckets, plan.store, options.broadcast)
-
-
-def _say_disk_use(plan: Plan, tiers: OffloadOptions) -> None:
-    """Log what a step of all ranks on rank 0's disk reads and writes, and how long that takes the disk. Collective."""
-    weights, folders = plan.buckets if tiers.params == "nvme" else (), tiers.path or ()
-    own = disk_use(plan.buckets, tiers.durable, weights)
-    says, probe = plan.comm.rank == 0 and logger.isEnabledFor(logging.INFO), min(disk.PROBE_BYTES, own.read)
-    measured = [disk.measure(disk.file_engine(), Path(folder), probe) for folder in folders] if says else []  # others wait
-    disks = [[*here(), os.stat(folder).st_dev] for folder in folders]
-    every = plan.comm.gather_json(disks)
-    if not says:
-        return
-    ranks = max(sum(one in of_rank for of_rank in every) for one in disks)
-    use, rates = own.of_ranks(ranks), disk.striped(measured)
-    logger.info(
-        "offload: a step of %s reads %.2f GiB and writes %.2f GiB in %s (%.2f GiB there), %.2f s at the %.2f GB/s that it "
-        "reads and writes now%s; a disk that is rated for %d TB of writes lasts %d such steps%s",
-        "1 rank" if ranks == 1 else f"{ranks} ranks on this disk",
-        use.read / 2**30,
-        use.written / 2**30,
-        " and ".join(folders),
-        use.space / 2**30,
-        use.seconds(rates),
-        rates.both / 1e9,
-        f" ({' and '.join(f'{one.both / 1e9:.2f}' for one in measured)})" if len(measured) > 1 else "",
-        RATED_TBW,
-        use.steps_until_worn * rates.both / max(one.both for one in measured),  # of the disk that gets most
-        "" if tiers.durable else '; no step outlasts the process ("durable": False)',
-    )
 
 
 def _start(plan: Plan, given: Any, states: dict[Any, Any], others: dict[Any, Any], cast_inputs: bool | str) -> None:

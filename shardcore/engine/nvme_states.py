@@ -209,15 +209,11 @@ def place_bytes(buckets: Sequence[Bucket], format_of: FormatOf = _states, alignm
 
 @dataclass(frozen=True)
 class DiskUse:
-    """Bytes of one rank on disk (or of several): read and written per step, and the space that files take."""
+    """Bytes of one rank on disk: read and written per step, and the space that files take."""
 
     read: int
     written: int
     space: int
-
-    def of_ranks(self, count: int) -> "DiskUse":
-        """Return what so many ranks take together, each as much as this one."""
-        return DiskUse(count * self.read, count * self.written, count * self.space)
 
     def seconds(self, rates: Rates) -> float:
         """Return how long a disk with these rates takes for a step."""

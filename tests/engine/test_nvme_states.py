@@ -1,7 +1,5 @@
 """States in files: the same bits as anywhere else, bounded memory, no file left behind, damage and full disks named."""
 
-import io
-import logging
 import os
 import re
 import subprocess
@@ -192,31 +190,6 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == -9
     assert list(tmp_path.iterdir()) == []
-
-
-def _said(rank: int, world_size: int, folder: str) -> str:
-    said, logger = io.StringIO(), logging.getLogger("shardcore")
-    logger.addHandler(handler := logging.StreamHandler(said))
-    logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(disk, "measure", lambda *_: disk.Rates(1e3, 1e3, 1e3))
-        train(rank, Run(2, 0, shard=_run(2, "fp32", "states", folder).shard))
-    logger.removeHandler(handler)
-    logger.setLevel(logging.NOTSET)
-    return said.getvalue()
-
-
-def test_a_log_line_counts_all_ranks_of_a_disk(tmp_path: Path) -> None:
-    net = make_net()
-    shard = _run(2, "fp32", "states", str(tmp_path)).shard
-    use = predict(net, shardcore.FusedAdam(net.parameters()), 2, world_size=2, **shard).disk
-    assert use is not None
-    said, other = run_ranks(2, _said, str(tmp_path))
-    assert "offload: a step of 2 ranks on this disk reads" in said
-    assert f", {2 * use.seconds(disk.Rates(1e3, 1e3, 1e3)):.2f} s at the" in said
-    assert int(said.split(" such steps")[0].split()[-1]) == pytest.approx(use.steps_until_worn / 2, rel=1e-6)
-    assert said.endswith(' such steps; no step outlasts the process ("durable": False)\n')
-    assert "such steps" not in other
 
 
 def test_two_models_use_one_directory(tmp_path: Path, small: None) -> None:
