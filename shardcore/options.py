@@ -270,6 +270,11 @@ def offload_options(offload: Mapping[str, Any] | str | None, stage: int) -> Offl
     if auto and tier == "nvme":
         raise ValueError('shard: offload["ratio"] is "auto" with the optimizer on "nvme"; expected a number from 0 to 1')
     ratio = 1.0 if auto else _ratio_of(offload.get("ratio", 1.0))
+    if gradients is not None and ratio == 0.0:
+        raise ValueError(
+            f'shard: offload["gradients"] is "cpu" with the optimizer on {offload.get("optimizer")!r} and the ratio 0: all '
+            'states, and the gradients for them, are on the device; expected "optimizer": "cpu" and a ratio above 0, or None'
+        )
     threads = _threads_of(offload.get("cpu_threads"))
     durable, resume = offload.get("durable", True), offload.get("resume")
     for key, value, allowed in (("durable", durable, (True, False)), ("resume", resume, (True, False, None))):

@@ -50,6 +50,16 @@ from tests.support.ranks import run_ranks
         ({"offload": {"optimizer": "cpu", "gradients": True}}, ValueError, "gradients.* is True; expected .cpu. or None"),
         ({"offload": {"optimizer": "cpu", "gradients": "cpu"}, "stage": 0}, ValueError, "at stage 0, where p.grad shows them"),
         ({"offload": {"gradients": "cpu"}}, ValueError, 'optimizer.* is None; expected "cpu"'),
+        (
+            {"offload": {"params": "cpu", "gradients": "cpu"}, "stage": 3},
+            ValueError,
+            'gradients.* with the optimizer on None and the ratio 0: .*; expected "optimizer": "cpu" and a ratio above 0, or',
+        ),
+        (
+            {"offload": {"optimizer": "cpu", "gradients": "cpu", "ratio": 0}, "stage": 2},
+            ValueError,
+            "gradients.* with the optimizer on 'cpu' and the ratio 0: ",
+        ),
         ({"offload": "cpu"}, TypeError, "offload is 'cpu'"),
         ({"offload": {"optimizer": "cpu", "pin_memory": 1}}, TypeError, "pin_memory"),
         ({"offload": {"optimizer": "cpu", "pin_memory_limit": 1.5}}, TypeError, "is 1.5; expected a whole number"),

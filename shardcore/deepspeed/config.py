@@ -315,7 +315,8 @@ def shard_options(settings: Config, muon: bool = False) -> dict[str, Any]:
         if settings.offload == "nvme":
             tiers |= {"path": settings.nvme_path, "durable": False}  # as DeepSpeed's swap files; save_checkpoint is its way
         elif settings.stage > 0 and not muon:  # which orthogonalizes gradients on the device
-            tiers["gradients"] = "cpu"  # as in ZeRO-Offload
+            if settings.ratio > 0.0:
+                tiers["gradients"] = "cpu"  # as in ZeRO-Offload
             overlap_step = settings.stage == 3  # at 1 and 2 new weights are gathered, before which NCCL's ranks must not read
     own_tiers = settings.shardcore.get("offload", {})
     offload: Any = own_tiers  # "auto"

@@ -123,12 +123,12 @@ def chosen_of(found: Sequence[Candidate]) -> Candidate | None:
 def _least_ratio(machine: Machine, predict: Callable[[float], Prediction]) -> tuple[float, bool, Prediction]:
     """Return the least share on the CPU that the device's memory allows (else 1), whether 1 fits, and the prediction for it.
 
-    The bytes are nearly linear in the share, so that few predictions find it.
+    The bytes are nearly linear in the share, so that few predictions find it. (Shares of 0 put no gradients in host memory.)
     """
-    least, found, most = 1.0, predict(1.0), predict(0.0)
+    least, found, most = 1.0, predict(1.0), predict(1 / STEPS_OF_ONE)
     measures, low, high = not _lacks(machine, found), _on_device(machine, found), _on_device(machine, most)
     if low <= machine.device and low < high:
-        steps = max(0, int((high - machine.device) / (high - low) * STEPS_OF_ONE))
+        steps = max(1, int((high - machine.device) / (high - low) * STEPS_OF_ONE))
         while _on_device(machine, found := predict(steps / STEPS_OF_ONE)) > machine.device:
             steps += 1
         least = steps / STEPS_OF_ONE

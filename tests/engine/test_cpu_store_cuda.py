@@ -14,7 +14,8 @@ from tests.support.models import Net, batch_of, hash_of_training, loss_of, make_
 from tests.support.tiers import CPU_TIER, GRADS, PARAMS, fits, tier_with
 
 TIERS: list[dict[str, Any]] = [CPU_TIER, GRADS, PARAMS, PARAMS | GRADS]
-OFFLOADS = [None, *(tiers | {"ratio": ratio} for tiers in TIERS for ratio in (0, 0.37, 1))]
+SPLITS = [tiers | {"ratio": ratio} for tiers in TIERS for ratio in (0, 0.37, 1) if ratio or "gradients" not in tiers]
+OFFLOADS = [None, *SPLITS]
 PLACES = [
     (stage, offload, overlap_step)
     for overlap_step in (False, True)
