@@ -185,14 +185,13 @@ def shard(
         offload: None, a dict, or "auto". {"optimizer": "cpu"} keeps masters and states in host memory and runs Adam there;
             {"optimizer": "nvme", "path": DIR} keeps them in files, read and written chunk by chunk, which have the last
             committed step at any instant: "resume": True goes on from it, False begins anew over it; "durable": False keeps one
-            copy, which is gone with the process; a list of directories uses all of their disks. Beside either
-            "gradients": "cpu" (stages 1 to 3; with "gradients_in_flight": bytes of device memory for those being copied),
-            "params": "cpu" or, with states in files, "nvme" (stage 3), "ratio": the share that the CPU updates, 0 to 1 or
-            "auto": measured, with at most "device_memory_limit" bytes of states on the device (default: as many as the peak of
-            the first steps leaves room for), "pin_memory": bool, "pin_memory_limit": bytes, "cpu_threads": int. "auto" chooses
-            None or what goes into host memory, with the ratio "auto": what takes the fewest milliseconds of all that fits, with
-            a tenth of the device left for activations. It measures free memory, the link and Adam for at most a second, and
-            logs a table of what it considered. On the CPU it is None.
+            copy, which is gone with the process; a list of directories uses all of their disks. Beside either "gradients":
+            "cpu" (stages 1 to 3), "params": "cpu" or, with states in files, "nvme" (stage 3), "ratio": the share that the CPU
+            updates, 0 to 1 or "auto": measured, with at most "device_memory_limit" bytes of states on the device (default: as
+            many as the peak of the first steps leaves room for), "pin_memory": bool, "pin_memory_limit": bytes, "cpu_threads":
+            int. "auto" chooses None or what goes into host memory, with the ratio "auto": what takes the fewest milliseconds of
+            all that fits, with a tenth of the device left for activations. It measures free memory, the link and Adam for at
+            most a second, and logs a table of what it considered. On the CPU it is None.
         precision: "bf16", "fp16" or "fp32" converts all weights; None leaves each in its dtype. 16-bit weights get float32
             masters, which start from the weights as given.
         loss_scale: Of float16 weights, or of float32 ones under autocast to float16: a LossScale, or a fixed number. None:
@@ -368,7 +367,6 @@ def _plan(
             options.reshard_after_forward,
             options.prefetch,
             tiers.gradients is not None,
-            tiers.gradients_in_flight,
             tiers.auto,
             tiers.device_memory_limit,
             options.compared(),

@@ -182,9 +182,8 @@ class OffloadOptions:
     optimizer: the tier of states and masters ("cpu", or "nvme": in files under the directories `path`), or None: beside the
     weights. ratio: the share of them (and of the step) that is there; the rest stays on the device. auto: it starts as 1 and is
     chosen after a few steps, so that at most device_memory_limit bytes of states stay (None: as many as the measured peak
-    leaves room for). gradients: the tier of reduced gradients, or None: on the device; gradients_in_flight: how many bytes of
-    them may hold device memory while they are copied; two gradients always may. params: the same of the shards of weights;
-    "nvme": in a file under `path`, as states.
+    leaves room for). gradients: the tier of reduced gradients, or None: on the device. params: the same of the shards of
+    weights; "nvme": in a file under `path`, as states.
     pin_memory: whether host memory that a GPU reads or writes is page-locked; pin_memory_limit: at most so many bytes of it on
     this rank, None as the system allows. cpu_threads: of the worker of an overlapped step, None for what the machine's other
     ranks leave. durable: whether files under `path` have the last committed step at any instant; resume: whether to go on from
@@ -203,7 +202,6 @@ class OffloadOptions:
     path: tuple[str, ...] | None = None
     durable: bool = True
     resume: bool | None = None
-    gradients_in_flight: int = 0
 
 
 def offload_options(offload: Mapping[str, Any] | str | None, stage: int) -> OffloadOptions:
@@ -262,11 +260,6 @@ def offload_options(offload: Mapping[str, Any] | str | None, stage: int) -> Offl
             'shard: offload["gradients"] is "cpu" at stage 0, where p.grad shows them on the device; expected None, or a '
             "stage from 1 on"
         )
-    in_flight = _bytes_of(offload, "gradients_in_flight")
-    if in_flight is not None and gradients is None:
-        raise ValueError(
-            f'shard: offload["gradients_in_flight"] is {in_flight} but "gradients" is None; expected None, or "cpu" there'
-        )
     if auto and tier == "nvme":
         raise ValueError('shard: offload["ratio"] is "auto" with the optimizer on "nvme"; expected a number from 0 to 1')
     ratio = 1.0 if auto else _ratio_of(offload.get("ratio", 1.0))
@@ -284,9 +277,7 @@ def offload_options(offload: Mapping[str, Any] | str | None, stage: int) -> Offl
             raise ValueError(f'shard: offload["{key}"] is {value} with the optimizer on "cpu"; expected it with "nvme" alone')
     if resume and not durable:
         raise ValueError('shard: offload["resume"] is True but "durable" is False, which commits nothing; expected one of them')
-    return OffloadOptions(
-        tier, ratio, auto, keeps, gradients, params, pin_memory, limit, threads, path, durable, resume, in_flight or 0
-    )
+    return OffloadOptions(tier, ratio, auto, keeps, gradients, params, pin_memory, limit, threads, path, durable, resume)
 
 
 def _paths_of(path: Any) -> tuple[str, ...] | None:

@@ -82,16 +82,6 @@ from tests.support.ranks import run_ranks
             ValueError,
             'is 4096 but "pin_memory" is False; expected None, or True',
         ),
-        (
-            {"offload": {"optimizer": "cpu", "gradients": "cpu", "gradients_in_flight": 1e9}, "stage": 2},
-            TypeError,
-            "gradients_in_flight.* is 1000000000.0; expected a whole number",
-        ),
-        (
-            {"offload": {"optimizer": "cpu", "gradients_in_flight": 4096}},
-            ValueError,
-            'is 4096 but "gradients" is None; expected',
-        ),
         ({"precision": "fp8"}, ValueError, "precision is 'fp8'; expected"),
         ({"precision": torch.bfloat16}, ValueError, "precision is torch.bfloat16"),
         ({"grad_dtype": "fp16"}, ValueError, "grad_dtype is 'fp16'"),

@@ -135,7 +135,7 @@ def _text(where: str, value: Any) -> str:
 # What the section "shardcore" may have: arguments of shard, its offload's, and FusedAdam's, which check the values.
 OF_SHARD = ("overlap_step", "reduction", "ranks_per_node", "mesh", "reshard_after_forward", "prefetch", "units", "sync_each")
 OF_OFFLOAD = (
-    *("gradients", "gradients_in_flight", "ratio", "device_memory_limit", "durable", "resume", "path", "pin_memory_limit"),
+    *("gradients", "ratio", "device_memory_limit", "durable", "resume", "path", "pin_memory_limit"),
     "cpu_threads",
 )
 OF_ADAM = ("state_dtype", "master", "stochastic_rounding")

@@ -93,7 +93,7 @@ class Engine:
             )
         grad_offload: GradOffload | None = None
         if plan.host is not None and plan.offloads_gradients:
-            grad_offload = GradOffload(plan.host.copies, plan.updated, plan.threads, plan.gradients_in_flight)
+            grad_offload = GradOffload(plan.host.copies, plan.updated, plan.threads)
         self.ratio_tuner: RatioTuner | None = None
         if isinstance(plan.host, SplitStore) and plan.chooses_ratio:
             self.ratio_tuner = RatioTuner(self.comm, self.device, plan.host, plan.device_memory_limit, plan.overlap_step)

@@ -4,10 +4,9 @@ The last `host_numel` elements of each bucket's owned range are offloaded. The f
 (`Bucket.grad`), where its kernels read them.
 
 Note [Copying]: the host copy has the dtype that the gradient has on the device: grad_dtype, or its own dtype where nothing is
-summed. Gradients that are being copied hold device memory: IN_FLIGHT of them, and more as long as all have no more bytes than
-`offload={"gradients_in_flight": ...}`. Before another one is allocated, the stream waits for the oldest copy, whose memory
-returns to the pool. So allocations depend only on the order of buckets, never on timing. The last ones are on their way when
-backward ends, and their memory returns when the next one begins.
+summed. Gradients that are being copied hold device memory, IN_FLIGHT of them: before another one is allocated, the stream waits
+for the oldest copy, whose memory returns to the pool. So allocations depend only on the order of buckets, never on timing. The
+last ones are on their way when backward ends, and their memory returns when the next one begins.
 Note [Early steps]: the norm is taken before a gradient is copied, so a step is decided while the last ones travel, and waits
 for each where it is used (`Bucket.arrival`). Norms of sums are taken on the host: then `settle` waits for all.
 Note [Adding]: on the device `ordered_sum` computes `out + float32(scale * sum)`, rounded once. To add on the host, the product
@@ -56,17 +55,6 @@ def host_grad_bytes(buckets: Sequence[Bucket], policy: ReducePolicy, alone: bool
     return kept + grad_staging_bytes(buckets, policy)
 
 
-def copies_to_await(in_flight: Sequence[int], coming: int, limit_bytes: int) -> int:
-    """Return how many of the oldest copies must be over before another gradient, of `coming` bytes, takes device memory.
-
-    in_flight: the bytes of those on their way; limit_bytes: of all together, unless they are IN_FLIGHT or fewer.
-    """
-    count = 0
-    while len(in_flight) - count >= IN_FLIGHT and sum(in_flight[count:]) + coming > limit_bytes:
-        count += 1
-    return count
-
-
 def sq_norm_of(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
     """Return the squared norm (high, low) on `device` of tensors that may be on several devices."""
     by_device: dict[torch.device, list[torch.Tensor]] = {}
@@ -85,13 +73,12 @@ def _sum_of(squares: Sequence[torch.Tensor], device: torch.device) -> torch.Tens
 class GradOffload:
     """What HostGrads needs. copies: allocates host memory and copies to it; buckets: whose gradients are offloaded.
 
-    threads: of the worker that adds. in_flight_bytes: see copies_to_await.
+    threads: of the worker that adds.
     """
 
     copies: _C.HostTier
     buckets: Sequence[Bucket]
     threads: WorkerThreads
-    in_flight_bytes: int
 
 
 @dataclass
@@ -159,7 +146,6 @@ class HostGrads:
         self._squares: dict[Bucket, tuple[Future[torch.Tensor], torch.Tensor | None]] = {}
         self._gathering: deque[_Pending] = comm.keep_alive(deque())  # whose copies begin when all pieces are here
         self._leaving: deque[_Pending] = deque()  # being copied
-        self._in_flight_bytes = 0 if offload is None else offload.in_flight_bytes
         self._last: _C.CopyEvent | None = None
         self._failure: tuple[str, BaseException] | None = None  # see Note [Failed copies]
 
@@ -201,8 +187,7 @@ class HostGrads:
         adds = bucket.reduced
         dtype = full.dtype if as_it_is else torch.float32 if adds else self._policy.grad_dtype
         self.start_all()
-        in_flight = [pending.source.nbytes for pending in self._leaving]
-        self._release(copies_to_await(in_flight, bucket.owned_numel * dtype.itemsize, self._in_flight_bytes))
+        self._release(len(self._leaving) + 1 - IN_FLIGHT)
         if as_it_is:
             pending = _Pending(bucket, full, release, adds, as_it_is, [])
             if not adds:  # else the norm of the sum is taken when it is added

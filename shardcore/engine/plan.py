@@ -44,7 +44,6 @@ class Plan:
     reshard_after_forward: bool | int
     prefetch: int
     offloads_gradients: bool
-    gradients_in_flight: int
     chooses_ratio: bool
     device_memory_limit: int | None
     options: Mapping[str, Any]

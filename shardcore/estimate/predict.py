@@ -21,7 +21,7 @@ from shardcore.distributed.topology import Topology, topology_of
 from shardcore.engine import build, nvme_weights
 from shardcore.engine.bucket import LIFETIMES, Bucket, BufferPool, Lifetimes, ReducePolicy, allocate, give_full, take_full
 from shardcore.engine.cpu_store import staging_bytes
-from shardcore.engine.host_gradients import copies_to_await, grad_staging_bytes, host_grad_dtype
+from shardcore.engine.host_gradients import IN_FLIGHT, grad_staging_bytes, host_grad_dtype
 from shardcore.engine.memory_report import MemoryReport, memory_lines
 from shardcore.engine.nvme_states import DiskUse, disk_use
 from shardcore.engine.reduce_scatter import Parts, ReduceScatter
@@ -173,7 +173,6 @@ def predict_rank(
         wanted.prefetch,
         world_size == 1 and not wanted.loss_scaler().active,
         {bucket for bucket in updated if bucket.host_numel} if tiers.gradients is not None else set(),
-        tiers.gradients_in_flight,
     )
     step.fill_pools()
     lines = memory_lines(
@@ -219,7 +218,7 @@ class _Step:
     """A training step of this rank: what it sends, and the buffers that it takes and gives back.
 
     keepers: see keepers_of. prefetch: units gathered ahead. alone: gradients are neither summed over ranks nor unscaled.
-    offloaded: the buckets whose gradients are; in_flight_bytes: see copies_to_await.
+    offloaded: the buckets whose gradients are.
     """
 
     comm: Comm
@@ -231,7 +230,6 @@ class _Step:
     prefetch: int
     alone: bool
     offloaded: Collection[Bucket]
-    in_flight_bytes: int
 
     def __post_init__(self) -> None:
         topology, rank = self.comm.topology, self.comm.rank
@@ -404,8 +402,7 @@ class _Step:
 
     def _leave(self, bucket: Bucket, local: torch.Tensor, unchanged: bool) -> None:
         dtype = local.dtype if unchanged else torch.float32 if bucket.reduced else self.policy.grad_dtype
-        in_flight = [source.nbytes for _, source, _ in self._leaving]
-        self._let_leave(copies_to_await(in_flight, bucket.owned_numel * dtype.itemsize, self.in_flight_bytes))
+        self._let_leave(len(self._leaving) + 1 - IN_FLIGHT)
         if unchanged:
             self._leaving.append((bucket, local, partial(self._give, bucket)))
         else:

@@ -138,15 +138,20 @@ def test_the_norm_is_taken_before_a_gradient_leaves(monkeypatch: pytest.MonkeyPa
 
 # --- steps on gradients that travel -----------------------------------------------------------------------------------
 
-EARLY = GRADS | {"gradients_in_flight": 1 << 30}
+
+@pytest.fixture
+def all_travel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No backward waits for a gradient that is being copied."""
+    monkeypatch.setattr(host_grads, "IN_FLIGHT", 16)
 
 
+@pytest.mark.usefixtures("all_travel")
 @pytest.mark.parametrize("overlap", [False, True])
 def test_adam_works_on_gradients_that_are_there_while_the_last_travel(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies are made only when someone waits for them. Clipping needs the norm of all."""
     small_chunks(monkeypatch)
     tier_with(monkeypatch, late=True)
-    shard = {"offload": EARLY, "overlap_step": overlap, "clip_grad_norm": 0.1}
+    shard = {"offload": GRADS, "overlap_step": overlap, "clip_grad_norm": 0.1}
     model, optimizer, _ = train(0, Run(steps=1, precision="bf16", shard=shard))
     buckets = optimizer._engine.buckets
     loss_of(model, batch_of(1, 0, 0)).backward()
@@ -167,6 +172,7 @@ FEW_FORMS = [
 
 
 @pytest.mark.cases(5)
+@pytest.mark.usefixtures("all_travel")
 @pytest.mark.parametrize(("form", "stage", "overlap"), some(itertools.product(FORMS, (1, 2, 3), (False, True)), FEW_FORMS))
 def test_steps_on_gradients_that_travel_have_the_same_bits(
     form: str, stage: int, overlap: bool, monkeypatch: pytest.MonkeyPatch
@@ -176,7 +182,7 @@ def test_steps_on_gradients_that_travel_have_the_same_bits(
     expected = hashes_of(0, 1, [run])
     small_chunks(monkeypatch)
     tier_with(monkeypatch, late=True)
-    offload = EARLY | ({"params": "cpu"} if stage == 3 else {})
+    offload = GRADS | ({"params": "cpu"} if stage == 3 else {})
     run = replace(run, stage=stage, shard=run.shard | {"offload": offload, "overlap_step": overlap})
     assert hashes_of(0, 1, [run]) == expected
 
@@ -192,20 +198,22 @@ class _Unwaited(Wrapped):
         return Pipeline(pipeline)
 
 
+@pytest.mark.usefixtures("all_travel")
 def test_a_step_that_does_not_wait_for_a_gradient_changes_the_hash(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of an overlapped step the next backward waits, sooner or later."""
     run = Run(steps=3, precision="bf16")
     expected = hash_of_training(*train(0, run)[:2])
-    run.shard["offload"] = EARLY
+    run.shard["offload"] = GRADS
     for wrap, same in ((Wrapped, True), (_Unwaited, False)):
         with monkeypatch.context() as patch:
             tier_with(patch, wrap, late=True)
             assert (hash_of_training(*train(0, run)[:2]) == expected) == same
 
 
+@pytest.mark.usefixtures("all_travel")
 @pytest.mark.parametrize("overlap", [False, True])
 def test_an_error_of_a_gradient_that_travels_is_the_step_s(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(steps=0, precision="bf16", shard={"offload": EARLY, "overlap_step": overlap})
+    run = Run(steps=0, precision="bf16", shard={"offload": GRADS, "overlap_step": overlap})
     log: list[str] = []
     with monkeypatch.context() as patch:
         tier_with(patch, lambda tier: Watched(tier, log))
@@ -276,21 +284,19 @@ def test_a_wait_for_a_gradient_that_is_left_out_changes_the_hash(call: str, monk
     assert hash_of_training(*train(0, run)[:2]) != expected
 
 
-@pytest.mark.parametrize(("limit", "most"), [(None, 2), (2 * 4 * 3072, 2), (3 * 4 * 3072, 3), (1 << 20, 4)])
-def test_a_gradient_leaves_while_backward_goes_on(limit: int | None, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two on their way, and more if they fit the limit; for the last ones the next backward waits."""
+def test_a_gradient_leaves_while_backward_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two on their way; for the last ones the next backward waits."""
     log: list[str] = []
     tier_with(monkeypatch, lambda tier: Watched(tier, log))
-    model, optimizer, _ = train(0, Run(steps=2, shard={"offload": GRADS | {"gradients_in_flight": limit}}))
+    model, optimizer, _ = train(0, Run(steps=2, shard={"offload": GRADS}))
     assert [bucket.owned_numel for bucket in optimizer._engine.buckets] == [1024, 3072, 3072, 3072]
     for index, block in enumerate(model.blocks):
         block.norm.weight.register_hook(lambda _, index=index: log.append(f"block {index}"))  # the unit's last gradient but one
     log.clear()
     loss_of(model, batch_of(0, 0, 0)).backward()
-    waited = "to_tier.wait"
-    third, fourth = [waited] * (most < 3), [waited] * (most < 4)
-    assert log[:most] == [waited] * most, "for those of the backward before"
-    assert log[most:] == ["block 2", "to_tier", "block 1", "to_tier", "block 0", *third, "to_tier", *fourth, "to_tier"]
+    waits = ["to_tier.wait", "to_tier"]
+    assert log[:2] == ["to_tier.wait"] * 2, "for those of the backward before"
+    assert log[2:] == ["block 2", "to_tier", "block 1", "to_tier", "block 0", *waits, *waits]
 
 
 class _Rounding:

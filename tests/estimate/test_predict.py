@@ -41,7 +41,7 @@ CASES = [
     Run(precision="bf16", shard={"offload": {"optimizer": "cpu", "ratio": 0.37}}),
     Run(precision="bf16", shard={"offload": {"optimizer": "cpu", "gradients": "cpu"}}),
     Run(precision="fp32", accumulate=2, shard={"offload": {"optimizer": "cpu", "gradients": "cpu", "ratio": 0.37}}),
-    Run(precision="bf16", shard={"offload": LEAVING | {"gradients_in_flight": 1 << 20}}),
+    Run(precision="bf16", shard={"offload": LEAVING}),
     Run(precision="bf16", shard={"offload": {"optimizer": "cpu", "params": "cpu"}}),
     Run(precision="fp32", shard={"offload": LEAVING | {"params": "cpu"}}),
 ]
@@ -280,8 +280,8 @@ def _no_padding(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("shardcore.layout.BLOCK", 1)
 
 
-def _two_leave(patch: pytest.MonkeyPatch) -> None:
-    patch.setitem(_Step._leave.__globals__, "copies_to_await", lambda in_flight, coming, limit: max(0, len(in_flight) - 1))
+def _one_leaves(patch: pytest.MonkeyPatch) -> None:
+    patch.setitem(_Step._leave.__globals__, "IN_FLIGHT", 1)
 
 
 TWINS = {
@@ -290,7 +290,7 @@ TWINS = {
     "a received gradient": (_no_received, 2, None),
     "gathered weights": (_no_gathers, 3, None),
     "padding": (_no_padding, 1, None),
-    "gradients that leave": (_two_leave, 2, LEAVING | {"gradients_in_flight": 1 << 20}),
+    "gradients that leave": (_one_leaves, 2, LEAVING),
 }
 
 
