@@ -362,13 +362,6 @@ def _plan(
             buckets,
             policy,
             scaler,
-            options.clip_grad_norm,
-            options.overlap_step,
-            options.reshard_after_forward,
-            options.prefetch,
-            tiers.gradients is not None,
-            tiers.auto,
-            tiers.device_memory_limit,
             options.compared(),
             {spec.name: [name for name, _ in spec.params] for spec in specs},
         )
@@ -438,7 +431,7 @@ def _host_bytes(plan: Plan, tiers: OffloadOptions) -> int:
     if tiers.gradients is not None:
         needed += host_grad_bytes(plan.updated, plan.policy, plan.comm.world_size == 1 and not plan.scaler.active)
     if tiers.params == "nvme":
-        needed += nvme_weights.buffer_bytes(plan.buckets, plan.prefetch)
+        needed += nvme_weights.buffer_bytes(plan.buckets, plan.options["prefetch"])
     elif tiers.params is not None:
         needed += sum(bucket.owned_numel * bucket.dtype.itemsize for bucket in plan.buckets)
     return needed
@@ -476,11 +469,11 @@ def _in_files(plan: Plan) -> NvmeStates:
 
 def _allocate(plan: Plan, given: Any, tiers: OffloadOptions, files: StateFiles | None) -> tuple[dict[Any, Any], dict[Any, Any]]:
     """Take memory, on the device and in the tier; returns the optimizer's states, and its other entries. Collective."""
-    comm = plan.comm
-    comm.acquire_group(keepers_of(plan.reshard_after_forward))
+    comm, options = plan.comm, plan.options
+    comm.acquire_group(keepers_of(options["reshard_after_forward"]))
     worker = WorkerThreads(*plan_worker(comm, tiers.cpu_threads, plan.device))  # collective: other parts may have a worker
-    plan.threads = worker if plan.overlap_step or plan.offloads_gradients else WorkerThreads(1)
-    update_cores = plan.overlap_step and plan.threads.cores
+    plan.threads = worker if options["overlap_step"] or tiers.gradients is not None else WorkerThreads(1)
+    update_cores = options["overlap_step"] and plan.threads.cores
     with build.together(comm, "taking memory", "make room, or ask for less; nothing was changed"):
         if tiers.optimizer is not None:  # first: the shards of weights may lie in its tier
             splits = tiers.auto or tiers.ratio < 1.0
@@ -499,7 +492,7 @@ def _allocate(plan: Plan, given: Any, tiers: OffloadOptions, files: StateFiles |
         if tiers.params == "nvme":
             assert isinstance(plan.host, CpuStore)
             scratch = Scratch([Path(one) for one in tiers.path or ()], _in_files(plan).files.rates)
-            weights = plan.host.keep_weights(plan.buckets, scratch, plan.prefetch)
+            weights = plan.host.keep_weights(plan.buckets, scratch, options["prefetch"])
         for bucket in plan.buckets:
             plan.builder.allocate(bucket, None if plan.host is None or tiers.params is None else plan.host.copies, weights)
         plan.store = DeviceStore(plan.updated, plan.device) if plan.host is None else plan.host

@@ -69,13 +69,15 @@ class Engine:
         self.everyone = Everyone(plan.comm)
         self.plan = plan.without_owners()
         self.buckets, self.unmanaged, self.store = list(plan.buckets), plan.frozen, plan.store
-        self.scaler, self.max_norm, self.options = plan.scaler, plan.max_norm, plan.options
+        self.scaler, self.options = plan.scaler, plan.options
+        self.max_norm: float | None = self.options["clip_grad_norm"]
+        overlaps, tiers = self.options["overlap_step"], self.options["offload"]
         self._model, self._optimizer = weakref.ref(plan.model), weakref.ref(plan.optimizer)  # both keep the engine
         groups = self.groups = plan.optimizer.param_groups
         # None: steps are complete when they return, or in the order of the device's stream, and nothing is gathered after them
         self.overlap_step: OverlapStep | None = None
         works = uses_worker(self.device, self.store)
-        if plan.overlap_step and (works or (self.lifetimes.gathers_new_weights and len(self.comm.shard_ranks) > 1)):
+        if overlaps and (works or (self.lifetimes.gathers_new_weights and len(self.comm.shard_ranks) > 1)):
             self.overlap_step = OverlapStep(
                 plan.model,
                 plan.units,
@@ -88,15 +90,14 @@ class Engine:
             )
         self.unsharder: Unsharder | None = None  # None: weights are never sharded
         if not self.lifetimes.full_weight_resident:
-            self.unsharder = Unsharder(
-                plan.units, self.comm, self.device, plan.reshard_after_forward, plan.prefetch, self.overlap_step
-            )
+            keeps, prefetch = self.options["reshard_after_forward"], self.options["prefetch"]
+            self.unsharder = Unsharder(plan.units, self.comm, self.device, keeps, prefetch, self.overlap_step)
         grad_offload: GradOffload | None = None
-        if plan.host is not None and plan.offloads_gradients:
+        if plan.host is not None and tiers.gradients is not None:
             grad_offload = GradOffload(plan.host.copies, plan.updated, plan.threads)
         self.ratio_tuner: RatioTuner | None = None
-        if isinstance(plan.host, SplitStore) and plan.chooses_ratio:
-            self.ratio_tuner = RatioTuner(self.comm, self.device, plan.host, plan.device_memory_limit, plan.overlap_step)
+        if isinstance(plan.host, SplitStore) and tiers.auto:
+            self.ratio_tuner = RatioTuner(self.comm, self.device, plan.host, tiers.device_memory_limit, overlaps)
         self.reducer = Reducer(
             [bucket for bucket in self.buckets if bucket.trainable],
             self.comm,
@@ -115,7 +116,7 @@ class Engine:
             self.constant.setdefault(param, Managed(name, param, 0, None))
         self.device_step: DeviceStep | None = None
         capturable, kind = any(group.get("capturable") for group in groups), plan.optimizer.kind
-        late = works and plan.overlap_step
+        late = works and overlaps
         if kind.on_device and decides_on_device(self.device, self.store.tier, self.comm, late, capturable):
             counts = [m for bucket in plan.updated for m in bucket.params]
             self.device_step = DeviceStep(self.device, self.comm.world_size, self.scaler, counts)

@@ -25,10 +25,8 @@ class Plan:
     """How one model is sharded: what `shard` has checked on every rank, and the memory that it has taken for it.
 
     builder: knows device, lifetimes and dtypes. units, buckets: empty until they are filled. policy, scaler: how gradients are
-    reduced and losses scaled. chooses_ratio: after a few steps, with at most device_memory_limit bytes of states on the device
-    (None: what fits). members: the names of the parameters of each unit. options: shard's, equal on all ranks, as are others
-    of its names here. host: what offload keeps in host memory, if anything; store: what the step works on. threads: of the
-    workers.
+    reduced and losses scaled. options: shard's, by name, equal on all ranks. members: the names of the parameters of each unit.
+    host: what offload keeps in host memory, if anything; store: what the step works on. threads: of the workers.
     """
 
     model: nn.Module
@@ -39,13 +37,6 @@ class Plan:
     buckets: Sequence[Bucket]
     policy: ReducePolicy
     scaler: LossScaler
-    max_norm: float | None
-    overlap_step: bool
-    reshard_after_forward: bool | int
-    prefetch: int
-    offloads_gradients: bool
-    chooses_ratio: bool
-    device_memory_limit: int | None
     options: Mapping[str, Any]
     members: Mapping[str, Sequence[str]]
     host: CpuStore | SplitStore | None = None
