@@ -13,7 +13,7 @@ import torch
 
 from shardcore._native import _C
 from shardcore.distributed.comm import Comm, Started, Traffic, wait_all
-from shardcore.engine.bucket import Bucket, BufferPool
+from shardcore.engine.bucket import Bucket, BufferPool, ReducePolicy
 
 MAX_IN_FLIGHT = 2  # units at the only level; with several one at each, so that a unit's next level begins with the next unit
 
@@ -57,12 +57,12 @@ class ReduceScatter:
         comm: Comm,
         pool: BufferPool,
         buckets: Sequence[Bucket],
-        backend_sums: bool,
+        policy: ReducePolicy,
     ) -> None:
-        """Reduce `buckets` over the levels of `comm`, in buffers of `pool`; `backend_sums`: let the backend add."""
-        self.comm, self.pool = comm, pool
-        self._backend_sums = backend_sums
-        self._levels = [range(comm.world_size)] if backend_sums else comm.topology.levels(comm.rank)
+        """Reduce `buckets` over the levels of `comm`, in buffers of `pool`."""
+        self.comm, self.pool, self._policy = comm, pool, policy
+        self._backend_sums = policy.backend_sums
+        self._levels = [range(comm.world_size)] if self._backend_sums else comm.topology.levels(comm.rank)
         self._number = {bucket: number for number, bucket in enumerate(buckets)}
         self._flights: list[deque[_Flight]] = [comm.keep_alive(deque()) for _ in self._levels]  # by level
         self._numel, self._arrived = Counter[str](), Counter[str]()  # elements of units, and those of this backward
@@ -157,10 +157,9 @@ class ReduceScatter:
         """Number what travels. Local sums have numbers of their own: gloo ends the process where sizes differ."""
         return 2 * ((len(self._levels) + 1) * self._number[bucket] + level) + self._sums(bucket, level, dtype)
 
-    @staticmethod
-    def _sums(bucket: Bucket, level: int, dtype: torch.dtype | None) -> bool:
-        """Whether what travels are local sums, in another dtype than the gradients."""
-        return level == 0 and dtype != bucket.dtype
+    def _sums(self, bucket: Bucket, level: int, dtype: torch.dtype | None) -> bool:
+        """Whether what travels are local sums, in another dtype than that in which gradients do."""
+        return level == 0 and dtype != self._policy.travels_as(bucket.dtype)
 
     def gather(self, bucket: Bucket, grad: torch.Tensor, ranks: Sequence[int]) -> list[Started]:
         """Start to gather the reduced gradient of a range from the pieces of `ranks`, who all own it."""

@@ -209,7 +209,7 @@ class Reducer:
         self.comm, self.lifetimes, self.policy, self.device, self.unsharder = comm, lifetimes, policy, device, unsharder
         self.scaler, self.overlap_step = scaler, overlap_step
         self.pool = BufferPool(device, weakly(self._forget))
-        self._reduce_scatter = ReduceScatter(comm, self.pool, self.buckets, policy.backend_sums)
+        self._reduce_scatter = ReduceScatter(comm, self.pool, self.buckets, policy)
         self.host_grads = HostGrads(grad_offload, self._reduce_scatter, policy, scaler.active)
         topology, all_own = comm.topology, lifetimes.owns_everything
         self._replicas = topology.ranks_by_piece() if all_own else topology.replica_ranks(comm.rank)

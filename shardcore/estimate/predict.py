@@ -242,7 +242,7 @@ class _Step:
         # The bucket of each gradient, and its elements, in backward.
         self._arrivals = [(self._order[place], numel) for _, place, numel in sorted(found)]
         self.pool, self.gathered = BufferPool(_META), BufferPool(_META)
-        self._reduce_scatter = _ReduceScatter(self.comm, self.pool, self._order, self.policy.backend_sums)
+        self._reduce_scatter = _ReduceScatter(self.comm, self.pool, self._order, self.policy)
         self._leaving: deque[tuple[Bucket, torch.Tensor, Callable[[torch.Tensor], None]]] = deque()
         self._unsharded: dict[Unit, list[torch.Tensor]] = {}
         self._kept: dict[Unit, list[torch.Tensor]] = {}

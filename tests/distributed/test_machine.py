@@ -252,8 +252,8 @@ def test_the_workers_use_the_device_of_the_model(monkeypatch: pytest.MonkeyPatch
     idents = [worker.submit(threading.get_ident).result() for _ in range(2)]
     assert used == [(device, idents[0])]
     assert idents[0] == idents[1] != threading.get_ident()
-    nothing = ReduceScatter(Comm(), BufferPool(device), [], backend_sums=False)
-    host = HostGrads(None, nothing, ReducePolicy(1, True, torch.float32), False)
+    policy = ReducePolicy(1, True, torch.float32)
+    host = HostGrads(None, ReduceScatter(Comm(), BufferPool(device), [], policy), policy, False)
     host._worker.submit(threading.get_ident).result()
     assert [found for found, _ in used] == [device] * 2
 

@@ -115,6 +115,27 @@ def test_float16_is_divided_before_it_is_added() -> None:
     assert run_ranks(4, _large, False) == [[float("inf")]] * 4, "else the test could not fail"
 
 
+def _names(rank: int, world_size: int, shard: dict[str, Any], accumulate: int) -> list[str]:
+    names: list[str] = []
+    all_to_all = Comm.all_to_all
+
+    def noted(comm: Comm, received: Any, sent: Any, kind: Any, name: str, *rest: Any, **of: Any) -> Any:
+        names.append(name)
+        return all_to_all(comm, received, sent, kind, name, *rest, **of)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Comm, "all_to_all", noted)
+        train(rank, Run(steps=1, accumulate=accumulate, precision="bf16", shard=shard))
+    return names
+
+
+def test_sums_of_micro_steps_alone_are_named_as_such() -> None:
+    for reduce_dtype, accumulate, local in (("fp32", 1, False), (None, 1, False), (None, 2, True)):
+        names = run_ranks(2, _names, {"reduce_dtype": reduce_dtype, "sync_each": False}, accumulate)[0]
+        assert len(names) >= 4
+        assert [name.endswith(", added locally") for name in names] == [local] * len(names)
+
+
 def _hidden(rank: int, world_size: int, at_once: bool) -> list[int]:
     """Return how many exchanges were started between each one across nodes and the wait for it, before backward ends."""
     started: list[int] = []  # numbers of all exchanges, in order
