@@ -384,7 +384,7 @@ class Reducer:
             for bucket in self.buckets:
                 if late.intersection(bucket.params):
                     self._launch(bucket, self._late_buffer(bucket))
-            self._late.clear()
+                    del self._late[bucket]
             self._late_params.clear()
             self._drain()
         self._wait_gathers()
@@ -506,6 +506,8 @@ class Reducer:
         self.host_grads.discard()  # zeros must not be overwritten
         self.backwards = 0
         self._stepped = self.dropped = self._local_sums = self.scaler.unscaled = False
+        for buffer in self._late.values():  # of a backward that failed, not launched
+            self.pool.give(buffer)
         self._late.clear()
         self._late_params.clear()
         for bucket in self.buckets:

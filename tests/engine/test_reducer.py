@@ -149,6 +149,26 @@ def test_an_exception_in_backward_leaves_the_next_step_whole() -> None:
     assert hash_of_training(model, optimizer) == hash_of_training(expected, expected_optimizer)
 
 
+def test_a_failed_backward_gives_back_what_was_for_late_gradients() -> None:
+    model, optimizer, _ = train(0, Run(steps=0), Reused())
+    reducer = optimizer._engine.reducer
+    late: list[int] = []
+
+    def fail(grad: torch.Tensor) -> None:
+        late.append(len(reducer._late))
+        raise OSError("planted")
+
+    model.inp.weight.register_hook(fail)
+    taken = []
+    for _ in range(3):
+        with pytest.raises(OSError, match="planted"):
+            loss_of(model, batch_of(0, 0, 0)).backward()
+        optimizer.zero_grad()
+        taken.append(reducer.pool.allocated_bytes)
+    assert late == [1] * 3, "else the test could not fail"
+    assert len(set(taken)) == 1
+
+
 def test_a_copy_of_a_sharded_model_is_an_ordinary_model() -> None:
     model, optimizer, _ = train(0, Run(steps=1))
     twin = copy.deepcopy(model)
