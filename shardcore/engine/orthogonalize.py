@@ -1,6 +1,6 @@
 """Muon on shards: momentum where states live, whole matrices a bucket at a time, and the way that weights move."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -23,13 +23,15 @@ def orthogonalized(
     store: StateStore,
     comm: Comm,
     lifetimes: Lifetimes,
+    refuse: Callable[[], None],
 ) -> Iterator[None]:
     """Let a bucket's gradient be orthogonalized momentum inside the context, if Muon updates it.
 
-    Collective. That is a float32 one, beside the reduced gradient, which comes back.
+    Collective. That is a float32 one, beside the reduced gradient, which comes back. Where `refuse` raises nothing changes.
     """
     options = groups[bucket.group or 0]
     if not options["use_muon"]:
+        refuse()
         yield
         return
     assert not isinstance(hypers, _C.DeviceScalars)
@@ -38,18 +40,21 @@ def orthogonalized(
     reduced = bucket.grad
     try:
         with scope("orthogonalize", bucket.unit):
-            bucket.grad = _way(bucket, options, scales.pop() if scales else 1.0, store, comm if gathers else None)
+            bucket.grad = _way(bucket, options, scales.pop() if scales else 1.0, store, refuse, comm if gathers else None)
         yield
     finally:
         bucket.grad = reduced
 
 
-def _way(bucket: Bucket, options: Group, scale: float, store: StateStore, comm: Comm | None) -> torch.Tensor:
+def _way(
+    bucket: Bucket, options: Group, scale: float, store: StateStore, refuse: Callable[[], None], comm: Comm | None
+) -> torch.Tensor:
     """Return the way that this rank's elements move: (owned_numel,) float32, on the device. comm: gathers momentum."""
     assert bucket.grad is not None
     full = torch.zeros(bucket.layout.numel, dtype=torch.bfloat16, device=bucket.grad.device)
     own = bucket.owned_slice(full)
     try:
+        refuse()
         grad = bucket.grad.to(torch.float32) * scale
         buffer = store.read(bucket, "momentum_buffer").to(grad.device, copy=True)
         for managed, piece, part in bucket.owned_views(grad):

@@ -231,7 +231,7 @@ class Updater:
                             if left:
                                 gather_next()
                 except Exception as error:
-                    self._failure = error
+                    self._failure = self._failure or error
                 while left and left[0] in run:  # after an error other ranks wait for them; at the next step this one refuses
                     gather_next()
         if wait or self._failure is not None:
@@ -245,7 +245,9 @@ class Updater:
         if not self._alone:
             return nullcontext()
         spans = plan.spans[bucket]
-        return orthogonalized(bucket, spans, plan.hypers, self.groups, self.store, self.comm, self.lifetimes)
+        return orthogonalized(
+            bucket, spans, plan.hypers, self.groups, self.store, self.comm, self.lifetimes, self.raise_failure
+        )
 
     def raise_failure(self) -> None:
         """Raise StepError if `apply` has failed on its way, this time and from then on."""

@@ -158,6 +158,24 @@ def test_an_error_on_a_rank_lets_no_other_wait(stage: int, where: str) -> None:
     assert all("StepError: step: updating the weights failed on its way (OSError: planted)" in text for text in mine)
 
 
+def test_nothing_is_updated_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = _sharded(2, units=nn.Linear)
+    _train(model, [optimizer], range(1))
+    loss_of(model, batch_of(1, 0, 0)).backward()
+    before = [param.detach().clone() for param in model.parameters()]
+    momentum, calls = MuonKind.momentum, []
+
+    def fails(*given: Any) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) != 2:
+            raise OSError(f"planted {len(calls)}")
+        return momentum(*given)
+
+    monkeypatch.setattr(MuonKind, "momentum", staticmethod(fails))
+    assert "updating the weights failed on its way (OSError: planted 1)" in error_of(optimizer.step)
+    assert all(map(torch.equal, model.parameters(), before))
+
+
 def _goes_on(rank: int, world_size: int, folder: str) -> list[str]:
     model, optimizer = _sharded(2, precision="bf16")
     _train(model, [optimizer], range(2), rank)
