@@ -24,6 +24,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Protocol
 
@@ -327,22 +328,8 @@ class NvmeStates:
 
     def cut(self, spans: Sequence[Span]) -> Iterator[list[Span]]:
         """Yield the spans of each chunk of a step, in order."""
-        last: tuple[Bucket, int] | None = None
-        found: list[Span] = []
-        for span in spans:
-            done = 0
-            while done < span.numel:
-                at = span.start + done - span.bucket.device_numel
-                index = at // self.chunk_numel
-                part = span.part(done, min(span.numel - done, (index + 1) * self.chunk_numel - at))
-                if last != (span.bucket, index) and found:
-                    yield found
-                    found = []
-                last = span.bucket, index
-                found.append(part)
-                done += part.numel
-        if found:
-            yield found
+        parts = [part for span in spans for part in self._parts_of(span)]
+        return (list(of_chunk) for _, of_chunk in groupby(parts, self._chunk_of))
 
     def of_chunk(self, spans: Sequence[Span], turn: int) -> list[Kept]:
         """View the states of each span of chunk `turn` of a step, where they are while Adam works on them."""
@@ -450,6 +437,11 @@ class NvmeStates:
         """View the states of a chunk in a buffer."""
         memory = self._buffers[place]
         return {key: memory[offset : offset + like.nbytes].view(like.dtype) for key, (offset, like) in places_of(chunk).items()}
+
+    def _parts_of(self, span: Span) -> Iterator[Span]:
+        start = span.start - span.bucket.device_numel
+        for chunk, first, numel in self._overlapping(span.bucket, start, span.numel):
+            yield span.part(chunk.first + first - start, numel)
 
     def _chunk_of(self, span: Span) -> Chunk:
         return self._chunks[span.bucket][(span.start - span.bucket.device_numel) // self.chunk_numel]
