@@ -25,7 +25,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -84,7 +84,10 @@ _CLIENT = "lightning"  # the key of client_state
 # --- precision plugins ---------------------------------------------------------------------------------------------------
 
 
-class _Weights:
+_Base: Any = object  # of mixins: what else they have is that of the classes that they are mixed into
+
+
+class _Weights(_Base):
     """Of every precision plugin: `shard` converts weights, and masters start from the weights as given."""
 
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -103,17 +106,15 @@ class _TrainerPrecision(_Weights):
 
     def pre_backward(self, tensor: torch.Tensor, module: Any) -> torch.Tensor:
         """Scale the loss (float16), and call the hooks that come before backward."""
-        parent: Any = super()
-        scaled: torch.Tensor = parent.pre_backward(engine_behind("backward", module).scale_loss(tensor), module)
+        scaled: torch.Tensor = super().pre_backward(engine_behind("backward", module).scale_loss(tensor), module)
         return scaled
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
         """Run the closure and the hooks that follow it, among them clipping; then step. Collective."""
-        plugin: Any = self
         result = closure()
         self._limit = math.inf
         try:
-            plugin._after_closure(model, optimizer)
+            self._after_closure(model, optimizer)
             if self._limit < math.inf:
                 kwargs["max_norm"] = min(self._limit, kwargs.get("max_norm") or math.inf)
         finally:
@@ -138,8 +139,7 @@ class _FabricPrecision(_Weights):
     def backward(self, tensor: torch.Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         """Run backward on the scaled loss. model: what the strategy found."""
         scaled = tensor if model is None else engine_behind("backward", model).scale_loss(tensor)
-        parent: Any = super()
-        parent.backward(scaled, model, *args, **kwargs)
+        super().backward(scaled, model, *args, **kwargs)
 
 
 def check_algorithm(algorithm: str) -> None:
@@ -154,7 +154,7 @@ def check_algorithm(algorithm: str) -> None:
 # --- both strategies -----------------------------------------------------------------------------------------------------
 
 
-class _Sharding:
+class _Sharding(_Base):
     """What the Trainer's and Fabric's strategies share.
 
     _precisions: our precision plugins, by the class of the package's own whose place they take.
@@ -177,8 +177,8 @@ class _Sharding:
 
         Raises TypeError for others.
         """
-        kind, parent = type(self).__name__, cast(Any, super())
-        lightnings = [name for name in inspect.signature(parent.__init__).parameters if name not in _DDPS]
+        kind = type(self).__name__
+        lightnings = [name for name in inspect.signature(super().__init__).parameters if name not in _DDPS]
         for name in options:
             if name in ELSEWHERE:
                 raise TypeError(f"{kind}: {name} was given; expected it in {ELSEWHERE[name]}")
@@ -188,7 +188,7 @@ class _Sharding:
         shards = {name: value for name, value in options.items() if name in SHARD_OPTIONS}
         self._shard_options: dict[str, Any] = {"stage": stage, "offload": offload, **shards}
         self._saves_shards = save_distributed_checkpoint
-        parent.__init__(**{name: value for name, value in options.items() if name not in SHARD_OPTIONS})
+        super().__init__(**{name: value for name, value in options.items() if name not in SHARD_OPTIONS})
 
     def _ours(self, plugin: Any) -> Any:
         """Return our precision plugin for one of Lightning's; TypeError or ValueError for one that we have none for."""
@@ -228,13 +228,12 @@ class _Sharding:
 
     def _place(self, path: Any, storage_options: Any) -> Path:
         """Return where to save a directory, the same on all ranks. Collective."""
-        strategy: Any = self
-        if storage_options is not None or type(strategy.checkpoint_io) is not self._plain_io:
+        if storage_options is not None or type(self.checkpoint_io) is not self._plain_io:
             raise TypeError(
                 f"save_checkpoint: storage_options or a CheckpointIO was given to {type(self).__name__}; expected None (every "
                 "rank writes its own files), or save_distributed_checkpoint=False"
             )
-        where, taken = strategy.broadcast((str(path), Path(path).is_file()))
+        where, taken = self.broadcast((str(path), Path(path).is_file()))
         if taken or "://" in where:
             raise ValueError(
                 f"save_checkpoint: path is {where}, {'a file that exists' if taken else 'a URL'}; expected a directory of a "
@@ -271,33 +270,29 @@ class _TrainerStrategy(_Sharding):
     an ordinary one first (engine/hooks.py: detach), since its optimizer is new.
     """
 
-    lightning_module: Any
     optimizers: list[Any]
 
     @property
     def precision_plugin(self) -> Any:
         """The precision plugin, which is ours."""
-        strategy: Any = self
-        return strategy._precision_plugin
+        return self._precision_plugin
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Any) -> None:
-        strategy: Any = self
-        strategy._precision_plugin = self._ours(plugin)
+        self._precision_plugin = self._ours(plugin)
 
     def setup(self, trainer: Any) -> None:
         """Make the optimizer and shard the module; for evaluation without an optimizer. Collective."""
-        strategy: Any = self
-        strategy.accelerator.setup(trainer)
+        self.accelerator.setup(trainer)
         fits, module = trainer.state.fn == "fit", self.lightning_module
         self._check(trainer, fits)
-        strategy.model = module
+        self.model = module
         if fits:
             if engine_of(module) is not None:
                 detach(module)
-            if strategy._layer_sync:
-                strategy.model = module = strategy._layer_sync.apply(module)
-            strategy.setup_optimizers(trainer)
+            if self._layer_sync:
+                self.model = module = self._layer_sync.apply(module)
+            self.setup_optimizers(trainer)
             if len(self.optimizers) != 1:
                 raise ValueError(
                     f"{type(self).__name__}: configure_optimizers returned {len(self.optimizers)} optimizers; expected one "
@@ -308,8 +303,8 @@ class _TrainerStrategy(_Sharding):
             self.optimizers = [made] if fits else []
         for child in module.modules():  # metrics, whose states are no buffers
             if next(child.parameters(), None) is None:
-                child.to(strategy.root_device)
-        strategy.setup_precision_plugin()
+                child.to(self.root_device)
+        self.setup_precision_plugin()
         evaluations = (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
         for loop in evaluations:  # what is gathered in torch.inference_mode would be of no use in training
             loop.inference_mode = False
@@ -360,8 +355,7 @@ class _TrainerStrategy(_Sharding):
             return self._run_step("predict_step", *args, **kwargs)
 
     def _run_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        strategy: Any = self
-        return strategy._forward_redirection(self.lightning_module, self.lightning_module, name, *args, **kwargs)
+        return self._forward_redirection(self.lightning_module, self.lightning_module, name, *args, **kwargs)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -385,14 +379,12 @@ class _TrainerStrategy(_Sharding):
         return {} if self._saves_shards else self._on_first(getattr(optimizer, "_optimizer", optimizer).state_dict())
 
     def _on_first(self, state: dict[str, Any]) -> dict[str, Any]:
-        strategy: Any = self
-        return state if strategy.is_global_zero else {}
+        return state if self.is_global_zero else {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Save what the Trainer has put together: a directory, or by rank 0 one file. Collective."""
         if not self._saves_shards:
-            parent: Any = super()
-            parent.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+            super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
             return
         path = self._place(filepath, storage_options)
         content = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
@@ -402,9 +394,8 @@ class _TrainerStrategy(_Sharding):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a directory into the shards and return the rest of it; or return what is in a file. Collective."""
-        strategy: Any = self
-        if not is_directory_of_shards(strategy, checkpoint_path):
-            found: dict[str, Any] = strategy.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only)
+        if not is_directory_of_shards(self, checkpoint_path):
+            found: dict[str, Any] = self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only)
             return found
         module = self.lightning_module
         optimizer = self.optimizers[0] if self.optimizers and module.trainer.state.fn == "fit" else None
@@ -423,8 +414,7 @@ class _TrainerStrategy(_Sharding):
 
     def teardown(self) -> None:
         """End the run. The module stays where it is, sharded."""
-        strategy: Any = self
-        for part in (strategy.cluster_environment, self.precision_plugin, strategy.accelerator, strategy.checkpoint_io):
+        for part in (self.cluster_environment, self.precision_plugin, self.accelerator, self.checkpoint_io):
             if part is not None:
                 part.teardown()
 
@@ -452,13 +442,11 @@ class _FabricStrategy(_Sharding):
     @property
     def precision(self) -> Any:
         """The precision plugin, which is ours."""
-        strategy: Any = self
-        return strategy._precision
+        return self._precision
 
     @precision.setter
     def precision(self, plugin: Any) -> None:
-        strategy: Any = self
-        strategy._precision = self._ours(plugin)
+        self._precision = self._ours(plugin)
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
         """Make modules on the meta device, from which `shard` fills its memory; in host memory if empty_init is False."""
@@ -466,9 +454,8 @@ class _FabricStrategy(_Sharding):
 
     def module_to_device(self, module: nn.Module) -> None:
         """Move a module that is not on the meta device to the rank's."""
-        strategy: Any = self
         if engine_of(module) is None and not any(tensor.is_meta for tensor in module.parameters()):
-            module.to(strategy.root_device)
+            module.to(self.root_device)
 
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Any], scheduler: Any = None
@@ -495,8 +482,7 @@ class _FabricStrategy(_Sharding):
             raise ValueError(
                 f"backward: {len(self._trained)} models have loss scales; expected fabric.backward(loss, model=model)"
             )
-        parent: Any = super()
-        parent.backward(tensor, module or next(iter(self._trained), None), *args, **kwargs)
+        super().backward(tensor, module or next(iter(self._trained), None), *args, **kwargs)
 
     def clip_gradients_norm(
         self,
@@ -522,8 +508,7 @@ class _FabricStrategy(_Sharding):
     def save_checkpoint(self, path: Any, state: Mapping[str, Any], storage_options: Any = None, filter: Any = None) -> None:
         """Save the sharded model, its optimizer and plain data: a directory, or by rank 0 one file. Collective."""
         if not self._saves_shards:
-            parent: Any = super()
-            parent.save_checkpoint(path, state, storage_options=storage_options, filter=filter)
+            super().save_checkpoint(path, state, storage_options=storage_options, filter=filter)
             return
         if filter:
             raise TypeError("save: filter was given; expected None, or save_distributed_checkpoint=False")
@@ -538,8 +523,7 @@ class _FabricStrategy(_Sharding):
     ) -> dict[str, Any]:
         """Load a directory or a file into `state`, in place; returns what was not asked for. Collective."""
         if not is_directory_of_shards(self, path):
-            parent: Any = super()
-            found: dict[str, Any] = parent.load_checkpoint(path, state, strict=strict, weights_only=weights_only)
+            found: dict[str, Any] = super().load_checkpoint(path, state, strict=strict, weights_only=weights_only)
             return found
         if not isinstance(state, dict):
             raise TypeError(

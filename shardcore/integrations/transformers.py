@@ -63,7 +63,10 @@ _OP = "ShardcoreTrainer"
 _OF_ARGUMENTS = {"accumulate": "gradient_accumulation_steps", "clip_grad_norm": "max_grad_norm"}  # options of shard
 
 
-class ShardcoreArgumentsMixin:
+_Base: Any = object  # of mixins: what else they have is that of the classes that they are mixed into
+
+
+class ShardcoreArgumentsMixin(_Base):
     """Lets training arguments have `deepspeed=` without DeepSpeed: `class C(ShardcoreArgumentsMixin, SFTConfig)`.
 
     The configuration is for a ShardcoreTrainerMixin, which reads it; transformers' own DeepSpeed code does not see it.
@@ -74,7 +77,7 @@ class ShardcoreArgumentsMixin:
     def __post_init__(self) -> None:
         """Let transformers check everything but `deepspeed`."""
         config, self.deepspeed = self.deepspeed, None
-        super().__post_init__()  # type: ignore[misc]
+        super().__post_init__()
         text = isinstance(config, str) and config.lstrip().startswith("{")
         self.deepspeed = json.loads(config) if text else config
 
@@ -84,7 +87,7 @@ class ShardcoreTrainingArguments(ShardcoreArgumentsMixin, TrainingArguments):
     """transformers.TrainingArguments whose `deepspeed=` (a dict or a file) needs no DeepSpeed."""
 
 
-class ShardcoreTrainerMixin:
+class ShardcoreTrainerMixin(_Base):
     """Shards the model of a Trainer, or of a trainer made from it: see shardcore.shard.
 
     shard_options: keyword arguments of `shard`; accumulation and clipping are those of the training arguments, and precision
@@ -97,11 +100,8 @@ class ShardcoreTrainerMixin:
     """
 
     model: Any
-    args: Any
     optimizer: Any
     lr_scheduler: Any
-    accelerator: Any
-    state: Any
 
     def __init__(self, *args: Any, shard_options: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         """Make a trainer; see the class."""
@@ -131,7 +131,7 @@ class ShardcoreTrainerMixin:
         pass  # Trainer decides it in its __init__
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
-        made = super()._build_accelerator_args(**kwargs)  # type: ignore[misc]
+        made = super()._build_accelerator_args(**kwargs)
         made["mixed_precision"] = "no"
         self._accelerator_args = made
         return made  # type: ignore[no-any-return]
@@ -140,7 +140,7 @@ class ShardcoreTrainerMixin:
         """Make a ShardcoreAccelerator with the arguments that Trainer would give its Accelerator."""
         _check_training_arguments(self.args)
         self.args._n_gpu = min(self.args.n_gpu, 1)  # no DataParallel in one process
-        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        super().create_accelerator_and_postprocess()
         precision = "bf16" if self.args.bf16 else "fp16" if self.args.fp16 else "no"
         self.accelerator = ShardcoreAccelerator(
             shard_options=self._options(self._given_options), **{**self._accelerator_args, "mixed_precision": precision}
@@ -199,7 +199,7 @@ class ShardcoreTrainerMixin:
                 params = [param for param in self.model.parameters() if param.requires_grad]
                 self.optimizer = configured_optimizer(self.model, params, self._settings)
         made = self.optimizer is None
-        super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
+        super().create_optimizer(*args, **kwargs)
         if made:
             self.optimizer = accept_optimizer(self.optimizer)  # nobody else has it yet, so nothing is to be replaced
         return self.optimizer
@@ -207,7 +207,7 @@ class ShardcoreTrainerMixin:
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """Make the scheduler that the DeepSpeed configuration has, or Trainer's."""
         if self._settings is None or self._settings.scheduler is None or self.lr_scheduler is not None:
-            return super().create_scheduler(num_training_steps, optimizer)  # type: ignore[misc]
+            return super().create_scheduler(num_training_steps, optimizer)
         self.lr_scheduler = make_scheduler(*self._settings.scheduler, self.optimizer if optimizer is None else optimizer)
         return self.lr_scheduler
 
@@ -218,9 +218,9 @@ class ShardcoreTrainerMixin:
         """Known after the step."""
 
     def _maybe_log_save_evaluate(self, tr_loss: torch.Tensor, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
-        logs = self._engine is not None and self.control.should_log  # type: ignore[attr-defined]
+        logs = self._engine is not None and self.control.should_log
         norm = self._engine.last_grad_norm if logs and self._engine is not None else None  # waits for it
-        super()._maybe_log_save_evaluate(tr_loss, norm, *args, **kwargs)  # type: ignore[misc]
+        super()._maybe_log_save_evaluate(tr_loss, norm, *args, **kwargs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate; before training, with the model sharded as for training."""
@@ -231,23 +231,23 @@ class ShardcoreTrainerMixin:
             self.model_wrapped = self.model
         elif self._engine is None and self._config is not None:
             self._apply_config()
-        return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+        return super().evaluation_loop(*args, **kwargs)
 
     # --- saving and loading: Note [Checkpoints] ---------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the whole weights, for from_pretrained, and what Trainer saves with them. Collective."""
-        super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+        super().save_model(output_dir, _internal_call)
         if _SAVES_ON_FIRST_RANK and self._engine is not None and not self.args.should_save:
             self._save(output_dir)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         engine = self._engine
         if engine is None or state_dict is not None:
-            super()._save(output_dir, state_dict)  # type: ignore[misc]
+            super()._save(output_dir, state_dict)
             return
         tensors = as_trained(engine, exclude_frozen=has_adapters(self.model))
-        write = super()._save  # type: ignore[misc]
+        write = super()._save
 
         def on_first(values: Any) -> list[Path]:
             write(output_dir, state_dict=state_dict_of(engine, tensors, values))
@@ -257,7 +257,7 @@ class ShardcoreTrainerMixin:
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self._engine is None:
-            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+            super()._save_optimizer_and_scheduler(output_dir)
             return
         save(
             output_dir,
@@ -270,13 +270,13 @@ class ShardcoreTrainerMixin:
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if not _is_sharded(resume_from_checkpoint):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None and _is_sharded(checkpoint):
             load(checkpoint, self.model, _bare(self.optimizer), scheduler=self.lr_scheduler)
         else:
-            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+            super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
@@ -284,7 +284,7 @@ class ShardcoreTrainerMixin:
             logger.info("%s: the best model is that of %s (%s)", _OP, best, self.state.best_metric)
             load(best, self.model)
         else:
-            super()._load_best_model()  # type: ignore[misc]
+            super()._load_best_model()
 
 
 class ShardcoreTrainer(ShardcoreTrainerMixin, Trainer):
