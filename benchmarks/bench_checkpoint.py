@@ -20,16 +20,15 @@ have a copy of their own; HuggingFaceStorageWriter and async_save make a third o
 
 import argparse
 import gc
-import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +39,7 @@ from torch import nn
 
 import shardcore
 from benchmarks import harness, suite
+from benchmarks.bench_io import Fio
 from examples.arguments import positive
 
 WIDTH = 1024
@@ -131,24 +131,6 @@ def drop_cache(folder: Path) -> None:
             os.close(file)
 
 
-def fio_seconds(folder: Path, size_bytes: int, what: str) -> float:
-    """Return how long fio takes for as many bytes."""
-    rw = "write" if what == "save" else "read"
-    command = [
-        "fio",
-        "--name=x",
-        f"--filename={folder / 'fio'}",
-        f"--rw={rw}",
-        "--bs=1M",
-        "--iodepth=16",
-        "--ioengine=io_uring",
-    ]
-    command += ["--direct=1", "--output-format=json", f"--size={size_bytes >> 20}M", f"--end_fsync={int(what == 'save')}"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    part = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]["write" if what == "save" else "read"]
-    return float(part["runtime"] / 1000 * size_bytes / part["io_bytes"])
-
-
 def timed(call: Callable[[], Any]) -> float:
     """Return the seconds of a call."""
     begun = time.perf_counter()
@@ -156,25 +138,23 @@ def timed(call: Callable[[], Any]) -> float:
     return time.perf_counter() - begun
 
 
-def measure(job: Job, what: str, rounds: int) -> dict[str, list[float]]:
+def measure(job: Job, what: str, options: argparse.Namespace) -> dict[str, list[float]]:
     """Return seconds by case and round."""
-    cases = {name: lambda call=call: timed(call) for name, call in job.cases(what).items()}
+
+    def prepared(name: str, call: Callable[[], float]) -> float:
+        if what == "load":
+            drop_cache(job.folder)
+        else:
+            job.remove(name)
+            os.sync()
+        return call()
+
+    cases = {name: partial(timed, call) for name, call in job.cases(what).items()}
     if shutil.which("fio"):
-        cases["fio"] = lambda: fio_seconds(job.folder, job.size_bytes, what)
-    seconds: dict[str, list[float]] = {name: [] for name in cases}
-    bar = harness.Bar((rounds + 1) * len(cases))
-    for order in harness.random_order(list(cases), rounds + 1, 0):
-        for name in order:
-            bar.advance(f"{what} {name}")
-            if what == "load":
-                drop_cache(job.folder)
-            else:
-                job.remove(name)
-                os.sync()
-            seconds[name].append(cases[name]())
-            gc.collect()
-    bar.clear()
-    return {name: samples[1:] for name, samples in seconds.items()}
+        fio = Fio(job.folder, job.size_bytes)
+        cases["fio"] = fio.fresh if what == "save" else fio.read
+    turns = {name: partial(prepared, name, call) for name, call in cases.items()}
+    return harness.disk_turns(turns, options.rounds, options.pause)
 
 
 def measure_pause(job: Job, rounds: int) -> dict[str, list[float]]:
@@ -286,7 +266,7 @@ def of_size(job: Job, options: argparse.Namespace) -> dict[str, Any]:
     """Measure everything at one size."""
     result: dict[str, Any] = {"state_bytes": job.size_bytes}
     for what in ("save", "load"):
-        seconds = measure(job, what, options.rounds)
+        seconds = measure(job, what, options)
         result[what] = {
             "seconds": seconds,
             "seconds_median": {name: harness.spread(samples).median for name, samples in seconds.items()},

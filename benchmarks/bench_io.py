@@ -1,27 +1,25 @@
-"""Time the file engine beside fio, and DeepSpeed's asynchronous I/O where it runs: the same sizes, direct, in turns.
+"""Time the file engine's writer and reader beside fio: the same sizes, direct, in turns.
 
     shardcore   _C.FileEngine: FileWriter (checksums, reserved space, fdatasync), FileReader (reads of 16 MiB, three in flight)
     threads     the same over its threads instead of io_uring
     fio         io_uring, requests of 1 MiB, 16 in flight, O_DIRECT, fdatasync at the end of writing
-    deepspeed   aio_handle of DeepSpeed: blocks of 1 MiB, 16 in flight; it neither syncs nor sums up
 
     fresh       write a new file
-    overwrite   write over a file in place
     read        read a file from its beginning to its end
-    mixed       read a file while another one is written over
 
-Each round every case runs once, in a random order of the engines; what counts is the rate over fio's of the same round. fio's
-time is the one that it reports, without its start. --dir must be on the disk to measure, with room for seven files of --mib.
+Each round runs every case once, in a random order; what counts is the rate over fio's of the same round. fio's time is the one
+that it reports, without its start. --dir must be on the disk to measure, with room for three files of --mib. What is written in
+place (states on disk) is timed by benchmarks.bench_nvme_step.
 """
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
-import time
+import tempfile
 from collections import deque
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -36,7 +34,14 @@ MIB = 1 << 20
 READ_BYTES, READS = 16 * MIB, 3
 DEPTH = 16
 TARGET = 0.95  # of fio's rate
-FIO = ["--bs=1M", f"--iodepth={DEPTH}", "--ioengine=io_uring", "--direct=1", "--output-format=json"]
+CASES = ("fresh", "read")
+FIO = ["--bs=1M", "--ioengine=io_uring", "--direct=1", "--output-format=json"]
+
+
+def remove(file: Path) -> None:
+    """Remove a file, on disk as well, so that this does not delay what follows."""
+    file.unlink(missing_ok=True)
+    os.sync()
 
 
 class Shardcore:
@@ -44,18 +49,26 @@ class Shardcore:
 
     def __init__(self, backend: str, folder: Path, data: torch.Tensor) -> None:
         self.engine = _C.FileEngine(backend, DEPTH)
-        self.data, self.folder = data, folder
-        self.file, self.other = folder / f"shardcore_{backend}", folder / f"shardcore_{backend}_other"
+        self.data, self.file = data, folder / f"shardcore_{backend}"
 
-    def write(self, overwrite: bool) -> None:
-        """Write the file."""
-        writer = _C.FileWriter(self.engine, self.file, self.data.nbytes, overwrite=overwrite)
+    def fresh(self) -> float:
+        """Write a new file; returns the seconds."""
+        remove(self.file)
+        return harness.wall_seconds(self._write, 1)
+
+    def read(self) -> float:
+        """Read the file, and drop what was read; returns the seconds."""
+        if not self.file.exists():
+            self._write()
+        return harness.wall_seconds(self._read, 1)
+
+    def _write(self) -> None:
+        writer = _C.FileWriter(self.engine, self.file, self.data.nbytes)
         writer.append(self.data)
         writer.finish()
         writer.close()
 
-    def read(self) -> None:
-        """Read the file, and drop what was read."""
+    def _read(self) -> None:
         reader = _C.FileReader(self.engine, self.file)
         reads: deque[_C.FileRead] = deque()
         for offset in range(0, self.data.nbytes, READ_BYTES):
@@ -64,117 +77,46 @@ class Shardcore:
                 reads.popleft().wait()
         while reads:
             reads.popleft().wait()
-
-    def mixed(self) -> None:
-        """Read the file while another one is written over."""
-        reader = _C.FileReader(self.engine, self.file)
-        writer = _C.FileWriter(self.engine, self.other, self.data.nbytes, overwrite=True)
-        reads: deque[_C.FileRead] = deque()
-        for offset in range(0, self.data.nbytes, READ_BYTES):
-            reads.append(reader.start(offset, min(READ_BYTES, self.data.nbytes - offset)))
-            writer.append(self.data[offset : offset + READ_BYTES])
-            if len(reads) == READS:
-                reads.popleft().wait()
-        while reads:
-            reads.popleft().wait()
-        writer.finish()
-        writer.close()
-
-    def cases(self) -> dict[str, Callable[[], float]]:
-        """Return what to run by name; each returns bytes per second."""
-        size = self.data.nbytes
-        return {
-            "fresh": lambda: timed(lambda: self.write(False), size),
-            "overwrite": lambda: timed(lambda: self.write(True), size),
-            "read": lambda: timed(self.read, size),
-            "mixed": lambda: timed(self.mixed, 2 * size),
-        }
-
-    def prepare(self, case: str) -> None:
-        """Make, or remove, the files that a case begins with."""
-        if case == "fresh":
-            self.file.unlink(missing_ok=True)
-        elif not self.file.exists():
-            self.write(False)
-        if case == "mixed" and not self.other.exists():
-            self.other.write_bytes(b"")
-            self.mixed()
 
 
 class Fio:
-    """fio, one process a sample."""
+    """fio, one process a sample, on files of its own; what moves bytes returns the seconds. RuntimeError where fio fails."""
 
-    def __init__(self, folder: Path, size_bytes: int, sync: bool = True) -> None:
-        self.file, self.other = folder / "fio", folder / "fio_other"
-        self.size_bytes, self.sync = size_bytes, sync
+    def __init__(self, folder: Path, size_bytes: int) -> None:
+        self.file, self.other, self.size_bytes = folder / "fio", folder / "fio_other", size_bytes
 
-    def run(self, *jobs: tuple[str, Path]) -> float:
-        """Run jobs (rw, file) at once; returns bytes per second of all."""
-        command = ["fio", *FIO, f"--size={self.size_bytes}", "--group_reporting"]
-        if len(jobs) > 1:  # in flight together as many as of one job
-            command.append(f"--iodepth={DEPTH // len(jobs)}")
+    def fresh(self) -> float:
+        """Write a new file, and make it durable."""
+        remove(self.file)
+        return self._run(("write", self.file), sync=True)
+
+    def read(self) -> float:
+        """Read the file."""
+        self._make(self.file)
+        return self._run(("read", self.file))
+
+    def mixed(self) -> float:
+        """Read the file while another one is written over."""
+        self._make(self.file)
+        self._make(self.other)
+        return self._run(("read", self.file), ("write", self.other))
+
+    def _make(self, file: Path) -> None:
+        if not file.exists():
+            self._run(("write", file))
+
+    def _run(self, *jobs: tuple[str, Path], sync: bool = False) -> float:
+        command = ["fio", *FIO, f"--size={self.size_bytes}", "--group_reporting", f"--end_fsync={int(sync)}"]
+        command.append(f"--iodepth={DEPTH // len(jobs)}")  # in flight together as many as of one job
         for rw, file in jobs:
             command += [f"--name={rw}", f"--rw={rw}", f"--filename={file}"]
-            command.append(f"--end_fsync={int(self.sync and rw == 'write')}")
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(f"bench_io: fio failed: {done.stderr[-500:]}")
-        parts = [job[way] for job in json.loads(done.stdout[done.stdout.index("{") :])["jobs"] for way in ("read", "write")]
-        return float(sum(part["io_bytes"] for part in parts) / max(part["runtime"] for part in parts) * 1000)
-
-    def cases(self) -> dict[str, Callable[[], float]]:
-        """Return what to run by name; each returns bytes per second."""
-        return {
-            "fresh": lambda: self.run(("write", self.file)),
-            "overwrite": lambda: self.run(("write", self.file)),
-            "read": lambda: self.run(("read", self.file)),
-            "mixed": lambda: self.run(("read", self.file), ("write", self.other)),
-        }
-
-    def prepare(self, case: str) -> None:
-        """Make, or remove, the files that a case begins with."""
-        if case == "fresh":
-            self.file.unlink(missing_ok=True)
-        elif not self.file.exists():
-            self.run(("write", self.file))
-        if case == "mixed" and not self.other.exists():
-            self.run(("write", self.other))
-
-
-class DeepSpeed:
-    """DeepSpeed's aio_handle; not mixed."""
-
-    def __init__(self, folder: Path, data: torch.Tensor) -> None:
-        from deepspeed.ops.op_builder import AsyncIOBuilder  # takes seconds, and compiles at the first use
-
-        self.handle = AsyncIOBuilder().load(verbose=False).aio_handle(MIB, DEPTH, False, True, 1)
-        self.file, self.data = folder / "deepspeed", data
-        self.target = self.handle.new_cpu_locked_tensor(data.numel(), data)
-
-    def write(self) -> None:
-        """Write the file."""
-        self.handle.sync_pwrite(self.data, str(self.file))
-
-    def cases(self) -> dict[str, Callable[[], float]]:
-        """Return what to run by name; each returns bytes per second."""
-        size = self.data.nbytes
-        return {
-            "fresh": lambda: timed(self.write, size),
-            "overwrite": lambda: timed(self.write, size),
-            "read": lambda: timed(lambda: self.handle.sync_pread(self.target, str(self.file)), size),
-        }
-
-    def prepare(self, case: str) -> None:
-        """Make, or remove, the file that a case begins with."""
-        if case == "fresh":
-            self.file.unlink(missing_ok=True)
-        elif not self.file.exists():
-            self.write()
-
-
-def timed(call: Callable[[], None], size_bytes: int) -> float:
-    """Run a case; returns bytes per second."""
-    return size_bytes / harness.wall_seconds(call, 1)
+        found = json.loads(done.stdout[done.stdout.index("{") :])["jobs"]
+        parts = [job[way] for job in found for way in ("read", "write")]
+        rate = sum(part["io_bytes"] for part in parts) / max(part["runtime"] for part in parts)  # bytes per millisecond
+        return float(self.size_bytes * len(jobs) / rate / 1000)
 
 
 def check(engine: Shardcore) -> None:
@@ -187,41 +129,26 @@ def check(engine: Shardcore) -> None:
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Run all cases in turns."""
     data = torch.randint(0, 256, (options.mib * MIB,), dtype=torch.uint8)
-    engines: dict[str, Any] = {name: Shardcore(backend, folder, data) for name, backend in
-                               (("shardcore", "auto"), ("threads", "threads"))}  # fmt: skip
+    ours = Shardcore("auto", folder, data)
+    engines: dict[str, Any] = {"shardcore": ours, "threads": Shardcore("threads", folder, data)}
     left_out = {}
     if shutil.which("fio"):
         engines["fio"] = Fio(folder, data.nbytes)
     else:
         left_out["fio"] = "fio is not on PATH (apt-get install fio)"
-    if options.deepspeed:
-        try:
-            engines["deepspeed"] = DeepSpeed(folder, data)
-        except Exception as error:  # whatever its compiler, or its absence, says
-            left_out["deepspeed"] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]
-    else:
-        left_out["deepspeed"] = "left out (--deepspeed)"
-    rates: dict[str, dict[str, list[float]]] = {}
-    for order in harness.random_order(list(engines), 1 + options.rounds, seed=0):
-        for case in ("fresh", "overwrite", "read", "mixed"):
-            for name in order:
-                run = engines[name].cases().get(case)
-                if run is not None:
-                    engines[name].prepare(case)
-                    time.sleep(options.pause)
-                    rates.setdefault(case, {}).setdefault(name, []).append(run())
-    check(engines["shardcore"])
-    engine = engines["shardcore"].engine
-    result: dict[str, Any] = {"backend": engine.backend, "note": engine.note, "left_out": left_out, "cases": {}}
-    for case, by_name in rates.items():
-        counted = {name: samples[1:] for name, samples in by_name.items()}  # the first round warms up
+    calls = {f"{case}, {name}": getattr(engine, case) for case in CASES for name, engine in engines.items()}
+    seconds = harness.disk_turns(calls, options.rounds, options.pause)
+    check(ours)
+    result: dict[str, Any] = {"backend": ours.engine.backend, "note": ours.engine.note, "left_out": left_out, "cases": {}}
+    for case in CASES:
+        by_name = {name: seconds[f"{case}, {name}"] for name in engines}
         result["cases"][case] = {
             name: {
-                "bytes_per_second": samples,
-                "gb_per_second": harness.spread(samples).median / 1e9,
-                **({"over_fio": asdict(harness.paired(samples, counted["fio"]))} if "fio" in counted else {}),
+                "seconds": samples,
+                "gb_per_second": data.nbytes / harness.spread(samples).median / 1e9,
+                **({"over_fio": asdict(harness.paired(by_name["fio"], samples))} if "fio" in by_name else {}),
             }
-            for name, samples in counted.items()
+            for name, samples in by_name.items()
         }
     return result
 
@@ -239,16 +166,10 @@ def main() -> int:
     """Run, print a table, write io.json into --out."""
     parser = suite.make_parser("io", __doc__, rounds=7, pause=0.2)
     parser.add_argument("--mib", type=positive, default=1024, help="size of a file in MiB (default: %(default)s)")
-    parser.add_argument("--dir", type=Path, default=Path("build"), help="folder on the disk to measure (default: %(default)s)")
-    parser.add_argument("--deepspeed", action="store_true", help="also DeepSpeed's aio_handle (needs libaio; it is compiled)")
+    parser.add_argument("--dir", default=".", help="a folder on the disk to measure (default: .)")
     options = suite.parse(parser)
-    folder = options.dir / "bench_io"
-    folder.mkdir(parents=True, exist_ok=True)
-    options.dir = str(options.dir)
-    try:
-        result = measure(options, folder)
-    finally:
-        shutil.rmtree(folder)
+    with tempfile.TemporaryDirectory(prefix="bench_io_", dir=options.dir) as folder:
+        result = measure(options, Path(folder))
     rows = [["case", "engine", "GB/s", "over fio's"]]
     for case, by_name in result["cases"].items():
         for name, each in by_name.items():
@@ -259,7 +180,7 @@ def main() -> int:
         print(f"{name}: {why}")
     short = shortfalls(result["cases"])
     print(*short, sep="\n", end="\n" if short else "")
-    harness.save_json(options.out / "io.json", {**suite.about_run("io", options), **result})
+    harness.write_json(options.out / "io.json", {**suite.about_run("io", options), **result})
     return 0
 
 

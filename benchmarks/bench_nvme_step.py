@@ -120,14 +120,11 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "cpu": Job(options, {"optimizer": "cpu"}),
     }
     size = jobs["nvme"].state_bytes
-    fio = Fio(folder, size, sync=False)
-    fio.prepare("mixed")
-    fio.prepare("read")
     cases = {name: job.seconds for name, job in jobs.items()}
     peers = PEERS
     if options.deepspeed:
         cases["DeepSpeed"], peers = DeepSpeedJob(options, folder / "deepspeed").seconds, (*PEERS, "DeepSpeed")
-    cases["fio"] = lambda: 2 * size / fio.cases()["mixed"]()
+    cases["fio"] = Fio(folder, size).mixed
     seconds = harness.disk_turns(cases, options.rounds, options.pause)
     bound = [max(pair) for pair in zip(seconds["fio"], seconds["cpu"], strict=True)]
     return {

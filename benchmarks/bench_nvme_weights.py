@@ -68,10 +68,8 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "cpu": Job(options, "cpu", folder / "cpu"),
     }
     size = jobs["nvme"].read_bytes()
-    fio = Fio(folder, size, sync=False)
-    fio.prepare("read")
     cases = {name: job.seconds for name, job in jobs.items()}
-    cases["fio"] = lambda: size / fio.cases()["read"]()
+    cases["fio"] = Fio(folder, size).read
     seconds = harness.disk_turns(cases, options.rounds, options.pause)
     bound = [max(pair) for pair in zip(seconds["fio"], seconds["cpu"], strict=True)]
     return {

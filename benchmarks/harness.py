@@ -5,6 +5,7 @@ random order each round, with a pause before each (another library's threads may
 ratio of two cases within one round, and its median over rounds. Results are written with commit, hardware and options.
 """
 
+import gc
 import json
 import math
 import os
@@ -15,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from examples.pictures import new_figure, save_figure
 
@@ -80,14 +81,14 @@ def wall_seconds(call: Callable[[], None], repeats: int) -> float:
 
 
 def interleave(
-    cases: Mapping[str, Callable[[], None]],
+    cases: Mapping[str, Callable[[], Any]],
     rounds: int,
     *,
     repeats: int | Mapping[str, int] = 1,
     pause_s: float = 0.05,
     warmup: int = 1,
     seed: int = 0,
-    timer: Callable[[Callable[[], None], int], float] = wall_seconds,
+    timer: Callable[[Callable[[], Any], int], float] = wall_seconds,
 ) -> dict[str, list[float]]:
     """Time every case once a round; returns the seconds of one call by case and round. ``warmup`` rounds are thrown away.
 
@@ -107,17 +108,15 @@ def interleave(
 
 
 def disk_turns(cases: Mapping[str, Callable[[], float]], rounds: int, pause_s: float) -> dict[str, list[float]]:
-    """Run every case once a round, each when all that was written is on disk; returns the seconds that each returned.
+    """interleave, for cases that return their own seconds; each begins when all that was written is on disk."""
 
-    One more round comes first, which does not count.
-    """
-    seconds: dict[str, list[float]] = {name: [] for name in cases}
-    for order in random_order(list(cases), 1 + rounds, seed=0):
-        for name in order:
-            os.sync()
-            time.sleep(pause_s)
-            seconds[name].append(cases[name]())
-    return {name: samples[1:] for name, samples in seconds.items()}
+    def timer(case: Callable[[], float], repeats: int) -> float:
+        gc.collect()
+        os.sync()
+        time.sleep(pause_s)
+        return case()
+
+    return interleave(cases, rounds, pause_s=0, timer=timer)
 
 
 class Bar:

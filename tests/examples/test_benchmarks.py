@@ -86,11 +86,10 @@ def io_options(folder) -> list[str]:
 def test_io(tmp_path, run_main, no_fio):
     printed = run_main(bench_io, *io_options(tmp_path))
     assert "fio: fio is not on PATH (apt-get install fio)" in printed
-    assert "deepspeed: left out (--deepspeed)" in printed
     result = json.loads((tmp_path / "io.json").read_text())
-    assert list(result["cases"]) == ["fresh", "overwrite", "read", "mixed"]
+    assert list(result["cases"]) == ["fresh", "read"]
     for engines in result["cases"].values():
-        assert {name: len(each["bytes_per_second"]) for name, each in engines.items()} == {"shardcore": 2, "threads": 2}
+        assert {name: len(each["seconds"]) for name, each in engines.items()} == {"shardcore": 2, "threads": 2}
     assert [path.name for path in tmp_path.iterdir()] == ["io.json"], "its files are gone"
 
 
