@@ -10,6 +10,7 @@ import json
 import math
 import os
 import random
+import re
 import statistics
 import sys
 import time
@@ -159,9 +160,10 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def save_json(path: Path, result: Mapping[str, object]) -> None:
-    """Write ``result``; the directory must exist."""
+    """Write ``result``, a list of numbers on one line; the directory must exist."""
     beside = path.with_name(path.name + ".new")  # whoever is interrupted keeps the old file whole
-    beside.write_text(json.dumps(result, indent=1) + "\n")
+    text = re.sub(r'\[\n([^][{}"]+)\n *\]', lambda found: f"[{' '.join(found[1].split())}]", json.dumps(result, indent=1))
+    beside.write_text(text + "\n")
     beside.replace(path)
 
 

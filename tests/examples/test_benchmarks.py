@@ -314,6 +314,14 @@ def test_ratios_are_paired_by_round():
     assert str(harness.Spread(1.0, 0.5, 2.0)) == "1.00 [0.50, 2.00]"
 
 
+def test_a_list_of_numbers_is_one_line_of_json(tmp_path):
+    result = {"a": [1, 2.5e-7, None], "b": [[1], [], {"c": [True]}], "d": ["[ 1,", "\n 2 ]"], "e": "[\n 1\n ]"}
+    harness.save_json(tmp_path / "x.json", result)
+    text = (tmp_path / "x.json").read_text()
+    assert json.loads(text) == result
+    assert ' "a": [1, 2.5e-07, null],\n' in text
+
+
 def test_order_is_random_but_agreed():
     orders = list(harness.random_order(["a", "b", "c"], 20, seed=3))
     assert orders == list(harness.random_order(["a", "b", "c"], 20, seed=3))
