@@ -33,15 +33,6 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
 
 
-def available_bytes() -> int | None:
-    """Return the memory that can be had without swapping, or None where the system does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
-
-
 def git_commit() -> str:
     """Return the commit of this tree, with "+changes" if tracked files differ from it, or "unknown" where git does
     not track it.

@@ -117,7 +117,7 @@ def test_consolidate(tmp_path, capsys):
 
 def test_the_suites_are_those_of_the_checkout(capsys):
     suites = cli._suites(ROOT)
-    assert {"adam_scaling", "cpu_adam", "fused_adam", "reduced_states", "train_step"} <= set(suites)
+    assert {"cpu_adam", "fused_adam", "reduced_states", "train_step"} <= set(suites)
     assert all(about.startswith("Time ") and about.endswith(".") for about in suites.values())
     for name in suites:
         assert f'"{name}.json"' in (ROOT / f"benchmarks/bench_{name}.py").read_text()  # where bench says the figures are

@@ -13,7 +13,6 @@ import torch
 
 from benchmarks import (
     bench_activations,
-    bench_adam_scaling,
     bench_checkpoint,
     bench_cpu_adam,
     bench_elementwise,
@@ -196,61 +195,6 @@ def test_io_finds_other_bytes(tmp_path, run_main, no_fio, monkeypatch):
         run_main(bench_io, *io_options(tmp_path))
 
 
-@pytest.mark.more
-def test_adam_scaling(tmp_path, run_main):
-    options = ["--rounds", "2", "--threads", "1", "--pause", "0", "--out", str(tmp_path)]
-    printed = run_main(bench_adam_scaling, "--tensors", "3", "7", "--sizes", "1001", "4K", "2", *options)
-    assert "left out" not in printed
-    assert "growth from 4,096" in printed
-    result = json.loads((tmp_path / "adam_scaling.json").read_text())
-    tensors, flat = result["results"]
-    both = ["shardcore CPUAdam", "torch fused AdamW"]
-    assert [(c["size"], c["engine"]) for c in tensors["cases"]] == [(count, engine) for count in (3, 7) for engine in both]
-    assert [(c["size"], c["engine"]) for c in flat["cases"]] == [(n, engine) for n in (1001, 4096, 2) for engine in both]
-    assert [tensors["base"], flat["base"]] == [7, 4096]
-    for case in flat["cases"]:
-        same_engine = [c for c in flat["cases"] if c["engine"] == case["engine"]]
-        base = next(c["seconds"] for c in same_engine if c["size"] == 4096)
-        growth = [s / case["size"] / (b / 4096) for s, b in zip(case["seconds"], base, strict=True)]
-        assert case["growth"]["median"] == pytest.approx(sum(growth) / 2)
-        assert case["each"]["median"] == pytest.approx(1e9 * sum(case["seconds"]) / 2 / case["size"])
-
-
-@pytest.mark.more
-def test_sizes_without_memory_are_left_out_and_named(tmp_path, run_main, monkeypatch):
-    options = ["--tensors", "1", "--rounds", "1", "--threads", "1", "--pause", "0", "--out", str(tmp_path)]
-    monkeypatch.setattr(bench_adam_scaling, "available_bytes", lambda: 17 * 4000)
-    assert "left out: 4,000, 5,000 elements (16 bytes" in run_main(
-        bench_adam_scaling, "--sizes", "100", "4000", "5e3", *options
-    )
-    result = json.loads((tmp_path / "adam_scaling.json").read_text())
-    assert result["left_out"] == [4000, 5000]
-    assert {case["size"] for case in result["results"][1]["cases"]} == {100}
-    run_main(bench_adam_scaling, "--sizes", "4000", *options)
-    assert len(json.loads((tmp_path / "adam_scaling.json").read_text())["results"]) == 1
-
-
-@pytest.mark.parametrize("reached", [0, 999, 1001])
-def test_a_step_that_reaches_less_or_more_than_its_size_is_noticed(monkeypatch, reached):
-    monkeypatch.setattr(bench_adam_scaling, "CHECK_STRIDE", 1)
-    weight = torch.zeros(2000)
-    good = bench_adam_scaling.Case("good", 1000, lambda: weight[:1000].add_(1), [weight])
-    bench_adam_scaling.check_elements([good])
-    bad = bench_adam_scaling.Case("bad", 1000, lambda: weight[:reached].add_(1), [weight])
-    with pytest.raises(ValueError, match="bad changed other elements than the first 1000"):
-        bench_adam_scaling.check_elements([good, bad])
-
-
-def test_tensors_that_were_not_stepped_are_noticed():
-    cases = list(bench_adam_scaling.tensor_cases(5))
-    for case in cases:
-        case.step()
-    bench_adam_scaling.check_tensors(cases)
-    cases[1].step()
-    with pytest.raises(ValueError, match="bench_adam_scaling: 5 tensors weights differ"):
-        bench_adam_scaling.check_tensors(cases)
-
-
 def test_convergence_goes_on_where_it_stopped(tmp_path, run_main):
     kinds = ["bf16 weights, fp32 master", "bf16 weights, split master"]
     options = ["--preset", "tiny", "--batch", "1", "--steps", "3", "--seeds", "1", "--threads", "1", "--out", str(tmp_path)]
@@ -264,7 +208,7 @@ def test_convergence_goes_on_where_it_stopped(tmp_path, run_main):
     assert "spread over seeds" in printed
 
 
-@pytest.mark.parametrize("module", [bench_adam_scaling, bench_cpu_adam, bench_reduced_states, bench_train_step])
+@pytest.mark.parametrize("module", [bench_cpu_adam, bench_reduced_states, bench_train_step])
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import shardcore
-from examples.machine import available_bytes
 from shardcore._native import _C
+from shardcore.distributed.machine import free_bytes
 from shardcore.optim import CPUAdam, FusedAdam, clip_grad_norm_
 from shardcore.optim.clip import global_norm
 from tests.support.choice import some
@@ -353,7 +353,7 @@ def small_step(options, weight, grad, first, seed=1):
 def test_more_than_2_to_the_31_elements(kind):
     options, bytes_each = KINDS[kind]
     need = bytes_each * NUMEL + (2 << 30)
-    if (available_bytes() or need) < need:
+    if (free_bytes() or need) < need:
         pytest.skip(f"needs {need >> 30} GiB of free memory")
     grad, grad_period = periodic(1)
     exact = math.sqrt((1 << 31) / PERIOD * grad_period.double().square().sum().item() + grad[1 << 31 :].double().square().sum())
