@@ -3,7 +3,7 @@
 Engines are built, trained for a few steps and let go again, one after the other, in turns: no machine holds several of a 7B
 model. All train in bfloat16 with float32 masters and clipping, from the same weights on the same batches, and their losses must
 agree. In each round forward and backward of the model alone, plain pinned copies both ways at once and one CPU Adam are
-timed, too. From these follows the bound that no exact schedule beats (offload_schedule.lazy_bound), and a step's time over it.
+timed, too. From these follows the bound that no exact schedule beats (offload_parts.lazy_bound), and a step's time over it.
 
     shardcore 2               no offload
     ..., optimizer            states and masters in host memory; "gradients": gradients, too; "params": weights, too (stage 3)
@@ -11,15 +11,12 @@ timed, too. From these follows the bound that no exact schedule beats (offload_s
     DeepSpeed 2, 3            ZeRO-Offload, at stage 3 with offload_param (where deepspeed is installed)
     FSDP2                     torch's fully_shard with CPUOffloadPolicy
 
-With --tier nvme, masters and states are in files of --dir, and each step is committed; the bound knows nothing of the disk.
-
 What does not fit is left out by name, with what it needs and what is free, and so is what there is no time for (--seconds).
 With --device cpu everything runs on a machine without a GPU, to test it; figures then mean nothing.
 """
 
 import argparse
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -30,9 +27,8 @@ import torch
 from benchmarks import harness, suite
 from benchmarks.bench_train_step import check_losses
 from benchmarks.device import Device
-from benchmarks.offload_parts import WARMUP, Marks, Measured, freed_after, measure
-from benchmarks.offload_schedule import deepspeed_time, lazy_bound
-from benchmarks.offload_trainers import BF16_BYTES, Engine, deepspeed_version, engines, engines_on_disk, numel_of
+from benchmarks.offload_parts import WARMUP, Marks, Measured, freed_after, lazy_bound, measure
+from benchmarks.offload_trainers import BF16_BYTES, Engine, deepspeed_version, engines, numel_of
 from examples.arguments import above_zero, positive
 from examples.corpus import load_corpus
 from examples.gpt import PRESETS
@@ -138,7 +134,6 @@ def add_up(
     bound = lazy_bound(parts)
     result |= {"parts": asdict(parts), "bound": bound, "over_bound": asdict(over(result["seconds"], bound))}
     result["over_compute"] = step.median / measured.compute
-    result["deepspeed_schedule"] = deepspeed_time(parts)
     return result
 
 
@@ -151,7 +146,7 @@ def run_rank(rank: Rank, options: argparse.Namespace) -> int:
     device, clock = Device(str(rank.device)), Clock(options.seconds)
     batches = batches_of(options, rank.device)
     numel, chunks = numel_of(options.preset), PRESETS[options.preset].layers + 1
-    made = engines(options.batch) if options.tier == "cpu" else engines_on_disk(options.dir)
+    made = engines(options.batch)
     chosen = {name: made[name] for name in options.engines or made}
     parts = Measured()
     left_out: dict[str, str] = {}
@@ -299,27 +294,16 @@ def show(report: dict[str, object]) -> None:
 
 
 def main() -> int:
-    names = {"cpu": list(engines(batch=1)), "nvme": list(engines_on_disk(""))}
     parser = suite.make_parser("offload_train", __doc__, rounds=2, pause=0.0)
     parser.add_argument("--preset", choices=list(PRESETS), default="1.5b", help="model (default: %(default)s)")
     parser.add_argument("--batch", type=positive, default=4, help="sequences per step (default: %(default)s)")
     parser.add_argument("--steps", type=positive, default=6, help="timed in each visit (default: %(default)s)")
     parser.add_argument("--seconds", type=above_zero, default=900.0, help="begin nothing after these (default: %(default)s)")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="(default: %(default)s)")
-    parser.add_argument("--tier", choices=list(names), default="cpu", help="of masters and states (default: %(default)s)")
-    parser.add_argument("--dir", default=".", help="a folder on the disk of --tier nvme (default: .)")
-    every = sorted({name for of_tier in names.values() for name in of_tier})
-    parser.add_argument("--engines", nargs="+", choices=every, help="which of the tier, in this order first (default: all)")
+    names = list(engines(batch=1))
+    parser.add_argument("--engines", nargs="+", choices=names, help="which, in this order first (default: all)")
     options = suite.parse(parser)
-    if unknown := set(options.engines or ()) - set(names[options.tier]):
-        parser.error(f"argument --engines: {', '.join(sorted(unknown))}; expected engines of --tier {options.tier}")
-    if options.device == "cuda" and not torch.cuda.is_available():
-        print("bench_offload_train: this machine has no GPU that torch can use; expected one", file=sys.stderr)
-        return 2
-    if options.tier == "cpu":
-        return launch(run_rank, 1, options.device, None, options)
-    with tempfile.TemporaryDirectory(prefix="bench_offload_train_", dir=options.dir) as options.dir:
-        return launch(run_rank, 1, options.device, None, options)
+    return launch(run_rank, 1, options.device, None, options)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,16 @@
-"""What the parts of a training step take on this machine, each measured by itself: compute, the link, CPU Adam."""
+"""What the parts of a training step take on this machine, each measured by itself: compute, the link, CPU Adam; and its bound.
+
+Gradients go to host memory as backward makes them, Adam runs there, the new weights come back. All is cut into equal chunks
+(units), so that parts can overlap; within one resource (the device, each direction of the link, the CPU) they run one after the
+other. Weights may change only when backward has ended, as clipping needs the norm of all gradients. From then on Adam can take
+the chunks whose gradients have arrived, while the others arrive.
+"""
 
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import torch
@@ -15,7 +21,6 @@ from benchmarks.bench_copies import FROM_TIER, TO_TIER, plain_rates
 from benchmarks.bench_train_step import OPTIONS
 from benchmarks.cpu_buffers import Buffers
 from benchmarks.device import Device
-from benchmarks.offload_schedule import Parts, streamed
 from benchmarks.offload_trainers import plain_model
 from examples.gpt import PRESETS, next_byte_loss
 from shardcore._native import _C
@@ -59,6 +64,39 @@ def freed_after(device: Device) -> Iterator[None]:
         device.free_bytes()
         if device.is_cuda and hasattr(torch._C, "_host_emptyCache"):
             torch._C._host_emptyCache()  # pinned memory that torch would keep for later
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Seconds of a step's parts: forward and backward; gradients out, Adam and weights back of all chunks."""
+
+    forward: float
+    backward: float
+    out: float
+    adam: float
+    back: float
+    chunks: int
+
+
+def streamed(parts: Parts, weights: float) -> Parts:
+    """Return the parts of a step whose weights lie in host memory and come anew for each pass, in `weights` seconds.
+
+    The step brings none back then: Adam writes them where they lie.
+    """
+    return replace(parts, forward=max(parts.forward, weights), backward=max(parts.backward, weights), back=0.0)
+
+
+def lazy_bound(parts: Parts) -> float:
+    """The least that a step takes whose Adam and weights back hide behind the next step's forward.
+
+    Chunk after chunk goes through Adam, back and forward, of which the slowest never waits once it has begun; and the last
+    gradient goes through them when it has arrived.
+    """
+    chunks = parts.chunks
+    through = (parts.adam + parts.back + parts.forward) / chunks
+    updated = parts.backward + max(parts.adam, parts.back, parts.forward) * (chunks - 1) / chunks + through
+    arrived = max(parts.out + parts.backward / chunks, parts.backward + parts.out / chunks)
+    return max(updated, arrived + through)
 
 
 @dataclass

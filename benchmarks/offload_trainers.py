@@ -275,18 +275,6 @@ def fsdp2_need(preset: str) -> Need:
     return Need(4 * (4 + BF16_BYTES) * numel // (PRESETS[preset].layers + 1), 2 * flat + 8 * numel)
 
 
-def engines_on_disk(folder: str) -> dict[str, Engine]:
-    """Return, by name, ours whose masters and states are in files of a folder, beside one that has them in host memory."""
-    found = {"shardcore 3, params, lazy": shardcore_engine(TIERS["params"] | {"overlap_step": True})}
-    disk = {"optimizer": "nvme", "path": folder, "resume": False}  # each visit begins anew
-    for number in (2, 3):
-        tiers = {**TIERS["gradients" if number == 2 else "params"]["offload"], **disk}
-        for overlap_step in (True, False):
-            options = {"stage": number, "offload": tiers, "overlap_step": overlap_step}
-            found[f"shardcore {number}, nvme{', lazy' * overlap_step}"] = shardcore_engine(options)
-    return found
-
-
 def engines(batch: int) -> dict[str, Engine]:
     """Return, by name, those that are installed; the most telling ones first, as time may end."""
     ours = {"shardcore 2": shardcore_engine({"stage": 2})}

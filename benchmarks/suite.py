@@ -32,8 +32,10 @@ def add_out(parser: argparse.ArgumentParser) -> None:
 
 
 def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Parse this process's arguments; the folder of --out exists afterwards."""
+    """Parse this process's arguments; the folder of --out exists afterwards, and so does the --device."""
     options = parser.parse_args()
+    if getattr(options, "device", None) == "cuda" and not torch.cuda.is_available():
+        parser.exit(2, f"{parser.prog}: this machine has no GPU that torch can use; expected one, or --device cpu\n")
     make_out_folder(parser, options.out)
     return options
 

@@ -27,11 +27,10 @@ def run_main(monkeypatch, capfd):
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     threads = torch.get_num_threads()
 
-    def run(module, *arguments: str, code: int = 0) -> str:
+    def run(module, *arguments: str) -> str:
         monkeypatch.setattr(sys, "argv", [module.__name__, *arguments])
-        assert (module.main() or 0) == code
-        printed = capfd.readouterr()
-        return printed.out + (printed.err if code else "")
+        assert (module.main() or 0) == 0
+        return capfd.readouterr().out
 
     yield run
     torch.set_num_threads(threads)
