@@ -1,26 +1,30 @@
 """Time one CPU Adam step against torch's fused AdamW, DeepSpeed's CPU Adam (when installed) and the memory's limit.
 
-Two subjects, each a flat tensor of --sizes elements:
+Two subjects, each a flat tensor of --sizes elements; bytes are what one element moves (read and written):
 
-    fp32      float32 weight and gradient: 4 streams read, 3 written
+    fp32      float32 weight and gradient (28 bytes)
     offload   what a step of offloaded training does: bfloat16 gradient in, unscale, Adam on the float32 master, bfloat16
-              weight out. shardcore does it in one pass; peers in four: widen, unscale, step, narrow.
+              weight out (28). shardcore does it in one pass; peers in four: widen, unscale, step, narrow.
+
+Ours also with reduced states: bfloat16 (fp32: 20 bytes) or 8-bit moments (16); in offload with a split master (26), and with
+both (18, 14). The first of the sizes binds by memory; the second stays in the caches, where only arithmetic is left.
 
 The limit is a loop over the same streams with trivial arithmetic (stream_limit.cpp). All buffers of all engines ask for
 huge pages with --pages equal, so that only the loops differ; with --pages own everybody has what it allocates by itself.
-At the end all engines must hold the same weights (to rounding), so nobody is fast by doing less.
+At the end all engines with float32 states must hold the same weights (to rounding), so nobody is fast by doing less.
 """
 
 import argparse
 import gc
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 
 import torch
 
 import shardcore
 from benchmarks import harness, suite
-from benchmarks.adam_kinds import LOSS_SCALE, OPTIONS, check_same_work
+from benchmarks.adam_kinds import LOSS_SCALE, OPTIONS, Kind, check_same_work
 from benchmarks.cpu_buffers import Buffers, four_pass_step, huge_page_setting, step_of
 from benchmarks.stream_limit import StreamLimit
 from examples.arguments import elements
@@ -30,59 +34,62 @@ try:
 except ImportError:
     DeepSpeedCPUAdam = None
 
-BYTES_PER_PARAM = {"fp32": 28, "offload": 28}  # fp32: 7 x 4; offload: 2 + 3 x 4 in, 3 x 4 + 2 out
+OURS = "shardcore CPUAdam"
+BF16 = Kind(torch.bfloat16, torch.bfloat16)
+# subject -> what ours is called -> its kind; the first is the base.
+KINDS = {
+    "fp32": {
+        OURS: Kind(),
+        f"{OURS}, bf16 states": Kind(state_dtype="bf16"),
+        f"{OURS}, 8-bit states": Kind(state_dtype="8bit"),
+    },
+    "offload": {
+        OURS: replace(BF16, master="fp32"),
+        f"{OURS}, split master": replace(BF16, master="split"),
+        f"{OURS}, split master, bf16 states": replace(BF16, master="split", state_dtype="bf16"),
+        f"{OURS}, split master, 8-bit states": replace(BF16, master="split", state_dtype="8bit"),
+    },
+}
 
 
 def parse_options() -> argparse.Namespace:
     parser = suite.make_parser("cpu_adam", __doc__, rounds=15, pause=0.05, threads=True)
-    parser.add_argument("--sizes", type=elements, nargs="+", default=[64 * 2**20], help="elements (default: 64M)")
+    parser.add_argument("--sizes", type=elements, nargs="+", default=[2**26, 2**19], help="elements (default: 64M 512K)")
     parser.add_argument("--pages", choices=["equal", "own"], default="equal", help="see above (default: %(default)s)")
     return suite.parse(parser)
 
 
 @dataclass(frozen=True)
 class Case:
-    """One engine at work: ``step`` is what is timed, ``weight`` what it updates (None: the limit, which updates nothing)."""
+    """One engine at work: ``step`` is what is timed, ``weight`` what it updates, if that is to be compared."""
 
     step: Callable[[], None]
     weight: torch.Tensor | None
+    bytes_moved: int
 
 
-def fp32_cases(buffers: Buffers, limit: StreamLimit) -> dict[str, Case]:
-    """Set up the float32 subject for every engine."""
-    cases = {}
-    streams = buffers.streams(*[torch.float32] * 4)
-    cases["limit"] = Case(lambda: limit.adam(*streams), None)
-
-    param = buffers.parameter(torch.float32)
-    param.grad = buffers.copy_of(buffers.grad, torch.float32)
-    cases["shardcore CPUAdam"] = Case(shardcore.CPUAdam([param], **OPTIONS).step, param)
-
+def cases_of(subject: str, buffers: Buffers, limit: StreamLimit) -> dict[str, Case]:
+    """Set up a subject for every engine; gradients of the offload step come multiplied by the loss scale."""
+    base = KINDS[subject][OURS]
+    scale = LOSS_SCALE if subject == "offload" else 1.0
+    scaled = buffers.grad * scale  # a power of two: exact
+    dtypes = [torch.float32] * 4 if subject == "fp32" else [torch.bfloat16, torch.bfloat16, *[torch.float32] * 3]
+    walk = partial(limit.adam if subject == "fp32" else limit.offload, *buffers.streams(*dtypes))
+    cases = {"limit": Case(walk, None, base.bytes_moved)}
+    for name, kind in KINDS[subject].items():
+        param = buffers.parameter(kind.weight)
+        param.grad = buffers.copy_of(scaled, kind.grad)
+        optimizer = shardcore.CPUAdam([param], **OPTIONS, **kind.options)
+        exact = param if kind.state_dtype == "fp32" else None
+        cases[name] = Case(partial(optimizer.step, grad_scale=1 / scale), exact, kind.bytes_moved)
     for name in peers():
-        param = buffers.parameter(torch.float32)
-        param.grad = buffers.copy_of(buffers.grad, torch.float32)
-        cases[name] = Case(step_of(peer(name, param), buffers), param)
-    return cases
-
-
-def offload_cases(buffers: Buffers, limit: StreamLimit) -> dict[str, Case]:
-    """Set up the offload subject for every engine; gradients come multiplied by the loss scale."""
-    scaled = buffers.grad * LOSS_SCALE  # a power of two: exact
-    cases = {}
-    streams = buffers.streams(torch.bfloat16, torch.bfloat16, *[torch.float32] * 3)
-    cases["limit"] = Case(lambda: limit.offload(*streams), None)
-
-    param = buffers.parameter(torch.bfloat16)
-    param.grad = buffers.copy_of(scaled, torch.bfloat16)
-    optimizer = shardcore.CPUAdam([param], **OPTIONS, master="fp32")
-    cases["shardcore CPUAdam"] = Case(lambda: optimizer.step(grad_scale=1 / LOSS_SCALE), param)
-
-    for name in peers():
-        weight = buffers.copy_of(buffers.weight, torch.bfloat16)
-        grad = buffers.copy_of(scaled, torch.bfloat16)
-        cases[name] = Case(
-            four_pass_step(lambda master, name=name: peer(name, master), weight, grad, buffers, 1 / LOSS_SCALE), weight
-        )
+        weight, grad = buffers.parameter(base.weight), buffers.copy_of(scaled, base.grad)
+        if subject == "fp32":
+            weight.grad = grad
+            step = step_of(peer(name, weight), buffers)
+        else:
+            step = four_pass_step(partial(peer, name), weight.detach(), grad, buffers, 1 / scale)
+        cases[name] = Case(step, weight, base.bytes_moved)
     return cases
 
 
@@ -98,26 +105,23 @@ def peer(name: str, param: torch.nn.Parameter) -> torch.optim.Optimizer:
     return torch.optim.AdamW([param], **OPTIONS, fused=True)
 
 
-SUBJECTS = {"fp32": fp32_cases, "offload": offload_cases}
-OURS = "shardcore CPUAdam"
-
-
 def measure(subject: str, numel: int, options: argparse.Namespace, limit: StreamLimit) -> dict[str, object]:
     """Run one subject at one size; prints the table and returns what JSON holds."""
-    cases = SUBJECTS[subject](Buffers(numel, options.pages == "equal"), limit)
-    repeats = min(100, max(1, 2**20 // numel))  # a sample of a small size is many steps
+    cases = cases_of(subject, Buffers(numel, options.pages == "equal"), limit)
+    repeats = min(200, max(1, 2**26 // numel))  # a sample of a small size is many steps
     steps = {name: case.step for name, case in cases.items()}
     seconds = harness.interleave(steps, options.rounds, repeats=repeats, pause_s=options.pause, warmup=2)
     weights = {name: case.weight for name, case in cases.items() if case.weight is not None}
     worst = check_same_work(subject, weights, OURS, "bench_cpu_adam")
     ours = seconds[OURS]
-    rows = [["engine", "ms (median)", "Gparam/s", "GB/s", "time / ours [quartiles]"]]
+    rows = [["engine", "ms (median)", "Gparam/s", "bytes", "GB/s", "time / ours [quartiles]"]]
     result = {}
     for name, samples in seconds.items():
         rate = numel / harness.spread(samples).median / 1e9
         ratio = harness.paired(samples, ours)
-        rows.append([name, f"{numel / rate / 1e6:.2f}", f"{rate:.2f}", f"{rate * BYTES_PER_PARAM[subject]:.1f}", str(ratio)])
-        result[name] = {"seconds": samples, "gparams_per_second": rate, "time_over_ours": asdict(ratio)}
+        moved = cases[name].bytes_moved
+        rows.append([name, f"{numel / rate / 1e6:.2f}", f"{rate:.2f}", str(moved), f"{rate * moved:.1f}", str(ratio)])
+        result[name] = {"seconds": samples, "bytes": moved, "gparams_per_second": rate, "time_over_ours": asdict(ratio)}
     print(f"\n{subject}, {numel:,} elements, {options.threads} threads, {options.rounds} rounds, {options.pages} pages")
     print(harness.table(rows))
     of_limit = harness.paired(seconds["limit"], ours)
@@ -132,7 +136,7 @@ def panel(result: dict[str, object]) -> harness.Panel:
         ours = result["engines"][OURS]["seconds"]
         speeds[name] = harness.paired(ours, engine["seconds"])
     title = f"{result['subject']}, {result['numel']:,} elements"
-    return harness.Panel(title, "speed, shardcore = 1 (median and quartiles)", speeds, lambda name: name == OURS, mark=1.0)
+    return harness.Panel(title, "speed, shardcore = 1 (median and quartiles)", speeds, lambda name: OURS in name, mark=1.0)
 
 
 def main() -> None:
@@ -143,7 +147,7 @@ def main() -> None:
     limit = StreamLimit(options.threads)
     results = []
     for numel in options.sizes:
-        for subject in SUBJECTS:
+        for subject in KINDS:
             results.append(measure(subject, numel, options, limit))
             gc.collect()
     report = {**suite.about_run("cpu_adam", options), "huge_pages": huge_page_setting(), "results": results}

@@ -117,7 +117,7 @@ def test_consolidate(tmp_path, capsys):
 
 def test_the_suites_are_those_of_the_checkout(capsys):
     suites = cli._suites(ROOT)
-    assert {"cpu_adam", "fused_adam", "reduced_states", "train_step"} <= set(suites)
+    assert {"cpu_adam", "fused_adam", "ordered_sum", "train_step"} <= set(suites)
     assert all(about.startswith("Time ") and about.endswith(".") for about in suites.values())
     for name in suites:
         assert f'"{name}.json"' in (ROOT / f"benchmarks/bench_{name}.py").read_text()  # where bench says the figures are
@@ -125,24 +125,21 @@ def test_the_suites_are_those_of_the_checkout(capsys):
         cli.main(["bench", "--help"])
     capsys.readouterr()
     assert cli.main(["bench"]) == 0
-    assert "cpu_adam        Time one CPU Adam step" in capsys.readouterr().out
+    assert "cpu_adam       Time one CPU Adam step" in capsys.readouterr().out
 
 
 @pytest.mark.more
 def test_a_real_suite(tmp_path):
     """Run as a module."""
-    options = ["--numel", "4K", "--small", "1001", "--rounds", "2", "--threads", "1", "--pause", "0"]
-    command = [sys.executable, "-m", "shardcore", "bench", "reduced_states", "--out", "here", *options]
+    options = ["--device", "cpu", "--ranks", "8", "4", "--unit", "8K", "--rounds", "2", "--pause", "0"]
+    command = [sys.executable, "-m", "shardcore", "bench", "ordered_sum", "--out", "here", *options]
     environment = {"PYTHONPATH": str(ROOT), "PATH": "", "MPLCONFIGDIR": str(tmp_path)}  # matplotlib warns of a bad home
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
     assert done.stderr == ""  # the bar is for terminals
-    assert "speed / fp32 master" in done.stdout
-    result = json.loads((tmp_path / "here/reduced_states.json").read_text())
+    assert "share of reading" in done.stdout
+    result = json.loads((tmp_path / "here/ordered_sum.json").read_text())
     assert result["options"]["rounds"] == 2
-    assert [(r["subject"], r["numel"]) for r in result["results"]] == [
-        (subject, numel) for numel in (4096, 1001) for subject in ("offload", "fp32")
-    ]
-    assert result["results"][0]["states"]["split master, 8-bit states"]["bytes"] == 14
+    assert [(found["ranks"], found["numel"]) for found in result["sums"]] == [(8, 1024), (4, 2048)]
 
 
 def test_a_suite_gets_its_options_and_gives_its_status(checkout, capfd):

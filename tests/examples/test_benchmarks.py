@@ -20,7 +20,6 @@ from benchmarks import (
     bench_io,
     bench_nvme_step,
     bench_nvme_weights,
-    bench_reduced_states,
     bench_train_step,
     convergence,
     harness,
@@ -44,6 +43,8 @@ def test_cpu_adam(tmp_path, run_main, pages, monkeypatch):
     for subject in result["results"]:
         assert {"limit", "shardcore CPUAdam", "torch fused AdamW"} <= subject["engines"].keys()
         assert all(len(engine["seconds"]) == 2 for engine in subject["engines"].values())
+    moved = {name: engine["bytes"] for name, engine in result["results"][1]["engines"].items()}
+    assert (moved["limit"], moved["shardcore CPUAdam, split master, 8-bit states"]) == (28, 14)
     assert result["options"]["threads"] == 1
     assert {"commit", "torch", "cpu"} <= result["machine"].keys()
 
@@ -208,7 +209,7 @@ def test_convergence_goes_on_where_it_stopped(tmp_path, run_main):
     assert "spread over seeds" in printed
 
 
-@pytest.mark.parametrize("module", [bench_cpu_adam, bench_reduced_states, bench_train_step])
+@pytest.mark.parametrize("module", [bench_cpu_adam, bench_train_step])
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
