@@ -9,7 +9,7 @@
 
 Each round runs every case once, in a random order; what counts is the rate over fio's of the same round. fio's time is the one
 that it reports, without its start. --dir must be on the disk to measure, with room for three files of --mib. What is written in
-place (states on disk) is timed by benchmarks.bench_nvme_step.
+place (states on disk) is timed by benchmarks.bench_nvme.
 """
 
 import argparse

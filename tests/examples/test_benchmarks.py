@@ -18,8 +18,7 @@ from benchmarks import (
     bench_elementwise,
     bench_fabric,
     bench_io,
-    bench_nvme_step,
-    bench_nvme_weights,
+    bench_nvme,
     bench_train_step,
     convergence,
     harness,
@@ -125,26 +124,18 @@ def test_checkpoints_that_fall_short_are_named():
 
 @pytest.mark.more
 @pytest.mark.skipif(not shutil.which("fio"), reason="no fio")
-def test_nvme_step(tmp_path, run_main):
-    where = ["--dir", str(tmp_path), "--out", str(tmp_path)]
-    printed = run_main(bench_nvme_step, "--mib", "16", "--rounds", "1", "--pause", "0", *where)
-    assert "over the bound" in printed
-    result = json.loads((tmp_path / "nvme_step.json").read_text())
-    assert set(result["seconds"]) == {"nvme", "scratch", "cpu", "fio"}
-    assert result["host_bytes"]["cpu"] > result["state_bytes"]
-    assert [path.name for path in tmp_path.iterdir()] == ["nvme_step.json"], "its files are gone"
-
-
-@pytest.mark.more
-@pytest.mark.skipif(not shutil.which("fio"), reason="no fio")
-def test_nvme_weights(tmp_path, run_main):
-    where = ["--dir", str(tmp_path), "--out", str(tmp_path)]
-    printed = run_main(bench_nvme_weights, "--mib", "32", "--tokens", "2", "--rounds", "1", "--pause", "0", *where)
-    assert "over the bound" in printed
-    result = json.loads((tmp_path / "nvme_weights.json").read_text())
-    assert set(result["seconds"]) == {"nvme", "late", "cpu", "fio"}
-    assert 32 << 20 < result["read_bytes"] <= 64 << 20, "in forward, and again in backward"
-    assert [path.name for path in tmp_path.iterdir()] == ["nvme_weights.json"], "its files are gone"
+@pytest.mark.parametrize(("what", "names"), [("states", {"nvme", "scratch", "cpu"}), ("weights", {"nvme", "late", "cpu"})])
+def test_nvme(tmp_path, run_main, what, names):
+    options = ["--what", what, "--mib", "32", "--tokens", "2", "--rounds", "1", "--pause", "0"]
+    printed = run_main(bench_nvme, *options, "--dir", str(tmp_path), "--out", str(tmp_path))
+    assert "over bound" in printed
+    result = json.loads((tmp_path / "nvme.json").read_text())
+    assert set(result["seconds"]) == {*names, "fio"}
+    if what == "states":
+        assert result["host_bytes"]["cpu"] > result["state_bytes"]
+    else:
+        assert 32 << 20 < result["read_bytes"] <= 64 << 20, "in forward, and again in backward"
+    assert [path.name for path in tmp_path.iterdir()] == ["nvme.json"], "its files are gone"
 
 
 @pytest.mark.more
