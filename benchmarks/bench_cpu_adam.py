@@ -15,10 +15,16 @@ At the end all engines with float32 states must hold the same weights (to roundi
 """
 
 import argparse
+import ctypes
 import gc
+import os
+import shutil
+import subprocess
+import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -26,7 +32,6 @@ import shardcore
 from benchmarks import harness, suite
 from benchmarks.adam_kinds import LOSS_SCALE, OPTIONS, Kind, check_same_work
 from benchmarks.cpu_buffers import Buffers, four_pass_step, huge_page_setting, step_of
-from benchmarks.stream_limit import StreamLimit
 from examples.arguments import elements
 
 try:
@@ -34,6 +39,7 @@ try:
 except ImportError:
     DeepSpeedCPUAdam = None
 
+SOURCE = Path(__file__).with_name("stream_limit.cpp")
 OURS = "shardcore CPUAdam"
 BF16 = Kind(torch.bfloat16, torch.bfloat16)
 # subject -> what ours is called -> its kind; the first is the base.
@@ -59,6 +65,25 @@ def parse_options() -> argparse.Namespace:
     return suite.parse(parser)
 
 
+class StreamLimit:
+    """The loops of stream_limit.cpp. Raises OSError or CalledProcessError where there is no working C++ compiler."""
+
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
+        compiler = os.environ.get("CXX") or shutil.which("g++") or "c++"
+        with tempfile.TemporaryDirectory() as directory:
+            library = Path(directory, "stream_limit.so")
+            flags = ["-O3", "-std=c++20", "-shared", "-fPIC", "-pthread"]
+            subprocess.run([compiler, *flags, "-o", library, SOURCE], check=True)
+            self._library = ctypes.CDLL(str(library))
+
+    def walk(self, subject: str, *streams: torch.Tensor) -> None:
+        """Walk the streams of a step once: weight, gradient, the master in "offload", and both moments, (n,) each."""
+        function = {"fp32": self._library.stream_limit_adam, "offload": self._library.stream_limit_offload}[subject]
+        pointers = [ctypes.c_void_p(stream.data_ptr()) for stream in streams]
+        function(*pointers, ctypes.c_int64(streams[0].numel()), ctypes.c_int(self.threads))
+
+
 @dataclass(frozen=True)
 class Case:
     """One engine at work: ``step`` is what is timed, ``weight`` what it updates, if that is to be compared."""
@@ -74,8 +99,7 @@ def cases_of(subject: str, buffers: Buffers, limit: StreamLimit) -> dict[str, Ca
     scale = LOSS_SCALE if subject == "offload" else 1.0
     scaled = buffers.grad * scale  # a power of two: exact
     dtypes = [torch.float32] * 4 if subject == "fp32" else [torch.bfloat16, torch.bfloat16, *[torch.float32] * 3]
-    walk = partial(limit.adam if subject == "fp32" else limit.offload, *buffers.streams(*dtypes))
-    cases = {"limit": Case(walk, None, base.bytes_moved)}
+    cases = {"limit": Case(partial(limit.walk, subject, *buffers.streams(*dtypes)), None, base.bytes_moved)}
     for name, kind in KINDS[subject].items():
         param = buffers.parameter(kind.weight)
         param.grad = buffers.copy_of(scaled, kind.grad)

@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 
 import shardcore
-from benchmarks import harness
-from examples.arguments import make_out_folder, positive
+from benchmarks import harness, suite
+from examples.arguments import positive
 from examples.corpus import Corpus, load_corpus
 from examples.gpt import PRESETS, build_gpt, next_byte_loss
 from examples.machine import describe_machine, usable_cores
@@ -110,11 +110,8 @@ def main() -> int:
     parser.add_argument("--seeds", type=positive, default=3, help="seeds 0 to SEEDS - 1 (default: %(default)s)")
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS), help="which (default: all)")
     parser.add_argument("--threads", type=positive, help="threads (default: all cores)")
-    parser.add_argument(
-        "--out", type=Path, default=Path("build/benchmarks"), help="folder of the results (default: %(default)s)"
-    )
-    options = parser.parse_args()
-    make_out_folder(parser, options.out)
+    suite.add_out(parser)
+    options = suite.parse(parser)
     torch.set_num_threads(options.threads or usable_cores())
     asked = {"preset": options.preset, "steps": options.steps, "batch": options.batch}
     path = options.out / "convergence.json"

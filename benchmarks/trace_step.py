@@ -12,6 +12,7 @@ import json
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -21,16 +22,26 @@ from torch.profiler import ProfilerActivity, profile
 
 import shardcore
 from benchmarks import harness, suite
-from benchmarks.timeline import Chart, Span, draw
 from examples.arguments import positive
 from examples.corpus import load_corpus
 from examples.gpt import PRESETS, build_gpt, next_byte_loss
 from examples.launch import Rank, default_nproc, launch
+from examples.pictures import new_figure, save_figure
 
 COLOURS = {"compute": "tab:blue", "communication": "tab:red", "copy": "tab:orange"}
 SCOPES = {"gather": "tab:purple", "gather_grad": "tab:pink", "reduce": "tab:brown", "sum": "tab:olive", "adam": "tab:green"}
 TIERS = ("optimizer", "gradients", "params")  # what leaves for host memory, each with those before it
 WARMUP = 3  # steps: the order of units is learned, pools have their size
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something of one kind that ran in a lane from `start` to `end`, in seconds of any clock."""
+
+    lane: str
+    kind: str
+    start: float
+    end: float
 
 
 def spans_of(events: Iterable[Mapping[str, object]]) -> list[Span]:
@@ -95,6 +106,29 @@ def figures_of(spans: Sequence[Span]) -> dict[str, object]:
     }
 
 
+def draw(path: Path, title: str, spans: Sequence[Span]) -> None:
+    """Draw what ran when, in lanes below each other; says so, and draws nothing, where matplotlib is missing."""
+    lanes = sorted({span.lane for span in spans}, key=lambda lane: (lane != "engine", lane))
+    figure = new_figure(path, 12, 0.6 * len(lanes) + 1.8)
+    if figure is None:
+        return
+    axes = figure.subplots()
+    begin = min(span.start for span in spans)
+    for kind, colour in (COLOURS | SCOPES).items():
+        label = kind
+        for height, lane in enumerate(reversed(lanes)):
+            bars = [(1e3 * (span.start - begin), 1e3 * (span.end - span.start)) for span in spans
+                    if (span.lane, span.kind) == (lane, kind)]  # fmt: skip
+            if bars:
+                axes.broken_barh(bars, (height - 0.4, 0.8), facecolors=colour, edgecolors="white", linewidth=0.3, label=label)
+                label = None  # once in the legend
+    axes.set_yticks(range(len(lanes)), lanes[::-1])
+    axes.set_title(title, fontsize=10, loc="left")
+    axes.set_xlabel("ms")
+    figure.legend(loc="outside lower center", ncols=8)
+    save_figure(figure, path)
+
+
 def run_rank(rank: Rank, options: argparse.Namespace) -> int:
     """Train a few steps and record one; rank 0 reports."""
     model = build_gpt(options.preset, seed=0).to(rank.device)
@@ -140,8 +174,7 @@ def run_rank(rank: Rank, options: argparse.Namespace) -> int:
     offload = f", {' and '.join(tiers)} in host memory" if tiers else ""
     steps = ", two steps with overlap_step" if options.overlap_step else ", one step"
     title = f"{options.preset}, stage {options.stage}, {options.precision}{offload}{steps}, {where}"
-    lanes = sorted({span.lane for span in spans}, key=lambda lane: (lane != "engine", lane))
-    draw(options.out / "trace_step.png", [Chart(title, spans, lanes)], COLOURS | SCOPES)
+    draw(options.out / "trace_step.png", title, spans)
     return 0
 
 
@@ -157,7 +190,7 @@ def main() -> int:
     parser.add_argument("--overlap-step", action="store_true", help="let the step run behind the next forward")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of the ranks (default: %(default)s)")
     parser.add_argument("--nproc", type=positive, help="ranks (default: all GPUs, or 2 on the CPU)")
-    parser.add_argument("--out", type=Path, default=Path("build/benchmarks"), help="folder (default: %(default)s)")
+    suite.add_out(parser)
     options = suite.parse(parser)
     if options.device == "cuda" and torch.cuda.device_count() < (options.nproc or 1):
         parser.error(f"--nproc {options.nproc or 1} with --device cuda; this machine has {torch.cuda.device_count()} GPUs")

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks import adam_kinds, bench_fused_adam, device, harness
 from benchmarks.adam_kinds import Kind, every_kind, numel_of
-from benchmarks.adam_peers import FP32, PEERS, Peer
+from benchmarks.bench_fused_adam import FP32, PEERS, Peer
 from shardcore import FusedAdam
 
 QUICK = ["--device", "cpu", "--rounds", "2", "--repeats", "1", "--pause", "0"]

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from benchmarks import timeline, trace_step
-from benchmarks.timeline import Chart, Span
+from benchmarks import trace_step
+from benchmarks.trace_step import Span
 from examples import pictures
 
 
@@ -70,5 +70,5 @@ def test_a_run_on_the_cpu(tmp_path, run_main, forked_ranks, nproc, options):
 
 def test_without_matplotlib_it_says_so(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(pictures, "Figure", None)
-    timeline.draw(tmp_path / "x.png", [Chart("title", trace_step.spans_of(TRACE), ["engine"])], {})
+    trace_step.draw(tmp_path / "x.png", "title", trace_step.spans_of(TRACE))
     assert "no x.png: matplotlib is not installed" in capsys.readouterr().out
