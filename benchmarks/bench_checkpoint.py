@@ -131,13 +131,6 @@ def drop_cache(folder: Path) -> None:
             os.close(file)
 
 
-def timed(call: Callable[[], Any]) -> float:
-    """Return the seconds of a call."""
-    begun = time.perf_counter()
-    call()
-    return time.perf_counter() - begun
-
-
 def measure(job: Job, what: str, options: argparse.Namespace) -> dict[str, list[float]]:
     """Return seconds by case and round."""
 
@@ -149,7 +142,7 @@ def measure(job: Job, what: str, options: argparse.Namespace) -> dict[str, list[
             os.sync()
         return call()
 
-    cases = {name: partial(timed, call) for name, call in job.cases(what).items()}
+    cases = {name: partial(harness.wall_seconds, call, 1) for name, call in job.cases(what).items()}
     if shutil.which("fio"):
         fio = Fio(job.folder, job.size_bytes)
         cases["fio"] = fio.fresh if what == "save" else fio.read
@@ -161,18 +154,18 @@ def measure_pause(job: Job, rounds: int) -> dict[str, list[float]]:
     """Return the pauses of saves in the background, and the length of a step, by round."""
     found: dict[str, list[float]] = {name: [] for name in ("step", "shardcore", "shardcore, step", "dcp", "dcp, step")}
     for _ in range(rounds + 1):
-        found["step"].append(timed(job.step))
+        found["step"].append(harness.wall_seconds(job.step, 1))
         begun = time.perf_counter()
         saving = shardcore.save(job.folder / "pause", job.model, job.optimizer, tag="step", wait=False)
         found["shardcore"].append(time.perf_counter() - begun)
-        found["shardcore, step"].append(timed(job.step))
+        found["shardcore, step"].append(harness.wall_seconds(job.step, 1))
         saving.wait()
-        found["step"][-1] = (found["step"][-1] + timed(job.step)) / 2
+        found["step"][-1] = (found["step"][-1] + harness.wall_seconds(job.step, 1)) / 2
         writer = dcp.FileSystemWriter(job.folder / "pause_dcp", sync_files=True, overwrite=True)
         begun = time.perf_counter()
         future: Any = dcp.async_save(job.tensors, storage_writer=writer)
         found["dcp"].append(time.perf_counter() - begun)
-        found["dcp, step"].append(timed(job.step))
+        found["dcp, step"].append(harness.wall_seconds(job.step, 1))
         future.result()
     return {name: samples[1:] for name, samples in found.items()}
 
