@@ -32,10 +32,11 @@ def add_out(parser: argparse.ArgumentParser) -> None:
 
 
 def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Parse this process's arguments; the folder of --out exists afterwards, and so does the --device."""
+    """Parse this process's arguments; the folder of --out exists afterwards, and so do the GPUs asked for."""
     options = parser.parse_args()
-    if getattr(options, "device", None) == "cuda" and not torch.cuda.is_available():
-        parser.exit(2, f"{parser.prog}: this machine has no GPU that torch can use; expected one, or --device cpu\n")
+    found, needed = torch.cuda.device_count(), getattr(options, "nproc", None) or 1
+    if getattr(options, "device", None) == "cuda" and found < needed:
+        parser.error(f"argument --device: cuda; torch can use {found} GPUs here, expected {needed} (or --device cpu)")
     make_out_folder(parser, options.out)
     return options
 

@@ -192,8 +192,6 @@ def main() -> int:
     parser.add_argument("--nproc", type=positive, help="ranks (default: all GPUs, or 2 on the CPU)")
     suite.add_out(parser)
     options = suite.parse(parser)
-    if options.device == "cuda" and torch.cuda.device_count() < (options.nproc or 1):
-        parser.error(f"--nproc {options.nproc or 1} with --device cuda; this machine has {torch.cuda.device_count()} GPUs")
     threads = 1 if options.device == "cpu" else None
     return launch(run_rank, options.nproc or default_nproc(options.device), options.device, threads, options)
 

@@ -62,7 +62,7 @@ def test_without_a_gpu_they_say_so(tmp_path, run_main, capfd, module):
     with pytest.raises(SystemExit) as stop:
         run_main(module, "--out", str(tmp_path))
     assert stop.value.code == 2
-    assert f"{module.__name__}: this machine has no GPU that torch can use; expected one" in capfd.readouterr().err
+    assert f"{module.__name__}: error: argument --device: cuda; torch can use 0 GPUs here" in capfd.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 

@@ -329,7 +329,7 @@ def test_the_sharding_part_runs_what_is_there(monkeypatch, tmp_path, capsys):
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
         with pytest.raises(SystemExit):
             module.main()
-        assert "--device cuda; this machine has 0 GPUs" in capsys.readouterr().err
+        assert "--device: cuda; torch can use 0 GPUs here" in capsys.readouterr().err
 
 
 def test_the_offload_part_runs_what_is_there(monkeypatch, tmp_path, capsys):
@@ -346,17 +346,18 @@ def test_the_offload_part_runs_what_is_there(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(bench_copies, "measure", lambda device, size_bytes, options: started.append(size_bytes) or copied)
     monkeypatch.setattr(bench_copies, "shortfalls", lambda report: ["slow"])
     monkeypatch.setattr(bench_copies, "Device", lambda kind: Device("cpu"))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *index: "GPU")
     monkeypatch.setattr(bench_offload_train, "launch", lambda *arguments: started.append(arguments) or 0)
     for name in ("copies", "train_1.5b", "train_7b"):
         command = [part.replace("{folder}", str(tmp_path)).replace("{seconds}", "60") for part in steps[name].command[2:]]
         module = {"copies": bench_copies}.get(name, bench_offload_train)
         assert command[0] == module.__name__
         monkeypatch.setattr(sys, "argv", command)
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
         with pytest.raises(SystemExit):
             module.main()
-        assert "this machine has no GPU that torch can use; expected one" in capsys.readouterr().err
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        assert "--device: cuda; torch can use 0 GPUs here" in capsys.readouterr().err
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
         assert module.main() == 0
     *sizes, small, large = started
     assert max(sizes) == 2**28
