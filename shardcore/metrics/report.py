@@ -170,7 +170,7 @@ def draw(plot: Plot, columns: Mapping[str, Column]) -> str:
     steps = _thin(columns["step"])
     if plot.stacked:
         chosen = {label: [value if math.isfinite(value) else 0.0 for value in column] for label, column in chosen.items()}
-        most = max(map(sum, zip(*chosen.values(), strict=True)))
+        most: float = max(map(sum, zip(*chosen.values(), strict=True)))
     else:
         most = max(abs(value) for column in chosen.values() for value in column if math.isfinite(value))
     size, suffix = _unit(most, plot.unit)
