@@ -202,8 +202,9 @@ class _Call:
         self.before: weakref.ref[_Call] | None = None
 
     def start(self) -> None:
-        """Let all inputs come to the device."""
-        for ref in self.inputs:
+        """Let all inputs come to the device, once."""
+        inputs, self.inputs = self.inputs, []
+        for ref in inputs:
             if (one := ref()) is not None:
                 one.start()
 
@@ -240,6 +241,7 @@ class _Offloaded:
     def bring(self) -> torch.Tensor:
         """Return it on the device, in the order of the current stream; what the call before was given starts to come, too."""
         self._call.start()
+        self.start()  # again, where the graph is kept for a second backward
         before = None if self._call.before is None else self._call.before()
         if before is not None:
             before.start()

@@ -145,6 +145,22 @@ def test_a_graph_that_is_kept_gives_its_gradients_twice() -> None:
     assert hash_of(param.grad for param in model.parameters() if param.grad is not None) == hash_of(expected)
 
 
+class Joining(nn.Module):
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        return torch.stack(inputs).square().sum()
+
+
+def test_each_of_several_inputs_is_copied_back_once_a_backward() -> None:
+    inputs = [torch.full((40,), float(i), requires_grad=True) for i in range(3)]
+    loss = checkpoint_wrapper(Joining(), offload_to_cpu=True)(*inputs)
+    tier = activations._offload_of(torch.device("cpu")).tier
+    for backwards in (1, 2):
+        before = tier.bytes_from_tier
+        loss.backward(retain_graph=True)
+        assert tier.bytes_from_tier - before == 3 * 40 * 4
+        assert all(torch.equal(x.grad, 2.0 * backwards * x) for x in inputs)
+
+
 def test_an_input_that_is_changed_while_it_is_copied_is_an_error() -> None:
     block = checkpoint_wrapper(Block(24, 37), offload_to_cpu=True)
     x = torch.ones(4, 24, requires_grad=True) * 1
