@@ -193,9 +193,6 @@ def is_dense(tensor: torch.Tensor) -> bool: ...  # no gaps or overlaps in memory
 def same_objects(a: object, b: object) -> bool:
     """Whether both are lists or tuples, and hold the very same objects, in one order."""
 
-def records_functions() -> bool:
-    """Whether a profiler, of this thread or of all, records torch's record_function."""
-
 def cast(dsts: Sequence[torch.Tensor], srcs: Sequence[torch.Tensor]) -> None:
     """dsts[i][:] = srcs[i] between float32, bfloat16 and float16, rounded as Adam rounds weights (bfloat16: to nearest, ties
     away from zero; float16: to nearest, ties to even). No dst shares memory with another dst or a src."""

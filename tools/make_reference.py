@@ -46,7 +46,7 @@ MADE_BY = {
     shardcore.Loaded: "load",
     shardcore.MemoryReport: "memory_report",
 }
-LEFT_OUT = {"profile_hook_step", "hold", "start"}  # torch's; what the engine calls of a Saving
+LEFT_OUT = {"hold", "start"}  # what the engine calls of a Saving
 # "name, name: text", and in a section any such line; "Raises", which begins a paragraph of its own.
 ITEM = re.compile(r"([a-z_]\w*(?:, [a-z_]\w*)*): (.*)")
 ITEM_OF_SECTION = re.compile(r" {4}(\w+(?:, \w+)*): (.*)")

@@ -2,7 +2,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/zeros.h>
-#include <ATen/record_function.h>
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
@@ -161,7 +160,6 @@ void bind_ops(py::module_& module) {
   module.def("dense", &dense, py::arg("tensors"), py::arg("likes") = py::none());
   module.def("is_dense", &is_dense, py::arg("tensor"));
   module.def("same_objects", &same_objects, py::arg("a"), py::arg("b"));
-  module.def("records_functions", &at::hasCallbacks);
 }
 
 }  // namespace shardcore::bind

@@ -6,19 +6,16 @@ its kind and its groups.
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import wraps
-from typing import Any, ParamSpec, Protocol, TypeVar
+from functools import cache
+from typing import Any, Protocol
 
 import torch
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks, register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from shardcore._native import _C
 from shardcore.optim.interface import Gradients, ShardedEngine, engine_of
 from shardcore.optim.state_format import StateFormat
 from shardcore.optim.step import DeviceState
 
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
 Group = Mapping[str, Any]
 
 
@@ -58,19 +55,14 @@ class Kind(Protocol):
         """Return a parameter's state, checked, and in words what of it is lost. Raises ValueError or TypeError."""
 
 
-_own_hooks = 0  # how many of the hooks of all optimizers are `refuse_others`'s
-
-
+@cache
 def refuse_others() -> None:
     """Make an optimizer that is made after shard refuse to step the sharded model, from now on in this process.
 
     From stage 1 on it finds no p.grad, so it would update nothing, silently. An optimizer around the one that shard returned
     (FairScale's OSS, Lookahead) may have the same parameters: by the end of its step, the gradients are used.
     """
-    global _own_hooks
-    if not _own_hooks:
-        _own_hooks = 1
-        register_optimizer_step_post_hook(_refuse_other)
+    register_optimizer_step_post_hook(_refuse_other)
 
 
 def _refuse_other(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -85,34 +77,6 @@ def _refuse_other(optimizer: torch.optim.Optimizer, *_: Any) -> None:
                 f"step: this {type(optimizer).__name__} has parameters that shardcore.shard sharded with another optimizer, "
                 "and finds no p.grad; expected step() of the optimizer that shard returned"
             )
-
-
-def hooked_step(func: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Return what torch.optim puts in place of an optimizer's step: it calls hooks, and names the step to torch.profiler.
-
-    Where there are neither it is `func` alone: torch's takes longer than a repeated step over a few tensors.
-    """
-    listened = torch.optim.Optimizer.profile_hook_step(func)
-
-    @wraps(func)
-    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        optimizer = args[0]
-        assert isinstance(optimizer, torch.optim.Optimizer)
-        if (
-            torch.compiler.is_compiling()  # as torch has it, and before what torch.compile cannot look into
-            or _C.records_functions()
-            or optimizer._optimizer_step_pre_hooks
-            or optimizer._optimizer_step_post_hooks
-            or _global_optimizer_pre_hooks
-            or len(_global_optimizer_post_hooks) > _own_hooks
-        ):
-            return listened(*args, **kwargs)
-        result = func(*args, **kwargs)
-        if _own_hooks:
-            _refuse_other(optimizer)
-        return result
-
-    return call
 
 
 OFFLOADABLE = ("optim_states", "hp_params", "lp_grads", "contiguous_grad_buffer")  # of DeepSpeed's OffloadStateTypeEnum
@@ -130,7 +94,6 @@ class ShardableOptimizer(torch.optim.Optimizer):
     # GradScaler's protocol: it leaves gradients alone and sets the attributes grad_scale (divides) and found_inf (skips)
     # during one step. They must not be class attributes: GradScaler multiplies what it finds.
     _step_supports_amp_scaling = True
-    profile_hook_step = staticmethod(hooked_step)  # torch.optim wraps step in this
 
     @property
     def _op(self) -> str:
