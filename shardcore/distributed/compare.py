@@ -3,29 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-# Collective calls that read or write full values; full_tensors.agree_on_read compares their index.
-READS = (
-    "optimizer.state_dict",
-    "state_dict",
-    "full_grad",
-    "full_state",
-    "clip_grad_norm_",
-    "clip_grads_with_norm_",
-    "clip_grad_value_",
-    "sharded_state_dict",
-    "load_sharded_state_dict",
-    "save",
-    "load",
-    "detach",
-    "add_param_group",
-    "unfreeze",
-    "EMA.swap",
-    "EMA.state_dict",
-    "EMA.load_state_dict",
-    "set_full_state",
-    "set_full_grad",
-)
-
 
 def first_difference(signatures: Sequence[Sequence[Any]]) -> str | None:
     """Describe the first entry where a rank's signature (a list of JSON values) differs from rank 0's, or return None."""

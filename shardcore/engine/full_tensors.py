@@ -15,7 +15,7 @@ import torch
 
 from shardcore.distributed.clock import scope
 from shardcore.distributed.comm import Comm, Traffic, wait_all
-from shardcore.distributed.compare import READS, uneven_backwards
+from shardcore.distributed.compare import uneven_backwards
 from shardcore.engine.bucket import Bucket, Managed
 from shardcore.engine.slices import held_by, slice_of
 from shardcore.engine.state_store import ReadPart
@@ -27,10 +27,11 @@ def agree_on_read(comm: Comm, op: str, what: str, backwards: int, problem: Excep
     backwards: Reducer.count, where gradients are read, else 0. A norm is one of all parts of the model (Comm.across), and full
     tensors are of all slices: the ranks of these then all raise.
     """
-    here = zlib.crc32(what.encode())
-    row = torch.tensor([READS.index(op), problem is not None, here, backwards], device="cpu")
+    call, here = zlib.crc32(op.encode()), zlib.crc32(what.encode())
+    row = torch.tensor([call, problem is not None, here, backwards], device="cpu")
     rows = comm.all_gather_cpu(row, Traffic.READ, op)
     others, other_part = rows.tolist(), False
+    calls = [op] * len(others) if bool((rows[:, 0] == call).all()) else comm.gather_json(op)
     if over := comm.across if op == "clip_grad_norm_" else comm.slices:
         refused = bool(rows[:, 1].any()) or not bool((rows == row).all())
         other_part = bool(comm.of_parts(torch.tensor([refused], device="cpu"), Traffic.READ, op, over).any())
@@ -39,9 +40,9 @@ def agree_on_read(comm: Comm, op: str, what: str, backwards: int, problem: Excep
             raise problem
         finally:
             problem = None  # as in Engine.step
-    for rank, (read, refuses, there, count) in enumerate(others):
-        if read != READS.index(op):
-            raise ValueError(f"{op}: rank {rank} calls {READS[read]}; expected every rank to make the same calls in one order")
+    for rank, (_, refuses, there, count) in enumerate(others):
+        if calls[rank] != op:
+            raise ValueError(f"{op}: rank {rank} calls {calls[rank]}; expected every rank to make the same calls in one order")
         if refuses:
             raise ValueError(f"{op}: rank {rank} refused; see its error")
         if there != here:
