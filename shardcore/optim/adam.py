@@ -182,21 +182,11 @@ class AdamOptimizer(ShardableOptimizer):
         and max_norm synchronizes with it, unless the optimizer is capturable: then grad_scale may be a tensor on the device, a
         scale that is not finite skips the step too, and a skipped step is not logged.
         """
-        capturable = any(group["capturable"] is True for group in self.param_groups[:1])
-        limit: float | None = None
-        scale: float | DeviceScale = 1.0
-        problems: list[Exception] = []
-        try:
-            limit = None if max_norm is None else check_max_norm(self._op, max_norm, capturable)
-            if grads is not None and self._engine is None:
-                check_grads_list(self._op, self.param_groups, grads)
-            scale = self._scale(grad_scale, limit, capturable)
-        except (TypeError, ValueError) as error:
-            if self._engine is None:
-                raise
-            problems.append(error)  # raised on every rank
         if self._engine is not None:
-            return self._engine.step(closure, grads, scale, limit, problems)  # type: ignore[no-any-return]
+            return super().step(closure, grads=grads, grad_scale=grad_scale, max_norm=max_norm)  # type: ignore[no-any-return]
+        scale, limit = self._checked(grad_scale, max_norm)
+        if grads is not None:
+            check_grads_list(self._op, self.param_groups, grads)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -212,17 +202,19 @@ class AdamOptimizer(ShardableOptimizer):
             self._repeat.run(clipped, found)  # needs no `no_grad`
         return loss
 
-    def _scale(self, grad_scale: object, max_norm: float | None, capturable: bool) -> float | DeviceScale:
+    def _checked(self, grad_scale: object, max_norm: object) -> tuple[float | DeviceScale, float | None]:
+        capturable = any(group["capturable"] is True for group in self.param_groups[:1])
+        limit = None if max_norm is None else check_max_norm(self._op, max_norm, capturable)
         loss_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if self._engine is not None:
             device, found_inf = self._engine.device, None  # the engine looks for non-finite gradients itself
         else:
             device = next((p.device for group in self.param_groups for p in group["params"]), torch.device("cpu"))
         if capturable:
-            return device_scale(self._op, self._state_on(device), grad_scale, loss_scale, found_inf, max_norm)
+            return device_scale(self._op, self._state_on(device), grad_scale, loss_scale, found_inf, limit), limit
         if capturing(device):
             raise ValueError(f"{self._op}: step runs while a CUDA graph is captured; expected capturable=True for that")
-        return host_scale(self._op, grad_scale, loss_scale)
+        return host_scale(self._op, grad_scale, loss_scale), limit
 
     def _update(self, grads: Gradients | None, scale: float | DeviceScale, max_norm: float | None) -> None:
         """Run a step that looks at every tensor, and keep it for the next."""

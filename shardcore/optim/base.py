@@ -13,8 +13,9 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from shardcore.optim.interface import Gradients, ShardedEngine, engine_of
+from shardcore.optim.options import check_max_norm, host_scale
 from shardcore.optim.state_format import StateFormat
-from shardcore.optim.step import DeviceState
+from shardcore.optim.step import DeviceScale, DeviceState
 
 Group = Mapping[str, Any]
 
@@ -107,8 +108,21 @@ class ShardableOptimizer(torch.optim.Optimizer):
         grad_scale: float | torch.Tensor | None = None,
         max_norm: float | None = None,
     ) -> Any:
-        """See FusedAdam.step."""
-        raise NotImplementedError
+        """See FusedAdam.step. What it refuses on one rank the engine raises on all."""
+        assert self._engine is not None
+        scale: float | DeviceScale = 1.0
+        limit: float | None = None
+        problems: list[Exception] = []
+        try:
+            scale, limit = self._checked(grad_scale, max_norm)
+        except (TypeError, ValueError) as error:
+            problems.append(error)
+        return self._engine.step(closure, grads, scale, limit, problems)
+
+    def _checked(self, grad_scale: object, max_norm: object) -> tuple[float | DeviceScale, float | None]:
+        """Return what multiplies gradients, a GradScaler's scale included, and max_norm. Raises ValueError or TypeError."""
+        limit = None if max_norm is None else check_max_norm(self._op, max_norm)
+        return host_scale(self._op, grad_scale, getattr(self, "grad_scale", None)), limit
 
     def forget(self) -> None:
         """Forget what repeats the last step: the states are others now."""

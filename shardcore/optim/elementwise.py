@@ -13,9 +13,8 @@ import torch
 
 from shardcore._native import _C
 from shardcore.optim.base import Group, ShardableOptimizer
-from shardcore.optim.interface import Gradients
 from shardcore.optim.lion import Lion
-from shardcore.optim.options import MASTERED_DTYPES, check_max_norm, host_scale, number
+from shardcore.optim.options import MASTERED_DTYPES, number
 from shardcore.optim.state import check_tensor, step_count, step_tensor
 from shardcore.optim.state_dict import SCHEDULER_KEYS, TORCH_ONLY, import_groups, numbers_of
 from shardcore.optim.state_format import Allocate, Kept, StateFormat
@@ -354,22 +353,3 @@ class Elementwise(ShardableOptimizer):
     def __repr__(self) -> str:
         """Return what the optimizer's own class does."""
         return super().__repr__().replace(type(self).__name__, self.kind.name, 1)
-
-    def step(
-        self,
-        closure: Callable[[], float] | None = None,
-        *,
-        grads: Gradients | None = None,
-        grad_scale: float | torch.Tensor | None = None,
-        max_norm: float | None = None,
-    ) -> Any:
-        """Update every parameter that has a gradient. See FusedAdam.step."""
-        limit, scale = None, 1.0
-        problems: list[Exception] = []
-        try:
-            limit = None if max_norm is None else check_max_norm(self._op, max_norm)
-            scale = host_scale(self._op, grad_scale, getattr(self, "grad_scale", None))
-        except (TypeError, ValueError) as error:
-            problems.append(error)  # raised on every rank
-        assert self._engine is not None
-        return self._engine.step(closure, grads, scale, limit, problems)
