@@ -334,6 +334,7 @@ class Engine:
     ) -> Any:
         """Run one optimizer step. Collective. See FusedAdam.step; `grads` is refused, since gradients are sharded.
 
+        grad_scale: has a GradScaler's scale in it; its found_inf is not used, since non-finite gradients are found here.
         problems: why the optimizer refuses its arguments on this rank, if it does. The first is taken out and raised once
         it is known on all ranks: an error that a frame on its way held would hold the frame, and the model, in a cycle.
         """

@@ -152,7 +152,7 @@ class AdamOptimizer(ShardableOptimizer):
     def _state_on(self, device: torch.device) -> DeviceState:
         """Return the state that capturable steps keep on the device."""
         if self._engine is not None:
-            return self._engine.device_state
+            return self._engine.device_state  # type: ignore[no-any-return]
         if self._device_state is None:
             if capturing(device):
                 raise ValueError(f"{self._op}: capturable was set after construction; expected a step before the capture")

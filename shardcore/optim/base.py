@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from shardcore.optim.interface import Gradients, ShardedEngine, engine_of
+from shardcore.optim.interface import Gradients, engine_of
 from shardcore.optim.options import check_max_norm, host_scale
 from shardcore.optim.state_format import StateFormat
 from shardcore.optim.step import DeviceScale, DeviceState
@@ -87,8 +87,8 @@ class ShardableOptimizer(torch.optim.Optimizer):
     """What shard returns as an optimizer: its public methods delegate to the engine once there is one."""
 
     kind: Kind
-    # No default: Lightning's Fabric wraps an optimizer in a subclass that looks up what it lacks.
-    _engine: ShardedEngine | None
+    # The Engine, or None. No default: Lightning's Fabric wraps an optimizer in a subclass that looks up what it lacks.
+    _engine: Any
     _regroup: Callable[[Any, Any, Exception | None], None]  # after shard: lays out states for new groups (engine/regroup.py)
     _skipped: int
     _device_state: DeviceState | None  # of capturable steps
@@ -109,7 +109,6 @@ class ShardableOptimizer(torch.optim.Optimizer):
         max_norm: float | None = None,
     ) -> Any:
         """See FusedAdam.step. What it refuses on one rank the engine raises on all."""
-        assert self._engine is not None
         scale: float | DeviceScale = 1.0
         limit: float | None = None
         problems: list[Exception] = []
@@ -276,7 +275,7 @@ class ShardableOptimizer(torch.optim.Optimizer):
         """
         self._sharded("reload_states").reload_states()
 
-    def _sharded(self, op: str) -> ShardedEngine:
+    def _sharded(self, op: str) -> Any:
         if self._engine is None:
             raise ValueError(f"{op}: this {self._op} is not sharded; expected the optimizer that shardcore.shard returned")
         return self._engine

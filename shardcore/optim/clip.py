@@ -32,7 +32,7 @@ from torch._compile import _disable_dynamo
 from shardcore._native import _C
 from shardcore.distributed.comm import Comm
 from shardcore.optim.dtensor import Groups, Rows, find_rows, grouped
-from shardcore.optim.interface import ShardedEngine, engine_of
+from shardcore.optim.interface import engine_of
 from shardcore.optim.options import PARAM_DTYPES, check_max_norm, number
 from shardcore.optim.step import bad_grad
 
@@ -113,9 +113,9 @@ def _local_grad(op: str, index: int, param: object, dtensors: Mapping[torch.Tens
     return dtensors[param].part(op, f"grads[{index}]", grad) if param in dtensors else grad
 
 
-def by_engine(params: Iterable[object]) -> dict[ShardedEngine, list[torch.Tensor]]:
+def by_engine(params: Iterable[object]) -> dict[Any, list[torch.Tensor]]:
     """Return the parameters of sharded models among `params`, by engine."""
-    engines: dict[ShardedEngine, list[torch.Tensor]] = {}
+    engines: dict[Any, list[torch.Tensor]] = {}
     for param in params:
         if isinstance(param, torch.Tensor) and (engine := engine_of(param)) is not None:
             engines.setdefault(engine, []).append(param)
@@ -146,7 +146,7 @@ def clip_grad_norm_(
     summed in the parameter's order in memory (channels_last, transposed), whatever its gradient's strides.
     """
     op = "clip_grad_norm_"
-    engines: dict[ShardedEngine, list[torch.Tensor] | None]
+    engines: dict[Any, list[torch.Tensor] | None]
     engine = engine_of(model_or_params)
     if engine is not None and not isinstance(model_or_params, torch.Tensor):
         engines, params = {engine: None}, []
