@@ -37,8 +37,6 @@ class AdamHyper:
         stochastic_rounding: bool = False,
         seed: int = 0,
     ) -> None: ...
-    def at(self, step: int, grad_scale: float) -> AdamHyper:
-        """The same options with another step and grad_scale."""
 
 class LossScaleRule:
     """How a loss scale changes (csrc/core/loss_scale.h). window, hysteresis: 1 or more; minimum: more than 0."""

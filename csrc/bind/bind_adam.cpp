@@ -42,14 +42,6 @@ PyAdamHyper make_hyper(const py::handle& lr, double beta1, double beta2, double 
   return {hyper, lr_arg};
 }
 
-// The same options at another step: what a step that repeats the last one needs.
-PyAdamHyper hyper_at(const PyAdamHyper& other, int64_t step, double grad_scale) {
-  PyAdamHyper made = other;
-  made.hyper.grad_scale = grad_scale;
-  made.hyper.step = step;
-  return made;
-}
-
 const PyDeviceScalars* device_scalars_of(const py::handle& object) {
   return py::isinstance<PyDeviceScalars>(object) ? &object.cast<const PyDeviceScalars&>() : nullptr;
 }
@@ -159,8 +151,7 @@ void bind_adam(py::module_& module) {
       .def(py::init(&make_hyper), py::kw_only(), py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"),
            py::arg("weight_decay"), py::arg("step"), py::arg("grad_scale") = 1.0, py::arg("adam_w_mode") = true,
            py::arg("bias_correction") = true, py::arg("maximize") = false, py::arg("stochastic_rounding") = false,
-           py::arg("seed") = 0)
-      .def("at", &hyper_at, py::arg("step"), py::arg("grad_scale"));
+           py::arg("seed") = 0);
   py::class_<AdamStepper>(module, "AdamStepper")
       .def(py::init<>())
       .def("step", &AdamStepper::step, py::arg("params"), py::arg("grads"), py::arg("exp_avgs"), py::arg("exp_avg_sqs"),

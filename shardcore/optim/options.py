@@ -5,7 +5,6 @@ the same whether the optimizer is sharded or not.
 """
 
 import math
-import operator
 from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
@@ -24,11 +23,7 @@ MASTERS = (None, "fp32", "split")
 STATE_DTYPES = ("fp32", "bf16", "8bit")
 _NUMBERS = ("lr", "eps", "weight_decay")
 _FLAGS = ("adam_w_mode", "amsgrad", "maximize", "bias_correction", "capturable", "stochastic_rounding")
-
-
-_OPTIONS = operator.itemgetter("betas", *_NUMBERS, *_FLAGS, "seed", "master", "state_dtype")
 _LARGEST = torch.finfo(torch.float32).max  # gradients are multiplied in float32
-_FIXED = (float, int, bool, str, type(None))  # types whose objects never change
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -111,7 +106,7 @@ def check_options(op: str, group: Mapping[str, Any], where: str = "") -> None:
     """Raise ValueError or TypeError for an option that no step can use.
 
     op and where (for example "param_groups[1].") begin the message. Schedulers and users change options at any time, so
-    every step calls this for groups that have changed (CheckedOptions).
+    every step calls this.
     """
     betas = group["betas"]
     if not isinstance(betas, tuple | list) or len(betas) != 2:
@@ -154,25 +149,6 @@ def check_options(op: str, group: Mapping[str, Any], where: str = "") -> None:
             f"{op}: {where}stochastic_rounding has True with master={master!r}; expected master=None "
             "(a weight made from a master is always rounded to nearest)"
         )
-
-
-class CheckedOptions:
-    """The options of a group that check_options has accepted: while they hold, a step does not check them again."""
-
-    def __init__(self, group: Mapping[str, Any]) -> None:
-        """Remember the values, unless one may become something else in place (a tensor, a list of betas)."""
-        betas, *others = values = _OPTIONS(group)
-        fixed = type(betas) is tuple and all(type(value) in _FIXED for value in (*betas, *others))
-        self._values = values if fixed else None
-        self._hyper = hyper_of(group) if fixed else None
-
-    def hyper(self, group: Mapping[str, Any], step: int = 1, grad_scale: float = 1.0) -> "_C.AdamHyper":
-        """Return hyper_of these, for a group whose options hold."""
-        return hyper_of(group, step, grad_scale) if self._hyper is None else self._hyper.at(step, grad_scale)
-
-    def hold(self, group: Mapping[str, Any]) -> bool:
-        """Whether the group has the very same values."""
-        return self._values is not None and all(map(operator.is_, self._values, _OPTIONS(group)))
 
 
 def lr_on_device(group: Mapping[str, Any]) -> bool:

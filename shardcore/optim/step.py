@@ -20,12 +20,12 @@ from shardcore.optim.dtensor import Rows, check_tensor_param, local_part
 from shardcore.optim.options import (
     MASTERED_DTYPES,
     PARAM_DTYPES,
-    CheckedOptions,
     capturing,
     check_options,
     device_number,
     dtype_name,
     host_scale,
+    hyper_of,
 )
 from shardcore.optim.state import DeviceStepCount, ParamState, States, StepCount, device_counts, has_memory, new_state
 from shardcore.optim.state_format import MASTER_STORAGE, MOMENT_DTYPES, new_moments, zeros
@@ -177,7 +177,6 @@ class Update:
         self._groups = list(groups)
         self._params = [list(group["params"]) for group in groups]
         self._formats = [_FORMAT(group) for group in groups]
-        self._checked = [CheckedOptions(group) for group in groups]
         self._idle: list[torch.Tensor] = []  # parameters without a gradient
         self._sources: dict[tuple[int, int | None], int] = {}  # (group, count before the first run): index of the scalars
         self._source_of: list[int] = []  # of each parameter, in a capturable step
@@ -319,8 +318,7 @@ class Update:
         """Call the kernel once per device, and count the step. A DeviceScale belongs to a capturable step."""
         at = 1.0 if isinstance(scale, DeviceScale) else scale
         hypers = [
-            self._checked[i].hyper(self._groups[i], 1 if value is None else self._counts[value].value + 1, at)
-            for i, value in self._sources
+            hyper_of(self._groups[i], 1 if value is None else self._counts[value].value + 1, at) for i, value in self._sources
         ]
         for (stepper, lists, _), some in zip(self._calls, grads, strict=True):
             if isinstance(scale, DeviceScale):
@@ -361,17 +359,13 @@ class Update:
         """Return the gradients with which `run` makes this step, or None if something else has to be looked at.
 
         given: gradients in place of ``p.grad``, one for each parameter. Raises ValueError or TypeError for options that no step
-        can use; those that have not changed are not checked again.
+        can use.
         """
         if not self._calls or states is not self._states or not _C.same_objects(groups, self._groups):
             return None
         for i, (group, params) in enumerate(zip(groups, self._params, strict=True)):
-            if not self._checked[i].hold(group):
-                check_options(op, group, f"param_groups[{i}].")
-                if _FORMAT(group) != self._formats[i]:
-                    return None
-                self._checked[i] = CheckedOptions(group)
-            if not _C.same_objects(group["params"], params):
+            check_options(op, group, f"param_groups[{i}].")
+            if _FORMAT(group) != self._formats[i] or not _C.same_objects(group["params"], params):
                 return None
         if given is not None and sum(grad is None for grad in given) != len(self._idle):
             return None

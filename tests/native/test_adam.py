@@ -189,14 +189,12 @@ def hypers_at(step, **changes):
 @pytest.mark.parametrize("twin", [None, "step", "lists"])
 def test_a_repeated_step_has_the_bits_of_a_step(twin):
     ours, other = some_lists(), some_lists()
-    stepper, kept, first = _C.AdamStepper(), read(ours, (0, 0, 0) if twin == "lists" else (0, 1, 0)), hypers_at(1)
+    stepper, kept = _C.AdamStepper(), read(ours, (0, 0, 0) if twin == "lists" else (0, 1, 0))
     for step in range(1, 4):
         for lists in (ours, other):
             for grad in lists.grads:
                 grad.fill_(step / 3)
-        late = 1 if twin == "step" else 0
-        repeated = [hyper.at(hyper_step, 0.5) for hyper, hyper_step in zip(first, (step + late, step + 3), strict=True)]
-        stepper.repeat(kept, ours.grads, repeated)
+        stepper.repeat(kept, ours.grads, hypers_at(step + (twin == "step"), grad_scale=0.5))
         other.step(hypers_at(step, grad_scale=0.5), [0, 1, 0], keys=[(i, 0) for i in range(3)])
     assert (bits(ours) == bits(other)) == (twin is None)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from shardcore.optim import FusedAdam
-from shardcore.optim.options import CheckedOptions
+from shardcore.optim import step as step_of_adam
 from tests.support.placement import storage_of
 
 # Options of capturable optimizers (and "dtype", the weights'), tried with and without CUDA graphs.
@@ -45,7 +45,7 @@ def snapshot(optimizer):
 
 def plant_scalars(monkeypatch, hyper):
     """Let every step on the host, the long way and the short one, make its scalars by hyper(group, step, grad_scale)."""
-    monkeypatch.setattr(CheckedOptions, "hyper", lambda self, *arguments: hyper(*arguments))
+    monkeypatch.setattr(step_of_adam, "hyper_of", hyper)
 
 
 class OnCpu(FusedAdam):
