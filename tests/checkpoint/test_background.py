@@ -89,9 +89,11 @@ def test_without_waits_the_background_save_would_have_other_values(tmp_path: Pat
 def _late_error(rank: int, world_size: int, folder: str) -> tuple[str, str]:
     model, optimizer, _ = train(rank, Run(stage=2, steps=1, shard=CPU))
     write.file_engine = (lambda: _C.FileEngine(faults="write:EIO@0")) if rank == 1 else layout.file_engine
-    shardcore.save(folder, model, optimizer, tag="first", wait=False)
-    write.file_engine = layout.file_engine
+    saving = shardcore.save(folder, model, optimizer, tag="first", wait=False)
     stepped(model, optimizer, rank, 1)
+    while not saving.done:
+        time.sleep(0.01)
+    write.file_engine = layout.file_engine
     said = error_of(lambda: shardcore.save(folder, model, optimizer, tag="second"))
     shardcore.save(folder, model, optimizer, tag="third")
     return said, Path(folder, "latest").read_text()
