@@ -32,7 +32,9 @@ def unfreeze(module: nn.Module) -> None:
     Raises ValueError or NotImplementedError, on every rank and with nothing changed, for parameters in no group, where
     gradients wait for a step, and for states that are in files, or split by a ratio.
     """
-    engine = engine_behind("unfreeze", next((p for p in module.parameters()), module))
+    held = (p for m in module.modules() for p in getattr(m._parameters, "own", m._parameters).values() if p is not None)
+    engine = engine_behind("unfreeze", next(held, module))
+    engine.synchronize()  # parameters() starts no gather, so over NCCL it may refuse to be read after an overlapped step
     optimizer: Any = engine._optimizer()
     frozen = [param for param in module.parameters() if not param.requires_grad]
     problem: Exception | None = None

@@ -68,6 +68,21 @@ def is_plain(rank: int, world_size: int, options: dict[str, Any], broken: bool) 
     return hash_of(model.state_dict().values()) == hash_of(plain.state_dict().values())
 
 
+def _right_after_a_step(rank: int, world_size: int) -> None:
+    model, optimizer = made(grouped=True)
+    shardcore.shard(model, optimizer, stage=2, offload={"optimizer": "cpu"}, overlap_step=True)
+    optimizer._engine.overlap_step._worker_gathers = False  # as on NCCL
+    steps(model, optimizer, 0)
+    shardcore.unfreeze(model.blocks[2])
+    steps(model, optimizer, 2)
+    optimizer.synchronize()
+    assert all(param.requires_grad for param in model.blocks[2].parameters())
+
+
+def test_unfreezing_right_after_an_overlapped_step() -> None:
+    run_ranks(2, _right_after_a_step)
+
+
 OPTIONS: list[Any] = [
     {"stage": 2, "offload": {"optimizer": "cpu", "gradients": "cpu"}, "overlap_step": True},
     {"stage": 3},
