@@ -1,5 +1,6 @@
 """Muon for matrices, AdamW for the rest, in one optimizer. The orthogonalization is torch.optim.Muon's."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -49,8 +50,7 @@ class Muon(torch.optim.Optimizer):
         try:  # torch's constructor knows what is wrong with options
             cls = torch.optim.Muon if use_muon else torch.optim.AdamW
             cls([torch.zeros(1, 1)], **{name: self.param_groups[-1][name] for name in names})
-            if use_muon:  # its step refuses more
-                MuonKind.direction(self.param_groups[-1], torch.zeros(1, 1, device="cpu"))
+            _check_iterations("Muon", self.param_groups[-1], f"param_groups[{len(self.param_groups) - 1}].")
         except (TypeError, ValueError):
             del self.param_groups[-1]
             raise
@@ -89,6 +89,11 @@ class MuonKind(ElementKind):
         """Know Muon."""
         super().__init__(Muon)
         self._adam = ElementKind(torch.optim.AdamW)
+
+    def check_options(self, op: str, group: Group, where: str = "") -> None:
+        """See Kind."""
+        super().check_options(op, group, where)
+        _check_iterations(op, group, where)
 
     def hyper(self, group: Group, step: int, grad_scale: float) -> ElementStep:
         """See Kind."""
@@ -134,6 +139,21 @@ class MuonKind(ElementKind):
         plain_step(cls)(bare_optimizer(cls, given | {name: options[name] for name in names}, [move], buffer))
         move.grad = None
         return move
+
+
+def _check_iterations(op: str, group: Group, where: str) -> None:
+    """Raise ValueError for what torch's Muon refuses in the midst of a step, or never."""
+    if not group["use_muon"]:
+        return
+    coefficients, steps = group["ns_coefficients"], group["ns_steps"]
+    if (
+        not isinstance(coefficients, tuple | list)
+        or len(coefficients) != 3
+        or not all(isinstance(value, int | float) and math.isfinite(value) for value in coefficients)
+    ):
+        raise ValueError(f"{op}: {where}ns_coefficients has {coefficients!r}; expected three finite numbers")
+    if not isinstance(steps, int) or not 0 <= steps < 100:
+        raise ValueError(f"{op}: {where}ns_steps has {steps!r}; expected a whole number from 0 to 99")
 
 
 def _of_adam(options: Group) -> dict[str, Any]:
