@@ -1,4 +1,4 @@
-"""All ranks that have parts of a sharded model: shards, of each tensor-parallel slice."""
+"""All ranks that have parts of a sharded model: shards, of each tensor-parallel slice, or of each pipeline stage, too."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -9,7 +9,7 @@ from shardcore.distributed.comm import Comm
 class Everyone:
     """The ranks of a Comm and those of its `slices`, as one world: `rank` of `world_size`, as in a mesh of ("dp", "tp").
 
-    slices: how many there are.
+    slices: how many there are; with `parts` how many those make together.
     """
 
     def __init__(self, comm: Comm, parts: Sequence[Comm] | None = None) -> None:
