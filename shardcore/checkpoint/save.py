@@ -415,7 +415,7 @@ class _Job:
         self._beside, self._lock, self._latest = beside, lock, latest
         self._path = directory.unfinished(folder, name)
         self._items: list[Item] = []
-        self._written, self._store = threading.Event(), engine.store
+        self._read, self._store = threading.Event(), engine.store  # once a step may overwrite what stays
         self._numerics = numerics_of(engine)
 
     def prepare(self, stages: bool) -> None:
@@ -429,7 +429,9 @@ class _Job:
         self._describe = describe(self._engine, self._content)
         if stages:
             stage([item for item in self._items if not item.stays], self._engine)
-            self._store.watch(self._written.wait)
+            self._items.sort(key=lambda item: not item.stays)
+            if self._items and self._items[0].stays:
+                self._store.watch(self._read.wait)
             self._engine = None
 
     def _give(self, engine: Engine) -> Given:
@@ -442,8 +444,10 @@ class _Job:
 
     def write(self) -> dict[str, Any]:
         """Write the files of this rank; returns their entries in the manifest, and the ranges by name and part."""
-        said = write_ranges(self._path, layout.data_file(self._comm.rank), self._items)
-        self._written.set()
+        try:
+            said = write_ranges(self._path, layout.data_file(self._comm.rank), self._items, read=self._read)
+        finally:
+            self._read.set()
         said["files"] += self._given.files
         for where in self._in_given:
             add_range(said["ranges"], *where)
@@ -461,7 +465,7 @@ class _Job:
     def end(self) -> None:
         """Unlock; what is not complete is removed."""
         self._store.watch(None)
-        self._written.set()
+        self._read.set()
         self._items.clear()
         self._engine = None
         lock, self._lock = self._lock, None

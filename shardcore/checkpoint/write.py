@@ -1,5 +1,6 @@
 """What a rank writes of a checkpoint: ranges of tensors into its data file, and on rank 0 the manifest of what all wrote."""
 
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -76,10 +77,12 @@ def add_range(ranges: dict[str, Any], name: str, part: str, dtype: torch.dtype, 
     of_part["ranges"].append(where)
 
 
-def write_ranges(path: Path, name: str, items: Sequence[Item], number: int = 0) -> dict[str, Any]:
+def write_ranges(
+    path: Path, name: str, items: Sequence[Item], number: int = 0, read: threading.Event | None = None
+) -> dict[str, Any]:
     """Write a data file to the directory `path`; returns its entry in the manifest, and the ranges by name and part.
 
-    number: of the file among those of this rank.
+    number: of the file among those of this rank. read: set when the items that stay, which come first, were read.
     """
     head, offsets = layout.head_of({item.key: (item.dtype, [item.numel]) for item in items})
     size = offsets[-1] + items[-1].nbytes if items else len(head)
@@ -89,8 +92,12 @@ def write_ranges(path: Path, name: str, items: Sequence[Item], number: int = 0) 
     try:
         head_crc = writer.append(torch.frombuffer(bytearray(head), dtype=torch.uint8))
         for item, offset in zip(items, offsets, strict=True):
+            if read is not None and not item.stays:
+                read.set()
             crc = writer.append(scratch.on_host(item.read()))
             add_range(ranges, item.name, item.part, item.dtype, [item.start, item.numel, number, offset, crc])
+        if read is not None:
+            read.set()
         writer.finish()
     finally:
         writer.close()

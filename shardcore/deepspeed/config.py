@@ -308,6 +308,7 @@ def shard_options(settings: Config, muon: bool = False) -> dict[str, Any]:
     if math.prod(settings.shardcore.get("mesh", ())) > 1:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         own["process_group"] = init_device_mesh(device, tuple(settings.shardcore["mesh"]))
+    own_tiers = settings.shardcore.get("offload", {})
     tiers: dict[str, Any] = {"params": settings.params, "pin_memory": settings.pin_memory}
     overlap_step = False
     if settings.offload is not None:
@@ -315,10 +316,9 @@ def shard_options(settings: Config, muon: bool = False) -> dict[str, Any]:
         if settings.offload == "nvme":
             tiers |= {"path": settings.nvme_path, "durable": False}  # as DeepSpeed's swap files; save_checkpoint is its way
         elif settings.stage > 0 and not muon:  # which orthogonalizes gradients on the device
-            if settings.ratio > 0.0:
+            if own_tiers == "auto" or own_tiers.get("ratio", settings.ratio) != 0.0:
                 tiers["gradients"] = "cpu"  # as in ZeRO-Offload
             overlap_step = settings.stage == 3  # at 1 and 2 new weights are gathered, before which NCCL's ranks must not read
-    own_tiers = settings.shardcore.get("offload", {})
     offload: Any = own_tiers  # "auto"
     if own_tiers != "auto":
         tiers |= own_tiers
@@ -493,8 +493,8 @@ def read_json(path: str | os.PathLike[str]) -> Any:
             found = import_module("hjson").loads(text.decode(), object_pairs_hook=_once)  # what DeepSpeed reads them with
         except ImportError:
             hint = " (comments and trailing commas: pip install hjson)"
-        except ValueError:
-            pass
+        except ValueError as other:
+            hint = f", or Hjson: {other}"
         if found and isinstance(found, Mapping):  # Hjson takes nearly every text as a string
             return found
         raise ValueError(f"{OP}: config file {os.fspath(path)} is not valid: {problem}; expected JSON{hint}") from problem

@@ -201,8 +201,10 @@ def _options_of(optimizer: torch.optim.Optimizer) -> _Options:
 
 def _put_back(before: _Options) -> None:
     for group, options in before:
+        for name in group.keys() - options.keys() - {"params"}:
+            del group[name]  # of torch's schedulers: initial_lr, which the next one would begin at
         for name, value in options.items():
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor) and isinstance(group[name], torch.Tensor):
                 group[name].copy_(value)
             else:
                 group[name] = value

@@ -187,7 +187,9 @@ class _Agent:
             try:
                 process.wait(_LAST_S)
             except subprocess.TimeoutExpired:
+                self._show(f"shardcore run: {self._plan.host}: ended; the last of its output may be missing\n".encode())
                 process.kill()
+                process.wait()
         else:
             self._show(held)
             self.outcome = Outcome(error=self._lost(process.wait()))
@@ -195,7 +197,10 @@ class _Agent:
 
     def _read(self, report: bytes) -> Outcome:
         """Return the outcome that it reports. A signal is an error here: `shardcore run` has got none."""
-        found = json.loads(report)
+        try:
+            found = json.loads(report)
+        except ValueError:
+            return Outcome(error=f"run: the report of the agent on {self._plan.host} cannot be read: {report[-200:]!r}")
         error = found["error"]
         if found["signal"]:
             name = signal.Signals(found["signal"]).name

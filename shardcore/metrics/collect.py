@@ -221,7 +221,7 @@ def _facts(engine: Engine, ranks: int) -> dict[str, Any]:
     """Return what a page says of the run."""
     gpu, options = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else None, engine.options
     offload = {kind: tier for kind in ("optimizer", "gradients", "params") if (tier := getattr(options["offload"], kind))}
-    return {
+    facts = {
         "model": type(engine.model).__name__,
         "parameters": sum(param.numel() for param in engine.model.parameters()),
         "ranks": ranks,
@@ -232,3 +232,6 @@ def _facts(engine: Engine, ranks: int) -> dict[str, Any]:
         "shardcore": __version__,
         "torch": torch.__version__,
     }
+    if len(engine.comm.across) > len(engine.comm.slices):
+        del facts["parameters"]  # they are those of one stage
+    return facts

@@ -175,16 +175,19 @@ def draw(plot: Plot, columns: Mapping[str, Column]) -> str:
         most = max(abs(value) for column in chosen.values() for value in column if math.isfinite(value))
     size, suffix = _unit(most, plot.unit)
     lines = [[value / size for value in column] for column in chosen.values()]
+    colours = [_COLOURS[number] for number, label in enumerate(plot.columns) if label in chosen]
     matplotlib = _matplotlib()
     figure = matplotlib.figure.Figure(figsize=(5.6, 2.5), layout="tight")
     axes = figure.subplots()
     if plot.stacked and len(steps) == 1:
         below = [sum(line[0] for line in lines[:number]) for number in range(len(lines))]
-        axes.bar(steps * len(lines), [line[0] for line in lines], bottom=below, width=0.5, color=_COLOURS[: len(lines)])
+        axes.bar(steps * len(lines), [line[0] for line in lines], bottom=below, width=0.5, color=colours)
     elif plot.stacked:
-        axes.stackplot(steps, *lines, colors=_COLOURS)
+        axes.stackplot(steps, *lines, colors=colours)
     else:
-        axes.plot(steps, lines[0], color=_COLOURS[0], marker="o" if len(steps) == 1 else "")
+        there = [False, *map(math.isfinite, lines[0]), False]
+        alone = [at - 1 for at, is_there in enumerate(there) if is_there and not there[at - 1] and not there[at + 1]]
+        axes.plot(steps, lines[0], color=colours[0], marker="o", markevery=alone)
     if plot.stacked or plot.from_zero:
         axes.set_ylim(bottom=0.0)
     axes.margins(x=0.0 if len(steps) > 1 else 1.0)
@@ -197,17 +200,18 @@ def draw(plot: Plot, columns: Mapping[str, Column]) -> str:
     written = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "font.family": "sans-serif"}):
         figure.savefig(written, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    svg = written.getvalue()
+    svg = written.getvalue().partition("<svg")[2]
     legend = "".join(
         f'<li><i style="background: {colour}"></i>{html.escape(label)}</li>'
-        for label, colour in zip(chosen, _COLOURS, strict=False)
+        for label, colour in zip(chosen, colours, strict=True)
     )
     last = "" if plot.stacked else _number(columns[next(iter(plot.columns.values()))][-1], plot.unit)
     title = plot.title + (f" ({suffix.strip()})" if suffix.strip() else "")
     return (
         f"<figure><figcaption><h2>{html.escape(title)}</h2>"
         + (f"<output>{last}</output>" if last else "")
-        + f"<p>{html.escape(plot.about)}</p></figcaption>{svg[svg.index('<svg') :]}"
+        + f"<p>{html.escape(plot.about)}</p></figcaption>"
+        + f'<svg role="img" aria-label="{html.escape(plot.title)}"{svg}'
         + (f"<ul>{legend}</ul>" if plot.stacked else "")
         + "</figure>"
     )

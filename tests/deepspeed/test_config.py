@@ -416,6 +416,9 @@ def test_hjson_where_it_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyP
             read_config(path)
     pytest.importorskip("hjson", reason="DeepSpeed brings it")
     assert read_config(path) == read_config({"train_batch_size": 8})
+    path.write_text('{\n  # of the whole job\n  "train_batch_size": 8,\n  "train_batch_size": 9}\n')
+    with pytest.raises(ValueError, match="or Hjson: the key 'train_batch_size' appears twice"):
+        read_config(path)
 
 
 def test_base64_as_gpt_neox_gives_it() -> None:

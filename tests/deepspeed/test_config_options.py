@@ -29,6 +29,10 @@ LOW = {"enabled": True, "bf16_master_weights_and_grads": True}
             {"offload": {"optimizer": "cpu", "gradients": "cpu", "ratio": 0.5, "params": None, "pin_memory": False}},
         ),
         (
+            {"zero_optimization": {"stage": 2, "offload_optimizer": CPU}, "shardcore": {"offload": {"ratio": 0.0}}},
+            {"offload": {"optimizer": "cpu", "ratio": 0.0, "params": None, "pin_memory": True}},
+        ),
+        (
             {"zero_optimization": {"stage": 2, "offload_optimizer": {**CPU, "ratio": 0.0}}},
             {"offload": {"optimizer": "cpu", "ratio": 0.0, "params": None, "pin_memory": True}},
         ),

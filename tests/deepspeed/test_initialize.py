@@ -371,14 +371,21 @@ def test_ranks_fail_together() -> None:
 def _refused_late(rank: int, world_size: int, folder: str) -> None:
     model = make_net()
     optimizer = shardcore.FusedAdam([{"params": model.parameters(), "lr": torch.tensor(0.5)}], lr=0.5)
-    schedule = {"type": "OneCycle", "params": {"cycle_min_lr": 0.0, "cycle_max_lr": 1.0}}
-    config = without("optimizer", stage=3) | {"scheduler": schedule, "shardcore": {"prefetch": -1}}  # which shard refuses
+    config = without("optimizer", stage=3) | {"shardcore": {"prefetch": -1}}  # which shard refuses
     options = {"model": model, "optimizer": optimizer, "config": config}
     metrics = {"enabled": True, "output_path": folder}
     before = {**optimizer.param_groups[0]}
-    for data, section in ((range(8 + rank), metrics), (None, {}), (None, metrics | {"output_path": f"{folder}/file"})):
+    ours = {"type": "OneCycle", "params": {"cycle_min_lr": 0.0, "cycle_max_lr": 1.0}}
+    torchs = {"type": "ConstantLR", "params": {"factor": 0.5}}
+    for data, section, schedule in (
+        (range(8 + rank), metrics, ours),
+        (None, {}, ours),
+        (None, {}, torchs),
+        (None, metrics | {"output_path": f"{folder}/file"}, ours),
+    ):
+        given = {**options, "config": config | {"csv_monitor": section, "scheduler": schedule}}
         with pytest.raises((ValueError, NotADirectoryError)):
-            shardcore.initialize(**{**options, "config": config | {"csv_monitor": section}}, training_data=data)
+            shardcore.initialize(**given, training_data=data)
         assert before["lr"] is optimizer.param_groups[0]["lr"]
         assert before["lr"] == 0.5
         assert before == optimizer.param_groups[0]

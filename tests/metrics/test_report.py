@@ -71,6 +71,7 @@ def test_lines_and_areas_have_the_values(tmp_path: Path, monkeypatch: pytest.Mon
     (line,) = drawn(monkeypatch, tmp_path, "Loss").lines
     assert [*line.get_xdata()] == [1, 2, 3, 4]
     assert [*line.get_ydata()] == pytest.approx(losses, nan_ok=True)
+    assert line.get_markevery() == [3], "a value that stands alone"
     areas = drawn(monkeypatch, tmp_path, "Time of a step").collections
     assert [max(y for _, y in area.get_paths()[0].vertices) for area in areas] == [10, 30, 35, 50], "15 ms are in no part"
 
@@ -78,7 +79,7 @@ def test_lines_and_areas_have_the_values(tmp_path: Path, monkeypatch: pytest.Mon
 def test_one_row_is_a_dot_or_a_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, [everything(7)])
     assert len(titles(report.page(tmp_path))) == 13
-    assert drawn(monkeypatch, tmp_path, "Loss").lines[0].get_marker() == "o"
+    assert drawn(monkeypatch, tmp_path, "Loss").lines[0].get_markevery() == [0]
     bars = drawn(monkeypatch, tmp_path, "Time of a step").patches
     assert [above.get_y() for above in bars[1:]] == pytest.approx([bar.get_y() + bar.get_height() for bar in bars[:-1]])
 

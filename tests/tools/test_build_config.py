@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -313,6 +314,8 @@ def test_flags_fix_the_arithmetic():
     assert flags["cxx"] == ["-std=c++20", "-O3", *host, "-fopenmp", "-g0"]
     exact = ["--fmad=false", "-prec-div=true", "-prec-sqrt=true", "-ftz=false"]
     assert flags["nvcc"] == ["-std=c++20", "-O3", *exact, "-Xcompiler", ",".join(host)]  # of the host half of a CUDA file
+    others = ("setup.py", "CMakeLists.txt", "CMakePresets.json", "tests/cpp/CMakeLists.txt")
+    assert not re.search("-march=|-mtune=|fast-math|-Ofast", "".join((build_config.ROOT / name).read_text() for name in others))
 
 
 def test_another_torch_or_architecture_compiles_again_whatever_the_dates_of_files():
