@@ -157,9 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     bench.add_argument("suite", nargs="?", metavar="SUITE", help="which one (default: list them)")
     bench.add_argument("options", nargs=argparse.REMAINDER, metavar="OPTIONS", help="the suite's own: bench SUITE --help")
     parsed = parser.parse_args(arguments)
-    of_users = (
-        (ValueError, OSError, TypeError) if parsed.run is estimate.run else (ValueError, OSError)
-    )  # a user's function
+    of_users = (ValueError, OSError, TypeError) if parsed.run is estimate.run else (ValueError, OSError)  # a user's function
     try:
         status: int = parsed.run(parsed)
     except of_users as error:

@@ -29,7 +29,7 @@ _PASSED = ("NCCL", "PYTHON", "MV2", "UCX", "MLFLOW", "GLOO", "TORCH", "OMP_NUM_T
 _BEFORE_PYTHON = ("PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "PATH")
 _END_S = 40.0  # torch gives ranks 30 s to end
 _ANSWER_S = 20.0
-_LAST_S = 5.0  # for what ranks have printed and ssh has not passed on yet
+_LAST_S = 30.0  # for what ranks have printed and ssh has not passed on yet
 
 
 def is_here(host: str) -> bool:
