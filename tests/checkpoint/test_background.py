@@ -61,13 +61,12 @@ OFFLOADS: dict[str, dict[str, Any]] = {
     "split": {"offload": {"optimizer": "cpu", "ratio": 0.37}},
     "all": {"offload": {"optimizer": "cpu", "gradients": "cpu", "params": "cpu"}},
     "overlapped": {"offload": {"optimizer": "cpu"}, "overlap_step": True},
-    "overlapped, split": {"offload": {"optimizer": "cpu", "ratio": 0.37}, "overlap_step": True},
 }
 FORMS: dict[str, dict[str, Any]] = {"fp32": {}, "split 8-bit": {"master": "split", "state_dtype": "8bit"}}
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize(("offload", "form"), some(product(OFFLOADS, FORMS), zip(OFFLOADS, [*FORMS] * 3, strict=True)))
+@pytest.mark.parametrize(("offload", "form"), some(product(OFFLOADS, FORMS), zip(OFFLOADS, [*FORMS] * 3, strict=False)))
 def test_a_background_save_has_what_was_there(tmp_path: Path, offload: str, form: str) -> None:
     run = Run(stage=3, steps=2, precision="bf16", shard=OFFLOADS[offload], adam={"lr": 1e-2, **FORMS[form]})
     assert run_ranks(2, _in_background, str(tmp_path), run) == [True, True]
@@ -96,27 +95,6 @@ def test_a_step_waits_for_no_more_than_it_overwrites(tmp_path: Path, monkeypatch
     saving.wait()
 
 
-def _late_error(rank: int, world_size: int, folder: str) -> tuple[str, str]:
-    model, optimizer, _ = train(rank, Run(stage=2, steps=1, shard=CPU))
-    write.file_engine = (lambda: _C.FileEngine(faults="write:EIO@0")) if rank == 1 else layout.file_engine
-    saving = shardcore.save(folder, model, optimizer, tag="first", wait=False)
-    stepped(model, optimizer, rank, 1)
-    while not saving.done:
-        time.sleep(0.01)
-    write.file_engine = layout.file_engine
-    said = error_of(lambda: shardcore.save(folder, model, optimizer, tag="second"))
-    shardcore.save(folder, model, optimizer, tag="third")
-    return said, Path(folder, "latest").read_text()
-
-
-def test_an_error_in_the_background_is_raised_by_the_next_save(tmp_path: Path) -> None:
-    for said, latest in run_ranks(2, _late_error, str(tmp_path)):
-        assert "first was not saved in the background" in said
-        assert "Input/output error" in said
-        assert latest == "third"
-    assert sorted(os.listdir(tmp_path)) == [".lock", "latest", "third"]
-
-
 def _heard_by_one(rank: int, world_size: int, folder: str) -> tuple[list[str], str]:
     """The save in the background fails on rank 1; rank 0 alone waits for it, and goes on."""
     model, optimizer, _ = train(rank, Run(stage=2, steps=1))
@@ -134,11 +112,12 @@ def _heard_by_one(rank: int, world_size: int, folder: str) -> tuple[list[str], s
     return said, Path(folder, "latest").read_text()
 
 
-def test_ranks_stay_together_when_one_waits_for_a_save_that_failed(tmp_path: Path) -> None:
+def test_an_error_in_the_background_is_raised_by_the_next_save_and_ranks_stay_together(tmp_path: Path) -> None:
     (first, latest), (second, _) = run_ranks(2, _heard_by_one, str(tmp_path))
     assert ["first was not saved in the background" in text for text in first] == [True, True, True]
     assert ["first was not saved in the background" in text for text in second] == [True]
     assert "rank 1 failed" in first[2]
+    assert all("Input/output error" in text for text in (*first, *second))
     assert latest == "fourth"
     assert sorted(os.listdir(tmp_path)) == [".lock", "fourth", "latest", "third"]
 
@@ -176,9 +155,9 @@ def test_a_load_waits_for_the_save_before_it(tmp_path: Path) -> None:
 @pytest.mark.more
 def test_a_wait_may_be_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer, _ = train(0, Run(stage=2, steps=1, shard=CPU))
-    monkeypatch.setattr(write, "file_engine", lambda: _C.FileEngine(faults="delay:1000"))
+    monkeypatch.setattr(write, "file_engine", lambda: _C.FileEngine(faults="delay:300"))
     begun = shardcore.save(tmp_path, model, optimizer, wait=False)
-    threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
         begun.wait()
     assert not begun.done
