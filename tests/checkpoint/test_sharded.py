@@ -14,7 +14,7 @@ import shardcore
 from shardcore.checkpoint.sharded import Shards, boxes_of
 from tests.support.choice import combinations
 from tests.support.meta import frozen_net
-from tests.support.models import Net, Run, batch_of, failing_forward, hash_of_training, loss_of, make_net, train
+from tests.support.models import Net, Run, batch_of, error_of, failing_forward, hash_of_training, loss_of, make_net, train
 from tests.support.ranks import run_ranks
 
 
@@ -65,7 +65,7 @@ def _loaded(rank: int, world_size: int, run: Run, folder: str, frozen: bool) -> 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(("stage", "precision", "frozen"), combinations([0, 1, 2, 3], ["fp32", "bf16"], [False, True], meet=1))
 def test_a_checkpoint_of_shards_resumes_in_other_worlds(tmp_path: Path, stage: int, precision: str, frozen: bool) -> None:
-    run = Run(stage=stage, precision=precision, steps=2)
+    run = Run(stage=stage, precision=precision, steps=1)
     if stage == 1:
         run.shard = {"offload": {"optimizer": "cpu", "ratio": 0.37}}
     saved = run_ranks(2, _saved, run, str(tmp_path), frozen)
@@ -111,11 +111,8 @@ def _refused(rank: int, world_size: int, how: str) -> tuple[str, bool]:
         state["head.weight"] = torch.zeros(5, 24)
     elif rank == 1 and how == "nothing":
         state = None
-    try:
-        shardcore.load_sharded_state_dict(model, state)
-    except (ValueError, TypeError) as error:
-        return str(error), hash_of_training(model, optimizer) == before
-    return "no error", False
+    said = error_of(lambda: shardcore.load_sharded_state_dict(model, state))
+    return said, hash_of_training(model, optimizer) == before
 
 
 WRONG = [("missing", "lacks gain"), ("more", "has other"), ("whole", "head.weight has tensor"), ("nothing", "is a NoneType")]
@@ -141,11 +138,8 @@ def _refused_step(rank: int, world_size: int, step: Any) -> tuple[str, bool]:
                 values.fill_(3.0)
         elif rank == 1 and name == "head.weight.step":
             state[name] = step
-    try:
-        shardcore.load_sharded_state_dict(optimizer, state)
-    except (ValueError, TypeError) as error:
-        return str(error), hash_of_training(model, optimizer) == before
-    return "no error", False
+    said = error_of(lambda: shardcore.load_sharded_state_dict(optimizer, state))
+    return said, hash_of_training(model, optimizer) == before
 
 
 @pytest.mark.parametrize("step", [None, float("nan"), -5, torch.tensor(2.5)])
@@ -240,10 +234,7 @@ def _through_files(rank: int, world_size: int, folder: str, precision: str, name
     return "all equal"
 
 
-@pytest.mark.cases(3)
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("how", ["torch", "safetensors, whole"])
+@pytest.mark.parametrize(("world_size", "precision", "how"), [(3, "bf16", "torch"), (2, "fp32", "safetensors, whole")])
 def test_every_element_is_restored_from_files(tmp_path: Path, world_size: int, precision: str, how: str) -> None:
     pytest.importorskip("safetensors", reason="HuggingFaceStorageWriter needs it")
     names = ["0.weight", "0.bias", "1.weight", "2.weight"]
