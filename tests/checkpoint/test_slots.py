@@ -1,6 +1,5 @@
 """The files of committed states: valid safetensors, locked, refused by name where they are of something else, or damaged."""
 
-import json
 import os
 import re
 from pathlib import Path
@@ -178,12 +177,6 @@ def test_a_damaged_master_is_named_by_resume(tmp_path: Path) -> None:
     _flip(tmp_path / record["files"][file]["name"], offset)
     says = error_of(lambda: train(0, _run(tmp_path, resume=True)))
     assert f"is damaged in bytes {offset} to {offset + 4 * numel} (head.weight" in says
-
-
-def test_records_are_plain_json(tmp_path: Path) -> None:
-    _trained(tmp_path)
-    for path in tmp_path.glob("*.commit_*.json"):
-        assert json.loads(path.read_text())["commit"]["rank"] == 0
 
 
 def test_the_newest_commit_of_all_is_chosen() -> None:

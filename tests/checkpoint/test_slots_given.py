@@ -16,11 +16,10 @@ from shardcore._native import _C
 from shardcore.checkpoint import directory, slots
 from shardcore.checkpoint.directory import checkpoints
 from shardcore.engine import nvme_states
-from tests.support.choice import combinations
 from tests.support.crash import times
 from tests.support.models import Run, error_of, hash_of_training, stepped, steps_of_run, train
 from tests.support.ranks import run_ranks, start
-from tests.support.tiers import FORMS, WAYS, in_memory, run_on_disk
+from tests.support.tiers import FORMS, in_memory, run_on_disk
 
 
 @pytest.fixture(autouse=True)
@@ -46,17 +45,17 @@ def _saved(rank: int, world_size: int, run: Run, folder: str, wait: bool) -> dic
         for where, of in (("memory", in_memory(run)), ("disk", run)):
             saved = Path(folder, where)
             model, optimizer, _ = train(rank, of)
-            steps_of_run(model, optimizer, of, rank, range(3))
-            saving = shardcore.save(saved, model, optimizer, tag="3", wait=wait)
+            steps_of_run(model, optimizer, of, rank, range(2))
+            saving = shardcore.save(saved, model, optimizer, tag="2", wait=wait)
             if rank == 0 and where == "disk" and wait:
-                found["shared"] = _shared(Path(folder, "nvme"), saved / "3")
-            steps_of_run(model, optimizer, of, rank, range(3, 4))
+                found["shared"] = _shared(Path(folder, "nvme"), saved / "2")
+            steps_of_run(model, optimizer, of, rank, range(2, 3))
             saving.wait()
             before = _sums(saved)
-            steps_of_run(model, optimizer, of, rank, range(4, 8))
+            steps_of_run(model, optimizer, of, rank, range(3, 6))
             found[where] = hash_of_training(model, optimizer)
             assert _sums(saved) == before, "steps do not change a checkpoint"
-            found[f"{where} copied"] = (saved / "3" / f"rank_{rank:05d}.safetensors").stat().st_size
+            found[f"{where} copied"] = (saved / "2" / f"rank_{rank:05d}.safetensors").stat().st_size
         return found
 
 
@@ -71,7 +70,14 @@ def _loaded(rank: int, world_size: int, run: Run, folder: str) -> list[str]:
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(
-    ("stage", "form", "way", "wait"), combinations([1, 2, 3], list(FORMS), list(WAYS), [True, False], meet=1)
+    ("stage", "form", "way", "wait"),
+    [  # each form once; ways that leave a part elsewhere, or go on when the save begins
+        (1, "masters", "overlapped", True),
+        (2, "split 8-bit", "a share", False),
+        (3, "bf16 states", "weights, too", True),
+        (3, "fp32", "all on disk", False),
+        (2, "stochastic", "added up", True),
+    ],
 )
 def test_it_has_the_bits_of_an_ordinary_save_and_copies_no_states(
     stage: int, form: str, way: str, wait: bool, tmp_path: Path
@@ -84,10 +90,7 @@ def test_it_has_the_bits_of_an_ordinary_save_and_copies_no_states(
             assert found["disk copied"] <= weights
         if wait and "shared" in found:
             assert found["shared"] > 1000
-    for hashes in (
-        _loaded(0, 1, in_memory(run, seed=7), str(tmp_path)),
-        *run_ranks(3, _loaded, in_memory(run, stage=3, seed=7), str(tmp_path)),
-    ):
+    for hashes in run_ranks(3, _loaded, in_memory(run, stage=3, seed=7), str(tmp_path)):
         assert hashes[0] == hashes[1]
 
 
@@ -99,7 +102,7 @@ def _three_saves(folder: Path) -> tuple[list[str], list[str]]:
         stepped(model, optimizer, 0, step)
         saved.append(hash_of_training(model, optimizer))
         shardcore.save(folder / "saved", model, optimizer)
-    for step in range(3, 8):
+    for step in range(3, 6):
         stepped(model, optimizer, 0, step)
     other, adam, _ = train(0, Run(2, 0, precision="bf16", seed=7))
     loaded = []
@@ -109,15 +112,18 @@ def _three_saves(folder: Path) -> tuple[list[str], list[str]]:
     return saved, loaded
 
 
-def test_each_of_several_checkpoints_keeps_its_step(tmp_path: Path) -> None:
+def test_each_of_several_checkpoints_keeps_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved, loaded = _three_saves(tmp_path)
     assert saved == loaded
+    monkeypatch.setattr(slots.Slots, "before_write", lambda self, slot: None)
+    with pytest.raises(ValueError, match=r"slot_\d.safetensors is damaged in bytes"):
+        _three_saves(tmp_path / "written to")
 
 
 def test_what_is_left_behind_when_a_slot_is_replaced_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slots, "_copy", lambda *_: None)
     with pytest.raises((AssertionError, OSError, ValueError)):
-        test_chunks_that_lie_in_different_slots(tmp_path, 0)
+        test_chunks_that_lie_in_different_slots(tmp_path)
 
 
 def test_a_slot_is_replaced_where_the_system_copies_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,13 +131,7 @@ def test_a_slot_is_replaced_where_the_system_copies_no_files(tmp_path: Path, mon
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
     monkeypatch.setattr(os, "copy_file_range", missing)
-    test_chunks_that_lie_in_different_slots(tmp_path, 0)
-
-
-def test_a_slot_that_is_written_to_though_a_checkpoint_has_it_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slots.Slots, "before_write", lambda self, slot: None)
-    with pytest.raises(ValueError, match=r"slot_\d.safetensors is damaged in bytes"):
-        _three_saves(tmp_path)
+    test_chunks_that_lie_in_different_slots(tmp_path)
 
 
 class _Branches(nn.Module):
@@ -155,12 +155,11 @@ def _branches(folder: Path, seed: int = 0, path: Path | None = None) -> tuple[An
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])
-def test_chunks_that_lie_in_different_slots(tmp_path: Path, seed: int) -> None:
-    chance = torch.Generator().manual_seed(seed)
+def test_chunks_that_lie_in_different_slots(tmp_path: Path) -> None:
+    chance = torch.Generator().manual_seed(0)
     model, optimizer = _branches(tmp_path / "nvme")
     hashes = {}
-    for step in range(30):
+    for step in range(20):
         which = ((0,), (1,), (0, 1))[int(torch.randint(3, (), generator=chance))]
         model(torch.randn(4, 10, generator=chance), which).backward()
         optimizer.step()
@@ -185,23 +184,6 @@ def test_chunks_that_lie_in_different_slots(tmp_path: Path, seed: int) -> None:
     assert not list((tmp_path / "other").glob("*.next"))
 
 
-def test_a_resumed_run_whose_slots_both_belong_to_checkpoints(tmp_path: Path) -> None:
-    model, optimizer = _branches(tmp_path / "nvme")
-    for step, which in enumerate(((0, 1), (0, 1), (0, 1), (0,))):
-        model(torch.randn(4, 10), which).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if step > 0:
-            shardcore.save(tmp_path / "saved", model, optimizer, tag=str(step))
-    expected = hash_of_training(model, optimizer)
-    assert [path.stat().st_nlink for path in sorted((tmp_path / "nvme").glob("*slot_?.safetensors"))] == [2, 2]
-    del model, optimizer
-    for seed in (8, 9):
-        model, optimizer = _branches(tmp_path / "nvme", seed)
-        assert hash_of_training(model, optimizer) == expected
-        del model, optimizer
-
-
 def _trained(folder: Path, steps: int = 2, **offload: Any) -> tuple[Any, Any]:
     model, optimizer, _ = train(0, run_on_disk(folder, **{"resume": True, **offload}))
     for step in range(steps):
@@ -209,25 +191,18 @@ def _trained(folder: Path, steps: int = 2, **offload: Any) -> tuple[Any, Any]:
     return model, optimizer
 
 
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("resume", [True, False])
-def test_a_run_that_goes_on_or_begins_anew_does_not_change_a_checkpoint(tmp_path: Path, resume: bool) -> None:
+def test_a_run_that_begins_anew_does_not_change_a_checkpoint(tmp_path: Path) -> None:
     model, optimizer = _trained(tmp_path / "nvme")
     for step in range(2, 4):
         shardcore.save(tmp_path / "saved", model, optimizer)
         stepped(model, optimizer, 0, step)
     shardcore.save(tmp_path / "saved", model, optimizer)
-    before, expected = _sums(tmp_path / "saved"), hash_of_training(model, optimizer)
+    before = _sums(tmp_path / "saved")
     del model, optimizer
-    model, optimizer = _trained(tmp_path / "nvme", 0, resume=resume)
-    assert (hash_of_training(model, optimizer) == expected) == resume
-    for step in range(4, 8):
-        stepped(model, optimizer, 0, step)
-        assert _sums(tmp_path / "saved") == before
-    assert sorted(path.name for path in (tmp_path / "nvme").iterdir() if "slot" in path.name) == [
-        "rank_00000.slot_0.safetensors",
-        "rank_00000.slot_1.safetensors",
-    ]
+    _trained(tmp_path / "nvme", 3, resume=False)
+    assert _sums(tmp_path / "saved") == before
+    left = sorted(path.name for path in (tmp_path / "nvme").iterdir() if "slot" in path.name)
+    assert left == ["rank_00000.slot_0.safetensors", "rank_00000.slot_1.safetensors"]
 
 
 @pytest.mark.more
@@ -286,11 +261,11 @@ def test_no_room_for_another_slot_fails_the_save_and_not_the_training(tmp_path: 
 def test_files_and_descriptors_do_not_grow(tmp_path: Path) -> None:
     model, optimizer = _trained(tmp_path / "nvme", 0)
     sizes = []
-    for step in range(60):
+    for step in range(24):
         stepped(model, optimizer, 0, step)
         if step % 3:
             shardcore.save(tmp_path / "saved", model, optimizer, keep_last=2)
-        if step in (20, 59):
+        if step in (8, 23):
             optimizer.synchronize()
             sizes.append(
                 (len(os.listdir("/proc/self/fd")), len(os.listdir(tmp_path / "nvme")), len(os.listdir(tmp_path / "saved")))
