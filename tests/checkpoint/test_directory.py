@@ -5,8 +5,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -237,56 +235,6 @@ def test_what_comes_while_it_is_saved_is_kept(tmp_path: Path) -> None:
         commit(tmp_path, "tag", save_latest=True, keep_last=None)
     lock.release()
     assert os.listdir(tmp_path / "tag") == ["train.log"]
-
-
-HOLDER = """
-import sys, time
-from pathlib import Path
-from shardcore.checkpoint.directory import SaveLock
-lock = SaveLock(Path(sys.argv[1]), "theirs")
-print("locked", flush=True)
-time.sleep(60)
-"""
-
-
-def test_a_second_job_is_refused_and_the_first_is_named(tmp_path: Path) -> None:
-    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-    try:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == "locked\n"
-        with pytest.raises(BlockingIOError, match=rf'another job is saving there: .*"pid": {holder.pid}, "tag": "theirs"'):
-            SaveLock(tmp_path, "ours")
-        assert unfinished(tmp_path, "theirs").exists()
-    finally:
-        holder.kill()
-        holder.wait()
-    SaveLock(tmp_path, "ours").release()  # a killed process holds nothing
-    assert names(tmp_path) == set()
-
-
-FORKS = """
-import os, sys, time
-from pathlib import Path
-from shardcore.checkpoint.directory import SaveLock
-lock = SaveLock(Path(sys.argv[1]), "theirs")
-if (child := os.fork()) == 0:
-    time.sleep(60)  # as a DataLoader's worker, in the middle of a sample
-print(child, flush=True)
-os.kill(os.getpid(), 9)
-"""
-
-
-@pytest.mark.more
-def test_what_a_killed_process_has_forked_holds_no_lock(tmp_path: Path) -> None:
-    done = subprocess.Popen([sys.executable, "-c", FORKS, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-    assert done.stdout is not None
-    child = int(done.stdout.readline())
-    try:
-        assert done.wait() == -9
-        os.kill(child, 0)
-        SaveLock(tmp_path, "ours").release()
-    finally:
-        os.kill(child, 9)
 
 
 def test_a_lock_leaves_no_descriptor(tmp_path: Path) -> None:
