@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardcore.checkpoint.file_tensors import Box, BoxTensor, FileTensor, ForeignSource, JoinedTensor, Window, step_of
+from shardcore.checkpoint.file_tensors import Box, BoxTensor, FileTensor, JoinedTensor, Window, step_of
 from shardcore.checkpoint.unpickle import load_file
 
 
@@ -74,23 +74,18 @@ def _stored(folder: Path, tensor: torch.Tensor, name: str) -> FileTensor:
 
 def test_boxes_and_pieces(tmp_path: Path) -> None:
     tensor = torch.randn(7, 5, 3)
-    cuts = {
-        "rows": [((0, 0, 0), (3, 5, 3)), ((3, 0, 0), (0, 5, 3)), ((3, 0, 0), (4, 5, 3))][::2],
-        "columns": [((0, 0, 0), (7, 2, 3)), ((0, 2, 0), (7, 3, 3))],
-        "both": [((0, 0, 0), (3, 2, 3)), ((0, 2, 0), (3, 3, 3)), ((3, 0, 0), (4, 5, 2)), ((3, 0, 2), (4, 5, 1))],
-    }
-    for what, boxes in cuts.items():
-        held = {}
-        for index, (offsets, sizes) in enumerate(boxes):
-            part = tensor[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))]
-            stored = _stored(tmp_path, part.clone(), f"{what}{index}")
-            held[Box(offsets, sizes)] = lambda stored=stored: stored
-        whole = BoxTensor(what, (7, 5, 3), torch.float32, held)
-        for start in range(0, 105, 13):
-            numel = min(13, 105 - start)
-            assert torch.equal(whole.read(start, numel), tensor.view(-1)[start : start + numel]), what
-        with pytest.raises(ValueError, match=r"parts of \d+ elements; expected 105"):
-            BoxTensor(what, (7, 5, 3), torch.float32, dict(list(held.items())[1:]))
+    boxes = [((0, 0, 0), (3, 2, 3)), ((0, 2, 0), (3, 3, 3)), ((3, 0, 0), (4, 5, 2)), ((3, 0, 2), (4, 5, 1))]
+    held = {}
+    for index, (offsets, sizes) in enumerate(boxes):
+        part = tensor[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))]
+        stored = _stored(tmp_path, part.clone(), f"box{index}")
+        held[Box(offsets, sizes)] = lambda stored=stored: stored
+    whole = BoxTensor("x", (7, 5, 3), torch.float32, held)
+    for start in range(0, 105, 13):
+        numel = min(13, 105 - start)
+        assert torch.equal(whole.read(start, numel), tensor.view(-1)[start : start + numel])
+    with pytest.raises(ValueError, match=r"parts of \d+ elements; expected 105"):
+        BoxTensor("x", (7, 5, 3), torch.float32, dict(list(held.items())[1:]))
     for bad in ((7.0, 5, 3), [7, 5, 3], (7, 5, -3), (True,), None):
         with pytest.raises(ValueError, match="expected counts"):
             BoxTensor("x", bad, torch.float32, {})  # type: ignore[arg-type]
@@ -127,21 +122,6 @@ def test_windows(tmp_path: Path) -> None:
     for start, size in ((-1, 1), (0, 101), (1 << 60, 1), (0, -1)):
         with pytest.raises(ValueError, match="file has 100 bytes; expected"):
             Window.of(path).part(start, size)
-
-
-def test_sources(tmp_path: Path) -> None:
-    weight, state = (_stored(tmp_path, torch.randn(3, 4), name) for name in ("a", "b"))
-    source = ForeignSource(tmp_path, {"w": {"weight": weight, "exp_avg": state}})
-    assert source.shapes == {"w": (3, 4)}
-    assert source.keys("w") == ("weight", "exp_avg")
-    assert torch.equal(source.read("w", "exp_avg", 5, 2), torch.load(tmp_path / "b").view(-1)[5:7])
-    with pytest.raises(ValueError, match=r"has no exp_avg_sq of w; expected one of weight, exp_avg"):
-        source.read("w", "exp_avg_sq", 0, 1)
-    with pytest.raises(ValueError, match="has no v; expected a name that it has"):
-        source.keys("v")
-    with pytest.raises(ValueError, match=r"exp_avg of w has shape \(2,\); expected \(3, 4\)"):
-        ForeignSource(tmp_path, {"w": {"weight": weight, "exp_avg": _stored(tmp_path, torch.ones(2), "c")}})
-    source.close()
 
 
 def test_steps(tmp_path: Path) -> None:

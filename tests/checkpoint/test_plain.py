@@ -48,13 +48,17 @@ def test_tensors_come_back(tensor: torch.Tensor) -> None:
     found.zero_()  # it has memory of its own, which may be written
 
 
-@pytest.mark.parametrize("dtype", ["uint32", "uint64", "float32", "int8", "bool"])
-def test_arrays_come_back(dtype: str) -> None:
-    array = numpy.arange(6).astype(dtype).reshape(2, 3)
-    found = there_and_back(array)
-    assert found.dtype == array.dtype
-    assert (found == array).all()
+def test_arrays_come_back() -> None:
+    array = numpy.arange(6.0).reshape(2, 3)
+    for given in (array.T, array[::-1], array.astype(">f4")):
+        assert (there_and_back(given) == given).all()
+    for dtype in ("uint32", "uint64", "float32", "int8", "bool"):
+        found = there_and_back(array.astype(dtype))
+        assert found.dtype == dtype
+        assert (found == array.astype(dtype)).all()
     assert there_and_back(numpy.float64(2.5)) == 2.5
+    with pytest.raises(TypeError, match=r"given has type ndarray; expected plain data"):
+        plain.to_json(numpy.array(["text"]), "given")
 
 
 def test_counters_come_back() -> None:
@@ -73,15 +77,6 @@ class Phase(str, Enum):  # noqa: UP042 - str() of it is another text
 def test_subclasses_become_what_they_are_made_of() -> None:
     assert there_and_back(OrderedDict(a=Color.RED)) == {"a": 3}
     assert there_and_back(Phase.TRAIN) == "train"
-
-
-def test_arrays_in_other_orders_come_back() -> None:
-    array = numpy.arange(6.0).reshape(2, 3)
-    for given in (array.T, array[::-1], array.astype(">f4")):
-        found = there_and_back(given)
-        assert (found == given).all()
-    with pytest.raises(TypeError, match=r"given has type ndarray; expected plain data"):
-        plain.to_json(numpy.array(["text"]), "given")
 
 
 @pytest.mark.parametrize(

@@ -89,16 +89,6 @@ def test_rows_stay_if_the_disk_is_full_when_a_training_goes_on(tmp_path: Path, m
     assert [row["step"] for row in read_table(tmp_path, "op")] == ["20"]
 
 
-def test_a_file_with_other_columns_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"op: .* has no metrics.csv; expected the directory that shardcore.Metrics"):
-        read_table(tmp_path, "op")
-    (tmp_path / "metrics.csv").write_text("step,loss\r\n1,2.0\r\n")
-    with pytest.raises(
-        ValueError, match=r"op: .*metrics.csv has other columns; expected those of shardcore.Metrics \(step, loss"
-    ):
-        read_table(tmp_path, "op")
-
-
 def test_a_line_shows_what_changes() -> None:
     assert as_line(ROW) == "step 20 | loss 2.5000 | lr 0.0003 | step_ms 12.3 | tokens_per_s 12,346"
     scaled = as_line(ROW | {"loss_scale": 65536.0, "skipped_steps": 2})
