@@ -4,12 +4,13 @@ import argparse
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,10 @@ import pytest
 import torch
 
 from shardcore import cli
-from shardcore.launch import command, node
+from shardcore.launch import command
 from shardcore.launch.node import ENDING, NodePlan
-from tests.support.ranks import free_port
-from tests.support.scripts import ROOT, run_forked
+from tests.support.ranks import free_port, start
+from tests.support.scripts import ROOT, run_forked, run_here
 
 SOON_S = 90.0  # for what takes five seconds on a quiet machine
 HOSTS = "w0 slots=2\nw1 slots=4\n"
@@ -45,9 +46,13 @@ def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
 
 def plans(*words: str) -> list[NodePlan]:
+    return plans_of([*words, "train.py", "--num_gpus", "9", "x"])
+
+
+def plans_of(words: list[str]) -> list[NodePlan]:
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
-    return command.plan(parser.parse_args([*words, "train.py", "--num_gpus", "9", "x"]))
+    return command.plan(parser.parse_args(words))
 
 
 def slots(*words: str) -> dict[str, list[int]]:
@@ -102,13 +107,6 @@ def test_hostfiles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert plans("-H", "named", "--node_rank", "1")[0].master_addr == "w0"
     monkeypatch.setattr(command, "HOSTFILE", tmp_path / "hosts")
     assert slots() == slots("--hostfile", "hosts"), "DeepSpeed's usual place"
-
-
-def test_a_machine_of_several() -> None:
-    """As srun or Kubernetes start it, once on each."""
-    (plan,) = plans("--num_nodes", "3", "--node_rank", "2", "--master_addr", "first", "--num_gpus", "2")
-    assert plan.slots == [[0, 1]] * 3
-    assert (plan.node_rank, plan.master_addr, plan.master_port) == (2, "first", command.PORT)
 
 
 def test_sagemaker(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,12 +177,21 @@ def test_inside_another_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- real ranks -------------------------------------------------------------------------------------------------------
 
 
-def shardcore_run(program: str, *words: str, arguments: tuple[str, ...] = (), **environment: str) -> Any:
-    """Start a program; returns the process."""
-    Path("train.py").write_text(textwrap.dedent(program))
-    given = os.environ | {"PYTHONPATH": str(ROOT)} | environment
-    line = [sys.executable, "-m", "shardcore", "run", *words, "train.py", *arguments]
-    return subprocess.Popen(line, env=given, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+class Command:
+    """`shardcore run` in a process that has imported torch already; what it and its ranks print goes to files."""
+
+    def __init__(self, program: str, *words: str, arguments: tuple[str, ...] = (), **environment: str) -> None:
+        folder = Path(tempfile.mkdtemp(dir=Path.cwd()))
+        (folder / "train.py").write_text(textwrap.dedent(program))
+        self.output = folder / "out"
+        given = os.environ | {"PYTHONPATH": str(ROOT)} | environment
+        self.process = start(run_here, "shardcore", ("run", *words, "train.py", *arguments), given, folder, self.output)
+
+    def ended(self) -> tuple[int, str, str]:
+        """Wait for its end; return its exit status, standard output and standard error."""
+        self.process.join(SOON_S)
+        self.process.kill()
+        return self.process.exitcode, self.output.read_text(), self.output.with_suffix(".err").read_text()
 
 
 TRAINING = """
@@ -197,55 +204,38 @@ TRAINING = """
     assert options.local_rank == dist.get_rank()
     torch.manual_seed(1)
     model = torch.nn.Linear(40, 30)
-    model, optimizer = shardcore.shard(model, torch.optim.AdamW(model.parameters()), stage=3)
+    model, optimizer = shardcore.shard(model, shardcore.FusedAdam(model.parameters()), stage=3)
     torch.manual_seed(dist.get_rank())
     for _ in range(options.steps):
         model(torch.randn(8, 40)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
         weights = model.state_dict()["weight"]
-        print(f"{dist.get_rank()} {hashlib.sha256(weights.numpy().tobytes()).hexdigest()}\\n", end="")
-    dist.destroy_process_group()
+        print(f"{dist.get_rank()} {hashlib.sha256(weights.numpy().tobytes()).hexdigest()}\\n", end="", flush=True)
+    if dist.get_rank() == 1:
+        raise ValueError("boom")
+    dist.all_reduce(torch.ones(1))
 """
 
 
 @pytest.mark.more
-def test_training_is_that_of_ranks_with_torchruns_variables() -> None:
-    process = shardcore_run(TRAINING, "--num_gpus", "2", arguments=("--steps", "3"))
-    out, err = process.communicate(timeout=SOON_S)
-    assert process.returncode == 0, err
+def test_ranks_train_as_with_torchruns_variables_and_a_traceback_is_the_last_thing_on_the_screen_once() -> None:
+    status, out, err = Command(TRAINING, "--num_gpus", "2", arguments=("--steps", "2")).ended()
     hashes = sorted(out.splitlines())
-    assert len({line[2:] for line in hashes}) == 3, "each step changes the weights"
-    assert [f"{rank} {line[2:]}" for rank in (0, 1) for line in hashes[:3]] == hashes
-    assert err.startswith("shardcore run: torch finds no GPU on localhost: 2 on its CPU, over gloo\n")
-    Path("train.py").write_text(textwrap.dedent(TRAINING).replace("options.local_rank ==", "0 <="))
-    assert sorted(run_forked(Path("train.py"), "--steps", "3", ranks=2, folder=Path.cwd()).splitlines()) == hashes
-
-
-@pytest.mark.more
-def test_a_traceback_is_the_last_thing_on_the_screen_once() -> None:
-    start_s = time.monotonic()
-    process = shardcore_run("""
-        import torch, torch.distributed as dist
-        dist.init_process_group()
-        if dist.get_rank() == 1:
-            raise ValueError("boom")
-        dist.all_reduce(torch.ones(1))
-    """, "--num_gpus", "2", "--no_local_rank")  # fmt: skip
-    _, err = process.communicate(timeout=SOON_S)
-    assert process.returncode == 1
+    assert len({line[2:] for line in hashes}) == 2, "each step changes the weights"
+    assert [f"{rank} {line[2:]}" for rank in (0, 1) for line in hashes[:2]] == hashes
     lines = err.splitlines()
-    assert lines[-5:] == [
+    assert lines[0] == "shardcore run: torch finds no GPU on localhost: 2 on its CPU, over gloo"
+    assert lines[-5:-2] == [
         "shardcore run: rank 1 of 2 failed:",
         "Traceback (most recent call last):",
-        '  File "train.py", line 5, in <module>',
-        '    raise ValueError("boom")',
-        "ValueError: boom",
+        '  File "train.py", line 20, in <module>',
     ]
-    assert err.count("boom") == 2
-    assert err.count("Traceback") == 1
+    assert lines[-2:] == ['    raise ValueError("boom")', "ValueError: boom"]
+    assert (status, err.count("boom"), err.count("Traceback")) == (1, 2, 1)
     assert len(lines) <= 7, "one line of the machine's, one of rank 0's, which waited for rank 1"
-    assert time.monotonic() - start_s < SOON_S
+    Path("train.py").write_text(textwrap.dedent(TRAINING).replace("options.local_rank ==", "0 <="))
+    assert sorted(run_forked(Path("train.py"), "--steps", "2", ranks=2, folder=Path.cwd(), status=1).splitlines()) == hashes
 
 
 @pytest.mark.more
@@ -262,17 +252,14 @@ def test_sagemakers_two_machines() -> None:
         {END}
     """
     given = {"SM_HOSTS": json.dumps(hosts), "SM_NUM_GPUS": "0", "SM_MODEL_DIR": "/opt/ml/model"}
-    started = [
-        shardcore_run(program, "--no_local_rank", "--master_port", port, SM_CURRENT_HOST=host, **given)
-        for host in reversed(hosts)
-    ]
-    said = [process.communicate(timeout=SOON_S) for process in started]
-    assert [process.returncode for process in started] == [0, 0], said
-    assert said[1][0] == f"{[(host, '0', '/opt/ml/model') for host in hosts]}\n"
-    assert said[0][0] == ""
+    options = ("--no_local_rank", "--master_port", port)
+    started = [Command(program, *options, SM_CURRENT_HOST=host, **given) for host in reversed(hosts)]
+    second, first = (command.ended() for command in started)
+    assert first[:2] == (0, f"{[(host, '0', '/opt/ml/model') for host in hosts]}\n"), first
+    assert second[:2] == (0, ""), second
 
 
-def run_here(*words: str) -> int:
+def run_in_this_process(*words: str) -> int:
     """The command in this process, for programs that need no torch."""
     start_s = time.monotonic()
     status = cli.main(["run", *words])
@@ -280,159 +267,132 @@ def run_here(*words: str) -> int:
     return status
 
 
-@pytest.mark.more
-def test_errors_come_within_seconds(capfd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    Path("train.py").write_text("import time; time.sleep(100)")
-    with socket.socket() as other:
-        other.bind(("", 0))
-        other.listen()
-        port = str(other.getsockname()[1])
-        assert run_here("--master_port", port, "train.py") == 2
-    assert f"shardcore run: --master_port {port} cannot be used on localhost" in capfd.readouterr().err
-    assert run_here("absent.py") == 2
-    assert "has no file absent.py" in capfd.readouterr().err
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert run_here("--num_gpus", "3", "train.py") == 2
-    assert capfd.readouterr().err == "shardcore run: localhost has 2 GPUs, but GPU 2 is asked for; expected 0 to 1\n"
-    monkeypatch.setattr(node, "_NAME_OF_SCHEDULER_S", 1.0)
-    assert run_here("--num_nodes", "2", "--node_rank", "1", "--master_addr", "none.invalid", "--num_gpus", "1", "train.py") == 2
-    assert "the master address none.invalid is unknown" in capfd.readouterr().err
-
-
 def test_statuses_and_restarts(capfd: Any) -> None:
+    assert run_in_this_process("absent.py") == 2
+    assert "shardcore run: localhost has no file absent.py in " in capfd.readouterr().err
     Path("train.py").write_text("import sys; sys.exit(7)")
-    assert run_here("train.py") == 7
+    assert run_in_this_process("train.py") == 7
     assert capfd.readouterr().err.splitlines()[-1] == "shardcore run: rank 0 of 1 ended with exit status 7"
     Path("train.py").write_text("import argparse; argparse.ArgumentParser().parse_args()")
-    assert run_here("--num_gpus", "2", "train.py") == 2
+    assert run_in_this_process("--num_gpus", "2", "train.py") == 2
     said = capfd.readouterr().err.splitlines()[-1]
     assert said.endswith("ended with exit status 2 (if the program does not take --local_rank: shardcore run --no_local_rank)")
     Path("train.py").write_text(
         "import os; n = int(os.environ['TORCHELASTIC_RESTART_COUNT']); print(n, flush=True); assert n == 2, f'attempt {n}'"
     )
-    assert run_here("--max_restarts", "3", "train.py") == 0
+    assert run_in_this_process("--max_restarts", "3", "train.py") == 0
     said = capfd.readouterr()
     assert said.out.split() == ["0", "1", "2"]
     assert [line for line in said.err.splitlines() if "attempt" in line and "Error" in line] == [
         "AssertionError: attempt 0", "AssertionError: attempt 1",
     ]  # fmt: skip
-    assert run_here("--max_restarts", "1", "train.py") == 1, "each failed, and so does the last"
+    assert run_in_this_process("--max_restarts", "1", "train.py") == 1, "each failed, and so does the last"
 
 
 @pytest.mark.more
-def test_ctrl_c() -> None:
-    process = shardcore_run("import time; print('here\\n', end='', flush=True); time.sleep(100)", "--num_gpus", "2")
-    assert [process.stdout.readline() for _ in range(2)] == ["here\n"] * 2
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=SOON_S)
-    assert process.returncode == 130
-    assert err.splitlines()[1:] == ["shardcore run: ended by SIGINT"]
-
-
-@pytest.mark.more
-def test_nohup_is_respected() -> None:
+def test_nohup_is_respected_and_ctrl_c_ends_the_ranks() -> None:
     """torchrun ends at SIGHUP even where it is to be ignored."""
-    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # inherited
-    try:
-        process = shardcore_run("import time; print('here', flush=True); time.sleep(2); print('there')", "--no_local_rank")
-    finally:
-        signal.signal(signal.SIGHUP, previous)
-    assert process.stdout.readline() == "here\n"
-    process.send_signal(signal.SIGHUP)
-    out, err = process.communicate(timeout=SOON_S)
-    assert (process.returncode, out) == (0, "there\n"), err
+    Path("nohup.py").write_text(
+        "import runpy, signal; signal.signal(signal.SIGHUP, signal.SIG_IGN); runpy.run_module('shardcore', run_name='__main__')"
+    )
+    Path("train.py").write_text("import time; print('here\\n', end='', flush=True); time.sleep(100)")
+    output, words = Path("out").absolute(), ("run", "--num_gpus", "2", "--no_local_rank", "train.py")
+    process = start(run_here, Path("nohup.py"), words, os.environ | {"PYTHONPATH": str(ROOT)}, Path.cwd(), output)
+    until = time.monotonic() + SOON_S
+    while not output.exists() or output.read_text() != "here\nhere\n":
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    for number in (signal.SIGHUP, signal.SIGINT):
+        os.kill(process.pid, number)
+        time.sleep(0.2)
+    process.join(SOON_S)
+    assert process.exitcode == 130
+    assert output.with_suffix(".err").read_text().splitlines()[1:] == ["shardcore run: ended by SIGINT"]
 
 
 @pytest.mark.more
-def test_a_restart_finds_nothing_of_the_attempt_before() -> None:
+def test_a_restart_finds_nothing_of_the_attempt_before(capfd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """torchrun's ranks may read the addresses of dead ones (torch's issue 135712); here each attempt has a store of its own."""
-    process = shardcore_run(f"""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    Path("train.py").write_text(
+        textwrap.dedent(f"""
         import os, torch.distributed as dist
-        dist.init_process_group()
         store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-        if dist.get_rank() == 0:
-            print(os.environ["TORCHELASTIC_RESTART_COUNT"], store.check(["mine"]), flush=True)
-            store.set("mine", "1")
-        dist.barrier()
+        print(os.environ["TORCHELASTIC_RESTART_COUNT"], store.check(["mine"]), flush=True)
+        store.set("mine", "1")
         assert os.environ["TORCHELASTIC_RESTART_COUNT"] == "1"
         {END}
-    """, "--num_gpus", "2", "--max_restarts", "1", "--master_port", free_port(), "--no_local_rank")  # fmt: skip
-    out, err = process.communicate(timeout=2 * SOON_S)
-    assert (process.returncode, out.split("\n")[:-1]) == (0, ["0 False", "1 False"]), err
+    """)
+    )
+    assert run_in_this_process("--max_restarts", "1", "--master_port", free_port(), "--no_local_rank", "train.py") == 0
+    assert capfd.readouterr().out.splitlines() == ["0 False", "1 False"]
 
 
 # --- examples/cluster ---------------------------------------------------------------------------------------------------
 
-# No rank imports torch; that two machines' ranks meet at such an address, test_sagemakers_two_machines shows.
-ALL_RANKS = """
-    import os, sys
-    names = ("NODE", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    print(f"{' '.join(os.environ[name] for name in names)} {sys.argv[1:]}\\n", end="", flush=True)
+
+RECORDS = """
+import json, os, sys
+with open("run." + os.environ["NODE"], "w") as file:
+    json.dump([sys.argv[1:], dict(os.environ)], file)
 """
 
 
-def check_all_ranks(said: str, arguments: list[str]) -> None:
-    """Raise AssertionError unless each of two nodes had its rank, and both one address."""
-    rows = sorted(line.split(maxsplit=6) for line in said.splitlines())
-    assert [row[:4] for row in rows] == [["0", "0", "0", "2"], ["1", "1", "0", "2"]], said
-    assert rows[0][4:] == rows[1][4:], said
-    assert rows[0][4] in ("localhost", "127.0.0.1"), said
-    assert rows[0][6] == str(arguments), said
-
-
 @pytest.fixture
-def on_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """Put scripts on PATH, and shardcore."""
+def planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Run a command with these scripts on PATH, and return what each `shardcore run` of its would run, by node."""
 
-    def put(**scripts: str) -> None:
-        (tmp_path / "bin").mkdir()
-        scripts["shardcore"] = f'exec {sys.executable} -m shardcore "$@"'
+    def run(command: list[str], environments: list[dict[str, str]], **scripts: str) -> list[NodePlan]:
+        (tmp_path / "bin").mkdir(exist_ok=True)
+        scripts["shardcore"] = f"#!{sys.executable} -S\n{RECORDS}"
         for name, text in scripts.items():
-            (tmp_path / "bin" / name).write_text("#!/bin/bash\n" + text)
+            (tmp_path / "bin" / name).write_text(text)
             (tmp_path / "bin" / name).chmod(0o755)
-        monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-        monkeypatch.setenv("PYTHONPATH", str(ROOT))
-        Path("train.py").write_text(textwrap.dedent(ALL_RANKS))
+        for environment in environments:
+            given = os.environ | {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"} | environment
+            subprocess.run(command, env=given, check=True, timeout=SOON_S)
+        found = []
+        for file in sorted(tmp_path.glob("run.*")):
+            words, environment = json.loads(file.read_text())
+            assert words.pop(0) == "run"
+            with monkeypatch.context() as patch:
+                for name, value in environment.items():
+                    patch.setenv(name, value)
+                found += plans_of(words)
+        return found
 
-    return put
+    return run
 
 
-@pytest.mark.more
-def test_the_slurm_batch_file(on_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def check_two_nodes(plans: list[NodePlan], gpus: int, program: list[str], address: str) -> None:
+    """Raise AssertionError unless two nodes run the program, with one address; that ranks meet there, SageMaker's show."""
+    first, second = plans
+    assert (first.node_rank, second.node_rank) == (0, 1)
+    assert first.master_port > 10000
+    assert replace(first, node_rank=1) == second
+    assert (first.slots, first.program, first.master_addr) == ([list(range(gpus))] * 2, program, address)
+    assert (first.local_rank, first.started_alone) == (False, True)
+
+
+def test_the_slurm_batch_file(planned: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """srun starts its command once on each of two nodes."""
-    on_path(
-        scontrol='[ "$*" = "show hostnames node[1-2]" ] && echo -e "localhost\\n127.0.0.1"',
-        srun="""[ "$1 $2" = "--kill-on-bad-exit=1 --cpus-per-task=64" ] && shift 2
-            for node in 1 0; do SLURM_NODEID=$node NODE=$node SLURM_STEP_NUM_TASKS=2 SLURM_PROCID=$node "$@" & done; wait""",
-    )
-    job = {"JOB_ID": str(int(free_port()) - 15000), "JOB_NODELIST": "node[1-2]", "NNODES": "2", "CPUS_PER_TASK": "64"}
-    for name, value in job.items():
-        monkeypatch.setenv(f"SLURM_{name}", value)
-    done = subprocess.run(
-        ["bash", str(ROOT / "examples/cluster/slurm.sbatch"), "train.py", "a b"],
-        capture_output=True, text=True, timeout=2 * SOON_S, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    check_all_ranks(done.stdout, ["a b"])
+    scontrol = '#!/bin/bash\n[ "$*" = "show hostnames node[1-2]" ] && echo -e "node1\\nnode2"'
+    srun = """#!/bin/bash
+        [ "$1 $2" = "--kill-on-bad-exit=1 --cpus-per-task=64" ] && shift 2
+        for node in 1 0; do SLURM_NODEID=$node NODE=$node SLURM_STEP_NUM_TASKS=2 SLURM_PROCID=$node "$@"; done"""
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NNODES": "2", "SLURM_CPUS_PER_TASK": "64"}
+    command = ["bash", str(ROOT / "examples/cluster/slurm.sbatch"), "train.py", "a b"]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    check_two_nodes(planned(command, [job], scontrol=scontrol, srun=srun), 8, ["train.py", "a b"], "node1")
 
 
-@pytest.mark.more
-def test_the_kubernetes_manifest(on_path: Any) -> None:
+def test_the_kubernetes_manifest(planned: Any) -> None:
     yaml = pytest.importorskip("yaml", reason="reads the manifest")
-    on_path()
-    job = yaml.safe_load((ROOT / "examples/cluster/pytorchjob.yaml").read_text())
-    replicas = job["spec"]["pytorchReplicaSpecs"]
-    assert sum(part["replicas"] for part in replicas.values()) == 2
-    port, started = free_port(), []
+    replicas = yaml.safe_load((ROOT / "examples/cluster/pytorchjob.yaml").read_text())["spec"]["pytorchReplicaSpecs"]
+    assert [replicas[name]["replicas"] for name in ("Master", "Worker")] == [1, 1]
+    found = []
     for rank, part in enumerate((replicas["Master"], replicas["Worker"])):
         (container,) = part["template"]["spec"]["containers"]
-        shell, option, line = container["command"]
-        assert line.count("--num_gpus 8") == 1
-        given = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port, "NODE": str(rank)}
-        words = [shell, option, line.replace("--num_gpus 8", "--num_gpus 1")]
-        started.append(
-            subprocess.Popen(words, env=os.environ | given, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        )
-    said = [process.communicate(timeout=2 * SOON_S) for process in started]
-    assert [process.returncode for process in started] == [0, 0], said
-    check_all_ranks(said[0][0] + said[1][0], ["--checkpoints", "/checkpoints"])
+        pod = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456", "NODE": str(rank)}
+        found = planned(container["command"], [pod])
+    check_two_nodes(found, 8, ["train.py", "--checkpoints", "/checkpoints"], "job-master-0")

@@ -15,7 +15,9 @@ import pytest
 
 from shardcore.launch import nodes
 from shardcore.launch.node import REPORT, NodePlan, Outcome
-from tests.support.ranks import free_port
+from tests.support.ranks import context, free_port
+from tests.support.ranks import start as fork
+from tests.support.scripts import run_here
 
 SOON_S = 90.0  # for what takes five seconds on a quiet machine
 _SSH = """#!/bin/sh
@@ -207,3 +209,35 @@ def test_environment_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("DS_ENV_FILE", "other")
     with pytest.raises(ValueError, match=r"line 2 of .*other is 'no value'; expected NAME=VALUE"):
         nodes.passed_environment([first, second])
+
+
+def agent(pipe: Any, output: Path) -> None:
+    """Become the program that runs a node elsewhere, with `pipe` as its standard input."""
+    os.dup2(pipe.fileno(), 0)
+    pipe.close()
+    run_here("shardcore.launch.node", (), dict(os.environ), output.parent, output)
+
+
+@pytest.mark.more
+def test_the_agent_ends_with_its_standard_input(tmp_path: Path) -> None:
+    """As when ssh, or the process that started it, has died."""
+    (tmp_path / "program.py").write_text(
+        "import os, sys, time; print(os.getpid(), os.environ['SECRET'], sys.stdin.read() == '', flush=True); time.sleep(60)"
+    )
+    plan = NodePlan(slots=[[0]], node_rank=0, program=["program.py"], local_rank=False)
+    output, (theirs, ours) = tmp_path / "out", context.Pipe(duplex=False)
+    process = fork(agent, theirs, output)
+    theirs.close()
+    os.write(ours.fileno(), json.dumps({"plan": asdict(plan), "environment": {"SECRET": "told"}}).encode() + b"\n")
+    until = time.monotonic() + SOON_S
+    while not output.exists() or not output.read_text().endswith("\n"):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    number, *rest = output.read_text().split()
+    assert rest == ["told", "True"]
+    ours.close()
+    process.join(SOON_S)
+    assert not Path(f"/proc/{number}").exists()
+    text, _, told = output.with_suffix(".err").read_bytes().rpartition(REPORT)
+    assert json.loads(told) == asdict(Outcome(signal=signal.SIGTERM))
+    assert b"Traceback" not in text

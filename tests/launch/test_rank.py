@@ -127,13 +127,6 @@ def test_a_hook_of_its_own_prints(run: Any) -> None:
     assert (done.recorded, done.stderr, done.returncode) == (None, "mine\n", 1)
 
 
-@pytest.mark.more
-def test_deepspeed_is_shardcore(run: Any) -> None:
-    """Found wherever the launcher was."""
-    done = run("import deepspeed, shardcore; print(deepspeed.initialize is shardcore.initialize)", as_deepspeed=True)
-    assert done.stdout == "True\n", done.recorded
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
 def test_a_rank_ends_with_its_launcher(tmp_path: Path) -> None:
     code = (

@@ -66,7 +66,7 @@ def run_forked(script: Path | str, *arguments: str, ranks: int, folder: Path, st
         started = []
         for rank, file in enumerate(files):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks else {}
-            started.append(start(_run_here, script, arguments, variables | own, folder, file))
+            started.append(start(run_here, script, arguments, variables | own, folder, file))
         for process in started:
             process.join(timeout_s)
             process.kill()
@@ -79,7 +79,8 @@ def run_forked(script: Path | str, *arguments: str, ranks: int, folder: Path, st
     return "".join(printed)
 
 
-def _run_here(script: Path | str, arguments: Sequence[str], variables: dict[str, str], folder: Path, output: Path) -> None:
+def run_here(script: Path | str, arguments: Sequence[str], variables: dict[str, str], folder: Path, output: Path) -> None:
+    """Become a script, or a module by its name, in a process of `start`'s; it prints to `output` and to its .err file."""
     for stream, file in ((1, output), (2, output.with_suffix(".err"))):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), stream)
     os.chdir(folder)
