@@ -1,15 +1,12 @@
 """shardcore run --as-deepspeed: scripts of Trainer and TRL that know nothing of shardcore, and import deepspeed.
 
-Accelerate has DeepSpeed on GPUs only, so on the CPU ranks of these tests ON_CPU starts the scripts, with gloo.
+Accelerate has DeepSpeed on GPUs only, so on the CPU ranks of these tests PROGRAM starts the scripts, with gloo.
 """
 
 import importlib.util
 import json
-import os
 import runpy
-import subprocess
 import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +18,73 @@ for needed in ("transformers", "accelerate", "safetensors"):
 
 from safetensors.torch import load_file  # noqa: E402
 
+from shardcore.deepspeed.as_deepspeed import install_as_deepspeed  # noqa: E402
 from tests.support.huggingface import launched, tiny_gpt2  # noqa: E402
-from tests.support.ranks import run_ranks  # noqa: E402
-from tests.support.scripts import finished  # noqa: E402
+from tests.support.models import error_of  # noqa: E402
+from tests.support.ranks import run_fresh, run_ranks, start  # noqa: E402
+from tests.support.scripts import environment, run_here  # noqa: E402
 
-ROOT = Path(__file__).resolve().parents[2]
-ON_CPU = """
-import json, runpy, sys, torch
-from accelerate.state import AcceleratorState, GradientState, PartialState
-PartialState._prepare_backend = lambda self, cpu, sagemaker, backend=None: ("gloo", None)
-with open("runs.json") as file:
-    runs = json.load(file)
-for sys.argv in runs:
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    runpy.run_path(sys.argv[0], run_name="__main__")
-torch.distributed.destroy_process_group()
+PROGRAM = """
+import importlib.metadata, importlib.util
+found = importlib.util.find_spec("deepspeed") and importlib.metadata.version("deepspeed")
+import json, os, runpy, sys
+import torch
+import deepspeed
+from deepspeed.ops.adam import FusedAdam
+
+class Data(torch.utils.data.Dataset):
+    # From Python 3.14 on a loader's workers start a new interpreter, which imports this file, by default.
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        return found, deepspeed.initialize.__module__, FusedAdam.__module__
+
+def check_names():
+    import shardcore
+    from shardcore.deepspeed.as_deepspeed import install_as_deepspeed
+    install_as_deepspeed()                                      # again: does nothing
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+    from deepspeed import comm, zero
+    assert deepspeed.initialize is shardcore.initialize and deepspeed.zero is zero
+    for name in ("deepspeed", "deepspeed.zero", "deepspeed.ops.adam"):
+        assert importlib.util.find_spec(name) is sys.modules[name].__spec__ is not None
+    assert importlib.metadata.version("deepspeed") == deepspeed.__version__ == "0.19.8" != importlib.metadata.version("torch")
+    assert importlib.metadata.packages_distributions()["deepspeed"][0] == "deepspeed"
+    from accelerate.utils import is_deepspeed_available
+    from accelerate.utils.versions import compare_versions
+    assert is_deepspeed_available() and compare_versions("deepspeed", ">=", "0.16.4")
+    from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
+    assert HfTrainerDeepSpeedConfig({"zero_optimization": {"stage": 3}}).is_zero3()
+    for text in ("from deepspeed import InferenceEngine", "import deepspeed.inference.engine"):
+        try:
+            exec(text)
+        except ImportError as error:
+            print("refused:", error)
+
+if __name__ == "__main__":
+    for how in ("fork", "forkserver"):
+        print("worker:", *next(iter(torch.utils.data.DataLoader(Data(), num_workers=1, multiprocessing_context=how))))
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+    from transformers import AutoModelForCausalLM, GPT2LMHeadModel, HfArgumentParser, LlamaForCausalLM, Trainer
+    if len(sys.argv) > 1:
+        import datasets, peft
+        from trl import DPOTrainer, GRPOTrainer, SFTTrainer
+    check_names()
+    PartialState._prepare_backend = lambda self, cpu, sagemaker, backend=None: ("gloo", None)
+    sys.stdout.flush()
+    child = os.fork()                                           # both ranks, of one import of all that
+    rank = str(int(child == 0))
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+    with open("runs.json") as file:
+        runs = json.load(file)
+    for sys.argv in runs:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    torch.distributed.barrier()
+    sys.stdout.flush()
+    os._exit(os.waitpid(child, 0)[1] != 0 if child else 0)
 """
 HEAD = """
 import json, sys, torch
@@ -55,6 +103,7 @@ def finish(trainer):
     if trainer.args.process_index == 0:
         log = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
         found = {name: [entry[name] for entry in log] for name in ("loss", "grad_norm", "learning_rate")}
+        found["eval_loss"] = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
         with open(trainer.args.output_dir + "/log.json", "w") as file:
             json.dump(found, file)
 """
@@ -92,13 +141,12 @@ from trl import SFTConfig, SFTTrainer
 
 (args,) = HfArgumentParser(SFTConfig).parse_args_into_dataclasses()
 words = Tokenizer(models.WordLevel({f"w{index}": index for index in range(40)}, unk_token="w3"))
-lora = peft.LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM")
 trainer = SFTTrainer(
     model=tiny(),
     args=args,
     train_dataset=datasets.Dataset.from_list([{"input_ids": ids.tolist()} for ids in rows()]),
     processing_class=PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w1", pad_token="w2"),
-    peft_config=lora if args.run_name == "lora" else None,
+    peft_config=peft.LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM"),
 )
 trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
 finish(trainer)
@@ -135,22 +183,43 @@ trainer = DPOTrainer(
 trainer.train()
 finish(trainer)
 """
-ONLINE = """
+GRPO = """
 import datasets
-import trl
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from trl import GRPOConfig, GRPOTrainer
 
-(args,) = HfArgumentParser(trl.NAMEConfig).parse_args_into_dataclasses()
+(args,) = HfArgumentParser(GRPOConfig).parse_args_into_dataclasses()
 words = Tokenizer(models.WordLevel({f"w{index}": index for index in range(40)}, unk_token="w3"))
 words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-trainer = trl.NAMETrainer(
+trainer = GRPOTrainer(
     model="saved",
     args=args,
     reward_funcs=lambda completions, **columns: [float(text.count("7")) for text in completions],
     train_dataset=datasets.Dataset.from_list([{"prompt": "".join(f" w{index}" for index in ids[:4])} for ids in rows()]),
     processing_class=PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w1", pad_token="w2", padding_side="left"),
 )
+trainer.train()
+finish(trainer)
+"""
+ULYSSES = """
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.utils import DeepSpeedSequenceParallelConfig
+from transformers import LlamaConfig, LlamaForCausalLM, default_data_collator
+
+(args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
+if args.deepspeed:
+    handler = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation="sdpa")
+    args.parallelism_config = ParallelismConfig(sp_backend="deepspeed", sp_size=2, sp_handler=handler)
+torch.manual_seed(0)
+sizes = dict(vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2)
+model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, attn_implementation="sdpa"))
+data = []
+for ids in rows():
+    labels = ids.clone()
+    labels[:3] = -100                                       # so that one rank has fewer of them
+    data.append({"input_ids": ids, "labels": labels, "position_ids": torch.arange(8)})
+trainer = Trainer(model=model, args=args, train_dataset=data, eval_dataset=data[:4], data_collator=default_data_collator)
 trainer.train()
 finish(trainer)
 """
@@ -195,10 +264,10 @@ def result_of(folder: Path) -> dict[str, Any]:
 Run = tuple[str, dict[str, Any], tuple[str, ...]]  # a script, DeepSpeed's configuration, arguments
 
 
-def run(folder: Path, runs: dict[str, Run]) -> dict[str, dict[str, Any]]:
-    """Make trainings by one shardcore run on two ranks, one after the other; return the log and weights of each by its name.
+def run(folder: Path, runs: dict[str, Run], *libraries: str) -> dict[str, Any]:
+    """Make trainings by one shardcore run, one after the other; return the log and weights of each by its name, and its output.
 
-    Starting a rank and importing what it needs takes ten times as long as a training.
+    Starting a rank and importing what it needs takes ten times as long as a training: so one does, and forks the other one.
     """
     lines = []
     for name, (text, ds, words) in runs.items():
@@ -206,19 +275,16 @@ def run(folder: Path, runs: dict[str, Run]) -> dict[str, dict[str, Any]]:
         (folder / f"{name}.json").write_text(json.dumps(ds))
         lines.append([f"{name}.py", "--deepspeed", f"{name}.json", *words_of(name, *words)])
     (folder / "runs.json").write_text(json.dumps(lines))
-    (folder / "cpu.py").write_text(ON_CPU)
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "RANK", "WORLD_SIZE"))}
-    own = {
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "CI": "true",
-        "ACCELERATE_TORCH_DEVICE": "cpu",
-    }
-    command = [sys.executable, "-m", "shardcore", "run", "--num_gpus", "2", "--no_local_rank", "--as-deepspeed", "cpu.py"]
-    done = finished(command, folder, {**clean, **own})
-    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-4000:]
-    return {name: result_of(folder / name) for name in runs}
+    (folder / "program.py").write_text(PROGRAM)
+    # Without PYTHONPATH: shardcore is found wherever the launcher was.
+    own = {name: value for name, value in environment().items() if name != "PYTHONPATH" and not name.startswith("ACCELERATE_")}
+    command = ("run", "--num_gpus", "1", "--no_local_rank", "--as-deepspeed", "program.py", *libraries)
+    said = folder / "said"
+    process = start(run_here, "shardcore", command, own | {"ACCELERATE_TORCH_DEVICE": "cpu"}, folder, said)
+    process.join(400)
+    process.kill()
+    assert process.exitcode == 0, said.read_text()[-1000:] + said.with_suffix(".err").read_text()[-4000:]
+    return {name: result_of(folder / name) for name in runs} | {"folder": folder, "said": said.read_text()}
 
 
 def _run_plain(rank: int, world_size: int, folder: str, words: list[str]) -> None:
@@ -228,10 +294,10 @@ def _run_plain(rank: int, world_size: int, folder: str, words: list[str]) -> Non
         runpy.run_path("train.py", run_name="__main__")
 
 
-def run_plain(folder: Path, text: str, *words: str) -> dict[str, Any]:
+def run_plain(folder: Path, text: str, *words: str, ranks: int = 2) -> dict[str, Any]:
     """Run a script under DDP, on ranks that have imported what it needs; return its log and weights."""
     (folder / "train.py").write_text(HEAD + text)
-    run_ranks(2, _run_plain, str(folder), words_of("plain", *words))
+    run_ranks(ranks, _run_plain, str(folder), words_of("plain", *words))
     return result_of(folder / "plain")
 
 
@@ -244,141 +310,55 @@ def close(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return all(one[key] == pytest.approx(other[key], rel=1e-5) for key in ("loss", "grad_norm", "learning_rate"))
 
 
-# --- one process --------------------------------------------------------------------------------------------------------
+# --- names --------------------------------------------------------------------------------------------------------------
 
 
-def _python(text: str) -> str:
-    head = "from shardcore.deepspeed.as_deepspeed import VERSION, install_as_deepspeed\n"
-    done = subprocess.run(
-        [sys.executable, "-c", head + textwrap.dedent(text)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    return done.stdout + done.stderr
+def _too_late() -> list[str]:
+    """What it says where a library is imported already: empty modules stand for the real ones."""
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("deepspeed", "accelerate", "transformers")]:
+        del sys.modules[name]
+    found = []
+    for name in ("deepspeed", "accelerate", "transformers"):
+        sys.modules[name] = type(sys)(name)
+        found.append(error_of(install_as_deepspeed))
+        del sys.modules[name]
+    assert not any("shardcore" in str(finder) for finder in sys.meta_path)
+    assert not hasattr(torch.nn.Parameter, "ds_status")
+    return found
 
 
-@pytest.mark.more
-def test_imports_and_metadata_are_shardcores_once_it_is_called() -> None:
-    text = """
-        import importlib.metadata, importlib.util, sys
-        import torch
-        assert "deepspeed" not in sys.modules and not hasattr(torch.nn.Parameter, "ds_status")
-        assert not any("shardcore" in str(finder) for finder in sys.meta_path)
-        install_as_deepspeed()
-        install_as_deepspeed()
-        import deepspeed, shardcore
-        from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-        from deepspeed import comm, zero
-        assert deepspeed.initialize is shardcore.initialize and deepspeed.zero is zero
-        for name in ("deepspeed", "deepspeed.zero", "deepspeed.ops.adam"):
-            assert importlib.util.find_spec(name) is sys.modules[name].__spec__ is not None
-        assert importlib.metadata.version("deepspeed") == deepspeed.__version__ == VERSION
-        assert importlib.metadata.packages_distributions()["deepspeed"][0] == "deepspeed"
-        assert importlib.metadata.version("torch") != VERSION
-        from accelerate.utils import is_deepspeed_available
-        from accelerate.utils.versions import compare_versions
-        assert is_deepspeed_available() and compare_versions("deepspeed", ">=", "0.16.4")
-        from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
-        assert HfTrainerDeepSpeedConfig({"zero_optimization": {"stage": 3}}).is_zero3()
-        try:
-            from deepspeed import InferenceEngine
-        except ImportError as error:
-            print(error)
-        import deepspeed.inference.engine
-    """
-    said = _python(text).strip().splitlines()
-    assert said[0].startswith("cannot import name 'InferenceEngine'")
-    assert said[-1] == (
-        "ModuleNotFoundError: No module named 'deepspeed.inference': deepspeed is shardcore in this process (--as-deepspeed), "
-        "which has no counterpart of DeepSpeed's inference"
-    )
-
-
-@pytest.mark.more
-def test_workers_of_a_loader_import_it_too(tmp_path: Path) -> None:
-    """From Python 3.14 on they start a new interpreter, which imports the script, by default."""
-    (tmp_path / "train.py").write_text(
-        textwrap.dedent("""
-            import importlib.metadata, importlib.util
-            found = importlib.util.find_spec("deepspeed") and importlib.metadata.version("deepspeed")
-            import torch
-            import deepspeed
-            from deepspeed.ops.adam import FusedAdam
-
-            class Data(torch.utils.data.Dataset):
-                def __len__(self):
-                    return 1
-
-                def __getitem__(self, index):
-                    return found, deepspeed.initialize.__module__, FusedAdam.__module__
-
-            if __name__ == "__main__":
-                for how in ("fork", "forkserver"):
-                    loader = torch.utils.data.DataLoader(Data(), num_workers=1, multiprocessing_context=how)
-                    print("worker:", *next(iter(loader)))
-        """)
-    )
-    command = [sys.executable, "-m", "shardcore", "run", "--num_gpus", "1", "--as-deepspeed", "train.py"]
-    done = subprocess.run(
-        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120
-    )
-    said = "worker: ('0.19.8',) ('shardcore.deepspeed.initialize',) ('shardcore."
-    assert done.stdout.count(said) == 2, done.stdout + done.stderr
-
-
-@pytest.mark.more
 def test_it_is_refused_where_it_comes_too_late() -> None:
-    """Empty modules stand for the real ones, which take seconds to import."""
-    said = _python("""
-        import sys, types
-        for name in ("deepspeed", "accelerate", "transformers"):
-            sys.modules[name] = types.ModuleType(name)
-            try:
-                install_as_deepspeed()
-            except RuntimeError as error:
-                print(error)
-            del sys.modules[name]
-    """).splitlines()
-    assert len(said) == 3
+    said = run_fresh(_too_late)
     for line, name in zip(said, ("deepspeed", "accelerate", "transformers"), strict=True):
-        assert line.startswith(f"install_as_deepspeed: {name} is imported already")
-
-
-@pytest.mark.more
-@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
-def test_a_real_deepspeed_is_refused() -> None:
-    said = _python("import os\nos.environ['DS_ACCELERATOR'] = 'cpu'\nimport deepspeed\ninstall_as_deepspeed()")
-    assert "the real DeepSpeed would be in use beside shardcore" in said
-
-
-# --- Trainer ------------------------------------------------------------------------------------------------------------
+        assert line.startswith(f"RuntimeError: install_as_deepspeed: {name} is imported already")
+    assert "the real DeepSpeed would be in use beside shardcore" in said[0]
 
 
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 FP16 = {"enabled": True, "initial_scale_power": 40, "hysteresis": 1, "loss_scale_window": 1000}
 OWN = config(3, zero=OFFLOAD, optimizer=ADAMW, scheduler={"type": "WarmupDecayLR", "params": WARMUP})
 BEST = ("--eval_strategy", "steps", "--eval_steps", "2", "--load_best_model_at_end", "1")
-TRL = ("--bf16", "0", "--run_name")
+FLOAT32 = ("--bf16", "0")
+NO_WEIGHTS = {"stage3_gather_16bit_weights_on_model_save": False}
+ONCE = ("--save_strategy", "no")
 RUNS: dict[str, Run] = {
-    "two": (TRAINER, config(2), ()),
+    "two": (TRAINER, config(2), ONCE),
     "three": (TRAINER, config(3), ()),
-    "offloaded": (TRAINER, config(2, zero=OFFLOAD), ()),
+    "offloaded": (TRAINER, config(2, zero=OFFLOAD), ONCE),
     "own": (TRAINER, OWN, ("--warmup_steps", "2")),
-    "own_here": (TRAINER, {**OWN, "zero_optimization": config(3)["zero_optimization"]}, ("--warmup_steps", "2")),
-    "fp16": (TRAINER, config(2, fp16=FP16), ("--fp16", "1")),
-    "no_weights": (TRAINER, config(3, zero={"stage3_gather_16bit_weights_on_model_save": False}), ()),
+    "fp16": (TRAINER, config(3, fp16=FP16, zero=NO_WEIGHTS), ("--fp16", "1", *ONCE)),
     "pretrained": (FROM_PRETRAINED, config(3), BEST),
     "evaluation": (EVALUATION, config(3, optimizer=ADAMW), ()),  # an optimizer that is left out
 }
-ONLINE_WORDS = ("--bf16", "0", "--num_generations", "2", "--max_completion_length", "6", "--beta", "0.1")
+GRPO_WORDS = (*FLOAT32, *ONCE, "--num_generations", "2", "--max_completion_length", "6", "--beta", "0.1")
 WITH_TRL: dict[str, Run] = {
-    "whole": (SFT, config(3), (*TRL, "whole")),
-    "lora": (SFT, config(3), (*TRL, "lora")),
-    "dpo": (DPO, config(3), TRL[:2]),
-    "GRPO": (ONLINE.replace("NAME", "GRPO"), config(3), ONLINE_WORDS),
+    "lora": (SFT, config(3), FLOAT32),
+    "dpo": (DPO, config(3), (*FLOAT32, *ONCE)),
+    "GRPO": (GRPO, config(3), GRPO_WORDS),
 }
+LIBRARIES = ("trl", "peft", "datasets")
+STEPWISE = ("--gradient_accumulation_steps", "1", "--data_seed", "1", "--eval_strategy", "steps", "--eval_steps", "2", *ONCE)
+LAST: dict[str, Run] = {"ulysses": (ULYSSES, config(2, optimizer=ADAMW), STEPWISE)}  # leaves sequences split in its process
 
 
 def resumed(name: str, text: str, ds: dict[str, Any], words: tuple[str, ...]) -> Run:
@@ -386,19 +366,30 @@ def resumed(name: str, text: str, ds: dict[str, Any], words: tuple[str, ...]) ->
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What all trainings have left, of one start: to import what they need takes longer than they do."""
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What all trainings have left, of one start."""
     folder = tmp_path_factory.mktemp("runs")
     tiny_gpt2().save_pretrained(folder / "saved")
-    trl = all(importlib.util.find_spec(name) for name in ("trl", "peft"))
-    runs = RUNS | (WITH_TRL if trl else {})
-    again = {f"{name}_resumed": resumed(name, *runs[name]) for name in ("three", "own", "whole", "lora") if name in runs}
-    return run(folder, runs | again) | {"folder": folder}
+    libraries = LIBRARIES if all(map(importlib.util.find_spec, LIBRARIES)) else ()
+    runs = RUNS | (WITH_TRL if libraries else {})
+    again = {f"{name}_resumed": resumed(name, *runs[name]) for name in ("three", "own", "lora") if name in runs}
+    return run(folder, runs | again | LAST, *libraries)
+
+
+@pytest.mark.more
+def test_names_and_metadata_are_shardcores_in_loaders_workers_too(found: dict[str, Any]) -> None:
+    assert found["said"].count("worker: ('0.19.8',) ('shardcore.deepspeed.initialize',) ('shardcore.") == 2
+    name, module = [line for line in found["said"].splitlines() if line.startswith("refused: ")]
+    assert name.startswith("refused: cannot import name 'InferenceEngine'")
+    assert module == (
+        "refused: No module named 'deepspeed.inference': deepspeed is shardcore in this process (--as-deepspeed), "
+        "which has no counterpart of DeepSpeed's inference"
+    )
 
 
 @pytest.mark.more
 def test_trainer_has_the_numbers_of_ddp_and_resumes(tmp_path: Path, found: dict[str, Any]) -> None:
-    ddp = run_plain(tmp_path, TRAINER)
+    ddp = run_plain(tmp_path, TRAINER, *ONCE)
     two, three = found["two"], found["three"]
     assert len(two["loss"]) == 4
     assert min(two["grad_norm"]) > 0.5, "clipped at every step"
@@ -407,14 +398,12 @@ def test_trainer_has_the_numbers_of_ddp_and_resumes(tmp_path: Path, found: dict[
     assert same_weights(two, three)
     assert same_weights(found["three_resumed"], three)
     assert found["three_resumed"]["grad_norm"] == three["grad_norm"]
-    assert not close(two, run_plain(tmp_path, TRAINER, "--max_grad_norm", "1000")), "a twin without clipping"
+    assert not close(two, run_plain(tmp_path, TRAINER, *ONCE, "--max_grad_norm", "1000")), "a twin without clipping"
 
 
 @pytest.mark.more
 def test_the_configurations_own_optimizer_and_scheduler_with_offload(found: dict[str, Any]) -> None:
     own = found["own"]
-    assert same_weights(found["own_here"], own)
-    assert found["own_here"]["learning_rate"] == own["learning_rate"]
     assert max(own["learning_rate"]) == pytest.approx(0.01)
     assert min(own["learning_rate"]) == 0.0, "DeepSpeed's scheduler, not Trainer's"
     assert same_weights(found["own_resumed"], own)
@@ -431,15 +420,11 @@ def test_pretrained_weights_at_stage_3_are_those_of_rank_0(tmp_path: Path, found
 
 
 @pytest.mark.more
-def test_overflow_of_float16_steps_no_scheduler(found: dict[str, Any]) -> None:
+def test_overflow_of_float16_steps_no_scheduler_and_weights_stay_sharded(found: dict[str, Any]) -> None:
     rates = found["fp16"]["learning_rate"]
     assert rates[0] == rates[1] == 0.01, "the first steps are skipped"
-
-
-@pytest.mark.more
-def test_a_model_without_its_weights_says_where_they_are(found: dict[str, Any]) -> None:
-    assert "weights" not in found["no_weights"], "as with DeepSpeed: only sharded"
-    assert (found["folder"] / "no_weights" / "latest").exists()
+    assert "weights" not in found["fp16"], "as with DeepSpeed: only sharded"
+    assert (found["folder"] / "fp16" / "latest").exists()
 
 
 @pytest.mark.more
@@ -448,29 +433,39 @@ def test_evaluation_alone_at_stage_3(tmp_path: Path, found: dict[str, Any]) -> N
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("kind", ["whole", "lora"])
-def test_trl_at_stage_3(kind: str, tmp_path: Path, found: dict[str, Any]) -> None:
-    for needed in ("trl", "peft"):
-        pytest.importorskip(needed, reason="tests with TRL and PEFT")
-    plain = run_plain(tmp_path, SFT, *TRL, kind)
-    assert close(found[kind], plain)
-    assert found[kind]["weights"].keys() == plain["weights"].keys()
-    assert same_weights(found[f"{kind}_resumed"], found[kind])
+def test_sequences_split_by_ulysses(tmp_path: Path, found: dict[str, Any]) -> None:
+    alone = run_plain(tmp_path, ULYSSES, *STEPWISE, ranks=1)
+    for name, count in (("loss", 4), ("eval_loss", 2)):
+        assert len(alone[name]) == count
+        assert found["ulysses"][name] == pytest.approx(alone[name], rel=2e-4)
+
+
+# --- TRL ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def with_trl(found: dict[str, Any]) -> dict[str, Any]:
+    for name in LIBRARIES:
+        pytest.importorskip(name, reason="tests with TRL and PEFT")
+    return found
 
 
 @pytest.mark.more
-def test_trl_with_a_reference_model_at_stage_3(tmp_path: Path, found: dict[str, Any]) -> None:
-    pytest.importorskip("trl", reason="tests with TRL")
-    assert close(found["dpo"], run_plain(tmp_path, DPO, *TRL[:2]))
+def test_adapters_by_trl_at_stage_3(tmp_path: Path, with_trl: dict[str, Any]) -> None:
+    plain = run_plain(tmp_path, SFT, *FLOAT32)
+    assert close(with_trl["lora"], plain)
+    assert with_trl["lora"]["weights"].keys() == plain["weights"].keys()
+    assert same_weights(with_trl["lora_resumed"], with_trl["lora"])
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("name", ["GRPO", pytest.param("RLOO", marks=pytest.mark.slow)])
-def test_trl_that_generates_while_it_trains_at_stage_3(name: str, tmp_path: Path, found: dict[str, Any]) -> None:
-    pytest.importorskip("trl", reason="tests with TRL")
+def test_trl_with_a_reference_model_at_stage_3(tmp_path: Path, with_trl: dict[str, Any]) -> None:
+    assert close(with_trl["dpo"], run_plain(tmp_path, DPO, *FLOAT32, *ONCE))
+
+
+@pytest.mark.more
+def test_trl_that_generates_while_it_trains_at_stage_3(tmp_path: Path, with_trl: dict[str, Any]) -> None:
     tiny_gpt2().save_pretrained(tmp_path / "saved")
-    script = ONLINE.replace("NAME", name)
-    sharded = found[name] if name in found else run(tmp_path, {name: (script, config(3), ONLINE_WORDS)})[name]
-    plain = run_plain(tmp_path, script, *ONLINE_WORDS)
+    plain = run_plain(tmp_path, GRPO, *GRPO_WORDS)
     assert min(plain["grad_norm"]) > 0.0
-    assert sharded["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-5), "the same texts were generated"
+    assert with_trl["GRPO"]["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-5), "the same texts were generated"

@@ -1,10 +1,6 @@
-"""DeepSpeed's names for sequence parallelism: a loop as in its tutorial, and Trainer with ParallelismConfig."""
+"""DeepSpeed's names for sequence parallelism: a loop as in its tutorial. (Trainer: tests/deepspeed/test_as_deepspeed.py.)"""
 
-import json
-import re
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +12,6 @@ from torch import nn
 import shardcore as deepspeed
 from tests.support.deepspeed import ds_config
 from tests.support.ranks import run_ranks
-from tests.support.scripts import environment, finished, run_forked
 
 for needed in ("transformers", "accelerate"):
     pytest.importorskip(needed, reason="tests with transformers")
@@ -98,15 +93,11 @@ def _tutorial(rank: int, world: int, stage: int, twin: bool) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_losses_are_those_of_whole_sequences(stage: int) -> None:
+def test_losses_are_those_of_whole_sequences() -> None:
     (expected,) = run_ranks(1, _alone)
-    for found in run_ranks(2, _tutorial, stage, False):
+    for found in run_ranks(2, _tutorial, 3, False):
         assert found == pytest.approx(expected, rel=1e-5)
-
-
-def test_attention_over_parts_alone_is_seen() -> None:
-    (expected,) = run_ranks(1, _alone)
+    # a twin that attends over its part alone
     assert run_ranks(2, _tutorial, 2, True)[0] != pytest.approx(expected, rel=1e-4)
 
 
@@ -165,44 +156,3 @@ def _refusals(rank: int, world: int) -> None:
 
 def test_refusals() -> None:
     run_ranks(2, _refusals)
-
-
-TRAINER = """
-import json, os, sys
-import torch
-from accelerate.parallelism_config import ParallelismConfig
-from accelerate.utils import DeepSpeedSequenceParallelConfig
-from transformers import Trainer, TrainingArguments, default_data_collator
-from tests.integrations.test_ulysses import batches, llama
-
-ranks = int(os.environ.get("WORLD_SIZE", 1))
-rows = [{name: batch[name][row] for name in batch} for batch in batches(0, 1, 8) for row in range(2)]
-options = {}
-if ranks > 1:
-    handler = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation="sdpa")
-    options["parallelism_config"] = ParallelismConfig(sp_backend="deepspeed", sp_size=ranks, sp_handler=handler)
-    auto = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
-    config = {**dict.fromkeys(auto, "auto"), "gradient_clipping": 1.0, "zero_optimization": {"stage": 2}}
-    options["deepspeed"] = {**config, "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}
-arguments = TrainingArguments(
-    "out", per_device_train_batch_size=2, max_steps=6, logging_steps=1, max_grad_norm=1.0, save_strategy="no", report_to=[],
-    learning_rate=1e-2, lr_scheduler_type="constant", use_cpu=True, eval_strategy="steps", eval_steps=3, data_seed=1, **options,
-)
-trainer = Trainer(llama(), arguments, train_dataset=rows, eval_dataset=rows[:4], data_collator=default_data_collator)
-trainer.train()
-if trainer.is_world_process_zero():
-    found = [float(entry[name]) for entry in trainer.state.log_history for name in ("loss", "eval_loss") if name in entry]
-    print("LOSSES", json.dumps(found))
-"""
-
-
-@pytest.mark.more
-def test_trainer(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(TRAINER)
-    plain = run_forked(tmp_path / "train.py", ranks=0, folder=tmp_path)  # Trainer alone, without DeepSpeed's part of it
-    command = [sys.executable, "-m", "shardcore", "run", "--as-deepspeed", "--num_gpus", "2", "train.py"]
-    done = finished(command, tmp_path, environment())
-    assert done.returncode == 0, done.stderr[-3000:]
-    alone, apart = (json.loads(re.search("LOSSES (.*)", printed)[1]) for printed in (plain, done.stdout))
-    assert len(alone) == 8
-    assert apart == pytest.approx(alone, rel=2e-4)
