@@ -47,12 +47,11 @@ def _fabric(rank: int, world_size: int, folder: str) -> Any:
     model, optimizer, _ = plain_loop(rank, world_size, stage=2, clip_grad_norm=0.1)
     hashes = {"plain": hash_of_training(model, optimizer)}
     norms = {}
-    for package in PACKAGES:
-        for name in ("shardcore_stage_1", "shardcore_stage_3_offload"):
-            fabric = fabric_of(rank, world_size, name, package)
-            model, optimizer = set_up(fabric)
-            norms[package, name] = train_fabric(fabric, rank, world_size, model, optimizer)
-            hashes[f"{package} {name}"] = hash_of_fabric(model, optimizer)
+    for package, name in zip(PACKAGES, ("shardcore_stage_1", "shardcore_stage_3_offload"), strict=True):
+        fabric = fabric_of(rank, world_size, name, package)
+        model, optimizer = set_up(fabric)
+        norms[name] = train_fabric(fabric, rank, world_size, model, optimizer)
+        hashes[name] = hash_of_fabric(model, optimizer)
     for whole in (False, True):
         path = f"{folder}/whole.ckpt" if whole else f"{folder}/shards"
         for stage in (3, 1):  # save, and load into another stage
