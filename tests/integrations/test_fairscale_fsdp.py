@@ -28,7 +28,6 @@ from tests.support.ranks import run_ranks
 FSDP = FullyShardedDataParallel
 SGD = partial(torch.optim.SGD, momentum=0.9)
 ADAMW = {"lr": 1e-2, "weight_decay": 0.1}
-CPU = {"optimizer": "cpu", "params": "cpu", "gradients": "cpu"}
 
 
 def _loop(rank, model, optimizer, scheduler, no_sync, clip, steps=range(4)):
@@ -73,15 +72,14 @@ def _trains(rank, world_size):
     mixed = {"mixed_precision": True, "compute_dtype": torch.bfloat16, "fp32_reduce_scatter": True}
     bf16 = {"precision": "bf16", "reduce_dtype": "fp32"}
     pairs = {
-        "plain": (_shard(rank), [{}, {"late": True}, {"reshard_after_forward": False}, {"optim": shardcore.FusedAdam}]),
+        "plain": (_shard(rank), [{"move_params_to_cpu": True}, {"reshard_after_forward": False, "optim": shardcore.FusedAdam}]),
         "mixed": (_shard(rank, **bf16), [mixed]),
-        "SGD": (_shard(rank, SGD), [{"optim": SGD}, {"optim": SGD, "late": True}]),
-        "cpu": (_shard(rank, offload=CPU), [{"move_params_to_cpu": True}]),
+        "SGD": (_shard(rank, SGD), [{"optim": SGD, "late": True}]),
     }
     for name, (wanted, cases) in pairs.items():
         for options in cases:
             assert hash_of_training(*_fsdp(rank, **options)) == wanted, (name, options)
-    assert pairs["plain"][0] == pairs["cpu"][0] != pairs["mixed"][0]
+    assert pairs["plain"][0] != pairs["mixed"][0]
     keeps, fairscale_fsdp.keep_working = fairscale_fsdp.keep_working, lambda old, made: old.__dict__.update(step=made.step)
     try:  # the twin: load_state_dict and zero_grad go on, the learning rate's steps do not
         with pytest.raises(AttributeError):
@@ -91,9 +89,8 @@ def _trains(rank, world_size):
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.more)])
-def test_trains_to_the_bits_of_shard(world_size):
-    run_ranks(world_size, _trains)
+def test_trains_to_the_bits_of_shard():
+    run_ranks(2, _trains)
 
 
 def _states(rank, world_size):

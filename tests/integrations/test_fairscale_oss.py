@@ -61,7 +61,7 @@ def _trains(rank, world_size):
     for name, value in model.module.state_dict().items():
         assert torch.allclose(value, net.state_dict()[name], rtol=1e-5, atol=1e-6), name
     hashes = {"shard": hash_of_training(*_shard(rank, shardcore.FusedAdam))}
-    for name, options in {"2": {}, "1": {"stage": 1}, "cpu": {"offload": {"optimizer": "cpu"}}}.items():
+    for name, options in {"2": {}, "1, cpu": {"stage": 1, "offload": {"optimizer": "cpu"}}}.items():
         model, oss = _ours(rank, **options)
         hashes[name] = hash_of_training(model.module, oss.optim)
     model, oss = _ours(rank, shardcore.FusedAdam)
@@ -80,9 +80,8 @@ def _trains(rank, world_size):
         OSS.take = copied
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.more)])
-def test_trains_to_the_bits_of_shard(world_size):
-    for hashes, twin in run_ranks(world_size, _trains):
+def test_trains_to_the_bits_of_shard():
+    for hashes, twin in run_ranks(2, _trains):
         assert len(set(hashes.values())) == 1, hashes
         assert twin not in hashes.values()
 
