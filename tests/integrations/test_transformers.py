@@ -5,6 +5,7 @@ import json
 import logging
 import shutil
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -79,9 +80,7 @@ def close(ours: list[float], theirs: list[float]) -> bool:
 def test_losses_and_norms_are_those_of_ddp_and_one_hash_at_every_stage_and_tier(tmp_path: Path, ddp: Result) -> None:
     placements = [
         {"stage": 0, "sync_each": True},
-        {"stage": 1, "sync_each": True},
         {"stage": 2, "offload": HOST},
-        {"stage": 3},
         {"stage": 3, "offload": {**HOST, "params": "cpu", "gradients": "cpu"}, "overlap_step": True},
     ]
     found = [each for options in placements for each in run_ranks(2, train, str(tmp_path), ShardcoreTrainer, options, {})]
@@ -125,19 +124,17 @@ def test_clipping_at_a_thousandth_moves_weights_as_without_sharding(tmp_path: Pa
         assert all(close(ours[:1], norms[:1]) for ours, _ in results), "the log has the norm from before"
         return all((movement - expected).abs().max() < 1e-4 * expected.abs().max() for _, movement in results)
 
-    assert same(ShardcoreTrainer, 2)
     assert same(ShardcoreTrainer, 3)
-    assert not same(NoClip, 2), "a no-op clip"
+    assert not same(NoClip, 3), "a no-op clip"
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("stage", [1, 3])
-def test_bf16_and_gradient_checkpointing(tmp_path: Path, stage: int, ddp: Result) -> None:
+def test_bf16_and_gradient_checkpointing(tmp_path: Path, ddp: Result) -> None:
     """Weights in bfloat16 with float32 masters: near autocast's numbers, and checkpointing changes no bit."""
     hashes = set()
     for kwargs in (None, {"use_reentrant": False}, {"use_reentrant": True}):
         more = {"bf16": True, "gradient_checkpointing": kwargs is not None, "gradient_checkpointing_kwargs": kwargs}
-        ours = run_ranks(2, train, str(tmp_path), ShardcoreTrainer, {"stage": stage}, more)
+        ours = run_ranks(2, train, str(tmp_path), ShardcoreTrainer, {"stage": 3}, more)
         hashes |= {each["hash"] for each in ours}
         assert ours[0]["losses"] == pytest.approx(ddp["losses"], rel=0.02)
         assert not close(ours[0]["losses"], ddp["losses"])
@@ -172,9 +169,8 @@ SAVING = {"save_strategy": "steps", "save_steps": 2}
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("changes", [{}, {"bf16": True}])
-def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(tmp_path: Path, changes: dict[str, Any]) -> None:
-    more = {**SAVING, **changes}
+def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(tmp_path: Path) -> None:
+    more = {**SAVING, "bf16": True}
     whole = run_ranks(2, train, str(tmp_path), ShardcoreTrainer, {"stage": 2}, more)
     folder = tmp_path / "checkpoint-2"
     assert {path.name for path in folder.iterdir()} >= {
@@ -182,10 +178,9 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(tmp_path: Path, chan
         "global_step2",
     }  # fmt: skip
     assert not list(folder.glob("optimizer*"))
-    for stage in (2, 3):
-        resumed = run_ranks(2, train, str(tmp_path), ShardcoreTrainer, {"stage": stage}, more, str(folder))
-        assert resumed[0]["losses"][-2:] == whole[0]["losses"][-2:]
-        assert {each["hash"] for each in resumed} == {whole[0]["hash"]}
+    resumed = run_ranks(2, train, str(tmp_path), ShardcoreTrainer, {"stage": 3}, more, str(folder))
+    assert resumed[0]["losses"][-2:] == whole[0]["losses"][-2:]
+    assert {each["hash"] for each in resumed} == {whole[0]["hash"]}
     last = run_ranks(2, train, str(tmp_path), ShardcoreTrainer, {"stage": 1, "sync_each": True}, more, True)
     assert last[0]["hash"] == whole[0]["hash"], "resumed after the last step"
     shutil.rmtree(folder / "global_step2")
@@ -205,8 +200,9 @@ def test_a_checkpoint_of_plain_trainer_is_resumed(tmp_path: Path) -> None:
 @pytest.mark.more
 def test_whole_weights_are_for_from_pretrained(tmp_path: Path) -> None:
     """In the dtype that they train in, and tied ones once."""
-    run_ranks(2, train, str(tmp_path), ShardcoreTrainer, {"stage": 3}, {**SAVING, "bf16": True, "save_only_model": True})
-    folder = tmp_path / "checkpoint-4"
+    more = {**SAVING, "bf16": True, "save_only_model": True, "max_steps": 2}
+    run_ranks(2, train, str(tmp_path), ShardcoreTrainer, {"stage": 3}, more)
+    folder = tmp_path / "checkpoint-2"
     assert not (folder / "latest").exists()
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     assert model.dtype == torch.bfloat16
@@ -271,15 +267,10 @@ def test_evaluation_and_the_best_model_at_the_end(tmp_path: Path) -> None:
     }  # fmt: skip
     ddp = run_ranks(2, train, str(tmp_path / "ddp"), Trainer, None, more)[0]
     assert ddp["eval"][0] > ddp["eval"][1], "the best is not the last"
-    hashes = set()
-    for stage in (0, 3):
-        out = tmp_path / f"stage{stage}"
-        ours = run_ranks(2, train, str(out), ShardcoreTrainer, {"stage": stage, "sync_each": True}, more)
-        assert close(ours[0]["eval"], ddp["eval"])
-        hashes |= {each["hash"] for each in ours}
-        best = transformers.AutoModelForCausalLM.from_pretrained(out / "checkpoint-2")
-        hashes.add(hash_of_state(best.state_dict()))
-    assert len(hashes) == 1
+    ours = run_ranks(2, train, str(tmp_path), ShardcoreTrainer, {"stage": 3}, more)
+    assert close(ours[0]["eval"], ddp["eval"])
+    best = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-2")
+    assert {each["hash"] for each in ours} == {hash_of_state(best.state_dict())}
 
 
 def _without_training(rank: int, world_size: int, out: str, kind: Any, options: Any, then_train: bool) -> Any:
@@ -379,22 +370,19 @@ def _one_group(rank: int, world_size: int, out: str) -> Result:
         return result_of(trainer)
 
 
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("kind", [ShardcoreTrainingArguments, TrainingArguments])
-def test_a_deepspeed_configuration_says_how_to_shard(tmp_path: Path, kind: Any) -> None:
-    """Of transformers' own arguments, too, where DeepSpeed is installed; as a file, and without its optimizer."""
-    if kind is TrainingArguments:
-        pytest.importorskip("deepspeed", reason="transformers' own arguments with deepspeed= need it")
+def test_a_deepspeed_configuration_says_how_to_shard(tmp_path: Path) -> None:
+    """As a file, and without its optimizer; of transformers' own arguments, too, which need DeepSpeed for it."""
     expected = run_ranks(2, _one_group, str(tmp_path))[0]
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(CONFIG))
-    for decay, ours, options in run_ranks(2, _configured, str(tmp_path), kind, str(path)):
+    for decay, ours, options in run_ranks(2, _configured, str(tmp_path), ShardcoreTrainingArguments, str(path)):
         assert decay == [0.1], "as with DeepSpeed, whose optimizer knows of no groups"
         assert ours == expected
         assert (options["stage"], options["offload"]["optimizer"], options["precision"]) == (2, "cpu", "fp32")
         assert (options["accumulate"], options["clip_grad_norm"]) == (2, 0.5)
     without = {key: value for key, value in CONFIG.items() if key != "optimizer"}
     grouped = run_ranks(2, train, str(tmp_path), ShardcoreTrainer, {"stage": 2}, {})[0]
+    kind = TrainingArguments if find_spec("deepspeed") else ShardcoreTrainingArguments
     for decay, ours, _ in run_ranks(2, _configured, str(tmp_path), kind, without):
         assert decay == [0.1, 0.0]
         assert ours == grouped

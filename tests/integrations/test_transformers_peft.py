@@ -1,6 +1,5 @@
 """Adapters over a frozen, sharded base: PEFT's LoRA, and bases that are quantized."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +64,7 @@ def train(rank: int, world_size: int, out: str, kind: Any, options: Any, changes
 def test_adapters_train_at_every_stage_and_are_saved_alone(tmp_path: Path) -> None:
     ddp = run_ranks(2, train, str(tmp_path / "ddp"), Trainer, None, {})[0]
     hashes, weight_bytes = set(), {}
-    for stage, more in ((0, {}), (2, {"offload": {"optimizer": "cpu"}}), (3, {})):
+    for stage, more in ((2, {"offload": {"optimizer": "cpu"}}), (3, {})):
         out = tmp_path / f"stage{stage}"
         for ours in run_ranks(2, train, str(out), ShardcoreTrainer, {"stage": stage, **more}, {}):
             assert ours["losses"] == pytest.approx(ddp["losses"], rel=1e-5)
@@ -84,23 +83,19 @@ def test_adapters_train_at_every_stage_and_are_saved_alone(tmp_path: Path) -> No
     assert weight_bytes[3] < 0.6 * weight_bytes[2], "the frozen base is sharded, too"
 
 
-@pytest.mark.parametrize("changes", [{}, {"bf16": True, "gradient_checkpointing": True}])
-def test_adapters_resume_to_the_bit_and_the_best_come_back(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_adapters_resume_to_the_bit(tmp_path: Path) -> None:
+    changes = {"bf16": True, "gradient_checkpointing": True}
     whole = run_ranks(2, train, str(tmp_path), ShardcoreTrainer, {"stage": 3}, changes)[0]
     folder = str(tmp_path / "checkpoint-2")
     resumed = run_ranks(2, train, str(tmp_path / "resumed"), ShardcoreTrainer, {"stage": 2}, changes, folder)
     assert {each["hash"] for each in resumed} == {whole["hash"]}
-    best = {
-        **changes, "eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "greater_is_better": True,
-    }  # fmt: skip
-    ours = run_ranks(2, train, str(tmp_path / "best"), ShardcoreTrainer, {"stage": 3}, best)[0]
-    state = json.loads((tmp_path / "best/checkpoint-4/trainer_state.json").read_text())
-    chosen = Path(state["best_model_checkpoint"])
-    if not changes:
-        model = peft.PeftModel.from_pretrained(tiny_gpt2(), chosen)
-        assert ours["hash"] == hash_of_state(adapters_of(model))
-        assert chosen.name == "checkpoint-2"
-        assert ours["hash"] != whole["hash"]
+
+
+def test_the_best_adapters_come_back(tmp_path: Path) -> None:
+    best = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "greater_is_better": True}
+    ours = run_ranks(2, train, str(tmp_path), ShardcoreTrainer, {"stage": 3}, best)[0]
+    chosen, last = (peft.PeftModel.from_pretrained(tiny_gpt2(), tmp_path / f"checkpoint-{step}") for step in (2, 4))
+    assert ours["hash"] == hash_of_state(adapters_of(chosen)) != hash_of_state(adapters_of(last))
 
 
 # --- quantized bases --------------------------------------------------------------------------------------------------
@@ -149,7 +144,7 @@ def train_quantized(rank: int, world_size: int, out: str, options: Any, bf16: bo
 
 def test_a_quantized_base_trains_at_every_stage_and_one_of_8_bits_below_3(tmp_path: Path) -> None:
     expected, _ = run_ranks(2, train_quantized, str(tmp_path), None, False)[0]
-    found = [each for stage in (0, 2, 3) for each in run_ranks(2, train_quantized, str(tmp_path), {"stage": stage}, False)]
+    found = [each for stage in (2, 3) for each in run_ranks(2, train_quantized, str(tmp_path), {"stage": stage}, False)]
     for losses, _ in found:
         assert losses == pytest.approx(expected, rel=1e-5)
     assert len({hashed for _, hashed in found}) == 1
