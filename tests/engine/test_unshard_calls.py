@@ -31,7 +31,7 @@ def _trained(rank: int, layout: str) -> str:
     ]
     options = {"precision": "bf16", "keep_fp32": [nn.LayerNorm], **LAYOUTS[layout][0]}
     model, optimizer = shardcore.shard(model, shardcore.FusedAdam(groups, lr=1e-2), **options)  # type: ignore[assignment]
-    for step in range(3):
+    for step in range(2):
         CALLS.clear()
         stepped(model, optimizer, rank, step)
     calls = CALLS.copy()
