@@ -1,7 +1,6 @@
 """Steps that the device decides on (tests/support/groups.py): overflows, what ranks refuse, states, initialize's scheduler."""
 
 import copy
-import logging
 import pickle
 import threading
 from contextlib import suppress
@@ -13,50 +12,11 @@ from torch import nn
 
 import shardcore
 from shardcore.engine.device_step import PendingResult, StepResult
-from tests.support.groups import LIVELY, PATIENT, RUNS, device_decides, said_of
+from tests.support.groups import LIVELY, PATIENT, RUNS, device_decides, lines_logged, said_of
 from tests.support.models import Run, batch_of, hash_of_training, loss_of, make_net, stepped, train
 from tests.support.ranks import run_ranks
 
 # --- overflows --------------------------------------------------------------------------------------------------------
-
-
-def _lines() -> tuple[list[str], logging.Handler]:
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("shardcore").addHandler(handler)
-    return messages, handler
-
-
-def _one_overflows(rank: int, world_size: int, stage: int) -> dict[str, Any]:
-    with device_decides() as waits:
-        options = shardcore.LossScale(initial_power=8, window=2, hysteresis=1)
-        model, optimizer, _ = train(rank, Run(stage=stage, precision="fp16", steps=2, shard={"loss_scale": options}))
-        before = hash_of_training(model, optimizer)
-        messages, handler = _lines()
-        waited = waits.count
-        x, y = batch_of(2, 0, rank)
-        optimizer.scale_loss(loss_of(model, (x * float("inf") if rank == 1 else x, y))).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        silent = not messages and waits.count == waited
-        skipped = optimizer.skipped_steps
-        logging.getLogger("shardcore").removeHandler(handler)
-        same, scale = hash_of_training(model, optimizer) == before, optimizer.loss_scale
-        for step in range(3):
-            stepped(model, optimizer, rank, step)
-        after = hash_of_training(model, optimizer) != before, optimizer.loss_scale
-        return {"silent": silent, "skipped": skipped, "log": messages, "same": same, "scale": scale, "after": after}
-
-
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_an_overflow_on_one_rank_skips_and_halves_on_all(stage: int) -> None:
-    first, second = run_ranks(2, _one_overflows, stage)
-    assert first == second
-    (line,) = first.pop("log")
-    assert "nothing was updated on any rank (skipped steps so far: 1); the loss scale goes from 256 to 128" in line
-    assert first == {"silent": True, "skipped": 1, "same": True, "scale": 128.0, "after": (True, 256.0)}
 
 
 def _at_the_minimum(rank: int, world_size: int, late: list[bool]) -> tuple[list[str], bool, int, str]:
@@ -90,10 +50,9 @@ def test_at_the_minimum_the_next_step_is_refused_on_every_rank(late: list[bool])
     assert (same, skipped) == (True, 2)
 
 
-def _refuses(rank: int, world_size: int, stage: int) -> tuple[list[str], bool, bool]:
+def _refuses(rank: int, world_size: int) -> tuple[list[str], bool, bool]:
     with device_decides():
-        run = Run(stage=stage, precision="fp16", steps=3, shard={"loss_scale": LIVELY})
-        model, optimizer, _ = train(rank, run)
+        model, optimizer, _ = train(rank, Run(precision="fp16", steps=3, shard={"loss_scale": LIVELY}))
         before, found = hash_of_training(model, optimizer), []
         for attempt in range(3):
             optimizer.scale_loss(loss_of(model, batch_of(attempt, 0, rank))).backward()
@@ -108,10 +67,8 @@ def _refuses(rank: int, world_size: int, stage: int) -> tuple[list[str], bool, b
         return found, same, hash_of_training(model, optimizer) != before
 
 
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_what_a_rank_refuses_is_an_error_at_once(stage: int) -> None:
-    first, second = run_ranks(2, _refuses, stage)
+def test_what_a_rank_refuses_is_an_error_at_once() -> None:
+    first, second = run_ranks(2, _refuses)
     assert "rank 1 refused the step, so no rank was updated" in first[0][0]
     assert "max_norm has -1.0" in second[0][0]
     for found, same, changed in (first, second):
@@ -129,38 +86,26 @@ def test_ranks_may_learn_at_different_times() -> None:
     assert expected[0] == expected[1]
 
 
-def _counts_differ(rank: int, world_size: int) -> str:
-    with device_decides():
-        model, optimizer, _ = train(rank, Run(steps=2))
-        if rank == 1:
-            next(iter(optimizer._engine.managed.values())).tried += 1
-        loss_of(model, batch_of(2, 0, rank)).backward()
-        with pytest.raises(ValueError) as error:
-            optimizer.step()
-        return str(error.value)
-
-
-def test_ranks_that_count_differently_are_refused() -> None:
-    for text in run_ranks(2, _counts_differ):
-        assert "gradient after 3 steps on rank 1" in text
-
-
-def _loads_another_scale(rank: int, world_size: int) -> str:
+def _differs(rank: int, world_size: int, what: str) -> str:
     with device_decides():
         model, optimizer, _ = train(rank, Run(precision="fp16", steps=2, shard={"loss_scale": LIVELY}))
-        state = optimizer.state_dict()
-        state["loss_scale"] = state["loss_scale"] | {"scale": 4.0 + rank}
-        optimizer.load_state_dict(state)
+        if what == "scale":
+            state = optimizer.state_dict()
+            optimizer.load_state_dict(state | {"loss_scale": state["loss_scale"] | {"scale": 4.0 + rank}})
+        elif rank == 1:
+            next(iter(optimizer._engine.managed.values())).tried += 1
         optimizer.scale_loss(loss_of(model, batch_of(2, 0, rank))).backward()
         with pytest.raises(ValueError) as error:
             optimizer.step()
         return str(error.value)
 
 
-def test_ranks_that_load_other_scales_are_refused() -> None:
-    for text in run_ranks(2, _loads_another_scale):
-        assert "an optimizer state was loaded" in text
-        assert "'scale': 5.0" in text
+@pytest.mark.parametrize(
+    ("what", "texts"),
+    [("count", ["gradient after 3 steps on rank 1"]), ("scale", ["an optimizer state was loaded", "'scale': 5.0"])],
+)
+def test_ranks_that_count_or_scale_differently_are_refused(what: str, texts: list[str]) -> None:
+    assert all(part in said for said in run_ranks(2, _differs, what) for part in texts)
 
 
 # --- state, losses, initialize ----------------------------------------------------------------------------------------
@@ -187,8 +132,7 @@ def _resume(rank: int, world_size: int, stage: int, forced: tuple[bool, bool]) -
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize("forced", [(True, True), (False, True), (True, False)])
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize(("stage", "forced"), [(0, (True, True)), (2, (False, True)), (3, (True, False))])
 def test_state_dicts_go_both_ways(stage: int, forced: tuple[bool, bool]) -> None:
     assert run_ranks(2, _resume, stage, forced) == [True, True]
 
@@ -226,16 +170,15 @@ def _loads_after_the_minimum(rank: int, world_size: int) -> tuple[Any, ...]:
         options = shardcore.LossScale(initial_power=0, hysteresis=1)
         model, optimizer, _ = train(rank, Run(stage=1, precision="fp16", steps=1, shard={"loss_scale": options}))
         weights, state = model.state_dict(), optimizer.state_dict()
-        messages, handler = _lines()
-        for step, factor in enumerate((float("inf"), 1.0)):
-            x, y = batch_of(step, 0, rank)
-            optimizer.scale_loss(loss_of(model, (x * factor, y))).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if step == 0:
-                model.load_state_dict(weights)
-                optimizer.load_state_dict(state)
-        logging.getLogger("shardcore").removeHandler(handler)
+        with lines_logged() as messages:
+            for step, factor in enumerate((float("inf"), 1.0)):
+                x, y = batch_of(step, 0, rank)
+                optimizer.scale_loss(loss_of(model, (x * factor, y))).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if step == 0:
+                    model.load_state_dict(weights)
+                    optimizer.load_state_dict(state)
         return messages, optimizer.state_dict()["state"][0]["step"].item()
 
 

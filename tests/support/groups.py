@@ -1,5 +1,6 @@
 """Ranks of the CPU that take their process group for NCCL, or decide on steps as on a GPU, with norms as late as may be."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -56,6 +57,17 @@ def as_on_nccl() -> Iterator[pytest.MonkeyPatch]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Comm, "__init__", as_on_gpus)
         yield patch
+
+
+@contextmanager
+def lines_logged() -> Iterator[list[str]]:
+    """Collect what shardcore logs on this rank."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("shardcore").addHandler(handler)
+    yield lines
+    logging.getLogger("shardcore").removeHandler(handler)
 
 
 # Overflows at the start, then halves, trains, doubles, overflows and trains again within a few steps.
