@@ -77,24 +77,19 @@ def is_plain(rank: int, world_size: int, options: dict[str, Any], late: bool) ->
     assert torch.equal(copied.embed(x), plain.embed(x))
 
 
-OPTIONS: list[Any] = [
+OPTIONS: list[tuple[dict[str, Any], bool]] = [
     ({"stage": 3}, False),
     ({"stage": 2, "overlap_step": True, "offload": {"optimizer": "cpu"}}, True),
-    *(
-        pytest.param(options, late, marks=pytest.mark.more)
-        for options, late in (
-            ({"stage": 3, "reshard_after_forward": False}, True),
-            ({"stage": 3, "overlap_step": True, "offload": {"optimizer": "cpu", "params": "cpu"}}, True),
-            ({"stage": 0}, False),
-        )
-    ),
+    ({"stage": 3, "overlap_step": True, "offload": {"optimizer": "cpu", "params": "cpu"}}, True),
+    ({"stage": 3, "reshard_after_forward": False}, True),
+    ({"stage": 0}, False),
 ]
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.more)])
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("options, late", OPTIONS, ids=str)
-def test_methods_have_the_bits_of_a_plain_model(options: dict[str, Any], late: bool, world_size: int) -> None:
-    run_ranks(world_size, is_plain, options, late)
+def test_methods_have_the_bits_of_a_plain_model(options: dict[str, Any], late: bool) -> None:
+    run_ranks(2, is_plain, options, late)
 
 
 def refuses(rank: int, world_size: int) -> None:
