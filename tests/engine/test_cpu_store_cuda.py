@@ -11,15 +11,12 @@ import torch
 import shardcore
 from shardcore._native import _C
 from tests.support.models import Net, batch_of, hash_of_training, loss_of, make_net
-from tests.support.tiers import CPU_TIER, GRADS, PARAMS, fits, tier_with
+from tests.support.tiers import CPU_TIER, GRADS, PARAMS, SPLITS, fits, tier_with
 
-TIERS: list[dict[str, Any]] = [CPU_TIER, GRADS, PARAMS, PARAMS | GRADS]
-SPLITS = [tiers | {"ratio": ratio} for tiers in TIERS for ratio in (0, 0.37, 1) if ratio or "gradients" not in tiers]
-OFFLOADS = [None, *SPLITS]
 PLACES = [
     (stage, offload, overlap_step)
     for overlap_step in (False, True)
-    for offload in OFFLOADS
+    for offload in [None, *SPLITS]
     for stage in (0, 1, 2, 3)
     if fits(stage, offload or {})
 ]

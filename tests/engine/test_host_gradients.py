@@ -299,50 +299,6 @@ def test_a_gradient_leaves_while_backward_goes_on(monkeypatch: pytest.MonkeyPatc
     assert log[2:] == ["block 2", "to_tier", "block 1", "to_tier", "block 0", *waits, *waits]
 
 
-class _Rounding:
-    """A tier to which float32 comes as bfloat16 would have."""
-
-    def __init__(self, tier: Any) -> None:
-        self._tier = tier
-
-    def to_tier(self, dst: torch.Tensor, src: torch.Tensor) -> Any:
-        return self._tier.to_tier(dst, src.bfloat16().to(src.dtype))
-
-
-@pytest.mark.parametrize("rounds", [False, True])
-def test_a_product_that_is_rounded_before_it_is_added_changes_the_hash(rounds: bool) -> None:
-    run = Run(steps=2, accumulate=2, shard={"grad_dtype": "bf16"})
-    expected = hash_of_training(*train(0, run)[:2])
-    run = Run(steps=0, accumulate=2, shard={"grad_dtype": "bf16", "offload": GRADS})
-    model, optimizer, _ = train(0, run)
-    host = optimizer._engine.reducer.host_grads
-    host._copies = _Rounding(host._copies) if rounds else host._copies
-    for step in range(2):
-        for micro in range(2):
-            (loss_of(model, batch_of(step, micro, 0)) / 2).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert (hash_of_training(model, optimizer) == expected) != rounds
-
-
-@pytest.mark.parametrize("which", range(3))
-def test_a_gradient_that_does_not_leave_changes_the_hash(which: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(steps=2, accumulate=2, shard={"offload": GRADS})
-    good = hash_of_training(*train(0, run)[:2])
-    left = [4 + which]
-
-    def forgetful(tier: Any) -> Any:
-        class Forgetful(Wrapped):
-            def to_tier(self, dst: torch.Tensor, src: torch.Tensor) -> Any:
-                left[0] -= dst.numel() > 0
-                return tier.to_tier(dst, src) if left[0] else tier.to_tier(dst[:-256], src[:-256])
-
-        return Forgetful(tier)
-
-    tier_with(monkeypatch, forgetful)
-    assert hash_of_training(*train(0, run)[:2]) != good
-
-
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_gradients_that_arrive_in_parts_and_backwards_that_fail(world_size: int) -> None:

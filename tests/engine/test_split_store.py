@@ -52,19 +52,14 @@ def _plain(rank: int, world_size: int) -> str:
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize(("stage", "tiers"), [(1, {"optimizer": "cpu"}), (3, GRADS | PARAMS)])
+@pytest.mark.parametrize(("stage", "tiers"), [(2, CPU_TIER), (3, GRADS | PARAMS)])
 def test_ranks_choose_one_ratio_and_the_bits_stay(stage: int, tiers: dict[str, Any]) -> None:
-    expected = run_ranks(2, _plain if stage > 1 else _summed_once)
+    expected = run_ranks(2, _plain)
     for limit, ratio in ((1 << 30, 19 / 64), (0, 59 / 64)):  # no bucket has so many blocks that 5/64 of them were one
         for rank, (found, ratios, kept) in enumerate(run_ranks(2, _chosen, stage, AUTO | tiers, limit)):
             assert ratios == [ratio]
             assert (kept > 0) == (limit > 0)
             assert found == expected[rank]
-
-
-def _summed_once(rank: int, world_size: int) -> str:
-    run = Run(1, MEASURED_STEPS + 3, 2, "bf16", shard={"clip_grad_norm": 0.5})
-    return hash_of_training(*train(rank, run)[:2])
 
 
 def test_what_is_measured_chooses_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -111,7 +106,7 @@ def _fills_the_room(rank: int, world_size: int, tiers: dict[str, Any]) -> tuple[
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize("tiers", [{"optimizer": "cpu"}, GRADS, GRADS | PARAMS])
+@pytest.mark.parametrize("tiers", [CPU_TIER, GRADS | PARAMS])
 def test_without_a_limit_the_device_takes_what_the_peak_left_on_the_rank_with_the_least(tiers: dict[str, Any]) -> None:
     """Gradients and scratch that follow the states to the device count, too."""
     first, second = run_ranks(2, _fills_the_room, tiers)

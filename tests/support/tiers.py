@@ -159,6 +159,8 @@ class WatchedEvent:
 
 GRADS = CPU_TIER | {"gradients": "cpu"}
 PARAMS = CPU_TIER | {"params": "cpu"}
+TIERS: list[dict[str, Any]] = [CPU_TIER, GRADS, PARAMS, PARAMS | GRADS]
+SPLITS = [tiers | {"ratio": ratio} for tiers in TIERS for ratio in (0, 0.37, 1) if ratio or "gradients" not in tiers]
 
 
 def fits(stage: int, offload: dict[str, Any]) -> bool:
