@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from shardcore.estimate import predict
 from tests.support.choice import combinations
 from tests.support.models import Net, Run, batch_of, error_of, hash_of, hash_of_training, loss_of, make_net, stepped, train
 from tests.support.ranks import run_ranks
-from tests.support.tiers import FORMS, WAYS
+from tests.support.tiers import FORMS, WAYS, in_memory, run_on_disk
 
 
 @pytest.fixture
@@ -26,20 +27,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvme_states, "CHUNK_NUMEL", 512)
 
 
-def _run(stage: int, form: str, way: str, folder: str | None) -> Run:
-    precision, adam = FORMS[form]
-    shard = {"offload": None, **WAYS[way]}
-    tiers = shard.pop("offload") or {}
-    if folder is not None:
-        if stage == 0:
-            tiers = {key: value for key, value in tiers.items() if key != "gradients"}
-        if stage < 3:
-            tiers = {key: value for key, value in tiers.items() if key != "params"}
-        shard["offload"] = {"optimizer": "nvme", "path": folder, "durable": False, **tiers}
-    else:
-        shard.pop("overlap_step", None)
-    accumulate = shard.pop("accumulate", 1)
-    return Run(stage, 4, accumulate=accumulate, precision=precision, shard=shard, adam={"lr": 1e-2, **adam})
+def _run(folder: Path | str, stage: int = 2, form: str = "masters", way: str = "states") -> Run:
+    return replace(run_on_disk(str(folder), stage, form, way, durable=False), steps=4)
 
 
 def _hashes(rank: int, world_size: int, runs: list[Run]) -> list[str]:
@@ -51,13 +40,14 @@ def _hashes(rank: int, world_size: int, runs: list[Run]) -> list[str]:
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(("stage", "form", "way"), combinations([0, 1, 2, 3], list(FORMS), list(WAYS), meet=1))
 def test_one_hash_wherever_states_lie(stage: int, form: str, way: str, tmp_path: Path) -> None:
-    runs = [_run(stage, form, way, None), _run(stage, form, way, str(tmp_path))]
+    run = _run(tmp_path, stage, form, way)
+    runs = [in_memory(run), run]
     assert len({hash_ for hashes in run_ranks(2, _hashes, runs) for hash_ in hashes}) == 1
     assert list(tmp_path.iterdir()) == [], "no file has a name"
 
 
 def test_a_write_that_is_left_out_changes_the_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: None) -> None:
-    run = _run(2, "masters", "states", str(tmp_path))
+    run = _run(tmp_path)
     expected = hash_of_training(*train(0, run)[:2])
     after, left = nvme_states.NvmeStates.after, [3]
 
@@ -72,28 +62,23 @@ def test_a_write_that_is_left_out_changes_the_hash(tmp_path: Path, monkeypatch: 
     assert hash_of_training(*train(0, run)[:2]) != expected
 
 
-def _saves_and_loads(rank: int, world_size: int, folder: str, wait: bool) -> tuple[str, str, str]:
+def _saves_and_loads(rank: int, world_size: int, folder: str, wait: bool) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nvme_states, "CHUNK_NUMEL", 512)
-        run = _run(2, "split 8-bit", "states", f"{folder}/nvme")
+        run = _run(f"{folder}/nvme", form="split 8-bit")
         model, optimizer, _ = train(rank, run)
         shardcore.save(f"{folder}/saved", model, optimizer, wait=wait)
-        for step in (4, 5):
-            stepped(model, optimizer, rank, step)
-        other, other_optimizer, _ = train(rank, Run(**{**run.__dict__, "seed": 5, "steps": 1}))
+        stepped(model, optimizer, rank, 4)
+        other, other_optimizer, _ = train(rank, replace(run, seed=5, steps=1))
         shardcore.load(f"{folder}/saved", other, other_optimizer)
-        for step in (4, 5):
-            stepped(other, other_optimizer, rank, step)
-        plain, plain_optimizer, _ = train(rank, _run(1, "split 8-bit", "states", None))
-        for step in (4, 5):
-            stepped(plain, plain_optimizer, rank, step)
-        runs = (model, optimizer), (other, other_optimizer), (plain, plain_optimizer)
-        first, second, third = (hash_of_training(*pair) for pair in runs)
-        return first, second, third
+        stepped(other, other_optimizer, rank, 4)
+        plain, plain_optimizer, _ = train(rank, in_memory(run, stage=1))
+        stepped(plain, plain_optimizer, rank, 4)
+        return [hash_of_training(*pair) for pair in ((model, optimizer), (other, other_optimizer), (plain, plain_optimizer))]
 
 
 def test_a_background_save_reads_files_when_it_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: None) -> None:
-    model, optimizer, _ = train(0, _run(2, "masters", "states", str(tmp_path / "nvme")))
+    model, optimizer, _ = train(0, _run(tmp_path / "nvme"))
     read: list[int] = []
     kept = nvme_states.NvmeStates.kept
     monkeypatch.setattr(nvme_states.NvmeStates, "kept", lambda *args: read.append(args[3]) or kept(*args))
@@ -113,7 +98,7 @@ def test_checkpoints_hold_what_is_in_files(wait: bool, tmp_path: Path) -> None:
 
 
 def test_memory_is_bounded_and_predicted(tmp_path: Path, small: None) -> None:
-    run = _run(2, "masters", "states", str(tmp_path))
+    run = _run(tmp_path)
     model, _, _ = train(0, run)
     found = shardcore.memory_report(model)
     twin = make_net()
@@ -126,9 +111,9 @@ def test_memory_is_bounded_and_predicted(tmp_path: Path, small: None) -> None:
 
 
 def test_nothing_grows(tmp_path: Path, small: None) -> None:
-    model, optimizer, _ = train(0, _run(3, "masters", "states", str(tmp_path)))
+    model, optimizer, _ = train(0, _run(tmp_path, 3))
     before = len(os.listdir("/proc/self/fd"))
-    for step in range(60):
+    for step in range(10):
         stepped(model, optimizer, 0, step)
     assert len(os.listdir("/proc/self/fd")) == before
     del model, optimizer
@@ -151,7 +136,7 @@ def test_errors_name_file_and_offset(
     faults: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: None
 ) -> None:
     _with_faults(monkeypatch, faults)
-    run = _run(2, "fp32", "states", str(tmp_path))
+    run = _run(tmp_path, form="fp32")
     with pytest.raises((OSError, RuntimeError), match=says) as error:
         train(0, run)
     assert str(tmp_path) in str(error.value)
@@ -160,9 +145,9 @@ def test_errors_name_file_and_offset(
 def test_a_full_disk_is_an_error_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _with_faults(monkeypatch, "reserve:ENOSPC")
     with pytest.raises(RuntimeError, match=r"taking memory failed.*No space left on device"):
-        train(0, _run(2, "fp32", "states", str(tmp_path)))
+        train(0, _run(tmp_path, form="fp32"))
     assert list(tmp_path.iterdir()) == []
-    run = _run(2, "fp32", "states", str(tmp_path))
+    run = _run(tmp_path, form="fp32")
     run.shard["offload"]["durable"] = True
     with pytest.raises(RuntimeError, match=r"No space left on device.*make room, or ask for less; nothing was changed"):
         train(0, run)
@@ -170,38 +155,24 @@ def test_a_full_disk_is_an_error_at_once(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_failed_step_is_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: None) -> None:
-    model, optimizer, _ = train(0, _run(2, "fp32", "states", str(tmp_path)))
+    model, optimizer, _ = train(0, _run(tmp_path, form="fp32"))
     monkeypatch.setattr(nvme_states.NvmeStates, "_check", lambda self, chunk, place: (_ for _ in ()).throw(OSError(5, "bad")))
     loss_of(model, batch_of(4, 0, 0)).backward()
     assert "updating the weights failed on its way" in error_of(optimizer.step)
     assert "some weights are new, some are not" in error_of(optimizer.step)
 
 
-@pytest.mark.slow
-def test_a_killed_job_leaves_no_file(tmp_path: Path) -> None:
-    script = f"""
-import os, signal, torch, shardcore
-model = torch.nn.Linear(64, 64)
-offload = {{"optimizer": "nvme", "path": {str(tmp_path)!r}, "durable": False}}
-model, optimizer = shardcore.shard(model, shardcore.FusedAdam(model.parameters()), 2, offload=offload)
-model(torch.ones(1, 64)).sum().backward()
-optimizer.step()
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == -9
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_two_models_use_one_directory(tmp_path: Path, small: None) -> None:
-    run = _run(2, "masters", "states", str(tmp_path))
+    run = _run(tmp_path)
     pairs = [train(0, run)[:2], train(0, run)[:2]]
     for model, optimizer in pairs:
         stepped(model, optimizer, 0, 9)
+    assert list(tmp_path.iterdir()) == [], "so a killed job leaves none"
     assert hash_of_training(*pairs[0]) == hash_of_training(*pairs[1])
 
 
 def test_parts_are_read_and_written_across_chunks(tmp_path: Path, small: None) -> None:
-    model, optimizer, _ = train(0, _run(0, "fp32", "states", str(tmp_path)))
+    model, optimizer, _ = train(0, _run(tmp_path, 0, "fp32"))
     state = optimizer.state_dict()
     for entry in state["state"].values():
         entry["exp_avg"] = torch.randn(entry["exp_avg"].shape, generator=torch.Generator().manual_seed(1))
