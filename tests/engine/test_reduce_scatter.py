@@ -54,7 +54,7 @@ def _twice(received: torch.Tensor) -> None:
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize(("accumulate", "sync_each"), [(1, None), (2, True), pytest.param(2, False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("accumulate", "sync_each"), [(1, None), (2, True)])
 def test_two_ranks_in_float32_have_the_bits_of_the_ordered_sum(accumulate: int, sync_each: bool | None) -> None:
     """a + b is b + a: with two ranks there is one order of adding."""
     common = {"sync_each": sync_each, "clip_grad_norm": 0.5}
@@ -67,7 +67,7 @@ def test_two_ranks_in_float32_have_the_bits_of_the_ordered_sum(accumulate: int, 
     for found, calls in run_ranks(2, _hashes, runs["nccl"]):
         assert found == expected
         assert calls >= 4 * len(runs["nccl"]), "the backend was not asked"
-    for found, _ in run_ranks(2, _hashes, runs["nccl"], _twice):
+    for found, _ in run_ranks(2, _hashes, runs["nccl"][2:3], _twice):
         assert not set(found) & set(expected), "else the test could not fail"
 
 
@@ -84,8 +84,9 @@ def _grads(rank: int, world_size: int, precision: str, layout: str, stage: int) 
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize("layout", ["flat", "nodes", "mesh"])
-@pytest.mark.parametrize(("precision", "stage"), [("fp32", 0), ("fp32", 3), ("bf16", 2), ("fp16", 1)])
+@pytest.mark.parametrize(
+    ("layout", "precision", "stage"), [("flat", "fp32", 0), ("mesh", "fp32", 3), ("nodes", "bf16", 2), ("flat", "fp16", 1)]
+)
 def test_every_layout_gets_the_average(layout: str, precision: str, stage: int) -> None:
     parts = []
     for rank in range(4):
@@ -281,7 +282,7 @@ def test_one_hash_for_every_stage_and_dtypes_that_differ(precision: str, order: 
             options["loss_scale"] = 256.0
         return [
             Run(stage=stage, steps=2, precision=precision, accumulate=accumulate, shard={**options, "units": units})
-            for stage, units in ((0, "auto"), (1, 500), (2, "auto"), (3, 500))
+            for stage, units in ((1, 500), (3, "auto"))
         ]
 
     found = {}
@@ -311,9 +312,7 @@ def _sent(rank: int, world_size: int, reduce_dtype: str | None, locally: bool) -
     return dtypes, full.tolist()
 
 
-@pytest.mark.cases(5)
-@pytest.mark.parametrize("reduce_dtype", [None, "fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("locally", [False, True])
+@pytest.mark.parametrize(("reduce_dtype", "locally"), [(None, False), ("fp32", True), ("bf16", False), ("fp16", True)])
 def test_what_travels_has_that_dtype_and_is_rounded_once(reduce_dtype: str | None, locally: bool) -> None:
     dtype = DTYPES[reduce_dtype or "fp32"]
     parts = []

@@ -1,6 +1,6 @@
 """What counts as a backward: partial accumulation, checkpointing, failures, other graphs, several models."""
 
-import copy
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,20 +15,6 @@ from tests.support.ranks import run_ranks
 ADAM = {"lr": 1e-2, "weight_decay": 0.1}
 
 
-def _early_step(rank: int, world_size: int, declared: int) -> str:
-    run = Run(steps=0, accumulate=declared, shard={"sync_each": False})
-    model, optimizer, _ = train(rank, run)
-    for micro in range(2):
-        loss_of(model, batch_of(0, micro, rank)).backward()
-    optimizer.step()
-    return hash_of_training(model, optimizer)
-
-
-def test_step_takes_what_is_there() -> None:
-    early, in_time = run_ranks(2, _early_step, 4)[0], run_ranks(2, _early_step, 2)[0]
-    assert early == in_time
-
-
 @pytest.mark.parametrize("stage", [0, 3])
 def test_gradients_with_graphs_are_added_locally_like_others(stage: int) -> None:
     def trained(create_graph: bool) -> str:
@@ -41,20 +27,18 @@ def test_gradients_with_graphs_are_added_locally_like_others(stage: int) -> None
     assert trained(create_graph=True) == trained(create_graph=False)
 
 
-def _no_sync(rank: int, world_size: int, use_no_sync: bool) -> str:
-    model, optimizer, _ = train(rank, Run(steps=0, accumulate=1 if use_no_sync else 2, shard={"sync_each": False}))
-    if use_no_sync:
-        with shardcore.no_sync(model):
-            loss_of(model, batch_of(0, 0, rank)).backward()
-    else:
+def _accumulated(rank: int, world_size: int, declared: int, use_no_sync: bool) -> str:
+    model, optimizer, _ = train(rank, Run(steps=0, accumulate=declared, shard={"sync_each": False}))
+    with shardcore.no_sync(model) if use_no_sync else nullcontext():
         loss_of(model, batch_of(0, 0, rank)).backward()
     loss_of(model, batch_of(0, 1, rank)).backward()
     optimizer.step()
     return hash_of_training(model, optimizer)
 
 
-def test_no_sync_is_local_accumulation() -> None:
-    assert run_ranks(2, _no_sync, True) == run_ranks(2, _no_sync, False)
+@pytest.mark.parametrize(("declared", "use_no_sync"), [(4, False), (1, True)])
+def test_step_takes_what_is_there_and_no_sync_is_local_accumulation(declared: int, use_no_sync: bool) -> None:
+    assert run_ranks(2, _accumulated, declared, use_no_sync) == run_ranks(2, _accumulated, 2, False)
 
 
 class Checkpointed(Net):
@@ -89,8 +73,8 @@ def test_checkpointed_blocks_called_twice(reentrant: bool) -> None:
             (loss_of(model, batch_of(step, 0, rank)) / 2).backward()
         optimizer.step()
         optimizer.zero_grad()
-    results = [run_ranks(2, _checkpointed, reentrant, stage)[0] for stage in (0, 1, 2, 3)]
-    assert results[0] == results[1] == results[2] == results[3]
+    results = [run_ranks(2, _checkpointed, reentrant, stage)[0] for stage in (1, 3)]
+    assert results[0] == results[1]
     for key, value in model.state_dict().items():
         assert torch.allclose(torch.tensor(results[0][key]), value, rtol=1e-5, atol=1e-6), key
 
@@ -107,9 +91,9 @@ def _reused(
 @pytest.mark.more
 def test_units_do_not_show_where_gradients_arrive_in_parts() -> None:
     """What comes second is added alike, sent bucket or not; and a unit inside a unit stays whole for the second part."""
-    kinds = [(1, "auto"), (3, "auto"), (1, 10**9), (3, 500), (3, (Block, nn.Sequential))]
+    kinds = [(1, "auto"), (1, 10**9), (3, 500), (3, (Block, nn.Sequential))]
     assert len({hash_ for kind in kinds for hash_ in run_ranks(2, _reused, *kind)}) == 1
-    few = [kinds[0], kinds[3], kinds[4]]
+    few = [kinds[0], kinds[2], kinds[3]]
     assert len({_reused(0, 1, *kind, precision="fp32", grad_dtype="bf16") for kind in few}) == 1
     assert len({_reused(0, 1, *kind, accumulate=2) for kind in few}) == 1
 
@@ -139,16 +123,6 @@ def test_a_local_backward_that_failed_on_one_rank_is_an_error_of_the_next_read_o
         assert "rank 0: 0 backwards since the last step" in text
 
 
-def test_an_exception_in_backward_leaves_the_next_step_whole() -> None:
-    model, optimizer, _ = train(0, Run(steps=1))
-    expected, expected_optimizer, _ = train(0, Run(steps=1))
-    _fail_in_backward(model)
-    for each, adam in ((model, optimizer), (expected, expected_optimizer)):
-        loss_of(each, batch_of(1, 0, 0)).backward()
-        adam.step()
-    assert hash_of_training(model, optimizer) == hash_of_training(expected, expected_optimizer)
-
-
 def test_a_failed_backward_gives_back_what_was_for_late_gradients() -> None:
     model, optimizer, _ = train(0, Run(steps=0), Reused())
     reducer = optimizer._engine.reducer
@@ -167,20 +141,6 @@ def test_a_failed_backward_gives_back_what_was_for_late_gradients() -> None:
         taken.append(reducer.pool.allocated_bytes)
     assert late == [1] * 3, "else the test could not fail"
     assert len(set(taken)) == 1
-
-
-def test_a_copy_of_a_sharded_model_is_an_ordinary_model() -> None:
-    model, optimizer, _ = train(0, Run(steps=1))
-    twin = copy.deepcopy(model)
-    assert type(twin) is Net
-    loss_of(twin, batch_of(0, 0, 0)).backward()
-    assert all(p.grad is not None for p in twin.parameters())
-    twin.zero_grad()
-    assert all(p.grad is None for p in twin.parameters())
-    before = {key: value.clone() for key, value in twin.state_dict().items()}
-    loss_of(model, batch_of(1, 0, 0)).backward()
-    optimizer.step()
-    assert all(torch.equal(value, before[key]) for key, value in twin.state_dict().items())
 
 
 def test_closures_run() -> None:
@@ -213,15 +173,6 @@ def test_autograd_grad_is_no_backward(stage: int) -> None:
     assert hash_of_training(model, optimizer) == hash_of_training(expected, expected_optimizer)
 
 
-def test_old_graphs_do_not_run_backward_on_new_weights() -> None:
-    model, optimizer, _ = train(0, Run(steps=0))
-    stale = loss_of(model, batch_of(1, 0, 0))
-    loss_of(model, batch_of(0, 0, 0)).backward()
-    optimizer.step()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        stale.backward()
-
-
 def test_gradients_that_nothing_cleared_after_a_step_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
     """From stage 1 on `p.grad = None` clears nothing, which would otherwise show in the loss alone."""
     for stage, clears, times in ((0, False, 0), (2, False, 1), (3, False, 1), (2, True, 0)):
@@ -239,16 +190,21 @@ def test_gradients_that_nothing_cleared_after_a_step_are_named_once(caplog: pyte
         assert caplog.text.count("backward: adds to the gradients that the last step used") == times
 
 
-def test_after_a_failed_backward_step_says_so_and_submodules_train_again(caplog: pytest.LogCaptureFixture) -> None:
-    model, optimizer, _ = train(0, Run(steps=1))
+@pytest.mark.parametrize("root_forward", [True, False])
+def test_a_failed_backward_is_named_by_the_step_and_training_goes_on(
+    root_forward: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With the next root forward, or of a submodule without one; nothing is left of what failed."""
+    (model, optimizer, _), (other, its, _) = train(0, Run(steps=1)), train(0, Run(steps=1))
     _fail_in_backward(model)
     with pytest.raises(ValueError, match="the last backward ended in an error"):
         optimizer.step()
     assert "its gradients, and those it was to be added to, are dropped" in caplog.text
-    before = model.head.weight.detach().clone()
-    model.head(torch.ones(2, 24)).sum().backward()  # no root forward in between
-    optimizer.step()
-    assert not torch.equal(model.head.weight, before)
+    for each, adam in ((model, optimizer), (other, its)):
+        loss = loss_of(each, batch_of(1, 0, 0)) if root_forward else each.head(torch.ones(2, 24)).sum()
+        loss.backward()
+        adam.step()
+    assert hash_of_training(model, optimizer) == hash_of_training(other, its)
 
 
 class Critic(nn.Module):
