@@ -121,112 +121,78 @@ def test_models_that_are_sharded_by_others() -> None:
     assert "already sharded (DTensor)" in fsdp
 
 
+def _steps(model: Any, optimizer: Any) -> None:
+    loss_of(model, batch_of(0, 0, 0)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _renamed(model: Any) -> None:
+    model.tail = model.head
+    del model.head
+
+
+def _reordered(model: Any) -> None:
+    model.blocks[1].up, model.blocks[1].down = model.blocks[1].down, model.blocks[1].up
+
+
+# What rank 1 has, alone: a change of its model, options of shard, options of its optimizer. And what all ranks say.
+DIFFERENCES: dict[str, tuple[Callable[[Any], Any] | None, dict[str, Any], dict[str, Any], list[str]]] = {
+    "shape": (
+        lambda model: setattr(model, "head", nn.Linear(24, 6, bias=False)),
+        *({}, {}, ["head.weight (6, 24)", "head.weight (5, 24)", "on rank 1"]),
+    ),
+    "name": (_renamed, {}, {}, ["tail.weight", "head.weight"]),
+    "dtype": (lambda model: model.blocks[1].down.bfloat16(), {}, {}, ["blocks.1.down.weight", "bfloat16", "float32"]),
+    "frozen": (
+        lambda model: model.blocks[0].up.bias.requires_grad_(False),
+        *({}, {}, ["blocks.0.up.bias", "frozen", "trainable"]),
+    ),
+    "order": (_reordered, {}, {}, ["blocks.1.up.weight (24, 37)", "blocks.1.up.weight (37, 24)"]),
+    "buffer": (
+        lambda model: model.register_buffer("offset", torch.zeros(4)),
+        *({}, {}, ["buffer offset (4,)", "buffer offset (5,)"]),
+    ),
+    "stage": (None, {"stage": 1}, {}, ["stage=1", "stage=2"]),
+    "bad": (None, {"stage": 7}, {}, ["stage is 7"]),
+    "nodes": (None, {"ranks_per_node": 3}, {}, ["ranks_per_node is 3; expected a divisor of the 2 ranks"]),
+    "group": (None, {"process_group": "all"}, {}, ["process_group is 'all'; expected a process group"]),
+    "kept": (None, {"keep_fp32": [nn.LayerNorm]}, {}, ["blocks.0.norm.weight", "becoming float32", "becoming bfloat16"]),
+    "tiers": (
+        None,
+        {"offload": {"optimizer": "cpu", "ratio": 0.5}},
+        *({}, ["offload=OffloadOptions(optimizer='cpu', ratio=0.5", "ratio=1.0"]),
+    ),
+    "lr": (None, {}, {"lr": 2e-2}, ["param_groups[0].lr=0.02", "param_groups[0].lr=0.01"]),
+    "amsgrad": (None, {}, {"amsgrad": True}, ["amsgrad=True", "amsgrad=False"]),
+    "state": (None, {}, {}, ["state=exp_avg exp_avg_sq step=1.0", "state=none"]),
+    "no module": (None, {}, {}, ["model has type NoneType"]),
+}
+
+
 def _disagree(rank: int, world_size: int, how: str) -> str:
+    change, options, adam_options, _ = DIFFERENCES[how]
     model: Any = make_net()
-    stage = 2
-    options: dict[str, Any] = {"precision": "bf16"}
-    kind = {"lr": 1e-2}
+    given: dict[str, Any] = {"stage": 2, "precision": "bf16"}
     if how in ("lr", "tiers"):  # the same, in another order
-        options["offload"] = (
-            {"optimizer": "cpu", "ratio": 1} if rank == 0 else {"ratio": 1.0, "params": None, "optimizer": "cpu"}
-        )
-    if rank == 1:
-        if how == "shape":
-            model.head = nn.Linear(24, 6, bias=False)
-        elif how == "name":
-            model.tail = model.head
-            del model.head
-        elif how == "dtype":
-            model.blocks[1].down.bfloat16()
-        elif how == "frozen":
-            model.blocks[0].up.bias.requires_grad_(False)
-        elif how == "order":
-            model.blocks[1].up, model.blocks[1].down = model.blocks[1].down, model.blocks[1].up
-        elif how == "buffer":
-            model.register_buffer("offset", torch.zeros(4))
-        elif how == "stage":
-            stage = 1
-        elif how == "kept":
-            options["keep_fp32"] = [nn.LayerNorm]
-        elif how == "no module":
-            model = None
-        elif how == "bad":
-            stage = 7
-        elif how == "nodes":
-            options["ranks_per_node"] = 3
-        elif how == "group":
-            options["process_group"] = "all"
-        elif how == "tiers":
-            options["offload"]["ratio"] = 0.5
-        elif how == "lr":
-            kind = {"lr": 2e-2}
-        elif how == "amsgrad":
-            kind = {"lr": 1e-2, "amsgrad": True}
-    optimizer = shardcore.FusedAdam((model or make_net()).parameters(), **kind)
+        given["offload"] = {"optimizer": "cpu", "ratio": 1} if rank == 0 else {"ratio": 1.0, "params": None, "optimizer": "cpu"}
+    if rank == 1 and change is not None:
+        change(model)
+    optimizer = shardcore.FusedAdam(model.parameters(), **({"lr": 1e-2} | (adam_options if rank == 1 else {})))
     if rank == 1 and how == "state":
-        loss_of(model, batch_of(0, 0, 0)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    before = [p.data_ptr() for p in model.parameters()] if model else []
-    try:
-        shardcore.shard(model, optimizer, stage, **options)
-    except (ValueError, TypeError) as error:
-        assert ([p.data_ptr() for p in model.parameters()] if model else []) == before
-        return str(error)
-    return "no error"
+        _steps(model, optimizer)
+    before = [p.data_ptr() for p in model.parameters()]
+    with pytest.raises((ValueError, TypeError)) as error:
+        shardcore.shard(None if (rank, how) == (1, "no module") else model, optimizer, **given | (options if rank == 1 else {}))
+    assert [p.data_ptr() for p in model.parameters()] == before
+    return str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("how", "texts"),
-    [
-        ("shape", ["head.weight (6, 24)", "head.weight (5, 24)", "on rank 1"]),
-        ("name", ["tail.weight", "head.weight"]),
-        ("dtype", ["blocks.1.down.weight", "bfloat16", "float32"]),
-        ("frozen", ["blocks.0.up.bias", "frozen", "trainable"]),
-        ("order", ["blocks.1.up.weight (24, 37)", "blocks.1.up.weight (37, 24)"]),
-        ("buffer", ["buffer offset (4,)", "buffer offset (5,)"]),
-        ("stage", ["stage=1", "stage=2"]),
-        ("bad", ["stage is 7"]),
-        ("nodes", ["ranks_per_node is 3; expected a divisor of the 2 ranks"]),
-        ("group", ["process_group is 'all'; expected a process group"]),
-        ("kept", ["blocks.0.norm.weight", "becoming float32", "becoming bfloat16"]),
-        ("tiers", ["offload=OffloadOptions(optimizer='cpu', ratio=0.5", "ratio=1.0"]),
-        ("lr", ["param_groups[0].lr=0.02", "param_groups[0].lr=0.01"]),
-        ("amsgrad", ["amsgrad=True", "amsgrad=False"]),
-        ("state", ["state=exp_avg exp_avg_sq step=1.0", "state=none"]),
-        ("no module", ["model has type NoneType"]),
-    ],
-)
-def test_ranks_that_disagree_all_say_where(how: str, texts: list[str]) -> None:
-    answers = run_ranks(2, _disagree, how)
-    for answer in answers:
-        for text in texts:
+@pytest.mark.parametrize("how", DIFFERENCES)
+def test_ranks_that_disagree_all_say_where(how: str) -> None:
+    for answer in run_ranks(2, _disagree, how):
+        for text in DIFFERENCES[how][-1]:
             assert text in answer, answer
-
-
-def _weights(model: Net) -> None:
-    model.blocks[1].up.weight.data = model.blocks[0].up.weight.data
-
-
-def _rows(model: Net) -> None:
-    model.part = nn.Parameter(model.head.weight.data[2:4])
-
-
-def _frozen(model: Net) -> None:
-    model.part = nn.Parameter(model.head.weight.data[:2], requires_grad=False)
-
-
-def _of_a_frozen_one(model: Net) -> None:
-    model.head.weight.requires_grad_(False)
-    model.part = nn.Parameter(model.head.weight.data[4:])
-
-
-def _buffer(model: Net) -> None:
-    model.register_buffer("part", model.head.weight.detach())
-
-
-def _transposed(model: Net) -> None:
-    model.register_buffer("part", model.head.weight.detach().t())
 
 
 def _assigned(model: Net) -> None:
@@ -242,10 +208,20 @@ def _behind_another(model: Net) -> None:
     model.part = nn.Parameter(both[12:16])
 
 
+SHARES: list[Callable[[Any], Any]] = [
+    lambda model: setattr(model.blocks[1].up.weight, "data", model.blocks[0].up.weight.data),
+    lambda model: setattr(model, "part", nn.Parameter(model.head.weight.data[2:4])),
+    lambda model: setattr(model, "part", nn.Parameter(model.head.weight.data[:2], requires_grad=False)),
+    lambda model: setattr(model.requires_grad_(False), "part", nn.Parameter(model.head.weight.data[4:])),
+    lambda model: model.register_buffer("part", model.head.weight.detach()),
+    lambda model: model.register_buffer("part", model.head.weight.detach().t()),
+    _assigned,
+    _behind_another,
+]
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-@pytest.mark.parametrize(
-    "share", [_weights, _rows, _frozen, _of_a_frozen_one, _buffer, _transposed, _assigned, _behind_another]
-)
+@pytest.mark.parametrize("share", SHARES)
 def test_memory_that_two_have_is_refused(share: Callable[[Net], None], device: str) -> None:
     with torch.device(device):
         model = make_net()

@@ -143,8 +143,8 @@ def _work(count: int, units: bool, stage: int) -> dict[str, int]:
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize(("units", "stage"), [(False, 0), (False, 3), (True, 2), (True, 3)])
+@pytest.mark.parametrize(("units", "stage"), [(False, 0), (True, 3)])
 def test_work_grows_with_the_number_of_parameters(units: bool, stage: int) -> None:
-    few, many = (_work(count, units, stage) for count in (60, 240))
+    few, many = (_work(count, units, stage) for count in (30, 120))
     grown = {name: many[name] / few[name] for name in few}
     assert {name: factor for name, factor in grown.items() if factor > 4.2} == {}

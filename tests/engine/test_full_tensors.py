@@ -12,14 +12,6 @@ from tests.support.models import Net, Run, batch_of, error_of, loss_of, make_net
 from tests.support.ranks import run_ranks
 
 
-def test_full_state_names_what_there_is() -> None:
-    model, _, _ = train(0, Run())
-    with pytest.raises(KeyError, match="has no state 'momentum'; expected one of step, exp_avg, exp_avg_sq"):
-        shardcore.full_state(model.gain, "momentum")
-    with pytest.raises(ValueError, match="Parameter is not sharded"):
-        shardcore.full_state(nn.Parameter(torch.zeros(1)), "step")
-
-
 def _received(rank: int, world_size: int, stage: int) -> list[tuple[str, int, int]]:
     """What reads of one parameter receive from other ranks, in bytes, and what the parameter has."""
     model = train(rank, Run(stage=stage, steps=1), Net(width=64, hidden=128))[0]
@@ -42,10 +34,9 @@ def _received(rank: int, world_size: int, stage: int) -> list[tuple[str, int, in
     return found
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_read_of_one_parameter_moves_no_other(stage: int) -> None:
-    for found in run_ranks(3, _received, stage):
+    for found in run_ranks(2, _received, stage):
         assert [(name, moved) for name, moved, nbytes in found if moved > nbytes + 1024] == []
 
 
@@ -101,22 +92,16 @@ def test_a_gather_is_under_way_while_another_is_waited_for(stage: int, expected:
         assert {name: counts for name, counts in found.items() if counts} == expected
 
 
-def test_full_params_is_a_context() -> None:
-    model, _, _ = train(0, Run(steps=0))
-    with shardcore.full_params(model):
-        assert model.head.weight.shape == (5, 24)
-    with pytest.raises(ValueError, match="Net is not sharded"), shardcore.full_params(make_net()):
-        pass
-
-
 def test_whole_values_of_the_wrong_thing() -> None:
     model = make_net()
     model.inp.requires_grad_(False)
     model, _, _ = train(0, Run(steps=0), model)
+    with pytest.raises(ValueError, match="Parameter is not sharded"):
+        shardcore.full_state(nn.Parameter(torch.zeros(1)), "step")
+    with pytest.raises(ValueError, match="Net is not sharded"), shardcore.full_params(make_net()):
+        pass
     with pytest.raises(ValueError, match="was frozen when shard"):
         shardcore.full_grad(model.inp.weight)
-    with pytest.raises(TypeError, match="got a Net; expected a parameter"):
-        shardcore.full_grad(model)
     with pytest.raises(TypeError, match="got a Parameter; expected a module"), shardcore.full_params(model.head.weight):
         pass
 
