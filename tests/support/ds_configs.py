@@ -1,6 +1,7 @@
 """DeepSpeed configurations that people use, as their public files have them, rewritten from shared pieces.
 
-CONFIGS has them by "project/name"; "auto" stands where the file has it. `ready` makes one that a small test can train with.
+CONFIGS has them by "project/name", as few as together have every key, kind of value, and tiers and precision of each stage that
+people use; "auto" stands where the file has it. `ready` makes one that a small test can train with.
 """
 
 import copy
@@ -70,10 +71,7 @@ def _llamafactory() -> dict[str, Config]:
     )
     return {
         "z0": base | _zero(0, **flat),
-        "z2": base | _zero(2, **flat),
         "z2_offload": base | _zero(2, optimizer=_PINNED, **flat),
-        "z3": base | _zero(3, **full),
-        "z3_offload": base | _zero(3, optimizer=_PINNED, params=_PINNED, **full),
         "z3_fp8": fp8 | _zero(3, optimizer={"device": "cpu", "pin_memory": False}, **{**full, **fixed}),
     }
 
@@ -92,10 +90,7 @@ def _axolotl() -> dict[str, Config]:
     own = {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
     return {
         "zero1": either | _zero(1, overlap_comm=True),
-        "zero2": either | _zero(2, optimizer=_CPU, contiguous_gradients=True, overlap_comm=True),
         "zero3": either | _zero(3, **full),
-        "zero3_bf16": base | _BF16 | _zero(3, **full),
-        "zero3_bf16_cpuoffload_all": base | own | _BF16 | _zero(3, optimizer=_PINNED, params=_PINNED, **full),
         "zero3_bf16_cpuoffload_params": base | own | _BF16 | _zero(3, params=_PINNED, **full),
     }
 
@@ -112,23 +107,11 @@ def _transformers() -> dict[str, Config]:
     two = _zero(2, optimizer=_PINNED, overlap_comm=True, **_sizes(2e8))
     nvme = {"device": "nvme", "nvme_path": "/local_nvme", "pin_memory": True}
     disk = {"block_size": 262144, "queue_depth": 32, "thread_count": 1, "single_submit": False, "overlap_events": True}
-    enabled = {"bf16": {"enabled": _AUTO}, "fp16": {"enabled": _AUTO}}
     return {
-        "tests_zero2": base | _EITHER | two,
         "tests_zero3": base
         | {"fp16": {"enabled": _AUTO, **_SCALE}}
         | _zero(3, optimizer=_PINNED, params=_PINNED, **{**full, "sub_group_size": 1e14}, **renamed),
         "tests_zero2_bf16": base | {"bfloat16": {"enabled": _AUTO}} | two,
-        "tests_zero3_bf16": base
-        | {"bfloat16": {"enabled": _AUTO}}
-        | _zero(3, optimizer=_PINNED, params=_PINNED, **full, **renamed),
-        "trainer_zero2": {**_BATCH, "gradient_clipping": _AUTO, **enabled, **optimizer, **schedule, **_zero(2)},
-        "trainer_zero3": {**_BATCH, "gradient_clipping": _AUTO, **enabled, **optimizer, **schedule, **_zero(3, **_HIDDEN)},
-        "docs_zero1": base | _EITHER | _zero(1),
-        "docs_zero2": base
-        | _EITHER
-        | _zero(2, optimizer=_PINNED, overlap_comm=True, **_sizes(5e8), round_robin_gradients=True),
-        "docs_zero3": base | _EITHER | _zero(3, optimizer=_PINNED, params=_PINNED, **full, **_GATHER),
         # DeepSpeed reads aio at the top; the documentation has it in zero_optimization, where DeepSpeed 0.19 refuses it
         "docs_infinity": base
         | {"fp16": {"enabled": _AUTO, **_SCALE}, "aio": disk}
@@ -151,17 +134,9 @@ def _accelerate() -> dict[str, Config]:
     flat = {**_sizes(2e8), "reduce_bucket_size": _AUTO, "overlap_comm": True}
     full = {"overlap_comm": True, "contiguous_gradients": True, "sub_group_size": 1e9, **_HIDDEN, **_LIVE}
     gather = _autos("stage3_gather_16bit_weights_on_model_save")
-    huge = {name: 1e9 for name in (*_HIDDEN, *_LIVE, "sub_group_size")}
     return {
         "zero_stage1": template | torch_adam | _zero(1, **flat),
-        "zero_stage2": template | torch_adam | _zero(2, **flat),
-        "zero_stage2_offload": template | torch_adam | _zero(2, optimizer=_PINNED, **flat),
         "zero_stage3": template | adam | _zero(3, **full, **gather),
-        "zero_stage3_offload": template | adam | _zero(3, optimizer=_PINNED, params=_PINNED, **full, **gather),
-        "tests_zero2_model_only": base | _EITHER | _zero(2, optimizer=_PINNED, **flat),
-        "tests_zero3_model_only": _EITHER
-        | {"train_micro_batch_size_per_gpu": 1}
-        | _zero(3, params=_PINNED, overlap_comm=True, **huge, **_GATHER),
         "alst": {
             **_BATCH,
             "gradient_accumulation_steps": 1,
@@ -184,17 +159,6 @@ def _trl() -> dict[str, Config]:
     return {"zero1": plugin(1), "zero2": plugin(2), "zero3": plugin(3, save=True)}
 
 
-def _fastchat() -> dict[str, Config]:
-    s2 = {"fp16": {"enabled": _AUTO}, **_autos("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")}
-    sizes = {"stage3_prefetch_bucket_size": 5e8, "stage3_param_persistence_threshold": 1e6, "sub_group_size": 1e12}
-    full = {"overlap_comm": True, "contiguous_gradients": True, **_LIVE, **sizes, **_GATHER}
-    s3 = {**_BATCH, "fp16": {"enabled": _AUTO, **_SCALE}}
-    return {
-        "s2": s2 | _zero(2, optimizer=_CPU, contiguous_gradients=True, overlap_comm=True),
-        "s3": s3 | _zero(3, optimizer=_PINNED, params=_PINNED, **full),
-    }
-
-
 # --- DeepSpeed: tutorials, its tests, DeepSpeedExamples -----------------------------------------------------------------
 
 
@@ -202,10 +166,6 @@ def _tutorials() -> dict[str, Config]:
     """The fragments of the tutorials (ZeRO, schedules, profiler), in the configuration of the guide to ZeRO-3."""
     optimizer = _adam("AdamW", lr=0.001, betas=[0.8, 0.999], eps=1e-8, weight_decay=3e-7)
     base = {"train_batch_size": 8, "fp16": {"enabled": True}, **optimizer}
-    nvme = {"device": "nvme", "nvme_path": "/nvme_data"}
-    three = {"contiguous_gradients": True, **_LIVE, "stage3_prefetch_bucket_size": 1e7, "reduce_bucket_size": 1e7}
-    three |= {"stage3_param_persistence_threshold": 1e5, "sub_group_size": 1e9}
-    two = {"contiguous_gradients": True, "overlap_comm": True}
     cycle = dict.fromkeys(("cycle_first_step_size", "cycle_second_step_size", "decay_step_size"), 1000)
     cycle |= {"cycle_first_stair_count": 500, "cycle_second_stair_count": 500, "cycle_min_lr": 0.0001, "cycle_max_lr": 0.001}
     cycle |= {"decay_lr_rate": 0.001, "cycle_min_mom": 0.85, "cycle_max_mom": 0.99, "decay_mom_rate": 0.0}
@@ -218,14 +178,6 @@ def _tutorials() -> dict[str, Config]:
             "fp16": {"enabled": True},
             "zero_optimization": True,
         },
-        "zero1": base | _zero(1, reduce_bucket_size=5e8),
-        "zero2": base | _zero(2, **two, reduce_scatter=True, reduce_bucket_size=5e8, allgather_bucket_size=5e8),
-        "zero3": base | _zero(3),
-        "zero3_offload": base | _zero(3, optimizer=_CPU, params=_CPU, **three),
-        "zero3_gather": base | _zero(3, **_GATHER),
-        "zero_offload": base | _zero(2, optimizer=_CPU, **two),
-        "infinity_optimizer": base | _zero(3, optimizer=_CPU),
-        "infinity_nvme": base | _zero(3, optimizer=nvme, params=nvme),
         "cifar10": {
             "train_batch_size": 4,
             **_QUIET,
@@ -261,32 +213,13 @@ def _tests() -> dict[str, Config]:
     buckets = {"reduce_bucket_size": 7_000_000, "allgather_bucket_size": 7_000_000, "reduce_scatter": True}
     recompute = {"activation_checkpointing": {"partition_activations": True, "contiguous_memory_optimization": True}}
     accumulated = {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 3}
-    compiled = {
-        "train_batch_size": 8,
-        **_QUIET,
-        **_adam("Adam", lr=0.001, betas=[0.8, 0.999], eps=1e-8, weight_decay=3e-7),
-        **_schedule("WarmupLR", warmup_min_lr=0, warmup_max_lr=0.001, warmup_num_steps=1000),
-        "gradient_clipping": 1.0,
-        "prescale_gradients": False,
-        **_BF16,
-    }
     squad = {"train_batch_size": 24, "train_micro_batch_size_per_gpu": 3, "steps_per_print": 1, "gradient_clipping": 1.0}
     squad |= _adam("Adam", lr=3e-5, weight_decay=0.0, bias_correction=False) | {"fp16": {"enabled": True}}
     fast = {"loss_scale_window": 100, "enabled": True}
     return {
-        "megatron_zero0_gas3": {**megatron, **accumulated, **_zero(0, **buckets), **recompute},
         "megatron_zero1_perf": {**megatron, "train_batch_size": 16, **_zero(1), "disable_allgather": True},
         "megatron_zero2_gas3": {**megatron, **accumulated, **_zero(2, **buckets), **recompute},
-        "megatron_zero2_offload": {**megatron, "train_batch_size": 8, **_zero(2, **buckets, cpu_offload=True), **recompute},
-        "megatron_scheduler": {
-            **megatron,
-            "train_batch_size": 4,
-            **_zero(2),
-            **_schedule("WarmupLR", warmup_min_lr=0, warmup_max_lr=0.001, warmup_num_steps=10),
-        },
         "squad_zero2": squad | _zero(2),
-        "compile_zero2": compiled | _zero(2, overlap_comm=False, contiguous_gradients=False),
-        "compile_zero3": compiled | _zero(3, reduce_scatter=True, overlap_comm=False, contiguous_gradients=False),
         "hybrid_engine": {
             "train_batch_size": 32,
             "train_micro_batch_size_per_gpu": 2,
@@ -346,14 +279,11 @@ def _examples() -> dict[str, Config]:
     )
     return {
         "hello_fp16": hello | {"fp16": {"enabled": True}},
-        "hello_bf16": hello | _BF16,
         **{
             f"cifar_{precision}_{stage}": cifar(stage, precision)
             for precision, stage in (("bf16", 0), ("fp16", 2), ("fp32", 3))
         },
-        "chat_sft": chat(2, "none", fp16={"enabled": True, "loss_scale_window": 100}),
         "chat_offload": chat(3, "cpu", bfloat16={"enabled": True}),
-        "bf16_master": master | _BF16 | {"torch_autocast": {"enabled": False}},
         "bf16_master_full": master
         | {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
         | {"torch_autocast": {"enabled": True, "dtype": "torch.bfloat16"}},
@@ -370,16 +300,6 @@ def _examples() -> dict[str, Config]:
             "cuda_visible_devices": 0,
             "wall_clock_breakdown": False,
         },
-        "glue": {
-            "train_batch_size": 32,
-            "train_micro_batch_size_per_gpu": 32,
-            "steps_per_print": 10,
-            **_adam("Adam", lr=3e-5, weight_decay=0.0, bias_correction=False),
-            "gradient_clipping": 1.0,
-            "fp16": {"enabled": True},
-        },
-        "gan": {"train_batch_size": 64, **_adam("Adam", lr=0.0002, betas=[0.5, 0.999], eps=1e-8), "steps_per_print": 10},
-        "autotuning_z3": {"train_micro_batch_size_per_gpu": _AUTO, **_zero(3), "fp16": {"enabled": True}},
     }
 
 
@@ -389,7 +309,6 @@ _SOURCES = {
     "transformers": _transformers,
     "accelerate": _accelerate,
     "trl": _trl,
-    "fastchat": _fastchat,
     "tutorials": _tutorials,
     "tests": _tests,
     "examples": _examples,
