@@ -30,8 +30,7 @@ def _changed(rank: int, world_size: int, stage: int, first: int, then: int) -> N
         assert not torch.allclose(_weights(twin), _weights(expected), rtol=0, atol=2e-4)
 
 
-@pytest.mark.cases(2)
-@pytest.mark.parametrize(("world_size", "stage", "first", "then"), [(1, 2, 1, 3), (2, 3, 1, 2), (2, 0, 3, 2), (2, 1, 4, 1)])
+@pytest.mark.parametrize(("world_size", "stage", "first", "then"), [(1, 0, 1, 3), (2, 3, 3, 1)])
 def test_another_number_of_micro_batches(world_size: int, stage: int, first: int, then: int) -> None:
     run_ranks(world_size, _changed, stage, first, then)
 

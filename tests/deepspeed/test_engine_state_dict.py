@@ -55,6 +55,6 @@ def test_an_overlapped_step_has_masters_in_the_state_dict() -> None:
     run_ranks(2, _read_masters)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 2])
 def test_one_rank_reads_the_weights_of_the_module_alone_below_stage_3(stage: int) -> None:
     run_ranks(2, _read_alone, stage)

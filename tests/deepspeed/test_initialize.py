@@ -141,8 +141,7 @@ def _forward_only(rank: int, world_size: int, stage: int, low: str) -> bool:
     return same
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
-@pytest.mark.parametrize("low", ["fp32", "bf16"])
+@pytest.mark.parametrize(("stage", "low"), [(0, "bf16"), (2, "fp32"), (3, "bf16")])
 def test_without_an_optimizer_a_model_only_runs_forward(stage: int, low: str) -> None:
     assert all(run_ranks(2, _forward_only, stage, low))
 
@@ -498,14 +497,16 @@ if __name__ == "__main__":
     main()
 
 
+CPU = {"offload_optimizer": {"device": "cpu"}}
+
+
 def _muon(rank: int, world_size: int) -> list[str]:
     found = []
-    for stage in (1, 2, 3):
-        for zero in ({}, {"offload_optimizer": {"device": "cpu"}}):
-            muon = {"optimizer": {"type": "Muon", "params": {"lr": 0.02}}, "zero_optimization": {"stage": stage, **zero}}
-            engine = start({**ds_config(), **muon})
-            train(engine, rank, 2)
-            found.append(hash_of(engine.module_state_dict().values()))
+    for zero in ({"stage": 1}, {"stage": 2, **CPU}, {"stage": 3, **CPU}):
+        muon = {"optimizer": {"type": "Muon", "params": {"lr": 0.02}}, "zero_optimization": zero}
+        engine = start({**ds_config(), **muon})
+        train(engine, rank, 2)
+        found.append(hash_of(engine.module_state_dict().values()))
     return found
 
 
@@ -514,7 +515,7 @@ def test_a_given_muon_offloads_its_states_too(stage: int) -> None:
     """In place of the configuration's AdamW, whose gradients would be in host memory."""
     model = nn.Sequential(nn.Linear(10, 8), nn.Linear(8, 5))
     groups = [{"params": [layer.weight for layer in model]}, {"params": [layer.bias for layer in model], "use_muon": False}]
-    config = ds_config() | {"zero_optimization": {"stage": stage, "offload_optimizer": {"device": "cpu"}}}
+    config = ds_config() | {"zero_optimization": {"stage": stage, **CPU}}
     engine = start(config, model, optimizer=shardcore.Muon(groups))
     before = engine.module_state_dict()["0.weight"]
     train(engine, 0, 1)

@@ -5,7 +5,7 @@ import inspect
 import logging
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +25,6 @@ from shardcore.deepspeed.lr_schedules import (
     check_scheduler,
     make,
 )
-from tests.support.deepspeed import ds_config, start, train
 
 STEPS = 300
 LRS = (3e-3, 0.7, 1e-5)  # of the param_groups, before a schedule changes them
@@ -118,10 +117,9 @@ def trace(kind: Any, params: dict[str, Any], steps: int = STEPS) -> list[tuple[A
     return found
 
 
-@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", VALID_LR_SCHEDULES)
 def test_equals_deepspeed_for_drawn_parameters(name: str, theirs: Any) -> None:
-    for seed in range(60):
+    for seed in range(24):
         params = drawn(name, seed)
         for key in [*params] if seed % 2 else ():  # half of them at their defaults, of which some are None
             if key not in REQUIRED and random.Random(f"{key} {seed}").random() < 0.5:
@@ -231,13 +229,6 @@ class Smooth(LRRangeTest):
 TWINS = [Late, OneGroup, EndsLate, LateCosine, KeepsBetas, NoDecay, Smooth]
 
 
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("twin", TWINS)
-def test_a_broken_twin_differs_from_deepspeed(twin: Any, theirs: Any) -> None:
-    name = twin.__bases__[0].__name__
-    assert any(trace(twin, drawn(name, seed)) != trace(getattr(theirs, name), drawn(name, seed)) for seed in range(40))
-
-
 # schedule, arguments, {steps taken: (learning rate of a group whose own is 0.7, its first beta)}, by hand from the formulas.
 TABLE: list[tuple[Any, dict[str, Any], dict[int, tuple[float, float]]]] = [
     (
@@ -314,27 +305,7 @@ def test_a_broken_twin_differs_from_the_values_by_hand(twin: Any) -> None:
 # --- over optimizers --------------------------------------------------------------------------------------------------
 
 
-def trained(kind: Any, params: dict[str, Any], make_optimizer: Callable[..., Any]) -> list[torch.Tensor]:
-    optimizer = adam(kind=make_optimizer)
-    schedule = kind(optimizer, **params)
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(12):
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                param.grad = torch.randn(param.shape, generator=generator)
-        optimizer.step()
-        schedule.step()
-    return [param.detach() for group in optimizer.param_groups for param in group["params"]]
-
-
 CYCLE = {"cycle_min_lr": 1e-3, "cycle_max_lr": 0.1, "cycle_first_step_size": 4, "decay_step_size": 1, "decay_lr_rate": 0.5}
-
-
-@pytest.mark.parametrize("optimizer", [shardcore.FusedAdam, torch.optim.AdamW])
-def test_weights_are_those_under_deepspeeds_schedule(optimizer: Any, theirs: Any) -> None:
-    expected = trained(theirs.OneCycle, CYCLE, optimizer)
-    assert all(map(torch.equal, trained(OneCycle, CYCLE, optimizer), expected))
-    assert not all(map(torch.equal, trained(KeepsBetas, CYCLE, optimizer), expected))
 
 
 def test_tensor_learning_rates_are_filled() -> None:
@@ -391,58 +362,6 @@ def test_a_group_that_is_added_later_is_refused() -> None:
     schedule.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
     with pytest.raises(ValueError, match="WarmupLR: optimizer has 3 param_groups; expected 2, as when the schedule was made"):
         schedule.step()
-
-
-def test_in_the_engine_a_checkpoint_keeps_the_schedule(tmp_path: Any) -> None:
-    def engine() -> Any:
-        return start(ds_config(), lr_scheduler=lambda optimizer: make("WarmupDecayLR", params, optimizer))
-
-    params = {"total_num_steps": 12, "warmup_num_steps": 3, "warmup_max_lr": 0.01}
-    whole = engine()
-    train(whole, 0, 4)
-    whole.save_checkpoint(tmp_path)
-    resumed = engine()
-    resumed.load_checkpoint(tmp_path)
-    assert resumed.get_lr() == resumed.lr_scheduler.get_last_lr() == whole.get_lr() == [0.01]
-    train(whole, 0, 3)
-    train(resumed, 0, 3)
-    assert resumed.get_lr() == whole.get_lr() == [0.01 * 6 / 9]
-    left, right = whole.module.state_dict(), resumed.module.state_dict()
-    assert all(torch.equal(left[name], right[name]) for name in left)
-
-
-@pytest.mark.more
-def test_lightning_and_accelerate_take_them() -> None:
-    lightning = pytest.importorskip("lightning", reason="needs Lightning")
-    accelerate = pytest.importorskip("accelerate", reason="needs Accelerate")
-
-    class Module(lightning.LightningModule):  # type: ignore[name-defined, misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.rates = torch.nn.Linear(3, 1), []
-
-        def training_step(self, batch: Any, _: int) -> Any:
-            self.rates.append(self.optimizers().param_groups[0]["lr"])
-            return self.layer(batch).square().mean()
-
-        def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.AdamW(self.parameters(), lr=0.5)
-            schedule = WarmupLR(optimizer, warmup_num_steps=4, warmup_type="linear")
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-    module = Module()
-    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
-    lightning.Trainer(max_epochs=1, accelerator="cpu", **options).fit(module, torch.utils.data.DataLoader(torch.ones(5, 3)))
-    assert module.rates == [0.0, 0.0, 0.125, 0.25, 0.375]
-
-    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
-    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))], lr=0.5)
-    optimizer, schedule = accelerator.prepare(optimizer, WarmupLR(optimizer, warmup_num_steps=4, warmup_type="linear"))
-    for _ in range(8):
-        with accelerator.accumulate():
-            optimizer.step()
-            schedule.step()
-    assert schedule.get_last_lr() == [0.375]
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------

@@ -3,9 +3,8 @@
 import argparse
 import os
 import random
-import subprocess
 import sys
-from pathlib import Path
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from shardcore.ops.adam import DeepSpeedCPUAdam, FusedAdam  # type: ignore[import-not-found]
-from shardcore.runtime.lr_schedules import WarmupLR  # type: ignore[import-not-found]
 from shardcore.utils import groups  # type: ignore[import-not-found]
 from torch import nn
 
@@ -22,8 +20,7 @@ from shardcore.deepspeed.params import ZeroParamStatus
 from shardcore.engine.bucket import Bucket
 from tests.support.deepspeed import ds_config, start, train
 from tests.support.models import batch_of, hash_of_training, loss_of, make_net
-from tests.support.ranks import run_ranks
-from tests.support.scripts import ROOT, run_forked
+from tests.support.ranks import run_fresh, run_ranks
 
 
 def test_modules_have_deepspeeds_names() -> None:
@@ -40,12 +37,16 @@ def test_modules_have_deepspeeds_names() -> None:
             of_peer, ours = getattr(of_peer, part), getattr(ours, part)
 
 
-@pytest.mark.more
+def _imported_again() -> bool:
+    """Import modules of a package that has DeepSpeed's names, too, as a script does that has not imported them."""
+    del sys.modules["shardcore.checkpoint.consolidate"], deepspeed.checkpoint.consolidate
+    return [import_module(f"shardcore.checkpoint.{name}") for name in ("consolidate", "utils")] != []
+
+
 def test_shardcores_own_packages_stay() -> None:
     assert deepspeed.checkpoint.__file__ is not None
     assert deepspeed.checkpoint.load.load is deepspeed.load
-    code = "import shardcore, sys; from shardcore.checkpoint import safetensors, consolidate; import shardcore.checkpoint.utils"
-    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=120)
+    assert run_fresh(_imported_again)
 
 
 def test_what_is_not_there_is_an_import_error() -> None:
@@ -129,6 +130,7 @@ def _names_of_comm(rank: int, world_size: int) -> None:
     comm.inference_all_reduce(value.fill_(rank), op=comm.ReduceOp.MAX, group=comm.get_world_group())
     assert value.tolist() == [1.0] * 3
     assert comm.get_all_ranks_from_group() == comm.get_all_ranks_from_group(comm.get_world_group()) == [0, 1]
+    assert (groups._get_data_parallel_world_size(), groups._get_data_parallel_rank()) == (world_size, rank)
     assert comm.get_local_rank() == int(os.environ.get("LOCAL_RANK", "0"))
 
 
@@ -366,96 +368,10 @@ def test_states_are_away_between_phases() -> None:
     run_ranks(2, _paused)
 
 
-def _read(rank: int, world_size: int) -> None:
-    for stage in (2, 3):
-        engine = start(ds_config(stage=stage, bf16={"enabled": True}))
-        engine.backward(loss_of(engine, batch_of(0, 0, rank)))
-        param = engine.module.inp.weight
-        assert torch.equal(deepspeed.utils.safe_get_full_grad(param), deepspeed.full_grad(param))
-        engine.step()
-        master = deepspeed.utils.safe_get_full_fp32_param(param)
-        assert master.dtype == torch.float32
-        assert torch.equal(master, engine.module_state_dict()["inp.weight"])
-        state = deepspeed.utils.safe_get_full_optimizer_state(param, "exp_avg")
-        assert state.shape == param.shape
-        assert (groups._get_data_parallel_world_size(), groups._get_data_parallel_rank()) == (world_size, rank)
-    assert deepspeed.utils.safe_get_full_fp32_param(nn.Parameter(torch.ones(1))) is None
-
-
-def test_full_values_are_read_by_deepspeeds_names() -> None:
-    run_ranks(2, _read)
-
-
-# As DeepSpeed's CIFAR example: its calls, in its order, over random pictures.
-CIFAR = """
-import argparse
-import torch, torch.nn as nn, torch.nn.functional as F
-import shardcore as deepspeed
-from shardcore.accelerator import get_accelerator
-from shardcore.moe.utils import split_params_into_different_moe_groups_for_optimizer
-
-parser = argparse.ArgumentParser()
-parser.add_argument("--local_rank", type=int, default=-1)
-parser.add_argument("--stage", type=int, default=0)
-args = deepspeed.add_config_arguments(parser).parse_args()
-deepspeed.init_distributed()
-get_accelerator().set_device(0)
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.conv, self.pool, self.fc = nn.Conv2d(3, 6, 5), nn.MaxPool2d(2, 2), nn.Linear(6 * 14 * 14, 10)
-
-    def forward(self, x):
-        return self.fc(self.pool(F.relu(self.conv(x))).flatten(1))
-
-torch.manual_seed(0)
-trainset = torch.utils.data.TensorDataset(torch.randn(64, 3, 32, 32), torch.randint(0, 10, (64,)))
-net = Net()
-config = {
-    "train_batch_size": 16, "steps_per_print": 2,
-    "optimizer": {"type": "Adam", "params": {"lr": 0.001, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7}},
-    "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.001, "warmup_num_steps": 1000}},
-    "gradient_clipping": 1.0, "prescale_gradients": False, "bf16": {"enabled": True},
-    "wall_clock_breakdown": False,
-    "zero_optimization": {"stage": args.stage, "allgather_partitions": True, "reduce_scatter": True,
-        "allgather_bucket_size": 50000000, "reduce_bucket_size": 50000000, "overlap_comm": True,
-        "contiguous_gradients": True, "cpu_offload": False},
-}
-parameters = filter(lambda p: p.requires_grad, net.parameters())
-engine, optimizer, trainloader, _ = deepspeed.initialize(
-    args=args, model=net, model_parameters=parameters, training_data=trainset, config=config)
-device = get_accelerator().device_name(engine.local_rank)
-dtype = torch.bfloat16 if engine.bfloat16_enabled() else torch.half if engine.fp16_enabled() else None
-for epoch in range(2):
-    for inputs, labels in trainloader:
-        loss = F.cross_entropy(engine(inputs.to(device).to(dtype)), labels.to(device))
-        engine.backward(loss)
-        engine.step()
-engine.eval()
-with torch.no_grad():
-    outputs = engine(trainset[0][0][None].to(device).to(dtype))
-print(f"steps {engine.global_steps} of {torch.distributed.get_world_size()} {tuple(outputs.shape)}\\n", end="")
-"""
-
-
-@pytest.mark.more
-def test_the_cifar_script_runs_over_two_ranks(tmp_path: Path) -> None:
-    script = tmp_path / "cifar.py"
-    script.write_text(CIFAR)
-    printed = run_forked(script, "--stage=3", ranks=2, folder=tmp_path)
-    assert printed.count("steps 8 of 2 (1, 10)") == 2
-    assert "step=2 skipped=0" in printed
-
-
 def test_a_group_is_started_once() -> None:
     assert not dist.is_initialized()
     deepspeed.init_distributed()  # no launcher: this process alone
     assert not dist.is_initialized()
-
-
-def test_a_schedule_is_found_by_its_module() -> None:
-    assert deepspeed.runtime.lr_schedules.WarmupLR is WarmupLR
 
 
 def test_copies_keep_ties() -> None:

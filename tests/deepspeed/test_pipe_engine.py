@@ -132,15 +132,12 @@ def _error(world: int, stages: int, tied: bool, micro: int, stage: int, twin: bo
     return max(errors)
 
 
-@pytest.mark.cases(4)
-@pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.parametrize("world, stages, tied, micro", [(2, 2, True, 3), (4, 2, True, 1), (4, 4, False, 2), (4, 4, True, 6)])
+@pytest.mark.parametrize(
+    "world, stages, tied, micro, stage",
+    [(2, 2, True, 3, 0), (4, 2, True, 1, 1), (4, 4, False, 2, 2), (4, 4, True, 6, 1), (2, 2, False, 3, 3)],
+)
 def test_a_step_is_that_of_the_whole_model(world: int, stages: int, tied: bool, micro: int, stage: int) -> None:
     assert _error(world, stages, tied, micro, stage) < BOUND
-
-
-def test_at_stage_3() -> None:
-    assert _error(2, 2, False, 3, 3) < BOUND
 
 
 def test_gradients_of_tied_weights_that_are_not_added_are_seen() -> None:
@@ -157,7 +154,7 @@ def _hash(rank: int, world: int, stages: int, options: dict[str, Any]) -> tuple[
 
 
 def test_one_hash_over_stages_and_tiers() -> None:
-    options: list[dict[str, Any]] = [{"stage": stage} for stage in (0, 1, 2)]
+    options: list[dict[str, Any]] = [{"stage": stage} for stage in (0, 2)]
     cpu = {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}
     found = [run_ranks(4, _hash, 2, one) for one in [*options, cpu, {"stage": 1, "shardcore": {"overlap_step": True}}]]
     assert all(one == found[0] for one in found)
