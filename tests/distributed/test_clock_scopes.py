@@ -28,7 +28,6 @@ READ = _of_every_unit("read")  # of state_dict(): float32 weights are whole on e
 AGAIN = Counter({"shardcore::gather(blocks.0)": 1, "shardcore::gather(blocks.1)": 1})
 EXPECTED = {
     0: STEP + _of_every_unit("reduce", "sum", "gather_grad") + Counter({"shardcore::adam": 1}),
-    1: STEP + _of_every_unit("reduce", "sum", "adam", "gather"),
     2: STEP + _of_every_unit("reduce", "sum", "adam", "gather"),
     3: STEP + READ + _of_every_unit("reduce", "sum", "gather") + AGAIN + Counter({"shardcore::adam": 1}),
 }
@@ -51,7 +50,7 @@ def _scopes(rank: int, world_size: int, stage: int, twin: bool) -> Counter[str]:
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_trace_names_every_gather_reduce_and_step(stage: int) -> None:
     for found in run_ranks(2, _scopes, stage, False):
         assert found == EXPECTED[stage]

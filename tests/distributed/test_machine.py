@@ -1,6 +1,5 @@
 """What a rank finds on its machine: the cores and threads of its worker, and the memory that it may take."""
 
-import functools
 import logging
 import os
 import resource
@@ -8,7 +7,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -358,40 +357,24 @@ def test_a_step_needs_little_stack() -> None:
 # --- RAM --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def machine(tmp_path: Path) -> Callable[[str, str], Path]:
-    def write(name: str, text: str) -> Path:
+def test_free_memory_is_the_least_of_what_machine_and_groups_have(tmp_path: Path) -> None:
+    def free_with(name: str, text: str) -> int | None:
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-        return tmp_path
+        return free_bytes(tmp_path)
 
-    return write
-
-
-def test_free_memory_is_the_least_of_what_machine_and_groups_have(machine: Callable[[str, str], Path]) -> None:
-    root = machine("other", "")
-    assert free_bytes(root) is None
-    machine("proc/meminfo", "MemTotal:       64 kB\nMemFree:         1 kB\nMemAvailable:   40 kB\n")
-    assert free_bytes(root) == 40 * 1024
-    machine("proc/self/cgroup", "5:cpu:/a\n0::/jobs/mine\n")
-    machine("sys/fs/cgroup/jobs/mine/memory.max", "max\n")
-    machine("sys/fs/cgroup/jobs/mine/memory.current", "5000\n")
-    assert free_bytes(root) == 40 * 1024
-    machine("sys/fs/cgroup/jobs/memory.max", "30000\n")  # of the group above
-    machine("sys/fs/cgroup/jobs/memory.current", "20000\n")
-    assert free_bytes(root) == 10000
-    machine("sys/fs/cgroup/jobs/memory.stat", "anon 9000\ninactive_file 4000\n")  # files that the kernel can drop
-    assert free_bytes(root) == 14000
-    machine("sys/fs/cgroup/jobs/mine/memory.max", "5500\n")
-    assert free_bytes(root) == 500
-    machine("sys/fs/cgroup/jobs/mine/memory.current", "6000\n")
-    assert free_bytes(root) == 0
-
-
-def test_free_memory_of_this_machine_is_known() -> None:
-    free = free_bytes()
-    assert free is None or 0 < free < 1 << 50
+    assert free_with("other", "") is None
+    assert free_with("proc/meminfo", "MemTotal:    64 kB\nMemFree:      1 kB\nMemAvailable:   40 kB\n") == 40 * 1024
+    free_with("proc/self/cgroup", "5:cpu:/a\n0::/jobs/mine\n")
+    free_with("sys/fs/cgroup/jobs/mine/memory.max", "max\n")
+    assert free_with("sys/fs/cgroup/jobs/mine/memory.current", "5000\n") == 40 * 1024
+    free_with("sys/fs/cgroup/jobs/memory.max", "30000\n")  # of the group above
+    assert free_with("sys/fs/cgroup/jobs/memory.current", "20000\n") == 10000
+    # Files that the kernel can drop:
+    assert free_with("sys/fs/cgroup/jobs/memory.stat", "anon 9000\ninactive_file 4000\n") == 14000
+    assert free_with("sys/fs/cgroup/jobs/mine/memory.max", "5500\n") == 500
+    assert free_with("sys/fs/cgroup/jobs/mine/memory.current", "6000\n") == 0
 
 
 def _short(rank: int, world_size: int, share: float, offload: Any) -> str:
@@ -418,4 +401,4 @@ def _short(rank: int, world_size: int, share: float, offload: Any) -> str:
 def test_too_little_memory_is_said_before_anything_is_changed(world_size: int) -> None:
     """The ranks of a machine share it: what is enough for one of two is too little."""
     for share, offload_to, answer in ((1.0, CPU_TIER, "enough"), (0.9, CPU_TIER, "short"), (0.0, None, "enough")):
-        assert run_ranks(world_size, functools.partial(_short), share, offload_to) == [answer] * world_size
+        assert run_ranks(world_size, _short, share, offload_to) == [answer] * world_size
