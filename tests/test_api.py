@@ -48,9 +48,7 @@ def _losses(rank: int, world_size: int, run: Run) -> list[float]:
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize(
-    ("stage", "world_size"), some(product([0, 1, 2, 3], [1, 2, 4]), [(0, 2), (1, 2), (2, 2), (3, 2), (3, 1), (1, 4)])
-)
+@pytest.mark.parametrize(("stage", "world_size"), some(product([0, 1, 2, 3], [1, 2, 4]), [(0, 2), (1, 4), (2, 1), (3, 2)]))
 def test_fp32_losses_follow_single_process_training(world_size: int, stage: int) -> None:
     _, expected = _plain(world_size, 20, clip=0.7)
     run = Run(stage=stage, steps=20, shard={"clip_grad_norm": 0.7})
@@ -76,8 +74,7 @@ def _grads(rank: int, world_size: int, stage: int, precision: str) -> dict[str, 
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (0, "bf16"), (1, "bf16"), (2, "fp32"), (3, "bf16")])
 def test_gradients_are_averages(stage: int, precision: str) -> None:
     results = run_ranks(3, _grads, stage, precision)
     model = make_net()
@@ -122,9 +119,7 @@ def _branches(rank: int, world_size: int, stage: int, offload: Any, plan: list[l
     return {"weights": {k: v.tolist() for k, v in model.state_dict().items()}, "steps": steps}
 
 
-@pytest.mark.cases(4)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("offload", [None, {"optimizer": "cpu"}])
+@pytest.mark.parametrize(("stage", "offload"), [(0, None), (1, {"optimizer": "cpu"}), (2, None), (3, {"optimizer": "cpu"})])
 def test_unused_and_frozen_parameters_behave_as_in_torch(stage: int, offload: Any) -> None:
     plan = [["first"], ["first+second"], ["first", "second"], ["second"]]  # the third: one on rank 0, the other on rank 1
     results = run_ranks(2, _branches, stage, offload, plan)
@@ -316,7 +311,7 @@ def test_one_hash_for_every_stage_tier_and_unit_size(
 ) -> None:
     accumulate, sync_each = order
     runs = _variants(tmp_path, precision=precision, accumulate=accumulate, steps=3, shard={"sync_each": sync_each})
-    runs = runs if world_size == 1 else part(runs, every, world_size + (precision == "bf16"))
+    runs = part(runs, min(every, 2) if world_size == 1 else every, world_size + (precision == "bf16"))
     hashes = run_ranks(world_size, hashes_of_runs, runs)
     assert len({value for of_rank in hashes for value in of_rank}) == 1
 
@@ -406,7 +401,7 @@ def test_bytes_really_move_through_the_tier() -> None:
         assert master.untyped_storage().data_ptr() != bucket.weight.untyped_storage().data_ptr()
 
 
-@pytest.mark.parametrize("chunk_numel", [256, 1024, 1 << 20])
+@pytest.mark.parametrize("chunk_numel", [256, 1024])
 def test_chunks_do_not_change_the_bits(chunk_numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = hash_of_training(*train(0, Run())[:2])
     monkeypatch.setattr("shardcore.engine.cpu_store.CHUNK_NUMEL", chunk_numel)
@@ -427,13 +422,7 @@ def test_instruction_sets_do_not_change_the_bits() -> None:
         _native._C.set_cpu_isa(chosen)
 
 
-def test_a_plain_model_starts_from_the_same_weights() -> None:
-    model, _, _ = train(0, Run(steps=0))
-    for (name, value), expected in zip(model.state_dict().items(), make_net().state_dict().values(), strict=True):
-        assert torch.equal(value, expected), name
-
-
-PLACES = [(0, None), (1, None), (2, None), (3, None), (3, {"params": "cpu"}), (3, {"optimizer": "cpu", "params": "cpu"})]
+PLACES = [(0, None), (2, None), (3, None), (3, {"params": "cpu"}), (3, {"optimizer": "cpu", "params": "cpu"})]
 
 
 def wide_net(seed: int) -> Net:
@@ -497,7 +486,7 @@ def _gradients(rank: int, world_size: int, stage: int, offload: Any) -> str:
     return str(raised.value)
 
 
-@pytest.mark.parametrize(("stage", "offload"), [PLACES[2], PLACES[3], PLACES[4]])
+@pytest.mark.parametrize(("stage", "offload"), PLACES[1:4])
 def test_gradients_through_and_to_it(stage: int, offload: Any) -> None:
     for text in run_ranks(2, _gradients, stage, offload):
         assert (

@@ -9,7 +9,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
-import shardcore
 from shardcore import SequenceParallelLoader, split_sequences, ulysses_attention
 from tests.support.ranks import run_ranks
 
@@ -116,7 +115,3 @@ def test_refusals() -> None:
         assert len(said) == 4
         for text, part in zip(said, ("different batches", "7 tokens for 2 ranks", "3 heads", "group is 'sp'"), strict=True):
             assert part in text
-
-
-def test_public_names() -> None:
-    assert {"SequenceParallelLoader", "split_sequences", "ulysses_attention"} <= set(shardcore.__all__)
