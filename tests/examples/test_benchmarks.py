@@ -1,7 +1,6 @@
 """The benchmarks at sizes that say nothing about speed: they run, write what they measured, and notice who does other work."""
 
 import argparse
-import io
 import json
 import re
 import shutil
@@ -29,16 +28,14 @@ from examples import arguments, machine
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("pages", ["equal", "own"])
-def test_cpu_adam(tmp_path, run_main, pages, monkeypatch):
+@pytest.mark.parametrize(("pages", "numel"), [("equal", 4096), ("own", 1001)])
+def test_cpu_adam(tmp_path, run_main, pages, numel, monkeypatch):
     monkeypatch.setattr(bench_cpu_adam, "DeepSpeedCPUAdam", None)  # it compiles for minutes
-    options = ["--sizes", "4K", "1001", "--rounds", "2", "--threads", "1", "--pause", "0", "--pages", pages]
+    options = ["--sizes", str(numel), "--rounds", "2", "--threads", "1", "--pause", "0", "--pages", pages]
     printed = run_main(bench_cpu_adam, *options, "--out", str(tmp_path))
     assert "shardcore reaches" in printed
     result = json.loads((tmp_path / "cpu_adam.json").read_text())
-    assert [(r["subject"], r["numel"]) for r in result["results"]] == [
-        (subject, numel) for numel in (4096, 1001) for subject in ("fp32", "offload")
-    ]
+    assert [(r["subject"], r["numel"]) for r in result["results"]] == [("fp32", numel), ("offload", numel)]
     for subject in result["results"]:
         assert {"limit", "shardcore CPUAdam", "torch fused AdamW"} <= subject["engines"].keys()
         assert all(len(engine["seconds"]) == 2 for engine in subject["engines"].values())
@@ -52,18 +49,13 @@ def test_cpu_adam(tmp_path, run_main, pages, monkeypatch):
 @pytest.mark.parametrize(
     ("nproc", "base", "engines"),
     [
-        pytest.param(
-            2,
-            "DDP",
-            ["ZeroRedundancy", "FSDP2 2", "FSDP2 3", "shardcore 0", "shardcore 2 + offload", "shardcore 3"],
-            marks=pytest.mark.more,
-        ),
-        (1, "torch", ["shardcore 0", "shardcore 3"]),
+        (2, "DDP", ["ZeroRedundancy", "FSDP2 3", "shardcore 2 + offload"]),
+        (1, "torch", ["shardcore 3"]),
     ],
 )
 def test_train_step(tmp_path, run_main, nproc, base, engines):
     options = ["--preset", "tiny", "--batch", "1", "--rounds", "2", "--warmup", "1", "--pause", "0", "--nproc", str(nproc)]
-    options += ["--steps", "2"]
+    options += ["--steps", "1"]
     printed = run_main(bench_train_step, *options, "--engines", *engines, "--out", str(tmp_path))
     assert f"time / {base}" in printed
     result = json.loads((tmp_path / "train_step.json").read_text())
@@ -160,7 +152,7 @@ def test_fabric(tmp_path, run_main):
         assert each["percent"] == pytest.approx(100 * sum(each["exposed_s"].values()) / each["compute_s"])
         assert re.search(rf"^{re.escape(each['case'])} +{each['percent']:.1f}$", printed, re.MULTILINE)
     percents = {each["case"]: each["percent"] for each in result["results"]}
-    assert percents["stage 2, overlap_step"] < percents["stage 2"] / 4
+    assert percents["stage 2, overlap_step"] < percents["stage 2"] / 4, "the gathers of new weights are hidden"
     assert percents["FSDP2's schedule"] == pytest.approx(percents['stage 3, reduction="nccl"'], rel=0.1), "the same on one node"
 
 
@@ -201,22 +193,18 @@ def test_convergence_goes_on_where_it_stopped(tmp_path, run_main):
 
 
 @pytest.mark.parametrize("module", [bench_cpu_adam, bench_train_step])
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--rounds", "x"], "argument --rounds: x; expected a whole number of at least 1"),
+def test_bad_arguments(monkeypatch, capsys, module):
+    monkeypatch.setattr(suite.os, "execve", lambda *_: pytest.fail("started again"))  # it would replace pytest
+    for given, message in (
         (["--rounds", "0"], "argument --rounds: 0; expected a whole number of at least 1"),
         (["--pause", "-1"], "argument --pause: -1; expected a finite number of at least 0"),
         (["--out", __file__], f"argument --out: {__file__} cannot be written to (File exists); expected a folder"),
-    ],
-)
-def test_bad_arguments(monkeypatch, capsys, module, arguments, message):
-    monkeypatch.setattr(suite.os, "execve", lambda *_: pytest.fail("started again"))  # it would replace pytest
-    monkeypatch.setattr(sys, "argv", [module.__name__, *arguments])
-    with pytest.raises(SystemExit) as stop:
-        module.main()
-    assert stop.value.code == 2
-    assert message in capsys.readouterr().err
+    ):
+        monkeypatch.setattr(sys, "argv", [module.__name__, *given])
+        with pytest.raises(SystemExit) as stop:
+            module.main()
+        assert stop.value.code == 2
+        assert message in capsys.readouterr().err
 
 
 def test_an_engine_that_trains_something_else_is_left_out_or_refused():
@@ -250,14 +238,6 @@ def test_ratios_are_paired_by_round():
     assert str(harness.Spread(1.0, 0.5, 2.0)) == "1.00 [0.50, 2.00]"
 
 
-def test_a_list_of_numbers_is_one_line_of_json(tmp_path):
-    result = {"a": [1, 2.5e-7, None], "b": [[1], [], {"c": [True]}], "d": ["[ 1,", "\n 2 ]"], "e": "[\n 1\n ]"}
-    harness.save_json(tmp_path / "x.json", result)
-    text = (tmp_path / "x.json").read_text()
-    assert json.loads(text) == result
-    assert ' "a": [1, 2.5e-07, null],\n' in text
-
-
 def test_order_is_random_but_agreed():
     orders = list(harness.random_order(["a", "b", "c"], 20, seed=3))
     assert orders == list(harness.random_order(["a", "b", "c"], 20, seed=3))
@@ -274,40 +254,13 @@ def test_every_case_runs_once_a_round():
     assert all({calls[i], calls[i + 4]} == {"a", "b"} for i in range(0, 32, 8))
 
 
-def test_repeats_may_differ_by_case():
+def test_repeats_may_differ_by_case_and_a_timer_may_be_given():
     calls: list[str] = []
     cases = {name: (lambda name=name: calls.append(name)) for name in ("a", "b")}
-    repeats = {"a": 1, "b": 3}
-    seconds = harness.interleave(
-        cases, rounds=1, repeats=repeats, pause_s=0, warmup=1, timer=lambda call, n: sum(call() or 6.0 for _ in range(n))
-    )
-    assert seconds == {"a": [6.0], "b": [6.0]}
-    assert (calls.count("a"), calls.count("b")) == (2, 6)
-
-
-def test_a_timer_may_be_given():
-    asked = []
-
-    def timer(call, repeats):
-        asked.append(repeats)
-        return 6.0
-
-    seconds = harness.interleave({"a": lambda: None}, rounds=2, repeats=3, pause_s=0, warmup=1, timer=timer)
-    assert seconds == {"a": [2.0, 2.0]}
-    assert asked == [3, 3, 3]
-
-
-@pytest.mark.parametrize("terminal", [True, False])
-def test_the_bar_is_for_terminals(terminal):
-    stream = io.StringIO()
-    stream.isatty = lambda: terminal
-    bar = harness.Bar(4, stream)
-    for name in ("a", "b", "a", "b"):
-        bar.advance(name)
-    bar.clear()
-    lines = stream.getvalue().replace("\x1b[K", "").split("\r")
-    assert lines[1:] == (["." * 30 + " 0/4  a", "#" * 7 + "." * 23 + " 1/4  b", "#" * 15 + "." * 15 + " 2/4  a",
-                          "#" * 22 + "." * 8 + " 3/4  b", ""] if terminal else [])  # fmt: skip
+    timer = lambda call, n: sum(call() or 6.0 for _ in range(n))  # noqa: E731
+    seconds = harness.interleave(cases, rounds=2, repeats={"a": 1, "b": 3}, pause_s=0, warmup=1, timer=timer)
+    assert seconds == {"a": [6.0, 6.0], "b": [6.0, 6.0]}
+    assert (calls.count("a"), calls.count("b")) == (3, 9)
 
 
 def test_a_tree_inside_another_repository_is_none_of_its_commits(tmp_path, monkeypatch):

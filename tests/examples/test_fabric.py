@@ -17,12 +17,6 @@ def exposed(seconds: dict[str, float], *kinds: str) -> float:
 
 
 @pytest.mark.more
-def test_an_overlapped_step_hides_the_gathers_of_new_weights():
-    assert exposed(simulate(64, 4096, stage=2, overlap_step=True), "new weights") < 0.01
-    assert exposed(simulate(64, 4096, stage=2), "new weights") > 0.05
-
-
-@pytest.mark.more
 def test_nodes_and_prefetch_hide_what_flat_or_late_gathers_expose():
     flat, late = (simulate(64, 4096, stage=3, prefetch=prefetch) for prefetch in (1, 0))
     assert exposed(simulate(64, 4096, stage=3, ranks_per_node=8)) < exposed(flat) / 2

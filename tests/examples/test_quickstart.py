@@ -8,19 +8,10 @@ import json
 import re
 import signal
 from functools import cache
-from pathlib import Path
 
 import pytest
 
-from tests.support.scripts import (
-    ROOT,
-    check_losses_fall,
-    environment,
-    losses_in,
-    run_forked,
-    run_script,
-    to_digits,
-)
+from tests.support.scripts import ROOT, check_losses_fall, environment, losses_in, run_forked, to_digits
 
 FOLDER = ROOT / "examples" / "quickstart"
 CONFIG = ["--deepspeed", "--deepspeed_config", str(FOLDER / "ds_config.json")]
@@ -30,8 +21,7 @@ TORCHRUN, EIGHT_RANKS, SHARDCORE_RUN, PYTHON = (
     "shardcore run",
     "python",
 )
-RANKS = {TORCHRUN: 2, SHARDCORE_RUN: 2, EIGHT_RANKS: 8, PYTHON: 0}
-STARTS_RANKS = "lightning_trainer.py"
+RANKS = {TORCHRUN: 2, SHARDCORE_RUN: 2, EIGHT_RANKS: 4, PYTHON: 0}  # four: one replica of the two that eight are
 # The script, its arguments, how it is started, the packages that it needs.
 SCRIPTS = {
     "ddp.py": ([], TORCHRUN, []),
@@ -64,8 +54,6 @@ def trained(tmp_path_factory):
 
     @cache
     def losses_of(name: str, *arguments: str) -> list[str]:
-        if name == STARTS_RANKS:
-            return losses_in(run_script(FOLDER / name, *arguments, launcher=[], folder=folder))
         return losses_in(run_forked(FOLDER / name, *arguments, ranks=RANKS[SCRIPTS[name][1]], folder=folder))
 
     return losses_of
@@ -74,14 +62,6 @@ def trained(tmp_path_factory):
 def code_of(name: str) -> list[str]:
     """Return the lines of a script after its docstring."""
     return (FOLDER / name).read_text().split('"""', 2)[2].strip("\n").splitlines()
-
-
-def changed(name: str, old: str, new: str, folder: Path) -> Path:
-    """Write a script with one change into a folder: a broken twin."""
-    text = (FOLDER / name).read_text()
-    assert text.count(old) == 1
-    (folder / name).write_text(text.replace(old, new))
-    return folder / name
 
 
 def test_every_script_is_run_and_listed():
@@ -99,6 +79,12 @@ def test_scripts_are_short_and_say_how_to_start_them(name):
     assert command.removesuffix(" --precision bf16") in text.split('"""')[1]
 
 
+def test_losses_that_do_not_fall_are_seen():
+    for losses in (["5.5"] * 20, ["5.5"] * 9 + ["5.0"], ["5.5", "1.0"]):
+        with pytest.raises(AssertionError):
+            check_losses_fall(losses)
+
+
 @pytest.mark.more
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_losses_fall(name, trained):
@@ -109,36 +95,19 @@ def test_losses_fall(name, trained):
 
 
 @pytest.mark.more
-def test_losses_do_not_fall_without_steps(tmp_path):
-    script = changed("ddp_to_shardcore.py", "    optimizer.step()\n", "", tmp_path)
-    losses = losses_in(run_forked(script, ranks=2, folder=tmp_path))
-    with pytest.raises(AssertionError):
-        check_losses_fall(losses)
-
-
-@pytest.mark.more
 def test_shardcore_has_the_losses_of_ddp(trained, tmp_path):
     assert to_digits(trained("ddp_to_shardcore.py")) == to_digits(trained("ddp.py"))
-    alone = changed("ddp_to_shardcore.py", "model, optimizer = shardcore.shard(model, optimizer, stage=2)\n", "", tmp_path)
-    apart = losses_in(run_forked(alone, ranks=2, folder=tmp_path))
-    assert to_digits(apart) != to_digits(trained("ddp.py"))
+    text = (FOLDER / "ddp_to_shardcore.py").read_text()
+    sharding = "model, optimizer = shardcore.shard(model, optimizer, stage=2)\n"
+    assert text.count(sharding) == 1
+    (tmp_path / "alone.py").write_text(text.replace(sharding, ""))
+    apart = losses_in(run_forked(tmp_path / "alone.py", ranks=2, folder=tmp_path))
+    assert to_digits(apart) != to_digits(trained("ddp.py")), "else the test could not fail"
 
 
 @pytest.mark.more
-def test_stages_have_one_list_of_losses(trained):
-    """Of the first and the last; tests/test_api_stages.py has all."""
-    whole, sharded = (trained("zero.py", "--stage", str(stage)) for stage in (1, 3))
-    assert to_digits(whole) == to_digits(sharded)
-    other = [trained("zero.py", "--stage", str(stage), "--optimizer", "sgd") for stage in (1, 3)]
-    assert to_digits(other[0]) == to_digits(other[1]) != to_digits(sharded)
-    assert to_digits(trained("zero.py", "--stage", "3", "--precision", "bf16")) != to_digits(sharded)
-
-
-@pytest.mark.more
-def test_fsdp2_has_the_losses_of_ddp_offloaded_or_not(trained):
-    expected = to_digits(trained("ddp.py"))
-    assert to_digits(trained("fsdp2_cpu_adam.py", "--offload")) == expected
-    assert to_digits(trained("fsdp2_cpu_adam.py")) == expected
+def test_fsdp2_offloaded_has_the_losses_of_ddp(trained):
+    assert to_digits(trained("fsdp2_cpu_adam.py", "--offload")) == to_digits(trained("ddp.py"))
 
 
 @pytest.mark.more
@@ -148,7 +117,6 @@ def test_a_killed_training_on_disk_has_the_losses_of_one_that_is_not(trained, tm
     went_on = run_forked(script, ranks=0, folder=tmp_path)
     assert "going on from step 6" in went_on
     assert losses_in(killed)[:6] + losses_in(went_on) == trained("nvme_resume.py")
-    assert "going on from step 20" in run_forked(script, ranks=0, folder=tmp_path)
 
 
 def test_the_notebook_is_stripped():

@@ -5,8 +5,6 @@ import json
 import pytest
 
 from benchmarks import trace_step
-from benchmarks.trace_step import Span
-from examples import pictures
 
 
 def event(name, category, start, end, tid=7):
@@ -48,12 +46,6 @@ def test_spans_of_a_cpu_say_nothing_of_what_is_hidden():
     assert trace_step.figures_of(spans)["hidden_share"] == {"communication": None, "copy": None}
 
 
-def test_times_are_united():
-    spans = [Span("a", "compute", *times) for times in ((5, 7), (0, 2), (1, 3), (7, 8), (6, 6.5))]
-    assert trace_step.union(spans) == [(0, 3), (5, 8)]
-    assert trace_step.overlap([(0, 3), (5, 8)], [(2, 6), (7, 20)]) == 1 + 1 + 1
-
-
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(("nproc", "options"), [(1, ["--stage", "2", "--offload", "gradients", "--overlap-step"]), (2, [])])
 def test_a_run_on_the_cpu(tmp_path, run_main, forked_ranks, nproc, options):
@@ -66,9 +58,3 @@ def test_a_run_on_the_cpu(tmp_path, run_main, forked_ranks, nproc, options):
     assert ("shardcore::sum" in result["busy_us"]) == (nproc == 2)
     pytest.importorskip("matplotlib")
     assert (tmp_path / "trace_step.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_without_matplotlib_it_says_so(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(pictures, "Figure", None)
-    trace_step.draw(tmp_path / "x.png", "title", trace_step.spans_of(TRACE))
-    assert "no x.png: matplotlib is not installed" in capsys.readouterr().out

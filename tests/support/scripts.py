@@ -42,13 +42,6 @@ def finished(
     return done
 
 
-def run_script(script: Path, *arguments: str, launcher: Sequence[str], folder: Path) -> str:
-    """Run a script by `python *launcher script *arguments` in `folder` and return what it printed; it must exit with 0."""
-    done = finished([sys.executable, *launcher, str(script), *arguments], folder)
-    assert done.returncode == 0, f"{script.name} ended with {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
-    return done.stdout
-
-
 def run_forked(script: Path | str, *arguments: str, ranks: int, folder: Path, status: int = 0, timeout_s: float = 300) -> str:
     """Run a script, or a module by its name, on so many ranks, or for 0 as `python script` does, in `folder`.
 
