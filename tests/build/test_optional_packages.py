@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-import tests.conftest
-
 ROOT = Path(__file__).resolve().parents[2]
 OPTIONAL = (
     "hypothesis",
@@ -56,36 +54,3 @@ def test_every_test_file_is_collected_without_optional_packages(tmp_path):
         "real architectures need transformers",
     ):
         assert reason in done.stdout
-
-
-class Item:
-    """Stands in for a test."""
-
-    nodeid = "tests/test_it.py::test_it"
-
-    def __init__(self, marked):
-        self.marked, self.markers = marked, []
-
-    def getparent(self, kind):
-        return None
-
-    def get_closest_marker(self, name):
-        return pytest.mark.gpu if name == "gpu" and self.marked else None
-
-    def add_marker(self, marker):
-        self.markers.append(marker)
-
-
-@pytest.mark.parametrize(
-    ("available", "cuda", "reason"),
-    [(False, "", "no GPU"), (False, "13.0", "no GPU"), (True, "", "this build has no CUDA"), (True, "13.0", None)],
-)
-def test_tests_marked_gpu_say_what_is_missing(monkeypatch, available, cuda, reason):
-    from shardcore._native import _C
-
-    monkeypatch.setattr(tests.conftest.torch.cuda, "is_available", lambda: available)
-    monkeypatch.setattr(_C, "build_info", lambda: {"cuda": cuda})
-    items = [Item(marked=False), Item(marked=True)]
-    tests.conftest.pytest_collection_modifyitems(items)
-    assert items[0].markers == []
-    assert [marker.kwargs["reason"] for marker in items[1].markers] == ([reason] if reason else [])

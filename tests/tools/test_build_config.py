@@ -74,12 +74,7 @@ def test_decision(case):
         assert outcome("", NVCC[nvcc], *TORCH[torch]) == outcome(None, NVCC[nvcc], *TORCH[torch])
 
 
-def test_the_table_rejects_a_rule_that_ignores_shardcore_cuda():
-    wrong = [case for case in EXPECTED if not matches(outcome(None, NVCC[case[1]], *TORCH[case[2]]), EXPECTED[case])]
-    assert len(wrong) >= len(NVCC)
-
-
-@pytest.mark.parametrize("value", ["2", "yes", "True", " 1", "on"])
+@pytest.mark.parametrize("value", ["2", "True", " 1"])
 def test_other_values_are_refused(value):
     with pytest.raises(BuildError, match=r"SHARDCORE_CUDA is '.*'; expected 0 .* 1 .* or unset"):
         decide(value, None, "2.13.0", None)
@@ -119,12 +114,6 @@ def test_older_gpus_are_left_out():
         decide(None, NVCC["same major"], *TORCH["cuda"], "Turing 7.0+PTX")
 
 
-def test_line_says_what_and_why():
-    line = Decision("2.11.0+cu130", "13.0", "8.0;9.0", "it is so").line
-    assert line == "shardcore: built for CPU and CUDA 13.0 (8.0;9.0), torch 2.11.0+cu130, because it is so"
-    assert "\n" not in line
-
-
 def executable(path: Path, text: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
@@ -160,18 +149,15 @@ def test_cuda_home_comes_before_path(toolkit, tmp_path):
         build_config.find_nvcc({"CUDA_HOME": str(tmp_path / "gone"), "PATH": str(toolkit.parent / "bin")})
 
 
-@pytest.mark.parametrize(
-    "prefix",
-    ["{tmp}/pip-build-env-x1/overlay", "{tmp}/build-env-abc", "/home/me/.cache/uv/builds-v0/.tmpK"],
-    ids=["pip", "build", "uv"],
-)
+TMP = tempfile.gettempdir()
+
+
+@pytest.mark.parametrize("prefix", [f"{TMP}/pip-build-env-x1/overlay", f"{TMP}/build-env-a", "/me/.cache/uv/builds-v0/.tmpK"])
 def test_isolated_environment_is_refused_with_what_to_add(prefix):
-    prefix = prefix.format(tmp=tempfile.gettempdir())
     paths = [prefix, f"{prefix}/lib/python3.11/site-packages"]
-    with pytest.raises(BuildError, match=r"isolated.*add --no-build-isolation"):
-        build_config.check_torch_location(None, paths)
-    with pytest.raises(BuildError, match=r"isolated.*add --no-build-isolation"):
-        build_config.check_torch_location(f"{prefix}/lib/python3.11/site-packages/torch/__init__.py", paths)
+    for torch in (None, f"{paths[1]}/torch/__init__.py"):
+        with pytest.raises(BuildError, match=r"isolated.*add --no-build-isolation"):
+            build_config.check_torch_location(torch, paths)
     assert "--no-build-isolation" in build_config.no_setuptools(paths)
 
 
@@ -184,7 +170,7 @@ def test_ordinary_environment_passes_and_missing_torch_names_the_fix(prefix):
     assert "pip install setuptools" in build_config.no_setuptools(paths)
 
 
-def test_missing_compiler_or_headers_name_the_package(tmp_path):
+def test_missing_compiler_or_headers_name_what_helps(tmp_path):
     compiler = executable(tmp_path / "bin/c++", "#!/bin/sh\n")
     (tmp_path / "Python.h").touch()
     env = {"PATH": str(compiler.parent)}
@@ -196,6 +182,8 @@ def test_missing_compiler_or_headers_name_the_package(tmp_path):
         build_config.check_tools(env | {"CXX": "clang++-99"}, str(tmp_path))
     with pytest.raises(BuildError, match=r"Python\.h .*apt-get install python3-dev"):
         build_config.check_tools(env, str(tmp_path / "bin"))
+    with pytest.raises(BuildError, match=r"""CXX is 'env c\+\+'; expected one word.*script.*exec env c\+\+ "\$@"."""):
+        build_config.check_tools({"PATH": f"{compiler.parent}:/usr/bin", "CXX": "env c++"}, str(tmp_path))
 
 
 GCC_12 = {"__GNUC__": "12", "__FINITE_MATH_ONLY__": "0"}
@@ -240,13 +228,6 @@ def test_a_compiler_is_asked_what_it_is(tmp_path):
         build_config.read_macros(env | {"CXX": str(broken)})
 
 
-def test_compiler_of_two_words_names_the_script_that_helps(tmp_path):
-    compiler = executable(tmp_path / "bin/g++", "#!/bin/sh\n")
-    (tmp_path / "Python.h").touch()
-    with pytest.raises(BuildError, match=r"""CXX is 'env g\+\+'; expected one word.*script.*exec env g\+\+ "\$@"."""):
-        build_config.check_tools({"PATH": f"{compiler.parent}:/usr/bin", "CXX": "env g++"}, str(tmp_path))
-
-
 UNSAFE_FLAGS = {
     "CFLAGS": ["-O2 -ffast-math", "-mfpmath=387", "-freciprocal-math -fno-signed-zeros", "-fsingle-precision-constant"],
     "CXXFLAGS": ["-Ofast", "-fno-signed-zeros", "-ffp-contract=fast", "-ffp-contract=on", "-ffp-model=precise", "-mdaz-ftz"],
@@ -280,10 +261,7 @@ def test_other_flags_of_the_environment_are_taken():
 
 def compiler(folder: Path, body: str) -> dict[str, str]:
     """An environment whose C++ compiler is a shell script."""
-    path = folder / "c++"
-    path.write_text(f"#!/bin/sh\n{body}\n")
-    path.chmod(0o755)
-    return {"CXX": str(path), "PATH": os.environ["PATH"]}
+    return {"CXX": str(executable(folder / "c++", f"#!/bin/sh\n{body}\n")), "PATH": os.environ["PATH"]}
 
 
 def test_liburing_is_linked_statically_where_that_works_and_says_why_not(tmp_path):
@@ -357,13 +335,6 @@ def test_bindings_are_joined_and_the_rest_stays(tmp_path, count):
 
 def test_jobs_are_what_max_jobs_says_or_one_a_core():
     assert [build_config.count_jobs(given, 7) for given in (None, "1", "12")] == [7, 1, 12]
-
-
-@pytest.mark.parametrize("given", ["", "0", "-1", "many", "1.5"])
-def test_a_max_jobs_that_is_no_number_is_refused(given):
-    with pytest.raises(build_config.BuildError, match="MAX_JOBS is"):
-        build_config.count_jobs(given, 7)
-
-
-def test_this_checkout_has_sources():
-    assert os.path.join("csrc", "bind", "module.cpp") in build_config.find_sources(with_cuda=True)
+    for given in ("", "0", "-1", "many", "1.5"):
+        with pytest.raises(BuildError, match="MAX_JOBS is"):
+            build_config.count_jobs(given, 7)

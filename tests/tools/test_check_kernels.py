@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from tools import check_kernels
-from tools.check_kernels import Loop, LoopRule, problems, read_kernels, table
+from tools.check_kernels import Loop, LoopRule, problems, read_kernels
 from tools.sass import kernel_name
 
 MANGLED = "_ZN9shardcore45_GLOBAL__N__c5a27b79_12_norm_cuda_cu_1e842cf911copy_kernelEPKfPf"
@@ -151,12 +151,6 @@ def test_barriers_lead_to_where_they_were_set():
     assert found(code) == []
     (kernel,) = read_kernels(RESOURCES, sass(code))
     assert len(kernel.loops) == 1
-
-
-def test_table_has_a_line_a_kernel():
-    lines = table(read_kernels(RESOURCES, sass())).splitlines()
-    assert lines[0].split()[:4] == ["kernel", "arch", "registers", "spills"]
-    assert lines[1].split() == ["copy_kernel", "sm_90", "22", "0", "1", "1/1", "0/0", "0/0", "2/1", "4", "(0)"]
 
 
 def test_every_kernel_of_the_sources_has_a_rule():
