@@ -64,6 +64,7 @@ def rows(ranks_per_node: int) -> dict[str, Callable[..., dict[str, float]]]:
         "FSDP2's schedule": simulate_fsdp2,
         "DeepSpeed 3's schedule": lambda *given: simulate_deepspeed(*given, stage=3),
         "stage 0, ranks_per_node": sharded(stage=0, **nodes),
+        "stage 0, ranks_per_node, head a unit": sharded(stage=0, head_apart=True, **nodes),
         "stage 1, overlap_step, ranks_per_node": sharded(stage=1, overlap_step=True, **nodes),
         "stage 2": sharded(stage=2),
         "stage 2, overlap_step": sharded(stage=2, overlap_step=True),

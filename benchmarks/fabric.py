@@ -153,7 +153,8 @@ class Fabric:
             comm.uses_nccl, comm._backends = True, {"cpu": "gloo", "cuda": "nccl"}
 
         def noted(comm: Comm, name: str, ranks: Any = None) -> Any:
-            self.kind = "gradients" if name.startswith("the reduction") else "new weights" if "new" in name else "weights"
+            sums = name.startswith(("the reduction", "the gradients"))  # the second: gathered at stage 0
+            self.kind = "gradients" if sums else "new weights" if "new" in name else "weights"
             return start(comm, name, ranks)
 
         def timed_step(store: DeviceStore, spans: Any, *rest: Any, **more: Any) -> None:
