@@ -31,7 +31,7 @@ from shardcore._native import _C
 PRESET_DEFAULTS = {
     "tiny": {"steps": 60, "batch": 8, "lr": 3e-3},
     "cpu3m": {"steps": 140, "batch": 4, "lr": 2e-3},
-    "cpu10m": {"steps": 140, "batch": 4, "lr": 1e-3},
+    "cpu10m": {"steps": 100, "batch": 4, "lr": 1e-3},
     "cpu26m": {"steps": 140, "batch": 4, "lr": 1e-3},
     "gpu": {"steps": 200, "batch": 8, "lr": 3e-4},
     "1.5b": {"steps": 200, "batch": 4, "lr": 2e-4},
