@@ -1,7 +1,8 @@
 """tensor_parallel: slices a model over the ranks of a mesh, by torch's parallel styles, for `shard` to shard over the others.
 
-Plans of transformers' models name a style for each module; most are torch's own under other names. GPT-2 has none, and fused
-projections in Conv1D, which torch's styles do not take: `_sliced` makes classes for these.
+Plans of transformers' models name a style for each module, most of them torch's own under other names, and for parameters
+that are in no module of their own (the weights of all experts of a layer). What torch's styles do not take has a class here:
+experts (`_with_local_params`), and the fused projections of GPT-2, which are in Conv1D, and in no plan (`_sliced`).
 """
 
 import fnmatch
@@ -16,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardcore.engine.slices import divided
-from shardcore.optim.dtensor import local_part
+from shardcore.optim.dtensor import is_dtensor, local_part
 from shardcore.optim.interface import engine_of
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -34,35 +35,47 @@ def tensor_parallel(model: Model, mesh: DeviceMesh, plan: Mapping[str, Any] | No
         mesh: Of one dimension, such as `mesh["tp"]`.
         plan: By the names of modules (`*` for numbers) a style of torch.distributed.tensor.parallel, or one of transformers'
             names: "colwise", "rowwise", "colwise_gather_output", "rowwise_split_input", "embedding_rowwise",
-            "replicated_with_grad_allreduce", "replicate". None: the model's own (`tp_plan` of transformers' models: Llama,
-            Qwen3, Mistral, ...), or ours for GPT-2.
+            "replicated_with_grad_allreduce", "mla_kv_a_proj", "moe_tp_experts", "local_params", "replicate"; by those of
+            parameters "colwise", "rowwise" or "packed_colwise". None: the model's own (`tp_plan` of transformers' models:
+            Llama, Qwen3, Mixtral, DeepSeek, ...), or ours for GPT-2.
 
     Raises:
         ValueError: For a mesh of several dimensions, attention heads that the ranks cannot share equally, a model that has no
-            plan, and a name in the plan that is no module of it.
-        NotImplementedError: For a style of transformers' that is not supported (those of fused weights and experts), and for
-            tied weights that the plan slices differently.
+            plan, and a name in the plan that is no module or parameter of it.
+        NotImplementedError: For a style of transformers' that is not supported, for experts with parameters that the plan does
+            not slice, and for tied weights that it slices differently.
     """
     op = "tensor_parallel"
     if engine_of(model) is not None:
         raise ValueError(f"{op}: the model is already sharded; expected to slice it before shard()")
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
         raise ValueError(f"{op}: mesh is {mesh!r}; expected a DeviceMesh of 1 dimension, such as mesh['tp']")
-    modules = dict(model.named_modules())
+    modules, params = dict(model.named_modules()), dict(model.named_parameters())
+    own = plan is None  # one for all models of a class: some have no module of a name in it
     if plan is None:
         plan = _gpt2_plan(modules) or getattr(model, "_tp_plan", None)
     if not plan:
         raise ValueError(f"{op}: {type(model).__name__} has no plan; expected plan={{module name: style}}")
     _check_heads(op, model, mesh.size())
     changes: dict[str, Any] = {}
+    cuts: dict[str, tuple[int, int]] = {}  # of parameters: the dimension, and how many blocks of it are cut each by itself
     for pattern, style in plan.items():
-        names, change = [name for name in modules if fnmatch.fnmatchcase(name, pattern)], _style(op, pattern, style)
-        if not names:
-            raise ValueError(f"{op}: plan has {pattern!r}, which is no module of the model; expected names of its modules")
-        changes |= dict.fromkeys(names, change)
+        found = fnmatch.filter(modules, pattern)
+        fused = [] if found else fnmatch.filter(params, pattern)
+        if not found and not fused and not own:
+            raise ValueError(f"{op}: plan has {pattern!r}, which is no module or parameter of the model; expected their names")
+        if fused and style not in _PARAM_STYLES:
+            raise NotImplementedError(f"{op}: {pattern} is a parameter with the style {style!r}; expected {[*_PARAM_STYLES]}")
+        cuts |= dict.fromkeys(fused, _PARAM_STYLES.get(style, (0, 0)))
+        if found:
+            changes |= dict.fromkeys(found, _style(op, pattern, style, model))
     tied: dict[nn.Parameter, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         tied.setdefault(param, []).append(name)
+    for name, (dim, blocks) in cuts.items():
+        owner, _, attribute = name.rpartition(".")
+        dim = dim if params[name].dim() > 1 else -1
+        setattr(modules[owner], attribute, _slice(params[name], mesh, dim, blocks))
     for name, style in changes.items():
         if callable(style):
             style(modules[name], mesh)
@@ -76,10 +89,18 @@ def tensor_parallel(model: Model, mesh: DeviceMesh, plan: Mapping[str, Any] | No
     return model
 
 
-def _check_heads(op: str, model: nn.Module, ranks: int) -> None:
+_PARAM_STYLES = {"colwise": (-2, 1), "rowwise": (-1, 1), "packed_colwise": (-2, 2)}
+
+
+def _config(model: nn.Module, name: str) -> Any:
+    """Return what transformers' configuration of a model has under this name, None for nothing."""
     config: Any = getattr(model, "config", None)
+    return getattr(config.get_text_config() if hasattr(config, "get_text_config") else config, name, None)
+
+
+def _check_heads(op: str, model: nn.Module, ranks: int) -> None:
     for name in ("num_attention_heads", "num_key_value_heads"):
-        heads = getattr(config.get_text_config() if hasattr(config, "get_text_config") else config, name, None)
+        heads = _config(model, name)
         if heads is not None and heads % ranks:
             raise ValueError(f"{op}: {name} is {heads} on {ranks} ranks; expected a number that they share equally")
 
@@ -102,7 +123,7 @@ def _torch(part: str = "") -> Any:
     return import_module(f"torch.distributed.tensor{part}")
 
 
-def _style(op: str, name: str, style: Any) -> Any:
+def _style(op: str, name: str, style: Any, model: nn.Module) -> Any:
     """Return a style of torch's, a Change, or None for what stays as it is."""
     if not isinstance(style, str):
         return style
@@ -114,6 +135,9 @@ def _style(op: str, name: str, style: Any) -> Any:
         "rowwise_split_input": row(input_layouts=whole),
         "embedding_rowwise": row(input_layouts=whole),
         "replicated_with_grad_allreduce": _sum_gradients,
+        "mla_kv_a_proj": _sum_rope_gradients(_config(model, "qk_rope_head_dim")),
+        "moe_tp_experts": _experts,
+        "local_params": _take_local_params,
         "replicate": None,
     }
     known["colwise_rep"], known["rowwise_rep"] = known["colwise_gather_output"], known["rowwise_split_input"]
@@ -134,6 +158,77 @@ def _sum_gradients(module: nn.Module, mesh: DeviceMesh) -> None:
     for param in module.parameters():
         if param.requires_grad:
             param.register_hook(summed)  # type: ignore[no-untyped-call]
+
+
+def _copied(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """Return a value that every rank has, for what each does with its slices: gradients are added over the ranks."""
+    tensor = _torch()
+    whole = tensor.DTensor.from_local(x, mesh, [tensor.Replicate()], run_check=False)
+    return whole.to_local(grad_placements=[tensor.Partial()])  # type: ignore[no-any-return]
+
+
+def _summed(mine: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """Return the sum of what the ranks have, on each of them."""
+    tensor = _torch()
+    added = tensor.DTensor.from_local(mine, mesh, [tensor.Partial()], run_check=False)
+    return added.redistribute(placements=[tensor.Replicate()]).to_local()  # type: ignore[no-any-return]
+
+
+def _sum_rope_gradients(rotated: Any) -> Change:
+    """Return what adds the gradients of so many last features, which DeepSeek's attention gives each head as they are."""
+
+    def change(module: nn.Module, mesh: DeviceMesh) -> None:
+        def split(_: nn.Module, __: Any, out: torch.Tensor) -> torch.Tensor:
+            return torch.cat([out[..., :-rotated], _copied(out[..., -rotated:], mesh)], dim=-1)
+
+        module.register_forward_hook(split)
+
+    return change
+
+
+# --- parameters of no module of their own: experts of a layer, sinks of attention ------------------------------------------
+
+
+@cache
+def _with_local_params(kind: Any) -> type[nn.Module]:
+    """Return a subclass whose forward finds this rank's slices where a module of class `kind` has parameters."""
+
+    class LocalParams(kind):  # type: ignore[misc]
+        """Computes with slices."""
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            sliced = {name: param.to_local() for name, param in self._parameters.items() if is_dtensor(param)}
+            self.__dict__.update(sliced)  # which attributes are looked up in before the parameters
+            try:
+                return super().forward(*args, **kwargs)
+            finally:
+                for name in sliced:
+                    del self.__dict__[name]
+
+    return LocalParams
+
+
+def _take_local_params(module: Any, mesh: DeviceMesh) -> None:
+    module.__class__ = _with_local_params(module.__class__)
+
+
+def _experts(module: Any, mesh: DeviceMesh) -> None:
+    """Let each rank compute its slice of every expert, and add up what they give."""
+    whole = [name for name, param in module.named_parameters() if not is_dtensor(param)]
+    if whole:
+        raise NotImplementedError(
+            f"tensor_parallel: {type(module).__name__} has {whole[0]}, which the plan does not slice; expected it to slice all"
+        )
+
+    def copied(value: Any) -> Any:
+        return _copied(value, mesh) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return tuple(map(copied, args)), {name: copied(value) for name, value in kwargs.items()}
+
+    _take_local_params(module, mesh)
+    module.register_forward_pre_hook(before, with_kwargs=True)
+    module.register_forward_hook(lambda _, __, out: _summed(out, mesh))
 
 
 # --- GPT-2 ---------------------------------------------------------------------------------------------------------------
@@ -164,14 +259,12 @@ def _split_heads(attention: Any, mesh: DeviceMesh) -> None:
 @cache
 def _sliced(conv1d: Any) -> tuple[type[nn.Module], type[nn.Module]]:
     """Return transformers' Conv1D, whose weight is (inputs, outputs), with sliced outputs, and with sliced inputs."""
-    tensor = _torch()
 
     class ColumnConv1D(conv1d):  # type: ignore[misc]
         """Takes whole inputs; returns this rank's outputs."""
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            whole = tensor.DTensor.from_local(x, self.weight.device_mesh, [tensor.Replicate()], run_check=False)
-            x, weight = whole.to_local(grad_placements=[tensor.Partial()]), self.weight.to_local()
+            x, weight = _copied(x, self.weight.device_mesh), self.weight.to_local()
             flat = torch.addmm(self.bias.to_local(), x.reshape(-1, x.size(-1)), weight)
             out: torch.Tensor = flat.view(*x.shape[:-1], -1)
             return out
@@ -180,9 +273,7 @@ def _sliced(conv1d: Any) -> tuple[type[nn.Module], type[nn.Module]]:
         """Takes this rank's inputs; returns whole outputs."""
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            mesh, mine = self.weight.device_mesh, x @ self.weight.to_local()
-            added = tensor.DTensor.from_local(mine, mesh, [tensor.Partial()], run_check=False)
-            whole: torch.Tensor = added.redistribute(placements=[tensor.Replicate()]).to_local() + self.bias
+            whole: torch.Tensor = _summed(x @ self.weight.to_local(), self.weight.device_mesh) + self.bias
             return whole
 
     return ColumnConv1D, RowConv1D
