@@ -4,8 +4,6 @@ import fcntl
 import importlib.util
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,24 +13,15 @@ import torch
 import shardcore
 from shardcore._native import _C
 from shardcore.checkpoint.deepspeed_files import open_foreign
-from tests.support.foreign import Model, differences, read_all, read_damaged, replaced, same_bits, whole
-from tests.support.ranks import free_port
+from tests.support.foreign import Model, differences, read_all, replaced, same_bits, whole
+from tests.support.scripts import ROOT, run_forked
 
 pytestmark = pytest.mark.more  # two processes of DeepSpeed's write all cases
-ROOT = Path(__file__).resolve().parents[2]
 ZERO = (
     *("zero1_fp32", "zero1_bf16", "zero1_bf16_optimizer", "zero2_bf16", "zero2_fp16", "zero2_round_robin", "zero2_aligned"),
     *("zero2_elastic", "zero3_bf16", "zero3_fp16"),
 )
-NAMES = (
-    "inp.weight",
-    "mid.weight",
-    "head.weight",
-    "inp.bias",
-    "norm.weight",
-    "norm.bias",
-    "mid.bias",
-)  # as the optimizer has them
+NAMES = ("inp.weight", "mid.weight", "head.weight", "inp.bias", "norm.weight", "norm.bias", "mid.bias")  # the optimizer's order
 UNIVERSAL = ("zero1_bf16", "zero2_fp16", "zero3_bf16")
 
 
@@ -47,26 +36,11 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with open(folder / "lock", "w") as lock:  # other workers wait, and use what the first one wrote
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / "done").exists():
-            _write(folder)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("DS_ACCELERATOR", "cpu")
+                run_forked("tests.support.deepspeed_writer", str(folder), ranks=2, folder=ROOT)
             (folder / "done").touch()
     return folder
-
-
-def _write(folder: Path) -> None:
-    port = free_port()
-    running = []
-    for rank in ("0", "1"):
-        ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        environment = os.environ | ranks | {"DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "tests.support.deepspeed_writer", str(folder)]
-        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        running.append(subprocess.Popen(command, cwd=ROOT, env=environment, **pipes))
-    try:
-        outputs = [process.communicate(timeout=300)[0] for process in running]
-    finally:
-        for process in running:
-            process.kill()
-    assert [process.returncode for process in running] == [0, 0], "\n".join(output[-3000:] for output in outputs)
 
 
 def _had(written: Path, case: str) -> dict[str, Any]:
@@ -304,20 +278,12 @@ def test_latest(written: Path, tmp_path: Path) -> None:
     assert open_foreign(tmp_path, NAMES) is not None
 
 
-@pytest.mark.parametrize("case", ["zero1_bf16", "zero3_fp16"])
-def test_damaged_files_are_errors(written: Path, tmp_path: Path, case: str) -> None:
-    folder = Path(shutil.copytree(written / case / "global_step3", tmp_path / "folder"))
-    for file in sorted(folder.glob("*rank_0*")):
-        refused = read_damaged(file, 80, lambda: read_all(open_foreign(folder, NAMES)))
-        assert 40 < refused <= 80, "what is changed in the values of tensors is not noticed, as in torch"
-
-
 @pytest.mark.parametrize("case", ["zero1_bf16", "zero3_fp16", "zero0_fp32"])
 def test_files_with_other_things_in_them_are_errors(written: Path, tmp_path: Path, case: str) -> None:
     folder = Path(shutil.copytree(written / case / "global_step3", tmp_path / "folder"))
     (path,) = folder.glob("*mp_rank_00_model_states.pt") if case != "zero3_fp16" else folder.glob("*rank_0_*_model_states.pt")
     opened = 0
-    for what, version in replaced(torch.load(path, weights_only=False), 80):
+    for what, version in replaced(torch.load(path, weights_only=False), 40):
         torch.save(version, path)
         try:
             read_all(open_foreign(folder, NAMES))
@@ -326,23 +292,20 @@ def test_files_with_other_things_in_them_are_errors(written: Path, tmp_path: Pat
             pass
         except Exception as error:
             raise AssertionError(f"{what}: {error!r}") from error
-    assert 16 < opened < 76, "not all of a file is used"
+    assert 8 < opened < 38, "not all of a file is used"
 
 
-@pytest.mark.parametrize("case", ["zero1_fp32", "zero2_fp16", "zero3_bf16"])
-@pytest.mark.parametrize("universal", [False, True])
-def test_training_goes_on_from_it(written: Path, case: str, universal: bool) -> None:
-    """shardcore.load and consolidate take it as they take shardcore's own."""
-    if universal and case not in UNIVERSAL:
-        pytest.skip("DeepSpeed converts only some of these cases in this test")
-    had, folder = _had(written, case), written / (f"{case}_universal" if universal else case)
+@pytest.mark.parametrize("folder", ["zero1_fp32", "zero2_fp16_universal", "zero3_bf16"])
+def test_training_goes_on_from_it(written: Path, folder: str) -> None:
+    """shardcore.load takes it as it takes shardcore's own."""
+    had = _had(written, folder.removesuffix("_universal"))
     torch.manual_seed(1)
     model = Model()
     params = [param for param in model.parameters() if param.requires_grad]
     groups = [{"params": [p for p in params if p.ndim > 1]}, {"params": [p for p in params if p.ndim <= 1]}]
     optimizer: Any = shardcore.FusedAdam(groups, lr=1.0)
     model, optimizer = shardcore.shard(model, optimizer, 3, precision="bf16")
-    loaded = shardcore.load(folder, model, optimizer)
+    loaded = shardcore.load(written / folder, model, optimizer)
     assert loaded.missing == loaded.unexpected == []
     frozen = [name for name, param in model.named_parameters() if not param.requires_grad]
     for name, value in model.state_dict().items():
@@ -360,13 +323,3 @@ def test_training_goes_on_from_it(written: Path, case: str, universal: bool) -> 
     assert optimizer.param_groups[0]["betas"] == (0.8, 0.99)
     model(torch.randn(2, 7)).sum().backward()
     optimizer.step()
-
-
-@pytest.mark.parametrize("case", ["zero1_bf16", "zero3_bf16"])
-def test_it_is_consolidated(written: Path, tmp_path: Path, case: str) -> None:
-    safetensors = pytest.importorskip("safetensors.torch", reason="needs the safetensors package")
-    had = _had(written, case)
-    shardcore.consolidate(written / case, tmp_path, dtype=torch.float32)
-    found = safetensors.load_file(tmp_path / "model.safetensors")
-    assert set(found) == set(had["weights"]) - {"tied.weight"}
-    assert all(torch.equal(value, had["weights"][name].float()) for name, value in found.items())

@@ -24,12 +24,12 @@ VALUES = st.recursive(
     lambda values: (
         st.lists(values, max_size=3) | st.lists(values, max_size=3).map(tuple) | st.dictionaries(KEYS, values, max_size=3)
     ),
-    max_leaves=20,
+    max_leaves=10,
 )
 
 
 @pytest.mark.more
-@hypothesis.settings(max_examples=300, deadline=None)
+@hypothesis.settings(max_examples=100, deadline=None)
 @hypothesis.given(VALUES)
 def test_values_come_back(value: object) -> None:
     found = plain.from_json(json.loads(json.dumps(plain.to_json(value, "value"), allow_nan=False)), "file")

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-import shardcore
 from shardcore.checkpoint import source as source_module
 from shardcore.checkpoint.format import RANGE_NUMEL, cut
 from shardcore.checkpoint.load import Wanted, load_from
@@ -112,25 +111,6 @@ def _weights_only(rank: int, world_size: int) -> None:
 
 def test_weights_alone() -> None:
     run_ranks(2, _weights_only)
-
-
-def _rounded(rank: int, world_size: int) -> list[str]:
-    model, _, _ = train(rank, Run(stage=2, steps=1, precision="bf16", adam={"lr": 1e-2, "state_dtype": "8bit"}))
-    with pytest.warns(UserWarning, match="is rounded to what this optimizer keeps") as caught:
-        load_from(InMemory(3), engine_behind("load", model), Wanted())
-    return [str(one.message) for one in caught]
-
-
-def test_what_is_rounded_is_said_once() -> None:
-    for said in run_ranks(2, _rounded):
-        assert len(said) == 1
-        assert "more like it" in said[0]
-
-
-def test_shardcore_load_needs_a_checkpoint(tmp_path: Path) -> None:
-    model, optimizer, _ = train(0, Run(stage=2, steps=1))
-    with pytest.raises(FileNotFoundError, match="there are none"):
-        shardcore.load(tmp_path / "nothing", model, optimizer)
 
 
 # --- slices ---------------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import pickle
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -85,8 +86,7 @@ def _check(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None
 # --- torch.save ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam])
-@pytest.mark.parametrize("amsgrad", [False, True])
+@pytest.mark.parametrize(("kind", "amsgrad"), [(torch.optim.AdamW, False), (torch.optim.Adam, True)])
 def test_a_file_with_model_and_optimizer(tmp_path: Path, kind: Any, amsgrad: bool) -> None:
     model, optimizer = _trained(kind, amsgrad=amsgrad)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
@@ -265,24 +265,15 @@ def test_grad_scaler_and_modules_with_state_of_their_own(tmp_path: Path) -> None
     assert source.client_state is None
 
 
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adamax])
-def test_other_optimizers_are_refused(tmp_path: Path, kind: Any) -> None:
-    model = make_net()
-    optimizer = kind(_groups(model), **({"momentum": 0.9} if kind is torch.optim.SGD else {}))
-    _train(model, optimizer)
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "last.pt")
-    with pytest.raises(ValueError, match=r"expected Adam's step, exp_avg and exp_avg_sq"):
-        open_foreign(tmp_path / "last.pt", _names(model))
-
-
-def test_optimizers_that_are_no_state_dict_are_refused(tmp_path: Path) -> None:
+def test_other_optimizers_and_what_is_no_state_dict_are_refused(tmp_path: Path) -> None:
     model, optimizer = _trained()
-    good = optimizer.state_dict()
+    good, others = optimizer.state_dict(), (partial(torch.optim.SGD, momentum=0.9), torch.optim.Adagrad, torch.optim.Adamax)
 
     def changed(**more: Any) -> dict[str, Any]:
         return {"state": {**good["state"], 0: {**good["state"][0], **more}}, "param_groups": good["param_groups"]}
 
     cases: list[tuple[dict[str, Any], str]] = [
+        *((_trained(kind)[1].state_dict(), "expected Adam's step, exp_avg and exp_avg_sq") for kind in others),
         (changed(step=torch.tensor(1.5)), "is 1.5; expected a count of steps"),
         (changed(step=-1), "is -1; expected a count of steps"),
         (changed(step=torch.ones(2)), "expected a count of steps"),
@@ -344,21 +335,6 @@ def test_folders_with_a_file_for_each(tmp_path: Path) -> None:
     assert open_foreign(tmp_path / "text", _names(model)) is None
 
 
-@pytest.mark.more
-def test_damaged_files_are_errors(tmp_path: Path) -> None:
-    model, optimizer = _trained()
-    path = tmp_path / "last.pt"
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
-
-    def read() -> None:
-        source = open_foreign(path, _names(model))
-        if source is None:
-            raise ValueError("not a file of torch's any more")
-        read_all(source)
-
-    assert 30 < read_damaged(path, 100, read) <= 100
-
-
 def _opened(path: Path, names: list[str], what: str) -> bool:
     """Read all of a checkpoint; returns False if it is refused. Any error but those that are meant for it is raised."""
     try:
@@ -377,10 +353,10 @@ def test_files_with_other_things_in_them_are_errors(tmp_path: Path) -> None:
     model, optimizer = _trained()
     tree = {"model": dict(model.state_dict()), "optimizer": optimizer.state_dict(), "scheduler": {"a": 1}, "epoch": (1, [2])}
     opened = 0
-    for what, version in replaced(tree, 100):
+    for what, version in replaced(tree, 60):
         torch.save(version, tmp_path / "last.pt")
         opened += _opened(tmp_path / "last.pt", _names(model), what)
-    assert 10 < opened < 70
+    assert 6 < opened < 42
 
 
 # --- torch.distributed.checkpoint ---------------------------------------------------------------------------------------
@@ -407,51 +383,55 @@ def _one_dimensional() -> Net:
     return model
 
 
-def _fsdp2(rank: int, world_size: int, form: str, folder: str) -> None:
-    """Train with FSDP2, save in some form, and in folder.pt what get_state_dict gathers."""
+def _fsdp2(rank: int, world_size: int, folder: str) -> None:
+    """Train with FSDP2, save in every form, and in full.pt what get_state_dict gathers."""
     model = _one_dimensional()
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
     optimizer = torch.optim.AdamW(_groups(model), lr=1e-2)
     _train(model, optimizer, rank)
-    of_model, of_optimizer = get_state_dict(model, optimizer)
-    if form == "model and optim":
-        dcp.save({"model": of_model, "optim": of_optimizer, "epoch": 3, "scheduler": {"last": 2}}, checkpoint_id=folder)
-    elif form == "app":
-        dcp.save({"app": _App(model, optimizer)}, checkpoint_id=folder)
-    elif form == "flattened":
-        flat = StateDictOptions(flatten_optimizer_state_dict=True)
-        of_model, of_optimizer = get_state_dict(model, optimizer, options=flat)
-        dcp.save({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=folder)
-    elif form == "a file an item":
-        writer = FileSystemWriter(folder, single_file_per_rank=False, thread_count=2)
-        dcp.save({"net": of_model, "opt": of_optimizer}, storage_writer=writer)
-    elif form == "model":
-        dcp.save(of_model, checkpoint_id=folder)
-    elif form == "safetensors":
-        dcp.save(of_model, storage_writer=HuggingFaceStorageWriter(folder, save_distributed=True))
-    elif form == "consolidated":
-        writer = HuggingFaceStorageWriter(folder, save_distributed=True, enable_consolidation=True)
-        dcp.save(get_model_state_dict(model), storage_writer=writer)
+    weights, states = get_state_dict(model, optimizer)
+    _, flat = get_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
+    forms: dict[str, tuple[Any, Any]] = {
+        "model and optim": ({"model": weights, "optim": states, "epoch": 3, "scheduler": {"last": 2}}, FileSystemWriter),
+        "app": ({"app": _App(model, optimizer)}, FileSystemWriter),
+        "flattened": ({"model": weights, "optimizer": flat}, FileSystemWriter),
+        "a file an item": (
+            {"net": weights, "opt": states},
+            partial(FileSystemWriter, single_file_per_rank=False, thread_count=2),
+        ),
+        "model": (weights, FileSystemWriter),
+        "safetensors": (weights, partial(HuggingFaceStorageWriter, save_distributed=True)),
+        "consolidated": (
+            get_model_state_dict(model),
+            partial(HuggingFaceStorageWriter, save_distributed=True, enable_consolidation=True),
+        ),
+    }
+    for form in FORMS:
+        state, writer = forms[form]
+        dcp.save(state, storage_writer=writer(f"{folder}/{form}"))
     had = get_state_dict(model, optimizer, options=FULL)
     if rank == 0:
-        torch.save(had, f"{folder}.pt")
+        torch.save(had, f"{folder}/full.pt")
 
 
 FORMS = ["model and optim", "app", "flattened", "a file an item", "model", "safetensors", "consolidated"]
 
 
-@pytest.mark.cases(1)
+@pytest.fixture(scope="module")
+def of_fsdp2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("safetensors", reason="HuggingFaceStorageWriter needs it")
+    folder = tmp_path_factory.mktemp("fsdp2")
+    run_ranks(3, _fsdp2, str(folder))
+    return folder
+
+
 @pytest.mark.parametrize("form", FORMS)
-def test_fsdp2(tmp_path: Path, form: str) -> None:
-    if form in ("safetensors", "consolidated"):
-        pytest.importorskip("safetensors", reason="HuggingFaceStorageWriter needs it")
-    folder = tmp_path / "saved"
-    run_ranks(3 if form == "app" else 2, _fsdp2, form, str(folder))
-    weights, optim = torch.load(f"{folder}.pt", weights_only=False)
+def test_fsdp2(of_fsdp2: Path, form: str) -> None:
+    weights, optim = torch.load(of_fsdp2 / "full.pt", weights_only=False)
     names = list(dict(_one_dimensional().named_parameters()))
-    source = open_foreign(folder, names[::-1])
+    source = open_foreign(of_fsdp2 / form, names[::-1])
     assert source is not None
     states = {name: {k: v for k, v in state.items() if k != "step"} for name, state in optim["state"].items()}
     with_states = form not in ("model", "safetensors", "consolidated")
@@ -465,17 +445,22 @@ def test_fsdp2(tmp_path: Path, form: str) -> None:
         assert source.groups is None
     assert source.client_state == ({"epoch": 3} if form == "model and optim" else None)
     assert source.scheduler == ({"last": 2} if form == "model and optim" else None)
-    if form == "model":  # a twin: what a reader would return that takes the ranks' parts in another order
-        _change(folder, _exchange)
-        source = open_foreign(folder, names)
-        assert source is not None
-        assert differences(source, weights, {}) == ["inp.weight.weight"]
+
+
+def test_ranks_parts_in_another_order_are_seen(of_fsdp2: Path, tmp_path: Path) -> None:
+    """What a reader would return that exchanges two parts of a tensor."""
+    weights, _ = torch.load(of_fsdp2 / "full.pt", weights_only=False)
+    folder = Path(shutil.copytree(of_fsdp2 / "model", tmp_path / "model"))
+    _change(folder, _exchange)
+    source = open_foreign(folder, list(weights))
+    assert source is not None
+    assert differences(source, weights, {}) == ["inp.weight.weight"]
 
 
 def _exchange(metadata: Any) -> None:
-    """Exchange the places of the two parts of inp.weight."""
+    """Exchange the places of two parts of inp.weight."""
     places = metadata.storage_data
-    first, second = (index for index in places if index.fqn == "inp.weight")
+    first, second, _ = (index for index in places if index.fqn == "inp.weight")
     places[first], places[second] = places[second], places[first]
 
 
@@ -568,17 +553,17 @@ def test_metadata_that_leads_elsewhere_or_lacks_parts_is_refused(saved: tuple[Pa
     assert open_foreign(folder, names) is not None
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_metadata_with_other_things_in_them_are_errors(saved: tuple[Path, list[str]]) -> None:
     folder, names = saved
     metadata = FileSystemReader(folder).read_metadata()
     opened = 0
-    for what, version in replaced(metadata, 100):
+    for what, version in replaced(metadata, 40):
         if "memory_format" in what:
             continue  # torch pickles none but its own
         (folder / ".metadata").write_bytes(pickle.dumps(version))
         opened += _opened(folder, names, what)
-    assert 3 < opened < 70
+    assert 1 < opened < 28
 
 
 def test_hostile_metadata_and_items_are_not_run(saved: tuple[Path, list[str]], tmp_path: Path) -> None:
@@ -597,17 +582,6 @@ def test_hostile_metadata_and_items_are_not_run(saved: tuple[Path, list[str]], t
     with pytest.raises(ValueError, match=r"__0_0\.distcp at \d+ .* names builtins\.getattr, which is refused"):
         open_foreign(tmp_path / "evil", names)
     assert not (tmp_path / "ran").exists()
-
-
-@pytest.mark.slow
-def test_damaged_checkpoints_are_errors(saved: tuple[Path, list[str]]) -> None:
-    folder, names = saved
-    good = open_foreign(folder, names)
-    assert good is not None
-    expected = whole(good, "inp.weight", "weight")
-    for file, least in ((folder / ".metadata", 40), (folder / "__0_0.distcp", 20)):
-        assert least < read_damaged(file, 80, lambda: read_all(open_foreign(folder, names))) <= 80
-    assert torch.equal(whole(good, "inp.weight", "weight"), expected)
 
 
 def test_damaged_safetensors_are_errors(tmp_path: Path) -> None:

@@ -39,8 +39,9 @@ def _with_fault(rank: int, world_size: int, folder: str, fault: str, wait: bool)
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize("wait", [True, False])
-@pytest.mark.parametrize(("fault", "name"), [("write:EIO@4096", "Input/output error"), ("write:ENOSPC@0", "No space left")])
+@pytest.mark.parametrize(
+    ("fault", "name", "wait"), [("write:EIO@4096", "Input/output error", True), ("write:ENOSPC@0", "No space left", False)]
+)
 def test_a_write_that_fails_is_named_and_leaves_the_old_checkpoint(tmp_path: Path, fault: str, name: str, wait: bool) -> None:
     results = run_ranks(2, _with_fault, str(tmp_path), fault, wait)
     assert name in results[1][0]
