@@ -107,48 +107,47 @@ def _zero(state: Any) -> None:
             value.detach().zero_()
 
 
-def _save_fsdp2(rank: int, world_size: int, path: str, how: str) -> dict[str, str]:
+def _save_fsdp2(rank: int, world_size: int, path: str) -> dict[str, str]:
     model, optimizer = _fsdp2(0, 3)
     state = _state_of(model, optimizer)
     expected = _digest(state)
-    if how == "async":
-        pending = dcp.async_save(state, storage_writer=shardcore.dcp.Writer(path))
-        with torch.no_grad():
-            for param in model.parameters():
-                param.fill_(17.0)
-        pending.result()  # type: ignore[union-attr]
-    elif how == "checkpoint_id":
-        dcp.save(state, checkpoint_id=path, storage_writer=shardcore.dcp.Writer("elsewhere/x"))
-    else:
-        dcp.save(state, storage_writer=shardcore.dcp.Writer(path))
+    dcp.save(state, storage_writer=shardcore.dcp.Writer(f"{path}/writer"))
+    dcp.save(state, checkpoint_id=f"{path}/checkpoint_id", storage_writer=shardcore.dcp.Writer("elsewhere/x"))
+    pending = dcp.async_save(state, storage_writer=shardcore.dcp.Writer(f"{path}/async"))
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(17.0)
+    pending.result()  # type: ignore[union-attr]
     return expected
 
 
-def _load_fsdp2(rank: int, world_size: int, path: str) -> dict[str, str]:
-    model, optimizer = _fsdp2(1, 1)
-    state = _state_of(model, optimizer)
-    _zero(state)
-    state["optimizer"]["param_groups"][0]["lr"] = 3.0
-    zeroed = _digest(state)
-    dcp.load(state, storage_reader=shardcore.dcp.Reader(path))
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    found = _digest(_state_of(model, optimizer))
-    same = [name for name in found if found[name] == zeroed[name] and "param_groups" not in name]
-    assert not same, f"the twin that loads nothing is not told apart by {same}"
-    return found
+def _load_fsdp2(rank: int, world_size: int, paths: list[str]) -> list[dict[str, str]]:
+    restored = []
+    for path in paths:
+        model, optimizer = _fsdp2(1, 1)
+        state = _state_of(model, optimizer)
+        _zero(state)
+        state["optimizer"]["param_groups"][0]["lr"] = 3.0
+        zeroed = _digest(state)
+        dcp.load(state, storage_reader=shardcore.dcp.Reader(path))
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        found = _digest(_state_of(model, optimizer))
+        same = [name for name in found if found[name] == zeroed[name] and "param_groups" not in name]
+        assert not same, f"the twin that loads nothing is not told apart by {same}"
+        restored.append(found)
+    return restored
 
 
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("how", ["", "async", "checkpoint_id"])
-def test_fsdp2_models_and_optimizers_are_restored(tmp_path: Path, how: str) -> None:
-    path = tmp_path / "runs" / "step20"
-    expected, again = run_ranks(2, _save_fsdp2, str(path), how)
+def test_fsdp2_models_and_optimizers_are_restored(tmp_path: Path) -> None:
+    folder = tmp_path / "runs"
+    expected, again = run_ranks(2, _save_fsdp2, str(folder))
     assert expected == again
-    for world_size in (2, 1):
-        for found in run_ranks(world_size, _load_fsdp2, str(path)):
-            assert found == expected
-    assert sorted(os.listdir(tmp_path / "runs")) == [".lock", "step20"]
-    assert sorted(os.listdir(path)) == ["manifest.json", data_file(0), data_file(1)], "one file per rank, and no pickle"
+    assert sorted(os.listdir(folder)) == [".lock", "async", "checkpoint_id", "writer"]
+    paths = [str(folder / name) for name in ("writer", "checkpoint_id", "async")]
+    for found in [*run_ranks(2, _load_fsdp2, paths), *run_ranks(1, _load_fsdp2, paths[:1])]:
+        assert all(state == expected for state in found)
+    for path in paths:
+        assert sorted(os.listdir(path)) == ["manifest.json", data_file(0), data_file(1)], "one file per rank, and no pickle"
 
 
 CUT = (3, RANGE_NUMEL // 2 + 5)
@@ -183,7 +182,7 @@ def _load_tensors(rank: int, world_size: int, path: str, dim: int | None) -> Non
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize(("saved", "loaded"), [(1, 1), (1, 0), (0, 1), (2, 1)])
+@pytest.mark.parametrize(("saved", "loaded"), [(1, 0), (0, 1), (2, 1)])
 def test_other_dimensions_are_restored(tmp_path: Path, saved: int, loaded: int) -> None:
     path = str(tmp_path / "x")
     run_ranks(2, _save_tensors, path, saved)
@@ -295,14 +294,6 @@ def test_shardcore_loads_models_with_their_optimizers(tmp_path: Path, flattened:
         shardcore.load(tmp_path / "ours", other, its)
 
 
-def test_it_is_consolidated(tmp_path: Path) -> None:
-    safetensors = pytest.importorskip("safetensors.torch", reason="needs the safetensors package")
-    run_ranks(2, _save_tensors, str(tmp_path / "x"), 1)
-    (file,) = shardcore.consolidate(tmp_path / "x", tmp_path / "out")
-    found = safetensors.load_file(file)
-    assert all(torch.equal(found[name], _tensor(name)) for name in TENSORS)
-
-
 @pytest.mark.slow
 def test_shardcore_alone_does_not_import_it() -> None:
     code = "import sys, shardcore; assert 'torch.distributed.checkpoint' not in sys.modules; import shardcore.dcp"
@@ -338,12 +329,14 @@ def _save_with_fault(rank: int, world_size: int, path: str, fault: str, bad: int
     return said, sorted(os.listdir(Path(path).parent))
 
 
-FAULTS = [("write:EIO@4096", "Input/output error"), ("write:ENOSPC@4096", "No space left"), ("reserve:ENOSPC", "No space left")]
-
-
-@pytest.mark.cases(4)
-@pytest.mark.parametrize(("fault", "name"), [*FAULTS, ("sync:EIO", "Input/output error")])
-@pytest.mark.parametrize("bad", [0, 1])
+@pytest.mark.parametrize(
+    ("fault", "name", "bad"),
+    [
+        ("write:EIO@4096", "Input/output error", 0),
+        ("reserve:ENOSPC", "No space left", 1),
+        ("sync:EIO", "Input/output error", 1),
+    ],
+)
 def test_a_write_that_fails_is_named_on_every_rank(tmp_path: Path, fault: str, name: str, bad: int) -> None:
     for said, left in run_ranks(2, _save_with_fault, str(tmp_path / "x"), fault, bad):
         assert name in said
@@ -422,13 +415,6 @@ def test_the_checkpoint_of_a_name_is_replaced(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == [".lock", "x"]
 
 
-class _OtherPlanner(dcp.DefaultSavePlanner):
-    def __getattribute__(self, name: str) -> Any:
-        if name == "lookup_object":
-            raise AttributeError(name)
-        return super().__getattribute__(name)
-
-
 def test_what_is_no_plain_data_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "x"
     _save_alone({"x": 1}, path)
@@ -436,8 +422,6 @@ def test_what_is_no_plain_data_is_refused_by_name(tmp_path: Path) -> None:
         _save_alone({"model": {"a": [{"b": object()}]}, "w": torch.ones(3)}, path)
     with pytest.raises(dcp.CheckpointException, match=r"c@0 is a tensor of torch\.complex64"):
         _save_alone({"c": torch.zeros(2, dtype=torch.complex64)}, path)
-    with pytest.raises(dcp.CheckpointException, match="y is no tensor, and _OtherPlanner has no lookup_object"):
-        dcp.save({"y": 1}, storage_writer=shardcore.dcp.Writer(path), planner=_OtherPlanner(), no_dist=True)
     assert _load_alone({"x": 0}, path) == {"x": 1}
 
 
@@ -467,14 +451,11 @@ def test_torchs_own_folder_is_named(tmp_path: Path) -> None:
 def test_a_path_that_is_no_checkpoint_is_kept(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis").write_text("")
-    (tmp_path / "empty").mkdir()
-    for name in ("mine", "mine/thesis"):
-        with pytest.raises(dcp.CheckpointException, match="is no checkpoint of shardcore's; expected one, which is replaced"):
-            _save_alone({"x": 1}, tmp_path / name)
+    with pytest.raises(dcp.CheckpointException, match="is no checkpoint of shardcore's; expected one, which is replaced"):
+        _save_alone({"x": 1}, tmp_path / "mine")
     with pytest.raises(dcp.CheckpointException, match=r"tag has '\.x'"):
         _save_alone({"x": 1}, tmp_path / ".x")
     assert os.listdir(tmp_path / "mine") == ["thesis"]
-    _save_alone({"x": 1}, tmp_path / "empty")
     with pytest.raises(dcp.CheckpointException, match="missing"):
         _load_alone({"x": 1}, tmp_path / "missing")
 
@@ -521,7 +502,7 @@ def test_a_failed_save_is_cleared_away(tmp_path: Path) -> None:
     assert "type object" in _said({"x": object()}, path, no_dist=True)
     gc.collect()
     assert os.listdir(tmp_path) == [".lock"]
-    for _ in range(5):  # in threads, whose errors still refer to their Writers
+    for _ in range(3):  # in threads, whose errors still refer to their Writers
         failing = dcp.async_save({"x": _Held()}, storage_writer=shardcore.dcp.Writer(path), no_dist=True)
         with pytest.raises(dcp.CheckpointException, match="type _Held; expected plain data"):
             failing.result()  # type: ignore[union-attr]
