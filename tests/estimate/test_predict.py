@@ -6,6 +6,7 @@ and a count of the collectives that leave Comm.
 
 import gc
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -210,19 +211,24 @@ def test_prediction_for_ranks_in_nodes_and_for_what_a_few_ranks_keep(stage: int)
             assert differences(predicted(rank, 4, run), measured) == [], run
 
 
-def _order_of_use(rank: int, world_size: int, run: Run) -> tuple[Any, ...]:
-    return _measured_one(rank, run)
-
-
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("stage", [2, 3])
-def test_another_order_of_use_costs_less_than_a_unit(stage: int) -> None:
+def test_another_order_of_use_costs_less_than_a_unit() -> None:
     """`gain` is the first parameter of the model and the last one used; with "bf16" it has a buffer of its own here."""
-    run = Run(stage=stage, precision="bf16", shard={"keep_fp32": "gain"})
-    for rank, (lines, *_) in enumerate(run_ranks(2, _order_of_use, run)):
-        ours, theirs = (sum(line.bytes for line in found) for found in (predicted(rank, 2, run).resting.lines, lines))
-        unit = max(sum(p.numel() for p in block.parameters()) for block in Model().blocks) * 2
-        assert abs(ours - theirs) <= 0.02 * theirs + unit
+    runs = [Run(stage=stage, precision="bf16", shard={"keep_fp32": "gain"}) for stage in (2, 3)]
+    unit = max(sum(p.numel() for p in block.parameters()) for block in Model().blocks) * 2
+    for rank, answers in enumerate(run_ranks(2, _measured, runs)):
+        for run, (lines, *_) in zip(runs, answers, strict=True):
+            ours, theirs = (sum(line.bytes for line in found) for found in (predicted(rank, 2, run).resting.lines, lines))
+            assert abs(ours - theirs) <= 0.02 * theirs + unit
+
+
+def _check_twins(world_size: int, twins: list[tuple[Callable[[pytest.MonkeyPatch], None], Run]]) -> None:
+    """Predictions are right, and with what a twin forgets wrong."""
+    runs = [run for _, run in twins]
+    for (forget, run), measured in zip(twins, run_ranks(world_size, _measured, runs)[0], strict=True):
+        assert differences(predicted(0, world_size, run), measured) == []
+        with pytest.MonkeyPatch.context() as patch:
+            forget(patch)
+            assert differences(predicted(0, world_size, run), measured) != [], forget.__name__
 
 
 def _forget_state(patch: pytest.MonkeyPatch) -> None:
@@ -254,22 +260,10 @@ def _all_share(patch: pytest.MonkeyPatch) -> None:
     )
 
 
-NODE_TWINS = {
-    "sums of a node": (_one_level, LAYOUTS[0], 2),
-    "kept parts": (_nothing_kept, LAYOUTS[6], 3),
-    "replicas": (_all_share, LAYOUTS[2], 1),
-}
-
-
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("twin", NODE_TWINS)
-def test_a_prediction_that_forgets_nodes_is_rejected(twin: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    forget, run, stage = NODE_TWINS[twin]
-    run = replace(run, stage=stage)
-    measured = run_ranks(4, _order_of_use, run)[0]
-    assert differences(predicted(0, 4, run), measured) == []
-    forget(monkeypatch)
-    assert differences(predicted(0, 4, run), measured) != []
+@pytest.mark.more
+def test_a_prediction_that_forgets_nodes_is_rejected() -> None:
+    twins = [(_one_level, LAYOUTS[0], 2), (_nothing_kept, LAYOUTS[6], 3), (_all_share, LAYOUTS[2], 1)]
+    _check_twins(4, [(forget, replace(run, stage=stage)) for forget, run, stage in twins])
 
 
 def _no_gathers(patch: pytest.MonkeyPatch) -> None:
@@ -284,25 +278,12 @@ def _one_leaves(patch: pytest.MonkeyPatch) -> None:
     patch.setitem(_Step._leave.__globals__, "IN_FLIGHT", 1)
 
 
-TWINS = {
-    "one state of one unit": (_forget_state, 0, None),
-    "a reduction in flight": (_one_in_flight, 2, None),
-    "a received gradient": (_no_received, 2, None),
-    "gathered weights": (_no_gathers, 3, None),
-    "padding": (_no_padding, 1, None),
-    "gradients that leave": (_one_leaves, 2, LEAVING),
-}
-
-
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("twin", TWINS)
-def test_a_prediction_that_forgets_a_buffer_is_rejected(twin: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    forget, stage, offload = TWINS[twin]
-    run = Run(stage=stage, precision="bf16", shard={"offload": offload})
-    measured = run_ranks(2, _order_of_use, run)[0]
-    assert differences(predicted(0, 2, run), measured) == []
-    forget(monkeypatch)
-    assert differences(predicted(0, 2, run), measured) != []
+def test_a_prediction_that_forgets_a_buffer_is_rejected() -> None:
+    twins = [
+        *((_forget_state, 0, None), (_one_in_flight, 2, None), (_no_received, 2, None)),
+        *((_no_gathers, 3, None), (_no_padding, 1, None), (_one_leaves, 2, LEAVING)),
+    ]
+    _check_twins(2, [(forget, Run(stage=of, precision="bf16", shard={"offload": to})) for forget, of, to in twins])
 
 
 def _hoarding(rank: int, world_size: int, run: Run) -> tuple[Any, ...]:
@@ -345,15 +326,14 @@ def test_predict_changes_nothing_and_refuses_what_shard_refuses() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "accumulate", "offload"),
+    ("stage", "accumulate", "offload", "master"),
     [
-        (2, 1, {"optimizer": "cpu", "ratio": 0.25}),
-        (2, 2, LEAVING | {"ratio": 0.5}),
-        (3, 1, LEAVING | {"ratio": 0.5, "params": "cpu"}),
-        (3, 2, {"params": "cpu"}),
+        (2, 1, {"optimizer": "cpu", "ratio": 0.25}, "fp32"),
+        (2, 2, LEAVING | {"ratio": 0.5}, "split"),
+        (3, 1, LEAVING | {"ratio": 0.5, "params": "cpu"}, "fp32"),
+        (3, 2, {"params": "cpu"}, "split"),
     ],
 )
-@pytest.mark.parametrize("master", ["fp32", "split"])
 def test_copies_to_and_from_host_memory(stage: int, accumulate: int, offload: Any, master: str) -> None:
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))  # whole blocks: nothing is padded
     options = {"precision": "bf16", "accumulate": accumulate, "units": 1, "offload": offload}
