@@ -1,6 +1,5 @@
 """Ranks in nodes: gradients added over a node, then over nodes; hybrid sharding; weights kept by a few ranks."""
 
-import logging
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from shardcore.distributed.groups import group_beside
 from shardcore.distributed.topology import Topology
 from tests.support.choice import EVERY, part, some
 from tests.support.groups import as_on_nccl
+from tests.support.logs import logged
 from tests.support.models import Run, batch_of, hash_of, hash_of_training, loss_of, make_net, stepped, train
 from tests.support.ranks import run_ranks
 
@@ -38,15 +38,8 @@ def _start(rank: int, layout: str, **run: Any) -> tuple[Any, Any]:
 LEAVING = {"optimizer": "cpu", "gradients": "cpu", "ratio": 0.6}
 
 
-def _hashes(rank: int, world_size: int, layout: str, runs: list[dict[str, Any]], more: bool = False) -> list[str]:
-    """Return the hash of each training; more: of one step more."""
-    hashes = []
-    for run in runs:
-        model, optimizer = _start(rank, layout, **run)
-        if more:
-            stepped(model, optimizer, rank, 9)
-        hashes.append(hash_of_training(model, optimizer))
-    return hashes
+def _hashes(rank: int, world_size: int, layout: str, runs: list[dict[str, Any]]) -> list[str]:
+    return [hash_of_training(*_start(rank, layout, **run)) for run in runs]
 
 
 @pytest.mark.cases(1)
@@ -61,7 +54,7 @@ def test_one_hash_for_every_stage_and_layout_of_nodes(accumulate: int, sync_each
     runs += [{"stage": stage, **common, "shard": {**common["shard"], "overlap_step": True}} for stage in (1, 3)]
     hashes = set()
     for number, layout in enumerate((MESH, NODES)):
-        of_layout = runs if accumulate == 1 else part(runs, every, number)
+        of_layout = part(runs, min(every, 2) if accumulate == 1 else every, number)
         hashes |= {value for of_rank in run_ranks(4, _hashes, layout, of_layout) for value in of_rank}
     assert len(hashes) == 1
     flat = {value for of_rank in run_ranks(4, _hashes, FLAT, runs[:1]) for value in of_rank}
@@ -98,7 +91,7 @@ def _as_on_nccl(rank: int, world_size: int, layout: str, runs: list[dict[str, An
         for run in runs:
             model, optimizer = _start(rank, layout, **run)
             off_node.append(0)
-            stepped(model, optimizer, rank, 9)
+            stepped(model, optimizer, rank, 1)
             off_node.append(0)
             hashes.append(hash_of_training(model, optimizer))
     return hashes, batches, off_node[1::2]
@@ -106,14 +99,14 @@ def _as_on_nccl(rank: int, world_size: int, layout: str, runs: list[dict[str, An
 
 @pytest.mark.more
 def test_on_nccl_levels_are_collectives_of_groups_and_a_node_sends_each_byte_once() -> None:
-    runs: list[dict[str, Any]] = [{"stage": stage} for stage in (0, 1, 2, 3)]
-    runs.append({"stage": 3, "shard": {"reshard_after_forward": 2}})
-    runs.append({"stage": 3, "shard": {"offload": {"params": "cpu"}}})
+    runs: list[dict[str, Any]] = [{"stage": stage, "steps": 1} for stage in (0, 2, 3)]
+    runs.append({"stage": 3, "steps": 1, "shard": {"reshard_after_forward": 2}})
+    runs.append({"stage": 3, "steps": 1, "shard": {"offload": {"params": "cpu"}}})
     sent = {}
     for layout in (NODES, MESH, FLAT):
-        gloo = run_ranks(4, _hashes, layout, runs, True)
+        gloo = run_ranks(4, _hashes, layout, [{"stage": 1, "steps": 2}])
         for rank, (hashes, batches, off_node) in enumerate(run_ranks(4, _as_on_nccl, layout, runs)):
-            assert hashes == gloo[rank]
+            assert set(hashes) == set(gloo[rank])
             assert batches == 0, "a message for each rank"
             sent[layout, rank] = off_node
     for rank in range(4):
@@ -123,17 +116,11 @@ def test_on_nccl_levels_are_collectives_of_groups_and_a_node_sends_each_byte_onc
 
 def _advice(rank: int, world_size: int, local: str, shard: dict[str, Any]) -> list[str]:
     """Return what shard says of nodes, of two models."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("shardcore")
-    with as_on_nccl() as patch:
+    with as_on_nccl() as patch, logged() as said:
         patch.setattr(api, "_advised", False)
         patch.setenv("LOCAL_WORLD_SIZE", local)
-        logger.addHandler(handler)
         for _ in range(2):
             _start(rank, FLAT, steps=0, shard=shard)
-        logger.removeHandler(handler)
     return [text for text in said if "share a node" in text]
 
 
@@ -161,8 +148,7 @@ def _grads(rank: int, world_size: int, layout: str, stage: int) -> list[tuple[bo
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize("layout", [MESH, NODES])
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize(("layout", "stage"), [(MESH, 0), (NODES, 2), (MESH, 3)])
 def test_gradients_are_added_over_a_node_and_then_over_nodes(layout: str, stage: int) -> None:
     for of_rank in run_ranks(4, _grads, layout, stage):
         assert all(right for right, _ in of_rank)
@@ -187,7 +173,7 @@ def _reads(rank: int, world_size: int, layout: str, stage: int) -> list[Any]:
 
 @pytest.mark.more
 def test_whole_values_edits_and_loading_are_the_same_in_every_layout() -> None:
-    seen = [of_rank for layout in (MESH, NODES) for stage in (1, 3) for of_rank in run_ranks(4, _reads, layout, stage)]
+    seen = [of_rank for layout, stage in ((MESH, 3), (NODES, 1)) for of_rank in run_ranks(4, _reads, layout, stage)]
     assert all(values == seen[0] for values in seen)
 
 
@@ -205,8 +191,7 @@ def _saved_and_loaded(rank: int, world_size: int, layout: str, stage: int, folde
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize("layout", [MESH, NODES])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(("layout", "stage"), [(MESH, 1), (NODES, 2), (MESH, 3)])
 def test_state_in_shards_is_restored(layout: str, stage: int, tmp_path: Path) -> None:
     for live, saved in run_ranks(4, _saved_and_loaded, layout, stage, str(tmp_path)):
         assert live == saved
