@@ -7,7 +7,7 @@ import torch
 
 import shardcore
 from shardcore.engine.unshard import Unsharder
-from tests.support.choice import combinations, some
+from tests.support.choice import combinations
 from tests.support.models import hash_of_training
 from tests.support.ranks import run_ranks
 
@@ -59,7 +59,7 @@ def test_losses_are_those_of_plain_training(name: str, world_size: int, steps: i
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", ["gpt2", "llama_lora", "mixtral_modules"])
 def test_other_training_has_other_losses(name: str) -> None:
     """Broken twins: a learning rate one percent off, and ranks whose gradients are not averaged."""
     run = _training(name, steps=ENOUGH)
@@ -101,18 +101,6 @@ def test_experts_go_unused_on_all_ranks_and_on_one() -> None:
     (counts, first), (_, second) = run_ranks(2, _uses_of_experts)
     assert min(counts) < Training("").steps
     assert any(a != b for a, b in zip(first, second, strict=True))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name",), some([("gpt2",), ("llama_lora",)], [("gpt2",)]))
-def test_bfloat16_ends_within_the_spread_of_seeds(name: str) -> None:
-    runs = [_training(name, seed=seed, precision="bf16") for seed in range(3)]
-    ranks = run_ranks(2, losses_and_hash, [*runs, _training(name, stage=1, precision="bf16")])
-    exact = [plain_losses(run)[-1] for run in runs]
-    rounded = [sum(results[seed][0][-1] for results in ranks) / 2 for seed in range(3)]
-    spread = max(exact) - min(exact)
-    assert 0 < max(abs(a - b) for a, b in zip(exact, rounded, strict=True)) < spread
-    assert len({hash_ for results in ranks for _, hash_ in (results[0], results[3])}) == 1, "stages 1 and 3"
 
 
 # --- what loops do ----------------------------------------------------------------------------------------------------
@@ -172,19 +160,6 @@ def test_evaluation_and_generate_between_steps(name: str) -> None:
     assert results[0][1] == undisturbed
 
 
-def _compile(model: Any) -> None:
-    for block in model.transformer.h:
-        block.compile(backend="aot_eager")
-
-
-@pytest.mark.slow
-def test_compiled_blocks() -> None:
-    runs = [_training("gpt2", stage=stage, steps=3, prepare=_compile) for stage in (1, 3)]
-    ranks = run_ranks(2, losses_and_hash, runs)
-    assert len({hash_ for results in ranks for _, hash_ in results}) == 1
-    assert worst_difference(plain_losses(_training("gpt2"))[:3], [results[-1][0] for results in ranks]) < CLOSE
-
-
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
@@ -206,8 +181,7 @@ def _whole_bytes(rank: int, world_size: int, run: Training) -> tuple[int, int, i
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize("name", ["gpt2", "t5", "llama_lora"])
-@pytest.mark.parametrize("prepare", [None, _recompute, _recompute_reentrant])
+@pytest.mark.parametrize(("name", "prepare"), [("gpt2", None), ("t5", _recompute), ("llama_lora", _recompute_reentrant)])
 def test_no_more_than_the_root_and_two_units_are_whole(name: str, prepare: Any) -> None:
     """T5, too: what its decoder's blocks read of the encoder are outputs; the encoder's weights are closed by then."""
     for most, limit, everything in run_ranks(2, _whole_bytes, _training(name, steps=3, prepare=prepare)):
