@@ -2,8 +2,6 @@
 
 import importlib
 import json
-import subprocess
-import sys
 import tomllib
 
 import pytest
@@ -129,14 +127,14 @@ def test_the_suites_are_those_of_the_checkout(capsys):
 
 
 @pytest.mark.more
-def test_a_real_suite(tmp_path):
-    """Run as a module."""
+def test_a_real_suite(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MPLCONFIGDIR", str(tmp_path))  # matplotlib warns of a bad home
     options = ["--device", "cpu", "--ranks", "8", "4", "--unit", "8K", "--rounds", "2", "--pause", "0"]
-    command = [sys.executable, "-m", "shardcore", "bench", "ordered_sum", "--out", "here", *options]
-    environment = {"PYTHONPATH": str(ROOT), "PATH": "", "MPLCONFIGDIR": str(tmp_path)}  # matplotlib warns of a bad home
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
-    assert done.stderr == ""  # the bar is for terminals
-    assert "share of reading" in done.stdout
+    assert cli.main(["bench", "ordered_sum", "--out", "here", *options]) == 0
+    printed = capfd.readouterr()
+    assert printed.err == ""  # the bar is for terminals
+    assert "share of reading" in printed.out
     result = json.loads((tmp_path / "here/ordered_sum.json").read_text())
     assert result["options"]["rounds"] == 2
     assert [(found["ranks"], found["numel"]) for found in result["sums"]] == [(8, 1024), (4, 2048)]
