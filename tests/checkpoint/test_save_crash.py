@@ -196,7 +196,7 @@ def _fill(disk: Path, left: int) -> Path:
 @pytest.mark.more
 def test_a_full_disk_is_named_and_loses_nothing(small_disk: Path, record_property: Record) -> None:
     chance = random.Random(3)
-    folder, count = small_disk / "saved", times("full_disks", 8)
+    folder, count = small_disk / "saved", times("full_disks", 5)
     model, optimizer = make()
     stepped(model, optimizer, 0, 0)
     path = shardcore.save(folder, model, optimizer, tag="old").path
