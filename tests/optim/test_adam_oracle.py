@@ -107,9 +107,7 @@ def test_every_mix_is_inside_the_oracle(mix, options):
     assert Run(mix, **options).wrong() == 0
 
 
-@pytest.mark.parametrize(
-    "longer", [{"sizes": [9, 0, 1_200_003, 33]}, {"sizes": [33], "steps": 100}], ids=["large", "100 steps"]
-)
+@pytest.mark.parametrize("longer", [{"sizes": [9, 0, 200_003, 33]}, {"sizes": [33], "steps": 100}], ids=["large", "100 steps"])
 def test_large_lists_and_many_steps_are_inside_the_oracle(longer, monkeypatch):
     assert Run(MIXES[0], **longer).wrong() == 0
     monkeypatch.setattr(Oracle, "step", without_last(Oracle.step))
@@ -235,17 +233,6 @@ def test_broken_kernels_are_rejected(monkeypatch, twin):
 
 def test_stochastic_rounding_goes_to_a_neighbour():
     assert Run((torch.bfloat16, torch.bfloat16, None), steps=1, stochastic_rounding=True).wrong() == 0
-
-
-def test_how_tensors_are_cut_does_not_matter():
-    """One tensor, or the same elements as three: the same bits."""
-    torch.manual_seed(0)
-    weights, grads = torch.randn(1000), torch.randn(1000)
-    whole = torch.nn.Parameter(weights.clone())
-    parts = [torch.nn.Parameter(x.clone()) for x in weights.split([7, 500, 493])]
-    CPUAdam([whole]).step(grads=[grads])
-    CPUAdam(parts).step(grads=grads.split([7, 500, 493]))
-    assert torch.equal(whole, torch.cat([p.detach() for p in parts]))
 
 
 OPTIONS_SIZES = (1, 0, 31, 255, 257, 600)

@@ -88,21 +88,18 @@ def _hashes(rank: int, world_size: int, name: str, places: list[tuple[int, str]]
     return found
 
 
-def _one_hash(ranks: int, name: str, precision: str | None, places: list[tuple[int, str]] = PLACES) -> None:
-    assert len({one for found in run_ranks(ranks, _hashes, name, places, precision) for one in found}) == 1
-
-
 @pytest.mark.cases(1)
-@pytest.mark.parametrize(("name", "precision"), [("momentum", "bf16"), ("adagrad", None), ("lion", "bf16")])
-def test_one_hash_over_stages_and_tiers(name: str, precision: str | None) -> None:
-    _one_hash(2, name, precision)
+@pytest.mark.parametrize(
+    ("ranks", "name", "precision"), [(4, "lion", "bf16"), (4, "rmsprop", None), (2, "momentum", "bf16"), (2, "adagrad", None)]
+)
+def test_one_hash_over_stages_and_tiers(ranks: int, name: str, precision: str | None) -> None:
+    assert len({one for found in run_ranks(ranks, _hashes, name, PLACES, precision) for one in found}) == 1
 
 
-@pytest.mark.more
-@pytest.mark.parametrize(("number", "name"), list(enumerate(OPTIMIZERS)))
-def test_one_hash_over_stages_and_tiers_at_four_ranks(number: int, name: str) -> None:
-    """Stage 0, and one half of the other places or the other."""
-    _one_hash(4, name, "bf16", [PLACES[0], *PLACES[1 + number % 2 :: 2]])
+@pytest.mark.cases(2)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_has_one_hash_over_the_stages_and_tiers_of_one_rank(name: str) -> None:
+    assert len(set(_hashes(0, 1, name, PLACES, "bf16"))) == 1
 
 
 @pytest.mark.parametrize("fault", ["scale", "step", "rounding", "piece"])
