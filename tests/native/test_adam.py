@@ -1,4 +1,4 @@
-"""AdamStepper: the same bits everywhere, and steps that repeat the last one. Its oracle: tests/optim/test_adam_oracle.py."""
+"""AdamStepper: keys of random bits, and steps that repeat the last one. Its bits and oracle: tests/cpp, tests/optim."""
 
 import gc
 import itertools
@@ -8,84 +8,9 @@ import pytest
 import torch
 
 from shardcore._native import _C
-from tests.support.kernels import DTYPES, SIZES, Lists, bits, each_isa, make_hyper, nothing_written, round_bf16_away
+from tests.support.kernels import DTYPES, Lists, bits, make_hyper, nothing_written
 
 MIXES = list(itertools.product(DTYPES, DTYPES, (False, True), (False, True)))  # param, grad, master, amsgrad
-
-
-def list_of_every_size(misalign):
-    lists = Lists()
-    for numel in SIZES:
-        for n in range(3):  # a changing third of the mixes for each size
-            param, grad, master, amsgrad = MIXES[(numel + 12 * n) % len(MIXES)]
-            lists.add(numel, param, grad, master, amsgrad, seed=numel, misalign=misalign)
-    return lists
-
-
-@pytest.mark.cases(2)
-@pytest.mark.parametrize("misalign", [0, 1, 3])
-def test_isas_and_threads_give_the_same_bits_and_write_nothing_else(misalign):
-    lists = list_of_every_size(misalign)
-    hypers = [make_hyper(), make_hyper(adam_w_mode=False), make_hyper(stochastic_rounding=True, seed=11)]
-    index = [i % 3 for i in range(len(lists.params))]
-    keys = [(i, 1000 * i) for i in range(len(lists.params))]
-    seen = []
-    threads = torch.get_num_threads()
-    try:
-        with each_isa() as isas:
-            for _isa in isas():
-                for count in (1, 2, 3):
-                    torch.set_num_threads(count)
-                    after = lists.clone()
-                    after.step(hypers, index, keys=keys)
-                    seen.append(bits(after))
-    finally:
-        torch.set_num_threads(threads)
-    assert all(result == seen[0] for result in seen)
-    # What lies around each tensor in its storage is still there.
-    for t in after.all():
-        whole = torch.tensor([], dtype=t.dtype).set_(t.untyped_storage())
-        around = torch.cat([whole[: t.storage_offset()], whole[t.storage_offset() + t.numel() :]])
-        assert torch.all(around == 7.0)
-
-
-def test_large_list_over_threads_equals_each_tensor_alone():
-    lists = Lists()
-    for n, numel in enumerate([0, 100_000, 1, 0, 70_001, 256, 0]):
-        param, grad, master, amsgrad = MIXES[(5 * n) % len(MIXES)]
-        lists.add(numel, param, grad, master, amsgrad, seed=n)
-    together, alone = lists.clone(), lists.clone()
-    together.step([make_hyper()])
-    for i in range(len(alone.params)):
-        names = ("params", "grads", "exp_avgs", "exp_avg_sqs", "masters", "max_exp_avg_sqs")
-        Lists(*([getattr(alone, name)[i]] for name in names)).step([make_hyper()])
-    assert bits(together) == bits(alone)
-
-
-def test_master_is_the_float32_step_and_the_weight_its_rounding():
-    lists = Lists()
-    lists.add(5000, torch.float32, torch.bfloat16, False, False, seed=1)
-    lists.add(5000, torch.bfloat16, torch.bfloat16, True, False, seed=2)
-    lists.add(5000, torch.float16, torch.bfloat16, True, False, seed=3)
-    for i in (1, 2):  # the same problem, once as a float32 weight and twice as a master
-        for name in ("grads", "exp_avgs", "exp_avg_sqs"):
-            getattr(lists, name)[i].copy_(getattr(lists, name)[0])
-        lists.masters[i].copy_(lists.params[0])
-    lists.step([make_hyper()])
-    assert torch.equal(lists.masters[1], lists.params[0])
-    assert torch.equal(lists.masters[2], lists.params[0])
-    assert torch.equal(lists.params[1], round_bf16_away(lists.params[0]))
-    assert torch.equal(lists.params[2], lists.params[0].half())
-
-
-def test_amsgrad_propagates_nan():
-    lists = Lists()
-    lists.add(4, torch.float32, torch.float32, False, True, seed=1)
-    lists.grads[0][1] = float("nan")
-    lists.max_exp_avg_sqs[0][2] = float("nan")
-    lists.step([make_hyper()])
-    assert lists.max_exp_avg_sqs[0].isnan().tolist() == [False, True, True, False]
-    assert lists.params[0].isnan().tolist() == [False, True, True, False]
 
 
 def test_stochastic_rounding_is_keyed_by_the_whole_parameter():
@@ -113,51 +38,6 @@ def test_stochastic_rounding_is_keyed_by_the_whole_parameter():
         stepped(0, first=256 * large),
     ):
         assert 0.1 < (other != base).float().mean() < 0.9
-
-
-def test_stochastic_rounding_is_unbiased():
-    numel = 1 << 18
-    lists = Lists()
-    lists.add(numel, torch.bfloat16, torch.float32, False, False, seed=6)
-    lists.params[0].fill_(1.0)
-    for name in ("exp_avgs", "exp_avg_sqs"):
-        getattr(lists, name)[0].zero_()
-    lists.grads[0].fill_(1.0)
-    options = {"weight_decay": 0.0, "step": 1, "lr": 2.0**-9 * 0.3, "eps": 0.0, "grad_scale": 1.0}  # 0.3 of the way below 1
-    nearest = lists.clone()
-    nearest.step([make_hyper(**options)])
-    assert torch.all(nearest.params[0] == 1.0)
-    lists.step([make_hyper(**options, stochastic_rounding=True)], keys=[(0, 0)])
-    down = (lists.params[0] == 1.0 - 2.0**-8).double().mean().item()
-    assert torch.all((lists.params[0] == 1.0) | (lists.params[0] == 1.0 - 2.0**-8))
-    assert abs(down - 0.15) < 5 * (0.15 * 0.85 / numel) ** 0.5
-
-
-def test_flush_denormal_of_the_caller_changes_nothing():
-    lists = Lists()
-    lists.add(1000, torch.float32, torch.float32, False, False, seed=7)
-    lists.exp_avg_sqs[0].fill_(1e-40)
-    lists.exp_avgs[0].fill_(-1e-41)
-    lists.grads[0].fill_(1e-39)
-    want, got = lists.clone(), lists.clone()
-    want.step([make_hyper(eps=1e-40)])
-    if not torch.set_flush_denormal(True):
-        pytest.skip("this CPU cannot flush denormals")
-    try:
-        got.step([make_hyper(eps=1e-40)])
-    finally:
-        torch.set_flush_denormal(False)
-    assert bits(got) == bits(want)
-    assert want.exp_avgs[0].abs().max() > 0
-
-
-def test_autograd_hears_of_the_write():
-    weight = torch.ones(4, requires_grad=True)
-    loss = (weight * weight).sum()
-    with torch.no_grad():
-        _C.AdamStepper().step([weight], [torch.ones(4)], [torch.zeros(4)], [torch.zeros(4)], [make_hyper()], [0])
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
 
 
 def test_empty_lists():

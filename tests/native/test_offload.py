@@ -1,7 +1,6 @@
 """HostTier, its copies and events, and OffloadPipeline."""
 
 import gc
-import mmap
 from typing import Any
 
 import pytest
@@ -124,9 +123,6 @@ def test_empty_huge():
         _C.empty_huge(-3, torch.float32)
 
 
-PAGE = mmap.PAGESIZE
-
-
 def late_tier(numel: int = 1000) -> tuple[_C.HostTier, torch.Tensor]:
     """A tier that makes a copy only when someone waits for it, and a buffer of it."""
     tier = simulated_tier(late=True)
@@ -209,32 +205,6 @@ def test_a_failed_copy_surfaces_at_the_next_wait_with_its_origin():
             wait()
     assert not back.any()
     tier.to_tier(buffer, torch.zeros(8)).synchronize()  # the other direction
-
-
-def test_pinned_bytes_are_whole_pages_and_stay_below_the_limit():
-    tier = simulated_tier(True, 8 * PAGE, pinnable_bytes=100 * PAGE)
-    first = tier.empty(5 * PAGE + 1, torch.uint8)
-    assert (tier.bytes_pinned, tier.bytes_allocated) == (6 * PAGE, 5 * PAGE + 1)
-    tier.empty(PAGE, torch.uint8, pinned=False)
-    second = tier.empty(3 * PAGE, torch.uint8)
-    assert (tier.bytes_pinned, tier.bytes_refused) == (6 * PAGE, 3 * PAGE)
-    assert tier.pin_refusal == f"pin_memory_limit is {8 * PAGE} bytes, of which {6 * PAGE} are pinned"
-    tier.to_tier(second, torch.ones(3 * PAGE, dtype=torch.uint8)).synchronize()
-    assert second.all()
-    del first, second
-    assert (tier.bytes_pinned, tier.bytes_refused) == (0, 0)
-
-
-def test_a_system_that_refuses_to_pin_gives_pageable_memory():
-    tier = simulated_tier(True, pinnable_bytes=PAGE)
-    buffer = tier.empty(PAGE, torch.float32)
-    assert (tier.bytes_pinned, tier.bytes_refused) == (0, 4 * PAGE)
-    assert tier.pin_refusal == "the simulated system locks no more pages"
-    tier.to_tier(buffer, torch.ones(PAGE)).synchronize()
-    assert buffer.all()
-    unpinned = simulated_tier(False, pinnable_bytes=PAGE)
-    unpinned.empty(8 * PAGE, torch.uint8)
-    assert (unpinned.bytes_refused, unpinned.pin_refusal) == (0, "")
 
 
 def test_another_backend_is_handed_over_in_a_capsule():

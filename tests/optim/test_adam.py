@@ -102,28 +102,6 @@ def test_parameters_without_gradient_keep_their_own_count(make):
     assert torch.equal(params[0], before)
 
 
-def test_equal_steps_are_one_counter(make):
-    params = params_of(*[2] * 50)
-    optimizer = make(params)
-    optimizer.step(grads=grads_of(params))
-    optimizer.step(grads=[*grads_of(params)[:20], *[None] * 30])
-    counts = [optimizer.state[p].count for p in params]
-    assert len({id(c) for c in counts}) == 2
-    assert [c.value for c in counts] == [2] * 20 + [1] * 30
-    optimizer.step(grads=[*[None] * 20, *grads_of(params)[20:]])
-    optimizer.step(grads=grads_of(params))
-    counts = [optimizer.state[p].count for p in params]
-    assert len({id(c) for c in counts}) == 1
-    assert counts[0].value == 3
-    loaded = make(params_of(*[2] * 50))
-    loaded.load_state_dict(optimizer.state_dict())
-    assert len({id(s.count) for s in loaded.state.values()}) == 1
-    twin = copy.deepcopy(optimizer)
-    assert len({id(s.count) for s in twin.state.values()}) == 1
-    optimizer.step(grads=grads_of(params))
-    assert {s.count.value for s in twin.state.values()} == {3}
-
-
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "save"])
 def test_copies_continue_alike(make, how):
     params = params_of(5, 6, dtype=torch.bfloat16)
@@ -234,16 +212,6 @@ def test_zero_grad(make):
     assert torch.equal(p.grad, torch.zeros(3))
     optimizer.zero_grad()
     assert p.grad is None
-
-
-def test_step_hooks(make):
-    (p,) = params_of(3)
-    optimizer = make([p])
-    seen = []
-    optimizer.register_step_pre_hook(lambda *a: seen.append("pre"))
-    optimizer.register_step_post_hook(lambda *a: seen.append("post"))
-    optimizer.step(grads=grads_of([p]))
-    assert seen == ["pre", "post"]
 
 
 def test_states_that_the_user_puts_there(make):
