@@ -21,7 +21,6 @@ from shardcore.distributed import comm as comm_module
 from shardcore.distributed.comm import Comm, Traffic
 from shardcore.engine.step import NORM_ROW_BYTES
 from shardcore.estimate import Prediction, predict
-from tests.support.choice import combinations
 
 WORLD = 1024
 
@@ -70,8 +69,7 @@ SENT = {
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("rank", [0, 1, 1023])
+@pytest.mark.parametrize(("rank", "stage"), [(1023, 1), (0, 3), (1, 2)])
 def test_a_70b_model_over_1024_ranks(big: torch.nn.Module, stage: int, rank: int) -> None:
     start = time.perf_counter()
     prediction = predict(big, None, stage, world_size=WORLD, rank=rank, precision="bf16")
@@ -111,7 +109,7 @@ def train(stage: int, counted: Counter[Any]) -> tuple[Any, Prediction]:
     return model, predict(small(), None, stage, world_size=WORLD, rank=dist.get_rank(), precision="bf16")
 
 
-PLACES = combinations([0, WORLD - 1], [0, 1, 2, 3], meet=1)
+PLACES = [(0, 0), (WORLD - 1, 1), (0, 2), (WORLD - 1, 3)]
 
 
 def expected(prediction: Prediction) -> tuple[int, int]:
@@ -139,7 +137,7 @@ def echo(monkeypatch: pytest.MonkeyPatch, counted: Counter[Any] | None = None) -
     monkeypatch.setattr(dist, "isend", isend)
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("rank", "stage"), PLACES, indirect=["rank"])
 def test_collectives_as_nccl_would_run_them(rank: int, stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One collective of torch.distributed for each purpose and bucket, but what ranks compare, which goes over gloo."""
@@ -172,7 +170,7 @@ def test_collectives_as_nccl_would_run_them(rank: int, stage: int, monkeypatch: 
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize(("rank", "stage"), PLACES, indirect=["rank"])
+@pytest.mark.parametrize(("rank", "stage"), [(0, 0), (WORLD - 1, 3)], indirect=["rank"])
 def test_messages_as_gloo_would_send_them(rank: int, stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A message to each other rank for each purpose and bucket; comparisons take as many as 1,024 has digits."""
     counted: Counter[Any] = Counter()
