@@ -62,22 +62,21 @@ class Case:
 
 
 OVERLAP, NODES = {"overlap_step": True}, {"ranks_per_node": 2}
+LEAVING, GATHERED = Case(2, GRADS, precision="fp16"), Case(3, WEIGHTS)
+ON_DISK = Case(3, {**FILES, "gradients": "cpu", "params": "nvme"})
 ONE_RANK = [
     Case(0, precision="fp32"),
     Case(1, optimizer="sgd", shard=OVERLAP),
     Case(2, precision="fp16", decides=True),
     Case(3, optimizer="8bit", decides=True),
-    Case(3, optimizer="muon"),
-    Case(0, STATES, "sgd"),
-    Case(1, STATES, "8bit", shard=OVERLAP),
-    Case(2, GRADS, precision="fp16"),
+    LEAVING,
     Case(2, {**STATES, "ratio": 0.4}, "8bit"),
-    Case(3, WEIGHTS),
+    GATHERED,
     Case(3, {**WEIGHTS, "ratio": 0.37}, shard=OVERLAP),
     Case(3, {**STATES, "params": "cpu"}, "muon"),
     Case(1, FILES, "8bit"),
     Case(3, {**FILES, **GRADS, "optimizer": "nvme", "params": "cpu"}, shard=OVERLAP),
-    Case(3, {**FILES, "gradients": "cpu", "params": "nvme"}),
+    ON_DISK,
 ]
 TWO_RANKS = [
     Case(0, optimizer="muon"),
@@ -85,13 +84,10 @@ TWO_RANKS = [
     Case(2, precision="fp16", decides=True),
     Case(2, GRADS, "8bit"),
     Case(3, optimizer="sgd", activations=True),
-    Case(3, WEIGHTS, shard=OVERLAP),
-    Case(3, {**FILES, "gradients": "cpu", "params": "nvme"}),
+    ON_DISK,
 ]
 FOUR_RANKS = [  # of two nodes
-    Case(1, shard=OVERLAP | NODES),
     Case(2, GRADS, shard=NODES),
-    Case(3, shard=NODES),
     Case(3, WEIGHTS, shard={"reshard_after_forward": 2, "prefetch": 2}),
 ]
 
@@ -317,9 +313,9 @@ def _release_at_once(gradients: HostGrads, count: int) -> None:
 
 
 FAULTS: dict[str, tuple[Case, Any, str, Any, str]] = {  # training, what is replaced by what, what is said
-    "values of the host": (ONE_RANK[-1], NvmeWeights, "assign", _assign_from_the_host, "src of to_tier is on cpu"),
-    "nobody waits for weights": (ONE_RANK[9], Gatherer, "wait", lambda self, gathers: None, "reads what from_tier"),
-    "memory is given back while it is copied": (ONE_RANK[7], HostGrads, "_release", _release_at_once, "what to_tier"),
+    "values of the host": (ON_DISK, NvmeWeights, "assign", _assign_from_the_host, "src of to_tier is on cpu"),
+    "nobody waits for weights": (GATHERED, Gatherer, "wait", lambda self, gathers: None, "reads what from_tier"),
+    "memory is given back while it is copied": (LEAVING, HostGrads, "_release", _release_at_once, "what to_tier"),
 }
 
 
