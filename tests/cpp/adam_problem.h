@@ -110,9 +110,13 @@ class AdamProblem {
 
   void run_cuda_body(const std::vector<AdamHyper>& hypers) { run_cuda_body(scalars_of(hypers), adam_form_of(segments_)); }
 
-  // The CUDA kernel of this form.
-  void run_cuda_body(const std::vector<AdamScalars>& scalars, int form) {
-    choose_adam_body(form, [&](auto index) { run_cuda_form<decltype(index)::value>(scalars); });
+  // The CUDA kernel of this form. Where that is slow to compile, the one that fits all and has the code of all.
+  void run_cuda_body(const std::vector<AdamScalars>& scalars, [[maybe_unused]] int form) {
+    if constexpr (kSlow) {
+      run_cuda_form<kNumAdamForms - 1>(scalars);
+    } else {
+      choose_adam_body(form, [&](auto index) { run_cuda_form<decltype(index)::value>(scalars); });
+    }
   }
 
   // Over all blocks and threads, the last block first. Block: what stands for CUDA's. A form takes a second to compile.

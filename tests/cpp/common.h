@@ -22,6 +22,13 @@
 
 namespace shardcore::testing {
 
+// Where a loop takes many times as long, exhaustive ones take a part; the preset cpu tries all.
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__) || defined(SHARDCORE_EMULATED)
+constexpr bool kSlow = true;
+#else
+constexpr bool kSlow = false;
+#endif
+
 constexpr float kInf = std::numeric_limits<float>::infinity();
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 constexpr DType kDTypes[] = {DType::f32, DType::bf16, DType::f16};

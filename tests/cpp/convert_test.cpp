@@ -74,11 +74,11 @@ TEST(convert, round_trip_of_every_16_bit_value) {
   }
 }
 
-// Every pattern of the upper 16 bits with lower bits around the places where rounding changes.
+// Every pattern (or every fifth) of the upper 16 bits with lower bits around the places where rounding changes.
 template <typename Check>
 void for_many_floats(const Check& check) {
   Random random(1);
-  for (uint32_t high = 0; high < 65536; ++high) {
+  for (uint32_t high = 0; high < 65536; high += kSlow ? 5 : 1) {
     for (const uint32_t low : {0x0000u, 0x0001u, 0x0fffu, 0x1000u, 0x1001u, 0x2000u, 0x3000u, 0x7fffu, 0x8000u, 0x8001u,
                                0xefffu, 0xf000u, 0xffffu, random.bits() & 0xffffu}) {
       const float x = bits_float(high << 16 | low);

@@ -164,7 +164,7 @@ TEST(copy, the_node_of_a_device_is_read_where_there_are_several) {
   EXPECT_EQ(numa_node_of("0000:c1:00.0", "/nowhere"), -1);
 }
 
-#if defined(SYS_mbind) && !defined(SHARDCORE_EMULATED)
+#if defined(SYS_mbind)
 // What linux/mempolicy.h calls MPOL_F_ADDR, and with it MPOL_F_NODE.
 constexpr unsigned long kPolicyOf = 2, kNodeOf = 3;
 

