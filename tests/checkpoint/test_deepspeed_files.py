@@ -323,3 +323,12 @@ def test_training_goes_on_from_it(written: Path, folder: str) -> None:
     assert optimizer.param_groups[0]["betas"] == (0.8, 0.99)
     model(torch.randn(2, 7)).sum().backward()
     optimizer.step()
+
+
+def test_it_is_consolidated(written: Path, tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch", reason="needs the safetensors package")
+    had = _had(written, "zero3_bf16")
+    shardcore.consolidate(written / "zero3_bf16", tmp_path, dtype=torch.float32)
+    found = safetensors.load_file(tmp_path / "model.safetensors")
+    assert set(found) == set(had["weights"]) - {"tied.weight"}
+    assert all(torch.equal(value, had["weights"][name].float()) for name, value in found.items())

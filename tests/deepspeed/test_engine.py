@@ -554,6 +554,7 @@ def test_attributes_pass_through_to_the_module() -> None:
     assert (engine.gradient_accumulation_steps(), engine.zero_optimization_stage()) == (2, 1)
     assert (engine.local_rank, engine.fp16_enabled(), engine.bfloat16_enabled()) == (0, False, False)
     assert engine.get_lr() == [1e-2]
+    assert engine.get_global_grad_norm() is None, "before the first step"
     x = batch_of(0, 0, 0)[0]
     assert torch.equal(engine(x), model(x))
     assert torch.equal(engine.forward(x), model(x))

@@ -115,6 +115,7 @@ def test_sagemaker(monkeypatch: pytest.MonkeyPatch) -> None:
     (plan,) = plans()
     assert (plan.slots, plan.node_rank, plan.master_addr, plan.host) == ([[0, 1, 2, 3]] * 2, 1, "algo-1", "algo-2")
     assert plan.started_alone
+    assert plan.master_port == command.PORT, "each machine plans by itself: one port for all"
     assert plans("--num_gpus", "2")[0].slots == [[0, 1]] * 2
     for words, text in [
         (["--num_gpus", "5"], "--num_gpus is 5 but SM_NUM_GPUS is 4"),

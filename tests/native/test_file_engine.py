@@ -371,6 +371,36 @@ def test_an_unfinished_file_is_left_and_closed(backend, path):
 
 
 @pytest.mark.more
+def test_a_forked_child_is_told_and_the_parent_goes_on(backend, path):
+    data = random_bytes(4 * MIB)
+    path.write_bytes(data.numpy().tobytes())
+    script = """
+engine = _C.FileEngine(backend, faults="delay:50", depth=2)
+reader = _C.FileReader(engine, path)
+read = reader.start(1, 4000000)
+writer = _C.FileWriter(engine, path + "2", 4 << 20)
+writer.append(torch.ones(3 << 20, dtype=torch.uint8))
+pid = os.fork()
+if pid == 0:
+    for call in (read.wait, lambda: reader.start(0, 10), lambda: writer.append(torch.ones(9)), writer.finish):
+        try:
+            call()
+        except RuntimeError as error:
+            assert "was made before this process was forked; expected one made in this process" in str(error), error
+        else:
+            os._exit(1)
+    del reader, writer, read, engine
+    own = _C.FileReader(_C.FileEngine(backend), path)
+    os._exit(0 if own.start(1, 100).wait().numel() == 100 else 2)
+assert os.waitpid(pid, 0)[1] == 0
+writer.append(torch.zeros(1 << 20, dtype=torch.uint8))
+writer.finish()
+print(_C.crc32c(read.wait()), os.path.getsize(path + "2"))
+"""
+    assert run(script, path, backend).split() == [str(_C.crc32c(data[1:4_000_001])), str(4 * MIB)]
+
+
+@pytest.mark.more
 def test_an_interpreter_ends_with_transfers_in_flight(path):
     script = """
 sys.held = []
