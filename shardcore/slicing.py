@@ -41,9 +41,10 @@ def tensor_parallel(model: Model, mesh: DeviceMesh, plan: Mapping[str, Any] | No
 
     Raises:
         ValueError: For a mesh of several dimensions, attention heads that the ranks cannot share equally, a model that has no
-            plan, and a name in the plan that is no module or parameter of it.
-        NotImplementedError: For a style of transformers' that is not supported, for experts with parameters that the plan does
-            not slice, and for tied weights that it slices differently.
+            plan for its layers, and a name in a given plan that is no module or parameter of it.
+        NotImplementedError: For a style of transformers' that is not supported, for experts that the plan slices in part, or
+            gates from their inputs, for activations that need whole features (Gemma 3n), and for tied weights that it slices
+            differently.
     """
     op = "tensor_parallel"
     if engine_of(model) is not None:
@@ -53,10 +54,10 @@ def tensor_parallel(model: Model, mesh: DeviceMesh, plan: Mapping[str, Any] | No
     modules, params = dict(model.named_modules()), dict(model.named_parameters())
     own = plan is None  # one for all models of a class: some have no module of a name in it
     if plan is None:
-        plan = _gpt2_plan(modules) or getattr(model, "_tp_plan", None)
+        plan = _gpt2_plan(modules) or _own_plan(model, modules)
     if not plan:
-        raise ValueError(f"{op}: {type(model).__name__} has no plan; expected plan={{module name: style}}")
-    _check_heads(op, model, mesh.size())
+        raise ValueError(f"{op}: {type(model).__name__} has no plan for its layers; expected plan={{module name: style}}")
+    _check_heads(op, model, mesh.size(), plan if own else None)
     changes: dict[str, Any] = {}
     cuts: dict[str, tuple[int, int]] = {}  # of parameters: the dimension, and how many blocks of it are cut each by itself
     for pattern, style in plan.items():
@@ -67,8 +68,10 @@ def tensor_parallel(model: Model, mesh: DeviceMesh, plan: Mapping[str, Any] | No
         if fused and style not in _PARAM_STYLES:
             raise NotImplementedError(f"{op}: {pattern} is a parameter with the style {style!r}; expected {[*_PARAM_STYLES]}")
         cuts |= dict.fromkeys(fused, _PARAM_STYLES.get(style, (0, 0)))
-        if found:
-            changes |= dict.fromkeys(found, _style(op, pattern, style, model))
+        if style == "mla_kv_a_proj":
+            changes |= {name: _sum_rope_gradients(op, name, model) for name in found}
+        elif found:
+            changes |= dict.fromkeys(found, _style(op, pattern, style))
     tied: dict[nn.Parameter, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         tied.setdefault(param, []).append(name)
@@ -92,17 +95,40 @@ def tensor_parallel(model: Model, mesh: DeviceMesh, plan: Mapping[str, Any] | No
 _PARAM_STYLES = {"colwise": (-2, 1), "rowwise": (-1, 1), "packed_colwise": (-2, 2)}
 
 
-def _config(model: nn.Module, name: str) -> Any:
-    """Return what transformers' configuration of a model has under this name, None for nothing."""
+def _own_plan(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, Any]:
+    """Return a model's plan, completed, if it slices layers: some have one for the embedding alone.
+
+    Norms of queries and keys, and activations, that have parameters see what this rank has where what comes before them is cut;
+    not every plan names them.
+    """
+    plan = dict(getattr(model, "_tp_plan", None) or {})
+    if not any("*" in pattern and fnmatch.filter(modules, pattern) for pattern in plan):
+        return {}
+    before = {"q_norm": "q_proj", "q_layernorm": "q_proj", "k_norm": "k_proj", "k_layernorm": "k_proj", "act_fn": "up_proj"}
+    for pattern, style in [*plan.items()]:
+        owner, _, cut = pattern.rpartition(".")
+        for name, what in before.items() if style == "colwise" else ():
+            if what == cut and f"{owner}.{name}" not in plan:
+                plan[f"{owner}.{name}"] = "replicated_with_grad_allreduce"
+    return plan
+
+
+def _check_heads(op: str, model: nn.Module, ranks: int, own: Mapping[str, Any] | None) -> None:
+    """Refuse sparse activations, and heads that ranks cannot share equally, unless the model's own plan cuts no attention."""
     config: Any = getattr(model, "config", None)
-    return getattr(config.get_text_config() if hasattr(config, "get_text_config") else config, name, None)
-
-
-def _check_heads(op: str, model: nn.Module, ranks: int) -> None:
-    for name in ("num_attention_heads", "num_key_value_heads"):
-        heads = _config(model, name)
-        if heads is not None and heads % ranks:
-            raise ValueError(f"{op}: {name} is {heads} on {ranks} ranks; expected a number that they share equally")
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if any(getattr(config, "activation_sparsity_pattern", None) or ()):
+        raise NotImplementedError(
+            f"{op}: activation_sparsity_pattern is set, which takes whole features; expected a model without"
+        )
+    of_attention = [style for pattern, style in (own or {}).items() if "attn" in pattern]
+    if own is not None and not any(style == "colwise" or callable(style) for style in of_attention):
+        return
+    for layer in getattr(config, "per_layer_config", None) or [config]:
+        for name in ("num_attention_heads", "num_key_value_heads"):
+            heads = getattr(layer, name, None)
+            if heads is not None and heads % ranks:
+                raise ValueError(f"{op}: {name} is {heads} on {ranks} ranks; expected a number that they share equally")
 
 
 def _tie_again(op: str, model: nn.Module, names: list[str]) -> None:
@@ -123,7 +149,7 @@ def _torch(part: str = "") -> Any:
     return import_module(f"torch.distributed.tensor{part}")
 
 
-def _style(op: str, name: str, style: Any, model: nn.Module) -> Any:
+def _style(op: str, name: str, style: Any) -> Any:
     """Return a style of torch's, a Change, or None for what stays as it is."""
     if not isinstance(style, str):
         return style
@@ -135,7 +161,6 @@ def _style(op: str, name: str, style: Any, model: nn.Module) -> Any:
         "rowwise_split_input": row(input_layouts=whole),
         "embedding_rowwise": row(input_layouts=whole),
         "replicated_with_grad_allreduce": _sum_gradients,
-        "mla_kv_a_proj": _sum_rope_gradients(_config(model, "qk_rope_head_dim")),
         "moe_tp_experts": _experts,
         "local_params": _take_local_params,
         "replicate": None,
@@ -144,20 +169,6 @@ def _style(op: str, name: str, style: Any, model: nn.Module) -> Any:
     if style not in known:
         raise NotImplementedError(f"{op}: {name} has the style {style!r}, which is not supported; expected one of {[*known]}")
     return known[style]
-
-
-def _sum_gradients(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Add the gradients of a module that every rank has over the ranks: each has seen only its own heads."""
-    group = mesh.get_group()
-
-    def summed(grad: torch.Tensor) -> torch.Tensor:
-        total = grad.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    for param in module.parameters():
-        if param.requires_grad:
-            param.register_hook(summed)  # type: ignore[no-untyped-call]
 
 
 def _copied(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
@@ -174,51 +185,78 @@ def _summed(mine: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     return added.redistribute(placements=[tensor.Replicate()]).to_local()  # type: ignore[no-any-return]
 
 
-def _sum_rope_gradients(rotated: Any) -> Change:
-    """Return what adds the gradients of so many last features, which DeepSeek's attention gives each head as they are."""
+def _sum_rope_gradients(op: str, name: str, model: nn.Module) -> Change:
+    """Return what adds the gradients of the last features, which DeepSeek's attention rotates and gives each head whole."""
+    attention = model.get_submodule(name.rpartition(".")[0])
+    rotated: Any = getattr(attention, "qk_rope_head_dim", None)
+    if rotated is None:
+        rotated = getattr(getattr(model, "config", None), "qk_rope_head_dim", None)
+    if rotated is None:
+        raise NotImplementedError(f"{op}: {name} has the style 'mla_kv_a_proj'; expected attention with qk_rope_head_dim")
 
     def change(module: nn.Module, mesh: DeviceMesh) -> None:
         def split(_: nn.Module, __: Any, out: torch.Tensor) -> torch.Tensor:
-            return torch.cat([out[..., :-rotated], _copied(out[..., -rotated:], mesh)], dim=-1)
+            latent = out.size(-1) - rotated
+            return torch.cat([out[..., :latent], _copied(out[..., latent:], mesh)], dim=-1)
 
         module.register_forward_hook(split)
 
     return change
 
 
-# --- parameters of no module of their own: experts of a layer, sinks of attention ------------------------------------------
+# --- modules that compute with slices of their own parameters: experts of a layer, sinks of attention, norms of heads --------
 
 
 @cache
 def _with_local_params(kind: Any) -> type[nn.Module]:
-    """Return a subclass whose forward finds this rank's slices where a module of class `kind` has parameters."""
+    """Return a subclass whose forward finds this rank's slices where a module of class `kind` has parameters.
+
+    Of parameters that are whole every rank uses a copy, for its own heads: their gradients are added.
+    """
 
     class LocalParams(kind):  # type: ignore[misc]
         """Computes with slices."""
 
         def forward(self, *args: Any, **kwargs: Any) -> Any:
-            sliced = {name: param.to_local() for name, param in self._parameters.items() if is_dtensor(param)}
-            self.__dict__.update(sliced)  # which attributes are looked up in before the parameters
+            params = {name: param for name, param in self._parameters.items() if param is not None}
+            # Attributes are looked up here before they are in the parameters.
+            self.__dict__.update(
+                {name: p.to_local() if is_dtensor(p) else _copied(p, self._sliced_over) for name, p in params.items()}
+            )
             try:
                 return super().forward(*args, **kwargs)
             finally:
-                for name in sliced:
+                for name in params:
                     del self.__dict__[name]
 
     return LocalParams
 
 
 def _take_local_params(module: Any, mesh: DeviceMesh) -> None:
+    module._sliced_over = mesh
     module.__class__ = _with_local_params(module.__class__)
+
+
+def _sum_gradients(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Add the gradients of parameters that every rank has over the ranks: each has seen only its own heads."""
+    for part in module.modules():
+        if part._parameters:
+            _take_local_params(part, mesh)
 
 
 def _experts(module: Any, mesh: DeviceMesh) -> None:
     """Let each rank compute its slice of every expert, and add up what they give."""
+    kind = type(module).__name__
     whole = [name for name, param in module.named_parameters() if not is_dtensor(param)]
     if whole:
         raise NotImplementedError(
-            f"tensor_parallel: {type(module).__name__} has {whole[0]}, which the plan does not slice; expected it to slice all"
+            f"tensor_parallel: {kind} has {whole[0]}, which the plan does not slice; expected it to slice all"
         )
+    fused, in_halves = module._parameters.get("gate_up_proj"), getattr(module, "is_concatenated", None)
+    blocks = fused is not None and type(fused.placements[0]).__name__ == "_StridedShard"
+    if fused is not None and getattr(module, "has_gate", False) and in_halves not in (None, blocks):
+        expected = '"packed_colwise"' if in_halves else '"colwise"'
+        raise NotImplementedError(f"tensor_parallel: {kind}.gate_up_proj is cut across gates and inputs; expected {expected}")
 
     def copied(value: Any) -> Any:
         return _copied(value, mesh) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
@@ -309,7 +347,8 @@ def _slice(param: nn.Parameter, mesh: DeviceMesh, dim: int, blocks: int) -> nn.P
     mine = divided(values, dim, blocks, mesh.size(), -1).select(dim + 1, mesh.get_local_rank()).flatten(dim, dim + 1)
     strided = _torch(".placement_types")._StridedShard
     placement = _torch().Shard(dim) if blocks == 1 else strided(dim, split_factor=blocks)
+    mine = mine.clone(memory_format=torch.contiguous_format)  # of memory of its own: the whole weight's is freed
     sliced = _torch().DTensor.from_local(
-        mine.contiguous(), mesh, [placement], run_check=False, shape=param.shape, stride=values.stride()
+        mine, mesh, [placement], run_check=False, shape=param.shape, stride=values.stride()
     )  # fmt: skip
     return nn.Parameter(sliced, requires_grad=param.requires_grad)

@@ -1,5 +1,6 @@
 """tensor_parallel: models of transformers by their plans, within rounding of the unsliced ones, and full state dicts."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -41,6 +42,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "mixtral": _of("Mixtral", **EXPERTS, num_local_experts=4),
     "qwen3 moe": _of("Qwen3Moe", **EXPERTS, num_experts=4, head_dim=4),  # it has no modules of some names in its plan
     "deepseek": _of("DeepseekV2", **EXPERTS, **LATENT, **GROUPS, topk_method="greedy"),
+    "apertus": _of("Apertus", **LLAMA, hidden_act="xielu"),  # norms of heads and activations with parameters, in no plan
     "granite": _of("GraniteMoeSWA", **EXPERTS, num_local_experts=4),  # sinks, a parameter of attention itself
     "gpt2": lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2, **NO_DROPOUT)),
 }
@@ -52,6 +54,7 @@ def _make(name: str, mesh: Any, stage: int, **options: Any) -> tuple[Any, Any]:
     model = MODELS[name]()
     if mesh["tp"].size() > 1:
         assert shardcore.tensor_parallel(model, mesh["tp"]) is model
+        model = copy.deepcopy(model)  # as users may before they train
     optimizer: Any = shardcore.FusedAdam(model.parameters(), lr=1e-2, eps=1e-3)  # so that steps show the sizes of gradients
     return shardcore.shard(model, optimizer, stage, process_group=mesh["dp"], clip_grad_norm=0.5, **options)
 
@@ -85,7 +88,7 @@ def _error(found: Found, expected: Found) -> float:
 
 
 CASES = [("llama, tied", 1), ("llama, tied", 3), ("qwen3", 2), ("gpt2", 0), ("gpt2", 3), ("gemma", 2)]
-OF_EXPERTS = [("mixtral", 0), ("mixtral", 3), ("qwen3 moe", 2), ("deepseek", 1), ("granite", 2)]
+OF_EXPERTS = [("mixtral", 0), ("mixtral", 3), ("qwen3 moe", 2), ("deepseek", 1), ("granite", 2), ("apertus", 2)]
 
 
 @pytest.mark.more
@@ -111,15 +114,11 @@ FAULTS: dict[str, tuple[str, Callable[[], Any]]] = {
         "mixtral",
         lambda: mock.patch.object(slicing, "_copied", lambda x, _: x),
     ),
-    "gates and their inputs are cut as one": (
-        "mixtral",
-        lambda: mock.patch.dict(slicing._PARAM_STYLES, packed_colwise=(-2, 1)),
-    ),
     "rotated features' gradients are not added": ("deepseek", lambda: mock.patch.object(slicing, "_sum_rope_gradients", _none)),
 }
 
 
-def _none(rotated: int) -> None:
+def _none(*given: Any) -> None:
     """In place of a change."""
 
 
@@ -243,6 +242,10 @@ def test_weights_in_host_memory_are_sent_from_the_meshs_device() -> None:
     assert run_ranks(2, _sent) == ["meta", "meta"]
 
 
+ACROSS = {"experts.gate_up_proj": "colwise", "experts.down_proj": "rowwise", "experts": "moe_tp_experts"}
+GPT_OSS = SIZES | {"num_local_experts": 2, "num_key_value_heads": 2, "head_dim": 4, "num_experts_per_tok": 1}
+
+
 class Scaled(nn.Module):
     """Experts with a parameter that plans leave whole."""
 
@@ -256,16 +259,22 @@ def _refusals(rank: int, world: int) -> list[str]:
     mesh = init_device_mesh("cpu", (world,))
     head = DTensor.from_local(torch.ones(2, 4), mesh, [Shard(0)])
     llama, tied = MODELS["llama"], MODELS["llama, tied"]()
+    sparse = llama()
+    sparse.config.activation_sparsity_pattern = [0.95, 0.0]
     calls: list[Callable[[], Any]] = [
         lambda: shardcore.tensor_parallel(nn.Linear(4, 4), mesh),
         lambda: shardcore.tensor_parallel(nn.Linear(4, 4), init_device_mesh("cpu", (1, world))),
         lambda: shardcore.tensor_parallel(llama(), mesh.get_group()),
         lambda: shardcore.tensor_parallel(llama(), mesh),
+        lambda: shardcore.tensor_parallel(MODELS["gpt2"](), mesh),
         lambda: shardcore.tensor_parallel(nn.Sequential(nn.Linear(4, 4)), mesh, {"1": "colwise"}),
         lambda: shardcore.tensor_parallel(nn.Sequential(nn.Linear(4, 4)), mesh, {"0": "moe_identity_expert"}),
         lambda: shardcore.tensor_parallel(nn.Sequential(Scaled()), mesh, {"0.up": "colwise", "0": "moe_tp_experts"}),
         lambda: shardcore.tensor_parallel(nn.Sequential(Scaled()), mesh, {"0.up": "colwise_gather_output"}),
         lambda: shardcore.tensor_parallel(nn.Sequential(Scaled()), mesh, {"0.scale": "colwise"}),
+        lambda: shardcore.tensor_parallel(MODELS["mixtral"]().model.layers[0].mlp, mesh, ACROSS),
+        lambda: shardcore.tensor_parallel(_of("GptOss", **GPT_OSS)(), mesh),
+        lambda: shardcore.tensor_parallel(sparse, mesh),
         lambda: shardcore.tensor_parallel(tied.base_model, mesh, {}),
         lambda: shardcore.chunked_cross_entropy(torch.ones(1, 4), head, torch.zeros(1, dtype=torch.int64)),
     ]
@@ -285,11 +294,15 @@ def test_what_cannot_be_sliced_is_named() -> None:
         "tensor_parallel: mesh is DeviceMesh(",
         "tensor_parallel: mesh is <torch",
         "tensor_parallel: num_attention_heads is 4 on 3 ranks",
+        "tensor_parallel: num_attention_heads is 4 on 3 ranks",
         "tensor_parallel: plan has '1', which is no module or parameter of the model",
         "tensor_parallel: 0 has the style 'moe_identity_expert', which is not supported",
         "tensor_parallel: Scaled has scale, which the plan does not slice",
         "tensor_parallel: 0.up is a parameter with the style 'colwise_gather_output'; expected ['colwise', 'rowwise', ",
         "tensor_parallel: a weight has the shape (4,); expected 1 x 3 equal parts of dimension 0",
+        'tensor_parallel: MixtralExperts.gate_up_proj is cut across gates and inputs; expected "packed_colwise"',
+        "tensor_parallel: GptOssForCausalLM has no plan for its layers",
+        "tensor_parallel: activation_sparsity_pattern is set",
         "tensor_parallel: LlamaModel has no plan",
         "chunked_cross_entropy: weight is a DTensor",
         "tensor_parallel: model.embed_tokens.weight and lm_head.weight are one weight, which the plan slices differently",

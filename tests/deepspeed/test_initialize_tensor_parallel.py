@@ -170,7 +170,7 @@ def _refusals(rank: int, world: int) -> None:
             shardcore.initialize(model=model, config=config, **given)
         assert not any(map(is_dtensor, model.parameters()))
 
-    refused(ValueError, "Net has no plan; expected plan=", make_net(), _config(2, 2))
+    refused(ValueError, "Net has no plan for its layers; expected plan=", make_net(), _config(2, 2))
     refused(ValueError, "has 3 with 2 ranks, which it does not divide", _llama(), _config(2, 3))
     refused(ValueError, "has 2 with shardcore.mesh", _llama(), _config(2, 2, shardcore={"mesh": [1, 2]}))
     refused(ValueError, "train_batch_size has 8; expected 16", _llama(), _config(2, 2, train_batch_size=8))
