@@ -55,7 +55,7 @@ def _make(name: str, mesh: Any, stage: int, **options: Any) -> tuple[Any, Any]:
     if mesh["tp"].size() > 1:
         assert shardcore.tensor_parallel(model, mesh["tp"]) is model
         model = copy.deepcopy(model)  # as users may before they train
-    optimizer: Any = shardcore.FusedAdam(model.parameters(), lr=1e-2, eps=1e-3)  # so that steps show the sizes of gradients
+    optimizer: Any = shardcore.FusedAdam(model.parameters(), lr=1e-2, eps=1e-4)  # so that steps show the sizes of gradients
     return shardcore.shard(model, optimizer, stage, process_group=mesh["dp"], clip_grad_norm=0.5, **options)
 
 
@@ -88,7 +88,7 @@ def _error(found: Found, expected: Found) -> float:
 
 
 CASES = [("llama, tied", 1), ("llama, tied", 3), ("qwen3", 2), ("gpt2", 0), ("gpt2", 3), ("gemma", 2)]
-OF_EXPERTS = [("mixtral", 0), ("mixtral", 3), ("qwen3 moe", 2), ("deepseek", 1), ("granite", 2), ("apertus", 2)]
+OF_EXPERTS = [("mixtral", 0), ("mixtral", 3), ("qwen3 moe", 2), ("deepseek", 1), ("granite", 2), ("apertus", 3)]
 
 
 @pytest.mark.more
@@ -136,7 +136,7 @@ def _with_fault(rank: int, world: int, fault: str) -> list[Found]:
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_seen(fault: str) -> None:
     (expected,) = run_ranks(1, _train, 1, [(FAULTS[fault][0], 2)])[0]
-    assert _error(run_ranks(2, _with_fault, fault)[0][0], expected) > 1e-4
+    assert _error(run_ranks(2, _with_fault, fault)[0][0], expected) > 1e-3
 
 
 def _save(rank: int, world: int, tp: int, folder: str) -> list[str]:
