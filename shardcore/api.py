@@ -229,7 +229,8 @@ def shard(
     forwards, with the same units in the same order.
 
     Streams: a rank's work is queued on the current CUDA stream; collectives and copies run on streams of their own, which wait
-    for it and which it waits for.
+    for it and which it waits for. A forward may fork streams (branches, overlapped experts) and join them: their gradients are
+    reduced on the stream on which backward began, and the caller of backward waits for that stream.
 
     Raises:
         ValueError, TypeError: On every rank, with nothing changed, for bad arguments and where ranks disagree.

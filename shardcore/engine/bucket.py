@@ -30,11 +30,32 @@ def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tens
     return torch.zeros(numel, dtype=dtype, device=device)
 
 
+def stream_now(device: torch.device) -> torch.cuda.Stream | None:
+    """Return the current stream of a GPU; None on the CPU."""
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
+def follow(stream: torch.cuda.Stream | None, device: torch.device) -> None:
+    """Let the current stream wait for the work that is queued on another one. None: there is nothing to wait for.
+
+    While a graph is captured, only for work of the same graph: a capture begins after all other work has ended.
+    """
+    if stream is None or stream == (current := torch.cuda.current_stream(device)):
+        return
+    if torch.cuda.is_current_stream_capturing():
+        with torch.cuda.stream(stream):
+            if not torch.cuda.is_current_stream_capturing():
+                return
+    current.wait_stream(stream)
+
+
 class BufferPool:
     """Lends a few buffers to many buckets, whatever their sizes, and counts their bytes.
 
     The smallest free buffer that is large enough is lent; where there is none, the largest free one is replaced by a larger
     one. So there are as many as are in use at once, and none is larger than the largest use.
+
+    On CUDA a buffer is given in the order of the current stream: the stream that takes it next waits for that one.
     """
 
     def __init__(self, device: torch.device, dropped: Callable[[torch.Tensor], None] = lambda memory: None) -> None:
@@ -42,42 +63,54 @@ class BufferPool:
         self.device, self._dropped = device, dropped
         self._free: list[torch.Tensor] = []  # bytes
         self._lent: dict[int, torch.Tensor] = {}  # all of the memory, by storage (on meta there are no addresses)
+        self._given_on: dict[int, torch.cuda.Stream] = {}  # by storage
         self.allocated_bytes = 0
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a buffer (numel,) with undefined content, for a short time."""
         size = numel * dtype.itemsize
+        if size == 0:  # `give` does not take it back
+            return allocate(0, dtype, self.device)
         fitting = [(memory.numel(), index) for index, memory in enumerate(self._free) if memory.numel() >= size]
         if fitting:
-            memory = self._free.pop(min(fitting)[1])
+            memory = self._pop(min(fitting)[1])
         else:
             if self._free:
                 self._drop(max((memory.numel(), index) for index, memory in enumerate(self._free))[1])
             memory = as_bytes(self.keep(numel, dtype))
-        if size:
-            self._lent[memory.untyped_storage()._cdata] = memory
+        self._lent[memory.untyped_storage()._cdata] = memory
         return memory[:size].view(dtype)
 
     def keep(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a buffer of exactly this size with undefined content, for a long time; it may be given to the pool later."""
         for index, memory in enumerate(self._free):
             if memory.numel() == numel * dtype.itemsize:
-                return self._free.pop(index).view(dtype)
+                return self._pop(index).view(dtype)
         self.allocated_bytes += numel * dtype.itemsize
         return allocate(numel, dtype, self.device)
 
     def give(self, buffer: torch.Tensor) -> None:
         """Take a buffer back; the caller must not touch it again."""
         if buffer.numel():
-            self._free.append(self._lent.pop(buffer.untyped_storage()._cdata, as_bytes(buffer)))
+            storage = buffer.untyped_storage()._cdata
+            self._free.append(self._lent.pop(storage, as_bytes(buffer)))
+            if (stream := stream_now(self.device)) is not None:
+                self._given_on[storage] = stream
 
     def shrink(self, limit_bytes: int) -> None:
         """Give up free buffers while there are more than `limit_bytes` in all."""
         while self._free and self.allocated_bytes > limit_bytes:
             self._drop(-1)
 
+    def _pop(self, index: int) -> torch.Tensor:
+        memory = self._free.pop(index)
+        follow(self._given_on.pop(memory.untyped_storage()._cdata, None), self.device)
+        return memory
+
     def _drop(self, index: int) -> None:
         memory = self._free.pop(index)
+        if (stream := self._given_on.pop(memory.untyped_storage()._cdata, None)) is not None:
+            memory.record_stream(stream)  # torch's allocator knows the stream that it was allocated on alone
         self.allocated_bytes -= memory.numel()
         self._dropped(memory)
 

@@ -20,11 +20,15 @@ backward.
 Note [Late gradients]: a parameter's hook can fire several times in one backward (a shared weight under reentrant
 checkpointing), even after its bucket was sent. All but the first part wait in `_late` and go in a second round at the end, on
 every rank; also where the bucket is still here, or the order of sums would depend on units.
+Note [Home stream]: autograd runs a parameter's hook on the stream that its forward used. On CUDA all work of a backward on
+gradients runs on one stream, its home: the one on which it begins. Home waits for a hook's stream, and the caller of backward
+for home. Otherwise a bucket's copies would run on other streams than its collective.
 """
 
 import logging
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -33,7 +37,17 @@ from shardcore._native import _C
 from shardcore.distributed.clock import scope
 from shardcore.distributed.comm import Comm, Started, Traffic, wait_all
 from shardcore.distributed.compare import uneven_backwards
-from shardcore.engine.bucket import Bucket, BufferPool, Lifetimes, Managed, ReducePolicy, give_full, take_full
+from shardcore.engine.bucket import (
+    Bucket,
+    BufferPool,
+    Lifetimes,
+    Managed,
+    ReducePolicy,
+    follow,
+    give_full,
+    stream_now,
+    take_full,
+)
 from shardcore.engine.host_gradients import GradOffload, HostGrads
 from shardcore.engine.loss_scale import LossScaler
 from shardcore.engine.overlap_step import OverlapStep
@@ -222,6 +236,7 @@ class Reducer:
         self._reducing = False
         self.dropped = False  # a backward failed, and no other ended since
         self._boundary = Boundary()
+        self._home: torch.cuda.Stream | None = None  # see Note [Home stream]
         self._any_grad = False  # some parameter got a gradient in this backward
         self._next = 0  # how many buckets this backward sent
         self._missing: dict[Bucket, set[Managed]] = {}
@@ -277,6 +292,7 @@ class Reducer:
                     "said once)"
                 )
         self._boundary.begin(self._end_backward)
+        self._home = stream_now(self.device)
         self._next, self._any_grad = 0, False
         self._reducing = self.sync and (self.policy.sync_each or (self.backwards + 1) % self.policy.accumulate == 0)
         self._missing = {bucket: set(bucket.params) for bucket in self.buckets}
@@ -321,11 +337,29 @@ class Reducer:
         grad = managed.cut(grad)
         if grad.layout != torch.strided:
             raise ValueError(f"backward: gradient of {managed.name} has layout {grad.layout}; expected a dense gradient")
-        if torch.is_grad_enabled():  # create_graph=True; else no_grad would take longer than all of this
-            with torch.no_grad():
-                self._collect(bucket, managed, slot, grad)
-        else:
+        if self._is_home and not torch.is_grad_enabled():  # the contexts below take longer than all of this
             self._collect(bucket, managed, slot, grad)
+            return
+        with torch.no_grad(), self._at_home():  # create_graph=True, or a branch on a stream of its own
+            if self._home is not None:
+                grad.record_stream(self._home)
+            self._collect(bucket, managed, slot, grad)
+
+    @property
+    def _is_home(self) -> bool:
+        """Whether the current stream is the home of this backward; True on the CPU. See Note [Home stream]."""
+        return self._home is None or torch.cuda.current_stream(self.device) == self._home
+
+    @contextmanager
+    def _at_home(self) -> Iterator[None]:
+        """Run the block on the home stream, behind the current stream's work. See Note [Home stream]."""
+        if self._home is None:
+            yield
+            return
+        here = torch.cuda.current_stream(self.device)
+        with torch.cuda.stream(self._home):
+            follow(here, self.device)
+            yield
 
     def _collect(self, bucket: Bucket, managed: Managed, slot: int, grad: torch.Tensor) -> None:
         self._any_grad = True
@@ -351,6 +385,11 @@ class Reducer:
 
     @torch.no_grad()  # autograd calls it in the grad mode of the caller of backward
     def _end_backward(self) -> None:
+        with self._at_home():
+            self._finish_backward()
+        follow(self._home, self.device)  # on the stream of the caller of backward
+
+    def _finish_backward(self) -> None:
         self._boundary.end()
         if self.unsharder is not None:
             self.unsharder.end_backward()

@@ -237,6 +237,7 @@ class Unit:
     calls: how many backwards of it have begun and not ended. incomplete: its buckets whose gradients are not all there.
     began: the sequence number of autograd's next node when the forward under way began.
     leaf_hook: of the input, a leaf, whose gradient ends the unit's latest call.
+    streams: those of a GPU that use its unsharded weights; the first one waited for their gather.
     """
 
     name: str
@@ -251,6 +252,7 @@ class Unit:
     guest: int = 0
     began: int = 0
     leaf_hook: Any = None
+    streams: list[torch.cuda.Stream] = field(default_factory=list)
 
     @property
     def has_frozen(self) -> bool:

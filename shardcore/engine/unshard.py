@@ -14,6 +14,9 @@ done. (No node is added to the graph for this: it would change the order of sums
 and its gradient may be there earlier, so there the parameters' gradients must be there as well. Units that hold other units
 are used at unknown times; they stay until backward ends, the root among them. Where a unit's output shows no tensor (it lies
 in an opaque object), the begin of its backward cannot be seen: it stays unsharded from forward on.
+Note [Several streams]: a forward may use units on streams of its own (branches, overlapped experts), which it forks and joins.
+The stream that uses a unit first waits for its gather; other streams that use the unit follow that stream. Memory that is
+given back to the pool on one stream and taken on another is ordered by the pool.
 Note [Recomputation]: with activation checkpointing forward hooks run inside backward, and the second of a pair may not run.
 There `before_forward` gathers as always and `after_forward` does nothing.
 """
@@ -29,7 +32,7 @@ from torch import nn
 from shardcore._native import _C
 from shardcore.distributed.clock import scope
 from shardcore.distributed.comm import Comm, Traffic, wait_all
-from shardcore.engine.bucket import Bucket, BufferPool, Managed, closed_message
+from shardcore.engine.bucket import Bucket, BufferPool, Managed, closed_message, follow, stream_now
 from shardcore.engine.overlap_step import OverlapStep
 from shardcore.engine.units import Order, Unit, in_backward, tensors_in
 from shardcore.optim.interface import keep_uncompiled
@@ -125,6 +128,7 @@ class Unsharder:
         keepers = keepers_of(reshard_after_forward)
         first = comm.rank - comm.rank % keepers if keepers else 0
         self._keepers = range(first, first + keepers)
+        self._device = device
         self.pool = BufferPool(device)
         self._gatherer = Gatherer([bucket for unit in units for bucket in unit.buckets], comm, device)
         self._lost: list[Any] = comm.keep_alive([])  # gathers that no code waits for, and their memory
@@ -358,12 +362,15 @@ class Unsharder:
 
     def _unshard(self, unit: Unit) -> None:
         self._start(unit)
-        if unit.unsharded:
-            return
-        self._wait(unit)
-        for bucket in unit.buckets:
-            self._swap_memory(bucket, "unsharding", bucket.to_unsharded)
-        unit.unsharded = True
+        if not unit.unsharded:
+            self._wait(unit)
+            for bucket in unit.buckets:
+                self._swap_memory(bucket, "unsharding", bucket.to_unsharded)
+            unit.unsharded = True
+        stream = stream_now(self._device)
+        if stream is not None and stream not in unit.streams:  # see Note [Several streams]
+            follow(next(iter(unit.streams), None), self._device)
+            unit.streams.append(stream)
 
     def _kept_part(self, bucket: Bucket) -> torch.Tensor:
         return bucket.weight.chunk(len(self._keepers))[self._keepers.index(self.comm.rank)]
@@ -390,6 +397,7 @@ class Unsharder:
                 self.pool.give(memory)
 
     def _withdraw(self, unit: Unit) -> None:
+        unit.streams.clear()
         unsharded, unit.unsharded = unit.unsharded, False  # first: what an interrupt leaves here is unsharded anew
         for bucket in unit.buckets if unsharded else ():
             self._swap_memory(bucket, "resharding", bucket.to_sharded)

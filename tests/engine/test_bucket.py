@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import shardcore
-from shardcore.engine.bucket import Bucket
+from shardcore.engine.bucket import Bucket, BufferPool
 from tests.support.models import Run, batch_of, hash_of_training, loss_of, train
 from tests.support.ranks import run_ranks
 
@@ -29,6 +29,14 @@ def test_few_gradients_wait_in_a_model_of_small_weights(monkeypatch: pytest.Monk
     monkeypatch.setattr(Bucket, "collect", collect)
     loss_of(model, batch_of(0, 0, 0)).backward()
     assert most == 31, "82 come in this backward, which reduces nothing"
+
+
+def test_units_whose_weights_are_all_empty_take_no_buffer_of_the_pool() -> None:
+    pool = BufferPool(torch.device("cpu"))
+    pool.give(pool.take(64, torch.float32))
+    pool.give(pool.take(0, torch.float32))
+    pool.take(64, torch.float32)
+    assert pool.allocated_bytes == 4 * 64
 
 
 def _collected(patch: pytest.MonkeyPatch, small_bytes: int, sync_each: bool, **twin: Any) -> str:

@@ -9,7 +9,20 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import shardcore
-from tests.support.models import Block, Net, Reused, Run, batch_of, error_of, hash_of_training, loss_of, make_net, train
+from tests.support.models import (
+    Block,
+    Branch,
+    Branched,
+    Net,
+    Reused,
+    Run,
+    batch_of,
+    error_of,
+    hash_of_training,
+    loss_of,
+    make_net,
+    train,
+)
 from tests.support.ranks import run_ranks
 
 ADAM = {"lr": 1e-2, "weight_decay": 0.1}
@@ -240,3 +253,21 @@ def test_two_models_in_one_backward_with_a_branch_on_one_rank(stage: int) -> Non
     for got in run_ranks(2, _two_models, stage):
         for a, b in zip(got, expected, strict=True):
             assert torch.allclose(torch.tensor(a), b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_branches_on_streams_of_their_own_have_the_bits_of_one_stream(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def trained() -> str:
+        torch.manual_seed(0)
+        model, optimizer, _ = train(0, Run(stage=stage, steps=0, accumulate=2), Branched().cuda())
+        for step in range(4):
+            for micro in range(2):
+                loss_of(model, [one.cuda() for one in batch_of(step, micro, 0)]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return hash_of_training(model, optimizer)
+
+    forked = trained()
+    monkeypatch.setattr(Branch, "forks", False)
+    assert trained() == forked

@@ -1,10 +1,10 @@
 """Small models and a training loop that tests run on ranks."""
 
 import hashlib
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -190,3 +190,54 @@ def error_of(function: Any) -> str:
 def hashes_of_runs(rank: int, world_size: int, runs: Iterable[Run]) -> list[str]:
     """Return the hash of each training. Collective."""
     return [hash_of_training(*train(rank, run)[:2]) for run in runs]
+
+
+class Branch(nn.Module):
+    """Two linear layers side by side, or one twice; on a GPU one runs on a stream of its own, forked and joined."""
+
+    forks: ClassVar[bool] = True
+    streams: ClassVar[list[Any]] = []  # the one of all branches
+
+    def __init__(self, width: int, side_first: bool, shared: bool = False) -> None:
+        super().__init__()
+        self.main, self.side_first = nn.Linear(width, width), side_first
+        self.aside = self.main if shared else nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        fork, join = self._streams(x) if self.forks and x.is_cuda else (nullcontext(), lambda y: None)
+        if not self.side_first:
+            z = self.main(x)
+        with fork:
+            y = self.aside(x)
+        if self.side_first:
+            z = self.main(x)
+        join(y)
+        return torch.tanh(y + z)
+
+    def _streams(self, x: torch.Tensor) -> tuple[Any, Callable[[torch.Tensor], None]]:
+        if not self.streams:
+            self.streams.append(torch.cuda.Stream())
+        here, side = torch.cuda.current_stream(), self.streams[0]
+        side.wait_stream(here)
+        x.record_stream(side)
+
+        def join(y: torch.Tensor) -> None:
+            here.wait_stream(side)
+            y.record_stream(here)
+
+        return torch.cuda.stream(side), join
+
+
+class Branched(nn.Module):
+    """Blocks of two branches: side streams first and last in backward, gradients above and below 64 KiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(10, 160)
+        self.blocks = nn.Sequential(Branch(160, True), Branch(160, False), Branch(160, True, shared=True))
+        self.down = nn.Linear(160, 24)
+        self.small = nn.Sequential(Branch(24, False), Branch(24, True), Branch(24, False, shared=True))
+        self.head = nn.Linear(24, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.small(self.down(self.blocks(self.inp(x)))))

@@ -206,6 +206,10 @@ def on_stream(stream: Stream | None) -> Iterator[None]:
         _ops.set_stream(before)
 
 
+def _record_stream(tensor: torch.Tensor, stream: Stream) -> None:
+    torch.ops.aten.record_stream(tensor, torch.Stream(stream_id=stream.number, device_index=0, device_type=1))
+
+
 def pretend_torch_cuda(patch: pytest.MonkeyPatch) -> None:
     """Let torch.cuda's functions be those of the pretended GPU."""
     pci = dict.fromkeys(("pci_domain_id", "pci_bus_id", "pci_device_id"), 0)
@@ -234,6 +238,7 @@ def pretend_torch_cuda(patch: pytest.MonkeyPatch) -> None:
     pretended["device_count"] = lambda: 1
     for name, value in pretended.items():
         patch.setattr(torch.cuda, name, value)
+    patch.setattr(torch.Tensor, "record_stream", _record_stream)
 
 
 # --- uses of memory -----------------------------------------------------------------------------------------------------

@@ -4,8 +4,8 @@ Twins: what a GPU, NCCL or a copy would refuse is refused, and a fault of shardc
 """
 
 import traceback
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import shardcore
 from shardcore._native import _C
@@ -21,7 +22,7 @@ from shardcore.engine.host_gradients import HostGrads
 from shardcore.engine.nvme_weights import WEIGHT, NvmeWeights
 from shardcore.engine.unshard import Gatherer
 from tests.support.groups import device_decides
-from tests.support.models import Net, batch_of, error_of, hash_of, hash_of_training, loss_of, make_net
+from tests.support.models import Branched, Net, batch_of, error_of, hash_of, hash_of_training, loss_of, make_net
 from tests.support.pretend_cuda import DEVICE, run_pretended, why_not
 from tests.support.ranks import run_ranks
 from tests.support.slices import mesh_of, sharded_lm, train_lm
@@ -202,6 +203,52 @@ def test_slices_train_within_rounding_of_cpu_ranks(tmp_path: Path) -> None:
     expected = run_ranks(4, _sliced, "cpu", tmp_path / "cpu")
     found = run_pretended(4, _sliced, "cuda", tmp_path / "device")
     assert found == [pytest.approx(of_rank, rel=1e-4) for of_rank in expected]
+
+
+# By stage: what shard is told. A linear layer of a branch alone is a unit, too, in some of them.
+BRANCHES: list[tuple[int, dict[str, Any]]] = [
+    (0, {}),
+    (1, {"accumulate": 2}),
+    (2, {"accumulate": 2, "sync_each": False}),
+    (3, {}),
+    (3, {"units": nn.Linear, "accumulate": 2}),
+    (3, {"units": nn.Linear, "reshard_after_forward": 2, "prefetch": 2}),
+    (3, {"offload": WEIGHTS}),
+]
+
+
+def _branched(rank: int, world_size: int, device_type: str) -> list[str]:
+    """Train models with branches; on the device backward and step run on another stream than forward."""
+    device, found = torch.device(device_type), []
+    for stage, options in BRANCHES:
+        torch.manual_seed(0)
+        model = Branched()
+        optimizer: Any = shardcore.FusedAdam(model.parameters(), lr=1e-2)
+        model, optimizer = shardcore.shard(model, optimizer, stage, precision="fp32", **options)
+        for step in range(3):
+            for micro in range(2):
+                loss = loss_of(model, [one.to(device) for one in batch_of(step, micro, rank)])
+                with _another_stream() if device.type == "cuda" else nullcontext():
+                    loss.backward()
+                    if micro == 1:
+                        optimizer.step()
+                        optimizer.zero_grad()
+        found.append(hash_of_training(model, optimizer))
+    return found
+
+
+@contextmanager
+def _another_stream() -> Iterator[None]:
+    here, there = torch.cuda.current_stream(), torch.cuda.Stream()
+    there.wait_stream(here)
+    with torch.cuda.stream(there):
+        yield
+    here.wait_stream(there)
+
+
+def test_branches_on_streams_of_their_own_train_without_races() -> None:
+    expected = run_ranks(2, _branched, "cpu")
+    assert run_pretended(2, _branched, "cuda") == expected
 
 
 # --- twins --------------------------------------------------------------------------------------------------------------
