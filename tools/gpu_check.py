@@ -37,7 +37,25 @@ WORK = ROOT / "build/gpu_check"
 PART_LIMIT_S = 460  # with the start and the last step's end still under 8 minutes
 NOT_DONE = 3  # the exit status of a step whose tool is missing (tools/sanitize.py)
 NO_GPU = 2
-OFFLOAD = "tests/engine/test_cpu_store_cuda.py"  # a part of its own runs it
+# The files of the tests marked gpu, by part: pytest reads no others.
+GPU_TESTS = {
+    "activations": ["tests/test_activations.py", "tests/test_cross_entropy.py"],
+    "kernels": [
+        "tests/native/test_elements.py",
+        "tests/native/test_ops_placement.py",
+        "tests/optim/test_adam_placement.py",
+        "tests/optim/test_step_capturable.py",
+    ],
+    "sharding": [
+        "tests/engine/test_reducer.py",
+        "tests/engine/test_engine.py",
+        "tests/engine/test_engine_offload_states.py",
+        "tests/engine/test_device_step.py",
+        "tests/checkpoint/test_background.py",
+        "tests/checkpoint/test_load.py",
+    ],
+    "offload": ["tests/engine/test_cpu_store_cuda.py"],
+}
 INTERRUPT_S = 10  # what a step that ran too long has to write what it has
 ENDING_S = 25  # what a step that keeps to a time ({seconds}) has around it: to start, to end what it has begun
 
@@ -97,17 +115,16 @@ def read_training(folder: Path) -> tuple[dict[str, object], str | None]:
     return figures, problem or (None if measured else f"nothing of ours was measured with offload: {figures['left_out']}")
 
 
-def gpu_tests(where: str, *options: str) -> list[str]:
-    """Return pytest's arguments for the tests marked gpu."""
-    return ["pytest", where, "-m", "gpu", "-q", "-p", "no:cacheprovider", "--junitxml={folder}/junit.xml", *options]
+def tests_of(part: str, limit_s: float) -> Step:
+    """Return the step that runs the part's tests marked gpu."""
+    options = ["-m", "gpu", "-q", "-p", "no:cacheprovider", "--junitxml={folder}/junit.xml"]
+    return Step("tests", [sys.executable, "-m", "pytest", *options, *GPU_TESTS[part]], limit_s, read_tests)
 
 
-def kernels() -> list[Step]:
-    """The kernels alone: bits, memory errors, races, speed."""
+def speed() -> list[Step]:
+    """The kernels beside their peers."""
     python, out = [sys.executable, "-m"], ["--out", "{folder}"]
     return [
-        Step("tests", [*python, *gpu_tests("tests", f"--ignore={OFFLOAD}")], 180, read_tests),
-        *(Step(tool, [*python, "tools.sanitize", tool], 90) for tool in ("memcheck", "racecheck", "initcheck")),
         Step("ordered_sum", [*python, "benchmarks.bench_ordered_sum", *out], 60, read_figures("ordered_sum"), echo=True),
         Step(
             "benchmarks",
@@ -119,6 +136,16 @@ def kernels() -> list[Step]:
     ]
 
 
+def kernels() -> list[Step]:
+    """The kernels alone: bits, machine code, memory errors, races."""
+    python = [sys.executable, "-m"]
+    return [
+        tests_of("kernels", 180),
+        Step("machine_code", [*python, "tools.check_kernels"], 60),
+        *(Step(tool, [*python, "tools.sanitize", tool], 90) for tool in ("memcheck", "racecheck", "initcheck")),
+    ]
+
+
 def sharding() -> list[Step]:
     """The engine on one GPU over nccl: bits of stages and tiers, a step's time beside torch and FSDP2, a trace of it."""
     python, gpu = [sys.executable, "-m"], ["--device", "cuda", "--nproc", "1", "--preset", "gpu", "--out", "{folder}"]
@@ -127,7 +154,7 @@ def sharding() -> list[Step]:
     trace = [*python, "benchmarks.trace_step", *gpu]
     lazy = ["--stage", "2", "--offload", "gradients", "--overlap-step"]
     return [
-        Step("tests", [*python, *gpu_tests("tests/engine", f"--ignore={OFFLOAD}")], 120, read_tests),
+        tests_of("sharding", 120),
         Step("benchmark", [*python, "benchmarks.bench_train_step", *gpu, *engines], 200, read_figures("train_step"), echo=True),
         Step("trace", trace, 60, read_figures("trace_step")),
         Step("trace_offload", [*trace, *lazy], 60, read_figures("trace_step")),
@@ -139,7 +166,7 @@ def offload() -> list[Step]:
     python, out = [sys.executable, "-m"], ["--out", "{folder}"]
     train = [*python, "benchmarks.bench_offload_train", "--seconds", "{seconds}", *out]
     return [
-        Step("tests", [*python, *gpu_tests(OFFLOAD)], 90, read_tests),
+        tests_of("offload", 90),
         Step("copies", [*python, "benchmarks.bench_copies", *out], 60, read_copies, echo=True),
         Step("train_1.5b", [*train, "--preset", "1.5b"], 120, read_training, echo=True),
         Step("train_7b", [*train, "--preset", "7b", "--steps", "4", "--rounds", "1"], 185, read_training, echo=True),
@@ -175,15 +202,15 @@ def ranks() -> list[Step]:
 def activations() -> list[Step]:
     """Activations computed again, in host memory, and the loss without logits: bits, time and peak memory beside torch's."""
     python, out = [sys.executable, "-m"], ["--out", "{folder}"]
-    tests = gpu_tests("tests/test_activations.py", "tests/test_cross_entropy.py")
     return [
-        Step("tests", [*python, *tests], 90, read_tests),
+        tests_of("activations", 90),
         Step("benchmark", [*python, "benchmarks.bench_activations", *out], 120, read_figures("activations"), echo=True),
     ]
 
 
-# What was never run comes first.
+# The speed of the kernels, then what was never run.
 PARTS: dict[str, Callable[[], list[Step]]] = {
+    "speed": speed,
     "ranks": ranks,
     "activations": activations,
     "kernels": kernels,

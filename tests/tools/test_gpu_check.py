@@ -278,31 +278,41 @@ def test_the_ranks_part_runs_what_is_there(monkeypatch):
         for command in launched:
             given = options.parse_args(command[command.index("tools.check_ranks") + 1 :])
             assert given.device == "cuda"
-    assert next(iter(gpu_check.PARTS)) == "ranks"
+    assert list(gpu_check.PARTS)[:2] == ["speed", "ranks"]
 
 
-def test_the_activations_part_runs_what_is_there():
-    tests, benchmark = gpu_check.activations()
-    files = [path for path in tests.command if path.endswith(".py")]
-    assert len(files) == 2
-    assert all((gpu_check.ROOT / path).is_file() for path in files)
-    assert importlib.util.find_spec(benchmark.command[2]) is not None
+def test_the_parts_run_what_is_there():
+    names = {
+        "speed": ["ordered_sum", "benchmarks"],
+        "activations": ["tests", "benchmark"],
+        "kernels": ["tests", "machine_code", "memcheck", "racecheck", "initcheck"],
+    }
+    for part, expected in names.items():
+        steps = gpu_check.PARTS[part]()
+        assert [step.name for step in steps] == expected
+        for step in [gpu_check.build(), *steps]:
+            assert step.command[:2] == [sys.executable, "-m"]
+            program = gpu_check.ROOT / step.command[2]
+            assert program.is_file() or importlib.util.find_spec(step.command[2]) is not None
 
 
-def test_the_kernels_part_runs_what_is_there():
-    steps = {step.name: step for step in gpu_check.kernels()}
-    assert list(steps) == ["tests", "memcheck", "racecheck", "initcheck", "ordered_sum", "benchmarks"]
-    for step in [gpu_check.build(), *steps.values()]:
-        assert step.command[:2] == [sys.executable, "-m"]
-        assert importlib.util.find_spec(step.command[2]) is not None
-    assert steps["tests"].command[4:6] == ["-m", "gpu"]
+@pytest.mark.more
+def test_each_test_of_a_gpu_is_in_one_part():
+    """pytest reads all files here, which the parts do not."""
+    command = [sys.executable, "-m", "pytest", "tests", "-m", "gpu", "--collect-only", "-q", "-p", "no:cacheprovider"]
+    found = subprocess.run(command, cwd=gpu_check.ROOT, capture_output=True, text=True, check=True).stdout
+    files = sorted({line.partition("::")[0] for line in found.splitlines() if "::" in line})
+    assert sorted(path for paths in gpu_check.GPU_TESTS.values() for path in paths) == files
+    for part, paths in gpu_check.GPU_TESTS.items():
+        tests = gpu_check.PARTS[part]()[0].command
+        assert tests[2:5] == ["pytest", "-m", "gpu"]
+        assert tests[-len(paths) :] == paths
 
 
 def test_the_sharding_part_runs_what_is_there(monkeypatch, tmp_path, capsys):
     """Every command line is understood by the program that it starts, up to what only a GPU can do."""
     steps = {step.name: step for step in gpu_check.sharding()}
     assert list(steps) == ["tests", "benchmark", "trace", "trace_offload"]
-    assert steps["tests"].command[4:6] == ["-m", "gpu"]
     for step in list(steps.values())[1:]:
         module = importlib.import_module(step.command[2])
         launched = []
@@ -320,11 +330,7 @@ def test_the_sharding_part_runs_what_is_there(monkeypatch, tmp_path, capsys):
 
 def test_the_offload_part_runs_what_is_there(monkeypatch, tmp_path, capsys):
     steps = {step.name: step for step in gpu_check.offload()}
-    for part in (gpu_check.kernels, gpu_check.sharding):  # they have no time for these
-        assert "--ignore=tests/engine/test_cpu_store_cuda.py" in part()[0].command
     assert list(steps) == ["tests", "copies", "train_1.5b", "train_7b"]
-    assert (gpu_check.ROOT / steps["tests"].command[3]).is_file()
-    assert steps["tests"].command[4:6] == ["-m", "gpu"]
     assert sum(step.limit_s for step in steps.values()) < gpu_check.PART_LIMIT_S
     started = []
     level = {"rate_over_plain": {"median": 1.0, "low": 1.0, "high": 1.0}, "gb_per_second": {"shardcore": 1.0}}
