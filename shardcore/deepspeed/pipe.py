@@ -348,11 +348,8 @@ class PipelineModule(nn.Module):
             stages = sorted({stage for stage, spec in tied if spec.key == key})
             if len(stages) == 1:
                 continue
-            others = [stage for stage in range(self.num_stages) if stage not in stages]
-            # The others have one, too: groups that are made over ranks of several stages later need ranks that are in
-            # equally many (groups.group_beside), else these do not find each other.
-            of_ranks = [[r[s] for s in some] for r in self._topo.get_axis_comm_lists("pipe") for some in (stages, others)]
-            ranks, group = self._grid.own([some for some in of_ranks if some])
+            pipes = self._topo.get_axis_comm_lists("pipe")
+            ranks, group = self._grid.own([[pipe[stage] for stage in stages] for pipe in pipes])
             if self.stage_id in stages:
                 spec = next(spec for stage, spec in tied if spec.key == key and stage == self.stage_id)
                 is_owner = self.stage_id == stages[0]

@@ -1,5 +1,6 @@
 """Process groups: those of meshes, and those made beside the user's group, since each serves one engine at a time."""
 
+import hashlib
 import logging
 import os
 import weakref
@@ -110,25 +111,27 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     return timeout
 
 
-# How many groups of some ranks, a part of the world, were made here; far from the numbers of torch's own.
+# How many groups of the same ranks, a part of the world, were made here.
 _parts: "weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]]" = weakref.WeakKeyDictionary()
-_FIRST_PART = 1 << 40
 
 
 @contextmanager
-def _numbered(world: dist.ProcessGroup, ranks: Sequence[int]) -> Iterator[None]:
-    """Let torch number the next group by those of the same ranks alone, and count on from where it was afterwards.
+def _named(world: dist.ProcessGroup, ranks: Sequence[int]) -> Iterator[None]:
+    """Let torch name the next group by its ranks, and by how many groups of the same ranks were made before.
 
-    Its own number counts the groups that this rank has made, with whom it may be: others would differ, and look for a group by
-    another name until the timeout.
+    torch's own name has the number of all groups that this rank is in, or has made. Where that number differs between
+    ranks they look for the group by different names until the timeout.
     """
-    made, count = _parts.setdefault(world, Counter()), c10d._world.group_count
-    c10d._world.group_count = _FIRST_PART + made[tuple(sorted(ranks))]
-    made[tuple(sorted(ranks))] += 1
+    key, made = tuple(sorted(ranks)), _parts.setdefault(world, Counter())
+    name = hashlib.sha1(f"shardcore {key} {made[key]}".encode(), usedforsecurity=False).hexdigest()
+    made[key] += 1
+    torchs: Any = c10d
+    theirs = torchs._process_group_name  # private: torch 2.11 to 2.13 call it once for each group that they make
+    torchs._process_group_name = lambda ranks, use_hashed_name: name
     try:
         yield
     finally:
-        c10d._world.group_count = count
+        torchs._process_group_name = theirs
 
 
 def group_beside(
@@ -140,8 +143,7 @@ def group_beside(
 ) -> dist.ProcessGroup:
     """Make a group of `ranks`, by default with the backend and the timeout of `like`. Collective over these ranks alone.
 
-    For a part of the world torch up to 2.13 needs ranks that are in equally many groups: it names the group by that number.
-    Newer versions take the number of groups made so far, on all ranks of the world: `_numbered` sees to that.
+    The ranks may have made unequally many groups of a part of the world before.
     """
     world = dist.group.WORLD
     assert world is not None
@@ -149,7 +151,7 @@ def group_beside(
     if part:  # with a bound device torch splits the world's NCCL communicator, a collective over the whole world
         world.bound_device_id = None
     try:
-        with _numbered(world, ranks) if part else nullcontext():
+        with _named(world, ranks) if part else nullcontext():
             group: dist.ProcessGroup | None = dist.new_group(
                 ranks,
                 timeout=timeout or timeout_of(like, device),

@@ -131,7 +131,7 @@ def test_each_engine_has_one_which_the_next_engine_takes_over(tmp_path: Any) -> 
 
 def _part(rank: int, world_size: int, store: str, shape: list[list[int]]) -> str:
     with nccl_alone(rank, world_size, store):
-        for ranks in ([0, 1], [1, 2]):  # ranks are in different numbers of groups
+        for ranks in ([0, 1], [0, 1], [1, 2]):  # rank 0 is in two, rank 2 in one
             dist.new_group(ranks)
         mesh = DeviceMesh("cpu", shape)
         dist.barrier()  # so that nobody goes before all are connected
