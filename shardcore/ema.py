@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardcore.checkpoint.format import plain_name
+from shardcore.checkpoint.format import names_of
 from shardcore.checkpoint.sharded import read_weights
 from shardcore.distributed.comm import Traffic, wait_all
 from shardcore.engine.bucket import Bucket, note_written
@@ -161,11 +161,17 @@ class EMA:
         In a checkpoint the average stays in shards: `shardcore.save(..., ema=ema)`.
         """
         engine, averages = self._engine, dict[str, torch.Tensor]()
-        engine.together("EMA.state_dict", lambda: f"the average after {self.updates} updates")
+
+        def check() -> str:
+            engine.membership.check("EMA.state_dict")
+            return f"the average after {self.updates} updates"
+
+        engine.together("EMA.state_dict", check)
         self.follow()
+        names = names_of(engine)
         fulls = engine.full_tensors.of_buckets((bucket, self.shard(bucket)) for bucket in engine.updater.buckets)
         for bucket, full in zip(engine.updater.buckets, fulls, strict=True):
-            averages |= {plain_name(managed.name): managed.full(managed.slice_of(full).clone()) for managed in bucket.params}
+            averages |= {names[managed.param]: managed.full(managed.slice_of(full).clone()) for managed in bucket.params}
         return {"updates": self.updates, "averages": averages}
 
     @torch.no_grad()
@@ -177,9 +183,12 @@ class EMA:
         engine = self._engine
         given = state_dict["averages"]
         self.follow()
-        params = {plain_name(m.name): m.param for bucket in engine.updater.buckets for m in bucket.params}
+        params: dict[str, torch.Tensor] = {}
 
         def check() -> str:
+            engine.membership.check("EMA.load_state_dict")
+            names = names_of(engine)
+            params.update({names[m.param]: m.param for bucket in engine.updater.buckets for m in bucket.params})
             shapes = {name: tuple(param.shape) for name, param in params.items()}
             found = {name: tuple(value.shape) for name, value in given.items()}
             for name in [*shapes, *found]:

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from shardcore.checkpoint import plain
+from shardcore.checkpoint.format import names_of
 from shardcore.checkpoint.load import Wanted, check_scheduler, check_stateful, load_from, options_of, restore_rank
 from shardcore.checkpoint.save import (
     Beside,
@@ -114,8 +115,10 @@ class Commits:
             return
         engine = self._engine
         engine.updater.accept_weight_edits()
+        engine.membership.check("step")
         content = Content(states=True, exclude_frozen=True, scheduler=self.scheduler)
         entries = Beside(engine, content, self._rank).entries(describe(engine, content), {}, self._numerics)
+        names = names_of(engine)
         stream = torch.cuda.Stream(engine.device) if engine.device.type == "cuda" else None  # type: ignore[no-untyped-call]
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(engine.device))
@@ -123,7 +126,7 @@ class Commits:
         def commit() -> None:
             try:
                 with nullcontext() if stream is None else torch.cuda.stream(stream), torch.no_grad():
-                    self._commit(engine, *entries)
+                    self._commit(engine, names, *entries)
             except Exception as error:
                 self._error = error
 
@@ -182,29 +185,33 @@ class Commits:
         if not self._all_have_it:
             raise StepError(f"rank {have.index(False)} could not commit step {self.step}; see its error")
 
-    def give(self, folder: Path) -> Given:
+    def give(self, folder: Path, names: Mapping[torch.Tensor, str]) -> Given:
         """Let a checkpoint that is written to `folder` have the files of committed states, if it can: see `Slots.give`."""
-        return self._slots.give(self._states, folder)
+        return self._slots.give(self._states, folder, names)
 
-    def _commit(self, engine: Engine, tensors: dict[str, Any], rest: Mapping[str, Any]) -> None:
+    def _commit(
+        self, engine: Engine, names: Mapping[torch.Tensor, str], tensors: dict[str, Any], rest: Mapping[str, Any]
+    ) -> None:
         self._states.flush()
-        written = write_ranges(self._slots.folder, self._slots.rest_name, list(self._rest(engine)), len(self._slots.paths))
-        said = self._slots.said(self._states, written)
+        items = list(self._rest(engine, names))
+        written = write_ranges(self._slots.folder, self._slots.rest_name, items, len(self._slots.paths))
+        said = self._slots.said(self._states, written, names)
         own = {"world_size": engine.comm.world_size, "rank_state": self._rank}
         self._record = {**manifest_of([said], tensors, rest), **own}
         if not _live(engine):
             self._end()
 
-    def _rest(self, engine: Engine) -> Iterator[Item]:
+    def _rest(self, engine: Engine, names: Mapping[torch.Tensor, str]) -> Iterator[Item]:
         """Yield what is not in the slots: see Note [The rest]."""
         for bucket in engine.buckets:
             cut = bucket.device_numel
             if not bucket.trainable:
                 continue
             for managed, *where in ranges_of(bucket, 0, cut):
-                yield from parts_of(engine, bucket, managed, (where[0], where[1], where[2]), True)
+                name = names[managed.param]
+                yield from parts_of(engine, bucket, managed, name, (where[0], where[1], where[2]), True)
             for managed, *where in ranges_of(bucket, cut, bucket.owned_numel):
-                yield from weight_of(bucket, managed, (where[0], where[1], where[2]))
+                yield from weight_of(bucket, names[managed.param], (where[0], where[1], where[2]))
         for name, buffer in self._buffers.items():
             yield from items_of(name, buffer.reshape(-1))
 

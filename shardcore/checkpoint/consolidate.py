@@ -19,7 +19,7 @@ from torch import nn
 from shardcore._native import _C
 from shardcore.checkpoint import format as layout
 from shardcore.checkpoint.directory import sync_directory, write_synced
-from shardcore.checkpoint.format import named_buffers, named_parameters, plain_name
+from shardcore.checkpoint.format import named_buffers, named_parameters, names_of
 from shardcore.checkpoint.load import open_checkpoint
 from shardcore.checkpoint.save import buffers_of
 from shardcore.checkpoint.source import Source
@@ -247,8 +247,9 @@ def whole_state_dict(engine: Engine, exclude_frozen: bool = False) -> dict[str, 
 
 def in_order(engine: Engine) -> dict[str, torch.Tensor]:
     """Return parameters and buffers in the order in which they are gathered: bucket by bucket, then what is in none."""
-    sharded = {plain_name(managed.name): managed.param for bucket in engine.buckets for managed in bucket.params}
-    rest = {plain_name(name): param for name, param in engine.unmanaged if plain_name(name) not in sharded}
+    names = names_of(engine)
+    sharded = {names[param]: param for param in engine.managed if param in names}
+    rest = {name: param for param, name in names.items() if param not in engine.managed}
     return {**sharded, **rest, **buffers_of(engine.model)}
 
 
@@ -260,15 +261,15 @@ def _dtype_of(engine: Engine, tensor: torch.Tensor) -> torch.dtype:
 @torch.no_grad()
 def _values(engine: Engine, tensors: Tensors) -> Iterator[torch.Tensor]:
     """Yield the flattened values of `tensors`, on the CPU, in the order of `in_order`. Collective: every rank takes all."""
-    buckets = [bucket for bucket in engine.buckets if any(plain_name(managed.name) in tensors for managed in bucket.params)]
+    names = {tensor: name for name, tensor in in_order(engine).items() if name in tensors}
+    buckets = [bucket for bucket in engine.buckets if any(managed.param in names for managed in bucket.params)]
     fulls = engine.full_tensors.of_buckets((bucket, engine.master_or_weight(bucket)) for bucket in buckets)
-    sharded = {plain_name(managed.name) for bucket in engine.buckets for managed in bucket.params}
     for bucket, full in zip(buckets, fulls, strict=True):
         for managed in bucket.params:
-            name = plain_name(managed.name)
-            if name in tensors:
-                yield managed.full(managed.slice_of(full)).to("cpu", tensors[name].dtype).contiguous().view(-1)
-    for name, tensor in in_order(engine).items():
-        if name not in sharded and name in tensors:
+            if managed.param in names:
+                dtype = tensors[names[managed.param]].dtype
+                yield managed.full(managed.slice_of(full)).to("cpu", dtype).contiguous().view(-1)
+    for tensor, name in names.items():
+        if tensor not in engine.managed:
             cut, local = slice_of(name, tensor), held_by(tensor).detach()
             yield (local if cut is None else cut.assemble(local)).to("cpu", tensors[name].dtype).contiguous().view(-1)

@@ -40,6 +40,7 @@ from shardcore.checkpoint import plain
 from shardcore.checkpoint.safetensors import DTYPES
 from shardcore.checkpoint.source import Source, gathered, reporting
 from shardcore.engine.disk import file_engine
+from shardcore.engine.engine import Engine
 from shardcore.layout import BLOCK, Columns, round_up
 from shardcore.optim.state_format import SCALES, joined_master
 
@@ -87,6 +88,11 @@ def named_parameters(model: nn.Module, remove_duplicate: bool = True) -> Iterato
     """Yield the parameters of a model, by the names that a plain model has."""
     for name, param in model.named_parameters(remove_duplicate=remove_duplicate):
         yield plain_name(name), param
+
+
+def names_of(engine: Engine) -> dict[torch.Tensor, str]:
+    """Return the plain name of each parameter as the model has it now. Code that wraps or prunes a layer changes names."""
+    return {param: plain_name(name) for param, name in engine.membership.names().items()}
 
 
 def with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
@@ -300,7 +306,7 @@ class Checkpoint(Source):
         for key, part in entry.items():
             if part["dtype"] not in _DTYPES_OF.get(key, ("F32",) if _STATE.fullmatch(key) else ()):
                 raise ValueError(f"load: {self.path / MANIFEST} has {name}.{key} of {part['dtype']!r}, which is unknown")
-            parts[key] = self._part(f"{name}.{key}", part, stored_numel(key, numel))
+            parts[key] = self._part(f"{name} ({key})", part, stored_numel(key, numel))
         dtypes = {key: part.dtype for key, part in parts.items()}
         split = "remainder" in parts and dtypes.get("weight") != torch.bfloat16
         coded = any((dtypes.get(key) in _CODES) != (scale in parts) for key, scale in SCALES.items())

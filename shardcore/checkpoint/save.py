@@ -28,7 +28,7 @@ from torch import nn
 from shardcore.checkpoint import directory, plain
 from shardcore.checkpoint import format as layout
 from shardcore.checkpoint.background import AS_BEFORE, Mailbox, Saving, itself, stage
-from shardcore.checkpoint.format import named_buffers, named_parameters
+from shardcore.checkpoint.format import named_buffers, named_parameters, names_of
 from shardcore.checkpoint.write import Given, Item, add_range, check_seen, write_json, write_manifest, write_ranges
 from shardcore.distributed.everyone import Ranks, attempt_together
 from shardcore.engine.bucket import Bucket, Managed
@@ -162,6 +162,7 @@ def write_checkpoint(
             directory.check_tag("save", tag)
         if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
             raise ValueError(f"save: keep_last has {keep_last!r}; expected a number of at least 1, or None")
+        engine.membership.check("save")
         engine.updater.accept_weight_edits()
         return f"a checkpoint{engine.updater.changed()}"
 
@@ -226,24 +227,27 @@ def _trained(engine: Engine) -> Iterator[tuple[Bucket, Managed]]:
 Described: TypeAlias = tuple[dict[str, Any], list[str], dict[str, str]]
 
 
-def _items(engine: Engine, content: Content, given: Given) -> Iterator[Item]:
-    """Yield what this rank saves: see Note [Who writes]. given: has some of it, which are cut as they are there."""
+def _items(engine: Engine, content: Content, given: Given, names: Mapping[torch.Tensor, str]) -> Iterator[Item]:
+    """Yield what this rank saves: see Note [Who writes]. given: has some of it, which are cut as they are there.
+
+    names: of the parameters, see `names_of`.
+    """
     for bucket in engine.buckets:
         if bucket.counted and (bucket.trainable or not content.exclude_frozen):
             chunks = [(start, end) for of, start, end in given.chunks if of is bucket]
             for low, high in pairwise(sorted({*bucket.reduces, *(end for chunk in chunks for end in chunk)})):
                 for managed, *where in ranges_of(bucket, low, high):
-                    yield from parts_of(engine, bucket, managed, (where[0], where[1], where[2]), content.states)
+                    name = stored_name(names[managed.param], managed.columns)
+                    yield from parts_of(engine, bucket, managed, name, (where[0], where[1], where[2]), content.states)
                     if content.ema is not None and bucket.group is not None:
                         start, first, numel = where
                         average = content.ema.shard(bucket)[start : start + numel]
-                        name = _stored_name(managed.name, managed.columns)
                         yield Item(name, layout.EMA, average.dtype, first, numel, partial(itself, average))
     if engine.comm.rank == 0:
-        for name, tensor in _unsharded(engine, content):
+        for name, tensor in _unsharded(engine, content, names):
             columns = columns_of(name, tensor)
             if columns is not None or engine.everyone.rank == 0:
-                yield from items_of(_stored_name(name, columns), held_by(tensor).detach().reshape(-1), columns)
+                yield from items_of(stored_name(name, columns), held_by(tensor).detach().reshape(-1), columns)
 
 
 def items_of(name: str, flat: torch.Tensor, columns: Columns | None = None) -> Iterator[Item]:
@@ -258,8 +262,8 @@ def columns_of(name: str, tensor: torch.Tensor) -> Columns | None:
     return None if found is None else found.columns
 
 
-def _stored_name(name: str, columns: Columns | None) -> str:
-    name = layout.plain_name(name)
+def stored_name(name: str, columns: Columns | None) -> str:
+    """Return the name under which a tensor, or these columns of it, is stored."""
     return name if columns is None else layout.slice_name(name, columns.first, columns.count)
 
 
@@ -272,19 +276,20 @@ def ranges_of(bucket: Bucket, low: int, high: int) -> Iterator[tuple[Managed, in
             yield managed, piece.start + first - piece.param_start, first, numel
 
 
-def weight_of(bucket: Bucket, managed: Managed, where: tuple[int, int, int]) -> Iterator[Item]:
+def weight_of(bucket: Bucket, name: str, where: tuple[int, int, int]) -> Iterator[Item]:
     """Yield the weights of a range, unless float32 masters make them. See `parts_of`."""
     start, param_start, numel = where
     if bucket.group is None or bucket.state_format.master != "fp32":
         weight = partial(bucket.owned_values, start, numel)
-        yield Item(_stored_name(managed.name, managed.columns), "weight", bucket.dtype, param_start, numel, weight)
+        yield Item(name, "weight", bucket.dtype, param_start, numel, weight)
 
 
-def parts_of(engine: Engine, bucket: Bucket, managed: Managed, where: tuple[int, int, int], states: bool) -> Iterator[Item]:
-    """Yield what is stored of a range (start in the owned range, start in the parameter, numel)."""
-    name = _stored_name(managed.name, managed.columns)
+def parts_of(
+    engine: Engine, bucket: Bucket, managed: Managed, name: str, where: tuple[int, int, int], states: bool
+) -> Iterator[Item]:
+    """Yield what is stored, under `name`, of a range (start in the owned range, start in the parameter, numel)."""
     start, param_start, numel = where
-    yield from weight_of(bucket, managed, where)
+    yield from weight_of(bucket, name, where)
     if bucket.group is None:
         return
     stays = engine.store.tier != "device" and start >= bucket.device_numel
@@ -301,11 +306,11 @@ def _kept(engine: Engine, bucket: Bucket, part: str, start: int, numel: int) -> 
     return engine.store.kept(bucket, start, numel)[part]
 
 
-def _unsharded(engine: Engine, content: Content) -> Iterator[tuple[str, torch.Tensor]]:
+def _unsharded(engine: Engine, content: Content, names: Mapping[torch.Tensor, str]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield buffers, and the frozen parameters that are in no bucket."""
-    for name, param in engine.unmanaged:
+    for _, param in engine.unmanaged:
         if param not in engine.bucket_of and not content.exclude_frozen:
-            yield layout.plain_name(name), param
+            yield names[param], param
     yield from buffers_of(engine.model).items()
 
 
@@ -339,14 +344,14 @@ class Beside:
         self.extra_state = {
             name: plain.to_json(m.get_extra_state(), f"save: {name}.get_extra_state()") for name, m in own.items()
         }
-        names = {param: name for name, param in named_parameters(engine.model)}
+        names = names_of(engine)
         groups = [{**group, "params": [names[param] for param in group["params"]]} for group in engine.updater.groups]
         self.groups = plain.to_json(groups, "save: param_groups") if content.states else None
         self.loss_scale = engine.scaler.state()
         self.counters = {"skipped_steps": engine.skipped_steps} if content.states else {}
         self.counters |= {EMA_UPDATES: content.ema.updates} if content.ema is not None else {}
         self.slices = engine.everyone.slices
-        self.steps = {layout.plain_name(m.name): m.step for _, m in _trained(engine) if m.step > 0} if content.states else {}
+        self.steps = {names[m.param]: m.step for _, m in _trained(engine) if m.step > 0} if content.states else {}
 
     def entries(
         self, described: Described, counters: Mapping[str, int], numerics: Any
@@ -422,8 +427,9 @@ class _Job:
         """List what is written; if `stages`, copy what does not stay where it is, and let steps wait for the rest."""
         assert self._engine is not None
         check_seen(self._path, self._comm.rank)
-        given = self._given = self._give(self._engine)
-        items = list(_items(self._engine, self._content, given))
+        names = names_of(self._engine)
+        given = self._given = self._give(self._engine, names)
+        items = list(_items(self._engine, self._content, given, names))
         self._items = [item for item in items if item.key not in given.ranges]
         self._in_given = [given.ranges[item.key] for item in items if item.key in given.ranges]
         self._describe = describe(self._engine, self._content)
@@ -434,12 +440,12 @@ class _Job:
                 self._store.watch(self._read.wait)
             self._engine = None
 
-    def _give(self, engine: Engine) -> Given:
+    def _give(self, engine: Engine, names: Mapping[torch.Tensor, str]) -> Given:
         """Take the files of committed states as they are, if there are some: only where this rank alone writes what it owns."""
         alone = all(bucket.reduces == (0, bucket.owned_numel) for bucket in engine.buckets)
         if engine.commits is None or not self._content.states or not alone:
             return Given()
-        given: Given = engine.commits.give(self._path)
+        given: Given = engine.commits.give(self._path, names)
         return given
 
     def write(self) -> dict[str, Any]:

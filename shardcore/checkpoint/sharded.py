@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from shardcore.checkpoint.format import named_buffers, named_parameters, plain_name, with_extra_state
+from shardcore.checkpoint.format import named_buffers, named_parameters, names_of, with_extra_state
 from shardcore.engine.bucket import Bucket, Managed
 from shardcore.engine.engine import Engine
 from shardcore.engine.slices import Slice
@@ -171,7 +171,7 @@ def read_weights(engine: Engine, bucket: Bucket) -> ReadOwned:
 @torch.no_grad()
 def model_state(engine: Engine) -> dict[str, torch.Tensor]:
     """Return the model's state by name: `Shards` of masters, plain tensors of what every rank has in full. Collective."""
-    engine.read_all("sharded_state_dict", "the model")
+    _read_all(engine, "the model")
     engine.updater.warn_of_lost_edits("sharded_state_dict")
     own = [name or "the model" for name in with_extra_state(engine.model)]
     if own and engine.comm.rank == 0:
@@ -224,7 +224,7 @@ def load_model_state(engine: Engine, state: Mapping[str, Any]) -> None:
 @torch.no_grad()
 def optimizer_state(engine: Engine) -> dict[str, torch.Tensor]:
     """Return states by "parameter.key" (`Shards`), step counts and a dynamic loss scale. Collective."""
-    engine.read_all("sharded_state_dict", "the optimizer")
+    _read_all(engine, "the optimizer")
     found: dict[str, torch.Tensor] = {}
     for name, bucket, managed in _updated(engine):
         found[f"{name}.step"] = step_tensor(managed.step)
@@ -241,12 +241,7 @@ def optimizer_state(engine: Engine) -> dict[str, torch.Tensor]:
 def load_optimizer_state(engine: Engine, state: Mapping[str, Any]) -> None:
     """Set states, step counts and loss scale from the tensors of `optimizer_state`, filled from a checkpoint. Collective."""
     scale = {f"{_SCALE}{key}": key for key in engine.scaler.state() or {}}
-    keys = {
-        f"{name}.{key}": (bucket, managed)
-        for name, bucket, managed in _updated(engine)
-        for key in ("step", *bucket.state_format.keys)
-        if key != "master"
-    }
+    keys: dict[str, tuple[Bucket, Managed]] = {}
 
     def loaded_scale() -> dict[str, Any] | None:
         values = {key: state[name] for name, key in scale.items()}
@@ -254,6 +249,9 @@ def load_optimizer_state(engine: Engine, state: Mapping[str, Any]) -> None:
         return numbers or None
 
     def check() -> str:
+        engine.membership.check(_OP)
+        for name, bucket, managed in _updated(engine):
+            keys.update({f"{name}.{key}": (bucket, managed) for key in ("step", *bucket.state_format.keys) if key != "master"})
         _check_names({**keys, **scale}, state)
         for name, (bucket, managed) in keys.items():
             if name.endswith(".step"):
@@ -281,6 +279,17 @@ def load_optimizer_state(engine: Engine, state: Mapping[str, Any]) -> None:
     warn_of_lost(_OP, [f"{name} is rounded to what this optimizer keeps" for name in rounded], stacklevel=3)
 
 
+def _read_all(engine: Engine, what: str) -> None:
+    """Begin a read of all of a model that has the Parameters that `shard` was given. Collective."""
+
+    def check() -> str:
+        engine.membership.check("sharded_state_dict")
+        engine.updater.accept_weight_edits()
+        return f"that of {what}{engine.updater.changed()}"
+
+    engine.together("sharded_state_dict", check)
+
+
 def _named(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield what a state dict of the plain model has: parameters (tied ones under each name) and persistent buffers."""
     yield from named_parameters(model, remove_duplicate=False)
@@ -288,9 +297,10 @@ def _named(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _updated(engine: Engine) -> Iterator[tuple[str, Bucket, Managed]]:
+    names = names_of(engine)
     for bucket in engine.updater.buckets:
         for managed in bucket.params:
-            yield plain_name(managed.name), bucket, managed
+            yield names[managed.param], bucket, managed
 
 
 def _check_names(expected: Mapping[str, Any], state: Mapping[str, Any]) -> None:

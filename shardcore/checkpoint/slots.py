@@ -60,9 +60,10 @@ _RECORD = re.compile(r"rank_(\d{5,9})\.commit_[01]\.json")
 
 @dataclass(frozen=True)
 class _Range:
-    """Elements [start, start + numel) of a part of a parameter, `offset` bytes into a chunk."""
+    """Elements [start, start + numel) of a part of a parameter, `offset` bytes into a chunk. name: that of `shard`."""
 
     name: str
+    param: torch.Tensor
     part: str
     dtype: torch.dtype
     start: int
@@ -299,9 +300,10 @@ class Slots:
 
     # --- checkpoints that have a slot: Note [Given away] ----------------------------------------------------------------------
 
-    def give(self, states: NvmeStates, folder: Path) -> Given:
+    def give(self, states: NvmeStates, folder: Path, names: Mapping[torch.Tensor, str]) -> Given:
         """Link the slot of each directory that has most of its committed states into `folder`, if it can. Not beside a step.
 
+        names: of the parameters, as the manifest of the checkpoint has them.
         Raises OSError, where there is no room for another file among others.
         """
         states.flush()
@@ -319,7 +321,7 @@ class Slots:
                 for chunk in of_slot[fuller]:
                     first = chunk.bucket.device_numel + chunk.first
                     given.chunks.append((chunk.bucket, first, first + chunk.numel))
-                    given.ranges.update((key_of(*found[:2], found[3][0]), found) for found in self._where(chunk, number))
+                    given.ranges.update((key_of(*found[:2], found[3][0]), found) for found in self._where(chunk, number, names))
         return given
 
     def _link(self, slot: int, folder: Path) -> bool:
@@ -380,11 +382,14 @@ class Slots:
         """The name of the next commit's file of the rest."""
         return f"rank_{self.rank:05d}.rest_{self.index}.safetensors"
 
-    def said(self, states: NvmeStates, rest: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what `manifest_of` is given of this rank: the states where they are now, and `rest`, of `write_ranges`."""
+    def said(self, states: NvmeStates, rest: Mapping[str, Any], names: Mapping[torch.Tensor, str]) -> dict[str, Any]:
+        """Return what `manifest_of` is given of this rank: the states where they are now, and `rest`, of `write_ranges`.
+
+        names: see `give`.
+        """
         ranges = rest["ranges"]
         for chunk in states.chunks:
-            for where in self._where(chunk, chunk.slot):
+            for where in self._where(chunk, chunk.slot, names):
                 add_range(ranges, *where)
         return {"files": [*map(self._entry, range(len(self.paths))), *rest["files"]], "ranges": ranges}
 
@@ -393,10 +398,12 @@ class Slots:
         name, head, size = self._path(f"slot_{slot}.safetensors").name, self._heads[slot // 2], self._sizes[slot // 2]
         return {"name": name, "bytes": size, "head_bytes": len(head), "head_crc32c": layout.crc32c(head)}
 
-    def _where(self, chunk: Chunk, file: int) -> Iterator[tuple[str, str, torch.dtype, list[int]]]:
+    def _where(
+        self, chunk: Chunk, file: int, names: Mapping[torch.Tensor, str]
+    ) -> Iterator[tuple[str, str, torch.dtype, list[int]]]:
         """Yield where the ranges of a chunk are, in file number `file`, for `add_range`."""
         for one, crc in zip(self._ranges[chunk], chunk.crcs or (), strict=chunk.crcs is not None):
-            yield one.name, one.part, one.dtype, [one.start, one.numel, file, chunk.offset + one.offset, crc]
+            yield names[one.param], one.part, one.dtype, [one.start, one.numel, file, chunk.offset + one.offset, crc]
 
     def write_record(self, manifest: Mapping[str, Any], step: int, states: NvmeStates) -> None:
         """Commit: make the record durable, then let the states that it has not be written over. OSError if it cannot be."""
@@ -419,7 +426,7 @@ def _ranges_in(chunk: Chunk) -> Iterable[_Range]:
             unit = BLOCK if part in SCALES.values() else 1
             at = offset + (start - low) // unit * like.itemsize
             name, count = layout.plain_name(managed.name), layout.stored_numel(part, numel)
-            yield _Range(name, part, like.dtype, param_start // unit, count, at)
+            yield _Range(name, managed.param, part, like.dtype, param_start // unit, count, at)
 
 
 def _identity(path: Path) -> tuple[int, int]:

@@ -110,7 +110,7 @@ def manifest_of(said: Sequence[Any], tensors: dict[str, Any], rest: Mapping[str,
 
     tensors: "shape", "dtype" and "step" by name, of sliced ones "rows" and "slices" with their "columns"; "parts" is added.
     rest: the other entries of the manifest.
-    Raises ValueError if ranks have a tensor in several dtypes.
+    Raises ValueError if ranks have a tensor in several dtypes, or one that `tensors` lacks.
     """
     ranges: dict[str, Any] = {}
     files: list[Any] = []
@@ -122,12 +122,19 @@ def manifest_of(said: Sequence[Any], tensors: dict[str, Any], rest: Mapping[str,
                     raise ValueError(f"save: ranks have {name} as {kept['dtype']} and {found['dtype']}; expected one dtype")
                 kept["ranges"] += [[start, numel, len(files) + file, *where] for start, numel, file, *where in found["ranges"]]
         files += one["files"]
+    written = set(ranges)
     for name, entry in tensors.items():
         of_slices = {layout.slice_name(name, *one["columns"]): one for one in entry.get("slices", ())}
         for stored, one in (of_slices or {name: entry}).items():
+            written.discard(stored)
             one["parts"] = ranges.get(stored) or {"weight": {"dtype": entry["dtype"], "ranges": []}}
             for part in one["parts"].values():
                 part["ranges"].sort()
+    if written:
+        raise ValueError(
+            f"save: a rank has {min(written)}, which the model of rank 0 does not have; expected the same names on every rank "
+            "(wrap, prune and rename layers on all of them)"
+        )
     return {
         "format": layout.FORMAT,
         "time": time.time(),

@@ -90,6 +90,15 @@ class Membership:
             )
         self._remember(model)
 
+    def names(self) -> dict[torch.Tensor, str]:
+        """Return the first name of each Parameter, as the model has it now; of a model that is gone, as it had it."""
+        model = self._model()
+        named = self._params.items() if model is None else model.named_parameters()
+        names: dict[torch.Tensor, str] = {}
+        for name, param in named:
+            names.setdefault(param, name)
+        return names
+
     def _changes(self, model: nn.Module) -> Iterator[str]:
         first_names: dict[nn.Parameter, str] = {}
         for name, param in self._params.items():

@@ -57,7 +57,7 @@ class StepCommits(Protocol):
 
     def wait_for_all(self) -> None: ...
 
-    def give(self, folder: Path) -> Any: ...
+    def give(self, folder: Path, names: Mapping[torch.Tensor, str]) -> Any: ...
 
 
 class Engine:
@@ -125,7 +125,7 @@ class Engine:
         self.updater = Updater(self.buckets, self.store, self.comm, self.lifetimes, kind, groups, constant, decides)
         for param in [*self.managed, *(param for _, param in self.unmanaged)]:
             param.__dict__["_shardcore_engine"] = EngineRef(self)
-        self._membership = Membership(plan.model)
+        self.membership = Membership(plan.model)
         self.hooks: weakref.WeakSet[Any] = weakref.WeakSet()  # of the model's modules, which keep them
         self._state_dict_of: tuple[str, str] | None = None  # the module (name, prefix) whose state_dict is being made
         self.own_weights = False  # a state_dict of the model has the weights that this rank has, not masters: below stage 3
@@ -453,7 +453,7 @@ class Engine:
             raise ValueError(
                 "step: the optimizer's states are in host memory since offload_states(); expected optimizer.reload_states()"
             )
-        self._membership.check("step")
+        self.membership.check("step")
         for bucket in self.buckets:
             if bucket.group is None:  # the updater checks the others
                 bucket.check_in_place("step")

@@ -76,7 +76,7 @@ def regroup(engine: Engine, optimizer: Any, problem: Exception | None, op: str =
             raise NotImplementedError(
                 f"{op}: nothing trained when shard() was called with offload; expected at least one parameter"
             )
-        engine._membership.check(op)
+        engine.membership.check(op)
         engine.reload_states()
         if engine.saving is not None:
             engine.saving.wait()

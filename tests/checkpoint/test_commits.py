@@ -329,3 +329,22 @@ def test_a_state_that_cannot_be_had_ends_the_training(tmp_path: Path) -> None:
         stepped(model, optimizer, 0, step)
     for _ in range(2):
         assert "step 2 is made, but cannot be committed (ValueError: no state)" in error_of(optimizer.step)
+
+
+def test_a_layer_that_got_another_name_is_committed_and_saved_under_it(tmp_path: Path) -> None:
+    model, optimizer, _ = train(0, run_on_disk(tmp_path / "nvme", form="masters", resume=True))
+    model.blocks[0].up = nn.Sequential(model.blocks[0].up)
+    for step in range(2):
+        stepped(model, optimizer, 0, step)
+    shardcore.save(tmp_path / "saved", model, optimizer)
+    optimizer.synchronize()
+    expected = hash_of_training(model, optimizer)
+    del model, optimizer
+    for folder in ("nvme", "saved"):
+        model, optimizer, _ = train(0, Run(precision="bf16", steps=0, seed=7))
+        assert "missing blocks.0.up.weight" in error_of(lambda: shardcore.load(tmp_path / folder, model, optimizer))  # noqa: B023
+        model.blocks[0].up = nn.Sequential(model.blocks[0].up)
+        shardcore.load(tmp_path / folder, model, optimizer)
+        assert hash_of_training(model, optimizer) == expected
+    said = error_of(lambda: train(0, run_on_disk(tmp_path / "nvme", form="masters", resume=True)))
+    assert "missing blocks.0.up.weight" in said

@@ -9,11 +9,14 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.nn.utils import prune
 
 import shardcore
 from shardcore.checkpoint import format as layout
+from shardcore.checkpoint.consolidate import whole_state_dict
 from shardcore.checkpoint.format import read_json
-from tests.support.models import Run, batch_of, error_of, loss_of, make_net, stepped, train
+from shardcore.engine.engine import engine_behind
+from tests.support.models import Run, batch_of, error_of, hash_of, loss_of, make_net, stepped, train
 from tests.support.ranks import run_ranks
 
 CPU = {"offload": {"optimizer": "cpu"}}
@@ -168,6 +171,77 @@ def _wrapped(rank: int, world_size: int, folder: str) -> None:
 
 def test_names_are_those_of_the_plain_model(tmp_path: Path) -> None:
     run_ranks(2, _wrapped, str(tmp_path))
+
+
+def _edited(model: Any) -> Any:
+    """Prune a layer, put a wrapper around another one, of which a weight is frozen, and give a third another name."""
+    with shardcore.full_params(model):
+        prune.random_unstructured(model.blocks[0].up, "weight", 0.5)
+    model.blocks[1].down = nn.Sequential(model.blocks[1].down)
+    model.top = model.head
+    del model.head
+    object.__setattr__(model, "head", model.top)  # for forward
+    return model
+
+
+def _renamed(rank: int, world_size: int, folder: str) -> None:
+    def make(stage: int) -> Any:
+        model = make_net(stage)
+        model.blocks[1].down.bias.requires_grad_(False)
+        return train(rank, Run(stage=stage, steps=1), model)
+
+    for stage, other in ((1, 3), (3, 0)):
+        model, optimizer, _ = make(stage)
+        ema = shardcore.EMA(model)
+        shardcore.save(folder, model, optimizer, tag=f"before{stage}")
+        _edited(model)
+        stepped(model, optimizer, rank, 1)
+        ema.update()
+        shardcore.save(folder, model, optimizer, tag=f"after{stage}", ema=ema)
+        weights, states, averages = model.state_dict(), optimizer.state_dict()["state"], ema.state_dict()["averages"]
+        names = {name for name, param in model.named_parameters() if param.requires_grad}
+        assert {"top.weight", "blocks.0.up.weight_orig", "blocks.1.down.0.weight"} <= names == set(averages)
+        assert {name.rpartition(".")[0] for name in shardcore.sharded_state_dict(optimizer)} == names
+        shardcore.load_sharded_state_dict(optimizer, shardcore.sharded_state_dict(optimizer))
+        ema.load_state_dict(ema.state_dict())
+        whole = whole_state_dict(engine_behind("test", model))
+        assert rank > 0 or whole.keys() == weights.keys()
+
+        model, optimizer, _ = make(other)
+        ema = shardcore.EMA(_edited(model))
+        shardcore.load(folder, model, optimizer, tag=f"after{stage}", ema=ema)
+        assert hash_of(model.state_dict().values()) == hash_of(weights.values())
+        assert hash_of(ema.state_dict()["averages"].values()) == hash_of(averages.values())
+        loaded = optimizer.state_dict()["state"]
+        assert all(torch.equal(loaded[number][key], state[key]) for number, state in states.items() for key in state)
+        said = error_of(lambda m=model, o=optimizer, tag=f"before{stage}": shardcore.load(folder, m, o, tag=tag))
+        assert re.search(r"missing .*blocks\.1\.down\.0\.weight.*; unexpected .*blocks\.1\.down\.weight", said), said
+
+
+def test_names_are_those_that_the_model_has_now(tmp_path: Path) -> None:
+    run_ranks(2, _renamed, str(tmp_path))
+
+
+def _useless(rank: int, world_size: int, folder: str) -> list[str]:
+    model, optimizer, _ = train(rank, Run(stage=2, steps=1))
+    if rank == 1:
+        model.blocks[1].down = nn.Sequential(model.blocks[1].down)
+    said = [error_of(lambda: shardcore.save(folder, model, optimizer))]
+    model.added = nn.Linear(2, 2)
+    return [
+        *said,
+        error_of(lambda: shardcore.save(folder, model, optimizer)),
+        error_of(lambda: shardcore.sharded_state_dict(optimizer)),
+    ]
+
+
+def test_a_model_whose_checkpoint_would_lack_weights_is_not_saved(tmp_path: Path) -> None:
+    """One of which a rank has other names; one that has a parameter more."""
+    for named, added, sharded in run_ranks(2, _useless, str(tmp_path)):
+        assert "blocks.1.down.0." in named
+        assert "added.weight was added and would not be trained" in added
+        assert "added.weight was added and would not be trained" in sharded
+    assert not [name for name in os.listdir(tmp_path) if name != ".lock"]
 
 
 def test_the_one_that_latest_names_is_kept(tmp_path: Path) -> None:
