@@ -368,7 +368,7 @@ def _plan(
         )
         needed = _host_bytes(plan, tiers)
         ranks = {"ranks": repr(comm.topology), "shard_world_size": len(comm.shard_ranks), "backend_sums": comm.backend_sums}
-        entries = build.signature(model, specs, given, builder, options.compared() | ranks)
+        entries = build.signature(model, specs, given, adam, builder, options.compared() | ranks)
         entries += filler.entries if filler is not None else []
     except Exception as error:  # of any kind: the other ranks are waiting
         problem = problem or error

@@ -275,10 +275,14 @@ def signature(
     model: nn.Module,
     specs: Sequence[UnitSpec],
     optimizer: torch.optim.Optimizer,
+    sharded: ShardableOptimizer,
     builder: "Builder",
     options: Mapping[str, Any],
 ) -> list[Any]:
-    """Return what must be equal on all ranks, as JSON values with the most telling first."""
+    """Return what must be equal on all ranks, as JSON values with the most telling first.
+
+    optimizer: the user's; sharded: what takes its place.
+    """
     positions = {
         param: f"{index} at {number}"
         for index, group in enumerate(optimizer.param_groups)
@@ -297,10 +301,15 @@ def signature(
         if first_names[param] != name:
             entries.append(f"{name} is {first_names[param]}")
     entries += [f"buffer {name} {tuple(buffer.shape)} {dtype_name(buffer.dtype)}" for name, buffer in model.named_buffers()]
-    for index, group in enumerate(optimizer.param_groups):
+    for index, group in enumerate(sharded.param_groups):
         entries.append(f"param_groups[{index}] of {len(group['params'])} parameters")
-        entries += [f"param_groups[{index}].{key}={json_value(value)}" for key, value in group.items() if key != "params"]
+        entries += [f"param_groups[{index}].{key}={value}" for key, value in known_options(sharded.kind, group).items()]
     return [*entries, f"optimizer {type(optimizer).__name__}"]
+
+
+def known_options(kind: Kind, group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a group that its optimizer reads, as JSON values: the user's own keys may differ by rank."""
+    return {key: json_value(group[key]) for key in {**kind.terms(group), **kind.fixed(group)}}
 
 
 def _state_of(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> str:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from shardcore.engine.bucket import Bucket, allocate
-from shardcore.engine.build import together
+from shardcore.engine.build import known_options, together
 from shardcore.engine.cpu_store import CpuStore
 from shardcore.engine.engine import Engine, engine_behind
 from shardcore.engine.hooks import attach_state_dicts
@@ -19,7 +19,7 @@ from shardcore.engine.optimizer_state import ShardedStates
 from shardcore.engine.split_store import split
 from shardcore.engine.state_store import DeviceStore
 from shardcore.engine.units import Unit, UnitSpec
-from shardcore.optim.options import PARAM_DTYPES, json_value
+from shardcore.optim.options import PARAM_DTYPES
 
 
 def unfreeze(module: nn.Module) -> None:
@@ -85,7 +85,7 @@ def regroup(engine: Engine, optimizer: Any, problem: Exception | None, op: str =
         trained = [f"{b.unit} {b.dtype} {b.group} {[m.name for m in b.params]}" for b in planned if b.trainable]
         name_of = {param: name for name, param in param_of.items()}
         groups = [
-            {key: [name_of[p] for p in value] if key == "params" else json_value(value) for key, value in group.items()}
+            {"params": [name_of[p] for p in group["params"]], **known_options(optimizer.kind, group)}
             for group in optimizer.param_groups
         ]
         return f"the buckets {trained} with {groups}"

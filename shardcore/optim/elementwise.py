@@ -5,7 +5,7 @@ buffer: the parameters that lie there, and where they begin, do not show in the 
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,6 +82,16 @@ KERNELS: dict[type, Callable[[Mapping[str, Any], int, float], _C.ElementScalars]
     torch.optim.Adagrad: _adagrad,
     Lion: _lion,
 }
+
+
+def _number_of(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+
+
+def _switches(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that say which states there are."""
+    said = {key: value for key, value in options.items() if isinstance(value, bool | str | None)}
+    return said | {key: "0" if options[key] == 0 else "not 0" for key in _SWITCHES if key in options}
 
 
 def is_elementwise(optimizer: object) -> bool:
@@ -184,9 +194,19 @@ class ElementKind:
 
     on_device = False
 
-    def __init__(self, cls: type[torch.optim.Optimizer], optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Know the optimizers of this class; what `optimizer` has beside groups and states, a step may read."""
+    def __init__(
+        self,
+        cls: type[torch.optim.Optimizer],
+        optimizer: torch.optim.Optimizer | None = None,
+        known: Collection[str] = (),
+    ) -> None:
+        """Know the optimizers of this class; what `optimizer` has beside groups and states, a step may read.
+
+        known: the options of the class, beside the defaults of `optimizer`. Other keys of a group are the user's: a step may
+        read them, and nothing else looks at them.
+        """
         self.cls, self.name = cls, cls.__name__
+        self._known = {*known, *({} if optimizer is None else optimizer.defaults)}.difference(_NOTES)
         own = {} if optimizer is None else vars(optimizer)
         self.attributes = {key: value for key, value in own.items() if key not in ("defaults", "param_groups", "state")}
         self._step = plain_step(cls)
@@ -194,14 +214,16 @@ class ElementKind:
 
     def terms(self, group: Group) -> dict[str, Any]:
         """Return the options that say what a step computes, with numbers in place of tensors. See Kind."""
-        options = {key: value for key, value in group.items() if key not in _NOTES}
-        return {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in options.items()}
+        return {key: _number_of(group[key]) for key in group if key in self._known}
+
+    def _options(self, group: Group) -> dict[str, Any]:
+        """Return what a step is given: `terms`, and the user's own keys as they are."""
+        others = {key: value for key, value in group.items() if key not in self._known and key not in _NOTES}
+        return self.terms(group) | others
 
     def fixed(self, group: Group) -> dict[str, Any]:
         """See Kind."""
-        options = self.terms(group)
-        said = {key: value for key, value in options.items() if isinstance(value, bool | str | None)}
-        return said | {key: "0" if options[key] == 0 else "not 0" for key in _SWITCHES if key in options}
+        return _switches(self.terms(group))
 
     def check_options(self, op: str, group: Group, where: str = "") -> None:
         """See Kind."""
@@ -209,26 +231,26 @@ class ElementKind:
             if group.get(key):
                 raise ValueError(f"{op}: {where}{key} is True; expected False for a sharded {self.name}")
         for key, value in group.items():
-            counts = key == "lr" or (isinstance(value, int | float) and not isinstance(value, bool) and key not in _NOTES)
-            if counts and not 0.0 <= number(op, where + key, value) < float("inf"):
+            number_of_class = key in self._known and isinstance(value, int | float) and not isinstance(value, bool)
+            if (key == "lr" or number_of_class) and not 0.0 <= number(op, where + key, value) < float("inf"):
                 raise ValueError(f"{op}: {where}{key} has {value}; expected a finite number of at least 0")
 
     def hyper(self, group: Group, step: int, grad_scale: float) -> ElementStep:
         """See Kind."""
         runs = {key: group[key] for key in ("foreach", "fused") if key in group}
-        return ElementStep(self, self.terms(group) | runs, step, grad_scale)
+        return ElementStep(self, self._options(group) | runs, step, grad_scale)
 
     def format_of(self, group: Group, dtype: torch.dtype) -> StateFormat:
         """See Kind."""
-        return ElementFormat("fp32" if dtype in MASTERED_DTYPES else None, names=self._states_of(group))
+        return ElementFormat("fp32" if dtype in MASTERED_DTYPES else None, names=self._states_of(self._options(group)))
 
-    def _states_of(self, group: Group) -> tuple[str, ...]:
+    def _states_of(self, options: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the names of the states that a step makes, as one on two elements shows. Raises NotImplementedError."""
-        switches = str(self.fixed(group))
+        switches = str(_switches(options))
         if switches not in self._names:
             param = torch.zeros(2, dtype=torch.float32, device="cpu")
-            states = {param: self._first(self.terms(group), param)}
-            optimizer = bare_optimizer(self.cls, self.terms(group), [param], defaultdict(dict, states), self.attributes)
+            states = {param: self._first(options, param)}
+            optimizer = bare_optimizer(self.cls, options, [param], defaultdict(dict, states), self.attributes)
             param.grad = torch.zeros_like(param)
             self._step(optimizer)
             names = []
@@ -258,7 +280,7 @@ class ElementKind:
         states: Sequence[Kept],
     ) -> None:
         """Run a step of torch's over flat float32 tensors; new values of their states are in `states`."""
-        names = self._states_of(options)
+        names = [key for key in states[0] if key != "master"]
         if step == 1:  # the optimizer makes them
             mine: list[dict[str, Any]] = [self._first(options, target) for target in targets]
         else:

@@ -87,7 +87,7 @@ class MuonKind(ElementKind):
 
     def __init__(self) -> None:
         """Know Muon."""
-        super().__init__(Muon)
+        super().__init__(Muon, known=("lr", "weight_decay", "use_muon", *_OF_MUON, *_OF_ADAM))
         self._adam = ElementKind(torch.optim.AdamW)
 
     def check_options(self, op: str, group: Group, where: str = "") -> None:
@@ -99,11 +99,11 @@ class MuonKind(ElementKind):
         """See Kind."""
         if not group["use_muon"]:
             return super().hyper(group, step, grad_scale)
-        return MuonStep(self, self.terms(group), step, 1.0, grad_scale)
+        return MuonStep(self, self._options(group), step, 1.0, grad_scale)
 
     def format_of(self, group: Group, dtype: torch.dtype) -> StateFormat:
         """See Kind."""
-        names = ("momentum_buffer",) if group["use_muon"] else self._adam._states_of(_of_adam(group))
+        names = ("momentum_buffer",) if group["use_muon"] else self._adam._states_of(_of_adam(self._options(group)))
         return ElementFormat("fp32" if dtype in MASTERED_DTYPES else None, names=names)
 
     def run(

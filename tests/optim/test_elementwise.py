@@ -254,6 +254,52 @@ class Signed(torch.optim.Optimizer):
             param.sub_(average.sign(), alpha=self.param_groups[0]["lr"])
 
 
+class Layered(torch.optim.Optimizer):
+    """Plain descent, by a factor of the layer that the user gives with each group."""
+
+    elementwise = True
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.sub_(param.grad, alpha=group["lr"] * float(group["factors"][group["layer_id"]]))
+
+
+def _own_keys(rank: int, world_size: int) -> None:
+    for cls in (torch.optim.SGD, torch.optim.RMSprop, Layered, shardcore.Muon, shardcore.FusedAdam):
+        trained = []
+        for sharded in (True, False):
+            model = make_net()
+            given = [p for p in model.parameters() if p.ndim == 2 or cls is not shardcore.Muon]
+            own = {"layer_id": -1, "factors": torch.tensor([1.0, 2.0, 3.0]), "name": f"of {rank}", "note": _own_keys}
+            optimizer = cls([{"params": given, **own}], lr=0.01)
+            if sharded:
+                model.requires_grad_(False)
+                for param in given:
+                    param.requires_grad_(True)
+                model, optimizer = shardcore.shard(model, optimizer, 2)
+            for step in range(2):
+                optimizer.zero_grad()
+                for one in [rank] if sharded else range(world_size):
+                    (loss_of(model, batch_of(step, 0, one)) / (1 if sharded else world_size)).backward()
+                optimizer.step()
+                optimizer.param_groups[0].update(layer_id=-2, name=f"after {step} of {rank}", flag=True)
+            assert torch.equal(optimizer.param_groups[0]["factors"], own["factors"])
+            optimizer.load_state_dict(optimizer.state_dict())
+            trained.append(model.state_dict())
+        for name, value in trained[0].items():
+            assert torch.allclose(value, trained[1][name], rtol=1e-4, atol=1e-5), (cls, name)
+
+
+def test_keys_of_the_user_in_a_group_are_the_steps_alone() -> None:
+    """Negative numbers, texts that change, tensors, and values that differ by rank."""
+    run_ranks(2, _own_keys)
+
+
 def test_a_step_may_read_attributes_of_its_optimizer() -> None:
     plain, net = make_net(), make_net()
     theirs = Signed(plain.parameters(), 0.5)
