@@ -181,7 +181,8 @@ def shard(
             model that only runs forward.
         stage: 0 shards nothing, 1 optimizer states and masters, 2 also gradients, 3 also weights (arXiv:1910.02054).
         units: What is gathered and reduced together: "auto" (the repeated blocks), module classes, a list of modules, or the
-            least number of parameters per unit.
+            least number of parameters per unit. A list may begin with "auto" or a number: nothing inside the classes and
+            modules after it is a unit. At stage 3 ranks may use other parts of a unit, such as other experts.
         offload: None, a dict, or "auto". {"optimizer": "cpu"} keeps masters and states in host memory and runs Adam there;
             {"optimizer": "nvme", "path": DIR} keeps them in files, read and written chunk by chunk, which have the last
             committed step at any instant: "resume": True goes on from it, False begins anew over it; "durable": False keeps one

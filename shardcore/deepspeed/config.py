@@ -27,6 +27,10 @@ from shardcore.optim import FusedAdam, Lion, Muon
 _PROBLEMS = (TypeError, ValueError, NotImplementedError)
 ZERO = "zero_optimization"
 _STATES, _WEIGHTS = f"{ZERO}.offload_optimizer", f"{ZERO}.offload_param"
+_LEAF_CLASSES = tuple(  # DeepSpeed's default
+    f"transformers.models.{name}.modeling_{name}.{kind}SparseMoeBlock"
+    for name, kind in (("mixtral", "Mixtral"), ("qwen2_moe", "Qwen2Moe"), ("qwen3_moe", "Qwen3Moe"))
+)
 _LOW_STATES, _LOW_MASTERS = "bf16.bf16_optimizer_states", "bf16.bf16_master_weights_and_grads"
 
 
@@ -66,6 +70,9 @@ class Config:
     stage: int = 0
     hpz_partition_size: int = 1
     prefetch_bucket_size: float = 1.0
+    leaf_classes: tuple[str, ...] = _LEAF_CLASSES
+    leaf_names: tuple[str, ...] = ()
+    leaf_suffixes: tuple[str, ...] = ()
     gathers_to_save: bool = True
     offload: str | None = None
     nvme_path: str | None = None
@@ -135,6 +142,9 @@ _FIELDS = {path: path for path, key in KEYS.items() if "." not in path and path 
     f"{ZERO}.stage": "stage",
     f"{ZERO}.zero_hpz_partition_size": "hpz_partition_size",
     f"{ZERO}.prefetch_bucket_size": "prefetch_bucket_size",
+    f"{ZERO}.leaf_module.classes": "leaf_classes",
+    f"{ZERO}.leaf_module.names": "leaf_names",
+    f"{ZERO}.leaf_module.name_suffixes": "leaf_suffixes",
     f"{ZERO}.gather_16bit_weights_on_model_save": "gathers_to_save",
     f"{_STATES}.device": "offload",
     f"{_STATES}.nvme_path": "nvme_path",

@@ -28,6 +28,7 @@ from shardcore.checkpoint.materialize import Materialize
 from shardcore.deepspeed import checkpointing
 from shardcore.deepspeed.config import BatchSizes, Config, read_config, shard_options
 from shardcore.deepspeed.engine import ForwardEngine, ShardedLoader, TrainingEngine
+from shardcore.deepspeed.leaf_modules import mark_configured
 from shardcore.deepspeed.lr_schedules import make as make_scheduler
 from shardcore.deepspeed.monitor import SECTIONS as MONITORS
 from shardcore.deepspeed.monitor import MonitorMaster
@@ -157,6 +158,7 @@ def initialize(
             checkpointing.configure(checkpoint_in_cpu=settings.cpu_checkpointing)
         if comm.rank == 0:
             _explain(settings, optimizer, lr_scheduler, pipe)
+        mark_configured(model, settings, log=comm.rank == 0)
         options = shard_options(settings, isinstance(given, Muon))
         if of_sequences > 1:
             mpu.enable(model)  # which checks it first

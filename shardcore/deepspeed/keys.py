@@ -132,6 +132,14 @@ def _text(where: str, value: Any) -> str:
     return value
 
 
+def _texts(where: str, value: Any) -> tuple[str, ...]:
+    if isinstance(value, str):
+        return (value,)
+    if not isinstance(value, list | tuple) or not all(isinstance(one, str) for one in value):
+        raise TypeError(has(where, value, "a list of texts"))
+    return tuple(value)
+
+
 # What the section "shardcore" may have: arguments of shard, its offload's, and FusedAdam's, which check the values.
 OF_SHARD = ("overlap_step", "reduction", "ranks_per_node", "mesh", "reshard_after_forward", "prefetch", "units", "sync_each")
 OF_OFFLOAD = (
@@ -386,11 +394,11 @@ KEYS: dict[str, Key] = {
             ),
             **dict.fromkeys(("reduce_bucket_size", "allgather_bucket_size", "sub_group_size"), _accepted(_BY_UNIT)),
             **dict.fromkeys(
-                (
-                    *("max_live_parameters", "max_reuse_distance", "module_granularity_threshold"),
-                    *("leaf_module.classes", "leaf_module.names", "leaf_module.name_suffixes"),
-                ),
-                _accepted(_WHOLE_UNITS),
+                ("max_live_parameters", "max_reuse_distance", "module_granularity_threshold"), _accepted(_WHOLE_UNITS)
+            ),
+            **dict.fromkeys(
+                ("leaf_module.classes", "leaf_module.names", "leaf_module.name_suffixes"),
+                _honoured(_texts, "modules inside which nothing is a unit, as marked by utils.set_z3_leaf_modules"),
             ),
             **dict.fromkeys(("param_persistence_threshold", "model_persistence_threshold"), _accepted(_ONE_MESSAGE)),
             **dict.fromkeys(

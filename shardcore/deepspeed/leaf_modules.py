@@ -1,13 +1,19 @@
 """DeepSpeed's marks on modules that stage 3 gathers as a whole: `set_z3_leaf_modules` and its siblings.
 
-The marks say what was asked for, and change nothing: a repeated block, with its experts, is gathered as a whole in any case
-(engine/units.py).
+Modules are marked before `initialize` or `shard`, or by the configuration. engine/units.py, Note [Whole modules], says what
+the marks do.
 Source: the functions of deepspeed.utils of these names, 0.19.8.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 
 from torch import nn
+
+from shardcore.deepspeed.config import ZERO, Config
+from shardcore.engine.units import is_leaf
+
+logger = logging.getLogger("shardcore")
 
 
 def set_z3_leaf_modules(
@@ -53,7 +59,7 @@ def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
 
 def z3_leaf_module(model: nn.Module) -> bool:
     """Whether the module itself is marked."""
-    return bool(getattr(model, "_z3_leaf", False))
+    return is_leaf(model)
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
@@ -95,6 +101,17 @@ def _mark_named(
     for module in found:
         set_z3_leaf_module(module, flag)
     return found, missing
+
+
+def mark_configured(model: nn.Module, settings: Config, log: bool) -> None:
+    """Mark the modules that the configuration names. log: warn of names that the model does not have."""
+    _, names = set_z3_leaf_modules_by_name(model, settings.leaf_names, raise_if_not_found=False)
+    _, suffixes = set_z3_leaf_modules_by_suffix(model, settings.leaf_suffixes, raise_if_not_found=False)
+    classes = [one for one in settings.leaf_classes if not set_z3_leaf_modules(model, [one], raise_if_not_found=False)]
+    for key, absent in {"names": names, "name_suffixes": suffixes, "classes": classes}.items():
+        path = f"{ZERO}.leaf_module.{key}"
+        if log and absent and path in settings.given:
+            logger.warning("initialize: config %s has %s, which mark nothing; expected modules of the model", path, absent)
 
 
 NAMES = {

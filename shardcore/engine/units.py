@@ -4,6 +4,9 @@ A unit is a module of the model that is called, since weights are gathered for i
 nor what lies inside a module of torch's that reads the weights of its parts (`_READERS`).
 The root (the model itself) holds whatever no other unit holds. Each parameter belongs to one unit: the innermost one that
 contains every module which uses it, so a weight tied across units belongs to their parent.
+
+Note [Whole modules]: "auto" and a number choose nothing inside a module that is marked as a leaf (deepspeed/leaf_modules.py) or
+listed after them. Outside of other units it is a unit itself. So ranks may use other parts of it, as of a mixture of experts.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -16,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from shardcore.engine.bucket import Bucket
 
-UnitPolicy: TypeAlias = str | int | type[nn.Module] | Sequence[type[nn.Module]] | Sequence[nn.Module]
+UnitPolicy: TypeAlias = str | int | type[nn.Module] | Sequence[str | int | type[nn.Module] | nn.Module]
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 # They read weights of modules inside them without calling these: out_proj always, others in evaluation (torch's fast path).
@@ -37,7 +40,8 @@ def plan_units(model: nn.Module, policy: UnitPolicy = "auto") -> list[UnitSpec]:
 
     policy: "auto" (the children of every outermost container that repeats a class: the blocks of a transformer; of lists in a
     list, their children); a module class or several; a list of modules of the model; or an integer n (the innermost modules
-    with at least n parameters of their own or of smaller modules below them). Raises ValueError or TypeError for anything else.
+    with at least n parameters of their own or of smaller modules below them). Or a list of "auto" or n, then classes or modules
+    that stay whole: see Note [Whole modules]. Raises ValueError or TypeError for anything else.
     """
     chosen = set(_choose(model, policy))
     chosen.discard(model)
@@ -74,20 +78,33 @@ def _uses(
             yield from _uses(child, chosen, f"{prefix}{name}.", chain)
 
 
-def _choose(model: nn.Module, policy: UnitPolicy) -> list[nn.Module]:
-    if isinstance(policy, str):
-        if policy != "auto":
-            raise ValueError(f'shard: units is "{policy}"; expected "auto", module classes, a list of modules, or a number')
-        return list(_repeated_blocks(model))
-    if isinstance(policy, bool):
-        raise TypeError(f"shard: units is {policy}; expected a number of parameters, not a bool")
-    if isinstance(policy, int):
-        if policy < 1:
-            raise ValueError(f"shard: units is {policy}; expected at least 1 parameter a unit")
-        return _by_size(model, policy)
+def _choose(model: nn.Module, policy: UnitPolicy) -> Collection[nn.Module]:
+    if isinstance(policy, str | int):
+        return _choose_by_rule(model, policy, [])
     if not isinstance(policy, type | Iterable):
         raise TypeError(f'shard: units is {policy!r}; expected "auto", module classes, a list of modules, or a number')
     items = [policy] if isinstance(policy, type) else list(policy)
+    if items and (items[0] == "auto" or isinstance(items[0], int)):
+        return _choose_by_rule(model, items[0], _named(model, items[1:]))
+    return _named(model, items)
+
+
+def _choose_by_rule(model: nn.Module, rule: str | int, listed: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return what "auto" or a number chooses. listed: modules that stay whole, beside those that are marked."""
+    whole = {*listed, *filter(is_leaf, model.modules())}
+    if isinstance(rule, str):
+        if rule != "auto":
+            raise ValueError(f'shard: units is "{rule}"; expected "auto", module classes, a list of modules, or a number')
+        return list(_repeated_blocks(model, whole))
+    if isinstance(rule, bool):
+        raise TypeError(f"shard: units is {rule}; expected a number of parameters, not a bool")
+    if rule < 1:
+        raise ValueError(f"shard: units is {rule}; expected at least 1 parameter a unit")
+    return _by_size(model, rule, whole)
+
+
+def _named(model: nn.Module, items: Sequence[Any]) -> list[nn.Module]:
+    """Return the modules of a list of classes and modules."""
     classes = tuple(item for item in items if isinstance(item, type) and issubclass(item, nn.Module))
     modules = [item for item in items if isinstance(item, nn.Module)]
     if len(classes) + len(modules) != len(items):
@@ -124,18 +141,27 @@ def _is_called(module: nn.Module) -> bool:
     return "forward" in vars(module) or type(module).forward is not nn.Module.forward
 
 
-def _called_children(module: nn.Module) -> Iterator[nn.Module]:
+def _called_children(module: nn.Module, whole: Collection[nn.Module]) -> Iterator[nn.Module]:
     """Yield the children, and in place of those that are never called, such as lists in a list, theirs."""
     for child in module.children():
         if _is_called(child):
             yield child
-        else:
-            yield from _called_children(child)
+        elif child not in whole:
+            yield from _called_children(child, whole)
 
 
-def _repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
+def is_leaf(module: nn.Module) -> bool:
+    """Whether the module itself is marked to be gathered as a whole, by DeepSpeed's attribute."""
+    return bool(getattr(module, "_z3_leaf", False))
+
+
+def _repeated_blocks(module: nn.Module, whole: Collection[nn.Module]) -> Iterator[nn.Module]:
+    if module in whole:
+        if _is_called(module):
+            yield module
+        return
     container = isinstance(module, _CONTAINERS)
-    found = dict.fromkeys(_called_children(module) if container else module.children())
+    found = dict.fromkeys(_called_children(module, whole) if container else module.children())
     children = [child for child in found if next(child.parameters(), None) is not None]
     if container:
         kinds = [type(child) for child in children]
@@ -143,25 +169,27 @@ def _repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
         yield from blocks
         children = [child for child in children if child not in blocks]
     for child in children:
-        yield from _repeated_blocks(child)
+        yield from _repeated_blocks(child, whole)
 
 
-def _by_size(model: nn.Module, min_numel: int) -> list[nn.Module]:
+def _by_size(model: nn.Module, min_numel: int, whole: Collection[nn.Module]) -> list[nn.Module]:
     chosen: list[nn.Module] = []
-    _choose_by_size(model, min_numel, chosen, set())
+    _choose_by_size(model, min_numel, whole, chosen, set())
     return chosen
 
 
-def _choose_by_size(module: nn.Module, min_numel: int, chosen: list[nn.Module], seen: set[nn.Parameter]) -> int:
+def _choose_by_size(
+    module: nn.Module, min_numel: int, whole: Collection[nn.Module], chosen: list[nn.Module], seen: set[nn.Parameter]
+) -> int:
     """Add to `chosen`; returns how many parameters of the module, none of them in `seen`, are left for who holds it."""
-    if isinstance(module, _READERS):
+    if module in whole or isinstance(module, _READERS):
         own = set(module.parameters()) - seen
         children: list[nn.Module] = []
     else:
         own = {p for p in module._parameters.values() if p is not None} - seen
         children = list(module.children())
     seen.update(own)
-    rest = sum(p.numel() for p in own) + sum(_choose_by_size(child, min_numel, chosen, seen) for child in children)
+    rest = sum(p.numel() for p in own) + sum(_choose_by_size(child, min_numel, whole, chosen, seen) for child in children)
     if rest >= min_numel and _is_called(module):
         chosen.append(module)
         return 0

@@ -35,6 +35,7 @@ from shardcore.checkpoint.save import save
 from shardcore.deepspeed.auto import resolve, sizes_by
 from shardcore.deepspeed.config import Config, read_config, read_json, shard_options
 from shardcore.deepspeed.initialize import check_model, configured_optimizer
+from shardcore.deepspeed.leaf_modules import mark_configured
 from shardcore.deepspeed.lr_schedules import make as make_scheduler
 from shardcore.engine.engine import Engine
 from shardcore.integrations.accelerate import ShardcoreAccelerator, has_adapters
@@ -178,6 +179,7 @@ class ShardcoreTrainerMixin(_Base):
                 logger.warning(
                     "%s: config has no effect under Trainer: %s; use Trainer's own arguments", _OP, ", ".join(unused)
                 )
+        mark_configured(self.model, settings, log=log and self.args.process_index == 0)
         self._settings = settings
         muon = settings.optimizer_type is Muon or isinstance(self.optimizer, Muon)
         self.accelerator.shard_options = self._options(shard_options(settings, muon))

@@ -84,6 +84,8 @@ def _nested(path: str, value: Any) -> dict[str, Any]:
         ("zero_optimization", {"stage": 3, "cpu_offload": True, "cpu_offload_params": True}, "params", "cpu"),
         ("zero_optimization", True, "stage", 1),
         ("zero_optimization.zero_hpz_partition_size", 8, "hpz_partition_size", 8),
+        ("zero_optimization.leaf_module.classes", ["a", "b"], "leaf_classes", ("a", "b")),
+        ("zero_optimization.leaf_module.names", "a", "leaf_names", ("a",)),
         ("zero_optimization.stage3_gather_16bit_weights_on_model_save", False, "gathers_to_save", False),
         ("zero_optimization.stage3_gather_fp16_weights_on_model_save", False, "gathers_to_save", False),
         ("bfloat16.enabled", True, "bf16", True),

@@ -71,6 +71,24 @@ def test_what_torchs_modules_read_without_calling_it_is_theirs() -> None:
         plan_units(model, [model.attention.out_proj])
 
 
+def test_modules_listed_after_a_rule_stay_whole() -> None:
+    """So do marked ones. Where a module that stays whole is never called, its weights are those of the unit around it."""
+
+    def linears() -> list[nn.Module]:
+        return [nn.Linear(4, 4), nn.Linear(4, 4)]
+
+    model = nn.Sequential(nn.Sequential(*linears()), nn.ModuleList(linears()))
+    for policy in ("auto", 20):
+        assert list(names(model, policy)) == list(names(model, [policy])) == ["0.0", "0.1", "1.0", "1.1"]
+        assert list(names(model, [policy, model[0]])) == ["0", "1.0", "1.1"]
+        assert list(names(model, [policy, nn.Sequential])) == [""]
+    assert list(names(Net(depth=2), ["auto", Block])) == ["", "blocks.0", "blocks.1"]
+    assert list(names(model, [50, model[0]])) == [""], "it has fewer weights than a unit"
+    model[1]._z3_leaf = True
+    for policy in ("auto", 20):
+        assert list(names(model, policy)) == ["", "0.0", "0.1"]
+
+
 def test_nested_units_own_only_what_their_children_leave() -> None:
     model = Net(depth=2)
     units = names(model, [model.blocks[0], model.blocks[0].up])
@@ -88,6 +106,9 @@ def test_nested_units_own_only_what_their_children_leave() -> None:
         (nn.Conv2d, ValueError, "names Conv2d; expected classes of modules that the model calls"),
         ([nn.Linear(2, 2)], ValueError, "not a module of the model"),
         (["blocks"], TypeError, "expected module classes or modules"),
+        ([0], ValueError, "expected at least 1"),
+        (["auto", nn.Conv2d], ValueError, "names Conv2d"),
+        ([Block, "auto"], TypeError, "has 'auto'; expected module classes or modules"),
     ],
 )
 def test_bad_policies(policy: object, error: type[Exception], text: str) -> None:
