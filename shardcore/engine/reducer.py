@@ -52,6 +52,7 @@ from shardcore.engine.host_gradients import GradOffload, HostGrads
 from shardcore.engine.loss_scale import LossScaler
 from shardcore.engine.overlap_step import OverlapStep
 from shardcore.engine.reduce_scatter import Parts, ReduceScatter
+from shardcore.engine.units import in_fake_mode
 from shardcore.engine.unshard import Unsharder
 from shardcore.optim.interface import weakly
 
@@ -275,6 +276,11 @@ class Reducer:
         """Prepare for the gradients of one backward, unless one is under way."""
         if self._boundary.under_way:
             return
+        if in_fake_mode():  # the buffers that it made would stay
+            raise NotImplementedError(
+                "backward: FakeTensorMode is active, and fake gradients cannot be reduced; expected forward alone inside "
+                "it, or a model that is not sharded"
+            )
         self.comm.clock.begin("backward")
         self.settle()
         if self.overlap_step is not None:

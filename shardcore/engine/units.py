@@ -235,6 +235,23 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+def tracer() -> str | None:
+    """Return the name of what records operations on this thread, or runs them on fake tensors; None without."""
+    if torch._C._get_tracing_state() is not None:
+        return "torch.jit.trace"
+    if torch.compiler.is_exporting():
+        return "torch.export"
+    proxy = torch._C._TorchDispatchModeKey.PROXY
+    if torch._C._get_dispatch_mode(proxy) is not None or torch._ops._get_dispatch_mode_pre_dispatch(proxy) is not None:  # type: ignore[no-untyped-call]
+        return "make_fx"
+    return "FakeTensorMode" if in_fake_mode() else None
+
+
+def in_fake_mode() -> bool:
+    """Whether operations on this thread make fake tensors, which have no memory."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors in what a module takes or returns: nested sequences, mappings, dataclasses, and what pytree knows."""
     if isinstance(value, torch.Tensor):

@@ -34,7 +34,7 @@ from shardcore.distributed.clock import scope
 from shardcore.distributed.comm import Comm, Traffic, wait_all
 from shardcore.engine.bucket import Bucket, BufferPool, Managed, closed_message, follow, stream_now
 from shardcore.engine.overlap_step import OverlapStep
-from shardcore.engine.units import Order, Unit, in_backward, tensors_in
+from shardcore.engine.units import Order, Unit, in_backward, tensors_in, tracer
 from shardcore.optim.interface import keep_uncompiled
 
 
@@ -148,6 +148,8 @@ class Unsharder:
                 f"forward: the weights of {unit.name or 'the root'} are sharded (stage 3), which transforms of torch.func "
                 "(grad, vmap, ...) do not support; expected stage 0, 1 or 2, or torch.func.functional_call without a transform"
             )
+        if not unit.held:
+            self._refuse_tracer("forward", unit)
         order = self._backward if in_backward() else self._forward
         self._start(unit)
         if not unit.held:  # ranks may differ in what they run inside `full_params`: nothing is learned, nor gathered ahead
@@ -158,6 +160,15 @@ class Unsharder:
             for other in coming[self._prefetch :]:
                 self._read_ahead(other)
         self._unshard(unit)
+
+    @staticmethod
+    def _refuse_tracer(op: str, unit: Unit) -> None:
+        """Raise NotImplementedError, before anything is sent, where a gather would be recorded or give fake weights."""
+        if (name := tracer()) is not None:
+            raise NotImplementedError(
+                f"{op}: the weights of {unit.name or 'the root'} are sharded (stage 3), and {name} does not gather them; "
+                f"expected shardcore.full_params(model) around {name}, or stage 0, 1 or 2"
+            )
 
     def warn_of_compiling(self) -> None:
         """Say once that the forward of the whole model is being compiled, and what to compile instead."""
@@ -446,6 +457,8 @@ class Unsharder:
         before = self.pool.allocated_bytes
         chosen = [u for u in self.units if any(m.param in params for bucket in u.buckets for m in bucket.params)]
         held: list[Unit] = []
+        for unit in chosen:
+            self._refuse_tracer("full_params", unit)
         try:
             for unit in chosen:  # all of them before the first is waited for: a wait takes long for small ones
                 self._start(unit)
