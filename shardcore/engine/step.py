@@ -34,7 +34,7 @@ from shardcore.engine.state_store import (
 from shardcore.optim.base import Kind
 from shardcore.optim.clip import join, norm_part
 from shardcore.optim.muon import MuonKind
-from shardcore.optim.options import json_value
+from shardcore.optim.options import json_value, read_once
 from shardcore.optim.step import DeviceScale
 
 
@@ -142,6 +142,7 @@ class Updater:
         self._lost_edits: set[Managed] = set()  # that a warning named
         self.swapped = False  # the weights are those of an average (ema.py), not of the masters
         self._fixed = [kind.fixed(group) for group in groups]
+        self._read: Sequence[Mapping[str, Any]] = groups  # as this step reads them
         self._gathers = lifetimes.gathers_new_weights and len(comm.shard_ranks) > 1
         self._alone = isinstance(kind, MuonKind)  # each bucket, so that only one has an orthogonalized gradient
         self._at_once = lifetimes.owns_everything or (store.tier == "device" and not self._gathers)  # one call of the kernel
@@ -182,7 +183,7 @@ class Updater:
                 squares = self.comm.gather_rows(_C.sq_norm_add(squares), Traffic.STEP, "a step")
             if self.comm.across:
                 squares = self.comm.of_parts(_C.sq_norm_add(squares), Traffic.STEP, "a step")
-            scalars, outcome = self._device_step.decide(squares, updated, self.groups, grad_scale, max_norm)
+            scalars, outcome = self._device_step.decide(squares, updated, self._read, grad_scale, max_norm)
             return outcome, StepPlan(self._spans_of(active, index_of), scalars, updated, same_order) if active else None
         assert isinstance(grad_scale, float)
         norm = _C.norm_from_sq(_C.sq_norm_add(squares))
@@ -196,7 +197,7 @@ class Updater:
             assert managed.group is not None
             if (managed.group, managed.step) not in first:
                 first[managed.group, managed.step] = len(hypers)
-                hypers.append(self.kind.hyper(self.groups[managed.group], managed.step + 1, scale))
+                hypers.append(self.kind.hyper(self._read[managed.group], managed.step + 1, scale))
         index_of = {managed: first[managed.group, managed.step] for managed in updated}
         return norm, StepPlan(self._spans_of(active, index_of), hypers, updated, same_order)
 
@@ -259,9 +260,10 @@ class Updater:
 
     def check(self) -> None:
         """Raise ValueError or TypeError for group options or parameters that no step can use."""
-        for index, group in enumerate(self.groups):
+        self._read = read_once(self.groups, self.kind.read)
+        for index, group in enumerate(self._read):
             self.kind.check_options("step", group, f"param_groups[{index}].")
-        self.check_fixed("step", self.groups)
+        self.check_fixed("step", self._read)
         self.accept_weight_edits()
 
     def check_fixed(self, op: str, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -332,7 +334,7 @@ class Updater:
         """Return what has to be the same on every rank for a step to give the same weights."""
         options = (
             f"param_groups[{index}].{key}={json_value(value)}"
-            for index, group in enumerate(self.groups)
+            for index, group in enumerate(self._read)
             for key, value in self.kind.terms(group).items()
         )
         params = (

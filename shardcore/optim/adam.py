@@ -18,6 +18,7 @@ from shardcore.optim.clip import ShardedGradients, global_norm
 from shardcore.optim.dtensor import Rows, export_dtensors, find_rows, grouped, local_part
 from shardcore.optim.interface import Gradients
 from shardcore.optim.options import (
+    READ,
     capturing,
     check_capturable,
     check_group,
@@ -27,6 +28,7 @@ from shardcore.optim.options import (
     host_scale,
     hyper_of,
     lr_on_device,
+    read_once,
 )
 from shardcore.optim.state import States
 from shardcore.optim.state_dict import (
@@ -60,7 +62,7 @@ _FIXED = ("amsgrad", "master", "state_dtype", "stochastic_rounding", "capturable
 class AdamKind:
     """See Kind."""
 
-    name, on_device = "Adam", True
+    name, on_device, read = "Adam", True, READ
     check_options = staticmethod(check_options)
     hyper = staticmethod(hyper_of)
     format_of = staticmethod(format_of)
@@ -219,9 +221,11 @@ class AdamOptimizer(ShardableOptimizer):
     def _update(self, grads: Gradients | None, scale: float | DeviceScale, max_norm: float | None) -> None:
         """Run a step that looks at every tensor, and keep it for the next."""
         self._repeat = None
-        check_groups(self._op, self.param_groups, self._capture_type)
+        read = read_once(self.param_groups, READ)
+        check_groups(self._op, read, self._capture_type)
         rows = self._find_dtensors()
-        update = Update(self._op, self.param_groups, self.state, grads, rows, self._steppers, isinstance(scale, DeviceScale))
+        on_device = isinstance(scale, DeviceScale)
+        update = Update(self._op, self.param_groups, read, self.state, grads, rows, self._steppers, on_device)
         full, sharded = grouped(update.owners, [grad for some in update.grads for grad in some], rows)
         clipped = self._clipped_scale(full, sharded, scale, max_norm)
         if clipped is None:

@@ -23,11 +23,15 @@ Group = Mapping[str, Any]
 class Kind(Protocol):
     """What the engine has to know of an optimizer.
 
-    on_device: whether the device can decide on a step (engine/device_step.py). name: of its class, for messages.
+    on_device: whether the device can decide on a step (engine/device_step.py). name: of its class, for messages. read: the
+    options that may be tensors of one element; on a device, a step reads them once (options.read_once).
     """
 
     name: str
     on_device: bool
+
+    @property
+    def read(self) -> Collection[str]: ...
 
     def terms(self, group: Group) -> dict[str, Any]:
         """Return the options of a group that say what a step computes; ranks compare them."""

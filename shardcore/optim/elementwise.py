@@ -207,6 +207,7 @@ class ElementKind:
         """
         self.cls, self.name = cls, cls.__name__
         self._known = {*known, *({} if optimizer is None else optimizer.defaults)}.difference(_NOTES)
+        self.read = self._known
         own = {} if optimizer is None else vars(optimizer)
         self.attributes = {key: value for key, value in own.items() if key not in ("defaults", "param_groups", "state")}
         self._step = plain_step(cls)

@@ -5,7 +5,7 @@ the same whether the optimizer is sharded or not.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -22,6 +22,7 @@ MASTERED_DTYPES = (torch.bfloat16, torch.float16)
 MASTERS = (None, "fp32", "split")
 STATE_DTYPES = ("fp32", "bf16", "8bit")
 _NUMBERS = ("lr", "eps", "weight_decay")
+READ = (*_NUMBERS, "betas")  # what read_once reads of a group of Adam's
 _FLAGS = ("adam_w_mode", "amsgrad", "maximize", "bias_correction", "capturable", "stochastic_rounding")
 _LARGEST = torch.finfo(torch.float32).max  # gradients are multiplied in float32
 
@@ -154,6 +155,33 @@ def check_options(op: str, group: Mapping[str, Any], where: str = "") -> None:
 def lr_on_device(group: Mapping[str, Any]) -> bool:
     """Whether the group's lr is a tensor that the kernel reads, so that its value is not known on the host."""
     return group["capturable"] is True and on_device(group["lr"])
+
+
+def read_once(groups: Sequence[Mapping[str, Any]], names: Collection[str]) -> Sequence[Mapping[str, Any]]:
+    """Return groups whose options `names` are numbers where they were tensors on a device, which are all read together.
+
+    Each read waits for the device, and a step uses an option several times. Capturable groups, whose lr the kernels read, and
+    what `number` refuses, stay as they are; without such tensors the groups themselves are returned.
+    """
+
+    def tensors(value: object) -> Iterator[torch.Tensor]:
+        if isinstance(value, tuple | list):
+            for one in value:
+                yield from tensors(one)
+        elif isinstance(value, torch.Tensor) and on_device(value) and value.numel() == 1 and value.is_floating_point():
+            yield from [] if value.is_meta else [value]
+
+    options = [group.get(name) for group in groups if group.get("capturable") is not True for name in names]
+    found = [one for option in options if type(option) is not float for one in tensors(option)]
+    if not found:
+        return groups
+    values = torch.stack([one.detach().double().reshape(()).to(found[0].device) for one in found]).tolist()
+    numbers = dict(zip(map(id, found), values, strict=True))
+
+    def read(value: object) -> object:
+        return type(value)(map(read, value)) if isinstance(value, tuple | list) else numbers.get(id(value), value)
+
+    return [{**group, **{name: read(group[name]) for name in names if name in group}} for group in groups]
 
 
 def check_group(op: str, group: Mapping[str, Any], where: str) -> None:

@@ -20,12 +20,14 @@ from shardcore.optim.dtensor import Rows, check_tensor_param, local_part
 from shardcore.optim.options import (
     MASTERED_DTYPES,
     PARAM_DTYPES,
+    READ,
     capturing,
     check_options,
     device_number,
     dtype_name,
     host_scale,
     hyper_of,
+    read_once,
 )
 from shardcore.optim.state import DeviceStepCount, ParamState, States, StepCount, device_counts, has_memory, new_state
 from shardcore.optim.state_format import MASTER_STORAGE, MOMENT_DTYPES, new_moments, zeros
@@ -160,6 +162,7 @@ class Update:
         self,
         op: str,
         groups: Sequence[Group],
+        read: Sequence[Group],
         states: MutableMapping[torch.Tensor, Any],
         grads: Sequence[torch.Tensor | None] | None,
         rows: Mapping[torch.Tensor, Rows],
@@ -168,13 +171,13 @@ class Update:
     ) -> None:
         """Check the gradients and build the lists of the kernel calls; nothing is changed.
 
-        groups: have passed check_groups. grads: in place of ``p.grad``, one for each parameter of the groups. rows: of those
-        parameters that are DTensors. steppers: one per device, added where there is none. on_device: the step is capturable. A
-        gradient whose memory has another order than its parameter's, or torch's negative bit, is copied. Raises ValueError or
-        TypeError.
+        read: groups as options.read_once returns them; they have passed check_groups. grads: in place of ``p.grad``, one for
+        each parameter of the groups. rows: of those parameters that are DTensors. steppers: one per device, added where there
+        is none. on_device: the step is capturable. A gradient whose memory has another order than its parameter's, or torch's
+        negative bit, is copied. Raises ValueError or TypeError.
         """
         self._op, self._states, self._rows, self._on_device = op, states, rows, on_device
-        self._groups = list(groups)
+        self._groups, self._read = list(groups), read
         self._params = [list(group["params"]) for group in groups]
         self._formats = [_FORMAT(group) for group in groups]
         self._idle: list[torch.Tensor] = []  # parameters without a gradient
@@ -318,7 +321,7 @@ class Update:
         """Call the kernel once per device, and count the step. A DeviceScale belongs to a capturable step."""
         at = 1.0 if isinstance(scale, DeviceScale) else scale
         hypers = [
-            hyper_of(self._groups[i], 1 if value is None else self._counts[value].value + 1, at) for i, value in self._sources
+            hyper_of(self._read[i], 1 if value is None else self._counts[value].value + 1, at) for i, value in self._sources
         ]
         for (stepper, lists, _), some in zip(self._calls, grads, strict=True):
             if isinstance(scale, DeviceScale):
@@ -363,7 +366,8 @@ class Update:
         """
         if not self._calls or states is not self._states or not _C.same_objects(groups, self._groups):
             return None
-        for i, (group, params) in enumerate(zip(groups, self._params, strict=True)):
+        self._read = read_once(groups, READ)
+        for i, (group, params) in enumerate(zip(self._read, self._params, strict=True)):
             check_options(op, group, f"param_groups[{i}].")
             if _FORMAT(group) != self._formats[i] or not _C.same_objects(group["params"], params):
                 return None

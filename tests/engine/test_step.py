@@ -387,3 +387,53 @@ def test_every_signal_that_came_is_delivered() -> None:
     finally:
         signal.signal(signal.SIGTERM, old[0])
         signal.signal(signal.SIGINT, old[1])
+
+
+class OnDevice(torch.Tensor):
+    """A learning rate that is taken for one on a GPU; counts how often the host reads it."""
+
+    reads = 0
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in (torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.__float__, torch.Tensor.__bool__):
+            OnDevice.reads += 1
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+_READERS: dict[str, Callable[[list[Any], Any], Any]] = {
+    "FusedAdam": lambda params, lr: shardcore.FusedAdam(params, lr=lr),
+    "SGD": lambda params, lr: torch.optim.SGD(params, lr=lr, momentum=0.9),
+    "Adagrad": lambda params, lr: torch.optim.Adagrad(params, lr=lr),
+    "Lion": lambda params, lr: shardcore.Lion(params, lr=lr),
+}
+
+
+def _reads_of_lr(rank: int, world_size: int, name: str, sharded: bool) -> tuple[list[int], bool]:
+    """Return how often each step reads a learning rate, and whether weights are those of a number."""
+    reads, hashes = [], []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shardcore.optim.options.on_device", lambda value: isinstance(value, OnDevice))
+        for lr in (torch.tensor(0.01).as_subclass(OnDevice), float(torch.tensor(0.01))):
+            torch.manual_seed(0)
+            model: Any = Net()
+            optimizer = _READERS[name](list(model.parameters()), lr)
+            if sharded:
+                model, optimizer = shardcore.shard(model, optimizer, 2, precision="fp32")
+            for step in range(3):
+                loss_of(model, batch_of(step, 0, rank)).backward()
+                before = OnDevice.reads
+                optimizer.step()
+                reads.append(OnDevice.reads - before)
+                optimizer.zero_grad()
+            hashes.append(hash_of(model.state_dict().values()))
+    return reads[:3], hashes[0] == hashes[1]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "name", "sharded"),
+    [(1, "FusedAdam", False), (1, "SGD", True), (2, "FusedAdam", True), (2, "SGD", True), (2, "Lion", True)],
+)
+def test_a_step_reads_a_learning_rate_of_the_device_once(world_size: int, name: str, sharded: bool) -> None:
+    run = run_ranks(world_size, _reads_of_lr, name, sharded)
+    assert run == [([1, 1, 1], True)] * world_size
