@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,6 +24,7 @@ from shardcore.distributed.joining import agree_in_parts, join
 from shardcore.distributed.launchers import ranks_here
 from shardcore.distributed.machine import nodes_of, own_cores, plan_worker, short_of_memory
 from shardcore.engine import build, nvme_weights
+from shardcore.engine import full_params as of_engine
 from shardcore.engine.bucket import LIFETIMES
 from shardcore.engine.cpu_store import CpuStore, cpu_store_of, host_bytes, warn_of_misplaced, warn_of_pageable
 from shardcore.engine.engine import Engine, engine_behind
@@ -77,8 +78,9 @@ def full_params(model: nn.Module) -> Iterator[None]:
     """Unshard a sharded model's weights inside the context, to read or to edit in place. Collective.
 
     model: what shard returned, a module of it, or the engine that initialize returned. At stages 0 to 2 weights are
-    never sharded. Every rank has to make the same edits; they are copied to the shards at the end of the context (stage 3), to
-    masters at the next step.
+    never sharded. Every rank has to make the same edits, as under DDP; they are copied to the shards at the end of the context
+    (stage 3), to masters at the next step. At stage 3 ranks compare their weights at the end: ValueError on all of them where
+    they differ, with the weights as before. At stages 0 to 2 the context is local.
 
     Entering and leaving are collective. A forward inside is not, if all weights of the model are unsharded: each rank may
     run it as often as it needs (to generate sequences of different lengths), or one rank alone (to evaluate). Backward is. At
@@ -92,7 +94,7 @@ def full_params(model: nn.Module) -> Iterator[None]:
         whole.synchronize()  # before parameters are read, which starts no gather
     params = set(model.parameters())
     engine = engine_behind("full_params", next((p for p in params if engine_of(p) is not None), model))
-    with engine.unsharder.full_params(params) if engine.unsharder is not None else nullcontext():
+    with of_engine.full_params(engine, params):
         yield
 
 

@@ -254,7 +254,7 @@ class ForwardEngine:
         """Return the full state dict of the model, from the masters. Collective.
 
         (Below stage 3, without overlap_step, that of `module` has the weights in the dtypes they train in, and one rank may
-        read it alone.)
+        read it alone. Inside GatheredParameters of all its parameters both are so, at every stage.)
         """
         own, self._core.own_weights = self._core.own_weights, False
         try:

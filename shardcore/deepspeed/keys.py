@@ -406,8 +406,8 @@ KEYS: dict[str, Key] = {
             ),
             "enable_sanity_checks": _accepted(
                 "steps, gradients and checkpoints of ranks are always compared; edits inside GatheredParameters without "
-                "modifier_rank, which it has DeepSpeed refuse, count here, and a step refuses those that only some ranks made "
-                "(but not through p.data, which is not noticed)"
+                "modifier_rank, which it has DeepSpeed refuse, count here, and have to be the same on all ranks: at stage 3 "
+                "the end of the block refuses others, below it a step does (but not through p.data, which is not noticed)"
             ),
             "compute_grad_norm": _accepted(_ALWAYS_CHECKED),
             "ignore_unused_parameters": _accepted("parameters that no rank used are skipped, as in torch"),

@@ -40,6 +40,7 @@ from shardcore.deepspeed.initialize import initialize, make_tensor_mesh, start_p
 from shardcore.deepspeed.params import ZeroParamStatus
 from shardcore.distributed.comm import Comm
 from shardcore.engine.engine import Engine
+from shardcore.engine.full_params import gathered, leaving, spread_made
 from shardcore.engine.slices import refuse_slices
 from shardcore.optim import CPUAdam, FusedAdam, Lion, ShardableOptimizer
 from shardcore.optim.dtensor import is_dtensor
@@ -215,47 +216,30 @@ def gathered_parameters(
 ) -> Iterator[None]:
     """Keep parameters unsharded inside the context. Collective. Whole units are gathered: pass many parameters at once.
 
-    params: a parameter, several (also of several models), or a module. modifier_rank: the rank whose edits in place count, also
-    those through `p.data`; None: edits, if there are any, have to be the same on all ranks. Parameters that were made in
-    `Init`, and are not sharded yet, are taken from modifier_rank at the end: libraries fill them on that rank alone. All
-    others, and None, are left as they are.
+    params: a parameter, several (also of several models), or a module. modifier_rank: the rank whose edits count, through
+    `p.data` and `load_state_dict`, too: at the end its weights, in their dtypes, become those of all ranks, and masters follow.
+    None: edits, if there are any, have to be the same on all ranks; at stage 3 a difference is a ValueError on all of them, at
+    the end. (At stages 0 to 2 nothing is collective then.) A state dict of modules all of whose parameters are gathered is
+    local, and has the weights in their dtypes: one rank alone may save. Parameters that were made in `Init`, and are not
+    sharded yet, are taken from modifier_rank at the end: libraries fill them on that rank alone. All others, and None, are
+    left as they are.
     """
     given = params.parameters() if isinstance(params, nn.Module) else [params] if isinstance(params, nn.Parameter) else params
     asked = dict.fromkeys(param for param in given if param is not None) if enabled else {}
     engines = dict.fromkeys(engine for engine in map(engine_of, asked) if isinstance(engine, Engine))
     # In an order that all ranks have: a library may pass a set.
     of_engine = {engine: [param for param in engine.model.parameters() if param in asked] for engine in engines}
-    chosen = [param for params in of_engine.values() for param in params]
-    sliced = modifier_rank is not None and any(map(is_dtensor, chosen))
+    sliced = modifier_rank is not None and any(is_dtensor(param) for of in of_engine.values() for param in of)
     refuse_slices("GatheredParameters: modifier_rank", sliced, "the same edits on all ranks")
     made = sorted(
         (p for p in asked if engine_of(p) is None and hasattr(p, "_shardcore_number")), key=lambda p: p._shardcore_number
     )
     with ExitStack() as held:
+        if made and modifier_rank is not None:
+            held.enter_context(leaving(partial(spread_made, made, modifier_rank)))
         for engine, of in of_engine.items():
-            if engine.unsharder is not None:
-                held.enter_context(engine.unsharder.full_params(set(of)))
-        before = [param._version for param in chosen]
+            held.enter_context(gathered(engine, of, modifier_rank))
         yield
-        if modifier_rank is not None:  # perhaps through .data, which no version counter shows
-            for param in chosen:
-                if (engine := engine_of(param)).trains(param):
-                    engine.bucket_of[param].changed = True
-        if modifier_rank is None or not dist.is_initialized() or dist.get_world_size() == 1:
-            return
-        if chosen:
-            edited = torch.tensor([param._version != old for param, old in zip(chosen, before, strict=True)])
-            edited = edited.to(chosen[0].device)
-            dist.broadcast(edited, modifier_rank)
-            for param, is_edited in zip(chosen, edited.tolist(), strict=True):
-                dist.broadcast(param.detach(), modifier_rank)
-                if is_edited:
-                    torch.autograd.graph.increment_version(param)
-        device = get_accelerator().current_device_name() if dist.get_backend() == "nccl" else "cpu"
-        for param in made:
-            value = param.detach().to(device).contiguous()
-            dist.broadcast(value, modifier_rank)
-            param.detach().copy_(value)  # nothing, if it is the same memory
 
 
 class OffloadDeviceEnum(enum.StrEnum):

@@ -489,12 +489,12 @@ class Comm:
             rows = gather(rows, kind, name).flatten(0, 1)
         return rows
 
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        """Overwrite `tensor` with rank 0's."""
+    def broadcast(self, tensor: torch.Tensor, source: int = 0, name: str = "a broadcast") -> None:
+        """Overwrite `tensor` with that of rank `source`."""
         if self.world_size > 1 and tensor.numel() > 0:
-            operation = self._start("a broadcast")
+            operation = self._start(name)
             with _explained(operation):
-                work = dist.broadcast(as_bytes(tensor), self._global(0), group=self.group, async_op=True)
+                work = dist.broadcast(as_bytes(tensor), self._global(source), group=self.group, async_op=True)
             wait_all(self._started(operation, [work]))
 
     def gather_json(self, value: Any) -> list[Any]:
@@ -514,6 +514,13 @@ class Comm:
             return None
         said = self.gather_json(None if problem is None else f"{type(problem).__name__}: {problem}")
         return next((rank, text) for rank, text in enumerate(said) if text is not None)
+
+    def rank_of(self, op: str, global_rank: int) -> int:
+        """Return which of these ranks a rank of torch.distributed is. ValueError, in the name of `op`, if it is none."""
+        ranks = [self._global(rank) for rank in range(self.world_size)]
+        if global_rank not in ranks:
+            raise ValueError(f"{op}: got rank {global_rank}; expected one of the ranks that train this model: {ranks}")
+        return ranks.index(global_rank)
 
     def _global(self, rank: int) -> int:
         if self.group is None:

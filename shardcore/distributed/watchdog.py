@@ -436,7 +436,8 @@ def _reason(found: str) -> str:
     return (
         f"ranks wait for different things, which can never end: {found}; expected every rank to run the same units in the same "
         "order, and equally many backwards per step (shardcore.join where only some ranks have a batch); every rank must "
-        "make each collective call (steps, state_dict, full_params, forwards at stage 3)"
+        "make each collective call (steps, state_dict, full_params, forwards at stage 3); one rank alone may save inside "
+        "deepspeed.zero.GatheredParameters"
     )
 
 

@@ -8,8 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,11 +20,11 @@ from shardcore.distributed.everyone import Everyone
 from shardcore.engine.bucket import Bucket, Managed, note_written
 from shardcore.engine.build import Membership
 from shardcore.engine.device_step import DeviceStep, Outcomes, decides_on_device
-from shardcore.engine.full_tensors import FullTensors, agree_on_read, assemble_rest, keys_of
+from shardcore.engine.full_tensors import FullTensors, Gathered, agree_on_read, assemble_rest, keys_of
 from shardcore.engine.host_gradients import GradOffload
 from shardcore.engine.optimizer_state import OptimizerStateIO
 from shardcore.engine.overlap_step import OverlapStep, uses_worker
-from shardcore.engine.plan import Plan
+from shardcore.engine.plan import BackgroundSave, Plan, StepCommits
 from shardcore.engine.reducer import Reducer
 from shardcore.engine.split_store import RatioTuner, SplitStore
 from shardcore.engine.state_store import DeviceStore, StepError
@@ -36,28 +35,6 @@ from shardcore.optim.interface import EngineRef, engine_of
 from shardcore.optim.options import capturing
 from shardcore.optim.state import step_tensor
 from shardcore.optim.step import DeviceScale, DeviceState
-
-
-class BackgroundSave(Protocol):
-    """A save that goes on (checkpoint/background.py)."""
-
-    raised: bool
-
-    def wait(self) -> Any: ...
-
-
-class StepCommits(Protocol):
-    """What commits steps to disk (checkpoint/commits.py)."""
-
-    def note_step(self) -> None: ...
-
-    def before_forward(self, begin: bool) -> None: ...
-
-    def finish(self) -> None: ...
-
-    def wait_for_all(self) -> None: ...
-
-    def give(self, folder: Path, names: Mapping[torch.Tensor, str]) -> Any: ...
 
 
 class Engine:
@@ -129,6 +106,8 @@ class Engine:
         self.hooks: weakref.WeakSet[Any] = weakref.WeakSet()  # of the model's modules, which keep them
         self._state_dict_of: tuple[str, str] | None = None  # the module (name, prefix) whose state_dict is being made
         self.own_weights = False  # a state_dict of the model has the weights that this rank has, not masters: below stage 3
+        self._reads_own = False  # so does the one that is being made
+        self.gathered = Gathered()
         self.full_tensors = FullTensors(self.comm, self.device)
         self.saving: BackgroundSave | None = None
         self.commits: StepCommits | None = None
@@ -249,37 +228,38 @@ class Engine:
                 "averages gradients over ranks (call the model itself)"
             )
 
-    def begin_state_dict(self, name: str, prefix: str) -> None:
-        """Begin a state_dict of the module `name`, or of a part of one that is being read: finish the step.
+    def begin_state_dict(self, module: nn.Module, name: str, prefix: str) -> None:
+        """Begin a state_dict of `module`, of this name, or of a part of one that is being read: finish the step.
 
         If that failed, the read that every rank makes says so on all of them.
         """
         reader = self._state_dict_of
         if reader is None or not name or prefix == reader[1] or (reader[0] and not name.startswith(f"{reader[0]}.")):
             self._state_dict_of = name, prefix
+            self._reads_own = self.own_weights or self.gathered.covers(p for p in module.parameters() if p in self.managed)
             try:
                 self.synchronize()
             except StepError:
-                if self.own_weights:
+                if self._reads_own:
                     raise
                 self.read_all("state_dict", name or "the model")
 
     def end_state_dict(self, name: str, prefix: str, state_dict: dict[str, Any]) -> None:
         """Replace the entries of managed parameters with full tensors of their own memory, from the masters. Collective.
 
-        With `own_weights` from this rank's weights; then collective only over slices. Nothing where this is a part of the
-        state_dict of a module around this one.
+        With `own_weights`, and inside GatheredParameters, from this rank's weights; then collective only over slices. Nothing
+        where this is a part of the state_dict of a module around this one.
         """
         if self._state_dict_of != (name, prefix):
             return
         self._state_dict_of = None
-        if not self.own_weights:
+        if not self._reads_own:
             self.read_all("state_dict", name or "the model")
             self.updater.warn_of_lost_edits("state_dict")
         keys = keys_of(self.managed.values(), state_dict, prefix)
         with torch.no_grad():
             asked = [bucket for bucket in self.buckets if any(managed.param in keys for managed in bucket.params)]
-            sources = ((bucket, bucket.weight if self.own_weights else self.master_or_weight(bucket)) for bucket in asked)
+            sources = ((bucket, bucket.weight if self._reads_own else self.master_or_weight(bucket)) for bucket in asked)
             for bucket, full in zip(asked, self.full_tensors.of_buckets(sources), strict=True):
                 for managed in bucket.params:
                     if managed.param in keys:
@@ -289,17 +269,28 @@ class Engine:
             assemble_rest(state_dict)
 
     def begin_load(self, params: Sequence[nn.Parameter]) -> None:
-        """Begin a load_state_dict of a module that has `params`. Where steps are committed, collective."""
+        """Begin a load_state_dict of a module that has `params`. Where steps are committed, collective (see `end_load`)."""
         self.updater.refuse_swapped("load_state_dict")
-        self._settle_commits()
+        if self.gathered.covers(params, spread=True):
+            self.synchronize()
+        else:
+            self._settle_commits()
         if self.unsharder is not None:
             self.unsharder.begin_load(params)
 
     def end_load(self, given: Sequence[tuple[nn.Parameter, torch.Tensor]]) -> None:
-        """Set masters, too, from the values that were given for parameters, not from those as rounded to the weights."""
+        """Set masters, too, from the values that were given for parameters, not from those as rounded to the weights.
+
+        Where one rank's weights become those of all, the load is an edit of these.
+        """
         for param, value in given:
+            if self.gathered.covers([param], spread=True):
+                continue
             if param in self.managed:
-                self.updater.set_weights(self.bucket_of[param], self.managed[param], self.managed[param].cut(value))
+                bucket, managed = self.bucket_of[param], self.managed[param]
+                if self.unsharder is not None and self.unsharder.is_held(param) and self.comm.world_size > 1:
+                    self.unsharder.undo.append(self.updater.undo_of_load(bucket, managed))
+                self.updater.set_weights(bucket, managed, managed.cut(value))
             else:
                 self.constant[param].note_load()
         if self.unsharder is not None:

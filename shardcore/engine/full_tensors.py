@@ -7,7 +7,8 @@ Small gathers take long to wait for and little else, so what is read one after t
 """
 
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -21,11 +22,30 @@ from shardcore.engine.slices import held_by, slice_of
 from shardcore.engine.state_store import ReadPart
 
 
-def agree_on_read(comm: Comm, op: str, what: str, backwards: int, problem: Exception | None) -> None:
+class OtherCallError(RuntimeError):
+    """Ranks are in different collective reads: `calls`, in rank order."""
+
+    def __init__(self, message: str, calls: Sequence[str]) -> None:
+        """See the class."""
+        super().__init__(message)
+        self.calls = calls
+
+
+def agree_on_read(
+    comm: Comm,
+    op: str,
+    what: str,
+    backwards: int,
+    problem: Exception | None,
+    difference: Callable[[], Exception | None] | None = None,
+) -> None:
     """Raise on every rank if one has a `problem`, or ranks are in other reads than `op`, or read something else than `what`.
 
+    (OtherCallError for the second, which is no ValueError: Trainer takes that of a save for one that it makes up for.)
+
     backwards: Reducer.count, where gradients are read, else 0. A norm is one of all parts of the model (Comm.across), and full
-    tensors are of all slices: the ranks of these then all raise.
+    tensors are of all slices: the ranks of these then all raise. difference: is called, on all ranks of `comm`, where only
+    `what` differs, and returns the error to raise, None for none.
     """
     call, here = zlib.crc32(op.encode()), zlib.crc32(what.encode())
     row = torch.tensor([call, problem is not None, here, backwards], device="cpu")
@@ -42,13 +62,18 @@ def agree_on_read(comm: Comm, op: str, what: str, backwards: int, problem: Excep
             problem = None  # as in Engine.step
     for rank, (_, refuses, there, count) in enumerate(others):
         if calls[rank] != op:
-            raise ValueError(f"{op}: rank {rank} calls {calls[rank]}; expected every rank to make the same calls in one order")
+            expected = "every rank to make the same calls in one order"
+            if "state_dict" in (op, calls[rank]):
+                expected += ", or one rank alone to save inside deepspeed.zero.GatheredParameters"
+            raise OtherCallError(f"{op}: rank {rank} calls {calls[rank]}; expected {expected}", calls)
         if refuses:
             raise ValueError(f"{op}: rank {rank} refused; see its error")
-        if there != here:
+        if there != here and difference is None:
             raise ValueError(f"{op}: rank {rank} reads something else than {what}; expected the same on every rank")
         if count != backwards:
             raise uneven_backwards([row[3] for row in others])
+    if difference is not None and bool((rows[:, 2] != here).any()) and (found := difference()) is not None:
+        raise found
     if other_part:
         raise ValueError(f"{op}: another part of the model refused; see the error of its ranks")
 
@@ -74,6 +99,28 @@ def assemble_rest(state_dict: dict[str, Any]) -> None:
     for key, value in state_dict.items():
         if (cut := slice_of(key, value)) is not None:
             state_dict[key] = cut.assemble(held_by(value).detach())
+
+
+class Gathered:
+    """The parameters in the GatheredParameters that are open: see engine/full_params.py, Note [Local]."""
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self._open: list[tuple[frozenset[torch.nn.Parameter], bool]] = []
+
+    @contextmanager
+    def opened(self, params: Iterable[torch.nn.Parameter], spread: bool) -> Iterator[None]:
+        """Have these, too, inside the context. spread: one rank's become those of all at its end."""
+        self._open.append((frozenset(params), spread))
+        try:
+            yield
+        finally:
+            self._open.pop()
+
+    def covers(self, params: Iterable[torch.nn.Parameter], spread: bool = False) -> bool:
+        """Whether all of these are there; spread: with one rank's becoming those of all."""
+        there = [chosen for chosen, is_spread in self._open if is_spread or not spread]
+        return bool(there) and all(any(param in chosen for chosen in there) for param in params)
 
 
 class FullTensors:

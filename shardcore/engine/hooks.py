@@ -279,7 +279,7 @@ class _StateDictHook(_EngineHook):
 class _BeforeStateDict(_StateDictHook):
     def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if self.engine is not None:
-            self.engine.begin_state_dict(self.name, prefix)
+            self.engine.begin_state_dict(module, self.name, prefix)
 
 
 class _AfterStateDict(_StateDictHook):

@@ -1,9 +1,10 @@
-"""What `shard` has found out of a model, and the engine is made from."""
+"""What `shard` has found out of a model, and the engine is made from; what works on checkpoints for the engine."""
 
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -63,3 +64,25 @@ class Plan:
     def frozen(self) -> list[tuple[str, nn.Parameter]]:
         """The parameters that do not train, with their names."""
         return [(name, param) for name, param in self.model.named_parameters() if not self.builder.updates(param)]
+
+
+class BackgroundSave(Protocol):
+    """A save that goes on (checkpoint/background.py)."""
+
+    raised: bool
+
+    def wait(self) -> Any: ...
+
+
+class StepCommits(Protocol):
+    """What commits steps to disk (checkpoint/commits.py)."""
+
+    def note_step(self) -> None: ...
+
+    def before_forward(self, begin: bool) -> None: ...
+
+    def finish(self) -> None: ...
+
+    def wait_for_all(self) -> None: ...
+
+    def give(self, folder: Path, names: Mapping[torch.Tensor, str]) -> Any: ...

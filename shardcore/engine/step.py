@@ -463,6 +463,23 @@ class Updater:
                 stacklevel=6,
             )
 
+    def undo_of_load(self, bucket: Bucket, managed: Managed) -> Callable[[], None]:
+        """Return what brings a parameter's owned weights and master back as they are now."""
+        changes, old = managed.changes, []
+        for piece in bucket.pieces_of(managed):
+            has_master = bucket.state_format.master is not None
+            master = self.store.read(bucket, "master", piece.start, piece.numel).clone() if has_master else None
+            old.append((piece.start, bucket.owned_values(piece.start, piece.numel).clone(), master))
+
+        def undo() -> None:
+            for start, weights, master in old:
+                bucket.assign(start, weights)
+                if master is not None:
+                    self.store.write(bucket, "master", start, master)
+            managed.changes = changes
+
+        return undo
+
     def set_weights(self, bucket: Bucket, managed: Managed, values: torch.Tensor) -> None:
         """Set a parameter, and this rank's part of its master, from `values` (of what is managed; any float dtype)."""
         set_weights(self.store, bucket, managed, part_of(values))

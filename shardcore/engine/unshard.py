@@ -135,6 +135,7 @@ class Unsharder:
         self._slot_of = {m.param: (unit, bucket, m) for unit in units for bucket in unit.buckets for m in bucket.params}
         self.all_held = False  # inside full_params(model): a forward needs no other rank
         self._scratch: list[tuple[Unit, Managed]] = []
+        self.undo: list[Callable[[], None]] = []  # each brings back what a load inside full_params has overwritten in a shard
         self._unit_of = {bucket: unit for unit in units for bucket in unit.buckets}
         self._forward, self._backward = Order(), Order()
         self._warned = False
@@ -425,6 +426,7 @@ class Unsharder:
             for part in unit.kept or []:
                 self.pool.give(part)
             unit.kept = None
+        self.undo.clear()
 
     @torch.no_grad()
     def renew(self) -> None:
@@ -448,13 +450,21 @@ class Unsharder:
         """Whether the weights of a parameter can be read now; True for what is never sharded."""
         return param not in self._slot_of or self._slot_of[param][0].unsharded
 
+    def is_held(self, param: nn.Parameter) -> bool:
+        """Whether `full_params` keeps a parameter unsharded."""
+        return param in self._slot_of and self._slot_of[param][0].held > 0
+
     @contextmanager
-    def full_params(self, params: set[nn.Parameter]) -> Iterator[None]:
+    def full_params(
+        self, params: set[nn.Parameter], settle: Callable[[Sequence[Unit]], Exception | None] = lambda units: None
+    ) -> Iterator[None]:
         """Keep the units of `params` unsharded inside the context; edits in place reach the shards at its end. Collective.
 
-        The pool gives up at the end what this takes: it would keep as much as the whole model.
+        settle: is called with these units before they do, also where the block raises an Exception. The edits are dropped if it
+        raises an error, not if it returns one to raise. The pool gives up at the end what this takes: it would keep as much as
+        the whole model.
         """
-        before = self.pool.allocated_bytes
+        before, keeps = self.pool.allocated_bytes, True
         chosen = [u for u in self.units if any(m.param in params for bucket in u.buckets for m in bucket.params)]
         held: list[Unit] = []
         for unit in chosen:
@@ -467,7 +477,19 @@ class Unsharder:
                 unit.held += 1
                 held.append(unit)
             self.all_held = all(unit.held for unit in self.units)
-            yield
+            try:
+                yield
+            except Exception:
+                keeps = False
+                with suppress(Exception):  # the first error is raised
+                    settle(held)
+                    keeps = True
+                raise
+            keeps = False
+            problem = settle(held)
+            keeps = True
+            if problem is not None:
+                raise problem
         except Exception:
             for unit in chosen:  # gathers that are not used now: free their memory
                 if unit.gathers is not None and not self.comm.broken:
@@ -478,9 +500,17 @@ class Unsharder:
             for unit in held:
                 unit.held -= 1
             self.all_held = all(unit.held for unit in self.units)
+            while self.undo:
+                undo = self.undo.pop()
+                if not keeps:
+                    undo()
             for unit in held:
-                for bucket in unit.buckets:  # also edits through `.data`, which no counter shows
-                    bucket.take_edits()
+                for bucket in unit.buckets:
+                    if keeps:  # also edits through `.data`, which no counter shows
+                        bucket.take_edits()
+                    else:
+                        for managed in bucket.params:
+                            managed.version = managed.version_now
                 self._reshard(unit)
             self.pool.shrink(before)
 

@@ -268,8 +268,8 @@ def test_edits_of_one_rank_inside_gathered_parameters_reach_all() -> None:
     assert first[1::2] == second[1::2]
 
 
-def _edited_by_one(rank: int, world_size: int, stage: int) -> None:
-    engine = start(ds_config(stage=stage))
+def _edited_by_one(rank: int, world_size: int) -> None:
+    engine = start(ds_config(stage=2))
     with deepspeed.zero.GatheredParameters(engine.module.head.weight), torch.no_grad():
         if rank == 0:
             engine.module.head.weight.fill_(2.0)
@@ -277,9 +277,8 @@ def _edited_by_one(rank: int, world_size: int, stage: int) -> None:
         train(engine, rank, 1)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_an_edit_of_one_rank_without_a_modifier_is_refused_by_the_step(stage: int) -> None:
-    run_ranks(2, _edited_by_one, stage)
+def test_an_edit_of_one_rank_without_a_modifier_is_refused_by_the_step() -> None:
+    run_ranks(2, _edited_by_one)
 
 
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}

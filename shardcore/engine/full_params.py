@@ -1,0 +1,171 @@
+"""Contexts in which full weights are read and edited, and what ranks agree on at their end.
+
+At stage 3 each rank keeps its shard of the full weights that it has, so ranks with different ones would mix them. Below stage 3
+they would train with different weights. So either all ranks compare what they are about to keep, or one rank's weights become
+those of all. Leaving a context is collective: a rank whose block raises an error takes part, too.
+
+Note [Local]: inside `gathered`, DeepSpeed's GatheredParameters, a state dict of gathered weights is local, since scripts save
+there on one rank alone. With a modifier_rank so is a load: it edits the gathered weights, and masters follow at the end.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
+
+import torch
+from torch import nn
+
+from shardcore.distributed.comm import Comm, Traffic, as_bytes
+from shardcore.engine.engine import Engine
+from shardcore.engine.full_tensors import OtherCallError, agree_on_read
+from shardcore.engine.units import Unit
+
+_END = "the end of"
+
+
+@contextmanager
+def full_params(engine: Engine, params: set[nn.Parameter]) -> Iterator[None]:
+    """Keep `params` unsharded inside the context; at stage 3 edits have to be the same on all ranks. Collective there.
+
+    Raises ValueError on all ranks, with the weights as before, if they are not.
+    """
+    if engine.unsharder is None:
+        yield
+        return
+    agree = partial(_refuse_differences, engine, "full_params")
+    with engine.unsharder.full_params(params, partial(_settle, agree)):
+        yield
+
+
+@contextmanager
+def gathered(engine: Engine, params: Sequence[nn.Parameter], modifier_rank: int | None) -> Iterator[None]:
+    """Be `full_params`, with local state dicts; with a modifier_rank its weights become those of all ranks at the end.
+
+    modifier_rank: a rank of torch.distributed. Collective, but at stages 0 to 2 without a modifier_rank.
+    """
+    unsharder, op = engine.unsharder, f"GatheredParameters(modifier_rank={modifier_rank})"
+    source = None if modifier_rank is None else engine.comm.rank_of(op, modifier_rank)
+    versions: list[int] = []
+
+    def agree(units: Sequence[Unit]) -> None:
+        if source is not None:
+            _spread(engine, op, params, versions, source)
+        _refuse_differences(engine, op, units)
+
+    held: AbstractContextManager[None] = nullcontext()
+    if unsharder is not None:
+        held = unsharder.full_params(set(params), partial(_settle, agree))
+    elif source is not None:
+        held = leaving(partial(_settle, agree, ()))
+    with held:
+        versions += [param._version for param in params]
+        with engine.gathered.opened(params, spread=source is not None):
+            yield
+
+
+@contextmanager
+def leaving(settle: Callable[[], Exception | None]) -> Iterator[None]:
+    """Call the collective `settle` at the end, also where the block raises: the other ranks wait for it.
+
+    An error that it returns is raised.
+    """
+    try:
+        yield
+    except Exception:
+        with suppress(Exception):  # the first error is raised
+            settle()
+        raise
+    if (problem := settle()) is not None:
+        raise problem
+
+
+def _settle(agree: Callable[[Sequence[Unit]], None], units: Sequence[Unit]) -> Exception | None:
+    """Call `agree` once all ranks are at the end of their blocks; returns the error of one that made another call before."""
+    problem: OtherCallError | None = None
+    while True:
+        try:
+            agree(units)
+            return problem
+        except OtherCallError as error:  # it leaves its block by this error
+            if all(call.startswith(_END) for call in error.calls):
+                raise
+            problem = error.with_traceback(None)
+
+
+def spread_made(params: Iterable[nn.Parameter], modifier_rank: int) -> None:
+    """Overwrite parameters that are not sharded yet with those of one rank of torch.distributed. Collective over all ranks."""
+    comm = Comm()
+    for param in params:
+        value = param.detach().to(comm.device).contiguous()
+        comm.broadcast(value, modifier_rank, "GatheredParameters")
+        param.detach().copy_(value)  # nothing, if it is the same memory
+
+
+def _spread(engine: Engine, op: str, params: Sequence[nn.Parameter], versions: Sequence[int], source: int) -> None:
+    """Let rank `source`'s weights, edited through `.data`, too, be those of all ranks. versions: those before the edits."""
+    comm, known = engine.comm, [engine.managed.get(param) or engine.constant[param] for param in params]
+    for managed in known:
+        if engine.trains(managed.param):
+            engine.bucket_of[managed.param].changed = True  # perhaps through .data, which no version counter shows
+    if comm.world_size == 1:
+        return
+    _begin_settling(comm, op, f"{', '.join(managed.name for managed in known)} with the edits of rank {source}")
+    moved = [param._version != version for param, version in zip(params, versions, strict=True)]
+    edited = torch.tensor(moved, device=comm.device)
+    comm.broadcast(edited, source, op)
+    for managed, is_edited in zip(known, edited.tolist(), strict=True):
+        value = managed.param.detach()
+        sent = value.contiguous()
+        comm.broadcast(sent, source, op)
+        if sent is not value:
+            value.copy_(sent)
+        if is_edited:
+            torch.autograd.graph.increment_version(managed.param)
+        else:  # what another rank wrote is gone
+            managed.version = managed.version_now
+
+
+def _refuse_differences(engine: Engine, op: str, units: Sequence[Unit]) -> None:
+    """Raise ValueError on all ranks if their full weights of `units` differ. Reads all of them, as edits may be unseen ones."""
+    comm, buckets = engine.comm, [bucket for unit in units for bucket in unit.buckets]
+    if comm.world_size == 1 or not buckets:
+        return
+    weights = [(managed.name, managed.slice_of(bucket.weight)) for bucket in buckets for managed in bucket.params]
+
+    def difference() -> Exception | None:
+        digests = torch.stack([_digest(weight) for _, weight in weights]).cpu()
+        rows = comm.all_gather_cpu(digests, Traffic.READ, op)
+        for (name, _), row in zip(weights, rows.T.tolist(), strict=True):
+            others = [rank for rank, digest in enumerate(row) if digest != row[0]]
+            if others:
+                return ValueError(
+                    f"{op}: rank {others[0]} leaves the block with other values of {name} than rank 0; expected the same edits "
+                    "on every rank, or modifier_rank of deepspeed.zero.GatheredParameters, whose edits all ranks get (the "
+                    "weights are as before)"
+                )
+        return None
+
+    digests = torch.stack([_digest(bucket.weight) for bucket in buckets]).tolist()
+    _begin_settling(comm, op, f"the weights {digests}", difference)
+
+
+def _begin_settling(comm: Comm, op: str, what: str, difference: Callable[[], Exception | None] | None = None) -> None:
+    comm.refuse_if_broken()
+    agree_on_read(comm, f"{_END} {op}", what, 0, None, difference)
+
+
+_CHUNK = 1 << 20
+
+
+@torch.no_grad()
+def _digest(values: torch.Tensor) -> torch.Tensor:
+    """Return a number (int64, of shape ()) that other bits, or the same in other places, change."""
+    data = as_bytes(values.detach())
+    if data.storage_offset() % 8:
+        data = data.clone()
+    whole = data.numel() - data.numel() % 8
+    words = data[:whole].view(torch.int64)
+    parts = [words[start : start + _CHUNK] for start in range(0, words.numel(), _CHUNK)] + [data[whole:].to(torch.int64)]
+    odd = torch.arange(1, 2 * _CHUNK, 2, device=data.device)  # so that each bit of a word counts
+    sums = torch.stack([(part * odd[: part.numel()]).sum() for part in parts])
+    return (sums * odd[: sums.numel()]).sum()
