@@ -269,14 +269,17 @@ class ForwardEngine:
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
         """Return the full state dict on rank 0, on the CPU, in the dtypes that weights train in; None elsewhere. Collective.
 
-        Raises ValueError, as DeepSpeed does, if the configuration says that weights are not to be gathered.
+        Raises ValueError, as DeepSpeed does, if the configuration says that weights are not to be gathered, and only then.
         """
         if not self._config.gathers_to_save:
             raise ValueError(
                 "_zero3_consolidated_16bit_state_dict: config zero_optimization.stage3_gather_16bit_weights_on_model_save is "
                 "false; expected true"
             )
-        return whole_state_dict(self._core, exclude_frozen_parameters) or None
+        try:
+            return whole_state_dict(self._core, exclude_frozen_parameters) or None
+        except ValueError as error:  # which Trainer would take for the one above, and save something else
+            raise RuntimeError(str(error)) from error
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict  # OpenRLHF calls it
 

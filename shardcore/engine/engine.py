@@ -108,6 +108,7 @@ class Engine:
         self.own_weights = False  # a state_dict of the model has the weights that this rank has, not masters: below stage 3
         self._reads_own = False  # so does the one that is being made
         self.gathered = Gathered()
+        self.names_only = False  # state dicts are made for their keys
         self.full_tensors = FullTensors(self.comm, self.device)
         self.saving: BackgroundSave | None = None
         self.commits: StepCommits | None = None

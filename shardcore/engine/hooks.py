@@ -45,6 +45,9 @@ def attach(model: nn.Module, engine: Engine, casts: Mapping[str, torch.dtype]) -
     for module in model.modules():
         if isinstance(module, nn.RNNBase):
             module.__dict__["flatten_parameters"] = _FlattenParameters(module, engine)
+        for name in _FOR_NAMES:
+            if hasattr(type(module), name):
+                module.__dict__[name] = _ForNames(module, engine, name)
         if any(param is not None for param in module._parameters.values()):
             load = _LoadHooks(engine)
             module.register_load_state_dict_pre_hook(load.before)  # type: ignore[no-untyped-call]
@@ -146,6 +149,31 @@ class _FlattenParameters(_Method):
     def __call__(self) -> None:
         if self.engine is None:
             type(self.model).flatten_parameters(self.model)  # type: ignore[attr-defined]
+
+
+# Methods of PEFT's modules around weights that train beside adapters. The rank that saves calls them alone.
+_FOR_NAMES = "adapter_state_dict", "adapter_state_dict_load_map"
+
+
+class _ForNames(_Method):
+    """A method that makes a state dict of a part of the module, for its keys."""
+
+    def __init__(self, model: nn.Module, engine: Engine | None, name: str) -> None:
+        super().__init__(model, engine)
+        self._name = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        method = getattr(type(self.model), self._name)
+        if self.engine is None:
+            return method(self.model, *args, **kwargs)
+        self.engine.names_only = True
+        try:
+            return method(self.model, *args, **kwargs)
+        finally:
+            self.engine.names_only = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.model, None, self._name)
 
 
 class _CastInputs(_EngineHook):
@@ -278,13 +306,13 @@ class _StateDictHook(_EngineHook):
 
 class _BeforeStateDict(_StateDictHook):
     def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if self.engine is not None:
+        if self.engine is not None and not self.engine.names_only:
             self.engine.begin_state_dict(module, self.name, prefix)
 
 
 class _AfterStateDict(_StateDictHook):
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-        if self.engine is not None:
+        if self.engine is not None and not self.engine.names_only:
             self.engine.end_state_dict(self.name, prefix, state_dict)
 
 

@@ -98,6 +98,71 @@ def test_the_best_adapters_come_back(tmp_path: Path) -> None:
     assert ours["hash"] == hash_of_state(adapters_of(chosen)) != hash_of_state(adapters_of(last))
 
 
+def classifier() -> Any:
+    """Return a classifier whose head trains beside its adapters."""
+    torch.manual_seed(3)
+    base = transformers.GPT2ForSequenceClassification(tiny_gpt2().config)
+    return peft.get_peft_model(base, peft.LoraConfig(**{**LORA, "task_type": "SEQ_CLS"}))
+
+
+def train_classifier(rank: int, world_size: int, out: str, stage: int) -> str:
+    with launched(rank, world_size):
+        data = [{**row, "labels": torch.tensor(index % 2)} for index, row in enumerate(rows(16))]
+        args = TrainingArguments(output_dir=out, **{**DEFAULTS, "max_steps": 2, "bf16": True})
+        trainer = ShardcoreTrainer(model=classifier(), args=args, train_dataset=data, shard_options={"stage": stage})
+        trainer.train()
+        return hash_of_trained(trainer.model)
+
+
+def hash_of_trained(model: Any) -> str:
+    return hash_of_state({k: v.bfloat16() for k, v in model.state_dict().items() if "lora" in k or "modules_to_save" in k})
+
+
+def test_a_head_that_trains_beside_adapters_is_saved_with_them(tmp_path: Path) -> None:
+    hashes = set()
+    for stage in (2, 3):
+        out = tmp_path / f"stage{stage}"
+        hashes |= set(run_ranks(2, train_classifier, str(out), stage))
+        saved = load_file(out / "checkpoint-2" / "adapter_model.safetensors")
+        assert len([name for name in saved if "score" in name]) == 1
+        model = classifier()
+        model.load_adapter(out / "checkpoint-2", "default")
+        hashes.add(hash_of_trained(model))
+    assert len(hashes) == 1
+
+
+def save_alone(rank: int, world_size: int, out: str) -> list[bool]:
+    """Rank 0 alone merges and saves adapters inside GatheredParameters, as scripts for DeepSpeed do; then all train."""
+    model = classifier()
+    model, optimizer = shardcore.shard(model, torch.optim.AdamW(model.parameters(), lr=0.1), stage=3, precision="bf16")
+    gathered, found = shardcore.zero.GatheredParameters, []  # type: ignore[attr-defined]
+    for modifier in (None, 0):
+        with gathered(list(model.parameters()), modifier_rank=modifier):
+            if rank == 0:
+                model.save_pretrained(f"{out}/{modifier}")
+                if modifier == 0:
+                    model.merge_adapter()
+                    model.get_base_model().save_pretrained(f"{out}/merged", state_dict=model.get_base_model().state_dict())
+                    model.unmerge_adapter()
+        batch = rows(2)[rank]
+        model(input_ids=batch["input_ids"][None], labels=torch.tensor([1])).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(bool((model.state_dict()["base_model.model.transformer.ln_f.weight"] == 1).all()))
+    return found
+
+
+def test_one_rank_saves_and_merges_adapters_inside_gathered_parameters(tmp_path: Path) -> None:
+    run_ranks(2, save_alone, str(tmp_path))
+    first, fresh = load_file(tmp_path / "None" / "adapter_model.safetensors"), classifier().state_dict()
+    assert len([name for name in first if "lora" in name or "score" in name]) == len(first) == 9
+    for name, value in first.items():
+        old, new = (".weight", ".default.weight") if "lora" in name else ("score", "score.modules_to_save.default")
+        key = name.replace(old, new)
+        assert torch.equal(value, fresh[key].bfloat16())
+    assert (tmp_path / "merged" / "model.safetensors").exists()
+
+
 # --- quantized bases --------------------------------------------------------------------------------------------------
 
 
