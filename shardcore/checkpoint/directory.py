@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from shardcore._native import _C
+from shardcore.checkpoint.file_tensors import open_regular
 from shardcore.checkpoint.format import FORMAT, MANIFEST
 
 logger = logging.getLogger("shardcore")
@@ -64,9 +65,9 @@ def checkpoints(folder: Path) -> list[Path]:
 def saved_at(path: Path) -> float:
     """Return when a checkpoint of shardcore's was saved (seconds since 1970, UTC); 0 for anything else, which is not ours."""
     try:
-        with open(path / MANIFEST, "rb") as file:
+        with open_regular(path / MANIFEST) as file:
             found = _BEGIN.match(file.read(100))
-    except OSError:
+    except (OSError, ValueError):
         found = None
     return 0.0 if found is None else float(found[1])
 
@@ -115,7 +116,10 @@ def find(op: str, folder: Path, tag: str | None) -> Path:
 
 def _latest(folder: Path) -> str | None:
     """Return the tag that "latest" has; None without that file."""
-    return (folder / LATEST).read_text("utf-8", "replace").strip() if (folder / LATEST).is_file() else None
+    if not (folder / LATEST).is_file():
+        return None
+    with open_regular(folder / LATEST) as file:
+        return file.read(1000).decode("utf-8", "replace").strip()
 
 
 def _names(folder: Path) -> str:

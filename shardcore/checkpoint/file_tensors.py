@@ -13,13 +13,26 @@ from itertools import accumulate
 from math import prod
 from pathlib import Path
 from reprlib import repr as short
-from typing import Any, Protocol
+from stat import S_ISREG
+from typing import Any, BinaryIO, Protocol
 
 import torch
 
 from shardcore.checkpoint.source import Source
 
 _MAX_INDICES = 1 << 20  # of elements of a tensor that is not contiguous, read at once
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file to read it, without waiting. Raises OSError, or ValueError for a pipe, a device or a directory.
+
+    These have no size that a read could be checked against. Links are followed.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ValueError(f"load: {path} is a pipe, a device or a directory; expected a regular file, or a link to one")
+    return open(descriptor, "rb")
 
 
 @dataclass(frozen=True)
@@ -50,8 +63,8 @@ class Window:
         part = self.part(start, self.size - start if size is None else size)
         found = bytearray(part.size)
         done = 0
-        descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
+        with open_regular(self.path) as file:
+            descriptor = file.fileno()
             now = os.fstat(descriptor).st_size
             if now != self.file_size:
                 raise ValueError(f"load: {self.path} has {now} bytes; expected {self.file_size}, as when it was opened")
@@ -60,8 +73,6 @@ class Window:
                 if count == 0:
                     raise ValueError(f"load: {self.path} ends at {part.start + done}; expected {part.size - done} bytes more")
                 done += count
-        finally:
-            os.close(descriptor)
         return found
 
     def __str__(self) -> str:

@@ -26,6 +26,7 @@ import re
 import threading
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -37,11 +38,13 @@ from torch import nn
 
 from shardcore._native import _C
 from shardcore.checkpoint import plain
+from shardcore.checkpoint.file_tensors import open_regular
 from shardcore.checkpoint.safetensors import DTYPES
 from shardcore.checkpoint.source import Source, gathered, reporting
 from shardcore.engine.disk import file_engine
 from shardcore.engine.engine import Engine
 from shardcore.layout import BLOCK, Columns, round_up
+from shardcore.optim.state import MAX_STEP
 from shardcore.optim.state_format import SCALES, joined_master
 
 FORMAT, VERSION, SLICED = "shardcore checkpoint", 1, 2
@@ -165,10 +168,11 @@ def json_bytes(value: Mapping[str, Any], plain_data: bool = False) -> bytes:
 
 def read_json(path: Path) -> Any:
     """Return the object of such a file. Raises OSError, or ValueError if it is damaged."""
-    size = os.stat(path).st_size
-    if size > _MAX_JSON_BYTES:
-        raise ValueError(f"load: {path} has {size} bytes; expected at most {_MAX_JSON_BYTES}")
-    held = path.read_bytes()
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > _MAX_JSON_BYTES:
+            raise ValueError(f"load: {path} has {size} bytes; expected at most {_MAX_JSON_BYTES}")
+        held = file.read(size)
     text, found, rest = held.rpartition(_SUM.encode())
     if not found or rest != f'{crc32c(text):08x}"}}\n'.encode():
         raise ValueError(
@@ -240,47 +244,59 @@ class Checkpoint(Source):
         self._engine = engine or file_engine()
         self._readers: dict[int, _C.FileReader] = {}
         self._lock = threading.Lock()
-        with reporting(f"{path / MANIFEST} is no manifest", "one by shardcore"):
-            self._parse()
+        self._parse()
+
+    def _reading(self, field: str) -> AbstractContextManager[None]:
+        return reporting(f"{self.path / MANIFEST} is no manifest, as its {field!r} is wrong", "one by shardcore")
 
     def _parse(self) -> None:
         m = self.manifest
-        if m["format"] != FORMAT or m["version"] not in (VERSION, SLICED):
-            raise ValueError(
-                f"load: {self.path / MANIFEST} has format {m['format']!r}, version {m['version']!r}; expected {FORMAT!r}, "
-                f"version {VERSION} or {SLICED} (a newer shardcore may read it)"
-            )
-        self.files = [(str(file["name"]), _count(file["bytes"])) for file in m["files"]]
-        self._heads = [(_count(file.get("head_bytes", 0)), _count(file.get("head_crc32c", 0))) for file in m["files"]]
+        with self._reading("format"):
+            if m["format"] != FORMAT or m["version"] not in (VERSION, SLICED):
+                raise ValueError(
+                    f"load: {self.path / MANIFEST} has format {m['format']!r}, version {m['version']!r}; expected {FORMAT!r}, "
+                    f"version {VERSION} or {SLICED} (a newer shardcore may read it)"
+                )
+        with self._reading("files"):
+            self.files = [(str(file["name"]), _count(file["bytes"])) for file in m["files"]]
+            self._heads = [(_count(file.get("head_bytes", 0)), _count(file.get("head_crc32c", 0))) for file in m["files"]]
+            self._check_files()
+        with self._reading("tensors"):
+            self.entries = {str(name): self._entry(str(name), entry) for name, entry in m["tensors"].items()}
+        with self._reading("tied"):
+            self.tied = {str(alias): str(name) for alias, name in m["tied"].items()}
+            self._entry_of = self.entries | {alias: self.entries[name] for alias, name in self.tied.items()}
+        self.shapes = {name: entry.shape for name, entry in self._entry_of.items()}
+        self.steps = {name: entry.step for name, entry in self.entries.items() if entry.step is not None}
+        with self._reading("groups"):
+            self.groups = None if m["groups"] is None else _groups_of(plain.from_json(m["groups"], "groups"))
+        with self._reading("counters"):
+            self.counters = {str(name): _count(value) for name, value in m["counters"].items()}
+        with self._reading("scheduler"):
+            self.scheduler = plain.from_json(m["scheduler"], "scheduler")
+        with self._reading("loss_scale"):
+            self.loss_scale = None if m["loss_scale"] is None else _dict(plain.from_json(m["loss_scale"], "loss_scale"))
+        with self._reading("extra_state"):
+            self.extra_state = {str(name): plain.from_json(state, str(name)) for name, state in m["extra_state"].items()}
+        with self._reading("frozen"):
+            self.frozen = set(_names(m["frozen"]))
+        with self._reading("world_size"):
+            self.world_size = _count(m["world_size"], least=1)
+        with self._reading("slices"):
+            self.slices = _count(m.get("slices", 1), least=1)
+        self.client_state = self._plain(CLIENT_STATE)
+
+    def _check_files(self) -> None:
         for name, size in self.files:
             if not _FILE.fullmatch(name):
                 raise ValueError(f"load: {self.path / MANIFEST} names the file {name!r}; expected names such as {data_file(0)}")
             there = os.stat(self.path / name).st_size
             if there != size:
                 raise ValueError(f"load: {self.path / name} has {there} bytes; expected {size} (is the copy complete?)")
-        self.entries = {str(name): self._entry(str(name), entry) for name, entry in m["tensors"].items()}
-        aliases = {str(alias): str(name) for alias, name in m["tied"].items()}
-        self._entry_of = self.entries | {alias: self.entries[name] for alias, name in aliases.items()}
-        self.tied = aliases
-        self.shapes = {name: entry.shape for name, entry in self._entry_of.items()}
-        self.steps = {name: entry.step for name, entry in self.entries.items() if entry.step is not None}
-        self.groups = None
-        if m["groups"] is not None:
-            self.groups = [plain.from_json(group, f"{self.path / MANIFEST}: groups") for group in m["groups"]]
-        self.counters = {str(name): _count(value) for name, value in m["counters"].items()}
-        self.scheduler = plain.from_json(m["scheduler"], f"{self.path / MANIFEST}: scheduler")
-        self.loss_scale = plain.from_json(m["loss_scale"], f"{self.path / MANIFEST}: loss_scale")
-        self.extra_state = {
-            str(name): plain.from_json(state, f"{self.path / MANIFEST}: extra_state")
-            for name, state in m["extra_state"].items()
-        }
-        self.frozen = {str(name) for name in m["frozen"]}
-        self.world_size, self.slices = _count(m["world_size"]), _count(m.get("slices", 1))
-        self.client_state = self._plain(CLIENT_STATE)
 
     def _entry(self, name: str, entry: Mapping[str, Any]) -> Entry:
         shape = tuple(_count(size) for size in entry["shape"])
-        step = None if entry["step"] is None else _count(entry["step"])
+        step = None if entry["step"] is None else _step_of(name, entry["step"])
         if "slices" not in entry:
             whole = Columns(1, prod(shape), 0, prod(shape))
             return Entry(shape, step, {whole: self._parts(name, entry["parts"], prod(shape))})
@@ -329,14 +345,17 @@ class Checkpoint(Source):
 
     def of_rank(self, rank: int) -> Mapping[str, Any] | None:
         """See Source."""
-        state: Mapping[str, Any] | None = self._plain(rank_file(rank))
+        state = self._plain(rank_file(rank))
+        if state is not None and not {"random", "stateful"} <= state.keys():
+            raise ValueError(f"load: {self.path / rank_file(rank)} has {', '.join(state)}; expected random and stateful")
         return state
 
-    def _plain(self, name: str) -> Any:
+    def _plain(self, name: str) -> dict[str, Any] | None:
+        """Return the dict that a file of plain data has, None if there is no such file."""
         if all(name != file for file, _ in self.files):
             return None
-        held = read_json(self.path / name)
-        return plain.from_json(held["value"], str(self.path / name))
+        with reporting(f"{self.path / name} has no plain data in its 'value'", "a file by shardcore"):
+            return _dict(plain.from_json(read_json(self.path / name)["value"], "value"))
 
     def keys(self, name: str) -> tuple[str, ...]:
         """See Source."""
@@ -426,9 +445,36 @@ class Checkpoint(Source):
             self._readers.clear()
 
 
-def _count(value: object) -> int:
-    if type(value) is not int or value < 0:
-        raise TypeError(f"{value!r} is no count")
+def _count(value: object, least: int = 0) -> int:
+    if type(value) is not int or not least <= value < 1 << 63:
+        raise TypeError(f"{value!r} is no count of at least {least}")
+    return value
+
+
+def _step_of(name: str, value: object) -> int:
+    step = _count(value)
+    if step > MAX_STEP:
+        raise ValueError(f"step of {name} has {step}; expected at most 2**53")
+    return step
+
+
+def _dict(value: object) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise TypeError(f"{value!r} is no dict")
+    return value
+
+
+def _names(value: object) -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise TypeError(f"{value!r} is no list of names")
+    return value
+
+
+def _groups_of(value: object) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not value:
+        raise TypeError(f"{value!r} is no list of groups")
+    for group in value:
+        _names(_dict(group)["params"])
     return value
 
 

@@ -371,7 +371,8 @@ def options_of(source: Source, engine: Engine) -> list[dict[str, Any]] | None:
             )
         options = next(iter(theirs.values()), group)
         found.append({**options, "params": here})
-    imported = engine.updater.kind.import_groups("load", engine.updater.groups, {"state": {}, "param_groups": found})
+    with reporting(f"{source.path} has 'groups' that no step can use", "those of this optimizer"):
+        imported = engine.updater.kind.import_groups("load", engine.updater.groups, {"state": {}, "param_groups": found})
     engine.updater.check_fixed("load", [{**group, **new} for group, new in zip(engine.updater.groups, imported, strict=True)])
     return imported
 
@@ -497,7 +498,8 @@ def restore_rank(op: str, source: Source, engine: Engine, wanted: Wanted) -> Non
         of_rank = _of_rank(source, engine.everyone)
         if of_rank is not None and (wanted.states or wanted.stateful):
             if wanted.states:
-                _restore_random(of_rank["random"], engine.device)
+                with reporting(f"{source.path} has 'random' states that are wrong", "those that save wrote"):
+                    _restore_random(of_rank["random"], engine.device)
             for name, value in wanted.stateful.items():
                 value.load_state_dict(of_rank["stateful"][name])
 

@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from shardcore.checkpoint.file_tensors import FileTensor, Window
+from shardcore.checkpoint.file_tensors import FileTensor, Window, open_regular
 
 PathLike: TypeAlias = str | os.PathLike[str]
 
@@ -69,7 +69,8 @@ def open_file(op: str, path: Path) -> tuple[dict[str, FileTensor], Mapping[str, 
 def indexed(op: str, index: Path) -> list[Path]:
     """Return the files that an index names, which are beside it. Raises OSError or ValueError."""
     try:
-        names = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
+        with open_regular(index) as file:
+            names = set(json.loads(file.read())["weight_map"].values())
         if not all(map(is_file_name, names)):
             raise ValueError("it names files elsewhere")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

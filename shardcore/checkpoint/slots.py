@@ -43,6 +43,7 @@ import torch
 from shardcore._native import _C
 from shardcore.checkpoint import directory, plain
 from shardcore.checkpoint import format as layout
+from shardcore.checkpoint.file_tensors import open_regular
 from shardcore.checkpoint.save import ranges_of
 from shardcore.checkpoint.write import FIRST_GIVEN, Given, add_range, key_of
 from shardcore.distributed.comm import Comm
@@ -217,7 +218,7 @@ class Slots:
 
     def _check_slot(self, path: Path, head: bytes, size: int) -> None:
         """Raise ValueError unless a slot is laid out as the states are now."""
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             same, there = file.read(len(head)) == head, os.fstat(file.fileno()).st_size
         if same and there < size:
             raise ValueError(

@@ -19,7 +19,17 @@ from typing import Any
 
 import torch
 
-from shardcore.checkpoint.file_tensors import Box, BoxTensor, FileTensor, ForeignSource, Stored, Window, is_stored, step_of
+from shardcore.checkpoint.file_tensors import (
+    Box,
+    BoxTensor,
+    FileTensor,
+    ForeignSource,
+    Stored,
+    Window,
+    is_stored,
+    open_regular,
+    step_of,
+)
 from shardcore.checkpoint.format import plain_name
 from shardcore.checkpoint.safetensors import INDEX, SINGLE, indexed, is_file_name, open_file
 from shardcore.checkpoint.source import reporting
@@ -357,7 +367,7 @@ def open_torch(path: Path, names: Collection[str]) -> ForeignSource | None:
         return None if tree is None else source_of(path, tree, names)
     if path.suffix == ".safetensors":
         return source_of(path, {"model": safetensors_tree([path])}, names)
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         magic = file.read(4)
     if not magic.startswith((b"PK\x03\x04", b"\x80")):
         return None

@@ -6,7 +6,7 @@ of a bfloat16 weight into bfloat16); everything is checked and built before the 
 
 import copy
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -123,6 +123,12 @@ def import_groups(
         )
     if len(saved) != len(groups):
         raise ValueError(f"{op}: state_dict has {len(saved)} parameter groups; expected {len(groups)}, as this optimizer")
+    for i, given in enumerate(saved):
+        if strange := [number for number in given["params"] if not isinstance(number, Hashable)]:
+            raise TypeError(
+                f'{op}: state_dict["param_groups"][{i}]["params"] has {strange[0]!r}; expected a number for each parameter, as '
+                "state_dict() returns"
+            )
     imported = []
     copies: dict[int, Any] = {}  # groups that share an lr tensor still share one, as after torch's loading
     for i, (group, given) in enumerate(zip(groups, saved, strict=True)):

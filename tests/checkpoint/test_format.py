@@ -15,6 +15,7 @@ import torch
 
 import shardcore
 from shardcore.checkpoint import format as layout
+from shardcore.checkpoint.directory import checkpoints
 from shardcore.checkpoint.format import Checkpoint, json_bytes, read_json
 from shardcore.checkpoint.save import items_of
 from shardcore.checkpoint.write import write_manifest, write_ranges
@@ -199,7 +200,17 @@ FORGED = {
     "no tensors": (lambda m: m.pop("tensors"), "is no manifest"),
     "a list": (lambda m: m.update(tensors=[]), "is no manifest"),
     "an alias of nothing": (lambda m: m.update(tied={"a": "nothing"}), "is no manifest"),
-    "code in the groups": (lambda m: m.update(groups=[{"$eval": "1"}]), "a value is damaged"),
+    "code in the groups": (lambda m: m.update(groups=[{"$eval": "1"}]), "'groups' is wrong .*a value is damaged"),
+    "groups of nothing": (lambda m: m.update(groups=[]), "'groups' is wrong"),
+    "a group without names": (lambda m: m.update(groups=[{"lr": 1.0}]), "'groups' is wrong .*params"),
+    "names in a list": (lambda m: m.update(groups=[{"params": [["gain"]]}]), "'groups' is wrong"),
+    "a dict of groups": (lambda m: m.update(groups={"lr": {}}), "'groups' is wrong"),
+    "a huge step": (lambda m: m["tensors"]["gain"].update(step=1 << 80), "'tensors' is wrong .*no count"),
+    "too large a step": (lambda m: m["tensors"]["gain"].update(step=1 << 60), "'tensors' is wrong .*step of gain"),
+    "no ranks": (lambda m: m.update(world_size=0), "'world_size' is wrong"),
+    "a huge counter": (lambda m: m.update(counters={"skipped_steps": 1 << 80}), "'counters' is wrong"),
+    "a loss scale": (lambda m: m.update(loss_scale=3), "'loss_scale' is wrong"),
+    "frozen by letter": (lambda m: m.update(frozen="gain"), "'frozen' is wrong"),
 }
 
 
@@ -209,6 +220,35 @@ def test_a_forged_manifest_is_refused(copied: Path, name: str) -> None:
     _rewrite(copied, change)
     with pytest.raises(ValueError, match=message):
         read_everything(copied)
+
+
+@pytest.mark.parametrize("name", [layout.CLIENT_STATE, layout.rank_file(0)])
+@pytest.mark.parametrize("held", [{}, {"value": 3}, {"value": {"$eval": 1}}])
+def test_a_forged_file_of_plain_data_is_named(copied: Path, name: str, held: Any) -> None:
+    (copied / name).write_bytes(json_bytes(held))
+    _rewrite(copied, lambda m: next(file for file in m["files"] if file["name"] == name).update(bytes=len(json_bytes(held))))
+    with pytest.raises(ValueError, match=name):
+        read_everything(copied)
+
+
+@pytest.mark.parametrize("name", [layout.MANIFEST, layout.CLIENT_STATE, layout.rank_file(0), layout.data_file(0)])
+def test_a_pipe_or_a_device_in_place_of_a_file_is_refused_and_not_waited_for(copied: Path, name: str) -> None:
+    (copied / name).rename(copied / "real")
+    (copied / name).symlink_to("real")
+    read_everything(copied)  # a link to a file is one
+    for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero"), os.mkdir):
+        (copied / name).unlink()
+        make(copied / name)
+        faulthandler.dump_traceback_later(20, exit=True)  # a hang ends the test
+        if name != layout.MANIFEST:
+            size = os.stat(copied / name).st_size
+            _rewrite(copied, lambda m, size=size: next(f for f in m["files"] if f["name"] == name).update(bytes=size))
+        try:
+            with pytest.raises(ValueError, match=name):
+                read_everything(copied)
+            assert checkpoints(copied.parent) == ([] if name == layout.MANIFEST else [copied])
+        finally:
+            faulthandler.cancel_dump_traceback_later()
 
 
 SOME_JSON = [None, -1, 0, 1, 2**63, 2**64, 1e308, "", "x", "../x", [], {}, [[]], {"$tuple": 1}, True, [0] * 5, [1 << 62] * 5]
@@ -263,6 +303,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> set[Path]:
         monkeypatch.setattr(where, name, call)
 
     watch(io, "open", 0)
+    watch(os, "open", 0)
     watch(layout._C, "FileReader", 1)
     return found
 

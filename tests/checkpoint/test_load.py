@@ -462,6 +462,19 @@ def test_an_engine_loads_what_load_reads(tmp_path: Path) -> None:
     run_ranks(2, _through_an_engine, str(tmp_path))
 
 
+def test_an_option_that_no_step_can_use_is_named(tmp_path: Path) -> None:
+    """In a manifest whose checksum is right."""
+    model, optimizer, _ = train(0, Run(stage=2, steps=1))
+    path = shardcore.save(tmp_path, model, optimizer).path / layout.MANIFEST
+    before = hash_of_training(model, optimizer)
+    held = {key: value for key, value in layout.read_json(path).items() if key != "crc32c"}
+    for key, value in (("lr", {"a": 1}), ("betas", [0.9])):
+        path.write_bytes(layout.json_bytes({**held, "groups": [{**held["groups"][0], key: value}]}))
+        said = error_of(lambda: shardcore.load(tmp_path, model, optimizer))
+        assert re.match(rf"ValueError: load: .*global_step1 has 'groups' that no step can use .*{key}", said), said
+    assert hash_of_training(model, optimizer) == before
+
+
 # --- on a GPU -----------------------------------------------------------------------------------------------------------
 
 

@@ -244,6 +244,12 @@ def broken_state_dicts():
             ValueError,
             r"param_groups\[0\] has 1 parameters; expected 2",
         ),
+        (
+            "nested",
+            lambda sd: sd["param_groups"][0].update(params=[[0], [1]]),
+            TypeError,
+            r'params"\] has \[0\]; expected a number',
+        ),
         ("twice", lambda sd: sd["param_groups"][0].update(params=[0, 0]), ValueError, "names a parameter twice"),
         (
             "group key",
