@@ -249,7 +249,7 @@ class Reducer:
                 self._watch(managed.param, order, slot)
 
     def _watch(self, param: torch.Tensor, order: int, slot: int) -> None:
-        """Let autograd call this before and after it adds to `param.grad`.
+        """Let autograd call this before and after it adds to `param.grad`; after the user's hooks, whenever those were added.
 
         The hooks hold no strong reference: Python's garbage collector cannot see through the second kind.
         """
@@ -258,13 +258,16 @@ class Reducer:
         def before(grad: torch.Tensor) -> None:
             if (reducer := weak()) is not None:
                 reducer.begin_backward()
+                hooks = reducer.buckets[order].params[slot].param._post_accumulate_grad_hooks
+                if next(reversed(hooks)) != handle.id:  # ours clears p.grad, which later hooks are to see
+                    hooks[handle.id] = hooks.pop(handle.id)
 
         def after(param: torch.Tensor) -> None:
             if (reducer := weak()) is not None:
                 reducer._on_grad(order, slot)
 
         param.register_hook(before)  # type: ignore[no-untyped-call]
-        param.register_post_accumulate_grad_hook(after)  # type: ignore[no-untyped-call]
+        handle = param.register_post_accumulate_grad_hook(after)  # type: ignore[no-untyped-call]
 
     def _forget(self, memory: torch.Tensor) -> None:
         for bucket in self.buckets:

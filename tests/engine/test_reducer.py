@@ -271,3 +271,43 @@ def test_branches_on_streams_of_their_own_have_the_bits_of_one_stream(stage: int
     forked = trained()
     monkeypatch.setattr(Branch, "forks", False)
     assert trained() == forked
+
+
+def _hooked(rank: int, world_size: int) -> None:
+    """Compare what hooks that are there before `shard`, and after a step, see with gradients of a plain model."""
+    for stage in range(4):
+        plain, net = make_net(), make_net()
+        seen: dict[str, list[torch.Tensor]] = {"before": [], "after": []}
+
+        def watch(name: str, params: Any, seen: dict[str, list[torch.Tensor]] = seen) -> list[Any]:
+            def note(param: Any) -> None:
+                seen[name].append(param.grad.clone())
+
+            return [param.register_post_accumulate_grad_hook(note) for param in params]
+
+        watch("before", net.parameters())
+        options: dict[str, Any] = {"precision": "fp32", "accumulate": 2, "sync_each": stage > 1}
+        model, optimizer = shardcore.shard(net, shardcore.FusedAdam(net.parameters(), lr=0.0), stage, **options)
+        handles: list[Any] = []
+        for micro in range(4):
+            if micro == 1:
+                handles = watch("after", model.parameters())
+            if micro == 3:
+                for handle in handles:
+                    handle.remove()
+            loss_of(model, batch_of(0, micro, rank)).backward()
+            if micro % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+            plain.zero_grad()
+            loss_of(plain, batch_of(0, micro, rank)).backward()
+            expected = sorted(param.grad.norm().item() for param in plain.parameters() if param.grad is not None)
+            for name in ("before", "after") if micro in (1, 2) else ("before",):
+                assert sorted(grad.norm().item() for grad in seen[name]) == expected, (stage, micro, name)
+            assert len(seen["after"]) == len(expected) * (micro in (1, 2))
+            for grads in seen.values():
+                grads.clear()
+
+
+def test_hooks_that_are_added_after_shard_see_the_local_gradient() -> None:
+    run_ranks(2, _hooked)
