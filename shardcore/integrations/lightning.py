@@ -271,6 +271,7 @@ class _TrainerStrategy(_Sharding):
     """
 
     optimizers: list[Any]
+    _averages: tuple[type, ...]  # the package's callbacks that average whole weights
 
     @property
     def precision_plugin(self) -> Any:
@@ -313,6 +314,12 @@ class _TrainerStrategy(_Sharding):
         """Raise before training for what would fail in it."""
         if trainer.gradient_clip_val:
             check_algorithm(trainer.gradient_clip_algorithm or "norm")
+        averages = [type(each).__name__ for each in trainer.callbacks if isinstance(each, self._averages)]
+        if fits and averages and self._shard_options["stage"] == 3:
+            raise ValueError(
+                f"{type(self).__name__}: callbacks has {averages[0]}, which reads weights that are sharded (stage 3); expected "
+                "shardcore.EMA(module), updated in on_train_batch_end, or stage 0, 1 or 2"
+            )
         if fits and self._saves_shards and trainer.checkpoint_callback is not None:
             for thing in (self.lightning_module, trainer.datamodule):
                 try:
@@ -578,12 +585,14 @@ def _make(package: str, fabric: str) -> Classes:
         return {base: join(f"Shardcore{base.__name__}", mixin, base) for base in bases}
 
     plugins, strategies = import_module(f"{package}.plugins"), import_module(f"{package}.strategies")
+    callbacks = import_module(f"{package}.callbacks")
     fabric_plugins, fabric_strategies = import_module(f"{fabric}.plugins"), import_module(f"{fabric}.strategies")
     trainer = join(
         "ShardcoreStrategy",
         _TrainerStrategy,
         strategies.DDPStrategy,
         _precisions=precisions(_TrainerPrecision, plugins),
+        _averages=(callbacks.StochasticWeightAveraging, callbacks.WeightAveraging),
         _plain_io=fabric_plugins.TorchCheckpointIO,
     )
     fabric_strategy = join(

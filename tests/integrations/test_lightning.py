@@ -3,6 +3,7 @@
 That Lightning's own launcher starts ranks, tests/examples/test_quickstart.py shows with lightning_trainer.py.
 """
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -267,6 +268,46 @@ def _refuses(rank: int, world_size: int, folder: str) -> dict[str, str]:
     found["file"] = error_of(lambda: trainer.save_checkpoint(f"{folder}/plain/manifest.json"))
     found["url"] = error_of(lambda: trainer.save_checkpoint("s3://bucket/last.ckpt"))
     return found
+
+
+def _averages(rank: int, world_size: int) -> dict[str, str]:
+    found = {}
+    for package, classes in PACKAGES.items():
+        averages = {"StochasticWeightAveraging": {"swa_lrs": 1e-2}, "EMAWeightAveraging": {}}
+        for name, options in averages.items():
+            for stage in (2, 3) if package == "lightning" else (3,):
+                callbacks = [getattr(classes.pl.callbacks, name)(**options)]
+                run = partial(fit, rank, world_size, f"shardcore_stage_{stage}", package=package, callbacks=callbacks)
+                found[f"{package} {name} {stage}"] = error_of(run)
+
+    class Ours(PACKAGES["lightning"].pl.Callback):
+        def on_fit_start(self, trainer, module):
+            self.ema = shardcore.EMA(module, 0.5)
+
+        def on_train_batch_end(self, trainer, module, *_):
+            self.ema.update()
+
+    callback = Ours()
+    trainer = fit(rank, world_size, "shardcore_stage_3", callbacks=[callback])
+    x = torch.ones(2, 10)
+    with torch.no_grad():
+        trained = trainer.lightning_module(x)
+        with callback.ema.swap():
+            assert not torch.equal(trainer.lightning_module(x), trained)
+    return found
+
+
+def test_averages_of_whole_weights_are_refused_at_setup_and_ours_is_one():
+    for found in run_ranks(2, _averages):
+        for run, said in found.items():
+            _, name, stage = run.split()
+            if stage == "3":
+                assert said.startswith(
+                    f"ValueError: ShardcoreStrategy: callbacks has {name}, which reads weights that are sharded"
+                )
+                assert "expected shardcore.EMA(module)" in said
+            else:
+                assert said == "no error", run
 
 
 @pytest.mark.more
