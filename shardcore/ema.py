@@ -181,11 +181,11 @@ class EMA:
         Raises ValueError, on every rank, for other names or shapes.
         """
         engine = self._engine
-        given = state_dict["averages"]
         self.follow()
         params: dict[str, torch.Tensor] = {}
 
         def check() -> str:
+            given = state_dict["averages"]
             engine.membership.check("EMA.load_state_dict")
             names = names_of(engine)
             params.update({names[m.param]: m.param for bucket in engine.updater.buckets for m in bucket.params})
@@ -197,8 +197,8 @@ class EMA:
                         f"EMA.load_state_dict: {name} has shape {found.get(name)}; expected {shapes.get(name)} (None: is "
                         "not there)"
                     )
-            return f"the average after {state_dict['updates']} updates"
+            return f"the average after {int(state_dict['updates'])} updates"
 
         engine.together("EMA.load_state_dict", check)
-        self._set({param: given[name] for name, param in params.items()})
+        self._set({param: state_dict["averages"][name] for name, param in params.items()})
         self.updates = int(state_dict["updates"])

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from shardcore.distributed.comm import Traffic
+from shardcore.distributed.everyone import attempt_together
 from shardcore.engine.engine import engine_behind
 
 Batch = TypeVar("Batch")
@@ -24,20 +25,25 @@ class Joined(Generic[Batch]):
     def __init__(self, model: nn.Module, loader: Iterable[Batch]) -> None:
         """Exchange how many batches the ranks have, where all loaders have a length. Collective."""
         self._engine, self._loader = engine_behind("join", model), loader
-        self._engine.synchronize()
-        try:
-            length: int | None = len(loader)  # type: ignore[arg-type]
-        except TypeError:
-            length = None
-        kinds = [name for name, module in self._engine.model.named_modules() if isinstance(module, nn.SyncBatchNorm)]
-        every = self._engine.comm.gather_json([length, kinds])
-        if kinds := next((kinds for _, kinds in every if kinds), []):
+        engine = self._engine
+        said: tuple[int | None, list[str]] = attempt_together(engine.comm, "join", self._described, "no batch was taken")
+        every = engine.comm.gather_json(said)
+        kinds = [kind for _, found in every for kind in found]
+        if kinds:
             raise ValueError(
                 f"join: {kinds[0]} is a SyncBatchNorm, whose statistics would count repeated batches; expected batch norms "
                 "over each rank's own samples, or equally many batches"
             )
         self._lengths = None if any(length is None for length, _ in every) else [int(length) for length, _ in every]
         self.has_batch, self.active = True, self._engine.comm.world_size
+
+    def _described(self) -> tuple[int | None, list[str]]:
+        self._engine.synchronize()
+        try:
+            length: int | None = len(self._loader)  # type: ignore[arg-type]
+        except TypeError:
+            length = None
+        return length, [name for name, module in self._engine.model.named_modules() if isinstance(module, nn.SyncBatchNorm)]
 
     def __len__(self) -> int:
         """Return how often every rank runs the body. TypeError where a rank's loader has no length."""

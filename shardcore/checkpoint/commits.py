@@ -261,8 +261,12 @@ def resume(model: nn.Module, *, scheduler: Any = None, stateful: Mapping[str, An
     if found.source is not None:
         for group, options in zip(engine.groups, options_of(found.source, engine) or (), strict=True):
             group.update(options)  # again: a scheduler that was made meanwhile has set learning rates
-        if scheduler is not None:
-            scheduler.load_state_dict(found.source.scheduler)
-        restore_rank("resume", found.source, engine, wanted)
+        source = found.source
+
+        def restore_scheduler() -> None:
+            if scheduler is not None:
+                scheduler.load_state_dict(source.scheduler)
+
+        restore_rank("resume", source, engine, wanted, restore_scheduler)
     found.scheduler, found.stateful, found.restored = scheduler, wanted.stateful, True
     return int(found.step)

@@ -59,20 +59,31 @@ def consolidate(
         OSError, ValueError: For files that cannot be read or written, or are damaged, with the file; on other ranks
             RuntimeError.
     """
+    if not isinstance(source, nn.Module):
+        _check(output, dtype, max_shard_bytes)
+    else:
+        engine = engine_behind("consolidate", source)
+
+        def described() -> Tensors:
+            _check(output, dtype, max_shard_bytes)
+            return of_engine(engine, dtype)
+
+        tensors = attempt_together(engine.everyone, "consolidate", described, "nothing was written")
+        return write_model(engine, Path(output), tensors, max_shard_bytes)
+    if not isinstance(source, str | os.PathLike):
+        raise TypeError(f"consolidate: source has type {type(source).__name__}; expected a directory, or a sharded model")
+    with open_checkpoint("consolidate", Path(source), tag) as opened:
+        found = of_source(opened, dtype)
+        return write(found, (values for name in found for values in read(opened, name, dtype)), Path(output), max_shard_bytes)
+
+
+def _check(output: str | os.PathLike[str], dtype: object, max_shard_bytes: object) -> None:
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"consolidate: dtype has {dtype!r}; expected a floating dtype, such as torch.bfloat16, or None")
     if type(max_shard_bytes) is not int or max_shard_bytes < 1:
         raise ValueError(f"consolidate: max_shard_bytes has {max_shard_bytes!r}; expected a number of bytes")
     if Path(output).suffix in (".bin", ".pt", ".pth", ".ckpt"):
         raise ValueError(f"consolidate: output has {output!r}; expected a directory, or the name of a .safetensors file")
-    if isinstance(source, nn.Module):
-        engine = engine_behind("consolidate", source)
-        return write_model(engine, Path(output), of_engine(engine, dtype), max_shard_bytes)
-    if not isinstance(source, str | os.PathLike):
-        raise TypeError(f"consolidate: source has type {type(source).__name__}; expected a directory, or a sharded model")
-    with open_checkpoint("consolidate", Path(source), tag) as opened:
-        found = of_source(opened, dtype)
-        return write(found, (values for name in found for values in read(opened, name, dtype)), Path(output), max_shard_bytes)
 
 
 def bytes_of(size: int | str) -> int:

@@ -25,7 +25,7 @@ from shardcore.checkpoint.format import named_buffers, named_parameters
 from shardcore.checkpoint.save import (
     EMA_UPDATES,
     Averages,
-    check_pair,
+    check_pairs,
     columns_of,
     finish_saving,
     ranges_of,
@@ -102,8 +102,7 @@ def load(
         OSError: For files that cannot be read.
     """
     engine = engine_behind("load", model)
-    check_pair("load", engine, optimizer)
-    check_pair("load", engine, ema, "ema")
+    attempt_together(engine.everyone, "load", lambda: check_pairs("load", engine, optimizer, ema), "nothing was changed")
     if ema is not None:
         ema.follow()
     finish_saving(engine)
@@ -258,12 +257,15 @@ def load_from(source: Source, engine: Engine, wanted: Wanted) -> Loaded:
         engine.zero_grad()
     if wanted.ema is not None:
         wanted.ema.updates = source.counters.get(EMA_UPDATES, 0)
-    if wanted.scheduler is not None:
-        wanted.scheduler.load_state_dict(source.scheduler)
-    for name, value in source.extra_state.items():
-        if name in with_extra_state:
-            with_extra_state[name].set_extra_state(value)
-    restore_rank("load", source, engine, wanted)
+
+    def restore_rest() -> None:
+        if wanted.scheduler is not None:
+            wanted.scheduler.load_state_dict(source.scheduler)
+        for name, value in source.extra_state.items():
+            if name in with_extra_state:
+                with_extra_state[name].set_extra_state(value)
+
+    restore_rank("load", source, engine, wanted, restore_rest)
     warn_of_lost("load", [f"{name} is rounded to what this optimizer keeps" for name in sorted(rounded)], stacklevel=3)
     return Loaded(source.path, source.client_state or {}, missing, unexpected)
 
@@ -491,10 +493,11 @@ def _reads_of(
 # --- what each rank has for itself ----------------------------------------------------------------------------------------
 
 
-def restore_rank(op: str, source: Source, engine: Engine, wanted: Wanted) -> None:
-    """Restore random states and positions in data. Collective: an error on one rank is one on all."""
+def restore_rank(op: str, source: Source, engine: Engine, wanted: Wanted, first: Callable[[], None]) -> None:
+    """Call `first`, then restore random states and positions in data. Collective: an error on one rank is one on all."""
 
     def restore() -> None:
+        first()
         of_rank = _of_rank(source, engine.everyone)
         if of_rank is not None and (wanted.states or wanted.stateful):
             if wanted.states:

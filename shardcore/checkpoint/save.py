@@ -101,18 +101,18 @@ def save(
         ema=ema,
     )
     engine = engine_behind("save", model)
-    check_pair("save", engine, optimizer)
-    check_pair("save", engine, ema, "ema")
+    attempt_together(engine.everyone, "save", lambda: check_pairs("save", engine, optimizer, ema), "nothing was saved")
     if ema is not None:
         ema.follow()
     return write_checkpoint(engine, Path(directory), tag, content, save_latest, keep_last, wait)
 
 
-def check_pair(op: str, engine: Engine, thing: object, name: str = "optimizer") -> None:
-    """Raise ValueError unless the optimizer, or EMA, if there is one, is that of the engine."""
-    if thing is not None and getattr(thing, "_engine", None) is not engine:
-        made_by = "what shard returned with it" if name == "optimizer" else "an EMA of it"
-        raise ValueError(f"{op}: {name} is a {type(thing).__name__} that is not model's; expected {made_by}")
+def check_pairs(op: str, engine: Engine, optimizer: object, ema: object) -> None:
+    """Raise ValueError unless the optimizer and the EMA, if there are any, are those of the engine."""
+    made_by = {"optimizer": "what shard returned with it", "ema": "an EMA of it"}
+    for name, thing in (("optimizer", optimizer), ("ema", ema)):
+        if thing is not None and getattr(thing, "_engine", None) is not engine:
+            raise ValueError(f"{op}: {name} is a {type(thing).__name__} that is not model's; expected {made_by[name]}")
 
 
 class Averages(Protocol):

@@ -508,7 +508,7 @@ class Comm:
         rows = self.all_gather_cpu(padded)
         return [json.loads(bytes(row[:n].tolist())) for row, n in zip(rows, lengths, strict=True)]
 
-    def first_problem(self, problem: Exception | None) -> tuple[int, str] | None:
+    def first_problem(self, problem: BaseException | None) -> tuple[int, str] | None:
         """Return the first rank that has a problem, and which, in words; None if no rank has one. Collective."""
         if not bool(self.all_gather_cpu(torch.tensor([problem is not None], device="cpu")).any()):
             return None

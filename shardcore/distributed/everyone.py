@@ -1,7 +1,7 @@
 """All ranks that have parts of a sharded model: shards, of each tensor-parallel slice, or of each pipeline stage, too."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 from shardcore.distributed.comm import Comm
 
@@ -30,7 +30,7 @@ class Everyone:
         """Return what every rank passed, in their order (see Comm.gather_json). Collective."""
         return [one for of_rank in self._comm.gather_json(self._of_parts(value)) for one in of_rank]
 
-    def first_problem(self, problem: Exception | None) -> tuple[int, str] | None:
+    def first_problem(self, problem: BaseException | None) -> tuple[int, str] | None:
         """Return the first rank that has a problem, and which, in words; None if no rank has one. Collective."""
         every = enumerate(self._of_parts(self._comm.first_problem(problem)))
         return min(((one[0] * self.slices + index, one[1]) for index, one in every if one is not None), default=None)
@@ -39,15 +39,35 @@ class Everyone:
 Ranks: TypeAlias = Comm | Everyone
 
 
+def attempt(problems: list[BaseException], *calls: Callable[[], Any]) -> None:
+    """Make every call, and add what they raise to `problems`, for the exchange that tells the other ranks, which wait.
+
+    Errors of any kind, and interrupts. Empty the list afterwards: its errors refer to frames that have it.
+    """
+    for call in calls:
+        try:
+            call()
+        except BaseException as error:
+            problems.append(error)
+
+
+def raise_both(error: Exception, problems: Sequence[BaseException]) -> NoReturn:
+    """Raise the `error` of an exchange, which the first of `problems` is the cause of; an interrupt is raised itself."""
+    if isinstance(problems[0], Exception):
+        raise error from problems[0]
+    raise problems[0] from error
+
+
 def attempt_together(ranks: Ranks, op: str, attempt: Callable[[], Any], then: str) -> Any:
     """Return attempt(); if it raises on a rank, raise that error there, and RuntimeError on the others. Collective.
 
     then: how things are after an error.
     """
-    result, problem = None, None
+    result: Any = None
+    problem: BaseException | None = None
     try:
         result = attempt()
-    except Exception as error:  # of any kind: the other ranks wait
+    except BaseException as error:  # of any kind: the other ranks wait
         problem = error
     try:
         found = ranks.first_problem(problem)

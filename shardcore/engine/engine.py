@@ -16,7 +16,7 @@ from torch import nn
 from shardcore._native import _C
 from shardcore.distributed.clock import scope
 from shardcore.distributed.comm import Traffic, wait_all
-from shardcore.distributed.everyone import Everyone
+from shardcore.distributed.everyone import Everyone, attempt, raise_both
 from shardcore.engine.bucket import Bucket, Managed, note_written
 from shardcore.engine.build import Membership
 from shardcore.engine.device_step import DeviceStep, Outcomes, decides_on_device
@@ -27,7 +27,7 @@ from shardcore.engine.overlap_step import OverlapStep, uses_worker
 from shardcore.engine.plan import BackgroundSave, Plan, StepCommits
 from shardcore.engine.reducer import Reducer
 from shardcore.engine.split_store import RatioTuner, SplitStore
-from shardcore.engine.state_store import DeviceStore, StepError
+from shardcore.engine.state_store import DeviceStore
 from shardcore.engine.step import OwnGrads, Updater, interrupts_held_back
 from shardcore.engine.units import tensors_in
 from shardcore.engine.unshard import Unsharder
@@ -240,10 +240,10 @@ class Engine:
             self._reads_own = self.own_weights or self.gathered.covers(p for p in module.parameters() if p in self.managed)
             try:
                 self.synchronize()
-            except StepError:
+            except BaseException as error:
                 if self._reads_own:
                     raise
-                self.read_all("state_dict", name or "the model")
+                self.read_all("state_dict", name or "the model", error)
 
     def end_state_dict(self, name: str, prefix: str, state_dict: dict[str, Any]) -> None:
         """Replace the entries of managed parameters with full tensors of their own memory, from the masters. Collective.
@@ -322,66 +322,59 @@ class Engine:
         grads: Any,
         grad_scale: float | DeviceScale,
         max_norm: float | None,
-        problems: list[Exception],
+        problems: list[BaseException],
     ) -> Any:
         """Run one optimizer step. Collective. See FusedAdam.step; `grads` is refused, since gradients are sharded.
 
         grad_scale: has a GradScaler's scale in it; its found_inf is not used, since non-finite gradients are found here.
-        problems: why the optimizer refuses its arguments on this rank, if it does. The first is taken out and raised once
-        it is known on all ranks: an error that a frame on its way held would hold the frame, and the model, in a cycle.
+        problems: why the optimizer refuses its arguments on this rank, if it does; an error of the closure, or of anything
+        before the first write, joins them. The first is taken out and raised once it is known on all ranks: an error that a
+        frame on its way held would hold the frame, and the model, in a cycle.
         """
         if grads is not None:
             problems.append(ValueError("step: grads was given; expected None after shard() (backward makes the gradients)"))
         loss = None
         if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        with scope("step"), self.comm.clock.part("optimizer"):
-            self._step(grad_scale, max_norm, problems)
+            try:
+                with torch.enable_grad():
+                    loss = closure()
+            except Exception as error:
+                problems.append(error)
+        try:
+            with scope("step"), self.comm.clock.part("optimizer"), interrupts_held_back() as let_in:
+                self._step(grad_scale, max_norm, problems, let_in)  # an interrupt must not end it halfway on one rank
+                if self.commits is not None:
+                    self.commits.note_step()
+        finally:
+            problems.clear()
         return loss
 
-    def _step(self, grad_scale: float | DeviceScale, max_norm: float | None, problems: list[Exception]) -> None:
-        self.reducer.settle()
-        try:
-            self.synchronize()  # before anything is sent: see engine/overlap_step.py, Note [Who gathers]
-        except StepError as error:
-            problems.append(error)
-        with interrupts_held_back():  # an interrupt must not end the step halfway on one rank
-            self._step_together(grad_scale, max_norm, problems)
-            if self.commits is not None:
-                self.commits.note_step()
-
-    def _step_together(self, grad_scale: float | DeviceScale, max_norm: float | None, problems: list[Exception]) -> None:
-        try:
-            if self.commits is not None and self.updater.has_edits:  # of masters, which the checks below write
-                self.commits.wait_for_all()
-        except StepError as error:
-            problems.append(error)
-        if self.unsharder is not None:
-            self.unsharder.reshard_all()
-        self.reducer.reduce_pending()
-        if not capturing(self.device):  # which allows no question about events
-            self.outcomes.poll()
-        late = () if problems else (self.outcomes.raise_late,)
-        for get_ready in (
-            *late,
-            self._check_step,
-            self.reducer.host_grads.settle,
-        ):  # checks, while the last gradients travel
-            try:
-                get_ready()
-            except (ValueError, TypeError, RuntimeError) as error:
-                problems.append(error)
+    def _step(
+        self,
+        grad_scale: float | DeviceScale,
+        max_norm: float | None,
+        problems: list[BaseException],
+        let_in: Callable[[], None],
+    ) -> None:
+        """See `step`. let_in: raises what an interrupt has raised so far."""
+        # Before anything is sent: see engine/overlap_step.py, Note [Who gathers].
+        attempt(problems, self.reducer.settle, self.synchronize)
+        attempt(problems, self._wait_for_commits, self._reshard_all, self.reducer.reduce_pending, self._poll_outcomes)
+        if not problems:
+            attempt(problems, self.outcomes.raise_late)
+        attempt(problems, self._check_step, self.reducer.host_grads.settle)  # while the last gradients travel
         if self.ratio_tuner is not None:
-            self.ratio_tuner.begin_step()
+            attempt(problems, self.ratio_tuner.begin_step)
+        attempt(problems, let_in)
         limit = self.max_norm if max_norm is None else max_norm
         order, ways = self.overlap_step.order if self.overlap_step is not None else (), self.comm.take_order()
         refuses = bool(problems)
-        del problems[1:]
         try:
             backwards = self.reducer.count
             outcome, plan = self.updater.decide(grad_scale, limit, problems, self.scaler.host_scale, backwards, order, ways)
         except Exception as error:  # on every rank
+            if problems:  # the exchange that was to tell them failed, too
+                raise_both(error, problems)
             if isinstance(error, ValueError) and not refuses:  # perhaps another rank knew earlier of a late error
                 self.settle()
                 self.outcomes.raise_late()
@@ -403,6 +396,18 @@ class Engine:
                 self.overlap_step.defer(gathers)
         if plan is not None and self.unsharder is not None:
             self.unsharder.renew()
+
+    def _wait_for_commits(self) -> None:
+        if self.commits is not None and self.updater.has_edits:  # of masters, which the checks of a step write
+            self.commits.wait_for_all()
+
+    def _reshard_all(self) -> None:
+        if self.unsharder is not None:
+            self.unsharder.reshard_all()
+
+    def _poll_outcomes(self) -> None:
+        if not capturing(self.device):  # which allows no question about events
+            self.outcomes.poll()
 
     @property
     def loss_scale(self) -> float:
@@ -562,19 +567,20 @@ class Engine:
         self,
         op: str,
         params: Sequence[torch.Tensor] | None,
-        what: str,
-        norm_type: float | None = None,
+        what: Callable[[], str],
+        norm_type: Callable[[], float] | None = None,
     ) -> OwnGrads:
         """Return this rank's parts of the averaged gradients, to clip them in place. Collective.
 
         params: of which ones; all that the optimizer updates if None. what: says what `op` does with them, the same on every
-        rank. norm_type: of the norm to take, None for no norm.
+        rank, or refuses, which is an error on all. norm_type: of the norm to take, asked after that; None for no norm.
         """
         buckets = self.updater.buckets if params is None else [bucket for bucket in self.buckets if bucket.trainable]
         chosen = None if params is None else set(params)
         managed = [m for bucket in buckets for m in bucket.params if chosen is None or m.param in chosen]
-        self.begin_grad_read(op, lambda: f"{what} over {', '.join(m.name for m in managed)}")
-        return OwnGrads(buckets, chosen, norm_type, self.comm, self.lifetimes, self.device, self.reducer.show_grads)
+        self.begin_grad_read(op, lambda: f"{what()} over {', '.join(m.name for m in managed)}")
+        order = None if norm_type is None else norm_type()
+        return OwnGrads(buckets, chosen, order, self.comm, self.lifetimes, self.device, self.reducer.show_grads)
 
     def begin_grad_read(self, op: str, which: Callable[[], str]) -> None:
         """Begin a read of gradients, as every rank does (see `together`); `which` says of what. Reduces what is not."""
@@ -594,32 +600,34 @@ class Engine:
         What `check` returns says which value is read, where there are several: it has to be the same on every rank. of_grads:
         so has the number of backwards.
         """
-        self.reducer.settle()
-        self.settle(counts=True)
-        problem: Exception | None = None
-        what = ""
+        problems: list[BaseException] = []
+        said: list[str] = []
+        # Commits are waited for before anything is sent, as in a step.
+        attempt(problems, self.reducer.settle, partial(self.settle, counts=True), self._settle_commits)
+        attempt(problems, partial(self.updater.refuse_swapped, op))
+        if not problems:
+            attempt(problems, lambda: said.append(check()))
         try:
-            self._settle_commits()  # before anything is sent, as in a step
-        except StepError as error:
-            problem = error
-        try:
-            self.updater.refuse_swapped(op)
-            what = "" if problem is not None else check()
-        except (ValueError, TypeError, KeyError, RuntimeError, OSError) as error:
-            problem = error
-        try:
-            agree_on_read(self.comm, op, what, self.reducer.count if of_grads else 0, problem)
+            agree_on_read(self.comm, op, "".join(said), self.reducer.count if of_grads else 0, problems)
         finally:
-            problem = None  # as in step
+            problems.clear()  # as in step
 
-    def read_all(self, op: str, what: str) -> None:
-        """Begin a read of all weights or states of `what`, as every rank does (see `together`)."""
+    def read_all(self, op: str, what: str, problem: BaseException | None = None) -> None:
+        """Begin a read of all weights or states of `what`, as every rank does (see `together`).
+
+        problem: why this rank refuses.
+        """
 
         def check() -> str:
+            if problem is not None:
+                raise problem
             self.updater.accept_weight_edits()
             return f"that of {what}{self.updater.changed()}"
 
-        self.together(op, check)
+        try:
+            self.together(op, check)
+        finally:
+            problem = None  # as in step
 
     # --- full values of one parameter ---------------------------------------------------------------------------------
 

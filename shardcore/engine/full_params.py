@@ -151,7 +151,7 @@ def _refuse_differences(engine: Engine, op: str, units: Sequence[Unit]) -> None:
 
 def _begin_settling(comm: Comm, op: str, what: str, difference: Callable[[], Exception | None] | None = None) -> None:
     comm.refuse_if_broken()
-    agree_on_read(comm, f"{_END} {op}", what, 0, None, difference)
+    agree_on_read(comm, f"{_END} {op}", what, 0, [], difference)
 
 
 _CHUNK = 1 << 20

@@ -17,6 +17,7 @@ import torch
 from shardcore.distributed.clock import scope
 from shardcore.distributed.comm import Comm, Traffic, wait_all
 from shardcore.distributed.compare import uneven_backwards
+from shardcore.distributed.everyone import Everyone, raise_both
 from shardcore.engine.bucket import Bucket, Managed
 from shardcore.engine.slices import held_by, slice_of
 from shardcore.engine.state_store import ReadPart
@@ -36,10 +37,10 @@ def agree_on_read(
     op: str,
     what: str,
     backwards: int,
-    problem: Exception | None,
+    problems: list[BaseException],
     difference: Callable[[], Exception | None] | None = None,
 ) -> None:
-    """Raise on every rank if one has a `problem`, or ranks are in other reads than `op`, or read something else than `what`.
+    """Raise on every rank if one has `problems`, or ranks are in other reads than `op`, or read something else than `what`.
 
     (OtherCallError for the second, which is no ValueError: Trainer takes that of a save for one that it makes up for.)
 
@@ -48,34 +49,42 @@ def agree_on_read(
     `what` differs, and returns the error to raise, None for none.
     """
     call, here = zlib.crc32(op.encode()), zlib.crc32(what.encode())
-    row = torch.tensor([call, problem is not None, here, backwards], device="cpu")
-    rows = comm.all_gather_cpu(row, Traffic.READ, op)
-    others, other_part = rows.tolist(), False
-    calls = [op] * len(others) if bool((rows[:, 0] == call).all()) else comm.gather_json(op)
-    if over := comm.across if op == "clip_grad_norm_" else comm.slices:
-        refused = bool(rows[:, 1].any()) or not bool((rows == row).all())
-        other_part = bool(comm.of_parts(torch.tensor([refused], device="cpu"), Traffic.READ, op, over).any())
-    if problem is not None:
-        try:
-            raise problem
-        finally:
-            problem = None  # as in Engine.step
-    for rank, (_, refuses, there, count) in enumerate(others):
+    row = torch.tensor([call, bool(problems), here, backwards], device="cpu")
+    over = comm.across if op == "clip_grad_norm_" else comm.slices
+    found, other_part = None, False
+    try:
+        rows = comm.all_gather_cpu(row, Traffic.READ, op)
+        same = bool((rows == row).all())
+        calls = [op] * len(rows) if bool((rows[:, 0] == call).all()) else comm.gather_json(op)
+        if over:
+            refused = torch.tensor([bool(rows[:, 1].any()) or not same], device="cpu")
+            other_part = bool(comm.of_parts(refused, Traffic.READ, op, over).any())
+        if bool(rows[:, 1].any()) or other_part:
+            found = Everyone(comm, over).first_problem(problems[0] if problems else None)
+    except Exception as error:
+        if problems:
+            raise_both(error, problems)
+        raise
+    if problems:
+        del problems[1:]
+        raise problems.pop()  # as in Engine.step
+    why = "see the errors of its ranks" if found is None else found[1]
+    for rank, (_, refuses, there, count) in enumerate(rows.tolist()):
         if calls[rank] != op:
             expected = "every rank to make the same calls in one order"
             if "state_dict" in (op, calls[rank]):
                 expected += ", or one rank alone to save inside deepspeed.zero.GatheredParameters"
             raise OtherCallError(f"{op}: rank {rank} calls {calls[rank]}; expected {expected}", calls)
         if refuses:
-            raise ValueError(f"{op}: rank {rank} refused; see its error")
+            raise ValueError(f"{op}: rank {rank} refused: {why}")
         if there != here and difference is None:
             raise ValueError(f"{op}: rank {rank} reads something else than {what}; expected the same on every rank")
         if count != backwards:
-            raise uneven_backwards([row[3] for row in others])
-    if difference is not None and bool((rows[:, 2] != here).any()) and (found := difference()) is not None:
-        raise found
+            raise uneven_backwards(rows[:, 3].tolist())
+    if difference is not None and bool((rows[:, 2] != here).any()) and (differs := difference()) is not None:
+        raise differs
     if other_part:
-        raise ValueError(f"{op}: another part of the model refused; see the error of its ranks")
+        raise ValueError(f"{op}: another part of the model refused: {why}")
 
 
 def keys_of(params: Iterable[Managed], state_dict: Mapping[str, Any], prefix: str) -> dict[torch.nn.Parameter, list[str]]:

@@ -34,25 +34,31 @@ def unfreeze(module: nn.Module) -> None:
     """
     held = (p for m in module.modules() for p in getattr(m._parameters, "own", m._parameters).values() if p is not None)
     engine = engine_behind("unfreeze", next(held, module))
-    engine.synchronize()  # parameters() starts no gather, so over NCCL it may refuse to be read after an overlapped step
     optimizer: Any = engine._optimizer()
-    frozen = [param for param in module.parameters() if not param.requires_grad]
-    problem: Exception | None = None
-    grouped = set() if optimizer is None else {param for group in optimizer.param_groups for param in group["params"]}
-    if not grouped.issuperset(module.parameters()):
-        problem = ValueError("unfreeze: the optimizer has not all of these parameters; expected add_param_group before")
+    frozen: list[nn.Parameter] = []
+    problem: BaseException | None = None
+    try:
+        engine.synchronize()  # parameters() starts no gather, so over NCCL it may refuse to be read after an overlapped step
+        frozen += [param for param in module.parameters() if not param.requires_grad]
+        grouped = set() if optimizer is None else {param for group in optimizer.param_groups for param in group["params"]}
+        if not grouped.issuperset(module.parameters()):
+            raise ValueError("unfreeze: the optimizer has not all of these parameters; expected add_param_group before")
+    except BaseException as error:  # of any kind: the other ranks are waiting
+        problem = error
     for param in frozen:
         param.requires_grad_(True)
     try:
         regroup(engine, optimizer, problem, "unfreeze")
-    except Exception:
+    except BaseException:
         for param in frozen:
             param.requires_grad_(False)
         raise
+    finally:
+        problem = None  # else a cycle
 
 
 @torch.no_grad()
-def regroup(engine: Engine, optimizer: Any, problem: Exception | None, op: str = "add_param_group") -> None:
+def regroup(engine: Engine, optimizer: Any, problem: BaseException | None, op: str = "add_param_group") -> None:
     """Bring the buckets in line with what requires gradients and is in which group. Collective.
 
     problem: why this rank refuses.

@@ -17,6 +17,7 @@ import torch
 from shardcore._native import _C
 from shardcore.distributed.comm import Comm, Started, Traffic, wait_all
 from shardcore.distributed.compare import first_difference
+from shardcore.distributed.everyone import Everyone, attempt
 from shardcore.engine.bucket import Bucket, Lifetimes, Managed
 from shardcore.engine.device_step import DeviceStep, PendingResult
 from shardcore.engine.host_gradients import sq_norm_of
@@ -153,7 +154,7 @@ class Updater:
         self,
         grad_scale: float | DeviceScale,
         max_norm: float | None,
-        problems: list[Exception],
+        problems: list[BaseException],
         loss_scale: float | None = 1.0,
         backwards: int = 0,
         order: Sequence[str] = (),
@@ -164,9 +165,9 @@ class Updater:
         Where the norm is not finite there is no plan, or (where the device decides) one that writes nothing. The gradients are
         multiplied by `grad_scale` and, if `max_norm` is given, by the clip coefficient of their global norm; `loss_scale` is
         what they were divided by, None if only the device knows. Collective. `problems` has this rank's reason to refuse, if
-        any: it is taken out and raised, and every other rank raises, too, as all do if these numbers, the options of a group,
-        the parameters that have gradients, the `backwards` (Reducer.count), or `ways` (Comm.take_order) differ between ranks.
-        `order` may differ.
+        any: the first is taken out and raised, and every other rank raises an error that names it. So do all ranks if these
+        numbers, the options of a group, the parameters that have gradients, the `backwards` (Reducer.count), or `ways`
+        (Comm.take_order) differ between ranks. `order` may differ.
         """
         active = [bucket for bucket in self.buckets if bucket.reduced and any(m.has_grad for m in bucket.params)]
         given = (grad_scale.grad_scale, grad_scale.loss_scale) if isinstance(grad_scale, DeviceScale) else grad_scale
@@ -183,8 +184,9 @@ class Updater:
                 squares = self.comm.gather_rows(_C.sq_norm_add(squares), Traffic.STEP, "a step")
             if self.comm.across:
                 squares = self.comm.of_parts(_C.sq_norm_add(squares), Traffic.STEP, "a step")
-            scalars, outcome = self._device_step.decide(squares, updated, self._read, grad_scale, max_norm)
-            return outcome, StepPlan(self._spans_of(active, index_of), scalars, updated, same_order) if active else None
+            with self._after_agreement():
+                scalars, outcome = self._device_step.decide(squares, updated, self._read, grad_scale, max_norm)
+                return outcome, StepPlan(self._spans_of(active, index_of), scalars, updated, same_order) if active else None
         assert isinstance(grad_scale, float)
         norm = _C.norm_from_sq(_C.sq_norm_add(squares))
         scale = _C.clipped_scale(grad_scale, norm, math.inf if max_norm is None else max_norm)
@@ -193,13 +195,14 @@ class Updater:
             return norm, None
         updated, hypers = list(self._with_grad(active)), list[Any]()
         first = {}
-        for managed in updated:
-            assert managed.group is not None
-            if (managed.group, managed.step) not in first:
-                first[managed.group, managed.step] = len(hypers)
-                hypers.append(self.kind.hyper(self._read[managed.group], managed.step + 1, scale))
-        index_of = {managed: first[managed.group, managed.step] for managed in updated}
-        return norm, StepPlan(self._spans_of(active, index_of), hypers, updated, same_order)
+        with self._after_agreement():
+            for managed in updated:
+                assert managed.group is not None
+                if (managed.group, managed.step) not in first:
+                    first[managed.group, managed.step] = len(hypers)
+                    hypers.append(self.kind.hyper(self._read[managed.group], managed.step + 1, scale))
+            index_of = {managed: first[managed.group, managed.step] for managed in updated}
+            return norm, StepPlan(self._spans_of(active, index_of), hypers, updated, same_order)
 
     @torch.no_grad()
     def apply(self, plan: StepPlan, wait: bool = True) -> dict[Bucket, list[Started]]:
@@ -250,6 +253,15 @@ class Updater:
             bucket, spans, plan.hypers, self.groups, self.store, self.comm, self.lifetimes, self.raise_failure
         )
 
+    @contextmanager
+    def _after_agreement(self) -> Iterator[None]:
+        """Let what fails on this rank, after all have agreed on the step, be a step that failed on its way."""
+        try:
+            yield
+        except Exception as error:
+            self._failure = self._failure or error
+        self.raise_failure()
+
     def raise_failure(self) -> None:
         """Raise StepError if `apply` has failed on its way, this time and from then on."""
         if self._failure is not None:
@@ -282,7 +294,7 @@ class Updater:
     def _agreed(
         self,
         active: Sequence[Bucket],
-        problems: list[Exception],
+        problems: list[BaseException],
         terms: Mapping[str, object],
         order: int,
         ways: Sequence[str],
@@ -293,14 +305,18 @@ class Updater:
         waits for them. Raises on all ranks, of all parts, if one refuses or differs in its terms. (Parts have buckets of their
         own, and only compare how gradients are scaled and clipped.)
         """
-        compared = [*ways, *self._compared(terms)] if self.comm.world_size > 1 else []
+        compared: list[str] = []
+        taken: list[torch.Tensor] = []
+        if self.comm.world_size > 1:
+            attempt(problems, lambda: compared.extend([*ways, *self._compared(terms)]))
+        attempt(problems, lambda: taken.append(self._own_squares(active)))
+        squares = taken[0] if taken else torch.zeros(2, dtype=torch.float64, device="cpu")
         digest = zlib.crc32("\n".join(compared).encode())
         head = torch.tensor([bool(problems), digest, order], dtype=torch.float64, device="cpu")
-        squares = _squares_of(active)
         if self._device_step is not None:
             rows = self.comm.all_gather_cpu(head, Traffic.STEP, "a step")
         else:
-            rows = self.comm.all_gather_cpu(torch.cat([head, _C.sq_norm_add(squares.cpu())]), Traffic.STEP, "a step")
+            rows = self.comm.all_gather_cpu(torch.cat([head, squares]), Traffic.STEP, "a step")
             squares = rows[:, 3:].contiguous()
         scaling = zlib.crc32(f"{terms['grad_scale']} {terms['max_norm']} {terms['loss_scale']}".encode())
         refused = bool(rows[:, 0].any()) or bool((rows[:, 1] != digest).any())
@@ -310,16 +326,19 @@ class Updater:
         else:
             parts = self.comm.of_parts(torch.cat([own, _C.sq_norm_add(squares)]), Traffic.STEP, "a step")
             squares = parts[:, 3:].contiguous()
-        if problems:
-            raise problems.pop()
-        if rows[:, 0].any():
-            refusing = rows[:, 0].nonzero().flatten().tolist()
-            raise ValueError(f"step: rank {refusing[0]} refused the step, so no rank was updated; see its error")
-        if (rows[:, 1] != digest).any():
-            difference = first_difference(self.comm.gather_json(compared))
-            raise ValueError(f"step: ranks disagree: {difference}; expected the same step on every rank (none was updated)")
-        if parts[:, 0].any():
-            raise ValueError("step: another part of the model refused the step, so no rank was updated; see its ranks' errors")
+        if bool(parts[:, 0].any()):
+            found = Everyone(self.comm, self.comm.across).first_problem(problems[0] if problems else None)
+            why = "see the errors of its ranks" if found is None else found[1]
+            if problems:
+                del problems[1:]
+                raise problems.pop()
+            if rows[:, 0].any():
+                refusing = rows[:, 0].nonzero().flatten().tolist()
+                raise ValueError(f"step: rank {refusing[0]} refused the step, so no rank was updated: {why}")
+            if (rows[:, 1] != digest).any():
+                difference = first_difference(self.comm.gather_json(compared))
+                raise ValueError(f"step: ranks disagree: {difference}; expected the same step on every rank (none was updated)")
+            raise ValueError(f"step: another part of the model refused the step, so no rank was updated: {why}")
         if (parts[:, 1] != scaling).any():
             raise ValueError(
                 "step: the parts of the model disagree on grad_scale, max_norm or loss_scale, which are "
@@ -329,6 +348,10 @@ class Updater:
         self.loaded = ""
         self.forget_changes()
         return squares, bool((rows[:, 2] == order).all()), bool(parts[:, 2].any())
+
+    def _own_squares(self, active: Sequence[Bucket]) -> torch.Tensor:
+        squares = _squares_of(active)
+        return squares if self._device_step is not None else _C.sq_norm_add(squares.cpu())
 
     def _compared(self, terms: Mapping[str, object]) -> list[str]:
         """Return what has to be the same on every rank for a step to give the same weights."""
@@ -504,8 +527,11 @@ _ENDING = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2  # handl
 
 
 @contextmanager
-def interrupts_held_back() -> Iterator[None]:
-    """Let Ctrl-C, and signals by which jobs are ended, take effect at the end. (Handlers run on the main thread alone.)"""
+def interrupts_held_back() -> Iterator[Callable[[], None]]:
+    """Let Ctrl-C, and signals by which jobs are ended, take effect at the end. (Handlers run on the main thread alone.)
+
+    Yields a function by which those that have come so far take effect at once.
+    """
     here = threading.current_thread() is threading.main_thread()
     handlers: dict[int, Any] = {number: signal.getsignal(number) for number in _ENDING if here}
     with ExitStack() as calls, ExitStack() as old:  # which makes every call, though one raises
@@ -513,4 +539,4 @@ def interrupts_held_back() -> Iterator[None]:
             if callable(handler):
                 old.callback(signal.signal, number, handler)
                 signal.signal(number, lambda number, frame: calls.callback(handlers[number], number, frame))
-        yield
+        yield calls.close

@@ -93,7 +93,9 @@ class ShardableOptimizer(torch.optim.Optimizer):
     kind: Kind
     # The Engine, or None. No default: Lightning's Fabric wraps an optimizer in a subclass that looks up what it lacks.
     _engine: Any
-    _regroup: Callable[[Any, Any, Exception | None], None]  # after shard: lays out states for new groups (engine/regroup.py)
+    _regroup: Callable[
+        [Any, Any, BaseException | None], None
+    ]  # after shard: lays out states for new groups (engine/regroup.py)
     _skipped: int
     _device_state: DeviceState | None  # of capturable steps
     # GradScaler's protocol: it leaves gradients alone and sets the attributes grad_scale (divides) and found_inf (skips)
@@ -115,10 +117,10 @@ class ShardableOptimizer(torch.optim.Optimizer):
         """See FusedAdam.step. What it refuses on one rank the engine raises on all."""
         scale: float | DeviceScale = 1.0
         limit: float | None = None
-        problems: list[Exception] = []
+        problems: list[BaseException] = []
         try:
             scale, limit = self._checked(grad_scale, max_norm)
-        except (TypeError, ValueError) as error:
+        except Exception as error:  # of any kind: the other ranks are waiting
             problems.append(error)
         return self._engine.step(closure, grads, scale, limit, problems)
 
@@ -152,21 +154,21 @@ class ShardableOptimizer(torch.optim.Optimizer):
         if self._engine is None:
             self._add_group(param_group)
             return
-        problem: Exception | None = None
-        self.synchronize()
+        problem: BaseException | None = None
         before = len(self.param_groups)
         try:
+            self.synchronize()
             self._add_group(param_group)
             if strange := [p for p in param_group["params"] if engine_of(p) is not self._engine]:
                 raise ValueError(
                     f"{self._op}: add_param_group was called after shard with {len(strange)} parameters that are not the "
                     "model's; expected parameters that it had in shard"
                 )
-        except Exception as error:  # of any kind: the other ranks are waiting
+        except BaseException as error:  # of any kind: the other ranks are waiting
             problem = error
         try:
             self._regroup(self._engine, self, problem)
-        except Exception:
+        except BaseException:
             del self.param_groups[before:]
             raise
         finally:

@@ -158,14 +158,21 @@ def clip_grad_norm_(
             raise TypeError(f"{op}: model_or_params has type {given}; expected a module, a parameter or parameters")
         params = [model_or_params] if isinstance(model_or_params, torch.Tensor) else list(model_or_params)
         engines = {**by_engine(params)}
-    limit, order = check_max_norm(op, max_norm), check_norm_type(op, norm_type)
-    dtensors = find_rows(op, [None if engine_of(p) is not None else p for p in params])
-    plain = ((i, p) for i, p in enumerate(params) if engine_of(p) is None)
-    found = {i: grad for i, p in plain if (grad := _local_grad(op, i, p, dtensors)) is not None}
+
+    @functools.cache
+    def checked() -> tuple[float, float, Mapping[torch.Tensor, Rows], Mapping[int, torch.Tensor]]:
+        limit, order = check_max_norm(op, max_norm), check_norm_type(op, norm_type)
+        dtensors = find_rows(op, [None if engine_of(p) is not None else p for p in params])
+        plain = ((i, p) for i, p in enumerate(params) if engine_of(p) is None)
+        return limit, order, dtensors, {i: grad for i, p in plain if (grad := _local_grad(op, i, p, dtensors)) is not None}
+
+    def what() -> str:
+        return "max_norm={} norm_type={}".format(*checked())
+
+    shards = [engine.own_grads(op, some, what, lambda: checked()[1]) for engine, some in engines.items()]
+    limit, order, dtensors, found = checked()
     grads, owners = list(found.values()), [params[i] for i in found]
     in_order = _C.dense([*grads], owners)  # for the bits of step(max_norm=)
-    what = f"max_norm={limit} norm_type={order}"
-    shards = [engine.own_grads(op, some, what, order) for engine, some in engines.items()]
     part = global_part(*grouped(owners, in_order, dtensors), order)
     norm = norm_of(join([part, *(each.part for each in shards)], order), order)
     if error_if_nonfinite and not math.isfinite(norm):
@@ -248,9 +255,12 @@ def _clip_grads_with_norm_(
     op, listed = "clip_grads_with_norm_", _listed(parameters)
     _warn_if_empty(op, listed)
     if _any_in_shards(listed):
-        coefficient = _C.clip_coefficient(number(op, "total_norm", total_norm), check_max_norm(op, max_norm))
+
+        def coefficient() -> float:
+            return _C.clip_coefficient(number(op, "total_norm", total_norm), check_max_norm(op, max_norm))
+
         for engine, params in by_engine(listed).items():
-            engine.own_grads(op, params, f"{coefficient}").scale(coefficient)
+            engine.own_grads(op, params, lambda: f"{coefficient()}").scale(coefficient())
         listed = [param for param in listed if engine_of(param) is None]
     if listed:
         _torchs[op](listed, max_norm, total_norm, foreach)
@@ -269,11 +279,15 @@ def _clip_grad_value_(parameters: _Tensors, clip_value: float, foreach: bool | N
     op, listed = "clip_grad_value_", _listed(parameters)
     _warn_if_empty(op, listed)
     if _any_in_shards(listed):
-        limit = number(op, "clip_value", clip_value)
-        if not limit >= 0.0:
-            raise ValueError(f"{op}: clip_value has {limit}; expected a number of at least 0")
+
+        def limit() -> float:
+            found = number(op, "clip_value", clip_value)
+            if not found >= 0.0:
+                raise ValueError(f"{op}: clip_value has {found}; expected a number of at least 0")
+            return found
+
         for engine, params in by_engine(listed).items():
-            engine.own_grads(op, params, f"{limit}").clamp(limit)
+            engine.own_grads(op, params, lambda: f"{limit()}").clamp(limit())
         listed = [param for param in listed if engine_of(param) is None]
     if listed:
         _torchs[op](listed, clip_value, foreach)

@@ -122,8 +122,8 @@ def test_a_read_that_one_rank_refuses_or_that_differs_is_refused_on_all() -> Non
     other, own = run_ranks(2, _reads_of_different_things)
     assert "full_grad: got a Net; expected a parameter" in own[0]
     assert "full_state: head.weight has no state 'momentum'; expected one of step, exp_avg, exp_avg_sq" in own[1]
-    assert "full_grad: rank 1 refused; see its error" in other[0]
-    assert "full_state: rank 1 refused; see its error" in other[1]
+    assert "full_grad: rank 1 refused: TypeError: full_grad: got a Net" in other[0]
+    assert "full_state: rank 1 refused: KeyError: " in other[1]
     assert "full_state: rank 1 reads something else than exp_avg of head.weight; expected the same on every rank" in other[2]
     assert "full_state: rank 0 reads something else than step of head.weight" in own[2]
     assert "full_grad: rank 1 reads something else than head.weight" in other[3]
