@@ -165,6 +165,7 @@ class Comm:
         self._stream: torch.cuda.Stream | None = None
         self._in_flight: list[Any] = []
         self._log: watchdog.Log | None = None
+        self._logs: Sequence[watchdog.Log] = ()  # that one, and of the gloo group beside NCCL
 
     def acquire_group(self, keepers: int = 0) -> None:
         """Move to a group of the same ranks that no other engine uses while this object lives. Collective.
@@ -195,7 +196,7 @@ class Comm:
         self._log = watchdog.log_of(self.group)
         if self.uses_nccl:
             self._make_parts(keepers)
-        logs = [self._log] if slot.host is None else [self._log, watchdog.log_of(slot.host)]
+        self._logs = logs = [self._log] if slot.host is None else [self._log, watchdog.log_of(slot.host)]
         for log in logs:
             log.begin_engine(rows[0][1], self.uses_nccl and log is self._log)
         weakref.finalize(self, _release, slot, self._in_flight, logs)
@@ -270,13 +271,34 @@ class Comm:
 
     @property
     def broken(self) -> bool:
-        """Whether a wait failed, so that nothing in flight may be waited for."""
-        return bool(self._slot.broken)
+        """Whether a wait failed, or the watchdog ended one, so that nothing in flight may be waited for."""
+        return bool(self._why_broken)
+
+    @property
+    def _why_broken(self) -> str:
+        return self._slot.broken or next((log.ended for log in self._logs if log.ended), "")
 
     def refuse_if_broken(self) -> None:
         """Raise the error of a failed wait again."""
-        if self._slot.broken:
-            raise RuntimeError(self._slot.broken)
+        if why := self._why_broken:
+            raise RuntimeError(why)
+
+    def begin_backward(self) -> None:
+        """Note that a backward begins, which may wait for other ranks."""
+        for log in self._logs:
+            log.in_backward = True
+
+    def fail_backward(self, error: str = "") -> None:
+        """Let the ranks that wait inside this backward know that it ended in an error here ("": one that is not known)."""
+        for log in self._logs:
+            if log.in_backward and (error or log.failed is None or log.failed[0] < log.backwards):
+                log.failed = log.backwards, error or "see its output"
+
+    def leave_backward(self, failed: bool, reduced: bool = False) -> None:
+        """Note that a backward ended, and whether it `reduced` gradients; or that what it left is dropped, as it `failed`."""
+        for log in self._logs:
+            log.in_backward, log.failed = False, log.failed if failed else None
+            log.backwards += failed or reduced
 
     def start_backward(self) -> None:
         """Note that a backward begins to send."""
@@ -306,7 +328,8 @@ class Comm:
         if self.uses_nccl and (group := self._group_of(ranks)) is not None:
             operation = self._start(name, ranks)
             self.sent[kind] += sent.nbytes // len(ranks) * (len(ranks) - 1)
-            work = dist.all_to_all_single(as_bytes(received), as_bytes(sent), group=group, async_op=True)
+            with _explained(operation):
+                work = dist.all_to_all_single(as_bytes(received), as_bytes(sent), group=group, async_op=True)
             return self._started(operation, [work])
         return self._exchange(_pieces(sent, len(ranks)), _pieces(received, len(ranks)), kind, name, ranks, of)
 
@@ -316,12 +339,13 @@ class Comm:
             return []
         operation = self._start(name)
         self.sent[Traffic.BACKWARD] += sent.nbytes // self.world_size * (self.world_size - 1)
-        if self.topology.nodes == 1:
-            work = _reduce_scatter(received, sent, group=self.group, async_op=True)
-        else:
-            pieces = sent.chunk(self.world_size)
-            of_ranks = [pieces[self.topology.piece_index(rank)] for rank in range(self.world_size)]
-            work = dist.reduce_scatter(received, of_ranks, group=self.group, async_op=True)
+        with _explained(operation):
+            if self.topology.nodes == 1:
+                work = _reduce_scatter(received, sent, group=self.group, async_op=True)
+            else:
+                pieces = sent.chunk(self.world_size)
+                of_ranks = [pieces[self.topology.piece_index(rank)] for rank in range(self.world_size)]
+                work = dist.reduce_scatter(received, of_ranks, group=self.group, async_op=True)
         return self._started(operation, [work])
 
     def all_gather(
@@ -367,7 +391,10 @@ class Comm:
     def _gather_in_place(self, flats: list[torch.Tensor], kind: Traffic, name: str, ranks: Sequence[int]) -> list[Started]:
         owns = [flat.chunk(len(ranks))[ranks.index(self.rank)] for flat in flats]
         self.sent[kind] += sum(own.nbytes for own in owns) * (len(ranks) - 1)
-        return self._started(self._start(name, ranks), [_all_gather(flats, owns, group=self._group_of(ranks))])
+        operation, group = self._start(name, ranks), self._group_of(ranks)
+        with _explained(operation):
+            work = _all_gather(flats, owns, group=group)
+        return self._started(operation, [work])
 
     def _after_current(self) -> AbstractContextManager[Any]:
         """Return a context whose stream, on CUDA, goes on from the current one without delaying it."""
@@ -411,7 +438,9 @@ class Comm:
         operation = self._start(name, ranks)
         if self.uses_nccl and messages:  # as one group of calls, which NCCL runs at once
             calls = [dist.P2POp(call, data, peer, group) for call, data, peer in messages]
-            return self._started(operation, dist.batch_isend_irecv(calls))
+            with _explained(operation):
+                started = dist.batch_isend_irecv(calls)
+            return self._started(operation, started)
         with _explained(operation):
             works = [call(data, peer, group=group, tag=tag) for call, data, peer in messages]
         return [Started(operation, filter(None, works))] if works else []
@@ -553,6 +582,7 @@ def _release(slot: GroupSlot, in_flight: list[Any], logs: Sequence[watchdog.Log]
     """Free a group for the next engine."""
     for log in logs:
         log.left = True
+        slot.spoiled |= bool(log.ended)
     slot.release(in_flight)
 
 

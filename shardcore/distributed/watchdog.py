@@ -7,7 +7,8 @@ store of the default process group, and reads what the ranks missing from it hav
 Note [Proof]: a rank starts nothing while it waits. So two ranks are stuck for good if each waits for a collective that needs
 the other, which the other has not started; likewise if the other's engine is gone (`Log.left`). On NCCL the host does not wait,
 and collectives run in the order in which they were started, so two ranks are also stuck if they started different ones in
-the same place. The user's own collectives are not counted; that a rank waits in one shows in the frames of its main thread. It
+the same place. A backward that failed on a rank sends nothing more: ranks that wait inside the same backward are stuck, too
+(`Log.failed`). The user's own collectives are not counted; that a rank waits in one shows in the frames of its main thread. It
 counts as stuck if all other ranks of its group wait for what it has not started, and only if it is of a kind that no rank
 leaves before all have entered it (`_SYMMETRIC`), called there, without `async_op` and by no other thread. What a rank wrote
 counts only while it keeps writing (`beat`), since its wait may have ended. Slow ranks and networks prove nothing: they get one
@@ -81,6 +82,12 @@ class Log:
         self.started, self._digest = 0, 0
         self.in_order = False  # collectives run in the order in which they were started (NCCL)
         self.left = False  # its engine is gone
+        self.backwards = 0  # how many have reduced gradients or failed; one on this rank alone (autograd.grad) does not count
+        self.in_backward = False
+        self.failed: tuple[int, str] | None = (
+            None  # how many there were before one that failed, and its error; None: it succeeded
+        )
+        self.ended = ""  # why its waits were ended: nothing is sent over the group any more
         self.threads: set[int] = set()  # those that have started collectives
 
     def begin_engine(self, nonce: str, in_order: bool) -> None:
@@ -88,6 +95,7 @@ class Log:
         group = self.group()
         assert group is not None
         self.name, self.left, self.in_order = f"{group.group_name}/{nonce}", False, in_order
+        self.backwards, self.in_backward, self.failed = 0, False, None
 
     def start(self, name: str, ranks: Sequence[int] | None = None) -> "Operation":
         """Count a collective, in which `ranks` of the group (None: all) take part."""
@@ -197,6 +205,7 @@ class _Watch:
         self._stuck: dict[int, int] = {}  # ranks that were found stuck, with their beat then
         self._beat = 0  # counts writes of the wait
         self._left: set[str] = set()  # logs whose `left` is written
+        self._failed: dict[str, tuple[int, str] | None] = {}  # what is written of their `failed`
         self._reasons: dict[str, str] = {}
         self._ended: set[str] = set()
         self._lines = 0
@@ -237,7 +246,7 @@ class _Watch:
         world = dist.group.WORLD
         if world is None or self._world is None or self._world() is not world:
             self._clone, self._written = None, None
-            self._left, self._reasons, self._ended = set(), {}, set()
+            self._left, self._failed, self._reasons, self._ended = set(), {}, {}, set()
             if world is None:
                 return None
             self._world = weakref.ref(world)
@@ -318,7 +327,8 @@ class _Watch:
         """Write what this rank waits for, if that takes long; find out whether it is stuck."""
         longest = self._longest() if dist.is_initialized() else None
         left = [log for log in _logs_now() if log.left and log.name not in self._left]
-        if not left and self._written is None and (longest is None or longest[1] < LONG_S):
+        failed = {log.name: log.failed for log in _logs_now() if log.failed != self._failed.get(log.name)}
+        if not left and not failed and self._written is None and (longest is None or longest[1] < LONG_S):
             return
         store = self._store()
         if store is None:
@@ -326,6 +336,9 @@ class _Watch:
         for log in left:
             store.set(f"left/{log.name}/{dist.get_rank()}", json.dumps(dict(log.counts)))
             self._left.add(log.name)
+        for name, error in failed.items():
+            store.set(f"failed/{name}/{dist.get_rank()}", json.dumps(error))
+            self._failed[name] = error
         wait, waited_s = longest or (None, 0.0)
         rank = dist.get_rank()
         if self._written is not None and self._written != wait:
@@ -386,6 +399,9 @@ class _Watch:
             if json.loads(store.get(left)).get(wait.name, 0) >= wait.number:
                 return None
             return _reason(f"{name_ranks(here)} for {wait}; rank {other} for nothing: its engine is gone"), [wait]
+        log, errors = _log_named(wait.group), self._errors(store, wait.group, other)
+        if other in errors and log is not None and log.in_backward and log.backwards == errors[other][0]:
+            return _reason(f"{name_ranks(here)} for {wait}; rank {other} for nothing", errors), [wait]
         beat, theirs = self._waits_for(store, other)
         if theirs is None or theirs.name == _BY_USER or dist.get_rank() not in theirs.ranks:
             return None  # of a collective of the user's, a rank in it finds out
@@ -405,7 +421,17 @@ class _Watch:
             return None
         groups = ("", "") if wait.group == theirs.group else (f" on group {wait.group}", f" on group {theirs.group}")
         there = self._at(store, theirs) or [other]
-        return _reason(f"{name_ranks(here)} for {wait}{groups[0]}; {name_ranks(there)} for {theirs}{groups[1]}"), waits
+        return _reason(f"{name_ranks(here)} for {wait}{groups[0]}; {name_ranks(there)} for {theirs}{groups[1]}", errors), waits
+
+    @staticmethod
+    def _errors(store: PrefixStore, group: str, other: int) -> dict[int, tuple[int, str]]:
+        """Return the failed backwards of this rank and another one, by rank: their numbers and errors."""
+        log, key, found = _log_named(group), f"failed/{group}/{other}", dict[int, tuple[int, str]]()
+        if log is not None and log.failed is not None:
+            found[dist.get_rank()] = log.failed
+        if store.check([key]) and (written := json.loads(store.get(key))) is not None:
+            found[other] = written[0], written[1]
+        return found
 
     def _end(self, wait: Wait, reason: str) -> None:
         """End the wait with an error. See Note [End]."""
@@ -414,7 +440,7 @@ class _Watch:
         if log is None or group is None or wait.key in self._ended:
             return
         self._ended.add(wait.key)
-        self._reasons[wait.key] = reason
+        self._reasons[wait.key] = log.ended = reason
         groups = [group, *filter(None, (part() for part in log.parts))]
         config = dist.get_backend_config(group)
         if "nccl" in config:
@@ -432,9 +458,18 @@ class _Watch:
                         one.recv([torch.empty(1, device="cpu")], other, _NO_MESSAGE).wait(timedelta(milliseconds=1))
 
 
-def _reason(found: str) -> str:
+def _reason(found: str, errors: Mapping[int, tuple[int, str]] | None = None) -> str:
+    found = f"ranks wait for different things, which can never end: {found}"
+    if errors:
+        said = "; ".join(
+            f"the backward of rank {rank} ended in an error: {error}" for rank, (_, error) in sorted(errors.items())
+        )
+        return (
+            f"{found}; {said}; expected each backward to succeed, or to end at the same place on every rank (mend that error, "
+            "and start again from the last checkpoint)"
+        )
     return (
-        f"ranks wait for different things, which can never end: {found}; expected every rank to run the same units in the same "
+        f"{found}; expected every rank to run the same units in the same "
         "order, and equally many backwards per step (shardcore.join where only some ranks have a batch); every rank must "
         "make each collective call (steps, state_dict, full_params, forwards at stage 3); one rank alone may save inside "
         "deepspeed.zero.GatheredParameters"

@@ -14,7 +14,8 @@ does to it before the step. These tensors are views of the bucket's reduced grad
 parameter, of the resident local-gradient buffer, which is free between backwards. In-place edits show in the buffer's version
 counter (views share it), replaced or removed gradients in the identity of `param.grad`.
 Note [Failed backwards]: what a backward left that ended in an error is dropped, with a warning. Where it failed on this rank
-alone, the others wait for what it was to send: distributed/watchdog.py finds that.
+alone, the others wait for what it was to send: distributed/watchdog.py finds that, and names the error. torch has no hook for
+it, so `watch_for_errors` puts itself around torch.autograd.backward, which Tensor.backward calls.
 Note [Unused here only]: a parameter without a gradient on this rank lets its bucket, and those after it, wait for the end of
 backward.
 Note [Late gradients]: a parameter's hook can fire several times in one backward (a shared weight under reentrant
@@ -29,7 +30,8 @@ import logging
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial, wraps
+from typing import Any
 
 import torch
 
@@ -89,6 +91,27 @@ class Boundary:
     def failed(self) -> bool:
         """Whether the last backward ended in an error."""
         return self._failed or (self._callback is not None and self._callback() is None)
+
+
+_reducers: "weakref.WeakSet[Reducer]" = weakref.WeakSet()  # of several ranks
+
+
+@cache
+def watch_for_errors() -> None:
+    """Let the errors of backwards be known as soon as they are raised, from now on in this process."""
+    inner = torch.autograd.backward
+
+    @wraps(inner)
+    def backward(*given: Any, **options: Any) -> None:
+        try:
+            inner(*given, **options)
+        except BaseException as error:
+            if torch._C._current_graph_task_id() == -1:  # else it is nested in another one, which may catch the error
+                for reducer in list(_reducers):
+                    reducer.note_error(error)
+            raise
+
+    torch.autograd.backward = backward
 
 
 _USED, _LATE = 1, 2
@@ -244,6 +267,9 @@ class Reducer:
         self._late: dict[Bucket, torch.Tensor] = {}
         self._late_params: set[Managed] = set()
         self._gathers: list[Started] = comm.keep_alive([])
+        if comm.world_size > 1:
+            _reducers.add(self)
+            watch_for_errors()
         for order, bucket in enumerate(self.buckets):
             for slot, managed in enumerate(bucket.params):
                 self._watch(managed.param, order, slot)
@@ -302,6 +328,7 @@ class Reducer:
                 )
         self._boundary.begin(self._end_backward)
         self._home = stream_now(self.device)
+        self.comm.begin_backward()
         self._next, self._any_grad = 0, False
         self._reducing = self.sync and (self.policy.sync_each or (self.backwards + 1) % self.policy.accumulate == 0)
         self._missing = {bucket: set(bucket.params) for bucket in self.buckets}
@@ -322,9 +349,15 @@ class Reducer:
         self.backwards = 0
         self._stepped = any(bucket.reduced for bucket in self.buckets)
 
+    def note_error(self, error: BaseException) -> None:
+        """Let other ranks know the error of the backward that is under way, if there is one."""
+        if self._boundary.under_way or self._boundary.failed:
+            self.comm.fail_backward(f"{type(error).__name__}: {error}")
+
     def settle(self) -> None:
         """If the last backward ended in an error, drop all gradients. See Note [Failed backwards]."""
         if self._boundary.failed:
+            self.comm.fail_backward()
             self._boundary.clear()
             self._reduce_scatter.abandon()
             self._wait_gathers()
@@ -333,6 +366,7 @@ class Reducer:
                 self.unsharder.reshard_all()
             self.zero()
             self.dropped = True
+            self.comm.leave_backward(failed=True)
             logger.warning(
                 "backward: the last one ended in an error; its gradients, and those it was to be added to, are dropped"
             )
@@ -413,6 +447,7 @@ class Reducer:
                 bucket.collect_waiting()
         self.comm.clock.end("backward")
         self._boundary.clear()
+        self.comm.leave_backward(failed=False, reduced=self._any_grad and self._reducing)
         self.dropped &= not self._any_grad
 
     def reduce_pending(self) -> None:

@@ -1,4 +1,4 @@
-"""Which device and backend a rank communicates over."""
+"""Which device and backend a rank communicates over; errors at the start of a collective, and after the end of its group."""
 
 from pathlib import Path
 from typing import Any
@@ -10,10 +10,12 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import shardcore
+from shardcore.distributed import comm as comm_module
 from shardcore.distributed import joining
-from shardcore.distributed.comm import Comm, Traffic
+from shardcore.distributed.comm import Comm, Started, Traffic
 from shardcore.distributed.groups import NotAMemberError
-from tests.support.models import make_net
+from tests.support.groups import as_on_nccl
+from tests.support.models import Run, batch_of, error_of, loss_of, make_net, train
 from tests.support.ranks import run_ranks
 
 
@@ -124,3 +126,63 @@ def _rows(rank: int, world_size: int, shift: int) -> bool:
 def test_small_rows_come_in_the_order_of_ranks(world_size: int) -> None:
     assert all(run_ranks(world_size, _rows, 0))
     assert not any(run_ranks(world_size, _rows, 1)), "else the test could not fail"
+
+
+def _start_fails(rank: int, world_size: int) -> list[str]:
+    """What each kind of collective says if the backend refuses to start it."""
+
+    def refuse(*given: Any, **options: Any) -> None:
+        raise RuntimeError("NCCL communicator was aborted on rank 1.")
+
+    with as_on_nccl() as patch:
+        comm = Comm()
+        comm.acquire_group()
+        for owner, name in (
+            (dist, "all_to_all_single"),
+            (comm_module, "_reduce_scatter"),
+            (comm_module, "_all_gather"),
+            (dist, "batch_isend_irecv"),
+        ):
+            patch.setattr(owner, name, refuse)
+        full, part, ranks = torch.zeros(4), torch.zeros(2), range(world_size)
+        said = []
+        for start in (
+            lambda: comm.all_to_all(full, full.clone(), Traffic.BACKWARD, "the exchange"),
+            lambda: comm.reduce_scatter(part, full, "the exchange"),
+            lambda: comm.all_gather([full], Traffic.READ, "the exchange"),
+            lambda: comm.gather_parts([part, part.clone()], Traffic.READ, "the exchange", ranks),
+        ):
+            comm._slot.broken = ""
+            said.append(f"{error_of(start)} {comm.broken}")
+    return said
+
+
+def test_an_error_at_the_start_of_a_collective_is_explained() -> None:
+    for said in run_ranks(2, _start_fails):
+        for text in said:
+            assert text.startswith("RuntimeError: waiting for the other ranks failed; expected every rank to run the same")
+            assert text.endswith("The reason given, at the exchange: NCCL communicator was aborted on rank 1. True")
+
+
+def _ended_in_backward(rank: int, world_size: int) -> tuple[str, int]:
+    """The group is ended while gradients are in flight, as by the watchdog; what is waited for after that."""
+    with as_on_nccl() as patch:
+        trained = train(rank, Run(steps=1))
+        model: Any = trained[0]
+        comm, waits = model._shardcore_engine.comm, [0]
+
+        def fail(grad: torch.Tensor) -> None:
+            for log in comm._logs:
+                log.ended = "ranks wait for different things"
+            patch.setattr(Started, "wait", lambda started: waits.__setitem__(0, waits[0] + 1))
+            raise ValueError("planted")
+
+        model.inp.weight.register_hook(fail)
+        backward = lambda: loss_of(model, batch_of(1, 0, rank)).backward()  # noqa: E731
+        assert error_of(backward) == "ValueError: planted"
+        model._shardcore_engine.reducer.settle()
+        return error_of(model.state_dict), waits[0]
+
+
+def test_nothing_is_waited_for_after_the_watchdog_has_ended_a_group() -> None:
+    assert run_ranks(2, _ended_in_backward) == [("RuntimeError: ranks wait for different things", 0)] * 2

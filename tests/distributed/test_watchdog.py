@@ -24,7 +24,7 @@ from shardcore.distributed.comm import Comm
 from shardcore.engine.bucket import BufferPool
 from tests.support.groups import as_on_nccl
 from tests.support.logs import logged
-from tests.support.models import Ordered, Run, batch_of, hash_of_training, loss_of, make_net, stepped, train
+from tests.support.models import Ordered, Run, batch_of, error_of, hash_of_training, loss_of, make_net, stepped, train
 from tests.support.ranks import context, free_port, run_ranks, start
 
 NEVER = "ranks wait for different things, which can never end: "
@@ -157,6 +157,59 @@ def test_an_error_that_one_rank_catches_ends_all(where: str, stage: int, point: 
     answers = run_ranks(2, _out_of_memory, stage, where, point, nccl)
     for said in answers:
         assert said.startswith((NEVER, "ranks went different ways", "step: ranks disagree")) or len(set(answers)) == 1, said
+
+
+def _error_in_backward(rank: int, world_size: int, stage: int, nccl: bool) -> list[str]:
+    """Rank 1's backward ends in an error, which it keeps; then it does nothing, and then a step."""
+    with as_on_nccl() if nccl else nullcontext():
+        model, optimizer, _ = train(rank, Run(stage=stage, steps=1))
+
+        def fail(grad: torch.Tensor) -> None:
+            raise KeyError("planted")
+
+        if rank == 1:
+            model.blocks[1].up.weight.register_hook(fail)
+        said = []
+        for call in (lambda: loss_of(model, batch_of(1, 0, rank)).backward(), optimizer.step):
+            try:
+                call()
+            except Exception as error:
+                said.append(error)
+            time.sleep(2 * (rank == 1 and len(said) == 1))
+        return [f"{type(error).__name__}: {error}" for error in said]
+
+
+@pytest.mark.cases(1)
+@pytest.mark.parametrize(("stage", "nccl"), [(0, False), (3, True), pytest.param(2, False, marks=pytest.mark.more)])
+def test_an_error_in_one_backward_is_named_where_it_is_waited_for(stage: int, nccl: bool) -> None:
+    first, _, third = run_ranks(3, _error_in_backward, stage, nccl)
+    for said in (*first, *third):
+        assert said.startswith(f"RuntimeError: {NEVER}")
+        assert "rank 1 for nothing; the backward of rank 1 ended in an error: KeyError: 'planted'; expected each" in said
+
+
+def _uneven_errors(rank: int, world_size: int, stage: int) -> list[str]:
+    """The backward fails on both ranks, before anything is sent on one; then both go on."""
+    model, optimizer, _ = train(rank, Run(stage=stage, steps=1))
+
+    def fail(grad: torch.Tensor) -> None:
+        handle.remove()
+        raise ValueError("planted")
+
+    handle = (model.head.weight if rank == 1 else model.inp.weight).register_hook(fail)
+    backward = lambda: loss_of(model, batch_of(1, 0, rank)).backward()  # noqa: E731
+    return [error_of(backward), error_of(backward), error_of(optimizer.step)]
+
+
+@pytest.mark.cases(1)
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_backward_that_fails_on_all_ranks_at_other_places_is_named_in_the_next(stage: int) -> None:
+    for first, *later in run_ranks(2, _uneven_errors, stage):
+        assert first == "ValueError: planted"
+        for said in later:
+            assert said.startswith(f"RuntimeError: {NEVER}")
+            assert "the backward of rank 1 ended in an error: ValueError: planted; expected each backward to succeed" in said
+            assert "start again" in said
 
 
 def _leaves(rank: int, world_size: int) -> str:
