@@ -30,6 +30,7 @@ from shardcore.checkpoint.save import (
     finish_saving,
     ranges_of,
 )
+from shardcore.checkpoint.sharded import rounding, warn_of_rounding
 from shardcore.checkpoint.slots import open_committed
 from shardcore.checkpoint.source import Source, reporting
 from shardcore.checkpoint.torch_files import source_of, tree_of
@@ -38,7 +39,6 @@ from shardcore.engine.bucket import Bucket
 from shardcore.engine.engine import Engine, engine_behind
 from shardcore.engine.slices import held_by
 from shardcore.layout import Columns
-from shardcore.optim.state_dict import warn_of_lost
 
 logger = logging.getLogger("shardcore")
 
@@ -266,7 +266,7 @@ def load_from(source: Source, engine: Engine, wanted: Wanted) -> Loaded:
                 with_extra_state[name].set_extra_state(value)
 
     restore_rank("load", source, engine, wanted, restore_rest)
-    warn_of_lost("load", [f"{name} is rounded to what this optimizer keeps" for name in sorted(rounded)], stacklevel=3)
+    warn_of_rounding("load", engine.everyone, rounded, stacklevel=3)
     return Loaded(source.path, source.client_state or {}, missing, unexpected)
 
 
@@ -395,7 +395,7 @@ class _Read:
 
 
 def _load_tensors(source: Source, engine: Engine, wanted: Wanted, rounded: set[str]) -> None:
-    """Read what this rank keeps; nothing is sent. Names of states that are not kept exactly are added to `rounded`."""
+    """Read what this rank keeps; nothing is sent. What is not kept exactly is added to `rounded`, in words."""
     if engine.unsharder is not None:
         engine.unsharder.reshard_all()  # what is kept, or still being gathered after a failed forward, has the old values
     with ThreadPoolExecutor(_AHEAD, "shardcore-load") as pool:
@@ -468,14 +468,14 @@ def _reads_of(
         elif bucket.dtype != values.dtype and not torch.equal(
             bucket.owned_values(start, numel).to("cpu", values.dtype), values
         ):
-            rounded.add(name)
+            rounded.add(rounding(bucket, name, "weight"))
 
     def use_state(key: str, values: torch.Tensor) -> None:
         store.write(bucket, key, start, values)
         if bucket.state_format.state_dtype != "fp32":
             kept = store.read(bucket, key, start, numel).to("cpu", values.dtype)
             if not torch.equal(kept, values):
-                rounded.add(f"{name}.{key}")
+                rounded.add(rounding(bucket, f"{name}.{key}", key))
 
     yield _Read(name, "weight", columns, param_start, numel, use_weight)
     if bucket.group is None or there or not wanted.states:

@@ -10,7 +10,7 @@ HuggingFaceStorageWriter keeps one box per name and file and drops the others; `
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cache, partial
 from importlib import import_module
 from math import prod
@@ -20,12 +20,15 @@ import torch
 from torch import nn
 
 from shardcore.checkpoint.format import named_buffers, named_parameters, names_of, with_extra_state
+from shardcore.distributed.everyone import Ranks
 from shardcore.engine.bucket import Bucket, Managed
 from shardcore.engine.engine import Engine
 from shardcore.engine.slices import Slice
 from shardcore.engine.state_store import set_owned
+from shardcore.optim.options import dtype_name
 from shardcore.optim.state import step_count, step_tensor
 from shardcore.optim.state_dict import warn_of_lost
+from shardcore.optim.state_format import SCALES
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -262,7 +265,7 @@ def load_optimizer_state(engine: Engine, state: Mapping[str, Any]) -> None:
         return f"that of the optimizer{f' with the loss scale {loaded_scale()}' if scale else ''}"
 
     engine.together(_OP, check)
-    rounded: list[str] = []
+    rounded: dict[str, str] = {}
     for name, (bucket, managed) in keys.items():
         key = name.rpartition(".")[2]
         if key == "step":
@@ -274,9 +277,26 @@ def load_optimizer_state(engine: Engine, state: Mapping[str, Any]) -> None:
             engine.store.write(bucket, key, piece.start, values)
             kept = engine.store.read(bucket, key, piece.start, piece.numel)
             if name not in rounded and not torch.equal(kept.to(values), values):
-                rounded.append(name)
+                rounded[name] = rounding(bucket, name, key)
     engine.go_on_from(loaded_scale())
-    warn_of_lost(_OP, [f"{name} is rounded to what this optimizer keeps" for name in rounded], stacklevel=3)
+    warn_of_rounding(_OP, engine.everyone, rounded.values(), stacklevel=3)
+
+
+def rounding(bucket: Bucket, name: str, key: str) -> str:
+    """Say that a state, or the weight, of a bucket is not kept exactly, and as what it is kept. name: with the key."""
+    kept = bucket.dtype if key == "weight" else bucket.state_format.dtypes[key]
+    how = dtype_name(kept)
+    if key in SCALES and bucket.state_format.state_dtype == "8bit":
+        how = "8-bit codes, which are quantized anew by this layout's blocks of 256 elements (state_dtype='8bit')"
+    return f"{name} is rounded to what this optimizer keeps: {how}"
+
+
+def warn_of_rounding(op: str, ranks: Ranks, rounded: Collection[str], stacklevel: int) -> None:
+    """Warn once, on the first rank, of what is rounded on any. Collective. rounded: of this rank, each in words."""
+    every = ranks.gather_json([min(rounded, default=""), len(rounded)])
+    if ranks.rank == 0:
+        first = min((text for text, count in every if count), default="")
+        warn_of_lost(op, [first] * max(count for _, count in every), stacklevel + 1)
 
 
 def _read_all(engine: Engine, what: str) -> None:

@@ -1,6 +1,8 @@
 """Checkpoints of tensor-parallel models: any mesh, stage and tier loads them bit for bit, and their weights are whole files."""
 
 import os
+import re
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -87,6 +89,36 @@ def test_other_meshes_stages_and_tiers_load_it(before: int, after: int, form: st
     loaded = run_ranks(new_ranks, _load, new_tp, 3 - before, str(tmp_path), options | (OFFLOAD if after == 3 else {}))
     assert len({hashes[0] for hashes in [*saved, *loaded]}) == 1
     assert len({hashes[1] for hashes in loaded}) == 1
+
+
+def _quantized(rank: int, world: int, folder: str) -> list[str]:
+    """Save 8-bit states of whole weights; load them into slices, of which the second alone is rounded, and whole."""
+    model, optimizer = sharded_lm(mesh_of(world, 1), 2, **FORMS["8 bit"])
+    train_lm(model, optimizer, mesh_of(world, 1), range(1))
+    states = optimizer.state_dict()
+    for state in states["state"].values():
+        state["exp_avg"].zero_()
+        if state["exp_avg"].shape == (16, 48):  # a block of ones, and blocks of small values
+            state["exp_avg"][:5, 24:], state["exp_avg"][6:, 24:] = 1.0, 1.125 * 2.0**-16
+    optimizer.load_state_dict(states)
+    shardcore.save(folder, model, optimizer)
+    said = []
+    for tp in (2, 1):
+        model, optimizer = sharded_lm(mesh_of(world, tp), 2, **FORMS["8 bit"])
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            shardcore.load(folder, model, optimizer)
+        said += [str(one.message) for one in caught if issubclass(one.category, UserWarning)]
+    return said
+
+
+def test_states_that_are_quantized_anew_are_said_once_on_whatever_rank_they_are(tmp_path: Path) -> None:
+    first, second = run_ranks(2, _quantized, str(tmp_path))
+    assert second == []
+    assert len(first) == 1
+    assert re.match(
+        r"load: .*mlp\.down\.weight\.exp_avg is rounded .* 8-bit codes, .* quantized anew .* 1 more like it", first[0]
+    )
 
 
 # --- what is in it --------------------------------------------------------------------------------------------------------
