@@ -26,7 +26,7 @@ _LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 _LOSSES = (None, "ForCausalLM", "ForConditionalGeneration")  # transformers' names of losses over next tokens; None: no head
 
 
-def enable_sequence_parallel(model: PreTrainedModel, group: dist.ProcessGroup | DeviceMesh, *, in_eval: bool = True) -> None:
+def enable_sequence_parallel(model: nn.Module, group: dist.ProcessGroup | DeviceMesh, *, in_eval: bool = True) -> None:
     """Let the attention of a decoder of transformers run over sequences that are split over the ranks of a group.
 
     Call it before or after `shard`, whose ranks are those of all sequences: gradients are averaged over them. From then on
@@ -37,18 +37,26 @@ def enable_sequence_parallel(model: PreTrainedModel, group: dist.ProcessGroup | 
     attention has not been run). Dropout of attention is drawn per rank. `config.use_cache` becomes False.
 
     Args:
-        model: a decoder, such as LlamaForCausalLM; changed in place.
+        model: a decoder, such as LlamaForCausalLM, or a PeftModel with one inside; changed in place.
         group: the ranks of a sequence, or a mesh of one dimension such as mesh["sp"]; its size divides the attention heads.
         in_eval: False: in evaluation mode (`model.eval()`) each rank passes whole sequences, and the model is as it was.
 
     Raises TypeError for a model of another library, ValueError for encoder-decoders, layers that carry states along a
-    sequence, a head whose labels are not the next tokens (...ForSequenceClassification), or for attention heads that do not
-    fit. The model's forward and backward become collective; forward raises ValueError without position_ids, with a cache that
-    is filled (generate with another model), and for masks of its own over positions.
+    sequence, a head whose labels are not the next tokens (...ForSequenceClassification), PEFT's prompts that train, or
+    for attention heads that do not fit. The model's forward and backward become collective; forward raises ValueError
+    without position_ids, with a cache that is filled (generate with another model), and for masks of its own over
+    positions.
     Source: https://huggingface.co/docs/transformers/attention_interface.
     """
+    given: Any = model
+    model = given.get_base_model() if hasattr(given, "get_base_model") else given  # of a PeftModel, which calls it
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"enable_sequence_parallel: model is a {type(model).__name__}; expected a model of transformers")
+    if given is not model and given.active_peft_config.is_prompt_learning:
+        raise ValueError(
+            f"enable_sequence_parallel: the {type(given).__name__} has a prompt that trains, which every rank would "
+            "put before its part of a sequence; expected adapters of layers, such as LoRA"
+        )
     if model.loss_type not in _LOSSES:
         raise ValueError(
             f"enable_sequence_parallel: the {type(model).__name__} has a head whose labels are not the next tokens; expected a "

@@ -53,6 +53,12 @@ def gpt2() -> Any:
     return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
 
 
+def lora() -> Any:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["q_proj", "down_proj"], r=4, init_lora_weights=False, task_type="CAUSAL_LM")
+    return peft.get_peft_model(llama(), config)
+
+
 class Chunked(nn.Module):
     """The loss without logits, in a forward that has the head's weight."""
 
@@ -72,6 +78,7 @@ MODELS: dict[str, Any] = {
     "mistral, sliding": lambda: llama(sliding_window=5),
     "gpt2": gpt2,
     "chunked": Chunked,
+    "lora": lora,
 }
 REFERENCES = {"llama, eager": "llama"}  # which has no softmax in float32
 
@@ -114,7 +121,7 @@ def largest_error(rank: int, world_size: int, kind: str, data: str, sp: int, sta
     model = MODELS[kind]()
     if stage:
         shardcore.apply_activation_checkpointing(model)
-    optimizer = shardcore.FusedAdam(model.parameters())
+    optimizer = shardcore.FusedAdam([param for param in model.parameters() if param.requires_grad])
     enable_sequence_parallel(getattr(model, "inside", model).model if kind == "chunked" else model, mesh["sp"])
     model, optimizer = shardcore.shard(model, optimizer, stage=stage)
     batch = batch_of(mesh["dp"].get_local_rank(), data)
@@ -137,6 +144,8 @@ def largest_error(rank: int, world_size: int, kind: str, data: str, sp: int, sta
     )
     errors = [abs(mean.item() / world_size - expected_loss) / expected_loss]
     for name, param in model.named_parameters():
+        if not param.requires_grad:
+            continue
         grad = shardcore.full_grad(param)
         errors.append(((grad - expected[name]).abs().max() / expected[name].abs().max()).item())
     return max(errors)
@@ -145,6 +154,7 @@ def largest_error(rank: int, world_size: int, kind: str, data: str, sp: int, sta
 # Model, data, ranks, ranks of a sequence, stage; blocks are computed again from stage 1 on.
 CASES = [
     ("llama", "packed", 4, 4, 3),  # 2 key heads
+    ("lora", "packed", 2, 2, 3),
     ("llama, eager", "padded", 2, 2, 2),
     ("mistral, sliding", "packed", 2, 2, 1),
     ("gpt2", "padded", 4, 2, 3),
@@ -209,6 +219,9 @@ def refusals(rank: int, world_size: int) -> bool:
     ids = torch.zeros(1, 2, dtype=torch.int64)
     with pytest.raises(ValueError, match="no tokens in a cache"):
         model(ids, position_ids=ids, attention_mask=torch.ones(1, 5))
+    peft = pytest.importorskip("peft")
+    prompted = peft.get_peft_model(llama(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    note(prompted, ValueError, "has a prompt that trains")
     return True
 
 
