@@ -1,6 +1,7 @@
 """tensor_parallel: models of transformers by their plans, within rounding of the unsliced ones, and full state dicts."""
 
 import copy
+import re
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -15,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import shardcore
 from shardcore import slicing
-from tests.support.models import hash_of, hash_of_training
+from tests.support.models import error_of, hash_of, hash_of_training
 from tests.support.ranks import run_ranks
 from tests.support.slices import mesh_of
 
@@ -104,17 +105,24 @@ def test_models_by_their_plans(dp: int, cases: list[tuple[str, int]]) -> None:
         assert len(hashes) == len(once), "stages have the same bits"
 
 
-FAULTS: dict[str, tuple[str, Callable[[], Any]]] = {
+# A model, what breaks it, and the parameter that the first step names if it sees the fault.
+FAULTS: dict[str, tuple[str, Callable[[], Any], str]] = {
     "queries, keys and values are cut as one": (
         "gpt2",
         lambda: mock.patch.object(slicing, "_columns", _as_one(slicing._columns)),
+        "",
     ),
-    "heads' gradients are not added": ("qwen3", lambda: mock.patch.object(slicing, "_sum_gradients", None)),
+    "heads' gradients are not added": ("qwen3", lambda: mock.patch.object(slicing, "_sum_gradients", None), "k_norm.weight"),
     "what experts are given gets no sums of gradients": (
         "mixtral",
         lambda: mock.patch.object(slicing, "_copied", lambda x, _: x),
+        "layernorm.weight",
     ),
-    "rotated features' gradients are not added": ("deepseek", lambda: mock.patch.object(slicing, "_sum_rope_gradients", _none)),
+    "rotated features' gradients are not added": (  # a small part of them
+        "deepseek",
+        lambda: mock.patch.object(slicing, "_sum_rope_gradients", _none),
+        "",
+    ),
 }
 
 
@@ -126,17 +134,25 @@ def _as_one(columns: Any) -> Any:
     return lambda blocks: columns(1)
 
 
-def _with_fault(rank: int, world: int, fault: str) -> list[Found]:
-    name, patch = FAULTS[fault]
+def _with_fault(rank: int, world: int, fault: str) -> Found | str:
+    name, patch, param = FAULTS[fault]
     with patch():
-        return _train(rank, world, 2, [(name, 2)])
+        if param:
+            return error_of(lambda: _train(rank, world, 2, [(name, 2)]))
+        return _train(rank, world, 2, [(name, 2)])[0]
 
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_seen(fault: str) -> None:
-    (expected,) = run_ranks(1, _train, 1, [(FAULTS[fault][0], 2)])[0]
-    assert _error(run_ranks(2, _with_fault, fault)[0][0], expected) > 1e-3
+    name, _, param = FAULTS[fault]
+    found = run_ranks(2, _with_fault, fault)
+    if param:
+        for text in found:
+            assert re.search(rf"step: the gradient of \S+{param}, which every tensor-parallel rank has in full, differs", text)
+    else:
+        (expected,) = run_ranks(1, _train, 1, [(name, 2)])[0]
+        assert _error(found[0], expected) > 1e-3
 
 
 def _save(rank: int, world: int, tp: int, folder: str) -> list[str]:

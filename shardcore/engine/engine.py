@@ -362,7 +362,9 @@ class Engine:
         attempt(problems, self._wait_for_commits, self._reshard_all, self.reducer.reduce_pending, self._poll_outcomes)
         if not problems:
             attempt(problems, self.outcomes.raise_late)
-        attempt(problems, self._check_step, self.reducer.host_grads.settle)  # while the last gradients travel
+        host_grads = self.reducer.host_grads
+        settle = host_grads.synchronize if self.updater.compares_slices else host_grads.settle
+        attempt(problems, self._check_step, settle)  # while the last gradients travel
         if self.ratio_tuner is not None:
             attempt(problems, self.ratio_tuner.begin_step)
         attempt(problems, let_in)

@@ -141,6 +141,8 @@ class Updater:
         self.loaded = ""  # says that an optimizer state was loaded since the last step
         self._failure: Exception | None = None  # of a step that was under way
         self._lost_edits: set[Managed] = set()  # that a warning named
+        # Compare the gradients of what all tensor-parallel ranks have, until a step has some that are finite.
+        self.compares_slices = bool(comm.slices)
         self.swapped = False  # the weights are those of an average (ema.py), not of the masters
         self._fixed = [kind.fixed(group) for group in groups]
         self._read: Sequence[Mapping[str, Any]] = groups  # as this step reads them
@@ -311,13 +313,20 @@ class Updater:
             attempt(problems, lambda: compared.extend([*ways, *self._compared(terms)]))
         attempt(problems, lambda: taken.append(self._own_squares(active)))
         squares = taken[0] if taken else torch.zeros(2, dtype=torch.float64, device="cpu")
+        traces: list[torch.Tensor] = []
+        if self.compares_slices:
+            attempt(problems, lambda: traces.append(self._traces()))
         digest = zlib.crc32("\n".join(compared).encode())
         head = torch.tensor([bool(problems), digest, order], dtype=torch.float64, device="cpu")
+        if self.compares_slices:
+            none = torch.zeros(2 * len(self._whole()), dtype=torch.float64, device="cpu")
+            head = torch.cat([head, *(traces or [none])])
         if self._device_step is not None:
             rows = self.comm.all_gather_cpu(head, Traffic.STEP, "a step")
         else:
             rows = self.comm.all_gather_cpu(torch.cat([head, squares]), Traffic.STEP, "a step")
-            squares = rows[:, 3:].contiguous()
+            squares = rows[:, len(head) :].contiguous()
+        unlike = self._unlike(rows[:, 3 : len(head)]) if self.compares_slices else ""
         scaling = zlib.crc32(f"{terms['grad_scale']} {terms['max_norm']} {terms['loss_scale']}".encode())
         refused = bool(rows[:, 0].any()) or bool((rows[:, 1] != digest).any())
         own = torch.tensor([refused, scaling, bool(active)], dtype=torch.float64, device="cpu")
@@ -345,6 +354,8 @@ class Updater:
                 f"{terms['grad_scale']}, {terms['max_norm']} and {terms['loss_scale']} here; expected the same in all of them "
                 "(none was updated)"
             )
+        if unlike:
+            raise ValueError(unlike)
         self.loaded = ""
         self.forget_changes()
         return squares, bool((rows[:, 2] == order).all()), bool(parts[:, 2].any())
@@ -352,6 +363,53 @@ class Updater:
     def _own_squares(self, active: Sequence[Bucket]) -> torch.Tensor:
         squares = _squares_of(active)
         return squares if self._device_step is not None else _C.sq_norm_add(squares.cpu())
+
+    def _whole(self) -> list[Managed]:
+        """Return the parameters that all tensor-parallel ranks have."""
+        return [managed for bucket in self.buckets if bucket.repeated for managed in bucket.params]
+
+    def _traces(self) -> torch.Tensor:
+        """Return two numbers of this rank's part of each of their gradients.
+
+        These are its squared norm, and its product with a fixed vector.
+        """
+        index_of = {managed: index for index, managed in enumerate(self._whole())}
+        traces = torch.zeros(len(index_of), 2, dtype=torch.float64, device="cpu")
+        for bucket in (bucket for bucket in self.buckets if bucket.repeated and bucket.reduced):
+            for start, part in bucket.grads():
+                for managed, piece, view in bucket.owned_views(part, start):
+                    first = piece.param_start + max(0, start - piece.start)
+                    for part_of_view in torch.split(view, 1 << 20) if managed.has_grad else ():
+                        values, end = part_of_view.double(), first + len(part_of_view)
+                        fixed = torch.arange(first, end, dtype=torch.float64, device=values.device).cos_()
+                        traces[index_of[managed]] += torch.stack([values.dot(values), values.dot(fixed)]).cpu()
+                        first = end
+        return traces.flatten()
+
+    def _unlike(self, rows: torch.Tensor) -> str:
+        """Say what is wrong if tensor-parallel ranks have different gradients of a whole parameter.
+
+        Collective over these ranks. rows: the traces of the ranks that share their slices. Differences below a sixteenth of
+        the norm are ignored, as some kernels add in any order; so are gradients that are noise beside the largest one.
+        """
+        own = [self.comm.rank] if self.lifetimes.owns_everything else sorted(self.comm.shard_ranks)
+        traces = self.comm.of_parts(rows[own].sum(0), Traffic.STEP, "a step", self.comm.slices).view(-1, rows.size(1) // 2, 2)
+        # A step with other gradients is skipped, or has none.
+        self.compares_slices = not traces.isfinite().all() or (traces.numel() > 0 and not traces.any())
+        norms, products = traces[..., 0].sqrt(), traces[..., 1]
+        apart = torch.maximum(norms.amax(0) - norms.amin(0), products.amax(0) - products.amin(0))
+        largest = norms.amax(0)
+        found = ((apart > largest / 16) & (largest > 1e-6 * norms.amax())).nonzero().flatten().tolist()
+        if not found:
+            return ""
+        self.compares_slices = True
+        last = found[-1]  # what comes before it in a forward gets its wrong gradients
+        return (
+            f"step: the gradient of {self._whole()[last].name}, which every tensor-parallel rank has in full, "
+            f"differs between these ranks (norms {', '.join(f'{norm:.4g}' for norm in norms[:, last].tolist())}); "
+            "expected the same batch and random seed on these ranks, and a plan that slices the parameter, or marks "
+            'its module "replicated_with_grad_allreduce" if each rank sees other features (none was updated)'
+        )
 
     def _compared(self, terms: Mapping[str, object]) -> list[str]:
         """Return what has to be the same on every rank for a step to give the same weights."""

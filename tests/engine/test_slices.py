@@ -1,6 +1,7 @@
 """Tensor-parallel models: the unsliced model within rounding, one hash over stages and tiers, full state dicts."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -18,7 +19,7 @@ from shardcore.engine.slices import Slice
 from shardcore.optim.dtensor import is_dtensor, local_part
 from tests.support.models import error_of, hash_of, hash_of_training
 from tests.support.ranks import run_ranks
-from tests.support.slices import lm_loss, make_lm, mesh_of, sharded_lm, slice_lm, train_lm
+from tests.support.slices import WIDTH, lm_loss, make_lm, mesh_of, sharded_lm, slice_lm, train_lm
 
 OFFLOAD: dict[str, Any] = {"optimizer": "cpu"}
 STREAMING = OFFLOAD | {"gradients": "cpu", "params": "cpu"}
@@ -105,24 +106,61 @@ def _without_sum(self: Slice, dtensor: Any) -> torch.Tensor:
     return local_part(dtensor) if self.dim is None else _local(self, dtensor)
 
 
-FAULTS: dict[str, Callable[[], Any]] = {
-    "a gradient whose sum over the mesh is not taken": lambda: mock.patch.object(Slice, "local", _without_sum),
-    "what all ranks have counts on each": lambda: mock.patch.object(
-        Bucket, "counted", property(lambda bucket: True, lambda bucket, value: None), create=True
-    ),
-}
-
-
-def _with_fault(rank: int, world: int, name: str) -> list[Any]:
-    with FAULTS[name]():
+def _counted_on_each(rank: int, world: int) -> list[Any]:
+    always = property(lambda bucket: True, lambda bucket, value: None)
+    with mock.patch.object(Bucket, "counted", always, create=True):
         return _train(rank, world, 2, [PLAIN])
 
 
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("name", FAULTS)
-def test_faults_are_seen(name: str) -> None:
+def test_what_all_ranks_have_counts_once() -> None:
+    """Twice is seen."""
     plain = run_ranks(1, _train, 1, [PLAIN])[0][0]
-    assert _error(run_ranks(2, _with_fault, name)[0][0], plain) > 1e-4
+    assert _error(run_ranks(2, _counted_on_each)[0][0], plain) > 1e-4
+
+
+class Beside(nn.Module):
+    """A sliced layer, and one that adds to its part of the outputs, as adapters do: a plain weight of local shape."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base, self.adapter = base, nn.Linear(WIDTH, 3 * WIDTH // 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.adapter(x)
+
+
+def _unlike(rank: int, world: int, stages: list[int]) -> list[tuple[str, bool]]:
+    """What the first step says of gradients that differ between tensor-parallel ranks, and whether it wrote nothing."""
+    mesh, found = mesh_of(world, 2), []
+    for stage in stages:
+        model: Any = make_lm()
+        slice_lm(model, mesh["tp"], False)
+        model.blocks[1].mlp.up = Beside(model.blocks[1].mlp.up)
+        model, optimizer = shardcore.shard(model, shardcore.FusedAdam(model.parameters()), stage, process_group=mesh["dp"])
+        before = hash_of_training(model, optimizer)
+        text = error_of(partial(train_lm, model, optimizer, mesh, range(1)))
+        found.append((text, hash_of_training(model, optimizer) == before))
+    return found
+
+
+def test_gradients_that_differ_between_tensor_parallel_ranks_are_named_at_the_first_step() -> None:
+    for of_rank in run_ranks(4, _unlike, [0, 2, 3]):
+        for text, kept in of_rank:
+            assert text.startswith(
+                "ValueError: step: the gradient of blocks.1.mlp.up.adapter.bias, which every tensor-parallel"
+            )
+            assert "(none was updated)" in text
+            assert kept
+
+
+def _without_the_sum(rank: int, world: int) -> str:
+    with mock.patch.object(Slice, "local", _without_sum):
+        return error_of(lambda: _train(rank, world, 2, [PLAIN]))
+
+
+def test_a_gradient_whose_sum_over_the_mesh_is_not_taken_is_seen() -> None:
+    for text in run_ranks(2, _without_the_sum):
+        assert text.startswith("ValueError: step: the gradient of "), text
 
 
 # --- state dicts ----------------------------------------------------------------------------------------------------------
