@@ -51,6 +51,7 @@ from shardcore.optim.interface import engine_of
 from shardcore.optim.muon import MuonKind
 from shardcore.optim.state_dict import joined_state, other_entries
 from shardcore.options import NoOptimizer, OffloadOptions, ShardOptions, accept_optimizer, replace_optimizer
+from shardcore.slicing import slice_adapters
 
 
 def full_grad(param: nn.Parameter) -> torch.Tensor | None:
@@ -313,7 +314,7 @@ def _plan(
     gpus = _gpus_of(model)
     if not gpus:
         use_own_gpu()
-    mesh, unfit = _slices_of(model)
+    mesh, unfit = _slices_of(model, given)
     comm, problem = join(process_group, mesh, model_parallel_group, ranks_per_node, gpus.pop() if len(gpus) == 1 else None)
     problem = problem or unfit
     if comm.group is not None and comm.world_size == 1 < dist.get_world_size() and not comm.across:
@@ -574,12 +575,24 @@ def _casts(plan: Plan, cast_inputs: bool | str) -> dict[str, torch.dtype]:
     return found
 
 
-def _slices_of(model: nn.Module) -> tuple[DeviceMesh | None, Exception | None]:
-    """Return the mesh over which parameters are sliced, and what is wrong with it, if anything."""
+def _slices_of(model: nn.Module, optimizer: Any) -> tuple[DeviceMesh | None, Exception | None]:
+    """Return the mesh over which parameters are sliced, and what is wrong with it, if anything.
+
+    The adapters of sliced layers are sliced here, and replaced in the optimizer.
+    """
     try:
-        return slice_mesh(model) if isinstance(model, nn.Module) else None, None
+        mesh = slice_mesh(model) if isinstance(model, nn.Module) else None
     except ValueError as error:
         return None, error
+    try:
+        replaced: dict[Any, nn.Parameter] = {} if mesh is None else slice_adapters(model)
+    except (NotImplementedError, ValueError) as error:
+        return mesh, error
+    for group in getattr(optimizer, "param_groups", ()) if replaced else ():
+        group["params"] = [replaced.get(param, param) for param in group["params"]]
+    for old in replaced:
+        optimizer.state.pop(old, None)  # a constructor's, which are made anew
+    return mesh, None
 
 
 def _gpus_of(model: nn.Module) -> set[torch.device]:

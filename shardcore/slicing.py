@@ -3,6 +3,12 @@
 Plans of transformers' models name a style for each module, most of them torch's own under other names, and for parameters
 that are in no module of their own (the weights of all experts of a layer). What torch's styles do not take has a class here:
 experts (`_with_local_params`), and the fused projections of GPT-2, which are in Conv1D, and in no plan (`_sliced`).
+
+Note [Adapters]: PEFT's LoRA adds lora_B(lora_A(x)) to the output of a layer, its base. Beside a base whose
+outputs are sliced, lora_A stays whole and lora_B is sliced as the base. Beside one whose inputs are sliced it is
+the other way round. Each change of a base notes on it how its adapters change (`_note`), for those that are there
+already and for those that PEFT adds before `shard`. Nothing of PEFT is imported: its layers are known by their
+attributes.
 """
 
 import fnmatch
@@ -13,6 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -31,26 +38,30 @@ def tensor_parallel(model: Model, mesh: DeviceMesh, plan: Mapping[str, Any] | No
 
     Args:
         model: With weights, the same on every rank of the mesh, or on the meta device, for `shard` to fill. Tied weights stay
-            tied; Parameters that are sliced are replaced by DTensors, so make the optimizer afterwards.
+            tied; Parameters that are sliced are replaced by DTensors, so make the optimizer afterwards. A PeftModel is
+            sliced with its LoRA adapters; `shard` slices those that are added later, and replaces them in its optimizer.
         mesh: Of one dimension, such as `mesh["tp"]`.
         plan: By the names of modules (`*` for numbers) a style of torch.distributed.tensor.parallel, or one of transformers'
             names: "colwise", "rowwise", "colwise_gather_output", "rowwise_split_input", "embedding_rowwise",
             "replicated_with_grad_allreduce", "mla_kv_a_proj", "moe_tp_experts", "local_params", "replicate"; by those of
             parameters "colwise", "rowwise" or "packed_colwise". None: the model's own (`tp_plan` of transformers' models:
-            Llama, Qwen3, Mixtral, DeepSeek, ...), or ours for GPT-2.
+            Llama, Qwen3, Mixtral, DeepSeek, ...), or ours for GPT-2. Of a PeftModel the names are those of the model inside
+            (`get_base_model()`).
 
     Raises:
         ValueError: For a mesh of several dimensions, attention heads that the ranks cannot share equally, a model that has no
             plan for its layers, and a name in a given plan that is no module or parameter of it.
         NotImplementedError: For a style of transformers' that is not supported, for experts that the plan slices in part, or
-            gates from their inputs, for activations that need whole features (Gemma 3n), and for tied weights that it slices
-            differently.
+            gates from their inputs, for activations that need whole features (Gemma 3n), for tied weights that it slices
+            differently, and for adapters of PEFT's beside slices that are not plain LoRA.
     """
     op = "tensor_parallel"
     if engine_of(model) is not None:
         raise ValueError(f"{op}: the model is already sharded; expected to slice it before shard()")
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
         raise ValueError(f"{op}: mesh is {mesh!r}; expected a DeviceMesh of 1 dimension, such as mesh['tp']")
+    given: Any = model
+    model = given.get_base_model() if hasattr(given, "get_base_model") else given
     modules, params = dict(model.named_modules()), dict(model.named_parameters())
     own = plan is None  # one for all models of a class: some have no module of a name in it
     if plan is None:
@@ -80,16 +91,15 @@ def tensor_parallel(model: Model, mesh: DeviceMesh, plan: Mapping[str, Any] | No
         dim = dim if params[name].dim() > 1 else -1
         setattr(modules[owner], attribute, _slice(params[name], mesh, dim, blocks))
     for name, style in changes.items():
-        if callable(style):
-            style(modules[name], mesh)
-        elif style is not None:
-            _torch(".parallel").parallelize_module(modules[name], mesh, style)
+        for module in _inside(modules[name]) if style is not None else ():
+            _change(module, mesh, style)
+    slice_adapters(model, op)
     for names in tied.values():
         _tie_again(op, model, names)
     for module in model.modules():  # torch replicates the buffers of what it slices: shard takes ordinary ones
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = local_part(buffer)
-    return model
+    return given  # type: ignore[no-any-return]
 
 
 _PARAM_STYLES = {"colwise": (-2, 1), "rowwise": (-1, 1), "packed_colwise": (-2, 2)}
@@ -142,6 +152,80 @@ def _tie_again(op: str, model: nn.Module, names: list[str]) -> None:
             )
         module, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(module), attribute, first)
+
+
+def _change(module: nn.Module, mesh: DeviceMesh, style: Any) -> None:
+    """Slice a module by a style of torch's, or a Change."""
+    if callable(style):
+        style(module, mesh)
+        return
+    parallel = _torch(".parallel")
+    parallel.parallelize_module(module, mesh, style)
+    if isinstance(style, parallel.ColwiseParallel | parallel.RowwiseParallel):
+        _note(module, mesh, style, "lora_B" if isinstance(style, parallel.ColwiseParallel) else "lora_A")
+
+
+# --- adapters of PEFT's --------------------------------------------------------------------------------------------------
+
+
+def _inside(module: Any) -> list[nn.Module]:
+    """Return a module, or what PEFT has wrapped: the base of an adapter, or the copies of a module that trains whole."""
+    if hasattr(module, "modules_to_save"):
+        return [module.original_module, *module.modules_to_save.values()]
+    while isinstance(inner := getattr(module, "base_layer", None), nn.Module):
+        module = inner
+    return [module]
+
+
+def _note(module: Any, mesh: DeviceMesh, style: Any, *halves: str) -> None:
+    """Note what to do with these halves of the adapters of a layer that was changed."""
+    module._of_adapters = dict.fromkeys(halves, (style, mesh))
+
+
+def slice_adapters(model: nn.Module, op: str = "shard") -> dict[nn.Parameter, nn.Parameter]:
+    """Slice the adapters of layers that `tensor_parallel` has sliced, once: Note [Adapters]. Collective.
+
+    Returns the new Parameters by those that they replace. Raises NotImplementedError for adapters beside slices
+    that are not plain LoRA.
+    """
+    replaced: dict[nn.Parameter, nn.Parameter] = {}
+    for name, layer in model.named_modules():
+        base: Any = getattr(layer, "base_layer", None)
+        if not isinstance(base, nn.Module):
+            continue
+        own = {key: param for key, param in layer.named_parameters() if not key.startswith("base_layer.")}
+        halves = getattr(base, "_of_adapters", {})
+        unknown = any(map(is_dtensor, base.parameters())) and not any(map(is_dtensor, own.values()))
+        if not own or not (halves or unknown):  # or the base is whole, or somebody else has sliced both
+            continue
+        plain = all(key.startswith(("lora_A.", "lora_B.")) for key in own) and not getattr(layer, "lora_variant", None)
+        if not halves or not plain:
+            raise NotImplementedError(
+                f"{op}: {name} has the adapter {next(iter(own))} beside a slice of its layer; expected plain LoRA "
+                "(no DoRA, no embeddings, no parameters of experts) on layers that shardcore.tensor_parallel has sliced"
+            )
+        for half, (style, mesh) in halves.items():
+            for linear in getattr(layer, half).values():
+                if not hasattr(linear, "_of_adapters"):
+                    before = dict(linear.named_parameters())
+                    _slice_half(linear, base, mesh, style, half)
+                    replaced |= {before[key]: param for key, param in linear.named_parameters() if param is not before[key]}
+    return replaced
+
+
+def _slice_half(linear: nn.Module, base: Any, mesh: DeviceMesh, style: Any, half: str) -> None:
+    """Change one Linear of an adapter. PEFT makes it for the base's whole size, or for this rank's part."""
+    dim = ("lora_B", "lora_A").index(half)
+    whole = base.weight.shape[base.weight.placements[0].dim] if is_dtensor(base.weight) else None
+    for key, param in linear.named_parameters():
+        if whole is not None and param.shape[dim] != whole:
+            shape = torch.Size(whole if at == dim else size for at, size in enumerate(param.shape))
+            stride = torch.empty(shape, device="meta").stride()
+            placed, tensor = [_torch().Shard(dim)], _torch().DTensor
+            part = tensor.from_local(param.detach(), mesh, placed, run_check=False, shape=shape, stride=stride)
+            linear._parameters[key] = nn.Parameter(part, requires_grad=param.requires_grad)
+    _change(linear, mesh, style)
+    _note(linear, mesh, style)
 
 
 def _torch(part: str = "") -> Any:
@@ -200,6 +284,7 @@ def _sum_rope_gradients(op: str, name: str, model: nn.Module) -> Change:
             return torch.cat([out[..., :latent], _copied(out[..., latent:], mesh)], dim=-1)
 
         module.register_forward_hook(split)
+        _note(module, mesh, change, "lora_B")
 
     return change
 
@@ -242,6 +327,7 @@ def _sum_gradients(module: nn.Module, mesh: DeviceMesh) -> None:
     for part in module.modules():
         if part._parameters:
             _take_local_params(part, mesh)
+            _note(part, mesh, _sum_gradients, "lora_A", "lora_B")
 
 
 def _experts(module: Any, mesh: DeviceMesh) -> None:
@@ -296,13 +382,19 @@ def _split_heads(attention: Any, mesh: DeviceMesh) -> None:
 
 @cache
 def _sliced(conv1d: Any) -> tuple[type[nn.Module], type[nn.Module]]:
-    """Return transformers' Conv1D, whose weight is (inputs, outputs), with sliced outputs, and with sliced inputs."""
+    """Return transformers' Conv1D, or the Linear of its adapters, with sliced outputs, and with sliced inputs.
+
+    The weight of a Conv1D is (inputs, outputs).
+    """
+    is_linear = issubclass(conv1d, nn.Linear)
 
     class ColumnConv1D(conv1d):  # type: ignore[misc]
         """Takes whole inputs; returns this rank's outputs."""
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x, weight = _copied(x, self.weight.device_mesh), self.weight.to_local()
+            if is_linear:
+                return F.linear(x, weight, None if self.bias is None else self.bias.to_local())
             flat = torch.addmm(self.bias.to_local(), x.reshape(-1, x.size(-1)), weight)
             out: torch.Tensor = flat.view(*x.shape[:-1], -1)
             return out
@@ -311,8 +403,9 @@ def _sliced(conv1d: Any) -> tuple[type[nn.Module], type[nn.Module]]:
         """Takes this rank's inputs; returns whole outputs."""
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            whole: torch.Tensor = _summed(x @ self.weight.to_local(), self.weight.device_mesh) + self.bias
-            return whole
+            weight = self.weight.to_local().t() if is_linear else self.weight.to_local()
+            whole = _summed(x @ weight, self.weight.device_mesh)
+            return whole if self.bias is None else whole + self.bias
 
     return ColumnConv1D, RowConv1D
 
@@ -321,15 +414,18 @@ def _columns(blocks: int) -> Change:
     """Return what slices the outputs of a Conv1D, each of so many blocks of them (queries, keys, values) by itself."""
 
     def change(module: Any, mesh: DeviceMesh) -> None:
-        module.weight, module.bias = (_slice(param, mesh, -1, blocks) for param in (module.weight, module.bias))
+        module.weight = _slice(module.weight, mesh, 0 if isinstance(module, nn.Linear) else -1, blocks)
+        module.bias = None if module.bias is None else _slice(module.bias, mesh, -1, blocks)
         module.__class__ = _sliced(module.__class__)[0]
+        _note(module, mesh, change, "lora_B")
 
     return change
 
 
 def _rows(module: Any, mesh: DeviceMesh) -> None:
-    module.weight = _slice(module.weight, mesh, 0, 1)
+    module.weight = _slice(module.weight, mesh, 1 if isinstance(module, nn.Linear) else 0, 1)
     module.__class__ = _sliced(module.__class__)[1]
+    _note(module, mesh, _rows, "lora_A")
 
 
 def _slice(param: nn.Parameter, mesh: DeviceMesh, dim: int, blocks: int) -> nn.Parameter:

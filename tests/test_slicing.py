@@ -234,6 +234,87 @@ def test_models_on_the_meta_device_get_the_same_weights(name: str, stage: int, t
         assert whole == sliced
 
 
+# --- adapters -------------------------------------------------------------------------------------------------------------
+
+TARGETS = {
+    "llama": ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj", "lm_head"],
+    "gpt2": ["c_attn", "c_proj", "c_fc"],
+    "deepseek": ["q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
+}
+
+
+def _with_lora(rank: int, world: int, tp: int, name: str, stage: int, first: str) -> Found:
+    """first: what is called first where the model is sliced, "peft" or "slices"."""
+    import peft
+
+    mesh = mesh_of(world, tp)
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    calls: list[Callable[[Any], Any]] = [
+        lambda model: peft.get_peft_model(model, peft.LoraConfig(target_modules=TARGETS[name], r=4)),
+        lambda model: shardcore.tensor_parallel(model, mesh["tp"]) if tp > 1 else model,
+    ]
+    for call in calls if first == "peft" else calls[::-1]:
+        model = copy.deepcopy(call(model))
+    optimizer: Any = shardcore.FusedAdam([p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=1e-4)
+    model, optimizer = shardcore.shard(model, optimizer, stage, process_group=mesh["dp"], clip_grad_norm=0.5)
+    state = model.state_dict()
+    drawn = torch.Generator().manual_seed(1)
+    for value in [state[key] for key in sorted(state) if "lora_" in key]:
+        value.normal_(std=0.3, generator=drawn)
+    model.load_state_dict(state)
+    losses = _steps(model, optimizer, mesh["dp"].get_local_rank(), range(2))
+    return hash_of_training(model, optimizer), {k: v.tolist() for k, v in model.state_dict().items()}, losses
+
+
+@pytest.mark.cases(2)
+@pytest.mark.parametrize(
+    ("name", "stage", "first"),
+    [("llama", 3, "slices"), ("gpt2", 2, "peft"), ("llama", 0, "peft"), ("gpt2", 1, "slices"), ("deepseek", 2, "slices")],
+)
+def test_adapters_train_as_on_the_unsliced_model(name: str, stage: int, first: str) -> None:
+    pytest.importorskip("peft")
+    (expected,) = run_ranks(1, _with_lora, 1, name, stage, first)
+    for found in run_ranks(2, _with_lora, 2, name, stage, first):
+        assert _error(found, expected) < 1e-5
+        assert {k: torch.tensor(v).shape for k, v in found[1].items()} == {
+            k: torch.tensor(v).shape for k, v in expected[1].items()
+        }
+
+
+def _refused_adapters(rank: int, world: int) -> list[str]:
+    import peft
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    mesh = mesh_of(world, 2)
+    lora: Any = {"target_modules": ["q_proj"], "r": 2}
+
+    def sharded(model: Any) -> Any:
+        optimizer = shardcore.FusedAdam([param for param in model.parameters() if param.requires_grad])
+        return shardcore.shard(model, optimizer, process_group=mesh["dp"])
+
+    by_torch = MODELS["llama"]()
+    for layer in by_torch.model.layers:
+        parallelize_module(layer.self_attn.q_proj, mesh["tp"], ColwiseParallel())
+    sliced = shardcore.tensor_parallel(MODELS["llama"](), mesh["tp"])
+    rescales = peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])
+    embeds = peft.get_peft_model(MODELS["llama"](), peft.LoraConfig(target_modules=["embed_tokens", "q_proj"]))
+    dora = peft.get_peft_model(MODELS["llama"](), peft.LoraConfig(**lora, use_dora=True))
+    return [
+        error_of(lambda: shardcore.tensor_parallel(embeds, mesh["tp"])),
+        error_of(lambda: shardcore.tensor_parallel(dora, mesh["tp"])),
+        error_of(lambda: sharded(peft.get_peft_model(sliced, rescales))),
+        error_of(lambda: sharded(peft.get_peft_model(by_torch, peft.LoraConfig(**lora)))),
+    ]
+
+
+def test_adapters_that_cannot_be_sliced_are_named() -> None:
+    pytest.importorskip("peft")
+    for texts in run_ranks(2, _refused_adapters):
+        for text, names in zip(texts, ["lora_embedding_A", "lora_", "ia3_l", "lora_A"], strict=True):
+            assert re.search(f" has the adapter {names}\\S* beside a slice of its layer; expected plain LoRA", text), text
+
+
 class _SentError(Exception):
     """In place of a broadcast."""
 
