@@ -225,8 +225,8 @@ class _Watch:
             try:
                 self.look()
             except Exception as error:
-                # The store is gone, or the groups are being destroyed: RuntimeError, or ValueError from get_rank().
-                ends = isinstance(error, RuntimeError | dist.DistError) or not dist.is_initialized()
+                # The store is gone, or groups are being destroyed: RuntimeError, KeyError, or ValueError from get_rank().
+                ends = isinstance(error, RuntimeError | KeyError | dist.DistError) or not dist.is_initialized()
                 logger.log(logging.DEBUG if ends else logging.WARNING, "the watchdog cannot look", exc_info=True)
                 self._written = None
 
