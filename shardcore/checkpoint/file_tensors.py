@@ -4,6 +4,7 @@ Sizes are compared with the file before memory is taken. Files are read, not map
 mapped would end the process.
 """
 
+import errno
 import os
 import threading
 from bisect import bisect_right
@@ -13,7 +14,7 @@ from itertools import accumulate
 from math import prod
 from pathlib import Path
 from reprlib import repr as short
-from stat import S_ISREG
+from stat import S_ISDIR, S_ISREG
 from typing import Any, BinaryIO, Protocol
 
 import torch
@@ -24,15 +25,18 @@ _MAX_INDICES = 1 << 20  # of elements of a tensor that is not contiguous, read a
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a file to read it, without waiting. Raises OSError, or ValueError for a pipe, a device or a directory.
+    """Open a file to read it, without waiting. Raises OSError, or ValueError for a pipe or a device.
 
     These have no size that a read could be checked against. Links are followed.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise ValueError(f"load: {path} is a pipe, a device or a directory; expected a regular file, or a link to one")
-    return open(descriptor, "rb")
+    mode = os.fstat(descriptor).st_mode
+    if S_ISREG(mode):
+        return open(descriptor, "rb")
+    os.close(descriptor)
+    if S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise ValueError(f"load: {path} is a pipe or a device; expected a regular file, or a link to one")
 
 
 @dataclass(frozen=True)
