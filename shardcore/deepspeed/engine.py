@@ -1,10 +1,10 @@
-"""The engine object of a DeepSpeed-style loop: engine(x), engine.backward(loss), engine.step(); and its data loader."""
+"""The engine object of a DeepSpeed-style loop: engine(x), engine.backward(loss), engine.step()."""
 
 import logging
 import math
 import os
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Self
@@ -12,7 +12,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from shardcore.checkpoint.consolidate import (
     MAX_SHARD_BYTES,
@@ -28,6 +28,7 @@ from shardcore.checkpoint.load import Wanted, is_there, load_from, open_together
 from shardcore.checkpoint.save import Content, finish_saving, write_checkpoint
 from shardcore.checkpoint.source import Source
 from shardcore.deepspeed.config import BatchSizes, Config
+from shardcore.deepspeed.loaders import ShardedLoader
 from shardcore.deepspeed.monitor import MonitorMaster, step_events
 from shardcore.deepspeed.step_report import StepReport
 from shardcore.engine.engine import Engine
@@ -35,47 +36,6 @@ from shardcore.optim import ShardableOptimizer
 from shardcore.options import DTYPES
 
 logger = logging.getLogger("shardcore")
-
-
-class ShardedLoader(DataLoader[Any]):
-    """This rank's micro-batches. Each iteration over it is an epoch, with a new order that is the same on all ranks."""
-
-    def __init__(self, dataset: Dataset[Any], replicas: tuple[int, int], shuffle: bool, **options: Any) -> None:
-        """Load one of so many parts of `dataset`, as `replicas` says; `options` are DataLoader's."""
-        self.epoch = 0  # of the next iteration
-        super().__init__(dataset, sampler=DistributedSampler(dataset, *replicas, shuffle=shuffle), **options)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration (to resume a run)."""
-        self.epoch = epoch
-
-    def __iter__(self) -> Any:
-        """Start the next epoch."""
-        sampler: Any = self.sampler
-        sampler.set_epoch(self.epoch)
-        self.epoch += 1
-        return super().__iter__()
-
-
-class RepeatingLoader:
-    """Iterates over a loader again and again, without an end."""
-
-    def __init__(self, loader: Iterable[Any]) -> None:
-        """Begin with the first batch of `loader`."""
-        self.loader = loader
-        self.data_iter = iter(loader)
-
-    def __iter__(self) -> Self:
-        """Return itself."""
-        return self
-
-    def __next__(self) -> Any:
-        """Return the next batch; after the last the first of a new epoch. StopIteration if the loader has none."""
-        try:
-            return next(self.data_iter)
-        except StopIteration:
-            self.data_iter = iter(self.loader)
-            return next(self.data_iter)
 
 
 _NO_OPTIMIZER = (

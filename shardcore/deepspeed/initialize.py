@@ -27,8 +27,9 @@ from shardcore.api import shard
 from shardcore.checkpoint.materialize import Materialize
 from shardcore.deepspeed import checkpointing
 from shardcore.deepspeed.config import BatchSizes, Config, read_config, shard_options
-from shardcore.deepspeed.engine import ForwardEngine, ShardedLoader, TrainingEngine
+from shardcore.deepspeed.engine import ForwardEngine, TrainingEngine
 from shardcore.deepspeed.leaf_modules import mark_configured
+from shardcore.deepspeed.loaders import ShardedLoader
 from shardcore.deepspeed.lr_schedules import make as make_scheduler
 from shardcore.deepspeed.monitor import SECTIONS as MONITORS
 from shardcore.deepspeed.monitor import MonitorMaster

@@ -35,8 +35,9 @@ from shardcore.deepspeed import fragments, leaf_modules, lr_schedules, pipe, pip
 from shardcore.deepspeed.accelerator import get_accelerator
 from shardcore.deepspeed.checkpointing import checkpoint, configure, is_configured, reset
 from shardcore.deepspeed.config import read_config
-from shardcore.deepspeed.engine import ForwardEngine, RepeatingLoader
+from shardcore.deepspeed.engine import ForwardEngine
 from shardcore.deepspeed.initialize import initialize, make_tensor_mesh, start_process_group, tensor_mesh
+from shardcore.deepspeed.loaders import RepeatingLoader
 from shardcore.deepspeed.params import ZeroParamStatus
 from shardcore.distributed.comm import Comm
 from shardcore.engine.engine import Engine

@@ -23,7 +23,8 @@ import torch
 import torch.distributed as dist
 
 from shardcore.checkpoint.directory import LATEST
-from shardcore.deepspeed.engine import RepeatingLoader, TrainingEngine, check_folder
+from shardcore.deepspeed.engine import TrainingEngine, check_folder
+from shardcore.deepspeed.loaders import RepeatingLoader
 from shardcore.deepspeed.pipe import PipelineModule, PipelineParallelGrid
 from shardcore.optim.options import dtype_name
 

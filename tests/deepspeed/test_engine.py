@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import SequentialSampler
 
 import shardcore
 from shardcore.deepspeed.lr_schedules import WarmupDecayLR
@@ -597,22 +596,3 @@ def test_progress_is_printed_on_rank_0() -> None:
     assert first[3].endswith(" loss_scale=65536")
     assert len(first) == 4
     assert second == []
-
-
-def _loaders(rank: int, world_size: int) -> list[list[int]]:
-    engine = start(ds_config(dataloader_drop_last=True))
-    data = list(range(18))
-    evaluation = [batch.tolist() for batch in engine.deepspeed_io(data, batch_size=3, route="eval")]
-    assert evaluation == [[rank + 2 * (3 * batch + i) for i in range(3)] for batch in range(3)]
-    loader = engine.deepspeed_io(data)
-    epochs = [[int(i) for batch in loader for i in batch] for _ in range(2)]
-    assert [len(batch) for batch in loader] == [4, 4], "micro-batches, without the last, smaller one"
-    sampled = engine.deepspeed_io(data, data_sampler=SequentialSampler(data), collate_fn=tuple)
-    assert next(iter(sampled)) == (0, 1, 2, 3)
-    return epochs
-
-
-def test_loaders_of_other_data_are_made() -> None:
-    first, second = run_ranks(2, _loaders)
-    assert first[0] != first[1], "a new order in each epoch"
-    assert not set(first[0]) & set(second[0])

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 import shardcore
 from tests.support.deepspeed import ADAM, ds_config, start, train
@@ -277,24 +277,6 @@ def test_models_must_fit_the_configuration() -> None:
 
 
 # --- data -------------------------------------------------------------------------------------------------------------
-
-
-def _passes(rank: int, world_size: int) -> list[list[list[int]]]:
-    data = TensorDataset(torch.arange(16))
-    loader = shardcore.initialize(model=make_net(), config=ds_config(), training_data=data)[2]
-    passes = [[batch[0].tolist() for batch in loader] for _ in range(3)]
-    loader.set_epoch(0)
-    assert [batch[0].tolist() for batch in loader] == passes[0]
-    assert len(loader) == 2
-    return passes
-
-
-def test_every_rank_loads_its_part_in_a_new_order_each_pass() -> None:
-    first, second = run_ranks(2, _passes)
-    for mine, other in zip(first, second, strict=True):
-        assert [len(batch) for batch in mine + other] == [4] * 4
-        assert sorted(item for batch in mine + other for item in batch) == list(range(16))
-    assert first[0] != first[1] != first[2]
 
 
 class Stream(IterableDataset):

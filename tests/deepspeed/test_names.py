@@ -228,13 +228,6 @@ def test_slices_of_other_libraries_are_seen() -> None:
     assert is_slice(param)
 
 
-def test_a_repeating_loader_begins_anew() -> None:
-    loader = deepspeed.utils.RepeatingLoader([1, 2])
-    assert [next(loader) for _ in range(5)] == [1, 2, 1, 2, 1]
-    with pytest.raises(StopIteration):
-        next(deepspeed.runtime.dataloader.RepeatingLoader([]))
-
-
 def test_memory_usage_is_printed_if_forced(capsys: pytest.CaptureFixture[str]) -> None:
     deepspeed.runtime.utils.see_memory_usage("before")
     assert capsys.readouterr().out == ""
