@@ -59,6 +59,7 @@ class Config:
     train_batch_size: int | None = None
     train_micro_batch_size_per_gpu: int | None = None
     gradient_accumulation_steps: int | None = None
+    managed_gradient_accumulation: bool = True
     gradient_clipping: float = 1.0
     bf16: bool = False
     fp16: bool = False

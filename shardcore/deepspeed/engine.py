@@ -125,6 +125,10 @@ class ForwardEngine:
         """Return the micro-steps per optimizer step."""
         return self._sizes.accumulation
 
+    def managed_gradient_accumulation(self) -> bool:
+        """Whether step() counts micro-steps; if not, every step() updates the weights."""
+        return self._config.managed_gradient_accumulation
+
     def gradient_clipping(self) -> float:
         """Return the global norm that gradients are clipped to; 0 for none."""
         return self._config.gradient_clipping
@@ -320,7 +324,8 @@ class TrainingEngine(ForwardEngine):
         self._ran = False  # backward() was called since then
         self._divided = 0  # how many of them since the last boundary were by engine.backward, this engine's or another's
         self._scaled = 0  # how many times scale() or backward() has scaled a loss since then
-        self._is_boundary: bool | None = None  # what set_gradient_accumulation_boundary said
+        # What set_gradient_accumulation_boundary said; of a loop that decides itself when to step, whether step() is running.
+        self._is_boundary: bool | None = None if config.managed_gradient_accumulation else False
         self._stepped = False  # the last step() was at a boundary
         _engines.add(self)
         self._report = StepReport(config, module, core.comm, self.device)
@@ -365,6 +370,7 @@ class TrainingEngine(ForwardEngine):
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """End a micro-step; at an accumulation boundary clip, update, zero the gradients and step the scheduler.
 
+        With managed_gradient_accumulation false every call is at a boundary, after as many backwards as there were.
         A step with a non-finite gradient updates nothing on any rank and does not step the scheduler, so with a scheduler the
         host waits for the norm. lr_kwargs: of lr_scheduler.step. Collective at a boundary. Raises ValueError without a backward
         since the last call.
@@ -383,14 +389,18 @@ class TrainingEngine(ForwardEngine):
                 "step: a backward since the last step was not of a scaled loss, which fp16 needs; expected "
                 "engine.backward(loss), or engine.scale(loss).backward() (call zero_grad() before the next one)"
             )
-        self._stepped = self.is_gradient_accumulation_boundary()
+        self._stepped = not self.managed_gradient_accumulation() or self.is_gradient_accumulation_boundary()
         if self._stepped:
             if plain > 0 and self._divided > 0 and self._sizes.accumulation > 1:
                 raise ValueError(
                     f"step: {self._divided} backwards of this step were engine.backward(loss), which divides by the "
                     f"accumulation steps, and {plain} were not; expected one way for all (call zero_grad() before the next one)"
                 )
-            self._step_at_boundary(lr_kwargs, self._grad_scale())
+            before, self._is_boundary = self._is_boundary, True
+            try:
+                self._step_at_boundary(lr_kwargs, self._grad_scale())
+            finally:
+                self._is_boundary = before
         self.micro_steps += 1
         self._seen, self._ran = self._core.reducer.backwards, False
 
@@ -399,12 +409,14 @@ class TrainingEngine(ForwardEngine):
         return 1.0 / self._sizes.accumulation if self._core.reducer.backwards > self._divided else 1.0
 
     def _step_at_boundary(self, lr_kwargs: Mapping[str, Any] | None, grad_scale: float) -> None:
+        managed = self.managed_gradient_accumulation()
+        micro_batches = self._sizes.accumulation if managed else self._core.reducer.backwards
         before = None if self.lr_scheduler is None else self.optimizer.skipped_steps
         self.optimizer.step(grad_scale=None if grad_scale == 1.0 else grad_scale)
         loss = self._loss
         self.zero_grad()
         self.global_steps += 1
-        self.global_samples += self._sizes.train
+        self.global_samples += self._sizes.train // self._sizes.accumulation * micro_batches
         if before is not None and self.optimizer.skipped_steps == before:
             self.lr_scheduler.step(**(lr_kwargs or {}))
         every = self._config.steps_per_print
@@ -448,8 +460,9 @@ class TrainingEngine(ForwardEngine):
     def coalesce_grad_reduction(self) -> Iterator[None]:
         """Add the gradients of several backwards locally inside the context, and reduce their sum at its end. Collective.
 
-        step() is called after it, once for all of these backwards.
+        step() is called after it, once for all of these backwards. ValueError with managed_gradient_accumulation false.
         """
+        self._refuse_unmanaged("coalesce_grad_reduction")
         with self.no_sync():
             yield
         self.allreduce_gradients()
@@ -462,13 +475,24 @@ class TrainingEngine(ForwardEngine):
         self._ran = False
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the next step() updates the weights."""
+        """Whether the next step() updates the weights; of a loop that decides when to step, whether step() is running."""
         counted = (self.micro_steps + 1 - self._counted_from) % self._sizes.accumulation == 0
         return counted if self._is_boundary is None else self._is_boundary
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Decide whether the next step() updates the weights, instead of counting; None: count again."""
+        """Decide whether the next step() updates the weights, instead of counting; None: count again.
+
+        ValueError with managed_gradient_accumulation false, where every step() does.
+        """
+        self._refuse_unmanaged("set_gradient_accumulation_boundary")
         self._is_boundary = is_boundary
+
+    def _refuse_unmanaged(self, op: str) -> None:
+        if not self.managed_gradient_accumulation():
+            raise ValueError(
+                f"{op}: config managed_gradient_accumulation has False, with which every step() updates the weights; expected "
+                "step() alone, or true"
+            )
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Take another number of micro-batches per step from here on; loaders and learning rates stay as they are.
@@ -606,7 +630,8 @@ class TrainingEngine(ForwardEngine):
         if not load_module_only:
             self.global_steps = source.counters.get("global_steps", max(source.steps.values(), default=self.global_steps))
             micro_steps = source.counters.get("micro_steps", self.micro_steps)
-            self.micro_steps = micro_steps - micro_steps % self._sizes.accumulation  # gradients are not saved
+            started = micro_steps % self._sizes.accumulation if self.managed_gradient_accumulation() else 0
+            self.micro_steps = micro_steps - started  # gradients are not saved
             self._counted_from = 0
             self.global_samples = source.counters.get("global_samples", self.global_steps * self._sizes.train)
             self._skipped_before = self.optimizer.skipped_steps - source.counters.get("skipped_steps", 0)

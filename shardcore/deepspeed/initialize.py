@@ -377,6 +377,10 @@ def _check_mesh(mesh: Sequence[int] | None, world_size: int) -> None:
 
 def _check_pipeline(pipe: PipelineModule, settings: Config, optimizer: Any) -> None:
     """Raise ValueError for what a pipeline does not train with."""
+    if not settings.managed_gradient_accumulation:
+        raise ValueError(
+            f"{_OP}: config managed_gradient_accumulation has False for a PipelineModule; expected true, as train_batch steps"
+        )
     if optimizer is None:
         raise ValueError(
             f'{_OP}: a PipelineModule is given without an optimizer; expected one, or {{"optimizer": ...}} in config'

@@ -220,14 +220,6 @@ def _print(where: str, value: Any) -> int | None:
     return checked
 
 
-def _managed(where: str, value: Any) -> bool:
-    if value is not True:
-        raise ValueError(
-            has(where, value, "true (call engine.set_gradient_accumulation_boundary(True), and engine.step() once per step)")
-        )
-    return True
-
-
 # --- the table --------------------------------------------------------------------------------------------------------
 
 
@@ -367,7 +359,7 @@ KEYS: dict[str, Key] = {
     "gradient_allreduce_op": _refused("gradients are averaged; multiply the loss by the number of ranks for a sum", "mean"),
     "disable_allgather": _accepted("DeepSpeed does not read it either"),
     "managed_gradient_accumulation": _honoured(
-        _managed, "true; without it call engine.set_gradient_accumulation_boundary(True), and step() once per step"
+        _flag, "false: every step() updates, and backward() still divides by gradient_accumulation_steps"
     ),
     "cuda_visible_devices": _accepted("set the variable CUDA_VISIBLE_DEVICES before the program starts, as for DeepSpeed"),
     "vocabulary_size": _accepted("DeepSpeed only warns of it"),

@@ -1,7 +1,9 @@
 """The engine that initialize returns: micro-steps and boundaries, schedulers, skips, norms, and shard's own bits."""
 
 import contextlib
+import importlib.util
 import io
+import json
 import logging
 import os
 from pathlib import Path
@@ -15,6 +17,7 @@ from shardcore.deepspeed.lr_schedules import WarmupDecayLR
 from tests.support.deepspeed import ADAM, ds_config, start, train
 from tests.support.models import Net, batch_of, hash_of, hash_of_training, loss_of, make_net
 from tests.support.ranks import run_ranks
+from tests.support.scripts import ROOT, run_forked
 
 
 def _by_shard(rank: int, steps: int, accumulation: int, stage: int, adam: dict[str, Any] = ADAM, **options: Any) -> str:
@@ -472,6 +475,39 @@ def test_a_boundary_that_is_set_takes_the_place_of_the_count() -> None:
     engine.backward(loss_of(engine, batch_of(1, 0, 0)))
     engine.step()
     assert (engine.global_steps, engine.micro_steps, engine.was_step_applied()) == (1, 2, False)
+
+
+def test_a_loop_that_decides_when_to_step_updates_at_every_step() -> None:
+    engine = start(ds_config(3, managed_gradient_accumulation=False))
+    for backwards in (1, 2, 4):
+        before = _weights(engine)
+        for micro in range(backwards):
+            engine.backward(loss_of(engine, batch_of(0, micro, 0)))
+            assert not engine.is_gradient_accumulation_boundary()
+        engine.step()
+        assert engine.was_step_applied()
+        assert _weights(engine) != before
+    assert (engine.global_steps, engine.micro_steps, engine.global_samples) == (3, 3, 4 * 7)
+    with pytest.raises(ValueError, match="set_gradient_accumulation_boundary: config managed_gradient_accumulation has False"):
+        engine.set_gradient_accumulation_boundary(True)
+    with pytest.raises(ValueError, match="coalesce_grad_reduction: config managed"), engine.coalesce_grad_reduction():
+        pass
+
+
+@pytest.mark.more
+def test_calls_are_answered_as_deepspeed_answers_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("DeepSpeed's answers need deepspeed")
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    answers = []
+    for module in ("deepspeed", "shardcore"):
+        run_forked("tests.support.deepspeed_calls", module, str(tmp_path / module), ranks=2, folder=ROOT)
+        answers.append(json.loads((tmp_path / module).read_text()))
+    expected, found = answers
+    assert found.keys() == expected.keys()
+    for call, cases in expected.items():
+        for case, values in cases.items():
+            assert found[call][case] == pytest.approx(values, rel=1e-5), (call, case)
 
 
 def test_autocast_runs_forward_in_the_low_dtype() -> None:

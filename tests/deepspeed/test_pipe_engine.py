@@ -451,6 +451,7 @@ def _refusals(rank: int, world: int) -> None:
     for match, tied, config in [
         ("stage has 3 for a PipelineModule with weights tied", True, {"stage": 3}),
         ("shardcore.mesh is given for a PipelineModule", False, {"shardcore": {"mesh": [1, 2]}}),
+        ("gradient_accumulation has False for a PipelineModule", False, {"managed_gradient_accumulation": False}),
     ]:
         with pytest.raises(ValueError, match=match):
             engine_of(2, tied, **config)

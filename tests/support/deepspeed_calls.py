@@ -1,0 +1,84 @@
+"""Calls that DeepSpeed and shardcore answer alike, and what they answer: one script, under both names.
+
+Run once per rank: python -m tests.support.deepspeed_calls MODULE FILE, with RANK, WORLD_SIZE and so on set. MODULE: deepspeed
+or shardcore. Rank 0 writes the answers of `CALLS` to FILE, by their names, as JSON.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.support.deepspeed import ds_config
+from tests.support.models import batch_of
+
+
+def _engine(deepspeed: Any, accumulation: int = 1, stage: int = 0, scheduler: Any = None, **more: Any) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(10, 7), nn.Tanh(), nn.Linear(7, 5))
+    # torch's Adam: DeepSpeed compiles its own.
+    adam = {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1, "torch_adam": True}}
+    config = ds_config(accumulation, stage, optimizer=adam, **more)
+    options = {"model": model, "model_parameters": model.parameters(), "config": config}
+    return deepspeed.initialize(**options, lr_scheduler=scheduler)[0]
+
+
+def _loss(engine: Any, micro_step: int) -> torch.Tensor:
+    x, y = batch_of(0, micro_step, dist.get_rank())
+    out: torch.Tensor = engine(x.to(next(engine.module.parameters()).dtype))
+    return ((out.float() - y) ** 2).mean()
+
+
+def _weights(deepspeed: Any, engine: Any) -> list[float]:
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        return [param.detach().float().norm().item() for param in engine.module.parameters()]
+
+
+class _Watched(torch.optim.lr_scheduler.StepLR):
+    """Notes what the engine says while it steps."""
+
+    engine: Any = None
+    said: Any = None
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(optimizer, 1, 0.5)
+
+    def step(self, *args: Any) -> None:
+        super().step(*args)
+        self.said = self.engine and self.engine.is_gradient_accumulation_boundary()
+
+
+def unmanaged(deepspeed: Any) -> dict[str, Any]:
+    """Four micro-steps of a loop that decides itself when to step, with two backwards per step configured."""
+    found = {}
+    for stage in (0, 1, 2, 3):
+        engine = _engine(deepspeed, 2, stage, _Watched, managed_gradient_accumulation=False, gradient_clipping=0.1)
+        engine.lr_scheduler.engine = engine
+        seen: list[Any] = []
+        for micro_step in range(4):
+            loss = _loss(engine, micro_step)
+            returned = engine.backward(loss, scale_wrt_gas=micro_step > 1)
+            seen.append((returned / loss).item())
+            seen.append(engine.is_gradient_accumulation_boundary())
+            if micro_step != 1:
+                engine.step()
+                seen += [engine.global_steps, engine.global_samples, engine.was_step_applied(), engine.lr_scheduler.said]
+                seen += [engine.get_global_grad_norm() if stage else 0.0, engine.is_gradient_accumulation_boundary()]
+        found[stage] = [*seen, engine.managed_gradient_accumulation(), *_weights(deepspeed, engine)]
+    return {str(stage): answers for stage, answers in found.items()}
+
+
+CALLS: tuple[Callable[[Any], Any], ...] = (unmanaged,)
+
+if __name__ == "__main__":
+    module = import_module(sys.argv[1])
+    module.init_distributed(dist_backend="gloo")
+    answers = {call.__name__: call(module) for call in CALLS}
+    if dist.get_rank() == 0:
+        Path(sys.argv[2]).write_text(json.dumps(answers, default=float))
