@@ -75,6 +75,7 @@ class Config:
     leaf_names: tuple[str, ...] = ()
     leaf_suffixes: tuple[str, ...] = ()
     gathers_to_save: bool = True
+    tag_validation: str = "warn"
     offload: str | None = None
     nvme_path: str | None = None
     ratio: float = 1.0
@@ -147,6 +148,7 @@ _FIELDS = {path: path for path, key in KEYS.items() if "." not in path and path 
     f"{ZERO}.leaf_module.names": "leaf_names",
     f"{ZERO}.leaf_module.name_suffixes": "leaf_suffixes",
     f"{ZERO}.gather_16bit_weights_on_model_save": "gathers_to_save",
+    "checkpoint.tag_validation": "tag_validation",
     f"{_STATES}.device": "offload",
     f"{_STATES}.nvme_path": "nvme_path",
     f"{_STATES}.ratio": "ratio",

@@ -31,6 +31,7 @@ from shardcore.deepspeed.config import BatchSizes, Config
 from shardcore.deepspeed.loaders import ShardedLoader
 from shardcore.deepspeed.monitor import MonitorMaster, step_events
 from shardcore.deepspeed.step_report import StepReport
+from shardcore.distributed.everyone import Everyone
 from shardcore.engine.engine import Engine
 from shardcore.optim import ShardableOptimizer
 from shardcore.options import DTYPES
@@ -266,15 +267,32 @@ class ForwardEngine:
             source.close()
         return str(loaded.path), dict(loaded.client_state)
 
+    def _agree_on_tag(self, op: str, tag: str | None) -> str | None:
+        """Return rank 0's tag, with a warning where ranks have others. Collective.
+
+        With checkpoint.tag_validation Fail it raises ValueError there.
+        """
+        ranks = Everyone(self._core.comm, self._core.comm.across)
+        tags = ranks.gather_json(None if tag is None else str(tag))
+        others = [f"{other!r} on rank {rank}" for rank, other in enumerate(tags) if other != tags[0]]
+        if others and self._config.tag_validation == "fail":
+            raise ValueError(
+                f"{op}: tag is {others[0]}; expected {tags[0]!r}, as on rank 0 (config checkpoint.tag_validation has Fail)"
+            )
+        if others and ranks.rank == 0:
+            logger.warning("%s: tag is %s; every rank takes that of rank 0, %r", op, others[0], tags[0])
+        agreed: str | None = tags[0]
+        return agreed
+
     def _open_checkpoint(self, load_dir: str | os.PathLike[str], tag: str | None) -> Source | None:
         """Open a checkpoint; None, with a warning, where there is no "latest" and no tag was given. Collective."""
         finish_saving(self._core)
-        folder = Path(load_dir)
+        folder, tag = Path(load_dir), self._agree_on_tag("load_checkpoint", tag)
         found = tag is not None or self._core.comm.rank > 0 or is_there(folder)
         if not all(self._core.comm.gather_json(found)):
             logger.warning("load_checkpoint: there is no %s, and no tag was given: nothing was loaded", folder / LATEST)
             return None
-        return open_together(self._core, folder, None if tag is None else str(tag))
+        return open_together(self._core, folder, tag)
 
     def destroy(self) -> None:
         """Wait for what goes on in the background. (Memory is freed with the model and the optimizer.) Collective."""
@@ -576,8 +594,9 @@ class TrainingEngine(ForwardEngine):
 
         Of the data loader that initialize made, its epoch is saved: after a load its next iteration is the epoch after the one
         that was begun. The position within an epoch is yours to save (client_state) and to skip to.
-        tag: default "global_step" and the optimizer steps so far. The other arguments, errors and what a crash leaves: see
-        shardcore.save. ValueError, too, if save_dir is None or empty.
+        tag: default "global_step" and the optimizer steps so far. Where it differs by rank rank 0's holds, with a warning, or
+        with checkpoint.tag_validation Fail ValueError.
+        The other arguments, errors and what a crash leaves: see shardcore.save. ValueError, too, if save_dir is None or empty.
         """
         content = Content(
             states=True,
@@ -592,8 +611,8 @@ class TrainingEngine(ForwardEngine):
                 **({} if self.training_dataloader is None else {"epoch": self.training_dataloader.epoch}),
             },
         )
-        name = f"global_step{self.global_steps}" if tag is None else str(tag)
         check_folder("save_checkpoint", save_dir)
+        name = self._agree_on_tag("save_checkpoint", f"global_step{self.global_steps}" if tag is None else tag)
         write_checkpoint(self._core, Path(save_dir), name, content, save_latest, keep_last, wait)
         return True
 

@@ -504,7 +504,10 @@ KEYS: dict[str, Key] = {
     **_below(
         "checkpoint",
         {
-            "tag_validation": _accepted("a tag that differs between ranks is always an error"),
+            "tag_validation": _honoured(
+                _word("ignore", "warn", "fail", expected='"Ignore", "Warn" or "Fail"'),
+                "Fail: tags that differ by rank are an error; else rank 0's holds, with a warning",
+            ),
             **dict.fromkeys(("load_universal", "parallel_write.pipeline_stage"), _accepted(_ONE_CHECKPOINT)),
             "checkpoint_serialization": _accepted("nothing is pickled"),
             "writer": _accepted(

@@ -375,6 +375,7 @@ class PipelineEngine(TrainingEngine):
         crash between their saves leaves them so, and then give the tag of one that all have.
         """
         if dist.is_initialized():
+            tag = self._agree_on_tag("load_checkpoint", tag)
             try:
                 self.wait_for_checkpoint()
             finally:

@@ -231,6 +231,7 @@ def test_defaults() -> None:
         ("optimizer.params.betas", [0.9, 1.0], ValueError, r"betas\[1\] has 1.0; expected a number in \[0, 1\)"),
         ("optimizer.params.betas", [True, 0.9], TypeError, r"betas\[0\] has True; expected a number"),
         ("optimizer.params.adam_w_mode", None, TypeError, "adam_w_mode has None; expected true or false"),
+        ("checkpoint.tag_validation", "no", ValueError, 'tag_validation has \'no\'; expected "Ignore", "Warn" or "Fail"'),
         ("steps_per_print", 0, ValueError, "steps_per_print has 0; expected at least 1"),
     ],
 )

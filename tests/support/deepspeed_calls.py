@@ -6,6 +6,7 @@ or shardcore. Rank 0 writes the answers of `CALLS` to FILE, by their names, as J
 
 import json
 import sys
+import tempfile
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -74,7 +75,25 @@ def unmanaged(deepspeed: Any) -> dict[str, Any]:
     return {str(stage): answers for stage, answers in found.items()}
 
 
-CALLS: tuple[Callable[[Any], Any], ...] = (unmanaged,)
+def tags(deepspeed: Any) -> dict[str, Any]:
+    """Whether a checkpoint is saved under tags that differ by rank, and is there under rank 0's."""
+    found: dict[str, Any] = {}
+    for validation in (None, "Ignore", "WARN", "fail"):
+        with tempfile.TemporaryDirectory() as own:
+            folder: list[Any] = [own]
+            dist.broadcast_object_list(folder)
+            engine = _engine(deepspeed, **({} if validation is None else {"checkpoint": {"tag_validation": validation}}))
+            try:
+                saved = engine.save_checkpoint(folder[0], tag=f"of {dist.get_rank()}")
+            except (AssertionError, ValueError):
+                saved = "refused"
+            dist.barrier()
+            found[str(validation)] = [saved, Path(folder[0], "of 0").is_dir()]
+            dist.barrier()
+    return found
+
+
+CALLS: tuple[Callable[[Any], Any], ...] = (unmanaged, tags)
 
 if __name__ == "__main__":
     module = import_module(sys.argv[1])
