@@ -56,13 +56,21 @@ class ForwardEngine:
 
     optimizer: Any = None
     lr_scheduler: Any = None
-    training_dataloader: "ShardedLoader | None" = None
+    global_steps: int = 0
     collate_fn: Callable[[list[Any]], Any] | None = None
     _shuffles = True  # loaders of training data that are made here
 
-    def __init__(self, module: nn.Module, core: Engine, config: Config, sizes: BatchSizes, replicas: tuple[int, int]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        core: Engine,
+        config: Config,
+        sizes: BatchSizes,
+        replicas: tuple[int, int],
+        training_dataloader: ShardedLoader | None,
+    ) -> None:
         """Wrap what `shard` returned; see initialize. replicas: how many parts data has, and which is this rank's."""
-        self.module = module
+        self.module, self.training_dataloader = module, training_dataloader
         self._sizes, self._replicas = sizes, replicas
         self.device: torch.device = core.device
         self._core, self._config = core, config
@@ -84,10 +92,6 @@ class ForwardEngine:
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Refuse: there is nothing to train."""
         raise ValueError(_NO_OPTIMIZER.format("backward"))
-
-    def save_checkpoint(self, *args: Any, **kwargs: Any) -> bool:
-        """Refuse: there is nothing to resume. (`module_state_dict` has the weights.)"""
-        raise ValueError(_NO_OPTIMIZER.format("save_checkpoint"))
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """Refuse: there is nothing to train."""
@@ -248,6 +252,46 @@ class ForwardEngine:
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict  # OpenRLHF calls it
 
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+        *,
+        keep_last: int | None = None,
+        wait: bool = True,
+    ) -> bool:
+        """Save model, optimizer, scheduler, counters and random states to `save_dir`/`tag`; returns True. Collective.
+
+        Without an optimizer: the model and random states.
+        Of the data loader that initialize made, its epoch is saved: after a load its next iteration is the epoch after the one
+        that was begun. The position within an epoch is yours to save (client_state) and to skip to.
+        tag: default "global_step" and the optimizer steps so far. Where it differs by rank rank 0's holds, with a warning, or
+        with checkpoint.tag_validation Fail ValueError.
+        The other arguments, errors and what a crash leaves: see shardcore.save. ValueError, too, if save_dir is None or empty.
+        """
+        content = Content(
+            states=self.optimizer is not None,
+            exclude_frozen=exclude_frozen_parameters,
+            scheduler=self.lr_scheduler,
+            client_state=client_state,
+            counters=self._counters(),
+        )
+        check_folder("save_checkpoint", save_dir)
+        name = self._agree_on_tag("save_checkpoint", f"global_step{self.global_steps}" if tag is None else tag)
+        write_checkpoint(self._core, Path(save_dir), name, content, save_latest, keep_last, wait)
+        return True
+
+    def _counters(self) -> dict[str, int]:
+        """Return what a checkpoint has of the loop, by name."""
+        return {}
+
+    def wait_for_checkpoint(self) -> None:
+        """Wait for a save_checkpoint(wait=False), and raise its error. Collective."""
+        finish_saving(self._core)
+
     def load_checkpoint(
         self,
         load_dir: str | os.PathLike[str],
@@ -283,6 +327,40 @@ class ForwardEngine:
             logger.warning("%s: tag is %s; every rank takes that of rank 0, %r", op, others[0], tags[0])
         agreed: str | None = tags[0]
         return agreed
+
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save the weights, in the dtypes that they train in, to one file for plain torch; returns True. Collective.
+
+        At stage 3 it returns False, and saves nothing, if the configuration says that weights are not to be gathered for it.
+
+        A name that ends with .safetensors gets that format, and any other a file of torch.save's, for which rank 0 holds all
+        weights in host memory. Tied weights: in a file of safetensors once.
+        """
+        if not self._config.gathers_to_save and self._config.stage == 3:
+            logger.warning(
+                "save_16bit_model: nothing was saved, as the configuration has stage3_gather_16bit_weights_on_model_save false"
+            )
+            return False
+        tensors = as_trained(self._core, exclude_frozen_parameters)
+        path = Path(save_dir) / save_filename
+        if path.suffix == ".safetensors":
+            write_model(self._core, path, tensors, MAX_SHARD_BYTES)
+            return True
+
+        def save(values: Iterator[torch.Tensor]) -> list[Path]:
+            held = state_dict_of(self._core, tensors, values)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(path) as unfinished:
+                torch.save(held, unfinished)
+            return [path]
+
+        on_first_rank(self._core, tensors, save)
+        return True
 
     def _open_checkpoint(self, load_dir: str | os.PathLike[str], tag: str | None) -> Source | None:
         """Open a checkpoint; None, with a warning, where there is no "latest" and no tag was given. Collective."""
@@ -332,9 +410,9 @@ class TrainingEngine(ForwardEngine):
         """Wrap what `shard` returned; see initialize and ForwardEngine."""
         core = optimizer._engine
         assert isinstance(core, Engine)
-        super().__init__(module, core, config, sizes, replicas)
+        super().__init__(module, core, config, sizes, replicas, training_dataloader)
         self.optimizer: ShardableOptimizer = optimizer
-        self.lr_scheduler, self.training_dataloader = lr_scheduler, training_dataloader
+        self.lr_scheduler = lr_scheduler
         self.global_steps = self.micro_steps = self.global_samples = 0
         self._counted_from = 0  # micro_steps when the count of the accumulation began
         self._skipped_before = optimizer.skipped_steps
@@ -579,46 +657,14 @@ class TrainingEngine(ForwardEngine):
 
     # --- checkpoints ------------------------------------------------------------------------------------------------------
 
-    def save_checkpoint(
-        self,
-        save_dir: str | os.PathLike[str],
-        tag: str | None = None,
-        client_state: Mapping[str, Any] | None = None,
-        save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
-        *,
-        keep_last: int | None = None,
-        wait: bool = True,
-    ) -> bool:
-        """Save model, optimizer, scheduler, counters and random states to `save_dir`/`tag`; returns True. Collective.
-
-        Of the data loader that initialize made, its epoch is saved: after a load its next iteration is the epoch after the one
-        that was begun. The position within an epoch is yours to save (client_state) and to skip to.
-        tag: default "global_step" and the optimizer steps so far. Where it differs by rank rank 0's holds, with a warning, or
-        with checkpoint.tag_validation Fail ValueError.
-        The other arguments, errors and what a crash leaves: see shardcore.save. ValueError, too, if save_dir is None or empty.
-        """
-        content = Content(
-            states=True,
-            exclude_frozen=exclude_frozen_parameters,
-            scheduler=self.lr_scheduler,
-            client_state=client_state,
-            counters={
-                "global_steps": self.global_steps,
-                "micro_steps": self.micro_steps,
-                "skipped_steps": self.skipped_steps,
-                "global_samples": self.global_samples,
-                **({} if self.training_dataloader is None else {"epoch": self.training_dataloader.epoch}),
-            },
-        )
-        check_folder("save_checkpoint", save_dir)
-        name = self._agree_on_tag("save_checkpoint", f"global_step{self.global_steps}" if tag is None else tag)
-        write_checkpoint(self._core, Path(save_dir), name, content, save_latest, keep_last, wait)
-        return True
-
-    def wait_for_checkpoint(self) -> None:
-        """Wait for a save_checkpoint(wait=False), and raise its error. Collective."""
-        finish_saving(self._core)
+    def _counters(self) -> dict[str, int]:
+        return {
+            "global_steps": self.global_steps,
+            "micro_steps": self.micro_steps,
+            "skipped_steps": self.skipped_steps,
+            "global_samples": self.global_samples,
+            **({} if self.training_dataloader is None else {"epoch": self.training_dataloader.epoch}),
+        }
 
     def load_checkpoint(
         self,
@@ -658,37 +704,3 @@ class TrainingEngine(ForwardEngine):
                 self.training_dataloader.set_epoch(source.counters["epoch"])
         self.zero_grad()
         return str(loaded.path), dict(loaded.client_state)
-
-    def save_16bit_model(
-        self,
-        save_dir: str | os.PathLike[str],
-        save_filename: str = "pytorch_model.bin",
-        exclude_frozen_parameters: bool = False,
-    ) -> bool:
-        """Save the weights, in the dtypes that they train in, to one file for plain torch; returns True. Collective.
-
-        At stage 3 it returns False, and saves nothing, if the configuration says that weights are not to be gathered for it.
-
-        A name that ends with .safetensors gets that format, and any other a file of torch.save's, for which rank 0 holds all
-        weights in host memory. Tied weights: in a file of safetensors once.
-        """
-        if not self._config.gathers_to_save and self._config.stage == 3:
-            logger.warning(
-                "save_16bit_model: nothing was saved, as the configuration has stage3_gather_16bit_weights_on_model_save false"
-            )
-            return False
-        tensors = as_trained(self._core, exclude_frozen_parameters)
-        path = Path(save_dir) / save_filename
-        if path.suffix == ".safetensors":
-            write_model(self._core, path, tensors, MAX_SHARD_BYTES)
-            return True
-
-        def save(values: Iterator[torch.Tensor]) -> list[Path]:
-            held = state_dict_of(self._core, tensors, values)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(path) as unfinished:
-                torch.save(held, unfinished)
-            return [path]
-
-        on_first_rank(self._core, tensors, save)
-        return True

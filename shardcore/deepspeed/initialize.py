@@ -79,7 +79,7 @@ def initialize(
     config: a dict or the path of a JSON file (or `args.deepspeed_config`, or `config_params`). Files with comments (Hjson) need
         the package hjson; a JSON object in base64 is taken, too. docs/deepspeed_keys.md has its keys; unknown ones are refused.
     optimizer: one that shard takes, or a function that makes one from the parameters. Default, and not used otherwise: the one
-        in the configuration.
+        in the configuration. One that has only some of model_parameters updates these alone, and the log says how many.
     training_data: a dataset with a length. The loader yields this rank's micro-batches, in a new order each epoch.
     collate_fn: that loader's, and those of the engine's deepspeed_io.
     lr_scheduler: a scheduler of the given optimizer, or a function that makes one from the optimizer. Default: the one in the
@@ -89,9 +89,9 @@ def initialize(
     mpu: of UlyssesSPAttentionHF.register_with_transformers, for long sequences; else, as mesh_param, of 1 rank.
     materialize: fills a model built under `torch.device("meta")`, as in shard (in place of DeepSpeed's zero.Init).
 
-    The engine is a TrainingEngine. Without an optimizer, and without model_parameters, training_data and lr_scheduler, as
-    libraries call it for a model that is only evaluated, it is a ForwardEngine, whose backward is refused, and the others are
-    None. Without training_data and lr_scheduler the last two of the tuple are None.
+    The engine is a TrainingEngine. Without an optimizer here and in the configuration it is a ForwardEngine, whose backward
+    is refused, the optimizer None, and model_parameters mean nothing. Without training_data and lr_scheduler the last two of
+    the tuple are None.
     Starts torch.distributed from the environment if it is not initialized: from torchrun's variables, or those of mpirun or
     srun, for which RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are then set (over several nodes mpirun must pass
     MASTER_ADDR, the host of rank 0). Without any of these the world is this process. With CUDA the backend is nccl and the
@@ -125,11 +125,12 @@ def initialize(
         sizes = replace(sizes, train=sizes.train // slices)
         check_model(model, settings)
         _check_mesh(settings.shardcore.get("mesh"), comm.world_size)
-        trains = settings.optimizer is not None or any(
-            thing is not None for thing in (optimizer, model_parameters, training_data, lr_scheduler)
-        )
+        params = _parameters(model, model_parameters)
+        trains = any(thing is not None for thing in (optimizer, settings.optimizer, lr_scheduler))
         if trains:
-            given = _optimizer(model, model_parameters, settings, optimizer)
+            given = _optimizer(model, params, settings, optimizer)
+            if model_parameters is not None and isinstance(optimizer, torch.optim.Optimizer):
+                _compare_parameters(params, optimizer, log=comm.rank == 0)
         _check_scheduler(lr_scheduler, given, optimizer)
         if slices > 1 and (isinstance(given, Muon) or (given is not None and given.state)):
             what = "Muon" if isinstance(given, Muon) else "an optimizer that has states"
@@ -189,7 +190,7 @@ def initialize(
         _compare_inputs(model, mesh["tp"].get_group())
     engine: Any
     if adam is None:
-        engine = ForwardEngine(model, engine_of(model), settings, sizes, (replicas, replica))
+        engine = ForwardEngine(model, engine_of(model), settings, sizes, (replicas, replica), loader)
     else:
         kind = TrainingEngine if pipe is None else PipelineEngine
         engine = kind(model, adam, scheduler, loader, settings, sizes, (replicas, replica), monitor)
@@ -431,19 +432,36 @@ def _is_function(thing: Any) -> bool:
     return isinstance(thing, type) or (callable(thing) and not hasattr(thing, "step"))
 
 
-def _optimizer(model: nn.Module, model_parameters: Any, settings: Config, optimizer: Any) -> torch.optim.Optimizer:
-    if optimizer is not None and settings.shardcore.get("optimizer"):
-        raise ValueError(
-            f"{_OP}: config shardcore.optimizer is given, but optimizer= takes the place of the optimizer there; expected "
-            "optimizer=FusedAdam(...) with these options, or config alone"
-        )
+def _parameters(model: nn.Module, model_parameters: Any) -> list[Any]:
+    """Return what to optimize: parameters or param_groups."""
     plain = model_parameters is None or isinstance(model_parameters, Iterable)
     if not plain or isinstance(model_parameters, torch.Tensor | nn.Module | Mapping | str | set | frozenset):
         raise TypeError(
             f"{_OP}: model_parameters has type {type(model_parameters).__name__}; expected a list of parameters or of "
             "param_groups (model.parameters())"
         )
-    params = [p for p in model.parameters() if p.requires_grad] if model_parameters is None else list(model_parameters)
+    return [p for p in model.parameters() if p.requires_grad] if model_parameters is None else list(model_parameters)
+
+
+def _compare_parameters(params: list[Any], optimizer: torch.optim.Optimizer, log: bool) -> None:
+    """Say how many of `params` the optimizer has; ValueError if it has others."""
+    wanted, updated = _trainable(FusedAdam(params)), _trainable(optimizer)
+    if not updated <= wanted:
+        raise ValueError(f"{_OP}: model_parameters lacks parameters of optimizer; expected all of them, or only optimizer=...")
+    if log and updated != wanted:
+        logger.warning(
+            "initialize: optimizer= has %d of the %d trainable parameters in model_parameters; the others stay as they are",
+            len(updated),
+            len(wanted),
+        )
+
+
+def _optimizer(model: nn.Module, params: list[Any], settings: Config, optimizer: Any) -> torch.optim.Optimizer:
+    if optimizer is not None and settings.shardcore.get("optimizer"):
+        raise ValueError(
+            f"{_OP}: config shardcore.optimizer is given, but optimizer= takes the place of the optimizer there; expected "
+            "optimizer=FusedAdam(...) with these options, or config alone"
+        )
     if optimizer is None:
         if settings.optimizer is None:
             raise ValueError(
@@ -458,8 +476,6 @@ def _optimizer(model: nn.Module, model_parameters: Any, settings: Config, optimi
         return made
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"{_OP}: optimizer has type {type(optimizer).__name__}; expected a torch.optim.Optimizer or a function")
-    if model_parameters is not None and _trainable(FusedAdam(params)) != _trainable(optimizer):
-        raise ValueError(f"{_OP}: model_parameters are not those of optimizer; expected the same ones, or only optimizer=...")
     return optimizer
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import shardcore
 from tests.support.deepspeed import ADAM, ds_config, start, train
@@ -122,8 +122,13 @@ def _forward_only(rank: int, world_size: int, stage: int, low: str) -> bool:
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}, "bf16": {"enabled": low == "bf16"}}
     config["scheduler"] = {"type": "WarmupLR", "params": {}}
     model, plain = make_net(seed=rank), make_net(seed=0)
-    engine, optimizer, loader, scheduler = shardcore.initialize(model=model, config=config)
-    assert (optimizer, loader, scheduler, engine.optimizer) == (None, None, None, None)
+    data = TensorDataset(torch.zeros(4, 10))
+    engine, optimizer, loader, scheduler = shardcore.initialize(
+        model=model, config=config, model_parameters=model.parameters(), training_data=data
+    )
+    assert (optimizer, scheduler, engine.optimizer, engine.lr_scheduler) == (None, None, None, None)
+    assert engine.training_dataloader is loader
+    assert len(loader) == 4 // world_size
     assert isinstance(engine, shardcore.DeepSpeedEngine)
     x, _ = batch_of(0, 0, rank)
     with torch.no_grad():
@@ -154,12 +159,20 @@ def _evaluated(rank: int, world_size: int, folder: str, stage: int) -> None:
     engine = shardcore.initialize(model=make_net(seed=1), config=without("optimizer", stage=stage))[0]
     path, client_state = engine.load_checkpoint(folder, load_optimizer_states=False)
     assert (Path(path).name, client_state) == ("global_step1", {"seen": 3})
-    expected = trained.module_state_dict()
-    assert all(torch.equal(value, expected[name]) for name, value in engine.module_state_dict().items())
+    expected = hash_of(trained.module_state_dict().values())
+    assert hash_of(engine.module_state_dict().values()) == expected
+    engine.save_checkpoint(folder, client_state={"seen": 4})
+    engine.wait_for_checkpoint()
+    assert engine.save_16bit_model(folder, "model.bin") is True
+    others = shardcore.initialize(model=make_net(seed=2), config=without("optimizer"))[0], start(ds_config(), make_net(seed=3))
+    for other in others:
+        path, client_state = other.load_checkpoint(folder, load_optimizer_states=False)
+        assert (Path(path).name, client_state, other.global_steps) == ("global_step0", {"seen": 4}, 0)
+        assert hash_of(other.module_state_dict().values()) == expected
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_an_engine_that_only_runs_forward_loads_weights(tmp_path: Path, stage: int) -> None:
+def test_an_engine_that_only_runs_forward_loads_and_saves_weights(tmp_path: Path, stage: int) -> None:
     run_ranks(2, _evaluated, str(tmp_path), stage)
 
 
@@ -220,6 +233,17 @@ def test_a_given_optimizer_takes_the_place_of_the_configurations(caplog: pytest.
     assert "takes its place" not in caplog.text
 
 
+def test_an_optimizer_of_some_parameters_updates_these_alone(caplog: pytest.LogCaptureFixture) -> None:
+    model = make_net()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer = torch.optim.AdamW(model.head.parameters(), **ADAM)
+    engine = start(without("optimizer", stage=0), model, optimizer=optimizer, model_parameters=model.parameters())
+    assert f"optimizer= has 1 of the {len(list(model.parameters()))} trainable parameters in model_parameters" in caplog.text
+    train(engine, 0, 2)
+    changed = {name for name, value in engine.module_state_dict().items() if not torch.equal(value, before[name])}
+    assert changed == {"head.weight"}
+
+
 def test_refused_optimizers() -> None:
     model = make_net()
     plain = without("optimizer")
@@ -227,17 +251,26 @@ def test_refused_optimizers() -> None:
     _refused(
         ValueError, "config shardcore.optimizer is given, but", ds_config(shardcore=section), optimizer=shardcore.FusedAdam
     )
-    _refused(ValueError, "there is no optimizer", plain, model=model, model_parameters=model.parameters())
+    _refused(ValueError, "there is no optimizer", plain, model=model, lr_scheduler=lambda made: StepLR(made, 1))
     _refused(TypeError, r"optimizer\(\.\.\.\) returned a list", plain, optimizer=list)
     _refused(TypeError, "optimizer has type str", plain, optimizer="AdamW")
     _refused(TypeError, "optimizer is a NAdam", plain, optimizer=torch.optim.NAdam)
     for wrong in (model.gain, 5, model, "head", set(model.parameters()), dict(model.named_parameters()), model.parameters):
         kind = type(wrong).__name__
-        _refused(TypeError, f"model_parameters has type {kind}; expected a list", model=model, model_parameters=wrong)
+        for config in (plain, None):
+            says = f"model_parameters has type {kind}; expected a list"
+            _refused(TypeError, says, config, model=model, model_parameters=wrong)
     _refused(ValueError, "empty parameter list", model=model, model_parameters=[])
     optimizer = shardcore.FusedAdam(model.head.parameters())
     others = model.inp.parameters()
-    _refused(ValueError, "not those of optimizer", plain, model=model, optimizer=optimizer, model_parameters=others)
+    _refused(
+        ValueError,
+        "model_parameters lacks parameters of optimizer",
+        plain,
+        model=model,
+        optimizer=optimizer,
+        model_parameters=others,
+    )
     for items, text in (([[model.gain]], "can only optimize Tensors"), ([{"params": 5}], "'int' object is not iterable")):
         for config, given in ((plain, optimizer), (None, None)):
             _refused(TypeError, text, config, model=model, optimizer=given, model_parameters=items)
