@@ -83,6 +83,7 @@ class Config:
     pin_memory: bool = True
     optimizer: Mapping[str, Any] | None = None
     optimizer_type: type[torch.optim.Optimizer] = FusedAdam
+    zero_allow_untested_optimizer: bool = False
     scheduler: tuple[str, Mapping[str, Any]] | None = None
     cpu_checkpointing: bool = False
     dataloader_drop_last: bool = False

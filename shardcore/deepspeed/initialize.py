@@ -43,6 +43,7 @@ from shardcore.distributed.launchers import env_int, follow_launcher, launched_w
 from shardcore.engine.slices import slice_mesh
 from shardcore.engine.units import tensors_in
 from shardcore.optim import FusedAdam, Muon, ShardableOptimizer
+from shardcore.optim.elementwise import is_elementwise, not_elementwise
 from shardcore.optim.interface import engine_of
 from shardcore.optim.options import dtype_name
 from shardcore.slicing import tensor_parallel
@@ -78,8 +79,9 @@ def initialize(
     model_parameters: what to optimize, a list of parameters or of param_groups; default: all trainable parameters.
     config: a dict or the path of a JSON file (or `args.deepspeed_config`, or `config_params`). Files with comments (Hjson) need
         the package hjson; a JSON object in base64 is taken, too. docs/deepspeed_keys.md has its keys; unknown ones are refused.
-    optimizer: one that shard takes, or a function that makes one from the parameters. Default, and not used otherwise: the one
-        in the configuration. One that has only some of model_parameters updates these alone, and the log says how many.
+    optimizer: one that shard takes, or a function that makes one from the parameters. Default, and not used
+        otherwise: the one in the configuration. With zero_allow_untested_optimizer there, of any class whose steps a
+        trial finds elementwise. One that has only some of model_parameters updates these alone; the log says how many.
     training_data: a dataset with a length. The loader yields this rank's micro-batches, in a new order each epoch.
     collate_fn: that loader's, and those of the engine's deepspeed_io.
     lr_scheduler: a scheduler of the given optimizer, or a function that makes one from the optimizer. Default: the one in the
@@ -129,6 +131,8 @@ def initialize(
         trains = any(thing is not None for thing in (optimizer, settings.optimizer, lr_scheduler))
         if trains:
             given = _optimizer(model, params, settings, optimizer)
+            if settings.zero_allow_untested_optimizer:
+                _try(given, log=comm.rank == 0)
             if model_parameters is not None and isinstance(optimizer, torch.optim.Optimizer):
                 _compare_parameters(params, optimizer, log=comm.rank == 0)
         _check_scheduler(lr_scheduler, given, optimizer)
@@ -441,6 +445,22 @@ def _parameters(model: nn.Module, model_parameters: Any) -> list[Any]:
             "param_groups (model.parameters())"
         )
     return [p for p in model.parameters() if p.requires_grad] if model_parameters is None else list(model_parameters)
+
+
+def _try(optimizer: torch.optim.Optimizer, log: bool) -> None:
+    """Let `shard` take an optimizer of an unknown class whose steps a trial finds elementwise; else raise TypeError."""
+    known = isinstance(optimizer, ShardableOptimizer) or type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
+    if known or isinstance(optimizer, Muon) or is_elementwise(optimizer):
+        return
+    name = type(optimizer).__name__
+    if (why := not_elementwise(optimizer)) is not None:
+        raise TypeError(
+            f"{_OP}: optimizer is a {name}, whose steps are not elementwise: {why}; expected one that computes each element "
+            "from its own weight, gradient and states (shards are flat ranges of many parameters)"
+        )
+    optimizer.elementwise = True  # type: ignore[attr-defined]
+    if log:
+        logger.warning("initialize: %s is taken, as three of its steps on a tensor and on its flat parts had equal bits", name)
 
 
 def _compare_parameters(params: list[Any], optimizer: torch.optim.Optimizer, log: bool) -> None:

@@ -363,7 +363,10 @@ KEYS: dict[str, Key] = {
     ),
     "cuda_visible_devices": _accepted("set the variable CUDA_VISIBLE_DEVICES before the program starts, as for DeepSpeed"),
     "vocabulary_size": _accepted("DeepSpeed only warns of it"),
-    "zero_allow_untested_optimizer": _accepted("every optimizer that can be sharded is taken, others are refused"),
+    "zero_allow_untested_optimizer": _honoured(
+        lambda where, value: _flag(where, bool(value) if value in (0, 1) else value),
+        "try an optimizer of an unknown class: it is taken if three steps of a tensor and of its flat parts have the same bits",
+    ),
     "zero_force_ds_cpu_optimizer": _accepted("torch's Adam and AdamW are converted"),
     "seq_parallel_communication_data_type": _accepted("sequence parallel attention exchanges values in their dtype"),
     "allgather_size": _accepted(_BY_UNIT),

@@ -7,6 +7,7 @@ buffer: the parameters that lie there, and where they begin, do not show in the 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -95,9 +96,9 @@ def _switches(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_elementwise(optimizer: object) -> bool:
-    """Whether shard can run the optimizer on flat ranges: one of ELEMENTWISE, or of a class with `elementwise = True`."""
+    """Whether shard can run the optimizer on flat ranges: one of ELEMENTWISE, or with `elementwise = True`."""
     return type(optimizer) in ELEMENTWISE or (
-        isinstance(optimizer, torch.optim.Optimizer) and getattr(type(optimizer), "elementwise", False) is True
+        isinstance(optimizer, torch.optim.Optimizer) and getattr(optimizer, "elementwise", False) is True
     )
 
 
@@ -212,6 +213,7 @@ class ElementKind:
         self.attributes = {key: value for key, value in own.items() if key not in ("defaults", "param_groups", "state")}
         self._step = plain_step(cls)
         self._names: dict[str, tuple[str, ...]] = {}
+        self._count: Callable[[int], Any] = step_tensor  # how the class counts steps in its states: int, or a tensor
 
     def terms(self, group: Group) -> dict[str, Any]:
         """Return the options that say what a step computes, with numbers in place of tensors. See Kind."""
@@ -250,7 +252,7 @@ class ElementKind:
         switches = str(_switches(options))
         if switches not in self._names:
             param = torch.zeros(2, dtype=torch.float32, device="cpu")
-            states = {param: self._first(options, param)}
+            states = {param: self.first(options, param)}
             optimizer = bare_optimizer(self.cls, options, [param], defaultdict(dict, states), self.attributes)
             param.grad = torch.zeros_like(param)
             self._step(optimizer)
@@ -258,7 +260,9 @@ class ElementKind:
             for key, value in optimizer.state[param].items():
                 if isinstance(value, torch.Tensor) and value.shape == param.shape and value.dtype == torch.float32:
                     names.append(key)
-                elif key != "step" and value is not None:
+                elif key == "step":
+                    self._count = int if isinstance(value, int) else step_tensor
+                elif value is not None:
                     raise NotImplementedError(
                         f"shard: a {self.name} keeps {key}={value!r} for a parameter; expected states of the parameter's shape"
                     )
@@ -266,7 +270,7 @@ class ElementKind:
         return self._names[switches]
 
     @staticmethod
-    def _first(options: Mapping[str, Any], param: torch.Tensor) -> dict[str, torch.Tensor]:
+    def first(options: Mapping[str, Any], param: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the states that a constructor would have made (Adagrad's); others begin in an element's first step."""
         if "initial_accumulator_value" not in options:
             return {}
@@ -283,9 +287,9 @@ class ElementKind:
         """Run a step of torch's over flat float32 tensors; new values of their states are in `states`."""
         names = [key for key in states[0] if key != "master"]
         if step == 1:  # the optimizer makes them
-            mine: list[dict[str, Any]] = [self._first(options, target) for target in targets]
+            mine: list[dict[str, Any]] = [self.first(options, target) for target in targets]
         else:
-            mine = [{key: state[key] for key in names} | {"step": step_tensor(step - 1)} for state in states]
+            mine = [{key: state[key] for key in names} | {"step": self._count(step - 1)} for state in states]
         of_targets = defaultdict(dict, zip(targets, mine, strict=True))
         optimizer = bare_optimizer(self.cls, options, targets, of_targets, self.attributes)
         for target, grad in zip(targets, grads, strict=True):
@@ -341,6 +345,44 @@ class ElementKind:
                 f"{op}: {name} has no {missing[0]!r}; expected {', '.join(keys)} (a {self.name}'s, with these options)"
             )
         return state | {"step": step_tensor(count)}, lost
+
+
+def _zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(numel, dtype=dtype, device="cpu")
+
+
+def not_elementwise(optimizer: torch.optim.Optimizer) -> str | None:
+    """Return why shards cannot have the steps of an optimizer of any class; None if a trial found no reason.
+
+    The trial makes three steps of a tensor with the options of each group, and as shards do, of the same values in flat parts.
+    Of `optimizer` nothing changes.
+    """
+    random = torch.Generator("cpu").manual_seed(0)
+    draws = partial(torch.randn, 3, 256, generator=random, dtype=torch.float32, device="cpu")
+    for group in optimizer.param_groups:
+        options = {key: value for key, value in group.items() if key != "params"}
+        if options.get("lr") == 0.0:  # of a schedule that begins there
+            options["lr"] = 1e-2
+        begin = draws()
+        whole, parts = begin.clone(), [begin[:1].flatten().clone(), begin[1:].flatten().clone()]
+        try:
+            kind = ElementKind(type(optimizer), optimizer)
+            kept = kind.format_of(options, torch.float32)
+            states = [kept.new(256 * rows, _zeros) for rows in (1, 2)]
+            of_whole = defaultdict(dict, {whole: kind.first(options, whole)})
+            plain = bare_optimizer(kind.cls, options, [whole], of_whole, kind.attributes)
+            for step in range(1, 4):
+                whole.grad = draws() * torch.tensor([[0.01], [1.0], [100.0]])
+                grads = [whole.grad[:1].flatten(), whole.grad[1:].flatten()]
+                plain_step(kind.cls)(plain)
+                kind.hyper(options, step, 1.0).update(parts, grads, states)
+        except Exception as error:  # of any kind: it is another's code
+            return f"a trial of them raised {type(error).__name__}: {error}"
+        if not torch.equal(torch.cat(parts).view_as(whole), whole):
+            return "they give a tensor other weights than its flat parts, or need more than states of its elements"
+        if torch.equal(whole, begin):
+            return "they changed nothing in a trial"
+    return None
 
 
 class Elementwise(ShardableOptimizer):

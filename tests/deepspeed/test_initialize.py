@@ -244,6 +244,38 @@ def test_an_optimizer_of_some_parameters_updates_these_alone(caplog: pytest.LogC
     assert changed == {"head.weight"}
 
 
+class Halving(torch.optim.SGD):
+    """Of a class that shard does not know."""
+
+
+class Normed(torch.optim.SGD):
+    """Steps by a norm over a parameter."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.sub_(param.grad / param.grad.norm(), alpha=group["lr"])
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_untested_optimizer_is_taken_after_a_trial(stage: int, caplog: pytest.LogCaptureFixture) -> None:
+    hashes = set()
+    config = without("optimizer", stage=stage)
+    for cls, allowed in ((torch.optim.SGD, {}), (Halving, {"zero_allow_untested_optimizer": 1})):
+        engine = start(config | allowed, optimizer=functools.partial(cls, lr=0.1, momentum=0.9))
+        train(engine, 0, 2)
+        hashes.add(hash_of_training(engine, engine.optimizer))
+    assert caplog.text.count("Halving is taken") == 1
+    assert len(hashes) == 1
+    model = make_net()
+    before = hash_of(model.state_dict().values())
+    for allowed, says in ((True, "is a Normed, whose steps are not elementwise"), (False, "shard: optimizer is a Normed")):
+        for optimizer in (functools.partial(Normed, lr=0.1), Normed(model.parameters(), lr=0.1)):
+            _refused(TypeError, says, config | {"zero_allow_untested_optimizer": allowed}, model=model, optimizer=optimizer)
+    assert hash_of(model.state_dict().values()) == before
+
+
 def test_refused_optimizers() -> None:
     model = make_net()
     plain = without("optimizer")

@@ -370,3 +370,80 @@ def test_states_of_adagrads_constructor_on_the_meta_device() -> None:
         _train(model, sharded, range(2))
         found.append(hash_of_training(model, sharded))
     assert found[0] == found[1]
+
+
+class Averaged(torch.optim.Optimizer):
+    """An Adam whose states count steps by an int. factor: what else a step multiplies by."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def factor(self, group: dict[str, Any], param: torch.Tensor) -> float:
+        return 1.0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                if not state:
+                    state.update(step=0, average=torch.zeros_like(param), square=torch.zeros_like(param))
+                state["step"] += 1
+                state["average"].lerp_(param.grad, 0.1)
+                state["square"].mul_(0.99).addcmul_(param.grad, param.grad, value=0.01)
+                scale = group["lr"] * (1.0 - 0.99 ** state["step"]) ** 0.5 * self.factor(group, param)
+                param.addcdiv_(state["average"], state["square"].sqrt().add_(1e-8), value=-scale)
+
+
+class Trusting(Averaged):
+    """As LAMB."""
+
+    def factor(self, group: dict[str, Any], param: torch.Tensor) -> float:
+        return float(param.norm() / param.grad.norm())
+
+
+class Counting(Averaged):
+    """Counts its steps in groups."""
+
+    def factor(self, group: dict[str, Any], param: torch.Tensor) -> float:
+        group["count"] = group.get("count", 0) + 1
+        return 1.0 / group["count"]
+
+
+class Random(Averaged):
+    def factor(self, group: dict[str, Any], param: torch.Tensor) -> float:
+        return float(torch.rand(()))
+
+
+class Idle(Averaged):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        pass
+
+
+def test_a_trial_finds_steps_that_are_not_elementwise() -> None:
+    params = [nn.Parameter(torch.ones(3, 4))]
+    for cls in (Averaged, torch.optim.SGD, torch.optim.RMSprop, torch.optim.RAdam, torch.optim.Rprop, torch.optim.AdamW):
+        optimizer = cls([{"params": params, "lr": 0.0}])
+        assert elementwise.not_elementwise(optimizer) is None, cls
+        assert not optimizer.state
+    refused = {Trusting: "other weights", Counting: "other weights", Random: "other weights", Idle: "changed nothing"}
+    refused |= {torch.optim.Adafactor: "other weights", torch.optim.NAdam: "mu_product", torch.optim.LBFGS: "'closure'"}
+    for cls, says in refused.items():
+        optimizer = cls(params)
+        assert says in (elementwise.not_elementwise(optimizer) or ""), cls
+        assert "count" not in optimizer.param_groups[0]
+    assert torch.equal(params[0], torch.ones(3, 4))
+
+
+def test_a_class_that_counts_steps_by_an_int_has_the_bits_of_its_own_step() -> None:
+    class Mine(Averaged):
+        elementwise = True
+
+    plain = make_net()
+    torchs = Averaged(plain.parameters())
+    model = make_net()
+    model, optimizer = shardcore.shard(model, Mine(model.parameters()), 3)
+    _train(model, optimizer, range(3))
+    _train(plain, torchs, range(3))
+    assert all(torch.equal(model.state_dict()[key], value) for key, value in plain.state_dict().items())

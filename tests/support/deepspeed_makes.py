@@ -56,6 +56,30 @@ def some_parameters(deepspeed: Any) -> list[Any]:
     return found
 
 
+class Untested(torch.optim.Optimizer):
+    """Signed momentum."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in (param for group in self.param_groups for param in group["params"] if param.grad is not None):
+            average = self.state[param].setdefault("average", torch.zeros_like(param))
+            param.sub_(average.lerp_(param.grad, 0.1).sign(), alpha=1e-2)
+
+
+def untested(deepspeed: Any) -> list[Any]:
+    """An optimizer of a class that neither knows."""
+    found = []
+    for stage in (1, 3):
+        config, model = _plain(stage, zero_allow_untested_optimizer=True), _model()
+        engine = deepspeed.initialize(model=model, optimizer=Untested(model.parameters()), config=config)[0]
+        _train(engine, 3)
+        found.append(_norms(deepspeed, model))
+    return found
+
+
 def no_optimizer(deepspeed: Any) -> list[Any]:
     """Parameters alone: forward, and a checkpoint that another model loads."""
     model = _model()
@@ -80,7 +104,7 @@ def no_optimizer(deepspeed: Any) -> list[Any]:
     return found
 
 
-CALLS: tuple[Callable[[Any], Any], ...] = (some_parameters, no_optimizer)
+CALLS: tuple[Callable[[Any], Any], ...] = (some_parameters, untested, no_optimizer)
 
 if __name__ == "__main__":
     chosen = import_module(sys.argv[1])
