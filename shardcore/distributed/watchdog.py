@@ -84,9 +84,8 @@ class Log:
         self.left = False  # its engine is gone
         self.backwards = 0  # how many have reduced gradients or failed; one on this rank alone (autograd.grad) does not count
         self.in_backward = False
-        self.failed: tuple[int, str] | None = (
-            None  # how many there were before one that failed, and its error; None: it succeeded
-        )
+        # How many there were before one that failed, and its error; None: the last one succeeded.
+        self.failed: tuple[int, str] | None = None
         self.ended = ""  # why its waits were ended: nothing is sent over the group any more
         self.threads: set[int] = set()  # those that have started collectives
 
@@ -94,8 +93,9 @@ class Log:
         """Serve a new engine, under a unique name, so that nothing in the store is another engine's or another run's."""
         group = self.group()
         assert group is not None
-        self.name, self.left, self.in_order = f"{group.group_name}/{nonce}", False, in_order
+        self.left, self.in_order = False, in_order
         self.backwards, self.in_backward, self.failed = 0, False, None
+        self.name = f"{group.group_name}/{nonce}"  # last: the thread writes what it finds under the name that it read before
 
     def start(self, name: str, ranks: Sequence[int] | None = None) -> "Operation":
         """Count a collective, in which `ranks` of the group (None: all) take part."""
@@ -326,16 +326,17 @@ class _Watch:
     def look(self) -> None:
         """Write what this rank waits for, if that takes long; find out whether it is stuck."""
         longest = self._longest() if dist.is_initialized() else None
-        left = [log for log in _logs_now() if log.left and log.name not in self._left]
-        failed = {log.name: log.failed for log in _logs_now() if log.failed != self._failed.get(log.name)}
+        logs = [(log.name, log) for log in _logs_now()]
+        left = [(name, log) for name, log in logs if log.left and name not in self._left]
+        failed = {name: error for name, log in logs if (error := log.failed) != self._failed.get(name)}
         if not left and not failed and self._written is None and (longest is None or longest[1] < LONG_S):
             return
         store = self._store()
         if store is None:
             return
-        for log in left:
-            store.set(f"left/{log.name}/{dist.get_rank()}", json.dumps(dict(log.counts)))
-            self._left.add(log.name)
+        for name, log in left:
+            store.set(f"left/{name}/{dist.get_rank()}", json.dumps(dict(log.counts)))
+            self._left.add(name)
         for name, error in failed.items():
             store.set(f"failed/{name}/{dist.get_rank()}", json.dumps(error))
             self._failed[name] = error

@@ -133,10 +133,10 @@ def test_what_is_left_out_of_a_commit_is_seen(left_out: str, tmp_path: Path, mon
     empty = random_states(torch.device("cpu")) if left_out == "random" else {"batches": {"position": 0}}
     restore = commits.restore_rank
 
-    def forget(op: str, source: Any, engine: Any, wanted: Any) -> None:
+    def forget(op: str, source: Any, *given: Any) -> None:
         of_rank = source.of_rank
         source.of_rank = lambda rank: {**of_rank(rank), left_out: empty}
-        restore(op, source, engine, wanted)
+        restore(op, source, *given)
 
     monkeypatch.setattr(commits, "restore_rank", forget)
     whole, halves, whole_hashes, hashes = _two_halves(tmp_path)

@@ -285,6 +285,24 @@ def _gathers_objects(rank: int, world_size: int) -> str:
 
 
 @pytest.mark.more
+class _Seen(watchdog.Log):
+    """A log of whose earlier engine all is said, when it gets the name of the next one."""
+
+    def __init__(self) -> None:
+        self.group, self.left, self.failed = lambda: SimpleNamespace(group_name="group"), True, (3, "KeyError: 'a'")
+
+    def __setattr__(self, key: str, value: Any) -> None:
+        super().__setattr__(key, value)
+        if key == "name":
+            self.said = self.left, self.failed
+
+
+def test_nothing_of_an_engine_that_is_gone_is_written_under_the_name_of_the_next() -> None:
+    log = _Seen()
+    log.begin_engine("2", in_order=False)
+    assert log.said == (False, None)
+
+
 def test_a_rank_that_unpickles_what_others_sent_is_waited_for() -> None:
     assert len({*run_ranks(2, _gathers_objects)}) == 1
 
