@@ -49,7 +49,8 @@ class Config:
     """A checked configuration. Batch sizes are as given (None: to be derived); the rest has DeepSpeed's defaults.
 
     gradient_clipping: global norm, 0 for none. optimizer: options of optimizer_type, None without one. loss_scale: fixed or
-    dynamic, None without fp16. offload: "cpu", "nvme" (under nvme_path) or None, for states; ratio: their share; params: "cpu"
+    dynamic, None where nothing runs in float16. keep_in_fp32_modules: None for the model's own lists.
+    offload: "cpu", "nvme" (under nvme_path) or None, for states; ratio: their share; params: "cpu"
     or None, for weights. scheduler: (type, arguments). autocast: the dtype of torch.autocast around forward, None for none.
     steps_per_print: None for never. tensorboard and so on: these sections, None if off. flops_profiler: whether to count
     operations; profile_step, module_depth, profile_file: its other keys. given: dotted paths that the user wrote. accepted: of
@@ -67,6 +68,9 @@ class Config:
     autocast: str | None = None
     loss_scale: LossScale | float | None = None
     communication_data_type: str | None = None
+    gradient_allreduce_op: str = "mean"
+    buffer_dtype: str | None = None
+    keep_in_fp32_modules: tuple[str, ...] | None = None
     grad_dtype: str | None = None
     stage: int = 0
     hpz_partition_size: int = 1
@@ -142,6 +146,8 @@ _FIELDS = {path: path for path, key in KEYS.items() if "." not in path and path 
     "fp16.enabled": "fp16",
     "fp16.auto_cast": "auto_cast",
     "data_types.grad_accum_dtype": "grad_dtype",
+    "data_types.buffer_dtype": "buffer_dtype",
+    "data_types.keep_in_fp32_modules": "keep_in_fp32_modules",
     f"{ZERO}.stage": "stage",
     f"{ZERO}.zero_hpz_partition_size": "hpz_partition_size",
     f"{ZERO}.prefetch_bucket_size": "prefetch_bucket_size",
@@ -290,6 +296,8 @@ def read_config(config: Any, args: Any = None) -> Config:
     if fields.get("stage", 0) != 3 and fields.get("params"):
         fields["params"] = None
         found.accepted.setdefault("weights are offloaded at stage 3 only, as in DeepSpeed", []).append(_WEIGHTS)
+    if fields.get("buffer_dtype") and not (fields.get("bf16") or fields.get("fp16")):
+        found.accepted["buffers are cast beside 16-bit weights only, as in DeepSpeed"] = ["data_types.buffer_dtype"]
     if values.get("bf16.enabled") and values.get(_LOW_MASTERS):
         fields["grad_dtype"] = fields.get("grad_dtype") or "bf16"
     if "optimizer" not in values and (low := [path for path in (_LOW_STATES, _LOW_MASTERS) if values.get(path)]):
@@ -303,8 +311,8 @@ def read_config(config: Any, args: Any = None) -> Config:
     return Config(
         **fields,
         pin_memory=all(pinned),
-        autocast=(values.get("torch_autocast.dtype") or "bf16") if values.get("torch_autocast.enabled") else None,
-        loss_scale=_loss_scale(values) if values.get("fp16.enabled") else None,
+        autocast=_autocast(values),
+        loss_scale=_loss_scale(values),
         optimizer=_adam_options(values) if "optimizer" in values else other and other[1],
         optimizer_type=FusedAdam if other is None else other[0],
         given=frozenset(values),
@@ -340,7 +348,7 @@ def shard_options(settings: Config, muon: bool = False) -> dict[str, Any]:
     return {
         "stage": settings.stage,
         "offload": offload,
-        "precision": "fp16" if settings.fp16 else "bf16" if settings.bf16 else "fp32",
+        "precision": "fp16" if settings.fp16 else "bf16" if settings.bf16 else "fp32" if settings.autocast is None else None,
         "loss_scale": settings.loss_scale,
         "reduce_dtype": settings.communication_data_type,
         "grad_dtype": settings.grad_dtype or "fp32",
@@ -448,16 +456,32 @@ def _contradictions(values: Mapping[str, Any]) -> Iterator[Exception]:
     size = values.get("tensor_parallel.autotp_size", 1)
     if values.get("tensor_parallel.tp.tp_size", 1) not in (1, size):
         yield ValueError(f"{OP}: config tensor_parallel.tp.tp_size differs from tensor_parallel.autotp_size; expected {size}")
-    if values.get("torch_autocast.enabled") and values.get("torch_autocast.dtype") == "fp16":
-        yield NotImplementedError(
-            f'{OP}: config torch_autocast.dtype has "fp16", which needs a loss scale; expected "bf16", or fp16.enabled'
+    trained = next((name for name in ("fp16", "bf16") if values.get(f"{name}.enabled")), "fp32")
+    if (asked := values.get("data_types.param_dtype")) not in (None, trained):
+        yield ValueError(
+            f"{OP}: config data_types.param_dtype has {asked!r}, and fp16 and bf16 ask for {trained!r}; expected the same"
+        )
+    if values.get("gradient_allreduce_op") == "sum" and values.get(f"{ZERO}.stage") == 3:
+        yield ValueError(f'{OP}: config gradient_allreduce_op has "sum" at stage 3; expected "mean", or a stage below')
+    if trained == "bf16" and _autocast(values) == "fp16":
+        yield ValueError(
+            f'{OP}: config torch_autocast.dtype has "fp16" with bf16.enabled; expected "bf16", or weights in float32'
         )
     if values.get("torch_autocast.enabled") and values.get("fp16.enabled"):
         yield ValueError(f"{OP}: config torch_autocast.enabled and fp16.enabled are both true; expected one of them")
 
 
-def _loss_scale(values: Mapping[str, Any]) -> LossScale | float:
-    """Return the fixed scale, or for 0 a dynamic one; the other keys count only then, as in DeepSpeed."""
+def _autocast(values: Mapping[str, Any]) -> str | None:
+    return (values.get("torch_autocast.dtype") or "bf16") if values.get("torch_autocast.enabled") else None
+
+
+def _loss_scale(values: Mapping[str, Any]) -> LossScale | float | None:
+    """Return the fixed scale, or for 0 a dynamic one; the other keys count only then, as in DeepSpeed.
+
+    Under autocast to float16 it is a scale with the options of torch's GradScaler.
+    """
+    if not values.get("fp16.enabled"):
+        return LossScale(window=2000, hysteresis=1, minimum=2.0**-126) if _autocast(values) == "fp16" else None
     fixed: float = values.get("fp16.loss_scale", 0.0)
     names = {"initial_scale_power": "initial_power", "loss_scale_window": "window", "min_loss_scale": "minimum"}
     keys = (*names, "hysteresis", "consecutive_hysteresis")

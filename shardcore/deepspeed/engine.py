@@ -480,9 +480,9 @@ class TrainingEngine(ForwardEngine):
                 "every micro-step"
             )
         plain = backwards - self._divided
-        if self._config.fp16 and self._scaled < backwards:
+        if self._config.loss_scale is not None and self._scaled < backwards:
             raise ValueError(
-                "step: a backward since the last step was not of a scaled loss, which fp16 needs; expected "
+                "step: a backward since the last step was not of a scaled loss, which float16 needs; expected "
                 "engine.backward(loss), or engine.scale(loss).backward() (call zero_grad() before the next one)"
             )
         self._stepped = not self.managed_gradient_accumulation() or self.is_gradient_accumulation_boundary()

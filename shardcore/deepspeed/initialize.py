@@ -9,6 +9,7 @@ Source: the behaviour documented at https://deepspeed.readthedocs.io/en/latest/i
 import logging
 import math
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import fields, replace
@@ -46,6 +47,7 @@ from shardcore.optim import FusedAdam, Muon, ShardableOptimizer
 from shardcore.optim.elementwise import is_elementwise, not_elementwise
 from shardcore.optim.interface import engine_of
 from shardcore.optim.options import dtype_name
+from shardcore.options import DTYPES
 from shardcore.slicing import tensor_parallel
 
 logger = logging.getLogger("shardcore")
@@ -119,6 +121,8 @@ def initialize(
         settings = read_config(config, args)
         pipe = model if isinstance(model, PipelineModule) else None
         of_sequences = _check_parallelism(mpu if pipe is None else None, mesh_param, settings.sequence_parallel_size)
+        if of_sequences > 1 and settings.gradient_allreduce_op == "sum":
+            raise ValueError(f'{_OP}: config gradient_allreduce_op has "sum" with sequences over ranks; expected "mean"')
         slices = _check_tensor_parallel(model, settings, of_sequences, comm.world_size)
         replicas, replica = comm.world_size // (of_sequences * slices), comm.rank // (of_sequences * slices)
         if pipe is not None:
@@ -186,6 +190,9 @@ def initialize(
         raise
     finally:
         problem = None  # as in shard
+    if settings.gradient_allreduce_op == "sum":
+        engine_of(model).sum_gradients()
+    cast_buffers(model, settings)
     if settings.stage == 3:
         name_sharded_params()
     elif engine_of(model).overlap_step is None:  # else a read on one rank would start gathers there
@@ -423,12 +430,38 @@ def check_model(model: Any, settings: Config) -> None:
         raise TypeError(f"{_OP}: model has type {type(model).__name__}; expected a torch.nn.Module")
     if settings.bf16 or settings.fp16:
         return
+    taken = {torch.float32, torch.bfloat16} if settings.autocast == "bf16" else {torch.float32}
     for name, param in model.named_parameters():
-        if param.is_floating_point() and param.dtype != torch.float32:
+        if param.is_floating_point() and param.dtype not in taken:
             raise ValueError(
                 f"{_OP}: model parameter {name} has dtype {dtype_name(param.dtype)} but config enables "
                 'neither bf16 nor fp16; expected float32 weights, or {"bf16": {"enabled": true}}'
             )
+
+
+def cast_buffers(model: nn.Module, settings: Config) -> None:
+    """Cast the buffers beside 16-bit weights: to float32 what is kept in it, the others to data_types.buffer_dtype."""
+    if not (settings.bf16 or settings.fp16):
+        return
+    pattern = _kept_in_fp32(model, settings)
+    dtype = None if settings.buffer_dtype is None else DTYPES[settings.buffer_dtype]
+    for name, buffer in model.named_buffers():
+        wanted = torch.float32 if pattern is not None and pattern.search(name) else dtype
+        if wanted is not None and buffer.is_floating_point() and buffer.dtype != wanted:
+            buffer.data = buffer.data.to(wanted)
+
+
+def _kept_in_fp32(model: nn.Module, settings: Config) -> re.Pattern[str] | None:
+    """Return what the names of buffers match that stay in float32, if there are any.
+
+    Patterns, in which "*" is any text, are the configuration's, or those that transformers' models have by module.
+    """
+    listed = [("", settings.keep_in_fp32_modules or ())]
+    if settings.keep_in_fp32_modules is None:
+        lists = ["_keep_in_fp32_modules_strict", *(["_keep_in_fp32_modules"] if settings.fp16 else [])]
+        listed = [(name, getattr(module, of, None) or ()) for name, module in model.named_modules() for of in lists]
+    patterns = [(f"^{re.escape(name)}\\..*" if name else "") + one.replace("*", ".*") for name, kept in listed for one in kept]
+    return re.compile("|".join(patterns)) if patterns else None
 
 
 def _is_function(thing: Any) -> bool:

@@ -140,6 +140,14 @@ def _texts(where: str, value: Any) -> tuple[str, ...]:
     return tuple(value)
 
 
+def _patterns(where: str, value: Any) -> tuple[str, ...] | None:
+    if value is None or value == "auto":
+        return None
+    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+        raise TypeError(has(where, value, '"auto", or a list of patterns of names'))
+    return tuple(value)
+
+
 # What the section "shardcore" may have: arguments of shard, its offload's, and FusedAdam's, which check the values.
 OF_SHARD = ("overlap_step", "reduction", "ranks_per_node", "mesh", "reshard_after_forward", "prefetch", "units", "sync_each")
 OF_OFFLOAD = (
@@ -342,21 +350,33 @@ KEYS: dict[str, Key] = {
         "data_types",
         {
             "grad_accum_dtype": _honoured(_or_none(_dtype("fp32", "bf16")), "shard(grad_dtype=)"),
-            "param_dtype": _accepted("fp16 and bf16 decide on it"),
-            "keep_in_fp32_modules": _accepted("buffers keep their dtype"),
-            "buffer_dtype": _refused("buffers keep their dtype; cast them before initialize"),
+            "param_dtype": _honoured(
+                _or_none(_dtype("fp32", "bf16", "fp16")), "has to be the dtype that fp16 and bf16 decide on"
+            ),
+            "buffer_dtype": _honoured(
+                _or_none(_dtype("fp32", "bf16", "fp16")),
+                "beside 16-bit weights buffers of floating point are cast to it; null: they keep theirs",
+            ),
+            "keep_in_fp32_modules": _honoured(
+                _patterns,
+                'buffers that are float32 beside 16-bit weights: patterns of names, or "auto": the model\'s own lists',
+            ),
         },
     ),
     **_below(
         "torch_autocast",
         {
-            "enabled": _honoured(_flag, "run forward under torch.autocast, with float32 weights"),
-            "dtype": _honoured(_or_none(_dtype("bf16", "fp16")), "autocast's dtype; bfloat16 by default"),
+            "enabled": _honoured(_flag, "run forward under torch.autocast, with float32 or bfloat16 weights"),
+            "dtype": _honoured(
+                _or_none(_dtype("bf16", "fp16")), "autocast's dtype, bfloat16 by default; float16 with a loss scale"
+            ),
             "lower_precision_safe_modules": _accepted("ranks send gradients in communication_data_type"),
         },
     ),
     **dict.fromkeys(("prescale_gradients", "gradient_predivide_factor"), _accepted(_ORDERED)),
-    "gradient_allreduce_op": _refused("gradients are averaged; multiply the loss by the number of ranks for a sum", "mean"),
+    "gradient_allreduce_op": _honoured(
+        _word("mean", "sum", expected='"mean" or "sum"'), "mean; or sum, at stages 0 to 2: gradients are added up over ranks"
+    ),
     "disable_allgather": _accepted("DeepSpeed does not read it either"),
     "managed_gradient_accumulation": _honoured(
         _flag, "false: every step() updates, and backward() still divides by gradient_accumulation_steps"

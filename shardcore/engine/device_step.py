@@ -87,7 +87,7 @@ class DeviceStep:
         self._memory = torch.zeros(_WORDS + len(params) + 1, dtype=torch.int64, device=device)
         self.state = DeviceState(self._memory[:_WORDS])
         self._counter = dict(zip(params, self._memory[_WORDS:-1].unbind(), strict=True))
-        self._device, self._ranks, self._scaler = device, ranks, scaler
+        self._device, self.ranks, self._scaler = device, ranks, scaler
         self._cohorts = itertools.count(-1, -1)  # loaded counts name cohorts as well
         self._counted = False  # counts changed since the host read them
         self.replayed = False  # a graph was captured, so that the host does not know how many steps there were
@@ -100,7 +100,7 @@ class DeviceStep:
         memory = self._memory.cpu()
         floats = memory.view(torch.float64)
         floats[0], memory[1], memory[2] = self._scaler.state_now
-        floats[3] = 1.0 / (self._ranks * self._scaler.scale)
+        floats[3] = 1.0 / (self.ranks * self._scaler.scale)
         for index, managed in enumerate(self._counter, _WORDS):
             memory[index] = managed.tried = managed.cohort = managed.step
         self._memory.copy_(memory)
@@ -124,7 +124,7 @@ class DeviceStep:
             [self._counter[managed] for managed in updated] or [self._memory[-1]],  # other parts of the model are updated
             [managed.group or 0 for managed in updated] or [0],
             [hyper_of(group) for group in groups],
-            self._ranks,
+            self.ranks,
             self._scaler.rule,
         )
         self._counted = True

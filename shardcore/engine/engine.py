@@ -545,6 +545,13 @@ class Engine:
 
     # --- gradients ----------------------------------------------------------------------------------------------------
 
+    def sum_gradients(self) -> None:
+        """Let gradients be the sums over ranks, not the means. Called before the first backward."""
+        self.reducer.divisor = 1
+        if self.device_step is not None:
+            self.device_step.ranks = 1
+            self.device_step.load()
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Add the gradients of backwards inside locally, in float32, without reduction; the next one reduces the sum."""

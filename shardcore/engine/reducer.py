@@ -246,6 +246,7 @@ class Reducer:
         self.params = sorted((m for b in buckets for m in b.params), key=lambda m: m.index)
         self.comm, self.lifetimes, self.policy, self.device, self.unsharder = comm, lifetimes, policy, device, unsharder
         self.scaler, self.overlap_step = scaler, overlap_step
+        self.divisor = comm.world_size  # of sums over ranks; 1 where these are not averaged
         self.pool = BufferPool(device, weakly(self._forget))
         self._reduce_scatter = ReduceScatter(comm, self.pool, self.buckets, policy)
         self.host_grads = HostGrads(grad_offload, self._reduce_scatter, policy, scaler.active)
@@ -534,7 +535,7 @@ class Reducer:
     def _finish(self, bucket: Bucket, full: torch.Tensor, last: Parts) -> None:
         """Sum the last level's parts into the bucket's reduced gradient, averaged and unscaled, and take its squared norm."""
         world = self.comm.world_size
-        factor = self.scaler.unscale(world)
+        factor = self.scaler.unscale(self.divisor)
         # Nothing is summed: the gradient stays in its dtype, to which late parts are added.
         as_it_is = world == 1 and not self.scaler.active
         if not bucket.reduced:

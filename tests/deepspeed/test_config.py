@@ -92,6 +92,10 @@ def _nested(path: str, value: Any) -> dict[str, Any]:
         ("data_types.grad_accum_dtype", "bfloat16", "grad_dtype", "bf16"),
         ("torch_autocast", {"enabled": True, "dtype": "torch.bfloat16"}, "autocast", "bf16"),
         ("torch_autocast", {"enabled": False}, "autocast", None),
+        ("torch_autocast", {"enabled": True, "dtype": "fp16"}, "loss_scale", LossScale(16, 2000, 1, 2.0**-126)),
+        ("gradient_allreduce_op", "SUM", "gradient_allreduce_op", "sum"),
+        ("data_types.buffer_dtype", "torch.float16", "buffer_dtype", "fp16"),
+        ("data_types.keep_in_fp32_modules", ["a*"], "keep_in_fp32_modules", ("a*",)),
         ("train_batch_size", 5e8, "train_batch_size", 500_000_000),
         ("dataloader_drop_last", True, "dataloader_drop_last", True),
         ("activation_checkpointing.cpu_checkpointing", True, "cpu_checkpointing", True),
@@ -186,7 +190,14 @@ def test_defaults() -> None:
         ("sequence_parallel_size", 0, ValueError, "sequence_parallel_size has 0; expected at least 1"),
         ("scheduler", {"type": "WarmupLr"}, ValueError, "scheduler.type has 'WarmupLr'; expected one of"),
         ("wandb", {"enabled": True, "projects": ""}, ValueError, "did you mean wandb.project"),
-        ("torch_autocast", {"enabled": True, "dtype": "fp16"}, NotImplementedError, "needs a loss scale"),
+        (
+            "data_types.param_dtype",
+            "bf16",
+            ValueError,
+            "param_dtype has 'bf16', and fp16 and bf16 ask for 'fp32'; expected the",
+        ),
+        ("data_types.keep_in_fp32_modules", "router", TypeError, "has 'router'; expected \"auto\", or a list of patterns"),
+        ("gradient_allreduce_op", "max", ValueError, 'gradient_allreduce_op has \'max\'; expected "mean" or "sum"'),
         ("zero_optimization.stage", 4, ValueError, "zero_optimization.stage has 4; expected 0, 1, 2 or 3"),
         ("zero_optimization.stage", True, TypeError, "zero_optimization.stage has True; expected 0, 1, 2 or 3"),
         ("zero_optimization.offload_optimizer.device", "nvme", ValueError, "offload_optimizer.nvme_path is missing"),
@@ -261,6 +272,7 @@ def test_what_means_nothing_is_explained_once_for_each_reason() -> None:
         (line,) = read_config(BASE | {"bf16": low, **optimizer}).accepted
         assert line.startswith("bf16.bf16_optimizer_states, bf16.bf16_master_weights_and_grads: masters and states are red")
     assert not read_config(BASE | {"bf16": low, "optimizer": {"type": "Adam"}}).accepted
+    assert "16-bit weights only" in read_config(BASE | {"data_types": {"buffer_dtype": "bf16"}}).accepted[0]
     assert "at stage 3 only" in read_config(BASE | {"zero_optimization": PARAM_AT_2}).accepted[0]
 
 
@@ -278,6 +290,18 @@ def test_two_precisions_are_a_contradiction() -> None:
     with pytest.raises(ValueError, match=r"fp16\.enabled and bf16\.enabled are both true; expected one"):
         read_config(BASE | {"fp16": {"enabled": True}, "bf16": {"enabled": True}})
     assert read_config(BASE | {"fp16": {"enabled": False, "min_loss_scale": 2}, "bf16": {"enabled": True}}).loss_scale is None
+
+
+def test_options_that_do_not_go_together_are_refused() -> None:
+    for says, config in [
+        ('gradient_allreduce_op has "sum" at stage 3', {"gradient_allreduce_op": "sum", "zero_optimization": {"stage": 3}}),
+        (
+            'dtype has "fp16" with bf16.enabled',
+            {"torch_autocast": {"enabled": True, "dtype": "fp16"}, "bf16": {"enabled": True}},
+        ),
+    ]:
+        with pytest.raises(ValueError, match=says):
+            read_config(BASE | config)
 
 
 def test_a_fixed_loss_scale_leaves_the_other_keys_aside() -> None:

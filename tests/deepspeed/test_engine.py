@@ -15,6 +15,7 @@ import torch
 import shardcore
 from shardcore.deepspeed.lr_schedules import WarmupDecayLR
 from tests.support.deepspeed import ADAM, ds_config, start, train
+from tests.support.groups import device_decides
 from tests.support.models import Net, batch_of, hash_of, hash_of_training, loss_of, make_net
 from tests.support.ranks import run_ranks
 from tests.support.scripts import ROOT, run_forked
@@ -476,7 +477,7 @@ def test_other_ways_of_backward_give_the_bits_of_the_engines() -> None:
 def test_ways_of_backward_that_cannot_be_right_are_refused() -> None:
     engine = start(ds_config(fp16=FP16))
     loss_of(engine, batch_of(0, 0, 0)).backward()
-    with pytest.raises(ValueError, match=r"not of a scaled loss, which fp16 needs; .*engine\.scale\(loss\)"):
+    with pytest.raises(ValueError, match=r"not of a scaled loss, which float16 needs; .*engine\.scale\(loss\)"):
         engine.step()
     engine.zero_grad()
     engine.scale(loss_of(engine, batch_of(0, 0, 0))).backward()
@@ -521,6 +522,32 @@ def test_a_loop_that_decides_when_to_step_updates_at_every_step() -> None:
         pass
 
 
+def _summed(rank: int, world_size: int) -> list[list[tuple[str, str]]]:
+    found = []
+    low = {"enabled": True, "auto_cast": True, "initial_scale_power": 4, "loss_scale_window": 1}
+    for stage, more, forced in ((0, {}, False), (2, {}, False), (1, {"fp16": low}, False), (1, {"fp16": low}, True)):
+        hashes = []
+        for op, times in (("sum", 1), ("mean", world_size)):
+            with device_decides(forced=forced):
+                engine = start(ds_config(2, stage, gradient_allreduce_op=op, **more))
+                for micro_step in range(4):
+                    engine.backward(times * loss_of(engine, batch_of(0, micro_step, rank)))
+                    gradient = shardcore.full_grad(engine.module.head.weight)
+                    engine.step()
+                assert (engine._core.device_step is not None) == forced
+                hashes.append((hash_of([gradient]), hash_of_training(engine, engine.optimizer)))
+        found.append(hashes)
+    return found
+
+
+def test_gradients_are_added_up_over_ranks() -> None:
+    first, second = run_ranks(2, _summed)
+    assert first == second
+    assert all(summed[0] == averaged[0] for summed, averaged in first)
+    assert all(summed == averaged for summed, averaged in first[:2]), "float16 rounds larger losses otherwise"
+    assert first[2] == first[3], "where the device decides"
+
+
 @pytest.mark.more
 def test_calls_are_answered_as_deepspeed_answers_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if importlib.util.find_spec("deepspeed") is None:
@@ -547,6 +574,29 @@ def test_autocast_runs_forward_in_the_low_dtype() -> None:
     assert torch.equal(engine(x), expected)
     assert not torch.equal(engine(x).float(), plain(x))
     assert all(param.dtype == torch.float32 for param in engine.module.parameters())
+
+
+def test_autocast_to_float16_scales_the_loss() -> None:
+    engine = start(ds_config(torch_autocast={"enabled": True, "dtype": "float16"}))
+    for factor, scale in ((1.0, 2.0**16), (float("inf"), 2.0**15), (1.0, 2.0**15)):
+        loss = factor * loss_of(engine, batch_of(0, 0, 0))
+        assert engine.backward(loss).item() == loss.item()
+        engine.step()
+        assert engine.optimizer.loss_scale == scale
+    assert engine.skipped_steps == 1
+    loss_of(engine, batch_of(0, 0, 0)).backward()
+    with pytest.raises(ValueError, match=r"was not of a scaled loss, which float16 needs; expected engine\.backward"):
+        engine.step()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_autocast_runs_over_bfloat16_weights(stage: int) -> None:
+    engine = start(ds_config(stage=stage, torch_autocast={"enabled": True}), make_net().to(torch.bfloat16))
+    for _ in range(4):
+        engine.backward(loss_of(engine, batch_of(0, 0, 0)))
+        engine.step()
+    assert all(param.dtype == torch.bfloat16 for param in engine.module.parameters())
+    assert all(value.dtype == torch.float32 for value in engine.module_state_dict().values() if value.dim() > 1), "masters"
 
 
 def _scheduled(rank: int, world_size: int, folder: str) -> tuple[list[float], list[float]]:

@@ -339,6 +339,34 @@ def test_models_must_fit_the_configuration() -> None:
     model.head.to(torch.bfloat16)
     _refused(ValueError, r"head\.weight has dtype bfloat16 but config enables neither bf16 nor fp16", model=model)
     start(ds_config(bf16={"enabled": True}), model)
+    model = make_net().to(torch.bfloat16)
+    _refused(ValueError, "config enables neither", ds_config(torch_autocast={"enabled": True, "dtype": "fp16"}), model=model)
+
+
+@pytest.mark.parametrize("low", ["bf16", "fp16"])
+def test_buffers_are_cast_but_those_that_stay_in_float32(low: str) -> None:
+    class Router(nn.Module):
+        _keep_in_fp32_modules_strict = ("bias",)
+        _keep_in_fp32_modules = ("at*e",)
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+            for name, dtype in (("bias", torch.bfloat16), ("attribute", torch.float32), ("count", torch.int64)):
+                self.register_buffer(name, torch.ones(2, dtype=dtype))
+
+    def cast(**types: Any) -> list[torch.dtype]:
+        model = nn.ModuleDict({"inside": Router()})
+        model.register_buffer("bias", torch.ones(2))
+        start(ds_config(**{low: {"enabled": True}}, data_types=types), model)
+        return [buffer.dtype for buffer in model.buffers()]
+
+    fp32, fp16 = torch.float32, torch.float16
+    outer, *own = cast(buffer_dtype="fp16")
+    assert [outer, *own] == [fp16, fp32, fp32 if low == "fp16" else fp16, torch.int64]
+    assert cast() == [fp32, fp32, fp32, torch.int64]
+    assert cast(buffer_dtype="fp16", keep_in_fp32_modules=["^bias"]) == [fp32, fp16, fp16, torch.int64]
+    assert cast(keep_in_fp32_modules=[]) == [fp32, torch.bfloat16, fp32, torch.int64]
 
 
 # --- data -------------------------------------------------------------------------------------------------------------

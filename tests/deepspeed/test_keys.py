@@ -19,7 +19,6 @@ OFF = {
     "data_efficiency": {"enabled": False, "data_routing": {"enabled": True}},
     "hybrid_engine": {},
     "tensor_parallel": {"autotp_size": 1},
-    "gradient_allreduce_op": "mean",
     "zero_optimization": {"zero_quantized_weights": False, "mics_shard_size": -1},
 }
 
@@ -43,7 +42,6 @@ def test_every_key_has_a_kind_and_says_why() -> None:
         ("compression_training", {"layer_reduction": {}}),
         ("sparse_attention", {"mode": "fixed"}),
         ("compile", {"backend": "inductor"}),
-        ("gradient_allreduce_op", "sum"),
     ],
 )
 def test_what_is_on_is_refused(key: str, value: Any) -> None:

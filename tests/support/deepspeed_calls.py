@@ -20,19 +20,37 @@ from tests.support.deepspeed import ds_config
 from tests.support.models import batch_of
 
 
-def _engine(deepspeed: Any, accumulation: int = 1, stage: int = 0, scheduler: Any = None, **more: Any) -> Any:
+class _Scaled(nn.Module):
+    """A layer with buffers, one of which it asks to be kept in float32."""
+
+    _keep_in_fp32_modules_strict = ("kept*bias",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Linear(7, 5)
+        self.register_buffer("kept_as_bias", torch.full((5,), 1 / 3))
+        self.register_buffer("scale", torch.full((5,), 1.1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down(x)
+        return (out * self.scale + self.kept_as_bias).to(out.dtype)
+
+
+def _engine(
+    deepspeed: Any, accumulation: int = 1, stage: int = 0, scheduler: Any = None, low: bool = False, **more: Any
+) -> Any:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(10, 7), nn.Tanh(), nn.Linear(7, 5))
+    model = nn.Sequential(nn.Linear(10, 7), nn.Tanh(), _Scaled()).to(torch.bfloat16 if low else torch.float32)
     # torch's Adam: DeepSpeed compiles its own.
-    adam = {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1, "torch_adam": True}}
+    adam = {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1, "eps": 0.1, "torch_adam": True}}
     config = ds_config(accumulation, stage, optimizer=adam, **more)
     options = {"model": model, "model_parameters": model.parameters(), "config": config}
     return deepspeed.initialize(**options, lr_scheduler=scheduler)[0]
 
 
-def _loss(engine: Any, micro_step: int) -> torch.Tensor:
+def _loss(engine: Any, micro_step: int, autocast: bool = False) -> torch.Tensor:
     x, y = batch_of(0, micro_step, dist.get_rank())
-    out: torch.Tensor = engine(x.to(next(engine.module.parameters()).dtype))
+    out: torch.Tensor = engine(x if autocast else x.to(next(engine.module.parameters()).dtype))
     return ((out.float() - y) ** 2).mean()
 
 
@@ -93,7 +111,68 @@ def tags(deepspeed: Any) -> dict[str, Any]:
     return found
 
 
-CALLS: tuple[Callable[[Any], Any], ...] = (unmanaged, tags)
+def _tried(start: Callable[[], Any]) -> Any:
+    try:
+        return start()
+    except (AssertionError, ValueError):
+        return ["refused"]
+
+
+def reduction(deepspeed: Any) -> dict[str, Any]:
+    """Two steps with gradients that are added up over ranks, or averaged."""
+    found: dict[str, Any] = {}
+    for stage, op in [(0, "mean"), *((stage, "SUM") for stage in range(4)), (0, "max")]:
+        more = {"gradient_allreduce_op": op, "gradient_clipping": 0.5 if stage == 1 else 0.0}
+        engine = _tried(lambda stage=stage, more=more: _engine(deepspeed, stage=stage, **more))
+        if engine != ["refused"]:
+            norms = []
+            for step in range(2):
+                engine.backward(_loss(engine, step))
+                engine.step()
+                norms.append(engine.get_global_grad_norm() if stage else 0.0)
+            engine = [*norms, *_weights(deepspeed, engine)]
+        found[f"{op} at {stage}"] = engine
+    return found
+
+
+def autocast(deepspeed: Any) -> dict[str, Any]:
+    """Steps under torch.autocast: to float16 with a loss scale, and over weights in bfloat16."""
+    found = {}
+    for stage in (0, 1, 2, 3):
+        for low in (False, True) if stage else (False,):  # DeepSpeed has no masters at stage 0
+            section = {"enabled": True, "dtype": "bfloat16" if low else "torch.float16"}
+            engine = _engine(deepspeed, stage=stage, low=low, torch_autocast=section)
+            seen = []
+            for step in range(2):
+                loss = _loss(engine, step, autocast=True)
+                seen += [engine.scale(loss).item() / loss.item(), engine.backward(loss).item() / loss.item()]
+                engine.step()
+            dtype = str(next(engine.module.parameters()).dtype)
+            found[f"{section['dtype']} at {stage}"] = [*seen, dtype, *_weights(deepspeed, engine)]
+    return found
+
+
+def dtypes(deepspeed: Any) -> dict[str, Any]:
+    """The dtypes of weights and buffers."""
+    found = {}
+    low: dict[str, Any] = {"bf16": {"enabled": True}}
+    for case, more in {
+        "none": {},
+        "buffers": {"data_types": {"buffer_dtype": "bf16"}},
+        "low": low | {"data_types": {"param_dtype": "bf16"}},
+        "low buffers": low | {"data_types": {"buffer_dtype": "bf16"}},
+        "listed": low | {"data_types": {"buffer_dtype": "fp16", "keep_in_fp32_modules": ["2.sc*e"]}},
+        "nothing kept": low | {"data_types": {"buffer_dtype": "bf16", "keep_in_fp32_modules": []}},
+        "other weights": low | {"data_types": {"param_dtype": "fp16"}},
+        "weights alone": {"data_types": {"param_dtype": "bf16"}},
+    }.items():
+        engine = _tried(lambda more=more: _engine(deepspeed, stage=1, **more))
+        tensors = [] if engine == ["refused"] else [*engine.module.parameters(), *engine.module.buffers()]
+        found[case] = [str(tensor.dtype) for tensor in tensors] or engine
+    return found
+
+
+CALLS: tuple[Callable[[Any], Any], ...] = (unmanaged, tags, reduction, autocast, dtypes)
 
 if __name__ == "__main__":
     module = import_module(sys.argv[1])
