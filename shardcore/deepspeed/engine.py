@@ -75,6 +75,9 @@ class ForwardEngine:
         self.device: torch.device = core.device
         self._core, self._config = core, config
 
+    # isinstance(engine, deepspeed.DeepSpeedEngine) holds for a model that is only evaluated, too.
+    __class__ = property(lambda self: TrainingEngine if type(self) is ForwardEngine else type(self))
+
     def __getattr__(self, name: str) -> Any:
         """Return the attribute of `module`."""
         if name == "module":  # not set yet: a copy under construction
@@ -380,6 +383,15 @@ class ForwardEngine:
 _engines: "weakref.WeakSet[TrainingEngine]" = weakref.WeakSet()
 
 
+def _check_loss(op: str, loss: Any) -> None:
+    if not isinstance(loss, torch.Tensor):
+        raise TypeError(f"{op}: loss has type {type(loss).__name__}; expected a tensor of one element")
+    if loss.numel() != 1:
+        raise ValueError(f"{op}: loss has shape {tuple(loss.shape)}; expected one element (take its mean or sum)")
+    if not loss.requires_grad:
+        raise ValueError(f"{op}: loss does not require a gradient; expected one computed by engine(...) outside no_grad")
+
+
 def grad_scale_of(core: Engine) -> float:
     """Return what the next step() multiplies the gradients in `core` by: not 1 after a plain backward while accumulating."""
     return next((engine._grad_scale() for engine in _engines if engine._core is core), 1.0)
@@ -439,14 +451,10 @@ class TrainingEngine(ForwardEngine):
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Divide `loss` (one element) by the accumulation steps, run backward and return the divided loss. Collective.
 
-        scale_wrt_gas: whether to divide. With fp16 backward runs on the scaled loss.
+        scale_wrt_gas: whether to divide. What is returned has the dtype of `loss`. With fp16 backward runs on the scaled loss.
         """
-        if not isinstance(loss, torch.Tensor):
-            raise TypeError(f"backward: loss has type {type(loss).__name__}; expected a tensor of one element")
-        if loss.numel() != 1:
-            raise ValueError(f"backward: loss has shape {tuple(loss.shape)}; expected one element (take its mean or sum)")
-        if not loss.requires_grad:
-            raise ValueError("backward: loss does not require a gradient; expected one computed by engine(...) outside no_grad")
+        _check_loss("backward", loss)
+        dtype = loss.dtype
         if scale_wrt_gas and self._sizes.accumulation > 1:
             loss = (loss.float() if loss.dtype in (torch.bfloat16, torch.float16) else loss) / self._sizes.accumulation
         before = {engine: engine._core.reducer.backwards for engine in _engines}
@@ -456,10 +464,11 @@ class TrainingEngine(ForwardEngine):
             engine._divided += engine._core.reducer.backwards - count
         self._ran = True
         self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
-        return loss
+        return loss.to(dtype)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return `loss` times fp16's loss scale (unchanged without fp16), for its own `backward()`."""
+        """Return `loss` (one element) times fp16's loss scale (unchanged without fp16), for its own `backward()`."""
+        _check_loss("scale", loss)
         self._scaled += 1
         return self.optimizer.scale_loss(loss)
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import fields, replace
 from datetime import timedelta
+from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -190,6 +191,9 @@ def initialize(
         raise
     finally:
         problem = None  # as in shard
+    if adam is not None and adam is not given:
+        kinds: Any = type(adam), type(given)
+        adam.__class__ = _counts_as(*kinds)
     if settings.gradient_allreduce_op == "sum":
         engine_of(model).sum_gradients()
     cast_buffers(model, settings)
@@ -561,6 +565,16 @@ def _muon_groups(model: nn.Module, params: list[Any], halves: Mapping[bool, Mapp
 
 def _trainable(optimizer: torch.optim.Optimizer) -> set[torch.Tensor]:
     return {param for group in optimizer.param_groups for param in group["params"] if param.requires_grad}
+
+
+@cache
+def _counts_as(kind: type, given: type) -> type:
+    """Return the kind of an optimizer that isinstance takes for one of the `given` class, too, which it has replaced.
+
+    Libraries that wrap it derive a class from its __class__, in which its own methods come first.
+    """
+    both = type(given.__name__, (kind, given), {})
+    return type(kind.__name__, (kind,), {"__class__": property(lambda self: both)})
 
 
 def _check_scheduler(lr_scheduler: Any, chosen: torch.optim.Optimizer, optimizer: Any) -> None:

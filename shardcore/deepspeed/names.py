@@ -35,7 +35,7 @@ from shardcore.deepspeed import fragments, leaf_modules, lr_schedules, pipe, pip
 from shardcore.deepspeed.accelerator import get_accelerator
 from shardcore.deepspeed.checkpointing import checkpoint, configure, is_configured, reset
 from shardcore.deepspeed.config import read_config
-from shardcore.deepspeed.engine import ForwardEngine
+from shardcore.deepspeed.engine import TrainingEngine
 from shardcore.deepspeed.initialize import initialize, make_tensor_mesh, start_process_group, tensor_mesh
 from shardcore.deepspeed.loaders import RepeatingLoader
 from shardcore.deepspeed.params import ZeroParamStatus
@@ -350,7 +350,14 @@ class DeepSpeedCPUAdam(CPUAdam):
         super().__init__(model_params, lr, betas, eps, weight_decay, state_dtype=low, **options)
 
 
-class DeepSpeedFusedAdam(FusedAdam):
+class _EveryFusedAdam(type):
+    """The kind of a class that every FusedAdam counts as an instance of: also one that a configuration made."""
+
+    def __instancecheck__(cls, thing: object) -> bool:
+        return isinstance(thing, FusedAdam)
+
+
+class DeepSpeedFusedAdam(FusedAdam, metaclass=_EveryFusedAdam):
     """FusedAdam by DeepSpeed's arguments."""
 
     def __init__(
@@ -588,7 +595,7 @@ MODULES: dict[str, dict[str, Any]] = {  # by path below the package; a module co
     "runtime.dataloader": {"RepeatingLoader": RepeatingLoader},
     "runtime.fp16": {},
     "runtime.fp16.onebit": {name: _refused(name) for name in ("OnebitAdam", "OnebitLamb", "ZeroOneAdam")},
-    "runtime.engine": {"DeepSpeedEngine": ForwardEngine},
+    "runtime.engine": {"DeepSpeedEngine": TrainingEngine},
     "runtime.lr_schedules": _SCHEDULES,
     "runtime.sequence_parallel": {},
     "runtime.sequence_parallel.ulysses_sp": {"__getattr__": _late("shardcore.integrations.ulysses")},
@@ -625,7 +632,7 @@ TOP: dict[str, Any] = {
     "log_dist": log_dist,
     "logger": logger,
     "DeepSpeedConfig": DeepSpeedConfig,
-    "DeepSpeedEngine": ForwardEngine,
+    "DeepSpeedEngine": TrainingEngine,
     "OnDevice": OnDevice,
     "PipelineEngine": pipe_engine.PipelineEngine,
     "PipelineModule": pipe.PipelineModule,

@@ -110,6 +110,14 @@ def test_losses_divide_as_in_plain_torch(accumulation: int) -> None:
         assert torch.allclose(engine.state_dict()[name], value, rtol=1e-5, atol=1e-6), name
 
 
+def test_the_returned_loss_has_the_dtype_of_the_loss() -> None:
+    engine = start(ds_config(3, bf16={"enabled": True}))
+    loss = loss_of(engine, batch_of(0, 0, 0)).bfloat16()
+    returned = engine.backward(loss)
+    assert returned.dtype == torch.bfloat16
+    assert torch.equal(returned, loss / 3)
+
+
 def test_scale_wrt_gas_false_leaves_the_loss_alone() -> None:
     norms = []
     for scale in (True, False):
@@ -246,6 +254,8 @@ def test_misuse() -> None:
         engine.step()
     with pytest.raises(ValueError, match=r"loss has shape \(4, 5\); expected one element"):
         engine.backward(engine(batch_of(0, 0, 0)[0]))
+    with pytest.raises(ValueError, match=r"scale: loss has shape \(4, 5\); expected one element"):
+        engine.scale(engine(batch_of(0, 0, 0)[0]))
     with pytest.raises(TypeError, match="loss has type float"):
         engine.backward(1.0)
     with torch.no_grad(), pytest.raises(ValueError, match="loss does not require a gradient"):

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import shardcore
+import shardcore as deepspeed
 from tests.support.deepspeed import ADAM, ds_config, start, train
 from tests.support.meta import init, meta
 from tests.support.models import batch_of, hash_of, hash_of_training, make_net
@@ -74,6 +75,23 @@ def test_muon_takes_the_matrices_but_embeddings_and_heads(as_groups: bool) -> No
         hashes.add(hash_of(engine.module_state_dict().values()))
         assert [group["use_muon"] for group in optimizer.param_groups] == [True, False]
     assert len(hashes) == 1
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
+def test_an_optimizer_counts_as_one_of_the_class_that_was_given(kind: str) -> None:
+    given = getattr(torch.optim, kind)
+    model = make_net()
+    optimizer = given(model.parameters(), lr=0.1)
+    engine = start(without("optimizer"), model, optimizer=optimizer)
+    wrapper = type("Wrapper", (engine.optimizer.__class__,), {})
+    assert isinstance(engine.optimizer, given)
+    assert issubclass(wrapper, given)
+    assert wrapper.step is type(engine.optimizer).step
+    made = start(ds_config()).optimizer
+    assert isinstance(made, deepspeed.ops.adam.FusedAdam)  # type: ignore[attr-defined]
+    assert isinstance(engine.optimizer, deepspeed.ops.adam.FusedAdam) == (kind == "AdamW")  # type: ignore[attr-defined]
+    assert not isinstance(made, given)
+    assert type(engine) is shardcore.DeepSpeedEngine  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("stage", [0, 3])

@@ -93,6 +93,34 @@ def unmanaged(deepspeed: Any) -> dict[str, Any]:
     return {str(stage): answers for stage, answers in found.items()}
 
 
+def losses(deepspeed: Any) -> dict[str, Any]:
+    """What is returned of a loss, and which losses are refused."""
+    found = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        engine = _engine(deepspeed, 3, 1)
+        loss = _loss(engine, 0).to(dtype)
+        found[f"several {dtype}"] = _tried(lambda engine=engine: engine.scale(engine(torch.ones(2, 10))))
+        found[f"no gradient {dtype}"] = _tried(lambda engine=engine: engine.scale(torch.ones(())))
+        returned = engine.backward(loss)
+        found[f"returned {dtype}"] = [str(returned.dtype), returned.item()]
+    return found
+
+
+def kinds(deepspeed: Any) -> dict[str, Any]:
+    """What engines and optimizers are instances of."""
+    engine, model = _engine(deepspeed), nn.Linear(2, 2)
+    found = {"training": [type(engine) is deepspeed.DeepSpeedEngine, isinstance(engine, deepspeed.DeepSpeedEngine)]}
+    config = {"train_micro_batch_size_per_gpu": 1}
+    engine = deepspeed.initialize(model=model, config=config)[0]
+    found["evaluated"] = [isinstance(engine, deepspeed.DeepSpeedEngine)]
+    for of in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD):
+        model = nn.Linear(2, 2)
+        engine = deepspeed.initialize(model=model, optimizer=of(model.parameters(), lr=0.1), config=config)[0]
+        others = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Optimizer)
+        found[of.__name__] = [isinstance(engine.optimizer, other) for other in others]
+    return found
+
+
 def tags(deepspeed: Any) -> dict[str, Any]:
     """Whether a checkpoint is saved under tags that differ by rank, and is there under rank 0's."""
     found: dict[str, Any] = {}
@@ -172,7 +200,7 @@ def dtypes(deepspeed: Any) -> dict[str, Any]:
     return found
 
 
-CALLS: tuple[Callable[[Any], Any], ...] = (unmanaged, tags, reduction, autocast, dtypes)
+CALLS: tuple[Callable[[Any], Any], ...] = (unmanaged, losses, kinds, tags, reduction, autocast, dtypes)
 
 if __name__ == "__main__":
     module = import_module(sys.argv[1])
