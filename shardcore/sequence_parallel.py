@@ -52,17 +52,30 @@ def ulysses_attention(
     Raises ValueError if n does not divide the heads. Every rank passes the same shapes.
     """
     group = group_of_sequence(group)
-    ranks, heads, kv_heads = group.size(), query.shape[_HEADS], key.shape[_HEADS]
+    key, value = repeat_heads("ulysses_attention", query, key, value, group.size(), _HEADS)
+    whole = [exchange_dimensions(x, group, _HEADS, _TOKENS) for x in (query, key, value)]
+    return exchange_dimensions(attention(*whole), group, _TOKENS, _HEADS)
+
+
+def repeat_heads(
+    name: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ranks: int, dimension: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return key and value with heads, in `dimension`, that `ranks` divide; ValueError by `name` if the query's are not."""
+    heads, kv_heads = query.shape[dimension], key.shape[dimension]
     if heads % ranks or heads % kv_heads:
         raise ValueError(
-            f"ulysses_attention: query has {heads} heads and key {kv_heads} on {ranks} ranks; expected a number of query heads "
+            f"{name}: query has {heads} heads and key {kv_heads} on {ranks} ranks; expected a number of query heads "
             "that ranks and key heads divide (use a smaller sequence parallel group)"
         )
     times = ranks // math.gcd(ranks, kv_heads)
-    if times > 1:
-        key, value = key.repeat_interleave(times, _HEADS), value.repeat_interleave(times, _HEADS)
-    whole = [_Exchange.apply(x, group, _HEADS, _TOKENS) for x in (query, key, value)]  # type: ignore[no-untyped-call]
-    return _Exchange.apply(attention(*whole), group, _TOKENS, _HEADS)  # type: ignore[no-untyped-call, no-any-return]
+    if times == 1:
+        return key, value
+    return key.repeat_interleave(times, dimension), value.repeat_interleave(times, dimension)
+
+
+def exchange_dimensions(x: torch.Tensor, group: dist.ProcessGroup, split: int, join: int) -> torch.Tensor:
+    """Send the i-th of equal parts along `split` to rank i; return what comes, joined along `join`. Collective."""
+    return _Exchange.apply(x, group, split, join)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _Exchange(torch.autograd.Function):

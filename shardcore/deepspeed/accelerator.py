@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from shardcore.distributed.machine import numa_nodes
+
 # Methods of torch.cuda that tell of memory, as a CPU answers them: for the whole process, in bytes.
 _HOST_NOW = ("memory_allocated", "memory_reserved", "memory_cached")
 _HOST_MOST = ("max_memory_allocated", "max_memory_reserved", "max_memory_cached")
@@ -45,8 +47,10 @@ class Accelerator:
         return self.device_name(torch.cuda.current_device() if self._name == "cuda" else None)
 
     def device_count(self) -> int:
-        """Return how many GPUs there are; 1 without any."""
-        return max(1, torch.cuda.device_count())
+        """Return how many GPUs there are; on a CPU LOCAL_SIZE, as DeepSpeed's launcher sets it, else the NUMA nodes."""
+        if self._name == "cuda":
+            return torch.cuda.device_count()
+        return int(os.environ.get("LOCAL_SIZE", "0")) or len(numa_nodes()) or 1
 
     def set_device(self, device_index: int) -> None:
         """Make a GPU the current one; nothing without any."""
@@ -125,3 +129,8 @@ _accelerator = Accelerator()
 def get_accelerator() -> Accelerator:
     """Return what describes the device that this process trains on."""
     return _accelerator
+
+
+def is_current_accelerator_supported() -> bool:
+    """Return True: a GPU and a CPU train."""
+    return True

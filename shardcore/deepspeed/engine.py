@@ -58,6 +58,7 @@ class ForwardEngine:
     lr_scheduler: Any = None
     global_steps: int = 0
     collate_fn: Callable[[list[Any]], Any] | None = None
+    sparse_tensor_module_names: frozenset[str] = frozenset()  # gradients of embeddings are dense
     _shuffles = True  # loaders of training data that are made here
 
     def __init__(

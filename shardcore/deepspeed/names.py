@@ -11,7 +11,6 @@ import argparse
 import enum
 import importlib
 import logging
-import os
 import random
 import resource
 import sys
@@ -22,6 +21,7 @@ from functools import partial
 from importlib.machinery import ModuleSpec
 from importlib.util import module_from_spec
 from itertools import count
+from operator import attrgetter
 from types import ModuleType
 from typing import Any
 
@@ -31,12 +31,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from shardcore.deepspeed import fragments, leaf_modules, lr_schedules, pipe, pipe_engine
-from shardcore.deepspeed.accelerator import get_accelerator
+from shardcore.deepspeed import fragments, groups, leaf_modules, lr_schedules, op_builder, pipe, pipe_engine, tiled
+from shardcore.deepspeed.accelerator import get_accelerator, is_current_accelerator_supported
 from shardcore.deepspeed.checkpointing import checkpoint, configure, is_configured, reset
 from shardcore.deepspeed.config import read_config
 from shardcore.deepspeed.engine import TrainingEngine
-from shardcore.deepspeed.initialize import initialize, make_tensor_mesh, start_process_group, tensor_mesh
+from shardcore.deepspeed.initialize import initialize, make_tensor_mesh, start_process_group
 from shardcore.deepspeed.loaders import RepeatingLoader
 from shardcore.deepspeed.params import ZeroParamStatus
 from shardcore.distributed.comm import Comm
@@ -418,26 +418,6 @@ def cpu_adagrad(
     return torch.optim.Adagrad(model_params, lr, eps=eps, weight_decay=weight_decay)
 
 
-def inference_all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
-    """Add a tensor over the ranks of a group, in place: torch.distributed.all_reduce. Collective."""
-    return dist.all_reduce(tensor, op, group, async_op)
-
-
-def get_local_rank() -> int:
-    """Return this rank's number on its machine, as its launcher set LOCAL_RANK; 0 without a launcher."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
-
-
-def get_world_group() -> Any:
-    """Return the process group of all ranks."""
-    return dist.group.WORLD
-
-
-def get_all_ranks_from_group(group: Any = None) -> list[int]:
-    """Return the ranks of a group, by their numbers among all ranks."""
-    return dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
-
-
 def compute_elastic_config(*args: Any, **kwargs: Any) -> None:
     """Refuse: batch sizes are given, not found."""
     raise NotImplementedError(
@@ -477,6 +457,26 @@ def see_memory_usage(message: str, force: bool = False) -> None:
     print(f"host memory of this process: peak {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GB", flush=True)
 
 
+def recursive_getattr(model: nn.Module, module_name: str) -> Any:
+    """Return what a model has by a name with dots."""
+    return attrgetter(module_name)(model)
+
+
+def recursive_setattr(model: nn.Module, module_name: str, module: Any) -> None:
+    """Set what a model has by a name with dots."""
+    above, _, own = module_name.rpartition(".")
+    setattr(recursive_getattr(model, above) if above else model, own, module)
+
+
+def required_torch_version(min_version: Any = None, max_version: Any = None) -> bool:
+    """Whether torch's version is in a range. ValueError without both ends."""
+    if not (min_version or max_version):
+        raise ValueError("required_torch_version: no version is given; expected min_version or max_version")
+    if min_version and torch.__version__ < str(min_version):
+        return False
+    return not (max_version and torch.__version__ > str(max_version))
+
+
 def set_random_seed(seed: int) -> None:
     """Seed Python's, NumPy's and torch's random generators."""
     random.seed(seed)
@@ -495,50 +495,8 @@ def _late(module: str) -> Callable[[str], Any]:
     return get
 
 
-def _of_sequence(what: str, alone: Any) -> Any:
-    """Return what the ranks of a sequence are asked for; `alone` where no group of them was made."""
-    module = sys.modules.get("shardcore.integrations.ulysses")
-    groups = None if module is None else module.current()
-    return alone if groups is None else getattr(groups, f"get_sequence_parallel_{what}")()
-
-
-def _group(name: str) -> Any:
-    """Return the group of the ranks with other data ("dp"), or with other slices of the model ("tp")."""
-    mesh = tensor_mesh()
-    if mesh is None and name == "tp":
-        raise RuntimeError("utils.groups: no model is sliced over ranks; expected tp_model_init or initialize before")
-    return dist.group.WORLD if mesh is None else mesh[name].get_group()
-
-
-def _group_size(name: str) -> int:
-    mesh = tensor_mesh()
-    return mesh[name].size() if mesh is not None else dist.get_world_size() if dist.is_initialized() and name == "dp" else 1
-
-
-def _group_rank(name: str) -> int:
-    mesh = tensor_mesh()
-    return mesh.get_local_rank(name) if mesh is not None else dist.get_rank() if dist.is_initialized() and name == "dp" else 0
-
-
-def _first_of_group(name: str) -> int:
-    return dist.get_global_rank(_group(name), 0)
-
-
 # --- the modules ------------------------------------------------------------------------------------------------------
 
-_GROUPS: dict[str, Any] = {
-    f"{prefix}_parallel_{what}": partial(function, name)
-    for prefix, name in (("get_data", "dp"), ("_get_data", "dp"), ("get_tensor_model", "tp"), ("get_model", "tp"))
-    for what, function in (
-        ("group", _group),
-        ("world_size", _group_size),
-        ("rank", _group_rank),
-        ("src_rank", _first_of_group),
-    )
-} | {
-    f"_get_sequence_parallel_{what}": partial(_of_sequence, what, alone)
-    for what, alone in (("group", None), ("world_size", 1), ("rank", 0))
-}
 _ADAMS = {"DeepSpeedCPUAdam": DeepSpeedCPUAdam, "FusedAdam": DeepSpeedFusedAdam}
 _SCHEDULES = {name: getattr(lr_schedules, name) for name in lr_schedules.VALID_LR_SCHEDULES} | {
     "VALID_LR_SCHEDULES": list(lr_schedules.VALID_LR_SCHEDULES),
@@ -567,38 +525,53 @@ _TOPOLOGY = (
     pipe.PipeModelDataParallelTopology,
     pipe.PipelineParallelGrid,
 )
-_COMM = (init_distributed, inference_all_reduce, get_local_rank, get_world_group, get_all_ranks_from_group)
+_ACCELERATOR = {f.__name__: f for f in (get_accelerator, is_current_accelerator_supported)}
+_TILED = (tiled.TiledMLP, tiled.TiledFusedLogitsLoss, tiled.sequence_tiled_compute)
+_RECURSIVE = {"recursive_getattr": recursive_getattr, "recursive_setattr": recursive_setattr}
 MODULES: dict[str, dict[str, Any]] = {  # by path below the package; a module comes before what is in it
     "zero": {**_ZERO, "unwrap_model_for_generation": unwrap_model_for_generation},
     "checkpoint": {},
     "checkpoint.utils": {"clone_tensors_for_torch_save": clone_tensors_for_torch_save},
     "checkpointing": _CHECKPOINTING,
-    "accelerator": {"get_accelerator": get_accelerator},
-    "accelerator.real_accelerator": {"get_accelerator": get_accelerator},
-    "comm": {name: value for name, value in vars(dist).items() if not name.startswith("_")} | {f.__name__: f for f in _COMM},
+    "accelerator": _ACCELERATOR,
+    "accelerator.real_accelerator": _ACCELERATOR,
+    "compression": {},
+    "compression.helper": _RECURSIVE,
+    "comm": {name: value for name, value in vars(dist).items() if not name.startswith("_")}
+    | {"init_distributed": init_distributed, **groups.OF_COMM},
     "elasticity": {"compute_elastic_config": compute_elastic_config},
-    "git_version_info": {"version": VERSION},
+    "constants": {"TORCH_DISTRIBUTED_DEFAULT_PORT": 29500, "CROSS_RANK": "CROSS_RANK", "CROSS_SIZE": "CROSS_SIZE"},
+    "git_version_info": {"version": VERSION, **op_builder.INFO},
     "moe": {},
     "moe.layer": {"MoE": MoE},
     "moe.utils": {f.__name__: f for f in (has_moe_layers, is_moe_param, split_params_into_different_moe_groups_for_optimizer)},
-    "ops": {},
+    "ops": {"__compatible_ops__": op_builder.compatible_ops()},
+    "ops.op_builder": op_builder.NAMES,
+    "ops.op_builder.all_ops": {"ALL_OPS": op_builder.ALL_OPS},
+    "ops.op_builder.builder": {"OpBuilder": op_builder.OpBuilder},
     "ops.adam": _ADAMS,
     "ops.adagrad": {"DeepSpeedCPUAdagrad": cpu_adagrad},
     "ops.lamb": {"FusedLamb": _refused("FusedLamb")},
     "ops.lion": {"FusedLion": fused_lion, "DeepSpeedCPULion": cpu_lion},
     "pipe": _PIPE,
+    "profiling": {},
+    "profiling.flops_profiler": {"__getattr__": _late("shardcore.deepspeed.flops_profiler")},
+    "profiling.flops_profiler.profiler": {"__getattr__": _late("shardcore.deepspeed.flops_profiler")},
     "runtime": {},
+    "runtime.base_optimizer": {"DeepSpeedOptimizer": ShardableOptimizer},
     "runtime.pipe": {**_PIPE, "ProcessTopology": pipe.ProcessTopology},
     "runtime.pipe.engine": {cls.__name__: cls for cls in (pipe_engine.PipelineEngine, pipe_engine.PipelineError)},
     "runtime.pipe.module": {**_PIPE, "PipelineError": pipe_engine.PipelineError},
-    "runtime.pipe.topology": {cls.__name__: cls for cls in _TOPOLOGY},
+    "runtime.pipe.schedule": {"__getattr__": _late("shardcore.deepspeed.pipe_schedule")},
+    "runtime.pipe.topology": {cls.__name__: cls for cls in _TOPOLOGY} | {"_prime_factors": pipe.prime_factors},
     "runtime.dataloader": {"RepeatingLoader": RepeatingLoader},
     "runtime.fp16": {},
     "runtime.fp16.onebit": {name: _refused(name) for name in ("OnebitAdam", "OnebitLamb", "ZeroOneAdam")},
     "runtime.engine": {"DeepSpeedEngine": TrainingEngine},
     "runtime.lr_schedules": _SCHEDULES,
     "runtime.sequence_parallel": {},
-    "runtime.sequence_parallel.ulysses_sp": {"__getattr__": _late("shardcore.integrations.ulysses")},
+    "runtime.sequence_parallel.ulysses_sp": {f.__name__: f for f in _TILED}
+    | {"__getattr__": _late("shardcore.integrations.ulysses")},
     "runtime.config": {"DeepSpeedConfig": DeepSpeedConfig},
     "runtime.utils": {f.__name__: f for f in (is_model_parallel_parameter, move_to_device, see_memory_usage, set_random_seed)},
     "zero.partition_parameters": _PARTITION,
@@ -610,19 +583,25 @@ MODULES: dict[str, dict[str, Any]] = {  # by path below the package; a module co
     "runtime.zero.partition_parameters": _PARTITION,
     "runtime.activation_checkpointing": {},
     "runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,
+    "sequence": {},
+    "sequence.layer": {"__getattr__": _late("shardcore.deepspeed.distributed_attention")},
     "utils": {
         "logger": logger,
         "log_dist": log_dist,
         "OnDevice": OnDevice,
         "RepeatingLoader": RepeatingLoader,
+        **_RECURSIVE,
         **fragments.NAMES,
         **leaf_modules.NAMES,
     },
-    "utils.groups": _GROUPS,
+    "utils.groups": groups.NAMES,
     "utils.logging": {"logger": logger, "log_dist": log_dist},
+    "utils.torch": {"required_torch_version": required_torch_version},
     "utils.zero_to_fp32": {"__getattr__": _late("shardcore.deepspeed.zero_to_fp32")},  # else `python -m` warns
 }
 TOP: dict[str, Any] = {
+    "__git_branch__": op_builder.INFO["git_branch"],
+    "__git_hash__": op_builder.INFO["git_hash"],
     "initialize": initialize,
     "init_distributed": init_distributed,
     "add_config_arguments": add_config_arguments,
@@ -653,8 +632,8 @@ def install(package: ModuleType) -> None:
 
 
 def new_module(name: str, text: str) -> ModuleType:
-    """Register and return a new package without files, which importlib.util.find_spec finds."""
-    module = module_from_spec(ModuleSpec(name, None, is_package=True))
-    module.__doc__ = text
+    """Register and return a new package, which importlib.util.find_spec and inspect find: its file is this one."""
+    module = module_from_spec(ModuleSpec(name, None, origin=__file__, is_package=True))
+    module.__doc__, module.__file__ = text, __file__
     sys.modules[name] = module
     return module

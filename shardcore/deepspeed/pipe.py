@@ -491,6 +491,19 @@ def partition(weights: Sequence[int], parts: int) -> list[int]:
     return bounds[::-1]
 
 
+def prime_factors(number: int) -> list[int]:
+    """Return the prime factors of a number, the least first. Raises ValueError for one below 1."""
+    if number < 1:
+        raise ValueError(f"prime_factors: number is {number}; expected at least 1")
+    factors, factor = [], 2
+    while number > 1:
+        while number % factor == 0:
+            factors.append(factor)
+            number //= factor
+        factor += 1
+    return factors
+
+
 def _topology_of(num_stages: int | None, topology: ProcessTopology | None, world: int) -> ProcessTopology:
     """Return the topology; ValueError if it does not fit the ranks."""
     if topology is None:

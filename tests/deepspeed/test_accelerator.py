@@ -1,6 +1,7 @@
 """What get_accelerator() says of the device."""
 
 import pickle
+from importlib import import_module
 
 import pytest
 import torch
@@ -32,6 +33,25 @@ def test_dtypes_and_memory_are_told_of() -> None:
     assert not accelerator.on_accelerator(torch.ones(1, device="meta"))
     accelerator.range_push("step")
     accelerator.range_pop()
+
+
+def test_a_device_is_supported() -> None:
+    assert deepspeed.accelerator.is_current_accelerator_supported()
+    assert get_accelerator().device_count() >= 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="DeepSpeed counts GPUs there")
+@pytest.mark.parametrize("size", [None, "0", "3"])
+def test_devices_of_a_cpu_are_counted_as_deepspeed_does(size: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("deepspeed", reason="compares with DeepSpeed's")
+    monkeypatch.delenv("LOCAL_SIZE", raising=False)
+    if size is not None:
+        monkeypatch.setenv("LOCAL_SIZE", size)
+    theirs = import_module("deepspeed.accelerator.cpu_accelerator").CPU_Accelerator()
+    found = get_accelerator().device_count()
+    assert found == (3 if size == "3" else found)
+    if size == "3" or found == 1:  # it counts NUMA nodes by numactl, if that is installed
+        assert found == theirs.device_count()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU these are torch.cuda's")

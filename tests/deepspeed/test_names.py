@@ -1,7 +1,6 @@
 """Scripts for DeepSpeed, with one word changed: its modules, functions and classes by their names."""
 
 import argparse
-import os
 import random
 import sys
 from importlib import import_module
@@ -12,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from shardcore.ops.adam import DeepSpeedCPUAdam, FusedAdam  # type: ignore[import-not-found]
-from shardcore.utils import groups  # type: ignore[import-not-found]
 from torch import nn
 
 import shardcore as deepspeed
@@ -121,23 +119,6 @@ def test_the_optimizer_has_the_loss_scale_by_its_other_name() -> None:
         assert not start(ds_config(fp16=fp16)).optimizer.dynamic_loss_scale
 
 
-def _names_of_comm(rank: int, world_size: int) -> None:
-    comm = deepspeed.comm
-    deepspeed.init_distributed()
-    value = torch.full((3,), rank + 1.0)
-    comm.inference_all_reduce(value)
-    assert value.tolist() == [3.0] * 3
-    comm.inference_all_reduce(value.fill_(rank), op=comm.ReduceOp.MAX, group=comm.get_world_group())
-    assert value.tolist() == [1.0] * 3
-    assert comm.get_all_ranks_from_group() == comm.get_all_ranks_from_group(comm.get_world_group()) == [0, 1]
-    assert (groups._get_data_parallel_world_size(), groups._get_data_parallel_rank()) == (world_size, rank)
-    assert comm.get_local_rank() == int(os.environ.get("LOCAL_RANK", "0"))
-
-
-def test_names_of_comm_that_torch_has_not() -> None:
-    run_ranks(2, _names_of_comm)
-
-
 def test_a_configuration_is_read_alone() -> None:
     assert deepspeed.runtime.config.DeepSpeedConfig is deepspeed.DeepSpeedConfig
     config = deepspeed.DeepSpeedConfig(ds_config(accumulation=3))
@@ -218,6 +199,38 @@ def test_adagrad_takes_deepspeeds_arguments() -> None:
         torch.testing.assert_close(value, plain.state_dict()[name])
     with pytest.raises(ValueError, match="fp32_optimizer_states is False"):
         adagrad(plain.parameters(), fp32_optimizer_states=False)
+
+
+def test_small_functions_have_deepspeeds_values() -> None:
+    peer = pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+    for path, calls in (
+        ("runtime.pipe.topology._prime_factors", [(number,) for number in (1, 2, 12, 97, 360)]),
+        ("utils.torch.required_torch_version", [("1.3",), (2.0, 2.1), (None, "99"), ("99",), ("2.0", "99.1")]),
+        ("utils.recursive_getattr", [(torch, "nn.Linear"), (torch, "ones")]),
+        ("accelerator.is_current_accelerator_supported", [()]),
+    ):
+        module, _, name = path.rpartition(".")
+        theirs, ours = (getattr(import_module(f"{package}.{module}"), name) for package in ("deepspeed", "shardcore"))
+        for call in calls:
+            assert ours(*call) == theirs(*call), (path, call)
+    assert deepspeed.constants.TORCH_DISTRIBUTED_DEFAULT_PORT == peer.constants.TORCH_DISTRIBUTED_DEFAULT_PORT
+    with pytest.raises(ValueError, match="number is 0"):
+        deepspeed.runtime.pipe.topology._prime_factors(0)
+    with pytest.raises(ValueError, match="no version is given"):
+        deepspeed.utils.torch.required_torch_version()
+
+
+def test_a_module_is_replaced_by_its_name() -> None:
+    net, new = make_net(), nn.Identity()
+    for name in ("blocks.1.up", "head"):
+        deepspeed.utils.recursive_setattr(net, name, new)
+        assert deepspeed.utils.recursive_getattr(net, name) is new is net.get_submodule(name)
+
+
+def test_an_engine_and_its_optimizer_have_names_that_libraries_ask_for() -> None:
+    engine = start(ds_config())
+    assert not engine.sparse_tensor_module_names
+    assert isinstance(engine.optimizer, deepspeed.runtime.base_optimizer.DeepSpeedOptimizer)
 
 
 def test_slices_of_other_libraries_are_seen() -> None:
