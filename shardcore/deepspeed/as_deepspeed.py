@@ -8,13 +8,15 @@ Source: Python's import protocol, https://docs.python.org/3/reference/import.htm
 
 import importlib
 import sys
+from functools import partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, NoReturn
 
-from shardcore.deepspeed.names import VERSION, install, new_module
+from shardcore.deepspeed.names import MODULES, VERSION, install
 from shardcore.deepspeed.params import name_sharded_params
+from shardcore.deepspeed.unsupported import instead_of
 from shardcore.optim import ShardableOptimizer
 
 # What TRL moves DeepSpeed's hooks with, around a `generate` inside GatheredParameters: nothing, as hooks here leave parameters
@@ -31,19 +33,31 @@ _STAND_IN = str(Path(__file__).with_name("stand_in"))
 _ROOT = str(Path(__file__).resolve().parents[2])  # where shardcore is: of a checkout it may be in no path
 
 
+def _why(name: str) -> str:
+    own = name.removeprefix("deepspeed.")
+    instead = instead_of(own)
+    why = f"deepspeed is shardcore in this process (--as-deepspeed), which has no counterpart of DeepSpeed's {own}"
+    return why if instead is None else f"{why}; expected {instead}"
+
+
+def _absent(module: str, name: str) -> NoReturn:
+    """Say so of an attribute of a module; its `__getattr__`."""
+    raise AttributeError(f"module {module!r} has no attribute {name!r}: {_why(f'{module}.{name}')}")
+
+
 class _Finder:
     """In sys.meta_path: says what shardcore does not have."""
 
     @classmethod
     def find_spec(cls, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Return None, for other finders; raise ModuleNotFoundError for a module of DeepSpeed that is not in `MODULES`."""
+        """Return None, for other finders; raise ModuleNotFoundError for a module of DeepSpeed that is not in `MODULES`.
+
+        `from deepspeed import X` comes here, too, where X is not there. It forgets an error that has X as its name: so one
+        that says what to use instead has none.
+        """
         if name.startswith("deepspeed."):
-            own = name.removeprefix("deepspeed.")
-            raise ModuleNotFoundError(
-                f"No module named {name!r}: deepspeed is shardcore in this process (--as-deepspeed), which has no counterpart "
-                f"of DeepSpeed's {own}",
-                name=name,
-            )
+            known = instead_of(name.removeprefix("deepspeed.")) is not None
+            raise ModuleNotFoundError(f"No module named {name!r}: {_why(name)}", name=None if known else name)
         return None
 
 
@@ -72,11 +86,12 @@ def install_as_deepspeed() -> None:
     sys.path.insert(1, sys.path.pop(0))  # behind the script's folder; new processes get both from multiprocessing
 
 
-def register() -> None:
-    """Put the modules of these names in place of the one that is being imported: deepspeed of the stand-in."""
-    package = new_module("deepspeed", "shardcore under DeepSpeed's names: see shardcore.deepspeed.names.")
+def register(package: ModuleType) -> None:
+    """Give these names to the package that is being imported: deepspeed of the stand-in, which has a file and a spec."""
     vars(package).update(__version__=VERSION, version=VERSION)
     install(package)
+    for module in (package, *(sys.modules[f"deepspeed.{path}"] for path in MODULES)):
+        vars(module).setdefault("__getattr__", partial(_absent, module.__name__))
     name_sharded_params()
     ShardableOptimizer.parameter_offload = _NO_HOOKS  # type: ignore[attr-defined]
     sys.meta_path.insert(0, _Finder)

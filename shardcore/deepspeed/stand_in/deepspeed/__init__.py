@@ -1,5 +1,7 @@
-"""What `import deepspeed` finds where install_as_deepspeed was called: shardcore takes its place in sys.modules."""
+"""shardcore under DeepSpeed's names (shardcore.deepspeed.names): `import deepspeed` after install_as_deepspeed."""
+
+import sys
 
 from shardcore.deepspeed.as_deepspeed import register
 
-register()
+register(sys.modules[__name__])
