@@ -80,6 +80,7 @@ class Config:
     leaf_suffixes: tuple[str, ...] = ()
     gathers_to_save: bool = True
     tag_validation: str = "warn"
+    ignore_unused_parameters: bool = True
     offload: str | None = None
     nvme_path: str | None = None
     ratio: float = 1.0
@@ -156,6 +157,7 @@ _FIELDS = {path: path for path, key in KEYS.items() if "." not in path and path 
     f"{ZERO}.leaf_module.name_suffixes": "leaf_suffixes",
     f"{ZERO}.gather_16bit_weights_on_model_save": "gathers_to_save",
     "checkpoint.tag_validation": "tag_validation",
+    f"{ZERO}.ignore_unused_parameters": "ignore_unused_parameters",
     f"{_STATES}.device": "offload",
     f"{_STATES}.nvme_path": "nvme_path",
     f"{_STATES}.ratio": "ratio",
@@ -296,6 +298,12 @@ def read_config(config: Any, args: Any = None) -> Config:
     if fields.get("stage", 0) != 3 and fields.get("params"):
         fields["params"] = None
         found.accepted.setdefault("weights are offloaded at stage 3 only, as in DeepSpeed", []).append(_WEIGHTS)
+    if fields.get("ignore_unused_parameters") is False and not (
+        fields.get("stage", 0) in (1, 2) and fields.get("offload") == "cpu"
+    ):
+        fields["ignore_unused_parameters"] = True
+        why = "parameters that no rank used are skipped, but at stages 1 and 2 with offload_optimizer on cpu, as in DeepSpeed"
+        found.accepted[why] = [f"{ZERO}.ignore_unused_parameters"]
     if fields.get("buffer_dtype") and not (fields.get("bf16") or fields.get("fp16")):
         found.accepted["buffers are cast beside 16-bit weights only, as in DeepSpeed"] = ["data_types.buffer_dtype"]
     if values.get("bf16.enabled") and values.get(_LOW_MASTERS):

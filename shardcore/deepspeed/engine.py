@@ -27,7 +27,7 @@ from shardcore.checkpoint.format import named_parameters
 from shardcore.checkpoint.load import Wanted, is_there, load_from, open_together
 from shardcore.checkpoint.save import Content, finish_saving, write_checkpoint
 from shardcore.checkpoint.source import Source
-from shardcore.deepspeed.config import BatchSizes, Config
+from shardcore.deepspeed.config import ZERO, BatchSizes, Config
 from shardcore.deepspeed.loaders import ShardedLoader
 from shardcore.deepspeed.monitor import MonitorMaster, step_events
 from shardcore.deepspeed.step_report import StepReport
@@ -517,6 +517,8 @@ class TrainingEngine(ForwardEngine):
     def _step_at_boundary(self, lr_kwargs: Mapping[str, Any] | None, grad_scale: float) -> None:
         managed = self.managed_gradient_accumulation()
         micro_batches = self._sizes.accumulation if managed else self._core.reducer.backwards
+        if not self._config.ignore_unused_parameters:
+            self._refuse_unused()
         before = None if self.lr_scheduler is None else self.optimizer.skipped_steps
         self.optimizer.step(grad_scale=None if grad_scale == 1.0 else grad_scale)
         loss = self._loss
@@ -535,6 +537,17 @@ class TrainingEngine(ForwardEngine):
             loss_scale = self.optimizer.loss_scale if self._config.fp16 else None
             events = step_events(self.global_samples, train_loss=loss, lr=self.get_lr()[0], loss_scale=loss_scale)
             self.monitor.write_events(events)
+
+    def _refuse_unused(self) -> None:
+        """Raise ValueError, on every rank, where no rank has a gradient of a parameter that the optimizer updates."""
+        self.allreduce_gradients()
+        updated = [bucket for bucket in self._core.buckets if bucket.trainable and bucket.group is not None]
+        unused = [managed.name for bucket in updated for managed in bucket.params if not managed.has_grad]
+        if unused:
+            raise ValueError(
+                f"step: no rank has a gradient of {', '.join(unused)}; expected all parameters in the loss, or config "
+                f"{ZERO}.ignore_unused_parameters true"
+            )
 
     def was_step_applied(self) -> bool:
         """Whether the last step() updated the weights: it was at a boundary, and its norm was finite. Waits for that norm."""

@@ -425,7 +425,9 @@ KEYS: dict[str, Key] = {
                 "the end of the block refuses others, below it a step does (but not through p.data, which is not noticed)"
             ),
             "compute_grad_norm": _accepted(_ALWAYS_CHECKED),
-            "ignore_unused_parameters": _accepted("parameters that no rank used are skipped, as in torch"),
+            "ignore_unused_parameters": _honoured(
+                _flag, "false: at stages 1 and 2 with offload_optimizer on cpu a step needs the gradients of all parameters"
+            ),
             "grad_hooks": _accepted("gradients are always reduced by hooks"),
             "parameter_alignment": _accepted("buffers are always aligned"),
             **dict.fromkeys(

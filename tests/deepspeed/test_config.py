@@ -272,6 +272,10 @@ def test_what_means_nothing_is_explained_once_for_each_reason() -> None:
         (line,) = read_config(BASE | {"bf16": low, **optimizer}).accepted
         assert line.startswith("bf16.bf16_optimizer_states, bf16.bf16_master_weights_and_grads: masters and states are red")
     assert not read_config(BASE | {"bf16": low, "optimizer": {"type": "Adam"}}).accepted
+    unused = {"stage": 2, "ignore_unused_parameters": False}
+    assert "but at stages 1 and 2" in read_config(BASE | {"zero_optimization": unused}).accepted[0]
+    in_host = read_config(BASE | {"zero_optimization": unused | {"offload_optimizer": {"device": "cpu"}}})
+    assert (in_host.accepted, in_host.ignore_unused_parameters) == ((), False)
     assert "16-bit weights only" in read_config(BASE | {"data_types": {"buffer_dtype": "bf16"}}).accepted[0]
     assert "at stage 3 only" in read_config(BASE | {"zero_optimization": PARAM_AT_2}).accepted[0]
 

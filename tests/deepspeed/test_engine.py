@@ -110,6 +110,44 @@ def test_losses_divide_as_in_plain_torch(accumulation: int) -> None:
         assert torch.allclose(engine.state_dict()[name], value, rtol=1e-5, atol=1e-6), name
 
 
+class Skipping(torch.nn.Module):
+    """Three layers: the first is frozen, the others are used by turns, or both."""
+
+    uses: tuple[str, ...] = ("up",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.up, self.down = (torch.nn.Linear(10, out) for out in (10, 5, 5))
+        self.first.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        return sum((self.get_submodule(name)(x) for name in self.uses), torch.zeros(5))
+
+
+def _skips_a_layer(rank: int, world_size: int) -> None:
+    zero = {"stage": 1, "offload_optimizer": {"device": "cpu"}, "ignore_unused_parameters": False}
+    engine = start(ds_config(2, zero_optimization=zero), Skipping())
+
+    def micro_step(uses: str) -> None:
+        engine.module.uses = tuple(uses.split())
+        with engine.no_sync():
+            engine.backward(loss_of(engine, batch_of(0, 0, rank)))
+        engine.step()
+
+    micro_step("up")
+    with pytest.raises(ValueError, match=r"no rank has a gradient of down\.weight, down\.bias; expected all parameters in"):
+        micro_step("up")
+    assert engine.global_steps == 0
+    engine.zero_grad()
+    micro_step("up down" if rank == 0 else "up")
+    assert engine.was_step_applied()
+
+
+def test_a_step_without_all_gradients_is_refused_where_the_configuration_says_so() -> None:
+    run_ranks(2, _skips_a_layer)
+
+
 def test_the_returned_loss_has_the_dtype_of_the_loss() -> None:
     engine = start(ds_config(3, bf16={"enabled": True}))
     loss = loss_of(engine, batch_of(0, 0, 0)).bfloat16()
@@ -559,13 +597,14 @@ def test_gradients_are_added_up_over_ranks() -> None:
 
 
 @pytest.mark.more
-def test_calls_are_answered_as_deepspeed_answers_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_calls_are_answered_as_deepspeed_answers_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
     if importlib.util.find_spec("deepspeed") is None:
         pytest.skip("DeepSpeed's answers need deepspeed")
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     answers = []
     for module in ("deepspeed", "shardcore"):
-        run_forked("tests.support.deepspeed_calls", module, str(tmp_path / module), ranks=2, folder=ROOT)
+        run_forked("tests.support.deepspeed_calls", module, str(tmp_path / module), ranks=ranks, folder=ROOT)
         answers.append(json.loads((tmp_path / module).read_text()))
     expected, found = answers
     assert found.keys() == expected.keys()

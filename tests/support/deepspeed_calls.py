@@ -1,7 +1,7 @@
 """Calls that DeepSpeed and shardcore answer alike, and what they answer: one script, under both names.
 
 Run once per rank: python -m tests.support.deepspeed_calls MODULE FILE, with RANK, WORLD_SIZE and so on set. MODULE: deepspeed
-or shardcore. Rank 0 writes the answers of `CALLS` to FILE, by their names, as JSON.
+or shardcore. Rank 0 writes the answers of `CALLS` for so many ranks to FILE, by their names, as JSON.
 """
 
 import json
@@ -37,10 +37,18 @@ class _Scaled(nn.Module):
 
 
 def _engine(
-    deepspeed: Any, accumulation: int = 1, stage: int = 0, scheduler: Any = None, low: bool = False, **more: Any
+    deepspeed: Any,
+    accumulation: int = 1,
+    stage: int = 0,
+    scheduler: Any = None,
+    low: bool = False,
+    spare: bool = False,
+    **more: Any,
 ) -> Any:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(10, 7), nn.Tanh(), _Scaled()).to(torch.bfloat16 if low else torch.float32)
+    if spare:
+        model[2].spare = nn.Linear(3, 2)
     # torch's Adam: DeepSpeed compiles its own.
     adam = {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1, "eps": 0.1, "torch_adam": True}}
     config = ds_config(accumulation, stage, optimizer=adam, **more)
@@ -200,11 +208,34 @@ def dtypes(deepspeed: Any) -> dict[str, Any]:
     return found
 
 
-CALLS: tuple[Callable[[Any], Any], ...] = (unmanaged, losses, kinds, tags, reduction, autocast, dtypes)
+def unused(deepspeed: Any) -> dict[str, Any]:
+    """A step of a model, some parameters of which are not used."""
+    found = {}
+    for stage, device in ((0, "none"), (1, "cpu"), (2, "cpu"), (2, "none"), (3, "none")):
+        for ignored in (True, False):
+            more = {"stage": stage, "offload_optimizer": {"device": device}, "ignore_unused_parameters": ignored}
+            engine = _engine(
+                deepspeed,
+                stage=stage,
+                spare=True,
+                zero_optimization=more,
+                zero_force_ds_cpu_optimizer=False,
+                gradient_clipping=1.0,
+            )
+            engine.backward(_loss(engine, 0))
+            found[f"{stage} {device} {ignored}"] = _tried(lambda engine=engine: [engine.step(), engine.global_steps])
+    return found
+
+
+# By the number of ranks: one rank alone raises DeepSpeed's error of unused parameters.
+CALLS: dict[int, tuple[Callable[[Any], Any], ...]] = {
+    1: (unused,),
+    2: (unmanaged, losses, kinds, tags, reduction, autocast, dtypes),
+}
 
 if __name__ == "__main__":
     module = import_module(sys.argv[1])
     module.init_distributed(dist_backend="gloo")
-    answers = {call.__name__: call(module) for call in CALLS}
+    answers = {call.__name__: call(module) for call in CALLS[dist.get_world_size()]}
     if dist.get_rank() == 0:
         Path(sys.argv[2]).write_text(json.dumps(answers, default=float))
