@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,7 +24,7 @@ from shardcore.distributed.groups import own_gpu, use_own_gpu
 from shardcore.distributed.joining import agree_in_parts, join
 from shardcore.distributed.launchers import ranks_here
 from shardcore.distributed.machine import nodes_of, own_cores, plan_worker, short_of_memory
-from shardcore.engine import build, nvme_weights
+from shardcore.engine import build, nvme_weights, relay
 from shardcore.engine import full_params as of_engine
 from shardcore.engine.bucket import LIFETIMES
 from shardcore.engine.cpu_store import CpuStore, cpu_store_of, host_bytes, warn_of_misplaced, warn_of_pageable
@@ -269,11 +270,14 @@ def shard(
         materialize=materialize,
     )
     plan, filler, options = _plan(model, given, options, process_group, model_parallel_group, ranks_per_node)
+    if (old := engine_of(model)) is not None:  # it gives way
+        relay.begin("initialize", old)
+        plan.builder.held = partial(relay.held_in, old)
     _advise_nodes(plan.comm, plan.policy.backend_sums)
     files = _files(plan, options.tiers)
     try:
         states, others = _allocate(plan, given, options.tiers, files)
-        _fill(plan, filler, given, states, options)
+        _fill(plan, filler, given, states, options, old)
         _start(plan, given, states, others, cast_inputs)
         _commit_steps(plan, files)
     except BaseException:
@@ -508,12 +512,19 @@ def _allocate(plan: Plan, given: Any, tiers: OffloadOptions, files: StateFiles |
 
 
 def _fill(
-    plan: Plan, filler: FromInit | FromFiles | None, given: Any, states: Mapping[Any, Any], options: ShardOptions
+    plan: Plan,
+    filler: FromInit | FromFiles | None,
+    given: Any,
+    states: Mapping[Any, Any],
+    options: ShardOptions,
+    old: Engine | None,
 ) -> None:
-    """Move the weights, or those that `filler` makes, into their memory. Collective."""
+    """Move the weights, or those that `filler` makes, into their memory, from where `old` has them, if any. Collective."""
     builder, buckets, first = plan.builder, plan.buckets, plan.comm.rank == 0
     if first and (conversions := builder.conversions(plan.model)):
         logger.info("shard: precision=%r converts parameters: %s", options.precision, conversions)
+    if old is not None:
+        old.zero_grad()
     if plan.optimizer is not given:
         replace_optimizer(given, plan.optimizer, speak=first)
     for bucket in buckets:
@@ -529,7 +540,10 @@ def _fill(
     if lost and first:
         logger.warning("shard: the optimizer state of frozen parameters is dropped: %s", ", ".join(lost))
     sharded = {managed.param for bucket in buckets for managed in bucket.params}
-    rest = [*(param for _, param in plan.frozen if param not in sharded), *plan.model.buffers()]
+    rest: list[Any] = [*(param for _, param in plan.frozen if param not in sharded), *plan.model.buffers()]
+    if old is not None:
+        relay.bring_back(old, rest)
+        relay.end(old)
     builder.move_rest([tensor for tensor in rest if not tensor.is_meta], options.broadcast)
     if filler is not None:
         filler.fill(builder, buckets, plan.store, options.broadcast)
@@ -552,7 +566,7 @@ def _start(plan: Plan, given: Any, states: dict[Any, Any], others: dict[Any, Any
         adam._engine, adam._regroup = engine, regroup
         for name, param in () if plan.builder.trains else plan.frozen:
             if param.requires_grad:
-                build.refuse_backward(name, param)
+                engine.handles.append(build.refuse_backward(name, param))
     if engine.grads_in_shards:
         reach_shards()
         refuse_others()

@@ -34,6 +34,7 @@ from shardcore.deepspeed.step_report import StepReport
 from shardcore.distributed.everyone import Everyone
 from shardcore.engine.engine import Engine
 from shardcore.optim import ShardableOptimizer
+from shardcore.optim.interface import Superseded
 from shardcore.options import DTYPES
 
 logger = logging.getLogger("shardcore")
@@ -49,6 +50,18 @@ def check_folder(op: str, save_dir: Any) -> None:
     """Raise ValueError for None and an empty string, which scripts pass whose argument was not given."""
     if save_dir is None or not os.fspath(save_dir):
         raise ValueError(f"{op}: save_dir has {save_dir!r}; expected the path of a folder")
+
+
+_wrappers: "weakref.WeakSet[ForwardEngine]" = weakref.WeakSet()
+
+
+def supersede(core: Engine) -> None:
+    """Let the engines over `core` refuse every call: their model is sharded anew."""
+    for engine in [engine for engine in _wrappers if engine._core is core]:
+        _wrappers.discard(engine)
+        _engines.discard(engine)  # type: ignore[arg-type]
+        engine.__dict__.clear()
+        engine.__class__ = Superseded  # type: ignore[assignment]
 
 
 class ForwardEngine:
@@ -75,6 +88,7 @@ class ForwardEngine:
         self._sizes, self._replicas = sizes, replicas
         self.device: torch.device = core.device
         self._core, self._config = core, config
+        _wrappers.add(self)
 
     # isinstance(engine, deepspeed.DeepSpeedEngine) holds for a model that is only evaluated, too.
     __class__ = property(lambda self: TrainingEngine if type(self) is ForwardEngine else type(self))

@@ -29,7 +29,7 @@ from shardcore.api import shard
 from shardcore.checkpoint.materialize import Materialize
 from shardcore.deepspeed import checkpointing
 from shardcore.deepspeed.config import BatchSizes, Config, read_config, shard_options
-from shardcore.deepspeed.engine import ForwardEngine, TrainingEngine
+from shardcore.deepspeed.engine import ForwardEngine, TrainingEngine, supersede
 from shardcore.deepspeed.leaf_modules import mark_configured
 from shardcore.deepspeed.loaders import ShardedLoader
 from shardcore.deepspeed.lr_schedules import make as make_scheduler
@@ -42,6 +42,7 @@ from shardcore.distributed.comm import Comm
 from shardcore.distributed.groups import timeout_of, use_own_gpu
 from shardcore.distributed.joining import agree
 from shardcore.distributed.launchers import env_int, follow_launcher, launched_world_size
+from shardcore.engine.engine import Engine
 from shardcore.engine.slices import slice_mesh
 from shardcore.engine.units import tensors_in
 from shardcore.optim import FusedAdam, Muon, ShardableOptimizer
@@ -97,6 +98,8 @@ def initialize(
     The engine is a TrainingEngine. Without an optimizer here and in the configuration it is a ForwardEngine, whose backward
     is refused, the optimizer None, and model_parameters mean nothing. Without training_data and lr_scheduler the last two of
     the tuple are None.
+    A module that is sharded already goes on from its masters, with new optimizer states. Until then both have their memory;
+    afterwards calls of the first engine and optimizer raise ValueError. Its gradients are forgotten.
     Starts torch.distributed from the environment if it is not initialized: from torchrun's variables, or those of mpirun or
     srun, for which RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are then set (over several nodes mpirun must pass
     MASTER_ADDR, the host of rank 0). Without any of these the world is this process. With CUDA the backend is nccl and the
@@ -118,7 +121,10 @@ def initialize(
     entries: list[str] = []
     given: Any = None
     before: _Options = []
+    old = engine_of(model)
     try:
+        if old is not None:
+            old.synchronize()  # before parameters are read
         settings = read_config(config, args)
         pipe = model if isinstance(model, PipelineModule) else None
         of_sequences = _check_parallelism(mpu if pipe is None else None, mesh_param, settings.sequence_parallel_size)
@@ -156,7 +162,7 @@ def initialize(
             scheduler = make_scheduler(*settings.scheduler, given)
         entries = [f"{f.name}={getattr(settings, f.name)}" for f in fields(settings) if f.compare]
         samples: Any = () if loader is None else loader.dataset
-        entries.append(f"an optimizer: {trains}, slices: {slices}")
+        entries.append(f"an optimizer: {trains}, slices: {slices}, sharded before: {old is not None}")
         entries.append(f"training_data of {len(samples)} samples")
     except Exception as error:  # of any kind: user functions run here, and the other ranks are waiting
         problem = error
@@ -178,6 +184,8 @@ def initialize(
         if slices > 1:
             mesh = _slice(model, given, slices, comm.device)
             options["process_group"] = mesh["dp"]
+        if old is not None:
+            old.gives_way = True
         model, adam = shard(
             model,
             given,
@@ -188,9 +196,13 @@ def initialize(
         )
     except BaseException:
         _put_back(before)
+        if isinstance(old, Engine):
+            old.gives_way = False
         raise
     finally:
         problem = None  # as in shard
+    if old is not None:
+        supersede(old)
     if adam is not None and adam is not given:
         kinds: Any = type(adam), type(given)
         adam.__class__ = _counts_as(*kinds)

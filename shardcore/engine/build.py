@@ -3,7 +3,7 @@
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.hooks import RemovableHandle
 
 from shardcore._native import _C
 from shardcore.distributed.comm import Comm
@@ -119,7 +120,8 @@ class Membership:
 
 def check_model(model: nn.Module, alone: bool) -> None:
     """Raise unless `model` can be sharded. alone: over one rank."""
-    if engine_of(model) is not None:
+    before = engine_of(model)
+    if before is not None and not before.gives_way:
         raise ValueError("shard: the model is already sharded; expected a model that shard() has not changed")
     if not isinstance(model, nn.Module):
         raise TypeError(f"shard: model has type {type(model).__name__}; expected a torch.nn.Module")
@@ -128,7 +130,7 @@ def check_model(model: nn.Module, alone: bool) -> None:
         if isinstance(module, torch.jit.ScriptModule) and next(module.parameters(), None) is not None:
             where = name or "the model"
             raise TypeError(f"shard: {where} is a ScriptModule, which takes no hooks; expected an ordinary module")
-        if engine_of(module) is not None:
+        if engine_of(module) not in (None, before):
             raise ValueError(f"shard: the module {name} is already sharded; expected to shard the whole model once")
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None and not alone:
             raise ValueError(
@@ -136,7 +138,7 @@ def check_model(model: nn.Module, alone: bool) -> None:
                 "that its own batch uses, so that ranks differ; expected None over several ranks (normalize what it returns)"
             )
     for name, param in model.named_parameters():
-        if engine_of(param) is not None:
+        if engine_of(param) not in (None, before):
             raise ValueError(f"shard: {name} belongs to another sharded model; expected a parameter of this model alone")
         if isinstance(param, nn.parameter.UninitializedParameter):
             raise ValueError(f"shard: {name} is uninitialized; expected its shape to be known (run a forward first)")
@@ -157,7 +159,7 @@ def check_model(model: nn.Module, alone: bool) -> None:
                 f"shard: {name} has strides {param.stride()} for shape {tuple(param.shape)}; expected contiguous memory "
                 "(p.data = p.data.contiguous() first: it is cut into shards)"
             )
-        if param.grad is not None:
+        if param.grad is not None and before is None:
             raise ValueError(f"shard: {name} already has a gradient; expected None (call optimizer.zero_grad() first)")
     for name, buffer in model.named_buffers():
         refuse_slices(f"shard: the buffer {name} as a DTensor", is_dtensor(buffer), "an ordinary tensor")
@@ -204,7 +206,7 @@ def check_norms(model: nn.Module, builder: "Builder") -> None:
                 )
 
 
-def refuse_backward(name: str, param: torch.Tensor) -> None:
+def refuse_backward(name: str, param: torch.Tensor) -> RemovableHandle:
     """Let a backward that gives `param` a gradient raise RuntimeError: no optimizer was given for it."""
 
     def refuse(grad: torch.Tensor) -> None:
@@ -213,7 +215,7 @@ def refuse_backward(name: str, param: torch.Tensor) -> None:
             "expected model.requires_grad_(False), or shard(model, optimizer) to train it"
         )
 
-    param.register_hook(refuse)  # type: ignore[no-untyped-call]
+    return param.register_hook(refuse)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def check_ownership(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -333,6 +335,10 @@ def units_of(specs: Sequence[UnitSpec], buckets: Sequence[Bucket]) -> list[Unit]
     ]
 
 
+def _held(params: Sequence[Managed]) -> Iterable[tuple[Managed, torch.Tensor]]:
+    return ((managed, managed.local.data) for managed in params)
+
+
 class Builder:
     """Makes the buckets of a model and puts its weights into them."""
 
@@ -351,6 +357,7 @@ class Builder:
         """
         self.comm, self.lifetimes, self.dtype, self.kept, self.device = comm, lifetimes, dtype, kept, device
         self.trains = trains
+        self.held: Callable[[Sequence[Managed]], Iterable[tuple[Managed, torch.Tensor]]] = _held  # what parameters have now
 
     def updates(self, param: torch.Tensor) -> bool:
         """Whether the parameter is trainable."""
@@ -440,8 +447,8 @@ class Builder:
     def _values_of(self, bucket: Bucket, real: Sequence[Managed]) -> torch.Tensor:
         exact = torch.float32 if bucket.dtype in PARAM_DTYPES else bucket.dtype
         values = allocate(bucket.layout.numel, exact, self.device)
-        for managed in real:
-            managed.slice_of(values).copy_(managed.local.data)
+        for managed, held in self.held(real):
+            managed.slice_of(values).copy_(held)
         return values
 
     def keep(self, bucket: Bucket, real: Sequence[Managed], values: torch.Tensor, store: StateStore) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from shardcore._native import _C
 from shardcore.distributed.clock import scope
@@ -31,7 +32,7 @@ from shardcore.engine.state_store import DeviceStore
 from shardcore.engine.step import OwnGrads, Updater, interrupts_held_back
 from shardcore.engine.units import tensors_in
 from shardcore.engine.unshard import Unsharder
-from shardcore.optim.interface import EngineRef, engine_of
+from shardcore.optim.interface import EngineRef, Superseded, engine_of
 from shardcore.optim.options import capturing
 from shardcore.optim.state import step_tensor
 from shardcore.optim.step import DeviceScale, DeviceState
@@ -104,6 +105,8 @@ class Engine:
             param.__dict__["_shardcore_engine"] = EngineRef(self)
         self.membership = Membership(plan.model)
         self.hooks: weakref.WeakSet[Any] = weakref.WeakSet()  # of the model's modules, which keep them
+        self.handles: list[RemovableHandle] = []  # of these hooks, and of those of frozen parameters
+        self.gives_way = False  # the model is about to be sharded again (engine/relay.py)
         self._state_dict_of: tuple[str, str] | None = None  # the module (name, prefix) whose state_dict is being made
         self.own_weights = False  # a state_dict of the model has the weights that this rank has, not masters: below stage 3
         self._reads_own = False  # so does the one that is being made
@@ -689,6 +692,8 @@ class Engine:
 def engine_behind(op: str, thing: Any) -> Engine:
     """Return the engine of a sharded model, a parameter of it, or its optimizer; ValueError, in the name of `op`, if none."""
     engine = engine_of(thing) or getattr(thing, "_engine", None)
+    if isinstance(engine, Superseded):
+        engine.refuse(op)
     if not isinstance(engine, Engine):
         gone = isinstance(getattr(thing, "_shardcore_engine", None), EngineRef)
         state = "is left of a sharded model that is gone, as is its optimizer" if gone else "is not sharded"

@@ -22,25 +22,26 @@ def attach(model: nn.Module, engine: Engine, casts: Mapping[str, torch.dtype]) -
     """Install the hooks of `engine` on its model. casts: to which dtypes inputs of units are cast, by name ("": the root)."""
     model.__dict__["_shardcore_engine"] = engine
     model.__dict__["zero_grad"] = _ZeroGrad(model, engine)
-    model.register_forward_pre_hook(_BeforeForward(engine, casts.get("")), with_kwargs=True)
+    keep = engine.handles.append
+    keep(model.register_forward_pre_hook(_BeforeForward(engine, casts.get("")), with_kwargs=True))
     for name, dtype in casts.items():
         if name:  # before the unit's own hook, which watches the inputs that forward is given
-            model.get_submodule(name).register_forward_pre_hook(_CastInputs(engine, dtype), with_kwargs=True)
+            keep(model.get_submodule(name).register_forward_pre_hook(_CastInputs(engine, dtype), with_kwargs=True))
     if engine.unsharder is not None:
         for index, unit in enumerate(engine.unsharder.units):
             module = model.get_submodule(unit.name)
             if module._forward_pre_hooks and module is not model:  # the user's, which may read weights (weight_norm's do)
-                module.register_forward_pre_hook(_UnitHook(engine, index, "before_hooks"), prepend=True)
-            module.register_forward_pre_hook(_UnitHook(engine, index, "before_forward"), with_kwargs=True)
-            module.register_forward_hook(_UnitHook(engine, index, "after_forward"))
+                keep(module.register_forward_pre_hook(_UnitHook(engine, index, "before_hooks"), prepend=True))
+            keep(module.register_forward_pre_hook(_UnitHook(engine, index, "before_forward"), with_kwargs=True))
+            keep(module.register_forward_hook(_UnitHook(engine, index, "after_forward")))
             for part in callable_parts(model, unit, engine.unsharder.units):
-                part.register_forward_pre_hook(_UnitHook(engine, index, "before_part"))
-                part.register_forward_hook(_UnitHook(engine, index, "after_part"))
+                keep(part.register_forward_pre_hook(_UnitHook(engine, index, "before_part")))
+                keep(part.register_forward_hook(_UnitHook(engine, index, "after_part")))
     if engine.overlap_step is not None:
         model.__dict__["train"] = _Train(model, engine)
         for index, unit in enumerate(engine.overlap_step.units):  # before the user's own hooks, which may read weights, too
-            model.get_submodule(unit.name).register_forward_pre_hook(_BeforeWeights(engine, index), prepend=True)
-    model.register_forward_hook(_AfterForward(engine))
+            keep(model.get_submodule(unit.name).register_forward_pre_hook(_BeforeWeights(engine, index), prepend=True))
+    keep(model.register_forward_hook(_AfterForward(engine)))
     attach_state_dicts(model, engine)
     for module in model.modules():
         if isinstance(module, nn.RNNBase):
@@ -50,18 +51,19 @@ def attach(model: nn.Module, engine: Engine, casts: Mapping[str, torch.dtype]) -
                 module.__dict__[name] = _ForNames(module, engine, name)
         if any(param is not None for param in module._parameters.values()):
             load = _LoadHooks(engine)
-            module.register_load_state_dict_pre_hook(load.before)  # type: ignore[no-untyped-call]
-            module.register_load_state_dict_post_hook(load.after)  # type: ignore[no-untyped-call]
+            keep(module.register_load_state_dict_pre_hook(load.before))  # type: ignore[no-untyped-call]
+            keep(module.register_load_state_dict_post_hook(load.after))  # type: ignore[no-untyped-call]
 
 
 def attach_state_dicts(model: nn.Module, engine: Engine) -> None:
     """Install the hooks of state dicts where the engine has parameters, unless they are there."""
+    keep = engine.handles.append
     for name, module in model.named_modules():
         hooks = [hook for hook in module._state_dict_pre_hooks.values() if isinstance(hook, _BeforeStateDict)]
         there = any(hook.engine is engine for hook in hooks)
         if not there and any(param in engine.managed for param in module.parameters()):
-            module.register_state_dict_pre_hook(_BeforeStateDict(engine, name))
-            module.register_state_dict_post_hook(_AfterStateDict(engine, name))
+            keep(module.register_state_dict_pre_hook(_BeforeStateDict(engine, name)))
+            keep(module.register_state_dict_post_hook(_AfterStateDict(engine, name)))
 
 
 @torch.no_grad()
@@ -88,10 +90,15 @@ def detach(model: nn.Module) -> None:
         for name, held in module._parameters.items():
             if held in made:
                 module._parameters[name] = made[held]
+    take_off(model, engine)
+
+
+def take_off(model: nn.Module, engine: Engine) -> None:
+    """Remove the hooks of `engine` and its stand-ins for methods. Parameters still are in its buckets."""
     for hook in [*engine.hooks]:
         hook.engine = None
-        if isinstance(hook, _CastInputs):
-            hook.input_dtype = None
+    for handle in (*engine.handles, *engine.reducer.handles):
+        handle.remove()
     for name in ("_shardcore_engine", "zero_grad", "train"):
         model.__dict__.pop(name, None)
 

@@ -34,6 +34,7 @@ from functools import cache, partial, wraps
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from shardcore._native import _C
 from shardcore.distributed.clock import scope
@@ -271,6 +272,7 @@ class Reducer:
         if comm.world_size > 1:
             _reducers.add(self)
             watch_for_errors()
+        self.handles: list[RemovableHandle] = []  # of the hooks of parameters
         for order, bucket in enumerate(self.buckets):
             for slot, managed in enumerate(bucket.params):
                 self._watch(managed.param, order, slot)
@@ -293,8 +295,9 @@ class Reducer:
             if (reducer := weak()) is not None:
                 reducer._on_grad(order, slot)
 
-        param.register_hook(before)  # type: ignore[no-untyped-call]
+        first = param.register_hook(before)  # type: ignore[no-untyped-call]
         handle = param.register_post_accumulate_grad_hook(after)  # type: ignore[no-untyped-call]
+        self.handles += [first, handle]
 
     def _forget(self, memory: torch.Tensor) -> None:
         for bucket in self.buckets:

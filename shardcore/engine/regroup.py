@@ -117,9 +117,9 @@ def regroup(engine: Engine, optimizer: Any, problem: BaseException | None, op: s
                 bucket.forget_all_views()
             plan = copy.copy(plan)
             plan.model, plan.optimizer, plan.units, plan.buckets = model, optimizer, units, buckets
-            kept = engine.hooks, engine.save_staging, engine.saving, engine.own_weights
+            kept = engine.hooks, engine.handles, engine.save_staging, engine.saving, engine.own_weights
             Engine.__init__(engine, plan)
-            engine.hooks, engine.save_staging, engine.saving, engine.own_weights = kept
+            engine.hooks, engine.handles, engine.save_staging, engine.saving, engine.own_weights = kept
             attach_state_dicts(model, engine)
             engine.go_on_from(engine.scaler.state())
             optimizer.__dict__["state"] = ShardedStates(engine.updater.buckets, engine.settle, optimizer.state.others)

@@ -7,7 +7,7 @@ optimizer keep it; it keeps parameters, which refer to it by `EngineRef`.
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -22,6 +22,29 @@ class EngineRef(weakref.ref[Any]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return OrderedDict, ()
+
+
+class Superseded:
+    """What an engine becomes whose model `initialize` has sharded again: everything that is asked of it raises ValueError."""
+
+    def refuse(self, op: str) -> NoReturn:
+        """Raise the error of a call."""
+        raise ValueError(
+            f"{op}: initialize was called a second time with this model; expected the engine and the optimizer that it "
+            "returned then"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # what Python and its libraries ask of any object
+            raise AttributeError(name)
+        self.refuse(name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse a forward."""
+        self.refuse("forward")
+
+    def destroy(self) -> None:
+        """Do nothing: all is freed."""
 
 
 def engine_of(thing: object) -> Any:

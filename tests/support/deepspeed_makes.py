@@ -80,6 +80,19 @@ def untested(deepspeed: Any) -> list[Any]:
     return found
 
 
+def again(deepspeed: Any) -> list[Any]:
+    """Initialize again on the same module, at the same stage and another one: new states, over the trained weights."""
+    found = []
+    for stages in ((0, 0, 1), (1, 1, 2), (2, 2, 0)):
+        model = _model()
+        for stage in stages:
+            optimizer = torch.optim.AdamW(model.parameters(), **ADAM)  # DeepSpeed compiles its own
+            engine = deepspeed.initialize(model=model, optimizer=optimizer, config=_plain(stage))[0]
+            _train(engine, 2)
+            found.append([_norms(deepspeed, model), engine.global_steps])
+    return found
+
+
 def no_optimizer(deepspeed: Any) -> list[Any]:
     """Parameters alone: forward, and a checkpoint that another model loads."""
     model = _model()
@@ -104,7 +117,7 @@ def no_optimizer(deepspeed: Any) -> list[Any]:
     return found
 
 
-CALLS: tuple[Callable[[Any], Any], ...] = (some_parameters, untested, no_optimizer)
+CALLS: tuple[Callable[[Any], Any], ...] = (some_parameters, untested, again, no_optimizer)
 
 if __name__ == "__main__":
     chosen = import_module(sys.argv[1])
