@@ -61,7 +61,7 @@ def supersede(core: Engine) -> None:
         _wrappers.discard(engine)
         _engines.discard(engine)  # type: ignore[arg-type]
         engine.__dict__.clear()
-        engine.__class__ = Superseded  # type: ignore[assignment]
+        vars(object)["__class__"].__set__(engine, Superseded)  # that of ForwardEngine is read alone
 
 
 class ForwardEngine:
