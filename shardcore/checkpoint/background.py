@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from shardcore._native import _C
 from shardcore.checkpoint.write import Item
+from shardcore.distributed.compare import in_words
 from shardcore.distributed.everyone import Ranks
 from shardcore.engine.engine import Engine
 
@@ -150,7 +151,7 @@ class Saving:
             try:
                 said = {"written": self._job.write()}
             except Exception as error:
-                said, self._problem = {"problem": f"{type(error).__name__}: {error}"}, error
+                said, self._problem = {"problem": in_words(error)}, error
             mailbox.put(said)
             outcome = self._commit(mailbox) if mailbox.rank == 0 else mailbox.outcome()
             if outcome and self._problem is None:
@@ -172,7 +173,7 @@ class Saving:
                 self._job.commit([one["written"] for one in said])
             except Exception as error:
                 self._problem = error
-                problem = f"rank 0 failed: {type(error).__name__}: {error}"
+                problem = f"rank 0 failed: {in_words(error)}"
         mailbox.answer(problem)
         return problem
 

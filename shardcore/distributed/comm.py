@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardcore.distributed import watchdog
 from shardcore.distributed.clock import Clock
+from shardcore.distributed.compare import in_words
 from shardcore.distributed.groups import (
     GroupSlot,
     NotAMemberError,
@@ -541,7 +542,7 @@ class Comm:
         """Return the first rank that has a problem, and which, in words; None if no rank has one. Collective."""
         if not bool(self.all_gather_cpu(torch.tensor([problem is not None], device="cpu")).any()):
             return None
-        said = self.gather_json(None if problem is None else f"{type(problem).__name__}: {problem}")
+        said = self.gather_json(None if problem is None else in_words(problem))
         return next((rank, text) for rank, text in enumerate(said) if text is not None)
 
     def rank_of(self, op: str, global_rank: int) -> int:

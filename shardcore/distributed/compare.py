@@ -4,6 +4,14 @@ from collections.abc import Sequence
 from typing import Any
 
 
+def in_words(error: BaseException) -> str:
+    """Return the class and the text of an error; its class alone if that has a text that cannot be made."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # raised on one rank alone, while the others wait to hear of the first one
+        return f"{type(error).__name__} (whose text cannot be made)"
+
+
 def first_difference(signatures: Sequence[Sequence[Any]]) -> str | None:
     """Describe the first entry where a rank's signature (a list of JSON values) differs from rank 0's, or return None."""
     reference = signatures[0]

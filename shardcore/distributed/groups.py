@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardcore.distributed.compare import in_words
 from shardcore.distributed.launchers import env_int
 
 logger = logging.getLogger("shardcore")
@@ -178,7 +179,7 @@ def host_group_beside(
         backend: Any = group._get_backend(torch.device("cpu"))
         getattr(backend, "wrapped_pg", backend)._set_default_timeout(timeout)
     except Exception as error:  # of any kind: the other ranks are waiting
-        problem = f"{type(error).__name__}: {error}"
+        problem = in_words(error)
     problems = gather_json(problem)
     if not any(problems):
         return group

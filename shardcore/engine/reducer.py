@@ -39,7 +39,7 @@ from torch.utils.hooks import RemovableHandle
 from shardcore._native import _C
 from shardcore.distributed.clock import scope
 from shardcore.distributed.comm import Comm, Started, Traffic, wait_all
-from shardcore.distributed.compare import uneven_backwards
+from shardcore.distributed.compare import in_words, uneven_backwards
 from shardcore.engine.bucket import (
     Bucket,
     BufferPool,
@@ -356,7 +356,7 @@ class Reducer:
     def note_error(self, error: BaseException) -> None:
         """Let other ranks know the error of the backward that is under way, if there is one."""
         if self._boundary.under_way or self._boundary.failed:
-            self.comm.fail_backward(f"{type(error).__name__}: {error}")
+            self.comm.fail_backward(in_words(error))
 
     def settle(self) -> None:
         """If the last backward ended in an error, drop all gradients. See Note [Failed backwards]."""

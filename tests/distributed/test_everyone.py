@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardcore
 from shardcore.distributed.comm import Comm
+from shardcore.distributed.compare import in_words
 from shardcore.distributed.everyone import Everyone
 from shardcore.engine.engine import Engine
 from shardcore.engine.hooks import detach
@@ -40,6 +41,14 @@ def test_ranks_of_all_dimensions_are_one_world(shape: tuple[int, ...], slices: i
 
 class OfTheUserError(Exception):
     """No kind of error that a library expects."""
+
+
+class WithoutATextError(Exception):
+    """One that cannot be printed."""
+
+    def __str__(self) -> str:
+        """Fail, as some classes do that are made with other arguments than they expect."""
+        raise AttributeError("no such field")
 
 
 ERRORS = [KeyError, OSError, MemoryError, OverflowError, OfTheUserError, KeyboardInterrupt]
@@ -98,7 +107,7 @@ def _what_each_raises(call: Callable[[], Any]) -> str:
     try:
         call()
     except BaseException as error:
-        return f"{type(error).__name__}: {error}"
+        return in_words(error)
     return "no error"
 
 
@@ -125,6 +134,8 @@ def _one_fails(rank: int, world_size: int, stage: int, folder: Path, fails: bool
             group[key] = before
         said["step", "max_norm"] = _what_each_raises(lambda: optimizer.step(max_norm=10**400 if rank == 1 else 1.0))
         said["step", "closure"] = _what_each_raises(lambda: optimizer.step(lambda: [][rank] if rank == 1 else 0.0))
+        with _planted(rank == 1, WithoutATextError):
+            said["step", "no text"] = _what_each_raises(optimizer.step)
     optimizer.step()
     return said, hash_of_training(model, optimizer)
 
@@ -138,6 +149,7 @@ def test_an_error_of_any_kind_before_the_first_write_is_one_on_every_rank(stage:
             assert said == f"{kind}: " + ("'planted'" if kind == "KeyError" else "planted"), (name, said)
         assert "rank 1" in others[name, kind], (name, kind, others[name, kind])
         assert said in others[name, kind], (name, kind, others[name, kind])
+    assert own["step", "no text"].startswith("WithoutATextError")
     assert own["step", "eps"] == "KeyError: 'eps'"
     assert own["step", "lr"].startswith("OverflowError")
     assert own["step", "max_norm"].startswith("OverflowError")
