@@ -165,6 +165,10 @@ def open_path(op: str, path: Path, names: Collection[str] = ()) -> Source:
     try:
         if (path / layout.MANIFEST).exists():
             return _of_planner(layout.Checkpoint(path), names)
+        if (path / layout.data_file(0)).exists():
+            raise ValueError(
+                f"load: {path} has {layout.data_file(0)} without {layout.MANIFEST}; expected both (is the copy complete?)"
+            )
         source = (open_committed(path) if path.is_dir() else None) or open_foreign(path, names)
     except ValueError as error:
         error.args = (str(error).replace("load: ", f"{op}: ", 1),)

@@ -110,6 +110,14 @@ def test_damage_is_found_and_leaves_the_older_model(saved: Path, tmp_path: Path)
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
 
 
+def test_files_without_their_manifest_are_refused(saved: Path, tmp_path: Path) -> None:
+    """They hold ranges of tensors under names of their own."""
+    (saved / "manifest.json").unlink()
+    with pytest.raises(ValueError, match=r"consolidate: .* has rank_00000.safetensors without manifest.json; expected both"):
+        consolidate(saved, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def _unwritable(rank: int, world_size: int, folder: str) -> str:
     model, _, _ = train(rank, Run(stage=3, steps=1))
     said = error_of(lambda: shardcore.consolidate(model, os.path.join(folder, "file", "out")))
