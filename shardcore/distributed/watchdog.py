@@ -399,10 +399,10 @@ class _Watch:
         if wait.name != AGREEMENT and store.check([left]):
             if json.loads(store.get(left)).get(wait.name, 0) >= wait.number:
                 return None
-            return _reason(f"{name_ranks(here)} for {wait}; rank {other} for nothing: its engine is gone"), [wait]
+            return _reason(f"{name_ranks(here)} for {wait}; rank {other} does not take part: its engine is gone"), [wait]
         log, errors = _log_named(wait.group), self._errors(store, wait.group, other)
         if other in errors and log is not None and log.in_backward and log.backwards == errors[other][0]:
-            return _reason(f"{name_ranks(here)} for {wait}; rank {other} for nothing", errors), [wait]
+            return _reason(f"{name_ranks(here)} for {wait}; rank {other} does not take part", errors), [wait]
         beat, theirs = self._waits_for(store, other)
         if theirs is None or theirs.name == _BY_USER or dist.get_rank() not in theirs.ranks:
             return None  # of a collective of the user's, a rank in it finds out

@@ -341,7 +341,7 @@ class Engine:
             try:
                 with torch.enable_grad():
                     loss = closure()
-            except Exception as error:
+            except BaseException as error:  # Ctrl-C, too: the other ranks wait
                 problems.append(error)
         try:
             with scope("step"), self.comm.clock.part("optimizer"), interrupts_held_back() as let_in:

@@ -19,6 +19,7 @@ from shardcore.distributed.comm import Comm, Traffic, as_bytes
 from shardcore.engine.engine import Engine
 from shardcore.engine.full_tensors import OtherCallError, agree_on_read
 from shardcore.engine.units import Unit
+from shardcore.optim.dtensor import is_dtensor
 
 _END = "the end of"
 
@@ -33,7 +34,7 @@ def full_params(engine: Engine, params: set[nn.Parameter]) -> Iterator[None]:
         yield
         return
     agree = partial(_refuse_differences, engine, "full_params")
-    with engine.unsharder.full_params(params, partial(_settle, agree)):
+    with engine.unsharder.full_params(params, partial(_settle, agree)), _keeping_memory(params):
         yield
 
 
@@ -50,6 +51,8 @@ def gathered(engine: Engine, params: Sequence[nn.Parameter], modifier_rank: int 
     def agree(units: Sequence[Unit]) -> None:
         if source is not None:
             _spread(engine, op, params, versions, source)
+        elif engine.gathered.covers(params, spread=True):  # a context around this one makes the weights equal
+            return
         _refuse_differences(engine, op, units)
 
     held: AbstractContextManager[None] = nullcontext()
@@ -59,8 +62,23 @@ def gathered(engine: Engine, params: Sequence[nn.Parameter], modifier_rank: int 
         held = leaving(partial(_settle, agree, ()))
     with held:
         versions += [param._version for param in params]
-        with engine.gathered.opened(params, spread=source is not None):
+        with _keeping_memory(params), engine.gathered.opened(params, spread=source is not None):
             yield
+
+
+@contextmanager
+def _keeping_memory(params: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Take `param.data = values` inside the context for an edit: at its end each parameter has its own memory again."""
+    own = {param: param.data for param in params if not is_dtensor(param)}
+    try:
+        yield
+    finally:
+        for param, data in own.items():
+            given = param.data
+            if given.untyped_storage()._cdata != data.untyped_storage()._cdata and given.shape == data.shape:
+                data.copy_(given)
+                param.data = data
+                torch.autograd.graph.increment_version(param)
 
 
 @contextmanager
@@ -139,9 +157,9 @@ def _refuse_differences(engine: Engine, op: str, units: Sequence[Unit]) -> None:
             others = [rank for rank, digest in enumerate(row) if digest != row[0]]
             if others:
                 return ValueError(
-                    f"{op}: rank {others[0]} leaves the block with other values of {name} than rank 0; expected the same edits "
-                    "on every rank, or modifier_rank of deepspeed.zero.GatheredParameters, whose edits all ranks get (the "
-                    "weights are as before)"
+                    f"{op}: rank {others[0]} leaves the block with other values of {name} than rank 0; expected the "
+                    "same edits on every rank, or deepspeed.zero.GatheredParameters(modifier_rank=), which copies that "
+                    "rank's edits to all (the weights are as before)"
                 )
         return None
 

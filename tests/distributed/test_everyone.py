@@ -134,6 +134,13 @@ def _one_fails(rank: int, world_size: int, stage: int, folder: Path, fails: bool
             group[key] = before
         said["step", "max_norm"] = _what_each_raises(lambda: optimizer.step(max_norm=10**400 if rank == 1 else 1.0))
         said["step", "closure"] = _what_each_raises(lambda: optimizer.step(lambda: [][rank] if rank == 1 else 0.0))
+
+        def interrupted() -> float:
+            if rank == 1:
+                raise KeyboardInterrupt
+            return 0.0
+
+        said["step", "closure interrupted"] = _what_each_raises(lambda: optimizer.step(interrupted))
         with _planted(rank == 1, WithoutATextError):
             said["step", "no text"] = _what_each_raises(optimizer.step)
     optimizer.step()
@@ -154,4 +161,5 @@ def test_an_error_of_any_kind_before_the_first_write_is_one_on_every_rank(stage:
     assert own["step", "lr"].startswith("OverflowError")
     assert own["step", "max_norm"].startswith("OverflowError")
     assert own["step", "closure"].startswith("IndexError")
+    assert own["step", "closure interrupted"].startswith("KeyboardInterrupt")
     assert trained == run_ranks(2, _one_fails, stage, tmp_path / "b", False)[0][1]

@@ -185,7 +185,7 @@ def test_an_error_in_one_backward_is_named_where_it_is_waited_for(stage: int, nc
     first, _, third = run_ranks(3, _error_in_backward, stage, nccl)
     for said in (*first, *third):
         assert said.startswith(f"RuntimeError: {NEVER}")
-        assert "rank 1 for nothing; the backward of rank 1 ended in an error: KeyError: 'planted'; expected each" in said
+        assert "rank 1 does not take part; the backward of rank 1 ended in an error: KeyError: 'planted'; expected each" in said
 
 
 def _uneven_errors(rank: int, world_size: int, stage: int) -> list[str]:
@@ -231,7 +231,7 @@ def _leaves(rank: int, world_size: int) -> str:
 def test_a_rank_whose_engine_is_gone_is_not_waited_for() -> None:
     waiting, gone, _ = run_ranks(3, _leaves)
     assert waiting.startswith(NEVER)
-    assert "rank 1 for nothing: its engine is gone" in waiting
+    assert "rank 1 does not take part: its engine is gone" in waiting
     assert gone == ""
 
 

@@ -1,7 +1,7 @@
 """Contexts in which full weights are edited and saved, where ranks differ in what they do there."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -30,7 +30,15 @@ def _behind_autograd(layer: nn.Linear) -> None:
     layer.weight.data.add_(1.0)
 
 
-EDITS: list[Callable[[nn.Linear], None]] = [_load, _copy, _behind_autograd]
+def _assign(layer: nn.Linear) -> None:
+    layer.weight.data = torch.full_like(layer.weight, 1.5)
+
+
+def _edit_inside(layer: nn.Linear) -> None:
+    layer.weight.data.mul_(2.0)
+
+
+EDITS: list[Callable[[nn.Linear], None]] = [_load, _copy, _behind_autograd, _assign, _edit_inside]
 
 
 def _model(rank: int, stage: int) -> tuple[Any, Any]:
@@ -53,9 +61,10 @@ def _one_rank_modifies(rank: int, world_size: int) -> list[list[str]]:
         for stage in (0, 2, 3):
             model, optimizer = _model(rank, stage)
             with GatheredParameters(model.parameters(), modifier_rank=1):
-                if rank == 1:
-                    edit(model.head)
-                else:  # is gone at the end
+                with GatheredParameters(model.parameters()) if edit is _edit_inside else nullcontext():
+                    if rank == 1:
+                        edit(model.head)
+                if rank == 0 and edit is not _edit_inside:  # is gone at the end
                     with torch.no_grad():
                         model.inp.weight.mul_(3)
             hashes.append(hash_of(model.state_dict().values()))
