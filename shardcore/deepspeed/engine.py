@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
@@ -28,6 +27,7 @@ from shardcore.checkpoint.load import Wanted, is_there, load_from, open_together
 from shardcore.checkpoint.save import Content, finish_saving, write_checkpoint
 from shardcore.checkpoint.source import Source
 from shardcore.deepspeed.config import ZERO, BatchSizes, Config
+from shardcore.deepspeed.described import Described
 from shardcore.deepspeed.loaders import ShardedLoader
 from shardcore.deepspeed.monitor import MonitorMaster, step_events
 from shardcore.deepspeed.step_report import StepReport
@@ -61,10 +61,17 @@ def supersede(core: Engine) -> None:
         _wrappers.discard(engine)
         _engines.discard(engine)  # type: ignore[arg-type]
         engine.__dict__.clear()
-        vars(object)["__class__"].__set__(engine, Superseded)  # that of ForwardEngine is read alone
+        engine.__class__ = Superseded  # type: ignore[assignment]
 
 
-class ForwardEngine:
+class _Kind(type):
+    """The kind of the engines: one that only runs forward counts as a TrainingEngine, DeepSpeed's one class, too."""
+
+    def __instancecheck__(cls, thing: object) -> bool:
+        return super().__instancecheck__(thing) or (cls is TrainingEngine and type(thing) is ForwardEngine)
+
+
+class ForwardEngine(Described, metaclass=_Kind):
     """A sharded model that only runs forward, of `initialize` without an optimizer. Other attributes are those of `module`."""
 
     optimizer: Any = None
@@ -85,13 +92,9 @@ class ForwardEngine:
     ) -> None:
         """Wrap what `shard` returned; see initialize. replicas: how many parts data has, and which is this rank's."""
         self.module, self.training_dataloader = module, training_dataloader
-        self._sizes, self._replicas = sizes, replicas
+        self._sizes, self._replicas, self._core, self._config = sizes, replicas, core, config
         self.device: torch.device = core.device
-        self._core, self._config = core, config
         _wrappers.add(self)
-
-    # isinstance(engine, deepspeed.DeepSpeedEngine) holds for a model that is only evaluated, too.
-    __class__ = property(lambda self: TrainingEngine if type(self) is ForwardEngine else type(self))
 
     def __getattr__(self, name: str) -> Any:
         """Return the attribute of `module`."""
@@ -124,46 +127,6 @@ class ForwardEngine:
         """Set the module's evaluation mode."""
         return self.train(False)
 
-    def zero_optimization_stage(self) -> int:
-        """Return the ZeRO stage."""
-        return self._config.stage
-
-    def fp16_enabled(self) -> bool:
-        """Whether weights train in float16."""
-        return self._config.fp16
-
-    def bfloat16_enabled(self) -> bool:
-        """Whether weights train in bfloat16."""
-        return self._config.bf16
-
-    def train_batch_size(self) -> int:
-        """Return the samples per optimizer step over all ranks."""
-        return self._sizes.train
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Return the samples per backward and rank."""
-        return self._sizes.micro
-
-    def gradient_accumulation_steps(self) -> int:
-        """Return the micro-steps per optimizer step."""
-        return self._sizes.accumulation
-
-    def managed_gradient_accumulation(self) -> bool:
-        """Whether step() counts micro-steps; if not, every step() updates the weights."""
-        return self._config.managed_gradient_accumulation
-
-    def gradient_clipping(self) -> float:
-        """Return the global norm that gradients are clipped to; 0 for none."""
-        return self._config.gradient_clipping
-
-    def zero_optimization(self) -> bool:
-        """Whether there is a ZeRO stage above 0."""
-        return self._config.stage > 0
-
-    def steps_per_print(self) -> int | None:
-        """Return the steps between two lines of progress; None for none."""
-        return self._config.steps_per_print
-
     def deepspeed_io(
         self,
         dataset: Dataset[Any],
@@ -191,19 +154,10 @@ class ForwardEngine:
             return DataLoader(dataset, sampler=data_sampler, **options)
         return ShardedLoader(dataset, self._replicas, route == "train" and self._shuffles, **options)
 
-    @property
-    def config(self) -> Mapping[str, Any]:
-        """Return the configuration as it was given (the model's own is `module.config`)."""
-        return self._config.source
-
     def empty_partition_cache(self) -> None:
         """Free the memory that weights are gathered into at stage 3; the next forward takes it again."""
         if self._core.unsharder is not None:
             self._core.unsharder.pool.shrink(0)
-
-    def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """Whether the configuration lets whole weights be gathered to save them at stage 3."""
-        return self._config.gathers_to_save
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Refuse: a sharded model is not compiled as a whole."""
@@ -211,31 +165,6 @@ class ForwardEngine:
             "compile: torch.compile is asked for around the whole model; expected it around its blocks: "
             "for block in blocks: block.compile()"
         )
-
-    @property
-    def local_rank(self) -> int:
-        """This rank's number on its machine, as its launcher set LOCAL_RANK; 0 without a launcher."""
-        return int(os.environ.get("LOCAL_RANK", "0"))
-
-    @property
-    def global_rank(self) -> int:
-        """This rank's number."""
-        return dist.get_rank() if dist.is_initialized() else 0
-
-    @property
-    def world_size(self) -> int:
-        """How many ranks there are."""
-        return dist.get_world_size() if dist.is_initialized() else 1
-
-    @property
-    def dp_world_size(self) -> int:
-        """How many ranks have batches of their own."""
-        return self._core.comm.world_size
-
-    @property
-    def data_parallel_group(self) -> Any:
-        """The process group of the ranks that train; None without one."""
-        return self._core.comm.group
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
         """Return the full state dict of the model, from the masters. Collective.

@@ -1,9 +1,7 @@
 """The engine that initialize returns: micro-steps and boundaries, schedulers, skips, norms, and shard's own bits."""
 
 import contextlib
-import importlib.util
 import io
-import json
 import logging
 import os
 from pathlib import Path
@@ -15,10 +13,8 @@ import torch
 import shardcore
 from shardcore.deepspeed.lr_schedules import WarmupDecayLR
 from tests.support.deepspeed import ADAM, ds_config, start, train
-from tests.support.groups import device_decides
 from tests.support.models import Net, batch_of, hash_of, hash_of_training, loss_of, make_net
 from tests.support.ranks import run_ranks
-from tests.support.scripts import ROOT, run_forked
 
 
 def _by_shard(rank: int, steps: int, accumulation: int, stage: int, adam: dict[str, Any] = ADAM, **options: Any) -> str:
@@ -108,52 +104,6 @@ def test_losses_divide_as_in_plain_torch(accumulation: int) -> None:
         optimizer.zero_grad()
     for name, value in plain.state_dict().items():
         assert torch.allclose(engine.state_dict()[name], value, rtol=1e-5, atol=1e-6), name
-
-
-class Skipping(torch.nn.Module):
-    """Three layers: the first is frozen, the others are used by turns, or both."""
-
-    uses: tuple[str, ...] = ("up",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.up, self.down = (torch.nn.Linear(10, out) for out in (10, 5, 5))
-        self.first.requires_grad_(False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        return sum((self.get_submodule(name)(x) for name in self.uses), torch.zeros(5))
-
-
-def _skips_a_layer(rank: int, world_size: int) -> None:
-    zero = {"stage": 1, "offload_optimizer": {"device": "cpu"}, "ignore_unused_parameters": False}
-    engine = start(ds_config(2, zero_optimization=zero), Skipping())
-
-    def micro_step(uses: str) -> None:
-        engine.module.uses = tuple(uses.split())
-        with engine.no_sync():
-            engine.backward(loss_of(engine, batch_of(0, 0, rank)))
-        engine.step()
-
-    micro_step("up")
-    with pytest.raises(ValueError, match=r"no rank has a gradient of down\.weight, down\.bias; expected all parameters in"):
-        micro_step("up")
-    assert engine.global_steps == 0
-    engine.zero_grad()
-    micro_step("up down" if rank == 0 else "up")
-    assert engine.was_step_applied()
-
-
-def test_a_step_without_all_gradients_is_refused_where_the_configuration_says_so() -> None:
-    run_ranks(2, _skips_a_layer)
-
-
-def test_the_returned_loss_has_the_dtype_of_the_loss() -> None:
-    engine = start(ds_config(3, bf16={"enabled": True}))
-    loss = loss_of(engine, batch_of(0, 0, 0)).bfloat16()
-    returned = engine.backward(loss)
-    assert returned.dtype == torch.bfloat16
-    assert torch.equal(returned, loss / 3)
 
 
 def test_scale_wrt_gas_false_leaves_the_loss_alone() -> None:
@@ -377,33 +327,6 @@ def test_parts_of_a_checkpoint_are_loaded(tmp_path: Path) -> None:
     run_ranks(2, _parts, str(tmp_path))
 
 
-def _tags(rank: int, world_size: int, folder: str) -> list[str]:
-    engine = _start()
-    train(engine, rank, 1)
-    with contextlib.closing(io.StringIO()) as log:
-        handler = logging.StreamHandler(log)
-        logging.getLogger("shardcore").addHandler(handler)
-        engine.save_checkpoint(folder, tag=f"of {rank}")
-        path, _ = engine.load_checkpoint(folder, tag=f"of {rank}")
-        logging.getLogger("shardcore").removeHandler(handler)
-        said = log.getvalue().splitlines()
-    assert path == str(Path(folder, "of 0"))
-    strict = _start(checkpoint={"tag_validation": "FAIL"})
-    for call in (strict.save_checkpoint, strict.load_checkpoint):
-        with pytest.raises(ValueError, match=f"{call.__name__}: tag is 'of 1' on rank 1; expected 'of 0', as on rank 0"):
-            call(folder, tag=f"of {rank}")
-    assert strict.load_checkpoint(folder, tag="of 0")[0] == path
-    return said
-
-
-def test_of_tags_that_differ_by_rank_the_first_holds_or_none(tmp_path: Path) -> None:
-    first, second = run_ranks(2, _tags, str(tmp_path))
-    says = "tag is 'of 1' on rank 1; every rank takes that of rank 0, 'of 0'"
-    assert first == [f"{op}_checkpoint: {says}" for op in ("save", "load")]
-    assert second == []
-    assert [path.name for path in tmp_path.glob("of*")] == ["of 0"]
-
-
 def _counts_skips(rank: int, world_size: int, folder: str) -> tuple[int, int]:
     engine = start(ds_config(2, fp16=FP16))
     train(engine, rank, 4)
@@ -553,67 +476,6 @@ def test_a_boundary_that_is_set_takes_the_place_of_the_count() -> None:
     assert (engine.global_steps, engine.micro_steps, engine.was_step_applied()) == (1, 2, False)
 
 
-def test_a_loop_that_decides_when_to_step_updates_at_every_step() -> None:
-    engine = start(ds_config(3, managed_gradient_accumulation=False))
-    for backwards in (1, 2, 4):
-        before = _weights(engine)
-        for micro in range(backwards):
-            engine.backward(loss_of(engine, batch_of(0, micro, 0)))
-            assert not engine.is_gradient_accumulation_boundary()
-        engine.step()
-        assert engine.was_step_applied()
-        assert _weights(engine) != before
-    assert (engine.global_steps, engine.micro_steps, engine.global_samples) == (3, 3, 4 * 7)
-    with pytest.raises(ValueError, match="set_gradient_accumulation_boundary: config managed_gradient_accumulation has False"):
-        engine.set_gradient_accumulation_boundary(True)
-    with pytest.raises(ValueError, match="coalesce_grad_reduction: config managed"), engine.coalesce_grad_reduction():
-        pass
-
-
-def _summed(rank: int, world_size: int) -> list[list[tuple[str, str]]]:
-    found = []
-    low = {"enabled": True, "auto_cast": True, "initial_scale_power": 4, "loss_scale_window": 1}
-    for stage, more, forced in ((0, {}, False), (2, {}, False), (1, {"fp16": low}, False), (1, {"fp16": low}, True)):
-        hashes = []
-        for op, times in (("sum", 1), ("mean", world_size)):
-            with device_decides(forced=forced):
-                engine = start(ds_config(2, stage, gradient_allreduce_op=op, **more))
-                for micro_step in range(4):
-                    engine.backward(times * loss_of(engine, batch_of(0, micro_step, rank)))
-                    gradient = shardcore.full_grad(engine.module.head.weight)
-                    engine.step()
-                assert (engine._core.device_step is not None) == forced
-                hashes.append((hash_of([gradient]), hash_of_training(engine, engine.optimizer)))
-        found.append(hashes)
-    return found
-
-
-def test_gradients_are_added_up_over_ranks() -> None:
-    first, second = run_ranks(2, _summed)
-    assert first == second
-    assert all(summed[0] == averaged[0] for summed, averaged in first)
-    assert all(summed == averaged for summed, averaged in first[:2]), "float16 rounds larger losses otherwise"
-    assert first[2] == first[3], "where the device decides"
-
-
-@pytest.mark.more
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_calls_are_answered_as_deepspeed_answers_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
-    if importlib.util.find_spec("deepspeed") is None:
-        pytest.skip("DeepSpeed's answers need deepspeed")
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    answers = []
-    for module in ("deepspeed", "shardcore"):
-        run_forked("tests.support.deepspeed_calls", module, str(tmp_path / module), ranks=ranks, folder=ROOT)
-        answers.append(json.loads((tmp_path / module).read_text()))
-    expected, found = answers
-    assert found.keys() == expected.keys()
-    for call, cases in expected.items():
-        for case, values in cases.items():
-            same = [pytest.approx(value, rel=1e-5) if isinstance(value, float) else value for value in values]
-            assert found[call][case] == same, (call, case)
-
-
 def test_autocast_runs_forward_in_the_low_dtype() -> None:
     engine = start(ds_config(torch_autocast={"enabled": True, "dtype": "bfloat16"}))
     plain = start(ds_config())
@@ -623,29 +485,6 @@ def test_autocast_runs_forward_in_the_low_dtype() -> None:
     assert torch.equal(engine(x), expected)
     assert not torch.equal(engine(x).float(), plain(x))
     assert all(param.dtype == torch.float32 for param in engine.module.parameters())
-
-
-def test_autocast_to_float16_scales_the_loss() -> None:
-    engine = start(ds_config(torch_autocast={"enabled": True, "dtype": "float16"}))
-    for factor, scale in ((1.0, 2.0**16), (float("inf"), 2.0**15), (1.0, 2.0**15)):
-        loss = factor * loss_of(engine, batch_of(0, 0, 0))
-        assert engine.backward(loss).item() == loss.item()
-        engine.step()
-        assert engine.optimizer.loss_scale == scale
-    assert engine.skipped_steps == 1
-    loss_of(engine, batch_of(0, 0, 0)).backward()
-    with pytest.raises(ValueError, match=r"was not of a scaled loss, which float16 needs; expected engine\.backward"):
-        engine.step()
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_autocast_runs_over_bfloat16_weights(stage: int) -> None:
-    engine = start(ds_config(stage=stage, torch_autocast={"enabled": True}), make_net().to(torch.bfloat16))
-    for _ in range(4):
-        engine.backward(loss_of(engine, batch_of(0, 0, 0)))
-        engine.step()
-    assert all(param.dtype == torch.bfloat16 for param in engine.module.parameters())
-    assert all(value.dtype == torch.float32 for value in engine.module_state_dict().values() if value.dim() > 1), "masters"
 
 
 def _scheduled(rank: int, world_size: int, folder: str) -> tuple[list[float], list[float]]:
@@ -712,9 +551,6 @@ def test_attributes_pass_through_to_the_module() -> None:
     assert not model.training
     assert not engine.training
     assert engine.train().training
-    assert (engine.train_batch_size(), engine.train_micro_batch_size_per_gpu()) == (8, 4)
-    assert (engine.gradient_accumulation_steps(), engine.zero_optimization_stage()) == (2, 1)
-    assert (engine.local_rank, engine.fp16_enabled(), engine.bfloat16_enabled()) == (0, False, False)
     assert engine.get_lr() == [1e-2]
     assert engine.get_global_grad_norm() is None, "before the first step"
     x = batch_of(0, 0, 0)[0]
