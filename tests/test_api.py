@@ -531,10 +531,3 @@ def _one_rank_trains(rank: int, world_size: int) -> str:
 
 def test_ranks_with_and_without_an_optimizer_are_refused() -> None:
     assert all("frozen" in text and "trainable" in text for text in run_ranks(2, _one_rank_trains))
-
-
-def test_initialize_without_parameters_says_what_takes_its_place() -> None:
-    config = {"train_micro_batch_size_per_gpu": 1}
-    model = Net()
-    with pytest.raises(ValueError, match=r"there is no optimizer; .*shardcore\.shard\(model, None\)"):
-        shardcore.initialize(model=model, model_parameters=model.parameters(), config=config)
