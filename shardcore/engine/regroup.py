@@ -118,7 +118,10 @@ def regroup(engine: Engine, optimizer: Any, problem: BaseException | None, op: s
             plan = copy.copy(plan)
             plan.model, plan.optimizer, plan.units, plan.buckets = model, optimizer, units, buckets
             kept = engine.hooks, engine.handles, engine.save_staging, engine.saving, engine.own_weights
+            divisor = engine.reducer.divisor
             Engine.__init__(engine, plan)
+            if divisor != engine.reducer.divisor:
+                engine.sum_gradients()
             engine.hooks, engine.handles, engine.save_staging, engine.saving, engine.own_weights = kept
             attach_state_dicts(model, engine)
             engine.go_on_from(engine.scaler.state())

@@ -198,3 +198,24 @@ def averages(rank: int, world_size: int) -> None:
 
 def test_a_moving_average_goes_on() -> None:
     run_ranks(2, averages)
+
+
+def _sums(rank: int, world_size: int) -> list[float]:
+    """Return norms of a gradient that is summed over ranks of equal batches, and of one rank's."""
+    norms = []
+    for sums in (True, False):
+        model, optimizer = made(grouped=True)
+        model, optimizer = shardcore.shard(model, optimizer, 2, precision="fp32")
+        if sums:
+            optimizer._engine.sum_gradients()
+        shardcore.unfreeze(model.blocks[1])
+        loss_of(model, batch_of(0, 0, 0)).backward()
+        grad = shardcore.full_grad(model.blocks[1].up.weight)
+        assert grad is not None
+        norms.append(grad.norm().item())
+    return norms
+
+
+def test_gradients_that_are_summed_are_summed_after_unfreezing_too() -> None:
+    for summed, averaged in run_ranks(2, _sums):
+        assert summed == 2 * averaged
