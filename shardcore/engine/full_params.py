@@ -34,7 +34,7 @@ def full_params(engine: Engine, params: set[nn.Parameter]) -> Iterator[None]:
         yield
         return
     agree = partial(_refuse_differences, engine, "full_params")
-    with engine.unsharder.full_params(params, partial(_settle, agree)), _keeping_memory(params):
+    with engine.unsharder.full_params(params, partial(_settle, agree)):
         yield
 
 
@@ -68,14 +68,18 @@ def gathered(engine: Engine, params: Sequence[nn.Parameter], modifier_rank: int 
 
 @contextmanager
 def _keeping_memory(params: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Take `param.data = values` inside the context for an edit: at its end each parameter has its own memory again."""
+    """Take `param.data = values` for an edit, as DeepSpeed does: at the end each parameter has its own memory again.
+
+    Values of another shape or dtype are left to be refused.
+    """
     own = {param: param.data for param in params if not is_dtensor(param)}
     try:
         yield
     finally:
         for param, data in own.items():
             given = param.data
-            if given.untyped_storage()._cdata != data.untyped_storage()._cdata and given.shape == data.shape:
+            alike = (given.shape, given.dtype) == (data.shape, data.dtype)
+            if alike and given.untyped_storage()._cdata != data.untyped_storage()._cdata:
                 data.copy_(given)
                 param.data = data
                 torch.autograd.graph.increment_version(param)
