@@ -1,7 +1,7 @@
 """Checks the walls between the rooms of csrc/ and some rules that no other tool knows. Run: python -m tools.check_includes
 
 - Each room of csrc/ includes its own headers and those of the rooms that ROOMS allows it; only csrc/bind sees torch.
-- No source file has more than 900 lines.
+- No source file has more than 700 lines.
 - Each test file is named after a module of the package that its folder mirrors, and imports from no other test file.
 - Each module of the package has such a test file.
 """
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-MAX_LINES = 900
+MAX_LINES = 700
 
 # Which other rooms a room may include (DESIGN: core knows nothing; bind knows all).
 ROOMS: dict[str, set[str]] = {

@@ -336,13 +336,10 @@ class Engine:
         """
         if grads is not None:
             problems.append(ValueError("step: grads was given; expected None after shard() (backward makes the gradients)"))
-        loss = None
+        losses: list[Any] = []
         if closure is not None:
-            try:
-                with torch.enable_grad():
-                    loss = closure()
-            except BaseException as error:  # Ctrl-C, too: the other ranks wait
-                problems.append(error)
+            with torch.enable_grad():
+                attempt(problems, lambda: losses.append(closure()))
         try:
             with scope("step"), self.comm.clock.part("optimizer"), interrupts_held_back() as let_in:
                 self._step(grad_scale, max_norm, problems, let_in)  # an interrupt must not end it halfway on one rank
@@ -350,7 +347,7 @@ class Engine:
                     self.commits.note_step()
         finally:
             problems.clear()
-        return loss
+        return losses[0] if losses else None
 
     def _step(
         self,
