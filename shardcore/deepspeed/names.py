@@ -572,7 +572,7 @@ MODULES: dict[str, dict[str, Any]] = {  # by path below the package; a module co
     "runtime.sequence_parallel": {},
     "runtime.sequence_parallel.ulysses_sp": {f.__name__: f for f in _TILED}
     | {"__getattr__": _late("shardcore.integrations.ulysses")},
-    "runtime.config": {"DeepSpeedConfig": DeepSpeedConfig},
+    "runtime.config": {"DeepSpeedConfig": DeepSpeedConfig, "DeepSpeedConfigError": ValueError},  # what a bad value raises here
     "runtime.utils": {f.__name__: f for f in (is_model_parallel_parameter, move_to_device, see_memory_usage, set_random_seed)},
     "zero.partition_parameters": _PARTITION,
     "runtime.zero": {**_ZERO, "unwrap_model_for_generation": unwrap_model_for_generation},
@@ -611,6 +611,7 @@ TOP: dict[str, Any] = {
     "log_dist": log_dist,
     "logger": logger,
     "DeepSpeedConfig": DeepSpeedConfig,
+    "DeepSpeedConfigError": ValueError,
     "DeepSpeedEngine": TrainingEngine,
     "OnDevice": OnDevice,
     "PipelineEngine": pipe_engine.PipelineEngine,

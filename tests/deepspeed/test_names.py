@@ -29,6 +29,7 @@ def test_modules_have_deepspeeds_names() -> None:
     for path in (
         *("zero.Init", "zero.GatheredParameters", "ops.adam.DeepSpeedCPUAdam", "ops.adam.FusedAdam", "comm.all_reduce"),
         *("zero.ZeroParamStatus.AVAILABLE", "zero.unwrap_model_for_generation", "logger.info", "checkpointing.reset"),
+        *("DeepSpeedConfigError", "runtime.config.DeepSpeedConfigError"),
     ):
         of_peer, ours = peer, deepspeed
         for part in path.split("."):
