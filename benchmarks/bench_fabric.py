@@ -26,7 +26,7 @@ from benchmarks import harness, suite
 from benchmarks.fabric import Large, Machine, simulate, simulate_deepspeed, simulate_fsdp2
 from examples.arguments import above_zero, positive
 from shardcore.engine.units import plan_units
-from shardcore.estimate.command import build
+from shardcore.estimate.estimate_command import build
 
 LARGEST = 1024  # world; of a larger one, or one that is no power of two, the small model's padding would count
 

@@ -53,7 +53,7 @@ from benchmarks.bench_train_step import DEEPSPEED, OPTIONS, check_losses, ddp, d
 from benchmarks.cpu_buffers import counted
 from examples.launch import Rank, launch
 from examples.training import gather
-from shardcore.integrations.sequence_parallel import enable_sequence_parallel
+from shardcore.integrations.sequence_attention import enable_sequence_parallel
 
 LLAMA = {"vocab_size": 4096, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "num_attention_heads": 8}
 TINY = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -26,7 +26,7 @@ import shardcore
 from shardcore.distributed import comm as comm_module
 from shardcore.distributed.comm import Comm
 from shardcore.engine import engine as engine_module
-from shardcore.engine.state_store import DeviceStore
+from shardcore.engine.states import DeviceStore
 
 ADAM_BYTES = 30  # that a step moves per parameter: masters and moments read and written, gradients, weights
 

@@ -5,28 +5,28 @@ DeepSpeed's other names are here, too (shardcore.zero, shardcore.ops.adam, ...):
 
 import sys
 
-from shardcore.activations import apply_activation_checkpointing, checkpoint_wrapper
 from shardcore.api import full_grad, full_params, full_state, load_sharded_state_dict, no_sync, shard, sharded_state_dict
 from shardcore.checkpoint.background import Saving
 from shardcore.checkpoint.commits import resume
 from shardcore.checkpoint.consolidate import consolidate
 from shardcore.checkpoint.load import Loaded, load
 from shardcore.checkpoint.save import save
-from shardcore.cross_entropy import chunked_cross_entropy
 from shardcore.deepspeed import names
 from shardcore.deepspeed.initialize import initialize
-from shardcore.ema import EMA
 from shardcore.engine.hooks import register_forward_method
 from shardcore.engine.loss_scale import LossScale
 from shardcore.engine.memory_report import MemoryReport, memory_report
 from shardcore.engine.regroup import unfreeze
+from shardcore.extras.activations import apply_activation_checkpointing, checkpoint_wrapper
+from shardcore.extras.cross_entropy import chunked_cross_entropy
+from shardcore.extras.ema import EMA
+from shardcore.extras.pipeline import shard_pipeline
+from shardcore.extras.uneven import join
 from shardcore.launch.notebook import notebook_launcher
 from shardcore.metrics import Metrics
 from shardcore.optim import CPUAdam, FusedAdam, Lion, Muon, clip_grad_norm_
-from shardcore.pipeline import shard_pipeline
-from shardcore.sequence_parallel import SequenceParallelLoader, split_sequences, ulysses_attention
-from shardcore.slicing import tensor_parallel
-from shardcore.uneven import join
+from shardcore.parallel.sequence import SequenceParallelLoader, split_sequences, ulysses_attention
+from shardcore.parallel.tensor import tensor_parallel
 from shardcore.version import __version__
 
 __all__ = [

@@ -39,7 +39,7 @@ from shardcore.engine.plan import Plan
 from shardcore.engine.regroup import regroup
 from shardcore.engine.slices import refuse_slices, slice_mesh
 from shardcore.engine.split_store import SplitStore, split
-from shardcore.engine.state_store import DeviceStore
+from shardcore.engine.states import DeviceStore
 from shardcore.engine.units import UnitPolicy, plan_units
 from shardcore.engine.unshard import keepers_of
 from shardcore.estimate import fit, probe
@@ -52,7 +52,7 @@ from shardcore.optim.interface import engine_of
 from shardcore.optim.muon import MuonKind
 from shardcore.optim.state_dict import joined_state, other_entries
 from shardcore.options import NoOptimizer, OffloadOptions, ShardOptions, accept_optimizer, replace_optimizer
-from shardcore.slicing import slice_adapters
+from shardcore.parallel.tensor import slice_adapters
 
 
 def full_grad(param: nn.Parameter) -> torch.Tensor | None:

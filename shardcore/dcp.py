@@ -49,9 +49,9 @@ from torch.futures import Future
 
 from shardcore.checkpoint import directory, plain
 from shardcore.checkpoint import format as layout
+from shardcore.checkpoint.foreign.torch_files import METADATA
 from shardcore.checkpoint.load import objects_of
 from shardcore.checkpoint.sharded import boxes_of
-from shardcore.checkpoint.torch_files import METADATA
 from shardcore.checkpoint.write import Item, check_seen, write_manifest, write_ranges
 
 logger = logging.getLogger("shardcore")

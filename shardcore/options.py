@@ -18,8 +18,8 @@ from shardcore.engine.units import UnitPolicy
 from shardcore.optim import AdamOptimizer, Elementwise, FusedAdam, ShardableOptimizer
 from shardcore.optim.adam import AdamKind
 from shardcore.optim.elementwise import ELEMENTWISE, ElementKind, is_elementwise
+from shardcore.optim.group_options import check_capturable
 from shardcore.optim.muon import Muon, MuonKind
-from shardcore.optim.options import check_capturable
 
 logger = logging.getLogger("shardcore")
 

@@ -1,7 +1,7 @@
 """Checks the walls between the rooms of csrc/ and some rules that no other tool knows. Run: python -m tools.check_includes
 
 - Each room of csrc/ includes its own headers and those of the rooms that ROOMS allows it; only csrc/bind sees torch.
-- No source file has more than 700 lines.
+- No source file has more than 900 lines.
 - Each test file is named after a module of the package that its folder mirrors, and imports from no other test file.
 - Each module of the package has such a test file.
 """
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-MAX_LINES = 700
+MAX_LINES = 900
 
 # Which other rooms a room may include (DESIGN: core knows nothing; bind knows all).
 ROOMS: dict[str, set[str]] = {
@@ -92,7 +92,7 @@ def check_test(path: Path, text: str, root: Path) -> Iterator[str]:
         for name in found:
             if any(part.startswith("test_") for part in name.split(".")):
                 yield f"{path}:{node.lineno}: imports {name}; expected what tests share in tests/support"
-    folder = path.parts[1] if len(path.parts) > 2 else ""
+    folder = "/".join(path.parts[1:-1])
     names = set()
     for word in TESTED.get(folder, (f"shardcore/{folder}/",)):
         files = [file.stem for file in (root / word).glob("*") if file.is_file()] if word.endswith("/") else [word]

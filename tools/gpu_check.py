@@ -39,12 +39,12 @@ NOT_DONE = 3  # the exit status of a step whose tool is missing (tools/sanitize.
 NO_GPU = 2
 # The files of the tests marked gpu, by part: pytest reads no others.
 GPU_TESTS = {
-    "activations": ["tests/test_activations.py", "tests/test_cross_entropy.py"],
+    "activations": ["tests/extras/test_activations.py", "tests/extras/test_cross_entropy.py"],
     "kernels": [
         "tests/native/test_elements.py",
         "tests/native/test_ops_placement.py",
         "tests/optim/test_adam_placement.py",
-        "tests/optim/test_step_capturable.py",
+        "tests/optim/test_tensor_lists_capturable.py",
     ],
     "sharding": [
         "tests/engine/test_reducer.py",

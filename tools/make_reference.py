@@ -15,8 +15,8 @@ from typing import Any
 
 import shardcore
 import shardcore.dcp
-from shardcore.deepspeed.engine import TrainingEngine
 from shardcore.deepspeed.keys import ALIASES, KEYS
+from shardcore.deepspeed.training_engine import TrainingEngine
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 HEAD = """# Reference

@@ -38,7 +38,7 @@ struct DeviceCount {
   int64_t hyper_index;
 };
 
-// What steps leave on the device: 6 words, an int64 tensor (6,) in Python (shardcore/optim/step.py).
+// What steps leave on the device: 6 words, an int64 tensor (6,) in Python (shardcore/optim/tensor_lists.py).
 struct DeviceStepState {
   LossScaleState loss;  // words 0 to 2
   double unscale;       // 1 / (ranks * scale): what the reduction multiplies with

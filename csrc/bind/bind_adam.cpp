@@ -21,7 +21,7 @@ namespace shardcore::bind {
 
 namespace {
 
-// Of options that shardcore.optim.options has checked.
+// Of options that shardcore.optim.group_options has checked.
 PyAdamHyper make_hyper(const py::handle& lr, double beta1, double beta2, double eps, double weight_decay, int64_t step,
                        double grad_scale, bool adam_w_mode, bool bias_correction, bool maximize, bool stochastic_rounding,
                        const py::int_& seed) {

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import shardcore
-from shardcore.integrations.sequence_parallel import enable_sequence_parallel
+from shardcore.integrations.sequence_attention import enable_sequence_parallel
 
 VOCABULARY, TOKENS, RANKS_OF_A_SEQUENCE = 64, 128, 2
 

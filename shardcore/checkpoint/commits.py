@@ -43,7 +43,7 @@ from shardcore.distributed.everyone import attempt_together
 from shardcore.engine.bucket import Bucket
 from shardcore.engine.engine import Engine, engine_behind
 from shardcore.engine.nvme_states import NvmeStates
-from shardcore.engine.state_store import StepError
+from shardcore.engine.states import StepError
 
 logger = logging.getLogger("shardcore")
 

@@ -19,8 +19,9 @@ from torch import nn
 
 from shardcore.checkpoint import format as layout
 from shardcore.checkpoint import plain
-from shardcore.checkpoint.deepspeed_files import open_foreign
 from shardcore.checkpoint.directory import LATEST, find
+from shardcore.checkpoint.foreign.deepspeed_files import open_foreign
+from shardcore.checkpoint.foreign.torch_files import source_of, tree_of
 from shardcore.checkpoint.format import named_buffers, named_parameters
 from shardcore.checkpoint.save import (
     EMA_UPDATES,
@@ -33,7 +34,6 @@ from shardcore.checkpoint.save import (
 from shardcore.checkpoint.sharded import rounding, warn_of_rounding
 from shardcore.checkpoint.slots import open_committed
 from shardcore.checkpoint.source import Source, reporting
-from shardcore.checkpoint.torch_files import source_of, tree_of
 from shardcore.distributed.everyone import Everyone, attempt_together
 from shardcore.engine.bucket import Bucket
 from shardcore.engine.engine import Engine, engine_behind

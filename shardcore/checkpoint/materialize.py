@@ -31,7 +31,7 @@ from shardcore.distributed.everyone import Everyone
 from shardcore.engine.bucket import Bucket, Managed, assign
 from shardcore.engine.build import Builder, become, together
 from shardcore.engine.slices import held_by, slice_of
-from shardcore.engine.state_store import StateStore, part_of, set_weights
+from shardcore.engine.states import StateStore, part_of, set_weights
 from shardcore.layout import Columns
 from shardcore.optim.dtensor import is_dtensor
 

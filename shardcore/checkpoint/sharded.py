@@ -24,8 +24,8 @@ from shardcore.distributed.everyone import Ranks
 from shardcore.engine.bucket import Bucket, Managed
 from shardcore.engine.engine import Engine
 from shardcore.engine.slices import Slice
-from shardcore.engine.state_store import set_owned
-from shardcore.optim.options import dtype_name
+from shardcore.engine.states import set_owned
+from shardcore.optim.group_options import dtype_name
 from shardcore.optim.state import step_count, step_tensor
 from shardcore.optim.state_dict import warn_of_lost
 from shardcore.optim.state_format import SCALES

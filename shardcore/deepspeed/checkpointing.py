@@ -1,4 +1,4 @@
-"""DeepSpeed's activation checkpointing by its names, over shardcore/activations.py.
+"""DeepSpeed's activation checkpointing by its names, over shardcore/extras/activations.py.
 
 `initialize` follows the section activation_checkpointing of its configuration by calling `configure`. What DeepSpeed partitions
 over model-parallel ranks is kept whole.
@@ -8,8 +8,8 @@ Source: https://deepspeed.readthedocs.io/en/latest/activation-checkpointing.html
 from collections.abc import Callable
 from typing import Any
 
-from shardcore.activations import CheckpointOptions, run_checkpointed
 from shardcore.deepspeed.config import read_config
+from shardcore.extras.activations import CheckpointOptions, run_checkpointed
 
 _on_cpu: bool | None = None  # whether inputs are kept in host memory; None: `configure` was not called
 

@@ -1,6 +1,6 @@
 """DistributedAttention: attention over sequences that are split over ranks.
 
-The exchanges are those of shardcore/sequence_parallel.py.
+The exchanges are those of shardcore/parallel/sequence.py.
 Source: https://www.deepspeed.ai/tutorials/ds-sequence, 0.19.8.
 """
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardcore.sequence_parallel import exchange_dimensions, group_of_sequence, repeat_heads
+from shardcore.parallel.sequence import exchange_dimensions, group_of_sequence, repeat_heads
 
 _HEADS = 2  # the dimension of heads
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from shardcore.api import full_grad, full_state
-from shardcore.deepspeed.engine import grad_scale_of
+from shardcore.deepspeed.training_engine import grad_scale_of
 from shardcore.engine.engine import Engine
 from shardcore.engine.set_full import set_full_grad, set_full_state
 from shardcore.optim.interface import engine_of

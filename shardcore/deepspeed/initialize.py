@@ -29,15 +29,15 @@ from shardcore.api import shard
 from shardcore.checkpoint.materialize import Materialize
 from shardcore.deepspeed import checkpointing
 from shardcore.deepspeed.config import BatchSizes, Config, read_config, shard_options
-from shardcore.deepspeed.engine import ForwardEngine, TrainingEngine, supersede
 from shardcore.deepspeed.leaf_modules import mark_configured
 from shardcore.deepspeed.loaders import ShardedLoader
 from shardcore.deepspeed.lr_schedules import make as make_scheduler
 from shardcore.deepspeed.monitor import SECTIONS as MONITORS
 from shardcore.deepspeed.monitor import MonitorMaster
 from shardcore.deepspeed.params import name_sharded_params
-from shardcore.deepspeed.pipe import PipelineModule
 from shardcore.deepspeed.pipe_engine import PipelineEngine
+from shardcore.deepspeed.pipe_module import PipelineModule
+from shardcore.deepspeed.training_engine import ForwardEngine, TrainingEngine, supersede
 from shardcore.distributed.comm import Comm
 from shardcore.distributed.groups import timeout_of, use_own_gpu
 from shardcore.distributed.joining import agree
@@ -47,10 +47,10 @@ from shardcore.engine.slices import slice_mesh
 from shardcore.engine.units import tensors_in
 from shardcore.optim import FusedAdam, Muon, ShardableOptimizer
 from shardcore.optim.elementwise import is_elementwise, not_elementwise
+from shardcore.optim.group_options import dtype_name
 from shardcore.optim.interface import engine_of
-from shardcore.optim.options import dtype_name
 from shardcore.options import DTYPES
-from shardcore.slicing import tensor_parallel
+from shardcore.parallel.tensor import tensor_parallel
 
 logger = logging.getLogger("shardcore")
 

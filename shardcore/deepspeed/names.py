@@ -31,14 +31,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from shardcore.deepspeed import fragments, groups, leaf_modules, lr_schedules, op_builder, pipe, pipe_engine, tiled
+from shardcore.deepspeed import fragments, groups, leaf_modules, lr_schedules, op_builder, pipe_engine, pipe_module, tiled
 from shardcore.deepspeed.accelerator import get_accelerator, is_current_accelerator_supported
 from shardcore.deepspeed.checkpointing import checkpoint, configure, is_configured, reset
 from shardcore.deepspeed.config import read_config
-from shardcore.deepspeed.engine import TrainingEngine
 from shardcore.deepspeed.initialize import initialize, make_tensor_mesh, start_process_group
 from shardcore.deepspeed.loaders import RepeatingLoader
 from shardcore.deepspeed.params import ZeroParamStatus
+from shardcore.deepspeed.training_engine import TrainingEngine
 from shardcore.distributed.comm import Comm
 from shardcore.engine.engine import Engine
 from shardcore.engine.full_params import gathered, leaving, spread_made
@@ -518,12 +518,12 @@ _PARTITION: dict[str, Any] = {
     # Init here changes none of torch's functions.
     "zero_wrapper_for_fp_tensor_constructor": None,
 }
-_PIPE = {cls.__name__: cls for cls in (pipe.PipelineModule, pipe.LayerSpec, pipe.TiedLayerSpec)}
+_PIPE = {cls.__name__: cls for cls in (pipe_module.PipelineModule, pipe_module.LayerSpec, pipe_module.TiedLayerSpec)}
 _TOPOLOGY = (
-    pipe.ProcessTopology,
-    pipe.PipeDataParallelTopology,
-    pipe.PipeModelDataParallelTopology,
-    pipe.PipelineParallelGrid,
+    pipe_module.ProcessTopology,
+    pipe_module.PipeDataParallelTopology,
+    pipe_module.PipeModelDataParallelTopology,
+    pipe_module.PipelineParallelGrid,
 )
 _ACCELERATOR = {f.__name__: f for f in (get_accelerator, is_current_accelerator_supported)}
 _TILED = (tiled.TiledMLP, tiled.TiledFusedLogitsLoss, tiled.sequence_tiled_compute)
@@ -559,11 +559,11 @@ MODULES: dict[str, dict[str, Any]] = {  # by path below the package; a module co
     "profiling.flops_profiler.profiler": {"__getattr__": _late("shardcore.deepspeed.flops_profiler")},
     "runtime": {},
     "runtime.base_optimizer": {"DeepSpeedOptimizer": ShardableOptimizer},
-    "runtime.pipe": {**_PIPE, "ProcessTopology": pipe.ProcessTopology},
+    "runtime.pipe": {**_PIPE, "ProcessTopology": pipe_module.ProcessTopology},
     "runtime.pipe.engine": {cls.__name__: cls for cls in (pipe_engine.PipelineEngine, pipe_engine.PipelineError)},
     "runtime.pipe.module": {**_PIPE, "PipelineError": pipe_engine.PipelineError},
     "runtime.pipe.schedule": {"__getattr__": _late("shardcore.deepspeed.pipe_schedule")},
-    "runtime.pipe.topology": {cls.__name__: cls for cls in _TOPOLOGY} | {"_prime_factors": pipe.prime_factors},
+    "runtime.pipe.topology": {cls.__name__: cls for cls in _TOPOLOGY} | {"_prime_factors": pipe_module.prime_factors},
     "runtime.dataloader": {"RepeatingLoader": RepeatingLoader},
     "runtime.fp16": {},
     "runtime.fp16.onebit": {name: _refused(name) for name in ("OnebitAdam", "OnebitLamb", "ZeroOneAdam")},
@@ -615,7 +615,7 @@ TOP: dict[str, Any] = {
     "DeepSpeedEngine": TrainingEngine,
     "OnDevice": OnDevice,
     "PipelineEngine": pipe_engine.PipelineEngine,
-    "PipelineModule": pipe.PipelineModule,
+    "PipelineModule": pipe_module.PipelineModule,
 }
 
 

@@ -23,10 +23,10 @@ import torch
 import torch.distributed as dist
 
 from shardcore.checkpoint.directory import LATEST
-from shardcore.deepspeed.engine import TrainingEngine, check_folder
 from shardcore.deepspeed.loaders import RepeatingLoader
-from shardcore.deepspeed.pipe import PipelineModule, PipelineParallelGrid
-from shardcore.optim.options import dtype_name
+from shardcore.deepspeed.pipe_module import PipelineModule, PipelineParallelGrid
+from shardcore.deepspeed.training_engine import TrainingEngine, check_folder
+from shardcore.optim.group_options import dtype_name
 
 _Run = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]  # inputs and outputs of a micro-batch, until its backward
 _Layout = list[tuple[list[int], str, bool]]  # of a stage's output: shapes, dtypes, and whether its gradient comes back

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardcore.activations import CheckpointOptions, run_checkpointed
+from shardcore.extras.activations import CheckpointOptions, run_checkpointed
 
 _Function = Callable[..., torch.Tensor]
 _piece = partial(run_checkpointed, CheckpointOptions())

@@ -16,7 +16,7 @@ from shardcore._native import _C
 from shardcore.distributed.comm import as_bytes
 from shardcore.engine.slices import Slice, held_by, slice_of
 from shardcore.layout import Columns, FlatLayout, Piece
-from shardcore.optim.options import PARAM_DTYPES
+from shardcore.optim.group_options import PARAM_DTYPES
 from shardcore.optim.state_format import NO_STATES, StateFormat
 
 # CPU buffers of this size or more (one huge page) ask for huge pages; smaller ones would waste the rest of theirs.

@@ -18,13 +18,13 @@ from shardcore.distributed.comm import Comm
 from shardcore.distributed.everyone import Everyone
 from shardcore.engine.bucket import Bucket, Lifetimes, Managed, WeightFiles, allocate, closed_message
 from shardcore.engine.slices import held_by, refuse_slices, slice_of
-from shardcore.engine.state_store import StateStore
+from shardcore.engine.states import StateStore
 from shardcore.engine.units import Unit, UnitSpec
 from shardcore.layout import FlatLayout, plan_flat
 from shardcore.optim.base import Kind, ShardableOptimizer
 from shardcore.optim.dtensor import is_dtensor
+from shardcore.optim.group_options import PARAM_DTYPES, check_dtype, dtype_name, json_value
 from shardcore.optim.interface import engine_of
-from shardcore.optim.options import PARAM_DTYPES, check_dtype, dtype_name, json_value
 from shardcore.optim.state_dict import export_state
 from shardcore.optim.state_format import NO_STATES
 

@@ -26,7 +26,7 @@ from shardcore.engine.disk import ENGINE_BYTES
 from shardcore.engine.nvme_states import WEIGHT
 from shardcore.engine.nvme_weights import NvmeWeights
 from shardcore.engine.overlap_step import own_thread_count
-from shardcore.engine.state_store import Scalars, Span, lists_of, update_elements
+from shardcore.engine.states import Scalars, Span, lists_of, update_elements
 from shardcore.layout import BLOCK, round_up
 from shardcore.optim.elementwise import ElementFormat
 from shardcore.optim.state_format import Kept, kept_values, range_of, values_of

@@ -26,8 +26,8 @@ from shardcore._native import _C
 from shardcore.distributed.comm import Comm
 from shardcore.engine.bucket import Managed
 from shardcore.engine.loss_scale import LossScaler
-from shardcore.optim.options import capturing, hyper_of
-from shardcore.optim.step import DeviceScale, DeviceState
+from shardcore.optim.group_options import capturing, hyper_of
+from shardcore.optim.tensor_lists import DeviceScale, DeviceState
 
 logger = logging.getLogger("shardcore")
 

@@ -28,14 +28,14 @@ from shardcore.engine.overlap_step import OverlapStep, uses_worker
 from shardcore.engine.plan import BackgroundSave, Plan, StepCommits
 from shardcore.engine.reducer import Reducer
 from shardcore.engine.split_store import RatioTuner, SplitStore
-from shardcore.engine.state_store import DeviceStore
+from shardcore.engine.states import DeviceStore
 from shardcore.engine.step import OwnGrads, Updater, interrupts_held_back
 from shardcore.engine.units import tensors_in
 from shardcore.engine.unshard import Unsharder
+from shardcore.optim.group_options import capturing
 from shardcore.optim.interface import EngineRef, Superseded, engine_of
-from shardcore.optim.options import capturing
 from shardcore.optim.state import step_tensor
-from shardcore.optim.step import DeviceScale, DeviceState
+from shardcore.optim.tensor_lists import DeviceScale, DeviceState
 
 
 class Engine:

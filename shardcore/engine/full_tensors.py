@@ -20,7 +20,7 @@ from shardcore.distributed.compare import uneven_backwards
 from shardcore.distributed.everyone import Everyone, raise_both
 from shardcore.engine.bucket import Bucket, Managed
 from shardcore.engine.slices import held_by, slice_of
-from shardcore.engine.state_store import ReadPart
+from shardcore.engine.states import ReadPart
 
 
 class OtherCallError(RuntimeError):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from shardcore._native import _C
-from shardcore.optim.options import MASTERED_DTYPES
+from shardcore.optim.group_options import MASTERED_DTYPES
 
 _LARGEST = 2.0**127  # of the powers of two in float32
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from shardcore.engine.bucket import Bucket, BufferPool, Lifetimes
 from shardcore.engine.engine import Engine
-from shardcore.engine.state_store import StateStore
+from shardcore.engine.states import StateStore
 from shardcore.optim.interface import engine_of
 
 

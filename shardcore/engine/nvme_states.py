@@ -33,7 +33,7 @@ import torch
 from shardcore._native import _C
 from shardcore.engine.bucket import Bucket
 from shardcore.engine.disk import ALIGNMENT, PROBE_BYTES, Rates, alignment_of, file_engine, measure, temporary
-from shardcore.engine.state_store import Span
+from shardcore.engine.states import Span
 from shardcore.layout import round_up
 from shardcore.optim.state_format import Allocate, Kept, range_of
 

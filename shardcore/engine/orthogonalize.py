@@ -9,7 +9,7 @@ from shardcore._native import _C
 from shardcore.distributed.clock import scope
 from shardcore.distributed.comm import Comm, Traffic, wait_all
 from shardcore.engine.bucket import Bucket, Lifetimes
-from shardcore.engine.state_store import Scalars, Span, StateStore
+from shardcore.engine.states import Scalars, Span, StateStore
 from shardcore.optim.base import Group
 from shardcore.optim.muon import MuonKind, MuonStep
 

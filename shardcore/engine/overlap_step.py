@@ -39,7 +39,7 @@ from shardcore._native import _C
 from shardcore.distributed.clock import scope
 from shardcore.distributed.comm import Comm, Started, wait_all
 from shardcore.engine.bucket import Bucket, Lifetimes
-from shardcore.engine.state_store import Scalars, Span, StateStore, StepError, gather_new_weights
+from shardcore.engine.states import Scalars, Span, StateStore, StepError, gather_new_weights
 from shardcore.engine.units import Unit, in_backward
 from shardcore.optim.interface import keep_uncompiled, weakly
 

@@ -16,7 +16,7 @@ from shardcore.engine.cpu_store import CpuStore
 from shardcore.engine.loss_scale import LossScaler
 from shardcore.engine.overlap_step import WorkerThreads
 from shardcore.engine.split_store import SplitStore
-from shardcore.engine.state_store import StateStore
+from shardcore.engine.states import StateStore
 from shardcore.engine.units import Unit
 from shardcore.optim import ShardableOptimizer
 

@@ -17,9 +17,9 @@ from shardcore.engine.engine import Engine, engine_behind
 from shardcore.engine.hooks import attach_state_dicts
 from shardcore.engine.optimizer_state import ShardedStates
 from shardcore.engine.split_store import split
-from shardcore.engine.state_store import DeviceStore
+from shardcore.engine.states import DeviceStore
 from shardcore.engine.units import Unit, UnitSpec
-from shardcore.optim.options import PARAM_DTYPES
+from shardcore.optim.group_options import PARAM_DTYPES
 
 
 def unfreeze(module: nn.Module) -> None:

@@ -28,7 +28,7 @@ from shardcore.distributed.comm import Comm, Traffic
 from shardcore.engine.bucket import Bucket
 from shardcore.engine.cpu_store import cpu_store_of
 from shardcore.engine.nvme_states import StateFiles
-from shardcore.engine.state_store import DeviceStore, Scalars, Span
+from shardcore.engine.states import DeviceStore, Scalars, Span
 from shardcore.layout import BLOCK
 from shardcore.optim.state_format import Kept
 

@@ -22,7 +22,7 @@ from shardcore.engine.bucket import Bucket, Lifetimes, Managed
 from shardcore.engine.device_step import DeviceStep, PendingResult
 from shardcore.engine.host_gradients import sq_norm_of
 from shardcore.engine.orthogonalize import orthogonalized
-from shardcore.engine.state_store import (
+from shardcore.engine.states import (
     Scalars,
     Span,
     StateStore,
@@ -34,9 +34,9 @@ from shardcore.engine.state_store import (
 )
 from shardcore.optim.base import Kind
 from shardcore.optim.clip import join, norm_part
+from shardcore.optim.group_options import json_value, read_once
 from shardcore.optim.muon import MuonKind
-from shardcore.optim.options import json_value, read_once
-from shardcore.optim.step import DeviceScale
+from shardcore.optim.tensor_lists import DeviceScale
 
 
 class OwnGrads:

@@ -27,7 +27,7 @@ from shardcore.engine.nvme_states import DiskUse, disk_use
 from shardcore.engine.reduce_scatter import Parts, ReduceScatter
 from shardcore.engine.reducer import use_row_bytes
 from shardcore.engine.split_store import split, weight_scratch_bytes
-from shardcore.engine.state_store import DeviceStore
+from shardcore.engine.states import DeviceStore
 from shardcore.engine.step import NORM_ROW_BYTES
 from shardcore.engine.units import Unit, plan_units
 from shardcore.engine.unshard import keepers_of

@@ -1,7 +1,7 @@
 """DeepSpeed's names for sequence parallelism: what Accelerate and Trainer call for ParallelismConfig(sp_backend="deepspeed").
 
 `register_with_transformers` chooses the ranks of a sequence; `initialize(mpu=)` gets what it returns, and gives the model its
-attention (sequence_parallel.py).
+attention (sequence_attention.py).
 Source: https://www.deepspeed.ai/tutorials/ulysses-alst-sequence-parallelism, 0.19.8.
 """
 
@@ -15,8 +15,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from shardcore.deepspeed.initialize import start_process_group
-from shardcore.integrations.sequence_parallel import enable_sequence_parallel
-from shardcore.sequence_parallel import split_sequences
+from shardcore.integrations.sequence_attention import enable_sequence_parallel
+from shardcore.parallel.sequence import split_sequences
 
 _current: "SequenceParallelGroups | None" = None
 

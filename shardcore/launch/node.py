@@ -112,7 +112,7 @@ def run_node(plan: NodePlan) -> Outcome:
             rdzv_backend="static",
             rdzv_endpoint=f"{_bracketed(plan.master_addr)}:{port}",
             rdzv_configs={"rank": plan.node_rank},
-            max_restarts=0,  # all nodes together, in command.py
+            max_restarts=0,  # all nodes together, in run_command.py
             logs_specs=DefaultLogsSpecs(log_dir=folder),
             # torchrun takes SIGHUP even from nohup, which has it ignored.
             signals_to_handle=",".join(s.name for s in ENDING if signal.getsignal(s) is not signal.SIG_IGN),

@@ -16,8 +16,7 @@ from shardcore._native import _C
 from shardcore.optim.base import Group, ShardableOptimizer
 from shardcore.optim.clip import ShardedGradients, global_norm
 from shardcore.optim.dtensor import Rows, export_dtensors, find_rows, grouped, local_part
-from shardcore.optim.interface import Gradients
-from shardcore.optim.options import (
+from shardcore.optim.group_options import (
     READ,
     capturing,
     check_capturable,
@@ -30,6 +29,7 @@ from shardcore.optim.options import (
     lr_on_device,
     read_once,
 )
+from shardcore.optim.interface import Gradients
 from shardcore.optim.state import States
 from shardcore.optim.state_dict import (
     adopt_torch_group,
@@ -43,7 +43,7 @@ from shardcore.optim.state_dict import (
     take_masters,
 )
 from shardcore.optim.state_format import StateFormat, format_of
-from shardcore.optim.step import (
+from shardcore.optim.tensor_lists import (
     DeviceScale,
     DeviceState,
     Update,
@@ -93,7 +93,7 @@ class AdamOptimizer(ShardableOptimizer):
     kind = AdamKind()
     _device_type: str | None = None  # the only kind of device allowed, or None
     _capture_type = "cuda"  # the kind of device that can be captured
-    _repeat: Update | None = None  # the last step, which the next may run again (step.py, Note [Repeated steps])
+    _repeat: Update | None = None  # the last step, which the next may run again (tensor_lists.py, Note [Repeated steps])
 
     def __init__(
         self,

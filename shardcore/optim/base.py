@@ -12,10 +12,10 @@ from typing import Any, Protocol
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from shardcore.optim.group_options import check_max_norm, host_scale
 from shardcore.optim.interface import Gradients, engine_of
-from shardcore.optim.options import check_max_norm, host_scale
 from shardcore.optim.state_format import StateFormat
-from shardcore.optim.step import DeviceScale, DeviceState
+from shardcore.optim.tensor_lists import DeviceScale, DeviceState
 
 Group = Mapping[str, Any]
 

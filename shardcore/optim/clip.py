@@ -32,9 +32,9 @@ from torch._compile import _disable_dynamo
 from shardcore._native import _C
 from shardcore.distributed.comm import Comm
 from shardcore.optim.dtensor import Groups, Rows, find_rows, grouped
+from shardcore.optim.group_options import PARAM_DTYPES, check_max_norm, number
 from shardcore.optim.interface import engine_of
-from shardcore.optim.options import PARAM_DTYPES, check_max_norm, number
-from shardcore.optim.step import bad_grad
+from shardcore.optim.tensor_lists import bad_grad
 
 # Local gradients by the ranks that hold the rest of them (shardcore.optim.dtensor.grouped).
 ShardedGradients = Mapping[Groups, Sequence[torch.Tensor]]

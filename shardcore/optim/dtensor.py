@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from shardcore.optim.options import check_param
+from shardcore.optim.group_options import check_param
 from shardcore.optim.state import check_tensor
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ import torch
 
 from shardcore._native import _C
 from shardcore.optim.base import Group, ShardableOptimizer
+from shardcore.optim.group_options import MASTERED_DTYPES, number
 from shardcore.optim.lion import Lion
-from shardcore.optim.options import MASTERED_DTYPES, number
 from shardcore.optim.state import check_tensor, step_count, step_tensor
 from shardcore.optim.state_dict import SCHEDULER_KEYS, TORCH_ONLY, import_groups, numbers_of
 from shardcore.optim.state_format import Allocate, Kept, StateFormat

@@ -9,7 +9,7 @@ import torch
 
 from shardcore.optim.base import Group
 from shardcore.optim.elementwise import ElementFormat, ElementKind, ElementStep, bare_optimizer, plain_step
-from shardcore.optim.options import MASTERED_DTYPES
+from shardcore.optim.group_options import MASTERED_DTYPES
 from shardcore.optim.state_format import Kept, StateFormat
 
 _OF_MUON: dict[str, Any] = {"momentum": 0.95, "nesterov": True, "ns_coefficients": (3.4445, -4.775, 2.0315), "eps": 1e-7}

@@ -16,7 +16,7 @@ from typing import Any, Self
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from shardcore.optim.options import dtype_name, number
+from shardcore.optim.group_options import dtype_name, number
 from shardcore.optim.state_format import zeros
 
 # As state dicts have them (shardcore.optim.state_format: what else a state may keep).

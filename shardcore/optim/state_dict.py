@@ -13,7 +13,7 @@ import torch
 
 from shardcore._native import _C
 from shardcore.optim.dtensor import Rows, import_dtensors, local_part
-from shardcore.optim.options import MASTERED_DTYPES, check_options, dtype_name
+from shardcore.optim.group_options import MASTERED_DTYPES, check_options, dtype_name
 from shardcore.optim.state import (
     TENSOR_KEYS,
     ParamState,

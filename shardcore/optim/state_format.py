@@ -16,7 +16,7 @@ import torch
 
 from shardcore._native import _C
 from shardcore.layout import BLOCK
-from shardcore.optim.options import MASTERED_DTYPES, draws_random_bits
+from shardcore.optim.group_options import MASTERED_DTYPES, draws_random_bits
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 SCALES = {"exp_avg": "exp_avg_scale", "exp_avg_sq": "exp_avg_sq_scale"}

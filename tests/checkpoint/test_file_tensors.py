@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shardcore.checkpoint.file_tensors import Box, BoxTensor, FileTensor, JoinedTensor, Window, step_of
-from shardcore.checkpoint.unpickle import load_file
+from shardcore.checkpoint.foreign.unpickle import load_file
 
 
 def _saved(folder: Path, value: Any) -> Path:

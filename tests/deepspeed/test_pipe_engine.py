@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import shardcore
-from shardcore.deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec, TiedWeight
 from shardcore.deepspeed.pipe_engine import PipelineError
+from shardcore.deepspeed.pipe_module import LayerSpec, PipelineModule, TiedLayerSpec, TiedWeight
 from tests.support.deepspeed import ds_config
 from tests.support.ranks import run_ranks
 from tools import nccl_standin

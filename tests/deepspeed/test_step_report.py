@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardcore.deepspeed.pipe import PipelineModule
+from shardcore.deepspeed.pipe_module import PipelineModule
 from tests.support.deepspeed import ds_config, start, train
 from tests.support.models import Net
 from tests.support.ranks import run_ranks

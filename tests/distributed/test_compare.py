@@ -12,7 +12,7 @@ from torch import nn
 
 import shardcore
 from shardcore.engine import build
-from shardcore.engine import state_store as store
+from shardcore.engine import states as store
 from shardcore.engine import unshard as gather
 from shardcore.engine.engine import Engine
 from shardcore.engine.unshard import Unsharder

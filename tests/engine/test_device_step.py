@@ -18,7 +18,7 @@ from shardcore.engine import device_step
 from shardcore.engine import engine as engine_module
 from shardcore.engine.bucket import Managed
 from shardcore.engine.loss_scale import LossScaler
-from shardcore.optim import options
+from shardcore.optim import group_options as options
 from tests.support.choice import combinations, few
 from tests.support.groups import RUNS, device_decides, said_of
 from tests.support.models import Run, batch_of, hash_of_training, loss_of, make_net, train

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import shardcore
-from shardcore.engine.state_store import DeviceStore
+from shardcore.engine.states import DeviceStore
 from tests.support.models import Run, batch_of, error_of, hash_of_training, loss_of, stepped, train
 from tests.support.ranks import run_ranks
 from tests.support.tiers import GRADS

@@ -12,7 +12,7 @@ import torch
 import shardcore
 from shardcore._native import _C
 from shardcore.engine import host_gradients as host_grads
-from shardcore.engine.state_store import StepError
+from shardcore.engine.states import StepError
 from tests.support.choice import some
 from tests.support.models import Reused, Run, batch_of, hash_of, hash_of_training, loss_of, stepped, train
 from tests.support.ranks import run_ranks

@@ -9,7 +9,7 @@ import torch
 import shardcore
 from shardcore.engine.cpu_store import CpuStore
 from shardcore.engine.split_store import MEASURED_STEPS, RatioTuner, SplitStore, choose_ratio, room_above_peak
-from shardcore.engine.state_store import DeviceStore
+from shardcore.engine.states import DeviceStore
 from tests.support.models import Run, hash_of_training, stepped, train
 from tests.support.ranks import run_ranks
 from tests.support.schedules import SlowStore, start

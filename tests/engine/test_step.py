@@ -16,7 +16,7 @@ import shardcore
 from shardcore.engine import engine
 from shardcore.engine.build import Membership
 from shardcore.engine.reducer import Reducer
-from shardcore.engine.state_store import DeviceStore
+from shardcore.engine.states import DeviceStore
 from shardcore.engine.step import Updater, interrupts_held_back
 from tests.support.choice import few
 from tests.support.models import Net, Run, batch_of, hash_of, hash_of_training, loss_of, micro_steps, stepped, train
@@ -419,7 +419,7 @@ def _reads_of_lr(rank: int, world_size: int, name: str, sharded: bool) -> tuple[
     """Return how often each step reads a learning rate, and whether weights are those of a number."""
     reads, hashes = [], []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shardcore.optim.options.on_device", lambda value: isinstance(value, OnDevice))
+        patch.setattr("shardcore.optim.group_options.on_device", lambda value: isinstance(value, OnDevice))
         for lr in (torch.tensor(0.01).as_subclass(OnDevice), float(torch.tensor(0.01))):
             torch.manual_seed(0)
             model: Any = Net()

@@ -9,7 +9,7 @@ import torch
 
 from shardcore._native import _C
 from shardcore.optim import CPUAdam, FusedAdam, adam
-from shardcore.optim.options import hyper_of
+from shardcore.optim.group_options import hyper_of
 from tests.support.choice import few
 from tests.support.oracle import Interval, Oracle, violations
 from tests.support.params import plant_scalars

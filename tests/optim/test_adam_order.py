@@ -8,7 +8,7 @@ import torch
 
 from shardcore._native import _C
 from shardcore.optim import CPUAdam, FusedAdam, clip_grad_norm_
-from shardcore.optim import step as batch
+from shardcore.optim import tensor_lists as batch
 from shardcore.optim.adam import AdamOptimizer
 from shardcore.optim.clip import global_norm
 from shardcore.optim.state_format import in_memory

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from shardcore.optim import FusedAdam
-from shardcore.optim import step as step_of_adam
+from shardcore.optim import tensor_lists as step_of_adam
 from tests.support.placement import storage_of
 
 # Options of capturable optimizers (and "dtype", the weights'), tried with and without CUDA graphs.

@@ -1,0 +1,385 @@
+"""From gradients to one kernel call per device, and the bookkeeping after it.
+
+Invariants: an ``Update`` checks every gradient before a step does anything, makes new states and counts on the side, and puts
+them in place only after every kernel call was accepted. A capturable step reads no device memory on the host, so that a CUDA
+graph can capture it: a number (or a CPU tensor) is fixed in the graph, a tensor on the device is read at every replay.
+"""
+
+import operator
+import weakref
+from collections import defaultdict
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from shardcore._native import _C
+from shardcore.optim.dtensor import Rows, check_tensor_param, local_part
+from shardcore.optim.group_options import (
+    MASTERED_DTYPES,
+    PARAM_DTYPES,
+    READ,
+    capturing,
+    check_options,
+    device_number,
+    dtype_name,
+    host_scale,
+    hyper_of,
+    read_once,
+)
+from shardcore.optim.state import DeviceStepCount, ParamState, States, StepCount, device_counts, has_memory, new_state
+from shardcore.optim.state_format import MASTER_STORAGE, MOMENT_DTYPES, new_moments, zeros
+
+
+class DeviceState:
+    """What capturable and sharded steps keep on the device, for one optimizer (csrc/adam/device_step.h).
+
+    words: int64 (6,): the loss scale, its stable steps, its overflows left, 1 / (ranks * scale), the norm, the skipped steps.
+    """
+
+    def __init__(self, words: torch.Tensor) -> None:
+        self.words = words
+
+    @property
+    def skipped(self) -> int:
+        """How many steps were skipped; synchronizes with the device."""
+        return int(self.words[5].item())
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceScale:
+    """What multiplies the gradients of a step that the device decides on. Tensors have one element.
+
+    grad_scale multiplies, loss_scale divides. The step is skipped if found_inf is not 0 or (with max_norm) the norm is not
+    finite.
+    """
+
+    state: DeviceState
+    grad_scale: float | torch.Tensor
+    loss_scale: float | torch.Tensor = 1.0
+    found_inf: float | torch.Tensor = 0.0
+    max_norm: float | None = None
+
+    def squares(self, grads: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """Return the squared norm that `decide` takes, None if nothing is to be clipped."""
+        return None if self.max_norm is None else _C.sq_norm(grads).unsqueeze(0)
+
+    def decide(
+        self,
+        squares: torch.Tensor | None,
+        counters: Sequence[torch.Tensor],
+        hyper_index: Sequence[int],
+        hypers: "Sequence[_C.AdamHyper]",
+        ranks: int = 1,
+        rule: "_C.LossScaleRule | None" = None,
+    ) -> "_C.DeviceScalars":
+        """Queue the decision; returns the scalars of each parameter. counters: of their steps, int64 of one element."""
+        return _C.device_step(
+            self.state.words,
+            squares,
+            counters,
+            hyper_index,
+            hypers,
+            grad_scale=self.grad_scale,
+            loss_scale=self.loss_scale,
+            found_inf=self.found_inf,
+            max_norm=self.max_norm,
+            ranks=ranks,
+            rule=rule,
+        )
+
+
+def device_scale(
+    op: str, state: DeviceState, grad_scale: object, loss_scale: object, found_inf: object, max_norm: float | None
+) -> DeviceScale:
+    """Return the same for a capturable step, without synchronizing. Numbers are checked as in host_scale, tensors are not."""
+    scale = device_number(op, "grad_scale", 1.0 if grad_scale is None else grad_scale)
+    divisor = device_number(op, "optimizer.grad_scale", 1.0 if loss_scale is None else loss_scale)
+    host_scale(op, *(1.0 if isinstance(value, torch.Tensor) else value for value in (scale, divisor)))
+    found = device_number(op, "optimizer.found_inf", 0.0 if found_inf is None else found_inf)
+    return DeviceScale(state, scale, divisor, found, max_norm)
+
+
+Group = Mapping[str, Any]
+# The options of a group that decide which lists a step has.
+_FORMAT = operator.itemgetter("master", "state_dtype", "amsgrad", "stochastic_rounding", "capturable")
+
+
+def check_grads_list(op: str, groups: Sequence[Group], grads: object) -> None:
+    """Raise TypeError or ValueError unless grads is a list with one entry for each parameter."""
+    if not isinstance(grads, list | tuple):
+        raise TypeError(f"{op}: grads has type {type(grads).__name__}; expected a list with one entry for each parameter")
+    expected = sum(len(group["params"]) for group in groups)
+    if len(grads) != expected:
+        raise ValueError(
+            f"{op}: grads has {len(grads)} entries; expected {expected}, one for each parameter (None: no gradient)"
+        )
+
+
+def check_new_params(op: str, groups: Sequence[Group], device_type: str | None) -> None:
+    """Raise for a parameter of the last group that no step can update, or that is there twice (two threads would write it)."""
+    *before, group = groups
+    start, known = sum(len(other["params"]) for other in before), set()
+    for i, p in enumerate(group["params"], start):
+        if device_type is not None and not p.is_meta and p.device.type != device_type:
+            raise ValueError(
+                f"{op}: params[{i}] has device {p.device}; expected {device_type} (use shardcore.FusedAdam, which takes CUDA "
+                "parameters)"
+            )
+        check_tensor_param(op, f"params[{i}]", p, rows=False)  # shard takes slices that a step of the optimizer does not
+        if p in known:
+            raise ValueError(f"{op}: params[{i}] is given twice; expected each parameter once")
+        known.add(p)
+
+
+def bad_grad(op: str, index: int, param: torch.Tensor, grad: object) -> Exception:
+    """Return the error for a gradient that a step cannot use."""
+    name = f"grads[{index}]"
+    if not isinstance(grad, torch.Tensor):
+        return TypeError(f"{op}: {name} has type {type(grad).__name__}; expected a tensor or None")
+    if grad.layout is not torch.strided:
+        return ValueError(f"{op}: {name} has layout {grad.layout}; expected a dense gradient (grad.to_dense(), or SparseAdam)")
+    if grad.dtype not in PARAM_DTYPES:
+        return TypeError(f"{op}: {name} has dtype {dtype_name(grad.dtype)}; expected float32, bfloat16 or float16")
+    if grad.shape != param.shape:
+        return ValueError(f"{op}: {name} has shape {tuple(grad.shape)}; expected {tuple(param.shape)}, the parameter's")
+    return ValueError(f"{op}: {name} has device {grad.device}; expected {param.device}, the parameter's")
+
+
+class Update:
+    """One step over all parameters with a gradient: built, run and committed, then run again while only values change.
+
+    Note [Repeated steps]: looking at each tensor from Python takes twenty times as long as the rest of the host's work. So a
+    committed update can run again, with other gradients, as long as groups have the same parameters and storage options, no
+    state was replaced or removed, and the same parameters have gradients. Options, learning rates and counts are read at each
+    step, and the kernel's binding checks each tensor's memory. A change of a state makes the update forget all of them at once,
+    so that states which leave the device between steps free their memory.
+    """
+
+    def __init__(
+        self,
+        op: str,
+        groups: Sequence[Group],
+        read: Sequence[Group],
+        states: MutableMapping[torch.Tensor, Any],
+        grads: Sequence[torch.Tensor | None] | None,
+        rows: Mapping[torch.Tensor, Rows],
+        steppers: dict[torch.device, "_C.AdamStepper"],
+        on_device: bool,
+    ) -> None:
+        """Check the gradients and build the lists of the kernel calls; nothing is changed.
+
+        read: groups as options.read_once returns them; they have passed check_groups. grads: in place of ``p.grad``, one for
+        each parameter of the groups. rows: of those parameters that are DTensors. steppers: one per device, added where there
+        is none. on_device: the step is capturable. A gradient whose memory has another order than its parameter's, or torch's
+        negative bit, is copied. Raises ValueError or TypeError.
+        """
+        self._op, self._states, self._rows, self._on_device = op, states, rows, on_device
+        self._groups, self._read = list(groups), read
+        self._params = [list(group["params"]) for group in groups]
+        self._formats = [_FORMAT(group) for group in groups]
+        self._idle: list[torch.Tensor] = []  # parameters without a gradient
+        self._sources: dict[tuple[int, int | None], int] = {}  # (group, count before the first run): index of the scalars
+        self._source_of: list[int] = []  # of each parameter, in a capturable step
+        self._counts: dict[int, StepCount] = {}  # by the count before the first run; equal counts are one
+        self._counters: list[torch.Tensor] = []  # of each parameter, in a capturable step
+        self._param_states: list[ParamState] = []
+        self._count_of: list[StepCount | DeviceStepCount] = []  # of each of these, after the first run
+        self._new_tensors: list[tuple[ParamState, str, torch.Tensor]] = []
+        self._new_states: dict[torch.Tensor, ParamState] = {}
+        calls: defaultdict[torch.device, defaultdict[str, list[Any]]] = defaultdict(lambda: defaultdict(list))
+        index = -1
+        for place, group in enumerate(groups):
+            for param in group["params"]:
+                index += 1
+                grad = param.grad if grads is None else grads[index]
+                if grad is None:
+                    self._idle.append(param)
+                else:
+                    self._add(calls, place, index, param, grad)
+        self.owners: list[torch.Tensor] = []  # the parameters of `grads`, as the groups hold them
+        self.grads: list[list[torch.Tensor]] = []  # of each call, what the kernel reads
+        self._calls: list[tuple[_C.AdamStepper, _C.AdamLists, list[int]]] = []
+        for device, lists in calls.items():
+            indices = [i for i, _ in lists["keys"]]
+            if on_device:  # there is one, as check_capturable says
+                self._count_on(device, indices)
+            for name in ("masters", "max_exp_avg_sqs", "exp_avg_scales", "exp_avg_sq_scales"):
+                if not any(tensor is not None for tensor in lists[name]):
+                    del lists[name]  # the binding would look at each entry in every step
+            self.owners += lists.pop("owners")
+            self.grads.append(_C.dense(lists.pop("grads"), lists["params"]))
+            self._calls.append((steppers.setdefault(device, _C.AdamStepper()), _C.AdamLists(**lists), indices))
+
+    def _add(self, calls: Any, place: int, index: int, owner: torch.Tensor, grad: Any) -> None:
+        """Add a parameter of group `place`, the index-th of all, to the lists of its device."""
+        param, first_element = owner, 0
+        if owner in self._rows:
+            rows = self._rows[owner]
+            grad, param, first_element = rows.part(self._op, f"grads[{index}]", grad), local_part(owner), rows.first_element
+        # One chain of cheap tests: what is wrong is found out only when something is.
+        if (
+            not isinstance(grad, torch.Tensor)
+            or grad.dtype not in PARAM_DTYPES
+            or grad.layout is not torch.strided
+            or grad.shape != param.shape
+            or grad.device != param.device
+        ):
+            raise bad_grad(self._op, index, param, grad)
+        if not (param.is_contiguous() and param.dtype in PARAM_DTYPES):
+            check_tensor_param(self._op, f"params[{index}]", owner)
+        group, state = self._groups[place], self._states.get(owner)
+        state_dtype = group["state_dtype"]
+        if type(state) is not ParamState or len(state) < 3:
+            state = self._new_states[owner] = self._adopt(index, param, state, state_dtype)
+        if self._on_device:
+            hyper_index = len(self._source_of)  # the device makes the scalars of each parameter
+            self._source_of.append(self._sources.setdefault((place, None), len(self._sources)))
+        else:
+            value = state.count.value
+            hyper_index = self._sources.setdefault((place, value), len(self._sources))
+            if value not in self._counts:
+                self._counts[value] = StepCount(value)
+            self._count_of.append(self._counts[value])
+        self._param_states.append(state)
+        exp_avg, expected = state.stored("exp_avg"), MOMENT_DTYPES[state_dtype]["exp_avg"]
+        if getattr(exp_avg, "dtype", None) is not expected:
+            raise self._other_state(index, "exp_avg", exp_avg, expected, f"state_dtype={state_dtype!r}")
+        largest = state.stored("max_exp_avg_sq") if group["amsgrad"] else None
+        if group["amsgrad"] and largest is None:
+            largest = new_state(param)
+            self._new_tensors.append((state, "max_exp_avg_sq", largest))
+        lists = calls[param.device]
+        lists["owners"].append(owner)
+        lists["params"].append(param)
+        lists["grads"].append(grad)
+        lists["keys"].append((index, first_element))
+        lists["hyper_index"].append(hyper_index)
+        lists["exp_avgs"].append(exp_avg)
+        lists["exp_avg_sqs"].append(state.stored("exp_avg_sq"))
+        lists["exp_avg_scales"].append(state.stored("exp_avg_scale"))
+        lists["exp_avg_sq_scales"].append(state.stored("exp_avg_sq_scale"))
+        lists["max_exp_avg_sqs"].append(largest)
+        lists["masters"].append(self._master(index, state, param, group["master"]))
+
+    def _count_on(self, device: torch.device, indices: Sequence[int]) -> None:
+        """Take every state's count on the device. Memory made during a capture would be filled anew at each replay."""
+        changed = [state for state in self._param_states if isinstance(state.count, StepCount)]
+        changed += [state for state, _, _ in self._new_tensors]
+        if changed and capturing(device):
+            index = next(i for i, state in zip(indices, self._param_states, strict=True) if state is changed[0])
+            raise ValueError(
+                f"{self._op}: params[{index}] has a gradient and no state yet, while a CUDA graph is captured; expected a step "
+                "with all the gradients of the graph before the capture (at replays a state made now would start again)"
+            )
+        counts = device_counts(self._param_states, device)
+        self._count_of += counts
+        self._counters = [count.counter for count in counts]
+
+    def _other_state(self, index: int, key: str, found: object, expected: torch.dtype | None, option: str) -> TypeError:
+        has = f"dtype {dtype_name(found.dtype)}" if isinstance(found, torch.Tensor) else f"type {type(found).__name__}"
+        wanted = "none" if expected is None else dtype_name(expected)
+        return TypeError(
+            f"{self._op}: state[params[{index}]].{key} has {has}; expected {wanted} for {option} (it changed after the first "
+            "step; use load_state_dict to convert states)"
+        )
+
+    def _master(self, index: int, state: ParamState, param: torch.Tensor, kind: str | None) -> torch.Tensor | None:
+        """Return the float32 master or the remainder; make it now, from the weights, if the state has none yet."""
+        key, dtype = MASTER_STORAGE[kind if param.dtype in MASTERED_DTYPES else None]
+        for other in ("master", "remainder"):
+            found, expected = state.stored(other), dtype if other == key else None
+            if found is not None and getattr(found, "dtype", None) is not expected:
+                option = f"a {dtype_name(param.dtype)} parameter with master={kind!r}"
+                raise self._other_state(index, other, found, expected, option)
+        if key is None or dtype is None:
+            return None
+        kept: torch.Tensor | None = state.stored(key)
+        if kept is None:
+            if not has_memory(param):
+                raise ValueError(
+                    f"{self._op}: params[{index}] has no memory to make a {key} from; expected some (restore it first)"
+                )
+            kept = new_state(param, source=param) if kind == "fp32" else zeros(param.shape, dtype, param.device, param)
+            self._new_tensors.append((state, key, kept))
+        return kept
+
+    def _adopt(self, index: int, param: torch.Tensor, state: Any, state_dtype: str) -> ParamState:
+        """Return a ParamState for a parameter that has none yet, or has a plain dict that the user put there."""
+        if not state:
+            adopted = ParamState(new_moments(param.shape, state_dtype, partial(zeros, device=param.device, like=param)))
+            adopted.count = StepCount()
+            return adopted
+        missing = [key for key in ("step", "exp_avg", "exp_avg_sq") if key not in state]
+        if missing:
+            raise ValueError(f"{self._op}: state[params[{index}]] has no {missing[0]!r}; expected step, exp_avg and exp_avg_sq")
+        return ParamState(state)
+
+    def run(self, scale: float | DeviceScale, grads: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Call the kernel once per device, and count the step. A DeviceScale belongs to a capturable step."""
+        at = 1.0 if isinstance(scale, DeviceScale) else scale
+        hypers = [
+            hyper_of(self._read[i], 1 if value is None else self._counts[value].value + 1, at) for i, value in self._sources
+        ]
+        for (stepper, lists, _), some in zip(self._calls, grads, strict=True):
+            if isinstance(scale, DeviceScale):
+                scalars = scale.decide(scale.squares(some), self._counters, self._source_of, hypers)
+                stepper.repeat(lists, some, scalars)
+            else:
+                stepper.repeat(lists, some, hypers)
+        for count in self._counts.values():
+            count.value += 1
+
+    def commit(self) -> None:
+        """Put new states and counts in place after the first run; from then on a change of one makes the update forget."""
+        self._states.update(self._new_states)
+        for state, key, tensor in self._new_tensors:
+            state[key] = tensor
+        for state, count in zip(self._param_states, self._count_of, strict=True):
+            state.count = count
+        if isinstance(self._states, States) and not self._rows:
+            reader = weakref.ref(self)
+            for watched in (self._states, *self._param_states):
+                watched.read_by(reader)
+        else:  # states, or gradients, have to be looked up anew each time
+            self.forget()
+        self._param_states, self._new_tensors, self._new_states = [], [], {}
+        self.owners, self.grads = [], []  # they are the user's to free
+
+    def forget(self) -> None:
+        """Release the states: `find` finds nothing any more."""
+        self._calls, self._states = [], {}
+
+    def find(
+        self,
+        op: str,
+        groups: Sequence[Group],
+        states: Mapping[torch.Tensor, Any],
+        given: Sequence[torch.Tensor | None] | None,
+    ) -> Sequence[Sequence[torch.Tensor]] | None:
+        """Return the gradients with which `run` makes this step, or None if something else has to be looked at.
+
+        given: gradients in place of ``p.grad``, one for each parameter. Raises ValueError or TypeError for options that no step
+        can use.
+        """
+        if not self._calls or states is not self._states or not _C.same_objects(groups, self._groups):
+            return None
+        self._read = read_once(groups, READ)
+        for i, (group, params) in enumerate(zip(self._read, self._params, strict=True)):
+            check_options(op, group, f"param_groups[{i}].")
+            if _FORMAT(group) != self._formats[i] or not _C.same_objects(group["params"], params):
+                return None
+        if given is not None and sum(grad is None for grad in given) != len(self._idle):
+            return None
+        found = []
+        for _, lists, indices in self._calls:
+            if given is None:
+                grads = lists.plain_grads(self._idle)
+            else:
+                grads = lists.plain_grads((), [given[index] for index in indices])
+            if grads is None:
+                return None
+            found.append(grads)
+        return found
