@@ -1,1 +1,3 @@
-"""Benchmarks: one file a subject. Run them from the repository root: ``python -m benchmarks.bench_cpu_adam``."""
+"""Benchmarks: one file a subject. Run them from the repository root: ``python -m
+benchmarks.bench_cpu_adam``.
+"""

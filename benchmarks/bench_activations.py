@@ -1,9 +1,11 @@
-"""Time activation checkpointing and the chunked cross entropy, and their peak memory, beside torch's own ways.
+"""Time activation checkpointing and the chunked cross entropy, and their peak memory, beside
+torch's own ways.
 
-blocks: forward and backward of a stack of attention and MLP blocks: plain; torch.utils.checkpoint; that within torch's
-save_on_cpu; shardcore.apply_activation_checkpointing; that with offload_to_cpu. On a CPU the last copies within host memory:
-only a GPU shows what offload takes and frees. head: forward and backward of a language model's head and loss: cross_entropy of
-all logits; torch's linear_cross_entropy in chunks, where there is one (2.13); shardcore.chunked_cross_entropy.
+blocks: forward and backward of a stack of attention and MLP blocks: plain; torch.utils.checkpoint;
+that within torch's save_on_cpu; shardcore.apply_activation_checkpointing; that with offload_to_cpu.
+On a CPU the last copies within host memory: only a GPU shows what offload takes and frees. head:
+forward and backward of a language model's head and loss: cross_entropy of all logits; torch's
+linear_cross_entropy in chunks, where there is one (2.13); shardcore.chunked_cross_entropy.
 
 peak = bytes of torch's allocator beyond those before the step.
 The gradients of a part's cases are compared before anything is timed.
@@ -44,7 +46,9 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         heads = self.qkv(self.norms[0](x)).unflatten(-1, (3, -1, 32)).permute(2, 0, 3, 1, 4)
-        x = x + self.out(F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2))
+        x = x + self.out(
+            F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2)
+        )
         return x + self.down(F.gelu(self.up(self.norms[1](x))))
 
 
@@ -88,7 +92,8 @@ def stacks(device: torch.device, depth: int, width: int, tokens: int) -> dict[st
         return step
 
     models = {
-        name: copy.deepcopy(plain) for name in ("torch checkpoint", "torch checkpoint, save_on_cpu", "ours", "ours, offload")
+        name: copy.deepcopy(plain)
+        for name in ("torch checkpoint", "torch checkpoint, save_on_cpu", "ours", "ours, offload")
     }
     models["torch checkpoint"].call = recomputed
     models["torch checkpoint, save_on_cpu"].call = saved_on_cpu
@@ -97,7 +102,9 @@ def stacks(device: torch.device, depth: int, width: int, tokens: int) -> dict[st
     return {name: case(model) for name, model in {"plain": plain, **models}.items()}
 
 
-def heads(device: torch.device, width: int, tokens: int, classes: int, chunk_bytes: int) -> dict[str, Case]:
+def heads(
+    device: torch.device, width: int, tokens: int, classes: int, chunk_bytes: int
+) -> dict[str, Case]:
     """Return what the part "head" times."""
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -106,11 +113,15 @@ def heads(device: torch.device, width: int, tokens: int, classes: int, chunk_byt
     target = torch.randint(classes, (tokens,), device=device)
     ways: dict[str, Callable[[], torch.Tensor]] = {
         "all logits": lambda: F.cross_entropy(F.linear(hidden, weight).float(), target),
-        "ours": lambda: shardcore.chunked_cross_entropy(hidden, weight, target, chunk_bytes=chunk_bytes),
+        "ours": lambda: shardcore.chunked_cross_entropy(
+            hidden, weight, target, chunk_bytes=chunk_bytes
+        ),
     }
     chunked: Any = getattr(F, "linear_cross_entropy", None)
     if chunked is not None:
-        ways["torch's chunks"] = lambda: chunked(hidden, weight, target, options=nn.LinearCrossEntropyOptions())  # type: ignore[attr-defined]
+        ways["torch's chunks"] = lambda: chunked(
+            hidden, weight, target, options=nn.LinearCrossEntropyOptions()
+        )  # type: ignore[attr-defined]
 
     def case(way: Callable[[], torch.Tensor]) -> Case:
         return lambda: list(torch.autograd.grad(way(), (hidden, weight)))
@@ -124,7 +135,9 @@ def check_same_gradients(cases: Mapping[str, Case], first: str) -> None:
     for name, case in cases.items():
         for got, grad in zip(case(), expected, strict=True):
             error = ((got - grad).float().norm() / grad.float().norm()).item()
-            assert error < (1e-2 if grad.dtype == torch.bfloat16 else 1e-4), f"{name}: gradients differ by {error:.1e}"
+            assert error < (1e-2 if grad.dtype == torch.bfloat16 else 1e-4), (
+                f"{name}: gradients differ by {error:.1e}"
+            )
 
 
 def peak_of(case: Case, device: torch.device) -> int:
@@ -145,12 +158,18 @@ def peak_of(case: Case, device: torch.device) -> int:
 def main() -> int:
     """Run, print tables, write activations.json into --out."""
     parser = suite.make_parser("activations", str(__doc__), rounds=7, pause=0.2)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu"
+    )
     parser.add_argument("--tiny", action="store_true", help=argparse.SUPPRESS)
     options = suite.parse(parser)
     device = Device(options.device)
     depth, width, tokens, classes, chunk_bytes = SIZES["tiny" if options.tiny else options.device]
-    result = suite.about_run("activations", options) | {"depth": depth, "width": width, "tokens": tokens}
+    result = suite.about_run("activations", options) | {
+        "depth": depth,
+        "width": width,
+        "tokens": tokens,
+    }
     result |= {"classes": classes, "chunk_bytes": chunk_bytes}
     for part, cases in {
         "blocks": stacks(device.torch, depth, width, tokens),
@@ -161,8 +180,12 @@ def main() -> int:
         peaks = {name: peak_of(case, device.torch) for name, case in cases.items()}
 
         calls: dict[str, Callable[[], Any]] = dict(cases)
-        seconds = harness.interleave(calls, options.rounds, pause_s=options.pause, timer=device.timer)
-        ratios = {name: harness.paired(samples, seconds[first]) for name, samples in seconds.items()}
+        seconds = harness.interleave(
+            calls, options.rounds, pause_s=options.pause, timer=device.timer
+        )
+        ratios = {
+            name: harness.paired(samples, seconds[first]) for name, samples in seconds.items()
+        }
         rows = [[part, f"time over {first}", "peak, MiB"]]
         rows += [[name, str(ratio), f"{peaks[name] / 2**20:.0f}"] for name, ratio in ratios.items()]
         print(harness.table(rows), end="\n\n")

@@ -1,21 +1,29 @@
-"""Time saving and loading a checkpoint beside torch.save, torch.distributed.checkpoint and fio, and the pause of a save.
+"""Time saving and loading a checkpoint beside torch.save, torch.distributed.checkpoint and fio, and
+the pause of a save.
 
-    shardcore     shardcore.save and load: O_DIRECT, a checksum per 4 MiB, every file and directory synced
-    torch.save    one file, synced afterwards; torch.load(mmap=True), then a copy to where the tensors are
-    dcp           torch.distributed.checkpoint with its FileSystemWriter, which syncs files (sync_files=True)
+    shardcore     shardcore.save and load: O_DIRECT, a checksum per 4 MiB, every file and directory
+                  synced
+    torch.save    one file, synced afterwards; torch.load(mmap=True), then a copy to where the
+                  tensors are
+    dcp           torch.distributed.checkpoint with its FileSystemWriter, which syncs files
+                  (sync_files=True)
     huggingface   the same with its HuggingFaceStorageWriter; weights and states by name
-    fio           writes, or reads, as many bytes: io_uring, requests of 1 MiB, 16 in flight, O_DIRECT (where it is installed)
+    fio           writes, or reads, as many bytes: io_uring, requests of 1 MiB, 16 in flight,
+                  O_DIRECT (where it is installed)
 
-The state is that of bfloat16 weights on one rank: float32 masters and Adam states, 12 bytes per parameter, of which the peers
-are given the same tensors. Each round runs every case once, in a random order. What is saved is new, the older one removed
-before; before a load the page cache is told to drop the files. Reported are ratios within rounds.
+The state is that of bfloat16 weights on one rank: float32 masters and Adam states, 12 bytes per
+parameter, of which the peers are given the same tensors. Each round runs every case once, in a
+random order. What is saved is new, the older one removed before; before a load the page cache is
+told to drop the files. Reported are ratios within rounds.
 
-    pause         of a save in the background, beside torch.distributed.checkpoint.async_save: what the call takes, and by how
-                  much the next step is longer than one without a save
-    memory        by how much the resident memory of this process grows, at most, during one save, and one load
+    pause         of a save in the background, beside torch.distributed.checkpoint.async_save: what
+                  the call takes, and by how much the next step is longer than one without a save
+    memory        by how much the resident memory of this process grows, at most, during one save,
+                  and one load
 
---dir must be on the disk to measure, with room for five checkpoints of --mib. The process holds the state twice, for the peers
-have a copy of their own; HuggingFaceStorageWriter and async_save make a third one, which --peers and --no-pause leave out.
+--dir must be on the disk to measure, with room for five checkpoints of --mib. The process holds the
+state twice, for the peers have a copy of their own; HuggingFaceStorageWriter and async_save make a
+third one, which --peers and --no-pause leave out.
 """
 
 import argparse
@@ -57,7 +65,9 @@ class Job:
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
         optimizer = shardcore.FusedAdam(model.parameters(), lr=1e-3)
-        self.model, self.optimizer = shardcore.shard(model, optimizer, 2, precision="bf16", offload={"optimizer": "cpu"})
+        self.model, self.optimizer = shardcore.shard(
+            model, optimizer, 2, precision="bf16", offload={"optimizer": "cpu"}
+        )
         self.folder = folder
         self.step()
         self.tensors = {
@@ -91,10 +101,16 @@ class Job:
         dcp.save(self.tensors, storage_writer=writer, no_dist=True)
 
     def save_huggingface(self) -> None:
-        dcp.save(self.tensors, storage_writer=dcp.HuggingFaceStorageWriter(str(self.folder / "hf")), no_dist=True)
+        dcp.save(
+            self.tensors,
+            storage_writer=dcp.HuggingFaceStorageWriter(str(self.folder / "hf")),
+            no_dist=True,
+        )
 
     def remove(self, name: str) -> None:
-        """Remove what a case, or fio, has saved: each save is a new one, whose time has no removal in it."""
+        """Remove what a case, or fio, has saved: each save is a new one, whose time has no
+        removal in it.
+        """
         path = self.folder / {"torch.save": "torch.pt", "huggingface": "hf"}.get(name, name)
         if path.is_dir():
             shutil.rmtree(path)
@@ -107,18 +123,29 @@ class Job:
         shardcore.load(self.folder / "shardcore", self.model, self.optimizer)
 
     def load_torch(self) -> None:
-        for name, value in torch.load(self.folder / "torch.pt", weights_only=True, mmap=True).items():
+        for name, value in torch.load(
+            self.folder / "torch.pt", weights_only=True, mmap=True
+        ).items():
             self.tensors[name].copy_(value)
 
     def load_dcp(self) -> None:
-        dcp.load(self.tensors, storage_reader=dcp.FileSystemReader(self.folder / "dcp"), no_dist=True)
+        dcp.load(
+            self.tensors, storage_reader=dcp.FileSystemReader(self.folder / "dcp"), no_dist=True
+        )
 
     def load_huggingface(self) -> None:
-        dcp.load(self.tensors, storage_reader=dcp.HuggingFaceStorageReader(str(self.folder / "hf")), no_dist=True)
+        dcp.load(
+            self.tensors,
+            storage_reader=dcp.HuggingFaceStorageReader(str(self.folder / "hf")),
+            no_dist=True,
+        )
 
     def cases(self, what: str) -> dict[str, Callable[[], None]]:
         """Return what to time by name; what: "save" or "load"."""
-        return {name: getattr(self, f"{what}_{name.removesuffix('.save')}") for name in ("shardcore", *self.peers)}
+        return {
+            name: getattr(self, f"{what}_{name.removesuffix('.save')}")
+            for name in ("shardcore", *self.peers)
+        }
 
 
 def drop_cache(folder: Path) -> None:
@@ -152,11 +179,15 @@ def measure(job: Job, what: str, options: argparse.Namespace) -> dict[str, list[
 
 def measure_pause(job: Job, rounds: int) -> dict[str, list[float]]:
     """Return the pauses of saves in the background, and the length of a step, by round."""
-    found: dict[str, list[float]] = {name: [] for name in ("step", "shardcore", "shardcore, step", "dcp", "dcp, step")}
+    found: dict[str, list[float]] = {
+        name: [] for name in ("step", "shardcore", "shardcore, step", "dcp", "dcp, step")
+    }
     for _ in range(rounds + 1):
         found["step"].append(harness.wall_seconds(job.step, 1))
         begun = time.perf_counter()
-        saving = shardcore.save(job.folder / "pause", job.model, job.optimizer, tag="step", wait=False)
+        saving = shardcore.save(
+            job.folder / "pause", job.model, job.optimizer, tag="step", wait=False
+        )
         found["shardcore"].append(time.perf_counter() - begun)
         found["shardcore, step"].append(harness.wall_seconds(job.step, 1))
         saving.wait()
@@ -191,23 +222,52 @@ def shortfalls(result: dict[str, Any]) -> list[str]:
         for peer, ratio in result[what]["times_faster_than"].items():
             target = TARGET_OF_FIO if peer == "fio" else 1.0
             if ratio["median"] < target:
-                found.append(f"{what}: {ratio['median']:.2f} of the speed of {peer}; expected {target:g}")
+                found.append(
+                    f"{what}: {ratio['median']:.2f} of the speed of {peer}; expected {target:g}"
+                )
     if "pause" in result and result["pause"]["ratio"] > TARGET_PAUSE:
-        found.append(f"pause: {result['pause']['ratio']:.2f} of async_save's; expected {TARGET_PAUSE:g}")
+        found.append(
+            f"pause: {result['pause']['ratio']:.2f} of async_save's; expected {TARGET_PAUSE:g}"
+        )
     return found
 
 
 def main() -> int:
     parser = suite.make_parser("checkpoint", __doc__, rounds=5, pause=0.0)
-    parser.add_argument("--mib", type=positive, nargs="+", default=[1024], help="MiB of states (default: 1024)")
+    parser.add_argument(
+        "--mib", type=positive, nargs="+", default=[1024], help="MiB of states (default: 1024)"
+    )
     parser.add_argument("--dir", default=".", help="a folder on the disk to measure (default: .)")
-    parser.add_argument("--peers", nargs="+", choices=PEERS, default=PEERS, help="which to compare with (default: all)")
-    parser.add_argument("--no-pause", action="store_true", help="leave out saving in the background")
+    parser.add_argument(
+        "--peers",
+        nargs="+",
+        choices=PEERS,
+        default=PEERS,
+        help="which to compare with (default: all)",
+    )
+    parser.add_argument(
+        "--no-pause", action="store_true", help="leave out saving in the background"
+    )
     options = suite.parse(parser)
     warnings.filterwarnings("ignore", message=".*assuming the intent is.*")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # async_save needs one
+    # async_save needs one
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     report: dict[str, Any] = {**suite.about_run("checkpoint", options), "sizes": []}
-    rows = [["", "save, s", "fio's", "torch.save's", "dcp's", "hf's", "load, s", "fio's", "torch's", "dcp's", "hf's"]]
+    rows = [
+        [
+            "",
+            "save, s",
+            "fio's",
+            "torch.save's",
+            "dcp's",
+            "hf's",
+            "load, s",
+            "fio's",
+            "torch's",
+            "dcp's",
+            "hf's",
+        ]
+    ]
     for mib in options.mib:
         folder = Path(tempfile.mkdtemp(prefix="bench_checkpoint_", dir=options.dir))
         try:
@@ -220,15 +280,23 @@ def main() -> int:
         for what in ("save", "load"):
             row.append(f"{result[what]['seconds_median']['shardcore']:.2f}")
             ratios = result[what]["times_faster_than"]
-            row += [str(harness.Spread(**ratios[peer])) if peer in ratios else "-" for peer in ("fio", *PEERS)]
+            row += [
+                str(harness.Spread(**ratios[peer])) if peer in ratios else "-"
+                for peer in ("fio", *PEERS)
+            ]
         rows.append(row)
         if "pause" in result:
             pause = result["pause"]
             print(
-                f"{mib} MiB: pause {pause['shardcore_ms']:.1f} ms (dcp.async_save {pause['dcp_ms']:.1f} ms, ratio "
-                f"{pause['ratio']:.3f}), with what the next step takes longer {pause['with_next_step_ms']}"
+                f"{mib} MiB: pause {pause['shardcore_ms']:.1f} ms (dcp.async_save "
+                f"{pause['dcp_ms']:.1f} ms, ratio "
+                f"{pause['ratio']:.3f}), with what the next step takes longer "
+                f"{pause['with_next_step_ms']}"
             )
-        print(f"{mib} MiB: memory: save {result['grown_mib']['save']:.0f} MiB, load {result['grown_mib']['load']:.0f} MiB")
+        print(
+            f"{mib} MiB: memory: save {result['grown_mib']['save']:.0f} MiB, load "
+            f"{result['grown_mib']['load']:.0f} MiB"
+        )
         print("\n".join(shortfalls(result) or ["every target is met"]))
     print("how many times faster than each (fio: a fraction of its rate)")
     print(harness.table(rows))
@@ -242,7 +310,9 @@ def summary_of_pauses(pauses: dict[str, list[float]]) -> dict[str, Any]:
     whole = {
         name: [
             call + max(0.0, longer - usual)
-            for call, longer, usual in zip(pauses[name], pauses[f"{name}, step"], pauses["step"], strict=True)
+            for call, longer, usual in zip(
+                pauses[name], pauses[f"{name}, step"], pauses["step"], strict=True
+            )
         ]
         for name in ("shardcore", "dcp")
     }
@@ -251,7 +321,9 @@ def summary_of_pauses(pauses: dict[str, list[float]]) -> dict[str, Any]:
         "shardcore_ms": 1e3 * harness.spread(pauses["shardcore"]).median,
         "dcp_ms": 1e3 * harness.spread(pauses["dcp"]).median,
         "ratio": harness.paired(pauses["shardcore"], pauses["dcp"]).median,
-        "with_next_step_ms": {name: 1e3 * harness.spread(samples).median for name, samples in whole.items()},
+        "with_next_step_ms": {
+            name: 1e3 * harness.spread(samples).median for name, samples in whole.items()
+        },
     }
 
 
@@ -262,7 +334,9 @@ def of_size(job: Job, options: argparse.Namespace) -> dict[str, Any]:
         seconds = measure(job, what, options)
         result[what] = {
             "seconds": seconds,
-            "seconds_median": {name: harness.spread(samples).median for name, samples in seconds.items()},
+            "seconds_median": {
+                name: harness.spread(samples).median for name, samples in seconds.items()
+            },
             "times_faster_than": {
                 peer: asdict(harness.paired(samples, seconds["shardcore"]))
                 for peer, samples in seconds.items()
@@ -271,7 +345,9 @@ def of_size(job: Job, options: argparse.Namespace) -> dict[str, Any]:
         }
     if not options.no_pause:
         result["pause"] = summary_of_pauses(measure_pause(job, options.rounds))
-    result["grown_mib"] = {what: grown_bytes(job.cases(what)["shardcore"]) / 2**20 for what in ("save", "load")}
+    result["grown_mib"] = {
+        what: grown_bytes(job.cases(what)["shardcore"]) / 2**20 for what in ("save", "load")
+    }
     return result
 
 

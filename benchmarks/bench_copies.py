@@ -1,13 +1,16 @@
 """Time the copies of the cpu tier beside plain ones: to host memory, from it, and both at once.
 
-Every case moves --copies buffers of a size in a row, in each direction that it has, and is over when the last has arrived.
-Cases take turns. All buffers are there before anything is timed, and at the end each must hold what was sent.
+Every case moves --copies buffers of a size in a row, in each direction that it has, and is over
+when the last has arrived. Cases take turns. All buffers are there before anything is timed, and at
+the end each must hold what was sent.
 
     shardcore   _C.HostTier: its queues, events, counted copies, its own page-locked memory
-    plain       torch: copy_(non_blocking=True) between device memory and pin_memory=True, a stream a direction
+    plain       torch: copy_(non_blocking=True) between device memory and pin_memory=True, a stream
+                a direction
 
-What counts is the rate over the plain one's of the same round: 1 means that the tier costs nothing. With --device cpu the
-queues are host threads, and a plain copy is copy_ in the caller; that shows that this program works, and no more.
+What counts is the rate over the plain one's of the same round: 1 means that the tier costs nothing.
+With --device cpu the queues are host threads, and a plain copy is copy_ in the caller; that shows
+that this program works, and no more.
 """
 
 import argparse
@@ -24,19 +27,34 @@ from examples.arguments import elements, positive
 from shardcore._native import _C
 
 TO_TIER, FROM_TIER = "to host", "from host"
-WAYS: dict[str, Sequence[str]] = {TO_TIER: (TO_TIER,), FROM_TIER: (FROM_TIER,), "both at once": (TO_TIER, FROM_TIER)}
+WAYS: dict[str, Sequence[str]] = {
+    TO_TIER: (TO_TIER,),
+    FROM_TIER: (FROM_TIER,),
+    "both at once": (TO_TIER, FROM_TIER),
+}
 TARGET = 0.95  # of a plain copy's rate
 
 
 class Buffers:
-    """A buffer on the device and one in host memory for each direction, where the source holds other bytes than the target."""
+    """A buffer on the device and one in host memory for each direction, where the source holds
+    other bytes than the target.
+    """
 
-    def __init__(self, size_bytes: int, device: torch.device, empty: Callable[[int], torch.Tensor]) -> None:
+    def __init__(
+        self, size_bytes: int, device: torch.device, empty: Callable[[int], torch.Tensor]
+    ) -> None:
         self.sources, self.targets = {}, {}
         for way in (TO_TIER, FROM_TIER):
-            here, there = torch.zeros(size_bytes, dtype=torch.uint8, device=device), empty(size_bytes)
+            here, there = (
+                torch.zeros(size_bytes, dtype=torch.uint8, device=device),
+                empty(size_bytes),
+            )
             source, target = (here, there) if way == TO_TIER else (there, here)
-            source.copy_(torch.arange(251, dtype=torch.uint8, device=source.device).repeat(size_bytes // 251 + 1)[:size_bytes])
+            source.copy_(
+                torch.arange(251, dtype=torch.uint8, device=source.device).repeat(
+                    size_bytes // 251 + 1
+                )[:size_bytes]
+            )
             target.zero_()
             self.sources[way], self.targets[way] = source, target
 
@@ -44,7 +62,10 @@ class Buffers:
         """ValueError if a target does not hold what was sent."""
         for way in ways:
             if not torch.equal(self.targets[way].cpu(), self.sources[way].cpu()):
-                raise ValueError(f"bench_copies: {name} {way} brought other bytes than were sent; expected the same")
+                raise ValueError(
+                    f"bench_copies: {name} {way} brought other bytes than were sent; expected the "
+                    f"same"
+                )
             self.targets[way].zero_()
 
 
@@ -70,8 +91,12 @@ class Plain:
 
     def __init__(self, size_bytes: int, device: torch.device) -> None:
         cuda = device.type == "cuda"
-        self.buffers = Buffers(size_bytes, device, lambda size: torch.empty(size, dtype=torch.uint8, pin_memory=cuda))
-        self.streams = {way: torch.cuda.Stream(device) if cuda else None for way in (TO_TIER, FROM_TIER)}
+        self.buffers = Buffers(
+            size_bytes, device, lambda size: torch.empty(size, dtype=torch.uint8, pin_memory=cuda)
+        )
+        self.streams = {
+            way: torch.cuda.Stream(device) if cuda else None for way in (TO_TIER, FROM_TIER)
+        }
 
     def queue(self, way: str) -> None:
         """Begin one copy."""
@@ -102,7 +127,9 @@ def case_of(engine: Tier | Plain, ways: Sequence[str], copies: int) -> Callable[
 
 
 def plain_rates(device: Device, size_bytes: int, copies: int, rounds: int) -> dict[str, float]:
-    """Return the bytes per second of plain copies each way while both are under way: what the link gives a training step."""
+    """Return the bytes per second of plain copies each way while both are under way: what the
+    link gives a training step.
+    """
     case = case_of(Plain(size_bytes, device.torch), WAYS["both at once"], copies)
     wait_for(device)
     seconds = harness.interleave({"both": case}, rounds, pause_s=0)["both"]
@@ -111,7 +138,9 @@ def plain_rates(device: Device, size_bytes: int, copies: int, rounds: int) -> di
 
 
 def wait_for(device: Device) -> None:
-    """Wait until nothing is queued on the device: streams of copies do not know what made their sources."""
+    """Wait until nothing is queued on the device: streams of copies do not know what made their
+    sources.
+    """
     if device.is_cuda:
         torch.cuda.synchronize()
 
@@ -146,14 +175,19 @@ def measure(device: Device, size_bytes: int, options: argparse.Namespace) -> dic
         of_engine = {name: seconds[f"{name}, {way}"] for name in engines}
         result["ways"][way] = {
             "seconds": of_engine,
-            "gb_per_second": {name: moved / harness.spread(samples).median / 1e9 for name, samples in of_engine.items()},
+            "gb_per_second": {
+                name: moved / harness.spread(samples).median / 1e9
+                for name, samples in of_engine.items()
+            },
             "rate_over_plain": asdict(harness.paired(of_engine["plain"], of_engine["shardcore"])),
         }
     return result
 
 
 def shortfalls(report: dict[str, object]) -> list[str]:
-    """Say what is below the target, and what was not pinned though it should be; sizes below --judge are only told."""
+    """Say what is below the target, and what was not pinned though it should be; sizes below
+    --judge are only told.
+    """
     found = []
     for result in report["sizes"]:
         size = f"{result['size_bytes'] / 2**20:g} MiB"
@@ -170,28 +204,55 @@ def shortfalls(report: dict[str, object]) -> list[str]:
 
 def main() -> int:
     parser = suite.make_parser("copies", __doc__, rounds=10, pause=0.01)
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: figures without meaning")
     parser.add_argument(
-        "--sizes", type=elements, nargs="+", default=[2**20, 2**24, 2**26, 2**28], help="bytes of a copy (default: 1M to 256M)"
+        "--device", choices=["cuda", "cpu"], default="cuda", help="cpu: figures without meaning"
     )
-    parser.add_argument("--copies", type=positive, default=8, help="in a row and direction (default: %(default)s)")
     parser.add_argument(
-        "--judge", type=elements, default=2**24, help="bytes from which on the target holds (default: 16M, a chunk of a step)"
+        "--sizes",
+        type=elements,
+        nargs="+",
+        default=[2**20, 2**24, 2**26, 2**28],
+        help="bytes of a copy (default: 1M to 256M)",
+    )
+    parser.add_argument(
+        "--copies", type=positive, default=8, help="in a row and direction (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--judge",
+        type=elements,
+        default=2**24,
+        help="bytes from which on the target holds (default: 16M, a chunk of a step)",
     )
     options = suite.parse(parser)
     device = Device(options.device)
-    report: dict[str, object] = {**suite.about_run("copies", options), "device": device.name, "target": TARGET, "sizes": []}
+    report: dict[str, object] = {
+        **suite.about_run("copies", options),
+        "device": device.name,
+        "target": TARGET,
+        "sizes": [],
+    }
     rows = [["copies of", *(f"{way}, GB/s" for way in WAYS), *(f"{way} / plain" for way in WAYS)]]
     panels = []
     for size_bytes in options.sizes:
         result = measure(device, size_bytes, options)
         report["sizes"].append(result)
-        ratios = {way: harness.Spread(**figures["rate_over_plain"]) for way, figures in result["ways"].items()}
-        rates = [f"{figures['gb_per_second']['shardcore']:.2f}" for figures in result["ways"].values()]
+        ratios = {
+            way: harness.Spread(**figures["rate_over_plain"])
+            for way, figures in result["ways"].items()
+        }
+        rates = [
+            f"{figures['gb_per_second']['shardcore']:.2f}" for figures in result["ways"].values()
+        ]
         name = f"{size_bytes / 2**20:g} MiB"
         rows.append([name, *rates, *map(str, ratios.values())])
         panels.append(
-            harness.Panel(f"copies of {name}", "rate, plain = 1 (median and quartiles)", ratios, lambda _: True, mark=TARGET)
+            harness.Panel(
+                f"copies of {name}",
+                "rate, plain = 1 (median and quartiles)",
+                ratios,
+                lambda _: True,
+                mark=TARGET,
+            )
         )
         report["below_target"] = shortfalls(report)
         harness.save_json(options.out / "copies.json", report)
@@ -199,7 +260,9 @@ def main() -> int:
     print(harness.table(rows))
     print("\n".join(report["below_target"]) or f"every rate is at least {TARGET} of a plain copy's")
     harness.write_json(options.out / "copies.json", report)
-    harness.write_png(options.out / "copies.png", panels, f"Copies between {device.name} and host memory")
+    harness.write_png(
+        options.out / "copies.png", panels, f"Copies between {device.name} and host memory"
+    )
     return 0
 
 

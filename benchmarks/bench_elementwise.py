@@ -1,14 +1,16 @@
-"""Time CPU steps of SGD with momentum, Adagrad and Lion on shards against torch's own, and DeepSpeed's kernels.
+"""Time CPU steps of SGD with momentum, Adagrad and Lion on shards against torch's own, and
+DeepSpeed's kernels.
 
 Two subjects for each, of a flat tensor of --numel elements:
 
     fp32      float32 weight and gradient
-    offload   what a step of offloaded training does: bfloat16 gradient in, unscale, step on the float32 master, bfloat16 weight
-              out. Peers widen, unscale, step and narrow.
+    offload   what a step of offloaded training does: bfloat16 gradient in, unscale, step on the
+              float32 master, bfloat16 weight out. Peers widen, unscale, step and narrow.
 
-"shardcore" is the kernel that shard runs on a range of a shard in host memory. "torch" is its plain step, "fused" that with
-fused=True; for Lion, which torch does not have, shardcore.Lion without shard. DeepSpeed has no kernel for SGD. All buffers ask
-for huge pages. At the end all must hold the same weights (to rounding).
+"shardcore" is the kernel that shard runs on a range of a shard in host memory. "torch" is its plain
+step, "fused" that with fused=True; for Lion, which torch does not have, shardcore.Lion without
+shard. DeepSpeed has no kernel for SGD. All buffers ask for huge pages. At the end all must hold the
+same weights (to rounding).
 """
 
 import argparse
@@ -36,7 +38,11 @@ except ImportError:
 OPTIMIZERS = {
     "SGD": (torch.optim.SGD, {"lr": 1e-3, "momentum": 0.9}, None),
     "Adagrad": (torch.optim.Adagrad, {"lr": 1e-3}, DeepSpeedCPUAdagrad),
-    "Lion": (shardcore.Lion, {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.1}, DeepSpeedCPULion),
+    "Lion": (
+        shardcore.Lion,
+        {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.1},
+        DeepSpeedCPULion,
+    ),
 }
 OURS = "shardcore"
 Make = Callable[[torch.nn.Parameter], torch.optim.Optimizer]
@@ -55,7 +61,9 @@ def engines(name: str, with_deepspeed: bool) -> dict[str, Make]:
     return made
 
 
-def on_shards(make: Make, weight: torch.Tensor, grad: torch.Tensor, buffers: Buffers, scale: float) -> Callable[[], None]:
+def on_shards(
+    make: Make, weight: torch.Tensor, grad: torch.Tensor, buffers: Buffers, scale: float
+) -> Callable[[], None]:
     """Return the step of a range of a shard, whose states lie in host memory."""
     group = make(torch.nn.Parameter(torch.zeros(1))).param_groups[0]
     kind = ElementKind(type(make(torch.nn.Parameter(torch.zeros(1)))))
@@ -96,7 +104,9 @@ def cases_of(
 
 def measure(name: str, subject: str, options: argparse.Namespace) -> dict[str, object]:
     """Run one optimizer on one subject; prints the table and returns what JSON holds."""
-    steps, weights = cases_of(name, subject, Buffers(options.numel, equal_pages=True), options.deepspeed)
+    steps, weights = cases_of(
+        name, subject, Buffers(options.numel, equal_pages=True), options.deepspeed
+    )
     seconds = harness.interleave(steps, options.rounds, pause_s=options.pause, warmup=2)
     worst = check_same_work(f"{name}'s {subject}", weights, OURS, "bench_elementwise")
     rows = [["engine", "ms (median)", "time / ours [quartiles]"]]
@@ -105,25 +115,41 @@ def measure(name: str, subject: str, options: argparse.Namespace) -> dict[str, o
         ratio = harness.paired(samples, seconds[OURS])
         rows.append([engine, f"{1e3 * harness.spread(samples).median:.1f}", str(ratio)])
         result[engine] = {"seconds": samples, "time_over_ours": asdict(ratio)}
-    print(f"\n{name}, {subject}, {options.numel:,} elements, {options.threads} threads, {options.rounds} rounds")
+    print(
+        f"\n{name}, {subject}, {options.numel:,} elements, {options.threads} threads, "
+        f"{options.rounds} rounds"
+    )
     print(harness.table(rows))
     return {"optimizer": name, "subject": subject, "weights_agree_to": worst, "engines": result}
 
 
 def main() -> int:
     parser = suite.make_parser("elementwise", __doc__, rounds=11, pause=0.05, threads=True)
-    parser.add_argument("--numel", type=elements, default=48 * 2**20, help="elements (default: 48M)")
-    parser.add_argument("--deepspeed", action="store_true", help="with DeepSpeed's kernels, which compile for minutes")
+    parser.add_argument(
+        "--numel", type=elements, default=48 * 2**20, help="elements (default: 48M)"
+    )
+    parser.add_argument(
+        "--deepspeed",
+        action="store_true",
+        help="with DeepSpeed's kernels, which compile for minutes",
+    )
     options = suite.parse(parser)
     suite.use_threads("elementwise", options)
     if options.deepspeed and DeepSpeedCPULion is None:
-        print("DeepSpeed is left out: deepspeed is not installed (pip install --no-build-isolation deepspeed)")
+        print(
+            "DeepSpeed is left out: deepspeed is not installed (pip install --no-build-isolation "
+            "deepspeed)"
+        )
     results = []
     for name in OPTIMIZERS:
         for subject in ("fp32", "offload"):
             results.append(measure(name, subject, options))
             gc.collect()
-    report = {**suite.about_run("elementwise", options), "huge_pages": huge_page_setting(), "results": results}
+    report = {
+        **suite.about_run("elementwise", options),
+        "huge_pages": huge_page_setting(),
+        "results": results,
+    }
     harness.write_json(options.out / "elementwise.json", report)
     return 0
 

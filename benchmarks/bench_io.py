@@ -1,15 +1,17 @@
 """Time the file engine's writer and reader beside fio: the same sizes, direct, in turns.
 
-    shardcore   _C.FileEngine: FileWriter (checksums, reserved space, fdatasync), FileReader (reads of 16 MiB, three in flight)
+    shardcore   _C.FileEngine: FileWriter (checksums, reserved space, fdatasync), FileReader (reads
+                of 16 MiB, three in flight)
     threads     the same over its threads instead of io_uring
     fio         io_uring, requests of 1 MiB, 16 in flight, O_DIRECT, fdatasync at the end of writing
 
     fresh       write a new file
     read        read a file from its beginning to its end
 
-Each round runs every case once, in a random order; what counts is the rate over fio's of the same round. fio's time is the one
-that it reports, without its start. --dir must be on the disk to measure, with room for three files of --mib. What is written in
-place (states on disk) is timed by benchmarks.bench_nvme.
+Each round runs every case once, in a random order; what counts is the rate over fio's of the same
+round. fio's time is the one that it reports, without its start. --dir must be on the disk to
+measure, with room for three files of --mib. What is written in place (states on disk) is timed by
+benchmarks.bench_nvme.
 """
 
 import argparse
@@ -80,7 +82,9 @@ class Shardcore:
 
 
 class Fio:
-    """fio, one process a sample, on files of its own; what moves bytes returns the seconds. RuntimeError where fio fails."""
+    """fio, one process a sample, on files of its own; what moves bytes returns the seconds.
+    RuntimeError where fio fails.
+    """
 
     def __init__(self, folder: Path, size_bytes: int) -> None:
         self.file, self.other, self.size_bytes = folder / "fio", folder / "fio_other", size_bytes
@@ -106,8 +110,15 @@ class Fio:
             self._run(("write", file))
 
     def _run(self, *jobs: tuple[str, Path], sync: bool = False) -> float:
-        command = ["fio", *FIO, f"--size={self.size_bytes}", "--group_reporting", f"--end_fsync={int(sync)}"]
-        command.append(f"--iodepth={DEPTH // len(jobs)}")  # in flight together as many as of one job
+        command = [
+            "fio",
+            *FIO,
+            f"--size={self.size_bytes}",
+            "--group_reporting",
+            f"--end_fsync={int(sync)}",
+        ]
+        # in flight together as many as of one job
+        command.append(f"--iodepth={DEPTH // len(jobs)}")
         for rw, file in jobs:
             command += [f"--name={rw}", f"--rw={rw}", f"--filename={file}"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -115,7 +126,8 @@ class Fio:
             raise RuntimeError(f"bench_io: fio failed: {done.stderr[-500:]}")
         found = json.loads(done.stdout[done.stdout.index("{") :])["jobs"]
         parts = [job[way] for job in found for way in ("read", "write")]
-        rate = sum(part["io_bytes"] for part in parts) / max(part["runtime"] for part in parts)  # bytes per millisecond
+        # bytes per millisecond
+        rate = sum(part["io_bytes"] for part in parts) / max(part["runtime"] for part in parts)
         return float(self.size_bytes * len(jobs) / rate / 1000)
 
 
@@ -123,7 +135,9 @@ def check(engine: Shardcore) -> None:
     """ValueError unless the engine's file holds what was written."""
     reader = _C.FileReader(engine.engine, engine.file)
     if _C.crc32c(reader.start(0, engine.data.nbytes).wait()) != _C.crc32c(engine.data):
-        raise ValueError(f"bench_io: {engine.file} holds other bytes than were written; expected the same")
+        raise ValueError(
+            f"bench_io: {engine.file} holds other bytes than were written; expected the same"
+        )
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -136,17 +150,30 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         engines["fio"] = Fio(folder, data.nbytes)
     else:
         left_out["fio"] = "fio is not on PATH (apt-get install fio)"
-    calls = {f"{case}, {name}": getattr(engine, case) for case in CASES for name, engine in engines.items()}
+    calls = {
+        f"{case}, {name}": getattr(engine, case)
+        for case in CASES
+        for name, engine in engines.items()
+    }
     seconds = harness.disk_turns(calls, options.rounds, options.pause)
     check(ours)
-    result: dict[str, Any] = {"backend": ours.engine.backend, "note": ours.engine.note, "left_out": left_out, "cases": {}}
+    result: dict[str, Any] = {
+        "backend": ours.engine.backend,
+        "note": ours.engine.note,
+        "left_out": left_out,
+        "cases": {},
+    }
     for case in CASES:
         by_name = {name: seconds[f"{case}, {name}"] for name in engines}
         result["cases"][case] = {
             name: {
                 "seconds": samples,
                 "gb_per_second": data.nbytes / harness.spread(samples).median / 1e9,
-                **({"over_fio": asdict(harness.paired(by_name["fio"], samples))} if "fio" in by_name else {}),
+                **(
+                    {"over_fio": asdict(harness.paired(by_name["fio"], samples))}
+                    if "fio" in by_name
+                    else {}
+                ),
             }
             for name, samples in by_name.items()
         }
@@ -165,7 +192,9 @@ def shortfalls(cases: dict[str, Any]) -> list[str]:
 def main() -> int:
     """Run, print a table, write io.json into --out."""
     parser = suite.make_parser("io", __doc__, rounds=7, pause=0.2)
-    parser.add_argument("--mib", type=positive, default=1024, help="size of a file in MiB (default: %(default)s)")
+    parser.add_argument(
+        "--mib", type=positive, default=1024, help="size of a file in MiB (default: %(default)s)"
+    )
     parser.add_argument("--dir", default=".", help="a folder on the disk to measure (default: .)")
     options = suite.parse(parser)
     with tempfile.TemporaryDirectory(prefix="bench_io_", dir=options.dir) as folder:

@@ -1,24 +1,31 @@
-"""Time states, and weights, that are in files beside what bounds them: fio moving the same bytes, and all in host memory.
+"""Time states, and weights, that are in files beside what bounds them: fio moving the same bytes,
+and all in host memory.
 
---what states: optimizer.step(), of bfloat16 weights on one rank: --mib of float32 masters and moments
+--what states: optimizer.step(), of bfloat16 weights on one rank: --mib of float32 masters and
+moments
 
     nvme    offload={"optimizer": "nvme"}: each chunk read, updated, written; each step committed
     scratch the same with "durable": False, which commits nothing
     cpu     the same with "cpu": Adam, which the bound has as well
-    DeepSpeed   with --deepspeed: engine.step() of ZeRO-Infinity, whose backward has written the gradients to disk before
-    fio     reads as many bytes of one file as it writes over in another: io_uring, 1 MiB, 16 in flight, O_DIRECT, no fsync
+    DeepSpeed   with --deepspeed: engine.step() of ZeRO-Infinity, whose backward has written the
+                gradients to disk before
+    fio     reads as many bytes of one file as it writes over in another: io_uring, 1 MiB, 16 in
+            flight, O_DIRECT, no fsync
 
---what weights: a forward and a backward of --tokens at stage 3, of --mib of bfloat16 weights, and no step
+--what weights: a forward and a backward of --tokens at stage 3, of --mib of bfloat16 weights, and
+no step
 
     nvme    offload={"params": "nvme"}: each unit's weights read while another computes
     late    the same with prefetch=0: read when they are needed
     cpu     the same with {"params": "cpu"}: the compute, which the bound has as well
     fio     reads as many bytes of one file
 
-The bound of a round is the larger of fio's and cpu's time. Each round runs every case once, in a random order. Steps follow one
-another, without a forward between them (beside which a commit is hidden in a training), so what one leaves to be written is
-counted in the next. --dir must be on the disk to measure, with room for seven times --mib (weights: fifteen times; the host
-needs eight times). --deepspeed needs deepspeed and libaio-dev, and for the first time minutes, in which it compiles.
+The bound of a round is the larger of fio's and cpu's time. Each round runs every case once, in a
+random order. Steps follow one another, without a forward between them (beside which a commit is
+hidden in a training), so what one leaves to be written is counted in the next. --dir must be on the
+disk to measure, with room for seven times --mib (weights: fifteen times; the host needs eight
+times). --deepspeed needs deepspeed and libaio-dev, and for the first time minutes, in which it
+compiles.
 """
 
 import argparse
@@ -61,7 +68,9 @@ class Steps:
     def __init__(self, options: argparse.Namespace, offload: dict[str, Any]) -> None:
         model = model_of(STATES_WIDTH, 12, options)
         adam = shardcore.FusedAdam(model.parameters(), lr=1e-3)
-        self.model, self.optimizer = shardcore.shard(model, adam, 2, precision="bf16", offload=offload)
+        self.model, self.optimizer = shardcore.shard(
+            model, adam, 2, precision="bf16", offload=offload
+        )
         self.model(torch.ones(1, STATES_WIDTH, dtype=torch.bfloat16)).float().sum().backward()
         self.optimizer.step()
         report = shardcore.memory_report(self.model)
@@ -86,7 +95,9 @@ class DeepSpeedSteps:
         import deepspeed
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+        os.environ.update(
+            RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0"
+        )
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         model = model_of(STATES_WIDTH, 12, options).bfloat16()
         config = {
@@ -113,7 +124,9 @@ class DeepSpeedSteps:
         """Return the time of a step, of those that follow the first."""
         spent = 0.0
         for step in range(1 + STEPS):
-            self.engine.backward(self.engine(torch.ones(1, STATES_WIDTH, dtype=torch.bfloat16)).float().mean())
+            self.engine.backward(
+                self.engine(torch.ones(1, STATES_WIDTH, dtype=torch.bfloat16)).float().mean()
+            )
             begun = time.perf_counter()
             self.engine.step()
             spent += time.perf_counter() - begun if step else 0.0
@@ -123,11 +136,15 @@ class DeepSpeedSteps:
 class Passes:
     """A sharded model that can run forward and backward again and again."""
 
-    def __init__(self, options: argparse.Namespace, where: str, folder: Path, prefetch: int = 1) -> None:
+    def __init__(
+        self, options: argparse.Namespace, where: str, folder: Path, prefetch: int = 1
+    ) -> None:
         model = model_of(WEIGHTS_WIDTH, 2, options)
         offload = {"optimizer": "nvme", "params": where, "path": str(folder), "durable": False}
         adam = shardcore.FusedAdam(model.parameters())
-        self.model, self.optimizer = shardcore.shard(model, adam, 3, precision="bf16", offload=offload, prefetch=prefetch)
+        self.model, self.optimizer = shardcore.shard(
+            model, adam, 3, precision="bf16", offload=offload, prefetch=prefetch
+        )
         self.batch = torch.ones(options.tokens, WEIGHTS_WIDTH, dtype=torch.bfloat16)
 
     def seconds(self) -> float:
@@ -159,7 +176,10 @@ def states_cases(options: argparse.Namespace, folder: Path) -> tuple[Cases, dict
         cases["DeepSpeed"] = DeepSpeedSteps(options, folder / "deepspeed").seconds
     size = jobs["nvme"].state_bytes
     cases["fio"] = Fio(folder, size).mixed
-    return cases, {"state_bytes": size, "host_bytes": {name: job.host_bytes for name, job in jobs.items()}}
+    return cases, {
+        "state_bytes": size,
+        "host_bytes": {name: job.host_bytes for name, job in jobs.items()},
+    }
 
 
 def weights_cases(options: argparse.Namespace, folder: Path) -> tuple[Cases, dict[str, Any]]:
@@ -170,7 +190,9 @@ def weights_cases(options: argparse.Namespace, folder: Path) -> tuple[Cases, dic
         "cpu": Passes(options, "cpu", folder / "cpu"),
     }
     size = jobs["nvme"].read_bytes()
-    return {name: job.seconds for name, job in jobs.items()} | {"fio": Fio(folder, size).read}, {"read_bytes": size}
+    return {name: job.seconds for name, job in jobs.items()} | {"fio": Fio(folder, size).read}, {
+        "read_bytes": size
+    }
 
 
 WHAT = {"states": states_cases, "weights": weights_cases}
@@ -179,14 +201,28 @@ WHAT = {"states": states_cases, "weights": weights_cases}
 def main() -> int:
     """Run, print a table, write nvme.json into --out."""
     parser = suite.make_parser("nvme", __doc__, rounds=7, pause=0.2)
-    parser.add_argument("--what", choices=list(WHAT), default="states", help="(default: %(default)s)")
-    parser.add_argument("--mib", type=positive, default=1024, help="MiB of states, or of weights (default: %(default)s)")
-    parser.add_argument("--tokens", type=positive, default=256, help="rows of a batch, for weights (default: %(default)s)")
+    parser.add_argument(
+        "--what", choices=list(WHAT), default="states", help="(default: %(default)s)"
+    )
+    parser.add_argument(
+        "--mib",
+        type=positive,
+        default=1024,
+        help="MiB of states, or of weights (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--tokens",
+        type=positive,
+        default=256,
+        help="rows of a batch, for weights (default: %(default)s)",
+    )
     parser.add_argument("--dir", default=".", help="a folder on the disk to measure (default: .)")
     parser.add_argument("--deepspeed", action="store_true", help="states: beside DeepSpeed's")
     options = suite.parse(parser)
     if shutil.which("fio") is None:
-        parser.exit(2, f"{parser.prog}: fio is not on PATH; expected it there (apt-get install fio)\n")
+        parser.exit(
+            2, f"{parser.prog}: fio is not on PATH; expected it there (apt-get install fio)\n"
+        )
     with tempfile.TemporaryDirectory(prefix="bench_nvme_", dir=options.dir) as folder:
         cases, facts = WHAT[options.what](options, Path(folder))
         seconds = harness.disk_turns(cases, options.rounds, options.pause)
@@ -194,8 +230,19 @@ def main() -> int:
     peers["bound"] = [max(pair) for pair in zip(seconds["fio"], seconds["cpu"], strict=True)]
     over = {name: harness.paired(seconds["nvme"], samples) for name, samples in peers.items()}
     median = harness.spread(seconds["nvme"]).median
-    print(harness.table([["nvme, s", *(f"over {name}" for name in over)], [f"{median:.3f}", *map(str, over.values())]]))
-    report = {**facts, "seconds": seconds, "over": {name: asdict(ratio) for name, ratio in over.items()}}
+    print(
+        harness.table(
+            [
+                ["nvme, s", *(f"over {name}" for name in over)],
+                [f"{median:.3f}", *map(str, over.values())],
+            ]
+        )
+    )
+    report = {
+        **facts,
+        "seconds": seconds,
+        "over": {name: asdict(ratio) for name, ratio in over.items()},
+    }
     harness.write_json(options.out / "nvme.json", {**suite.about_run("nvme", options), **report})
     return 0
 

@@ -1,18 +1,24 @@
-"""Time steps of a GPT on one GPU with states, gradients and weights in host memory, beside no offload and other engines.
+"""Time steps of a GPT on one GPU with states, gradients and weights in host memory, beside no
+offload and other engines.
 
-Engines are built, trained for a few steps and let go again, one after the other, in turns: no machine holds several of a 7B
-model. All train in bfloat16 with float32 masters and clipping, from the same weights on the same batches, and their losses must
-agree. In each round forward and backward of the model alone, plain pinned copies both ways at once and one CPU Adam are
-timed, too. From these follows the bound that no exact schedule beats (offload_parts.lazy_bound), and a step's time over it.
+Engines are built, trained for a few steps and let go again, one after the other, in turns: no
+machine holds several of a 7B model. All train in bfloat16 with float32 masters and clipping, from
+the same weights on the same batches, and their losses must agree. In each round forward and
+backward of the model alone, plain pinned copies both ways at once and one CPU Adam are timed, too.
+From these follows the bound that no exact schedule beats (offload_parts.lazy_bound), and a step's
+time over it.
 
     shardcore 2               no offload
-    ..., optimizer            states and masters in host memory; "gradients": gradients, too; "params": weights, too (stage 3)
+    ..., optimizer            states and masters in host memory; "gradients": gradients, too;
+                              "params": weights, too (stage 3)
     ..., lazy                 overlap_step=True
-    DeepSpeed 2, 3            ZeRO-Offload, at stage 3 with offload_param (where deepspeed is installed)
+    DeepSpeed 2, 3            ZeRO-Offload, at stage 3 with offload_param (where deepspeed is
+                              installed)
     FSDP2                     torch's fully_shard with CPUOffloadPolicy
 
-What does not fit is left out by name, with what it needs and what is free, and so is what there is no time for (--seconds).
-With --device cpu everything runs on a machine without a GPU, to test it; figures then mean nothing.
+What does not fit is left out by name, with what it needs and what is free, and so is what there is
+no time for (--seconds). With --device cpu everything runs on a machine without a GPU, to test it;
+figures then mean nothing.
 """
 
 import argparse
@@ -35,8 +41,8 @@ from examples.gpt import PRESETS
 from examples.launch import Rank, launch
 from shardcore.distributed.machine import free_bytes
 
-# Of the range of the losses, so that who does nothing is seen. bfloat16 rounds, and Adam's first steps are as large for small
-# gradients as for large ones.
+# Of the range of the losses, so that who does nothing is seen. bfloat16 rounds, and Adam's first
+# steps are as large for small gradients as for large ones.
 LOSS_TOLERANCE = 0.2
 GIB = 2**30
 Batches = Sequence[Mapping[str, torch.Tensor]]
@@ -48,10 +54,20 @@ def ours(name: str) -> bool:
 
 
 def batches_of(options: argparse.Namespace, device: torch.device) -> list[dict[str, torch.Tensor]]:
-    """Return the batch of each step, the same for every engine; on the device, since bringing them would stop its queue."""
-    corpus, size = load_corpus(), {"batch": options.batch, "context": PRESETS[options.preset].context}
-    drawn = [corpus.batch(seed=0, rank=0, step=step, micro_step=0, **size) for step in range(WARMUP + options.steps)]
-    return [{"tokens": tokens.to(device), "targets": targets.to(device)} for tokens, targets in drawn]
+    """Return the batch of each step, the same for every engine; on the device, since bringing
+    them would stop its queue.
+    """
+    corpus, size = (
+        load_corpus(),
+        {"batch": options.batch, "context": PRESETS[options.preset].context},
+    )
+    drawn = [
+        corpus.batch(seed=0, rank=0, step=step, micro_step=0, **size)
+        for step in range(WARMUP + options.steps)
+    ]
+    return [
+        {"tokens": tokens.to(device), "targets": targets.to(device)} for tokens, targets in drawn
+    ]
 
 
 class Clock:
@@ -66,12 +82,16 @@ class Clock:
         return self._end - time.monotonic()
 
     def took(self, name: str, seconds: float) -> None:
-        """Learn how long a visit took. Peers, which may compile something first, say nothing of the others."""
+        """Learn how long a visit took. Peers, which may compile something first, say nothing of
+        the others.
+        """
         if ours(name):
             self._longest = max(self._longest, seconds)
 
     def is_over(self, name: str) -> bool:
-        """Whether a visit would likely end too late, if it took as long as the longest of ours; a peer's twice as long."""
+        """Whether a visit would likely end too late, if it took as long as the longest of ours;
+        a peer's twice as long.
+        """
         return self.left <= self._longest * (1 if ours(name) else 2)
 
 
@@ -80,18 +100,24 @@ def why_not(engine: Engine, preset: str, device: Device, activations: int | None
     need, free_here, free_host = engine.need(preset), device.free_bytes(), free_bytes()
     on_device = need.device + (activations or 0)
     if free_here is not None and on_device > free_here:
-        return f"needs {on_device / GIB:.1f} GiB on the device, activations included, of which {free_here / GIB:.1f} are free"
+        return (
+            f"needs {on_device / GIB:.1f} GiB on the device, activations included, of which "
+            f"{free_here / GIB:.1f} are free"
+        )
     host = need.host + (need.device if free_here is None else 0)
     if free_host is not None and host > free_host:
         return f"needs {host / GIB:.1f} GiB of host memory, of which {free_host / GIB:.1f} are free"
     return None
 
 
-def visit(engine: Engine, preset: str, device: Device, batches: Batches, clock: Clock) -> dict[str, object]:
+def visit(
+    engine: Engine, preset: str, device: Device, batches: Batches, clock: Clock
+) -> dict[str, object]:
     """Build an engine, train it and let it go; returns its samples."""
     start = time.monotonic()
     if device.is_cuda:
-        held = torch.cuda.memory_allocated()  # by nobody who is still known: it would count as the engine's
+        # by nobody who is still known: it would count as the engine's
+        held = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
     trainer = engine.make(preset, device.torch)
     result: dict[str, object] = {"build_seconds": time.monotonic() - start}
@@ -99,7 +125,8 @@ def visit(engine: Engine, preset: str, device: Device, batches: Batches, clock: 
     marks, losses = Marks(device), []
     for number, batch in enumerate(batches):
         if number == WARMUP and device.is_cuda:
-            result["peak_bytes_at_start"] = torch.cuda.max_memory_allocated()  # building and the first steps
+            # building and the first steps
+            result["peak_bytes_at_start"] = torch.cuda.max_memory_allocated()
             torch.cuda.reset_peak_memory_stats()
         if number >= WARMUP:
             marks.mark()
@@ -113,7 +140,9 @@ def visit(engine: Engine, preset: str, device: Device, batches: Batches, clock: 
         torch.cuda.synchronize()
         result |= {"peak_bytes": torch.cuda.max_memory_allocated(), "held_before_bytes": held}
     if trainer.moved:
-        result["moved_bytes"] = [(now - then) / len(losses) for now, then in zip(trainer.moved(), before, strict=True)]
+        result["moved_bytes"] = [
+            (now - then) / len(losses) for now, then in zip(trainer.moved(), before, strict=True)
+        ]
     result |= trainer.facts()
     result["losses"] = [loss.item() for loss in losses]
     return result
@@ -127,12 +156,18 @@ def add_up(
     result["seconds"] = [second for visited in visits for second in visited["seconds"]]
     step = harness.spread(result["seconds"])
     result["step"] = asdict(step)
-    moved = result.get("moved_bytes", [BF16_BYTES * numel, BF16_BYTES * numel * (2 if engine.streams else 1)])
+    moved = result.get(
+        "moved_bytes", [BF16_BYTES * numel, BF16_BYTES * numel * (2 if engine.streams else 1)]
+    )
     parts = measured.parts(numel if engine.offloads else 0, chunks, tuple(moved), engine.streams)
     if parts is None:
         return result
     bound = lazy_bound(parts)
-    result |= {"parts": asdict(parts), "bound": bound, "over_bound": asdict(over(result["seconds"], bound))}
+    result |= {
+        "parts": asdict(parts),
+        "bound": bound,
+        "over_bound": asdict(over(result["seconds"], bound)),
+    }
     result["over_compute"] = step.median / measured.compute
     return result
 
@@ -170,13 +205,17 @@ def run_rank(rank: Rank, options: argparse.Namespace) -> int:
             if name in left_out:
                 continue
             if clock.is_over(name):
-                left_out.update({} if name in visits else {name: f"no time is left of {options.seconds:g} s"})
+                left_out.update(
+                    {} if name in visits else {name: f"no time is left of {options.seconds:g} s"}
+                )
                 continue
             left = why_not(chosen[name], options.preset, device, parts.activation_bytes) or attempt(
                 name, chosen[name], options.preset, device, batches, clock, visits
             )
             left_out.update({} if left is None else {name: left})
-            results.update({n: add_up(v, chosen[n], numel, chunks, parts) for n, v in visits.items()})
+            results.update(
+                {n: add_up(v, chosen[n], numel, chunks, parts) for n, v in visits.items()}
+            )
             write(report, options)
     check(results, left_out)
     show(report)
@@ -186,7 +225,9 @@ def run_rank(rank: Rank, options: argparse.Namespace) -> int:
 
 
 def orders(names: list[str], rounds: int) -> Sequence[list[str]]:
-    """Return the first round in the order given, as time may end, and the others in a random one."""
+    """Return the first round in the order given, as time may end, and the others in a random
+    one.
+    """
     return [names, *islice(harness.random_order(names, rounds, seed=0), rounds - 1)]
 
 
@@ -216,7 +257,9 @@ def attempt(
 
 
 def check(results: dict[str, dict[str, object]], left_out: dict[str, str]) -> None:
-    """Name peers that train something else. ValueError if one of ours does, or if nothing of ours was measured."""
+    """Name peers that train something else. ValueError if one of ours does, or if nothing of
+    ours was measured.
+    """
     base = next(filter(ours, results), None)
     if base is None:
         raise ValueError(f"bench_offload_train: no engine of ours could be measured: {left_out}")
@@ -236,21 +279,35 @@ def write(report: dict[str, object], options: argparse.Namespace) -> None:
     harness.save_json(options.out / "offload_train.json", report)
     panels = panels_of(report)
     if panels:
-        harness.write_png(options.out / "offload_train.png", panels, f"GPT {options.preset} on {report['device']}, bfloat16")
+        harness.write_png(
+            options.out / "offload_train.png",
+            panels,
+            f"GPT {options.preset} on {report['device']}, bfloat16",
+        )
 
 
 def panels_of(report: dict[str, object]) -> list[harness.Panel]:
     """Return bars of each engine's time and memory."""
     results = report["engines"]
-    over_bound = {name: harness.Spread(**r["over_bound"]) for name, r in results.items() if "over_bound" in r}
+    over_bound = {
+        name: harness.Spread(**r["over_bound"]) for name, r in results.items() if "over_bound" in r
+    }
     over_compute = {name: r["over_compute"] for name, r in results.items() if "over_compute" in r}
     peaks = {name: r["peak_bytes"] / GIB for name, r in results.items() if "peak_bytes" in r}
     panels = []
     if over_bound:
-        x_label = "time of a step over what no exact schedule beats, from this run's parts (median and quartiles)"
+        x_label = (
+            "time of a step over what no exact schedule beats, from this run's parts "
+            "(median "
+            "and quartiles)"
+        )
         panels.append(harness.Panel("step / bound", x_label, over_bound, ours, mark=1.0))
     for title, x_label, values in (
-        ("step / compute", "time of a step over forward and backward of the model alone", over_compute),
+        (
+            "step / compute",
+            "time of a step over forward and backward of the model alone",
+            over_compute,
+        ),
         ("peak device memory", "GiB while training", peaks),
     ):
         if values:
@@ -263,7 +320,17 @@ def show(report: dict[str, object]) -> None:
     """Print the parts, a table of engines, and what was left out."""
     measured = report["measured"]
     preset, tokens = report["options"]["preset"], report["tokens_a_step"]
-    rows = [["engine", "ms", "bound, ms", "step / bound [quartiles]", "/ compute", "tokens/s", "peak, GiB"]]
+    rows = [
+        [
+            "engine",
+            "ms",
+            "bound, ms",
+            "step / bound [quartiles]",
+            "/ compute",
+            "tokens/s",
+            "peak, GiB",
+        ]
+    ]
     for name, result in report["engines"].items():
         step = result["step"]["median"]
         known = "bound" in result
@@ -280,12 +347,18 @@ def show(report: dict[str, object]) -> None:
         )
     print(f"{preset}: {report['numel']:,} parameters, {tokens} tokens per step, {report['device']}")
     if measured.get("forward"):
-        milliseconds = [1e3 * harness.spread(measured[part]).median for part in ("forward", "backward")]
-        link = ", ".join(f"{way} {harness.spread(rates).median / 1e9:.1f} GB/s" for way, rates in measured["link"].items())
+        milliseconds = [
+            1e3 * harness.spread(measured[part]).median for part in ("forward", "backward")
+        ]
+        link = ", ".join(
+            f"{way} {harness.spread(rates).median / 1e9:.1f} GB/s"
+            for way, rates in measured["link"].items()
+        )
         rate = 1e-9 / harness.spread(measured["adam"]).median
         threads = measured["adam_threads"]
         print(
-            f"forward {milliseconds[0]:.1f} ms, backward {milliseconds[1]:.1f}; {link}, both at once; CPU Adam {rate:.2f} "
+            f"forward {milliseconds[0]:.1f} ms, backward {milliseconds[1]:.1f}; {link}, both at "
+            f"once; CPU Adam {rate:.2f} "
             f"Gparam/s on {threads} threads"
         )
     print(harness.table(rows))
@@ -295,13 +368,28 @@ def show(report: dict[str, object]) -> None:
 
 def main() -> int:
     parser = suite.make_parser("offload_train", __doc__, rounds=2, pause=0.0)
-    parser.add_argument("--preset", choices=list(PRESETS), default="1.5b", help="model (default: %(default)s)")
-    parser.add_argument("--batch", type=positive, default=4, help="sequences per step (default: %(default)s)")
-    parser.add_argument("--steps", type=positive, default=6, help="timed in each visit (default: %(default)s)")
-    parser.add_argument("--seconds", type=above_zero, default=900.0, help="begin nothing after these (default: %(default)s)")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="(default: %(default)s)")
+    parser.add_argument(
+        "--preset", choices=list(PRESETS), default="1.5b", help="model (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--batch", type=positive, default=4, help="sequences per step (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--steps", type=positive, default=6, help="timed in each visit (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seconds",
+        type=above_zero,
+        default=900.0,
+        help="begin nothing after these (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--device", choices=["cuda", "cpu"], default="cuda", help="(default: %(default)s)"
+    )
     names = list(engines(batch=1))
-    parser.add_argument("--engines", nargs="+", choices=names, help="which, in this order first (default: all)")
+    parser.add_argument(
+        "--engines", nargs="+", choices=names, help="which, in this order first (default: all)"
+    )
     options = suite.parse(parser)
     return launch(run_rank, 1, options.device, None, options)
 

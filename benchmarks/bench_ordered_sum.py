@@ -1,12 +1,13 @@
 """Time the ordered sum of the ranks' pieces, as a share of the read bandwidth in the same run.
 
-A unit of a 7B model is cut among 8, 64, 256 and 1,024 ranks, and one rank adds up what it received: ever fewer elements of ever
-more ranks, of the same bytes. Beside it torch's sum over the ranks, in an order of its own, without the norm of the result.
-Pieces are float32 and bfloat16, the sum float32.
+A unit of a 7B model is cut among 8, 64, 256 and 1,024 ranks, and one rank adds up what it received:
+ever fewer elements of ever more ranks, of the same bytes. Beside it torch's sum over the ranks, in
+an order of its own, without the norm of the result. Pieces are float32 and bfloat16, the sum
+float32.
 
-share = bytes of the pieces and of the sum / time, over the same for a kernel that only reads, in the same round. Times on a GPU
-are from CUDA events around several sums in a row. --device cpu times the CPU's sum, over a smaller unit; there torch's sum of
-one tensor stands for reading.
+share = bytes of the pieces and of the sum / time, over the same for a kernel that only reads, in
+the same round. Times on a GPU are from CUDA events around several sums in a row. --device cpu times
+the CPU's sum, over a smaller unit; there torch's sum of one tensor stands for reading.
 """
 
 import argparse
@@ -32,10 +33,16 @@ def numel_of_rank(unit: int, ranks: int) -> int:
     return -(-unit // (ranks * BLOCK)) * BLOCK
 
 
-def make_sums(device: Device, ranks: int, numel: int, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
-    """Return our sum and torch's of the same pieces (ranks, numel), ready to call; ValueError if they differ."""
+def make_sums(
+    device: Device, ranks: int, numel: int, dtype: torch.dtype
+) -> dict[str, Callable[[], object]]:
+    """Return our sum and torch's of the same pieces (ranks, numel), ready to call; ValueError if
+    they differ.
+    """
     generator = torch.Generator(device.torch).manual_seed(0)
-    pieces = torch.randn(ranks, numel, generator=generator, device=device.torch, dtype=torch.float32).to(dtype)
+    pieces = torch.randn(
+        ranks, numel, generator=generator, device=device.torch, dtype=torch.float32
+    ).to(dtype)
     ours, theirs = (torch.zeros(numel, dtype=torch.float32, device=device.torch) for _ in range(2))
     calls = {
         f"{OURS}{SHORT[dtype]}": lambda: _C.ordered_sum(pieces.view(-1), ranks, 1.0, ours),
@@ -45,7 +52,10 @@ def make_sums(device: Device, ranks: int, numel: int, dtype: torch.dtype) -> dic
         call()
     difference = float((ours - theirs).abs().max()) / ranks**0.5
     if not difference < 1e-4:
-        raise ValueError(f"bench_ordered_sum: sums of {ranks} pieces differ by {difference:.1e}; expected only other rounding")
+        raise ValueError(
+            f"bench_ordered_sum: sums of {ranks} pieces differ by {difference:.1e}; expected only "
+            f"other rounding"
+        )
     return calls
 
 
@@ -60,27 +70,51 @@ def measure(device: Device, ranks: int, options: argparse.Namespace) -> dict[str
         calls |= sums
         sizes |= dict.fromkeys(sums, numel * (ranks * dtype.itemsize + 4))
     seconds = harness.interleave(
-        calls, options.rounds, repeats=options.repeats, pause_s=options.pause, warmup=2, timer=device.timer
+        calls,
+        options.rounds,
+        repeats=options.repeats,
+        pause_s=options.pause,
+        warmup=2,
+        timer=device.timer,
     )
     result: dict[str, object] = {"ranks": ranks, "numel": numel, "cases": []}
     rows = [["sum", "ms (median)", "GB/s", "share of reading [quartiles]"]]
     for name, moved in sizes.items():
         case = harness.rates(seconds[name], seconds["read"], moved, read_bytes)
-        result["cases"].append({"engine": name, "ours": name.startswith(OURS), "moved_bytes": moved, **case})
+        result["cases"].append(
+            {"engine": name, "ours": name.startswith(OURS), "moved_bytes": moved, **case}
+        )
         ms = harness.spread(seconds[name]).median * 1e3
-        rows.append([name, f"{ms:.3f}", f"{case['gb_per_second']:.1f}", str(harness.Spread(**case["share"]))])
+        rows.append(
+            [
+                name,
+                f"{ms:.3f}",
+                f"{case['gb_per_second']:.1f}",
+                str(harness.Spread(**case["share"])),
+            ]
+        )
     print(f"\n{ranks:,} pieces of {numel:,} elements, {options.rounds} rounds")
     print(harness.table(rows))
     return result
 
 
 def main() -> int:
-    """Run, print a table for each number of ranks, write ordered_sum.json and a picture into --out."""
+    """Run, print a table for each number of ranks, write ordered_sum.json and a picture into
+    --out.
+    """
     parser = suite.make_parser("ordered_sum", __doc__, rounds=20, pause=0.005)
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: the CPU's sum")
-    parser.add_argument("--ranks", type=positive, nargs="+", default=[8, 64, 256, 1024], help="default: %(default)s")
-    parser.add_argument("--unit", type=elements, help="elements that all ranks share (default: 202M, on CPUs 13M)")
-    parser.add_argument("--repeats", type=positive, default=10, help="sums a sample (default: %(default)s)")
+    parser.add_argument(
+        "--device", choices=["cuda", "cpu"], default="cuda", help="cpu: the CPU's sum"
+    )
+    parser.add_argument(
+        "--ranks", type=positive, nargs="+", default=[8, 64, 256, 1024], help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--unit", type=elements, help="elements that all ranks share (default: 202M, on CPUs 13M)"
+    )
+    parser.add_argument(
+        "--repeats", type=positive, default=10, help="sums a sample (default: %(default)s)"
+    )
     options = suite.parse(parser)
     options.unit = options.unit or UNIT[options.device]
     device = Device(options.device)

@@ -1,21 +1,29 @@
-"""Time one training step of shardcore's stages beside DDP, FSDP2 and DeepSpeed (when installed), on CPU ranks or GPUs.
+"""Time one training step of shardcore's stages beside DDP, FSDP2 and DeepSpeed (when installed), on
+CPU ranks or GPUs.
 
 On the CPU over gloo; with --device cuda over nccl, a rank each.
 
-All engines live in the same processes and take turns in a random order that the ranks share, a step each, or --steps in a
-row: as in training, caches then hold what this engine left, and a rank may be ahead of another until they next meet. A turn
-starts at a barrier and counts as long as its slowest rank. All train the same model from the same weights on the same
-batches in float32, and their losses must agree, so nobody is fast by doing less: a peer whose losses do not is left out by
-name. What counts is the ratio to DDP within a round (with --nproc 1: to torch without any
-engine). Engines:
+All engines live in the same processes and take turns in a random order that the ranks share, a step
+each, or --steps in a row: as in training, caches then hold what this engine left, and a rank may be
+ahead of another until they next meet. A turn starts at a barrier and counts as long as its slowest
+rank. All train the same model from the same weights on the same batches in float32, and their
+losses must agree, so nobody is fast by doing less: a peer whose losses do not is left out by name.
+What counts is the ratio to DDP within a round (with --nproc 1: to torch without any engine).
+Engines:
 
-    DDP                  DistributedDataParallel (gradient_as_bucket_view, no buffer broadcast) + fused AdamW
-    ZeroRedundancy       DistributedDataParallel + torch's ZeroRedundancyOptimizer (ZeRO stage 1) over AdamW
-    FSDP2 2, 3           fully_shard on each block and the root + fused AdamW; weights kept after forward (2) or not
+    DDP                  DistributedDataParallel (gradient_as_bucket_view, no buffer broadcast) +
+                         fused AdamW
+    ZeroRedundancy       DistributedDataParallel + torch's ZeroRedundancyOptimizer (ZeRO stage 1)
+                         over AdamW
+    FSDP2 2, 3           fully_shard on each block and the root + fused AdamW; weights kept after
+                         forward (2) or not
     FairScale            OSS over fused AdamW + ShardedDataParallel (ZeRO stages 1 and 2)
-    DeepSpeed 1, 2, 3    ZeRO stages, contiguous gradients, overlap_comm; DeepSpeedCPUAdam, or on GPUs torch's fused AdamW
-    DeepSpeed 2 + offload   ZeRO-Offload: stage 2 with offload_optimizer on the cpu (not on GPUs: bench_offload_train)
-    shardcore 0 to 3     the stages, each with the optimizer states in place and on the cpu tier ("+ offload")
+    DeepSpeed 1, 2, 3    ZeRO stages, contiguous gradients, overlap_comm; DeepSpeedCPUAdam, or on
+                         GPUs torch's fused AdamW
+    DeepSpeed 2 + offload   ZeRO-Offload: stage 2 with offload_optimizer on the cpu (not on GPUs:
+                            bench_offload_train)
+    shardcore 0 to 3     the stages, each with the optimizer states in place and on the cpu tier ("+
+                         offload")
 """
 
 import argparse
@@ -52,17 +60,21 @@ except ImportError:
     OSS = None
 
 try:
-    DEEPSPEED: str | None = version("deepspeed")  # imported where it trains: each rank takes seconds for that
+    # imported where it trains: each rank takes seconds for that
+    DEEPSPEED: str | None = version("deepspeed")
 except PackageNotFoundError:
     DEEPSPEED = None
 
 OPTIONS = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
-LOSS_TOLERANCE = 1e-3  # relative; float32 sums in other orders differ by less over the few steps of a benchmark
+# relative; float32 sums in other orders differ by less over the few steps of a benchmark
+LOSS_TOLERANCE = 1e-3
 
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # tokens, targets -> loss
 
 
-def torch_step(model: nn.Module, optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> Step:
+def torch_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, set_to_none: bool = True
+) -> Step:
     """One step as every torch program writes it."""
 
     def step(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -81,8 +93,11 @@ def torch_adamw_step(model: nn.Module) -> Step:
 
 def ddp(model: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Module:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames broadcast_buffers to what 2.11 does not know
-        return DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False, process_group=group)
+        # torch 2.13 renames broadcast_buffers to what 2.11 does not know
+        warnings.simplefilter("ignore", FutureWarning)
+        return DistributedDataParallel(
+            model, gradient_as_bucket_view=True, broadcast_buffers=False, process_group=group
+        )
 
 
 def ddp_step(model: nn.Module) -> Step:
@@ -98,7 +113,9 @@ def zero_redundancy_step(model: nn.Module) -> Step:
 def fairscale_step(model: nn.Module) -> Step:
     adam = OSS(model.parameters(), torch.optim.AdamW, **OPTIONS, fused=True)
     # Its buckets are views of p.grad: without them it trains something else from the third step on.
-    return torch_step(ShardedDataParallel(model, adam, broadcast_buffers=False), adam, set_to_none=False)
+    return torch_step(
+        ShardedDataParallel(model, adam, broadcast_buffers=False), adam, set_to_none=False
+    )
 
 
 def fsdp2_step(model: nn.Module, stage: int) -> Step:
@@ -111,7 +128,9 @@ def fsdp2_step(model: nn.Module, stage: int) -> Step:
 def shardcore_step(model: nn.Module, stage: int, offload: bool) -> Step:
     optimizer = shardcore.FusedAdam(model.parameters(), **OPTIONS)
     place = {"optimizer": "cpu"} if offload else None
-    return torch_step(*shardcore.shard(model, optimizer, stage=stage, offload=place, precision="fp32"))
+    return torch_step(
+        *shardcore.shard(model, optimizer, stage=stage, offload=place, precision="fp32")
+    )
 
 
 def deepspeed_config(stage: int, batch: int) -> dict[str, Any]:
@@ -133,7 +152,11 @@ def deepspeed_step(model: nn.Module, stage: int, batch: int, offload: bool) -> S
         config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": False}
     params = list(model.parameters())
     on_gpu = params[0].device.type == "cuda"
-    adam = torch.optim.AdamW(params, **OPTIONS, fused=True) if on_gpu else DeepSpeedCPUAdam(params, **OPTIONS)
+    adam = (
+        torch.optim.AdamW(params, **OPTIONS, fused=True)
+        if on_gpu
+        else DeepSpeedCPUAdam(params, **OPTIONS)
+    )
     engine, *_ = deepspeed.initialize(model=model, optimizer=adam, config=config)
 
     def step(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -154,12 +177,20 @@ def engines(batch: int) -> dict[str, Callable[[nn.Module], Step]]:
     for stage in (2, 3):
         makers[f"FSDP2 {stage}"] = lambda model, stage=stage: fsdp2_step(model, stage)
     for stage in (0, 1, 2, 3):
-        makers[f"shardcore {stage}"] = lambda model, stage=stage: shardcore_step(model, stage, offload=False)
-        makers[f"shardcore {stage} + offload"] = lambda model, stage=stage: shardcore_step(model, stage, offload=True)
+        makers[f"shardcore {stage}"] = lambda model, stage=stage: shardcore_step(
+            model, stage, offload=False
+        )
+        makers[f"shardcore {stage} + offload"] = lambda model, stage=stage: shardcore_step(
+            model, stage, offload=True
+        )
     if DEEPSPEED is not None:
         for stage in (1, 2, 3):
-            makers[f"DeepSpeed {stage}"] = lambda model, stage=stage: deepspeed_step(model, stage, batch, offload=False)
-        makers["DeepSpeed 2 + offload"] = lambda model: deepspeed_step(model, 2, batch, offload=True)
+            makers[f"DeepSpeed {stage}"] = lambda model, stage=stage: deepspeed_step(
+                model, stage, batch, offload=False
+            )
+        makers["DeepSpeed 2 + offload"] = lambda model: deepspeed_step(
+            model, 2, batch, offload=True
+        )
     return makers
 
 
@@ -168,10 +199,18 @@ def base_of(world_size: int) -> str:
     return "DDP" if world_size > 1 else "torch"
 
 
-def measure(rank: Rank, options: argparse.Namespace) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Run all engines in turns; returns this rank's seconds per step by round (warm-up left out), and all losses, by engine."""
+def measure(
+    rank: Rank, options: argparse.Namespace
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Run all engines in turns; returns this rank's seconds per step by round (warm-up left
+    out), and all losses, by engine.
+    """
     base, makers = base_of(rank.world_size), engines(options.batch)
-    makers = {name: make for name, make in makers.items() if name == base or (name in options.engines and name != "torch")}
+    makers = {
+        name: make
+        for name, make in makers.items()
+        if name == base or (name in options.engines and name != "torch")
+    }
     on_gpu = rank.device.type == "cuda"
     if on_gpu:
         makers = {name: make for name, make in makers.items() if name != "DeepSpeed 2 + offload"}
@@ -181,10 +220,17 @@ def measure(rank: Rank, options: argparse.Namespace) -> tuple[dict[str, list[flo
     corpus = load_corpus()
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     losses: dict[str, list[float]] = {name: [] for name in steps}
-    for number, order in enumerate(harness.random_order(list(steps), options.warmup + options.rounds, seed=0)):
+    for number, order in enumerate(
+        harness.random_order(list(steps), options.warmup + options.rounds, seed=0)
+    ):
         batches = [
             corpus.batch(
-                seed=0, rank=rank.rank, step=step, micro_step=0, batch=options.batch, context=PRESETS[options.preset].context
+                seed=0,
+                rank=rank.rank,
+                step=step,
+                micro_step=0,
+                batch=options.batch,
+                context=PRESETS[options.preset].context,
             )
             for step in range(number * options.steps, (number + 1) * options.steps)
         ]
@@ -199,7 +245,12 @@ def measure(rank: Rank, options: argparse.Namespace) -> tuple[dict[str, list[flo
             seconds[name].append((time.perf_counter() - start) / options.steps)
             losses[name] += [loss.item() for loss in of_turn]
         if rank.rank == 0:
-            print(f"\rround {number + 1}/{options.warmup + options.rounds}", end="", file=sys.stderr, flush=True)
+            print(
+                f"\rround {number + 1}/{options.warmup + options.rounds}",
+                end="",
+                file=sys.stderr,
+                flush=True,
+            )
     return {name: samples[options.warmup :] for name, samples in seconds.items()}, losses
 
 
@@ -210,9 +261,11 @@ def check_losses(
     op: str = "bench_train_step",
     scale: float | None = None,
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Return each engine's largest relative difference from the base's losses, and that of peers which train something else.
+    """Return each engine's largest relative difference from the base's losses, and that of peers
+    which train something else.
 
-    scale: what it is relative to; None: the base's loss at that step. ValueError if one of ours trains something else.
+    scale: what it is relative to; None: the base's loss at that step. ValueError if one of ours
+    trains something else.
     """
     worst = {
         name: max(abs(a - b) / (scale or abs(b)) for a, b in zip(values, losses[base], strict=True))
@@ -229,7 +282,10 @@ def check_losses(
 def slowest(own_seconds: dict[str, list[float]]) -> dict[str, list[float]]:
     """Return the seconds of the slowest rank, by case and round. Collective."""
     of_ranks = gather(own_seconds)
-    return {name: [max(at) for at in zip(*(of_rank[name] for of_rank in of_ranks), strict=True)] for name in own_seconds}
+    return {
+        name: [max(at) for at in zip(*(of_rank[name] for of_rank in of_ranks), strict=True)]
+        for name in own_seconds
+    }
 
 
 def run_rank(rank: Rank, options: argparse.Namespace) -> int:
@@ -240,17 +296,28 @@ def run_rank(rank: Rank, options: argparse.Namespace) -> int:
     seconds = slowest({name: own_seconds[name] for name in worst})
     if rank.rank > 0:
         return 0
-    rows = [["engine", "ms (median)", f"time / {base} [quartiles]", f"losses within ... of {base}'s"]]
+    rows = [
+        ["engine", "ms (median)", f"time / {base} [quartiles]", f"losses within ... of {base}'s"]
+    ]
     ratios = {name: harness.paired(samples, seconds[base]) for name, samples in seconds.items()}
     for name, samples in seconds.items():
-        rows.append([name, f"{harness.spread(samples).median * 1e3:.1f}", str(ratios[name]), f"{worst[name]:.1e}"])
+        rows.append(
+            [
+                name,
+                f"{harness.spread(samples).median * 1e3:.1f}",
+                str(ratios[name]),
+                f"{worst[name]:.1e}",
+            ]
+        )
     print(
-        f"\n{options.preset}, batch {options.batch} a rank, {rank.world_size} {options.device} ranks, {options.rounds} rounds"
+        f"\n{options.preset}, batch {options.batch} a rank, {rank.world_size} {options.device} "
+        f"ranks, {options.rounds} rounds"
     )
     print(harness.table(rows))
     for name, difference in others.items():
         print(
-            f"{name} is left out: its losses differ from {base}'s by {difference:.1e} (more than {LOSS_TOLERANCE}: other work)"
+            f"{name} is left out: its losses differ from {base}'s by {difference:.1e} (more than "
+            f"{LOSS_TOLERANCE}: other work)"
         )
     result = {
         **suite.about_run("train_step", options),
@@ -258,14 +325,19 @@ def run_rank(rank: Rank, options: argparse.Namespace) -> int:
         "base": base,
         "deepspeed": DEEPSPEED,
         "engines": {
-            name: {"seconds": seconds[name], "time_over_base": asdict(ratios[name]), "losses_within": worst[name]}
+            name: {
+                "seconds": seconds[name],
+                "time_over_base": asdict(ratios[name]),
+                "losses_within": worst[name],
+            }
             for name in seconds
         },
         "left_out": others,
     }
     harness.write_json(options.out / "train_step.json", result)
     panel = harness.Panel(
-        title=f"{options.preset}, batch {options.batch} a rank, {rank.world_size} {options.device} ranks, float32",
+        title=f"{options.preset}, batch {options.batch} a rank, {rank.world_size} {options.device} "
+        f"ranks, float32",
         x_label=f"time of a step, {base} = 1 (median and quartiles; shorter is better)",
         bars=ratios,
         ours=lambda name: name.startswith("shardcore"),
@@ -278,16 +350,39 @@ def run_rank(rank: Rank, options: argparse.Namespace) -> int:
 def main() -> int:
     names = list(engines(batch=1))
     parser = suite.make_parser("train_step", __doc__, rounds=20, pause=0.02)
-    parser.add_argument("--preset", choices=list(PRESETS), default="cpu26m", help="model (default: %(default)s)")
-    parser.add_argument("--batch", type=positive, default=4, help="sequences per rank (default: %(default)s)")
-    parser.add_argument("--warmup", type=positive, default=3, help="rounds before them (default: %(default)s)")
-    parser.add_argument("--steps", type=positive, default=1, help="steps in a row of an engine's turn (default: %(default)s)")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of the ranks (default: %(default)s)")
     parser.add_argument(
-        "--nproc", type=positive, default=2, help="ranks; with 1 the base is plain torch (default: %(default)s)"
+        "--preset", choices=list(PRESETS), default="cpu26m", help="model (default: %(default)s)"
     )
     parser.add_argument(
-        "--engines", nargs="+", choices=names, default=names, help="which to time, beside DDP (default: all here)"
+        "--batch", type=positive, default=4, help="sequences per rank (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--warmup", type=positive, default=3, help="rounds before them (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--steps",
+        type=positive,
+        default=1,
+        help="steps in a row of an engine's turn (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--device",
+        choices=["cpu", "cuda"],
+        default="cpu",
+        help="of the ranks (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--nproc",
+        type=positive,
+        default=2,
+        help="ranks; with 1 the base is plain torch (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--engines",
+        nargs="+",
+        choices=names,
+        default=names,
+        help="which to time, beside DDP (default: all here)",
     )
     options = suite.parse(parser)
     threads = None  # all cores: a GPU's rank has its share of them
@@ -295,7 +390,10 @@ def main() -> int:
         threads = 1
         os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")  # the ranks inherit these
     if DEEPSPEED is None and options.device == "cpu":
-        print("DeepSpeed is left out: deepspeed is not installed (pip install --no-build-isolation deepspeed)")
+        print(
+            "DeepSpeed is left out: deepspeed is not installed (pip install --no-build-isolation "
+            "deepspeed)"
+        )
     return launch(run_rank, options.nproc, options.device, threads, options)
 
 

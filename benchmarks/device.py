@@ -1,7 +1,8 @@
-"""Where bench_fused_adam runs: how a GPU's time is taken, its kernels counted, and what its memory can do.
+"""Where bench_fused_adam runs: how a GPU's time is taken, its kernels counted, and what its memory
+can do.
 
-With the CPU as the device everything works alike, so that a machine without a GPU can test the benchmark; its figures mean
-nothing.
+With the CPU as the device everything works alike, so that a machine without a GPU can test the
+benchmark; its figures mean nothing.
 """
 
 import ctypes
@@ -22,7 +23,9 @@ ANNOTATIONS = ("Optimizer.",)  # and of ranges that torch marks
 
 
 def event_seconds(call: Callable[[], None], repeats: int) -> float:
-    """Time ``repeats`` calls with CUDA events on the current stream, from an idle device until the last kernel is done."""
+    """Time ``repeats`` calls with CUDA events on the current stream, from an idle device until
+    the last kernel is done.
+    """
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
     start.record()
@@ -50,7 +53,9 @@ class Device:
         self.timer = event_seconds if self.is_cuda else harness.wall_seconds
 
     def free_bytes(self) -> int | None:
-        """Let go of what nobody uses and return the memory that can be allocated then; None if there is no need to ask."""
+        """Let go of what nobody uses and return the memory that can be allocated then; None if
+        there is no need to ask.
+        """
         gc.collect()
         if not self.is_cuda:
             return None
@@ -60,23 +65,30 @@ class Device:
     def launches(self, call: Callable[[], None]) -> dict[str, int] | None:
         """Run ``call`` once and count what it launched on the device; None on the CPU.
 
-        Only after all timing: the profiler stays attached to the process and slows every launch that follows.
+        Only after all timing: the profiler stays attached to the process and slows every launch
+        that follows.
         """
         if not self.is_cuda:
             return None
         with profile(activities=[ProfilerActivity.CUDA]) as profiler:
             call()
             torch.cuda.synchronize()
-        return count_kernels(e.name for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA)
+        return count_kernels(
+            e.name for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA
+        )
 
     def copier(self, size_bytes: int) -> Callable[[], None]:
-        """Return a call that copies ``size_bytes`` within the device's memory, so moves twice as many."""
+        """Return a call that copies ``size_bytes`` within the device's memory, so moves twice as
+        many.
+        """
         source = torch.ones(size_bytes, dtype=torch.uint8, device=self.torch)
         target = torch.zeros_like(source)
         return lambda: target.copy_(source)
 
     def reader(self, size_bytes: int) -> Callable[[], None]:
-        """Return a call that reads ``size_bytes`` (a multiple of 16) of the device's memory and writes nothing."""
+        """Return a call that reads ``size_bytes`` (a multiple of 16) of the device's memory and
+        writes nothing.
+        """
         data = torch.ones(size_bytes // 4, dtype=torch.float32, device=self.torch)
         if not self.is_cuda:
             return lambda: data.sum()

@@ -1,11 +1,14 @@
-"""A simulated fabric: the engine's own schedule of one rank of many, in computed time, on nodes of GPUs that NICs join.
+"""A simulated fabric: the engine's own schedule of one rank of many, in computed time, on nodes of
+GPUs that NICs join.
 
-The engine runs as it is, on the CPU, as rank 0 over torch's fake backend, and takes that for NCCL. Its collectives move
-nothing. Each takes the links it needs for as long as its bytes take, after those before it on its communicator, and what waits
-for it waits until then; modules and Adam compute for as long as a GPU would. So what a schedule exposes is found without noise;
-what a network does beyond bytes, latency and the order of communicators is not in it.
+The engine runs as it is, on the CPU, as rank 0 over torch's fake backend, and takes that for NCCL.
+Its collectives move nothing. Each takes the links it needs for as long as its bytes take, after
+those before it on its communicator, and what waits for it waits until then; modules and Adam
+compute for as long as a GPU would. So what a schedule exposes is found without noise; what a
+network does beyond bytes, latency and the order of communicators is not in it.
 
-The model has the units of a large one, and a small fraction of its parameters: bytes and operations are multiplied.
+The model has the units of a large one, and a small fraction of its parameters: bytes and operations
+are multiplied.
 """
 
 import math
@@ -28,14 +31,17 @@ from shardcore.distributed.comm import Comm
 from shardcore.engine import engine as engine_module
 from shardcore.engine.states import DeviceStore
 
-ADAM_BYTES = 30  # that a step moves per parameter: masters and moments read and written, gradients, weights
+# that a step moves per parameter: masters and moments read and written, gradients, weights
+ADAM_BYTES = 30
 
 
 @dataclass(frozen=True)
 class Machine:
-    """GPUs in nodes. nvlink, nic, memory: bytes per second of a GPU, of links each way; flops: operations; latency: seconds.
+    """GPUs in nodes. nvlink, nic, memory: bytes per second of a GPU, of links each way; flops:
+    operations; latency: seconds.
 
-    message: seconds of a small message between hosts over gloo; host: bytes per second of a larger one.
+    message: seconds of a small message between hosts over gloo; host: bytes per second of a larger
+    one.
     """
 
     ranks_per_node: int = 8
@@ -50,9 +56,11 @@ class Machine:
 
 @dataclass(frozen=True)
 class Large:
-    """The model that is computed with: parameters of a unit and of the root (embedding and head), and units. 7B by default.
+    """The model that is computed with: parameters of a unit and of the root (embedding and head),
+    and units. 7B by default.
 
-    Where the small model's parameters of one or the other are no multiple of 256 for each rank, they are padded to one.
+    Where the small model's parameters of one or the other are no multiple of 256 for each rank,
+    they are padded to one.
     """
 
     unit: float = 202e6
@@ -83,9 +91,11 @@ class _Flight:
 
 @dataclass
 class Fabric:
-    """Computed time of one rank. now: of the stream that computes; exposed: seconds that it waits, by what it waits for.
+    """Computed time of one rank. now: of the stream that computes; exposed: seconds that it waits,
+    by what it waits for.
 
-    kind: of the collectives that are started next. compared: seconds that the host has taken to compare ranks.
+    kind: of the collectives that are started next. compared: seconds that the host has taken to
+    compare ranks.
     """
 
     machine: Machine
@@ -95,7 +105,8 @@ class Fabric:
     exposed: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     kind: str = ""
     compared: float = 0.0
-    _free: defaultdict[Any, float] = field(default_factory=lambda: defaultdict(float))  # communicators and links
+    # communicators and links
+    _free: defaultdict[Any, float] = field(default_factory=lambda: defaultdict(float))
 
     def compute(self, seconds: float) -> None:
         """Let the GPU compute."""
@@ -111,7 +122,11 @@ class Fabric:
         machine = self.machine
         links = [name for name, sent in (("nvlink", nvlink_bytes), ("nic", nic_bytes)) if sent]
         begin = max(self.now, *(self._free[one] for one in (group, *links)))
-        end = begin + machine.latency + self.scale * max(nvlink_bytes / machine.nvlink, nic_bytes / machine.nic)
+        end = (
+            begin
+            + machine.latency
+            + self.scale * max(nvlink_bytes / machine.nvlink, nic_bytes / machine.nic)
+        )
         for one in (group, *links):
             self._free[one] = end
         return _Flight(self.kind, end, self)
@@ -153,25 +168,33 @@ class Fabric:
             comm.uses_nccl, comm._backends = True, {"cpu": "gloo", "cuda": "nccl"}
 
         def noted(comm: Comm, name: str, ranks: Any = None) -> Any:
-            sums = name.startswith(("the reduction", "the gradients"))  # the second: gathered at stage 0
+            # the second: gathered at stage 0
+            sums = name.startswith(("the reduction", "the gradients"))
             self.kind = "gradients" if sums else "new weights" if "new" in name else "weights"
             return start(comm, name, ranks)
 
         def timed_step(store: DeviceStore, spans: Any, *rest: Any, **more: Any) -> None:
             step(store, spans, *rest, **more)
-            self.compute(self.scale * ADAM_BYTES * sum(span.numel for span in spans) / self.machine.memory)
+            self.compute(
+                self.scale * ADAM_BYTES * sum(span.numel for span in spans) / self.machine.memory
+            )
 
-        # Others gather what this rank does, and send zeros: with numbers that are not finite a step would be skipped.
+        # Others gather what this rank does, and send zeros: with numbers that are not finite a step
+        # would be skipped.
         def gather(fulls: list[torch.Tensor], owns: list[torch.Tensor], group: Any) -> _Flight:
             for full, own in zip(fulls, owns, strict=True):
                 full.view(-1, own.numel()).copy_(own.clone())
             return self.ring(group, sum(full.nbytes for full in fulls))
 
-        def reduce_scatter(own: torch.Tensor, full: torch.Tensor, group: Any, async_op: bool) -> _Flight:
+        def reduce_scatter(
+            own: torch.Tensor, full: torch.Tensor, group: Any, async_op: bool
+        ) -> _Flight:
             own.zero_()
             return self.ring(group, full.nbytes)
 
-        def all_to_all(received: torch.Tensor, sent: torch.Tensor, group: Any, async_op: bool) -> _Flight:
+        def all_to_all(
+            received: torch.Tensor, sent: torch.Tensor, group: Any, async_op: bool
+        ) -> _Flight:
             return self.exchange(group, received.zero_().nbytes)
 
         waiting: list[torch.Tensor] = []  # comparisons over gloo, of which each gets what it sends
@@ -255,9 +278,15 @@ class _Model(nn.Module):
     def __init__(self, fabric: Fabric, large: Large, tokens: int, width: int) -> None:
         super().__init__()
         unit_seconds, head_seconds = _forward_seconds(fabric.machine, large, tokens)
-        half, down, up = math.ceil(width * large.root / large.unit / 2), (width, width // 4), (width // 4, width)
+        half, down, up = (
+            math.ceil(width * large.root / large.unit / 2),
+            (width, width // 4),
+            (width // 4, width),
+        )
         self.embedding = nn.Linear(width, half, bias=False)
-        self.blocks = nn.ModuleList(_Layer(fabric, unit_seconds, down, up, down, up) for _ in range(large.units))
+        self.blocks = nn.ModuleList(
+            _Layer(fabric, unit_seconds, down, up, down, up) for _ in range(large.units)
+        )
         self.head = _Layer(fabric, head_seconds, (width, half))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -268,25 +297,37 @@ class _Model(nn.Module):
 
 
 def simulate(
-    world: int, tokens: int, machine: Machine = Machine(), large: Large = Large(), head_apart: bool = False, **options: Any
+    world: int,
+    tokens: int,
+    machine: Machine = Machine(),
+    large: Large = Large(),
+    head_apart: bool = False,
+    **options: Any,
 ) -> dict[str, float]:
-    """Return the seconds of a step by kind ("compute", "gradients", "weights", "new weights") after shard(..., **options).
+    """Return the seconds of a step by kind ("compute", "gradients", "weights", "new weights") after
+    shard(..., **options).
 
-    What is not "compute" is exposed. tokens: per rank and step. head_apart: whether the output head is a unit of its own.
-    "host": what the engine's Python took, in real seconds; "compared": its comparisons of ranks, beside the GPU.
+    What is not "compute" is exposed. tokens: per rank and step. head_apart: whether the output head
+    is a unit of its own. "host": what the engine's Python took, in real seconds; "compared": its
+    comparisons of ranks, beside the GPU.
     """
-    width = 512 if world <= 256 else 1024  # of layers: units of 256 elements, or a multiple, for each rank
+    # of layers: units of 256 elements, or a multiple, for each rank
+    width = 512 if world <= 256 else 1024
     fabric = Fabric(machine, world, large.unit / (width * width))
     torch.manual_seed(0)
     with fabric.installed(), _one_thread():
         model: Any = _Model(fabric, large, tokens, width)
         if head_apart:
             options["units"] = [*model.blocks, model.head]
-        model, optimizer = shardcore.shard(model, shardcore.FusedAdam(model.parameters()), precision="bf16", **options)
+        model, optimizer = shardcore.shard(
+            model, shardcore.FusedAdam(model.parameters()), precision="bf16", **options
+        )
         x = torch.ones(1, width, dtype=torch.bfloat16)
         begin, begun = 0.0, 0.0
         for step in range(4):
-            if step == 2:  # the order of units is known; a step's gathers may run into the next forward, so two are averaged
+            # the order of units is known; a step's gathers may run into the next forward, so two
+            # are averaged
+            if step == 2:
                 fabric.exposed.clear()
                 fabric.compared = 0.0
                 begin, begun = fabric.now, time.perf_counter()
@@ -297,16 +338,25 @@ def simulate(
         exposed = {kind: seconds / 2 for kind, seconds in fabric.exposed.items()}
         total = (fabric.now - begin) / 2
         optimizer.synchronize()
-    return {"compute": total - sum(exposed.values()), "host": host / 2, "compared": fabric.compared / 2, **exposed}
+    return {
+        "compute": total - sum(exposed.values()),
+        "host": host / 2,
+        "compared": fabric.compared / 2,
+        **exposed,
+    }
 
 
-def simulate_fsdp2(world: int, tokens: int, machine: Machine = Machine(), large: Large = Large()) -> dict[str, float]:
-    """Return what `simulate` does, of the GPU alone, for FSDP2's schedule, as its documentation has it; none of its code runs.
+def simulate_fsdp2(
+    world: int, tokens: int, machine: Machine = Machine(), large: Large = Large()
+) -> dict[str, float]:
+    """Return what `simulate` does, of the GPU alone, for FSDP2's schedule, as its documentation has
+    it; none of its code runs.
 
-    The root is gathered first, kept, and reduced last. Units are freed after forward. In both passes the next unit's gather is
-    issued when a unit begins to compute; after a unit's backward its bfloat16 gradients are reduced and scattered by a ring.
-    All ranks have one communicator, which runs these in order. Only the end of backward waits for reductions (FSDP2's buffers
-    limit how many are in flight, which could only add waits).
+    The root is gathered first, kept, and reduced last. Units are freed after forward. In both
+    passes the next unit's gather is issued when a unit begins to compute; after a unit's backward
+    its bfloat16 gradients are reduced and scattered by a ring. All ranks have one communicator,
+    which runs these in order. Only the end of backward waits for reductions (FSDP2's buffers limit
+    how many are in flight, which could only add waits).
     """
     fabric = Fabric(machine, world, scale=1)
     unit_seconds, head_seconds = _forward_seconds(machine, large, tokens)
@@ -337,13 +387,20 @@ def simulate_fsdp2(world: int, tokens: int, machine: Machine = Machine(), large:
 
 
 def simulate_deepspeed(
-    world: int, tokens: int, machine: Machine = Machine(), large: Large = Large(), stage: int = 2, bucket: float = 5e8
+    world: int,
+    tokens: int,
+    machine: Machine = Machine(),
+    large: Large = Large(),
+    stage: int = 2,
+    bucket: float = 5e8,
 ) -> dict[str, float]:
-    """Return what `simulate_fsdp2` does for DeepSpeed's schedule with its defaults and overlap_comm; none of its code runs.
+    """Return what `simulate_fsdp2` does for DeepSpeed's schedule with its defaults and
+    overlap_comm; none of its code runs.
 
-    Gradients are reduced in buckets of so many parameters, on the one communicator of all ranks: stage 2 adds them up on all
-    ranks, and gathers all weights after the step; stage 3 scatters them. It gathers the next 5e7 parameters (its
-    stage3_prefetch_bucket_size) when those before them begin to compute, the first ones of each pass when they are needed.
+    Gradients are reduced in buckets of so many parameters, on the one communicator of all ranks:
+    stage 2 adds them up on all ranks, and gathers all weights after the step; stage 3 scatters
+    them. It gathers the next 5e7 parameters (its stage3_prefetch_bucket_size) when those before
+    them begin to compute, the first ones of each pass when they are needed.
     """
     fabric = Fabric(machine, world, scale=1)
     unit_seconds, head_seconds = _forward_seconds(machine, large, tokens)
@@ -354,7 +411,10 @@ def simulate_deepspeed(
 
     pieces = math.ceil(large.unit / 5e7)
     # What is gathered, and how long forward computes with it: the embedding, units, the head.
-    forward = [(large.root / 2, 0.0), *[(large.unit / pieces, unit_seconds / pieces)] * (pieces * large.units)]
+    forward = [
+        (large.root / 2, 0.0),
+        *[(large.unit / pieces, unit_seconds / pieces)] * (pieces * large.units),
+    ]
     forward.append((large.root / 2, head_seconds))
     filled, reductions = 0.0, []
     for passed in (forward, forward[::-1]):

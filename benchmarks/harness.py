@@ -1,8 +1,9 @@
 """How every benchmark here measures and reports.
 
-A machine's memory bandwidth can swing by half within minutes, so a single time means little. Cases take turns, in a new
-random order each round, with a pause before each (another library's threads may still be spinning); what counts is the
-ratio of two cases within one round, and its median over rounds. Results are written with commit, hardware and options.
+A machine's memory bandwidth can swing by half within minutes, so a single time means little. Cases
+take turns, in a new random order each round, with a pause before each (another library's threads
+may still be spinning); what counts is the ratio of two cases within one round, and its median over
+rounds. Results are written with commit, hardware and options.
 """
 
 import gc
@@ -38,7 +39,11 @@ def spread(samples: Sequence[float]) -> Spread:
     """Return median and quartiles (of few samples: the nearest ones)."""
     ordered = sorted(samples)
     last = len(ordered) - 1
-    return Spread(statistics.median(ordered), ordered[math.floor(last * 0.25)], ordered[math.ceil(last * 0.75)])
+    return Spread(
+        statistics.median(ordered),
+        ordered[math.floor(last * 0.25)],
+        ordered[math.ceil(last * 0.75)],
+    )
 
 
 def paired(numerators: Sequence[float], denominators: Sequence[float]) -> Spread:
@@ -46,8 +51,12 @@ def paired(numerators: Sequence[float], denominators: Sequence[float]) -> Spread
     return spread([a / b for a, b in zip(numerators, denominators, strict=True)])
 
 
-def rates(seconds: list[float], limit: list[float], moved: int, limit_moved: int) -> dict[str, object]:
-    """Return the seconds, GB/s (median) and the share of the limit (paired by round) of a case that moves ``moved`` bytes."""
+def rates(
+    seconds: list[float], limit: list[float], moved: int, limit_moved: int
+) -> dict[str, object]:
+    """Return the seconds, GB/s (median) and the share of the limit (paired by round) of a case
+    that moves ``moved`` bytes.
+    """
     shares = paired(limit, seconds)
     factor = moved / limit_moved
     return {
@@ -59,7 +68,9 @@ def rates(seconds: list[float], limit: list[float], moved: int, limit_moved: int
 
 
 def random_order(names: Sequence[str], rounds: int, seed: int) -> Iterator[list[str]]:
-    """Yield the names in a new random order for each round; equal seeds give equal orders (ranks must agree)."""
+    """Yield the names in a new random order for each round; equal seeds give equal orders (ranks
+    must agree).
+    """
     generator = random.Random(seed)
     for _ in range(rounds):
         order = list(names)
@@ -70,8 +81,8 @@ def random_order(names: Sequence[str], rounds: int, seed: int) -> Iterator[list[
 def wall_seconds(call: Callable[[], None], repeats: int) -> float:
     """Time ``repeats`` calls by the clock on the wall.
 
-    Several measure a program at work, so two that do not count come first: after a pause a core may take milliseconds to wake,
-    and caches hold what other cases left.
+    Several measure a program at work, so two that do not count come first: after a pause a core may
+    take milliseconds to wake, and caches hold what other cases left.
     """
     for _ in range(2 if repeats > 1 else 0):
         call()
@@ -91,10 +102,11 @@ def interleave(
     seed: int = 0,
     timer: Callable[[Callable[[], Any], int], float] = wall_seconds,
 ) -> dict[str, list[float]]:
-    """Time every case once a round; returns the seconds of one call by case and round. ``warmup`` rounds are thrown away.
+    """Time every case once a round; returns the seconds of one call by case and round. ``warmup``
+    rounds are thrown away.
 
-    ``timer`` runs a case ``repeats`` times (of all cases, or by case) and returns the seconds that took. On a terminal a bar
-    shows how far it is.
+    ``timer`` runs a case ``repeats`` times (of all cases, or by case) and returns the seconds that
+    took. On a terminal a bar shows how far it is.
     """
     seconds: dict[str, list[float]] = {name: [] for name in cases}
     bar = Bar((warmup + rounds) * len(cases))
@@ -108,8 +120,12 @@ def interleave(
     return {name: samples[warmup:] for name, samples in seconds.items()}
 
 
-def disk_turns(cases: Mapping[str, Callable[[], float]], rounds: int, pause_s: float) -> dict[str, list[float]]:
-    """interleave, for cases that return their own seconds; each begins when all that was written is on disk."""
+def disk_turns(
+    cases: Mapping[str, Callable[[], float]], rounds: int, pause_s: float
+) -> dict[str, list[float]]:
+    """interleave, for cases that return their own seconds; each begins when all that was written
+    is on disk.
+    """
 
     def timer(case: Callable[[], float], repeats: int) -> float:
         gc.collect()
@@ -123,7 +139,8 @@ def disk_turns(cases: Mapping[str, Callable[[], float]], rounds: int, pause_s: f
 class Bar:
     """A progress bar on the last line of a terminal; nothing where standard error is none.
 
-    It is drawn only by ``advance``, between samples: a bar with a thread of its own would take part in the measurement.
+    It is drawn only by ``advance``, between samples: a bar with a thread of its own would take part
+    in the measurement.
     """
 
     WIDTH = 30
@@ -135,7 +152,9 @@ class Bar:
     def advance(self, name: str) -> None:
         """Show that the next of ``total`` samples begins, and of which case."""
         filled = self.WIDTH * self.done // self.total
-        self._draw(f"{'#' * filled}{'.' * (self.WIDTH - filled)} {self.done}/{self.total}  {name[:40]}")
+        self._draw(
+            f"{'#' * filled}{'.' * (self.WIDTH - filled)} {self.done}/{self.total}  {name[:40]}"
+        )
         self.done += 1
 
     def clear(self) -> None:
@@ -154,7 +173,10 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     rule = ["-" * width for width in widths]
     lines = []
     for row in [rows[0], rule, *rows[1:]]:
-        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        cells = [
+            row[0].ljust(widths[0]),
+            *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)),
+        ]
         lines.append("  ".join(cells))
     return "\n".join(lines)
 
@@ -162,7 +184,11 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 def save_json(path: Path, result: Mapping[str, object]) -> None:
     """Write ``result``, a list of numbers on one line; the directory must exist."""
     beside = path.with_name(path.name + ".new")  # whoever is interrupted keeps the old file whole
-    text = re.sub(r'\[\n([^][{}"]+)\n *\]', lambda found: f"[{' '.join(found[1].split())}]", json.dumps(result, indent=1))
+    text = re.sub(
+        r'\[\n([^][{}"]+)\n *\]',
+        lambda found: f"[{' '.join(found[1].split())}]",
+        json.dumps(result, indent=1),
+    )
     beside.write_text(text + "\n")
     beside.replace(path)
 
@@ -175,7 +201,9 @@ def write_json(path: Path, result: Mapping[str, object]) -> None:
 
 @dataclass(frozen=True)
 class Panel:
-    """One set of bars: a value with its spread for each name; ``ours`` says which names to set off by colour."""
+    """One set of bars: a value with its spread for each name; ``ours`` says which names to set
+    off by colour.
+    """
 
     title: str
     x_label: str
@@ -191,13 +219,17 @@ def write_png(path: Path, panels: Sequence[Panel], title: str) -> None:
     if figure is None:
         return
     figure.suptitle(title, fontsize=11)
-    all_axes = figure.subplots(len(panels), squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
+    all_axes = figure.subplots(len(panels), squeeze=False, gridspec_kw={"height_ratios": heights})[
+        :, 0
+    ]
     for axes, panel in zip(all_axes, panels, strict=True):
         names = list(panel.bars)[::-1]
         values = [panel.bars[name] for name in names]
         errors = [[v.median - v.low for v in values], [v.high - v.median for v in values]]
         colours = ["tab:blue" if panel.ours(name) else "0.7" for name in names]
-        bars = axes.barh(names, [v.median for v in values], xerr=errors, color=colours, ecolor="0.3", capsize=3)
+        bars = axes.barh(
+            names, [v.median for v in values], xerr=errors, color=colours, ecolor="0.3", capsize=3
+        )
         axes.bar_label(bars, [f" {v.median:.2f}" for v in values], padding=14)
         if panel.mark is not None:
             axes.axvline(panel.mark, color="0.2", linewidth=1, linestyle="--")

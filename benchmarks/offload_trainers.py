@@ -1,7 +1,9 @@
-"""The engines of bench_offload_train: how each trains a GPT in bfloat16 on one device with parts of its state on the host.
+"""The engines of bench_offload_train: how each trains a GPT in bfloat16 on one device with parts of
+its state on the host.
 
-All start from the same weights (random, and exact in bfloat16), keep float32 masters and moments, clip to the same norm and
-take AdamW's step. None ever has the whole model in float32 on the device, unless that is how it trains.
+All start from the same weights (random, and exact in bfloat16), keep float32 masters and moments,
+clip to the same norm and take AdamW's step. None ever has the whole model in float32 on the device,
+unless that is how it trains.
 """
 
 import os
@@ -38,8 +40,10 @@ BF16_BYTES = 2
 class Trainer:
     """A model that trains.
 
-    step: one whole step on tokens and targets; returns the loss, on the device. finish: waits for what step() left for later.
-    moved: bytes copied to and from host memory so far; None if it does not count. facts: what else is worth telling.
+    step: one whole step on tokens and targets; returns the loss, on the device. finish: waits for
+    what step() left for later.
+    moved: bytes copied to and from host memory so far; None if it does not count. facts: what else
+    is worth telling.
     """
 
     step: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -69,11 +73,13 @@ class Engine:
     streams: bool = False
 
 
-# --- models -----------------------------------------------------------------------------------------------------------
+# --- models ---------------------------------------------------------------------------------------
 
 
 class Fill:
-    """Gives a module's own parameters their values, which depend only on the module's number among those that have any."""
+    """Gives a module's own parameters their values, which depend only on the module's number
+    among those that have any.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._number = device, 0
@@ -108,7 +114,10 @@ def fill_all(model: nn.Module, device: torch.device) -> None:
     """Fill every module of a model that has memory; random numbers are drawn on `device`."""
     fill = Fill(device)
     for module in model.modules():
-        if next(module.parameters(recurse=False), None) is not None or next(module.buffers(recurse=False), None) is not None:
+        if (
+            next(module.parameters(recurse=False), None) is not None
+            or next(module.buffers(recurse=False), None) is not None
+        ):
             fill(module)
 
 
@@ -135,7 +144,7 @@ def pinned(size_bytes: int) -> int:
     return 1 << (size_bytes - 1).bit_length()
 
 
-# --- engines ----------------------------------------------------------------------------------------------------------
+# --- engines --------------------------------------------------------------------------------------
 
 TIERS: dict[str, dict[str, Any]] = {
     "optimizer": {"stage": 2, "offload": {"optimizer": "cpu"}},
@@ -145,7 +154,9 @@ TIERS: dict[str, dict[str, Any]] = {
 
 
 def last_adam(store: Any) -> dict[str, float]:
-    """Return how long CPU Adam of the last step worked, and rested between its first chunk and its last."""
+    """Return how long CPU Adam of the last step worked, and rested between its first chunk and
+    its last.
+    """
     events = getattr(store, "on_cpu", store)._pipeline.events
     spans = [(begin, end) for what, begin, end, _ in events if what == "adam"]
     idle = sum(begin - end for (_, end), (begin, _) in pairwise(spans))
@@ -157,7 +168,9 @@ def shardcore_trainer(preset: str, device: torch.device, options: dict[str, Any]
     """Train with shardcore.shard(**options)."""
     model: Any = on_meta(preset)
     adam = shardcore.FusedAdam(model.parameters(), **OPTIONS)
-    model, adam = shardcore.shard(model, adam, precision="bf16", clip_grad_norm=MAX_NORM, materialize=Fill(device), **options)
+    model, adam = shardcore.shard(
+        model, adam, precision="bf16", clip_grad_norm=MAX_NORM, materialize=Fill(device), **options
+    )
     copies = getattr(adam._engine.store, "copies", None)
 
     def step(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -174,7 +187,11 @@ def shardcore_trainer(preset: str, device: torch.device, options: dict[str, Any]
             found["last_adam"] = last_adam(adam._engine.store)
         return found
 
-    moved = (lambda: (0, 0)) if copies is None else (lambda: (copies.bytes_to_tier, copies.bytes_from_tier))
+    moved = (
+        (lambda: (0, 0))
+        if copies is None
+        else (lambda: (copies.bytes_to_tier, copies.bytes_from_tier))
+    )
     return Trainer(step, adam.synchronize, moved, facts)
 
 
@@ -183,11 +200,18 @@ def shardcore_engine(options: dict[str, Any]) -> Engine:
 
     def need(preset: str) -> Need:
         chosen = {key: value for key, value in options.items() if key != "stage"}
-        kept = predict(on_meta(preset), None, options["stage"], world_size=1, precision="bf16", **chosen).resting.by_tier
+        kept = predict(
+            on_meta(preset), None, options["stage"], world_size=1, precision="bf16", **chosen
+        ).resting.by_tier
         return Need(kept.get("device", 0), kept.get("cpu", 0))
 
     place = options.get("offload") or {}
-    return Engine(lambda preset, device: shardcore_trainer(preset, device, options), need, bool(place), "params" in place)
+    return Engine(
+        lambda preset, device: shardcore_trainer(preset, device, options),
+        need,
+        bool(place),
+        "params" in place,
+    )
 
 
 def deepspeed_version() -> str | None:
@@ -230,17 +254,23 @@ def deepspeed_trainer(preset: str, device: torch.device, stage: int, batch: int)
 
 
 def deepspeed_need(preset: str, stage: int) -> Need:
-    """What it keeps as its source reads: float32 master and gradient, bfloat16 weights, flat and pinned, and both moments.
+    """What it keeps as its source reads: float32 master and gradient, bfloat16 weights, flat and
+    pinned, and both moments.
 
-    On the device weights and gradients at stage 2, whole units at stage 3, and two buffers of 5e8 elements.
+    On the device weights and gradients at stage 2, whole units at stage 3, and two buffers of 5e8
+    elements.
     """
     numel, units = numel_of(preset), PRESETS[preset].layers + 1
-    device = 2 * BF16_BYTES * numel // (1 if stage == 2 else units) + 2 * BF16_BYTES * min(numel, 500_000_000)
+    device = 2 * BF16_BYTES * numel // (1 if stage == 2 else units) + 2 * BF16_BYTES * min(
+        numel, 500_000_000
+    )
     return Need(device, 2 * pinned(4 * numel) + pinned(BF16_BYTES * numel) + 8 * numel)
 
 
 def fsdp2_trainer(preset: str, device: torch.device) -> Trainer:
-    """Train with torch's fully_shard and its CPUOffloadPolicy: float32 weights, gradients and states in host memory."""
+    """Train with torch's fully_shard and its CPUOffloadPolicy: float32 weights, gradients and
+    states in host memory.
+    """
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     policy = {
         "mesh": mesh,
@@ -257,7 +287,8 @@ def fsdp2_trainer(preset: str, device: torch.device) -> Trainer:
     def step(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         loss = next_byte_loss(model(tokens), targets)
         loss.backward()
-        # Of one rank the local part is all. A norm of DTensors would ask NCCL for a sum of CPU tensors.
+        # Of one rank the local part is all. A norm of DTensors would ask NCCL for a sum of CPU
+        # tensors.
         grads = [param.grad.to_local() for param in model.parameters()]
         coefficient = MAX_NORM / (torch.nn.utils.get_total_norm(grads) + 1e-6)
         torch._foreach_mul_(grads, coefficient.clamp(max=1.0))
@@ -269,7 +300,9 @@ def fsdp2_trainer(preset: str, device: torch.device) -> Trainer:
 
 
 def fsdp2_need(preset: str) -> Need:
-    """Float32 weights and gradients, pinned, and both moments in host memory; on the device a few units, in both dtypes."""
+    """Float32 weights and gradients, pinned, and both moments in host memory; on the device a
+    few units, in both dtypes.
+    """
     numel = numel_of(preset)
     flat = sum(pinned(4 * of_param) for of_param in numels_of(preset))
     return Need(4 * (4 + BF16_BYTES) * numel // (PRESETS[preset].layers + 1), 2 * flat + 8 * numel)
@@ -281,7 +314,9 @@ def engines(batch: int) -> dict[str, Engine]:
     for overlap_step in (True, False):
         for name in ("gradients", "params", "optimizer"):
             options = TIERS[name] | {"overlap_step": overlap_step}
-            ours[f"shardcore {options['stage']}, {name}{', lazy' * overlap_step}"] = shardcore_engine(options)
+            ours[f"shardcore {options['stage']}, {name}{', lazy' * overlap_step}"] = (
+                shardcore_engine(options)
+            )
     first = ("shardcore 2", "shardcore 2, gradients, lazy", "shardcore 3, params, lazy")
     return {name: ours[name] for name in first} | peers(batch) | ours
 

@@ -1,1 +1,3 @@
-"""Programs that show shardcore at work. Run them from the repository root: ``python -m examples.train_gpt --help``."""
+"""Programs that show shardcore at work. Run them from the repository root: ``python -m
+examples.train_gpt --help``.
+"""

@@ -1,4 +1,6 @@
-"""Parsers of command line arguments, shared by the demo and the benchmarks. argparse puts the option's name before each."""
+"""Parsers of command line arguments, shared by the demo and the benchmarks. argparse puts the
+option's name before each.
+"""
 
 import argparse
 import re
@@ -51,9 +53,15 @@ def above_zero(text: str) -> float:
 def elements(text: str) -> int:
     """Parse a number of elements: 4096, 64K or 64M (powers of two), 3e7."""
     found = re.fullmatch(r"(\d{1,15})(?:([km])|e(\d{1,2}))?", text.lower())
-    count = 0 if found is None else int(found[1]) * {None: 1, "k": 2**10, "m": 2**20}[found[2]] * 10 ** int(found[3] or 0)
+    count = (
+        0
+        if found is None
+        else int(found[1]) * {None: 1, "k": 2**10, "m": 2**20}[found[2]] * 10 ** int(found[3] or 0)
+    )
     if not 1 <= count < 2**63:
-        raise argparse.ArgumentTypeError(f"{text!r}; expected a number of elements such as 4096, 64K, 64M or 3e7")
+        raise argparse.ArgumentTypeError(
+            f"{text!r}; expected a number of elements such as 4096, 64K, 64M or 3e7"
+        )
     return count
 
 
@@ -65,16 +73,23 @@ def text_file(text: str) -> str:
         with open(text, "rb") as file:
             numel = file.seek(0, 2)
     except OSError as error:
-        raise argparse.ArgumentTypeError(f"{text} cannot be read ({error.strerror}); expected a text to train on") from None
+        raise argparse.ArgumentTypeError(
+            f"{text} cannot be read ({error.strerror}); expected a text to train on"
+        ) from None
     if numel < MIN_BYTES:
         raise argparse.ArgumentTypeError(f"{text} has {numel} bytes; expected at least {MIN_BYTES}")
     return text
 
 
 def make_out_folder(parser: argparse.ArgumentParser, folder: Path) -> None:
-    """Make the folder of --out and try to write there: before the run, since after it the results would be lost."""
+    """Make the folder of --out and try to write there: before the run, since after it the
+    results would be lost.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        parser.error(f"argument --out: {folder} cannot be written to ({error.strerror}); expected a folder, or a new name")
+        parser.error(
+            f"argument --out: {folder} cannot be written to ({error.strerror}); expected a folder, "
+            f"or a new name"
+        )

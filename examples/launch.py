@@ -1,7 +1,9 @@
-"""Runs one function on every rank: joins torchrun when it is there, or starts the ranks of this machine itself.
+"""Runs one function on every rank: joins torchrun when it is there, or starts the ranks of this
+machine itself.
 
-Ranks that we start meet through a file, so no port can be taken. The first rank that fails ends all of them, and its
-traceback (not the "connection closed" that it causes in the others) is what the user sees.
+Ranks that we start meet through a file, so no port can be taken. The first rank that fails ends all
+of them, and its traceback (not the "connection closed" that it causes in the others) is what the
+user sees.
 """
 
 import os
@@ -40,12 +42,15 @@ def default_nproc(device: str) -> int:
     return torch.cuda.device_count() if device == "cuda" else 2
 
 
-def launch(function: Callable[..., int], nproc: int, device: str, threads: int | None, *args: object) -> int:
+def launch(
+    function: Callable[..., int], nproc: int, device: str, threads: int | None, *args: object
+) -> int:
     """Run ``function(Rank, *args)`` on every rank and return rank 0's result as an exit code.
 
-    ``function`` must be importable by name. ``device`` is "cpu" or "cuda". ``threads`` a rank is the share of this
-    machine's cores unless given. Under torchrun ``nproc`` is not used. Prints the first failing rank's traceback last and
-    returns 1 if a rank fails; returns 130 if it is interrupted.
+    ``function`` must be importable by name. ``device`` is "cpu" or "cuda". ``threads`` a rank is
+    the share of this machine's cores unless given. Under torchrun ``nproc`` is not used. Prints the
+    first failing rank's traceback last and returns 1 if a rank fails; returns 130 if it is
+    interrupted.
     """
     try:
         return _launch(function, nproc, device, threads, args)
@@ -54,16 +59,27 @@ def launch(function: Callable[..., int], nproc: int, device: str, threads: int |
         return 130
 
 
-def _launch(function: Callable[..., int], nproc: int, device: str, threads: int | None, args: tuple[object, ...]) -> int:
+def _launch(
+    function: Callable[..., int],
+    nproc: int,
+    device: str,
+    threads: int | None,
+    args: tuple[object, ...],
+) -> int:
     if under_torchrun():
         return _run_rank(function, "env://", device, threads, args)
     if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are here; a host name may not resolve
+        # all ranks are here; a host name may not resolve
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with tempfile.TemporaryDirectory() as directory:
         if nproc == 1:
             return _run_rank(function, f"file://{directory}/store", device, threads, args)
         context = mp.start_processes(
-            _spawned_rank, (directory, function, nproc, device, threads, args), nprocs=nproc, join=False, start_method="spawn"
+            _spawned_rank,
+            (directory, function, nproc, device, threads, args),
+            nprocs=nproc,
+            join=False,
+            start_method="spawn",
         )
         try:
             while not context.join():
@@ -87,7 +103,9 @@ def _spawned_rank(
     threads: int | None,
     args: tuple[object, ...],
 ) -> None:
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(nproc), LOCAL_WORLD_SIZE=str(nproc))
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(nproc), LOCAL_WORLD_SIZE=str(nproc)
+    )
     try:
         result = _run_rank(function, f"file://{directory}/store", device, threads, args)
     except Exception as error:
@@ -97,16 +115,25 @@ def _spawned_rank(
         Path(directory, "result").write_text(str(result))
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # threads of torch's process groups may abort an interpreter that ends (2.13, on a busy machine)
+    # threads of torch's process groups may abort an interpreter that ends (2.13, on a busy machine)
+    os._exit(0)
 
 
 def _run_rank(
-    function: Callable[..., int], init_method: str, device: str, threads: int | None, args: tuple[object, ...]
+    function: Callable[..., int],
+    init_method: str,
+    device: str,
+    threads: int | None,
+    args: tuple[object, ...],
 ) -> int:
-    """Set up this process as the rank that torchrun's variables name (rank 0 of 1 without them) and run the function."""
+    """Set up this process as the rank that torchrun's variables name (rank 0 of 1 without them)
+    and run the function.
+    """
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if threads is not None or "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(threads or max(1, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", world_size))))
+        torch.set_num_threads(
+            threads or max(1, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
+        )
     place = torch.device("cpu")
     if device == "cuda":
         place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))

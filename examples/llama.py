@@ -1,6 +1,7 @@
 """Models with the shapes of the Llama family, for `shardcore estimate` and simulated worlds.
 
-Under torch.device("meta") they take no memory. Rotary embeddings, which have no parameters, are left out.
+Under torch.device("meta") they take no memory. Rotary embeddings, which have no parameters, are
+left out.
 """
 
 import torch
@@ -9,7 +10,9 @@ from torch.nn import functional as F
 
 
 class Block(nn.Module):
-    """Grouped-query attention and a gated MLP, each behind a norm. (batch, length, width) -> the same."""
+    """Grouped-query attention and a gated MLP, each behind a norm. (batch, length, width) -> the
+    same.
+    """
 
     def __init__(self, width: int, heads: int, kv_heads: int, hidden: int) -> None:
         super().__init__()
@@ -26,7 +29,10 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.attention_norm(x)
-        q, k, v = (part(y).unflatten(-1, (-1, self.head_width)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        q, k, v = (
+            part(y).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+            for part in (self.q, self.k, self.v)
+        )
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         x = x + self.o(mixed.transpose(1, 2).flatten(-2))
         y = self.mlp_norm(x)
@@ -36,7 +42,9 @@ class Block(nn.Module):
 class Llama(nn.Module):
     """Tokens (batch, length) -> logits (batch, length, vocabulary)."""
 
-    def __init__(self, layers: int, width: int, heads: int, kv_heads: int, hidden: int, vocabulary: int) -> None:
+    def __init__(
+        self, layers: int, width: int, heads: int, kv_heads: int, hidden: int, vocabulary: int
+    ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
         self.blocks = nn.ModuleList([Block(width, heads, kv_heads, hidden) for _ in range(layers)])

@@ -11,7 +11,9 @@ except ImportError:
 
 
 def new_figure(path: Path, width: float, height: float) -> Any:
-    """Return an empty figure of so many inches, meant for `path`; None, and say so, where matplotlib is missing."""
+    """Return an empty figure of so many inches, meant for `path`; None, and say so, where
+    matplotlib is missing.
+    """
     if Figure is None:
         print(f"no {path.name}: matplotlib is not installed (pip install matplotlib)")
         return None

@@ -1,4 +1,6 @@
-"""One training of the GPT with shardcore, as short as a user would write it, and what it measured."""
+"""One training of the GPT with shardcore, as short as a user would write it, and what it
+measured.
+"""
 
 import ctypes
 import hashlib
@@ -22,7 +24,9 @@ TAIL_STEPS = 20  # the loss at the end is the mean over this many steps: one bat
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """What both trainings of a comparison share. ``batch`` is sequences per rank and micro-step; the rest as in the options."""
+    """What both trainings of a comparison share. ``batch`` is sequences per rank and micro-step;
+    the rest as in the options.
+    """
 
     preset: str
     steps: int
@@ -47,12 +51,16 @@ class Placement:
     offload: str
 
     def __str__(self) -> str:
-        return f"stage {self.stage}, " + ("no offload" if self.offload == "none" else f"{self.offload} offload")
+        return f"stage {self.stage}, " + (
+            "no offload" if self.offload == "none" else f"{self.offload} offload"
+        )
 
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """Where a training is saved, every how many steps (None: never), how many are kept (None: all), and if it goes on there."""
+    """Where a training is saved, every how many steps (None: never), how many are kept (None:
+    all), and if it goes on there.
+    """
 
     directory: str
     every: int | None = None
@@ -62,7 +70,8 @@ class Checkpoints:
 
 @dataclass(frozen=True)
 class Training:
-    """The outcome. losses: each step's mean over ranks, nats a byte. bytes_per_rank: by kind, one dict a rank.
+    """The outcome. losses: each step's mean over ranks, nats a byte. bytes_per_rank: by kind, one
+    dict a rank.
 
     skipped_steps: those whose gradients were not finite.
     """
@@ -100,12 +109,18 @@ def state_sha256(state: dict[str, torch.Tensor]) -> str:
         tensor = value.detach().cpu().contiguous()
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         if tensor.numel():
-            digest.update((ctypes.c_char * (tensor.numel() * tensor.element_size())).from_address(tensor.data_ptr()))
+            digest.update(
+                (ctypes.c_char * (tensor.numel() * tensor.element_size())).from_address(
+                    tensor.data_ptr()
+                )
+            )
     return digest.hexdigest()
 
 
 def gather(value: object) -> list:
-    """Return every rank's value, in the order of ranks, as JSON has it (torch's own way needs numpy). Collective."""
+    """Return every rank's value, in the order of ranks, as JSON has it (torch's own way needs
+    numpy). Collective.
+    """
     return Comm().gather_json(value)
 
 
@@ -119,7 +134,8 @@ def check_same(path: Path, saved: dict[str, object], here: dict[str, object]) ->
     for name, value in here.items():
         if saved.get(name) != value:
             raise ValueError(
-                f"train_gpt: {path} was saved with {name} {saved.get(name)!r}; expected {value!r}, as here (give the same "
+                f"train_gpt: {path} was saved with {name} {saved.get(name)!r}; expected {value!r}, "
+                f"as here (give the same "
                 "options and text, or another --checkpoint-dir)"
             )
 
@@ -137,8 +153,12 @@ def train(
     ``on_step(step, loss, seconds)`` hears of every step on this rank.
     """
     model = build_gpt(config.preset, config.seed)
-    optimizer = shardcore.FusedAdam(model.parameters(), lr=config.lr, betas=(0.9, 0.99), weight_decay=config.weight_decay)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, config.steps))
+    optimizer = shardcore.FusedAdam(
+        model.parameters(), lr=config.lr, betas=(0.9, 0.99), weight_decay=config.weight_decay
+    )
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: learning_rate_factor(step, config.steps)
+    )
     model, optimizer = shardcore.shard(
         model,
         optimizer,
@@ -147,13 +167,19 @@ def train(
         precision=config.precision,
         clip_grad_norm=config.clip if config.clip > 0 else None,
         accumulate=config.accumulate,
-        sync_each=True,  # the default depends on the stage, and which sums come first shows in the bits
+        # the default depends on the stage, and which sums come first shows in the bits
+        sync_each=True,
     )
     context = PRESETS[config.preset].context
     options = {**asdict(config), "text": corpus.sha256}
-    # Batches are a function of the step, so how many losses there are is the position in the data, too.
+    # Batches are a function of the step, so how many losses there are is the position in the data,
+    # too.
     past = {"options": options, "losses": [], "step_seconds": [], "skipped_steps": 0}
-    if checkpoints is not None and checkpoints.resume and Path(checkpoints.directory, "latest").exists():
+    if (
+        checkpoints is not None
+        and checkpoints.resume
+        and Path(checkpoints.directory, "latest").exists()
+    ):
         loaded = shardcore.load(checkpoints.directory, model, optimizer, scheduler=scheduler)
         past = loaded.client_state
         check_same(loaded.path, past["options"], options)
@@ -166,13 +192,19 @@ def train(
         step_loss = torch.zeros((), device=rank.device)
         for micro_step in range(config.accumulate):
             tokens, targets = corpus.batch(
-                seed=config.seed, rank=rank.rank, step=step, micro_step=micro_step, batch=config.batch, context=context
+                seed=config.seed,
+                rank=rank.rank,
+                step=step,
+                micro_step=micro_step,
+                batch=config.batch,
+                context=context,
             )
             logits = model(tokens.to(rank.device))
             loss = next_byte_loss(logits, targets.to(rank.device)) / config.accumulate
             optimizer.scale_loss(loss).backward()  # with fp16; otherwise that is loss itself
             step_loss += loss.detach()
-        if step == config.steps - 1:  # gradients are all there now; after zero_grad they may be gone
+        # gradients are all there now; after zero_grad they may be gone
+        if step == config.steps - 1:
             bytes_by_kind = shardcore.memory_report(model).by_kind
         optimizer.step()
         scheduler.step()

@@ -1,11 +1,21 @@
-"""Sharded, offloaded training on torch.distributed: weights, gradients and optimizer states partitioned over ranks.
+"""Sharded, offloaded training on torch.distributed: weights, gradients and optimizer states
+partitioned over ranks.
 
-DeepSpeed's other names are here, too (shardcore.zero, shardcore.ops.adam, ...): see shardcore.deepspeed.names.
+DeepSpeed's other names are here, too (shardcore.zero, shardcore.ops.adam, ...): see
+shardcore.deepspeed.names.
 """
 
 import sys
 
-from shardcore.api import full_grad, full_params, full_state, load_sharded_state_dict, no_sync, shard, sharded_state_dict
+from shardcore.api import (
+    full_grad,
+    full_params,
+    full_state,
+    load_sharded_state_dict,
+    no_sync,
+    shard,
+    sharded_state_dict,
+)
 from shardcore.checkpoint.background import Saving
 from shardcore.checkpoint.commits import resume
 from shardcore.checkpoint.consolidate import consolidate

@@ -1,7 +1,9 @@
-"""Loads the compiled extension shardcore._C, or raises an ImportError that says why it cannot and how to build it.
+"""Loads the compiled extension shardcore._C, or raises an ImportError that says why it cannot and
+how to build it.
 
-The rest of the package imports C++ functions from here (``from shardcore._native import _C``). setup.py writes a record beside
-the library, _C.build.json, which can be read even if the library cannot be loaded.
+The rest of the package imports C++ functions from here (``from shardcore._native import _C``).
+setup.py writes a record beside the library, _C.build.json, which can be read even if the library
+cannot be loaded.
 """
 
 import json
@@ -10,11 +12,16 @@ from pathlib import Path
 import torch
 
 _RECORD = Path(__file__).with_name("_C.build.json")
-_BUILD = "build it with 'pip install --no-build-isolation .' (or -e .), or in a checkout with 'make setup'"
+_BUILD = (
+    "build it with 'pip install --no-build-isolation .' (or -e .), or in a checkout with "
+    "'make setup'"
+)
 
 
 def build_record() -> dict[str, str]:
-    """Return setup.py's record of the last build: torch, cuda, python, and line (what was built and why); {} without one."""
+    """Return setup.py's record of the last build: torch, cuda, python, and line (what was built
+    and why); {} without one.
+    """
     try:
         record = json.loads(_RECORD.read_text())
     except (OSError, ValueError):
@@ -23,7 +30,9 @@ def build_record() -> dict[str, str]:
 
 
 def _same(version: str) -> str:
-    """Return what an extension and torch have to share: numbers of a release (2.13.0+cpu), else all (2.13.0a0+eb65.nv26.06)."""
+    """Return what an extension and torch have to share: numbers of a release (2.13.0+cpu), else
+    all (2.13.0a0+eb65.nv26.06).
+    """
     release = version.split("+")[0]
     return release if release.replace(".", "").isdecimal() else version
 
@@ -35,13 +44,15 @@ def _why(error: ImportError) -> str:
         return f"shardcore: its C++ extension (shardcore._C) is not built; {_BUILD}"
     if other := _other_torch(record.get("torch"), record.get("cuda")):
         return f"{other} [{error}]"
-    if isinstance(error, ModuleNotFoundError):  # a library is there, under the suffix of another Python
+    # a library is there, under the suffix of another Python
+    if isinstance(error, ModuleNotFoundError):
         return f"shardcore: its C++ extension is built for another Python; {_BUILD}"
     return f"shardcore: its C++ extension does not load: {error}; rebuild: {_BUILD}"
 
 
 def _other_torch(built_for: str | None, cuda: str | None) -> str:
-    """Return the text for a build whose torch, or the major version of its CUDA, is not the one here; "" if it fits.
+    """Return the text for a build whose torch, or the major version of its CUDA, is not the one
+    here; "" if it fits.
 
     A build without CUDA works with any torch of its version.
     """
@@ -49,10 +60,15 @@ def _other_torch(built_for: str | None, cuda: str | None) -> str:
     if not other and (not cuda or cuda.split(".")[0] == str(torch.version.cuda).split(".")[0]):
         return ""
     with_cuda = f" and CUDA {cuda}" if cuda else ""
-    here = f"{torch.__version__} with {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'no CUDA'}"
+    here = (
+        f"{torch.__version__} with "
+        f"{f'CUDA {torch.version.cuda}' if torch.version.cuda else 'no CUDA'}"
+    )
     return (
-        f"shardcore: its C++ extension is built for torch {built_for}{with_cuda}, but torch is {here}; install the wheel for "
-        f"this torch, or rebuild: {_BUILD}. Where pip installs what it built before: --no-cache-dir --force-reinstall --no-deps"
+        f"shardcore: its C++ extension is built for torch {built_for}{with_cuda}, but torch is "
+        f"{here}; install the wheel for "
+        f"this torch, or rebuild: {_BUILD}. Where pip installs what it built before: "
+        f"--no-cache-dir --force-reinstall --no-deps"
     )
 
 

@@ -1,4 +1,6 @@
-"""shard(): checks everything on every rank, then lays the model out in shards and attaches the engine."""
+"""shard(): checks everything on every rank, then lays the model out in shards and attaches the
+engine.
+"""
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +29,13 @@ from shardcore.distributed.machine import nodes_of, own_cores, plan_worker, shor
 from shardcore.engine import build, nvme_weights, relay
 from shardcore.engine import full_params as of_engine
 from shardcore.engine.bucket import LIFETIMES
-from shardcore.engine.cpu_store import CpuStore, cpu_store_of, host_bytes, warn_of_misplaced, warn_of_pageable
+from shardcore.engine.cpu_store import (
+    CpuStore,
+    cpu_store_of,
+    host_bytes,
+    warn_of_misplaced,
+    warn_of_pageable,
+)
 from shardcore.engine.engine import Engine, engine_behind
 from shardcore.engine.hooks import attach
 from shardcore.engine.host_gradients import host_grad_bytes
@@ -51,75 +59,105 @@ from shardcore.optim.dtensor import is_dtensor
 from shardcore.optim.interface import engine_of
 from shardcore.optim.muon import MuonKind
 from shardcore.optim.state_dict import joined_state, other_entries
-from shardcore.options import NoOptimizer, OffloadOptions, ShardOptions, accept_optimizer, replace_optimizer
+from shardcore.options import (
+    NoOptimizer,
+    OffloadOptions,
+    ShardOptions,
+    accept_optimizer,
+    replace_optimizer,
+)
 from shardcore.parallel.tensor import slice_adapters
 
 
 def full_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """Return the full averaged, unscaled gradient of a sharded model's parameter. Collective: the same one on all ranks.
+    """Return the full averaged, unscaled gradient of a sharded model's parameter. Collective: the
+    same one on all ranks.
 
-    A new tensor of the parameter's shape on the rank's device, in shard's `grad_dtype` (one rank alone may have the weight's
-    dtype); None if no rank has a gradient for it. What was only added locally (`no_sync`, `accumulate`) is reduced first.
-    Raises ValueError or TypeError, on every rank, for a frozen parameter and where ranks ask for different ones.
+    A new tensor of the parameter's shape on the rank's device, in shard's `grad_dtype` (one rank
+    alone may have the weight's dtype); None if no rank has a gradient for it. What was only added
+    locally (`no_sync`, `accumulate`) is reduced first. Raises ValueError or TypeError, on every
+    rank, for a frozen parameter and where ranks ask for different ones.
     """
     return engine_behind("full_grad", param).full_grad(param)
 
 
 def full_state(param: nn.Parameter, key: str) -> torch.Tensor:
-    """Return a full optimizer state of a sharded model's parameter. Collective: the same parameter and key on all ranks.
+    """Return a full optimizer state of a sharded model's parameter. Collective: the same parameter
+    and key on all ranks.
 
-    key: "exp_avg", "exp_avg_sq", "master" where there is one, "max_exp_avg_sq" with amsgrad: a new tensor of the parameter's
-    shape where the states live, float32 (bfloat16 moments as they are). "step": the count, a tensor of shape () on the CPU.
-    Raises ValueError, TypeError or KeyError, on every rank, for a frozen parameter, another key and where ranks differ.
+    key: "exp_avg", "exp_avg_sq", "master" where there is one, "max_exp_avg_sq" with amsgrad: a new
+    tensor of the parameter's shape where the states live, float32 (bfloat16 moments as they are).
+    "step": the count, a tensor of shape () on the CPU. Raises ValueError, TypeError or KeyError, on
+    every rank, for a frozen parameter, another key and where ranks differ.
     """
     return engine_behind("full_state", param).full_state(param, key)
 
 
 @contextmanager
 def full_params(model: nn.Module) -> Iterator[None]:
-    """Unshard a sharded model's weights inside the context, to read or to edit in place. Collective.
+    """Unshard a sharded model's weights inside the context, to read or to edit in place.
+    Collective.
 
-    model: what shard returned, a module of it, or the engine that initialize returned. At stages 0 to 2 weights are
-    never sharded. Every rank has to make the same edits, as under DDP; they are copied to the shards at the end of the context
-    (stage 3), to masters at the next step. At stage 3 ranks compare their weights at the end: ValueError on all of them where
-    they differ, with the weights as before. At stages 0 to 2 the context is local.
+    model: what shard returned, a module of it, or the engine that initialize returned. At stages 0
+    to 2 weights are never sharded. Every rank has to make the same edits, as under DDP; they are
+    copied to the shards at the end of the context (stage 3), to masters at the next step. At stage
+    3 ranks compare their weights at the end: ValueError on all of them where they differ, with the
+    weights as before. At stages 0 to 2 the context is local.
 
-    Entering and leaving are collective. A forward inside is not, if all weights of the model are unsharded: each rank may
-    run it as often as it needs (to generate sequences of different lengths), or one rank alone (to evaluate). Backward is. At
-    stage 3 a gradient penalty (`autograd.grad` with create_graph) needs forward and backward inside.
+    Entering and leaving are collective. A forward inside is not, if all weights of the model are
+    unsharded: each rank may run it as often as it needs (to generate sequences of different
+    lengths), or one rank alone (to evaluate). Backward is. At stage 3 a gradient penalty
+    (`autograd.grad` with create_graph) needs forward and backward inside.
     """
     if not isinstance(model, nn.Module):
         given, model = type(model).__name__, getattr(model, "module", model)  # an engine's
         if not isinstance(model, nn.Module):
-            raise TypeError(f"full_params: got a {given}; expected a module that shardcore.shard returned, or an engine")
+            raise TypeError(
+                f"full_params: got a {given}; expected a module that shardcore.shard returned, or "
+                f"an engine"
+            )
     if (whole := engine_of(model)) is not None:
         whole.synchronize()  # before parameters are read, which starts no gather
     params = set(model.parameters())
-    engine = engine_behind("full_params", next((p for p in params if engine_of(p) is not None), model))
+    engine = engine_behind(
+        "full_params", next((p for p in params if engine_of(p) is not None), model)
+    )
     with of_engine.full_params(engine, params):
         yield
 
 
 def sharded_state_dict(of: nn.Module | torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Return the state of a sharded model, or of its optimizer, without gathering it on any rank. Collective.
+    """Return the state of a sharded model, or of its optimizer, without gathering it on any rank.
+    Collective.
 
-    For torch.distributed.checkpoint: `save` it; or let `load` fill it, then pass it to load_sharded_state_dict. The
-    checkpoint has full tensors (float32 from masters), which any world size, stage or plain model loads. Keys are the
-    model's parameters (tied ones under each name) and persistent buffers; of an optimizer "parameter.exp_avg",
-    "parameter.step" and so on, without its options, and, where the loss scale moves, "loss_scale.scale",
-    "loss_scale.stable_steps" and "loss_scale.hysteresis_left" (of shape (), on the CPU). The values are copies of what this
-    rank has. What modules keep beside tensors (`get_extra_state`) is left out, with a warning that names them.
+    For torch.distributed.checkpoint: `save` it; or let `load` fill it, then pass it to
+    load_sharded_state_dict. The checkpoint has full tensors (float32 from masters), which any world
+    size, stage or plain model loads. Keys are the model's parameters (tied ones under each name)
+    and persistent buffers; of an optimizer "parameter.exp_avg", "parameter.step" and so on, without
+    its options, and, where the loss scale moves, "loss_scale.scale", "loss_scale.stable_steps" and
+    "loss_scale.hysteresis_left" (of shape (), on the CPU). The values are copies of what this rank
+    has. What modules keep beside tensors (`get_extra_state`) is left out, with a warning that names
+    them.
     """
     engine = engine_behind("sharded_state_dict", of)
-    return sharded_state.optimizer_state(engine) if isinstance(of, torch.optim.Optimizer) else sharded_state.model_state(engine)
+    return (
+        sharded_state.optimizer_state(engine)
+        if isinstance(of, torch.optim.Optimizer)
+        else sharded_state.model_state(engine)
+    )
 
 
-def load_sharded_state_dict(of: nn.Module | torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Set a sharded model, or its optimizer, from what sharded_state_dict returned and a checkpoint filled. Collective.
+def load_sharded_state_dict(
+    of: nn.Module | torch.optim.Optimizer, state_dict: Mapping[str, Any]
+) -> None:
+    """Set a sharded model, or its optimizer, from what sharded_state_dict returned and a checkpoint
+    filled. Collective.
 
-    Moments that 8-bit codes cannot keep exactly are warned of; for bfloat16 ones torch.distributed.checkpoint rounds before.
+    Moments that 8-bit codes cannot keep exactly are warned of; for bfloat16 ones
+    torch.distributed.checkpoint rounds before.
 
-    Raises ValueError or TypeError on every rank, with nothing changed, for other keys or shards, or a loss scale that is none.
+    Raises ValueError or TypeError on every rank, with nothing changed, for other keys or shards, or
+    a loss scale that is none.
     """
     engine = engine_behind("load_sharded_state_dict", of)
     if isinstance(of, torch.optim.Optimizer):
@@ -130,9 +168,11 @@ def load_sharded_state_dict(of: nn.Module | torch.optim.Optimizer, state_dict: M
 
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Let backwards inside the context add their gradients locally in float32; the next reduction sends the sum.
+    """Let backwards inside the context add their gradients locally in float32; the next reduction
+    sends the sum.
 
-    model: what shard returned, or the engine that initialize returned. Not collective, but every rank does the same.
+    model: what shard returned, or the engine that initialize returned. Not collective, but every
+    rank does the same.
     """
     with engine_behind("no_sync", model).no_sync():
         yield
@@ -171,83 +211,105 @@ def shard(
     model_parallel_group: dist.ProcessGroup | DeviceMesh | None = None,
     ranks_per_node: int | None = None,
 ) -> tuple[Model, Any]:
-    """Partition the training state of `model` over ranks (ZeRO); returns the same model and the optimizer to use. Collective.
+    """Partition the training state of `model` over ranks (ZeRO); returns the same model and the
+    optimizer to use. Collective.
 
     The guide (docs/guide.md) has an example and says more of each option.
 
     Args:
-        model: Changed in place, and moved to the rank's device; its class, parameter names and Parameter objects stay. It may
-            be tensor-parallel (parallelize_module), on a mesh of one dimension beside process_group (docs/tensor_parallel.md),
-            on the meta device, too.
-        optimizer: FusedAdam or CPUAdam (returned), torch's Adam or AdamW (replaced by a FusedAdam that shares its
-            param_groups), Lion, Muon, another elementwise optimizer of torch.optim, or one of a class with `elementwise =
-            True` (replaced by one that runs its steps on shards). States that it has are carried into the shards. None for a
-            model that only runs forward.
-        stage: 0 shards nothing, 1 optimizer states and masters, 2 also gradients, 3 also weights (arXiv:1910.02054).
-        units: What is gathered and reduced together: "auto" (the repeated blocks), module classes, a list of modules, or the
-            least number of parameters per unit. A list may begin with "auto" or a number: nothing inside the classes and
-            modules after it is a unit. At stage 3 ranks may use other parts of a unit, such as other experts.
-        offload: None, a dict, or "auto". {"optimizer": "cpu"} keeps masters and states in host memory and runs Adam there;
-            {"optimizer": "nvme", "path": DIR} keeps them in files, read and written chunk by chunk, which have the last
-            committed step at any instant: "resume": True goes on from it, False begins anew over it; "durable": False keeps one
-            copy, which is gone with the process; a list of directories uses all of their disks. Beside either "gradients":
-            "cpu" (stages 1 to 3), "params": "cpu" or, with states in files, "nvme" (stage 3), "ratio": the share that the CPU
-            updates, 0 to 1 or "auto": measured, with at most "device_memory_limit" bytes of states on the device (default: as
-            many as the peak of the first steps leaves room for), "pin_memory": bool, "pin_memory_limit": bytes, "cpu_threads":
-            int. "auto" chooses None or what goes into host memory, with the ratio "auto": what takes the fewest milliseconds of
-            all that fits, with a tenth of the device left for activations. It measures free memory, the link and Adam for at
-            most a second, and logs a table of what it considered. On the CPU it is None.
-        precision: "bf16", "fp16" or "fp32" converts all weights; None leaves each in its dtype. 16-bit weights get float32
-            masters, which start from the weights as given.
-        loss_scale: Of float16 weights, or of float32 ones under autocast to float16: a LossScale, or a fixed number. None:
-            `LossScale()` with "fp16", else no scaling.
+        model: Changed in place, and moved to the rank's device; its class, parameter names and
+            Parameter objects stay. It may be tensor-parallel (parallelize_module), on a mesh of one
+            dimension beside process_group (docs/tensor_parallel.md), on the meta device, too.
+        optimizer: FusedAdam or CPUAdam (returned), torch's Adam or AdamW (replaced by a FusedAdam
+            that shares its param_groups), Lion, Muon, another elementwise optimizer of torch.optim,
+            or one of a class with `elementwise = True` (replaced by one that runs its steps on
+            shards). States that it has are carried into the shards. None for a model that only runs
+            forward.
+        stage: 0 shards nothing, 1 optimizer states and masters, 2 also gradients, 3 also weights
+        (arXiv:1910.02054).
+        units: What is gathered and reduced together: "auto" (the repeated blocks), module classes,
+            a list of modules, or the least number of parameters per unit. A list may begin with
+            "auto" or a number: nothing inside the classes and modules after it is a unit. At stage
+            3 ranks may use other parts of a unit, such as other experts.
+        offload: None, a dict, or "auto". {"optimizer": "cpu"} keeps masters and states in host
+            memory and runs Adam there; {"optimizer": "nvme", "path": DIR} keeps them in files, read
+            and written chunk by chunk, which have the last committed step at any instant: "resume":
+            True goes on from it, False begins anew over it; "durable": False keeps one copy, which
+            is gone with the process; a list of directories uses all of their disks. Beside either
+            "gradients": "cpu" (stages 1 to 3), "params": "cpu" or, with states in files, "nvme"
+            (stage 3), "ratio": the share that the CPU updates, 0 to 1 or "auto": measured, with at
+            most "device_memory_limit" bytes of states on the device (default: as many as the peak
+            of the first steps leaves room for), "pin_memory": bool, "pin_memory_limit": bytes,
+            "cpu_threads": int. "auto" chooses None or what goes into host memory, with the ratio
+            "auto": what takes the fewest milliseconds of all that fits, with a tenth of the device
+            left for activations. It measures free memory, the link and Adam for at most a second,
+            and logs a table of what it considered. On the CPU it is None.
+        precision: "bf16", "fp16" or "fp32" converts all weights; None leaves each in its dtype.
+            16-bit weights get float32 masters, which start from the weights as given.
+        loss_scale: Of float16 weights, or of float32 ones under autocast to float16: a LossScale,
+            or a fixed number. None: `LossScale()` with "fp16", else no scaling.
         keep_fp32: Module classes, parameter names or parameters that are float32 in any case.
-        cast_inputs: With "bf16" or "fp16", cast floating inputs of the model's forward to that dtype. "units": of every unit's
-            forward, to the dtype of its weights.
+        cast_inputs: With "bf16" or "fp16", cast floating inputs of the model's forward to that
+            dtype. "units": of every unit's forward, to the dtype of its weights.
         grad_dtype: "fp32" or "bf16", of the reduced gradient.
-        reduce_dtype: "fp32", "bf16" or "fp16", of what ranks send; sums are float32 always. None: each parameter's own dtype.
+        reduce_dtype: "fp32", "bf16" or "fp16", of what ranks send; sums are float32 always. None:
+        each parameter's own dtype.
         clip_grad_norm: Clip to this global norm in every step.
         accumulate: Backwards per step. Divide the loss by it yourself, as in torch.
-        sync_each: Reduce after each of these backwards (default at stages 2 and 3), or add locally and reduce once (at 0, 1).
-        overlap_step: `step()` returns before the weights are updated; each unit's forward waits for its own. Same bits.
-        reshard_after_forward: At stage 3, free full weights between forward and backward (True), keep them (False), or keep
-            them in parts on so many consecutive ranks (a number).
-        prefetch: At stage 3, how many units ahead of the one that computes weights are gathered; those on NVMe are read into
-            host memory for as many units more.
-        reduction: "ordered" adds gradients in rank order, in float32: the same bits on every backend and at every stage.
-            "nccl" leaves the sum to NCCL, in the dtype that is sent.
-        broadcast: Take rank 0's weights and buffers. If False, all ranks must have the same values, which nothing compares.
-        materialize: Fills a model on the meta device: None (`reset_parameters()` of each module), a callable that is given
-            each module, .safetensors files (a path, a list, a Hugging Face folder), or a list of files and a callable.
-        process_group: The ranks that share the model (default: all). A 2-D DeviceMesh replicates over its first dimension and
-            shards over its second (hybrid sharding).
-        model_parallel_group: The ranks that hold the other parts of this model (pipeline stages), a group or a mesh of one
-            dimension, beside a process_group of the ranks that have this part. The gradients' norm is that of all parts, which
-            are clipped and skipped together; an error of a step, or of shard, on one rank is one on all of them. Each part has
-            its own buckets, state dicts and checkpoints.
-        ranks_per_node: Add gradients within nodes of so many ranks first. This alone, of all placements, changes bits.
+        sync_each: Reduce after each of these backwards (default at stages 2 and 3), or add locally
+        and reduce once (at 0, 1).
+        overlap_step: `step()` returns before the weights are updated; each unit's forward waits for
+        its own. Same bits.
+        reshard_after_forward: At stage 3, free full weights between forward and backward (True),
+            keep them (False), or keep them in parts on so many consecutive ranks (a number).
+        prefetch: At stage 3, how many units ahead of the one that computes weights are gathered;
+            those on NVMe are read into host memory for as many units more.
+        reduction: "ordered" adds gradients in rank order, in float32: the same bits on every
+            backend and at every stage. "nccl" leaves the sum to NCCL, in the dtype that is sent.
+        broadcast: Take rank 0's weights and buffers. If False, all ranks must have the same values,
+        which nothing compares.
+        materialize: Fills a model on the meta device: None (`reset_parameters()` of each module), a
+            callable that is given each module, .safetensors files (a path, a list, a Hugging Face
+            folder), or a list of files and a callable.
+        process_group: The ranks that share the model (default: all). A 2-D DeviceMesh replicates
+            over its first dimension and shards over its second (hybrid sharding).
+        model_parallel_group: The ranks that hold the other parts of this model (pipeline stages), a
+            group or a mesh of one dimension, beside a process_group of the ranks that have this
+            part. The gradients' norm is that of all parts, which are clipped and skipped together;
+            an error of a step, or of shard, on one rank is one on all of them. Each part has its
+            own buckets, state dicts and checkpoints.
+        ranks_per_node: Add gradients within nodes of so many ranks first. This alone, of all
+        placements, changes bits.
 
-    Afterwards gradients are reduced during backward. At stage 0 `p.grad` is the averaged gradient; from stage 1 on it is None,
-    `full_grad` returns it, and `zero_grad()` forgets it. `state_dict()` of model and optimizer are full, from the masters
-    (float32), and collective. A step with a non-finite gradient is skipped on every rank. Weights may be edited in place
-    (not through `p.data`); at stage 3 inside `full_params`. Every rank runs the same number of backwards, and at stage 3 of
-    forwards, with the same units in the same order.
+    Afterwards gradients are reduced during backward. At stage 0 `p.grad` is the averaged gradient;
+    from stage 1 on it is None, `full_grad` returns it, and `zero_grad()` forgets it. `state_dict()`
+    of model and optimizer are full, from the masters (float32), and collective. A step with a
+    non-finite gradient is skipped on every rank. Weights may be edited in place (not through
+    `p.data`); at stage 3 inside `full_params`. Every rank runs the same number of backwards, and at
+    stage 3 of forwards, with the same units in the same order.
 
-    Streams: a rank's work is queued on the current CUDA stream; collectives and copies run on streams of their own, which wait
-    for it and which it waits for. A forward may fork streams (branches, overlapped experts) and join them: their gradients are
-    reduced on the stream on which backward began, and the caller of backward waits for that stream.
+    Streams: a rank's work is queued on the current CUDA stream; collectives and copies run on
+    streams of their own, which wait for it and which it waits for. A forward may fork streams
+    (branches, overlapped experts) and join them: their gradients are reduced on the stream on which
+    backward began, and the caller of backward waits for that stream.
 
     Raises:
-        ValueError, TypeError: On every rank, with nothing changed, for bad arguments and where ranks disagree.
+        ValueError, TypeError: On every rank, with nothing changed, for bad arguments and where
+            ranks disagree.
         NotImplementedError: For what is not built yet.
         OSError: For files that cannot be read.
-        MemoryError: Where the ranks of a machine would take more host memory than it has free, or nothing fits for "auto".
-        RuntimeError: On every rank, if one cannot take memory (nothing is changed), or fails in `materialize` or in a copy (the
-            model is partly made: build it anew).
+        MemoryError: Where the ranks of a machine would take more host memory than it has free, or
+            nothing fits for "auto".
+        RuntimeError: On every rank, if one cannot take memory (nothing is changed), or fails in
+            `materialize` or in a copy (the model is partly made: build it anew).
     """
     given: Any = NoOptimizer() if optimizer is None else optimizer
     if optimizer is None and isinstance(offload, Mapping):
-        in_files = {"optimizer": "nvme", "durable": False} if offload.get("params") == "nvme" else {"optimizer": "cpu"}
+        in_files = (
+            {"optimizer": "nvme", "durable": False}
+            if offload.get("params") == "nvme"
+            else {"optimizer": "cpu"}
+        )
         offload = {**in_files, **offload}  # there are no states: weights may be offloaded alone
     options = ShardOptions(
         stage=stage,
@@ -269,7 +331,9 @@ def shard(
         broadcast=broadcast,
         materialize=materialize,
     )
-    plan, filler, options = _plan(model, given, options, process_group, model_parallel_group, ranks_per_node)
+    plan, filler, options = _plan(
+        model, given, options, process_group, model_parallel_group, ranks_per_node
+    )
     if (old := engine_of(model)) is not None:  # it gives way
         relay.begin("initialize", old)
         plan.builder.held = partial(relay.held_in, old)
@@ -288,15 +352,30 @@ def shard(
 
 
 def _advise_nodes(comm: Comm, backend_sums: bool) -> None:
-    """Say once where gradients are exchanged over several nodes as if they were one, which exposes much of it."""
+    """Say once where gradients are exchanged over several nodes as if they were one, which
+    exposes much of it.
+    """
     global _advised
     local = ranks_here() or comm.world_size
-    flat = comm.topology.nodes == 1 and not backend_sums and comm.uses_nccl and comm.world_size == dist.get_world_size()
-    if flat and 1 < local < comm.world_size and comm.world_size % local == 0 and comm.rank == 0 and not _advised:
+    flat = (
+        comm.topology.nodes == 1
+        and not backend_sums
+        and comm.uses_nccl
+        and comm.world_size == dist.get_world_size()
+    )
+    if (
+        flat
+        and 1 < local < comm.world_size
+        and comm.world_size % local == 0
+        and comm.rank == 0
+        and not _advised
+    ):
         _advised = True
         logger.warning(
-            "shard: gradients are exchanged over all %d ranks at once, of which %d share a node; expected ranks_per_node=%d, "
-            'which sends less between nodes (its own bits, the same at every stage), or reduction="nccl" (docs/scaling.md)',
+            "shard: gradients are exchanged over all %d ranks at once, of which %d share a node; "
+            "expected ranks_per_node=%d, "
+            "which sends less between nodes (its own bits, the same at every stage), or "
+            'reduction="nccl" (docs/scaling.md)',
             comm.world_size,
             local,
             local,
@@ -313,18 +392,27 @@ def _plan(
 ) -> tuple[Plan, FromInit | FromFiles | None, ShardOptions]:
     """Check everything on every rank and compare it; nothing changes.
 
-    Returns the plan, what gives values to weights, and the options, with an offload that is not "auto".
+    Returns the plan, what gives values to weights, and the options, with an offload that is not
+    "auto".
     """
     gpus = _gpus_of(model)
     if not gpus:
         use_own_gpu()
     mesh, unfit = _slices_of(model, given)
-    comm, problem = join(process_group, mesh, model_parallel_group, ranks_per_node, gpus.pop() if len(gpus) == 1 else None)
+    comm, problem = join(
+        process_group,
+        mesh,
+        model_parallel_group,
+        ranks_per_node,
+        gpus.pop() if len(gpus) == 1 else None,
+    )
     problem = problem or unfit
     if comm.group is not None and comm.world_size == 1 < dist.get_world_size() and not comm.across:
         logger.warning(
-            "shard: process_group has this rank (%d) alone, of %d: nothing is sharded, and its gradients are averaged with no "
-            "other's; expected None, or a group of all ranks that train this model, unless it is to train alone",
+            "shard: process_group has this rank (%d) alone, of %d: nothing is sharded, and its "
+            "gradients are averaged with no "
+            "other's; expected None, or a group of all ranks that train this model, unless it is "
+            "to train alone",
             dist.get_rank(),
             dist.get_world_size(),
         )
@@ -342,7 +430,11 @@ def _plan(
     try:
         options.check(len(comm.shard_ranks), comm.backend_sums)
         if options.tiers.path is not None and options.tiers.durable:
-            refuse_slices("shard: states in files that outlast the process", bool(comm.slices), '"durable": False')
+            refuse_slices(
+                "shard: states in files that outlast the process",
+                bool(comm.slices),
+                '"durable": False',
+            )
         build.check_model(model, alone=comm.world_size == 1)
         trains = not isinstance(given, NoOptimizer)
         adam = accept_optimizer(given, options.offload, options.overlap_step) if trains else given
@@ -356,12 +448,18 @@ def _plan(
         builder = build.Builder(comm, LIFETIMES[options.stage], options.dtype, kept, device, trains)
         build.check_norms(model, builder)
         whole_matrices = bool(comm.slices) and trains and isinstance(adam.kind, MuonKind)
-        refuse_slices("shard: Muon", whole_matrices, "an elementwise optimizer, as it takes whole matrices")
+        refuse_slices(
+            "shard: Muon", whole_matrices, "an elementwise optimizer, as it takes whole matrices"
+        )
         build.check_states(given, adam.kind, builder)
         filler = plan_materialize(model, options.materialize)
         buckets = builder.plan(model, specs, adam)
         options.check_loss_scale({bucket.dtype for bucket in buckets})
-        policy, scaler, tiers = options.reduce_policy(comm.world_size), options.loss_scaler(), options.tiers
+        policy, scaler, tiers = (
+            options.reduce_policy(comm.world_size),
+            options.loss_scaler(),
+            options.tiers,
+        )
         plan = Plan(
             model,
             adam,
@@ -375,16 +473,22 @@ def _plan(
             {spec.name: [name for name, _ in spec.params] for spec in specs},
         )
         needed = _host_bytes(plan, tiers)
-        ranks = {"ranks": repr(comm.topology), "shard_world_size": len(comm.shard_ranks), "backend_sums": comm.backend_sums}
+        ranks = {
+            "ranks": repr(comm.topology),
+            "shard_world_size": len(comm.shard_ranks),
+            "backend_sums": comm.backend_sums,
+        }
         entries = build.signature(model, specs, given, adam, builder, options.compared() | ranks)
         entries += filler.entries if filler is not None else []
     except Exception as error:  # of any kind: the other ranks are waiting
         problem = problem or error
     try:
         agree_in_parts(comm, problem, entries)
-        agree_in_parts(comm, short_of_memory(comm, needed), ())  # all ranks of all parts are here by now
+        # all ranks of all parts are here by now
+        agree_in_parts(comm, short_of_memory(comm, needed), ())
     finally:
-        problem = unfit = None  # an error that this frame held would hold it, and the model, in a cycle
+        # an error that this frame held would hold it, and the model, in a cycle
+        problem = unfit = None
     return plan, filler, options
 
 
@@ -396,34 +500,59 @@ def _figures(device: torch.device) -> Any:
 
 
 def _choose(
-    comm: Comm, model: nn.Module, adam: ShardableOptimizer, options: ShardOptions, figures: Sequence[Any]
+    comm: Comm,
+    model: nn.Module,
+    adam: ShardableOptimizer,
+    options: ShardOptions,
+    figures: Sequence[Any],
 ) -> Mapping[str, Any] | None:
-    """Return the offload for "auto", the same on all ranks, whose figures these are. Not collective; raises MemoryError."""
+    """Return the offload for "auto", the same on all ranks, whose figures these are. Not
+    collective; raises MemoryError.
+    """
     if isinstance(adam, NoOptimizer):
-        raise ValueError('shard: offload is "auto" without an optimizer; expected None, or {"params": "cpu"} at stage 3')
+        raise ValueError(
+            'shard: offload is "auto" without an optimizer; expected None, or {"params": "cpu"} at '
+            "stage 3"
+        )
     if None in figures:
-        raise ValueError(f'shard: offload is "auto", but not on rank {figures.index(None)}; expected the same on every rank')
+        raise ValueError(
+            f'shard: offload is "auto", but not on rank {figures.index(None)}; expected the same '
+            f"on every rank"
+        )
     if _FAILED in figures:  # `agree` says why
         return None
     if _ON_CPU in figures:
         if comm.rank == 0:
-            logger.info('shard: offload="auto" chose None: this rank computes on the CPU, whose memory is the host\'s')
+            logger.info(
+                'shard: offload="auto" chose None: this rank computes on the CPU, whose memory is '
+                "the host's"
+            )
         return None
     machine, rates = probe.agreed(figures)
 
     def predicted(stage: int, offload: Mapping[str, Any] | None) -> Prediction:
         return predict_rank(model, adam, replace(options, offload=offload), comm.topology)
 
-    found = fit.fit(machine, rates, comm.world_size, predicted, options.stage, not isinstance(adam.kind, MuonKind))
+    found = fit.fit(
+        machine,
+        rates,
+        comm.world_size,
+        predicted,
+        options.stage,
+        not isinstance(adam.kind, MuonKind),
+    )
     best = fit.chosen_of(found)
     said = (
-        f"{machine.device / 2**30:.1f} GiB of device memory ({machine.activations / 2**30:.1f} left for activations) and "
-        f"{machine.host / 2**30:.1f} GiB of host memory per rank, {rates.to_host / 1e9:.1f} GB/s to it and "
-        f"{rates.from_host / 1e9:.1f} back, Adam there {rates.adam / 1e9:.2f}e9 elements/s\n{fit.table(found)}"
+        f"{machine.device / 2**30:.1f} GiB of device memory ({machine.activations / 2**30:.1f} "
+        f"left for activations) and "
+        f"{machine.host / 2**30:.1f} GiB of host memory per rank, {rates.to_host / 1e9:.1f} GB/s "
+        f"to it and {rates.from_host / 1e9:.1f} back, Adam there {rates.adam / 1e9:.2f}e9 "
+        f"elements/s\n{fit.table(found)}"
     )
     if best is None:
         raise MemoryError(
-            f'shard: offload is "auto", and nothing fits {said}\nexpected more memory or ranks, a higher stage, smaller '
+            f'shard: offload is "auto", and nothing fits {said}\nexpected more memory or ranks, a '
+            f"higher stage, smaller "
             'states, or {"optimizer": "nvme", "path": DIR}'
         )
     if comm.rank == 0:
@@ -436,9 +565,16 @@ def _host_bytes(plan: Plan, tiers: OffloadOptions) -> int:
     needed = 0
     if tiers.optimizer is not None:
         split(plan.buckets if tiers.params == "nvme" else plan.updated, tiers.ratio)
-        needed = host_bytes(plan.updated, tiers.gradients is not None, tiers.params is not None, nvme=tiers.path is not None)
+        needed = host_bytes(
+            plan.updated,
+            tiers.gradients is not None,
+            tiers.params is not None,
+            nvme=tiers.path is not None,
+        )
     if tiers.gradients is not None:
-        needed += host_grad_bytes(plan.updated, plan.policy, plan.comm.world_size == 1 and not plan.scaler.active)
+        needed += host_grad_bytes(
+            plan.updated, plan.policy, plan.comm.world_size == 1 and not plan.scaler.active
+        )
     if tiers.params == "nvme":
         needed += nvme_weights.buffer_bytes(plan.buckets, plan.options["prefetch"])
     elif tiers.params is not None:
@@ -453,7 +589,9 @@ def _files(plan: Plan, tiers: OffloadOptions) -> StateFiles | None:
     folders = [Path(one) for one in tiers.path]
     if not tiers.durable:
         return Scratch(folders)
-    slots: Slots = attempt_together(plan.comm, "shard", lambda: Slots(folders, plan.comm.rank), "nothing was changed")
+    slots: Slots = attempt_together(
+        plan.comm, "shard", lambda: Slots(folders, plan.comm.rank), "nothing was changed"
+    )
     try:
         slots.choose(plan.comm, tiers.resume)
     except BaseException:
@@ -476,17 +614,26 @@ def _in_files(plan: Plan) -> NvmeStates:
     return store.in_files
 
 
-def _allocate(plan: Plan, given: Any, tiers: OffloadOptions, files: StateFiles | None) -> tuple[dict[Any, Any], dict[Any, Any]]:
-    """Take memory, on the device and in the tier; returns the optimizer's states, and its other entries. Collective."""
+def _allocate(
+    plan: Plan, given: Any, tiers: OffloadOptions, files: StateFiles | None
+) -> tuple[dict[Any, Any], dict[Any, Any]]:
+    """Take memory, on the device and in the tier; returns the optimizer's states, and its other
+    entries. Collective.
+    """
     comm, options = plan.comm, plan.options
     comm.acquire_group(keepers_of(options["reshard_after_forward"]))
-    worker = WorkerThreads(*plan_worker(comm, tiers.cpu_threads, plan.device))  # collective: other parts may have a worker
-    plan.threads = worker if options["overlap_step"] or tiers.gradients is not None else WorkerThreads(1)
+    # collective: other parts may have a worker
+    worker = WorkerThreads(*plan_worker(comm, tiers.cpu_threads, plan.device))
+    plan.threads = (
+        worker if options["overlap_step"] or tiers.gradients is not None else WorkerThreads(1)
+    )
     update_cores = options["overlap_step"] and plan.threads.cores
     with build.together(comm, "taking memory", "make room, or ask for less; nothing was changed"):
         if tiers.optimizer is not None:  # first: the shards of weights may lie in its tier
             splits = tiers.auto or tiers.ratio < 1.0
-            store: type[CpuStore] | type[SplitStore] = SplitStore if splits else cpu_store_of(plan.updated)
+            store: type[CpuStore] | type[SplitStore] = (
+                SplitStore if splits else cpu_store_of(plan.updated)
+            )
             plan.host = store(
                 plan.updated,
                 plan.device,
@@ -503,11 +650,16 @@ def _allocate(plan: Plan, given: Any, tiers: OffloadOptions, files: StateFiles |
             scratch = Scratch([Path(one) for one in tiers.path or ()], _in_files(plan).files.rates)
             weights = plan.host.keep_weights(plan.buckets, scratch, options["prefetch"])
         for bucket in plan.buckets:
-            plan.builder.allocate(bucket, None if plan.host is None or tiers.params is None else plan.host.copies, weights)
+            plan.builder.allocate(
+                bucket,
+                None if plan.host is None or tiers.params is None else plan.host.copies,
+                weights,
+            )
         plan.store = DeviceStore(plan.updated, plan.device) if plan.host is None else plan.host
         others = other_entries(given.state)
         own = ((p, state) for p, state in given.state.items() if state and p not in others)
-        states = {p: joined_state(state, p) for p, state in own if not is_dtensor(p)}  # of slices only what a constructor made
+        # of slices only what a constructor made
+        states = {p: joined_state(state, p) for p, state in own if not is_dtensor(p)}
     return states, others
 
 
@@ -519,7 +671,9 @@ def _fill(
     options: ShardOptions,
     old: Engine | None,
 ) -> None:
-    """Move the weights, or those that `filler` makes, into their memory, from where `old` has them, if any. Collective."""
+    """Move the weights, or those that `filler` makes, into their memory, from where `old` has
+    them, if any. Collective.
+    """
     builder, buckets, first = plan.builder, plan.buckets, plan.comm.rank == 0
     if first and (conversions := builder.conversions(plan.model)):
         logger.info("shard: precision=%r converts parameters: %s", options.precision, conversions)
@@ -529,18 +683,30 @@ def _fill(
         replace_optimizer(given, plan.optimizer, speak=first)
     for bucket in buckets:
         builder.fill(bucket, plan.store, options.broadcast)
-    idle = [m.name for bucket in buckets if bucket.group is None and bucket.trainable for m in bucket.params]
+    idle = [
+        m.name
+        for bucket in buckets
+        if bucket.group is None and bucket.trainable
+        for m in bucket.params
+    ]
     if idle and not builder.lifetimes.owns_everything and first:
         logger.warning(
-            "shard: no group of the optimizer has these trainable parameters, so nothing updates them (from stage 1 on their "
-            "gradients are in no p.grad that another optimizer could use; freeze them, or add them): %s",
+            "shard: no group of the optimizer has these trainable parameters, so nothing updates "
+            "them (from stage 1 on their "
+            "gradients are in no p.grad that another optimizer could use; freeze them, or add "
+            "them): %s",
             ", ".join(idle),
         )
     lost = [name for name, param in plan.frozen if param in states]
     if lost and first:
-        logger.warning("shard: the optimizer state of frozen parameters is dropped: %s", ", ".join(lost))
+        logger.warning(
+            "shard: the optimizer state of frozen parameters is dropped: %s", ", ".join(lost)
+        )
     sharded = {managed.param for bucket in buckets for managed in bucket.params}
-    rest: list[Any] = [*(param for _, param in plan.frozen if param not in sharded), *plan.model.buffers()]
+    rest: list[Any] = [
+        *(param for _, param in plan.frozen if param not in sharded),
+        *plan.model.buffers(),
+    ]
     if old is not None:
         relay.bring_back(old, rest)
         relay.end(old)
@@ -549,13 +715,17 @@ def _fill(
         filler.fill(builder, buckets, plan.store, options.broadcast)
 
 
-def _start(plan: Plan, given: Any, states: dict[Any, Any], others: dict[Any, Any], cast_inputs: bool | str) -> None:
+def _start(
+    plan: Plan, given: Any, states: dict[Any, Any], others: dict[Any, Any], cast_inputs: bool | str
+) -> None:
     """Start the engine and hand it the optimizer's states. Collective."""
     adam: Any = plan.optimizer
     with build.together(plan.comm, "starting the engine"):
         engine = Engine(plan)
     with build.together(plan.comm, "taking over the optimizer's states"):
-        given.state.clear()  # of a replaced one, too, which schedulers keep alive; each state goes as soon as it is carried
+        # of a replaced one, too, which schedulers keep alive; each state goes as soon as it is
+        # carried
+        given.state.clear()
         adam.forget()  # it holds the full states
         engine.state_io.carry(states)
         engine.go_on_from(None)
@@ -583,7 +753,11 @@ def _casts(plan: Plan, cast_inputs: bool | str) -> dict[str, torch.dtype]:
         return {"": dtype} if cast_inputs and dtype in (torch.bfloat16, torch.float16) else {}
     found = {}
     for name in {"", *(unit.name for unit in plan.units)}:
-        dtypes = {param.dtype for param in plan.model.get_submodule(name).parameters() if param.is_floating_point()}
+        dtypes = {
+            param.dtype
+            for param in plan.model.get_submodule(name).parameters()
+            if param.is_floating_point()
+        }
         if dtype in dtypes or len(dtypes) == 1:
             found[name] = dtype if dtype in dtypes else dtypes.pop()
     return found
@@ -610,17 +784,25 @@ def _slices_of(model: nn.Module, optimizer: Any) -> tuple[DeviceMesh | None, Exc
 
 
 def _gpus_of(model: nn.Module) -> set[torch.device]:
-    """Return the GPUs that hold a model; none for what is no model, which `shard` refuses on every rank."""
+    """Return the GPUs that hold a model; none for what is no model, which `shard` refuses on
+    every rank.
+    """
     if not isinstance(model, nn.Module):
         return set()
     return {tensor.device for tensor in [*model.parameters(), *model.buffers()] if tensor.is_cuda}
 
 
-def _rank_device(comm: Comm, model: nn.Module, optimizer: object, offload: Mapping[str, Any] | str | None) -> torch.device:
-    """Return where this rank computes: the model's CUDA device, the local rank's, or the CPU where no GPU is to be used."""
+def _rank_device(
+    comm: Comm, model: nn.Module, optimizer: object, offload: Mapping[str, Any] | str | None
+) -> torch.device:
+    """Return where this rank computes: the model's CUDA device, the local rank's, or the CPU
+    where no GPU is to be used.
+    """
     cuda = _gpus_of(model)
     if len(cuda) > 1:
-        raise ValueError(f"shard: the model is spread over {sorted(map(str, cuda))}; expected one device")
+        raise ValueError(
+            f"shard: the model is spread over {sorted(map(str, cuda))}; expected one device"
+        )
     on_host = isinstance(optimizer, CPUAdam) and (offload is None or isinstance(offload, str))
     if cuda:
         device = cuda.pop()
@@ -632,16 +814,19 @@ def _rank_device(comm: Comm, model: nn.Module, optimizer: object, offload: Mappi
         device = torch.device("cpu")
     if device.type == "cuda" and comm.group is not None and not comm.uses_nccl:
         raise ValueError(
-            f"shard: the model is on {device} but the process group has no nccl backend; expected nccl, or a CPU model"
+            f"shard: the model is on {device} but the process group has no nccl backend; expected "
+            f"nccl, or a CPU model"
         )
     if device.type == "cuda" and not _C.build_info()["cuda"]:
         raise ValueError(
-            f"shard: the model would train on {device}, but this shardcore is built without CUDA; expected a build with it "
-            "(install nvcc and a CUDA build of torch, then build again), or training on the CPU (with a gloo process group; "
-            "CUDA_VISIBLE_DEVICES= hides the GPUs)"
+            f"shard: the model would train on {device}, but this shardcore is built without CUDA; "
+            f"expected a build with it "
+            "(install nvcc and a CUDA build of torch, then build again), or training on the CPU "
+            "(with a gloo process group; CUDA_VISIBLE_DEVICES= hides the GPUs)"
         )
     if device.type == "cuda" and on_host:
         raise ValueError(
-            f'shard: CPUAdam was given for a model on {device}; expected FusedAdam, or offload={{"optimizer": "cpu"}} beside it'
+            f"shard: CPUAdam was given for a model on {device}; expected FusedAdam, or "
+            f'offload={{"optimizer": "cpu"}} beside it'
         )
     return device

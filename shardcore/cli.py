@@ -1,9 +1,10 @@
-"""The command line: ``shardcore info | run | estimate | consolidate | report | bench`` (or ``python -m shardcore``).
+"""The command line: ``shardcore info | run | estimate | consolidate | report | bench`` (or ``python
+-m shardcore``).
 
-Exit status: 0 done; 2 wrong arguments, or no source checkout where one is needed; of ``bench`` the suite's own, of ``run`` that
-of the rank that failed first.
-Benchmarks are not installed with the package: they belong to a commit, and compare with libraries that only a developer has.
-``bench`` runs those of the checkout that this package is imported from.
+Exit status: 0 done; 2 wrong arguments, or no source checkout where one is needed; of ``bench`` the
+suite's own, of ``run`` that of the rank that failed first.
+Benchmarks are not installed with the package: they belong to a commit, and compare with libraries
+that only a developer has. ``bench`` runs those of the checkout that this package is imported from.
 """
 
 import argparse
@@ -38,13 +39,21 @@ def _facts() -> dict[str, str]:
     gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     return {
         "shardcore": __version__,
-        "build": build_record().get("line", "unknown (no record beside the library)").removeprefix("shardcore: built "),
+        "build": build_record()
+        .get("line", "unknown (no record beside the library)")
+        .removeprefix("shardcore: built "),
         "library": str(_C.__file__),
         "compiler": build["compiler"],
         "torch": torch.__version__,
-        "CPU": f"{_C.cpu_isa()} (this build and CPU have {', '.join(_C.cpu_isas())}), {torch.get_num_threads()} threads",
-        "CUDA": f"{build['cuda']} for {build['cuda_arch_list']}" if build["cuda"] else "not in this build",
-        "GPUs": ", ".join(f"{p.name} ({p.major}.{p.minor}, {p.total_memory / 2**30:.0f} GiB)" for p in gpus) or "none",
+        "CPU": f"{_C.cpu_isa()} (this build and CPU have {', '.join(_C.cpu_isas())}), "
+        f"{torch.get_num_threads()} threads",
+        "CUDA": f"{build['cuda']} for {build['cuda_arch_list']}"
+        if build["cuda"]
+        else "not in this build",
+        "GPUs": ", ".join(
+            f"{p.name} ({p.major}.{p.minor}, {p.total_memory / 2**30:.0f} GiB)" for p in gpus
+        )
+        or "none",
     }
 
 
@@ -53,29 +62,45 @@ def _numa_facts() -> dict[str, str]:
     nodes = machine.numa_nodes()
     if not nodes:
         return {"NUMA": "nothing to do: one NUMA node"}
-    facts = {"NUMA": "; ".join(f"node {node} has cores {machine.format_cores(cores)}" for node, cores in nodes.items())}
+    facts = {
+        "NUMA": "; ".join(
+            f"node {node} has cores {machine.format_cores(cores)}" for node, cores in nodes.items()
+        )
+    }
 
     def placed(of_ranks: Sequence[Sequence[int]], rank: int) -> str:
         threads = machine.worker_threads(of_ranks, rank, machine.quota())
         cores = machine.worker_cores(of_ranks, rank, threads) or machine.own_cores()
-        return f"updates states on cores {machine.format_cores(cores)}, which lie on {_nodes_text(machine.nodes_of(cores))}"
+        return (
+            f"updates states on cores {machine.format_cores(cores)}, which lie on "
+            f"{_nodes_text(machine.nodes_of(cores))}"
+        )
 
     facts["one rank"] = placed([machine.own_cores()], 0)
-    near = [machine.near_cores(machine.pci_address(gpu)) for gpu in range(torch.cuda.device_count())]
+    near = [
+        machine.near_cores(machine.pci_address(gpu)) for gpu in range(torch.cuda.device_count())
+    ]
     of_ranks = machine.divide_by_nodes([machine.own_cores()] * len(near), near)
     for gpu, cores in enumerate(near):
-        facts[f"GPU {gpu}"] = f"is on {_nodes_text(machine.nodes_of(cores)) if cores else 'an unknown node'}"
+        facts[f"GPU {gpu}"] = (
+            f"is on {_nodes_text(machine.nodes_of(cores)) if cores else 'an unknown node'}"
+        )
         if len(near) > 1:
             facts[f"GPU {gpu}"] += f"; its rank of {len(near)} {placed(of_ranks, gpu)}"
     tier = _C.HostTier(torch.device("cpu"))
     tier.empty(1, torch.uint8, pinned=False, nodes=list(nodes))
     if tier.node_refusal:
-        facts["but"] = f"the system refuses to place memory ({tier.node_refusal}): states lie on any node"
+        facts["but"] = (
+            f"the system refuses to place memory ({tier.node_refusal}): states lie on any node"
+        )
     return facts
 
 
 def _nodes_text(nodes: Sequence[int]) -> str:
-    return f"node{'s' if len(nodes) > 1 else ''} {', '.join(map(str, nodes))}{' by turns' if len(nodes) > 1 else ''}"
+    return (
+        f"node{'s' if len(nodes) > 1 else ''} "
+        f"{', '.join(map(str, nodes))}{' by turns' if len(nodes) > 1 else ''}"
+    )
 
 
 def _info(parsed: argparse.Namespace) -> int:
@@ -85,25 +110,43 @@ def _info(parsed: argparse.Namespace) -> int:
     for folder, rates in measured.items():
         facts[folder] = f"{disk.about(engine, Path(folder))}: {_rates(rates)}"
     if len(measured) > 1:
-        facts["all of them"] = f'{_rates(disk.striped(list(measured.values())))} (offload={{"path": [DIR, ...]}})'
+        facts["all of them"] = (
+            f'{_rates(disk.striped(list(measured.values())))} (offload={{"path": [DIR, ...]}})'
+        )
     print(columns([[name, value] for name, value in facts.items()]))
     return 0
 
 
 def _rates(rates: disk.Rates) -> str:
-    return f"reads {rates.read / 1e9:.2f} GB/s, writes {rates.write / 1e9:.2f}, both at once {rates.both / 1e9:.2f} in all"
+    return (
+        f"reads {rates.read / 1e9:.2f} GB/s, writes {rates.write / 1e9:.2f}, both at once "
+        f"{rates.both / 1e9:.2f} in all"
+    )
 
 
 def _suites(checkout: Path) -> dict[str, str]:
-    """Return the benchmarks of a checkout, name -> first line of the description; none where the package is installed."""
-    paths = sorted(checkout.glob(f"benchmarks/{_PREFIX}*.py")) if (checkout / "pyproject.toml").exists() else []
+    """Return the benchmarks of a checkout, name -> first line of the description; none where the
+    package is installed.
+    """
+    paths = (
+        sorted(checkout.glob(f"benchmarks/{_PREFIX}*.py"))
+        if (checkout / "pyproject.toml").exists()
+        else []
+    )
     texts = {path: ast.get_docstring(ast.parse(path.read_text())) or "" for path in paths}
-    return {path.stem.removeprefix(_PREFIX): text.partition("\n")[0] for path, text in texts.items()}
+    return {
+        path.stem.removeprefix(_PREFIX): text.partition("\n")[0] for path, text in texts.items()
+    }
 
 
 def _consolidate(parsed: argparse.Namespace) -> int:
     dtype, size = DTYPES.get(parsed.dtype), bytes_of(parsed.max_shard_size)
-    print(*consolidate(parsed.directory, parsed.output, tag=parsed.tag, dtype=dtype, max_shard_bytes=size), sep="\n")
+    print(
+        *consolidate(
+            parsed.directory, parsed.output, tag=parsed.tag, dtype=dtype, max_shard_bytes=size
+        ),
+        sep="\n",
+    )
     return 0
 
 
@@ -111,58 +154,104 @@ def _bench(parsed: argparse.Namespace) -> int:
     suites = _suites(_CHECKOUT)
     if not suites:
         raise ValueError(
-            f"{_CHECKOUT}, where this shardcore is imported from, is no source checkout; expected one (clone the repository, "
-            "make setup, then python -m shardcore bench there)"
+            f"{_CHECKOUT}, where this shardcore is imported from, is no source checkout; expected "
+            f"one (clone the repository, make setup, then python -m shardcore bench there)"
         )
     if parsed.suite is None:
         print(columns(list(suites.items())))
         return 0
     if parsed.suite not in suites:
         raise ValueError(f"argument SUITE: {parsed.suite}; expected {', '.join(suites)}")
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(_CHECKOUT), os.environ.get("PYTHONPATH")]))}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(_CHECKOUT), os.environ.get("PYTHONPATH")]))
+    }
     command = [sys.executable, "-P", "-m", f"benchmarks.{_PREFIX}{parsed.suite}", *parsed.options]
     return subprocess.run(command, env=environment, check=False).returncode
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line (of this process, by default) and return the exit status."""
-    parser = argparse.ArgumentParser(prog="shardcore", description="Sharded, offloaded training on torch.distributed.")
+    parser = argparse.ArgumentParser(
+        prog="shardcore", description="Sharded, offloaded training on torch.distributed."
+    )
     parser.add_argument("--version", action="version", version=f"shardcore {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="info | run | estimate | consolidate | report | bench")
+    commands = parser.add_subparsers(
+        required=True, metavar="info | run | estimate | consolidate | report | bench"
+    )
 
-    def command(name: str, run: Callable[[argparse.Namespace], int], text: str, **how: Any) -> argparse.ArgumentParser:
+    def command(
+        name: str, run: Callable[[argparse.Namespace], int], text: str, **how: Any
+    ) -> argparse.ArgumentParser:
         added: argparse.ArgumentParser = commands.add_parser(name, help=text, **how)
         added.set_defaults(run=run, parser=added)
         return added
 
-    informer = command("info", _info, "what is installed, how it was built, and what it finds on this machine")
-    informer.add_argument("--disk", nargs="+", default=[], metavar="DIR", help="measure the disks of these directories, too")
-    runner = command("run", launch.run, "start a training program's ranks, with the options of DeepSpeed's launcher")
+    informer = command(
+        "info", _info, "what is installed, how it was built, and what it finds on this machine"
+    )
+    informer.add_argument(
+        "--disk",
+        nargs="+",
+        default=[],
+        metavar="DIR",
+        help="measure the disks of these directories, too",
+    )
+    runner = command(
+        "run",
+        launch.run,
+        "start a training program's ranks, with the options of DeepSpeed's launcher",
+    )
     launch.add_arguments(runner)
     estimator = command(
         "estimate",
         estimate.run,
-        "bytes that each rank keeps and sends for a model, by stage and number of ranks; trains nothing",
+        "bytes that each rank keeps and sends for a model, by stage and number of ranks; trains "
+        "nothing",
     )
     estimate.add_arguments(estimator)
-    consolidator = command("consolidate", _consolidate, "write the weights of a checkpoint as ordinary .safetensors files")
-    consolidator.add_argument("directory", metavar="DIR", help="what save was given, or one checkpoint")
-    consolidator.add_argument("output", metavar="OUT", help="a directory, or the name of one .safetensors file")
+    consolidator = command(
+        "consolidate",
+        _consolidate,
+        "write the weights of a checkpoint as ordinary .safetensors files",
+    )
+    consolidator.add_argument(
+        "directory", metavar="DIR", help="what save was given, or one checkpoint"
+    )
+    consolidator.add_argument(
+        "output", metavar="OUT", help="a directory, or the name of one .safetensors file"
+    )
     consolidator.add_argument("--tag", help="which checkpoint (default: the latest)")
-    consolidator.add_argument("--dtype", choices=list(DTYPES), help="of all floating tensors (default: float32 masters)")
+    consolidator.add_argument(
+        "--dtype", choices=list(DTYPES), help="of all floating tensors (default: float32 masters)"
+    )
     consolidator.add_argument("--max-shard-size", default="5GB", help="of a file (default: 5GB)")
-    report.add_arguments(command("report", report.run, "write a page with plots of a training that shardcore.Metrics watched"))
+    report.add_arguments(
+        command(
+            "report",
+            report.run,
+            "write a page with plots of a training that shardcore.Metrics watched",
+        )
+    )
     usage = "shardcore bench [SUITE [OPTIONS]]"
     bench = command("bench", _bench, "run a benchmark of a source checkout", usage=usage)
     bench.add_argument("suite", nargs="?", metavar="SUITE", help="which one (default: list them)")
-    bench.add_argument("options", nargs=argparse.REMAINDER, metavar="OPTIONS", help="the suite's own: bench SUITE --help")
+    bench.add_argument(
+        "options",
+        nargs=argparse.REMAINDER,
+        metavar="OPTIONS",
+        help="the suite's own: bench SUITE --help",
+    )
     parsed = parser.parse_args(arguments)
-    of_users = (ValueError, OSError, TypeError) if parsed.run is estimate.run else (ValueError, OSError)  # a user's function
+    # a user's function
+    of_users = (
+        (ValueError, OSError, TypeError) if parsed.run is estimate.run else (ValueError, OSError)
+    )
     try:
         status: int = parsed.run(parsed)
     except of_users as error:
         parsed.parser.error(str(error))
-    if arguments is None and parsed.run is launch.run:  # threads of torch's agent and store may abort this process's end (2.13)
+    # threads of torch's agent and store may abort this process's end (2.13)
+    if arguments is None and parsed.run is launch.run:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

@@ -1,15 +1,17 @@
-"""A StorageWriter and a StorageReader of torch.distributed.checkpoint over shardcore's format, for FSDP2 and other DTensors.
+"""A StorageWriter and a StorageReader of torch.distributed.checkpoint over shardcore's format, for
+FSDP2 and other DTensors.
 
     import shardcore.dcp
     dcp.save(state, storage_writer=shardcore.dcp.Writer("runs/step20"))
     dcp.load(state, storage_reader=shardcore.dcp.Reader("runs/step20"))
 
-`import shardcore` leaves this module out, since torch.distributed.checkpoint loads 700 modules. Tested with torch 2.13; what it
-uses of torch is the same in 2.11.
-A tensor's name is the one that the planner gives it. A box of it becomes ranges of the flattened tensor: a box of whole rows
-(Shard(0)) is one range, cut at RANGE_NUMEL, any other one is a range for each run of neighbouring elements. What is no tensor
-is plain data in the manifest, under "dcp". Nothing of it is pickled; on reading, the planner gets bytes of torch.save that were
-made then of the decoded data, since that is what `load_bytes` takes.
+`import shardcore` leaves this module out, since torch.distributed.checkpoint loads 700 modules.
+Tested with torch 2.13; what it uses of torch is the same in 2.11.
+A tensor's name is the one that the planner gives it. A box of it becomes ranges of the flattened
+tensor: a box of whole rows (Shard(0)) is one range, cut at RANGE_NUMEL, any other one is a range
+for each run of neighbouring elements. What is no tensor is plain data in the manifest, under "dcp".
+Nothing of it is pickled; on reading, the planner gets bytes of torch.save that were made then of
+the decoded data, since that is what `load_bytes` takes.
 """
 
 import io
@@ -56,7 +58,8 @@ from shardcore.checkpoint.write import Item, check_seen, write_manifest, write_r
 
 logger = logging.getLogger("shardcore")
 
-_locks: "weakref.WeakValueDictionary[Path, Writer]" = weakref.WeakValueDictionary()  # of each folder, who locked it last
+# of each folder, who locked it last
+_locks: "weakref.WeakValueDictionary[Path, Writer]" = weakref.WeakValueDictionary()
 _MAX_RANGES = 4_000_000  # of which a manifest has 60 bytes each, at most
 _ENDING_S = 1.0  # for which a thread may still be there after its asynchronous save has failed
 
@@ -71,28 +74,33 @@ def _unlock(lock: directory.SaveLock, process: int) -> None:
 
 
 class Writer(StorageWriter):
-    """Writes what torch.distributed.checkpoint saves as a checkpoint of shardcore's, one file per rank and a manifest.
+    """Writes what torch.distributed.checkpoint saves as a checkpoint of shardcore's, one file per
+    rank and a manifest.
 
-    path: the checkpoint, on a file system that all ranks see; `checkpoint_id=` of `dcp.save` takes its place. When `dcp.save`
-    returns, everything is on disk. Until then a checkpoint that was there is whole; it is replaced, never edited, and so is an
-    empty directory. save_latest: let "latest" beside it name it, for `shardcore.load`.
+    path: the checkpoint, on a file system that all ranks see; `checkpoint_id=` of `dcp.save` takes
+    its place. When `dcp.save` returns, everything is on disk. Until then a checkpoint that was
+    there is whole; it is replaced, never edited, and so is an empty directory. save_latest: let
+    "latest" beside it name it, for `shardcore.load`.
 
-    What is no tensor has to be plain data (numbers, text, lists, tuples, dicts, bytes); a planner has to have
-    DefaultSavePlanner's `lookup_object` for it.
+    What is no tensor has to be plain data (numbers, text, lists, tuples, dicts, bytes); a planner
+    has to have DefaultSavePlanner's `lookup_object` for it.
 
-    Rank 0 holds a lock on the directory of `path` until the save ends. Where another rank has failed, torch does not say so:
-    the lock is released by the next save of this Writer or of its thread, or when the Writer is freed.
+    Rank 0 holds a lock on the directory of `path` until the save ends. Where another rank has
+    failed, torch does not say so: the lock is released by the next save of this Writer or of its
+    thread, or when the Writer is freed.
 
-    Raises, as CheckpointException on every rank: OSError (a full disk, a failed write) with file and offset; TypeError for what
-    is neither tensor nor plain data, by name; BlockingIOError if another save goes on there; FileExistsError if `path` is
-    something else than a checkpoint; ValueError if no plan has some elements of a tensor.
+    Raises, as CheckpointException on every rank: OSError (a full disk, a failed write) with file
+    and offset; TypeError for what is neither tensor nor plain data, by name; BlockingIOError if
+    another save goes on there; FileExistsError if `path` is something else than a checkpoint;
+    ValueError if no plan has some elements of a tensor.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, save_latest: bool = False) -> None:
         """See the class. Nothing is done yet."""
         self._path = self._next = _absolute(path)
         self._save_latest, self._rank = save_latest, 0
-        self._unlock: weakref.finalize[Any, Any] | None = None  # the lock's end, with this Writer at the latest
+        # the lock's end, with this Writer at the latest
+        self._unlock: weakref.finalize[Any, Any] | None = None
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -105,14 +113,20 @@ class Writer(StorageWriter):
             self._next = _absolute(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Begin a checkpoint. Raises ValueError, or RuntimeError if the one before is still being written."""
+        """Begin a checkpoint. Raises ValueError, or RuntimeError if the one before is still
+        being written.
+        """
         if not self._end_failed():
             raise RuntimeError(
-                f"save: {self._path} is still being written by this Writer; expected a wait for its future before"
+                f"save: {self._path} is still being written by this Writer; expected a wait for "
+                f"its future before"
             )
         self._path = self._next
         if not kwargs.get("use_collectives", True):
-            raise ValueError("shardcore.dcp: use_collectives has False; expected True, since a checkpoint has one manifest")
+            raise ValueError(
+                "shardcore.dcp: use_collectives has False; expected True, since a checkpoint has "
+                "one manifest"
+            )
         self._rank = kwargs["rank"]
         directory.check_tag("save", self._path.name)
 
@@ -126,12 +140,16 @@ class Writer(StorageWriter):
         if folder in _locks:
             _locks[folder]._end_failed()
         self._thread = threading.current_thread()
-        self._unlock = weakref.finalize(self, _unlock, directory.SaveLock(folder, path.name), os.getpid())
+        self._unlock = weakref.finalize(
+            self, _unlock, directory.SaveLock(folder, path.name), os.getpid()
+        )
         _locks[folder] = self
         return plans
 
     def _end_failed(self) -> bool:
-        """Release the lock unless its save goes on in another thread; returns whether there is none."""
+        """Release the lock unless its save goes on in another thread; returns whether there is
+        none.
+        """
         if self._unlock is None or not self._unlock.alive:
             return True
         if self._thread is not threading.current_thread():
@@ -142,14 +160,18 @@ class Writer(StorageWriter):
 
     @torch.no_grad()
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's file. Raises OSError, or TypeError for what the format does not have."""
+        """Write this rank's file. Raises OSError, or TypeError for what the format does not
+        have.
+        """
         path = directory.unfinished(self._path.parent, self._path.name)
         check_seen(path, self._rank)
         objects: dict[str, Any] = {}
         items: list[Item] = []
         for item in plan.items:
             if item.type == WriteItemType.BYTE_IO:
-                objects[item.index.fqn] = plain.to_json(_object(planner, item), f"save: {item.index.fqn}")
+                objects[item.index.fqn] = plain.to_json(
+                    _object(planner, item), f"save: {item.index.fqn}"
+                )
             else:
                 items += _items(planner, item)
         said = {**write_ranges(path, layout.data_file(self._rank), items), "objects": objects}
@@ -159,13 +181,19 @@ class Writer(StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On rank 0: write the manifest, and give the checkpoint its name. Raises OSError or ValueError."""
+        """On rank 0: write the manifest, and give the checkpoint its name. Raises OSError or
+        ValueError.
+        """
         folder, name = self._path.parent, self._path.name
         assert self._unlock is not None
         try:
             said = [one.storage_data for of_rank in results for one in of_rank]
             tensors = {
-                key: {"shape": list(of.size), "dtype": layout.dtype_name(of.properties.dtype, key), "step": None}
+                key: {
+                    "shape": list(of.size),
+                    "dtype": layout.dtype_name(of.properties.dtype, key),
+                    "step": None,
+                }
                 for key, of in metadata.state_dict_metadata.items()
                 if isinstance(of, TensorStorageMetadata)
             }
@@ -174,11 +202,18 @@ class Writer(StorageWriter):
                 "planner_data": plain.to_json(metadata.planner_data, "save: planner_data"),
             }
             written = directory.unfinished(folder, name)
-            ranges = sum(len(part["ranges"]) for one in said for parts in one["ranges"].values() for part in parts.values())
+            ranges = sum(
+                len(part["ranges"])
+                for one in said
+                for parts in one["ranges"].values()
+                for part in parts.values()
+            )
             if ranges > _MAX_RANGES:
                 raise ValueError(
-                    f"save: {ranges} ranges are too many for a manifest; expected at most {_MAX_RANGES}: a tensor that is cut "
-                    "in another dimension than the first has one for each row (shard dimension 0, or use FileSystemWriter)"
+                    f"save: {ranges} ranges are too many for a manifest; expected at most "
+                    f"{_MAX_RANGES}: a tensor that is cut "
+                    "in another dimension than the first has one for each row (shard dimension 0, "
+                    "or use FileSystemWriter)"
                 )
             write_manifest(written, said, tensors, {**_NOTHING, "dcp": own})
             _check_whole(written)
@@ -205,15 +240,16 @@ def _check_whole(path: Path) -> None:
         layout.Checkpoint(path).close()
     except ValueError as error:
         raise ValueError(
-            f"save: what the ranks planned to write is no whole checkpoint ({error}); expected each element of each tensor on "
-            "one rank (with no_dist=True: full tensors)"
+            f"save: what the ranks planned to write is no whole checkpoint ({error}); expected "
+            f"each element of each tensor on one rank (with no_dist=True: full tensors)"
         ) from error
 
 
 def _object(planner: SavePlanner, item: WriteItem) -> Any:
     if not hasattr(planner, "lookup_object"):
         raise TypeError(
-            f"save: {item.index.fqn} is no tensor, and {type(planner).__name__} has no lookup_object; expected a "
+            f"save: {item.index.fqn} is no tensor, and {type(planner).__name__} has no "
+            f"lookup_object; expected a "
             "DefaultSavePlanner (others give pickled bytes, which this format does not have)"
         )
     return planner.lookup_object(item.index)
@@ -231,7 +267,8 @@ def _items(planner: SavePlanner, item: WriteItem) -> Iterator[Item]:
             found = planner.resolve_data(item)
             if not isinstance(found, torch.Tensor) or found.shape != sizes or found.dtype != dtype:
                 raise ValueError(
-                    f"save: the planner gives {type(found).__name__} for {name}; expected {tuple(sizes)} of {dtype}"
+                    f"save: the planner gives {type(found).__name__} for {name}; expected "
+                    f"{tuple(sizes)} of {dtype}"
                 )
             box[:] = [found.detach().reshape(-1)]
         part = box[0][at : at + numel]
@@ -246,8 +283,12 @@ def _items(planner: SavePlanner, item: WriteItem) -> Iterator[Item]:
             at += count
 
 
-def runs_of(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield (start, numel) in the flattened tensor of the runs of elements that make up a box of it, in order."""
+def runs_of(
+    shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]
+) -> Iterator[tuple[int, int]]:
+    """Yield (start, numel) in the flattened tensor of the runs of elements that make up a box of
+    it, in order.
+    """
     if 0 in sizes:
         return
     whole = len(shape)  # dimensions from here on are whole
@@ -262,13 +303,16 @@ def runs_of(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) 
 
 
 class Reader(StorageReader):
-    """Lets torch.distributed.checkpoint load a checkpoint of shardcore's, into any sharding and any number of ranks.
+    """Lets torch.distributed.checkpoint load a checkpoint of shardcore's, into any sharding and any
+    number of ranks.
 
-    path: a checkpoint that `Writer` wrote, or a directory whose "latest" names one; `checkpoint_id=` of `dcp.load` takes its
-    place. Of one that `shardcore.save` wrote it has the weights (float32 masters where there are any) and buffers. Each rank
-    reads the ranges that have something of its own, one at a time (4 MiB), and checks their checksums.
+    path: a checkpoint that `Writer` wrote, or a directory whose "latest" names one;
+    `checkpoint_id=` of `dcp.load` takes its place. Of one that `shardcore.save` wrote it has the
+    weights (float32 masters where there are any) and buffers. Each rank reads the ranges that have
+    something of its own, one at a time (4 MiB), and checks their checksums.
 
-    Raises, as CheckpointException on every rank: OSError; ValueError for damaged files, with file and offset.
+    Raises, as CheckpointException on every rank: OSError; ValueError for damaged files, with file
+    and offset.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -290,21 +334,26 @@ class Reader(StorageReader):
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
         """Return what there is: each tensor as one box. Raises OSError or ValueError.
 
-        (torch asks again, for metadata of each rank, where this has an argument that is called kwargs.)
+        (torch asks again, for metadata of each rank, where this has an argument that is called
+        kwargs.)
         """
         self._close()
         try:
             return self._read_metadata()
         except (OSError, ValueError) as error:
-            logger.error("%s", error)  # torch 2.11 then raises "metadata is None", which does not say why
+            # torch 2.11 then raises "metadata is None", which does not say why
+            logger.error("%s", error)
             raise
 
     def _read_metadata(self) -> Metadata:
-        path, tag = (self._path, None) if self._path.exists() else (self._path.parent, self._path.name)
+        path, tag = (
+            (self._path, None) if self._path.exists() else (self._path.parent, self._path.name)
+        )
         folder = directory.find("load", path, tag)
         if (folder / METADATA).exists():
             raise ValueError(
-                f"load: {folder} was written by FileSystemWriter; expected a checkpoint of Writer: use FileSystemReader"
+                f"load: {folder} was written by FileSystemWriter; expected a checkpoint of Writer: "
+                f"use FileSystemReader"
             )
         self._source = source = layout.Checkpoint(folder)
         found: dict[str, Any] = {}
@@ -316,7 +365,9 @@ class Reader(StorageReader):
         found.update({name: BytesStorageMetadata() for name in self._objects})
         return Metadata(found, planner_data=planner_data)
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
         """Do nothing."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -360,22 +411,35 @@ def _fill(target: torch.Tensor, source: layout.Checkpoint, item: ReadItem) -> No
     shape = source.shapes[name]
     entry = source.entries[source.tied.get(name, name)]
     stored = entry.parts["master"] if "master" in entry.parts else entry.parts["weight"]
-    windows = [(one.start, one.numel) for one in stored.ranges] if len(entry.slices) == 1 else [*layout.cut(0, prod(shape))]
+    windows = (
+        [(one.start, one.numel) for one in stored.ranges]
+        if len(entry.slices) == 1
+        else [*layout.cut(0, prod(shape))]
+    )
     if target.shape != item.lengths:
-        raise ValueError(f"load: {name} has {tuple(target.shape)} to fill; expected {tuple(item.lengths)}")
+        raise ValueError(
+            f"load: {name} has {tuple(target.shape)} to fill; expected {tuple(item.lengths)}"
+        )
     pieces = _pieces(windows, runs_of(shape, item.storage_offsets, item.lengths))
     for index, of_range in groupby(pieces, key=lambda piece: piece[0]):
         values = source.read(name, "weight", *windows[index])
         for _, start, at, numel in of_range:
             for offsets, sizes in boxes_of(tuple(target.shape), at, numel):
                 count = prod(sizes)
-                box = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
+                box = tuple(
+                    slice(offset, offset + size)
+                    for offset, size in zip(offsets, sizes, strict=True)
+                )
                 target[box].copy_(values[start : start + count].view(sizes))
                 start += count
 
 
-def _pieces(windows: Sequence[tuple[int, int]], runs: Iterator[tuple[int, int]]) -> Iterator[tuple[int, int, int, int]]:
-    """Cut runs where windows, (start, numel), end: yield (number of the window, start in it, elements before, numel)."""
+def _pieces(
+    windows: Sequence[tuple[int, int]], runs: Iterator[tuple[int, int]]
+) -> Iterator[tuple[int, int, int, int]]:
+    """Cut runs where windows, (start, numel), end: yield (number of the window, start in it,
+    elements before, numel).
+    """
     starts, at = [start for start, _ in windows], 0
     for start, numel in runs:
         index = bisect_right(starts, start) - 1

@@ -1,9 +1,10 @@
 """Where every parameter lies in a flat buffer, and which range of it each rank owns.
 
-Pure arithmetic: no torch, no communication. Invariants (tested for any world size):
-every parameter and every shard starts on a 256-element boundary; all shards of a buffer have the same length; parameters
-keep their order and never overlap; the pieces of all ranks together are every element of every parameter exactly once.
-The boundary is also the block of the norm and of 8-bit states, so no block is ever cut (see docs/kernels.md, Blocks).
+Pure arithmetic: no torch, no communication. Invariants (tested for any world size): every parameter
+and every shard starts on a 256-element boundary; all shards of a buffer have the same length;
+parameters keep their order and never overlap; the pieces of all ranks together are every element of
+every parameter exactly once. The boundary is also the block of the norm and of 8-bit states, so no
+block is ever cut (see docs/kernels.md, Blocks).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,8 +31,8 @@ class Slot:
 class Piece:
     """The part of one parameter that lies in one range of the buffer.
 
-    `slot` is the parameter's position in the layout, `param_start` the piece's first element within the parameter,
-    `start` its first element within the range.
+    `slot` is the parameter's position in the layout, `param_start` the piece's first element within
+    the parameter, `start` its first element within the range.
     """
 
     slot: int
@@ -42,7 +43,9 @@ class Piece:
 
 @dataclass(frozen=True)
 class Columns:
-    """Columns [first, first + count) of a tensor seen as `rows` rows of `width` elements: a slice of it, flat row by row."""
+    """Columns [first, first + count) of a tensor seen as `rows` rows of `width` elements: a
+    slice of it, flat row by row.
+    """
 
     rows: int
     width: int
@@ -54,7 +57,9 @@ class Columns:
         return row * self.count + min(max(column - self.first, 0), self.count)
 
     def boxes(self, start: int, numel: int) -> Iterator[tuple[int, int, int, int]]:
-        """Yield (row, rows, column, columns) in the tensor of elements [start, start + numel) of the slice: three at most."""
+        """Yield (row, rows, column, columns) in the tensor of elements [start, start + numel) of
+        the slice: three at most.
+        """
         while numel > 0:
             row, skipped = divmod(start, self.count)
             rows, columns = 1, min(numel, self.count - skipped)
@@ -91,7 +96,9 @@ class FlatLayout:
         return tuple(found)
 
     def gaps(self) -> Iterable[tuple[int, int]]:
-        """Yield the (start, end) ranges that belong to no parameter: what must be zero in a buffer that is summed."""
+        """Yield the (start, end) ranges that belong to no parameter: what must be zero in a
+        buffer that is summed.
+        """
         cursor = 0
         for slot in self.slots:
             if cursor < slot.offset:
@@ -102,14 +109,18 @@ class FlatLayout:
 
 
 def plan_flat(numels: Sequence[int], world_size: int) -> FlatLayout:
-    """Lay parameters of the given sizes one after another, each on a block boundary, and cut the buffer into equal shards."""
+    """Lay parameters of the given sizes one after another, each on a block boundary, and cut the
+    buffer into equal shards.
+    """
     if world_size < 1:
         raise ValueError(f"plan_flat: world_size is {world_size}; expected at least 1")
     slots = []
     cursor = 0
     for index, numel in enumerate(numels):
         if numel < 0:
-            raise ValueError(f"plan_flat: numels[{index}] is {numel}; expected a size of at least 0")
+            raise ValueError(
+                f"plan_flat: numels[{index}] is {numel}; expected a size of at least 0"
+            )
         slots.append(Slot(cursor, numel))
         cursor += round_up(numel, BLOCK)
     return FlatLayout(tuple(slots), world_size, round_up(cursor, BLOCK * world_size) // world_size)

@@ -34,7 +34,9 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ShardOptions:
-    """The options of shard, under its names and as given, with its defaults; `check` refuses what cannot be followed."""
+    """The options of shard, under its names and as given, with its defaults; `check` refuses
+    what cannot be followed.
+    """
 
     stage: int = 2
     units: UnitPolicy = "auto"
@@ -58,7 +60,8 @@ class ShardOptions:
     def check(self, shard_world_size: int, backend_sums: bool) -> None:
         """Raise TypeError, ValueError or NotImplementedError for an option that cannot be followed.
 
-        shard_world_size: how many ranks share weights; backend_sums: whether the process group can add gradients by itself.
+        shard_world_size: how many ranks share weights; backend_sums: whether the process group can
+        add gradients by itself.
         """
         if not _is_int(self.stage):
             raise TypeError(f"shard: stage is {self.stage!r}; expected 0, 1, 2 or 3")
@@ -66,10 +69,14 @@ class ShardOptions:
             raise ValueError(f"shard: stage is {self.stage}; expected 0, 1, 2 or 3")
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
-                expected = " or ".join("None" if choice is None else f'"{choice}"' for choice in choices)
+                expected = " or ".join(
+                    "None" if choice is None else f'"{choice}"' for choice in choices
+                )
                 raise ValueError(f"shard: {name} is {getattr(self, name)!r}; expected {expected}")
         if not isinstance(self.cast_inputs, bool) and self.cast_inputs != "units":
-            raise TypeError(f'shard: cast_inputs is {self.cast_inputs!r}; expected True, False or "units"')
+            raise TypeError(
+                f'shard: cast_inputs is {self.cast_inputs!r}; expected True, False or "units"'
+            )
         for name in ("broadcast", "overlap_step"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"shard: {name} is {getattr(self, name)!r}; expected True or False")
@@ -78,60 +85,81 @@ class ShardOptions:
         clip = self.clip_grad_norm
         if clip is not None:
             if isinstance(clip, bool) or not isinstance(clip, int | float):
-                raise TypeError(f"shard: clip_grad_norm is {clip!r}; expected a number, or None not to clip")
-            if not clip > 0 or sys.float_info.max < clip < math.inf:  # an int may be too large for a float
-                raise ValueError(f"shard: clip_grad_norm is {clip}; expected a positive number, or None not to clip")
+                raise TypeError(
+                    f"shard: clip_grad_norm is {clip!r}; expected a number, or None not to clip"
+                )
+            # an int may be too large for a float
+            if not clip > 0 or sys.float_info.max < clip < math.inf:
+                raise ValueError(
+                    f"shard: clip_grad_norm is {clip}; expected a positive number, or None not to "
+                    f"clip"
+                )
         accumulate = self.accumulate
         if not _is_int(accumulate):
-            raise TypeError(f"shard: accumulate is {accumulate!r}; expected a whole number of backwards a step")
+            raise TypeError(
+                f"shard: accumulate is {accumulate!r}; expected a whole number of backwards a step"
+            )
         if accumulate < 1:
             raise ValueError(f"shard: accumulate is {accumulate}; expected at least 1")
         if not _is_int(self.prefetch):
-            raise TypeError(f"shard: prefetch is {self.prefetch!r}; expected a whole number of units")
+            raise TypeError(
+                f"shard: prefetch is {self.prefetch!r}; expected a whole number of units"
+            )
         if self.prefetch < 0 or (self.stage != 3 and self.prefetch != 1):
             raise ValueError(
-                f"shard: prefetch is {self.prefetch} at stage {self.stage}; expected how many units ahead weights are gathered "
+                f"shard: prefetch is {self.prefetch} at stage {self.stage}; expected how many "
+                f"units ahead weights are gathered "
                 "at stage 3, 0 or more, or nothing at other stages"
             )
         if self.reduction == "nccl" and not backend_sums:
             raise ValueError(
-                'shard: reduction is "nccl" but the process group has no nccl backend; expected "ordered" (the same bits on '
-                'every backend), or init_process_group("nccl")'
+                'shard: reduction is "nccl" but the process group has no nccl backend; expected '
+                '"ordered" (the same bits on every backend), or init_process_group("nccl")'
             )
         threads = self.tiers.cpu_threads
         if threads is not None and not self.overlap_step:
             raise ValueError(
-                f'shard: offload["cpu_threads"] is {threads} but overlap_step is False; expected None (a step that is complete '
+                f'shard: offload["cpu_threads"] is {threads} but overlap_step is False; expected '
+                f"None (a step that is complete "
                 "when it returns uses torch's threads: torch.set_num_threads), or overlap_step=True"
             )
         reshard = self.reshard_after_forward
         if not isinstance(reshard, int):
-            raise TypeError(f"shard: reshard_after_forward is {reshard!r}; expected True, False or a number of ranks")
+            raise TypeError(
+                f"shard: reshard_after_forward is {reshard!r}; expected True, False or a number of "
+                f"ranks"
+            )
         if _is_int(reshard) and (reshard < 1 or shard_world_size % reshard):
             raise ValueError(
-                f"shard: reshard_after_forward is {reshard}; expected a divisor of {shard_world_size}, the ranks that share "
-                "weights"
+                f"shard: reshard_after_forward is {reshard}; expected a divisor of "
+                f"{shard_world_size}, the ranks that share weights"
             )
         if not isinstance(reshard, bool) and self.stage != 3:
             raise ValueError(
-                f"shard: reshard_after_forward is {reshard} at stage {self.stage}, which keeps them; expected stage 3, or no "
-                "number"
+                f"shard: reshard_after_forward is {reshard} at stage {self.stage}, which keeps "
+                f"them; expected stage 3, or no number"
             )
 
     def check_loss_scale(self, dtypes: Collection[torch.dtype]) -> None:
-        """Raise TypeError or ValueError for a `loss_scale` that cannot be followed with weights of these dtypes."""
+        """Raise TypeError or ValueError for a `loss_scale` that cannot be followed with weights
+        of these dtypes.
+        """
         if self.loss_scale is None:
             return
         if self.precision != "fp16" and not {torch.float16, torch.float32} & set(dtypes):
             given = "None" if self.precision is None else f'"{self.precision}"'
             raise ValueError(
-                f"shard: loss_scale is {self.loss_scale!r} with precision={given}, and no weight is float16, or float32 for "
+                f"shard: loss_scale is {self.loss_scale!r} with precision={given}, and no weight "
+                f"is float16, or float32 for "
                 "a forward under torch.autocast; expected None, or such weights"
             )
         if isinstance(self.loss_scale, LossScale):
             return
         if isinstance(self.loss_scale, bool) or not isinstance(self.loss_scale, int | float):
-            raise TypeError(f"shard: loss_scale is {self.loss_scale!r}; expected a number, shardcore.LossScale(...) or None")
+            raise TypeError(
+                f"shard: loss_scale is {self.loss_scale!r}; expected a number, "
+                f"shardcore.LossScale(...) or None"
+            )
         if not 0.0 < self.loss_scale <= sys.float_info.max:
             raise ValueError(f"shard: loss_scale is {self.loss_scale}; expected a positive number")
 
@@ -166,8 +194,14 @@ class ShardOptions:
         return LossScaler(default if self.loss_scale is None else self.loss_scale)
 
     def compared(self) -> dict[str, Any]:
-        """The options that have to be equal on all ranks; of the others what follows from them has to be."""
-        names = [field.name for field in fields(self) if field.name not in ("units", "keep_fp32", "materialize")]
+        """The options that have to be equal on all ranks; of the others what follows from them
+        has to be.
+        """
+        names = [
+            field.name
+            for field in fields(self)
+            if field.name not in ("units", "keep_fp32", "materialize")
+        ]
         return {name: getattr(self, name) for name in names} | {"offload": self.tiers}
 
 
@@ -179,15 +213,17 @@ def _is_int(value: object) -> bool:
 class OffloadOptions:
     """What is kept in host memory or in files, and how.
 
-    optimizer: the tier of states and masters ("cpu", or "nvme": in files under the directories `path`), or None: beside the
-    weights. ratio: the share of them (and of the step) that is there; the rest stays on the device. auto: it starts as 1 and is
-    chosen after a few steps, so that at most device_memory_limit bytes of states stay (None: as many as the measured peak
-    leaves room for). gradients: the tier of reduced gradients, or None: on the device. params: the same of the shards of
-    weights; "nvme": in a file under `path`, as states.
-    pin_memory: whether host memory that a GPU reads or writes is page-locked; pin_memory_limit: at most so many bytes of it on
-    this rank, None as the system allows. cpu_threads: of the worker of an overlapped step, None for what the machine's other
-    ranks leave. durable: whether files under `path` have the last committed step at any instant; resume: whether to go on from
-    one that is there, None if there may be none.
+    optimizer: the tier of states and masters ("cpu", or "nvme": in files under the directories
+    `path`), or None: beside the weights. ratio: the share of them (and of the step) that is there;
+    the rest stays on the device. auto: it starts as 1 and is chosen after a few steps, so that at
+    most device_memory_limit bytes of states stay (None: as many as the measured peak leaves room
+    for). gradients: the tier of reduced gradients, or None: on the device. params: the same of the
+    shards of weights; "nvme": in a file under `path`, as states.
+    pin_memory: whether host memory that a GPU reads or writes is page-locked; pin_memory_limit: at
+    most so many bytes of it on this rank, None as the system allows. cpu_threads: of the worker of
+    an overlapped step, None for what the machine's other ranks leave. durable: whether files under
+    `path` have the last committed step at any instant; resume: whether to go on from one that is
+    there, None if there may be none.
     """
 
     optimizer: str | None = None
@@ -209,18 +245,25 @@ def offload_options(offload: Mapping[str, Any] | str | None, stage: int) -> Offl
     if offload is None:
         return OffloadOptions()
     if not isinstance(offload, Mapping):
-        raise TypeError(f'shard: offload is {offload!r}; expected None, "auto" or {{"optimizer": "cpu"}}')
+        raise TypeError(
+            f'shard: offload is {offload!r}; expected None, "auto" or {{"optimizer": "cpu"}}'
+        )
     known = tuple(field.name for field in fields(OffloadOptions) if field.name != "auto")
     for key in offload:
         if key not in known:
             others = ", ".join(f'"{name}"' for name in known[1:])
-            raise ValueError(f'shard: offload has the unknown key {key!r}; expected "optimizer" and perhaps {others}')
+            raise ValueError(
+                f'shard: offload has the unknown key {key!r}; expected "optimizer" and perhaps '
+                f"{others}"
+            )
     tier = offload.get("optimizer")
-    if tier is None and offload.get("params") == "cpu" and "ratio" not in offload:  # all states on the device
+    # all states on the device
+    if tier is None and offload.get("params") == "cpu" and "ratio" not in offload:
         tier, offload = "cpu", {**offload, "ratio": 0.0}
     if offload.get("params") == "nvme" and (tier != "nvme" or offload.get("ratio", 1.0) != 1.0):
         raise ValueError(
-            f'shard: offload["params"] is "nvme" with the optimizer on {tier!r} and the ratio {offload.get("ratio", 1.0)!r}; '
+            f'shard: offload["params"] is "nvme" with the optimizer on {tier!r} and the ratio '
+            f"{offload.get('ratio', 1.0)!r}; "
             'expected the optimizer on "nvme", too, and no ratio'
         )
     if tier not in ("cpu", "nvme"):
@@ -229,7 +272,8 @@ def offload_options(offload: Mapping[str, Any] | str | None, stage: int) -> Offl
     path = _paths_of(given)
     if (path is None) != (tier == "cpu"):
         raise ValueError(
-            f'shard: offload["path"] is {given!r} with the optimizer on "{tier}"; expected a directory on the disk to use with '
+            f'shard: offload["path"] is {given!r} with the optimizer on "{tier}"; expected a '
+            f"directory on the disk to use with "
             '"nvme", else None'
         )
     pin_memory = offload.get("pin_memory", True)
@@ -238,56 +282,103 @@ def offload_options(offload: Mapping[str, Any] | str | None, stage: int) -> Offl
     limit = _bytes_of(offload, "pin_memory_limit")
     if limit is not None and not pin_memory:
         raise ValueError(
-            f'shard: offload["pin_memory_limit"] is {limit} but "pin_memory" is False; expected None, or True to pin'
+            f'shard: offload["pin_memory_limit"] is {limit} but "pin_memory" is False; expected '
+            f"None, or True to pin"
         )
     auto, keeps = offload.get("ratio") == "auto", _bytes_of(offload, "device_memory_limit")
     if keeps is not None and not auto:
         raise ValueError(
-            f'shard: offload["device_memory_limit"] is {keeps} with the ratio {offload.get("ratio", 1.0)!r}; expected None, or '
+            f'shard: offload["device_memory_limit"] is {keeps} with the ratio '
+            f"{offload.get('ratio', 1.0)!r}; expected None, or "
             'the ratio "auto"'
         )
     gradients, params = offload.get("gradients"), offload.get("params")
-    for key, value, tiers in (("gradients", gradients, ("cpu",)), ("params", params, ("cpu", "nvme"))):
+    for key, value, tiers in (
+        ("gradients", gradients, ("cpu",)),
+        ("params", params, ("cpu", "nvme")),
+    ):
         if value not in (None, *tiers):
-            raise ValueError(f'shard: offload["{key}"] is {value!r}; expected {", ".join(map(repr, tiers))} or None')
+            raise ValueError(
+                f'shard: offload["{key}"] is {value!r}; expected {", ".join(map(repr, tiers))} or '
+                f"None"
+            )
     if params is not None and stage != 3:
         raise ValueError(
-            f'shard: offload["params"] is "{params}" at stage {stage}, which keeps full weights on the device; expected stage '
-            "3, or None"
+            f'shard: offload["params"] is "{params}" at stage {stage}, which keeps full weights on '
+            f"the device; expected stage 3, or None"
         )
     if gradients is not None and stage == 0:
         raise ValueError(
-            'shard: offload["gradients"] is "cpu" at stage 0, where p.grad shows them on the device; expected None, or a '
-            "stage from 1 on"
+            'shard: offload["gradients"] is "cpu" at stage 0, where p.grad shows them on the '
+            "device; expected None, or a stage from 1 on"
         )
     if auto and tier == "nvme":
-        raise ValueError('shard: offload["ratio"] is "auto" with the optimizer on "nvme"; expected a number from 0 to 1')
+        raise ValueError(
+            'shard: offload["ratio"] is "auto" with the optimizer on "nvme"; expected a number '
+            "from 0 to 1"
+        )
     ratio = 1.0 if auto else _ratio_of(offload.get("ratio", 1.0))
     if gradients is not None and ratio == 0.0:
         raise ValueError(
-            f'shard: offload["gradients"] is "cpu" with the optimizer on {offload.get("optimizer")!r} and the ratio 0: all '
-            'states, and the gradients for them, are on the device; expected "optimizer": "cpu" and a ratio above 0, or None'
+            f'shard: offload["gradients"] is "cpu" with the optimizer on '
+            f"{offload.get('optimizer')!r} and the ratio 0: all "
+            'states, and the gradients for them, are on the device; expected "optimizer": "cpu" '
+            "and a ratio above 0, or None"
         )
     threads = _threads_of(offload.get("cpu_threads"))
     durable, resume = offload.get("durable", True), offload.get("resume")
-    for key, value, allowed in (("durable", durable, (True, False)), ("resume", resume, (True, False, None))):
+    for key, value, allowed in (
+        ("durable", durable, (True, False)),
+        ("resume", resume, (True, False, None)),
+    ):
         if not any(value is one for one in allowed):
-            raise TypeError(f'shard: offload["{key}"] is {value!r}; expected one of {", ".join(map(str, allowed))}')
+            raise TypeError(
+                f'shard: offload["{key}"] is {value!r}; expected one of '
+                f"{', '.join(map(str, allowed))}"
+            )
         if key in offload and tier == "cpu":
-            raise ValueError(f'shard: offload["{key}"] is {value} with the optimizer on "cpu"; expected it with "nvme" alone')
+            raise ValueError(
+                f'shard: offload["{key}"] is {value} with the optimizer on "cpu"; expected it with '
+                f'"nvme" alone'
+            )
     if resume and not durable:
-        raise ValueError('shard: offload["resume"] is True but "durable" is False, which commits nothing; expected one of them')
-    return OffloadOptions(tier, ratio, auto, keeps, gradients, params, pin_memory, limit, threads, path, durable, resume)
+        raise ValueError(
+            'shard: offload["resume"] is True but "durable" is False, which commits nothing; '
+            "expected one of them"
+        )
+    return OffloadOptions(
+        tier,
+        ratio,
+        auto,
+        keeps,
+        gradients,
+        params,
+        pin_memory,
+        limit,
+        threads,
+        path,
+        durable,
+        resume,
+    )
 
 
 def _paths_of(path: Any) -> tuple[str, ...] | None:
     if path is None:
         return None
     given = [path] if isinstance(path, str | os.PathLike) else path
-    if not isinstance(given, Sequence) or not given or not all(isinstance(one, str | os.PathLike) for one in given):
-        raise TypeError(f'shard: offload["path"] is {path!r}; expected a directory on the disk to use, or a list of some')
+    if (
+        not isinstance(given, Sequence)
+        or not given
+        or not all(isinstance(one, str | os.PathLike) for one in given)
+    ):
+        raise TypeError(
+            f'shard: offload["path"] is {path!r}; expected a directory on the disk to use, or a '
+            f"list of some"
+        )
     if not all(map(os.fspath, given)):
-        raise ValueError(f'shard: offload["path"] is {path!r}; expected a directory ("." is the current one)')
+        raise ValueError(
+            f'shard: offload["path"] is {path!r}; expected a directory ("." is the current one)'
+        )
     return tuple(os.path.expanduser(one) for one in given)
 
 
@@ -295,9 +386,14 @@ def _threads_of(threads: Any) -> int | None:
     if threads is None:
         return None
     if not _is_int(threads):
-        raise TypeError(f'shard: offload["cpu_threads"] is {threads!r}; expected a whole number of threads, or None')
+        raise TypeError(
+            f'shard: offload["cpu_threads"] is {threads!r}; expected a whole number of threads, or '
+            f"None"
+        )
     if not 1 <= threads <= 4096:
-        raise ValueError(f'shard: offload["cpu_threads"] is {threads}; expected 1 to 4096 threads, or None')
+        raise ValueError(
+            f'shard: offload["cpu_threads"] is {threads}; expected 1 to 4096 threads, or None'
+        )
     return int(threads)
 
 
@@ -306,23 +402,31 @@ def _bytes_of(offload: Mapping[str, Any], key: str) -> int | None:
     if limit is None:
         return None
     if not _is_int(limit):
-        raise TypeError(f'shard: offload["{key}"] is {limit!r}; expected a whole number of bytes, or None')
+        raise TypeError(
+            f'shard: offload["{key}"] is {limit!r}; expected a whole number of bytes, or None'
+        )
     if not 0 <= limit < 1 << 63:
-        raise ValueError(f'shard: offload["{key}"] is {limit}; expected 0 to 2**63 - 1 bytes, or None')
+        raise ValueError(
+            f'shard: offload["{key}"] is {limit}; expected 0 to 2**63 - 1 bytes, or None'
+        )
     return int(limit)
 
 
 def _ratio_of(ratio: object) -> float:
     where = f'shard: offload["ratio"] is {ratio!r}'
     if isinstance(ratio, bool) or not isinstance(ratio, int | float):
-        raise TypeError(f'{where}; expected a number from 0 to 1, the share that the CPU updates, or "auto"')
+        raise TypeError(
+            f'{where}; expected a number from 0 to 1, the share that the CPU updates, or "auto"'
+        )
     if not 0.0 <= ratio <= 1.0:
         raise ValueError(f"{where}; expected a number from 0 to 1, the share that the CPU updates")
     return float(ratio)
 
 
 class NoOptimizer:
-    """In place of an optimizer for a model that only runs forward: it has no parameters and no states."""
+    """In place of an optimizer for a model that only runs forward: it has no parameters and no
+    states.
+    """
 
     kind = AdamKind()
 
@@ -339,77 +443,109 @@ def _check_places(optimizer: ShardableOptimizer, offload: object, overlap_step: 
     """Raise NotImplementedError for tiers and steps that Adam alone has."""
     if isinstance(offload, Mapping) and offload.get("optimizer") == "nvme":
         raise NotImplementedError(
-            f'shard: offload["optimizer"] is "nvme" with {optimizer.kind.name}; expected "cpu" (files have states of '
-            "Adam alone)"
+            f'shard: offload["optimizer"] is "nvme" with {optimizer.kind.name}; expected "cpu" '
+            f"(files have states of Adam alone)"
         )
     in_host = isinstance(offload, Mapping) and offload.get("gradients") is not None
     if isinstance(optimizer.kind, MuonKind) and (overlap_step or in_host):
         raise NotImplementedError(
-            f'shard: overlap_step is {overlap_step}, and offload["gradients"] is {"cpu" if in_host else None}, with Muon; '
+            f'shard: overlap_step is {overlap_step}, and offload["gradients"] is '
+            f"{'cpu' if in_host else None}, with Muon; "
             "expected neither (a step orthogonalizes gradients on the device, and waits for it)"
         )
 
 
-def accept_optimizer(optimizer: object, offload: object = None, overlap_step: bool = False) -> ShardableOptimizer:
-    """Return the optimizer to use: the same one, a FusedAdam for torch's Adam or AdamW, an Elementwise for others."""
+def accept_optimizer(
+    optimizer: object, offload: object = None, overlap_step: bool = False
+) -> ShardableOptimizer:
+    """Return the optimizer to use: the same one, a FusedAdam for torch's Adam or AdamW, an
+    Elementwise for others.
+    """
     for index, group in enumerate(getattr(optimizer, "param_groups", ())):
         if group.get("capturable") and offload is not None:
             raise ValueError(
-                f"shard: param_groups[{index}].capturable is True with offload; expected False (the host steps over what is in "
-                "its memory, and has to know the norm for that)"
+                f"shard: param_groups[{index}].capturable is True with offload; expected False "
+                f"(the host steps over what is in its memory, and has to know the norm for that)"
             )
     if isinstance(optimizer, ShardableOptimizer):
         if optimizer._engine is not None:
-            raise ValueError("shard: the optimizer is already sharded; expected one that shard() has not changed")
+            raise ValueError(
+                "shard: the optimizer is already sharded; expected one that shard() has not changed"
+            )
         if not isinstance(optimizer, AdamOptimizer):  # Trainer has made it
             _check_places(optimizer, offload, overlap_step)
             return optimizer
         check_capturable("shard", optimizer.param_groups, optimizer._capture_type)
         return optimizer
-    if isinstance(optimizer, torch.optim.Optimizer) and (isinstance(optimizer, Muon) or is_elementwise(optimizer)):
+    if isinstance(optimizer, torch.optim.Optimizer) and (
+        isinstance(optimizer, Muon) or is_elementwise(optimizer)
+    ):
         accepted = Elementwise(
-            optimizer, MuonKind() if isinstance(optimizer, Muon) else ElementKind(type(optimizer), optimizer)
+            optimizer,
+            MuonKind() if isinstance(optimizer, Muon) else ElementKind(type(optimizer), optimizer),
         )
         _check_places(accepted, offload, overlap_step)
         return accepted
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
         what = type(optimizer).__name__
         if isinstance(optimizer, torch.optim.NAdam | torch.optim.ASGD):
-            what += ", which keeps numbers for each parameter that past learning rates or betas made, as shards do not"
+            what += (
+                ", which keeps numbers for each parameter that past learning rates or betas "
+                "made, as shards do not"
+            )
         raise TypeError(
-            f"shard: optimizer is a {what}; expected shardcore.FusedAdam, CPUAdam, Lion or Muon, one of "
-            f"torch.optim's Adam, AdamW, {', '.join(cls.__name__ for cls in ELEMENTWISE)}, or a class with elementwise = True "
+            f"shard: optimizer is a {what}; expected shardcore.FusedAdam, CPUAdam, Lion or Muon, "
+            f"one of "
+            f"torch.optim's Adam, AdamW, {', '.join(cls.__name__ for cls in ELEMENTWISE)}, or a "
+            f"class with elementwise = True "
             "whose steps are (or None for a model that only runs forward)"
         )
     assert isinstance(optimizer, torch.optim.Optimizer)
     groups = []
     for index, group in enumerate(optimizer.param_groups):
         if group.get("differentiable"):
-            raise ValueError(f"shard: param_groups[{index}].differentiable is True; expected False for a sharded optimizer")
-        options = {key: group[key] for key in ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")}
+            raise ValueError(
+                f"shard: param_groups[{index}].differentiable is True; expected False for a "
+                f"sharded optimizer"
+            )
+        options = {
+            key: group[key] for key in ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")
+        }
         options["capturable"] = bool(group.get("capturable"))
-        decoupled = bool(group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)))
+        decoupled = bool(
+            group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))
+        )
         groups.append({"params": list(group["params"]), "adam_w_mode": decoupled, **options})
     return FusedAdam(groups)
 
 
 def replace_optimizer(old: torch.optim.Optimizer, new: ShardableOptimizer, speak: bool) -> None:
-    """Let `new` take over: it shares `old`'s group dicts (so schedulers drive it) and hooks; `old` refuses to work."""
+    """Let `new` take over: it shares `old`'s group dicts (so schedulers drive it) and hooks;
+    `old` refuses to work.
+    """
     for index, group in enumerate(new.param_groups):
         shared = old.param_groups[index]
         shared.update({key: value for key, value in group.items() if key not in shared})
         new.param_groups[index] = shared
-    for when in ("step_pre", "step_post", "state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"):
+    for when in (
+        "step_pre",
+        "step_post",
+        "state_dict_pre",
+        "state_dict_post",
+        "load_state_dict_pre",
+        "load_state_dict_post",
+    ):
         setattr(new, f"_optimizer_{when}_hooks", getattr(old, f"_optimizer_{when}_hooks"))
     kind = type(old).__name__
     for method in ("step", "add_param_group", "state_dict", "load_state_dict"):
         old.__dict__[method] = _Replaced(kind, method)
     old.__dict__["zero_grad"] = new.zero_grad
-    old.__dict__["_opt_called"] = True  # schedulers of the old one ask whether it has stepped; the new one does
+    # schedulers of the old one ask whether it has stepped; the new one does
+    old.__dict__["_opt_called"] = True
     if speak:
         logger.warning(
-            "shard: made %s from %s; use the optimizer that shard() returns (it shares param_groups with the old one, which "
-            "does nothing any more)",
+            "shard: made %s from %s; use the optimizer that shard() returns (it shares "
+            "param_groups with the old one, which does nothing any more)",
             "a shardcore.FusedAdam" if isinstance(new, AdamOptimizer) else "a sharded optimizer",
             kind,
         )
@@ -425,6 +561,6 @@ class _Replaced:
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         raise ValueError(
-            f"{self.method}: this {self.kind} was replaced by shardcore.shard; expected {self.method}() of the optimizer "
-            "that shard returned"
+            f"{self.method}: this {self.kind} was replaced by shardcore.shard; expected "
+            f"{self.method}() of the optimizer that shard returned"
         )

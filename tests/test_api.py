@@ -1,4 +1,6 @@
-"""A training under `shard`: losses, gradients, one hash over stages, tiers and units; and models that only run forward."""
+"""A training under `shard`: losses, gradients, one hash over stages, tiers and units; and models
+that only run forward.
+"""
 
 import copy
 import itertools
@@ -17,14 +19,28 @@ from shardcore import _native
 from shardcore.engine.cpu_store import CpuStore
 from tests.support.choice import EVERY, part, some
 from tests.support.meta import init, meta
-from tests.support.models import Net, Run, batch_of, hash_of, hash_of_training, hashes_of_runs, loss_of, make_net, train
+from tests.support.models import (
+    Net,
+    Run,
+    batch_of,
+    hash_of,
+    hash_of_training,
+    hashes_of_runs,
+    loss_of,
+    make_net,
+    train,
+)
 from tests.support.ranks import run_ranks
 
 ADAM = {"lr": 1e-2, "weight_decay": 0.1}
 
 
-def _plain(world_size: int, steps: int, clip: float | None = None, accumulate: int = 1) -> tuple[nn.Module, list[float]]:
-    """Single-process torch on the global batch: the mean over equal rank batches is the mean over their union."""
+def _plain(
+    world_size: int, steps: int, clip: float | None = None, accumulate: int = 1
+) -> tuple[nn.Module, list[float]]:
+    """Single-process torch on the global batch: the mean over equal rank batches is the mean
+    over their union.
+    """
     model = make_net()
     optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
     losses = []
@@ -32,7 +48,10 @@ def _plain(world_size: int, steps: int, clip: float | None = None, accumulate: i
         total = 0.0
         for micro in range(accumulate):
             parts = [batch_of(step, micro, rank) for rank in range(world_size)]
-            loss = loss_of(model, (torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts]))) / accumulate
+            loss = (
+                loss_of(model, (torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])))
+                / accumulate
+            )
             loss.backward()
             total += loss.item()
         losses.append(total)
@@ -48,7 +67,10 @@ def _losses(rank: int, world_size: int, run: Run) -> list[float]:
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize(("stage", "world_size"), some(product([0, 1, 2, 3], [1, 2, 4]), [(0, 2), (1, 4), (2, 1), (3, 2)]))
+@pytest.mark.parametrize(
+    ("stage", "world_size"),
+    some(product([0, 1, 2, 3], [1, 2, 4]), [(0, 2), (1, 4), (2, 1), (3, 2)]),
+)
 def test_fp32_losses_follow_single_process_training(world_size: int, stage: int) -> None:
     _, expected = _plain(world_size, 20, clip=0.7)
     run = Run(stage=stage, steps=20, shard={"clip_grad_norm": 0.7})
@@ -59,7 +81,9 @@ def test_fp32_losses_follow_single_process_training(world_size: int, stage: int)
 
 
 def test_a_wrong_gradient_scale_would_be_seen() -> None:
-    """Broken twin of the test above: ranks that sum instead of averaging are one learning-rate-free Adam step apart."""
+    """Broken twin of the test above: ranks that sum instead of averaging are one
+    learning-rate-free Adam step apart.
+    """
     _, expected = _plain(2, 20, clip=0.7)
     _, unclipped = _plain(2, 20, clip=None)
     assert max(abs(a - b) / abs(a) for a, b in zip(expected, unclipped, strict=True)) > 1e-3
@@ -69,12 +93,22 @@ def _grads(rank: int, world_size: int, stage: int, precision: str) -> dict[str, 
     model, _optimizer, _ = train(rank, Run(stage=stage, steps=0, precision=precision))
     loss_of(model, batch_of(0, 0, rank)).backward()
     shown = {name: param.grad for name, param in model.named_parameters()}
-    full = {name: shardcore.full_grad(param).float().tolist() for name, param in model.named_parameters()}
-    return {"shown": {n: None if g is None else (g.float().tolist(), str(g.dtype)) for n, g in shown.items()}, "full": full}
+    full = {
+        name: shardcore.full_grad(param).float().tolist()
+        for name, param in model.named_parameters()
+    }
+    return {
+        "shown": {
+            n: None if g is None else (g.float().tolist(), str(g.dtype)) for n, g in shown.items()
+        },
+        "full": full,
+    }
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (0, "bf16"), (1, "bf16"), (2, "fp32"), (3, "bf16")])
+@pytest.mark.parametrize(
+    ("stage", "precision"), [(0, "fp32"), (0, "bf16"), (1, "bf16"), (2, "fp32"), (3, "bf16")]
+)
 def test_gradients_are_averages(stage: int, precision: str) -> None:
     results = run_ranks(3, _grads, stage, precision)
     model = make_net()
@@ -88,7 +122,9 @@ def test_gradients_are_averages(stage: int, precision: str) -> None:
             if stage == 0:
                 values, dtype = result["shown"][name]
                 assert dtype == ("torch.float32" if precision == "fp32" else "torch.bfloat16")
-                assert torch.allclose(torch.tensor(values), full, rtol=1e-2 if precision == "bf16" else 0)
+                assert torch.allclose(
+                    torch.tensor(values), full, rtol=1e-2 if precision == "bf16" else 0
+                )
             else:
                 assert result["shown"][name] is None
 
@@ -105,7 +141,9 @@ class Branches(nn.Module):
         return self.frozen(sum(getattr(self, name)(x) for name in use.split("+")))
 
 
-def _branches(rank: int, world_size: int, stage: int, offload: Any, plan: list[list[str]]) -> dict[str, Any]:
+def _branches(
+    rank: int, world_size: int, stage: int, offload: Any, plan: list[list[str]]
+) -> dict[str, Any]:
     torch.manual_seed(0)
     model = Branches()
     optimizer: Any = shardcore.FusedAdam(model.parameters(), **ADAM)
@@ -115,13 +153,21 @@ def _branches(rank: int, world_size: int, stage: int, offload: Any, plan: list[l
         ((model(x, uses[rank % len(uses)]) - y) ** 2).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    steps = {name: shardcore.full_state(p, "step").item() for name, p in model.named_parameters() if p.requires_grad}
+    steps = {
+        name: shardcore.full_state(p, "step").item()
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }
     return {"weights": {k: v.tolist() for k, v in model.state_dict().items()}, "steps": steps}
 
 
-@pytest.mark.parametrize(("stage", "offload"), [(0, None), (1, {"optimizer": "cpu"}), (2, None), (3, {"optimizer": "cpu"})])
+@pytest.mark.parametrize(
+    ("stage", "offload"),
+    [(0, None), (1, {"optimizer": "cpu"}), (2, None), (3, {"optimizer": "cpu"})],
+)
 def test_unused_and_frozen_parameters_behave_as_in_torch(stage: int, offload: Any) -> None:
-    plan = [["first"], ["first+second"], ["first", "second"], ["second"]]  # the third: one on rank 0, the other on rank 1
+    # the third: one on rank 0, the other on rank 1
+    plan = [["first"], ["first+second"], ["first", "second"], ["second"]]
     results = run_ranks(2, _branches, stage, offload, plan)
     assert results[0] == results[1]
     torch.manual_seed(0)
@@ -134,16 +180,22 @@ def test_unused_and_frozen_parameters_behave_as_in_torch(stage: int, offload: An
         optimizer.step()
         optimizer.zero_grad()
     for name, value in model.state_dict().items():
-        assert torch.allclose(torch.tensor(results[0]["weights"][name]), value, rtol=1e-5, atol=1e-6), name
+        assert torch.allclose(
+            torch.tensor(results[0]["weights"][name]), value, rtol=1e-5, atol=1e-6
+        ), name
     for name in ("first.weight", "second.bias"):
         assert results[0]["steps"][name] == 3
     assert results[0]["steps"]["never.weight"] == 0
     torch.manual_seed(0)
-    assert torch.equal(torch.tensor(results[0]["weights"]["never.weight"]), Branches().never.weight), "no decay either"
+    assert torch.equal(
+        torch.tensor(results[0]["weights"]["never.weight"]), Branches().never.weight
+    ), "no decay either"
 
 
 @pytest.mark.parametrize("kind", ["FusedAdam", "torch"])
-def test_a_scheduler_made_before_shard_drives_the_optimizer(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_scheduler_made_before_shard_drives_the_optimizer(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
     def run(sharded: bool) -> nn.Module:
         model = make_net()
         optimizer: Any = torch.optim.AdamW(model.parameters(), **ADAM)
@@ -216,7 +268,9 @@ def test_gradients_add_up_until_zero_grad() -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_stage_0_accepts_edited_replaced_and_removed_gradients(precision: str) -> None:
     def step(edit: Any) -> dict[str, torch.Tensor]:
-        model, optimizer, _ = train(0, Run(stage=0, steps=0, precision=precision, adam={"lr": 1e-2}))
+        model, optimizer, _ = train(
+            0, Run(stage=0, steps=0, precision=precision, adam={"lr": 1e-2})
+        )
         loss_of(model, batch_of(0, 0, 0)).backward()
         edit(model)
         optimizer.step()
@@ -273,11 +327,17 @@ OFFLOAD = {"optimizer": "cpu"}
 
 
 def _variants(folder: Path, **common: Any) -> list[Run]:
-    """Stages 0 to 3, with states in each tier or other units or neither; everything else as in `common`."""
+    """Stages 0 to 3, with states in each tier or other units or neither; everything else as in
+    `common`.
+    """
     shard = common.pop("shard", {})
     disk = {"optimizer": "nvme", "path": str(folder)}
     return [
-        Run(stage=stage, shard={"offload": offload, "units": units, "clip_grad_norm": 0.5, **shard}, **common)
+        Run(
+            stage=stage,
+            shard={"offload": offload, "units": units, "clip_grad_norm": 0.5, **shard},
+            **common,
+        )
         for stage in (0, 1, 2, 3)
         for offload, units in (
             (None, "auto"),
@@ -303,15 +363,24 @@ CHOSEN = [
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(
-    ("world_size", "precision", "order"), some(itertools.product([1, 2, 3, 4], ["fp32", "bf16"], ORDERS), CHOSEN)
+    ("world_size", "precision", "order"),
+    some(itertools.product([1, 2, 3, 4], ["fp32", "bf16"], ORDERS), CHOSEN),
 )
 @pytest.mark.parametrize("every", EVERY)
 def test_one_hash_for_every_stage_tier_and_unit_size(
     world_size: int, precision: str, order: tuple[int, Any], every: int, tmp_path: Path
 ) -> None:
     accumulate, sync_each = order
-    runs = _variants(tmp_path, precision=precision, accumulate=accumulate, steps=3, shard={"sync_each": sync_each})
-    runs = part(runs, min(every, 2) if world_size == 1 else every, world_size + (precision == "bf16"))
+    runs = _variants(
+        tmp_path,
+        precision=precision,
+        accumulate=accumulate,
+        steps=3,
+        shard={"sync_each": sync_each},
+    )
+    runs = part(
+        runs, min(every, 2) if world_size == 1 else every, world_size + (precision == "bf16")
+    )
     hashes = run_ranks(world_size, hashes_of_runs, runs)
     assert len({value for of_rank in hashes for value in of_rank}) == 1
 
@@ -325,7 +394,13 @@ def test_the_two_orders_of_accumulation_differ() -> None:
 
 @pytest.mark.more
 def test_amsgrad_and_groups_are_the_same_everywhere(tmp_path: Path) -> None:
-    adam = {"lr": 1e-2, "weight_decay": 0.1, "amsgrad": True, "adam_w_mode": False, "maximize": True}
+    adam = {
+        "lr": 1e-2,
+        "weight_decay": 0.1,
+        "amsgrad": True,
+        "adam_w_mode": False,
+        "maximize": True,
+    }
     runs = _variants(tmp_path, adam=adam)[::3]  # each stage, each tier
     hashes = run_ranks(2, hashes_of_runs, runs)
     assert len(set(hashes[0] + hashes[1])) == 1
@@ -346,13 +421,17 @@ def _other_runs(rank: int, world_size: int) -> list[str]:
 
 @pytest.mark.more
 def test_the_hash_sees_what_matters() -> None:
-    """Broken twins: other clipping, precision, steps, decay, data, and a rank that repeats another's data."""
+    """Broken twins: other clipping, precision, steps, decay, data, and a rank that repeats
+    another's data.
+    """
     hashes = run_ranks(2, _other_runs)[0]
     assert len(set(hashes)) == len(hashes)
 
 
 class _Losing:
-    """A pipeline that once copies zeros for gradients, or copies weights to where they do not belong."""
+    """A pipeline that once copies zeros for gradients, or copies weights to where they do not
+    belong.
+    """
 
     def __init__(self, pipeline: Any, which: str) -> None:
         self._pipeline, self._which, self._left = pipeline, which, 3
@@ -362,7 +441,11 @@ class _Losing:
 
     def _lose(self, which: str, tensors: list[Any]) -> list[Any]:
         self._left -= which == self._which
-        return [torch.zeros_like(tensor) for tensor in tensors] if which == self._which and self._left == 0 else tensors
+        return (
+            [torch.zeros_like(tensor) for tensor in tensors]
+            if which == self._which and self._left == 0
+            else tensors
+        )
 
     def chunk(self, weights: list[Any], **lists: Any) -> Any:
         return self._pipeline.chunk(weights=self._lose("weights", weights), **lists)
@@ -393,8 +476,11 @@ def test_bytes_really_move_through_the_tier() -> None:
     before = copies.bytes_to_tier, copies.bytes_from_tier
     loss_of(model, (torch.ones(2, 10), torch.ones(2, 5))).backward()
     optimizer.step()
-    spans = sum(bucket.layout.slots[-1].offset + bucket.layout.slots[-1].numel for bucket in engine.buckets)
-    assert copies.bytes_to_tier - before[0] == 2 * spans  # bf16 gradients as they are: one rank, no accumulation
+    spans = sum(
+        bucket.layout.slots[-1].offset + bucket.layout.slots[-1].numel for bucket in engine.buckets
+    )
+    # bf16 gradients as they are: one rank, no accumulation
+    assert copies.bytes_to_tier - before[0] == 2 * spans
     assert copies.bytes_from_tier - before[1] == 2 * spans  # bf16 weights
     for bucket in engine.buckets:
         master = engine.store.read(bucket, "master")
@@ -415,14 +501,21 @@ def test_instruction_sets_do_not_change_the_bits() -> None:
         hashes = set()
         for isa in _native._C.cpu_isas():
             _native._C.set_cpu_isa(isa)
-            # The forward pass is torch's own; only the optimizer's and the reduction's code is switched.
+            # The forward pass is torch's own; only the optimizer's and the reduction's code is
+            # switched.
             hashes.add(hash_of_training(*train(0, Run(precision="bf16", accumulate=2))[:2]))
         assert len(hashes) == 1
     finally:
         _native._C.set_cpu_isa(chosen)
 
 
-PLACES = [(0, None), (2, None), (3, None), (3, {"params": "cpu"}), (3, {"optimizer": "cpu", "params": "cpu"})]
+PLACES = [
+    (0, None),
+    (2, None),
+    (3, None),
+    (3, {"params": "cpu"}),
+    (3, {"optimizer": "cpu", "params": "cpu"}),
+]
 
 
 def wide_net(seed: int) -> Net:
@@ -433,7 +526,8 @@ def wide_net(seed: int) -> Net:
 
 def _forward(rank: int, world_size: int, stage: int, offload: Any) -> None:
     plain, x = wide_net(0), batch_of(0, 0, rank)[0]
-    model, nothing = shardcore.shard(wide_net(rank), None, stage, offload=offload)  # rank 0's weights
+    # rank 0's weights
+    model, nothing = shardcore.shard(wide_net(rank), None, stage, offload=offload)
     assert nothing is None
     with torch.no_grad():
         for _ in range(2):
@@ -452,7 +546,9 @@ def _forward(rank: int, world_size: int, stage: int, offload: Any) -> None:
     report = shardcore.memory_report(model)
     assert report.by_kind["master"] == report.by_kind["states"] == report.by_kind["gradients"] == 0
     if stage == 3:
-        kept = sum(line.bytes for line in report.lines if line.kind == "weights" and line.unit != "shared")
+        kept = sum(
+            line.bytes for line in report.lines if line.kind == "weights" and line.unit != "shared"
+        )
         assert kept < 0.6 * sum(p.nbytes for p in plain.parameters())
         assert report.by_tier.get("cpu", 0) >= (kept if offload else 0)
     with shardcore.full_params(model):
@@ -468,7 +564,9 @@ def test_a_model_without_an_optimizer(stage: int, offload: Any) -> None:
 
 
 def _gradients(rank: int, world_size: int, stage: int, offload: Any) -> str:
-    """They flow through frozen weights to what comes before; one that reaches a parameter is an error on every rank."""
+    """They flow through frozen weights to what comes before; one that reaches a parameter is an
+    error on every rank.
+    """
     plain = make_net().requires_grad_(False)
     model, _ = shardcore.shard(make_net().requires_grad_(False), None, stage, offload=offload)
     for step in range(2):
@@ -490,8 +588,8 @@ def _gradients(rank: int, world_size: int, stage: int, offload: Any) -> str:
 def test_gradients_through_and_to_it(stage: int, offload: Any) -> None:
     for text in run_ranks(2, _gradients, stage, offload):
         assert (
-            "requires a gradient, but its model was sharded without an optimizer, to run forward only; expected model.req"
-            in text
+            "requires a gradient, but its model was sharded without an optimizer, to run forward "
+            "only; expected model.req" in text
         )
 
 
@@ -500,7 +598,9 @@ def _distilled(rank: int, world_size: int, teacher_stage: int | None) -> str:
     if teacher_stage is not None:
         teacher, _ = shardcore.shard(teacher, None, teacher_stage)
     student = make_net(0)
-    student, optimizer = shardcore.shard(student, shardcore.FusedAdam(student.parameters(), lr=1e-2), 3)
+    student, optimizer = shardcore.shard(
+        student, shardcore.FusedAdam(student.parameters(), lr=1e-2), 3
+    )
     for step in range(3):
         x = batch_of(step, 0, rank)[0]
         with torch.no_grad():

@@ -1,4 +1,6 @@
-"""`offload="auto"`: one choice on all ranks, from the figures of all. Ranks here have figures of GPUs, and compute on CPUs."""
+"""`offload="auto"`: one choice on all ranks, from the figures of all. Ranks here have figures of
+GPUs, and compute on CPUs.
+"""
 
 import logging
 from typing import Any
@@ -16,16 +18,30 @@ STEPS = 5
 
 
 def figures(device: int, host: int = 1 << 30) -> dict[str, Any]:
-    return {"place": here(), "device": device, "spare": 0, "host": host, "to_host": 1e9, "from_host": 1e9, "adam": 1e9}
+    return {
+        "place": here(),
+        "device": device,
+        "spare": 0,
+        "host": host,
+        "to_host": 1e9,
+        "from_host": 1e9,
+        "adam": 1e9,
+    }
 
 
 def taken(stage: int, world: int, offload: Any) -> dict[str, int]:
     with torch.device("meta"):
-        return predict(Net(), None, stage, world_size=world, precision="bf16", offload=offload).resting.by_tier
+        return predict(
+            Net(), None, stage, world_size=world, precision="bf16", offload=offload
+        ).resting.by_tier
 
 
-def _trained(rank: int, world_size: int, free: list[int], decides_alone: bool = False) -> tuple[str, list[str], Any]:
-    """Rank r has free[r] bytes; returns the hash of its training (or the error), what it logged, and what is offloaded."""
+def _trained(
+    rank: int, world_size: int, free: list[int], decides_alone: bool = False
+) -> tuple[str, list[str], Any]:
+    """Rank r has free[r] bytes; returns the hash of its training (or the error), what it logged,
+    and what is offloaded.
+    """
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -85,7 +101,10 @@ def test_muon_keeps_its_gradients_on_the_device(monkeypatch: pytest.MonkeyPatch)
     def started() -> tuple[Any, Any]:
         model = make_net()
         others = [param for param in model.parameters() if param.ndim != 2]
-        groups = [{"params": [p for p in model.parameters() if p.ndim == 2]}, {"params": others, "use_muon": False}]
+        groups = [
+            {"params": [p for p in model.parameters() if p.ndim == 2]},
+            {"params": others, "use_muon": False},
+        ]
         return shardcore.shard(model, shardcore.Muon(groups), 2, precision="bf16", offload="auto")
 
     monkeypatch.setattr("shardcore.api._figures", lambda _: figures(60_000))
@@ -95,7 +114,9 @@ def test_muon_keeps_its_gradients_on_the_device(monkeypatch: pytest.MonkeyPatch)
     loss_of(model, batch_of(0, 0, 0)).backward()
     optimizer.step()
     monkeypatch.setattr(fit, "fit", lambda *given, fit=fit.fit: fit(*given[:5]))
-    assert started()[1]._engine.options["offload"].gradients == "cpu", "else the test could not fail"
+    assert started()[1]._engine.options["offload"].gradients == "cpu", (
+        "else the test could not fail"
+    )
 
 
 def _on_one_rank(rank: int, world_size: int) -> str:
@@ -131,7 +152,8 @@ def test_on_the_cpu_it_is_none_and_says_so(caplog: pytest.LogCaptureFixture) -> 
     with caplog.at_level(logging.INFO, logger="shardcore"):
         _, optimizer, _ = train(0, Run(steps=1, shard={"offload": "auto"}))
     assert [record.getMessage() for record in caplog.records if "auto" in record.getMessage()] == [
-        'shard: offload="auto" chose None: this rank computes on the CPU, whose memory is the host\'s'
+        'shard: offload="auto" chose None: this rank computes on the CPU, whose memory is the '
+        "host's"
     ]
     assert optimizer._engine.options["offload"].optimizer is None
     with pytest.raises(ValueError, match='"auto" without an optimizer; expected None, or'):

@@ -19,39 +19,111 @@ from tests.support.ranks import run_ranks
     [
         ({"stage": 4}, ValueError, "stage is 4; expected 0, 1, 2 or 3"),
         ({"stage": True}, TypeError, "stage is True"),
-        ({"reshard_after_forward": "no"}, TypeError, "reshard_after_forward is .no.; expected True, False"),
-        ({"reshard_after_forward": 2}, ValueError, "reshard_after_forward is 2; expected a divisor of 1, the ranks that share"),
-        ({"reshard_after_forward": 1}, ValueError, "reshard_after_forward is 1 at stage 2, .* expected stage 3"),
-        ({"ranks_per_node": 2}, ValueError, "ranks_per_node is 2; expected a divisor of the 1 ranks"),
-        ({"ranks_per_node": "2"}, TypeError, "ranks_per_node is .2.; expected a whole number"),
-        ({"offload": {"optimizer": "disk"}}, ValueError, r"offload\[\"optimizer\"\] is 'disk'; expected \"cpu\""),
-        ({"offload": {"optimizer": "nvme"}}, ValueError, "path.* is None with the optimizer on .nvme.; expected a directory"),
-        ({"offload": {"optimizer": "cpu", "path": "/x"}}, ValueError, "path.* is '/x' with the optimizer on .cpu.; expected"),
-        ({"offload": {"optimizer": "nvme", "path": 3}}, TypeError, "path.* is 3; expected a directory"),
-        ({"offload": {"optimizer": "nvme", "path": ""}}, ValueError, "path.* is ''; expected a directory"),
-        ({"offload": {"optimizer": "nvme", "path": "/x", "params": "nvme"}}, ValueError, 'params.* is "nvme" at stage 2'),
         (
-            {"offload": {"optimizer": "nvme", "path": "/x", "ratio": "auto", "device_memory_limit": 1}},
+            {"reshard_after_forward": "no"},
+            TypeError,
+            "reshard_after_forward is .no.; expected True, False",
+        ),
+        (
+            {"reshard_after_forward": 2},
+            ValueError,
+            "reshard_after_forward is 2; expected a divisor of 1, the ranks that share",
+        ),
+        (
+            {"reshard_after_forward": 1},
+            ValueError,
+            "reshard_after_forward is 1 at stage 2, .* expected stage 3",
+        ),
+        (
+            {"ranks_per_node": 2},
+            ValueError,
+            "ranks_per_node is 2; expected a divisor of the 1 ranks",
+        ),
+        ({"ranks_per_node": "2"}, TypeError, "ranks_per_node is .2.; expected a whole number"),
+        (
+            {"offload": {"optimizer": "disk"}},
+            ValueError,
+            r"offload\[\"optimizer\"\] is 'disk'; expected \"cpu\"",
+        ),
+        (
+            {"offload": {"optimizer": "nvme"}},
+            ValueError,
+            "path.* is None with the optimizer on .nvme.; expected a directory",
+        ),
+        (
+            {"offload": {"optimizer": "cpu", "path": "/x"}},
+            ValueError,
+            "path.* is '/x' with the optimizer on .cpu.; expected",
+        ),
+        (
+            {"offload": {"optimizer": "nvme", "path": 3}},
+            TypeError,
+            "path.* is 3; expected a directory",
+        ),
+        (
+            {"offload": {"optimizer": "nvme", "path": ""}},
+            ValueError,
+            "path.* is ''; expected a directory",
+        ),
+        (
+            {"offload": {"optimizer": "nvme", "path": "/x", "params": "nvme"}},
+            ValueError,
+            'params.* is "nvme" at stage 2',
+        ),
+        (
+            {
+                "offload": {
+                    "optimizer": "nvme",
+                    "path": "/x",
+                    "ratio": "auto",
+                    "device_memory_limit": 1,
+                }
+            },
             ValueError,
             "ratio.* is .auto. with the optimizer on .nvme.; expected a number",
         ),
         ({"offload": {"optimiser": "cpu"}}, ValueError, "unknown key 'optimiser'"),
-        ({"offload": {"optimizer": "cpu", "ratio": 1.5}}, ValueError, "ratio.* is 1.5; expected a number from 0 to 1"),
-        ({"offload": {"optimizer": "cpu", "ratio": float("nan")}}, ValueError, "is nan; expected a number from 0 to 1"),
-        ({"offload": {"optimizer": "cpu", "ratio": True}}, TypeError, "is True; expected a number from 0 to 1"),
+        (
+            {"offload": {"optimizer": "cpu", "ratio": 1.5}},
+            ValueError,
+            "ratio.* is 1.5; expected a number from 0 to 1",
+        ),
+        (
+            {"offload": {"optimizer": "cpu", "ratio": float("nan")}},
+            ValueError,
+            "is nan; expected a number from 0 to 1",
+        ),
+        (
+            {"offload": {"optimizer": "cpu", "ratio": True}},
+            TypeError,
+            "is True; expected a number from 0 to 1",
+        ),
         (
             {"offload": {"optimizer": "cpu", "device_memory_limit": 1}},
             ValueError,
             "is 1 with the ratio 1.0; expected",
         ),
-        ({"offload": {"optimizer": "cpu", "params": "cpu"}, "stage": 2}, ValueError, "at stage 2, which keeps full weights"),
-        ({"offload": {"optimizer": "cpu", "gradients": True}}, ValueError, "gradients.* is True; expected .cpu. or None"),
-        ({"offload": {"optimizer": "cpu", "gradients": "cpu"}, "stage": 0}, ValueError, "at stage 0, where p.grad shows them"),
+        (
+            {"offload": {"optimizer": "cpu", "params": "cpu"}, "stage": 2},
+            ValueError,
+            "at stage 2, which keeps full weights",
+        ),
+        (
+            {"offload": {"optimizer": "cpu", "gradients": True}},
+            ValueError,
+            "gradients.* is True; expected .cpu. or None",
+        ),
+        (
+            {"offload": {"optimizer": "cpu", "gradients": "cpu"}, "stage": 0},
+            ValueError,
+            "at stage 0, where p.grad shows them",
+        ),
         ({"offload": {"gradients": "cpu"}}, ValueError, 'optimizer.* is None; expected "cpu"'),
         (
             {"offload": {"params": "cpu", "gradients": "cpu"}, "stage": 3},
             ValueError,
-            'gradients.* with the optimizer on None and the ratio 0: .*; expected "optimizer": "cpu" and a ratio above 0, or',
+            'gradients.* with the optimizer on None and the ratio 0: .*; expected "optimizer": '
+            '"cpu" and a ratio above 0, or',
         ),
         (
             {"offload": {"optimizer": "cpu", "gradients": "cpu", "ratio": 0}, "stage": 2},
@@ -60,7 +132,11 @@ from tests.support.ranks import run_ranks
         ),
         ({"offload": "cpu"}, TypeError, "offload is 'cpu'"),
         ({"offload": {"optimizer": "cpu", "pin_memory": 1}}, TypeError, "pin_memory"),
-        ({"offload": {"optimizer": "cpu", "pin_memory_limit": 1.5}}, TypeError, "is 1.5; expected a whole number"),
+        (
+            {"offload": {"optimizer": "cpu", "pin_memory_limit": 1.5}},
+            TypeError,
+            "is 1.5; expected a whole number",
+        ),
         (
             {"offload": {"optimizer": "cpu", "cpu_threads": 1.5}, "overlap_step": True},
             TypeError,
@@ -71,8 +147,16 @@ from tests.support.ranks import run_ranks
             ValueError,
             "is 0; expected 1 to 4096",
         ),
-        ({"offload": {"optimizer": "cpu", "cpu_threads": 2}}, ValueError, "is 2 but overlap_step is False"),
-        ({"offload": {"optimizer": "cpu", "pin_memory_limit": -1}}, ValueError, "is -1; expected 0 to"),
+        (
+            {"offload": {"optimizer": "cpu", "cpu_threads": 2}},
+            ValueError,
+            "is 2 but overlap_step is False",
+        ),
+        (
+            {"offload": {"optimizer": "cpu", "pin_memory_limit": -1}},
+            ValueError,
+            "is -1; expected 0 to",
+        ),
         (
             {"offload": {"optimizer": "cpu", "pin_memory": False, "pin_memory_limit": 4096}},
             ValueError,
@@ -115,7 +199,9 @@ def test_options(options: dict[str, Any], error: type[Exception], text: str) -> 
 def test_a_forgotten_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     model = make_net()
-    with pytest.raises(ValueError, match=r"WORLD_SIZE is 4 but torch.distributed is not initialized"):
+    with pytest.raises(
+        ValueError, match=r"WORLD_SIZE is 4 but torch.distributed is not initialized"
+    ):
         shardcore.shard(model, adam(model))
 
 
@@ -164,7 +250,10 @@ def test_sparse_gradients_are_refused_by_name() -> None:
 
     model = Words()
     model, _ = shardcore.shard(model, adam(model), precision="fp32")
-    with pytest.raises(ValueError, match=r"gradient of embed\.weight has layout torch.sparse_coo; expected a dense gradient"):
+    with pytest.raises(
+        ValueError,
+        match=r"gradient of embed\.weight has layout torch.sparse_coo; expected a dense gradient",
+    ):
         model(torch.tensor([1, 2])).backward()
 
 
@@ -177,7 +266,9 @@ def _bad_option_on_rank_1(rank: int, world_size: int) -> tuple[str, bool]:
     try:
         optimizer.step()
     except ValueError as error:
-        return str(error), all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+        return str(error), all(
+            torch.equal(value, before[key]) for key, value in model.state_dict().items()
+        )
     return "no error", False
 
 
@@ -197,7 +288,12 @@ def test_a_replaced_optimizer_refuses_to_work() -> None:
     old.register_state_dict_post_hook(lambda self, state: {**state, "mine": 2})
     old.register_load_state_dict_pre_hook(lambda self, state: calls.append(state.pop("mine")))
     model, optimizer = shardcore.shard(model, old, precision="fp32")
-    for method, args in (("step", ()), ("add_param_group", ({},)), ("state_dict", ()), ("load_state_dict", ({},))):
+    for method, args in (
+        ("step", ()),
+        ("add_param_group", ({},)),
+        ("state_dict", ()),
+        ("load_state_dict", ({},)),
+    ):
         with pytest.raises(ValueError, match=f"{method}: this AdamW was replaced by shardcore"):
             getattr(old, method)(*args)
     loss_of(model, batch_of(0, 0, 0)).backward()
@@ -219,14 +315,22 @@ class _Around(torch.optim.Optimizer):
         return self.inner.step(closure)
 
 
-@pytest.mark.parametrize(("kind", "overlap_step"), [(torch.optim.SGD, False), (shardcore.FusedAdam, True)])
-def test_an_optimizer_made_after_shard_refuses_gradients_that_it_cannot_see(kind: Any, overlap_step: bool) -> None:
+@pytest.mark.parametrize(
+    ("kind", "overlap_step"), [(torch.optim.SGD, False), (shardcore.FusedAdam, True)]
+)
+def test_an_optimizer_made_after_shard_refuses_gradients_that_it_cannot_see(
+    kind: Any, overlap_step: bool
+) -> None:
     model = make_net()
-    model, optimizer = shardcore.shard(model, shardcore.FusedAdam(model.parameters()), 2, overlap_step=overlap_step)
+    model, optimizer = shardcore.shard(
+        model, shardcore.FusedAdam(model.parameters()), 2, overlap_step=overlap_step
+    )
     later, around = kind(model.parameters(), 0.1), _Around(optimizer)
     loss_of(model, batch_of(0, 0, 0)).backward()
     with pytest.raises(
-        ValueError, match=rf"this {kind.__name__} has parameters that shardcore\.shard sharded with another optimizer"
+        ValueError,
+        match=rf"this {kind.__name__} has parameters that shardcore\.shard sharded with another "
+        rf"optimizer",
     ):
         later.step()
     around.step()
@@ -249,7 +353,9 @@ def test_grad_scaler_from_stage_1_on() -> None:
     model, optimizer, _ = train(0, Run(steps=0, stage=2))
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(loss_of(model, batch_of(0, 0, 0))).backward()
-    with pytest.raises(ValueError, match=r"called by a GradScaler.*from stage 1 on they are sharded"):
+    with pytest.raises(
+        ValueError, match=r"called by a GradScaler.*from stage 1 on they are sharded"
+    ):
         scaler.step(optimizer)
     optimizer.zero_grad()
     loss_of(model, batch_of(0, 0, 0)).backward()
@@ -296,13 +402,19 @@ def _wrapped_threads(rank: int, world_size: int, stage: int) -> list[str]:
     model, _, _ = train(rank, Run(stage=stage, steps=1))
     around, _, _ = train(rank, Run(stage=stage, steps=1))
     copy = model._replicate_for_data_parallel()
-    wrapped = [nn.parallel.DistributedDataParallel(nn.Sequential(model)), replicate(nn.Sequential(model)), replicate(around)]
+    wrapped = [
+        nn.parallel.DistributedDataParallel(nn.Sequential(model)),
+        replicate(nn.Sequential(model)),
+        replicate(around),
+    ]
     for each in (copy, *wrapped):
         with pytest.raises(RuntimeError) as refusal:
             each(torch.ones(2, 10))
         texts.append(str(refusal.value))
     teaching = nn.parallel.DistributedDataParallel(make_net())
-    teaching.module.register_forward_hook(lambda module, args, output: output - model(args[0]).detach())
+    teaching.module.register_forward_hook(
+        lambda module, args, output: output - model(args[0]).detach()
+    )
     teaching(torch.ones(2, 10)).sum().backward()  # a model beside the wrapped one is left alone
     return texts
 
@@ -313,4 +425,7 @@ def test_wrappers_that_would_average_again_are_refused(stage: int) -> None:
     for replica, *wrapped in run_ranks(2, _wrapped_threads, stage):
         assert "runs inside DataParallel" in replica
         assert len(wrapped) == 3
-        assert all("runs inside DistributedDataParallel or replicate(); expected it on its own" in text for text in wrapped)
+        assert all(
+            "runs inside DistributedDataParallel or replicate(); expected it on its own" in text
+            for text in wrapped
+        )

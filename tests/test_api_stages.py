@@ -1,4 +1,6 @@
-"""Stage 3 beside stages 1 and 2: the same bits for tied, frozen, checkpointed, nested, branching, compiled and tiny models."""
+"""Stage 3 beside stages 1 and 2: the same bits for tied, frozen, checkpointed, nested,
+branching, compiled and tiny models.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -18,7 +20,9 @@ ADAM = {"lr": 1e-2, "weight_decay": 0.1}
 
 
 class Checkpointed(Net):
-    """Every other block is recomputed; a weight is tied between a recomputed block and one that is not."""
+    """Every other block is recomputed; a weight is tied between a recomputed block and one that
+    is not.
+    """
 
     def __init__(self, reentrant: bool) -> None:
         super().__init__(depth=4)
@@ -37,12 +41,16 @@ def _hash_of_kind(rank: int, world_size: int, kind: str, stage: int) -> str:
     torch.manual_seed(0)
     model = KINDS[kind]()
     adam = ADAM if kind != "lora" else {**ADAM, "weight_decay": 0.0}
-    model, optimizer, _ = train(rank, Run(stage=stage, steps=4, adam=adam, shard={"clip_grad_norm": 0.5}), model)
+    model, optimizer, _ = train(
+        rank, Run(stage=stage, steps=4, adam=adam, shard={"clip_grad_norm": 0.5}), model
+    )
     return hash_of_training(model, optimizer)
 
 
 class Lora(Net):
-    """Frozen base weights with small trainable ones beside them; one block is frozen as a whole, one not at all."""
+    """Frozen base weights with small trainable ones beside them; one block is frozen as a whole,
+    one not at all.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +69,9 @@ class Lora(Net):
 
 
 class Branching(Net):
-    """A parallel structure: the first block's output feeds all the others, which have frozen parts."""
+    """A parallel structure: the first block's output feeds all the others, which have frozen
+    parts.
+    """
 
     def __init__(self) -> None:
         super().__init__(depth=4)
@@ -75,7 +85,9 @@ class Branching(Net):
 
 
 class Nested(nn.Module):
-    """Units within units: an outer block uses a weight of its own before and after its inner blocks."""
+    """Units within units: an outer block uses a weight of its own before and after its inner
+    blocks.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +113,9 @@ class _Outer(nn.Module):
 
 
 class Viewed(nn.Module):
-    """What it returns is a view, as a Linear makes one of three dimensions, or of its own making."""
+    """What it returns is a view, as a Linear makes one of three dimensions, or of its own
+    making.
+    """
 
     def __init__(self, own: bool) -> None:
         super().__init__()
@@ -113,7 +127,9 @@ class Viewed(nn.Module):
 
 
 class InPlace(nn.Module):
-    """Outputs of units are edited in place, by the model and by the next unit: autograd leaves out the nodes of such views."""
+    """Outputs of units are edited in place, by the model and by the next unit: autograd leaves
+    out the nodes of such views.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,12 +147,18 @@ class InPlace(nn.Module):
 
 
 class Hooked(nn.Module):
-    """Hooks of units read their weights before forward, as torch's older weight_norm and prune do."""
+    """Hooks of units read their weights before forward, as torch's older weight_norm and prune
+    do.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         linear = lambda width: nn.Linear(10, width)  # noqa: E731
-        made = [nn.utils.weight_norm(linear(10)), linear(10), prune.l1_unstructured(linear(10), "weight", 0.3)]
+        made = [
+            nn.utils.weight_norm(linear(10)),
+            linear(10),
+            prune.l1_unstructured(linear(10), "weight", 0.3),
+        ]
         self.blocks, self.head = nn.ModuleList([*made, nn.utils.weight_norm(linear(10))]), linear(5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -162,7 +184,16 @@ KINDS: dict[str, Any] = {
 @pytest.mark.parametrize(("world_size", "kind"), [*((2, kind) for kind in KINDS), (3, "tiny")])
 def test_stages_train_alike(kind: str, world_size: int) -> None:
     """Stage 1 is test_api's."""
-    assert len({hashed for stage in (2, 3) for hashed in run_ranks(world_size, _hash_of_kind, kind, stage)}) == 1
+    assert (
+        len(
+            {
+                hashed
+                for stage in (2, 3)
+                for hashed in run_ranks(world_size, _hash_of_kind, kind, stage)
+            }
+        )
+        == 1
+    )
 
 
 def test_frozen_weights_are_sharded_too() -> None:
@@ -227,7 +258,9 @@ def test_evaluation_and_second_forwards_between_do_not_matter() -> None:
 
 
 def test_a_weight_that_is_not_gathered_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Broken twin: a rank that lends stale memory instead of gathering has other bits (and the tests above compare them)."""
+    """Broken twin: a rank that lends stale memory instead of gathering has other bits (and the
+    tests above compare them).
+    """
     good = run_ranks(2, _hash_of_kind, "net", 3)[0]
     bad = run_ranks(2, _hash_without_gathers)[0]
     assert good != bad
@@ -239,7 +272,9 @@ def _hash_without_gathers(rank: int, world_size: int) -> str:
         patch.setattr(
             Comm,
             "all_gather",
-            lambda self, whole, kind, *a, **of: [] if kind == Traffic.WEIGHTS else real(self, whole, kind, *a, **of),
+            lambda self, whole, kind, *a, **of: (
+                [] if kind == Traffic.WEIGHTS else real(self, whole, kind, *a, **of)
+            ),
         )
         return _hash_of_kind(rank, world_size, "net", 3)
 
@@ -251,13 +286,18 @@ def _compiled(rank: int, world_size: int, how: str, stage: int, overlap: bool) -
             block.compile(backend="aot_eager")
         else:
             model.blocks[index] = torch.compile(block, backend="aot_eager")
-    return hash_of_training(*train(rank, Run(stage=stage, steps=3, shard={"overlap_step": overlap}), model)[:2])
+    return hash_of_training(
+        *train(rank, Run(stage=stage, steps=3, shard={"overlap_step": overlap}), model)[:2]
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["in place", "wrapped"])
 def test_compiled_blocks(how: str) -> None:
-    hashes = [set(run_ranks(2, _compiled, how, stage, overlap)) for stage, overlap in ((2, False), (2, True), (3, False))]
+    hashes = [
+        set(run_ranks(2, _compiled, how, stage, overlap))
+        for stage, overlap in ((2, False), (2, True), (3, False))
+    ]
     assert hashes[0] == hashes[1] == hashes[2]
     assert len(hashes[0]) == 1
 
@@ -285,18 +325,23 @@ def test_a_whole_model_that_is_compiled_trains_and_is_warned_of_once(
     assert hashes[0] == hashes[1]
     (text,) = [record.getMessage() for record in caplog.records if record.name == "shardcore"]
     assert text.startswith(
-        "forward: torch.compile is around the whole model; expected it around its blocks: at stage 3 weights"
+        "forward: torch.compile is around the whole model; expected it around its blocks: at stage "
+        "3 weights"
     )
     assert "for block in model.blocks: block.compile()" in text
 
 
 def test_one_graph_for_a_whole_model_is_refused_with_what_to_compile(fresh_graphs: None) -> None:
     model, _, _ = train(0, Run(stage=3, steps=0))
-    with pytest.raises(Exception, match=r"compile the blocks \(for block in model\.blocks: block\.compile\(\)\)"):
+    with pytest.raises(
+        Exception, match=r"compile the blocks \(for block in model\.blocks: block\.compile\(\)\)"
+    ):
         torch.compile(model, backend="aot_eager", fullgraph=True)(batch_of(0, 0, 0)[0])
 
 
 @pytest.mark.more
-def test_blocks_that_are_compiled_are_not_warned_of(caplog: pytest.LogCaptureFixture, fresh_graphs: None) -> None:
+def test_blocks_that_are_compiled_are_not_warned_of(
+    caplog: pytest.LogCaptureFixture, fresh_graphs: None
+) -> None:
     _compiled(0, 1, "in place", 3, False)
     assert not [record for record in caplog.records if record.name == "shardcore"]

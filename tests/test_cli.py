@@ -1,4 +1,6 @@
-"""shardcore info and bench: what they print, what they refuse, and which suite runs with which options."""
+"""shardcore info and bench: what they print, what they refuse, and which suite runs with which
+options.
+"""
 
 import importlib
 import json
@@ -24,7 +26,8 @@ def checkout(monkeypatch, tmp_path):
         folder = tmp_path / "benchmarks"
         folder.mkdir()
         (tmp_path / "pyproject.toml").touch()
-        (folder / "__init__.py").touch()  # else a PYTHONPATH with the real checkout would come first
+        # else a PYTHONPATH with the real checkout would come first
+        (folder / "__init__.py").touch()
         for name, code in suites.items():
             head = f'"""Time {name}.\n\nMore of it.\n"""\nimport sys\noptions = sys.argv[1:]\n'
             (folder / f"bench_{name}.py").write_text(head + code + "\n")
@@ -37,7 +40,17 @@ def checkout(monkeypatch, tmp_path):
 def test_info(capsys):
     assert cli.main(["info"]) == 0
     lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
-    assert list(lines) == ["shardcore", "build", "library", "compiler", "torch", "CPU", "CUDA", "GPUs", "NUMA"]
+    assert list(lines) == [
+        "shardcore",
+        "build",
+        "library",
+        "compiler",
+        "torch",
+        "CPU",
+        "CUDA",
+        "GPUs",
+        "NUMA",
+    ]
     assert lines["shardcore"] == shardcore.__version__
     assert lines["torch"] == torch.__version__
     assert lines["library"] == _C.__file__
@@ -62,7 +75,9 @@ def test_info_of_two_sockets(capsys, monkeypatch):
         "GPU 0     is on node 0; its rank of 2 updates states on cores 0-3, which lie on node 0",
         "GPU 1     is on node 1; its rank of 2 updates states on cores 4-7, which lie on node 1",
     ]
-    assert [line for line in capsys.readouterr().out.splitlines() if not line.startswith("but ")] == both
+    assert [
+        line for line in capsys.readouterr().out.splitlines() if not line.startswith("but ")
+    ] == both
     nodes[1023] = nodes.pop(1)
     del nodes[0]
     monkeypatch.setattr(machine, "near_cores", lambda address: [])
@@ -80,7 +95,9 @@ def test_version(capsys):
 
 
 def test_the_script_runs_main():
-    module, _, function = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]["shardcore"].partition(":")
+    module, _, function = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "scripts"
+    ]["shardcore"].partition(":")
     assert getattr(importlib.import_module(module), function) is cli.main
 
 
@@ -101,11 +118,28 @@ def test_consolidate(tmp_path, capsys):
     model, optimizer, _ = train(0, Run(stage=2, steps=1, precision="bf16"))
     shardcore.save(tmp_path / "saved", model, optimizer)
     out = tmp_path / "out"
-    assert cli.main(["consolidate", str(tmp_path / "saved"), str(out), "--dtype", "bf16", "--max-shard-size", "8KB"]) == 0
+    assert (
+        cli.main(
+            [
+                "consolidate",
+                str(tmp_path / "saved"),
+                str(out),
+                "--dtype",
+                "bf16",
+                "--max-shard-size",
+                "8KB",
+            ]
+        )
+        == 0
+    )
     paths = capsys.readouterr().out.split()
     assert paths[-1] == str(out / "model.safetensors.index.json")
-    found = {name: value for path in paths[:-1] for name, value in safetensors.load_file(path).items()}
-    assert all(torch.equal(found[name], value.bfloat16()) for name, value in model.state_dict().items())
+    found = {
+        name: value for path in paths[:-1] for name, value in safetensors.load_file(path).items()
+    }
+    assert all(
+        torch.equal(found[name], value.bfloat16()) for name, value in model.state_dict().items()
+    )
     for bad in (["--tag", "nothing"], ["--max-shard-size", "much"], ["--dtype", "int8"]):
         with pytest.raises(SystemExit) as stop:
             cli.main(["consolidate", str(tmp_path / "saved"), str(out), *bad])
@@ -118,7 +152,8 @@ def test_the_suites_are_those_of_the_checkout(capsys):
     assert {"cpu_adam", "fused_adam", "ordered_sum", "train_step"} <= set(suites)
     assert all(about.startswith("Time ") and about.endswith(".") for about in suites.values())
     for name in suites:
-        assert f'"{name}.json"' in (ROOT / f"benchmarks/bench_{name}.py").read_text()  # where bench says the figures are
+        # where bench says the figures are
+        assert f'"{name}.json"' in (ROOT / f"benchmarks/bench_{name}.py").read_text()
     with pytest.raises(SystemExit):
         cli.main(["bench", "--help"])
     capsys.readouterr()
@@ -130,7 +165,19 @@ def test_the_suites_are_those_of_the_checkout(capsys):
 def test_a_real_suite(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MPLCONFIGDIR", str(tmp_path))  # matplotlib warns of a bad home
-    options = ["--device", "cpu", "--ranks", "8", "4", "--unit", "8K", "--rounds", "2", "--pause", "0"]
+    options = [
+        "--device",
+        "cpu",
+        "--ranks",
+        "8",
+        "4",
+        "--unit",
+        "8K",
+        "--rounds",
+        "2",
+        "--pause",
+        "0",
+    ]
     assert cli.main(["bench", "ordered_sum", "--out", "here", *options]) == 0
     printed = capfd.readouterr()
     assert printed.err == ""  # the bar is for terminals

@@ -1,4 +1,6 @@
-"""The C++ tests of the torch-free core (tests/cpp), built with CMake and run by CTest, as one test of this suite."""
+"""The C++ tests of the torch-free core (tests/cpp), built with CMake and run by CTest, as one
+test of this suite.
+"""
 
 import os
 import re
@@ -16,7 +18,14 @@ JOBS = str(len(os.sched_getaffinity(0)))
 def run(*command: str) -> subprocess.CompletedProcess[str]:
     """Run a command in the repository root; ninja may come from this Python's environment."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    return subprocess.run(command, cwd=ROOT, env=os.environ | {"PATH": path}, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        command,
+        cwd=ROOT,
+        env=os.environ | {"PATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 def skip_or_fail(reason: str) -> None:

@@ -1,4 +1,6 @@
-"""torch.distributed.checkpoint over shardcore's format: all is restored, and what fails is named and loses nothing."""
+"""torch.distributed.checkpoint over shardcore's format: all is restored, and what fails is named
+and loses nothing.
+"""
 
 import gc
 import os
@@ -38,8 +40,12 @@ def _wrong_boxes(runs_of: Runs, shape: tuple[int, ...]) -> list[Any]:
     flat = torch.arange(prod(shape))
     found = []
     for offsets in product(*(range(size) for size in shape)):
-        for sizes in product(*(range(size - offset + 1) for size, offset in zip(shape, offsets, strict=True))):
-            box = flat.view(shape)[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))]
+        for sizes in product(
+            *(range(size - offset + 1) for size, offset in zip(shape, offsets, strict=True))
+        ):
+            box = flat.view(shape)[
+                tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))
+            ]
             parts = [flat[start : start + numel] for start, numel in runs_of(shape, offsets, sizes)]
             if torch.cat([*parts, flat[:0]]).tolist() != box.flatten().tolist():
                 found.append((offsets, sizes))
@@ -67,13 +73,17 @@ def test_rows_are_one_run() -> None:
     assert list(shardcore.dcp.runs_of((9, 4, 5), (3, 1, 0), (1, 2, 5))) == [(65, 10)]
 
 
-# --- what is restored -----------------------------------------------------------------------------------------------------
+# --- what is restored -----------------------------------------------------------------------------
 
 
 def _digest(state: Any, name: str = "") -> dict[str, str]:
     """What a state dict has, in full, by name. Collective."""
     if isinstance(state, dict):
-        return {key: text for k, value in state.items() for key, text in _digest(value, f"{name}/{k}").items()}
+        return {
+            key: text
+            for k, value in state.items()
+            for key, text in _digest(value, f"{name}/{k}").items()
+        }
     if isinstance(state, DTensor):
         state = state.full_tensor()
     return {name: hash_of([state]) if isinstance(state, torch.Tensor) else repr(state)}
@@ -82,7 +92,9 @@ def _digest(state: Any, name: str = "") -> dict[str, str]:
 def _fsdp2(seed: int, steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Uneven rows; fewer rows than ranks in the last."""
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(33, 7), nn.LayerNorm(7), nn.Linear(7, 41, bias=False), nn.Linear(41, 1))
+    model = nn.Sequential(
+        nn.Linear(33, 7), nn.LayerNorm(7), nn.Linear(7, 41, bias=False), nn.Linear(41, 1)
+    )
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     fully_shard(model[2], mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -112,7 +124,11 @@ def _save_fsdp2(rank: int, world_size: int, path: str) -> dict[str, str]:
     state = _state_of(model, optimizer)
     expected = _digest(state)
     dcp.save(state, storage_writer=shardcore.dcp.Writer(f"{path}/writer"))
-    dcp.save(state, checkpoint_id=f"{path}/checkpoint_id", storage_writer=shardcore.dcp.Writer("elsewhere/x"))
+    dcp.save(
+        state,
+        checkpoint_id=f"{path}/checkpoint_id",
+        storage_writer=shardcore.dcp.Writer("elsewhere/x"),
+    )
     pending = dcp.async_save(state, storage_writer=shardcore.dcp.Writer(f"{path}/async"))
     with torch.no_grad():
         for param in model.parameters():
@@ -130,9 +146,13 @@ def _load_fsdp2(rank: int, world_size: int, paths: list[str]) -> list[dict[str, 
         state["optimizer"]["param_groups"][0]["lr"] = 3.0
         zeroed = _digest(state)
         dcp.load(state, storage_reader=shardcore.dcp.Reader(path))
-        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        set_state_dict(
+            model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
         found = _digest(_state_of(model, optimizer))
-        same = [name for name in found if found[name] == zeroed[name] and "param_groups" not in name]
+        same = [
+            name for name in found if found[name] == zeroed[name] and "param_groups" not in name
+        ]
         assert not same, f"the twin that loads nothing is not told apart by {same}"
         restored.append(found)
     return restored
@@ -147,12 +167,20 @@ def test_fsdp2_models_and_optimizers_are_restored(tmp_path: Path) -> None:
     for found in [*run_ranks(2, _load_fsdp2, paths), *run_ranks(1, _load_fsdp2, paths[:1])]:
         assert all(state == expected for state in found)
     for path in paths:
-        assert sorted(os.listdir(path)) == ["manifest.json", data_file(0), data_file(1)], "one file per rank, and no pickle"
+        assert sorted(os.listdir(path)) == ["manifest.json", data_file(0), data_file(1)], (
+            "one file per rank, and no pickle"
+        )
 
 
 CUT = (3, RANGE_NUMEL // 2 + 5)
 TENSORS = {"matrix": (5, 8), "cut": CUT, "block": (4, 3, 6), "row": (2, 1), "vector": (9,)}
-DTYPES = {"matrix": torch.float32, "cut": torch.bfloat16, "block": torch.int64, "row": torch.bool, "vector": torch.float64}
+DTYPES = {
+    "matrix": torch.float32,
+    "cut": torch.bfloat16,
+    "block": torch.int64,
+    "row": torch.bool,
+    "vector": torch.float64,
+}
 
 
 def _tensor(name: str) -> torch.Tensor:
@@ -163,16 +191,23 @@ def _tensor(name: str) -> torch.Tensor:
 def _save_tensors(rank: int, world_size: int, path: str, dim: int) -> None:
     mesh = init_device_mesh("cpu", (world_size,))
     state: Any = {
-        name: distribute_tensor(_tensor(name), mesh, [Shard(min(dim, len(shape) - 1))]) for name, shape in TENSORS.items()
+        name: distribute_tensor(_tensor(name), mesh, [Shard(min(dim, len(shape) - 1))])
+        for name, shape in TENSORS.items()
     }
-    dcp.save({**state, "one": torch.tensor(2.5), "none": torch.empty(0, 4)}, storage_writer=shardcore.dcp.Writer(path))
+    dcp.save(
+        {**state, "one": torch.tensor(2.5), "none": torch.empty(0, 4)},
+        storage_writer=shardcore.dcp.Writer(path),
+    )
 
 
 def _load_tensors(rank: int, world_size: int, path: str, dim: int | None) -> None:
     state: Any = {name: torch.zeros(shape, dtype=DTYPES[name]) for name, shape in TENSORS.items()}
     if dim is not None:
         mesh = init_device_mesh("cpu", (world_size,))
-        state = {name: distribute_tensor(t, mesh, [Shard(min(dim, t.dim() - 1))]) for name, t in state.items()}
+        state = {
+            name: distribute_tensor(t, mesh, [Shard(min(dim, t.dim() - 1))])
+            for name, t in state.items()
+        }
     state |= {"one": torch.zeros(()), "none": torch.ones(0, 4)}
     dcp.load(state, storage_reader=shardcore.dcp.Reader(path))
     for name in TENSORS:
@@ -196,14 +231,20 @@ def test_other_dimensions_are_restored(tmp_path: Path, saved: int, loaded: int) 
 
 def _save_shards(rank: int, world_size: int, path: str, stage: int) -> str:
     model, optimizer, _ = train(rank, Run(stage=stage, steps=2, precision="bf16"))
-    state = {"model": shardcore.sharded_state_dict(model), "optimizer": shardcore.sharded_state_dict(optimizer)}
+    state = {
+        "model": shardcore.sharded_state_dict(model),
+        "optimizer": shardcore.sharded_state_dict(optimizer),
+    }
     dcp.save(state, storage_writer=shardcore.dcp.Writer(path))
     return hash_of_training(model, optimizer)
 
 
 def _load_shards(rank: int, world_size: int, path: str, stage: int) -> str:
     model, optimizer, _ = train(rank, Run(stage=stage, steps=1, precision="bf16"))
-    state = {"model": shardcore.sharded_state_dict(model), "optimizer": shardcore.sharded_state_dict(optimizer)}
+    state = {
+        "model": shardcore.sharded_state_dict(model),
+        "optimizer": shardcore.sharded_state_dict(optimizer),
+    }
     dcp.load(state, storage_reader=shardcore.dcp.Reader(path))
     shardcore.load_sharded_state_dict(model, state["model"])
     shardcore.load_sharded_state_dict(optimizer, state["optimizer"])
@@ -248,15 +289,21 @@ def test_plain_data_is_restored(tmp_path: Path) -> None:
     assert found == PLAIN
     assert shardcore.dcp.Reader(tmp_path / "x").read_metadata().planner_data == saved.planner_data
     for file in (tmp_path / "x").iterdir():
-        assert b"torch" not in file.read_bytes().partition(b'"torch":')[2], f"{file.name} names no class to unpickle"
+        assert b"torch" not in file.read_bytes().partition(b'"torch":')[2], (
+            f"{file.name} names no class to unpickle"
+        )
 
 
 def test_what_shardcore_saves_and_loads_is_exchanged(tmp_path: Path) -> None:
     model, optimizer, _ = train(0, Run(stage=2, steps=2))
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     saved = shardcore.save(tmp_path / "own", model, optimizer)
-    found = _load_alone({name: torch.zeros_like(value) for name, value in weights.items()}, tmp_path / "own")
-    assert all(torch.equal(found[name], value) for name, value in weights.items()), "Reader finds the latest of a directory"
+    found = _load_alone(
+        {name: torch.zeros_like(value) for name, value in weights.items()}, tmp_path / "own"
+    )
+    assert all(torch.equal(found[name], value) for name, value in weights.items()), (
+        "Reader finds the latest of a directory"
+    )
     _save_alone(weights, tmp_path / "runs" / "x", save_latest=True)
     other, its, _ = train(0, Run(stage=2, steps=1))
     with pytest.raises(ValueError, match="has no states of an optimizer"):
@@ -275,7 +322,9 @@ def test_shardcore_loads_models_with_their_optimizers(tmp_path: Path, flattened:
     adam = torch.optim.AdamW(model.parameters(), lr=0.02)
     loss_of(model, batch_of(0, 0, 0)).backward()
     adam.step()
-    weights, states = get_state_dict(model, adam, options=StateDictOptions(flatten_optimizer_state_dict=flattened))
+    weights, states = get_state_dict(
+        model, adam, options=StateDictOptions(flatten_optimizer_state_dict=flattened)
+    )
     state = {"model": weights, "optimizer": states, "epoch": 3, "scheduler": {"last": [1]}}
     _save_alone(state, tmp_path / "ours")
     dcp.save(state, checkpoint_id=tmp_path / "torchs", no_dist=True)
@@ -296,14 +345,19 @@ def test_shardcore_loads_models_with_their_optimizers(tmp_path: Path, flattened:
 
 @pytest.mark.slow
 def test_shardcore_alone_does_not_import_it() -> None:
-    code = "import sys, shardcore; assert 'torch.distributed.checkpoint' not in sys.modules; import shardcore.dcp"
+    code = (
+        "import sys, shardcore; assert 'torch.distributed.checkpoint' not in sys.modules; "
+        "import shardcore.dcp"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
-# --- what fails -----------------------------------------------------------------------------------------------------------
+# --- what fails -----------------------------------------------------------------------------------
 
 
-def _save_with_fault(rank: int, world_size: int, path: str, fault: str, bad: int) -> tuple[str, list[str]]:
+def _save_with_fault(
+    rank: int, world_size: int, path: str, fault: str, bad: int
+) -> tuple[str, list[str]]:
     def save(value: float) -> None:
         mesh = init_device_mesh("cpu", (world_size,))
         state = {"x": distribute_tensor(torch.full((4, 512), value), mesh, [Shard(0)])}
@@ -337,14 +391,18 @@ def _save_with_fault(rank: int, world_size: int, path: str, fault: str, bad: int
         ("sync:EIO", "Input/output error", 1),
     ],
 )
-def test_a_write_that_fails_is_named_on_every_rank(tmp_path: Path, fault: str, name: str, bad: int) -> None:
+def test_a_write_that_fails_is_named_on_every_rank(
+    tmp_path: Path, fault: str, name: str, bad: int
+) -> None:
     for said, left in run_ranks(2, _save_with_fault, str(tmp_path / "x"), fault, bad):
         assert name in said
         assert data_file(bad) in said
         assert left == [".lock", "x"]
 
 
-def test_a_manifest_that_is_not_written_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_manifest_that_is_not_written_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _save_alone({"x": torch.ones(3)}, tmp_path / "x")
 
     def full(*_: Any) -> None:
@@ -364,11 +422,17 @@ def test_each_flipped_bit_is_found_and_named(tmp_path: Path) -> None:
     file = path / data_file(0)
     whole = file.read_bytes()
     head = read_json(path / "manifest.json")["files"][0]["head_bytes"]
-    for offset, named in ((9, "bytes 0 to"), (head, f"bytes {head} to"), (len(whole) - 1, f"to {len(whole)} \\(b")):
+    for offset, named in (
+        (9, "bytes 0 to"),
+        (head, f"bytes {head} to"),
+        (len(whole) - 1, f"to {len(whole)} \\(b"),
+    ):
         damaged = bytearray(whole)
         damaged[offset] ^= 16
         file.write_bytes(damaged)
-        with pytest.raises(dcp.CheckpointException, match=f"(?s){data_file(0)} is damaged in .*{named}"):
+        with pytest.raises(
+            dcp.CheckpointException, match=f"(?s){data_file(0)} is damaged in .*{named}"
+        ):
             _load_alone({"a": torch.zeros(300), "b": torch.zeros(300)}, path)
     found = _load_alone({"a": torch.zeros(300), "plain": 0}, path)
     assert found["a"].eq(1).all(), "what is not asked for, the damaged end, is not read"
@@ -379,7 +443,9 @@ def test_each_flipped_bit_is_found_and_named(tmp_path: Path) -> None:
 
 
 def _load_rows(rank: int, world_size: int, path: str) -> list[int]:
-    rows = distribute_tensor(torch.zeros(4, RANGE_NUMEL // 2), init_device_mesh("cpu", (world_size,)), [Shard(0)])
+    rows = distribute_tensor(
+        torch.zeros(4, RANGE_NUMEL // 2), init_device_mesh("cpu", (world_size,)), [Shard(0)]
+    )
     try:
         dcp.load({"x": rows}, storage_reader=shardcore.dcp.Reader(path))
     except dcp.CheckpointException as error:
@@ -395,7 +461,9 @@ def test_a_rank_reads_only_its_own_ranges(tmp_path: Path) -> None:
     assert run_ranks(2, _load_rows, str(tmp_path / "x")) == [[1], [1]]
 
 
-@pytest.mark.parametrize("own", [5, [], {"objects": 1, "planner_data": None}, {"objects": {"x": {"$eval": "1"}}}])
+@pytest.mark.parametrize(
+    "own", [5, [], {"objects": 1, "planner_data": None}, {"objects": {"x": {"$eval": "1"}}}]
+)
 def test_forged_plain_data_is_refused(tmp_path: Path, own: Any) -> None:
     _save_alone({"x": 1}, tmp_path / "x")
     manifest = tmp_path / "x" / "manifest.json"
@@ -418,7 +486,9 @@ def test_the_checkpoint_of_a_name_is_replaced(tmp_path: Path) -> None:
 def test_what_is_no_plain_data_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "x"
     _save_alone({"x": 1}, path)
-    with pytest.raises(dcp.CheckpointException, match=r"model\.a.* has type object; expected plain data"):
+    with pytest.raises(
+        dcp.CheckpointException, match=r"model\.a.* has type object; expected plain data"
+    ):
         _save_alone({"model": {"a": [{"b": object()}]}, "w": torch.ones(3)}, path)
     with pytest.raises(dcp.CheckpointException, match=r"c@0 is a tensor of torch\.complex64"):
         _save_alone({"c": torch.zeros(2, dtype=torch.complex64)}, path)
@@ -444,14 +514,19 @@ def test_too_many_ranges_are_refused_with_what_to_do(tmp_path: Path) -> None:
 
 def test_torchs_own_folder_is_named(tmp_path: Path) -> None:
     dcp.save({"x": torch.ones(3)}, checkpoint_id=tmp_path / "x", no_dist=True)
-    with pytest.raises(dcp.CheckpointException, match=r"was written by FileSystemWriter; .* use FileSystemReader"):
+    with pytest.raises(
+        dcp.CheckpointException, match=r"was written by FileSystemWriter; .* use FileSystemReader"
+    ):
         _load_alone({"x": torch.zeros(3)}, tmp_path / "x")
 
 
 def test_a_path_that_is_no_checkpoint_is_kept(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis").write_text("")
-    with pytest.raises(dcp.CheckpointException, match="is no checkpoint of shardcore's; expected one, which is replaced"):
+    with pytest.raises(
+        dcp.CheckpointException,
+        match="is no checkpoint of shardcore's; expected one, which is replaced",
+    ):
         _save_alone({"x": 1}, tmp_path / "mine")
     with pytest.raises(dcp.CheckpointException, match=r"tag has '\.x'"):
         _save_alone({"x": 1}, tmp_path / ".x")
@@ -471,8 +546,14 @@ def _said(state: Any, path: str, **options: Any) -> str:
 def _unlike_ranks(rank: int, world_size: int, path: str) -> list[str]:
     mesh = init_device_mesh("cpu", (world_size,))
     x: Any = distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)])
-    odd = DTensor.from_local(torch.ones(2, 3, dtype=torch.int32 if rank else torch.float32), mesh, [Shard(0)])
-    said = [_said({"x": x}, path, no_dist=True) if rank == 0 else "", _said({"x": x}, f"{path}{rank}"), _said({"x": odd}, path)]
+    odd = DTensor.from_local(
+        torch.ones(2, 3, dtype=torch.int32 if rank else torch.float32), mesh, [Shard(0)]
+    )
+    said = [
+        _said({"x": x}, path, no_dist=True) if rank == 0 else "",
+        _said({"x": x}, f"{path}{rank}"),
+        _said({"x": odd}, path),
+    ]
     dist.barrier()
     lock = SaveLock(Path(path).parent, "y") if rank == 1 else None
     dist.barrier()
@@ -503,7 +584,9 @@ def test_a_failed_save_is_cleared_away(tmp_path: Path) -> None:
     gc.collect()
     assert os.listdir(tmp_path) == [".lock"]
     for _ in range(3):  # in threads, whose errors still refer to their Writers
-        failing = dcp.async_save({"x": _Held()}, storage_writer=shardcore.dcp.Writer(path), no_dist=True)
+        failing = dcp.async_save(
+            {"x": _Held()}, storage_writer=shardcore.dcp.Writer(path), no_dist=True
+        )
         with pytest.raises(dcp.CheckpointException, match="type _Held; expected plain data"):
             failing.result()  # type: ignore[union-attr]
         dcp.async_save({"x": 1}, storage_writer=shardcore.dcp.Writer(path), no_dist=True).result()  # type: ignore[union-attr]
@@ -528,10 +611,16 @@ def test_a_writer_in_use_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     first: Any = dcp.async_save({"x": torch.ones(3)}, storage_writer=writer, no_dist=True)
     try:
         assert began.wait(60)
-        second: Any = dcp.async_save({"x": torch.zeros(3)}, checkpoint_id=tmp_path / "b", storage_writer=writer, no_dist=True)
-        with pytest.raises(dcp.CheckpointException, match="a is still being written by this Writer"):
+        second: Any = dcp.async_save(
+            {"x": torch.zeros(3)}, checkpoint_id=tmp_path / "b", storage_writer=writer, no_dist=True
+        )
+        with pytest.raises(
+            dcp.CheckpointException, match="a is still being written by this Writer"
+        ):
             second.result()
-        assert "a save of this process goes on there" in _said({"x": torch.zeros(3)}, str(tmp_path / "a"), no_dist=True)
+        assert "a save of this process goes on there" in _said(
+            {"x": torch.zeros(3)}, str(tmp_path / "a"), no_dist=True
+        )
     finally:
         goes_on.set()
     first.result()

@@ -1,4 +1,6 @@
-"""Layout properties for any world size, and a layout that cuts a block must be caught by the same checker."""
+"""Layout properties for any world size, and a layout that cuts a block must be caught by the
+same checker.
+"""
 
 from dataclasses import replace
 
@@ -10,7 +12,10 @@ pytest.importorskip("hypothesis", reason="property tests need hypothesis")
 from hypothesis import given
 from hypothesis import strategies as st
 
-sizes = st.lists(st.one_of(st.integers(0, 3 * BLOCK), st.sampled_from([BLOCK - 1, BLOCK, BLOCK + 1, 100_003])), max_size=12)
+sizes = st.lists(
+    st.one_of(st.integers(0, 3 * BLOCK), st.sampled_from([BLOCK - 1, BLOCK, BLOCK + 1, 100_003])),
+    max_size=12,
+)
 
 
 def check(numels: list[int], layout: FlatLayout) -> None:
@@ -31,7 +36,9 @@ def check(numels: list[int], layout: FlatLayout) -> None:
         for piece in layout.pieces(start, stop):
             assert piece.numel > 0
             assert piece.start % BLOCK == 0
-            assert piece.param_start == covered[piece.slot], "pieces come in order, without holes or overlaps"
+            assert piece.param_start == covered[piece.slot], (
+                "pieces come in order, without holes or overlaps"
+            )
             assert layout.slots[piece.slot].offset + piece.param_start == start + piece.start
             covered[piece.slot] += piece.numel
     assert list(covered.values()) == numels
@@ -58,7 +65,9 @@ def test_units_smaller_than_the_world_leave_empty_shards() -> None:
 def test_broken_twins_are_rejected(world_size: int) -> None:
     numels = [1000, 3, 0, 70_000]
     good = plan_flat(numels, world_size)
-    shifted = [replace(slot, offset=slot.offset + (1 if i else 0)) for i, slot in enumerate(good.slots)]
+    shifted = [
+        replace(slot, offset=slot.offset + (1 if i else 0)) for i, slot in enumerate(good.slots)
+    ]
     for broken in (
         replace(good, slots=tuple(shifted)),
         replace(good, shard_numel=good.shard_numel - BLOCK),

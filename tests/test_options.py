@@ -10,13 +10,25 @@ from torch import nn
 
 import shardcore
 from shardcore.options import ShardOptions, accept_optimizer
-from tests.support.models import Net, Run, batch_of, hash_of, hash_of_training, loss_of, make_net, stepped, train
+from tests.support.models import (
+    Net,
+    Run,
+    batch_of,
+    hash_of,
+    hash_of_training,
+    loss_of,
+    make_net,
+    stepped,
+    train,
+)
 from tests.support.ranks import run_ranks
 
 
 def test_precision_casts_weights_and_keeps_masters_as_given() -> None:
     given = {key: value.clone() for key, value in make_net().state_dict().items()}
-    model, _, _ = train(0, Run(steps=0, precision="bf16", shard={"keep_fp32": [nn.LayerNorm, "gain"]}))
+    model, _, _ = train(
+        0, Run(steps=0, precision="bf16", shard={"keep_fp32": [nn.LayerNorm, "gain"]})
+    )
     for name, param in model.named_parameters():
         kept = "norm" in name or name == "gain"
         assert param.dtype == (torch.float32 if kept else torch.bfloat16), name
@@ -34,7 +46,9 @@ def test_inputs_are_cast_and_outputs_are_not() -> None:
             super().__init__()
             self.weight = nn.Parameter(torch.ones(3))
 
-        def forward(self, x: torch.Tensor, *, index: torch.Tensor, more: dict[str, torch.Tensor]) -> torch.Tensor:
+        def forward(
+            self, x: torch.Tensor, *, index: torch.Tensor, more: dict[str, torch.Tensor]
+        ) -> torch.Tensor:
             seen.extend([x.dtype, index.dtype, more["y"].dtype])
             return (x * self.weight).float()
 
@@ -44,7 +58,9 @@ def test_inputs_are_cast_and_outputs_are_not() -> None:
         (True, torch.float32, None),
     ):
         model = Probe() if precision is not None else Probe().bfloat16()
-        model, _ = shardcore.shard(model, shardcore.FusedAdam(model.parameters()), cast_inputs=cast, precision=precision)
+        model, _ = shardcore.shard(
+            model, shardcore.FusedAdam(model.parameters()), cast_inputs=cast, precision=precision
+        )
         seen.clear()
         out = model(torch.ones(3), index=torch.tensor([1]), more={"y": torch.ones(1)})
         assert seen == [expected, torch.int64, expected]
@@ -67,12 +83,16 @@ def _steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 @pytest.mark.parametrize("make", [shardcore.FusedAdam, torch.optim.AdamW])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_float32_script_keeps_its_bits(stage: int, make: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_float32_script_keeps_its_bits(
+    stage: int, make: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     plain = make_net()
     _steps(plain, shardcore.FusedAdam(plain.parameters(), lr=1e-2, weight_decay=0.1))
     caplog.set_level("INFO", "shardcore")
     model = make_net()
-    model, optimizer = shardcore.shard(model, make(model.parameters(), lr=1e-2, weight_decay=0.1), stage)
+    model, optimizer = shardcore.shard(
+        model, make(model.parameters(), lr=1e-2, weight_decay=0.1), stage
+    )
     _steps(model, optimizer)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert hash_of(model.state_dict().values()) == hash_of(plain.state_dict().values())
@@ -98,13 +118,18 @@ def _mixed(rank: int, world_size: int, stage: int, master: str | None) -> tuple[
     model, plain = Mixed(), Mixed()
     plain.load_state_dict(model.state_dict())
     alone = shardcore.FusedAdam(
-        [{"params": plain.blocks.parameters(), "master": "fp32"}, {"params": [*plain.inp.parameters(), plain.head.weight]}],
+        [
+            {"params": plain.blocks.parameters(), "master": "fp32"},
+            {"params": [*plain.inp.parameters(), plain.head.weight]},
+        ],
         lr=0.1,
     )
     plain.gain.requires_grad_(False)
     model.gain.requires_grad_(False)
     params = [p for p in model.parameters() if p.requires_grad]
-    model, optimizer = shardcore.shard(model, shardcore.FusedAdam(params, lr=0.1, master=master), stage)
+    model, optimizer = shardcore.shard(
+        model, shardcore.FusedAdam(params, lr=0.1, master=master), stage
+    )
     _steps(model, optimizer)
     _steps(plain, alone)
     for name, param in model.named_parameters():
@@ -137,8 +162,12 @@ def test_conversions_are_one_line(
 ) -> None:
     caplog.set_level("INFO", "shardcore")
     model = Mixed()
-    shardcore.shard(model, shardcore.FusedAdam(model.parameters()), precision=precision, keep_fp32=keep)
-    assert caplog.messages == [f"shard: precision={precision!r} converts parameters: {text}" for text in said]
+    shardcore.shard(
+        model, shardcore.FusedAdam(model.parameters()), precision=precision, keep_fp32=keep
+    )
+    assert caplog.messages == [
+        f"shard: precision={precision!r} converts parameters: {text}" for text in said
+    ]
 
 
 def test_float16_weights_are_scaled_on_request() -> None:
@@ -149,7 +178,9 @@ def test_float16_weights_are_scaled_on_request() -> None:
     ((model(x.half()).float() - y) ** 2).mean().backward()
     optimizer.step()
     assert optimizer.skipped_steps == 0
-    model, optimizer, _ = train(0, Run(steps=0, precision=None, shard={"loss_scale": 256.0}), make_net().half())
+    model, optimizer, _ = train(
+        0, Run(steps=0, precision=None, shard={"loss_scale": 256.0}), make_net().half()
+    )
     assert optimizer.loss_scale == 256.0
 
 
@@ -158,17 +189,25 @@ def _grad_dtypes(rank: int, world_size: int, runs: list[Run]) -> list[tuple[str,
     for run in runs:
         model, optimizer, _ = train(rank, run)
         loss_of(model, batch_of(9, 0, rank)).backward()
-        found.append((hash_of_training(model, optimizer), str(shardcore.full_grad(model.head.weight).dtype)))
+        found.append(
+            (hash_of_training(model, optimizer), str(shardcore.full_grad(model.head.weight).dtype))
+        )
     return found
 
 
 @pytest.mark.more
 def test_bf16_gradients_are_the_same_on_every_stage_and_tier() -> None:
     runs = [
-        Run(stage=stage, precision="bf16", shard={"grad_dtype": "bf16", "offload": offload, "clip_grad_norm": 0.3})
+        Run(
+            stage=stage,
+            precision="bf16",
+            shard={"grad_dtype": "bf16", "offload": offload, "clip_grad_norm": 0.3},
+        )
         for stage, offload in enumerate((None, {"optimizer": "cpu"}, None, {"optimizer": "cpu"}))
     ]
-    for *answers, other in run_ranks(2, _grad_dtypes, [*runs, Run(precision="bf16", shard={"clip_grad_norm": 0.3})]):
+    for *answers, other in run_ranks(
+        2, _grad_dtypes, [*runs, Run(precision="bf16", shard={"clip_grad_norm": 0.3})]
+    ):
         assert set(answers) == {(answers[0][0], "torch.bfloat16")}
         assert other[1] == "torch.float32"
         assert other[0] != answers[0][0]
@@ -238,7 +277,10 @@ def test_a_process_group_of_some_ranks() -> None:
 
 def test_the_defaults_of_shard_are_those_of_its_options() -> None:
     """`estimate.predict` takes them from there."""
-    of_shard = {name: parameter.default for name, parameter in inspect.signature(shardcore.shard).parameters.items()}
+    of_shard = {
+        name: parameter.default
+        for name, parameter in inspect.signature(shardcore.shard).parameters.items()
+    }
     assert {field.name: field.default for field in fields(ShardOptions)}.items() <= of_shard.items()
     assert of_shard.keys() - {field.name for field in fields(ShardOptions)} == {
         "model",

@@ -1,8 +1,11 @@
-"""Checks the walls between the rooms of csrc/ and some rules that no other tool knows. Run: python -m tools.check_includes
+"""Checks the walls between the rooms of csrc/ and some rules that no other tool knows. Run: python
+-m tools.check_includes
 
-- Each room of csrc/ includes its own headers and those of the rooms that ROOMS allows it; only csrc/bind sees torch.
+- Each room of csrc/ includes its own headers and those of the rooms that ROOMS allows it; only
+  csrc/bind sees torch.
 - No source file has more than 900 lines.
-- Each test file is named after a module of the package that its folder mirrors, and imports from no other test file.
+- Each test file is named after a module of the package that its folder mirrors, and imports from no
+  other test file.
 - Each module of the package has such a test file.
 """
 
@@ -30,7 +33,8 @@ ROOMS: dict[str, set[str]] = {
     "io": {"core", "copy"},
     "bind": {"core", "adam", "norm", "reduce", "elementwise", "copy", "offload", "io"},
 }
-# What test files are named after: modules of shardcore/<folder>, or where it is listed here of these folders, and these words.
+# What test files are named after: modules of shardcore/<folder>, or where it is listed here of
+# these folders, and these words.
 TESTED: dict[str, tuple[str, ...]] = {
     "": ("shardcore/", "cpp"),
     "build": ("ci", "native", "optional_packages", "pip", "sdist", "wheel"),
@@ -41,18 +45,25 @@ TESTED: dict[str, tuple[str, ...]] = {
     "support": ("tests/support/",),
     "tools": ("tools/",),
 }
-UNTESTED = {"__init__", "__main__", "version", "_native"}  # tests/build/test_native.py tests the last one
+# tests/build/test_native.py tests the last one
+UNTESTED = {"__init__", "__main__", "version", "_native"}
 BIND_ONLY = re.compile(r"^(torch|ATen|c10|pybind11|caffe2)/|^Python\.h$")
-NOWHERE = re.compile(r"^omp\.h$")  # two thread runtimes disturb each other, and TSan cannot see OpenMP
+# two thread runtimes disturb each other, and TSan cannot see OpenMP
+NOWHERE = re.compile(r"^omp\.h$")
 CPP_SUFFIXES = {".h", ".cpp", ".cu", ".cuh"}
 SOURCE_FOLDERS = ("csrc", "shardcore", "tests", "benchmarks", "examples", "tools")
 
 
 def check_room(path: Path, text: str) -> Iterator[str]:
-    """Problems in the includes of one file; ``path`` is relative to the repository (csrc/<room>/...)."""
+    """Problems in the includes of one file; ``path`` is relative to the repository
+    (csrc/<room>/...).
+    """
     room = path.parts[1]
     if room not in ROOMS:
-        yield f"{path}: csrc/{room} is not a room; expected one of {', '.join(ROOMS)} (or add it to {Path(__file__).name})"
+        yield (
+            f"{path}: csrc/{room} is not a room; expected one of {', '.join(ROOMS)} (or add it "
+            f"to {Path(__file__).name})"
+        )
         return
     for number, line in enumerate(text.splitlines(), 1):
         match = re.match(r'\s*#\s*include\s*([<"])([^>"]+)[>"]', line)
@@ -60,16 +71,29 @@ def check_room(path: Path, text: str) -> Iterator[str]:
             continue
         header = match[2]
         if NOWHERE.match(header):
-            yield f"{path}:{number}: includes {header}; expected no OpenMP (take an executor, csrc/core/executor.h)"
+            yield (
+                f"{path}:{number}: includes {header}; expected no OpenMP (take an executor, "
+                f"csrc/core/executor.h)"
+            )
         elif BIND_ONLY.match(header):
             if room != "bind":
-                yield f"{path}:{number}: includes {header}; expected torch and Python in csrc/bind only"
+                yield (
+                    f"{path}:{number}: includes {header}; expected torch and Python in "
+                    f"csrc/bind "
+                    f"only"
+                )
         elif match[1] == '"':
             other = header.split("/")[0] if "/" in header else ""
             if other not in ROOMS:
-                yield f'{path}:{number}: includes "{header}"; expected a path from csrc/, such as "{room}/{Path(header).name}"'
+                yield (
+                    f'{path}:{number}: includes "{header}"; expected a path from csrc/, such as '
+                    f'"{room}/{Path(header).name}"'
+                )
             elif other != room and other not in ROOMS[room]:
-                yield f"{path}:{number}: csrc/{room} includes {header}; expected only {', '.join(sorted({room, *ROOMS[room]}))}"
+                yield (
+                    f"{path}:{number}: csrc/{room} includes {header}; expected only "
+                    f"{', '.join(sorted({room, *ROOMS[room]}))}"
+                )
 
 
 def check_length(path: Path, text: str) -> Iterator[str]:
@@ -79,23 +103,38 @@ def check_length(path: Path, text: str) -> Iterator[str]:
 
 
 def named_after(stem: str, names: Iterable[str]) -> str:
-    """The one of ``names`` after which a test file is named: the longest that fits (test_state_dict.py: state_dict), or ""."""
-    return max((name for name in names if f"{stem}_".startswith(f"test_{name}_")), key=len, default="")
+    """The one of ``names`` after which a test file is named: the longest that fits
+    (test_state_dict.py: state_dict), or "".
+    """
+    return max(
+        (name for name in names if f"{stem}_".startswith(f"test_{name}_")), key=len, default=""
+    )
 
 
 def check_test(path: Path, text: str, root: Path) -> Iterator[str]:
     """The name and the imports of one test file (tests/<folder>/test_<module>_<subject>.py)."""
     for node in ast.walk(ast.parse(text)):
-        found = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+        found = (
+            [alias.name for alias in node.names]
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            else []
+        )
         if isinstance(node, ast.ImportFrom):
             found = [f"{node.module or ''}.{name}" for name in found]
         for name in found:
             if any(part.startswith("test_") for part in name.split(".")):
-                yield f"{path}:{node.lineno}: imports {name}; expected what tests share in tests/support"
+                yield (
+                    f"{path}:{node.lineno}: imports {name}; expected what tests share in "
+                    f"tests/support"
+                )
     folder = "/".join(path.parts[1:-1])
     names = set()
     for word in TESTED.get(folder, (f"shardcore/{folder}/",)):
-        files = [file.stem for file in (root / word).glob("*") if file.is_file()] if word.endswith("/") else [word]
+        files = (
+            [file.stem for file in (root / word).glob("*") if file.is_file()]
+            if word.endswith("/")
+            else [word]
+        )
         names |= {name.removeprefix("bind_").lstrip("_") for name in files if name != "__init__"}
     if not named_after(path.stem, names):
         expected = "expected test_<module>.py or test_<module>_<subject>.py"
@@ -108,8 +147,13 @@ def check_tested(path: Path, text: str, root: Path) -> Iterator[str]:
         return
     folder = Path("tests", *path.parts[1:-1])
     names = [file.stem for file in (root / path.parent).glob("*.py")]
-    if not any(named_after(file.stem, names) == path.stem for file in (root / folder).glob("test_*.py")):
-        yield f"{path}: has no test file; expected {folder}/test_{path.stem}.py or test_{path.stem}_<subject>.py"
+    if not any(
+        named_after(file.stem, names) == path.stem for file in (root / folder).glob("test_*.py")
+    ):
+        yield (
+            f"{path}: has no test file; expected {folder}/test_{path.stem}.py or "
+            f"test_{path.stem}_<subject>.py"
+        )
 
 
 def problems(root: Path = ROOT) -> Iterable[str]:
@@ -117,7 +161,10 @@ def problems(root: Path = ROOT) -> Iterable[str]:
     for folder in SOURCE_FOLDERS:
         for file in sorted((root / folder).rglob("*")):
             path = file.relative_to(root)
-            if file.suffix not in CPP_SUFFIXES | {".py", ".pyi", ".sh"} or "__pycache__" in path.parts:
+            if (
+                file.suffix not in CPP_SUFFIXES | {".py", ".pyi", ".sh"}
+                or "__pycache__" in path.parts
+            ):
                 continue
             text = file.read_text()
             yield from check_length(path, text)

@@ -1,19 +1,26 @@
-"""Checks the compiled CUDA kernels, without a GPU: no spills, and 16 bytes per thread in each access to a bulk stream.
+"""Checks the compiled CUDA kernels, without a GPU: no spills, and 16 bytes per thread in each
+access to a bulk stream.
 
-Run with the Python that has the built extension: python -m tools.check_kernels [library]. It reads the disassembly of cuobjdump
-(of the CUDA toolkit, else the one in triton's wheel), prints a table, and fails if a kernel breaks its rule in RULES.
+Run with the Python that has the built extension: python -m tools.check_kernels [library]. It reads
+the disassembly of cuobjdump (of the CUDA toolkit, else the one in triton's wheel), prints a table,
+and fails if a kernel breaks its rule in RULES.
 
-How bulk accesses are told from others. A kernel reads a few table entries, then walks its streams in loops: a vector loop over
-what is whole and aligned, and a scalar loop over the rest. An outermost loop (tools/sass.py finds them) with 16-byte accesses
-to global memory is a *bulk loop*:
+How bulk accesses are told from others. A kernel reads a few table entries, then walks its streams
+in loops: a vector loop over what is whole and aligned, and a scalar loop over the rest. An
+outermost loop (tools/sass.py finds them) with 16-byte accesses to global memory is a *bulk loop*:
 
-- it must have at least the 16-byte loads and stores of its LoopRule: what the paths of all dtypes need together;
-- narrower accesses in it must be those that the rule names: 8-bit codes 8 bytes, the scale of each 256-element block 4;
-- a kernel must have as many bulk loops as it has rules, so a vector loop that lost all its wide accesses is missed;
-- where arithmetic may bind the rule limits the instructions of a round of the loop, and those of the integer pipe, which
-  has half the rate of the others: of the shortest ways through each wide access the longest, since what is rare is a detour.
+- it must have at least the 16-byte loads and stores of its LoopRule: what the paths of all dtypes
+  need together;
+- narrower accesses in it must be those that the rule names: 8-bit codes 8 bytes, the scale of each
+  256-element block 4;
+- a kernel must have as many bulk loops as it has rules, so a vector loop that lost all its wide
+  accesses is missed;
+- where arithmetic may bind the rule limits the instructions of a round of the loop, and those of
+  the integer pipe, which has half the rate of the others: of the shortest ways through each wide
+  access the longest, since what is rare is a detour.
 
-What lies outside of bulk loops is tables, results of blocks and scalar tails, and is free. Accesses to local memory are spills.
+What lies outside of bulk loops is tables, results of blocks and scalar tails, and is free. Accesses
+to local memory are spills.
 """
 
 from __future__ import annotations
@@ -29,13 +36,39 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tools.build_config import find_nvcc
-from tools.sass import Access, access_of, kernel_name, loops_of, parse_resources, parse_sass, shortest_round, successors
+from tools.sass import (
+    Access,
+    access_of,
+    kernel_name,
+    loops_of,
+    parse_resources,
+    parse_sass,
+    shortest_round,
+    successors,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 WIDE = 16  # bytes
-# Opcodes of the integer pipe: logic, shifts, additions, compares and selections, those of floats included.
+# Opcodes of the integer pipe: logic, shifts, additions, compares and selections, those of floats
+# included.
 INTEGER = frozenset(
-    {"BMSK", "CS2R", "FCHK", "FMNMX", "FSEL", "FSETP", "IABS", "IADD3", "IMNMX", "ISETP", "LEA", "LOP3", "MOV", "P2R", "PLOP3"}
+    {
+        "BMSK",
+        "CS2R",
+        "FCHK",
+        "FMNMX",
+        "FSEL",
+        "FSETP",
+        "IABS",
+        "IADD3",
+        "IMNMX",
+        "ISETP",
+        "LEA",
+        "LOP3",
+        "MOV",
+        "P2R",
+        "PLOP3",
+    }
     | {"PRMT", "R2P", "SEL", "SGXT", "SHF", "VABSDIFF", "VIADD", "VIADDMNMX", "VIMNMX", "VIMNMX3"}
 )
 
@@ -60,7 +93,9 @@ class Kernel:
 
 @dataclass(frozen=True)
 class LoopRule:
-    """What a bulk loop must have: at least these 16-byte loads and stores; at most these narrower accesses and instructions."""
+    """What a bulk loop must have: at least these 16-byte loads and stores; at most these
+    narrower accesses and instructions.
+    """
 
     loads: int
     stores: int
@@ -72,19 +107,30 @@ class LoopRule:
         problems, accesses = [], loop.accesses
         for kind, least in (("load", self.loads), ("store", self.stores)):
             if accesses[kind, WIDE] < least:
-                problems.append(f"{accesses[kind, WIDE]} {kind}s of {WIDE} bytes; expected at least {least}")
+                problems.append(
+                    f"{accesses[kind, WIDE]} {kind}s of {WIDE} bytes; expected at least {least}"
+                )
         for (kind, size), count in sorted(accesses.items()):
             if size < WIDE and count > self.narrower.get((kind, size), 0):
-                problems.append(f"{count} {kind}s of {size} bytes; expected at most {self.narrower.get((kind, size), 0)}")
+                problems.append(
+                    f"{count} {kind}s of {size} bytes; expected at most "
+                    f"{self.narrower.get((kind, size), 0)}"
+                )
         if self.instructions is not None and loop.instructions > self.instructions:
-            problems.append(f"{loop.instructions} instructions a round; expected at most {self.instructions}")
+            problems.append(
+                f"{loop.instructions} instructions a round; expected at most {self.instructions}"
+            )
         if self.integer is not None and loop.integer > self.integer:
-            problems.append(f"{loop.integer} instructions of the integer pipe a round; expected at most {self.integer}")
+            problems.append(
+                f"{loop.integer} instructions of the integer pipe a round; expected at most "
+                f"{self.integer}"
+            )
         return problems
 
 
-# What a stream needs for 8 elements of a thread: 1 access if it is 16-bit, 2 if it is float32, 3 in code for either.
-# Adam: grad; weight or float32 master; the parameter beside a master; a split master's remainder; the moments.
+# What a stream needs for 8 elements of a thread: 1 access if it is 16-bit, 2 if it is float32, 3 in
+# code for either. Adam: grad; weight or float32 master; the parameter beside a master; a split
+# master's remainder; the moments.
 _LOADS = 3 + 3 + 1
 _STORES = 3 + 2 + 1
 _F32 = LoopRule(_LOADS + 4, _STORES + 4)
@@ -94,8 +140,9 @@ _BF16 = LoopRule(_LOADS + 2, _STORES + 2)
 _CODES = {("load", 8): 2, ("store", 8): 2, ("load", 4): 2, ("store", 4): 2}
 _8BIT = LoopRule(_LOADS, _STORES, _CODES, instructions=785, integer=415)
 
-# Every kernel, with a rule for each of its bulk loops, the lesser rules first. Those of Adam in the order of kAdamForms: 8-bit
-# moments with dtypes of weight, gradient and master; then f32, bf16 and 8-bit moments with any, and any moments.
+# Every kernel, with a rule for each of its bulk loops, the lesser rules first. Those of Adam in the
+# order of kAdamForms: 8-bit moments with dtypes of weight, gradient and master; then f32, bf16 and
+# 8-bit moments with any, and any moments.
 RULES: dict[str, list[LoopRule]] = {
     "adam_kernel<0>": [LoopRule(4, 2, _CODES, instructions=660, integer=315)],
     "adam_kernel<1>": [LoopRule(2, 1, _CODES, instructions=660, integer=315)],
@@ -108,14 +155,21 @@ RULES: dict[str, list[LoopRule]] = {
     "adam_kernel<8>": [_8BIT],
     "adam_kernel<9>": [_8BIT, _BF16, _F32, _AMSGRAD],
     "device_step_kernel": [],  # tables alone
-    # A loop over chunks. A lane has a float32 block's 8 loads in flight, or the 4 copies of the next round of 16-bit blocks, of
-    # two dtypes. Narrower: the table of tensors, tails of single elements, the chunk's sum.
+    # A loop over chunks. A lane has a float32 block's 8 loads in flight, or the 4 copies of the
+    # next round of 16-bit blocks, of two dtypes. Narrower: the table of tensors, tails of single
+    # elements, the chunk's sum.
     "sq_norm_kernel": [
-        LoopRule(8 + 2 * (4 + 4), stores=0, narrower={("load", 2): 16, ("load", 4): 9, ("load", 8): 3, ("store", 8): 2})
+        LoopRule(
+            8 + 2 * (4 + 4),
+            stores=0,
+            narrower={("load", 2): 16, ("load", 4): 9, ("load", 8): 3, ("store", 8): 2},
+        )
     ],
-    "add_partials_kernel": [],  # reads what blocks have summed: one number for thousands of elements
-    # A loop a dtype of pieces: 4 copies of the first steps, 4 of each other, what the sum is added to, float32 or bfloat16. Of
-    # float32 pieces a lane has two runs of 4 elements, so 8 bytes of bfloat16 each.
+    # reads what blocks have summed: one number for thousands of elements
+    "add_partials_kernel": [],
+    # A loop a dtype of pieces: 4 copies of the first steps, 4 of each other, what the sum is added
+    # to, float32 or bfloat16. Of float32 pieces a lane has two runs of 4 elements, so 8 bytes of
+    # bfloat16 each.
     "ordered_sum_kernel": [
         LoopRule(loads=4 + 4 + 2, stores=2, narrower={("load", 8): 2, ("store", 8): 2}),
         LoopRule(loads=4 + 4 + 3, stores=3),
@@ -133,7 +187,10 @@ def read_kernels(resources: str, sass: str) -> list[Kernel]:
     kernels = []
     for (arch, mangled), code in parse_sass(sass).items():
         if (arch, mangled) not in usage:
-            raise ValueError(f"check_kernels: {mangled} for {arch} has no resource usage; expected both outputs of one file")
+            raise ValueError(
+                f"check_kernels: {mangled} for {arch} has no resource usage; expected both outputs "
+                f"of one file"
+            )
         registers, spill_bytes = usage[arch, mangled]
         accesses = [access_of(instruction.opcode) for instruction in code]
         outside = Counter(access for access in accesses if access)
@@ -147,7 +204,9 @@ def read_kernels(resources: str, sass: str) -> list[Kernel]:
                 loops.append(Loop(inside, len(way), sum(code[i].base in INTEGER for i in way)))
                 outside -= inside
         local = sum(instruction.base in {"LDL", "STL"} for instruction in code)
-        kernels.append(Kernel(kernel_name(mangled), arch, registers, spill_bytes, local, tuple(loops), outside))
+        kernels.append(
+            Kernel(kernel_name(mangled), arch, registers, spill_bytes, local, tuple(loops), outside)
+        )
     return sorted(kernels, key=lambda kernel: (kernel.name, kernel.arch))
 
 
@@ -157,15 +216,22 @@ def problems(kernels: list[Kernel], rules: Mapping[str, list[LoopRule]]) -> Iter
         where = f"{kernel.name} for {kernel.arch}"
         if kernel.spill_bytes or kernel.local_accesses:
             yield (
-                f"{where}: {kernel.spill_bytes} bytes of stack and local memory, {kernel.local_accesses} accesses to it; "
+                f"{where}: {kernel.spill_bytes} bytes of stack and local memory, "
+                f"{kernel.local_accesses} accesses to it; "
                 "expected none (registers spill, or an array is not in registers)"
             )
         if kernel.name not in rules:
-            yield f"{where}: no rule; expected one in RULES of {Path(__file__).name} (how its streams are read and written)"
+            yield (
+                f"{where}: no rule; expected one in RULES of {Path(__file__).name} (how its "
+                f"streams are read and written)"
+            )
             continue
         left = list(rules[kernel.name])
         if len(kernel.loops) != len(left):
-            yield f"{where}: {len(kernel.loops)} loops with {WIDE}-byte accesses; expected {len(left)}"
+            yield (
+                f"{where}: {len(kernel.loops)} loops with {WIDE}-byte accesses; expected "
+                f"{len(left)}"
+            )
             continue
         for loop in sorted(kernel.loops, key=lambda loop: loop.accesses["load", WIDE]):
             fitting = next((rule for rule in left if not rule.broken(loop)), None)
@@ -186,16 +252,44 @@ def table(kernels: list[Kernel]) -> str:
             count[kind] += number if low <= size < high else 0
         return f"{count['load']}/{count['store']}"
 
-    columns = ("kernel", "arch", "registers", "spills", "bulk loops", "16 bytes", "8", "narrower", "outside of bulk loops")
+    columns = (
+        "kernel",
+        "arch",
+        "registers",
+        "spills",
+        "bulk loops",
+        "16 bytes",
+        "8",
+        "narrower",
+        "outside of bulk loops",
+    )
     rows = [(*columns, "a round (integer)")]
     for kernel in kernels:
         inside: Counter[Access] = sum((loop.accesses for loop in kernel.loops), Counter())
         spills = str(kernel.spill_bytes)
-        sizes = (both(inside, WIDE, 1 << 30), both(inside, 8, WIDE), both(inside, 0, 8), both(kernel.outside, 0, 1 << 30))
+        sizes = (
+            both(inside, WIDE, 1 << 30),
+            both(inside, 8, WIDE),
+            both(inside, 0, 8),
+            both(kernel.outside, 0, 1 << 30),
+        )
         rounds = ", ".join(f"{loop.instructions} ({loop.integer})" for loop in kernel.loops)
-        rows.append((kernel.name, kernel.arch, str(kernel.registers), spills, str(len(kernel.loops)), *sizes, rounds))
+        rows.append(
+            (
+                kernel.name,
+                kernel.arch,
+                str(kernel.registers),
+                spills,
+                str(len(kernel.loops)),
+                *sizes,
+                rounds,
+            )
+        )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
 
 
 def find_cuobjdump() -> str:
@@ -203,24 +297,41 @@ def find_cuobjdump() -> str:
     nvcc = find_nvcc(dict(os.environ))
     toolkits = [Path(nvcc.cuda_home) / "bin"] if nvcc else []
     spec = importlib.util.find_spec("triton")
-    wheels = [Path(folder) / "backends/nvidia/bin" for folder in spec.submodule_search_locations or ()] if spec else []
+    wheels = (
+        [Path(folder) / "backends/nvidia/bin" for folder in spec.submodule_search_locations or ()]
+        if spec
+        else []
+    )
     for folder in [*toolkits, *map(Path, os.get_exec_path()), *wheels]:
         if os.access(folder / "cuobjdump", os.X_OK):
             return str(folder / "cuobjdump")
-    raise FileNotFoundError("check_kernels: cuobjdump is not there; expected it beside nvcc, on PATH, or in triton's wheel")
+    raise FileNotFoundError(
+        "check_kernels: cuobjdump is not there; expected it beside nvcc, on PATH, or in triton's "
+        "wheel"
+    )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("library", nargs="?", type=Path, help="default: the extension built into shardcore/")
-    library = parser.parse_args().library or next(iter(sorted((ROOT / "shardcore").glob("_C*.so"))), None)
+    parser.add_argument(
+        "library", nargs="?", type=Path, help="default: the extension built into shardcore/"
+    )
+    library = parser.parse_args().library or next(
+        iter(sorted((ROOT / "shardcore").glob("_C*.so"))), None
+    )
     if library is None:
-        parser.error("no library; expected shardcore/_C*.so (build it with SHARDCORE_CUDA=1), or a path")
+        parser.error(
+            "no library; expected shardcore/_C*.so (build it with SHARDCORE_CUDA=1), or a path"
+        )
     if b".nv_fatbin" not in library.read_bytes():
-        parser.error(f"{library} has no CUDA code; expected a library that was built with SHARDCORE_CUDA=1")
+        parser.error(
+            f"{library} has no CUDA code; expected a library that was built with SHARDCORE_CUDA=1"
+        )
     cuobjdump = find_cuobjdump()
     texts = [
-        subprocess.run([cuobjdump, option, library], capture_output=True, text=True, check=True).stdout
+        subprocess.run(
+            [cuobjdump, option, library], capture_output=True, text=True, check=True
+        ).stdout
         for option in ("-res-usage", "-sass")
     ]
     kernels = read_kernels(*texts)

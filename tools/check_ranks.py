@@ -1,11 +1,14 @@
-"""Trains a small model over several ranks in every layout, and compares bits: torchrun --nproc-per-node N -m tools.check_ranks.
+"""Trains a small model over several ranks in every layout, and compares bits: torchrun
+--nproc-per-node N -m tools.check_ranks.
 
-On GPUs over NCCL, or, where there is one, all ranks on it over a stand-in for NCCL (tools/nccl_standin.py);
-with --device cpu over gloo, or the stand-in. Layouts that add gradients in the same order have one hash of weights and states:
-all stages, tiers, prefetches and overlapped steps, flat or in nodes of --ranks-per-node, hybrid sharding or not. Then it times
-collectives of the size of a model's units. Rank 0 writes ranks.json into --out. Exit status: 0 all hashes are as they should
-be; 1 one is not, or a layout failed. With --leave-out-backward only this: the last rank leaves out a backward, and each rank
-must raise an error that says so, well before the group's timeout of a minute.
+On GPUs over NCCL, or, where there is one, all ranks on it over a stand-in for NCCL
+(tools/nccl_standin.py); with --device cpu over gloo, or the stand-in. Layouts that add gradients in
+the same order have one hash of weights and states: all stages, tiers, prefetches and overlapped
+steps, flat or in nodes of --ranks-per-node, hybrid sharding or not. Then it times collectives of
+the size of a model's units. Rank 0 writes ranks.json into --out. Exit status: 0 all hashes are as
+they should be; 1 one is not, or a layout failed. With --leave-out-backward only this: the last rank
+leaves out a backward, and each rank must raise an error that says so, well before the group's
+timeout of a minute.
 """
 
 import argparse
@@ -41,7 +44,9 @@ class Block(nn.Module):
 
     def __init__(self, collective: bool) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
         self.collective = collective
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -70,15 +75,22 @@ class Training:
     def __init__(self, device: torch.device, layout: dict[str, Any], seed: int = 0) -> None:
         torch.manual_seed(seed)
         model = Model(layout.pop("collective", False)).to(device)
-        params = [[p for p in model.parameters() if p.ndim > 1], [p for p in model.parameters() if p.ndim < 2]]
+        params = [
+            [p for p in model.parameters() if p.ndim > 1],
+            [p for p in model.parameters() if p.ndim < 2],
+        ]
         adam = shardcore.FusedAdam(
-            [{"params": params[0]}, {"params": params[1], "weight_decay": 0.0}], lr=1e-3, weight_decay=0.1
+            [{"params": params[0]}, {"params": params[1], "weight_decay": 0.0}],
+            lr=1e-3,
+            weight_decay=0.1,
         )
         if (mesh := layout.pop("mesh", None)) is not None:
             layout["process_group"] = init_device_mesh(device.type, mesh)
         if (backend := layout.pop("backend", None)) is not None:
             layout["process_group"] = dist.new_group(backend=backend)
-        self.model, self.optimizer = shardcore.shard(model, adam, precision="bf16", clip_grad_norm=0.5, **layout)
+        self.model, self.optimizer = shardcore.shard(
+            model, adam, precision="bf16", clip_grad_norm=0.5, **layout
+        )
         self.device = device
 
     def step(self, number: int) -> None:
@@ -94,19 +106,30 @@ class Training:
         digest = hashlib.sha256()
         state = self.optimizer.state_dict()["state"]
         tensors = [value for _, value in sorted(self.model.state_dict().items())]
-        tensors += [entry[key] for _, entry in sorted(state.items()) for key in ("exp_avg", "exp_avg_sq")]
+        tensors += [
+            entry[key] for _, entry in sorted(state.items()) for key in ("exp_avg", "exp_avg_sq")
+        ]
         for tensor in tensors:
             digest.update(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()[:16]
 
 
-def layouts(world: int, per_node: int, alone: str | None = None) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield (order in which gradients are added, name, arguments of shard). alone: a backend without gloo beside it."""
+def layouts(
+    world: int, per_node: int, alone: str | None = None
+) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yield (order in which gradients are added, name, arguments of shard). alone: a backend
+    without gloo beside it.
+    """
     cpu = {"optimizer": "cpu", "gradients": "cpu"}
     ways: list[tuple[str, str, range, dict[str, Any]]] = [("flat", "", range(4), {})]
     if 1 < per_node < world:
         ways += [
-            ("flat", f", weights kept by {per_node} ranks", range(3, 4), {"reshard_after_forward": per_node}),
+            (
+                "flat",
+                f", weights kept by {per_node} ranks",
+                range(3, 4),
+                {"reshard_after_forward": per_node},
+            ),
             ("nodes", f", nodes of {per_node}", range(4), {"ranks_per_node": per_node}),
             ("nodes", ", hybrid", range(1, 4), {"mesh": (world // per_node, per_node)}),
         ]
@@ -116,7 +139,11 @@ def layouts(world: int, per_node: int, alone: str | None = None) -> Iterator[tup
                 name = f"stage {stage}{way}{', offload' * offload}{', overlapped' * overlap}"
                 tier = {"offload": dict(cpu)} if offload else {}
                 yield order, name, {"stage": stage, "overlap_step": overlap, **tier, **how}
-    yield "flat", "stage 3, weights in host memory", {"stage": 3, "offload": {**cpu, "params": "cpu"}}
+    yield (
+        "flat",
+        "stage 3, weights in host memory",
+        {"stage": 3, "offload": {**cpu, "params": "cpu"}},
+    )
     yield "flat", "stage 3, nothing ahead", {"stage": 3, "prefetch": 0}
     yield "flat", "stage 3, three ahead", {"stage": 3, "prefetch": 3}
     yield "flat", "stage 3, weights kept", {"stage": 3, "reshard_after_forward": False}
@@ -136,7 +163,10 @@ def run(device: torch.device, layout: dict[str, Any]) -> str:
 
 def two_at_once(device: torch.device) -> str:
     """Train two models in turns, of which the first has the hash that it has alone."""
-    first, second = Training(device, {"stage": 3}), Training(device, {"stage": 2, "overlap_step": True}, seed=1)
+    first, second = (
+        Training(device, {"stage": 3}),
+        Training(device, {"stage": 2, "overlap_step": True}, seed=1),
+    )
     for step in range(STEPS):
         first.step(step)
         second.step(step)
@@ -160,15 +190,20 @@ def leave_out_backward(device: torch.device) -> bool:
     print(f"rank {rank} after {took:.1f} s: {said}", flush=True)
     limit = timedelta(seconds=2 * LEAVE_OUT_S)
     store.set(f"said/{rank}", "")
-    store.wait([f"said/{other}" for other in range(world)], limit)  # that another rank ends would end a wait, too
+    # that another rank ends would end a wait, too
+    store.wait([f"said/{other}" for other in range(world)], limit)
     store.set(f"left/{rank}", "")
     if rank == 0:  # it serves the store
         store.wait([f"left/{other}" for other in range(world)], limit)
     return said.startswith("ranks wait for different things") and took < LEAVE_OUT_S / 2
 
 
-def join(kind: str, standin: bool, timeout: timedelta | None) -> tuple[torch.device, str, str | None]:
-    """Join the default group; returns this rank's device, what carries its data, and a backend without gloo beside it."""
+def join(
+    kind: str, standin: bool, timeout: timedelta | None
+) -> tuple[torch.device, str, str | None]:
+    """Join the default group; returns this rank's device, what carries its data, and a backend
+    without gloo beside it.
+    """
     if kind == "cuda":
         standin = torch.cuda.device_count() == 1 < int(os.environ["LOCAL_WORLD_SIZE"])
         device = torch.device("cuda", 0 if standin else int(os.environ["LOCAL_RANK"]))
@@ -214,13 +249,25 @@ def rates(device: torch.device, sizes_mib: tuple[int, ...]) -> list[dict[str, fl
 
 def make_parser() -> argparse.ArgumentParser:
     """Make the parser of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--standin", action="store_true", help="with --device cpu: over the stand-in for NCCL")
+    parser.add_argument(
+        "--standin", action="store_true", help="with --device cpu: over the stand-in for NCCL"
+    )
     parser.add_argument("--leave-out-backward", action="store_true", help="only this")
-    parser.add_argument("--ranks-per-node", type=int, help="of the layouts in nodes (default: half of the ranks)")
+    parser.add_argument(
+        "--ranks-per-node", type=int, help="of the layouts in nodes (default: half of the ranks)"
+    )
     parser.add_argument("--only", default="", help="layouts whose name has this")
-    parser.add_argument("--sizes", type=int, nargs="*", default=[32, 128, 512], help="MiB of the collectives that are timed")
+    parser.add_argument(
+        "--sizes",
+        type=int,
+        nargs="*",
+        default=[32, 128, 512],
+        help="MiB of the collectives that are timed",
+    )
     parser.add_argument("--out", type=Path, default=Path("build/check_ranks"))
     return parser
 
@@ -237,7 +284,11 @@ def main() -> int:
         os._exit(0 if told else 1)  # the group is aborted, which its own end might wait for
     hashes: dict[str, dict[str, str]] = {}
     problems: list[str] = []
-    wanted = [one for one in layouts(world, options.ranks_per_node or world // 2, alone) if options.only in one[1]]
+    wanted = [
+        one
+        for one in layouts(world, options.ranks_per_node or world // 2, alone)
+        if options.only in one[1]
+    ]
     for order, name, layout in [
         *wanted,
         *([("flat", "two models at once", None)] if options.only in "two models at once" else []),
@@ -257,18 +308,37 @@ def main() -> int:
         if found != expected or ":" in found:
             problems.append(f"{name}: {found}; expected {expected}")
         if rank == 0:
-            print(f"{found:16}  {order:5}  {name}  ({time.perf_counter() - begun:.1f} s)", flush=True)
-    if len(hashes) == 2 and world > 3 and len({next(iter(of.values())) for of in hashes.values()}) == 1:
-        problems.append("adding in nodes gave the bits of flat adding; expected others, else this shows nothing")
+            print(
+                f"{found:16}  {order:5}  {name}  ({time.perf_counter() - begun:.1f} s)", flush=True
+            )
+    if (
+        len(hashes) == 2
+        and world > 3
+        and len({next(iter(of.values())) for of in hashes.values()}) == 1
+    ):
+        problems.append(
+            "adding in nodes gave the bits of flat adding; expected others, else this shows nothing"
+        )
     speeds = rates(device, tuple(options.sizes))
     if rank == 0:
         options.out.mkdir(parents=True, exist_ok=True)
-        result = {"world": world, "device": options.device, "over": over, "hashes": hashes, "problems": problems}
-        harness.write_json(options.out / "ranks.json", {"machine": describe_machine(), **result, "rates": speeds})
+        result = {
+            "world": world,
+            "device": options.device,
+            "over": over,
+            "hashes": hashes,
+            "problems": problems,
+        }
+        harness.write_json(
+            options.out / "ranks.json", {"machine": describe_machine(), **result, "rates": speeds}
+        )
         for entry in speeds:
             print(", ".join(f"{key} {value}" for key, value in entry.items()))
         count = sum(map(len, hashes.values()))
-        print("\n".join(problems) or f"{count} layouts of {world} ranks over {over}: one hash per order of adding")
+        print(
+            "\n".join(problems)
+            or f"{count} layouts of {world} ranks over {over}: one hash per order of adding"
+        )
     dist.barrier()
     dist.destroy_process_group()
     return 1 if problems else 0

@@ -1,8 +1,10 @@
-"""Hooks of mkdocs (mkdocs.yml), by which links that are right on a code host become right in the site.
+"""Hooks of mkdocs (mkdocs.yml), by which links that are right on a code host become right in the
+site.
 
-README.md, CONTRIBUTING.md and CHANGELOG.md are pages of the site. Any other file of the checkout that a page links to is added
-to it, too: pictures and JSON as they are, text as a page that shows it. A link to a folder, or to what is not there, stays as
-it is, so that mkdocs' own check reports it.
+README.md, CONTRIBUTING.md and CHANGELOG.md are pages of the site. Any other file of the checkout
+that a page links to is added to it, too: pictures and JSON as they are, text as a page that shows
+it. A link to a folder, or to what is not there, stays as it is, so that mkdocs' own check reports
+it.
 """
 
 from __future__ import annotations
@@ -16,9 +18,21 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, InclusionLevel
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+PAGES = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+}
 AS_THEY_ARE = {".png", ".svg", ".json"}
-LANGUAGES = {".py": "python", ".sbatch": "bash", ".sh": "bash", ".yaml": "yaml", ".json": "json", ".h": "cpp", ".cpp": "cpp"}
+LANGUAGES = {
+    ".py": "python",
+    ".sbatch": "bash",
+    ".sh": "bash",
+    ".yaml": "yaml",
+    ".json": "json",
+    ".h": "cpp",
+    ".cpp": "cpp",
+}
 CODE = re.compile(r"(^```.*?^```$|`[^`\n]+`)", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:)([^)#\s]+)(?=[#)])")
 # What a browser would fetch from another host.
@@ -44,17 +58,27 @@ def _in_checkout(uri: str) -> str:
 def _links(path: str) -> list[str]:
     """Return the files of the checkout, outside of docs, that a page links to."""
     prose = CODE.sub("", (ROOT / path).read_text())
-    targets = (posixpath.normpath(posixpath.join(posixpath.dirname(path), target)) for target in LINK.findall(prose))
-    return [target for target in targets if not target.startswith("docs/") and (ROOT / target).is_file()]
+    targets = (
+        posixpath.normpath(posixpath.join(posixpath.dirname(path), target))
+        for target in LINK.findall(prose)
+    )
+    return [
+        target for target in targets if not target.startswith("docs/") and (ROOT / target).is_file()
+    ]
 
 
 def on_config(config: Any) -> Any:
-    """Put the pages of a folder into the navigation where it has "folder/*.md"; without any leave it out."""
+    """Put the pages of a folder into the navigation where it has "folder/*.md"; without any
+    leave it out.
+    """
     nav: list[Any] = []
     for entry in config["nav"]:
         ((title, of),) = entry.items()
         if isinstance(of, str) and of.endswith("/*.md"):
-            found = sorted(Path(config["docs_dir"]).glob(of), key=lambda page: (page.stem != "index", page.stem))
+            found = sorted(
+                Path(config["docs_dir"]).glob(of),
+                key=lambda page: (page.stem != "index", page.stem),
+            )
             entry = {title: [page.relative_to(config["docs_dir"]).as_posix() for page in found]}
         if next(iter(entry.values())):
             nav.append(entry)
@@ -75,7 +99,9 @@ def on_files(files: Any, config: Any) -> Any:
                 else:
                     language = LANGUAGES.get(Path(path).suffix, "text")
                     text = f"# {path}\n\n````{language}\n{(ROOT / path).read_text()}\n````\n"
-                    added = File.generated(config, uri, content=text, inclusion=InclusionLevel.NOT_IN_NAV)
+                    added = File.generated(
+                        config, uri, content=text, inclusion=InclusionLevel.NOT_IN_NAV
+                    )
                 files.append(added)
     return files
 
@@ -93,13 +119,19 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
             return match[1]
         return posixpath.relpath(uri, posixpath.dirname(page.file.src_uri) or ".")
 
-    return "".join(part if CODE.fullmatch(part) else LINK.sub(in_site, part) for part in CODE.split(markdown))
+    return "".join(
+        part if CODE.fullmatch(part) else LINK.sub(in_site, part) for part in CODE.split(markdown)
+    )
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
-    """Refuse a list or a table without an empty line before it, which a code host shows and this site would not."""
+    """Refuse a list or a table without an empty line before it, which a code host shows and this
+    site would not.
+    """
     if lost := re.search(r"<p>[^<]*\n(?:- |\d+\. |\|)[^\n]*", html):
-        raise PluginError(f"{page.file.src_uri}: expected an empty line before a list or table: {lost[0]}")
+        raise PluginError(
+            f"{page.file.src_uri}: expected an empty line before a list or table: {lost[0]}"
+        )
     return html
 
 

@@ -1,11 +1,13 @@
-"""Proves this checkout on a machine with a CUDA GPU and writes what it saw: make gpu-check, or python -m tools.gpu_check.
+"""Proves this checkout on a machine with a CUDA GPU and writes what it saw: make gpu-check, or
+python -m tools.gpu_check.
 
-It uses the torch, nvcc and pytest that are there and no network. It consists of parts (PARTS, each under PART_LIMIT_S); a part
-is a list of steps after one build for that GPU. A step that fails does not stop the next ones. Each part writes one JSON file,
-gpu_<part>_<device>.json (device, driver, commit, every step's status, clocks and figures), after every step, and pictures
-beside it.
+It uses the torch, nvcc and pytest that are there and no network. It consists of parts (PARTS, each
+under PART_LIMIT_S); a part is a list of steps after one build for that GPU. A step that fails does
+not stop the next ones. Each part writes one JSON file, gpu_<part>_<device>.json (device, driver,
+commit, every step's status, clocks and figures), after every step, and pictures beside it.
 
-Exit status: 0 all steps passed; 1 a step failed, or was not done because a tool is missing; 2 no GPU: nothing was run.
+Exit status: 0 all steps passed; 1 a step failed, or was not done because a tool is missing; 2 no
+GPU: nothing was run.
 """
 
 import argparse
@@ -57,7 +59,8 @@ GPU_TESTS = {
     "offload": ["tests/engine/test_cpu_store_cuda.py"],
 }
 INTERRUPT_S = 10  # what a step that ran too long has to write what it has
-ENDING_S = 25  # what a step that keeps to a time ({seconds}) has around it: to start, to end what it has begun
+# what a step that keeps to a time ({seconds}) has around it: to start, to end what it has begun
+ENDING_S = 25
 
 # Reads what a step left in its folder: its figures, and what is wrong with them (None: nothing).
 Reader = Callable[[Path], tuple[dict[str, object], str | None]]
@@ -65,7 +68,8 @@ Reader = Callable[[Path], tuple[dict[str, object], str | None]]
 
 @dataclass(frozen=True)
 class Step:
-    """One command, run in the repository root with its own folder ({folder} in its arguments) and a limit of its own.
+    """One command, run in the repository root with its own folder ({folder} in its arguments) and a
+    limit of its own.
 
     {seconds} in its arguments: when it has to begin to end, within what is left for it.
     """
@@ -78,10 +82,20 @@ class Step:
 
 
 def read_tests(folder: Path) -> tuple[dict[str, object], str | None]:
-    """Read pytest's junit.xml: counts, and the names of what failed or was skipped. No test at all is a failure."""
+    """Read pytest's junit.xml: counts, and the names of what failed or was skipped. No test at
+    all is a failure.
+    """
     cases = list(ElementTree.parse(folder / "junit.xml").iter("testcase"))
-    failed = [name_of(case) for case in cases if case.find("failure") is not None or case.find("error") is not None]
-    skipped = {name_of(case): case.find("skipped").get("message") for case in cases if case.find("skipped") is not None}
+    failed = [
+        name_of(case)
+        for case in cases
+        if case.find("failure") is not None or case.find("error") is not None
+    ]
+    skipped = {
+        name_of(case): case.find("skipped").get("message")
+        for case in cases
+        if case.find("skipped") is not None
+    }
     passed = len(cases) - len(failed) - len(skipped)
     figures = {"passed": passed, "failed": failed, "skipped": skipped}
     return figures, None if passed else "no test passed"
@@ -108,24 +122,39 @@ def read_copies(folder: Path) -> tuple[dict[str, object], str | None]:
 
 
 def read_training(folder: Path) -> tuple[dict[str, object], str | None]:
-    """Read bench_offload_train's figures; that no engine of ours trained with anything in host memory is a failure."""
+    """Read bench_offload_train's figures; that no engine of ours trained with anything in host
+    memory is a failure.
+    """
     figures, problem = read_figures("offload_train")(folder)
     engines = figures.get("engines", {})
-    measured = any(name.startswith("shardcore") and sum(engine["moved_bytes"]) for name, engine in engines.items())
-    return figures, problem or (None if measured else f"nothing of ours was measured with offload: {figures['left_out']}")
+    measured = any(
+        name.startswith("shardcore") and sum(engine["moved_bytes"])
+        for name, engine in engines.items()
+    )
+    return figures, problem or (
+        None if measured else f"nothing of ours was measured with offload: {figures['left_out']}"
+    )
 
 
 def tests_of(part: str, limit_s: float) -> Step:
     """Return the step that runs the part's tests marked gpu."""
     options = ["-m", "gpu", "-q", "-p", "no:cacheprovider", "--junitxml={folder}/junit.xml"]
-    return Step("tests", [sys.executable, "-m", "pytest", *options, *GPU_TESTS[part]], limit_s, read_tests)
+    return Step(
+        "tests", [sys.executable, "-m", "pytest", *options, *GPU_TESTS[part]], limit_s, read_tests
+    )
 
 
 def speed() -> list[Step]:
     """The kernels beside their peers."""
     python, out = [sys.executable, "-m"], ["--out", "{folder}"]
     return [
-        Step("ordered_sum", [*python, "benchmarks.bench_ordered_sum", *out], 60, read_figures("ordered_sum"), echo=True),
+        Step(
+            "ordered_sum",
+            [*python, "benchmarks.bench_ordered_sum", *out],
+            60,
+            read_figures("ordered_sum"),
+            echo=True,
+        ),
         Step(
             "benchmarks",
             [*python, "benchmarks.bench_fused_adam", "--rounds", "7", *out],
@@ -142,39 +171,62 @@ def kernels() -> list[Step]:
     return [
         tests_of("kernels", 180),
         Step("machine_code", [*python, "tools.check_kernels"], 60),
-        *(Step(tool, [*python, "tools.sanitize", tool], 90) for tool in ("memcheck", "racecheck", "initcheck")),
+        *(
+            Step(tool, [*python, "tools.sanitize", tool], 90)
+            for tool in ("memcheck", "racecheck", "initcheck")
+        ),
     ]
 
 
 def sharding() -> list[Step]:
-    """The engine on one GPU over nccl: bits of stages and tiers, a step's time beside torch and FSDP2, a trace of it."""
-    python, gpu = [sys.executable, "-m"], ["--device", "cuda", "--nproc", "1", "--preset", "gpu", "--out", "{folder}"]
+    """The engine on one GPU over nccl: bits of stages and tiers, a step's time beside torch and
+    FSDP2, a trace of it.
+    """
+    python, gpu = (
+        [sys.executable, "-m"],
+        ["--device", "cuda", "--nproc", "1", "--preset", "gpu", "--out", "{folder}"],
+    )
     ours = [f"shardcore {stage}" for stage in range(4)]
     engines = ["--engines", "FSDP2 2", "FSDP2 3", *ours, "shardcore 2 + offload"]
     trace = [*python, "benchmarks.trace_step", *gpu]
     lazy = ["--stage", "2", "--offload", "gradients", "--overlap-step"]
     return [
         tests_of("sharding", 120),
-        Step("benchmark", [*python, "benchmarks.bench_train_step", *gpu, *engines], 200, read_figures("train_step"), echo=True),
+        Step(
+            "benchmark",
+            [*python, "benchmarks.bench_train_step", *gpu, *engines],
+            200,
+            read_figures("train_step"),
+            echo=True,
+        ),
         Step("trace", trace, 60, read_figures("trace_step")),
         Step("trace_offload", [*trace, *lazy], 60, read_figures("trace_step")),
     ]
 
 
 def offload() -> list[Step]:
-    """Host memory: bits wherever things lie, copies beside plain ones, training of a 1.5B and a 7B model beside its bound."""
+    """Host memory: bits wherever things lie, copies beside plain ones, training of a 1.5B and a
+    7B model beside its bound.
+    """
     python, out = [sys.executable, "-m"], ["--out", "{folder}"]
     train = [*python, "benchmarks.bench_offload_train", "--seconds", "{seconds}", *out]
     return [
         tests_of("offload", 90),
         Step("copies", [*python, "benchmarks.bench_copies", *out], 60, read_copies, echo=True),
         Step("train_1.5b", [*train, "--preset", "1.5b"], 120, read_training, echo=True),
-        Step("train_7b", [*train, "--preset", "7b", "--steps", "4", "--rounds", "1"], 185, read_training, echo=True),
+        Step(
+            "train_7b",
+            [*train, "--preset", "7b", "--steps", "4", "--rounds", "1"],
+            185,
+            read_training,
+            echo=True,
+        ),
     ]
 
 
 def ranks() -> list[Step]:
-    """A rank on each GPU (of up to 8) over nccl: one hash over layouts, an error where one leaves out a backward, rates, peers.
+    """A rank on each GPU (of up to 8) over nccl: one hash over layouts, an error where one leaves
+    out a backward, rates, peers.
 
     With one GPU: 2 and 4 ranks on it over a stand-in for nccl, whose times say nothing.
     """
@@ -189,9 +241,21 @@ def ranks() -> list[Step]:
     left_out = Step("left_out_backward", started(least, "--leave-out-backward"), 90, echo=True)
     if count <= 1:
         small = ["--sizes", "32", *out]
-        layouts = [Step(f"layouts_{n}", started(n, *small), 170, read_figures("ranks"), echo=True) for n in (least, most)]
+        layouts = [
+            Step(f"layouts_{n}", started(n, *small), 170, read_figures("ranks"), echo=True)
+            for n in (least, most)
+        ]
         return [*layouts, left_out]
-    train = ["benchmarks.bench_train_step", "--device", "cuda", "--nproc", str(count), "--preset", "gpu", *out]
+    train = [
+        "benchmarks.bench_train_step",
+        "--device",
+        "cuda",
+        "--nproc",
+        str(count),
+        "--preset",
+        "gpu",
+        *out,
+    ]
     return [
         Step("layouts", started(most, *out), 200, read_figures("ranks"), echo=True),
         left_out,
@@ -200,11 +264,19 @@ def ranks() -> list[Step]:
 
 
 def activations() -> list[Step]:
-    """Activations computed again, in host memory, and the loss without logits: bits, time and peak memory beside torch's."""
+    """Activations computed again, in host memory, and the loss without logits: bits, time and
+    peak memory beside torch's.
+    """
     python, out = [sys.executable, "-m"], ["--out", "{folder}"]
     return [
         tests_of("activations", 90),
-        Step("benchmark", [*python, "benchmarks.bench_activations", *out], 120, read_figures("activations"), echo=True),
+        Step(
+            "benchmark",
+            [*python, "benchmarks.bench_activations", *out],
+            120,
+            read_figures("activations"),
+            echo=True,
+        ),
     ]
 
 
@@ -226,14 +298,22 @@ def build() -> Step:
 
 def build_environment() -> dict[str, str]:
     """What setup.py reads: CUDA or an error, for the architectures of the GPUs here."""
-    capabilities = {torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}
-    return {"SHARDCORE_CUDA": "1", "TORCH_CUDA_ARCH_LIST": ";".join(f"{a}.{b}" for a, b in sorted(capabilities))}
+    capabilities = {
+        torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())
+    }
+    return {
+        "SHARDCORE_CUDA": "1",
+        "TORCH_CUDA_ARCH_LIST": ";".join(f"{a}.{b}" for a, b in sorted(capabilities)),
+    }
 
 
 def why_no_gpu() -> str | None:
     """Say why nothing can be run here; None where there is a GPU."""
     if torch is None:
-        return f"{sys.executable} has no torch; expected one built for CUDA (make gpu-check PYTHON=... picks another Python)"
+        return (
+            f"{sys.executable} has no torch; expected one built for CUDA (make gpu-check "
+            f"PYTHON=... picks another Python)"
+        )
     if not fits(torch.__version__):
         return f"{sys.executable} has torch {torch.__version__}; expected 2.11 or newer"
     if not torch.cuda.is_available():
@@ -245,9 +325,16 @@ def describe_device() -> dict[str, object]:
     """Describe the GPU and its driver as JSON can hold them."""
     properties = torch.cuda.get_device_properties(0)
     try:
-        driver, *clocks = subprocess.run(
-            nvidia_smi("driver_version,clocks.max.sm,clocks.max.mem"), capture_output=True, text=True, check=True
-        ).stdout.strip().split(", ")  # fmt: skip
+        driver, *clocks = (
+            subprocess.run(
+                nvidia_smi("driver_version,clocks.max.sm,clocks.max.mem"),
+                capture_output=True,
+                text=True,
+                check=True,
+            )
+            .stdout.strip()
+            .split(", ")
+        )
     except (OSError, subprocess.CalledProcessError):
         driver, clocks = "unknown", []
     return {
@@ -263,17 +350,29 @@ def describe_device() -> dict[str, object]:
 
 def nvidia_smi(fields: str, *options: str) -> list[str]:
     """Return what prints these fields of the first GPU, without units."""
-    return ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits", "--id=0", *options]
+    return [
+        "nvidia-smi",
+        f"--query-gpu={fields}",
+        "--format=csv,noheader,nounits",
+        "--id=0",
+        *options,
+    ]
 
 
 @contextlib.contextmanager
 def clocks_in(folder: Path) -> Iterator[dict[str, list[float]]]:
-    """Watch the GPU's clocks; the dict that is yielded has least, median and greatest in MHz at the end ({}: unknown)."""
+    """Watch the GPU's clocks; the dict that is yielded has least, median and greatest in MHz at
+    the end ({}: unknown).
+    """
     found: dict[str, list[float]] = {}
     log = folder / "clocks.txt"
     with log.open("w") as out, contextlib.ExitStack() as stack:
         try:
-            watch = subprocess.Popen(nvidia_smi("clocks.sm,clocks.mem", "--loop=2"), stdout=out, stderr=subprocess.DEVNULL)
+            watch = subprocess.Popen(
+                nvidia_smi("clocks.sm,clocks.mem", "--loop=2"),
+                stdout=out,
+                stderr=subprocess.DEVNULL,
+            )
         except OSError:
             yield found
             return
@@ -286,39 +385,62 @@ def clocks_in(folder: Path) -> Iterator[dict[str, list[float]]]:
         found[name] = [values[0], statistics.median(values), values[-1]]
 
 
-def run_command(command: list[str], log: Path, environment: dict[str, str], limit_s: float) -> int | None:
-    """Run a command with its output in ``log``; returns its exit status, None if it had to be stopped at the limit."""
+def run_command(
+    command: list[str], log: Path, environment: dict[str, str], limit_s: float
+) -> int | None:
+    """Run a command with its output in ``log``; returns its exit status, None if it had to be
+    stopped at the limit.
+    """
     with log.open("w") as out:
         process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
             start_new_session=True,
-        )  # fmt: skip
+        )
         try:
             return process.wait(limit_s)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGINT)  # Python then ends by an exception, and what it measured is written
+            # Python then ends by an exception, and what it measured is written
+            os.killpg(process.pid, signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(INTERRUPT_S)
             return None
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # what it left running, and it itself when we are interrupted
+                # what it left running, and it itself when we are interrupted
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
 
-def run_step(step: Step, folder: Path, environment: dict[str, str], left_s: float) -> dict[str, object]:
-    """Run one step; returns its entry in the report: name, status (passed, failed, not done), detail, seconds, clocks,
-    figures.
+def run_step(
+    step: Step, folder: Path, environment: dict[str, str], left_s: float
+) -> dict[str, object]:
+    """Run one step; returns its entry in the report: name, status (passed, failed, not done),
+    detail, seconds, clocks, figures.
     """
     if left_s <= 0:
-        return {"name": step.name, "status": "failed", "detail": "no time was left for it", "seconds": 0.0, "figures": {}}
+        return {
+            "name": step.name,
+            "status": "failed",
+            "detail": "no time was left for it",
+            "seconds": 0.0,
+            "figures": {},
+        }
     folder.mkdir(parents=True)
     log, limit_s, start = folder / "log.txt", min(step.limit_s, left_s), time.monotonic()
     seconds = f"{max(1.0, limit_s - ENDING_S):.0f}"
-    command = [part.replace("{folder}", str(folder)).replace("{seconds}", seconds) for part in step.command]
+    command = [
+        part.replace("{folder}", str(folder)).replace("{seconds}", seconds) for part in step.command
+    ]
     with clocks_in(folder) as clocks:
         code = run_command(command, log, environment, limit_s)
-    problem = {0: None, None: f"stopped after {limit_s:.0f} s", NOT_DONE: "a tool is missing"}.get(code, f"exit status {code}")
+    problem = {0: None, None: f"stopped after {limit_s:.0f} s", NOT_DONE: "a tool is missing"}.get(
+        code, f"exit status {code}"
+    )
     figures: dict[str, object] = {}
     if step.read is not None:
         try:
@@ -344,52 +466,91 @@ def run_step(step: Step, folder: Path, environment: dict[str, str], left_s: floa
 def run_part(part: str, out: Path, commit: str) -> bool:
     """Build, run a part's steps, and write its report after each; returns whether all passed."""
     device = describe_device()
-    file = out / f"gpu_{part}_{re.sub('[^a-z0-9]+', '_', str(device['name']).lower()).strip('_')}.json"
+    file = (
+        out / f"gpu_{part}_{re.sub('[^a-z0-9]+', '_', str(device['name']).lower()).strip('_')}.json"
+    )
     report = {"report": "gpu_check", "part": part, "passed": False, "device": device}
     report |= {"machine": describe_machine() | {"commit": commit}, "steps": (entries := [])}
-    shutil.rmtree(WORK / part, ignore_errors=True)  # what an earlier run left must not pass for this one's
+    # what an earlier run left must not pass for this one's
+    shutil.rmtree(WORK / part, ignore_errors=True)
     environment = os.environ | build_environment()
-    environment["SHARDCORE_COMMIT"] = commit  # or the figures of a step would name what git takes the copy for
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    # or the figures of a step would name what git takes the copy for
+    environment["SHARDCORE_COMMIT"] = commit
+    environment["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
+    )
     end = time.monotonic() + PART_LIMIT_S
-    print(f"gpu_check: part {part} on {device['name']}, driver {device['driver']}, commit {commit}", flush=True)
+    print(
+        f"gpu_check: part {part} on {device['name']}, driver {device['driver']}, commit {commit}",
+        flush=True,
+    )
     for step in [build(), *PARTS[part]()]:
         if entries and entries[0]["status"] != "passed":
-            entry = {"name": step.name, "status": "not done", "detail": "the build failed", "seconds": 0.0, "figures": {}}
+            entry = {
+                "name": step.name,
+                "status": "not done",
+                "detail": "the build failed",
+                "seconds": 0.0,
+                "figures": {},
+            }
         else:
             entry = run_step(step, WORK / part / step.name, environment, end - time.monotonic())
         entries.append(entry)
-        print(f"gpu_check: {entry['name']}: {entry['status']} ({entry['seconds']} s) {entry['detail']}", flush=True)
-        report["passed"] = len(entries) > len(PARTS[part]()) and all(e["status"] == "passed" for e in entries)
+        print(
+            f"gpu_check: {entry['name']}: {entry['status']} ({entry['seconds']} s) "
+            f"{entry['detail']}",
+            flush=True,
+        )
+        report["passed"] = len(entries) > len(PARTS[part]()) and all(
+            e["status"] == "passed" for e in entries
+        )
         harness.save_json(file, report)
     pictures = sorted((WORK / part).glob("*/*.png"))
     names = [picture.name for picture in pictures]
     for picture in pictures:
         several = names.count(picture.name) > 1  # steps that run one program
-        shutil.copyfile(picture, out / f"{file.stem}_{f'{picture.parent.name}_' * several}{picture.name}")
+        shutil.copyfile(
+            picture, out / f"{file.stem}_{f'{picture.parent.name}_' * several}{picture.name}"
+        )
     if not pictures:
         print("gpu_check: no picture was made (matplotlib is optional); the JSON has every figure")
-    print(f"gpu_check: part {part} {'passed' if report['passed'] else 'did NOT pass'}; wrote {file}", flush=True)
+    print(
+        f"gpu_check: part {part} {'passed' if report['passed'] else 'did NOT pass'}; wrote {file}",
+        flush=True,
+    )
     return bool(report["passed"])
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m tools.gpu_check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tools.gpu_check",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--part", choices=list(PARTS), help="only this part (default: all)")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results", help="folder of the results")
-    parser.add_argument("--commit", help="what is checked, where git cannot tell (a copy without .git)")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "benchmarks/results", help="folder of the results"
+    )
+    parser.add_argument(
+        "--commit", help="what is checked, where git cannot tell (a copy without .git)"
+    )
     options = parser.parse_args()
     reason = why_no_gpu()
     if reason is not None:
         print(f"gpu_check: {reason}; nothing was run", file=sys.stderr)
         return NO_GPU
-    # Started in the background of a script we would ignore interrupts, and so would the steps, which are stopped by them.
+    # Started in the background of a script we would ignore interrupts, and so would the steps,
+    # which are stopped by them.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     options.out.mkdir(parents=True, exist_ok=True)
     commit = options.commit or git_commit()
-    return 0 if all([run_part(part, options.out, commit) for part in PARTS if options.part in (None, part)]) else 1
+    return (
+        0
+        if all(
+            [run_part(part, options.out, commit) for part in PARTS if options.part in (None, part)]
+        )
+        else 1
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""Writes docs/reference.md from the docstrings of shardcore's public names, and docs/deepspeed_keys.md from DeepSpeed's keys.
+"""Writes docs/reference.md from the docstrings of shardcore's public names, and
+docs/deepspeed_keys.md from DeepSpeed's keys.
 
-Run: python -m tools.make_reference [--check]. With --check it writes nothing, and fails if a file is not what it would be.
+Run: python -m tools.make_reference [--check]. With --check it writes nothing, and fails if a file
+is not what it would be.
 """
 
 from __future__ import annotations
@@ -21,18 +23,41 @@ from shardcore.deepspeed.training_engine import TrainingEngine
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 HEAD = """# Reference
 
-Every public name, with its docstring. Made by `python -m tools.make_reference`; [guide.md](guide.md) shows how they are used.
+Every public name, with its docstring. Made by `python -m tools.make_reference`;
+[guide.md](guide.md) shows how they are used.
 """
 GROUPS = {
     "Optimizers": ("FusedAdam", "CPUAdam", "clip_grad_norm_"),
-    "Sharding": ("shard", "LossScale", "full_params", "full_grad", "full_state", "no_sync", "memory_report", "MemoryReport"),
+    "Sharding": (
+        "shard",
+        "LossScale",
+        "full_params",
+        "full_grad",
+        "full_state",
+        "no_sync",
+        "memory_report",
+        "MemoryReport",
+    ),
     "Training loops": ("EMA", "join", "register_forward_method", "unfreeze"),
-    "Activations": ("checkpoint_wrapper", "apply_activation_checkpointing", "chunked_cross_entropy"),
+    "Activations": (
+        "checkpoint_wrapper",
+        "apply_activation_checkpointing",
+        "chunked_cross_entropy",
+    ),
     "Pipelines": ("shard_pipeline",),
     "Long sequences": ("SequenceParallelLoader", "split_sequences", "ulysses_attention"),
     "Tensor parallel": ("tensor_parallel",),
     "Checkpoints": (
-        *("save", "Saving", "load", "Loaded", "resume", "consolidate", "sharded_state_dict", "load_sharded_state_dict"),
+        *(
+            "save",
+            "Saving",
+            "load",
+            "Loaded",
+            "resume",
+            "consolidate",
+            "sharded_state_dict",
+            "load_sharded_state_dict",
+        ),
         *("dcp.Writer", "dcp.Reader"),
     ),
     "DeepSpeed": ("initialize", "TrainingEngine"),
@@ -50,11 +75,14 @@ LEFT_OUT = {"hold", "start"}  # what the engine calls of a Saving
 # "name, name: text", and in a section any such line; "Raises", which begins a paragraph of its own.
 ITEM = re.compile(r"([a-z_]\w*(?:, [a-z_]\w*)*): (.*)")
 ITEM_OF_SECTION = re.compile(r" {4}(\w+(?:, \w+)*): (.*)")
-MARKED = re.compile(r"(`+[^`]*`+)|([*<]|(?<!\w)_|_(?!\w))")  # code, which stays; what Markdown would take for its own
+# code, which stays; what Markdown would take for its own
+MARKED = re.compile(r"(`+[^`]*`+)|([*<]|(?<!\w)_|_(?!\w))")
 
 
 def _text(thing: Any) -> str:
-    """Return a docstring as Markdown: paragraphs, and lists of what it says of arguments and errors."""
+    """Return a docstring as Markdown: paragraphs, and lists of what it says of arguments and
+    errors.
+    """
     text: list[str] = []
     in_section, before = False, ""
     for line in inspect.cleandoc(thing.__doc__ or "").splitlines():
@@ -66,20 +94,27 @@ def _text(thing: Any) -> str:
             text += ["", f"**{line}**", ""]
             in_section = True
         elif item:
-            text += [*([] if in_section or text[-1:] == [""] or text[-1][:1] in "- " else [""]), f"- `{item[1]}`: {item[2]}"]
+            text += [
+                *([] if in_section or text[-1:] == [""] or text[-1][:1] in "- " else [""]),
+                f"- `{item[1]}`: {item[2]}",
+            ]
         elif line == "":
             text.append("")
             in_section = False
         elif text and text[-1][:1] in ("-", " ") and not (is_start and ends):
             text.append(f"  {line.strip()}")  # goes on with an item
         else:
-            text += [*([""] if text and (text[-1][:1] in ("-", " ") or (is_start and ends)) else []), line.strip()]
+            text += [
+                *([""] if text and (text[-1][:1] in ("-", " ") or (is_start and ends)) else []),
+                line.strip(),
+            ]
         before = line
     return re.sub(r"\n{3,}", "\n\n", "\n".join(text).strip()) + "\n"
 
 
 def _code(call: str) -> str:
-    return f"```python\n{textwrap.fill(call, 100, subsequent_indent='    ', break_long_words=False)}\n```\n"
+    lines = textwrap.fill(call, 100, subsequent_indent="    ", break_long_words=False)
+    return f"```python\n{lines}\n```\n"
 
 
 def _anchor(title: str) -> str:
@@ -87,7 +122,9 @@ def _anchor(title: str) -> str:
 
 
 def _signature(name: str, thing: Any) -> str:
-    """Return a call with the names of arguments and their defaults; what annotations say stands in the docstring."""
+    """Return a call with the names of arguments and their defaults; what annotations say stands
+    in the docstring.
+    """
     shown: list[str] = []
     for parameter in inspect.signature(thing).parameters.values():
         if parameter.name == "self":
@@ -103,9 +140,15 @@ def _signature(name: str, thing: Any) -> str:
 def _methods(kind: type) -> list[tuple[str, Any]]:
     """Public methods and properties that the class, or a base class of shardcore's, documents."""
     found = {}
-    for base in reversed([base for base in kind.__mro__ if base.__module__.startswith("shardcore")]):
+    for base in reversed(
+        [base for base in kind.__mro__ if base.__module__.startswith("shardcore")]
+    ):
         for name, thing in vars(base).items():
-            if not name.startswith("_") and (callable(thing) or isinstance(thing, property)) and thing.__doc__:
+            if (
+                not name.startswith("_")
+                and (callable(thing) or isinstance(thing, property))
+                and thing.__doc__
+            ):
                 found[name] = thing
     return sorted(found.items())
 
@@ -113,7 +156,9 @@ def _methods(kind: type) -> list[tuple[str, Any]]:
 def page() -> str:
     """Return the text of the page."""
     parts, shown = [HEAD], set[int]()
-    public = {name: getattr(shardcore, name) for name in shardcore.__all__} | {"TrainingEngine": TrainingEngine}
+    public = {name: getattr(shardcore, name) for name in shardcore.__all__} | {
+        "TrainingEngine": TrainingEngine
+    }
     public |= {"dcp.Writer": shardcore.dcp.Writer, "dcp.Reader": shardcore.dcp.Reader}
     grouped = {name for names in GROUPS.values() for name in names}
     others = [name for name in sorted(public) if name not in grouped and callable(public[name])]
@@ -123,20 +168,31 @@ def page() -> str:
         for name in names or others:
             thing = public[name]
             if thing in MADE_BY:
-                parts.append(f"### {name}\n\nReturned by `shardcore.{MADE_BY[thing]}`.\n\n{_text(thing)}")
+                parts.append(
+                    f"### {name}\n\nReturned by `shardcore.{MADE_BY[thing]}`.\n\n{_text(thing)}"
+                )
             else:
-                parts.append(f"### shardcore.{name}\n\n{_code(_signature(name, thing))}\n{_text(thing)}")
+                parts.append(
+                    f"### shardcore.{name}\n\n{_code(_signature(name, thing))}\n{_text(thing)}"
+                )
             methods: dict[str, Any] = {}
-            for method, of in _methods(thing) if isinstance(thing, type) and not name.startswith("dcp.") else ():
-                own = id(inspect.unwrap(of))  # torch wraps step per class when an optimizer is first made
+            for method, of in (
+                _methods(thing) if isinstance(thing, type) and not name.startswith("dcp.") else ()
+            ):
+                # torch wraps step per class when an optimizer is first made
+                own = id(inspect.unwrap(of))
                 if own not in shown and method not in LEFT_OUT:  # CPUAdam has those of FusedAdam
                     shown.add(own)
                     methods[method] = of
             if len(methods) > 3:
-                links = ", ".join(f"[{method}](#{_anchor(f'{name}.{method}')})" for method in methods)
+                links = ", ".join(
+                    f"[{method}](#{_anchor(f'{name}.{method}')})" for method in methods
+                )
                 parts.append(f"Methods and properties: {links}.\n")
             for method, of in methods.items():
-                title = "A property.\n" if isinstance(of, property) else _code(_signature(method, of))
+                title = (
+                    "A property.\n" if isinstance(of, property) else _code(_signature(method, of))
+                )
                 parts.append(f"#### {name}.{method}\n\n{title}\n{_text(of)}")
     return "\n".join(parts)
 
@@ -144,15 +200,18 @@ def page() -> str:
 KINDS = {
     "honoured": "## Honoured\n\nWhat each becomes here.",
     "accepted": "## Accepted, without effect\n\n`initialize` logs these reasons, once.",
-    "refused": '## Refused\n\nUnless they are off (`false`, `null`, `{"enabled": false}`). What to do instead:',
+    "refused": '## Refused\n\nUnless they are off (`false`, `null`, `{"enabled": false}`). What to '
+    "do instead:",
     "removed": "## Removed by DeepSpeed itself\n\nThey are refused here, too, unless they are off.",
 }
 KEYS_HEAD = """# Keys of a DeepSpeed configuration
 
-Made by `python -m tools.make_reference` from the table in `shardcore/deepspeed/keys.py`, which configurations are checked with.
-Any other key is an error that names it, with the nearest known one; keys that begin with `_` or `comment`, `comms_config` and
-`monitor_config` are notes. Keys of `zero_optimization` may be written with `stage3_` in front, a whole number as `5e8`, and the
-old `cpu_offload`, `cpu_offload_params` and `zero_optimization: true` are understood. `"auto"` is for a trainer to fill in
+Made by `python -m tools.make_reference` from the table in `shardcore/deepspeed/keys.py`, which
+configurations are checked with. Any other key is an error that names it, with the nearest known
+one; keys that begin with `_` or `comment`, `comms_config` and `monitor_config` are notes. Keys of
+`zero_optimization` may be written with `stage3_` in front, a whole number as `5e8`, and the old
+`cpu_offload`, `cpu_offload_params` and `zero_optimization: true` are understood. `"auto"` is for a
+trainer to fill in
 ([Hugging Face](huggingface.md)).
 """
 
@@ -173,7 +232,9 @@ def keys_page() -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns 1 if --check finds another text."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--check", action="store_true", help="compare, and write nothing")
     check = parser.parse_args(arguments).check
     for name, text in (("reference.md", page()), ("deepspeed_keys.md", keys_page())):

@@ -1,9 +1,12 @@
-"""A backend that behaves as NCCL where ranks share one GPU, which NCCL refuses, or have CPU tensors.
+"""A backend that behaves as NCCL where ranks share one GPU, which NCCL refuses, or have CPU
+tensors.
 
-What is the same: the collectives of a group run in the order in which they were started, beside what computes, and are paired
-by nothing else; where ranks start different ones they never end. On a GPU they run on a stream of the group: it copies to host
-memory, waits there for a word from a thread that exchanges over gloo, and copies back. So the host waits for nothing, and
-`Work.wait` makes the current stream wait. On CPU tensors the thread works on these, and `Work.wait` waits for it.
+What is the same: the collectives of a group run in the order in which they were started, beside
+what computes, and are paired by nothing else; where ranks start different ones they never end. On a
+GPU they run on a stream of the group: it copies to host memory, waits there for a word from a
+thread that exchanges over gloo, and copies back. So the host waits for nothing, and `Work.wait`
+makes the current stream wait. On CPU tensors the thread works on these, and `Work.wait` waits for
+it.
 """
 
 import ctypes
@@ -80,31 +83,48 @@ def _of_gpus(collective: Callable[..., Flight]) -> Callable[..., Any]:
 
 
 class StandIn(dist.ProcessGroup):
-    """A process group: collectives of tensors on `device_type` as NCCL's, everything else as gloo's."""
+    """A process group: collectives of tensors on `device_type` as NCCL's, everything else as
+    gloo's.
+    """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, device_type: str) -> None:
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, timeout: timedelta, device_type: str
+    ) -> None:
         super().__init__(rank, size)
         self.gloo, self._carrier = (
-            dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, timeout) for name in ("gloo", "carrier")
+            dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, timeout)
+            for name in ("gloo", "carrier")
         )
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self.gloo)
         self.on_gpu, self._numbers, self._lock = device_type == "cuda", count(1), threading.Lock()
-        # Those that were copied to the host, and exchanged: numbers that streams and the thread wait for.
+        # Those that were copied to the host, and exchanged: numbers that streams and the thread
+        # wait for.
         self._words = torch.zeros(2, dtype=torch.int32, pin_memory=self.on_gpu)
         self._stream: Any = None
         self._aborted = False
-        self._kept: deque[tuple[int, Rows, Rows]] = deque()  # pinned memory, so that only who starts collectives frees it
+        # pinned memory, so that only who starts collectives frees it
+        self._kept: deque[tuple[int, Rows, Rows]] = deque()
         self._messages: Counter[tuple[str, int]] = Counter()
-        self._jobs: SimpleQueue[tuple[int, str, Flight, Rows, Rows, Callable[[], None]] | None] = SimpleQueue()
+        self._jobs: SimpleQueue[tuple[int, str, Flight, Rows, Rows, Callable[[], None]] | None] = (
+            SimpleQueue()
+        )
         self._thread = threading.Thread(target=self._run, name=NAME, daemon=True)
         self._thread.start()
 
-    # --- a collective -------------------------------------------------------------------------------------------------
+    # --- a collective -----------------------------------------------------------------------------
 
     def _start(
-        self, name: str, sent: Rows, received: Rows, result: torch.Tensor | None = None, op: Any = None, rows: Any = None
+        self,
+        name: str,
+        sent: Rows,
+        received: Rows,
+        result: torch.Tensor | None = None,
+        op: Any = None,
+        rows: Any = None,
     ) -> Flight:
-        """Start sending sent[i] to rank i and receiving received[i] from it; result: gets what `op` makes of `rows` then."""
+        """Start sending sent[i] to rank i and receiving received[i] from it; result: gets what
+        `op` makes of `rows` then.
+        """
         with self._lock:
             if self._aborted:
                 raise RuntimeError(f"{name}: this group was aborted")
@@ -136,20 +156,32 @@ class StandIn(dist.ProcessGroup):
                     target.copy_(source, non_blocking=True)
                 finish()
                 flight.event = stream.record_event()
-            for tensor in [*(one for row in (*sent, *received) for one in row), *([] if result is None else [result])]:
+            for tensor in [
+                *(one for row in (*sent, *received) for one in row),
+                *([] if result is None else [result]),
+            ]:
                 tensor.record_stream(stream)
             return flight
 
     def _on_stream(self, what: str, word: int, number: int) -> None:
-        """Let the group's stream write a number to a word, or wait until the word is at least the number."""
+        """Let the group's stream write a number to a word, or wait until the word is at least
+        the number.
+        """
         call = getattr(ctypes.CDLL("libcuda.so.1"), f"cuStream{what}Value32_v2")
         where = ctypes.c_uint64(self._words.data_ptr() + 4 * word)
-        code = call(ctypes.c_void_p(self._stream.cuda_stream), where, ctypes.c_uint32(number), ctypes.c_uint(0))
+        code = call(
+            ctypes.c_void_p(self._stream.cuda_stream),
+            where,
+            ctypes.c_uint32(number),
+            ctypes.c_uint(0),
+        )
         if code != 0:
             raise RuntimeError(f"cuStream{what}Value32: CUDA's error {code}")
 
     def _run(self) -> None:
-        """Exchange, one collective after the other. No call of CUDA: it may wait for a stream that waits for this thread."""
+        """Exchange, one collective after the other. No call of CUDA: it may wait for a stream
+        that waits for this thread.
+        """
         while (job := self._jobs.get()) is not None:
             number, name, flight, sent, received, finish = job
             try:
@@ -166,7 +198,9 @@ class StandIn(dist.ProcessGroup):
             del job, flight, sent, received, finish
 
     def _exchange(self, name: str, sent: Rows, received: Rows) -> None:
-        """Exchange host tensors, each with a tag that says what it is: what another collective sends is never received."""
+        """Exchange host tensors, each with a tag that says what it is: what another collective
+        sends is never received.
+        """
         me, works = self.rank(), []
         if received[me]:
             for target, source in zip(received[me], sent[me], strict=True):
@@ -175,13 +209,16 @@ class StandIn(dist.ProcessGroup):
             for peer, tensors in enumerate(rows):
                 if peer != me and tensors:
                     self._messages[call.__name__, peer] += 1
-                    what = f"{self._messages[call.__name__, peer]} {name} {[tensor.nbytes for tensor in tensors]}"
+                    what = (
+                        f"{self._messages[call.__name__, peer]} {name} "
+                        f"{[tensor.nbytes for tensor in tensors]}"
+                    )
                     tag = zlib.crc32(what.encode()) >> 3
                     works += [call([tensor], peer, tag) for tensor in tensors if tensor.numel()]
         for work in works:
             work.wait()
 
-    # --- what torch.distributed calls; names of torch 2.11 and 2.13 ------------------------------------------------------
+    # --- what torch.distributed calls; names of torch 2.11 and 2.13 -------------------------------
 
     def _pieces(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         return list(tensor.view(self.size(), tensor.numel() // self.size()).unbind(0))
@@ -194,7 +231,9 @@ class StandIn(dist.ProcessGroup):
         return self._all_to_all("all_to_all", outputs, inputs)
 
     @_of_gpus
-    def alltoall_base(self, output: Any, input: Any, output_sizes: Any, input_sizes: Any, opts: Any = None) -> Flight:
+    def alltoall_base(
+        self, output: Any, input: Any, output_sizes: Any, input_sizes: Any, opts: Any = None
+    ) -> Flight:
         outputs = output.split(list(output_sizes)) if output_sizes else self._pieces(output)
         inputs = input.split(list(input_sizes)) if input_sizes else self._pieces(input)
         return self._all_to_all("all_to_all", outputs, inputs)
@@ -208,9 +247,18 @@ class StandIn(dist.ProcessGroup):
         return self.allgather_into_tensor_coalesced([output], [input])
 
     @_of_gpus
-    def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Flight:
-        pieces, flats = [self._pieces(output) for output in outputs], [one.reshape(-1) for one in inputs]
-        return self._start("all_gather", [flats] * self.size(), [[piece[i] for piece in pieces] for i in range(self.size())])
+    def allgather_into_tensor_coalesced(
+        self, outputs: Any, inputs: Any, opts: Any = None
+    ) -> Flight:
+        pieces, flats = (
+            [self._pieces(output) for output in outputs],
+            [one.reshape(-1) for one in inputs],
+        )
+        return self._start(
+            "all_gather",
+            [flats] * self.size(),
+            [[piece[i] for piece in pieces] for i in range(self.size())],
+        )
 
     @_of_gpus
     def broadcast(self, tensors: Any, opts: Any) -> Flight:
@@ -221,13 +269,22 @@ class StandIn(dist.ProcessGroup):
     @_of_gpus
     def scatter(self, outputs: Any, inputs: Any, opts: Any) -> Flight:
         sent = [[one] for one in inputs[0]] if opts.rootRank == self.rank() else [[]] * self.size()
-        return self._start("scatter", sent, [outputs if i == opts.rootRank else [] for i in range(self.size())])
+        return self._start(
+            "scatter", sent, [outputs if i == opts.rootRank else [] for i in range(self.size())]
+        )
 
     @_of_gpus
     def allreduce(self, tensors: Any, opts: Any) -> Flight:
         (tensor,) = tensors
         rows = tensor.new_empty(self.size(), *tensor.shape)
-        return self._start("all_reduce", [[tensor]] * self.size(), [[row] for row in rows], tensor, opts.reduceOp.op, rows)
+        return self._start(
+            "all_reduce",
+            [[tensor]] * self.size(),
+            [[row] for row in rows],
+            tensor,
+            opts.reduceOp.op,
+            rows,
+        )
 
     @_of_gpus
     def reduce(self, tensors: Any, opts: Any) -> Flight:
@@ -235,7 +292,9 @@ class StandIn(dist.ProcessGroup):
         rows = tensor.new_empty(self.size() if at_root else 0, *tensor.shape)
         sent = [[tensor] if i == opts.rootRank else [] for i in range(self.size())]
         received = [[rows[i]] if at_root else [] for i in range(self.size())]
-        return self._start("reduce", sent, received, tensor if at_root else None, opts.reduceOp.op, rows)
+        return self._start(
+            "reduce", sent, received, tensor if at_root else None, opts.reduceOp.op, rows
+        )
 
     @_of_gpus
     def _reduce_scatter_base(self, output: Any, input: Any, opts: Any) -> Flight:
@@ -250,9 +309,15 @@ class StandIn(dist.ProcessGroup):
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any) -> Flight:
         (output,), rows = outputs, outputs[0].new_empty(self.size(), outputs[0].numel())
         sent, received = [[one] for one in inputs[0]], [[row] for row in rows]
-        return self._start("reduce_scatter", sent, received, output.view(-1), opts.reduceOp.op, rows)
+        return self._start(
+            "reduce_scatter", sent, received, output.view(-1), opts.reduceOp.op, rows
+        )
 
-    all_to_all_single, all_gather_single, reduce_scatter_single = alltoall_base, _allgather_base, _reduce_scatter_base
+    all_to_all_single, all_gather_single, reduce_scatter_single = (
+        alltoall_base,
+        _allgather_base,
+        _reduce_scatter_base,
+    )
     all_gather_single_coalesced = allgather_into_tensor_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
@@ -281,7 +346,9 @@ class StandIn(dist.ProcessGroup):
         for peer in range(self.size()):
             if peer != self.rank():  # a receive that times out closes the connection
                 with suppress(RuntimeError):
-                    self._carrier.recv([torch.empty(1)], peer, _NO_MESSAGE).wait(timedelta(milliseconds=1))
+                    self._carrier.recv([torch.empty(1)], peer, _NO_MESSAGE).wait(
+                        timedelta(milliseconds=1)
+                    )
 
     def shutdown(self) -> None:
         """End the thread."""
@@ -300,25 +367,35 @@ def _pinned(rows: Rows) -> list[list[torch.Tensor]]:
 
 def _pairs(rows: Rows, others: Rows) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Iterate over pairs of tensors, each pair once."""
-    found = {id(a): (a, b) for row, other in zip(rows, others, strict=True) for a, b in zip(row, other, strict=True)}
+    found = {
+        id(a): (a, b)
+        for row, other in zip(rows, others, strict=True)
+        for a, b in zip(row, other, strict=True)
+    }
     return iter(found.values())
 
 
 def backend(device_type: str, alone: bool = False) -> str:
-    """Return what init_process_group takes, after `install`; alone: shardcore finds no gloo in the group."""
+    """Return what init_process_group takes, after `install`; alone: shardcore finds no gloo in
+    the group.
+    """
     other = {"cpu": "cuda", "cuda": "cpu"}[device_type]
     return f"{device_type}:{NAME}" if alone else f"{other}:gloo,{device_type}:{NAME}"
 
 
 def install(device_type: str) -> None:
-    """Let "nccl_standin" be a backend of tensors on `device_type`, which shardcore takes for NCCL, in this process.
+    """Let "nccl_standin" be a backend of tensors on `device_type`, which shardcore takes for NCCL,
+    in this process.
 
     On "cpu" messages that are sent one by one, which have tags, stay gloo's.
     """
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")  # torch 2.15 records calls of its own backends' groups alone
+    # torch 2.15 records calls of its own backends' groups alone
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
     if NAME in dist.Backend.backend_list:
         return
-    dist.Backend.register_backend(NAME, lambda *given: StandIn(*given, device_type), devices=["cpu", "cuda"])
+    dist.Backend.register_backend(
+        NAME, lambda *given: StandIn(*given, device_type), devices=["cpu", "cuda"]
+    )
     batch, backends_of, init = dist.batch_isend_irecv, groups.backends_of, Comm.__init__
 
     def batch_of(ops: list[dist.P2POp]) -> Any:

@@ -1,4 +1,6 @@
-"""Compiles single CUDA files that stand beside the extension: limits that benchmarks compare with, planted faults."""
+"""Compiles single CUDA files that stand beside the extension: limits that benchmarks compare
+with, planted faults.
+"""
 
 import os
 import subprocess
@@ -16,7 +18,13 @@ def compile_cuda(source: Path, output: Path, *flags: str, arch: str | None = Non
     """
     nvcc = find_nvcc(dict(os.environ))
     if nvcc is None:
-        raise FileNotFoundError(f"compile_cuda: nvcc was not found for {source.name}; expected it on PATH or in CUDA_HOME")
+        raise FileNotFoundError(
+            f"compile_cuda: nvcc was not found for {source.name}; expected it on PATH or in "
+            f"CUDA_HOME"
+        )
     if arch is None:
         arch = "sm_{}{}".format(*torch.cuda.get_device_capability())
-    subprocess.run([f"{nvcc.cuda_home}/bin/nvcc", "-O3", f"-arch={arch}", *flags, "-o", output, source], check=True)
+    subprocess.run(
+        [f"{nvcc.cuda_home}/bin/nvcc", "-O3", f"-arch={arch}", *flags, "-o", output, source],
+        check=True,
+    )

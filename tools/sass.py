@@ -1,7 +1,8 @@
-"""Reads what cuobjdump prints of compiled CUDA kernels: registers, instructions, and where the loops are.
+"""Reads what cuobjdump prints of compiled CUDA kernels: registers, instructions, and where the
+loops are.
 
-An outermost loop is a strongly connected component of the control flow graph: from each of its instructions every other one
-can be reached. Loops within it belong to it.
+An outermost loop is a strongly connected component of the control flow graph: from each of its
+instructions every other one can be reached. Loops within it belong to it.
 """
 
 from __future__ import annotations
@@ -36,12 +37,20 @@ def kernel_name(mangled: str) -> str:
         name, rest = rest[: int(match[0])], rest[int(match[0]) :]
     if arguments := re.match(r"I((?:L[bi]\d+E)+)E", rest):
         values = re.findall(r"L([bi])(\d+)E", arguments[1])
-        name += "<" + ", ".join(("false", "true")[int(value)] if kind == "b" else value for kind, value in values) + ">"
+        name += (
+            "<"
+            + ", ".join(
+                ("false", "true")[int(value)] if kind == "b" else value for kind, value in values
+            )
+            + ">"
+        )
     return name
 
 
 def parse_resources(text: str) -> dict[tuple[str, str], tuple[int, int]]:
-    """{(arch, mangled name): (registers, bytes of stack and local memory)} of ``cuobjdump -res-usage``."""
+    """{(arch, mangled name): (registers, bytes of stack and local memory)} of ``cuobjdump
+    -res-usage``.
+    """
     found, arch, name = {}, "", ""
     for line in text.splitlines():
         if match := re.match(r"arch = (\w+)", line):
@@ -62,8 +71,12 @@ def parse_sass(text: str) -> dict[tuple[str, str], list[Instruction]]:
             arch = match[1]
         elif match := re.match(r"\s*Function : (\S+)", line):
             code = found.setdefault((arch, match[1]), [])
-        elif code is not None and (match := re.match(r"\s*/\*([0-9a-f]+)\*/\s+(@!?\w+\s+)?([A-Z][\w.]*)\s*([^;]*);", line)):
-            code.append(Instruction(int(match[1], 16), match[2] is not None, match[3], match[4].strip()))
+        elif code is not None and (
+            match := re.match(r"\s*/\*([0-9a-f]+)\*/\s+(@!?\w+\s+)?([A-Z][\w.]*)\s*([^;]*);", line)
+        ):
+            code.append(
+                Instruction(int(match[1], 16), match[2] is not None, match[3], match[4].strip())
+            )
     return found
 
 
@@ -73,7 +86,9 @@ def access_of(opcode: str) -> Access | None:
     if parts[0] not in {"LD", "LDG", "LDGSTS", "ST", "STG"}:
         return None
     sizes = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16, "256": 32}
-    return "load" if parts[0].startswith("LD") else "store", next((sizes[part] for part in parts if part in sizes), 4)
+    return "load" if parts[0].startswith("LD") else "store", next(
+        (sizes[part] for part in parts if part in sizes), 4
+    )
 
 
 def loops_of(code: list[Instruction]) -> Iterator[list[int]]:
@@ -85,10 +100,17 @@ def loops_of(code: list[Instruction]) -> Iterator[list[int]]:
 
 
 def shortest_round(graph: Graph, loop: list[int], start: int) -> list[int]:
-    """The instructions of the shortest way through `loop` from one of them back to it: what is rare is a detour."""
+    """The instructions of the shortest way through `loop` from one of them back to it: what is
+    rare is a detour.
+    """
     inside, before, front = set(loop), dict[int, int](), [start]
     while start not in before:
-        reached_next = [(way, node) for node in front for way in graph[node] if way in inside and way not in before]
+        reached_next = [
+            (way, node)
+            for node in front
+            for way in graph[node]
+            if way in inside and way not in before
+        ]
         before |= dict(reversed(reached_next))
         front = list(dict.fromkeys(way for way, _ in reached_next))
     found = [before[start]]
@@ -105,7 +127,10 @@ def successors(code: list[Instruction]) -> Graph:
     for i, instruction in enumerate(code):
         following = [i + 1] if i + 1 < len(code) else []
         if instruction.base in {"BRX", "BRXU", "JMX", "JMXU", "JMP"}:
-            raise ValueError(f"check_kernels: {instruction.opcode} at {instruction.address:#x} goes anywhere; expected BRA")
+            raise ValueError(
+                f"check_kernels: {instruction.opcode} at {instruction.address:#x} goes anywhere; "
+                f"expected BRA"
+            )
         if instruction.base == "BRA":
             address, always = branch(instruction)
             graph.append(([] if always else following) + [index[address]])
@@ -122,30 +147,50 @@ def successors(code: list[Instruction]) -> Graph:
 
 
 def branch(instruction: Instruction) -> tuple[int, bool]:
-    """Where a BRA goes, and whether it always does: without a predicate, a modifier, or a condition among its operands."""
+    """Where a BRA goes, and whether it always does: without a predicate, a modifier, or a
+    condition among its operands.
+    """
     address = re.search(r"0x[0-9a-f]+$", instruction.operands)
     if address is None:
-        raise ValueError(f"check_kernels: BRA {instruction.operands} has no target; expected an address")
-    always = not instruction.guarded and instruction.opcode == "BRA" and address[0] == instruction.operands
+        raise ValueError(
+            f"check_kernels: BRA {instruction.operands} has no target; expected an address"
+        )
+    always = (
+        not instruction.guarded
+        and instruction.opcode == "BRA"
+        and address[0] == instruction.operands
+    )
     return int(address[0], 16), always
 
 
 def meeting_points(code: list[Instruction], index: dict[int, int]) -> dict[str, set[int]]:
-    """Where threads that part go on together: BSSY says it of a barrier, and BSYNC of that barrier sends them there."""
+    """Where threads that part go on together: BSSY says it of a barrier, and BSYNC of that
+    barrier sends them there.
+    """
     points: dict[str, set[int]] = {}
     for instruction in code:
         if instruction.base == "BSSY":
-            points.setdefault(barrier_of(instruction), set()).add(index[int(instruction.operands.partition(",")[2], 16)])
+            points.setdefault(barrier_of(instruction), set()).add(
+                index[int(instruction.operands.partition(",")[2], 16)]
+            )
     return points
 
 
 def barrier_of(instruction: Instruction) -> str:
-    """The barrier that a BSSY or BSYNC names last before an address: B0 of "B0, 0x240" and of "!P1, B0"."""
-    return next(word for word in reversed(re.split(r"[\s,]+", instruction.operands)) if not word.startswith("0x"))
+    """The barrier that a BSSY or BSYNC names last before an address: B0 of "B0, 0x240" and of
+    "!P1, B0".
+    """
+    return next(
+        word
+        for word in reversed(re.split(r"[\s,]+", instruction.operands))
+        if not word.startswith("0x")
+    )
 
 
 def components(graph: Graph) -> Iterator[list[int]]:
-    """The strongly connected components (S. R. Kosaraju's algorithm: what leads to a node, in reverse postorder)."""
+    """The strongly connected components (S. R. Kosaraju's algorithm: what leads to a node, in
+    reverse postorder).
+    """
     reverse: Graph = [[] for _ in graph]
     for node, following in enumerate(graph):
         for way in following:
@@ -157,7 +202,9 @@ def components(graph: Graph) -> Iterator[list[int]]:
 
 
 def postorder(graph: Graph) -> list[int]:
-    """All nodes, each after those that a depth-first search reaches from it. Without recursion: kernels are long."""
+    """All nodes, each after those that a depth-first search reaches from it. Without recursion:
+    kernels are long.
+    """
     order: list[int] = []
     seen: set[int] = set()
     for root in range(len(graph)):

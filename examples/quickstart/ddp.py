@@ -20,7 +20,9 @@ VOCABULARY = 256
 class Block(nn.Module):
     def __init__(self, width):
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
 
     def forward(self, x):
         return x + self.down(F.gelu(self.up(self.norm(x))))
@@ -28,14 +30,21 @@ class Block(nn.Module):
 
 def make_model(width=64, layers=4):
     blocks = [Block(width) for _ in range(layers)]
-    return nn.Sequential(nn.Embedding(VOCABULARY, width), *blocks, nn.LayerNorm(width), nn.Linear(width, VOCABULARY))
+    return nn.Sequential(
+        nn.Embedding(VOCABULARY, width), *blocks, nn.LayerNorm(width), nn.Linear(width, VOCABULARY)
+    )
 
 
 dist.init_process_group()
-device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
+device = (
+    torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    if torch.cuda.is_available()
+    else torch.device("cpu")
+)
 torch.manual_seed(0)
 model = make_model().to(device)
-successor = torch.randperm(VOCABULARY).to(device)  # what is learned: the token that follows each token
+# what is learned: the token that follows each token
+successor = torch.randperm(VOCABULARY).to(device)
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 model = DistributedDataParallel(model)
 

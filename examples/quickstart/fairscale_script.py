@@ -1,9 +1,10 @@
 """A script for FairScale, of which the import alone was changed.
 
-    torchrun --nproc-per-node 8 fairscale_script.py --fully-sharded      on GPUs, one rank each, over NCCL
-    torchrun --nproc-per-node 2 fairscale_script.py --fully-sharded      on a machine without GPUs, over gloo
+    torchrun --nproc-per-node 8 fairscale_script.py --fully-sharded   on GPUs, over NCCL
+    torchrun --nproc-per-node 2 fairscale_script.py --fully-sharded   on CPUs, over gloo
 
-FullyShardedDataParallel shards weights, too; without --fully-sharded OSS and ShardedDataParallel shard the rest alone.
+FullyShardedDataParallel shards weights, too; without --fully-sharded OSS and ShardedDataParallel
+shard the rest alone.
 """
 
 import argparse
@@ -27,7 +28,9 @@ VOCABULARY = 256
 class Block(nn.Module):
     def __init__(self, width):
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
 
     def forward(self, x):
         return x + self.down(F.gelu(self.up(self.norm(x))))
@@ -35,17 +38,26 @@ class Block(nn.Module):
 
 def make_model(width=64, layers=4):
     blocks = [wrap(checkpoint_wrapper(Block(width))) for _ in range(layers)]
-    return nn.Sequential(nn.Embedding(VOCABULARY, width), *blocks, nn.LayerNorm(width), nn.Linear(width, VOCABULARY))
+    return nn.Sequential(
+        nn.Embedding(VOCABULARY, width), *blocks, nn.LayerNorm(width), nn.Linear(width, VOCABULARY)
+    )
 
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+)
 parser.add_argument("--fully-sharded", action="store_true")
 options = parser.parse_args()
 
 dist.init_process_group()
-device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count()) if torch.cuda.is_available() else torch.device("cpu")
+device = (
+    torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
+    if torch.cuda.is_available()
+    else torch.device("cpu")
+)
 torch.manual_seed(0)
-successor = torch.randperm(VOCABULARY).to(device)  # what is learned: the token that follows each token
+# what is learned: the token that follows each token
+successor = torch.randperm(VOCABULARY).to(device)
 if options.fully_sharded:
     with enable_wrap(wrapper_cls=FullyShardedDataParallel, reshard_after_forward=True):
         model = wrap(make_model().to(device))

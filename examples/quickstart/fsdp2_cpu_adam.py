@@ -1,9 +1,12 @@
-"""Use only shardcore's optimizers, in FSDP2: CPUAdam on weights that fully_shard offloads, FusedAdam on those it does not.
+"""Use only shardcore's optimizers, in FSDP2: CPUAdam on weights that fully_shard offloads,
+FusedAdam on those it does not.
 
     torchrun --nproc-per-node 8 fsdp2_cpu_adam.py --offload          on GPUs, one rank each
-    torchrun --nproc-per-node 2 fsdp2_cpu_adam.py --offload          on a machine without GPUs, over gloo
+    torchrun --nproc-per-node 2 fsdp2_cpu_adam.py --offload          on a machine without GPUs, over
+                                                                     gloo
 
-Without --offload weights and states stay on the device. Sharding and communication are FSDP2's either way.
+Without --offload weights and states stay on the device. Sharding and communication are FSDP2's
+either way.
 """
 
 import argparse
@@ -24,7 +27,9 @@ VOCABULARY = 256
 class Block(nn.Module):
     def __init__(self, width):
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
 
     def forward(self, x):
         return x + self.down(F.gelu(self.up(self.norm(x))))
@@ -32,11 +37,17 @@ class Block(nn.Module):
 
 def make_model(width=64, layers=4):
     blocks = [Block(width) for _ in range(layers)]
-    return nn.Sequential(nn.Embedding(VOCABULARY, width), *blocks, nn.LayerNorm(width), nn.Linear(width, VOCABULARY))
+    return nn.Sequential(
+        nn.Embedding(VOCABULARY, width), *blocks, nn.LayerNorm(width), nn.Linear(width, VOCABULARY)
+    )
 
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--offload", action="store_true", help="weights, gradients and states in host memory")
+parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+)
+parser.add_argument(
+    "--offload", action="store_true", help="weights, gradients and states in host memory"
+)
 options = parser.parse_args()
 
 on_gpus = torch.cuda.is_available()
@@ -47,7 +58,8 @@ dist.init_process_group()  # NCCL for tensors on GPUs, gloo for those in host me
 mesh = init_device_mesh(device.type, (dist.get_world_size(),))
 torch.manual_seed(0)
 model = make_model() if options.offload else make_model().to(device)
-successor = torch.randperm(VOCABULARY).to(device)  # what is learned: the token that follows each token
+# what is learned: the token that follows each token
+successor = torch.randperm(VOCABULARY).to(device)
 policy = {"offload_policy": CPUOffloadPolicy(pin_memory=on_gpus)} if options.offload else {}
 for layer in model:
     if isinstance(layer, Block):

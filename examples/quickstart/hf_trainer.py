@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 8 hf_trainer.py          on GPUs, one rank each
     torchrun --nproc-per-node 2 hf_trainer.py          on a machine without GPUs
 
-Needs transformers and accelerate. For a script that must stay as it is: shardcore run --as-deepspeed (docs/huggingface.md).
+Needs transformers and accelerate. For a script that must stay as it is: shardcore run
+--as-deepspeed (docs/huggingface.md).
 """
 
 import torch
@@ -22,8 +23,15 @@ def counting(number):
 
 
 def make_model() -> nn.Module:
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=LENGTH, **sizes))
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    return LlamaForCausalLM(
+        LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=LENGTH, **sizes)
+    )
 
 
 torch.manual_seed(0)

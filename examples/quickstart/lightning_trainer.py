@@ -1,4 +1,5 @@
-"""Train with Lightning's Trainer on shardcore: the strategy is named, and the module stays as it is.
+"""Train with Lightning's Trainer on shardcore: the strategy is named, and the module stays as it
+is.
 
     python lightning_trainer.py --devices 8          on GPUs
     python lightning_trainer.py --devices 2          on a machine without GPUs
@@ -22,7 +23,9 @@ VOCABULARY = 256
 class Block(nn.Module):
     def __init__(self, width):
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
 
     def forward(self, x):
         return x + self.down(F.gelu(self.up(self.norm(x))))
@@ -46,7 +49,9 @@ class Language(lightning.LightningModule):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--strategy", default="shardcore_stage_2")
     options = parser.parse_args()

@@ -1,4 +1,5 @@
-"""Train on long sequences: activations computed again, their inputs in host memory, a loss without logits.
+"""Train on long sequences: activations computed again, their inputs in host memory, a loss without
+logits.
 
     torchrun --nproc-per-node 2 long_sequences.py
 
@@ -18,7 +19,9 @@ VOCABULARY = 256
 class Block(nn.Module):
     def __init__(self, width):
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
 
     def forward(self, x):
         return x + self.down(F.gelu(self.up(self.norm(x))))
@@ -33,7 +36,8 @@ class Model(nn.Module):
 
     def forward(self, tokens, target):
         hidden = self.norm(self.blocks(self.embedding(tokens)))
-        return shardcore.chunked_cross_entropy(hidden, self.head.weight, target)  # here, where the weight is gathered
+        # here, where the weight is gathered
+        return shardcore.chunked_cross_entropy(hidden, self.head.weight, target)
 
 
 dist.init_process_group()
@@ -43,9 +47,11 @@ shardcore.apply_activation_checkpointing(model, offload_to_cpu=True)
 optimizer = shardcore.FusedAdam(model.parameters(), lr=3e-3, weight_decay=0.01)
 model, optimizer = shardcore.shard(model, optimizer, stage=3)
 
-device = next(model.parameters()).device  # shard has moved the model to this rank's GPU, if there is one
+# shard has moved the model to this rank's GPU, if there is one
+device = next(model.parameters()).device
 
-successor = torch.randperm(VOCABULARY).to(device)  # what is learned: the token that follows each token
+# what is learned: the token that follows each token
+successor = torch.randperm(VOCABULARY).to(device)
 torch.manual_seed(1 + dist.get_rank())  # each rank has its own batches
 for step in range(20):
     tokens = torch.randint(VOCABULARY, (4, 128)).to(device)

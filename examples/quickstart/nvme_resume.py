@@ -1,9 +1,11 @@
-"""Train with master weights and Adam's states on a disk, and go on after a crash without a checkpoint.
+"""Train with master weights and Adam's states on a disk, and go on after a crash without a
+checkpoint.
 
     python nvme_resume.py --kill-after 7      trains 7 steps, then the process is killed
     python nvme_resume.py                     goes on from its last committed step
 
-Every step is committed to --dir, which belongs to one training, beside the next one's forward and backward.
+Every step is committed to --dir, which belongs to one training, beside the next one's forward and
+backward.
 """
 
 import argparse
@@ -22,7 +24,9 @@ VOCABULARY = 256
 class Block(nn.Module):
     def __init__(self, width):
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
 
     def forward(self, x):
         return x + self.down(F.gelu(self.up(self.norm(x))))
@@ -30,7 +34,9 @@ class Block(nn.Module):
 
 def make_model(width=64, layers=4):
     blocks = [Block(width) for _ in range(layers)]
-    return nn.Sequential(nn.Embedding(VOCABULARY, width), *blocks, nn.LayerNorm(width), nn.Linear(width, VOCABULARY))
+    return nn.Sequential(
+        nn.Embedding(VOCABULARY, width), *blocks, nn.LayerNorm(width), nn.Linear(width, VOCABULARY)
+    )
 
 
 parser = argparse.ArgumentParser()
@@ -40,12 +46,14 @@ options = parser.parse_args()
 torch.manual_seed(0)
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 model = make_model()
-successor = torch.randperm(VOCABULARY).to(device)  # what is learned: the token that follows each token
+# what is learned: the token that follows each token
+successor = torch.randperm(VOCABULARY).to(device)
 optimizer = shardcore.CPUAdam(model.parameters(), lr=3e-3, weight_decay=0.01)
 offload = {"optimizer": "nvme", "path": options.dir, "resume": True}
 model, optimizer = shardcore.shard(model, optimizer, stage=2, offload=offload, precision="bf16")
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
-first = shardcore.resume(model, scheduler=scheduler)  # 0 in a new training; random states are as they were
+# 0 in a new training; random states are as they were
+first = shardcore.resume(model, scheduler=scheduler)
 print(f"going on from step {first}", flush=True)
 
 for step in range(first, 20):

@@ -2,7 +2,8 @@
 
     python offload_one_gpu.py          on the GPU, or without one on the CPU
 
-The device holds the weights of two blocks at a time, and activations. Adam runs on the CPU, behind the next forward.
+The device holds the weights of two blocks at a time, and activations. Adam runs on the CPU, behind
+the next forward.
 """
 
 import torch
@@ -17,7 +18,9 @@ VOCABULARY = 256
 class Block(nn.Module):
     def __init__(self, width):
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
 
     def forward(self, x):
         return x + self.down(F.gelu(self.up(self.norm(x))))
@@ -25,7 +28,9 @@ class Block(nn.Module):
 
 def make_model(width=64, layers=4):
     blocks = [Block(width) for _ in range(layers)]
-    return nn.Sequential(nn.Embedding(VOCABULARY, width), *blocks, nn.LayerNorm(width), nn.Linear(width, VOCABULARY))
+    return nn.Sequential(
+        nn.Embedding(VOCABULARY, width), *blocks, nn.LayerNorm(width), nn.Linear(width, VOCABULARY)
+    )
 
 
 torch.manual_seed(0)
@@ -42,7 +47,8 @@ model, optimizer = shardcore.shard(
     clip_grad_norm=1.0,
 )
 
-successor = torch.randperm(VOCABULARY).to(device)  # what is learned: the token that follows each token
+# what is learned: the token that follows each token
+successor = torch.randperm(VOCABULARY).to(device)
 for step in range(20):
     tokens = torch.randint(VOCABULARY, (8, 64)).to(device)
     loss = F.cross_entropy(model(tokens).float().flatten(0, 1), successor[tokens].flatten())

@@ -1,4 +1,5 @@
-"""Train a model in two pipeline stages: each rank has one, in shards over the ranks that have the same one.
+"""Train a model in two pipeline stages: each rank has one, in shards over the ranks that have the
+same one.
 
     torchrun --nproc-per-node 2 pipeline.py
 
@@ -20,7 +21,9 @@ VOCABULARY, WIDTH, STAGES, MICROBATCHES = 64, 64, 2, 4
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x):
         return x + self.down(F.gelu(self.up(self.norm(x))))
@@ -32,13 +35,17 @@ def loss_of(logits, target):  # of a micro-batch: its share of the mean
 
 dist.init_process_group()
 kind = "cuda" if torch.cuda.is_available() else "cpu"
-mesh = init_device_mesh(kind, (dist.get_world_size() // STAGES, STAGES), mesh_dim_names=("dp", "pp"))
+mesh = init_device_mesh(
+    kind, (dist.get_world_size() // STAGES, STAGES), mesh_dim_names=("dp", "pp")
+)
 rank = mesh["pp"].get_local_rank()
 device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
 torch.manual_seed(rank)
 first, last = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
-module = nn.Sequential(first, Block(), Block()) if rank == 0 else nn.Sequential(Block(), Block(), last)
+module = (
+    nn.Sequential(first, Block(), Block()) if rank == 0 else nn.Sequential(Block(), Block(), last)
+)
 stage = PipelineStage(module, rank, STAGES, device, group=mesh["pp"].get_group())
 optimizer = shardcore.FusedAdam(module.parameters(), lr=3e-3, weight_decay=0.01)
 module, optimizer = shardcore.shard_pipeline(

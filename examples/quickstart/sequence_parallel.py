@@ -1,8 +1,10 @@
-"""Train a Llama on sequences that are split over ranks: each pair of ranks shares its sequences, and heads in attention.
+"""Train a Llama on sequences that are split over ranks: each pair of ranks shares its sequences,
+and heads in attention.
 
     torchrun --nproc-per-node 2 sequence_parallel.py
 
-With 4 ranks there are two pairs, with sequences of their own. The weights are sharded over all ranks, at stage 3.
+With 4 ranks there are two pairs, with sequences of their own. The weights are sharded over all
+ranks, at stage 3.
 """
 
 import torch
@@ -22,7 +24,12 @@ shape = (dist.get_world_size() // RANKS_OF_A_SEQUENCE, RANKS_OF_A_SEQUENCE)
 mesh = init_device_mesh(kind, shape, mesh_dim_names=("dp", "sp"))
 
 torch.manual_seed(0)
-sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+sizes = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, num_key_value_heads=2, **sizes))
 enable_sequence_parallel(model, mesh["sp"])
 shardcore.apply_activation_checkpointing(model)
@@ -38,8 +45,12 @@ for first in torch.randint(VOCABULARY, (80,)):
         tokens.append(successor[tokens[-1]])
     samples.append({"input_ids": torch.stack(tokens), "labels": torch.stack(tokens)})
 
-sampler = DistributedSampler(samples, num_replicas=mesh["dp"].size(), rank=mesh["dp"].get_local_rank())
-loader = shardcore.SequenceParallelLoader(DataLoader(samples, batch_size=4, sampler=sampler), mesh["sp"])
+sampler = DistributedSampler(
+    samples, num_replicas=mesh["dp"].size(), rank=mesh["dp"].get_local_rank()
+)
+loader = shardcore.SequenceParallelLoader(
+    DataLoader(samples, batch_size=4, sampler=sampler), mesh["sp"]
+)
 for step, batch in enumerate(loader):
     loss = model(**{name: part.to(device) for name, part in batch.items()}).loss
     loss.backward()

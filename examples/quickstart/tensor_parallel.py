@@ -1,9 +1,11 @@
-"""Train a Llama whose weights are sliced over pairs of ranks, and whose training state is sharded over the others.
+"""Train a Llama whose weights are sliced over pairs of ranks, and whose training state is sharded
+over the others.
 
     torchrun --nproc-per-node 2 tensor_parallel.py
 
-With 4 ranks there are two pairs, with batches of their own. GPT2LMHeadModel in place of LlamaForCausalLM works, too. To begin
-with the weights in a folder, build the model from its config and give `shard` materialize=folder.
+With 4 ranks there are two pairs, with batches of their own. GPT2LMHeadModel in place of
+LlamaForCausalLM works, too. To begin with the weights in a folder, build the model from its config
+and give `shard` materialize=folder.
 """
 
 import torch
@@ -17,15 +19,24 @@ VOCABULARY, TOKENS, SLICES = 64, 32, 2
 
 dist.init_process_group()
 kind = "cuda" if torch.cuda.is_available() else "cpu"
-mesh = init_device_mesh(kind, (dist.get_world_size() // SLICES, SLICES), mesh_dim_names=("dp", "tp"))
+mesh = init_device_mesh(
+    kind, (dist.get_world_size() // SLICES, SLICES), mesh_dim_names=("dp", "tp")
+)
 
 torch.manual_seed(0)  # the ranks of a pair have the same model, batches and random numbers
-sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+sizes = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 with torch.device("meta"):  # without weights: shard makes each rank's slices and shards of them
     model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, num_key_value_heads=2, **sizes))
 shardcore.tensor_parallel(model, mesh["tp"])
 optimizer = shardcore.FusedAdam(model.parameters(), lr=3e-3, weight_decay=0.01)
-model, optimizer = shardcore.shard(model, optimizer, stage=2, process_group=mesh["dp"], clip_grad_norm=1.0)
+model, optimizer = shardcore.shard(
+    model, optimizer, stage=2, process_group=mesh["dp"], clip_grad_norm=1.0
+)
 
 successor = torch.randperm(VOCABULARY)  # what is learned: the token that follows each token
 batches = torch.Generator().manual_seed(1 + mesh["dp"].get_local_rank())

@@ -1,4 +1,5 @@
-"""Train over three dimensions: two pipeline stages, each sliced over two ranks (tensor parallel), in shards over the rest.
+"""Train over three dimensions: two pipeline stages, each sliced over two ranks (tensor parallel),
+in shards over the rest.
 
 torchrun --nproc-per-node 8 three_dimensions.py
 """
@@ -19,7 +20,9 @@ VOCABULARY, WIDTH, STAGES, SLICES, MICROBATCHES = 64, 64, 2, 2, 4
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x):
         return x + self.down(F.gelu(self.up(self.norm(x))))
@@ -58,7 +61,8 @@ schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=loss_of, scale_grads=False)
 
 torch.manual_seed(0)
 successor = torch.randperm(VOCABULARY)  # what is learned: the token that follows each token
-torch.manual_seed(1 + mesh["dp"].get_local_rank())  # ranks that differ in pp and tp alone have the same batches
+# ranks that differ in pp and tp alone have the same batches
+torch.manual_seed(1 + mesh["dp"].get_local_rank())
 for step in range(20):
     tokens = torch.randint(VOCABULARY, (8, 64))
     losses = []

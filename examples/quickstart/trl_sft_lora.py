@@ -1,9 +1,11 @@
-"""Fine-tune LoRA adapters with TRL's SFTTrainer and PEFT on shardcore: the frozen base is sharded, the adapters train.
+"""Fine-tune LoRA adapters with TRL's SFTTrainer and PEFT on shardcore: the frozen base is sharded,
+the adapters train.
 
     torchrun --nproc-per-node 8 trl_sft_lora.py          on GPUs, one rank each
     torchrun --nproc-per-node 2 trl_sft_lora.py          on a machine without GPUs
 
-Needs trl and peft. Take your own model and tokenizer from AutoModelForCausalLM.from_pretrained and AutoTokenizer.
+Needs trl and peft. Take your own model and tokenizer from AutoModelForCausalLM.from_pretrained and
+AutoTokenizer.
 """
 
 import torch
@@ -23,13 +25,22 @@ class ShardcoreSFTTrainer(ShardcoreTrainerMixin, SFTTrainer):
 
 
 def make_tokenizer():
-    words = Tokenizer(models.WordLevel({f"w{index}": index for index in range(WORDS)}, unk_token="w3"))
+    words = Tokenizer(
+        models.WordLevel({f"w{index}": index for index in range(WORDS)}, unk_token="w3")
+    )
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w1", pad_token="w2")
 
 
-sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-texts = [" ".join(f"w{4 + (start + place) % (WORDS - 4)}" for place in range(16)) for start in range(512)]
+sizes = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+texts = [
+    " ".join(f"w{4 + (start + place) % (WORDS - 4)}" for place in range(16)) for start in range(512)
+]
 torch.manual_seed(0)
 trainer = ShardcoreSFTTrainer(
     model=LlamaForCausalLM(LlamaConfig(vocab_size=WORDS, max_position_embeddings=32, **sizes)),

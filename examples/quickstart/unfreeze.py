@@ -13,13 +13,16 @@ import shardcore
 
 dist.init_process_group()
 torch.manual_seed(0)
-model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(4)), nn.Linear(32, 1))
+model = nn.Sequential(
+    *(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(4)), nn.Linear(32, 1)
+)
 model.requires_grad_(False)
 model[3:].requires_grad_(True)
 optimizer = shardcore.FusedAdam(model[2:].parameters(), lr=3e-3)
 model, optimizer = shardcore.shard(model, optimizer, stage=3)
 
-device = next(model.parameters()).device  # shard has moved the model to this rank's GPU, if there is one
+# shard has moved the model to this rank's GPU, if there is one
+device = next(model.parameters()).device
 truth = torch.randn(32, 1, device=device)  # what is learned: a linear map
 torch.manual_seed(1 + dist.get_rank())  # each rank has its own batches
 

@@ -22,7 +22,9 @@ VOCABULARY = 256
 class Block(nn.Module):
     def __init__(self, width):
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
 
     def forward(self, x):
         return x + self.down(F.gelu(self.up(self.norm(x))))
@@ -30,10 +32,14 @@ class Block(nn.Module):
 
 def make_model(width=64, layers=4):
     blocks = [Block(width) for _ in range(layers)]
-    return nn.Sequential(nn.Embedding(VOCABULARY, width), *blocks, nn.LayerNorm(width), nn.Linear(width, VOCABULARY))
+    return nn.Sequential(
+        nn.Embedding(VOCABULARY, width), *blocks, nn.LayerNorm(width), nn.Linear(width, VOCABULARY)
+    )
 
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+)
 parser.add_argument("--stage", type=int, choices=[0, 1, 2, 3], default=2)
 parser.add_argument("--optimizer", choices=["adamw", "sgd", "lion"], default="adamw")
 parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
@@ -49,8 +55,11 @@ elif options.optimizer == "lion":
     optimizer = shardcore.Lion(model.parameters(), lr=1e-3, weight_decay=0.01)
 else:
     optimizer = shardcore.FusedAdam(model.parameters(), lr=3e-3, weight_decay=0.01)
-model, optimizer = shardcore.shard(model, optimizer, options.stage, precision=options.precision, clip_grad_norm=1.0)
-device = next(model.parameters()).device  # shard has moved the model to this rank's GPU, if there is one
+model, optimizer = shardcore.shard(
+    model, optimizer, options.stage, precision=options.precision, clip_grad_norm=1.0
+)
+# shard has moved the model to this rank's GPU, if there is one
+device = next(model.parameters()).device
 successor = successor.to(device)
 
 torch.manual_seed(1 + dist.get_rank())  # each rank has its own batches

@@ -1,10 +1,12 @@
-"""Train a 70B Llama on 8 GPUs of 80 GB: ZeRO stage 3, with master weights and Adam's states in host memory.
+"""Train a 70B Llama on 8 GPUs of 80 GB: ZeRO stage 3, with master weights and Adam's states in host
+memory.
 
-    torchrun --nproc-per-node 8 llama_70b_eight_gpus.py --weights FOLDER     a Hugging Face folder; default: random weights
-    torchrun --nproc-per-node 8 llama_70b_eight_gpus.py --lean               a third of the host memory: split, 8-bit
-    torchrun --nproc-per-node 2 llama_70b_eight_gpus.py --preset tiny --length 64    on any machine, in seconds
+    torchrun --nproc-per-node 8 llama_70b_eight_gpus.py --weights FOLDER    of Hugging Face
+    torchrun --nproc-per-node 8 llama_70b_eight_gpus.py --lean    a third of the host memory
+    torchrun --nproc-per-node 2 llama_70b_eight_gpus.py --preset tiny --length 64
 
-Needs transformers. What it takes on each tier: docs/recipes/70b_on_8x80_gb.md. Put your own data into `batch`.
+Needs transformers. What it takes on each tier: docs/recipes/70b_on_8x80_gb.md. Put your own data
+into `batch`.
 """
 
 import argparse
@@ -24,7 +26,13 @@ PRESETS = {
         "num_attention_heads": 64,
         "num_key_value_heads": 8,
     },
-    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128},
+    "tiny": {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 128,
+    },
 }
 LEAN = {"master": "split", "state_dtype": "8bit"}
 SHARD = {
@@ -46,28 +54,40 @@ def make_model(preset):
 
 
 def batch(step, sequences, length, vocabulary, device):
-    """Stand-in for your data: sequences in which each token is the one before it plus 1; others on each rank."""
+    """Stand-in for your data: sequences in which each token is the one before it plus 1; others
+    on each rank.
+    """
     first = (step * dist.get_world_size() + dist.get_rank()) * sequences
     starts = torch.arange(first, first + sequences, device=device)
     return (starts[:, None] + torch.arange(length, device=device)) % vocabulary
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--preset", choices=list(PRESETS), default="70b")
-    parser.add_argument("--weights", metavar="FOLDER", help="with .safetensors files (default: random weights)")
+    parser.add_argument(
+        "--weights", metavar="FOLDER", help="with .safetensors files (default: random weights)"
+    )
     parser.add_argument("--lean", action="store_true", help="split masters and 8-bit moments")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--sequences", type=int, default=2, help="a rank and step")
     parser.add_argument("--length", type=int, default=4096, help="tokens a sequence")
     parser.add_argument("--lr", type=float, default=1e-4)
-    parser.add_argument("--save", metavar="FOLDER", help="of a checkpoint at the end, for shardcore.load or consolidate")
+    parser.add_argument(
+        "--save",
+        metavar="FOLDER",
+        help="of a checkpoint at the end, for shardcore.load or consolidate",
+    )
     options = parser.parse_args()
 
     dist.init_process_group()
     torch.manual_seed(0)
     model = make_model(options.preset)
-    optimizer = shardcore.FusedAdam(model.parameters(), lr=options.lr, weight_decay=0.1, **(LEAN if options.lean else {}))
+    optimizer = shardcore.FusedAdam(
+        model.parameters(), lr=options.lr, weight_decay=0.1, **(LEAN if options.lean else {})
+    )
     model, optimizer = shardcore.shard(model, optimizer, materialize=options.weights, **SHARD)
     device = model.device
     for step in range(options.steps):
@@ -80,13 +100,19 @@ def main():
         mean = loss.detach() / dist.get_world_size()
         dist.all_reduce(mean)
         if dist.get_rank() == 0:
-            print(f"step {step} loss {mean.item():.6f} seconds {time.monotonic() - start:.2f}", flush=True)
+            print(
+                f"step {step} loss {mean.item():.6f} seconds {time.monotonic() - start:.2f}",
+                flush=True,
+            )
     if options.save is not None:
         shardcore.save(options.save, model, optimizer)  # each rank its part
     if dist.get_rank() == 0:
         print(shardcore.memory_report(model).table())
         if torch.cuda.is_available():
-            print(f"most on a device, activations included: {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
+            print(
+                f"most on a device, activations included: "
+                f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB"
+            )
     optimizer.synchronize()
     dist.destroy_process_group()
 

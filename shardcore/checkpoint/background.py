@@ -1,9 +1,11 @@
 """Saving in the background: a thread writes while training goes on.
 
-Note [In the background]. What lies on the device is copied to host memory first (`stage`, whose memory is kept). States in host
-memory and in files are read from where they are, beside forward and backward: a step, or whatever else is about to overwrite
-them, waits until this rank has written its file (`StateStore.watch`). Threads cannot take part in collectives, so those of the
-ranks exchange what they wrote over the store of the process group (`Mailbox`), and rank 0's gives the checkpoint its name.
+Note [In the background]. What lies on the device is copied to host memory first (`stage`, whose
+memory is kept). States in host memory and in files are read from where they are, beside forward and
+backward: a step, or whatever else is about to overwrite them, waits until this rank has written its
+file (`StateStore.watch`). Threads cannot take part in collectives, so those of the ranks exchange
+what they wrote over the store of the process group (`Mailbox`), and rank 0's gives the checkpoint
+its name.
 """
 
 import json
@@ -34,15 +36,18 @@ _PART_BYTES = 4 << 20  # of a message; TCPStore closes the connection at a value
 
 
 def stage(items: Sequence[Item], engine: Engine) -> None:
-    """Copy items to `engine.save_staging`, which is made anew if it is too small, and from where they are read then.
+    """Copy items to `engine.save_staging`, which is made anew if it is too small, and from where
+    they are read then.
 
-    Page-locked beside a GPU where the system allows it; not by torch, which takes up to twice as much and keeps it. Waits for
-    the copies.
+    Page-locked beside a GPU where the system allows it; not by torch, which takes up to twice as
+    much and keeps it. Waits for the copies.
     """
     sizes = [-(-item.nbytes // _ALIGNMENT) * _ALIGNMENT for item in items]
     if engine.save_staging is None or engine.save_staging.numel() < sum(sizes):
         engine.save_staging = None  # freed before there is another
-        engine.save_staging = _C.HostTier(engine.device, pin_memory=True).empty(sum(sizes), torch.uint8)
+        engine.save_staging = _C.HostTier(engine.device, pin_memory=True).empty(
+            sum(sizes), torch.uint8
+        )
     cursor = 0
     try:
         for item, size in zip(items, sizes, strict=True):
@@ -87,13 +92,19 @@ class Mailbox:
         """Return, on rank 0, the message of each rank; waits for all."""
         if self.rank != 0:
             return []
-        return [self._said] if self._size == 1 else [json.loads(self._joined(f"rank{rank}")) for rank in range(self._size)]
+        return (
+            [self._said]
+            if self._size == 1
+            else [json.loads(self._joined(f"rank{rank}")) for rank in range(self._size)]
+        )
 
     def _joined(self, key: str) -> bytes:
         return b"".join([self._take(f"{key}.{number}") for number in range(int(self._take(key)))])
 
     def answer(self, problem: str) -> None:
-        """Send the other ranks the error, or "". Waits until they have read it: this process may serve the store."""
+        """Send the other ranks the error, or "". Waits until they have read it: this process may
+        serve the store.
+        """
         if self._size > 1:
             self._store.set("outcome", problem)
             for rank in range(1, self._size):
@@ -109,10 +120,14 @@ class Mailbox:
     def _take(self, key: str) -> bytes:
         until = time.monotonic() + _PATIENCE_S
         while not self._store.check([key]):
-            if not threading.main_thread().is_alive():  # the process is to end: a rank may have died, and ended it
+            # the process is to end: a rank may have died, and ended it
+            if not threading.main_thread().is_alive():
                 until = min(until, time.monotonic() + _PATIENCE_AT_EXIT_S)
             if time.monotonic() > until:
-                raise RuntimeError(f"save: no {key} came in time; expected every rank to write its part (has one died?)")
+                raise RuntimeError(
+                    f"save: no {key} came in time; expected every rank to write its part (has one "
+                    f"died?)"
+                )
             time.sleep(_POLL_S)
         value = bytes(self._store.get(key))
         if key != "outcome":
@@ -121,7 +136,9 @@ class Mailbox:
 
 
 class Saving:
-    """A save: `path` is the checkpoint's, once it is complete. raised: wait() has raised its error on this rank."""
+    """A save: `path` is the checkpoint's, once it is complete. raised: wait() has raised its
+    error on this rank.
+    """
 
     def __init__(self, path: Path, job: Any) -> None:
         """See `save`. job: what this rank does, save._Job."""
@@ -167,7 +184,14 @@ class Saving:
     def _commit(self, mailbox: Mailbox) -> str:
         """Commit on rank 0, if all is well; returns what is not."""
         said = mailbox.take_all()
-        problem = next((f"rank {rank} failed: {one['problem']}" for rank, one in enumerate(said) if "problem" in one), "")
+        problem = next(
+            (
+                f"rank {rank} failed: {one['problem']}"
+                for rank, one in enumerate(said)
+                if "problem" in one
+            ),
+            "",
+        )
         if not problem:
             try:
                 self._job.commit([one["written"] for one in said])
@@ -183,10 +207,14 @@ class Saving:
         return self.thread is None or self._ended.is_set()
 
     def wait(self) -> Path:
-        """Wait until it is on disk; returns its path. RuntimeError, each time, if it failed. Not collective."""
+        """Wait until it is on disk; returns its path. RuntimeError, each time, if it failed. Not
+        collective.
+        """
         if self.thread is not None:
             self._ended.wait()
         if self._problem is not None:
             self.raised = True
-            raise RuntimeError(f"save: {self.path} was not saved in the background: {self._problem}") from self._problem
+            raise RuntimeError(
+                f"save: {self.path} was not saved in the background: {self._problem}"
+            ) from self._problem
         return self.path

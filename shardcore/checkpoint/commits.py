@@ -1,14 +1,18 @@
-"""Committing each step of states on disk, and going on from the last committed one. The files: checkpoint/slots.py.
+"""Committing each step of states on disk, and going on from the last committed one. The files:
+checkpoint/slots.py.
 
-Note [When]. What a step needs to be repeated is read where it is as the next step will find it: random states and positions in
-data when `step()` ends; learning rates, the loss scale, the scheduler, edited weights and buffers when the next training
-forward begins, since schedulers step in between. From then on a thread commits beside forward and backward; the next step, or
-whatever else reads or changes states, waits for it. Weights that it writes live may be edited meanwhile: there the record is
-written at the end of that wait, if none was. An overlapped step is committed when the next one waits for it. So a crash costs
-the step that is not complete, and the one before it if it comes before its commit.
+Note [When]. What a step needs to be repeated is read where it is as the next step will find it:
+random states and positions in data when `step()` ends; learning rates, the loss scale, the
+scheduler, edited weights and buffers when the next training forward begins, since schedulers step
+in between. From then on a thread commits beside forward and backward; the next step, or whatever
+else reads or changes states, waits for it. Weights that it writes live may be edited meanwhile:
+there the record is written at the end of that wait, if none was. An overlapped step is committed
+when the next one waits for it. So a crash costs the step that is not complete, and the one before
+it if it comes before its commit.
 
-Note [The rest]. States in host memory or on the device (`ratio`), weights that no float32 master makes again and buffers are
-written in full by every commit. Frozen parameters are not: they are as the program makes them.
+Note [The rest]. States in host memory or on the device (`ratio`), weights that no float32 master
+makes again and buffers are written in full by every commit. Frozen parameters are not: they are as
+the program makes them.
 """
 
 import logging
@@ -24,7 +28,14 @@ from torch import nn
 
 from shardcore.checkpoint import plain
 from shardcore.checkpoint.format import names_of
-from shardcore.checkpoint.load import Wanted, check_scheduler, check_stateful, load_from, options_of, restore_rank
+from shardcore.checkpoint.load import (
+    Wanted,
+    check_scheduler,
+    check_stateful,
+    load_from,
+    options_of,
+    restore_rank,
+)
 from shardcore.checkpoint.save import (
     Beside,
     Content,
@@ -53,7 +64,8 @@ class Commits:
 
     def __init__(self, engine: Engine, slots: Slots, states: NvmeStates) -> None:
         """Begin, from the step that `slots` has chosen if there is one. Collective."""
-        self._engine_ref, self._slots, self._states = weakref.ref(engine), slots, states  # the engine keeps this
+        # the engine keeps this
+        self._engine_ref, self._slots, self._states = weakref.ref(engine), slots, states
         self.scheduler: Any = None
         self.stateful: Mapping[str, Any] = {}
         self._numerics = numerics_of(engine)
@@ -78,17 +90,22 @@ class Commits:
 
     @property
     def step(self) -> int:
-        """How many steps have been made since the run began, those of skipped updates among them."""
+        """How many steps have been made since the run began, those of skipped updates among
+        them.
+        """
         return self._slots.step + (self._rank is not None)
 
     def note_step(self) -> None:
-        """Note that a step ends. What is wrong with a state is raised by `finish`, so that every rank counts the step."""
+        """Note that a step ends. What is wrong with a state is raised by `finish`, so that every
+        rank counts the step.
+        """
         if self.source is not None:
             if not self.restored and self._engine.comm.rank == 0:
                 logger.warning(
-                    "step: training goes on from step %d, but shardcore.resume was not called, so a scheduler, the position in "
-                    "the data and random states are those of a new run; expected shardcore.resume(model, ...) before the first "
-                    "step, which returns that number",
+                    "step: training goes on from step %d, but shardcore.resume was not called, so "
+                    "a scheduler, the position in "
+                    "the data and random states are those of a new run; expected "
+                    "shardcore.resume(model, ...) before the first step, which returns that number",
                     self._slots.step,
                 )
             self.source.close()
@@ -101,14 +118,18 @@ class Commits:
         self._copy_buffers()
 
     def before_forward(self, begin: bool) -> None:
-        """Note that a forward begins, before which users edit weights and buffers. begin: commit from now on."""
+        """Note that a forward begins, before which users edit weights and buffers. begin: commit
+        from now on.
+        """
         if self._rank is not None and self._thread is None:
             self._copy_buffers()
             if begin:
                 self._begin()
 
     def _copy_buffers(self) -> None:
-        self._buffers = {name: buffer.detach().clone() for name, buffer in buffers_of(self._engine.model).items()}
+        self._buffers = {
+            name: buffer.detach().clone() for name, buffer in buffers_of(self._engine.model).items()
+        }
 
     def _begin(self) -> None:
         if self._rank is None or self._thread is not None or self._error is not None:
@@ -117,7 +138,9 @@ class Commits:
         engine.updater.accept_weight_edits()
         engine.membership.check("step")
         content = Content(states=True, exclude_frozen=True, scheduler=self.scheduler)
-        entries = Beside(engine, content, self._rank).entries(describe(engine, content), {}, self._numerics)
+        entries = Beside(engine, content, self._rank).entries(
+            describe(engine, content), {}, self._numerics
+        )
         names = names_of(engine)
         stream = torch.cuda.Stream(engine.device) if engine.device.type == "cuda" else None  # type: ignore[no-untyped-call]
         if stream is not None:
@@ -125,7 +148,10 @@ class Commits:
 
         def commit() -> None:
             try:
-                with nullcontext() if stream is None else torch.cuda.stream(stream), torch.no_grad():
+                with (
+                    nullcontext() if stream is None else torch.cuda.stream(stream),
+                    torch.no_grad(),
+                ):
                     self._commit(engine, names, *entries)
             except Exception as error:
                 self._error = error
@@ -134,7 +160,9 @@ class Commits:
         self._thread.start()
 
     def finish(self) -> None:
-        """Wait until the last step is committed. StepError if it cannot be; then the next call tries again."""
+        """Wait until the last step is committed. StepError if it cannot be; then the next call
+        tries again.
+        """
         if self._rank is None:
             return
         self._begin()
@@ -152,9 +180,10 @@ class Commits:
         if error is not None:
             try:
                 raise StepError(
-                    f"step: step {self.step} is made, but cannot be committed ({type(error).__name__}: {error}); expected it "
-                    f"on disk before the next one (step {self._slots.step} stays the last in {self._slots.folder}; make room, "
-                    "and call this again)"
+                    f"step: step {self.step} is made, but cannot be committed "
+                    f"({type(error).__name__}: {error}); expected it "
+                    f"on disk before the next one (step {self._slots.step} stays the last in "
+                    f"{self._slots.folder}; make room, and call this again)"
                 ) from error
             finally:
                 error = None  # else a cycle
@@ -164,17 +193,21 @@ class Commits:
         """Write the record, if the thread did not."""
         if self._record is None:
             return
-        edited = next((m.name for bucket in _live(self._engine) for m in bucket.params if m.edited), None)
+        edited = next(
+            (m.name for bucket in _live(self._engine) for m in bucket.params if m.edited), None
+        )
         if edited is not None:  # while it was written, perhaps
             raise ValueError(
-                f"{edited} was edited between the begin of a forward and the step; expected edits after a step, before the "
+                f"{edited} was edited between the begin of a forward and the step; expected edits "
+                f"after a step, before the "
                 'next forward, float32 masters, or "durable": False'
             )
         self._slots.write_record(self._record, self.step, self._states)
         self._record = None
 
     def wait_for_all(self) -> None:
-        """Wait until every rank has committed the last step: only then may states be written outside of a step. Collective.
+        """Wait until every rank has committed the last step: only then may states be written
+        outside of a step. Collective.
 
         StepError if a rank could not.
         """
@@ -183,18 +216,28 @@ class Commits:
         have = self._engine.comm.gather_json(self._rank is None)
         self._all_have_it = all(have)
         if not self._all_have_it:
-            raise StepError(f"rank {have.index(False)} could not commit step {self.step}; see its error")
+            raise StepError(
+                f"rank {have.index(False)} could not commit step {self.step}; see its error"
+            )
 
     def give(self, folder: Path, names: Mapping[torch.Tensor, str]) -> Given:
-        """Let a checkpoint that is written to `folder` have the files of committed states, if it can: see `Slots.give`."""
+        """Let a checkpoint that is written to `folder` have the files of committed states, if it
+        can: see `Slots.give`.
+        """
         return self._slots.give(self._states, folder, names)
 
     def _commit(
-        self, engine: Engine, names: Mapping[torch.Tensor, str], tensors: dict[str, Any], rest: Mapping[str, Any]
+        self,
+        engine: Engine,
+        names: Mapping[torch.Tensor, str],
+        tensors: dict[str, Any],
+        rest: Mapping[str, Any],
     ) -> None:
         self._states.flush()
         items = list(self._rest(engine, names))
-        written = write_ranges(self._slots.folder, self._slots.rest_name, items, len(self._slots.paths))
+        written = write_ranges(
+            self._slots.folder, self._slots.rest_name, items, len(self._slots.paths)
+        )
         said = self._slots.said(self._states, written, names)
         own = {"world_size": engine.comm.world_size, "rank_state": self._rank}
         self._record = {**manifest_of([said], tensors, rest), **own}
@@ -209,7 +252,9 @@ class Commits:
                 continue
             for managed, *where in ranges_of(bucket, 0, cut):
                 name = names[managed.param]
-                yield from parts_of(engine, bucket, managed, name, (where[0], where[1], where[2]), True)
+                yield from parts_of(
+                    engine, bucket, managed, name, (where[0], where[1], where[2]), True
+                )
             for managed, *where in ranges_of(bucket, cut, bucket.owned_numel):
                 yield from weight_of(bucket, names[managed.param], (where[0], where[1], where[2]))
         for name, buffer in self._buffers.items():
@@ -218,37 +263,51 @@ class Commits:
 
 def _live(engine: Engine) -> list[Bucket]:
     """Return the buckets whose weights a commit writes, which users may edit meanwhile."""
-    return [bucket for bucket in engine.buckets if bucket.trainable and bucket.state_format.reads_weights]
+    return [
+        bucket
+        for bucket in engine.buckets
+        if bucket.trainable and bucket.state_format.reads_weights
+    ]
 
 
-def resume(model: nn.Module, *, scheduler: Any = None, stateful: Mapping[str, Any] | None = None) -> int:
-    """Restore what `shard` could not when it went on from a commit, and let every later commit have it. Collective.
+def resume(
+    model: nn.Module, *, scheduler: Any = None, stateful: Mapping[str, Any] | None = None
+) -> int:
+    """Restore what `shard` could not when it went on from a commit, and let every later commit have
+    it. Collective.
 
-    For a model of `shard(offload={"optimizer": "nvme", "path": ..., "resume": True})`, which restores weights, optimizer
-    states, options of groups and the loss scale. Call this once, before the first step: it restores options of groups and
-    random states once more, since what is made in between (a scheduler) may change them.
+    For a model of `shard(offload={"optimizer": "nvme", "path": ..., "resume": True})`, which
+    restores weights, optimizer states, options of groups and the loss scale. Call this once, before
+    the first step: it restores options of groups and random states once more, since what is made in
+    between (a scheduler) may change them.
 
     Args:
         model: What shard returned.
-        scheduler: Anything with `state_dict()` and `load_state_dict()`; as it is when the next forward begins.
-        stateful: Of each rank its own, by name: the same, such as a StatefulDataLoader; as of the end of `optimizer.step()`.
+        scheduler: Anything with `state_dict()` and `load_state_dict()`; as it is when the next
+        forward begins.
+        stateful: Of each rank its own, by name: the same, such as a StatefulDataLoader; as of the
+        end of `optimizer.step()`.
 
-    Returns how many steps are committed: how often `optimizer.step()` was called since the run began; 0 for a new one.
+    Returns how many steps are committed: how often `optimizer.step()` was called since the run
+    began; 0 for a new one.
 
-    Raises ValueError or TypeError, on every rank, if the model commits no steps, or the last commit has none of these states.
+    Raises ValueError or TypeError, on every rank, if the model commits no steps, or the last commit
+    has none of these states.
     """
     engine = engine_behind("resume", model)
     commits, wanted = engine.commits, Wanted(scheduler=scheduler, stateful=stateful or {})
 
     def check() -> "Commits":
         if isinstance(commits, Commits) and commits.step and commits.source is None:
-            raise ValueError(f"resume: step {commits.step} is made; expected the call before the first step")
+            raise ValueError(
+                f"resume: step {commits.step} is made; expected the call before the first step"
+            )
         if scheduler is not None:
             plain.to_json(scheduler.state_dict(), "resume: scheduler.state_dict()")
         if not isinstance(commits, Commits):
             raise ValueError(
-                'resume: the model commits no steps; expected one of shard(offload={"optimizer": "nvme", "path": ..., '
-                '"resume": True}) (a checkpoint is read by shardcore.load)'
+                'resume: the model commits no steps; expected one of shard(offload={"optimizer": '
+                '"nvme", "path": ..., "resume": True}) (a checkpoint is read by shardcore.load)'
             )
         rank_state(engine.device, wanted.stateful)
         if commits.source is not None:
@@ -259,8 +318,11 @@ def resume(model: nn.Module, *, scheduler: Any = None, stateful: Mapping[str, An
 
     found = attempt_together(engine.comm, "resume", check, "nothing was restored")
     if found.source is not None:
-        for group, options in zip(engine.groups, options_of(found.source, engine) or (), strict=True):
-            group.update(options)  # again: a scheduler that was made meanwhile has set learning rates
+        for group, options in zip(
+            engine.groups, options_of(found.source, engine) or (), strict=True
+        ):
+            # again: a scheduler that was made meanwhile has set learning rates
+            group.update(options)
         source = found.source
 
         def restore_scheduler() -> None:

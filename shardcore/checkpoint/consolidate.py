@@ -1,7 +1,9 @@
-"""From shards to ordinary .safetensors files, which transformers and plain torch load. Streams: 4 MiB, or a unit, at a time.
+"""From shards to ordinary .safetensors files, which transformers and plain torch load. Streams: 4
+MiB, or a unit, at a time.
 
-Files have the names of Hugging Face: model.safetensors, or above a limit model-00001-of-00003.safetensors and so on with
-model.safetensors.index.json. Each is written under another name, synced and renamed; the index is the last.
+Files have the names of Hugging Face: model.safetensors, or above a limit
+model-00001-of-00003.safetensors and so on with model.safetensors.index.json. Each is written under
+another name, synced and renamed; the index is the last.
 """
 
 import json
@@ -29,11 +31,22 @@ from shardcore.engine.engine import Engine, engine_behind
 from shardcore.engine.slices import held_by, slice_of
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_WRITING = ".writing"  # not as checkpoints end until they are whole: a save removes what has such a name
+# not as checkpoints end until they are whole: a save removes what has such a name
+_WRITING = ".writing"
 _PART = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 MAX_SHARD_BYTES = 5_000_000_000
 Tensors: TypeAlias = Mapping[str, torch.Tensor]  # what is written, on the meta device
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+}
 
 
 def consolidate(
@@ -44,19 +57,25 @@ def consolidate(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> list[Path]:
-    """Write the weights of a checkpoint, or of a sharded model, as ordinary .safetensors files; returns their paths.
+    """Write the weights of a checkpoint, or of a sharded model, as ordinary .safetensors files;
+    returns their paths.
 
     Args:
-        source: A directory that `save` was given (or another library's checkpoint that `load` reads), with `tag` if it has
-            several; or the model that shard returned, of which every rank calls this and rank 0 writes.
-        output: A directory, where files have Hugging Face's names; or the path of one .safetensors file.
-        dtype: Of all floating tensors. None: float32 masters where there are any, the rest as it is.
+        source: A directory that `save` was given (or another library's checkpoint that `load`
+            reads), with `tag` if it has several; or the model that shard returned, of which every
+            rank calls this and rank 0 writes.
+        output: A directory, where files have Hugging Face's names; or the path of one .safetensors
+        file.
+        dtype: Of all floating tensors. None: float32 masters where there are any, the rest as it
+        is.
         max_shard_bytes: Of the tensors in a file, unless one alone is larger.
 
-    Tied weights are written once, under their first name. Host memory: a few MiB from a checkpoint, a unit from a model.
+    Tied weights are written once, under their first name. Host memory: a few MiB from a checkpoint,
+    a unit from a model.
 
     Raises:
-        OSError, ValueError: For files that cannot be read or written, or are damaged, with the file; on other ranks
+        OSError, ValueError: For files that cannot be read or written, or are damaged, with the
+        file; on other ranks
             RuntimeError.
     """
     if not isinstance(source, nn.Module):
@@ -71,19 +90,35 @@ def consolidate(
         tensors = attempt_together(engine.everyone, "consolidate", described, "nothing was written")
         return write_model(engine, Path(output), tensors, max_shard_bytes)
     if not isinstance(source, str | os.PathLike):
-        raise TypeError(f"consolidate: source has type {type(source).__name__}; expected a directory, or a sharded model")
+        raise TypeError(
+            f"consolidate: source has type {type(source).__name__}; expected a directory, or a "
+            f"sharded model"
+        )
     with open_checkpoint("consolidate", Path(source), tag) as opened:
         found = of_source(opened, dtype)
-        return write(found, (values for name in found for values in read(opened, name, dtype)), Path(output), max_shard_bytes)
+        return write(
+            found,
+            (values for name in found for values in read(opened, name, dtype)),
+            Path(output),
+            max_shard_bytes,
+        )
 
 
 def _check(output: str | os.PathLike[str], dtype: object, max_shard_bytes: object) -> None:
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise TypeError(f"consolidate: dtype has {dtype!r}; expected a floating dtype, such as torch.bfloat16, or None")
+        raise TypeError(
+            f"consolidate: dtype has {dtype!r}; expected a floating dtype, such as torch.bfloat16, "
+            f"or None"
+        )
     if type(max_shard_bytes) is not int or max_shard_bytes < 1:
-        raise ValueError(f"consolidate: max_shard_bytes has {max_shard_bytes!r}; expected a number of bytes")
+        raise ValueError(
+            f"consolidate: max_shard_bytes has {max_shard_bytes!r}; expected a number of bytes"
+        )
     if Path(output).suffix in (".bin", ".pt", ".pth", ".ckpt"):
-        raise ValueError(f"consolidate: output has {output!r}; expected a directory, or the name of a .safetensors file")
+        raise ValueError(
+            f"consolidate: output has {output!r}; expected a directory, or the name of a "
+            f".safetensors file"
+        )
 
 
 def bytes_of(size: int | str) -> int:
@@ -91,7 +126,11 @@ def bytes_of(size: int | str) -> int:
     if isinstance(size, int):
         return size
     text = size.strip().upper()
-    number, unit = (found[1], found[2]) if (found := re.fullmatch(r"(\d+(?:\.\d+)?) *([A-Z]*)", text)) else ("", "")
+    number, unit = (
+        (found[1], found[2])
+        if (found := re.fullmatch(r"(\d+(?:\.\d+)?) *([A-Z]*)", text))
+        else ("", "")
+    )
     if not number or unit not in _UNITS:
         raise ValueError(f'a size is {size!r}; expected a number of bytes, or a text such as "5GB"')
     return int(float(number) * _UNITS[unit])
@@ -121,7 +160,9 @@ def read(source: Source, name: str, dtype: torch.dtype | None) -> Iterator[torch
         yield values.to(_as(values.dtype, dtype))
 
 
-def write(tensors: Tensors, values: Iterator[torch.Tensor], output: Path, max_shard_bytes: int) -> list[Path]:
+def write(
+    tensors: Tensors, values: Iterator[torch.Tensor], output: Path, max_shard_bytes: int
+) -> list[Path]:
     """Write tensors, whose `values` come in order and in parts, to `output`; returns the files."""
     folder = output.parent if output.suffix == ".safetensors" else output
     folder.mkdir(parents=True, exist_ok=True)
@@ -134,21 +175,37 @@ def write(tensors: Tensors, values: Iterator[torch.Tensor], output: Path, max_sh
         raise
 
 
-def _write(tensors: Tensors, values: Iterator[torch.Tensor], output: Path, max_shard_bytes: int) -> list[Path]:
+def _write(
+    tensors: Tensors, values: Iterator[torch.Tensor], output: Path, max_shard_bytes: int
+) -> list[Path]:
     if output.suffix == ".safetensors":
         _write_file(output, tensors, values)
         _publish(output.parent, [output.name])
         return [output]
     files = _cut_into_files(tensors, max_shard_bytes)
-    names = [_SINGLE] if len(files) == 1 else [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
+    names = (
+        [_SINGLE]
+        if len(files) == 1
+        else [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
+    )
     for name, file in zip(names, files, strict=True):
         _write_file(output / name, {key: tensors[key] for key in file}, values)
     if len(files) > 1:
         weight_map = {key: name for name, file in zip(names, files, strict=True) for key in file}
-        index = {"metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())}, "weight_map": weight_map}
-        write_synced(_unfinished(output / _INDEX), (json.dumps(index, indent=2, sort_keys=True) + "\n").encode())
+        index = {
+            "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
+            "weight_map": weight_map,
+        }
+        write_synced(
+            _unfinished(output / _INDEX),
+            (json.dumps(index, indent=2, sort_keys=True) + "\n").encode(),
+        )
         names.append(_INDEX)
-    stale = [path.name for path in output.iterdir() if path.name in (_SINGLE, _INDEX) or _PART.fullmatch(path.name)]
+    stale = [
+        path.name
+        for path in output.iterdir()
+        if path.name in (_SINGLE, _INDEX) or _PART.fullmatch(path.name)
+    ]
     _publish(output, names, [name for name in stale if name not in names])
     return [output / name for name in names]
 
@@ -179,8 +236,12 @@ def _publish(folder: Path, names: list[str], stale: list[str] | None = None) -> 
 
 
 def _write_file(path: Path, tensors: Tensors, values: Iterator[torch.Tensor]) -> None:
-    head = layout.head_of({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}, {"format": "pt"})[0]
-    writer = _C.FileWriter(file_engine(), str(_unfinished(path)), len(head) + sum(t.nbytes for t in tensors.values()))
+    head = layout.head_of(
+        {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}, {"format": "pt"}
+    )[0]
+    writer = _C.FileWriter(
+        file_engine(), str(_unfinished(path)), len(head) + sum(t.nbytes for t in tensors.values())
+    )
     try:
         writer.append(torch.frombuffer(bytearray(head), dtype=torch.uint8))
         for tensor in tensors.values():
@@ -194,16 +255,22 @@ def _write_file(path: Path, tensors: Tensors, values: Iterator[torch.Tensor]) ->
         writer.close()
 
 
-# --- from a model -------------------------------------------------------------------------------------------------------
+# --- from a model ---------------------------------------------------------------------------------
 
 
 def write_model(engine: Engine, output: Path, tensors: Tensors, max_shard_bytes: int) -> list[Path]:
     """Write `tensors` of a sharded model on rank 0: see `consolidate`. Collective."""
-    return on_first_rank(engine, tensors, lambda values: write(tensors, values, output, max_shard_bytes)) or [output]
+    return on_first_rank(
+        engine, tensors, lambda values: write(tensors, values, output, max_shard_bytes)
+    ) or [output]
 
 
-def on_first_rank(engine: Engine, tensors: Tensors, use: Callable[[Iterator[torch.Tensor]], list[Path]]) -> list[Path]:
-    """Let rank 0 use the flattened values of `tensors` while all ranks gather them; returns what it does there. Collective."""
+def on_first_rank(
+    engine: Engine, tensors: Tensors, use: Callable[[Iterator[torch.Tensor]], list[Path]]
+) -> list[Path]:
+    """Let rank 0 use the flattened values of `tensors` while all ranks gather them; returns what
+    it does there. Collective.
+    """
     engine.read_all("state_dict", "the model")
     values = _values(engine, tensors)
 
@@ -214,17 +281,26 @@ def on_first_rank(engine: Engine, tensors: Tensors, use: Callable[[Iterator[torc
             for _ in values:  # the other ranks gather all of it
                 pass
 
-    files: list[Path] = attempt_together(engine.everyone, "consolidate", attempt, "what was there is as before")
+    files: list[Path] = attempt_together(
+        engine.everyone, "consolidate", attempt, "what was there is as before"
+    )
     return files
 
 
 def of_engine(engine: Engine, dtype: torch.dtype | None) -> Tensors:
-    """Return what a sharded model has by name, tied weights once: in `dtype`; None: masters are float32."""
-    return {name: _like(t.shape, _as(_dtype_of(engine, t), dtype)) for name, t in in_order(engine).items()}
+    """Return what a sharded model has by name, tied weights once: in `dtype`; None: masters are
+    float32.
+    """
+    return {
+        name: _like(t.shape, _as(_dtype_of(engine, t), dtype))
+        for name, t in in_order(engine).items()
+    }
 
 
 def as_trained(engine: Engine, exclude_frozen: bool = False) -> Tensors:
-    """Return what a sharded model has by name, tied weights once, in the dtypes that weights train in."""
+    """Return what a sharded model has by name, tied weights once, in the dtypes that weights
+    train in.
+    """
     return {
         name: _like(tensor.shape, tensor.dtype)
         for name, tensor in in_order(engine).items()
@@ -232,17 +308,25 @@ def as_trained(engine: Engine, exclude_frozen: bool = False) -> Tensors:
     }
 
 
-def state_dict_of(engine: Engine, tensors: Tensors, values: Iterator[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return an ordinary state dict, tied weights under each name, on the CPU, from the `values` that on_first_rank passes."""
+def state_dict_of(
+    engine: Engine, tensors: Tensors, values: Iterator[torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Return an ordinary state dict, tied weights under each name, on the CPU, from the `values`
+    that on_first_rank passes.
+    """
     found = {name: next(values).view(tensor.shape).clone() for name, tensor in tensors.items()}
     name_of = {tensor: name for name, tensor in in_order(engine).items()}
     model = engine.model
     named = {**dict(named_parameters(model, remove_duplicate=False)), **dict(named_buffers(model))}
-    return {name: found[name_of[tensor]] for name, tensor in named.items() if name_of[tensor] in found}
+    return {
+        name: found[name_of[tensor]] for name, tensor in named.items() if name_of[tensor] in found
+    }
 
 
 def whole_state_dict(engine: Engine, exclude_frozen: bool = False) -> dict[str, torch.Tensor]:
-    """Return an ordinary state dict on rank 0, on the CPU, in the dtypes that weights train in; {} elsewhere. Collective."""
+    """Return an ordinary state dict on rank 0, on the CPU, in the dtypes that weights train in;
+    {} elsewhere. Collective.
+    """
     found: OrderedDict[str, torch.Tensor] = (
         OrderedDict()
     )  # a state dict's type, by which Accelerate knows that tensors may be tied
@@ -257,7 +341,9 @@ def whole_state_dict(engine: Engine, exclude_frozen: bool = False) -> dict[str, 
 
 
 def in_order(engine: Engine) -> dict[str, torch.Tensor]:
-    """Return parameters and buffers in the order in which they are gathered: bucket by bucket, then what is in none."""
+    """Return parameters and buffers in the order in which they are gathered: bucket by bucket,
+    then what is in none.
+    """
     names = names_of(engine)
     sharded = {names[param]: param for param in engine.managed if param in names}
     rest = {name: param for param, name in names.items() if param not in engine.managed}
@@ -266,15 +352,27 @@ def in_order(engine: Engine) -> dict[str, torch.Tensor]:
 
 def _dtype_of(engine: Engine, tensor: torch.Tensor) -> torch.dtype:
     bucket: Any = engine.bucket_of.get(tensor)  # type: ignore[call-overload]
-    return torch.float32 if bucket is not None and bucket.state_format.master is not None else tensor.dtype
+    return (
+        torch.float32
+        if bucket is not None and bucket.state_format.master is not None
+        else tensor.dtype
+    )
 
 
 @torch.no_grad()
 def _values(engine: Engine, tensors: Tensors) -> Iterator[torch.Tensor]:
-    """Yield the flattened values of `tensors`, on the CPU, in the order of `in_order`. Collective: every rank takes all."""
+    """Yield the flattened values of `tensors`, on the CPU, in the order of `in_order`.
+    Collective: every rank takes all.
+    """
     names = {tensor: name for name, tensor in in_order(engine).items() if name in tensors}
-    buckets = [bucket for bucket in engine.buckets if any(managed.param in names for managed in bucket.params)]
-    fulls = engine.full_tensors.of_buckets((bucket, engine.master_or_weight(bucket)) for bucket in buckets)
+    buckets = [
+        bucket
+        for bucket in engine.buckets
+        if any(managed.param in names for managed in bucket.params)
+    ]
+    fulls = engine.full_tensors.of_buckets(
+        (bucket, engine.master_or_weight(bucket)) for bucket in buckets
+    )
     for bucket, full in zip(buckets, fulls, strict=True):
         for managed in bucket.params:
             if managed.param in names:
@@ -283,4 +381,9 @@ def _values(engine: Engine, tensors: Tensors) -> Iterator[torch.Tensor]:
     for tensor, name in names.items():
         if tensor not in engine.managed:
             cut, local = slice_of(name, tensor), held_by(tensor).detach()
-            yield (local if cut is None else cut.assemble(local)).to("cpu", tensors[name].dtype).contiguous().view(-1)
+            yield (
+                (local if cut is None else cut.assemble(local))
+                .to("cpu", tensors[name].dtype)
+                .contiguous()
+                .view(-1)
+            )

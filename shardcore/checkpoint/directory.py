@@ -1,10 +1,13 @@
-"""The directory that checkpoints are saved to: their names, what is complete, the lock, and what dead saves left.
+"""The directory that checkpoints are saved to: their names, what is complete, the lock, and what
+dead saves left.
 
-Note [Commit]. Files are written to ".TAG.saving" beside the others; each is synced, then that directory, then it is renamed (or
-exchanged with the directory that has the name), then "latest" is replaced by rename; each rename is synced, too. So a crash at
-any instant leaves the old checkpoint or the new one. Nothing but checkpoints of shardcore is replaced or removed, known by how
-their manifests begin, with the time that orders them. What a dead save leaves, or cannot remove, has a name that begins with a
-dot, and the next save removes it. Rank 0 holds a lock (flock) on ".lock" meanwhile, which ends with its process.
+Note [Commit]. Files are written to ".TAG.saving" beside the others; each is synced, then that
+directory, then it is renamed (or exchanged with the directory that has the name), then "latest" is
+replaced by rename; each rename is synced, too. So a crash at any instant leaves the old checkpoint
+or the new one. Nothing but checkpoints of shardcore is replaced or removed, known by how their
+manifests begin, with the time that orders them. What a dead save leaves, or cannot remove, has a
+name that begins with a dot, and the next save removes it. Rank 0 holds a lock (flock) on ".lock"
+meanwhile, which ends with its process.
 """
 
 import errno
@@ -31,7 +34,8 @@ logger = logging.getLogger("shardcore")
 
 LATEST, LOCK = "latest", ".lock"
 _SAVING, _REPLACED, _REMOVED = ".saving", ".replaced", ".removed"
-_BEGIN = re.compile(rf'{{"format": "{FORMAT}", "time": (\d+\.?\d*)'.encode())  # of a manifest, as write_manifest writes it
+# of a manifest, as write_manifest writes it
+_BEGIN = re.compile(rf'{{"format": "{FORMAT}", "time": (\d+\.?\d*)'.encode())
 
 
 def check_tag(op: str, tag: object) -> None:
@@ -46,7 +50,8 @@ def check_tag(op: str, tag: object) -> None:
         or len(tag.encode()) > 200
     ):
         raise ValueError(
-            f"{op}: tag has {tag!r}; expected the name of a directory, at most 200 bytes, without /, not beginning with a dot "
+            f"{op}: tag has {tag!r}; expected the name of a directory, at most 200 bytes, without "
+            f"/, not beginning with a dot "
             f"(nor {LATEST!r}), without blanks at its ends or unprintable characters"
         )
 
@@ -63,7 +68,9 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def saved_at(path: Path) -> float:
-    """Return when a checkpoint of shardcore's was saved (seconds since 1970, UTC); 0 for anything else, which is not ours."""
+    """Return when a checkpoint of shardcore's was saved (seconds since 1970, UTC); 0 for
+    anything else, which is not ours.
+    """
     try:
         with open_regular(path / MANIFEST) as file:
             found = _BEGIN.match(file.read(100))
@@ -73,12 +80,18 @@ def saved_at(path: Path) -> float:
 
 
 def check_ours(path: Path) -> None:
-    """Raise FileExistsError unless a save may replace what is there: a checkpoint, an empty directory or nothing."""
-    if os.path.lexists(path) and not saved_at(path) and not (path.is_dir() and not any(path.iterdir())):
+    """Raise FileExistsError unless a save may replace what is there: a checkpoint, an empty
+    directory or nothing.
+    """
+    if (
+        os.path.lexists(path)
+        and not saved_at(path)
+        and not (path.is_dir() and not any(path.iterdir()))
+    ):
         raise FileExistsError(
             errno.EEXIST,
-            "save: this is no checkpoint of shardcore's; expected one, which is replaced, or a path where nothing is (give "
-            "another tag)",
+            "save: this is no checkpoint of shardcore's; expected one, which is replaced, or a "
+            "path where nothing is (give another tag)",
             str(path),
         )
 
@@ -91,13 +104,15 @@ def find(op: str, folder: Path, tag: str | None) -> Path:
     given = tag
     tag = _latest(folder) if tag is None else tag
     if tag is None:
-        others = folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not checkpoints(folder))
+        others = folder.is_file() or (
+            folder.is_dir() and any(folder.iterdir()) and not checkpoints(folder)
+        )
         if (folder / MANIFEST).exists() or others:
             return folder
         raise FileNotFoundError(
             errno.ENOENT,
-            f"{op}: there is no {LATEST!r} and no {MANIFEST}; expected a directory that save was given, or tag= one of its "
-            f"checkpoints ({_names(folder)})",
+            f"{op}: there is no {LATEST!r} and no {MANIFEST}; expected a directory that save was "
+            f"given, or tag= one of its checkpoints ({_names(folder)})",
             str(folder),
         )
     check_tag(op if given is not None else f"{op}: {folder / LATEST} is damaged", tag)
@@ -108,7 +123,8 @@ def find(op: str, folder: Path, tag: str | None) -> Path:
         named = f", which {LATEST!r} names" if given is None else ""
         raise FileNotFoundError(
             errno.ENOENT,
-            f"{op}: there is no such checkpoint{named}; expected tag= one that save has written ({_names(folder)})",
+            f"{op}: there is no such checkpoint{named}; expected tag= one that save has written "
+            f"({_names(folder)})",
             str(path),
         )
     return path
@@ -123,7 +139,10 @@ def _latest(folder: Path) -> str | None:
 
 
 def _names(folder: Path) -> str:
-    return ", ".join(one.name for one in (checkpoints(folder) if folder.is_dir() else ())) or "there are none"
+    return (
+        ", ".join(one.name for one in (checkpoints(folder) if folder.is_dir() else ()))
+        or "there are none"
+    )
 
 
 @contextmanager
@@ -145,7 +164,9 @@ def write_synced(path: Path, held: bytes) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Make durable which names a directory has: files made, renamed and removed in it. OSError, with the path."""
+    """Make durable which names a directory has: files made, renamed and removed in it. OSError,
+    with the path.
+    """
     with _naming(path):
         opened = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -156,7 +177,9 @@ def sync_directory(path: Path) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield where to write a file that is to become `path`: on disk, at once, and only if no error ends the context."""
+    """Yield where to write a file that is to become `path`: on disk, at once, and only if no
+    error ends the context.
+    """
     unfinished = path.with_name(f".{path.name}{_SAVING}")
     with _naming(unfinished):
         yield unfinished
@@ -167,13 +190,16 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def commit(folder: Path, tag: str, save_latest: bool, keep_last: int | None) -> None:
-    """Give what was written its name: Note [Commit]. keep_last: then remove all but so many, the newest."""
+    """Give what was written its name: Note [Commit]. keep_last: then remove all but so many, the
+    newest.
+    """
     path, written, replaced = folder / tag, unfinished(folder, tag), folder / f".{tag}{_REPLACED}"
     check_ours(path)  # somebody may have put something there meanwhile
     sync_directory(written)
     if not os.path.lexists(path):
         os.rename(written, path)
-    elif not _C.exchange_paths(str(written), str(path)):  # a file system without that: `find` looks for what is replaced
+    # a file system without that: `find` looks for what is replaced
+    elif not _C.exchange_paths(str(written), str(path)):
         os.rename(path, replaced)
         os.rename(written, path)
     sync_directory(folder)
@@ -196,7 +222,9 @@ def point_latest(folder: Path, tag: str) -> None:
 
 
 def _discard(path: Path) -> None:
-    """Free the name of what is not needed, if it is there, and remove it; a warning, no error, if that is not possible."""
+    """Free the name of what is not needed, if it is there, and remove it; a warning, no error,
+    if that is not possible.
+    """
     if not os.path.lexists(path):
         return
     gone = path.with_name(f".{uuid.uuid4().hex}{_REMOVED}")
@@ -205,7 +233,12 @@ def _discard(path: Path) -> None:
         shutil.rmtree(gone, ignore_errors=True)  # all that can be
         _remove(gone)
     except OSError as error:
-        logger.warning("save: %s is not needed, and %s cannot be removed: %s (the next save tries again)", path, gone, error)
+        logger.warning(
+            "save: %s is not needed, and %s cannot be removed: %s (the next save tries again)",
+            path,
+            gone,
+            error,
+        )
 
 
 def _remove(path: Path) -> None:
@@ -216,21 +249,36 @@ def _remove(path: Path) -> None:
 
 
 class FileLock:
-    """An exclusive lock (flock) on a file, which says who holds it; it ends with the process, whatever that has forked."""
+    """An exclusive lock (flock) on a file, which says who holds it; it ends with the process,
+    whatever that has forked.
+    """
 
-    def __init__(self, path: Path, op: str, about: Mapping[str, Any], another: str, this: str) -> None:
+    def __init__(
+        self, path: Path, op: str, about: Mapping[str, Any], another: str, this: str
+    ) -> None:
         """Lock. about: what the file is to say.
 
-        BlockingIOError if it is locked: with `another`, or `this` if by this process, in which {} is what the file says.
+        BlockingIOError if it is locked: with `another`, or `this` if by this process, in which {}
+        is what the file says.
         """
-        self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+b", 0)
+        self._file = os.fdopen(
+            os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+b", 0
+        )
         own = {"host": socket.gethostname(), "pid": os.getpid()}
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            if not isinstance(error, BlockingIOError) and error.errno in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
+            if not isinstance(error, BlockingIOError) and error.errno in (
+                errno.ENOSYS,
+                errno.EOPNOTSUPP,
+                errno.ENOLCK,
+            ):
                 logger.warning(
-                    "%s: the file system of %s has no locks (%s), so two jobs there are not noticed", op, path, error
+                    "%s: the file system of %s has no locks (%s), so two jobs there are not "
+                    "noticed",
+                    op,
+                    path,
+                    error,
                 )
             else:
                 holder = self._file.read(4096).decode(errors="replace").strip() or "unknown"
@@ -238,7 +286,9 @@ class FileLock:
                 if not isinstance(error, BlockingIOError):
                     raise
                 says = this if holder.startswith(json.dumps(own)[:-1] + ",") else another
-                raise BlockingIOError(error.errno, f"{op}: {says.format(holder)}", str(path)) from None
+                raise BlockingIOError(
+                    error.errno, f"{op}: {says.format(holder)}", str(path)
+                ) from None
         _locks.add(self)
         with _naming(path):
             self._file.truncate(0)
@@ -254,7 +304,8 @@ class FileLock:
 _locks: "weakref.WeakSet[FileLock]" = weakref.WeakSet()
 
 
-def _close_in_child() -> None:  # such as a DataLoader's worker, which may outlive a parent that is killed
+# such as a DataLoader's worker, which may outlive a parent that is killed
+def _close_in_child() -> None:
     for lock in list(_locks):
         lock._file.close()
 
@@ -279,8 +330,10 @@ class SaveLock:
             folder / LOCK,
             "save",
             {"tag": tag},
-            another="another job is saving there: {}; expected one at a time (wait for it, or end it)",
-            this="a save of this process goes on there: {}; expected its wait() first, or a folder for each model",
+            another="another job is saving there: {}; expected one at a time (wait for it, or end "
+            "it)",
+            this="a save of this process goes on there: {}; expected its wait() first, or a folder "
+            "for each model",
         )
         try:
             self._clean()

@@ -1,7 +1,8 @@
-"""Tensors in files that others wrote, read by ranges: strided views of a storage, and tensors in several pieces or boxes.
+"""Tensors in files that others wrote, read by ranges: strided views of a storage, and tensors in
+several pieces or boxes.
 
-Sizes are compared with the file before memory is taken. Files are read, not mapped: one that shrinks while it is
-mapped would end the process.
+Sizes are compared with the file before memory is taken. Files are read, not mapped: one that
+shrinks while it is mapped would end the process.
 """
 
 import errno
@@ -25,7 +26,8 @@ _MAX_INDICES = 1 << 20  # of elements of a tensor that is not contiguous, read a
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a file to read it, without waiting. Raises OSError, or ValueError for a pipe or a device.
+    """Open a file to read it, without waiting. Raises OSError, or ValueError for a pipe or a
+    device.
 
     These have no size that a read could be checked against. Links are followed.
     """
@@ -36,12 +38,16 @@ def open_regular(path: Path) -> BinaryIO:
     os.close(descriptor)
     if S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    raise ValueError(f"load: {path} is a pipe or a device; expected a regular file, or a link to one")
+    raise ValueError(
+        f"load: {path} is a pipe or a device; expected a regular file, or a link to one"
+    )
 
 
 @dataclass(frozen=True)
 class Window:
-    """Bytes [start, start + size) of a file. Each read opens the file, checks that its size is the same, and closes it."""
+    """Bytes [start, start + size) of a file. Each read opens the file, checks that its size is
+    the same, and closes it.
+    """
 
     path: Path
     start: int
@@ -56,9 +62,16 @@ class Window:
 
     def part(self, start: int, size: int) -> "Window":
         """Return bytes [start, start + size) of this window. Raises ValueError beyond its end."""
-        if type(start) is not int or type(size) is not int or start < 0 or size < 0 or start + size > self.size:
+        if (
+            type(start) is not int
+            or type(size) is not int
+            or start < 0
+            or size < 0
+            or start + size > self.size
+        ):
             raise ValueError(
-                f"load: {self} has {self.size} bytes; expected {size} at offset {start} (is it cut off? copy it again)"
+                f"load: {self} has {self.size} bytes; expected {size} at offset {start} (is it cut "
+                f"off? copy it again)"
             )
         return Window(self.path, self.start + start, size, self.file_size)
 
@@ -71,11 +84,17 @@ class Window:
             descriptor = file.fileno()
             now = os.fstat(descriptor).st_size
             if now != self.file_size:
-                raise ValueError(f"load: {self.path} has {now} bytes; expected {self.file_size}, as when it was opened")
+                raise ValueError(
+                    f"load: {self.path} has {now} bytes; expected {self.file_size}, as when it was "
+                    f"opened"
+                )
             while done < part.size:
                 count = os.preadv(descriptor, [memoryview(found)[done:]], part.start + done)
                 if count == 0:
-                    raise ValueError(f"load: {self.path} ends at {part.start + done}; expected {part.size - done} bytes more")
+                    raise ValueError(
+                        f"load: {self.path} ends at {part.start + done}; expected "
+                        f"{part.size - done} bytes more"
+                    )
                 done += count
         return found
 
@@ -85,7 +104,8 @@ class Window:
 
 
 class Stored(Protocol):
-    """A tensor on disk; `read` returns elements [start, start + numel) of it, flattened: (numel,), on the CPU.
+    """A tensor on disk; `read` returns elements [start, start + numel) of it, flattened: (numel,),
+    on the CPU.
 
     `read` raises OSError or ValueError.
     """
@@ -112,14 +132,21 @@ class FileTensor:
     def __post_init__(self) -> None:
         """Raise ValueError unless every element is inside the storage."""
         values = (self.offset, *self.shape, *self.stride)
-        if len(self.shape) != len(self.stride) or any(type(value) is not int or value < 0 for value in values):
-            raise ValueError(f"load: {self.window} has a tensor of shape {self.shape}, stride {self.stride}; expected counts")
-        last = self.offset + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+        if len(self.shape) != len(self.stride) or any(
+            type(value) is not int or value < 0 for value in values
+        ):
+            raise ValueError(
+                f"load: {self.window} has a tensor of shape {self.shape}, stride {self.stride}; "
+                f"expected counts"
+            )
+        last = self.offset + sum(
+            (size - 1) * step for size, step in zip(self.shape, self.stride, strict=True)
+        )
         needed = (last + 1) * self.dtype.itemsize if prod(self.shape) > 0 else 0
         if needed > self.window.size:
             raise ValueError(
-                f"load: {self.window} has {self.window.size} bytes of a tensor; expected {needed} for shape {self.shape} (is "
-                "it cut off?)"
+                f"load: {self.window} has {self.window.size} bytes of a tensor; expected {needed} "
+                f"for shape {self.shape} (is it cut off?)"
             )
 
     def __setstate__(self, state: object) -> None:
@@ -137,7 +164,9 @@ class FileTensor:
         for done in range(0, numel, _MAX_INDICES):
             part = found[done : done + _MAX_INDICES]
             at = torch.full_like(part, self.offset, dtype=torch.int64)
-            for index, step in zip(coordinates(self.shape, start + done, part.numel()), self.stride, strict=True):
+            for index, step in zip(
+                coordinates(self.shape, start + done, part.numel()), self.stride, strict=True
+            ):
                 at += index * step
             first, last = int(at.min()), int(at.max())
             part.copy_(self._span(first, last + 1 - first)[at - first])
@@ -159,11 +188,16 @@ def check_shape(where: str, shape: tuple[int, ...]) -> None:
 def check_range(where: str, shape: tuple[int, ...], start: int, numel: int) -> None:
     """Raise ValueError unless [start, start + numel) is inside a tensor of that shape."""
     if not 0 <= start <= start + numel <= prod(shape):
-        raise ValueError(f"load: {where}: asked for elements {start} to {start + numel}; expected at most {prod(shape)}")
+        raise ValueError(
+            f"load: {where}: asked for elements {start} to {start + numel}; expected at most "
+            f"{prod(shape)}"
+        )
 
 
 def coordinates(shape: tuple[int, ...], start: int, numel: int) -> list[torch.Tensor]:
-    """Return the index in each dimension of elements [start, start + numel) of a flattened tensor: int64, (numel,) each."""
+    """Return the index in each dimension of elements [start, start + numel) of a flattened
+    tensor: int64, (numel,) each.
+    """
     left = torch.arange(start, start + numel, device="cpu")
     found = []
     for size in reversed(shape):
@@ -193,7 +227,9 @@ def is_stored(value: Any) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class JoinedTensor:
-    """A tensor in pieces, in order: of each a tensor, and the range of it (flattened) that is meant."""
+    """A tensor in pieces, in order: of each a tensor, and the range of it (flattened) that is
+    meant.
+    """
 
     where: str
     shape: tuple[int, ...]
@@ -206,10 +242,16 @@ class JoinedTensor:
         for tensor, start, numel in self.pieces:
             check_range(self.where, tensor.shape, start, numel)
             if tensor.dtype != self.dtype:
-                raise ValueError(f"load: {self.where} has pieces of {tensor.dtype} and of {self.dtype}; expected one dtype")
+                raise ValueError(
+                    f"load: {self.where} has pieces of {tensor.dtype} and of {self.dtype}; "
+                    f"expected one dtype"
+                )
         found = sum(numel for _, _, numel in self.pieces)
         if found != prod(self.shape):
-            raise ValueError(f"load: {self.where} has {found} elements; expected {prod(self.shape)}, for shape {self.shape}")
+            raise ValueError(
+                f"load: {self.where} has {found} elements; expected {prod(self.shape)}, for shape "
+                f"{self.shape}"
+            )
 
     def read(self, start: int, numel: int) -> torch.Tensor:
         """See Stored."""
@@ -224,7 +266,13 @@ class JoinedTensor:
             if taken > 0:
                 found.append(tensor.read(first + skipped, taken))
             start, numel, index = start + taken, numel - taken, index + 1
-        return found[0] if len(found) == 1 else torch.cat(found) if found else torch.empty(0, dtype=self.dtype, device="cpu")
+        return (
+            found[0]
+            if len(found) == 1
+            else torch.cat(found)
+            if found
+            else torch.empty(0, dtype=self.dtype, device="cpu")
+        )
 
 
 @dataclass(frozen=True)
@@ -236,29 +284,39 @@ class Box:
 
 
 class BoxTensor:
-    """A tensor in boxes that do not overlap, each of which is found (by `open_box`) when it is first read."""
+    """A tensor in boxes that do not overlap, each of which is found (by `open_box`) when it is
+    first read.
+    """
 
     def __init__(
-        self, where: str, shape: tuple[int, ...], dtype: torch.dtype, boxes: Mapping[Box, Callable[[], Stored]]
+        self,
+        where: str,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        boxes: Mapping[Box, Callable[[], Stored]],
     ) -> None:
-        """Raise ValueError unless the boxes are inside the tensor and have as many elements as it."""
+        """Raise ValueError unless the boxes are inside the tensor and have as many elements as
+        it.
+        """
         check_shape(where, shape)
         self.where, self.shape, self.dtype = where, shape, dtype
         for box in boxes:
             check_shape(where, box.offsets)
             check_shape(where, box.sizes)
             inside = len(box.offsets) == len(box.sizes) == len(shape) and all(
-                offset + size <= limit for offset, size, limit in zip(box.offsets, box.sizes, shape, strict=True)
+                offset + size <= limit
+                for offset, size, limit in zip(box.offsets, box.sizes, shape, strict=True)
             )
             if not inside:
                 raise ValueError(
-                    f"load: {where} has a part at {box.offsets} of shape {box.sizes}; expected it inside shape {shape}"
+                    f"load: {where} has a part at {box.offsets} of shape {box.sizes}; expected it "
+                    f"inside shape {shape}"
                 )
         found = sum(prod(box.sizes) for box in boxes)
         if found != prod(shape):
             raise ValueError(
-                f"load: {where} has parts of {found} elements; expected {prod(shape)}, for shape {shape} (is a rank's file "
-                "missing, or did parts overwrite each other?)"
+                f"load: {where} has parts of {found} elements; expected {prod(shape)}, for shape "
+                f"{shape} (is a rank's file missing, or did parts overwrite each other?)"
             )
         self._boxes = [(box, open_box) for box, open_box in boxes.items() if prod(box.sizes) > 0]
         self._boxes.sort(key=lambda item: item[0].offsets)
@@ -275,7 +333,8 @@ class BoxTensor:
             filled += self._fill(part, start + done)
         if filled != numel:
             raise ValueError(
-                f"load: {self.where}: parts overlap, and {numel - filled} elements of those from {start} on are in none"
+                f"load: {self.where}: parts overlap, and {numel - filled} elements of those from "
+                f"{start} on are in none"
             )
         return found
 
@@ -284,12 +343,15 @@ class BoxTensor:
         at: list[torch.Tensor] | None = None
         reached = torch.zeros(part.numel(), dtype=torch.bool, device="cpu")
         for box, open_box in self._boxes:
-            if box.sizes[1:] == self.shape[1:]:  # rows: one range of the flattened tensor, as FSDP2's shards are
+            # rows: one range of the flattened tensor, as FSDP2's shards are
+            if box.sizes[1:] == self.shape[1:]:
                 row = prod(self.shape[1:])
                 first = (box.offsets[0] if self.shape else 0) * row
                 begin, end = max(start, first), min(start + part.numel(), first + prod(box.sizes))
                 if begin < end:
-                    part[begin - start : end - start] = self._box(box, open_box).read(begin - first, end - begin)
+                    part[begin - start : end - start] = self._box(box, open_box).read(
+                        begin - first, end - begin
+                    )
                     reached[begin - start : end - start] = True
                 continue
             if at is None:
@@ -313,18 +375,22 @@ class BoxTensor:
                 tensor = open_box()
                 if tuple(tensor.shape) != box.sizes or tensor.dtype != self.dtype:
                     raise ValueError(
-                        f"load: {self.where}: the part at {box.offsets} has shape {tensor.shape} and {tensor.dtype}; expected "
-                        f"{box.sizes} and {self.dtype}"
+                        f"load: {self.where}: the part at {box.offsets} has shape {tensor.shape} "
+                        f"and {tensor.dtype}; expected {box.sizes} and {self.dtype}"
                     )
                 self._open[box] = tensor
             return self._open[box]
 
 
 class ForeignSource(Source):
-    """A checkpoint that others wrote. No file is kept open, and nothing is changed by reading, so threads may share it."""
+    """A checkpoint that others wrote. No file is kept open, and nothing is changed by reading,
+    so threads may share it.
+    """
 
     def __init__(self, path: Path, tensors: Mapping[str, Mapping[str, Stored]]) -> None:
-        """Take tensors by name and key. Raise ValueError if a state has another number of elements than its weight."""
+        """Take tensors by name and key. Raise ValueError if a state has another number of
+        elements than its weight.
+        """
         self.path = path
         self._tensors = tensors
         self.shapes = {name: tuple(of_name["weight"].shape) for name, of_name in tensors.items()}
@@ -332,7 +398,8 @@ class ForeignSource(Source):
             for key, tensor in of_name.items():
                 if prod(tensor.shape) != prod(self.shapes[name]):
                     raise ValueError(
-                        f"load: {path}: {key} of {name} has shape {tuple(tensor.shape)}; expected {self.shapes[name]}, as the "
+                        f"load: {path}: {key} of {name} has shape {tuple(tensor.shape)}; expected "
+                        f"{self.shapes[name]}, as the "
                         "weight (is it the state of another parameter?)"
                     )
 
@@ -344,7 +411,9 @@ class ForeignSource(Source):
         """See Source."""
         of_name = self._of(name)
         if key not in of_name:
-            raise ValueError(f"load: {self.path} has no {key} of {name}; expected one of {', '.join(of_name)}")
+            raise ValueError(
+                f"load: {self.path} has no {key} of {name}; expected one of {', '.join(of_name)}"
+            )
         return of_name[key].read(start, numel)
 
     def _of(self, name: str) -> Mapping[str, Stored]:
@@ -354,8 +423,15 @@ class ForeignSource(Source):
 
 
 def step_of(value: Any, where: str) -> int:
-    """Return a count of steps that is a number, or a stored tensor of one. Raises OSError or ValueError."""
+    """Return a count of steps that is a number, or a stored tensor of one. Raises OSError or
+    ValueError.
+    """
     number = whole(value).item() if is_stored(value) and prod(value.shape) == 1 else value
-    if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < 2**53 or number != int(number):
+    if (
+        isinstance(number, bool)
+        or not isinstance(number, int | float)
+        or not 0 <= number < 2**53
+        or number != int(number)
+    ):
         raise ValueError(f"load: {where} is {short(number)}; expected a count of steps")
     return int(number)

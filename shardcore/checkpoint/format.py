@@ -1,23 +1,29 @@
-"""The format of a checkpoint, written and read: a directory with a manifest and one data file per rank.
+"""The format of a checkpoint, written and read: a directory with a manifest and one data file per
+rank.
 
     global_step20/
-      manifest.json            what there is, and where: shapes, dtypes, ranges with their files, offsets and checksums
-      rank_00000.safetensors   flat ranges of tensors, "name@start" (of a state "name.exp_avg@start")
-      rank_00000.slot_0.safetensors   its states, where a step of states on disk was committed (checkpoint/slots.py)
+      manifest.json            what there is, and where: shapes, dtypes, ranges with their files,
+                               offsets and checksums
+      rank_00000.safetensors   flat ranges of tensors, "name@start" (of a state
+                               "name.exp_avg@start")
+      rank_00000.slot_0.safetensors   its states, where a step of states on disk was committed
+                                      (checkpoint/slots.py)
       rank_00000.json          this rank's random states and positions in its data
       client_state.json        what the user gave beside it
 
-A range has at most RANGE_NUMEL elements and does not cross a multiple of that in its parameter, so that a load that cuts
-parameters there too reads each range once, for any world size. Its checksum (crc32c) is checked in every read. Data begin at a
-multiple of ALIGNMENT bytes. JSON files end with a checksum of what is before it. A part of a parameter is stored as the
-optimizer keeps it: "master" (float32), or "weight", of split masters with "remainder" (int16); "exp_avg" and so on, of 8-bit
-codes with "exp_avg_scale", one float32 per 256 elements; "ema": a moving average of its values. A slot may have older values,
-too: the manifest says which count.
-Of a parameter that tensor-parallel ranks have slices of, each slice is stored as a tensor of its own, "name[first:end]@start":
-columns [first, end) of the parameter seen as "rows" rows, flat row by row. So a slice of any dimension has long ranges, and
-8-bit codes keep their blocks. Its ranges are shorter, by its share of a row, so that some rows of the whole tensor are about
-one range of each slice. A manifest that has slices is of version 2.
-Nothing is unpickled; names of files are matched against a pattern; each offset is checked against the file before it is read.
+A range has at most RANGE_NUMEL elements and does not cross a multiple of that in its parameter, so
+that a load that cuts parameters there too reads each range once, for any world size. Its checksum
+(crc32c) is checked in every read. Data begin at a multiple of ALIGNMENT bytes. JSON files end with
+a checksum of what is before it. A part of a parameter is stored as the optimizer keeps it: "master"
+(float32), or "weight", of split masters with "remainder" (int16); "exp_avg" and so on, of 8-bit
+codes with "exp_avg_scale", one float32 per 256 elements; "ema": a moving average of its values. A
+slot may have older values, too: the manifest says which count.
+Of a parameter that tensor-parallel ranks have slices of, each slice is stored as a tensor of its
+own, "name[first:end]@start": columns [first, end) of the parameter seen as "rows" rows, flat row by
+row. So a slice of any dimension has long ranges, and 8-bit codes keep their blocks. Its ranges are
+shorter, by its share of a row, so that some rows of the whole tensor are about one range of each
+slice. A manifest that has slices is of version 2. Nothing is unpickled; names of files are matched
+against a pattern; each offset is checked against the file before it is read.
 """
 
 import json
@@ -66,14 +72,18 @@ _DTYPES_OF = {
     **dict.fromkeys(SCALES.values(), ("F32",)),
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_FILE = re.compile(r"rank_\d{5,9}(\.(slot_\d{1,5}|rest_[01]))?\.(safetensors|json)|client_state\.json")
+_FILE = re.compile(
+    r"rank_\d{5,9}(\.(slot_\d{1,5}|rest_[01]))?\.(safetensors|json)|client_state\.json"
+)
 _MAX_JSON_BYTES, _MAX_PLAIN_BYTES = 1 << 30, 1 << 28
 _MAX_OPEN = 256  # files at once: a process may usually have 1,024
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
 
 
 def plain_name(name: str) -> str:
-    """Return a parameter's name as the plain model has it: without wrappers (activation checkpointing, torch.compile)."""
+    """Return a parameter's name as the plain model has it: without wrappers (activation
+    checkpointing, torch.compile).
+    """
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
@@ -87,21 +97,29 @@ def named_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield plain_name(f"{prefix}.{key}").lstrip("."), buffer
 
 
-def named_parameters(model: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+def named_parameters(
+    model: nn.Module, remove_duplicate: bool = True
+) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the parameters of a model, by the names that a plain model has."""
     for name, param in model.named_parameters(remove_duplicate=remove_duplicate):
         yield plain_name(name), param
 
 
 def names_of(engine: Engine) -> dict[torch.Tensor, str]:
-    """Return the plain name of each parameter as the model has it now. Code that wraps or prunes a layer changes names."""
+    """Return the plain name of each parameter as the model has it now. Code that wraps or prunes
+    a layer changes names.
+    """
     return {param: plain_name(name) for param, name in engine.membership.names().items()}
 
 
 def with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules that have a `get_extra_state` of their own, by plain name."""
     default = nn.Module.get_extra_state
-    return {plain_name(name): module for name, module in model.named_modules() if type(module).get_extra_state is not default}
+    return {
+        plain_name(name): module
+        for name, module in model.named_modules()
+        if type(module).get_extra_state is not default
+    }
 
 
 def data_file(rank: int) -> str:
@@ -115,7 +133,9 @@ def rank_file(rank: int) -> str:
 
 
 def stored_numel(part: str, numel: int) -> int:
-    """Return how many elements a part of a tensor of `numel` elements has: scales are one per block."""
+    """Return how many elements a part of a tensor of `numel` elements has: scales are one per
+    block.
+    """
     return -(-numel // BLOCK) if part in SCALES.values() else numel
 
 
@@ -125,7 +145,8 @@ def slice_name(name: str, first: int, count: int) -> str:
 
 
 def cut(start: int, numel: int, columns: Columns | None = None) -> Iterator[tuple[int, int]]:
-    """Yield (start, numel) of the ranges that elements [start, start + numel) of a tensor are read and written in.
+    """Yield (start, numel) of the ranges that elements [start, start + numel) of a tensor are read
+    and written in.
 
     columns: of which slice of it they are.
     """
@@ -142,26 +163,32 @@ def dtype_name(dtype: torch.dtype, where: str) -> str:
     """Return the format's name of a dtype. TypeError if it has none."""
     if dtype not in _NAMES:
         raise TypeError(
-            f"save: {where} is a tensor of {dtype}; expected a dtype that safetensors has ({', '.join(DTYPES)}; or a buffer "
-            "with persistent=False, which is not saved)"
+            f"save: {where} is a tensor of {dtype}; expected a dtype that safetensors has "
+            f"({', '.join(DTYPES)}; or a buffer with persistent=False, which is not saved)"
         )
     return _NAMES[dtype]
 
 
-# --- JSON files that end with a checksum --------------------------------------------------------------------------------
+# --- JSON files that end with a checksum ----------------------------------------------------------
 
 _SUM = ', "crc32c": "'
 
 
 def json_bytes(value: Mapping[str, Any], plain_data: bool = False) -> bytes:
-    """Return a file of a JSON object, which is given "crc32c" as its last entry. plain_data: it has that alone."""
+    """Return a file of a JSON object, which is given "crc32c" as its last entry. plain_data: it
+    has that alone.
+    """
     text = json.dumps(value, allow_nan=False)[:-1].encode()
     most = _MAX_PLAIN_BYTES if plain_data else _MAX_JSON_BYTES
     if len(text) > most - 100:
-        what = "plain data take" if plain_data else "ranges of tensors, and what get_extra_state() and param_groups have, take"
+        what = (
+            "plain data take"
+            if plain_data
+            else "ranges of tensors, and what get_extra_state() and param_groups have, take"
+        )
         raise ValueError(
-            f"save: {what} {len(text)} bytes as JSON; expected at most {most} (register large tensors as buffers of the model, "
-            "or save them yourself)"
+            f"save: {what} {len(text)} bytes as JSON; expected at most {most} (register large "
+            f"tensors as buffers of the model, or save them yourself)"
         )
     return text + f'{_SUM}{crc32c(text):08x}"}}\n'.encode()
 
@@ -176,13 +203,15 @@ def read_json(path: Path) -> Any:
     text, found, rest = held.rpartition(_SUM.encode())
     if not found or rest != f'{crc32c(text):08x}"}}\n'.encode():
         raise ValueError(
-            f"load: {path} is damaged: its last entry, the checksum of what is before it, is not that; expected the file as it "
-            "was written (use another checkpoint, or copy it again)"
+            f"load: {path} is damaged: its last entry, the checksum of what is before it, is not "
+            f"that; expected the file as it was written (use another checkpoint, or copy it again)"
         )
     try:
         return json.loads(text + b"}")
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"load: {path} is no JSON object ({error}); expected a file written by shardcore") from error
+        raise ValueError(
+            f"load: {path} is no JSON object ({error}); expected a file written by shardcore"
+        ) from error
 
 
 def crc32c(data: bytes) -> int:
@@ -190,12 +219,14 @@ def crc32c(data: bytes) -> int:
     return _C.crc32c(torch.frombuffer(bytearray(data), dtype=torch.uint8)) if data else 0
 
 
-# --- reading ------------------------------------------------------------------------------------------------------------
+# --- reading --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Elements [start, start + numel) of a part of a tensor: in file number `file`, at `offset` bytes."""
+    """Elements [start, start + numel) of a part of a tensor: in file number `file`, at `offset`
+    bytes.
+    """
 
     start: int
     numel: int
@@ -214,7 +245,8 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A parameter or buffer. step: how many updates it has had; None where it has no optimizer states.
+    """A parameter or buffer. step: how many updates it has had; None where it has no optimizer
+    states.
 
     slices: the parts of each, in order; of a tensor that is not sliced of all of it.
     """
@@ -233,51 +265,80 @@ class Checkpoint(Source):
     """A checkpoint of shardcore's own: see source.Source. Reads may come from several threads."""
 
     def __init__(
-        self, path: Path, engine: _C.FileEngine | None = None, manifest: Mapping[str, Any] | None = None, whole: bool = True
+        self,
+        path: Path,
+        engine: _C.FileEngine | None = None,
+        manifest: Mapping[str, Any] | None = None,
+        whole: bool = True,
     ) -> None:
-        """Check the manifest of the directory `path`. Raises OSError, or ValueError if it is damaged or not whole.
+        """Check the manifest of the directory `path`. Raises OSError, or ValueError if it is
+        damaged or not whole.
 
-        manifest: if it is not to be read from its file. whole: if False, tensors may lack elements, which cannot be read.
+        manifest: if it is not to be read from its file. whole: if False, tensors may lack elements,
+        which cannot be read.
         """
         self.path, self._whole = path, whole
-        self.manifest: Mapping[str, Any] = read_json(path / MANIFEST) if manifest is None else manifest
+        self.manifest: Mapping[str, Any] = (
+            read_json(path / MANIFEST) if manifest is None else manifest
+        )
         self._engine = engine or file_engine()
         self._readers: dict[int, _C.FileReader] = {}
         self._lock = threading.Lock()
         self._parse()
 
     def _reading(self, field: str) -> AbstractContextManager[None]:
-        return reporting(f"{self.path / MANIFEST} is no manifest, as its {field!r} is wrong", "one by shardcore")
+        return reporting(
+            f"{self.path / MANIFEST} is no manifest, as its {field!r} is wrong", "one by shardcore"
+        )
 
     def _parse(self) -> None:
         m = self.manifest
         with self._reading("format"):
             if m["format"] != FORMAT or m["version"] not in (VERSION, SLICED):
                 raise ValueError(
-                    f"load: {self.path / MANIFEST} has format {m['format']!r}, version {m['version']!r}; expected {FORMAT!r}, "
+                    f"load: {self.path / MANIFEST} has format {m['format']!r}, version "
+                    f"{m['version']!r}; expected {FORMAT!r}, "
                     f"version {VERSION} or {SLICED} (a newer shardcore may read it)"
                 )
         with self._reading("files"):
             self.files = [(str(file["name"]), _count(file["bytes"])) for file in m["files"]]
-            self._heads = [(_count(file.get("head_bytes", 0)), _count(file.get("head_crc32c", 0))) for file in m["files"]]
+            self._heads = [
+                (_count(file.get("head_bytes", 0)), _count(file.get("head_crc32c", 0)))
+                for file in m["files"]
+            ]
             self._check_files()
         with self._reading("tensors"):
-            self.entries = {str(name): self._entry(str(name), entry) for name, entry in m["tensors"].items()}
+            self.entries = {
+                str(name): self._entry(str(name), entry) for name, entry in m["tensors"].items()
+            }
         with self._reading("tied"):
             self.tied = {str(alias): str(name) for alias, name in m["tied"].items()}
-            self._entry_of = self.entries | {alias: self.entries[name] for alias, name in self.tied.items()}
+            self._entry_of = self.entries | {
+                alias: self.entries[name] for alias, name in self.tied.items()
+            }
         self.shapes = {name: entry.shape for name, entry in self._entry_of.items()}
-        self.steps = {name: entry.step for name, entry in self.entries.items() if entry.step is not None}
+        self.steps = {
+            name: entry.step for name, entry in self.entries.items() if entry.step is not None
+        }
         with self._reading("groups"):
-            self.groups = None if m["groups"] is None else _groups_of(plain.from_json(m["groups"], "groups"))
+            self.groups = (
+                None if m["groups"] is None else _groups_of(plain.from_json(m["groups"], "groups"))
+            )
         with self._reading("counters"):
             self.counters = {str(name): _count(value) for name, value in m["counters"].items()}
         with self._reading("scheduler"):
             self.scheduler = plain.from_json(m["scheduler"], "scheduler")
         with self._reading("loss_scale"):
-            self.loss_scale = None if m["loss_scale"] is None else _dict(plain.from_json(m["loss_scale"], "loss_scale"))
+            self.loss_scale = (
+                None
+                if m["loss_scale"] is None
+                else _dict(plain.from_json(m["loss_scale"], "loss_scale"))
+            )
         with self._reading("extra_state"):
-            self.extra_state = {str(name): plain.from_json(state, str(name)) for name, state in m["extra_state"].items()}
+            self.extra_state = {
+                str(name): plain.from_json(state, str(name))
+                for name, state in m["extra_state"].items()
+            }
         with self._reading("frozen"):
             self.frozen = set(_names(m["frozen"]))
         with self._reading("world_size"):
@@ -289,10 +350,16 @@ class Checkpoint(Source):
     def _check_files(self) -> None:
         for name, size in self.files:
             if not _FILE.fullmatch(name):
-                raise ValueError(f"load: {self.path / MANIFEST} names the file {name!r}; expected names such as {data_file(0)}")
+                raise ValueError(
+                    f"load: {self.path / MANIFEST} names the file {name!r}; expected names such as "
+                    f"{data_file(0)}"
+                )
             there = os.stat(self.path / name).st_size
             if there != size:
-                raise ValueError(f"load: {self.path / name} has {there} bytes; expected {size} (is the copy complete?)")
+                raise ValueError(
+                    f"load: {self.path / name} has {there} bytes; expected {size} (is the copy "
+                    f"complete?)"
+                )
 
     def _entry(self, name: str, entry: Mapping[str, Any]) -> Entry:
         shape = tuple(_count(size) for size in entry["shape"])
@@ -305,14 +372,20 @@ class Checkpoint(Source):
         for one in entry["slices"]:
             first, count = map(_count, one["columns"])
             columns = Columns(rows, width, first, count)
-            slices[columns] = self._parts(slice_name(name, first, count), one["parts"], rows * count)
+            slices[columns] = self._parts(
+                slice_name(name, first, count), one["parts"], rows * count
+            )
             if first != end or count == 0:
-                raise ValueError(f"load: {self.path / MANIFEST} lacks columns from {end} on of {name}, or has some twice")
+                raise ValueError(
+                    f"load: {self.path / MANIFEST} lacks columns from {end} on of {name}, or has "
+                    f"some twice"
+                )
             end = first + count
         dtypes = [{key: part.dtype for key, part in parts.items()} for parts in slices.values()]
         if end != width or rows * width != prod(shape) or any(one != dtypes[0] for one in dtypes):
             raise ValueError(
-                f"load: {self.path / MANIFEST} has slices of {name} that do not belong together: {end} of {width} columns in "
+                f"load: {self.path / MANIFEST} has slices of {name} that do not belong together: "
+                f"{end} of {width} columns in "
                 f"{rows} rows, as {dtypes}; expected all of the shape {shape}"
             )
         return Entry(shape, step, slices)
@@ -321,60 +394,103 @@ class Checkpoint(Source):
         parts = {}
         for key, part in entry.items():
             if part["dtype"] not in _DTYPES_OF.get(key, ("F32",) if _STATE.fullmatch(key) else ()):
-                raise ValueError(f"load: {self.path / MANIFEST} has {name}.{key} of {part['dtype']!r}, which is unknown")
+                raise ValueError(
+                    f"load: {self.path / MANIFEST} has {name}.{key} of {part['dtype']!r}, which is "
+                    f"unknown"
+                )
             parts[key] = self._part(f"{name} ({key})", part, stored_numel(key, numel))
         dtypes = {key: part.dtype for key, part in parts.items()}
         split = "remainder" in parts and dtypes.get("weight") != torch.bfloat16
-        coded = any((dtypes.get(key) in _CODES) != (scale in parts) for key, scale in SCALES.items())
+        coded = any(
+            (dtypes.get(key) in _CODES) != (scale in parts) for key, scale in SCALES.items()
+        )
         if not {"weight", "master"} & set(parts) or split or coded:
-            raise ValueError(f"load: {self.path / MANIFEST} has the parts {dtypes} of {name}, which do not belong together")
+            raise ValueError(
+                f"load: {self.path / MANIFEST} has the parts {dtypes} of {name}, which do not "
+                f"belong together"
+            )
         return parts
 
     def _part(self, name: str, part: Mapping[str, Any], numel: int) -> Part:
         dtype, end = DTYPES[part["dtype"]], 0
         ranges = [Range(*map(_count, values)) for values in part["ranges"]]
         for one in ranges:
-            if one.start < end or (self._whole and one.start > end) or not 0 < one.numel <= RANGE_NUMEL:
-                raise ValueError(f"load: {self.path / MANIFEST} lacks elements from {end} on of {name}, or has some twice")
+            if (
+                one.start < end
+                or (self._whole and one.start > end)
+                or not 0 < one.numel <= RANGE_NUMEL
+            ):
+                raise ValueError(
+                    f"load: {self.path / MANIFEST} lacks elements from {end} on of {name}, or has "
+                    f"some twice"
+                )
             end = one.start + one.numel
             if one.offset + one.numel * dtype.itemsize > self.files[one.file][1]:
-                raise ValueError(f"load: {self.path / MANIFEST} has {name} beyond the end of {self.files[one.file][0]}")
+                raise ValueError(
+                    f"load: {self.path / MANIFEST} has {name} beyond the end of "
+                    f"{self.files[one.file][0]}"
+                )
         if end > numel or (self._whole and end < numel):
-            raise ValueError(f"load: {self.path / MANIFEST} has {end} elements of {name}; expected {numel}")
+            raise ValueError(
+                f"load: {self.path / MANIFEST} has {end} elements of {name}; expected {numel}"
+            )
         return Part(dtype, ranges)
 
     def of_rank(self, rank: int) -> Mapping[str, Any] | None:
         """See Source."""
         state = self._plain(rank_file(rank))
         if state is not None and not {"random", "stateful"} <= state.keys():
-            raise ValueError(f"load: {self.path / rank_file(rank)} has {', '.join(state)}; expected random and stateful")
+            raise ValueError(
+                f"load: {self.path / rank_file(rank)} has {', '.join(state)}; expected random and "
+                f"stateful"
+            )
         return state
 
     def _plain(self, name: str) -> dict[str, Any] | None:
         """Return the dict that a file of plain data has, None if there is no such file."""
         if all(name != file for file, _ in self.files):
             return None
-        with reporting(f"{self.path / name} has no plain data in its 'value'", "a file by shardcore"):
+        with reporting(
+            f"{self.path / name} has no plain data in its 'value'", "a file by shardcore"
+        ):
             return _dict(plain.from_json(read_json(self.path / name)["value"], "value"))
 
     def keys(self, name: str) -> tuple[str, ...]:
         """See Source."""
         parts = self._entry_of[name].parts
-        return ("weight", *(key for key in parts if key not in ("weight", "master", "remainder", *SCALES.values())))
+        return (
+            "weight",
+            *(
+                key
+                for key in parts
+                if key not in ("weight", "master", "remainder", *SCALES.values())
+            ),
+        )
 
     def read(self, name: str, key: str, start: int, numel: int) -> torch.Tensor:
         """See Source."""
         first = next(iter(self._entry_of[name].slices))
-        return self.read_slice(name, key, Columns(first.rows, first.width, 0, first.width), start, numel)
+        return self.read_slice(
+            name, key, Columns(first.rows, first.width, 0, first.width), start, numel
+        )
 
-    def read_slice(self, name: str, key: str, columns: Columns | None, start: int, numel: int) -> torch.Tensor:
+    def read_slice(
+        self, name: str, key: str, columns: Columns | None, start: int, numel: int
+    ) -> torch.Tensor:
         """See Source."""
         slices = self._entry_of[name].slices
         if columns is None or columns.rows != next(iter(slices)).rows:
             return super().read_slice(name, key, columns, start, numel)
-        return gathered(columns, start, numel, {one: partial(self._read, name, key, parts) for one, parts in slices.items()})
+        return gathered(
+            columns,
+            start,
+            numel,
+            {one: partial(self._read, name, key, parts) for one, parts in slices.items()},
+        )
 
-    def _read(self, name: str, key: str, parts: Mapping[str, Part], start: int, numel: int) -> torch.Tensor:
+    def _read(
+        self, name: str, key: str, parts: Mapping[str, Part], start: int, numel: int
+    ) -> torch.Tensor:
         """Return elements of a slice."""
         if key == "weight":
             if "master" in parts:
@@ -390,21 +506,35 @@ class Checkpoint(Source):
         first = start - skipped
         codes = self._stored(parts[key], name, first, skipped + numel)
         blocks = first // BLOCK, -(-(start + numel) // BLOCK)
-        return _C.decode_moment(codes, self._stored(scales, name, blocks[0], blocks[1] - blocks[0]))[skipped:]
+        return _C.decode_moment(
+            codes, self._stored(scales, name, blocks[0], blocks[1] - blocks[0])
+        )[skipped:]
 
     def _stored(self, part: Part, name: str, start: int, numel: int) -> torch.Tensor:
-        """Return elements of a part as they are in the files, with the checksum of every range checked."""
+        """Return elements of a part as they are in the files, with the checksum of every range
+        checked.
+        """
         found = []
         index = max(0, bisect_right(part.ranges, start, key=lambda one: one.start) - 1)
         while numel > 0:
             one = part.ranges[index] if index < len(part.ranges) else None
-            if one is None or not one.start <= start < one.start + one.numel:  # of a rank's own part alone
-                raise ValueError(f"load: {self.path} has not all elements of {name}; expected the range from {start} on")
+            # of a rank's own part alone
+            if one is None or not one.start <= start < one.start + one.numel:
+                raise ValueError(
+                    f"load: {self.path} has not all elements of {name}; expected the range from "
+                    f"{start} on"
+                )
             skipped = start - one.start
             taken = min(numel, one.numel - skipped)
             found.append(self._range(one, part.dtype, name)[skipped : skipped + taken])
             start, numel, index = start + taken, numel - taken, index + 1
-        return found[0] if len(found) == 1 else torch.cat(found) if found else torch.empty(0, dtype=part.dtype, device="cpu")
+        return (
+            found[0]
+            if len(found) == 1
+            else torch.cat(found)
+            if found
+            else torch.empty(0, dtype=part.dtype, device="cpu")
+        )
 
     def _range(self, one: Range, dtype: torch.dtype, name: str) -> torch.Tensor:
         nbytes = one.numel * dtype.itemsize
@@ -414,11 +544,14 @@ class Checkpoint(Source):
             file = self.path / self.files[one.file][0]
             end = one.offset + nbytes
             raise ValueError(
-                f"load: {file} is damaged in bytes {one.offset} to {end} ({name}, elements {one.start} to "
-                f"{one.start + one.numel}): their crc32c is {found:08x}; expected {one.crc:08x} (use another checkpoint, or "
-                "copy the file again)"
+                f"load: {file} is damaged in bytes {one.offset} to {end} ({name}, elements "
+                f"{one.start} to "
+                f"{one.start + one.numel}): their crc32c is {found:08x}; expected {one.crc:08x} "
+                f"(use another checkpoint, or copy the file again)"
             )
-        aligned = read.data_ptr() % dtype.itemsize == 0 and read.storage_offset() % dtype.itemsize == 0
+        aligned = (
+            read.data_ptr() % dtype.itemsize == 0 and read.storage_offset() % dtype.itemsize == 0
+        )
         return (read if aligned else read.clone()).view(dtype)
 
     def _reader(self, file: int) -> _C.FileReader:
@@ -429,12 +562,13 @@ class Checkpoint(Source):
                 size, crc = self._heads[file]
                 if size > reader.size_bytes or _C.crc32c(reader.start(0, size).wait()) != crc:
                     raise ValueError(
-                        f"load: {path} is damaged in bytes 0 to {size}, its header; expected the file as it was written (use "
-                        "another checkpoint, or copy it again)"
+                        f"load: {path} is damaged in bytes 0 to {size}, its header; expected the "
+                        f"file as it was written (use another checkpoint, or copy it again)"
                     )
                 self._readers[file] = reader
                 if len(self._readers) > _MAX_OPEN:
-                    del self._readers[next(iter(self._readers))]  # it closes after the reads that it has started
+                    # it closes after the reads that it has started
+                    del self._readers[next(iter(self._readers))]
             return self._readers[file]
 
     def close(self) -> None:
@@ -478,7 +612,7 @@ def _groups_of(value: object) -> list[dict[str, Any]]:
     return value
 
 
-# --- writing ------------------------------------------------------------------------------------------------------------
+# --- writing --------------------------------------------------------------------------------------
 
 
 def head_of(
@@ -486,7 +620,8 @@ def head_of(
     metadata: Mapping[str, str] | None = None,
     alignment: int = ALIGNMENT,
 ) -> tuple[bytes, list[int]]:
-    """Return the head of a .safetensors file with these (dtype, shape) after each other, and the offset of each in the file.
+    """Return the head of a .safetensors file with these (dtype, shape) after each other, and the
+    offset of each in the file.
 
     Its size is a multiple of `alignment`.
     """
@@ -494,7 +629,11 @@ def head_of(
     offsets, cursor = [], 0
     for name, (dtype, shape) in tensors.items():
         size = prod(shape) * dtype.itemsize
-        entries[name] = {"dtype": dtype_name(dtype, name), "shape": list(shape), "data_offsets": [cursor, cursor + size]}
+        entries[name] = {
+            "dtype": dtype_name(dtype, name),
+            "shape": list(shape),
+            "data_offsets": [cursor, cursor + size],
+        }
         offsets.append(cursor)
         cursor += size
     text = json.dumps(entries, separators=(",", ":")).encode()

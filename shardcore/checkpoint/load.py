@@ -1,4 +1,6 @@
-"""Loading: any checkpoint (source.Source) into any sharded model, each rank reading what it keeps, one range at a time."""
+"""Loading: any checkpoint (source.Source) into any sharded model, each rank reading what it
+keeps, one range at a time.
+"""
 
 import errno
 import logging
@@ -47,7 +49,9 @@ _AHEAD = 4  # ranges that are read while one is used
 
 @dataclass(frozen=True)
 class Loaded:
-    """What `load` found. missing: names of the model that the checkpoint lacks; unexpected: the reverse (strict=False)."""
+    """What `load` found. missing: names of the model that the checkpoint lacks; unexpected: the
+    reverse (strict=False).
+    """
 
     path: Path
     client_state: Mapping[str, Any]
@@ -57,7 +61,9 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What to take from a checkpoint. in_place: states and masters that lie in files are those of the checkpoint already."""
+    """What to take from a checkpoint. in_place: states and masters that lie in files are those
+    of the checkpoint already.
+    """
 
     strict: bool = True
     states: bool = True
@@ -78,31 +84,41 @@ def load(
     ema: Averages | None = None,
     strict: bool = True,
 ) -> Loaded:
-    """Load a checkpoint into a sharded model and its optimizer, of any world size, stage, tier and state form. Collective.
+    """Load a checkpoint into a sharded model and its optimizer, of any world size, stage, tier and
+    state form. Collective.
 
-    Each rank reads what it keeps, 4 MiB at a time, and checks checksums. What this optimizer cannot keep exactly (8-bit and
-    bfloat16 states, weights without masters) is rounded, with one warning. Random states are restored where the world has the
-    size that it had, if an optimizer is given. Weights and states are used bit for bit otherwise. With an optimizer, gradients
-    that wait for its step are dropped.
+    Each rank reads what it keeps, 4 MiB at a time, and checks checksums. What this optimizer cannot
+    keep exactly (8-bit and bfloat16 states, weights without masters) is rounded, with one warning.
+    Random states are restored where the world has the size that it had, if an optimizer is given.
+    Weights and states are used bit for bit otherwise. With an optimizer, gradients that wait for
+    its step are dropped.
 
     Args:
         directory: What `save` was given (then "latest" names the checkpoint), or one checkpoint.
         model, optimizer: What shard returned; without an optimizer its states are left out.
         tag: The name of the checkpoint in `directory`.
         scheduler: Its `load_state_dict` is called, if a scheduler was saved.
-        stateful: By the names that `save` was given: `load_state_dict` is called with what this rank saved. The world must have
-            the size that it had.
+        stateful: By the names that `save` was given: `load_state_dict` is called with what this
+            rank saved. The world must have the size that it had.
         ema: An EMA of the model, to go on from the one that was saved.
-        strict: Raise if names differ. If False, missing ones keep their values, and both are returned.
+        strict: Raise if names differ. If False, missing ones keep their values, and both are
+        returned.
 
     Raises:
         FileNotFoundError: If there is no checkpoint.
-        ValueError, TypeError: For other names, shapes or groups, or another optimizer's states, before anything is changed; for
-            damaged data, with file and offset (then the model is partly loaded). On the other ranks RuntimeError.
+        ValueError, TypeError: For other names, shapes or groups, or another optimizer's states,
+        before anything is changed; for
+            damaged data, with file and offset (then the model is partly loaded). On the other ranks
+            RuntimeError.
         OSError: For files that cannot be read.
     """
     engine = engine_behind("load", model)
-    attempt_together(engine.everyone, "load", lambda: check_pairs("load", engine, optimizer, ema), "nothing was changed")
+    attempt_together(
+        engine.everyone,
+        "load",
+        lambda: check_pairs("load", engine, optimizer, ema),
+        "nothing was changed",
+    )
     if ema is not None:
         ema.follow()
     finish_saving(engine)
@@ -115,32 +131,42 @@ def load(
 
 
 def open_together(engine: Engine, folder: Path, tag: str | None) -> Source:
-    """Open a checkpoint, the one that rank 0 finds, on every rank, or raise on every rank. Collective."""
+    """Open a checkpoint, the one that rank 0 finds, on every rank, or raise on every rank.
+    Collective.
+    """
     comm, folder = engine.everyone, folder.absolute()
     then = "nothing was changed"
-    path = attempt_together(comm, "load", lambda: find("load", folder, tag) if comm.rank == 0 else folder, then)
+    path = attempt_together(
+        comm, "load", lambda: find("load", folder, tag) if comm.rank == 0 else folder, then
+    )
     path = Path(comm.gather_json(str(path))[0])  # "latest" may be moved meanwhile
 
     def opened() -> Source:
         engine.synchronize()  # parameters are read for their names
         return open_path("load", path, names_of_optimizer(engine))
 
-    # No file of it is open before its first read, so there is nothing to close where another rank has failed.
+    # No file of it is open before its first read, so there is nothing to close where another rank
+    # has failed.
     source: Source = attempt_together(comm, "load", opened, then)
     return source
 
 
 def names_of_optimizer(engine: Engine) -> dict[str, list[str]]:
-    """Return what the optimizer updates, in the order of its groups; without one, all. Each with the other names of it."""
+    """Return what the optimizer updates, in the order of its groups; without one, all. Each with
+    the other names of it.
+    """
     names: dict[nn.Parameter, list[str]] = {}
     for name, param in named_parameters(engine.model, remove_duplicate=False):
         names.setdefault(param, []).append(name)
-    updated = [names[param] for group in engine.groups for param in group["params"] if param in names]
+    updated = [
+        names[param] for group in engine.groups for param in group["params"] if param in names
+    ]
     return {first: others for first, *others in updated or names.values()}
 
 
 def open_checkpoint(op: str, folder: Path, tag: str | None, names: Collection[str] = ()) -> Source:
-    """Open a checkpoint, of shardcore, DeepSpeed or torch. Raises OSError, or ValueError for what is none.
+    """Open a checkpoint, of shardcore, DeepSpeed or torch. Raises OSError, or ValueError for what
+    is none.
 
     names: see open_foreign; empty where only weights are read.
     """
@@ -148,7 +174,9 @@ def open_checkpoint(op: str, folder: Path, tag: str | None, names: Collection[st
 
 
 def is_there(folder: Path) -> bool:
-    """Return whether `load` finds a checkpoint in a folder, whole or not; False if there is none, or none without its tag."""
+    """Return whether `load` finds a checkpoint in a folder, whole or not; False if there is
+    none, or none without its tag.
+    """
     if (folder / LATEST).is_file():
         return True
     try:
@@ -167,7 +195,8 @@ def open_path(op: str, path: Path, names: Collection[str] = ()) -> Source:
             return _of_planner(layout.Checkpoint(path), names)
         if (path / layout.data_file(0)).exists():
             raise ValueError(
-                f"load: {path} has {layout.data_file(0)} without {layout.MANIFEST}; expected both (is the copy complete?)"
+                f"load: {path} has {layout.data_file(0)} without {layout.MANIFEST}; expected both "
+                f"(is the copy complete?)"
             )
         source = (open_committed(path) if path.is_dir() else None) or open_foreign(path, names)
     except ValueError as error:
@@ -175,20 +204,26 @@ def open_path(op: str, path: Path, names: Collection[str] = ()) -> Source:
         raise
     if source is None:
         raise FileNotFoundError(
-            errno.ENOENT, f"{op}: this is no checkpoint; expected one of shardcore, DeepSpeed or torch", str(path)
+            errno.ENOENT,
+            f"{op}: this is no checkpoint; expected one of shardcore, DeepSpeed or torch",
+            str(path),
         )
     return source
 
 
 def _of_planner(own: layout.Checkpoint, names: Collection[str]) -> Source:
-    """Return a checkpoint of ours; what shardcore.dcp wrote has the names of the state dict, which its planner had joined."""
+    """Return a checkpoint of ours; what shardcore.dcp wrote has the names of the state dict,
+    which its planner had joined.
+    """
     objects, ways = objects_of(own)
     if not isinstance(ways, dict):
         return own
     items: dict[str, Any] = objects
     for name, shape in own.shapes.items():  # each as a file_tensors.Stored
         dtype = own.read(name, "weight", 0, 0).dtype
-        items[name] = SimpleNamespace(shape=shape, dtype=dtype, read=partial(own.read, name, "weight"))
+        items[name] = SimpleNamespace(
+            shape=shape, dtype=dtype, read=partial(own.read, name, "weight")
+        )
     with reporting(f"{own.path} is damaged or of another form", "one by shardcore"):
         tree = tree_of((ways.get(name, (name,)), value) for name, value in items.items())
         source = source_of(own.path, tree, names)
@@ -197,11 +232,15 @@ def _of_planner(own: layout.Checkpoint, names: Collection[str]) -> Source:
 
 
 def objects_of(own: layout.Checkpoint) -> tuple[dict[str, Any], Any]:
-    """Return what shardcore.dcp wrote that is no tensor, and the planner's data; ({}, None) if another wrote it."""
+    """Return what shardcore.dcp wrote that is no tensor, and the planner's data; ({}, None) if
+    another wrote it.
+    """
     where = str(own.path / layout.MANIFEST)
     with reporting(f"{where} is no manifest", "one by shardcore"):
         found = own.manifest.get("dcp", {"objects": {}, "planner_data": None})
-        objects = {str(name): plain.from_json(value, where) for name, value in found["objects"].items()}
+        objects = {
+            str(name): plain.from_json(value, where) for name, value in found["objects"].items()
+        }
         return objects, plain.from_json(found["planner_data"], where)
 
 
@@ -216,24 +255,39 @@ def load_from(source: Source, engine: Engine, wanted: Wanted) -> Loaded:
     def check() -> str:
         nonlocal options
         named = _named(engine)
-        there = {tensor for name, tensor in named.items() if name in source.shapes or name in source.frozen}
+        there = {
+            tensor
+            for name, tensor in named.items()
+            if name in source.shapes or name in source.frozen
+        }
         missing.extend(name for name, tensor in named.items() if tensor not in there)
-        unexpected.extend(f"{name}._extra_state" for name in source.extra_state if name not in with_extra_state)
+        unexpected.extend(
+            f"{name}._extra_state" for name in source.extra_state if name not in with_extra_state
+        )
         unexpected.extend(name for name in source.shapes if name not in named)
         if wanted.strict and (missing or unexpected):
             raise ValueError(
-                f"load: {source.path} has other names than the model: missing {_in_short(missing)}; unexpected "
+                f"load: {source.path} has other names than the model: missing "
+                f"{_in_short(missing)}; unexpected "
                 f"{_in_short(unexpected)}; expected the same model, or strict=False"
             )
         for name, tensor in named.items():
             if name in source.shapes and source.shapes[name] != tensor.shape:
                 raise ValueError(
-                    f"load: {name} has shape {source.shapes[name]} in {source.path}; expected {tuple(tensor.shape)}"
+                    f"load: {name} has shape {source.shapes[name]} in {source.path}; expected "
+                    f"{tuple(tensor.shape)}"
                 )
         engine.refuse_held("load")
-        if wanted.states and wanted.strict and source.groups is None and not source.steps and engine.updater.buckets:
+        if (
+            wanted.states
+            and wanted.strict
+            and source.groups is None
+            and not source.steps
+            and engine.updater.buckets
+        ):
             raise ValueError(
-                f"load: {source.path} has no states of an optimizer; expected some, or load without an optimizer (which leaves "
+                f"load: {source.path} has no states of an optimizer; expected some, or load "
+                f"without an optimizer (which leaves "
                 "its states as they are), or strict=False (which resets them)"
             )
         check_stateful("load", source, engine.everyone, wanted.stateful)
@@ -251,7 +305,9 @@ def load_from(source: Source, engine: Engine, wanted: Wanted) -> Loaded:
     engine.together("load", check)
     rounded: set[str] = set()
     then = "the model is partly loaded: load another checkpoint before it is used"
-    attempt_together(engine.everyone, "load", lambda: _load_tensors(source, engine, wanted, rounded), then)
+    attempt_together(
+        engine.everyone, "load", lambda: _load_tensors(source, engine, wanted, rounded), then
+    )
     engine.use_loaded()
     if options is not None:
         for group, new in zip(engine.groups, options, strict=True):
@@ -275,7 +331,9 @@ def load_from(source: Source, engine: Engine, wanted: Wanted) -> Loaded:
 
 
 def _of_rank(source: Source, ranks: Everyone) -> Mapping[str, Any] | None:
-    """Return what this rank saved for itself; None where there is none, or ranks have other parts of the model now."""
+    """Return what this rank saved for itself; None where there is none, or ranks have other
+    parts of the model now.
+    """
     same = (source.world_size, source.slices) == (ranks.world_size, ranks.slices)
     return source.of_rank(ranks.rank) if same else None
 
@@ -286,15 +344,19 @@ def check_stateful(op: str, source: Source, ranks: Everyone, stateful: Mapping[s
         return
     of_rank = _of_rank(source, ranks)
     if of_rank is None:
-        there, here = (f"{one.world_size}" + f" ({one.slices} slices)" * (one.slices > 1) for one in (source, ranks))
+        there, here = (
+            f"{one.world_size}" + f" ({one.slices} slices)" * (one.slices > 1)
+            for one in (source, ranks)
+        )
         raise ValueError(
             f"{op}: stateful has {', '.join(stateful)}, but {source.path} was saved by {there} "
-            f"ranks, each with its own; expected {here}, or None (keep positions in data in client_state)"
+            f"ranks, each with its own; expected {here}, or None (keep positions in data in "
+            f"client_state)"
         )
     if lacks := ", ".join(name for name in stateful if name not in of_rank["stateful"]):
         raise ValueError(
-            f"{op}: stateful has {lacks}, which {source.path} does not have for this rank; expected the names that "
-            f"were saved ({', '.join(of_rank['stateful']) or 'none'})"
+            f"{op}: stateful has {lacks}, which {source.path} does not have for this rank; "
+            f"expected the names that were saved ({', '.join(of_rank['stateful']) or 'none'})"
         )
 
 
@@ -303,29 +365,44 @@ def _check_averages(source: Source, engine: Engine) -> None:
     names = sorted(name for param, name in _names_in(source, engine).items() if param in updated)
     if lacks := [name for name in names if layout.EMA not in source.keys(name)]:
         raise ValueError(
-            f"load: {source.path} has no moving average of {_in_short(lacks)}; expected one that save was given ema for, or "
-            "ema=None"
+            f"load: {source.path} has no moving average of {_in_short(lacks)}; expected one that "
+            f"save was given ema for, or ema=None"
         )
 
 
 def _check_states(source: Source, engine: Engine) -> None:
-    """Raise ValueError where parameters have some of the states that a step needs: those of another optimizer."""
+    """Raise ValueError where parameters have some of the states that a step needs: those of
+    another optimizer.
+    """
     names = _names_in(source, engine)
     for bucket in engine.updater.buckets:
         for name in (names[managed.param] for managed in bucket.params if managed.param in names):
-            keys, saved = set(bucket.state_format.keys) - {"master", "max_exp_avg_sq"}, source.keys(name)
+            keys, saved = (
+                set(bucket.state_format.keys) - {"master", "max_exp_avg_sq"},
+                source.keys(name),
+            )
             if source.steps.get(name, 0) > 0 and (lacks := sorted(keys - set(saved))):
                 raise ValueError(
-                    f"load: {source.path} has no {lacks[0]!r} of {name}, so another optimizer saved it; expected one that "
-                    f"keeps {', '.join(sorted(keys))} (or load without an optimizer, and train on from its weights)"
+                    f"load: {source.path} has no {lacks[0]!r} of {name}, so another optimizer "
+                    f"saved it; expected one that "
+                    f"keeps {', '.join(sorted(keys))} (or load without an optimizer, and train on "
+                    f"from its weights)"
                 )
 
 
 def check_scheduler(op: str, source: Source, scheduler: Any) -> None:
-    """Raise ValueError unless the source has a state of a scheduler of this kind: torch's take any dict, or fail half-way."""
+    """Raise ValueError unless the source has a state of a scheduler of this kind: torch's take
+    any dict, or fail half-way.
+    """
     if source.scheduler is None:
-        others = f" (it has {_in_short(list(map(str, source.client_state)))})" if source.client_state else ""
-        raise ValueError(f"{op}: {source.path} has no scheduler's state{others}; expected one, or scheduler=None")
+        others = (
+            f" (it has {_in_short(list(map(str, source.client_state)))})"
+            if source.client_state
+            else ""
+        )
+        raise ValueError(
+            f"{op}: {source.path} has no scheduler's state{others}; expected one, or scheduler=None"
+        )
     # Private keys, and "verbose", come and go with torch's versions.
     saved, here = (
         {key for key in state if not str(key).startswith("_") and key != "verbose"}
@@ -333,19 +410,29 @@ def check_scheduler(op: str, source: Source, scheduler: Any) -> None:
     )
     if saved != here:
         raise ValueError(
-            f"{op}: {source.path} has a scheduler's state of {_in_short(sorted(map(str, saved)))}; expected "
-            f"{_in_short(sorted(map(str, here)))}, as this {type(scheduler).__name__} has: make the scheduler that was saved "
-            "(DeepSpeed's are in shardcore.deepspeed.lr_schedules), or give scheduler=None and set it yourself"
+            f"{op}: {source.path} has a scheduler's state of {_in_short(sorted(map(str, saved)))}; "
+            f"expected "
+            f"{_in_short(sorted(map(str, here)))}, as this {type(scheduler).__name__} has: make "
+            f"the scheduler that was saved "
+            "(DeepSpeed's are in shardcore.deepspeed.lr_schedules), or give scheduler=None and set "
+            "it yourself"
         )
 
 
 def _named(engine: Engine) -> dict[str, torch.Tensor]:
-    return {**dict(named_parameters(engine.model, remove_duplicate=False)), **dict(named_buffers(engine.model))}
+    return {
+        **dict(named_parameters(engine.model, remove_duplicate=False)),
+        **dict(named_buffers(engine.model)),
+    }
 
 
 def _names_in(source: Source, engine: Engine) -> dict[torch.Tensor, str]:
-    """Return what a source has of the model, with the first name there of each: it may have a tied weight under one alone."""
-    return {tensor: name for name, tensor in reversed(_named(engine).items()) if name in source.shapes}
+    """Return what a source has of the model, with the first name there of each: it may have a
+    tied weight under one alone.
+    """
+    return {
+        tensor: name for name, tensor in reversed(_named(engine).items()) if name in source.shapes
+    }
 
 
 def _in_short(names: Sequence[str]) -> str:
@@ -354,14 +441,21 @@ def _in_short(names: Sequence[str]) -> str:
 
 
 def options_of(source: Source, engine: Engine) -> list[dict[str, Any]] | None:
-    """Return the options that the checkpoint gives each group of the optimizer; None if it has no groups."""
+    """Return the options that the checkpoint gives each group of the optimizer; None if it has
+    no groups.
+    """
     if source.groups is None:
         return None
-    sizes = [[len(group["params"]) for group in groups] for groups in (source.groups, engine.updater.groups)]
+    sizes = [
+        [len(group["params"]) for group in groups]
+        for groups in (source.groups, engine.updater.groups)
+    ]
     if source.numbered and sizes[0] != sizes[1]:
         raise ValueError(
-            f"load: {source.path} has parameters by number, in groups of {sizes[0]}; expected groups of {sizes[1]}, as this "
-            "optimizer: make the groups that it was saved with, in their order (or save param_names in each group)"
+            f"load: {source.path} has parameters by number, in groups of {sizes[0]}; expected "
+            f"groups of {sizes[1]}, as this "
+            "optimizer: make the groups that it was saved with, in their order (or save "
+            "param_names in each group)"
         )
     names: dict[torch.Tensor, str] = {param: name for name, param in named_parameters(engine.model)}
     names.update(_names_in(source, engine))
@@ -372,18 +466,23 @@ def options_of(source: Source, engine: Engine) -> list[dict[str, Any]] | None:
         theirs = {id(group_of[name]): group_of[name] for name in here if name in group_of}
         if len(theirs) > 1:
             raise ValueError(
-                f"load: param_groups[{index}] has parameters of {len(theirs)} groups of {source.path}; expected groups that "
-                "are the same as there, or parts of them"
+                f"load: param_groups[{index}] has parameters of {len(theirs)} groups of "
+                f"{source.path}; expected groups that are the same as there, or parts of them"
             )
         options = next(iter(theirs.values()), group)
         found.append({**options, "params": here})
     with reporting(f"{source.path} has 'groups' that no step can use", "those of this optimizer"):
-        imported = engine.updater.kind.import_groups("load", engine.updater.groups, {"state": {}, "param_groups": found})
-    engine.updater.check_fixed("load", [{**group, **new} for group, new in zip(engine.updater.groups, imported, strict=True)])
+        imported = engine.updater.kind.import_groups(
+            "load", engine.updater.groups, {"state": {}, "param_groups": found}
+        )
+    engine.updater.check_fixed(
+        "load",
+        [{**group, **new} for group, new in zip(engine.updater.groups, imported, strict=True)],
+    )
     return imported
 
 
-# --- tensors --------------------------------------------------------------------------------------------------------------
+# --- tensors --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -399,9 +498,12 @@ class _Read:
 
 
 def _load_tensors(source: Source, engine: Engine, wanted: Wanted, rounded: set[str]) -> None:
-    """Read what this rank keeps; nothing is sent. What is not kept exactly is added to `rounded`, in words."""
+    """Read what this rank keeps; nothing is sent. What is not kept exactly is added to
+    `rounded`, in words.
+    """
     if engine.unsharder is not None:
-        engine.unsharder.reshard_all()  # what is kept, or still being gathered after a failed forward, has the old values
+        # what is kept, or still being gathered after a failed forward, has the old values
+        engine.unsharder.reshard_all()
     with ThreadPoolExecutor(_AHEAD, "shardcore-load") as pool:
         for read, values in _ahead(pool, source, _reads(source, engine, wanted, rounded)):
             read.use(values)
@@ -413,11 +515,20 @@ def _load_tensors(source: Source, engine: Engine, wanted: Wanted, rounded: set[s
                     managed.step = int(source.steps.get(names[managed.param], 0))
 
 
-def _ahead(pool: ThreadPoolExecutor, source: Source, reads: Iterable[_Read]) -> Iterator[tuple[_Read, torch.Tensor]]:
+def _ahead(
+    pool: ThreadPoolExecutor, source: Source, reads: Iterable[_Read]
+) -> Iterator[tuple[_Read, torch.Tensor]]:
     """Yield each range and what it has, the next ones being read meanwhile."""
     coming: deque[tuple[_Read, Future[torch.Tensor]]] = deque()
     for read in reads:
-        coming.append((read, pool.submit(source.read_slice, read.name, read.key, read.columns, read.start, read.numel)))
+        coming.append(
+            (
+                read,
+                pool.submit(
+                    source.read_slice, read.name, read.key, read.columns, read.start, read.numel
+                ),
+            )
+        )
         if len(coming) > _AHEAD:
             first, future = coming.popleft()
             yield first, future.result()
@@ -429,13 +540,17 @@ def _reads(source: Source, engine: Engine, wanted: Wanted, rounded: set[str]) ->
     names = _names_in(source, engine)
     for bucket in engine.buckets:
         tiers = (0, bucket.device_numel), (bucket.device_numel, bucket.owned_numel)
-        for managed, start, param_start, numel in (one for tier in tiers for one in ranges_of(bucket, *tier)):
+        for managed, start, param_start, numel in (
+            one for tier in tiers for one in ranges_of(bucket, *tier)
+        ):
             if managed.param in names:
                 what, chunk = (names[managed.param], managed.columns), (start, param_start, numel)
                 yield from _reads_of(source, what, engine, bucket, chunk, wanted, rounded)
                 if wanted.ema is not None and bucket.group is not None:
                     average = wanted.ema.shard(bucket)[start : start + numel]
-                    yield _Read(what[0], layout.EMA, what[1], param_start, numel, partial(_set, average))
+                    yield _Read(
+                        what[0], layout.EMA, what[1], param_start, numel, partial(_set, average)
+                    )
     for tensor, name in names.items():
         if tensor not in engine.bucket_of:
             local, columns = held_by(tensor), columns_of(name, tensor)
@@ -443,7 +558,14 @@ def _reads(source: Source, engine: Engine, wanted: Wanted, rounded: set[str]) ->
                 yield _Read(name, "weight", columns, 0, local.numel(), partial(_set, local))
                 continue
             for start, numel in layout.cut(0, local.numel(), columns):
-                yield _Read(name, "weight", columns, start, numel, partial(_set, local.view(-1)[start : start + numel]))
+                yield _Read(
+                    name,
+                    "weight",
+                    columns,
+                    start,
+                    numel,
+                    partial(_set, local.view(-1)[start : start + numel]),
+                )
 
 
 def _set(tensor: torch.Tensor, values: torch.Tensor) -> None:
@@ -494,18 +616,24 @@ def _reads_of(
             store.write(bucket, key, start, torch.zeros(numel, device="cpu"))
 
 
-# --- what each rank has for itself ----------------------------------------------------------------------------------------
+# --- what each rank has for itself ----------------------------------------------------------------
 
 
-def restore_rank(op: str, source: Source, engine: Engine, wanted: Wanted, first: Callable[[], None]) -> None:
-    """Call `first`, then restore random states and positions in data. Collective: an error on one rank is one on all."""
+def restore_rank(
+    op: str, source: Source, engine: Engine, wanted: Wanted, first: Callable[[], None]
+) -> None:
+    """Call `first`, then restore random states and positions in data. Collective: an error on
+    one rank is one on all.
+    """
 
     def restore() -> None:
         first()
         of_rank = _of_rank(source, engine.everyone)
         if of_rank is not None and (wanted.states or wanted.stateful):
             if wanted.states:
-                with reporting(f"{source.path} has 'random' states that are wrong", "those that save wrote"):
+                with reporting(
+                    f"{source.path} has 'random' states that are wrong", "those that save wrote"
+                ):
                     _restore_random(of_rank["random"], engine.device)
             for name, value in wanted.stateful.items():
                 value.load_state_dict(of_rank["stateful"][name])

@@ -1,10 +1,13 @@
-"""Weights of models built on the meta device: made module by module, or read from files, straight into shards.
+"""Weights of models built on the meta device: made module by module, or read from files, straight
+into shards.
 
-Invariants: a Parameter stays the same object (`become`). Full values exist for one module at a time (from files: for one
-parameter, and only where the stage keeps full weights anyway). Every check that needs no values runs before anything changes.
+Invariants: a Parameter stays the same object (`become`). Full values exist for one module at a time
+(from files: for one parameter, and only where the stage keeps full weights anyway). Every check
+that needs no values runs before anything changes.
 
-Note [transformers]: a model of it implies that it is imported, so it is never imported here. Its private names are used in this
-file alone; tested with transformers 5.23. Versions before 5 convert no weights: names are those of the files.
+Note [transformers]: a model of it implies that it is imported, so it is never imported here. Its
+private names are used in this file alone; tested with transformers 5.23. Versions before 5 convert
+no weights: names are those of the files.
 """
 
 import logging
@@ -37,15 +40,19 @@ from shardcore.optim.dtensor import is_dtensor
 
 
 def _is_pretrained(module: nn.Module) -> bool:
-    return isinstance(module, getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", ()))
+    return isinstance(
+        module, getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", ())
+    )
 
 
 class OwnInit:
-    """Initializes a module as building it does: by `_init_weights` of the transformers model around it, or reset_parameters.
+    """Initializes a module as building it does: by `_init_weights` of the transformers model around
+    it, or reset_parameters.
 
-    transformers calls `_init_weights` for each module, children first, and it may write to modules below (GPT-2's scales the
-    projections of its blocks). So it is called for the module and for each one around it, while all tensors that are not the
-    module's own are on the meta device, where nothing is computed and no random numbers are drawn.
+    transformers calls `_init_weights` for each module, children first, and it may write to modules
+    below (GPT-2's scales the projections of its blocks). So it is called for the module and for
+    each one around it, while all tensors that are not the module's own are on the meta device,
+    where nothing is computed and no random numbers are drawn.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -57,18 +64,28 @@ class OwnInit:
         for name, module in model.named_modules():
             around = of_name[name.rpartition(".")[0]] if name else []
             owner = module if _is_pretrained(module) else around[0][0] if around else None
-            self._calls[module] = of_name[name] = around if owner is None else [(owner, module), *around]
+            self._calls[module] = of_name[name] = (
+                around if owner is None else [(owner, module), *around]
+            )
 
     def covers(self, module: nn.Module) -> bool:
         """Whether there is a function that initializes this module."""
         return bool(self._calls[module]) or callable(getattr(module, "reset_parameters", None))
 
     def computes(self, name: str) -> bool:
-        """Whether from_pretrained, too, initializes this parameter or buffer of a transformers model if no file has it."""
+        """Whether from_pretrained, too, initializes this parameter or buffer of a transformers
+        model if no file has it.
+        """
         path, _, key = name.rpartition(".")
         module = self._model.get_submodule(path)
-        patterns = [pattern for owner, _ in self._calls[module] for pattern in owner._keys_to_ignore_on_load_missing or ()]
-        made = key in module._non_persistent_buffers_set or any(re.search(pattern, name) for pattern in patterns)
+        patterns = [
+            pattern
+            for owner, _ in self._calls[module]
+            for pattern in owner._keys_to_ignore_on_load_missing or ()
+        ]
+        made = key in module._non_persistent_buffers_set or any(
+            re.search(pattern, name) for pattern in patterns
+        )
         return bool(self._calls[module]) and made
 
     def __call__(self, module: nn.Module) -> None:
@@ -94,7 +111,11 @@ class OwnInit:
         for other in self._model.modules():
             tables: tuple[dict[str, Any], ...] = (other._parameters, other._buffers)
             for table in tables:
-                hidden += [(table, *item) for item in table.items() if item[1] is not None and item[1] not in own]
+                hidden += [
+                    (table, *item)
+                    for item in table.items()
+                    if item[1] is not None and item[1] not in own
+                ]
         try:
             for table, key, tensor in hidden:
                 if not tensor.is_meta or is_dtensor(tensor):
@@ -108,7 +129,9 @@ class OwnInit:
         if tensor not in self._stand_ins:
             empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
             is_param = isinstance(tensor, nn.Parameter)
-            self._stand_ins[tensor] = nn.Parameter(empty, tensor.requires_grad) if is_param else empty
+            self._stand_ins[tensor] = (
+                nn.Parameter(empty, tensor.requires_grad) if is_param else empty
+            )
         return self._stand_ins[tensor]
 
 
@@ -118,7 +141,9 @@ def _own(module: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _unset(dtype: torch.dtype) -> float | None:
-    """Return the value by which unset elements are recognized; None for numbers of one byte, which have none to spare."""
+    """Return the value by which unset elements are recognized; None for numbers of one byte,
+    which have none to spare.
+    """
     if dtype == torch.bool:
         return 2  # as a byte
     if dtype.itemsize == 1 or not dtype.is_signed:
@@ -148,22 +173,29 @@ def files_of(model: nn.Module, files: TensorFiles) -> "TensorFiles | ConvertedFi
     if not _is_pretrained(model):
         return files
     try:
-        loading, mapping = (import_module(f"transformers.{name}") for name in ("core_model_loading", "conversion_mapping"))
+        loading, mapping = (
+            import_module(f"transformers.{name}")
+            for name in ("core_model_loading", "conversion_mapping")
+        )
     except ModuleNotFoundError:
         return files
     return ConvertedFiles(model, files, loading, mapping.get_model_conversion_mapping(model))
 
 
 class ConvertedFiles:
-    """Tensors in files under a transformers model's names, with the interface of `TensorFiles`: `stored` and `read`.
+    """Tensors in files under a transformers model's names, with the interface of `TensorFiles`:
+    `stored` and `read`.
 
-    dropped: names that the model does not have, which from_pretrained drops with a report (the old head under a new one).
-    Tensors that are only renamed are read by ranges. Those that transformers makes of several, or in another form, are made in
-    full when they are read, and kept until the next such read.
+    dropped: names that the model does not have, which from_pretrained drops with a report (the old
+    head under a new one). Tensors that are only renamed are read by ranges. Those that transformers
+    makes of several, or in another form, are made in full when they are read, and kept until the
+    next such read.
     """
 
     def __init__(self, model: Any, files: TensorFiles, loading: Any, transforms: list[Any]) -> None:
-        """Convert names as transformers does. Reads no values: shapes come from a conversion of meta tensors."""
+        """Convert names as transformers does. Reads no values: shapes come from a conversion of
+        meta tensors.
+        """
         self._model, self._files = model, files
         self._key: dict[str, str] = {}
         self._parts: dict[str, tuple[Any, list[tuple[str, str]]]] = {}
@@ -174,7 +206,11 @@ class ConvertedFiles:
         converters = [each for each in transforms if isinstance(each, loading.WeightConverter)]
         converter_of = {pattern: each for each in converters for pattern in each.source_patterns}
         own = model.state_dict()
-        rename = partial(loading.rename_source_key, base_model_prefix=model.base_model_prefix, meta_state_dict=own)
+        rename = partial(
+            loading.rename_source_key,
+            base_model_prefix=model.base_model_prefix,
+            meta_state_dict=own,
+        )
         for key in sorted(files.stored, key=loading.dot_natural_key):
             name, pattern = rename(key, renamings, converters)
             if name not in own and key in own:
@@ -183,10 +219,15 @@ class ConvertedFiles:
                 self._key.setdefault(name, key)
             else:
                 self._parts.setdefault(name, (converter_of[pattern], []))[1].append((key, pattern))
-        unexpected = SimpleNamespace(missing_keys=set(), unexpected_keys=self._key.keys() - own.keys())
-        model._adjust_missing_and_unexpected_keys(unexpected)  # removes what from_pretrained ignores
+        unexpected = SimpleNamespace(
+            missing_keys=set(), unexpected_keys=self._key.keys() - own.keys()
+        )
+        # removes what from_pretrained ignores
+        model._adjust_missing_and_unexpected_keys(unexpected)
         self.dropped = [name for name in self._key if name in unexpected.unexpected_keys]
-        self.stored.update({name: files.stored[key] for name, key in self._key.items() if name in own})
+        self.stored.update(
+            {name: files.stored[key] for name, key in self._key.items() if name in own}
+        )
         for first, (_, parts) in self._parts.items():
             source = files.stored[parts[0][0]]
             for name, made in self._convert(first, self._empty).items():
@@ -202,7 +243,10 @@ class ConvertedFiles:
             return torch.empty(0, dtype=self.stored[name].dtype, device="cpu")
         if self._made is None or self._made[0] != first:
             self._made = None
-            self._made = first, {each: made.reshape(-1) for each, made in self._convert(first, self._full).items()}
+            self._made = (
+                first,
+                {each: made.reshape(-1) for each, made in self._convert(first, self._full).items()},
+            )
         return self._made[1][name][start : start + numel]
 
     def _empty(self, key: str) -> torch.Tensor:
@@ -213,8 +257,12 @@ class ConvertedFiles:
         shape = self._files.stored[key].shape
         return self._files.read(key, 0, prod(shape)).view(shape)
 
-    def _convert(self, first: str, values: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return what transformers makes of the tensors that become `first`, and perhaps others, by name."""
+    def _convert(
+        self, first: str, values: Callable[[str], torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Return what transformers makes of the tensors that become `first`, and perhaps others,
+        by name.
+        """
         converter, parts = self._parts[first]
         converter = deepcopy(converter)
         for key, pattern in parts:
@@ -224,10 +272,13 @@ class ConvertedFiles:
         except Exception as error:
             keys = ", ".join(key for key, _ in parts[:3])
             raise ValueError(
-                f"shard: transformers cannot make {first} of {keys} in {self._files.stored[parts[0][0]].path} "
+                f"shard: transformers cannot make {first} of {keys} in "
+                f"{self._files.stored[parts[0][0]].path} "
                 f"({type(error).__name__}: {error}); expected files of this model"
             ) from error
-        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+        return {
+            name: value[0] if isinstance(value, list) else value for name, value in made.items()
+        }
 
 
 logger = logging.getLogger("shardcore")
@@ -238,8 +289,11 @@ Materialize: TypeAlias = Fill | PathLike | Sequence[PathLike | Fill]
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def plan_materialize(model: nn.Module, materialize: Materialize | None) -> "FromInit | FromFiles | None":
-    """Return what will fill the model's meta parameters and buffers, or None if it has none. Changes nothing.
+def plan_materialize(
+    model: nn.Module, materialize: Materialize | None
+) -> "FromInit | FromFiles | None":
+    """Return what will fill the model's meta parameters and buffers, or None if it has none.
+    Changes nothing.
 
     Raises TypeError, ValueError or OSError if they cannot be filled.
     """
@@ -249,18 +303,23 @@ def plan_materialize(model: nn.Module, materialize: Materialize | None) -> "From
     if materialize is None or callable(materialize):
         if materialize is not None and not meta:
             raise ValueError(
-                "shard: materialize is a callable and nothing of the model is on the meta device; expected None, or a model "
+                "shard: materialize is a callable and nothing of the model is on the meta device; "
+                "expected None, or a model "
                 'built under torch.device("meta") (it would never be called)'
             )
         in_memory = [name for name, param in model.named_parameters() if not param.is_meta]
         return FromInit(model, meta, materialize, in_memory) if meta else None
     items = [materialize] if isinstance(materialize, str | os.PathLike) else materialize
-    paths = [item for item in items if isinstance(item, str | os.PathLike)] if isinstance(items, list | tuple) else []
+    paths = (
+        [item for item in items if isinstance(item, str | os.PathLike)]
+        if isinstance(items, list | tuple)
+        else []
+    )
     fills = [item for item in items if callable(item)] if paths else []
     if not paths or len(paths) + len(fills) != len(items) or len(fills) > 1:
         raise TypeError(
-            f"shard: materialize is {materialize!r}; expected a callable that fills a module, a path, or a list of paths and "
-            "perhaps one such callable for what the files lack"
+            f"shard: materialize is {materialize!r}; expected a callable that fills a module, a "
+            f"path, or a list of paths and perhaps one such callable for what the files lack"
         )
     return FromFiles(model, files_of(model, TensorFiles(paths)), fills[0] if fills else None)
 
@@ -272,11 +331,13 @@ def _named(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _check_replaceable(name: str, tensor: torch.Tensor) -> None:
-    """Raise ValueError if something refers to the meta tensor itself, so that it cannot be swapped for another."""
+    """Raise ValueError if something refers to the meta tensor itself, so that it cannot be
+    swapped for another.
+    """
     if tensor._use_count() > 1 or weakref.getweakrefs(tensor):  # type: ignore[attr-defined]
         raise ValueError(
-            f"shard: {name} is on the meta device and is held by something else (the graph of a forward that ran on it, or a "
-            "weak reference); expected a model that was only built"
+            f"shard: {name} is on the meta device and is held by something else (the graph of a "
+            f"forward that ran on it, or a weak reference); expected a model that was only built"
         )
 
 
@@ -284,7 +345,9 @@ _Own: TypeAlias = tuple[dict[str, Any], str, torch.Tensor]
 
 
 class _Fresh(NamedTuple):
-    """A tensor of a module, `table[key]`, that is to get values. filled: what the function fills, itself unless sliced."""
+    """A tensor of a module, `table[key]`, that is to get values. filled: what the function
+    fills, itself unless sliced.
+    """
 
     table: dict[str, Any]
     key: str
@@ -293,54 +356,88 @@ class _Fresh(NamedTuple):
 
 
 class FromInit:
-    """Fills module after module by a function, in the model's order, so that random numbers are drawn as when it is built."""
+    """Fills module after module by a function, in the model's order, so that random numbers are
+    drawn as when it is built.
+    """
 
     def __init__(
-        self, model: nn.Module, meta: Mapping[torch.Tensor, str], init: Fill | None, in_memory: Sequence[str] = ()
+        self,
+        model: nn.Module,
+        meta: Mapping[torch.Tensor, str],
+        init: Fill | None,
+        in_memory: Sequence[str] = (),
     ) -> None:
-        """Plan for the modules that own tensors of `meta` (with names); init: None initializes each as building it does.
+        """Plan for the modules that own tensors of `meta` (with names); init: None initializes each
+        as building it does.
 
-        in_memory: parameters that keep the values they have, of which `fill` warns: perhaps none were set.
+        in_memory: parameters that keep the values they have, of which `fill` warns: perhaps none
+        were set.
         """
         self._in_memory = in_memory
         self._meta = {tensor: (tensor.shape, tensor.dtype) for tensor in meta}
         own = OwnInit(model)
         self._init: Fill = init or own
-        self._modules = [(name, module) for name, module in model.named_modules() if self._own(module)]
+        self._modules = [
+            (name, module) for name, module in model.named_modules() if self._own(module)
+        ]
         self.entries = [f"on the meta device: {name}" for name in meta.values()]
         for name, module in self._modules:
-            what = f"{_described(name, module)} has {', '.join(key for _, key, _ in self._own(module))} on the meta device"
+            what = (
+                f"{_described(name, module)} has "
+                f"{', '.join(key for _, key, _ in self._own(module))} on the meta device"
+            )
             if init is None and not own.covers(module):
                 raise ValueError(
-                    f"shard: {what} and no reset_parameters(); expected materialize= with a callable that fills such a module, "
-                    "or with files"
+                    f"shard: {what} and no reset_parameters(); expected materialize= with a "
+                    f"callable that fills such a module, or with files"
                 )
             real = [key for key, _ in self._kept(module)]
             if real and any(isinstance(tensor, nn.Parameter) for _, _, tensor in self._own(module)):
                 raise ValueError(
-                    f"shard: {what} and {', '.join(real)} not to be filled; expected all parameters of a module in one "
+                    f"shard: {what} and {', '.join(real)} not to be filled; expected all "
+                    f"parameters of a module in one "
                     "place (what fills some would overwrite the others)"
                 )
 
     def _own(self, module: nn.Module) -> list[_Own]:
-        """Return the module's own tensors that were on the meta device: (the dict that holds it, its key, the tensor)."""
+        """Return the module's own tensors that were on the meta device: (the dict that holds it,
+        its key, the tensor).
+        """
         tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-        return [(table, key, tensor) for table in tables for key, tensor in table.items() if tensor in self._meta]
+        return [
+            (table, key, tensor)
+            for table in tables
+            for key, tensor in table.items()
+            if tensor in self._meta
+        ]
 
     def _kept(self, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-        """Return the module's own parameters that are not filled here: they have values, or get them from files."""
-        return [(key, param) for key, param in module._parameters.items() if param is not None and param not in self._meta]
+        """Return the module's own parameters that are not filled here: they have values, or get
+        them from files.
+        """
+        return [
+            (key, param)
+            for key, param in module._parameters.items()
+            if param is not None and param not in self._meta
+        ]
 
-    def fill(self, builder: Builder, buckets: Sequence[Bucket], store: StateStore, broadcast: bool) -> None:
-        """Make the weights. Collective. Raises RuntimeError on every rank if the function fails on one."""
+    def fill(
+        self, builder: Builder, buckets: Sequence[Bucket], store: StateStore, broadcast: bool
+    ) -> None:
+        """Make the weights. Collective. Raises RuntimeError on every rank if the function fails
+        on one.
+        """
         if self._in_memory and builder.comm.rank == 0:
             logger.warning(
-                "shard: not on the meta device, so kept as it is and not filled: %s. If nothing has set it (a constructor that "
-                'calls torch.FloatTensor(...) leaves memory unset even under torch.device("meta")), expected '
-                'model.to("meta") before the optimizer is made',
+                "shard: not on the meta device, so kept as it is and not filled: %s. If nothing "
+                "has set it (a constructor that "
+                "calls torch.FloatTensor(...) leaves memory unset even under "
+                'torch.device("meta")), expected model.to("meta") before the optimizer is made',
                 ", ".join(self._in_memory),
             )
-        bucket_of: dict[torch.Tensor, tuple[Bucket, Managed]] = {m.param: (b, m) for b in buckets for m in b.params}
+        bucket_of: dict[torch.Tensor, tuple[Bucket, Managed]] = {
+            m.param: (b, m) for b in buckets for m in b.params
+        }
         for name, module in self._modules:
             self._fill(builder, bucket_of, store, broadcast, name, module)
 
@@ -353,25 +450,35 @@ class FromInit:
         name: str,
         module: nn.Module,
     ) -> None:
-        """Make the weights of a module. In place of a tensor that is sliced, or has values, it has a whole one meanwhile."""
+        """Make the weights of a module. In place of a tensor that is sliced, or has values, it
+        has a whole one meanwhile.
+        """
         own = self._own(module)
         unset = [each for each in own if each[2].is_meta]
         aside: list[_Own] = [(module._parameters, *kept) for kept in self._kept(module)]
         for table, key, tensor in own:
             if tensor.is_meta and not is_dtensor(tensor):
                 become(tensor, blank_like(tensor, builder.device))
-            else:  # sliced; or tied, and filled by another module: this one draws its random numbers too, as when it is built
+            # sliced; or tied, and filled by another module: this one draws its random numbers too,
+            # as when it is built
+            else:
                 aside.append((table, key, tensor))
         for table, key, tensor in aside:
             blank = blank_like(tensor, builder.device)
-            table[key] = nn.Parameter(blank, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else blank
+            table[key] = (
+                nn.Parameter(blank, tensor.requires_grad)
+                if isinstance(tensor, nn.Parameter)
+                else blank
+            )
         fresh = [_Fresh(table, key, tensor, table[key]) for table, key, tensor in unset]
         doing = f"filling {_described(name, module)}"
         with together(builder.comm, doing):
             try:
                 with torch.no_grad():
                     self._init(module)
-                self._check(name, fresh, has_values=not broadcast or Everyone(builder.comm).rank == 0)
+                self._check(
+                    name, fresh, has_values=not broadcast or Everyone(builder.comm).rank == 0
+                )
             finally:
                 for table, key, tensor in aside:
                     table[key] = tensor
@@ -393,36 +500,48 @@ class FromInit:
                 builder.attach(bucket, managed)
 
     def _check(self, name: str, fresh: Sequence[_Fresh], has_values: bool) -> None:
-        """Raise ValueError unless the function filled the module's parameters in place; buffers may be new ones."""
+        """Raise ValueError unless the function filled the module's parameters in place; buffers
+        may be new ones.
+        """
         for table, key, tensor, filled in fresh:
             found, what = table.get(key), f"{name}.{key}".lstrip(".")
-            if not isinstance(found, torch.Tensor) or (found is not filled and isinstance(tensor, nn.Parameter)):
+            if not isinstance(found, torch.Tensor) or (
+                found is not filled and isinstance(tensor, nn.Parameter)
+            ):
                 raise ValueError(f"{what} was replaced; expected it to be filled in place")
             shape, dtype = self._meta[tensor]
             if (found.shape, found.dtype) != (shape, dtype) or found.is_meta:
                 raise ValueError(
-                    f"{what} became {tuple(found.shape)} {found.dtype} on {found.device}; expected {tuple(shape)} {dtype} in "
-                    "memory, as it was built"
+                    f"{what} became {tuple(found.shape)} {found.dtype} on {found.device}; expected "
+                    f"{tuple(shape)} {dtype} in memory, as it was built"
                 )
             if has_values and is_blank(found):
                 said = "NaN (of unset memory)" if found.is_floating_point() else "unset values"
                 raise ValueError(
-                    f"{what} has {said}; expected every element to be filled, or the tensor in memory before shard()"
+                    f"{what} has {said}; expected every element to be filled, or the tensor in "
+                    f"memory before shard()"
                 )
 
 
 class FromFiles:
     """Fills parameters and buffers from files, by name; every rank reads what it keeps."""
 
-    def __init__(self, model: nn.Module, files: TensorFiles | ConvertedFiles, init: Fill | None) -> None:
-        """Match names; `init` fills modules whose tensors no file has (of a transformers model by itself, as from_pretrained).
+    def __init__(
+        self, model: nn.Module, files: TensorFiles | ConvertedFiles, init: Fill | None
+    ) -> None:
+        """Match names; `init` fills modules whose tensors no file has (of a transformers model by
+        itself, as from_pretrained).
 
-        Raises ValueError or TypeError for missing and unexpected names, and for other shapes or dtypes. Unexpected names in the
-        files of a transformers model are dropped, with a warning from `fill`.
+        Raises ValueError or TypeError for missing and unexpected names, and for other shapes or
+        dtypes. Unexpected names in the files of a transformers model are dropped, with a warning
+        from `fill`.
         """
         self._files = files
         self._dropped = files.dropped if isinstance(files, ConvertedFiles) else []
-        named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+        named = [
+            *model.named_parameters(remove_duplicate=False),
+            *model.named_buffers(remove_duplicate=False),
+        ]
         names: dict[torch.Tensor, list[str]] = {}
         for name, tensor in named:
             names.setdefault(tensor, []).append(name)
@@ -430,8 +549,10 @@ class FromFiles:
         unexpected = [name for name in files.stored if name not in known]
         if unexpected:
             raise ValueError(
-                f"shard: {files.stored[unexpected[0]].path} has {_listed(unexpected)}, which is no parameter or buffer of the "
-                "model; expected the model's own names: write the file without the others, or rename them in it"
+                f"shard: {files.stored[unexpected[0]].path} has {_listed(unexpected)}, which is no "
+                f"parameter or buffer of the "
+                "model; expected the model's own names: write the file without the others, or "
+                "rename them in it"
             )
         self._key: dict[torch.Tensor, str] = {}
         missing: dict[torch.Tensor, str] = {}
@@ -446,32 +567,52 @@ class FromFiles:
         own = OwnInit(model)
         lacking = [name for name in missing.values() if init is None and not own.computes(name)]
         if lacking:
-            where = _listed(list(dict.fromkeys(str(stored.path) for stored in files.stored.values())) or ["an empty file"])
-            beside = f" (where {_listed(self._dropped)} is not of the model)" if self._dropped else ""
+            where = _listed(
+                list(dict.fromkeys(str(stored.path) for stored in files.stored.values()))
+                or ["an empty file"]
+            )
+            beside = (
+                f" (where {_listed(self._dropped)} is not of the model)" if self._dropped else ""
+            )
             raise ValueError(
-                f"shard: {_listed(lacking)} is on the meta device and not in {where}{beside}; expected its values "
-                "there, the tensor in memory before shard(), or materialize=[path, fill] with a callable that fills its module"
+                f"shard: {_listed(lacking)} is on the meta device and not in {where}{beside}; "
+                f"expected its values "
+                "there, the tensor in memory before shard(), or materialize=[path, fill] with a "
+                "callable that fills its module"
             )
         self._rest = FromInit(model, missing, init) if missing else None
-        self.entries = [f"in files: {name} {s.shape} {s.dtype} in {s.path.name}" for name, s in files.stored.items()]
-        self.entries += [f"on the meta device: {name}" for name, tensor in _named(model) if tensor.is_meta]
+        self.entries = [
+            f"in files: {name} {s.shape} {s.dtype} in {s.path.name}"
+            for name, s in files.stored.items()
+        ]
+        self.entries += [
+            f"on the meta device: {name}" for name, tensor in _named(model) if tensor.is_meta
+        ]
 
     def _check(self, name: str, tensor: torch.Tensor) -> None:
         stored = self._files.stored[name]
         if stored.shape != tuple(tensor.shape):
             raise ValueError(
-                f"shard: {name} has shape {stored.shape} in {stored.path}; expected {tuple(tensor.shape)}, the model's"
+                f"shard: {name} has shape {stored.shape} in {stored.path}; expected "
+                f"{tuple(tensor.shape)}, the model's"
             )
-        if stored.dtype != tensor.dtype and not (stored.dtype in _FLOATS and tensor.dtype in _FLOATS):
+        if stored.dtype != tensor.dtype and not (
+            stored.dtype in _FLOATS and tensor.dtype in _FLOATS
+        ):
             raise TypeError(
-                f"shard: {name} has dtype {stored.dtype} in {stored.path}; expected one that {tensor.dtype} can be made from"
+                f"shard: {name} has dtype {stored.dtype} in {stored.path}; expected one that "
+                f"{tensor.dtype} can be made from"
             )
 
-    def fill(self, builder: Builder, buckets: Sequence[Bucket], store: StateStore, broadcast: bool) -> None:
+    def fill(
+        self, builder: Builder, buckets: Sequence[Bucket], store: StateStore, broadcast: bool
+    ) -> None:
         """Make the weights. Collective. Raises RuntimeError on every rank if one cannot read."""
         if self._dropped and builder.comm.rank == 0:
             logger.warning(
-                "shard: the files have %s, which the model does not; dropped, as from_pretrained does", ", ".join(self._dropped)
+                "shard: the files have %s, which the model does not; dropped, as from_pretrained "
+                "does",
+                ", ".join(self._dropped),
             )
         with together(builder.comm, "reading files"):
             self._read(builder, buckets, store)
@@ -491,20 +632,29 @@ class FromFiles:
         for tensor, key in left.items():
             sliced = slice_of(key, tensor)
             if tensor.is_meta:
-                dtype = builder.dtype_of(tensor) if isinstance(tensor, nn.Parameter) else tensor.dtype
+                dtype = (
+                    builder.dtype_of(tensor) if isinstance(tensor, nn.Parameter) else tensor.dtype
+                )
                 made = torch.empty(held_by(tensor).shape, dtype=dtype, device=builder.device)
                 become(tensor, made if sliced is None else sliced.wrap(made))
             local = held_by(tensor).data.view(-1)
-            assign(local, self._reader(key, None if sliced is None else sliced.columns)(0, local.numel()))
+            assign(
+                local,
+                self._reader(key, None if sliced is None else sliced.columns)(0, local.numel()),
+            )
 
     def _reader(self, key: str, columns: Columns | None) -> ReadPart:
-        """Return what reads parts of a tensor, or of a slice of it: a few of its whole rows at a time."""
+        """Return what reads parts of a tensor, or of a slice of it: a few of its whole rows at a
+        time.
+        """
         read = partial(self._files.read, key)
         if columns is None:
             return read
 
         def read_part(start: int, numel: int) -> torch.Tensor:
-            parts = [read_columns(read, columns, *part) for part in cut(start, numel, columns)] or [read(0, 0)]
+            parts = [read_columns(read, columns, *part) for part in cut(start, numel, columns)] or [
+                read(0, 0)
+            ]
             return parts[0] if len(parts) == 1 else torch.cat(parts)
 
         return read_part
@@ -515,5 +665,9 @@ def _described(name: str, module: nn.Module) -> str:
 
 
 def _listed(names: Sequence[str]) -> str:
-    more = f" (and {len(names) - 1} more: {', '.join(names[1:4])}{', ...' if len(names) > 4 else ''})" if len(names) > 1 else ""
+    more = (
+        f" (and {len(names) - 1} more: {', '.join(names[1:4])}{', ...' if len(names) > 4 else ''})"
+        if len(names) > 1
+        else ""
+    )
     return names[0] + more

@@ -1,8 +1,10 @@
-"""Plain data as JSON and back: numbers, text, lists, tuples, dicts, bytes, tensors. No pickle, and nothing is executed.
+"""Plain data as JSON and back: numbers, text, lists, tuples, dicts, bytes, tensors. No pickle, and
+nothing is executed.
 
-A value that JSON lacks is an object with one key: {"$tuple": [...]}, {"$bytes": base64}, {"$float": "nan"}, {"$dict": [[key,
-value], ...]} for keys that are no strings (or begin with "$"), {"$counter": a dict}, {"$tensor": base64, "dtype": name,
-"shape": [...]}, and {"$array": ...} for NumPy's. What cannot be written is a TypeError that says where it is.
+A value that JSON lacks is an object with one key: {"$tuple": [...]}, {"$bytes": base64}, {"$float":
+"nan"}, {"$dict": [[key, value], ...]} for keys that are no strings (or begin with "$"),
+{"$counter": a dict}, {"$tensor": base64, "dtype": name, "shape": [...]}, and {"$array": ...} for
+NumPy's. What cannot be written is a TypeError that says where it is.
 """
 
 import base64
@@ -35,7 +37,9 @@ _DEEP = 100  # levels of nesting
 
 
 def to_json(value: Any, where: str) -> Any:
-    """Return `value` as what the json module writes; `where` names it in errors. Raises TypeError or ValueError."""
+    """Return `value` as what the json module writes; `where` names it in errors. Raises
+    TypeError or ValueError.
+    """
     return _encode(value, where, 0)
 
 
@@ -43,8 +47,18 @@ def from_json(value: Any, where: str) -> Any:
     """Return the value that `to_json` was given. Raises ValueError for anything else."""
     try:
         return _decode(value, 0)
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError, SyntaxError) as error:
-        raise ValueError(f"{where}: a value is damaged or was not written by shardcore ({error})") from error
+    except (
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        ArithmeticError,
+        RuntimeError,
+        SyntaxError,
+    ) as error:
+        raise ValueError(
+            f"{where}: a value is damaged or was not written by shardcore ({error})"
+        ) from error
 
 
 def _encode(value: Any, where: str, depth: int) -> Any:
@@ -55,13 +69,19 @@ def _encode(value: Any, where: str, depth: int) -> Any:
     if type(value) is float:
         return value if math.isfinite(value) else {"$float": repr(value)}
     if isinstance(value, torch.Tensor):
-        return {"$tensor": _bytes_of(value, where), "dtype": _name_of(value.dtype, where), "shape": list(value.shape)}
+        return {
+            "$tensor": _bytes_of(value, where),
+            "dtype": _name_of(value.dtype, where),
+            "shape": list(value.shape),
+        }
     if isinstance(value, bytes | bytearray):
         return {"$bytes": base64.b64encode(value).decode()}
     if isinstance(value, Counter):  # MultiStepLR's milestones, of which it calls elements()
         return {"$counter": _encode(dict(value), where, depth + 1)}
     if isinstance(value, Mapping):
-        items = [(key, _encode(item, f"{where}[{key!r}]", depth + 1)) for key, item in value.items()]
+        items = [
+            (key, _encode(item, f"{where}[{key!r}]", depth + 1)) for key, item in value.items()
+        ]
         if all(isinstance(key, str) and not key.startswith("$") for key, _ in items):
             return dict(items)
         return {"$dict": [[_encode(key, where, depth + 1), item] for key, item in items]}
@@ -69,23 +89,34 @@ def _encode(value: Any, where: str, depth: int) -> Any:
         found = [_encode(item, f"{where}[{index}]", depth + 1) for index, item in enumerate(value)]
         return found if isinstance(value, list) else {"$tuple": found}
     numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.generic | numpy.ndarray) and value.dtype.kind in "biuf":
+    if (
+        numpy is not None
+        and isinstance(value, numpy.generic | numpy.ndarray)
+        and value.dtype.kind in "biuf"
+    ):
         if value.ndim == 0:
             return _encode(value.item(), where, depth + 1)
         value = numpy.ascontiguousarray(value, value.dtype.newbyteorder("="))
-        return {"$array": _encode(torch.from_numpy(_signed(value)), where, depth + 1), "dtype": str(value.dtype)}
+        return {
+            "$array": _encode(torch.from_numpy(_signed(value)), where, depth + 1),
+            "dtype": str(value.dtype),
+        }
     if isinstance(value, int | float | str):  # of a subclass, such as an enum's
         kind = int if isinstance(value, int) else float if isinstance(value, float) else str.__str__
         return _encode(kind(value), where, depth + 1)
     raise TypeError(
-        f"{where} has type {type(value).__name__}; expected plain data (numbers, text, lists, tuples, dicts, bytes, tensors, "
-        "NumPy arrays): give its state_dict(), or save it yourself"
+        f"{where} has type {type(value).__name__}; expected plain data (numbers, text, lists, "
+        f"tuples, dicts, bytes, tensors, NumPy arrays): give its state_dict(), or save it yourself"
     )
 
 
 def _signed(array: Any) -> Any:
     """View an array of unsigned integers, which torch may lack, as signed ones of that size."""
-    return array.view(f"i{array.dtype.itemsize}") if array.dtype.kind == "u" and array.dtype.itemsize > 1 else array
+    return (
+        array.view(f"i{array.dtype.itemsize}")
+        if array.dtype.kind == "u" and array.dtype.itemsize > 1
+        else array
+    )
 
 
 def _name_of(dtype: torch.dtype, where: str) -> str:
@@ -96,15 +127,21 @@ def _name_of(dtype: torch.dtype, where: str) -> str:
 
 
 def _bytes_of(tensor: torch.Tensor, where: str) -> str:
-    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:  # its memory is not its values
+    # its memory is not its values
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         raise TypeError(
-            f"{where} is a {type(tensor).__name__}, which holds its values in other tensors; expected a plain tensor: give "
-            "full_tensor() of a DTensor"
+            f"{where} is a {type(tensor).__name__}, which holds its values in other tensors; "
+            f"expected a plain tensor: give full_tensor() of a DTensor"
         )
     if tensor.layout != torch.strided or tensor.is_meta:
-        raise TypeError(f"{where} is a tensor without plain memory ({tensor.layout}, {tensor.device}); expected a dense one")
+        raise TypeError(
+            f"{where} is a tensor without plain memory ({tensor.layout}, {tensor.device}); "
+            f"expected a dense one"
+        )
     flat = tensor.detach().cpu().contiguous()
-    return base64.b64encode(ctypes.string_at(flat.data_ptr(), flat.nbytes) if flat.nbytes else b"").decode()
+    return base64.b64encode(
+        ctypes.string_at(flat.data_ptr(), flat.nbytes) if flat.nbytes else b""
+    ).decode()
 
 
 def _decode(value: Any, depth: int) -> Any:

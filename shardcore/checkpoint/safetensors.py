@@ -1,4 +1,6 @@
-"""Tensors in .safetensors files: found by name, checked before use, read by ranges. Never pickle."""
+"""Tensors in .safetensors files: found by name, checked before use, read by ranges. Never
+pickle.
+"""
 
 import json
 import os
@@ -53,16 +55,21 @@ def open_file(op: str, path: Path) -> tuple[dict[str, FileTensor], Mapping[str, 
             dtype = DTYPES[entry["dtype"]]
             stride = tuple(prod(shape[index + 1 :]) for index in range(len(shape)))
             if prod(shape) * dtype.itemsize != end - begin:
-                raise ValueError(f"{name} has {end - begin} bytes; expected {prod(shape) * dtype.itemsize}")
+                raise ValueError(
+                    f"{name} has {end - begin} bytes; expected {prod(shape) * dtype.itemsize}"
+                )
             found[name] = FileTensor(data.part(begin, end - begin), dtype, 0, shape, stride)
     except OSError:
         raise
     except Exception as error:  # of whatever kind damaged bytes cause
         raise ValueError(
-            f"{op}: {path} is torn or no safetensors file ({error!r}); expected a complete one: copy it again"
+            f"{op}: {path} is torn or no safetensors file ({error!r}); expected a complete one: "
+            f"copy it again"
         ) from error
     if unknown:
-        raise ValueError(f"{op}: {path} has {', '.join(unknown[:3])}; expected tensors of {', '.join(DTYPES)}")
+        raise ValueError(
+            f"{op}: {path} has {', '.join(unknown[:3])}; expected tensors of {', '.join(DTYPES)}"
+        )
     return found, metadata
 
 
@@ -74,13 +81,21 @@ def indexed(op: str, index: Path) -> list[Path]:
         if not all(map(is_file_name, names)):
             raise ValueError("it names files elsewhere")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f'{op}: {index} is torn or no index ({error!r}); expected JSON with a "weight_map"') from error
+        raise ValueError(
+            f'{op}: {index} is torn or no index ({error!r}); expected JSON with a "weight_map"'
+        ) from error
     return sorted(index.parent / name for name in names)
 
 
 def is_file_name(name: object) -> bool:
     """Whether it names a file in a folder, and leads nowhere else."""
-    return isinstance(name, str) and name not in ("", ".", "..") and "/" not in name and "\\" not in name and "\0" not in name
+    return (
+        isinstance(name, str)
+        and name not in ("", ".", "..")
+        and "/" not in name
+        and "\\" not in name
+        and "\0" not in name
+    )
 
 
 class Stored(NamedTuple):
@@ -95,25 +110,36 @@ class TensorFiles:
     """Files, and the tensors in them by name: `stored`. Nothing is read before it is asked for."""
 
     def __init__(self, given: PathLike | Sequence[PathLike]) -> None:
-        """Take a .safetensors file, several, or a folder in Hugging Face's layout (its index, or model.safetensors).
+        """Take a .safetensors file, several, or a folder in Hugging Face's layout (its index, or
+        model.safetensors).
 
-        Raises FileNotFoundError, TypeError or ValueError, the latter also for files that are torn or hold a name twice.
+        Raises FileNotFoundError, TypeError or ValueError, the latter also for files that are torn
+        or hold a name twice.
         """
         items = [given] if isinstance(given, str | os.PathLike) else given
         paths = [path for item in items for path in _files_of(Path(item))]
         self._tensors: dict[str, FileTensor] = {}
         for path in dict.fromkeys(paths):
             if not path.exists():
-                raise FileNotFoundError(f"shard: there is no file {path}; expected it (is the copy complete?)")
+                raise FileNotFoundError(
+                    f"shard: there is no file {path}; expected it (is the copy complete?)"
+                )
             for name, tensor in open_file("shard", path)[0].items():
                 if name in self._tensors:
                     first = self._tensors[name].window.path
-                    raise ValueError(f"shard: {name} is in {first} and in {path}; expected it in one file")
+                    raise ValueError(
+                        f"shard: {name} is in {first} and in {path}; expected it in one file"
+                    )
                 self._tensors[name] = tensor
-        self.stored = {name: Stored(one.window.path, one.shape, one.dtype) for name, one in self._tensors.items()}
+        self.stored = {
+            name: Stored(one.window.path, one.shape, one.dtype)
+            for name, one in self._tensors.items()
+        }
 
     def read(self, name: str, start: int, numel: int) -> torch.Tensor:
-        """Return elements [start, start + numel) of the flattened tensor, in the file's dtype. Raises OSError or ValueError."""
+        """Return elements [start, start + numel) of the flattened tensor, in the file's dtype.
+        Raises OSError or ValueError.
+        """
         return self._tensors[name].read(start, numel)
 
 
@@ -121,10 +147,15 @@ def _files_of(path: Path) -> list[Path]:
     """Return the files of `path`, a file or a folder."""
     if not path.is_dir():
         if path.suffix != ".safetensors":
-            raise ValueError(f"shard: materialize has {path}; expected a .safetensors file or a folder (pickle is never read)")
+            raise ValueError(
+                f"shard: materialize has {path}; expected a .safetensors file or a folder (pickle "
+                f"is never read)"
+            )
         return [path]
     if (path / INDEX).exists():
         return indexed("shard", path / INDEX)
     if not (path / SINGLE).exists():
-        raise FileNotFoundError(f"shard: materialize has the folder {path}; expected {INDEX} or {SINGLE} in it")
+        raise FileNotFoundError(
+            f"shard: materialize has the folder {path}; expected {INDEX} or {SINGLE} in it"
+        )
     return [path / SINGLE]

@@ -1,12 +1,14 @@
-"""Saving: every rank writes its ranges to a file of its own, in a directory that gets its name when all of it is on disk.
+"""Saving: every rank writes its ranges to a file of its own, in a directory that gets its name when
+all of it is on disk.
 
 How that is named, and what a crash leaves: checkpoint/directory.py, Note [Commit].
 
-Note [Who writes]. Of what several ranks keep, each writes the part that it adds up in a reduction (`Bucket.reduces`): at stage
-0 a share of everything. Rank 0 writes buffers and what is in no bucket. Of tensor-parallel ranks each writes its slices, and
-the first of them what all have (`Bucket.counted`). Ranks are numbered over both dimensions (`Engine.everyone`).
-Committed states on disk are not written: their files are linked into the checkpoint (checkpoint/slots.py, Note [Given away]).
-Saves in the background: checkpoint/background.py.
+Note [Who writes]. Of what several ranks keep, each writes the part that it adds up in a reduction
+(`Bucket.reduces`): at stage 0 a share of everything. Rank 0 writes buffers and what is in no
+bucket. Of tensor-parallel ranks each writes its slices, and the first of them what all have
+(`Bucket.counted`). Ranks are numbered over both dimensions (`Engine.everyone`). Committed states on
+disk are not written: their files are linked into the checkpoint (checkpoint/slots.py, Note [Given
+away]). Saves in the background: checkpoint/background.py.
 """
 
 import logging
@@ -29,7 +31,15 @@ from shardcore.checkpoint import directory, plain
 from shardcore.checkpoint import format as layout
 from shardcore.checkpoint.background import AS_BEFORE, Mailbox, Saving, itself, stage
 from shardcore.checkpoint.format import named_buffers, named_parameters, names_of
-from shardcore.checkpoint.write import Given, Item, add_range, check_seen, write_json, write_manifest, write_ranges
+from shardcore.checkpoint.write import (
+    Given,
+    Item,
+    add_range,
+    check_seen,
+    write_json,
+    write_manifest,
+    write_ranges,
+)
 from shardcore.distributed.everyone import Ranks, attempt_together
 from shardcore.engine.bucket import Bucket, Managed
 from shardcore.engine.engine import Engine, engine_behind
@@ -56,40 +66,50 @@ def save(
     keep_last: int | None = None,
     wait: bool = True,
 ) -> "Saving":
-    """Save a sharded model and its optimizer to `directory`/`tag`, from which any world size, stage and tier loads. Collective.
+    """Save a sharded model and its optimizer to `directory`/`tag`, from which any world size, stage
+    and tier loads. Collective.
 
-    When this returns (with wait=False: when the `wait()` of what it returns does) everything is on disk. A crash at any instant
-    leaves the checkpoints that were there; one of the same tag is replaced when the new one is complete. Every rank writes what
-    it owns, 4 MiB at a time; files of committed steps ("optimizer": "nvme") are linked, not copied, on the same file system.
-    Random states (Python's, torch's, NumPy's, the GPU's) are saved of every rank, buffers of rank 0. Gradients are not saved,
-    with a warning where some wait for a step: save after one.
+    When this returns (with wait=False: when the `wait()` of what it returns does) everything is on
+    disk. A crash at any instant leaves the checkpoints that were there; one of the same tag is
+    replaced when the new one is complete. Every rank writes what it owns, 4 MiB at a time; files of
+    committed steps ("optimizer": "nvme") are linked, not copied, on the same file system. Random
+    states (Python's, torch's, NumPy's, the GPU's) are saved of every rank, buffers of rank 0.
+    Gradients are not saved, with a warning where some wait for a step: save after one.
 
     Args:
         directory: Of a file system that all ranks see; of one model.
         model: What shard returned.
         optimizer: What shard returned beside it; None leaves its states out.
-        tag: The name of the checkpoint; default "global_step" and how many steps the optimizer has made.
+        tag: The name of the checkpoint; default "global_step" and how many steps the optimizer has
+        made.
         scheduler: Anything with `state_dict()`; rank 0's is saved.
         client_state: Plain data (numbers, text, lists, tuples, dicts, tensors); rank 0's is saved.
-        stateful: Of each rank its own, by name: anything with `state_dict()`, such as a StatefulDataLoader.
+        stateful: Of each rank its own, by name: anything with `state_dict()`, such as a
+        StatefulDataLoader.
         ema: An EMA of the model, to save with it.
         save_latest: Let `load` find this checkpoint without a tag.
         exclude_frozen_parameters: Leave out parameters that do not train.
-        keep_last: Afterwards remove all checkpoints of `directory` but so many, the newest, and the one that "latest" names; so
-            the disk needs room for one more. What cannot be removed is named in a warning.
-        wait: If False, write in the background. This call copies what lies on the device to host memory; states that lie in
-            host memory are not copied: the next step waits until they are written. The next save waits for this one, and
-            raises its error on every rank, unless each has had it from `wait()`; call that before the program ends.
+        keep_last: Afterwards remove all checkpoints of `directory` but so many, the newest, and the
+            one that "latest" names; so the disk needs room for one more. What cannot be removed is
+            named in a warning.
+        wait: If False, write in the background. This call copies what lies on the device to host
+            memory; states that lie in host memory are not copied: the next step waits until they
+            are written. The next save waits for this one, and raises its error on every rank,
+            unless each has had it from `wait()`; call that before the program ends.
 
-    Returns a Saving, with the `path`, which may be used as a path; `wait()` and `done` of a save in the background.
+    Returns a Saving, with the `path`, which may be used as a path; `wait()` and `done` of a save in
+    the background.
 
     Streams: waits for the work that is queued on the current stream.
 
     Raises:
         ValueError, TypeError: On every rank, before anything is written.
-        FileExistsError: If `directory`/`tag` is something else than a checkpoint or an empty directory.
-        BlockingIOError: If another process is saving into `directory`, or another model of this one; it is named.
-        OSError: If a file cannot be written, with its path and offset, on the rank where that is so.
+        FileExistsError: If `directory`/`tag` is something else than a checkpoint or an empty
+            directory.
+        BlockingIOError: If another process is saving into `directory`, or another model of this
+            one; it is named.
+        OSError: If a file cannot be written, with its path and offset, on the rank where that is
+            so.
         RuntimeError: If another rank, or the save before this one, failed.
     """
     content = Content(
@@ -101,22 +121,34 @@ def save(
         ema=ema,
     )
     engine = engine_behind("save", model)
-    attempt_together(engine.everyone, "save", lambda: check_pairs("save", engine, optimizer, ema), "nothing was saved")
+    attempt_together(
+        engine.everyone,
+        "save",
+        lambda: check_pairs("save", engine, optimizer, ema),
+        "nothing was saved",
+    )
     if ema is not None:
         ema.follow()
     return write_checkpoint(engine, Path(directory), tag, content, save_latest, keep_last, wait)
 
 
 def check_pairs(op: str, engine: Engine, optimizer: object, ema: object) -> None:
-    """Raise ValueError unless the optimizer and the EMA, if there are any, are those of the engine."""
+    """Raise ValueError unless the optimizer and the EMA, if there are any, are those of the
+    engine.
+    """
     made_by = {"optimizer": "what shard returned with it", "ema": "an EMA of it"}
     for name, thing in (("optimizer", optimizer), ("ema", ema)):
         if thing is not None and getattr(thing, "_engine", None) is not engine:
-            raise ValueError(f"{op}: {name} is a {type(thing).__name__} that is not model's; expected {made_by[name]}")
+            raise ValueError(
+                f"{op}: {name} is a {type(thing).__name__} that is not model's; expected "
+                f"{made_by[name]}"
+            )
 
 
 class Averages(Protocol):
-    """The moving average of a model's weights (ema.py). shard: of a bucket's owned range, float32, live."""
+    """The moving average of a model's weights (ema.py). shard: of a bucket's owned range,
+    float32, live.
+    """
 
     updates: int
 
@@ -138,12 +170,17 @@ class Content:
 
 
 def finish_saving(engine: Engine) -> None:
-    """Wait for a save in the background, and raise its error on every rank unless all have raised it. Collective."""
+    """Wait for a save in the background, and raise its error on every rank unless all have
+    raised it. Collective.
+    """
     saving = engine.saving
     if saving is not None:
-        engine.everyone.first_problem(None)  # a rank that has died would be waited for: this says so
+        # a rank that has died would be waited for: this says so
+        engine.everyone.first_problem(None)
         try:
-            attempt_together(engine.everyone, "save", lambda: saving.raised or saving.wait(), AS_BEFORE)
+            attempt_together(
+                engine.everyone, "save", lambda: saving.raised or saving.wait(), AS_BEFORE
+            )
         except Exception:
             engine.saving = None
             raise
@@ -152,7 +189,13 @@ def finish_saving(engine: Engine) -> None:
 
 @torch.no_grad()
 def write_checkpoint(
-    engine: Engine, folder: Path, tag: str | None, content: Content, save_latest: bool, keep_last: int | None, wait: bool
+    engine: Engine,
+    folder: Path,
+    tag: str | None,
+    content: Content,
+    save_latest: bool,
+    keep_last: int | None,
+    wait: bool,
 ) -> "Saving":
     """Save `content`; the other arguments are those of `save`. Collective."""
     comm, folder = engine.everyone, folder.absolute()
@@ -161,14 +204,21 @@ def write_checkpoint(
         if tag is not None:
             directory.check_tag("save", tag)
         if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
-            raise ValueError(f"save: keep_last has {keep_last!r}; expected a number of at least 1, or None")
+            raise ValueError(
+                f"save: keep_last has {keep_last!r}; expected a number of at least 1, or None"
+            )
         engine.membership.check("save")
         engine.updater.accept_weight_edits()
         return f"a checkpoint{engine.updater.changed()}"
 
     finish_saving(engine)
     engine.together("save", check)
-    given = {"directory": str(folder), "tag": tag, "keep_last": keep_last, "exclude_frozen_parameters": content.exclude_frozen}
+    given = {
+        "directory": str(folder),
+        "tag": tag,
+        "keep_last": keep_last,
+        "exclude_frozen_parameters": content.exclude_frozen,
+    }
     _check_same(
         comm,
         {
@@ -181,13 +231,18 @@ def write_checkpoint(
     )
     if content.states and engine.reducer.backwards > 0 and comm.rank == 0:
         logger.warning(
-            "save: %s backward(s) came since the last step, and gradients are not saved: the run that loads this begins that "
-            "step anew (save after a step to go on bit for bit)",
+            "save: %s backward(s) came since the last step, and gradients are not saved: the run "
+            "that loads this begins that step anew (save after a step to go on bit for bit)",
             engine.reducer.backwards,
         )
     name = tag or f"global_step{max((m.step for _, m in _trained(engine)), default=0)}"
     beside = attempt_together(comm, "save", lambda: Beside(engine, content), "nothing was saved")
-    lock = attempt_together(comm, "save", lambda: directory.SaveLock(folder, name) if comm.rank == 0 else None, AS_BEFORE)
+    lock = attempt_together(
+        comm,
+        "save",
+        lambda: directory.SaveLock(folder, name) if comm.rank == 0 else None,
+        AS_BEFORE,
+    )
     job = _Job(engine, folder, name, content, beside, lock, (save_latest, keep_last))
     saving = Saving(folder / name, job)
     try:
@@ -211,10 +266,13 @@ def _check_same(comm: Ranks, given: Mapping[str, Any]) -> None:
     every = comm.gather_json(given)
     for rank, name in product(range(comm.world_size), given):
         if every[rank][name] != every[0][name]:
-            raise ValueError(f"save: {name} is {every[rank][name]!r} on rank {rank}; expected {every[0][name]!r}, as on rank 0")
+            raise ValueError(
+                f"save: {name} is {every[rank][name]!r} on rank {rank}; expected "
+                f"{every[0][name]!r}, as on rank 0"
+            )
 
 
-# --- what is written ----------------------------------------------------------------------------------------------------
+# --- what is written ------------------------------------------------------------------------------
 
 
 def _trained(engine: Engine) -> Iterator[tuple[Bucket, Managed]]:
@@ -227,27 +285,43 @@ def _trained(engine: Engine) -> Iterator[tuple[Bucket, Managed]]:
 Described: TypeAlias = tuple[dict[str, Any], list[str], dict[str, str]]
 
 
-def _items(engine: Engine, content: Content, given: Given, names: Mapping[torch.Tensor, str]) -> Iterator[Item]:
-    """Yield what this rank saves: see Note [Who writes]. given: has some of it, which are cut as they are there.
+def _items(
+    engine: Engine, content: Content, given: Given, names: Mapping[torch.Tensor, str]
+) -> Iterator[Item]:
+    """Yield what this rank saves: see Note [Who writes]. given: has some of it, which are cut as
+    they are there.
 
     names: of the parameters, see `names_of`.
     """
     for bucket in engine.buckets:
         if bucket.counted and (bucket.trainable or not content.exclude_frozen):
             chunks = [(start, end) for of, start, end in given.chunks if of is bucket]
-            for low, high in pairwise(sorted({*bucket.reduces, *(end for chunk in chunks for end in chunk)})):
+            for low, high in pairwise(
+                sorted({*bucket.reduces, *(end for chunk in chunks for end in chunk)})
+            ):
                 for managed, *where in ranges_of(bucket, low, high):
                     name = stored_name(names[managed.param], managed.columns)
-                    yield from parts_of(engine, bucket, managed, name, (where[0], where[1], where[2]), content.states)
+                    yield from parts_of(
+                        engine,
+                        bucket,
+                        managed,
+                        name,
+                        (where[0], where[1], where[2]),
+                        content.states,
+                    )
                     if content.ema is not None and bucket.group is not None:
                         start, first, numel = where
                         average = content.ema.shard(bucket)[start : start + numel]
-                        yield Item(name, layout.EMA, average.dtype, first, numel, partial(itself, average))
+                        yield Item(
+                            name, layout.EMA, average.dtype, first, numel, partial(itself, average)
+                        )
     if engine.comm.rank == 0:
         for name, tensor in _unsharded(engine, content, names):
             columns = columns_of(name, tensor)
             if columns is not None or engine.everyone.rank == 0:
-                yield from items_of(stored_name(name, columns), held_by(tensor).detach().reshape(-1), columns)
+                yield from items_of(
+                    stored_name(name, columns), held_by(tensor).detach().reshape(-1), columns
+                )
 
 
 def items_of(name: str, flat: torch.Tensor, columns: Columns | None = None) -> Iterator[Item]:
@@ -268,11 +342,15 @@ def stored_name(name: str, columns: Columns | None) -> str:
 
 
 def ranges_of(bucket: Bucket, low: int, high: int) -> Iterator[tuple[Managed, int, int, int]]:
-    """Yield (parameter, start in the owned range, start in the parameter, numel) of what files have of [low, high) of it."""
+    """Yield (parameter, start in the owned range, start in the parameter, numel) of what files
+    have of [low, high) of it.
+    """
     for piece in bucket.pieces:
         managed = bucket.params[piece.slot]
         start, end = max(piece.start, low), min(piece.start + piece.numel, high)
-        for first, numel in layout.cut(piece.param_start + start - piece.start, end - start, managed.columns):
+        for first, numel in layout.cut(
+            piece.param_start + start - piece.start, end - start, managed.columns
+        ):
             yield managed, piece.start + first - piece.param_start, first, numel
 
 
@@ -285,20 +363,32 @@ def weight_of(bucket: Bucket, name: str, where: tuple[int, int, int]) -> Iterato
 
 
 def parts_of(
-    engine: Engine, bucket: Bucket, managed: Managed, name: str, where: tuple[int, int, int], states: bool
+    engine: Engine,
+    bucket: Bucket,
+    managed: Managed,
+    name: str,
+    where: tuple[int, int, int],
+    states: bool,
 ) -> Iterator[Item]:
-    """Yield what is stored, under `name`, of a range (start in the owned range, start in the parameter, numel)."""
+    """Yield what is stored, under `name`, of a range (start in the owned range, start in the
+    parameter, numel).
+    """
     start, param_start, numel = where
     yield from weight_of(bucket, name, where)
     if bucket.group is None:
         return
     stays = engine.store.tier != "device" and start >= bucket.device_numel
-    views = engine.store.kept(bucket, start, numel) if stays and engine.store.tier == "cpu" else {}  # of files: later
+    # of files: later
+    views = engine.store.kept(bucket, start, numel) if stays and engine.store.tier == "cpu" else {}
     for part, dtype in bucket.state_format.dtypes.items():
         if part in ("master", "remainder") or (states and managed.step > 0):
             first = param_start // BLOCK if part in SCALES.values() else param_start
             count = layout.stored_numel(part, numel)
-            read = partial(itself, views[part]) if views else partial(_kept, engine, bucket, part, start, numel)
+            read = (
+                partial(itself, views[part])
+                if views
+                else partial(_kept, engine, bucket, part, start, numel)
+            )
             yield Item(name, part, dtype, first, count, read, stays)
 
 
@@ -306,7 +396,9 @@ def _kept(engine: Engine, bucket: Bucket, part: str, start: int, numel: int) -> 
     return engine.store.kept(bucket, start, numel)[part]
 
 
-def _unsharded(engine: Engine, content: Content, names: Mapping[torch.Tensor, str]) -> Iterator[tuple[str, torch.Tensor]]:
+def _unsharded(
+    engine: Engine, content: Content, names: Mapping[torch.Tensor, str]
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield buffers, and the frozen parameters that are in no bucket."""
     for _, param in engine.unmanaged:
         if param not in engine.bucket_of and not content.exclude_frozen:
@@ -325,33 +417,59 @@ def buffers_of(model: nn.Module) -> dict[str, torch.Tensor]:
 class Beside:
     """What is saved beside tensors, as JSON values: checked before anything is written."""
 
-    def __init__(self, engine: Engine, content: Content, rank: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, engine: Engine, content: Content, rank: Mapping[str, Any] | None = None
+    ) -> None:
         """Read the states now. TypeError or ValueError for what is no plain data.
 
-        rank: what `rank_state` returned, of what each rank has for itself alone: then it is to have the rest, too.
+        rank: what `rank_state` returned, of what each rank has for itself alone: then it is to have
+        the rest, too.
         """
         self.rank = rank_state(engine.device, content.stateful) if rank is None else rank
         first = engine.everyone.rank == 0 or rank is not None
         if first and not isinstance(content.client_state, Mapping | None):
-            raise TypeError(f"save: client_state has type {type(content.client_state).__name__}; expected a dict, or None")
-        self.client_state = plain.to_json(content.client_state, "save: client_state") if first else None
-        scheduled = _state_of("scheduler", content.scheduler) if first and content.scheduler is not None else None
+            raise TypeError(
+                f"save: client_state has type {type(content.client_state).__name__}; expected a "
+                f"dict, or None"
+            )
+        self.client_state = (
+            plain.to_json(content.client_state, "save: client_state") if first else None
+        )
+        scheduled = (
+            _state_of("scheduler", content.scheduler)
+            if first and content.scheduler is not None
+            else None
+        )
         self.scheduler = plain.to_json(scheduled, "save: scheduler.state_dict()")
-        self.files = {layout.rank_file(engine.everyone.rank): layout.json_bytes({"value": self.rank}, plain_data=True)}
+        self.files = {
+            layout.rank_file(engine.everyone.rank): layout.json_bytes(
+                {"value": self.rank}, plain_data=True
+            )
+        }
         if self.client_state is not None:
-            self.files[layout.CLIENT_STATE] = layout.json_bytes({"value": self.client_state}, plain_data=True)
+            self.files[layout.CLIENT_STATE] = layout.json_bytes(
+                {"value": self.client_state}, plain_data=True
+            )
         own = layout.with_extra_state(engine.model)
         self.extra_state = {
-            name: plain.to_json(m.get_extra_state(), f"save: {name}.get_extra_state()") for name, m in own.items()
+            name: plain.to_json(m.get_extra_state(), f"save: {name}.get_extra_state()")
+            for name, m in own.items()
         }
         names = names_of(engine)
-        groups = [{**group, "params": [names[param] for param in group["params"]]} for group in engine.updater.groups]
+        groups = [
+            {**group, "params": [names[param] for param in group["params"]]}
+            for group in engine.updater.groups
+        ]
         self.groups = plain.to_json(groups, "save: param_groups") if content.states else None
         self.loss_scale = engine.scaler.state()
         self.counters = {"skipped_steps": engine.skipped_steps} if content.states else {}
         self.counters |= {EMA_UPDATES: content.ema.updates} if content.ema is not None else {}
         self.slices = engine.everyone.slices
-        self.steps = {names[m.param]: m.step for _, m in _trained(engine) if m.step > 0} if content.states else {}
+        self.steps = (
+            {names[m.param]: m.step for _, m in _trained(engine) if m.step > 0}
+            if content.states
+            else {}
+        )
 
     def entries(
         self, described: Described, counters: Mapping[str, int], numerics: Any
@@ -374,17 +492,24 @@ class Beside:
 
 
 def rank_state(device: torch.device, stateful: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a rank saves for itself, as JSON values: random states, and those of `stateful`."""
+    """Return what a rank saves for itself, as JSON values: random states, and those of
+    `stateful`.
+    """
     states = {name: _state_of(f"stateful[{name!r}]", value) for name, value in stateful.items()}
     return {
         "random": plain.to_json(random_states(device), "save: random states"),
-        "stateful": {name: plain.to_json(state, f"save: stateful[{name!r}]") for name, state in states.items()},
+        "stateful": {
+            name: plain.to_json(state, f"save: stateful[{name!r}]")
+            for name, state in states.items()
+        },
     }
 
 
 def _state_of(name: str, value: Any) -> Any:
     if not callable(getattr(value, "state_dict", None)):
-        raise TypeError(f"save: {name} has type {type(value).__name__}; expected something with state_dict()")
+        raise TypeError(
+            f"save: {name} has type {type(value).__name__}; expected something with state_dict()"
+        )
     return value.state_dict()
 
 
@@ -398,7 +523,7 @@ def random_states(device: torch.device) -> dict[str, Any]:
     return states
 
 
-# --- writing it ---------------------------------------------------------------------------------------------------------
+# --- writing it -----------------------------------------------------------------------------------
 
 
 class _Job:
@@ -420,11 +545,14 @@ class _Job:
         self._beside, self._lock, self._latest = beside, lock, latest
         self._path = directory.unfinished(folder, name)
         self._items: list[Item] = []
-        self._read, self._store = threading.Event(), engine.store  # once a step may overwrite what stays
+        # once a step may overwrite what stays
+        self._read, self._store = threading.Event(), engine.store
         self._numerics = numerics_of(engine)
 
     def prepare(self, stages: bool) -> None:
-        """List what is written; if `stages`, copy what does not stay where it is, and let steps wait for the rest."""
+        """List what is written; if `stages`, copy what does not stay where it is, and let steps
+        wait for the rest.
+        """
         assert self._engine is not None
         check_seen(self._path, self._comm.rank)
         names = names_of(self._engine)
@@ -441,7 +569,9 @@ class _Job:
             self._engine = None
 
     def _give(self, engine: Engine, names: Mapping[torch.Tensor, str]) -> Given:
-        """Take the files of committed states as they are, if there are some: only where this rank alone writes what it owns."""
+        """Take the files of committed states as they are, if there are some: only where this
+        rank alone writes what it owns.
+        """
         alone = all(bucket.reduces == (0, bucket.owned_numel) for bucket in engine.buckets)
         if engine.commits is None or not self._content.states or not alone:
             return Given()
@@ -449,19 +579,27 @@ class _Job:
         return given
 
     def write(self) -> dict[str, Any]:
-        """Write the files of this rank; returns their entries in the manifest, and the ranges by name and part."""
+        """Write the files of this rank; returns their entries in the manifest, and the ranges by
+        name and part.
+        """
         try:
-            said = write_ranges(self._path, layout.data_file(self._comm.rank), self._items, read=self._read)
+            said = write_ranges(
+                self._path, layout.data_file(self._comm.rank), self._items, read=self._read
+            )
         finally:
             self._read.set()
         said["files"] += self._given.files
         for where in self._in_given:
             add_range(said["ranges"], *where)
-        said["files"] += [write_json(self._path / name, held) for name, held in self._beside.files.items()]
+        said["files"] += [
+            write_json(self._path / name, held) for name, held in self._beside.files.items()
+        ]
         return said
 
     def commit(self, said: Sequence[Any]) -> None:
-        """On rank 0: write the manifest from what all ranks wrote, and give the checkpoint its name."""
+        """On rank 0: write the manifest from what all ranks wrote, and give the checkpoint its
+        name.
+        """
         if self._comm.rank != 0:
             return
         entries = self._beside.entries(self._describe, self._content.counters, self._numerics)
@@ -482,12 +620,17 @@ class _Job:
 def numerics_of(engine: Engine) -> Any:
     """Return the options that the model was sharded with, as JSON values."""
     options = {**engine.options, "ranks": engine.comm.topology}
-    options = {name: asdict(value) if hasattr(value, "__dataclass_fields__") else value for name, value in options.items()}
+    options = {
+        name: asdict(value) if hasattr(value, "__dataclass_fields__") else value
+        for name, value in options.items()
+    }
     return plain.to_json(options, "save: numerics")
 
 
 def describe(engine: Engine, content: Content) -> Described:
-    """Return shapes and dtypes by name, the frozen parameters, and what other names are the same as which."""
+    """Return shapes and dtypes by name, the frozen parameters, and what other names are the same
+    as which.
+    """
     model = engine.model
     named: dict[str, torch.Tensor] = {**dict(named_parameters(model)), **buffers_of(model)}
     frozen = {name for name, param in named_parameters(model) if not engine.trains(param)}
@@ -503,5 +646,9 @@ def describe(engine: Engine, content: Content) -> Described:
             tensors[name] |= {"rows": slices[0].rows, "slices": of_slices}
     first = {tensor: name for name, tensor in named.items()}
     every = [*named_parameters(model, remove_duplicate=False), *named_buffers(model)]
-    tied = {name: first[tensor] for name, tensor in every if first[tensor] != name and first[tensor] in tensors}
+    tied = {
+        name: first[tensor]
+        for name, tensor in every
+        if first[tensor] != name and first[tensor] in tensors
+    }
     return tensors, sorted(frozen), tied

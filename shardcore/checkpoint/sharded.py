@@ -1,11 +1,13 @@
 """State dicts in shards, for torch.distributed.checkpoint: no rank holds full tensors.
 
-Note [Boxes]: a rank has ranges of flattened parameters, cut at 256-element blocks. DTensor has no such placement (Shard(0) cuts
-at rows). But torch.distributed.checkpoint describes every tensor as boxes, (offsets, sizes), and any range of a row-major
-tensor is a few boxes (at most 2 * dimensions - 1), which are views of it. So a checkpoint has full tensors under their own
-names, which DTensors, plain tensors and other world sizes load. `Shards` provides its boxes by the protocol of DTensor.
-torch.distributed.checkpoint is imported in its methods, which it calls, since it loads 700 modules. Its
-HuggingFaceStorageWriter keeps one box per name and file and drops the others; `_refuse_in_safetensors` makes it refuse.
+Note [Boxes]: a rank has ranges of flattened parameters, cut at 256-element blocks. DTensor has no
+such placement (Shard(0) cuts at rows). But torch.distributed.checkpoint describes every tensor as
+boxes, (offsets, sizes), and any range of a row-major tensor is a few boxes (at most 2 * dimensions
+- 1), which are views of it. So a checkpoint has full tensors under their own names, which DTensors,
+plain tensors and other world sizes load. `Shards` provides its boxes by the protocol of DTensor.
+torch.distributed.checkpoint is imported in its methods, which it calls, since it loads 700 modules.
+Its HuggingFaceStorageWriter keeps one box per name and file and drops the others;
+`_refuse_in_safetensors` makes it refuse.
 """
 
 import logging
@@ -41,7 +43,8 @@ _SCALE = "loss_scale."  # the prefix of its keys
 
 
 class Shards(torch.Tensor):
-    """This rank's `ranges` of a flattened tensor, [(first element, values)]. Every operation on it raises TypeError.
+    """This rank's `ranges` of a flattened tensor, [(first element, values)]. Every operation on it
+    raises TypeError.
 
     boxes: the same memory by offset in the full tensor; see Note [Boxes].
     """
@@ -51,10 +54,20 @@ class Shards(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls, shape: torch.Size, dtype: torch.dtype, ranges: list[tuple[int, torch.Tensor]], cut: Slice | None = None
+        cls,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        ranges: list[tuple[int, torch.Tensor]],
+        cut: Slice | None = None,
     ) -> "Shards":
-        """Describe a tensor of this shape, of which this rank has `ranges`, of the slice `cut` of it if that is given."""
-        inside = shape if cut is None or cut.dim is None else cut.cut(torch.empty(shape, device="meta")).shape
+        """Describe a tensor of this shape, of which this rank has `ranges`, of the slice `cut`
+        of it if that is given.
+        """
+        inside = (
+            shape
+            if cut is None or cut.dim is None
+            else cut.cut(torch.empty(shape, device="meta")).shape
+        )
         made: Shards = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)
         made.ranges, made.boxes = ranges, {}
         for start, values in ranges:
@@ -72,19 +85,24 @@ class Shards(torch.Tensor):
     def __torch_dispatch__(cls, function: Any, *_: Any) -> Any:
         """Refuse every operation."""
         raise TypeError(
-            f"{function}: got a parameter's shards, which only torch.distributed.checkpoint reads and writes; expected the "
-            "full tensor (model.state_dict())"
+            f"{function}: got a parameter's shards, which only torch.distributed.checkpoint reads "
+            f"and writes; expected the full tensor (model.state_dict())"
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Describe it without values, which are not all on this rank."""
         numel = sum(values.numel() for _, values in self.ranges)
-        return f"Shards({numel} of the {self.numel()} elements of a {tuple(self.shape)} {self.dtype})"
+        return (
+            f"Shards({numel} of the {self.numel()} elements of a {tuple(self.shape)} {self.dtype})"
+        )
 
     def __create_write_items__(self, fqn: str, _: object) -> "list[WriteItem]":
         """See torch.distributed._checkpointable: what this rank writes."""
         _refuse_in_safetensors()
-        planner, metadata = (import_module(f"torch.distributed.checkpoint.{name}") for name in ("planner", "metadata"))
+        planner, metadata = (
+            import_module(f"torch.distributed.checkpoint.{name}")
+            for name in ("planner", "metadata")
+        )
         return [
             planner.WriteItem(
                 index=metadata.MetadataIndex(fqn, offsets),
@@ -101,7 +119,10 @@ class Shards(torch.Tensor):
     def __create_chunk_list__(self) -> "list[ChunkStorageMetadata]":
         """See torch.distributed._checkpointable: what this rank reads."""
         metadata = import_module("torch.distributed.checkpoint.metadata")
-        return [metadata.ChunkStorageMetadata(offsets, part.size()) for offsets, part in self.boxes.items()]
+        return [
+            metadata.ChunkStorageMetadata(offsets, part.size())
+            for offsets, part in self.boxes.items()
+        ]
 
     def __get_tensor_shard__(self, index: "MetadataIndex") -> torch.Tensor:
         """See torch.distributed._checkpointable: the memory of one box."""
@@ -111,9 +132,11 @@ class Shards(torch.Tensor):
 
 @cache
 def _refuse_in_safetensors() -> None:
-    """Make HuggingFaceStorageWriter raise ValueError, on every rank, for boxes that would overwrite each other in its files.
+    """Make HuggingFaceStorageWriter raise ValueError, on every rank, for boxes that would overwrite
+    each other in its files.
 
-    Only its plan knows both the writer and the boxes, so that method is replaced. Tested with torch 2.13.
+    Only its plan knows both the writer and the boxes, so that method is replaced. Tested with torch
+    2.13.
     """
     writer = import_module("torch.distributed.checkpoint").HuggingFaceStorageWriter
     prepare = writer.prepare_local_plan
@@ -125,17 +148,24 @@ def _refuse_in_safetensors() -> None:
             part = data is not None and data.chunk.sizes != data.size
             if part and (boxes[item.index.fqn] > 1 or not self.save_distributed):
                 raise ValueError(
-                    f"HuggingFaceStorageWriter: {item.index.fqn} is in {boxes[item.index.fqn]} boxes of it on this rank, of "
-                    "which its files would keep one; expected a FileSystemWriter for what sharded_state_dict returns, or "
-                    "model.state_dict(), which has full tensors, written by rank 0 alone (dcp.save(..., no_dist=True))"
+                    f"HuggingFaceStorageWriter: {item.index.fqn} is in {boxes[item.index.fqn]} "
+                    f"boxes of it on this rank, of "
+                    "which its files would keep one; expected a FileSystemWriter for what "
+                    "sharded_state_dict returns, or "
+                    "model.state_dict(), which has full tensors, written by rank 0 alone "
+                    "(dcp.save(..., no_dist=True))"
                 )
         return prepare(self, plan)
 
     writer.prepare_local_plan = prepare_local_plan
 
 
-def boxes_of(shape: tuple[int, ...], start: int, numel: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield (offsets, sizes) of the boxes that make up elements [start, start + numel) of the flattened tensor, in order."""
+def boxes_of(
+    shape: tuple[int, ...], start: int, numel: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Yield (offsets, sizes) of the boxes that make up elements [start, start + numel) of the
+    flattened tensor, in order.
+    """
     if not shape:
         yield (), ()
         return
@@ -159,13 +189,22 @@ ReadOwned = Callable[[int, int], torch.Tensor]
 
 def shards_of(bucket: Bucket, managed: Managed, read: ReadOwned) -> torch.Tensor:
     """Copy this rank's ranges of a parameter."""
-    ranges = [(piece.param_start, read(piece.start, piece.numel).clone()) for piece in bucket.pieces_of(managed)]
+    ranges = [
+        (piece.param_start, read(piece.start, piece.numel).clone())
+        for piece in bucket.pieces_of(managed)
+    ]
     shape, none = managed.param.shape, read(0, 0)
-    return Shards(shape, none.dtype, ranges, managed.sliced) if managed.param.numel() else none.new_empty(shape)
+    return (
+        Shards(shape, none.dtype, ranges, managed.sliced)
+        if managed.param.numel()
+        else none.new_empty(shape)
+    )
 
 
 def read_weights(engine: Engine, bucket: Bucket) -> ReadOwned:
-    """Return what reads the owned weights as the optimizer sees them: the masters where there are any."""
+    """Return what reads the owned weights as the optimizer sees them: the masters where there
+    are any.
+    """
     if bucket.state_format.master is None:
         return bucket.owned_values
     return partial(engine.store.read, bucket, "master")
@@ -173,14 +212,16 @@ def read_weights(engine: Engine, bucket: Bucket) -> ReadOwned:
 
 @torch.no_grad()
 def model_state(engine: Engine) -> dict[str, torch.Tensor]:
-    """Return the model's state by name: `Shards` of masters, plain tensors of what every rank has in full. Collective."""
+    """Return the model's state by name: `Shards` of masters, plain tensors of what every rank
+    has in full. Collective.
+    """
     _read_all(engine, "the model")
     engine.updater.warn_of_lost_edits("sharded_state_dict")
     own = [name or "the model" for name in with_extra_state(engine.model)]
     if own and engine.comm.rank == 0:
         logger.warning(
-            "sharded_state_dict: the extra state of %s is left out (torch.distributed.checkpoint would pickle it); save "
-            "get_extra_state() of the module yourself",
+            "sharded_state_dict: the extra state of %s is left out (torch.distributed.checkpoint "
+            "would pickle it); save get_extra_state() of the module yourself",
             ", ".join(own),
         )
     found: dict[torch.Tensor, torch.Tensor] = {}
@@ -197,7 +238,9 @@ def model_state(engine: Engine) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def load_model_state(engine: Engine, state: Mapping[str, Any]) -> None:
-    """Set weights, masters and buffers from the tensors of `model_state`, filled from a checkpoint. Collective."""
+    """Set weights, masters and buffers from the tensors of `model_state`, filled from a
+    checkpoint. Collective.
+    """
     named = dict(_named(engine.model))
 
     def check() -> str:
@@ -207,13 +250,17 @@ def load_model_state(engine: Engine, state: Mapping[str, Any]) -> None:
             if bucket is not None:
                 _check_ranges(name, bucket, engine.managed[tensor], state[name])  # type: ignore[index]
             elif not isinstance(state[name], torch.Tensor) or state[name].shape != tensor.shape:
-                raise ValueError(f"{_OP}: {name} has {state[name]!r}; expected a tensor of shape {tuple(tensor.shape)}")
+                raise ValueError(
+                    f"{_OP}: {name} has {state[name]!r}; expected a tensor of shape "
+                    f"{tuple(tensor.shape)}"
+                )
         engine.refuse_held(_OP)
         return "that of the model"
 
     engine.together(_OP, check)
     if engine.unsharder is not None:
-        engine.unsharder.reshard_all()  # what is kept, or still being gathered after a failed forward, has the old values
+        # what is kept, or still being gathered after a failed forward, has the old values
+        engine.unsharder.reshard_all()
     name_of = {tensor: name for name, tensor in named.items()}
     for name, tensor in named.items():
         if tensor not in engine.bucket_of:
@@ -226,14 +273,18 @@ def load_model_state(engine: Engine, state: Mapping[str, Any]) -> None:
 
 @torch.no_grad()
 def optimizer_state(engine: Engine) -> dict[str, torch.Tensor]:
-    """Return states by "parameter.key" (`Shards`), step counts and a dynamic loss scale. Collective."""
+    """Return states by "parameter.key" (`Shards`), step counts and a dynamic loss scale.
+    Collective.
+    """
     _read_all(engine, "the optimizer")
     found: dict[str, torch.Tensor] = {}
     for name, bucket, managed in _updated(engine):
         found[f"{name}.step"] = step_tensor(managed.step)
         for key in bucket.state_format.keys:
             if key != "master":  # it is in the model's state
-                found[f"{name}.{key}"] = shards_of(bucket, managed, partial(engine.store.read, bucket, key))
+                found[f"{name}.{key}"] = shards_of(
+                    bucket, managed, partial(engine.store.read, bucket, key)
+                )
     for key, value in (engine.scaler.state() or {}).items():
         dtype = torch.float64 if isinstance(value, float) else torch.int64
         found[f"{_SCALE}{key}"] = torch.tensor(value, dtype=dtype, device="cpu")
@@ -242,19 +293,30 @@ def optimizer_state(engine: Engine) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def load_optimizer_state(engine: Engine, state: Mapping[str, Any]) -> None:
-    """Set states, step counts and loss scale from the tensors of `optimizer_state`, filled from a checkpoint. Collective."""
+    """Set states, step counts and loss scale from the tensors of `optimizer_state`, filled from
+    a checkpoint. Collective.
+    """
     scale = {f"{_SCALE}{key}": key for key in engine.scaler.state() or {}}
     keys: dict[str, tuple[Bucket, Managed]] = {}
 
     def loaded_scale() -> dict[str, Any] | None:
         values = {key: state[name] for name, key in scale.items()}
-        numbers = {key: v.item() if isinstance(v, torch.Tensor) and v.numel() == 1 else v for key, v in values.items()}
+        numbers = {
+            key: v.item() if isinstance(v, torch.Tensor) and v.numel() == 1 else v
+            for key, v in values.items()
+        }
         return numbers or None
 
     def check() -> str:
         engine.membership.check(_OP)
         for name, bucket, managed in _updated(engine):
-            keys.update({f"{name}.{key}": (bucket, managed) for key in ("step", *bucket.state_format.keys) if key != "master"})
+            keys.update(
+                {
+                    f"{name}.{key}": (bucket, managed)
+                    for key in ("step", *bucket.state_format.keys)
+                    if key != "master"
+                }
+            )
         _check_names({**keys, **scale}, state)
         for name, (bucket, managed) in keys.items():
             if name.endswith(".step"):
@@ -283,16 +345,23 @@ def load_optimizer_state(engine: Engine, state: Mapping[str, Any]) -> None:
 
 
 def rounding(bucket: Bucket, name: str, key: str) -> str:
-    """Say that a state, or the weight, of a bucket is not kept exactly, and as what it is kept. name: with the key."""
+    """Say that a state, or the weight, of a bucket is not kept exactly, and as what it is kept.
+    name: with the key.
+    """
     kept = bucket.dtype if key == "weight" else bucket.state_format.dtypes[key]
     how = dtype_name(kept)
     if key in SCALES and bucket.state_format.state_dtype == "8bit":
-        how = "8-bit codes, which are quantized anew by this layout's blocks of 256 elements (state_dtype='8bit')"
+        how = (
+            "8-bit codes, which are quantized anew by this layout's blocks of 256 elements "
+            "(state_dtype='8bit')"
+        )
     return f"{name} is rounded to what this optimizer keeps: {how}"
 
 
 def warn_of_rounding(op: str, ranks: Ranks, rounded: Collection[str], stacklevel: int) -> None:
-    """Warn once, on the first rank, of what is rounded on any. Collective. rounded: of this rank, each in words."""
+    """Warn once, on the first rank, of what is rounded on any. Collective. rounded: of this
+    rank, each in words.
+    """
     every = ranks.gather_json([min(rounded, default=""), len(rounded)])
     if ranks.rank == 0:
         first = min((text for text, count in every if count), default="")
@@ -311,7 +380,9 @@ def _read_all(engine: Engine, what: str) -> None:
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what a state dict of the plain model has: parameters (tied ones under each name) and persistent buffers."""
+    """Yield what a state dict of the plain model has: parameters (tied ones under each name) and
+    persistent buffers.
+    """
     yield from named_parameters(model, remove_duplicate=False)
     yield from named_buffers(model)
 
@@ -325,18 +396,26 @@ def _updated(engine: Engine) -> Iterator[tuple[str, Bucket, Managed]]:
 
 def _check_names(expected: Mapping[str, Any], state: Mapping[str, Any]) -> None:
     if not isinstance(state, Mapping):
-        raise TypeError(f"{_OP}: state_dict is a {type(state).__name__}; expected what sharded_state_dict returned")
+        raise TypeError(
+            f"{_OP}: state_dict is a {type(state).__name__}; expected what sharded_state_dict "
+            f"returned"
+        )
     for name in [*expected, *state]:
         if name not in state or name not in expected:
             has = "lacks" if name not in state else "has"
-            raise ValueError(f"{_OP}: state_dict {has} {name}; expected the keys that sharded_state_dict returns")
+            raise ValueError(
+                f"{_OP}: state_dict {has} {name}; expected the keys that sharded_state_dict returns"
+            )
 
 
 def _check_ranges(name: str, bucket: Bucket, managed: Managed, values: Any) -> None:
     expected = [(piece.param_start, piece.numel) for piece in bucket.pieces_of(managed)]
     given = [(start, part.numel()) for start, part in getattr(values, "ranges", [])]
     if given != expected or values.shape != managed.param.shape:
-        raise ValueError(f"{_OP}: {name} has {values!r}; expected the shards that sharded_state_dict returns on this rank")
+        raise ValueError(
+            f"{_OP}: {name} has {values!r}; expected the shards that sharded_state_dict returns on "
+            f"this rank"
+        )
 
 
 def _reader(values: Any) -> Any:

@@ -1,29 +1,37 @@
-"""The files of states on disk that outlast a crash: two slots and two commit records of each rank, in a directory.
+"""The files of states on disk that outlast a crash: two slots and two commit records of each rank,
+in a directory.
 
-    rank_00000.slot_0.safetensors, rank_00000.slot_1.safetensors   the states, in flat ranges as in a checkpoint
-    rank_00000.rest_0.safetensors, rank_00000.rest_1.safetensors   what the step changes beside them, of the last two commits
-    rank_00000.commit_0.json, rank_00000.commit_1.json             the last two commits: manifests of what this rank has
+    rank_00000.slot_0.safetensors, rank_00000.slot_1.safetensors   the states, in flat ranges as in
+                                                                   a checkpoint
+    rank_00000.rest_0.safetensors, rank_00000.rest_1.safetensors   what the step changes beside
+                                                                   them, of the last two commits
+    rank_00000.commit_0.json, rank_00000.commit_1.json             the last two commits: manifests
+                                                                   of what this rank has
 
-Note [Two slots]. A chunk of states is read from the slot that has it and written to the other one. A commit syncs the slots,
-writes the rest and then its record, over the older one of two; a record that is torn is none. So the last committed step of
-this rank is whole at any instant.
+Note [Two slots]. A chunk of states is read from the slot that has it and written to the other one.
+A commit syncs the slots, writes the rest and then its record, over the older one of two; a record
+that is torn is none. So the last committed step of this rank is whole at any instant.
 
-Note [All ranks]. A rank writes step s + 1 over step s - 1 only after step s was committed on every rank: each commits before
-it sends its part of the norm, which step s + 1 needs. So after a crash the ranks' last commits are one step apart at most, and
-the newest one that all have is whole everywhere. A rank that has a newer one removes its record before any rank goes on.
+Note [All ranks]. A rank writes step s + 1 over step s - 1 only after step s was committed on every
+rank: each commits before it sends its part of the norm, which step s + 1 needs. So after a crash
+the ranks' last commits are one step apart at most, and the newest one that all have is whole
+everywhere. A rank that has a newer one removes its record before any rank goes on.
 
-Note [More directories]. Of several directories (engine/nvme_states.py, Note [Stripes]) the first one has what is named above.
-Each other one has two slots as well, 2 and 3 and so on, whose names also have the run's, so that runs may share it; the first
-one has symlinks to them, which `load` follows. The record says which chunk lies in which directory.
+Note [More directories]. Of several directories (engine/nvme_states.py, Note [Stripes]) the first
+one has what is named above. Each other one has two slots as well, 2 and 3 and so on, whose names
+also have the run's, so that runs may share it; the first one has symlinks to them, which `load`
+follows. The record says which chunk lies in which directory.
 
-Note [Given away]. A checkpoint on the same file system gets the slot that has the states as a hard link, so nothing is copied.
-From then on nothing may be written to that file. The space of another one, ".next", is taken at once, where an error is one of
-the save. Before the slot is written to, two steps later, the other file gets what the last commit has there, is synced, and is
-renamed over the slot: at any instant the slot has the last commit. Whether a checkpoint has a slot is seen by its number of
-links, also by the process that goes on after a crash. What is not committed, or in the other slot, is copied as ever.
+Note [Given away]. A checkpoint on the same file system gets the slot that has the states as a hard
+link, so nothing is copied. From then on nothing may be written to that file. The space of another
+one, ".next", is taken at once, where an error is one of the save. Before the slot is written to,
+two steps later, the other file gets what the last commit has there, is synced, and is renamed over
+the slot: at any instant the slot has the last commit. Whether a checkpoint has a slot is seen by
+its number of links, also by the process that goes on after a crash. What is not committed, or in
+the other slot, is copied as ever.
 
-A record is a manifest (checkpoint/format.py) of this rank's files, with "commit" and "rank_state" beside. The records of all
-ranks together make a checkpoint of any world size.
+A record is a manifest (checkpoint/format.py) of this rank's files, with "commit" and "rank_state"
+beside. The records of all ranks together make a checkpoint of any world size.
 """
 
 import errno
@@ -48,7 +56,14 @@ from shardcore.checkpoint.save import ranges_of
 from shardcore.checkpoint.write import FIRST_GIVEN, Given, add_range, key_of
 from shardcore.distributed.comm import Comm
 from shardcore.engine.disk import Rates, alignment_of
-from shardcore.engine.nvme_states import Chunk, NvmeStates, check_directories, deal, place, places_of
+from shardcore.engine.nvme_states import (
+    Chunk,
+    NvmeStates,
+    check_directories,
+    deal,
+    place,
+    places_of,
+)
 from shardcore.layout import BLOCK
 from shardcore.optim.state_format import SCALES
 
@@ -61,7 +76,9 @@ _RECORD = re.compile(r"rank_(\d{5,9})\.commit_[01]\.json")
 
 @dataclass(frozen=True)
 class _Range:
-    """Elements [start, start + numel) of a part of a parameter, `offset` bytes into a chunk. name: that of `shard`."""
+    """Elements [start, start + numel) of a part of a parameter, `offset` bytes into a chunk.
+    name: that of `shard`.
+    """
 
     name: str
     param: torch.Tensor
@@ -79,13 +96,15 @@ class _Range:
 class Slots:
     """The files of one rank: see the head of this file. A StateFiles.
 
-    step: how many steps are committed. record: the commit to go on from, until it is adopted; None: begin anew.
+    step: how many steps are committed. record: the commit to go on from, until it is adopted; None:
+    begin anew.
     """
 
     def __init__(self, folders: Sequence[Path], rank: int) -> None:
         """Lock the files of this rank, and read its records, which are in the first directory.
 
-        Raises BlockingIOError if another model or job uses them, OSError, and ValueError for a record of another version.
+        Raises BlockingIOError if another model or job uses them, OSError, and ValueError for a
+        record of another version.
         """
         self._folders = [folder.absolute() for folder in folders]
         check_directories(self._folders)
@@ -101,7 +120,11 @@ class Slots:
                     thread.join()
             gc.collect()  # or be in a cycle, as schedulers make them
             self._lock = self._locked()
-        self._records = {index: record for index in (0, 1) if (record := _read_record(self.record_path(index))) is not None}
+        self._records = {
+            index: record
+            for index in (0, 1)
+            if (record := _read_record(self.record_path(index))) is not None
+        }
         self.run, self._last = "", 1
         self.record: Mapping[str, Any] | None = None
         self._ranges: dict[Chunk, list[_Range]] = {}
@@ -110,15 +133,18 @@ class Slots:
         self._sizes: list[int] = []
         self._opened: list[tuple[int, int]] = []
         self._files: list[_C.BlockFile] = []
-        self._next: dict[int, _C.BlockFile] = {}  # by slot, of those that a checkpoint has: see Note [Given away]
+        # by slot, of those that a checkpoint has: see Note [Given away]
+        self._next: dict[int, _C.BlockFile] = {}
 
     def _locked(self) -> directory.FileLock:
         return directory.FileLock(
             self._path("lock"),
             "shard",
             {"rank": self.rank},
-            another="another job keeps states there: {}; expected a directory that no other uses (wait for it, or end it)",
-            this='another model of this process keeps states there: {}; expected a directory for each, or "durable": False',
+            another="another job keeps states there: {}; expected a directory that no other uses "
+            "(wait for it, or end it)",
+            this="another model of this process keeps states there: {}; expected a directory for "
+            'each, or "durable": False',
         )
 
     def _path(self, name: str) -> Path:
@@ -129,35 +155,53 @@ class Slots:
         return self._path(f"commit_{index}.json")
 
     def close(self) -> None:
-        """Unlock. What a run has that committed nothing is removed: it is of no use, and may be large."""
+        """Unlock. What a run has that committed nothing is removed: it is of no use, and may be
+        large.
+        """
         if self.record is None and not self.step:
             for path in self.paths:
                 path.unlink(missing_ok=True)
         self._lock.release()
 
-    # --- which step to go on from -------------------------------------------------------------------------------------------
+    # --- which step to go on from -----------------------------------------------------------------
 
     def choose(self, comm: Comm, resume: bool | None) -> None:
-        """Choose the step that is gone on from, the same on every rank, and remove the other records. Collective.
+        """Choose the step that is gone on from, the same on every rank, and remove the other
+        records. Collective.
 
-        Raises ValueError, on every rank, if there is something that resume=None would lose, or no step that all ranks have.
+        Raises ValueError, on every rank, if there is something that resume=None would lose, or no
+        step that all ranks have.
         """
         mine = {index: _facts(record) for index, record in self._records.items()}
-        every = comm.gather_json({"found": list(mine.values()), "folder": str(self.folder), "other": self._in_other_order()})
+        every = comm.gather_json(
+            {
+                "found": list(mine.values()),
+                "folder": str(self.folder),
+                "other": self._in_other_order(),
+            }
+        )
         found = [{tuple(facts) for facts in one["found"]} for one in every]
-        common = chosen_of(found, [one["folder"] for one in every], comm.world_size) if resume is not False else None
+        common = (
+            chosen_of(found, [one["folder"] for one in every], comm.world_size)
+            if resume is not False
+            else None
+        )
         if common is not None and resume is None:
             raise ValueError(
-                f"shard: {self.folder} has the committed step {common[1]} of an earlier run; expected "
-                'offload={"resume": True} to go on from it, "resume": False to begin anew over it, or another "path"'
+                f"shard: {self.folder} has the committed step {common[1]} of an earlier run; "
+                f"expected "
+                'offload={"resume": True} to go on from it, "resume": False to begin anew over it, '
+                'or another "path"'
             )
         other = next((one["other"] for one in every if one["other"]), None)
         if common is None and resume is not False and other is not None:
             raise ValueError(
-                f'shard: offload["path"] begins with {self.folder}; expected the directories in the order that the run '
-                f"there has them: {', '.join(other)}"
+                f'shard: offload["path"] begins with {self.folder}; expected the directories in '
+                f"the order that the run there has them: {', '.join(other)}"
             )
-        self.run = uuid.UUID(comm.gather_json(uuid.uuid4().hex)[0]).hex if common is None else common[0]
+        self.run = (
+            uuid.UUID(comm.gather_json(uuid.uuid4().hex)[0]).hex if common is None else common[0]
+        )
         for index, facts in mine.items():
             if tuple(facts) == common:
                 self._last, self.record, self.step = index, self._records[index], common[1]
@@ -169,7 +213,9 @@ class Slots:
             logger.info(
                 "shard: %s %s",
                 self.folder,
-                "has no committed step: a new run begins" if common is None else f"goes on from step {self.step}",
+                "has no committed step: a new run begins"
+                if common is None
+                else f"goes on from step {self.step}",
             )
 
     def _in_other_order(self) -> list[str] | None:
@@ -177,19 +223,26 @@ class Slots:
         for folder in self._folders[1:]:
             for index in (0, 1):
                 record = _read_record(folder / self.record_path(index).name)
-                if record is not None and set(record["commit"]["paths"]) == set(map(str, self._folders)):
+                if record is not None and set(record["commit"]["paths"]) == set(
+                    map(str, self._folders)
+                ):
                     return list(record["commit"]["paths"])
         return None
 
-    # --- files ----------------------------------------------------------------------------------------------------------------
+    # --- files ------------------------------------------------------------------------------------
 
     def open(self, engine: _C.FileEngine, chunks: Sequence[Chunk]) -> Sequence[_C.BlockFile]:
         """See StateFiles. ValueError if the slots to go on from are laid out for something else."""
         self._engine = engine
         names = [self._path(f"slot_{slot}.safetensors") for slot in range(2 * len(self._folders))]
         of_run = [name.name.replace(".slot_", f".{self.run}.slot_") for name in names]
-        self.paths = [*names[:2], *(self._folders[slot // 2] / of_run[slot] for slot in range(2, len(names)))]
-        stripes = self._deal(engine, chunks) if self.record is None else self._dealt(self.record, chunks)
+        self.paths = [
+            *names[:2],
+            *(self._folders[slot // 2] / of_run[slot] for slot in range(2, len(names))),
+        ]
+        stripes = (
+            self._deal(engine, chunks) if self.record is None else self._dealt(self.record, chunks)
+        )
         alignment = max(alignment_of(engine, folder) for folder in self._folders)
         for number, stripe in enumerate(stripes):
             self._lay_out(stripe, alignment)
@@ -209,7 +262,10 @@ class Slots:
             directory.sync_directory(folder)
         if self.record is not None:
             self._keep(self.record, chunks)
-        self._files = [_C.BlockFile(engine, path, self._sizes[slot // 2]) for slot, path in enumerate(self.paths)]
+        self._files = [
+            _C.BlockFile(engine, path, self._sizes[slot // 2])
+            for slot, path in enumerate(self.paths)
+        ]
         self._opened = [_identity(path) for path in self.paths]
         for slot, path in enumerate(self.paths):
             if path.stat().st_nlink > 1:
@@ -222,17 +278,22 @@ class Slots:
             same, there = file.read(len(head)) == head, os.fstat(file.fileno()).st_size
         if same and there < size:
             raise ValueError(
-                f"shard: {path} ends at byte {there} of {size}; expected all of it (copy the directory again if it is a copy, "
+                f"shard: {path} ends at byte {there} of {size}; expected all of it (copy the "
+                f"directory again if it is a copy, "
                 'or begin anew with "resume": False and load a checkpoint)'
             )
         if not same or there != size:
             raise ValueError(
-                f"shard: {path} has other states; expected the model, world size, stage, ratio and optimizer options that "
-                f"wrote it (shardcore.load({str(self.folder)!r}, ...) reads it into any, with another offload path)"
+                f"shard: {path} has other states; expected the model, world size, stage, ratio and "
+                f"optimizer options that "
+                f"wrote it (shardcore.load({str(self.folder)!r}, ...) reads it into any, with "
+                f"another offload path)"
             )
 
     def _deal(self, engine: _C.FileEngine, chunks: Sequence[Chunk]) -> Sequence[Sequence[Chunk]]:
-        """Return the chunks of each directory in a new run, and remove what an earlier one has in other directories."""
+        """Return the chunks of each directory in a new run, and remove what an earlier one has
+        in other directories.
+        """
         for link in self.folder.glob(f"rank_{self.rank:05d}.slot_*"):
             if link.is_symlink():
                 for left in (link.readlink(), link.readlink().with_suffix(_NEXT), link):
@@ -240,20 +301,29 @@ class Slots:
         self.rates, stripes = deal(engine, self._folders, chunks)
         return stripes
 
-    def _dealt(self, record: Mapping[str, Any], chunks: Sequence[Chunk]) -> Sequence[Sequence[Chunk]]:
-        """Return the chunks of each directory in a run that goes on. Raises ValueError if these are not its directories."""
+    def _dealt(
+        self, record: Mapping[str, Any], chunks: Sequence[Chunk]
+    ) -> Sequence[Sequence[Chunk]]:
+        """Return the chunks of each directory in a run that goes on. Raises ValueError if these
+        are not its directories.
+        """
         commit = record["commit"]
         missing = next((path for path in self.paths if not path.exists()), None)
         if missing is not None or len(commit["paths"]) != len(self._folders):
-            what = f"has {len(self._folders)} directories" if missing is None else f"lacks {missing}"
+            what = (
+                f"has {len(self._folders)} directories" if missing is None else f"lacks {missing}"
+            )
             raise ValueError(
-                f'shard: offload["path"] {what}; expected all directories of step {self.step}, in their order, which were '
-                f"{', '.join(commit['paths'])} (is a disk not mounted?)"
+                f'shard: offload["path"] {what}; expected all directories of step {self.step}, in '
+                f"their order, which were {', '.join(commit['paths'])} (is a disk not mounted?)"
             )
         numbers: Sequence[int] = commit["stripes"]
         if len(numbers) != len(chunks):  # of another model, which the heads show
             numbers = [0] * len(chunks)
-        return [[chunk for chunk, at in zip(chunks, numbers, strict=True) if at == n] for n in range(len(self._folders))]
+        return [
+            [chunk for chunk, at in zip(chunks, numbers, strict=True) if at == n]
+            for n in range(len(self._folders))
+        ]
 
     def _lay_out(self, chunks: Sequence[Chunk], alignment: int) -> None:
         """Give chunks of one directory their places in its slots, and these a head."""
@@ -287,9 +357,18 @@ class Slots:
         }
         for chunk in chunks:
             places = [chunk.offset + offset for offset, _ in chunk.parts]
-            slot = next((slot for slot in (chunk.slot, chunk.slot + 1) if places and (slot, places[0]) in crcs), None)
+            slot = next(
+                (
+                    slot
+                    for slot in (chunk.slot, chunk.slot + 1)
+                    if places and (slot, places[0]) in crcs
+                ),
+                None,
+            )
             chunk.slot = chunk.committed = chunk.slot if slot is None else slot
-            self._committed_crcs[chunk] = None if slot is None else [crcs[slot, at] for at in places]
+            self._committed_crcs[chunk] = (
+                None if slot is None else [crcs[slot, at] for at in places]
+            )
 
     def adopt(self, states: NvmeStates) -> None:
         """Let the states be those of `record`, whatever was written since the files were opened."""
@@ -299,10 +378,11 @@ class Slots:
             chunk.slot, chunk.crcs = chunk.committed, crcs
         self.record, self._committed_crcs = None, {}
 
-    # --- checkpoints that have a slot: Note [Given away] ----------------------------------------------------------------------
+    # --- checkpoints that have a slot: Note [Given away] ------------------------------------------
 
     def give(self, states: NvmeStates, folder: Path, names: Mapping[torch.Tensor, str]) -> Given:
-        """Link the slot of each directory that has most of its committed states into `folder`, if it can. Not beside a step.
+        """Link the slot of each directory that has most of its committed states into `folder`, if
+        it can. Not beside a step.
 
         names: of the parameters, as the manifest of the checkpoint has them.
         Raises OSError, where there is no room for another file among others.
@@ -311,7 +391,11 @@ class Slots:
         given = Given()
         for slot in range(0, len(self.paths), 2):
             of_slot = [
-                [chunk for chunk in states.chunks if chunk.crcs is not None and chunk.slot == chunk.committed == either]
+                [
+                    chunk
+                    for chunk in states.chunks
+                    if chunk.crcs is not None and chunk.slot == chunk.committed == either
+                ]
                 for either in (slot, slot + 1)
             ]
             sizes = [sum(chunk.nbytes for chunk in chunks) for chunks in of_slot]
@@ -322,11 +406,16 @@ class Slots:
                 for chunk in of_slot[fuller]:
                     first = chunk.bucket.device_numel + chunk.first
                     given.chunks.append((chunk.bucket, first, first + chunk.numel))
-                    given.ranges.update((key_of(*found[:2], found[3][0]), found) for found in self._where(chunk, number, names))
+                    given.ranges.update(
+                        (key_of(*found[:2], found[3][0]), found)
+                        for found in self._where(chunk, number, names)
+                    )
         return given
 
     def _link(self, slot: int, folder: Path) -> bool:
-        """Link a slot into a checkpoint, and take the space of the file after it. Returns whether it can be linked."""
+        """Link a slot into a checkpoint, and take the space of the file after it. Returns
+        whether it can be linked.
+        """
         path = folder / self._entry(slot)["name"]
         try:
             self._check_there(slot)
@@ -367,11 +456,12 @@ class Slots:
         self._files[slot], self._opened[slot] = self._next.pop(slot), _identity(path)
 
     def _check_there(self, slot: int) -> None:
-        if _identity(self.paths[slot]) != self._opened[slot]:  # open files go on where their disk was unmounted
+        # open files go on where their disk was unmounted
+        if _identity(self.paths[slot]) != self._opened[slot]:
             message = "the file there is not the one that has the states (is its disk mounted?)"
             raise OSError(errno.ESTALE, message, str(self.paths[slot]))
 
-    # --- commits --------------------------------------------------------------------------------------------------------------
+    # --- commits ----------------------------------------------------------------------------------
 
     @property
     def index(self) -> int:
@@ -383,8 +473,11 @@ class Slots:
         """The name of the next commit's file of the rest."""
         return f"rank_{self.rank:05d}.rest_{self.index}.safetensors"
 
-    def said(self, states: NvmeStates, rest: Mapping[str, Any], names: Mapping[torch.Tensor, str]) -> dict[str, Any]:
-        """Return what `manifest_of` is given of this rank: the states where they are now, and `rest`, of `write_ranges`.
+    def said(
+        self, states: NvmeStates, rest: Mapping[str, Any], names: Mapping[torch.Tensor, str]
+    ) -> dict[str, Any]:
+        """Return what `manifest_of` is given of this rank: the states where they are now, and
+        `rest`, of `write_ranges`.
 
         names: see `give`.
         """
@@ -392,27 +485,51 @@ class Slots:
         for chunk in states.chunks:
             for where in self._where(chunk, chunk.slot, names):
                 add_range(ranges, *where)
-        return {"files": [*map(self._entry, range(len(self.paths))), *rest["files"]], "ranges": ranges}
+        return {
+            "files": [*map(self._entry, range(len(self.paths))), *rest["files"]],
+            "ranges": ranges,
+        }
 
     def _entry(self, slot: int) -> dict[str, Any]:
         """Return the entry of a slot in a manifest."""
-        name, head, size = self._path(f"slot_{slot}.safetensors").name, self._heads[slot // 2], self._sizes[slot // 2]
-        return {"name": name, "bytes": size, "head_bytes": len(head), "head_crc32c": layout.crc32c(head)}
+        name, head, size = (
+            self._path(f"slot_{slot}.safetensors").name,
+            self._heads[slot // 2],
+            self._sizes[slot // 2],
+        )
+        return {
+            "name": name,
+            "bytes": size,
+            "head_bytes": len(head),
+            "head_crc32c": layout.crc32c(head),
+        }
 
     def _where(
         self, chunk: Chunk, file: int, names: Mapping[torch.Tensor, str]
     ) -> Iterator[tuple[str, str, torch.dtype, list[int]]]:
         """Yield where the ranges of a chunk are, in file number `file`, for `add_range`."""
         for one, crc in zip(self._ranges[chunk], chunk.crcs or (), strict=chunk.crcs is not None):
-            yield names[one.param], one.part, one.dtype, [one.start, one.numel, file, chunk.offset + one.offset, crc]
+            yield (
+                names[one.param],
+                one.part,
+                one.dtype,
+                [one.start, one.numel, file, chunk.offset + one.offset, crc],
+            )
 
     def write_record(self, manifest: Mapping[str, Any], step: int, states: NvmeStates) -> None:
-        """Commit: make the record durable, then let the states that it has not be written over. OSError if it cannot be."""
+        """Commit: make the record durable, then let the states that it has not be written over.
+        OSError if it cannot be.
+        """
         for slot in range(len(self.paths)):
             self._check_there(slot)
-        stripes = {"paths": list(map(str, self._folders)), "stripes": [chunk.slot // 2 for chunk in states.chunks]}
+        stripes = {
+            "paths": list(map(str, self._folders)),
+            "stripes": [chunk.slot // 2 for chunk in states.chunks],
+        }
         commit = {"run": self.run, "step": step, "rank": self.rank, **stripes}
-        directory.write_synced(self.record_path(self.index), layout.json_bytes({**manifest, "commit": commit}))
+        directory.write_synced(
+            self.record_path(self.index), layout.json_bytes({**manifest, "commit": commit})
+        )
         directory.sync_directory(self.folder)
         for chunk in states.chunks:
             chunk.committed = chunk.slot
@@ -444,11 +561,13 @@ def _copy(source: int, target: int, offset: int, nbytes: int) -> None:
         except OSError:  # a kernel (gVisor's) or file system without it
             copied = os.pwrite(target, os.pread(source, min(end - offset, 1 << 20), offset), offset)
         if copied == 0:
-            raise OSError(errno.EIO, f"a file of states ends before byte {end}; expected it as it was written")
+            raise OSError(
+                errno.EIO, f"a file of states ends before byte {end}; expected it as it was written"
+            )
         offset += copied
 
 
-# --- records ----------------------------------------------------------------------------------------------------------------
+# --- records --------------------------------------------------------------------------------------
 
 
 def _read_record(path: Path) -> dict[str, Any] | None:
@@ -462,7 +581,10 @@ def _read_record(path: Path) -> dict[str, Any] | None:
         logger.info("shard: %s is not whole, so the commit before it counts", path)
         return None
     if version != layout.VERSION:
-        raise ValueError(f"shard: {path} has version {version!r}; expected {layout.VERSION} (another shardcore may read it)")
+        raise ValueError(
+            f"shard: {path} has version {version!r}; expected {layout.VERSION} (another shardcore "
+            f"may read it)"
+        )
     if not isinstance(commit, Mapping):
         raise ValueError(f"shard: {path} is no commit record; expected one by shardcore")
     return record
@@ -476,24 +598,33 @@ def _facts(record: Mapping[str, Any]) -> tuple[str, int, int]:
 def chosen_of(
     found: Sequence[Collection[tuple[str, int, int]]], folders: Sequence[str], world_size: int
 ) -> tuple[str, int, int] | None:
-    """Return the newest commit that all ranks have; None if no rank has one, or only some their first. Raises ValueError."""
+    """Return the newest commit that all ranks have; None if no rank has one, or only some their
+    first. Raises ValueError.
+    """
     everything = set().union(*found)
     if common := set.intersection(*map(set, found)):
         chosen = max(common, key=lambda facts: facts[1])
         if chosen[2] != world_size:
             raise ValueError(
-                f"shard: {folders[0]} has step {chosen[1]} of {chosen[2]} ranks; expected {world_size} "
-                f"(shardcore.load({folders[0]!r}, ...) reads it into any world size, with another offload path)"
+                f"shard: {folders[0]} has step {chosen[1]} of {chosen[2]} ranks; expected "
+                f"{world_size} "
+                f"(shardcore.load({folders[0]!r}, ...) reads it into any world size, with another "
+                f"offload path)"
             )
         return chosen
-    if len(everything) <= 1 and all(step == 1 and world == world_size for _, step, world in everything):
+    if len(everything) <= 1 and all(
+        step == 1 and world == world_size for _, step, world in everything
+    ):
         return None
     says = [
-        f"rank {rank}: {', '.join(f'step {step} of run {run[:8]}' for run, step, _ in sorted(one)) or 'nothing'} in {folder}"
+        f"rank {rank}: "
+        + (", ".join(f"step {step} of run {run[:8]}" for run, step, _ in sorted(one)) or "nothing")
+        + f" in {folder}"
         for rank, (one, folder) in enumerate(zip(found, folders, strict=True))
     ]
     raise ValueError(
-        f"shard: ranks have no committed step in common ({'; '.join(says[:4])}); expected the directories of one run (or "
+        f"shard: ranks have no committed step in common ({'; '.join(says[:4])}); expected the "
+        f"directories of one run (or "
         '"resume": False to begin anew, or shardcore.load of a checkpoint)'
     )
 
@@ -501,21 +632,35 @@ def chosen_of(
 class Committed(layout.Checkpoint):
     """A Source of committed steps: of one rank's record, or of those of all ranks."""
 
-    def __init__(self, folder: Path, records: Sequence[Mapping[str, Any]], whole: bool = True) -> None:
+    def __init__(
+        self, folder: Path, records: Sequence[Mapping[str, Any]], whole: bool = True
+    ) -> None:
         """Join the records, of ranks in order. See Checkpoint."""
         super().__init__(folder, manifest=_joined(records), whole=whole)
         self._states = {record["commit"]["rank"]: record["rank_state"] for record in records}
 
     def of_rank(self, rank: int) -> Mapping[str, Any] | None:
         """See Source."""
-        return None if rank not in self._states else plain.from_json(self._states[rank], f"{self.path}: rank {rank}")
+        return (
+            None
+            if rank not in self._states
+            else plain.from_json(self._states[rank], f"{self.path}: rank {rank}")
+        )
 
 
 def open_committed(folder: Path) -> Committed | None:
-    """Open the last step that all ranks have committed in a directory; None if there is none. Raises OSError or ValueError."""
-    ranks = sorted({int(match[1]) for one in folder.iterdir() if (match := _RECORD.fullmatch(one.name))})
+    """Open the last step that all ranks have committed in a directory; None if there is none.
+    Raises OSError or ValueError.
+    """
+    ranks = sorted(
+        {int(match[1]) for one in folder.iterdir() if (match := _RECORD.fullmatch(one.name))}
+    )
     records = {
-        rank: [r for i in (0, 1) if (r := _read_record(folder / f"rank_{rank:05d}.commit_{i}.json")) is not None]
+        rank: [
+            r
+            for i in (0, 1)
+            if (r := _read_record(folder / f"rank_{rank:05d}.commit_{i}.json")) is not None
+        ]
         for rank in ranks
     }
     first = next((facts for of_rank in records.values() for facts in map(_facts, of_rank)), None)
@@ -526,7 +671,9 @@ def open_committed(folder: Path) -> Committed | None:
     chosen = chosen_of(found, [str(folder)] * len(world), len(world))
     if chosen is None:
         return None
-    return Committed(folder, [next(r for r in records[rank] if _facts(r) == chosen) for rank in world])
+    return Committed(
+        folder, [next(r for r in records[rank] if _facts(r) == chosen) for rank in world]
+    )
 
 
 def _joined(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

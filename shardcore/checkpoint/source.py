@@ -13,16 +13,20 @@ from shardcore.layout import Columns
 
 
 class Source(ABC):
-    """A checkpoint on disk. Nothing is unpickled into live objects; sizes are checked before memory is taken.
+    """A checkpoint on disk. Nothing is unpickled into live objects; sizes are checked before memory
+    is taken.
 
-    path: its directory or file. shapes: of parameters and persistent buffers by name (as in model.state_dict()). tied: names in
-    `shapes` that are another one's memory, by which. frozen: parameters that did not train; they may be left out of `shapes`.
+    path: its directory or file. shapes: of parameters and persistent buffers by name (as in
+    model.state_dict()). tied: names in `shapes` that are another one's memory, by which. frozen:
+    parameters that did not train; they may be left out of `shapes`.
     steps: of parameters that have optimizer states: how many updates each has had.
-    groups: the optimizer's param_groups, options by name, with "params": list of names; None: unknown. numbered: whether the
-    file has parameters by number alone, so that names are right only if the optimizer has groups of the same sizes.
-    client_state, scheduler: plain data that was saved beside it; None: there is none. loss_scale: dict or None. counters: of
-    the training loop ("global_steps", "micro_steps", ...), where they are known. extra_state: what modules keep, by
-    their names. world_size: how many ranks saved it; 0: unknown. slices: in how many tensor-parallel slices.
+    groups: the optimizer's param_groups, options by name, with "params": list of names; None:
+    unknown. numbered: whether the file has parameters by number alone, so that names are right only
+    if the optimizer has groups of the same sizes.
+    client_state, scheduler: plain data that was saved beside it; None: there is none. loss_scale:
+    dict or None. counters: of the training loop ("global_steps", "micro_steps", ...), where they
+    are known. extra_state: what modules keep, by their names. world_size: how many ranks saved it;
+    0: unknown. slices: in how many tensor-parallel slices.
     """
 
     path: Path
@@ -42,24 +46,33 @@ class Source(ABC):
 
     @abstractmethod
     def keys(self, name: str) -> tuple[str, ...]:
-        """Return what is stored of a name: "weight" (a parameter's float32 master where there is one), then its states.
+        """Return what is stored of a name: "weight" (a parameter's float32 master where there is
+        one), then its states.
 
-        These are an Adam's "exp_avg", "exp_avg_sq" and "max_exp_avg_sq", or another optimizer's, and "ema" (a moving average).
+        These are an Adam's "exp_avg", "exp_avg_sq" and "max_exp_avg_sq", or another optimizer's,
+        and "ema" (a moving average).
         """
 
     @abstractmethod
     def read(self, name: str, key: str, start: int, numel: int) -> torch.Tensor:
-        """Return elements [start, start + numel) of a flattened tensor: (numel,), on the CPU, in the dtype that is stored.
+        """Return elements [start, start + numel) of a flattened tensor: (numel,), on the CPU, in
+        the dtype that is stored.
 
         May be called by several threads. Raises OSError or ValueError, with file and offset.
         """
 
-    def read_slice(self, name: str, key: str, columns: Columns | None, start: int, numel: int) -> torch.Tensor:
-        """Return elements [start, start + numel) of a slice of a tensor, of all of it if `columns` is None. See `read`."""
+    def read_slice(
+        self, name: str, key: str, columns: Columns | None, start: int, numel: int
+    ) -> torch.Tensor:
+        """Return elements [start, start + numel) of a slice of a tensor, of all of it if
+        `columns` is None. See `read`.
+        """
         return read_columns(partial(self.read, name, key), columns, start, numel)
 
     def of_rank(self, rank: int) -> Mapping[str, Any] | None:
-        """Return what a rank saved for itself ("random", "stateful"), or None. Raises OSError or ValueError."""
+        """Return what a rank saved for itself ("random", "stateful"), or None. Raises OSError or
+        ValueError.
+        """
         return None
 
     def close(self) -> None:  # noqa: B027 - not every source has files open
@@ -76,7 +89,8 @@ class Source(ABC):
 
 @contextmanager
 def reporting(what: str, expected: str) -> Iterator[None]:
-    """Let what damaged or foreign content causes, of whatever kind, be a ValueError that says which file is what.
+    """Let what damaged or foreign content causes, of whatever kind, be a ValueError that says which
+    file is what.
 
     An OSError, and a ValueError that says so already, stay as they are.
     """
@@ -87,7 +101,9 @@ def reporting(what: str, expected: str) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, ValueError) and str(error).startswith("load: "):
             raise
-        raise ValueError(f"load: {what} ({type(error).__name__}: {error}); expected {expected}") from error
+        raise ValueError(
+            f"load: {what} ({type(error).__name__}: {error}); expected {expected}"
+        ) from error
 
 
 _LONG = 1 << 20  # elements of a row, of which no two are read at once
@@ -95,16 +111,24 @@ ReadPart = Callable[[int, int], torch.Tensor]
 
 
 def read_columns(read: ReadPart, columns: Columns | None, start: int, numel: int) -> torch.Tensor:
-    """Return elements [start, start + numel) of a slice of a tensor of which `read` reads any; of all of it if it is None."""
+    """Return elements [start, start + numel) of a slice of a tensor of which `read` reads any;
+    of all of it if it is None.
+    """
     if columns is None:
         return read(start, numel)
-    return gathered(columns, start, numel, {Columns(columns.rows, columns.width, 0, columns.width): read})
+    return gathered(
+        columns, start, numel, {Columns(columns.rows, columns.width, 0, columns.width): read}
+    )
 
 
-def gathered(columns: Columns, start: int, numel: int, parts: Mapping[Columns, ReadPart]) -> torch.Tensor:
-    """Return elements [start, start + numel) of a slice from slices of the same rows that make up the tensor.
+def gathered(
+    columns: Columns, start: int, numel: int, parts: Mapping[Columns, ReadPart]
+) -> torch.Tensor:
+    """Return elements [start, start + numel) of a slice from slices of the same rows that make up
+    the tensor.
 
-    parts: of each what reads (start, numel), which is called once for all rows; where rows are long, for each.
+    parts: of each what reads (start, numel), which is called once for all rows; where rows are
+    long, for each.
     """
     if numel == 0:
         return next(iter(parts.values()))(0, 0)
@@ -117,9 +141,14 @@ def gathered(columns: Columns, start: int, numel: int, parts: Mapping[Columns, R
         full: torch.Tensor | None = None
         for part, read in parts.items():
             low, high = part.before(row, column), part.before(last + rows - 1, left + width)
-            if low < high and max(part.first, columns.first) < min(part.first + part.count, columns.first + columns.count):
+            if low < high and max(part.first, columns.first) < min(
+                part.first + part.count, columns.first + columns.count
+            ):
                 values = read(low, high - low)
-                if len(at_once) == 1 and part.before(0, column + width) - part.before(0, column) == width == total:
+                if (
+                    len(at_once) == 1
+                    and part.before(0, column + width) - part.before(0, column) == width == total
+                ):
                     full = values  # all of a row's part
                     break
                 full = values.new_empty(total) if full is None else full
@@ -130,14 +159,22 @@ def gathered(columns: Columns, start: int, numel: int, parts: Mapping[Columns, R
 
 
 def _place(
-    values: torch.Tensor, low: int, part: Columns, full: torch.Tensor, boxes: Iterable[tuple[int, int, int, int]]
+    values: torch.Tensor,
+    low: int,
+    part: Columns,
+    full: torch.Tensor,
+    boxes: Iterable[tuple[int, int, int, int]],
 ) -> None:
-    """Copy to `full`, which has `boxes` one after the other, their share of a slice. values: of the slice, from `low` on."""
+    """Copy to `full`, which has `boxes` one after the other, their share of a slice. values: of
+    the slice, from `low` on.
+    """
     at = 0
     for row, rows, column, width in boxes:
         first, end = max(column, part.first), min(column + width, part.first + part.count)
         if first < end:
             where = values.storage_offset() + part.before(row, first) - low
             target = full[at : at + rows * width].view(rows, width)
-            target[:, first - column : end - column] = values.as_strided((rows, end - first), (part.count, 1), where)
+            target[:, first - column : end - column] = values.as_strided(
+                (rows, end - first), (part.count, 1), where
+            )
         at += rows * width

@@ -1,4 +1,6 @@
-"""What a rank writes of a checkpoint: ranges of tensors into its data file, and on rank 0 the manifest of what all wrote."""
+"""What a rank writes of a checkpoint: ranges of tensors into its data file, and on rank 0 the
+manifest of what all wrote.
+"""
 
 import threading
 import time
@@ -24,7 +26,8 @@ def key_of(name: str, part: str, start: int) -> str:
 
 @dataclass(eq=False)
 class Item:
-    """Elements [start, start + numel) of a part of a tensor. read: returns them, flat, on any device.
+    """Elements [start, start + numel) of a part of a tensor. read: returns them, flat, on any
+    device.
 
     stays: they are where they are read from until a step.
     """
@@ -52,7 +55,8 @@ def check_seen(path: Path, rank: int) -> None:
     """Raise FileNotFoundError if a rank does not see the directory that is written to."""
     if not path.is_dir():
         raise FileNotFoundError(
-            f"save: rank {rank} does not see {path}, which rank 0 has made; expected a directory that all ranks see"
+            f"save: rank {rank} does not see {path}, which rank 0 has made; expected a directory "
+            f"that all ranks see"
         )
 
 
@@ -60,7 +64,8 @@ def check_seen(path: Path, rank: int) -> None:
 class Given:
     """Files of committed states (checkpoint/slots.py) that a checkpoint has as they are.
 
-    files: their entries in the manifest. chunks: (bucket, start, end) in the owned range. ranges: by key, for `add_range`.
+    files: their entries in the manifest. chunks: (bucket, start, end) in the owned range. ranges:
+    by key, for `add_range`.
     """
 
     files: list[dict[str, Any]] = field(default_factory=list)
@@ -71,18 +76,30 @@ class Given:
 FIRST_GIVEN = 1  # the number of the first such file among those of a rank
 
 
-def add_range(ranges: dict[str, Any], name: str, part: str, dtype: torch.dtype, where: list[int]) -> None:
-    """Add where a range is: start, numel, number of the file among those of the rank, offset, checksum."""
-    of_part = ranges.setdefault(name, {}).setdefault(part, {"dtype": layout.dtype_name(dtype, name), "ranges": []})
+def add_range(
+    ranges: dict[str, Any], name: str, part: str, dtype: torch.dtype, where: list[int]
+) -> None:
+    """Add where a range is: start, numel, number of the file among those of the rank, offset,
+    checksum.
+    """
+    of_part = ranges.setdefault(name, {}).setdefault(
+        part, {"dtype": layout.dtype_name(dtype, name), "ranges": []}
+    )
     of_part["ranges"].append(where)
 
 
 def write_ranges(
-    path: Path, name: str, items: Sequence[Item], number: int = 0, read: threading.Event | None = None
+    path: Path,
+    name: str,
+    items: Sequence[Item],
+    number: int = 0,
+    read: threading.Event | None = None,
 ) -> dict[str, Any]:
-    """Write a data file to the directory `path`; returns its entry in the manifest, and the ranges by name and part.
+    """Write a data file to the directory `path`; returns its entry in the manifest, and the ranges
+    by name and part.
 
-    number: of the file among those of this rank. read: set when the items that stay, which come first, were read.
+    number: of the file among those of this rank. read: set when the items that stay, which come
+    first, were read.
     """
     head, offsets = layout.head_of({item.key: (item.dtype, [item.numel]) for item in items})
     size = offsets[-1] + items[-1].nbytes if items else len(head)
@@ -95,7 +112,13 @@ def write_ranges(
             if read is not None and not item.stays:
                 read.set()
             crc = writer.append(scratch.on_host(item.read()))
-            add_range(ranges, item.name, item.part, item.dtype, [item.start, item.numel, number, offset, crc])
+            add_range(
+                ranges,
+                item.name,
+                item.part,
+                item.dtype,
+                [item.start, item.numel, number, offset, crc],
+            )
         if read is not None:
             read.set()
         writer.finish()
@@ -105,10 +128,13 @@ def write_ranges(
     return {"files": [file], "ranges": ranges}
 
 
-def manifest_of(said: Sequence[Any], tensors: dict[str, Any], rest: Mapping[str, Any]) -> dict[str, Any]:
+def manifest_of(
+    said: Sequence[Any], tensors: dict[str, Any], rest: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return the manifest. said: of each rank, what `write_ranges` returned, with its other files.
 
-    tensors: "shape", "dtype" and "step" by name, of sliced ones "rows" and "slices" with their "columns"; "parts" is added.
+    tensors: "shape", "dtype" and "step" by name, of sliced ones "rows" and "slices" with their
+    "columns"; "parts" is added.
     rest: the other entries of the manifest.
     Raises ValueError if ranks have a tensor in several dtypes, or one that `tensors` lacks.
     """
@@ -119,12 +145,20 @@ def manifest_of(said: Sequence[Any], tensors: dict[str, Any], rest: Mapping[str,
             for part, found in parts.items():
                 kept = ranges.setdefault(name, {}).setdefault(part, {**found, "ranges": []})
                 if kept["dtype"] != found["dtype"]:
-                    raise ValueError(f"save: ranks have {name} as {kept['dtype']} and {found['dtype']}; expected one dtype")
-                kept["ranges"] += [[start, numel, len(files) + file, *where] for start, numel, file, *where in found["ranges"]]
+                    raise ValueError(
+                        f"save: ranks have {name} as {kept['dtype']} and {found['dtype']}; "
+                        f"expected one dtype"
+                    )
+                kept["ranges"] += [
+                    [start, numel, len(files) + file, *where]
+                    for start, numel, file, *where in found["ranges"]
+                ]
         files += one["files"]
     written = set(ranges)
     for name, entry in tensors.items():
-        of_slices = {layout.slice_name(name, *one["columns"]): one for one in entry.get("slices", ())}
+        of_slices = {
+            layout.slice_name(name, *one["columns"]): one for one in entry.get("slices", ())
+        }
         for stored, one in (of_slices or {name: entry}).items():
             written.discard(stored)
             one["parts"] = ranges.get(stored) or {"weight": {"dtype": entry["dtype"], "ranges": []}}
@@ -132,13 +166,15 @@ def manifest_of(said: Sequence[Any], tensors: dict[str, Any], rest: Mapping[str,
                 part["ranges"].sort()
     if written:
         raise ValueError(
-            f"save: a rank has {min(written)}, which the model of rank 0 does not have; expected the same names on every rank "
-            "(wrap, prune and rename layers on all of them)"
+            f"save: a rank has {min(written)}, which the model of rank 0 does not have; expected "
+            f"the same names on every rank (wrap, prune and rename layers on all of them)"
         )
     return {
         "format": layout.FORMAT,
         "time": time.time(),
-        "version": layout.SLICED if any("slices" in entry for entry in tensors.values()) else layout.VERSION,
+        "version": layout.SLICED
+        if any("slices" in entry for entry in tensors.values())
+        else layout.VERSION,
         "written_by": {"shardcore": __version__, "torch": torch.__version__},
         "world_size": len(said),
         "files": files,
@@ -153,9 +189,13 @@ def write_json(path: Path, held: bytes) -> dict[str, Any]:
     return {"name": path.name, "bytes": len(held)}
 
 
-def write_manifest(path: Path, said: Sequence[Any], tensors: dict[str, Any], rest: Mapping[str, Any]) -> None:
+def write_manifest(
+    path: Path, said: Sequence[Any], tensors: dict[str, Any], rest: Mapping[str, Any]
+) -> None:
     """Write the manifest to the directory `path`. See manifest_of. Raises OSError, too."""
-    directory.write_synced(path / layout.MANIFEST, layout.json_bytes(manifest_of(said, tensors, rest)))
+    directory.write_synced(
+        path / layout.MANIFEST, layout.json_bytes(manifest_of(said, tensors, rest))
+    )
 
 
 class _Scratch:
@@ -169,5 +209,7 @@ class _Scratch:
         if values.device.type == "cpu":
             return values.contiguous()
         if self._memory is None:
-            self._memory = torch.empty(layout.RANGE_NUMEL * 8, dtype=torch.uint8, device="cpu", pin_memory=True)
+            self._memory = torch.empty(
+                layout.RANGE_NUMEL * 8, dtype=torch.uint8, device="cpu", pin_memory=True
+            )
         return self._memory[: values.nbytes].view(values.dtype).copy_(values)

@@ -1,6 +1,8 @@
-"""get_accelerator(): the device that this process trains on, by the methods of DeepSpeed's accelerators.
+"""get_accelerator(): the device that this process trains on, by the methods of DeepSpeed's
+accelerators.
 
-Source: https://deepspeed.readthedocs.io/en/latest/accelerator-abstraction.html and its base class, 0.19.8.
+Source: https://deepspeed.readthedocs.io/en/latest/accelerator-abstraction.html and its base class,
+0.19.8.
 """
 
 import os
@@ -14,18 +16,28 @@ from shardcore.distributed.machine import numa_nodes
 # Methods of torch.cuda that tell of memory, as a CPU answers them: for the whole process, in bytes.
 _HOST_NOW = ("memory_allocated", "memory_reserved", "memory_cached")
 _HOST_MOST = ("max_memory_allocated", "max_memory_reserved", "max_memory_cached")
-_NOTHING = ("reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached", "range_push", "range_pop")
+_NOTHING = (
+    "reset_peak_memory_stats",
+    "reset_max_memory_allocated",
+    "reset_max_memory_cached",
+    "range_push",
+    "range_pop",
+)
 
 
 class Accelerator:
-    """What get_accelerator() returns: torch.cuda, or a CPU. Other attributes are those of torch.cuda (torch.cpu, or torch)."""
+    """What get_accelerator() returns: torch.cuda, or a CPU. Other attributes are those of
+    torch.cuda (torch.cpu, or torch).
+    """
 
     def __init__(self) -> None:
         """Look for a GPU."""
         self._name = "cuda" if torch.cuda.is_available() else "cpu"
 
     def __getattr__(self, name: str) -> Any:
-        """Return the attribute of torch.cuda; or of torch.cpu or torch, or what stands for it on a CPU."""
+        """Return the attribute of torch.cuda; or of torch.cpu or torch, or what stands for it on
+        a CPU.
+        """
         if name.startswith("_"):  # of an object that is being unpickled
             raise AttributeError(name)
         if self._name == "cuda":
@@ -33,21 +45,29 @@ class Accelerator:
         if name in _HOST_NOW:
             return lambda device_index=None: _resident_bytes()
         if name in _HOST_MOST:
-            return lambda device_index=None: max(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, _resident_bytes())
+            return lambda device_index=None: max(
+                resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, _resident_bytes()
+            )
         if name in _NOTHING:
             return lambda *args, **kwargs: None
         return getattr(torch.cpu, name) if hasattr(torch.cpu, name) else getattr(torch, name)
 
     def device_name(self, device_index: int | None = None) -> str:
         """Return "cuda", "cuda:1" or "cpu"."""
-        return self._name if device_index is None or self._name == "cpu" else f"{self._name}:{device_index}"
+        return (
+            self._name
+            if device_index is None or self._name == "cpu"
+            else f"{self._name}:{device_index}"
+        )
 
     def current_device_name(self) -> str:
         """Return the name of the current device."""
         return self.device_name(torch.cuda.current_device() if self._name == "cuda" else None)
 
     def device_count(self) -> int:
-        """Return how many GPUs there are; on a CPU LOCAL_SIZE, as DeepSpeed's launcher sets it, else the NUMA nodes."""
+        """Return how many GPUs there are; on a CPU LOCAL_SIZE, as DeepSpeed's launcher sets it,
+        else the NUMA nodes.
+        """
         if self._name == "cuda":
             return torch.cuda.device_count()
         return int(os.environ.get("LOCAL_SIZE", "0")) or len(numa_nodes()) or 1
@@ -83,7 +103,11 @@ class Accelerator:
 
     def supported_dtypes(self) -> list[torch.dtype]:
         """Return the dtypes that weights may have."""
-        return [torch.float32, torch.float16, *([torch.bfloat16] if self.is_bf16_supported() else [])]
+        return [
+            torch.float32,
+            torch.float16,
+            *([torch.bfloat16] if self.is_bf16_supported() else []),
+        ]
 
     def random(self) -> Any:
         """Return the module torch.random."""
@@ -110,7 +134,9 @@ class Accelerator:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
     def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
-        """Return a page-locked copy of a tensor in host memory; the tensor without a GPU. align_bytes: accepted."""
+        """Return a page-locked copy of a tensor in host memory; the tensor without a GPU.
+        align_bytes: accepted.
+        """
         return tensor.pin_memory() if self._name == "cuda" else tensor
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:

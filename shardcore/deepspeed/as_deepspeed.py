@@ -1,8 +1,10 @@
-"""deepspeed itself: in a process where `install_as_deepspeed` was called, `import deepspeed` means shardcore.
+"""deepspeed itself: in a process where `install_as_deepspeed` was called, `import deepspeed` means
+shardcore.
 
-`shardcore run --as-deepspeed` calls it before a script starts, which then needs no changed word. The folder stand_in, in front
-of sys.path, has a package deepspeed and its metadata, where libraries look for them. An installed DeepSpeed is hidden; what
-shardcore does not have is an ImportError that says so.
+`shardcore run --as-deepspeed` calls it before a script starts, which then needs no changed word.
+The folder stand_in, in front of sys.path, has a package deepspeed and its metadata, where libraries
+look for them. An installed DeepSpeed is hidden; what shardcore does not have is an ImportError that
+says so.
 Source: Python's import protocol, https://docs.python.org/3/reference/import.html.
 """
 
@@ -19,8 +21,9 @@ from shardcore.deepspeed.params import name_sharded_params
 from shardcore.deepspeed.unsupported import instead_of
 from shardcore.optim import ShardableOptimizer
 
-# What TRL moves DeepSpeed's hooks with, around a `generate` inside GatheredParameters: nothing, as hooks here leave parameters
-# alone there. `optimizer.parameter_offload`, after install_as_deepspeed.
+# What TRL moves DeepSpeed's hooks with, around a `generate` inside GatheredParameters: nothing, as
+# hooks here leave parameters alone there. `optimizer.parameter_offload`, after
+# install_as_deepspeed.
 _NO_HOOKS = SimpleNamespace(
     module=SimpleNamespace(named_parameters=lambda recurse: (), ds_external_parameters=lambda: ()),
     forward_hooks=(),
@@ -30,13 +33,17 @@ _NO_HOOKS = SimpleNamespace(
 
 
 _STAND_IN = str(Path(__file__).with_name("stand_in"))
-_ROOT = str(Path(__file__).resolve().parents[2])  # where shardcore is: of a checkout it may be in no path
+# where shardcore is: of a checkout it may be in no path
+_ROOT = str(Path(__file__).resolve().parents[2])
 
 
 def _why(name: str) -> str:
     own = name.removeprefix("deepspeed.")
     instead = instead_of(own)
-    why = f"deepspeed is shardcore in this process (--as-deepspeed), which has no counterpart of DeepSpeed's {own}"
+    why = (
+        f"deepspeed is shardcore in this process (--as-deepspeed), which has no counterpart of "
+        f"DeepSpeed's {own}"
+    )
     return why if instead is None else f"{why}; expected {instead}"
 
 
@@ -50,44 +57,54 @@ class _Finder:
 
     @classmethod
     def find_spec(cls, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Return None, for other finders; raise ModuleNotFoundError for a module of DeepSpeed that is not in `MODULES`.
+        """Return None, for other finders; raise ModuleNotFoundError for a module of DeepSpeed that
+        is not in `MODULES`.
 
-        `from deepspeed import X` comes here, too, where X is not there. It forgets an error that has X as its name: so one
-        that says what to use instead has none.
+        `from deepspeed import X` comes here, too, where X is not there. It forgets an error that
+        has X as its name: so one that says what to use instead has none.
         """
         if name.startswith("deepspeed."):
             known = instead_of(name.removeprefix("deepspeed.")) is not None
-            raise ModuleNotFoundError(f"No module named {name!r}: {_why(name)}", name=None if known else name)
+            raise ModuleNotFoundError(
+                f"No module named {name!r}: {_why(name)}", name=None if known else name
+            )
         return None
 
 
 def install_as_deepspeed() -> None:
-    """Let `import deepspeed` mean shardcore in this process, and in those that multiprocessing starts from it.
+    """Let `import deepspeed` mean shardcore in this process, and in those that multiprocessing
+    starts from it.
 
-    Call it before transformers and accelerate are imported, since they look for DeepSpeed as they are. A second call does
-    nothing. An installed DeepSpeed is hidden. Raises RuntimeError if it, or one of these, is imported already.
+    Call it before transformers and accelerate are imported, since they look for DeepSpeed as they
+    are. A second call does nothing. An installed DeepSpeed is hidden. Raises RuntimeError if it, or
+    one of these, is imported already.
     """
     if _STAND_IN in sys.path:
         return
     early = [name for name in ("deepspeed", "accelerate", "transformers") if name in sys.modules]
     if early:
         why = (
-            "the real DeepSpeed would be in use beside shardcore" if early[0] == "deepspeed" else "it has looked for DeepSpeed"
+            "the real DeepSpeed would be in use beside shardcore"
+            if early[0] == "deepspeed"
+            else "it has looked for DeepSpeed"
         )
         raise RuntimeError(
-            f"install_as_deepspeed: {early[0]} is imported already, so {why}; expected the call (or shardcore run "
-            "--as-deepspeed) before any such import"
+            f"install_as_deepspeed: {early[0]} is imported already, so {why}; expected the call "
+            f"(or shardcore run --as-deepspeed) before any such import"
         )
     if _ROOT not in sys.path:
         sys.path.append(_ROOT)
     sys.path.insert(0, _STAND_IN)
     importlib.invalidate_caches()
     importlib.import_module("deepspeed")
-    sys.path.insert(1, sys.path.pop(0))  # behind the script's folder; new processes get both from multiprocessing
+    # behind the script's folder; new processes get both from multiprocessing
+    sys.path.insert(1, sys.path.pop(0))
 
 
 def register(package: ModuleType) -> None:
-    """Give these names to the package that is being imported: deepspeed of the stand-in, which has a file and a spec."""
+    """Give these names to the package that is being imported: deepspeed of the stand-in, which
+    has a file and a spec.
+    """
     vars(package).update(__version__=VERSION, version=VERSION)
     install(package)
     for module in (package, *(sys.modules[f"deepspeed.{path}"] for path in MODULES)):

@@ -1,7 +1,7 @@
 """The word "auto" in a DeepSpeed configuration: a trainer's own values take its place.
 
-Source: the rules of Hugging Face's Trainer, https://huggingface.co/docs/transformers/deepspeed (what is "auto" is taken from
-the training arguments; what both name has to be the same).
+Source: the rules of Hugging Face's Trainer, https://huggingface.co/docs/transformers/deepspeed
+(what is "auto" is taken from the training arguments; what both name has to be the same).
 """
 
 from collections.abc import Mapping
@@ -21,26 +21,43 @@ _ONLY_FILLED = frozenset(
 )
 
 
-def resolve(config: Mapping[str, Any], values: Mapping[str, object]) -> tuple[dict[str, Any], list[str]]:
+def resolve(
+    config: Mapping[str, Any], values: Mapping[str, object]
+) -> tuple[dict[str, Any], list[str]]:
     """Return a copy of `config` with every "auto" replaced, and lines for the log that say by what.
 
-    values: what the trainer has, by dotted path ("optimizer.params.lr"). A path that the configuration lacks is not added.
-    Raises ValueError that names every "auto" without a value, and every value that differs from the trainer's.
+    values: what the trainer has, by dotted path ("optimizer.params.lr"). A path that the
+    configuration lacks is not added. Raises ValueError that names every "auto" without a value, and
+    every value that differs from the trainer's.
     """
     lines: list[str] = []
     problems: list[str] = []
 
     def of(where: str, value: Any) -> Any:
         if isinstance(value, Mapping):
-            return {key: of(f"{where}.{key}" if where else str(key), entry) for key, entry in value.items()}
+            return {
+                key: of(f"{where}.{key}" if where else str(key), entry)
+                for key, entry in value.items()
+            }
         if value == "auto" and not where.startswith(_KEPT):
             if where not in values:
-                problems.append(f'{where} has "auto", for which there is no value here; expected one of your own')
+                problems.append(
+                    f'{where} has "auto", for which there is no value here; expected one of your '
+                    f"own"
+                )
                 return value
             lines.append(f'config {where} "auto" is {values[where]!r}')
             return values[where]
-        if value is not None and where in values and where not in _ONLY_FILLED and not _equal(value, values[where]):
-            problems.append(f'{where} has {value!r}; expected {values[where]!r}, as the training arguments have, or "auto"')
+        if (
+            value is not None
+            and where in values
+            and where not in _ONLY_FILLED
+            and not _equal(value, values[where])
+        ):
+            problems.append(
+                f"{where} has {value!r}; expected {values[where]!r}, as the training arguments "
+                f'have, or "auto"'
+            )
         return value
 
     resolved = of("", config)
@@ -51,7 +68,9 @@ def resolve(config: Mapping[str, Any], values: Mapping[str, object]) -> tuple[di
 
 
 def sizes_by(hidden_size: int) -> dict[str, int]:
-    """Return the values that Hugging Face gives to bucket sizes and thresholds, by the model's hidden size."""
+    """Return the values that Hugging Face gives to bucket sizes and thresholds, by the model's
+    hidden size.
+    """
     square = hidden_size * hidden_size
     return {
         "zero_optimization.reduce_bucket_size": square,

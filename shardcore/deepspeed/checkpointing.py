@@ -1,7 +1,7 @@
 """DeepSpeed's activation checkpointing by its names, over shardcore/extras/activations.py.
 
-`initialize` follows the section activation_checkpointing of its configuration by calling `configure`. What DeepSpeed partitions
-over model-parallel ranks is kept whole.
+`initialize` follows the section activation_checkpointing of its configuration by calling
+`configure`. What DeepSpeed partitions over model-parallel ranks is kept whole.
 Source: https://deepspeed.readthedocs.io/en/latest/activation-checkpointing.html.
 """
 
@@ -11,7 +11,8 @@ from typing import Any
 from shardcore.deepspeed.config import read_config
 from shardcore.extras.activations import CheckpointOptions, run_checkpointed
 
-_on_cpu: bool | None = None  # whether inputs are kept in host memory; None: `configure` was not called
+# whether inputs are kept in host memory; None: `configure` was not called
+_on_cpu: bool | None = None
 
 
 def configure(
@@ -24,10 +25,12 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Choose whether `checkpoint` keeps its inputs in host memory; the other arguments mean nothing here.
+    """Choose whether `checkpoint` keeps its inputs in host memory; the other arguments mean nothing
+    here.
 
-    deepspeed_config: a configuration, or the path of one, whose activation_checkpointing.cpu_checkpointing says so unless
-    checkpoint_in_cpu is given. Raises what `initialize` raises for it.
+    deepspeed_config: a configuration, or the path of one, whose
+    activation_checkpointing.cpu_checkpointing says so unless checkpoint_in_cpu is given. Raises
+    what `initialize` raises for it.
     """
     global _on_cpu
     configured = deepspeed_config is not None and read_config(deepspeed_config).cpu_checkpointing
@@ -40,13 +43,17 @@ def is_configured() -> bool:
 
 
 def checkpoint(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Run function(*args, **kwargs) without keeping its activations, which backward computes again."""
+    """Run function(*args, **kwargs) without keeping its activations, which backward computes
+    again.
+    """
     names = tuple(kwargs)
 
     def run(*inputs: Any) -> Any:  # inputs by name are kept as the others are
         return function(*inputs[: len(args)], **dict(zip(names, inputs[len(args) :], strict=True)))
 
-    return run_checkpointed(CheckpointOptions(offload_to_cpu=bool(_on_cpu)), run, *args, *kwargs.values())
+    return run_checkpointed(
+        CheckpointOptions(offload_to_cpu=bool(_on_cpu)), run, *args, *kwargs.values()
+    )
 
 
 def reset() -> None:

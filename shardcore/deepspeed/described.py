@@ -68,7 +68,9 @@ class Described:
 
     @property
     def local_rank(self) -> int:
-        """This rank's number on its machine, as its launcher set LOCAL_RANK; 0 without a launcher."""
+        """This rank's number on its machine, as its launcher set LOCAL_RANK; 0 without a
+        launcher.
+        """
         return int(os.environ.get("LOCAL_RANK", "0"))
 
     @property

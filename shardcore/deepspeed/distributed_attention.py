@@ -47,9 +47,15 @@ class DistributedAttention(nn.Module):
         """
         super().__init__()
         if scatter_idx != _HEADS:
-            raise ValueError(f"DistributedAttention: scatter_idx is {scatter_idx}; expected 2, the dimension of heads")
+            raise ValueError(
+                f"DistributedAttention: scatter_idx is {scatter_idx}; expected 2, the dimension of "
+                f"heads"
+            )
         if sp_stream is not None:
-            raise ValueError("DistributedAttention: sp_stream is given; expected None (exchanges run on the current stream)")
+            raise ValueError(
+                "DistributedAttention: sp_stream is given; expected None (exchanges run on the "
+                "current stream)"
+            )
         self.local_attn = local_attention
         self.spg = group_of_sequence(sequence_process_group)
 
@@ -66,28 +72,39 @@ class DistributedAttention(nn.Module):
         """Return the attention of this rank's tokens. Differentiable; collective, as backward is.
 
         Args:
-            query, key, value: (batch, tokens, heads, features); with batch_dim_idx 1 (tokens, batch,
-                heads, features).
+            query, key, value: (batch, tokens, heads, features); with batch_dim_idx 1 (tokens,
+                batch, heads, features).
             batch_dim_idx: 0 or 1.
             rotary_pos_emb: cosines and sines (tokens, 1, 1, features) of whole sequences, for query
                 and key.
             args, kwargs: given on to local_attention, which returns (batch, tokens, heads / n,
                 features), or heads and features as one dimension; tokens first where they come so.
 
-        Raises ValueError if n does not divide the query's heads, or batch_dim_idx is neither 0 nor 1.
+        Raises ValueError if n does not divide the query's heads, or batch_dim_idx is neither 0 nor
+        1.
         """
         if batch_dim_idx not in (0, 1):
-            raise ValueError(f"DistributedAttention: batch_dim_idx is {batch_dim_idx}; expected 0 or 1")
+            raise ValueError(
+                f"DistributedAttention: batch_dim_idx is {batch_dim_idx}; expected 0 or 1"
+            )
         tokens = 1 - batch_dim_idx
-        key, value = repeat_heads("DistributedAttention", query, key, value, self.spg.size(), _HEADS)
-        query, key, value = (exchange_dimensions(x, self.spg, _HEADS, tokens) for x in (query, key, value))
+        key, value = repeat_heads(
+            "DistributedAttention", query, key, value, self.spg.size(), _HEADS
+        )
+        query, key, value = (
+            exchange_dimensions(x, self.spg, _HEADS, tokens) for x in (query, key, value)
+        )
         if rotary_pos_emb is not None:
             cos, sin = (part.transpose(0, tokens) for part in rotary_pos_emb)
             query, key = (apply_rotary_pos_emb(x, cos, sin) for x in (query, key))
-        return exchange_dimensions(self.local_attn(query, key, value, *args, **kwargs), self.spg, tokens, _HEADS)
+        return exchange_dimensions(
+            self.local_attn(query, key, value, *args, **kwargs), self.spg, tokens, _HEADS
+        )
 
 
-def apply_rotary_pos_emb(t: torch.Tensor, freqs_cos: torch.Tensor, freqs_sin: torch.Tensor) -> torch.Tensor:
+def apply_rotary_pos_emb(
+    t: torch.Tensor, freqs_cos: torch.Tensor, freqs_sin: torch.Tensor
+) -> torch.Tensor:
     """Return t with its first features rotated, one half against the other.
 
     freqs_cos, freqs_sin: of as many features as are rotated; shapes broadcast to t's.

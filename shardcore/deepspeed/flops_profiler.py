@@ -25,9 +25,13 @@ _UNITS = {"T": 1e12, "G": 1e9, "M": 1e6, "K": 1e3, "": 1.0, "m": 1e-3, "u": 1e-6
 class FlopsProfiler:
     """Counts what forwards compute between `start_profile` and `stop_profile`, and times them."""
 
-    def __init__(self, model: nn.Module, ds_engine: Any = None, recompute_fwd_factor: float = 0.0) -> None:
+    def __init__(
+        self, model: nn.Module, ds_engine: Any = None, recompute_fwd_factor: float = 0.0
+    ) -> None:
         """Take a model. ds_engine, recompute_fwd_factor: accepted, for backward is not counted."""
-        self.model, self.ds_engine, self.recompute_fwd_factor = model, ds_engine, recompute_fwd_factor
+        self.model = model
+        self.ds_engine = ds_engine
+        self.recompute_fwd_factor = recompute_fwd_factor
         self.started = False
         self._hooks: list[Any] = []
         self.reset_profile()
@@ -121,14 +125,18 @@ class FlopsProfiler:
         speed = flops_to_string(self.get_total_flops() / seconds) if seconds else "-"
         lines = [
             f"profile of step {profile_step}, forwards on this rank:",
-            f"parameters: {self.get_total_params(True)}, {self.get_total_flops(True)}FLOPs, {self.get_total_macs(True)}",
+            f"parameters: {self.get_total_params(True)}, {self.get_total_flops(True)}FLOPs, "
+            f"{self.get_total_macs(True)}",
             f"time: {self.get_total_duration(True)}, {speed}",
             *self._most(module_depth, top_modules),
         ]
         if detailed:
             for name, module in self.model.named_modules():
                 if module_depth < 0 or _depth(name) <= module_depth:
-                    lines.append(f"{'  ' * _depth(name)}{name or '(model)'} {type(module).__name__}: {self._line(module)}")
+                    lines.append(
+                        f"{'  ' * _depth(name)}{name or '(model)'} {type(module).__name__}: "
+                        f"{self._line(module)}"
+                    )
         _say(lines, output_file)
 
     def print_model_aggregated_profile(self, module_depth: int = -1, top_modules: int = 1) -> None:
@@ -142,7 +150,8 @@ class FlopsProfiler:
         total, seconds = self._flops[self.model], self._seconds[self.model]
         shares = self._flops[module] / (total or 1), self._seconds[module] / (seconds or 1.0)
         return (
-            f"{params_to_string(_params_of(module))} parameters, {macs_to_string(self._flops[module] // 2)} ({shares[0]:.1%}), "
+            f"{params_to_string(_params_of(module))} parameters, "
+            f"{macs_to_string(self._flops[module] // 2)} ({shares[0]:.1%}), "
             f"{duration_to_string(self._seconds[module])} ({shares[1]:.1%})"
         )
 
@@ -150,14 +159,24 @@ class FlopsProfiler:
         at: dict[int, dict[str, Counter[str]]] = {}  # by depth, class and kind
         for name, module in self.model.named_modules():
             found = at.setdefault(_depth(name), {})
-            amounts = {"parameters": _params_of(module), "MACs": self._flops[module] // 2, "time": self._seconds[module]}
+            amounts = {
+                "parameters": _params_of(module),
+                "MACs": self._flops[module] // 2,
+                "time": self._seconds[module],
+            }
             for kind, amount in amounts.items():
                 found.setdefault(kind, Counter())[type(module).__name__] += amount  # type: ignore[assignment]
         lines = []
         for depth, kinds in sorted(at.items()):
             if module_depth in (-1, depth):
-                most = {kind: [name for name, _ in amounts.most_common(top_modules)] for kind, amounts in kinds.items()}
-                lines.append(f"depth {depth}: " + "; ".join(f"most {kind}: {', '.join(names)}" for kind, names in most.items()))
+                most = {
+                    kind: [name for name, _ in amounts.most_common(top_modules)]
+                    for kind, amounts in kinds.items()
+                }
+                lines.append(
+                    f"depth {depth}: "
+                    + "; ".join(f"most {kind}: {', '.join(names)}" for kind, names in most.items())
+                )
         return lines
 
 
@@ -198,7 +217,9 @@ def get_model_profile(
         args = [torch.zeros(input_shape, dtype=like.dtype, device=like.device)]
     kwargs = kwargs or {}
     if not args and not kwargs:
-        raise ValueError("get_model_profile: there are no inputs; expected input_shape, args or kwargs")
+        raise ValueError(
+            "get_model_profile: there are no inputs; expected input_shape, args or kwargs"
+        )
     model.eval()
     run: Any = model if mode == "forward" else model.generate
     profiler = FlopsProfiler(model)
@@ -218,7 +239,9 @@ def get_model_profile(
 def number_to_string(num: float, units: str | None = None, precision: int = 2) -> str:
     """Return a number with its unit of thousands, "1.5 G"; units: the unit to use."""
     if units is None:
-        units = "" if num == 0 else next((unit for unit, size in _UNITS.items() if num >= size), "u")
+        units = (
+            "" if num == 0 else next((unit for unit, size in _UNITS.items() if num >= size), "u")
+        )
     return f"{round(num / _UNITS.get(units, 1.0), precision):g} {units}"
 
 

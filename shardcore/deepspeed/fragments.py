@@ -1,8 +1,10 @@
-"""DeepSpeed's reads and writes of one parameter: `safe_get_full_fp32_param`, `safe_set_full_grad` and so on.
+"""DeepSpeed's reads and writes of one parameter: `safe_get_full_fp32_param`, `safe_set_full_grad`
+and so on.
 
-All are collective, over the ranks that train the parameter, and take whole tensors. (The ones of "local" partitions are not
-here: what a rank owns of a parameter is another range than in DeepSpeed.)
-Source: https://deepspeed.readthedocs.io/en/latest/zero3.html#debugging and #modifying-partitioned-states, 0.19.8.
+All are collective, over the ranks that train the parameter, and take whole tensors. (The ones of
+"local" partitions are not here: what a rank owns of a parameter is another range than in
+DeepSpeed.) Source: https://deepspeed.readthedocs.io/en/latest/zero3.html#debugging and
+#modifying-partitioned-states, 0.19.8.
 """
 
 from collections.abc import Callable, Iterable
@@ -35,7 +37,8 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
 
 
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """Return the full averaged gradient of a parameter that trains, and `param.grad` of any other; None without. Collective.
+    """Return the full averaged gradient of a parameter that trains, and `param.grad` of any other;
+    None without. Collective.
 
     It is divided by the accumulation steps, also where the loss's own backward() was called.
     """
@@ -45,21 +48,28 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """Return a full state ("exp_avg", "exp_avg_sq") of a parameter that trains; None for any other. Collective."""
+    """Return a full state ("exp_avg", "exp_avg_sq") of a parameter that trains; None for any
+    other. Collective.
+    """
     return None if _engine(param) is None else full_state(param, optim_state_key)
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Set the weights of a parameter that trains, and its float32 master; nothing for any other. Collective.
+    """Set the weights of a parameter that trains, and its float32 master; nothing for any other.
+    Collective.
 
-    value: of the parameter's shape, the same on all ranks. Raises ValueError or TypeError on every rank, with nothing changed.
+    value: of the parameter's shape, the same on all ranks. Raises ValueError or TypeError on every
+    rank, with nothing changed.
     """
     if (engine := _engine(param)) is not None:
         set_full_state(engine, param, "master", value)
 
 
-def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
-    """Set a full state ("exp_avg", "exp_avg_sq") of a parameter that trains; nothing for any other. Collective.
+def safe_set_full_optimizer_state(
+    param: nn.Parameter, value: torch.Tensor, optim_state_key: str
+) -> None:
+    """Set a full state ("exp_avg", "exp_avg_sq") of a parameter that trains; nothing for any other.
+    Collective.
 
     value, and errors: as for safe_set_full_fp32_param; KeyError for another key.
     """
@@ -68,9 +78,11 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, opti
 
 
 def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Replace the full averaged gradient of a parameter that trains, and fill `param.grad` of any other. Collective.
+    """Replace the full averaged gradient of a parameter that trains, and fill `param.grad` of any
+    other. Collective.
 
-    With fp16 the value is unscaled. value, and errors: as for safe_set_full_fp32_param; ValueError without a gradient.
+    With fp16 the value is unscaled. value, and errors: as for safe_set_full_fp32_param; ValueError
+    without a gradient.
     """
     if (engine := _engine(param)) is not None:
         set_full_grad(engine, param, value, grad_scale_of(engine))
@@ -79,9 +91,12 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def safe_update_full_grad_vectorized(
-    param_list: Iterable[nn.Parameter], update_func: Callable[[torch.Tensor, nn.Parameter], torch.Tensor]
+    param_list: Iterable[nn.Parameter],
+    update_func: Callable[[torch.Tensor, nn.Parameter], torch.Tensor],
 ) -> None:
-    """Replace gradients by what update_func(gradient, parameter) returns, one after the other. Collective."""
+    """Replace gradients by what update_func(gradient, parameter) returns, one after the other.
+    Collective.
+    """
     for param in param_list:
         if (grad := safe_get_full_grad(param)) is not None:
             safe_set_full_grad(param, update_func(grad, param))

@@ -1,9 +1,10 @@
 """initialize(): runs a DeepSpeed configuration through shardcore.shard.
 
-Invariants: all arithmetic is that of `shard`; this file only starts the process group, and translates the configuration.
-Whatever fails on one rank up to `shard` fails on all of them, with nothing changed but that the process group is started
-(and, last, that folders and runs of metrics are begun, and the model is sliced).
-Source: the behaviour documented at https://deepspeed.readthedocs.io/en/latest/initialize.html and .../training.html.
+Invariants: all arithmetic is that of `shard`; this file only starts the process group, and
+translates the configuration. Whatever fails on one rank up to `shard` fails on all of them, with
+nothing changed but that the process group is started (and, last, that folders and runs of metrics
+are begun, and the model is sliced). Source: the behaviour documented at
+https://deepspeed.readthedocs.io/en/latest/initialize.html and .../training.html.
 """
 
 import logging
@@ -56,7 +57,8 @@ logger = logging.getLogger("shardcore")
 
 _OP = "initialize"
 _RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_Options = list[tuple[dict[str, Any], dict[str, Any]]]  # param_groups, each with options that it had
+# param_groups, each with options that it had
+_Options = list[tuple[dict[str, Any], dict[str, Any]]]
 _meshes: "WeakKeyDictionary[Any, DeviceMesh]" = WeakKeyDictionary()  # by the group of all ranks
 
 
@@ -77,36 +79,44 @@ def initialize(
     *,
     materialize: Materialize | None = None,
 ) -> tuple["TrainingEngine", ShardableOptimizer, "ShardedLoader | None", Any]:
-    """Shard `model` by a DeepSpeed configuration and return (engine, optimizer, dataloader, lr_scheduler). Collective.
+    """Shard `model` by a DeepSpeed configuration and return (engine, optimizer, dataloader,
+    lr_scheduler). Collective.
 
     The arguments are DeepSpeed's, in its order; most callers give them by name. model: required.
-    model_parameters: what to optimize, a list of parameters or of param_groups; default: all trainable parameters.
-    config: a dict or the path of a JSON file (or `args.deepspeed_config`, or `config_params`). Files with comments (Hjson) need
-        the package hjson; a JSON object in base64 is taken, too. docs/deepspeed_keys.md has its keys; unknown ones are refused.
-    optimizer: one that shard takes, or a function that makes one from the parameters. Default, and not used
-        otherwise: the one in the configuration. With zero_allow_untested_optimizer there, of any class whose steps a
-        trial finds elementwise. One that has only some of model_parameters updates these alone; the log says how many.
-    training_data: a dataset with a length. The loader yields this rank's micro-batches, in a new order each epoch.
+    model_parameters: what to optimize, a list of parameters or of param_groups; default: all
+    trainable parameters.
+    config: a dict or the path of a JSON file (or `args.deepspeed_config`, or `config_params`).
+        Files with comments (Hjson) need the package hjson; a JSON object in base64 is taken, too.
+        docs/deepspeed_keys.md has its keys; unknown ones are refused.
+    optimizer: one that shard takes, or a function that makes one from the parameters. Default, and
+        not used otherwise: the one in the configuration. With zero_allow_untested_optimizer there,
+        of any class whose steps a trial finds elementwise. One that has only some of
+        model_parameters updates these alone; the log says how many.
+    training_data: a dataset with a length. The loader yields this rank's micro-batches, in a new
+    order each epoch.
     collate_fn: that loader's, and those of the engine's deepspeed_io.
-    lr_scheduler: a scheduler of the given optimizer, or a function that makes one from the optimizer. Default: the one in the
-        configuration, if any.
-    distributed_port: MASTER_PORT, where the environment has none. dist_init_required: False if the process group has to be
-        started already.
-    mpu: of UlyssesSPAttentionHF.register_with_transformers, for long sequences; else, as mesh_param, of 1 rank.
-    materialize: fills a model built under `torch.device("meta")`, as in shard (in place of DeepSpeed's zero.Init).
+    lr_scheduler: a scheduler of the given optimizer, or a function that makes one from the
+        optimizer. Default: the one in the configuration, if any.
+    distributed_port: MASTER_PORT, where the environment has none. dist_init_required: False if the
+        process group has to be started already.
+    mpu: of UlyssesSPAttentionHF.register_with_transformers, for long sequences; else, as
+    mesh_param, of 1 rank.
+    materialize: fills a model built under `torch.device("meta")`, as in shard (in place of
+    DeepSpeed's zero.Init).
 
-    The engine is a TrainingEngine. Without an optimizer here and in the configuration it is a ForwardEngine, whose backward
-    is refused, the optimizer None, and model_parameters mean nothing. Without training_data and lr_scheduler the last two of
-    the tuple are None.
-    A module that is sharded already goes on from its masters, with new optimizer states. Until then both have their memory;
-    afterwards calls of the first engine and optimizer raise ValueError. Its gradients are forgotten.
-    Starts torch.distributed from the environment if it is not initialized: from torchrun's variables, or those of mpirun or
-    srun, for which RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are then set (over several nodes mpirun must pass
-    MASTER_ADDR, the host of rank 0). Without any of these the world is this process. With CUDA the backend is nccl and the
-    device LOCAL_RANK's, unless the current device is another than 0.
-    Raises on every rank, with nothing changed but that the process group is started: ValueError, TypeError,
-    NotImplementedError for settings that are not supported yet, OSError for the file. (When shard raises, metrics may be begun,
-    and with tensor_parallel the model be sliced.)
+    The engine is a TrainingEngine. Without an optimizer here and in the configuration it is a
+    ForwardEngine, whose backward is refused, the optimizer None, and model_parameters mean nothing.
+    Without training_data and lr_scheduler the last two of the tuple are None.
+    A module that is sharded already goes on from its masters, with new optimizer states. Until then
+    both have their memory; afterwards calls of the first engine and optimizer raise ValueError. Its
+    gradients are forgotten. Starts torch.distributed from the environment if it is not initialized:
+    from torchrun's variables, or those of mpirun or srun, for which RANK, WORLD_SIZE, LOCAL_RANK,
+    MASTER_ADDR and MASTER_PORT are then set (over several nodes mpirun must pass MASTER_ADDR, the
+    host of rank 0). Without any of these the world is this process. With CUDA the backend is nccl
+    and the device LOCAL_RANK's, unless the current device is another than 0. Raises on every rank,
+    with nothing changed but that the process group is started: ValueError, TypeError,
+    NotImplementedError for settings that are not supported yet, OSError for the file. (When shard
+    raises, metrics may be begun, and with tensor_parallel the model be sliced.)
     """
     if config is not None and config_params is not None:
         raise ValueError(f"{_OP}: config and config_params are both given; expected config alone")
@@ -114,7 +124,10 @@ def initialize(
     if dist.is_available() and not dist.is_initialized():
         read_config(config, args)  # before a group is started
         if dist_init_required is False:
-            raise ValueError(f"{_OP}: dist_init_required is False, but no process group is started; expected None, or one")
+            raise ValueError(
+                f"{_OP}: dist_init_required is False, but no process group is started; expected "
+                f"None, or one"
+            )
         start_process_group(_OP, distributed_port)
     comm = Comm()
     problem: Exception | None = None
@@ -127,14 +140,23 @@ def initialize(
             old.synchronize()  # before parameters are read
         settings = read_config(config, args)
         pipe = model if isinstance(model, PipelineModule) else None
-        of_sequences = _check_parallelism(mpu if pipe is None else None, mesh_param, settings.sequence_parallel_size)
+        of_sequences = _check_parallelism(
+            mpu if pipe is None else None, mesh_param, settings.sequence_parallel_size
+        )
         if of_sequences > 1 and settings.gradient_allreduce_op == "sum":
-            raise ValueError(f'{_OP}: config gradient_allreduce_op has "sum" with sequences over ranks; expected "mean"')
+            raise ValueError(
+                f'{_OP}: config gradient_allreduce_op has "sum" with sequences over ranks; '
+                f'expected "mean"'
+            )
         slices = _check_tensor_parallel(model, settings, of_sequences, comm.world_size)
-        replicas, replica = comm.world_size // (of_sequences * slices), comm.rank // (of_sequences * slices)
+        replicas, replica = (
+            comm.world_size // (of_sequences * slices),
+            comm.rank // (of_sequences * slices),
+        )
         if pipe is not None:
             replicas, replica = pipe.mpu().data_parallel_size, pipe.mpu().data_parallel_id
-        sizes = settings.batch_sizes(replicas * slices)  # of all ranks, as DeepSpeed counts, whose slices see the same samples
+        # of all ranks, as DeepSpeed counts, whose slices see the same samples
+        sizes = settings.batch_sizes(replicas * slices)
         sizes = replace(sizes, train=sizes.train // slices)
         check_model(model, settings)
         _check_mesh(settings.shardcore.get("mesh"), comm.world_size)
@@ -150,21 +172,32 @@ def initialize(
         if slices > 1 and (isinstance(given, Muon) or (given is not None and given.state)):
             what = "Muon" if isinstance(given, Muon) else "an optimizer that has states"
             raise NotImplementedError(
-                f"{_OP}: config tensor_parallel is given with {what}; expected a new one, such as Adam (Adagrad has states at "
-                "once)"
+                f"{_OP}: config tensor_parallel is given with {what}; expected a new one, such as "
+                f"Adam (Adagrad has states at once)"
             )
         if pipe is not None:
             _check_pipeline(pipe, settings, given)
-        loader = _loader(training_data, collate_fn, sizes, replicas, replica, settings.dataloader_drop_last, pipe is None)
+        loader = _loader(
+            training_data,
+            collate_fn,
+            sizes,
+            replicas,
+            replica,
+            settings.dataloader_drop_last,
+            pipe is None,
+        )
         before = [] if given is None else _options_of(given)  # which a scheduler sets
         scheduler = lr_scheduler(given) if _is_function(lr_scheduler) else lr_scheduler
         if given is not None and scheduler is None and settings.scheduler is not None:
             scheduler = make_scheduler(*settings.scheduler, given)
         entries = [f"{f.name}={getattr(settings, f.name)}" for f in fields(settings) if f.compare]
         samples: Any = () if loader is None else loader.dataset
-        entries.append(f"an optimizer: {trains}, slices: {slices}, sharded before: {old is not None}")
+        entries.append(
+            f"an optimizer: {trains}, slices: {slices}, sharded before: {old is not None}"
+        )
         entries.append(f"training_data of {len(samples)} samples")
-    except Exception as error:  # of any kind: user functions run here, and the other ranks are waiting
+    # of any kind: user functions run here, and the other ranks are waiting
+    except Exception as error:
         problem = error
     try:
         agree(comm, problem, entries, _OP)
@@ -217,7 +250,9 @@ def initialize(
         _compare_inputs(model, mesh["tp"].get_group())
     engine: Any
     if adam is None:
-        engine = ForwardEngine(model, engine_of(model), settings, sizes, (replicas, replica), loader)
+        engine = ForwardEngine(
+            model, engine_of(model), settings, sizes, (replicas, replica), loader
+        )
     else:
         kind = TrainingEngine if pipe is None else PipelineEngine
         engine = kind(model, adam, scheduler, loader, settings, sizes, (replicas, replica), monitor)
@@ -227,7 +262,10 @@ def initialize(
 
 def _options_of(optimizer: torch.optim.Optimizer) -> _Options:
     """Return each param_group with a copy of its options, of which lr may be a tensor."""
-    return [(group, {k: deepcopy(value) for k, value in group.items() if k != "params"}) for group in optimizer.param_groups]
+    return [
+        (group, {k: deepcopy(value) for k, value in group.items() if k != "params"})
+        for group in optimizer.param_groups
+    ]
 
 
 def _put_back(before: _Options) -> None:
@@ -242,7 +280,9 @@ def _put_back(before: _Options) -> None:
 
 
 def _open_monitor(settings: Config, comm: Comm) -> MonitorMaster:
-    """Open what metrics are written to. What fails on rank 0, which alone writes, fails on all ranks."""
+    """Open what metrics are written to. What fails on rank 0, which alone writes, fails on all
+    ranks.
+    """
     problem: Exception | None = None
     try:
         monitor = MonitorMaster({name: getattr(settings, name) for name in MONITORS}, comm.rank)
@@ -255,44 +295,56 @@ def _open_monitor(settings: Config, comm: Comm) -> MonitorMaster:
     return monitor
 
 
-def _explain(settings: Config, optimizer: Any, lr_scheduler: Any, pipe: PipelineModule | None) -> None:
+def _explain(
+    settings: Config, optimizer: Any, lr_scheduler: Any, pipe: PipelineModule | None
+) -> None:
     """Log what a reader of the configuration may not expect."""
     if settings.activation_checkpoint_interval and pipe is None:
         logger.warning(
-            "initialize: config has no effect here: pipeline.activation_checkpoint_interval: the model is no PipelineModule"
+            "initialize: config has no effect here: pipeline.activation_checkpoint_interval: the "
+            "model is no PipelineModule"
         )
     for line in settings.accepted:
         logger.warning("initialize: config has no effect here: %s", line)
     if "gradient_clipping" not in settings.given:
         logger.warning(
-            "initialize: config has no gradient_clipping, so the global norm is clipped to %s, DeepSpeed's default (in older "
-            "releases 0.0, off); set the limit, or 0.0",
+            "initialize: config has no gradient_clipping, so the global norm is clipped to %s, "
+            "DeepSpeed's default (in older releases 0.0, off); set the limit, or 0.0",
             settings.gradient_clipping,
         )
     if optimizer is not None and settings.optimizer is not None:
         logger.warning(
-            "initialize: config has an optimizer, and optimizer= takes its place, masters and states included, as in DeepSpeed"
+            "initialize: config has an optimizer, and optimizer= takes its place, masters and "
+            "states included, as in DeepSpeed"
         )
     if lr_scheduler is not None and settings.scheduler is not None:
-        logger.warning("initialize: config has a scheduler, and lr_scheduler= takes its place, as in DeepSpeed")
+        logger.warning(
+            "initialize: config has a scheduler, and lr_scheduler= takes its place, as in DeepSpeed"
+        )
     if settings.dump_state:
         shown = {f.name: getattr(settings, f.name) for f in fields(settings) if f.compare}
         logger.warning("initialize: config is %s", shown)
 
 
-def start_process_group(op: str, port: int, timeout: timedelta | None = None, backend: str | None = None) -> None:
-    """Start torch.distributed if the environment describes a world. port: MASTER_PORT, where it has none."""
+def start_process_group(
+    op: str, port: int, timeout: timedelta | None = None, backend: str | None = None
+) -> None:
+    """Start torch.distributed if the environment describes a world. port: MASTER_PORT, where it
+    has none.
+    """
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
     if ("RANK" in os.environ or launched_world_size()[1] > 1) and "MASTER_ADDR" in os.environ:
         os.environ.setdefault("MASTER_PORT", str(port))
     follow_launcher(op)
-    device = use_own_gpu() if "nccl" in backend else None  # bound to the group, else NCCL guesses it from the rank
+    # bound to the group, else NCCL guesses it from the rank
+    device = use_own_gpu() if "nccl" in backend else None
     if "RANK" not in os.environ and launched_world_size()[1] == 1:
         return
     missing = [name for name in _RENDEZVOUS if name not in os.environ]
     if missing:
         raise ValueError(
-            f"{op}: the environment has no {' and no '.join(missing)}; expected all of {', '.join(_RENDEZVOUS)} "
+            f"{op}: the environment has no {' and no '.join(missing)}; expected all of "
+            f"{', '.join(_RENDEZVOUS)} "
             "(start with torchrun), or neither RANK nor WORLD_SIZE for a single process"
         )
     for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
@@ -301,38 +353,54 @@ def start_process_group(op: str, port: int, timeout: timedelta | None = None, ba
 
 
 def _check_parallelism(mpu: Any, mesh_param: Any, configured: int) -> int:
-    """Return how many ranks have a sequence; ValueError for model parallelism, or sequences that others divide."""
-    for name in ("get_model_parallel_world_size", "get_tensor_model_parallel_world_size", "get_pipe_parallel_world_size"):
+    """Return how many ranks have a sequence; ValueError for model parallelism, or sequences that
+    others divide.
+    """
+    for name in (
+        "get_model_parallel_world_size",
+        "get_tensor_model_parallel_world_size",
+        "get_pipe_parallel_world_size",
+    ):
         if mpu is not None and callable(getattr(mpu, name, None)) and getattr(mpu, name)() > 1:
             raise ValueError(
-                f"{_OP}: mpu.{name}() is {getattr(mpu, name)()}; expected 1, or config tensor_parallel without mpu"
+                f"{_OP}: mpu.{name}() is {getattr(mpu, name)()}; expected 1, or config "
+                f"tensor_parallel without mpu"
             )
     if mesh_param is not None and tuple(mesh_param)[1:] not in ((), (1,)):
         raise ValueError(
-            f"{_OP}: mesh_param is {mesh_param!r}; expected (ranks, 1), or for sequences over ranks "
+            f"{_OP}: mesh_param is {mesh_param!r}; expected (ranks, 1), or for sequences over "
+            f"ranks "
             "mpu=UlyssesSPAttentionHF.register_with_transformers(...) (docs/long_sequences.md)"
         )
     ranks: int = getattr(mpu, "get_sequence_parallel_world_size", lambda: 1)()
     if ranks > 1 and not hasattr(mpu, "enable"):
         raise ValueError(
-            f"{_OP}: mpu has sequences of {ranks} ranks; expected that of UlyssesSPAttentionHF.register_with_transformers, "
+            f"{_OP}: mpu has sequences of {ranks} ranks; expected that of "
+            f"UlyssesSPAttentionHF.register_with_transformers, "
             "or enable_sequence_parallel (docs/long_sequences.md)"
         )
     if configured not in (1, ranks):
         raise ValueError(
-            f"{_OP}: config sequence_parallel_size has {configured}, and mpu {ranks}; expected the same, with "
+            f"{_OP}: config sequence_parallel_size has {configured}, and mpu {ranks}; expected the "
+            f"same, with "
             "mpu=UlyssesSPAttentionHF.register_with_transformers(...) (docs/long_sequences.md)"
         )
     return ranks
 
 
 def _check_tensor_parallel(model: Any, settings: Config, of_sequences: int, world_size: int) -> int:
-    """Return how many ranks have slices of each weight: of the configuration, or of tp_model_init; ValueError for others."""
+    """Return how many ranks have slices of each weight: of the configuration, or of
+    tp_model_init; ValueError for others.
+    """
     modules = model.modules() if isinstance(model, nn.Module) else ()
-    size, recorded = settings.autotp_size, max((getattr(module, "_autotp_size", 1) for module in modules), default=1)
+    size, recorded = (
+        settings.autotp_size,
+        max((getattr(module, "_autotp_size", 1) for module in modules), default=1),
+    )
     if 1 < size != recorded > 1:
         raise ValueError(
-            f"{_OP}: config tensor_parallel.autotp_size has {size}, and tp_model_init {recorded}; expected the same"
+            f"{_OP}: config tensor_parallel.autotp_size has {size}, and tp_model_init {recorded}; "
+            f"expected the same"
         )
     size = max(size, recorded)
     if size > 1:
@@ -341,12 +409,14 @@ def _check_tensor_parallel(model: Any, settings: Config, of_sequences: int, worl
             "a PipelineModule": isinstance(model, PipelineModule),
             "sequences over ranks": of_sequences > 1,
             "shardcore.mesh": settings.shardcore.get("mesh") is not None,
-            f"a model in {sliced and sliced.size()} slices": sliced is not None and sliced.size() != size,
+            f"a model in {sliced and sliced.size()} slices": sliced is not None
+            and sliced.size() != size,
             f"{world_size} ranks, which it does not divide": world_size % size > 0,
         }
         if found := [name for name, is_there in besides.items() if is_there]:
             raise ValueError(
-                f"{_OP}: config tensor_parallel.autotp_size has {size} with {found[0]}; expected one that fits, or 1"
+                f"{_OP}: config tensor_parallel.autotp_size has {size} with {found[0]}; expected "
+                f"one that fits, or 1"
             )
     return size
 
@@ -357,19 +427,30 @@ def tensor_mesh() -> DeviceMesh | None:
 
 
 def make_tensor_mesh(size: int, device: torch.device) -> DeviceMesh:
-    """Return a mesh (dp, tp) of all ranks on such devices, `size` adjacent ones for "tp". Collective, unless it is there."""
+    """Return a mesh (dp, tp) of all ranks on such devices, `size` adjacent ones for "tp".
+    Collective, unless it is there.
+    """
     mesh, world = tensor_mesh(), dist.group.WORLD
     if mesh is None or mesh["tp"].size() != size:
         assert world is not None
-        ranks, timeout = torch.arange(world.size(), device="cpu").view(-1, size), timeout_of(world, device)
+        ranks, timeout = (
+            torch.arange(world.size(), device="cpu").view(-1, size),
+            timeout_of(world, device),
+        )
         groups: Any = dist.new_subgroups_by_enumeration
         dp, tp = (groups(rows.tolist(), timeout=timeout)[0] for rows in (ranks.T, ranks))
-        mesh = _meshes[world] = DeviceMesh.from_group([dp, tp], device.type, ranks, mesh_dim_names=("dp", "tp"))
+        mesh = _meshes[world] = DeviceMesh.from_group(
+            [dp, tp], device.type, ranks, mesh_dim_names=("dp", "tp")
+        )
     return mesh
 
 
-def _slice(model: nn.Module, optimizer: torch.optim.Optimizer | None, size: int, device: torch.device) -> DeviceMesh:
-    """Slice a model over adjacent ranks, and give its optimizer the slices. Returns the mesh (dp, tp)."""
+def _slice(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, size: int, device: torch.device
+) -> DeviceMesh:
+    """Slice a model over adjacent ranks, and give its optimizer the slices. Returns the mesh
+    (dp, tp).
+    """
     if device.type == "cuda":
         use_own_gpu()
     mesh = make_tensor_mesh(size, device)
@@ -383,16 +464,22 @@ def _slice(model: nn.Module, optimizer: torch.optim.Optimizer | None, size: int,
 
 
 def _compare_inputs(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Let the first forward compare what the ranks of a sliced model are given, as DeepSpeed does."""
+    """Let the first forward compare what the ranks of a sliced model are given, as DeepSpeed
+    does.
+    """
     comm = Comm(group)
 
     def compare(module: nn.Module, args: Any, kwargs: Any) -> None:
         handle.remove()
-        sums = [_C.crc32c(tensor.detach().cpu().contiguous()) for tensor in tensors_in([args, kwargs])]
+        sums = [
+            _C.crc32c(tensor.detach().cpu().contiguous()) for tensor in tensors_in([args, kwargs])
+        ]
         if any(others != sums for others in comm.gather_json(sums)):
             raise ValueError(
-                "forward: ranks that have slices of one model are given different inputs; expected the same (a sampler with "
-                "num_replicas and rank of deepspeed.utils.groups.get_data_parallel_world_size() and _rank(), or training_data)"
+                "forward: ranks that have slices of one model are given different inputs; expected "
+                "the same (a sampler with "
+                "num_replicas and rank of deepspeed.utils.groups.get_data_parallel_world_size() "
+                "and _rank(), or training_data)"
             )
 
     handle = model.register_forward_pre_hook(compare, prepend=True, with_kwargs=True)
@@ -400,43 +487,57 @@ def _compare_inputs(model: nn.Module, group: dist.ProcessGroup) -> None:
 
 def _check_mesh(mesh: Sequence[int] | None, world_size: int) -> None:
     if mesh is not None and math.prod(mesh) != world_size:
-        raise ValueError(f"{_OP}: config shardcore.mesh has {mesh}; expected numbers whose product is {world_size}, the ranks")
+        raise ValueError(
+            f"{_OP}: config shardcore.mesh has {mesh}; expected numbers whose product is "
+            f"{world_size}, the ranks"
+        )
 
 
 def _check_pipeline(pipe: PipelineModule, settings: Config, optimizer: Any) -> None:
     """Raise ValueError for what a pipeline does not train with."""
     if not settings.managed_gradient_accumulation:
         raise ValueError(
-            f"{_OP}: config managed_gradient_accumulation has False for a PipelineModule; expected true, as train_batch steps"
+            f"{_OP}: config managed_gradient_accumulation has False for a PipelineModule; expected "
+            f"true, as train_batch steps"
         )
     if optimizer is None:
         raise ValueError(
-            f'{_OP}: a PipelineModule is given without an optimizer; expected one, or {{"optimizer": ...}} in config'
+            f"{_OP}: a PipelineModule is given without an optimizer; expected one, or "
+            f'{{"optimizer": ...}} in config'
         )
     if pipe.world_size != (dist.get_world_size() if dist.is_initialized() else 1):
         raise ValueError(
-            f"{_OP}: the PipelineModule was made for {pipe.world_size} ranks, and there are {dist.get_world_size()}; expected "
-            "deepspeed.init_distributed() before it is made"
+            f"{_OP}: the PipelineModule was made for {pipe.world_size} ranks, and there are "
+            f"{dist.get_world_size()}; expected deepspeed.init_distributed() before it is made"
         )
     if settings.stage == 3 and pipe.tied:
         raise ValueError(
-            f"{_OP}: config zero_optimization.stage has 3 for a PipelineModule with weights tied over stages; expected 0 to 2"
+            f"{_OP}: config zero_optimization.stage has 3 for a PipelineModule with weights tied "
+            f"over stages; expected 0 to 2"
         )
     for name in ("mesh", "ranks_per_node"):
         if settings.shardcore.get(name) is not None and pipe.num_stages > 1:
             raise ValueError(
-                f"{_OP}: config shardcore.{name} is given for a PipelineModule; expected it for other models alone"
+                f"{_OP}: config shardcore.{name} is given for a PipelineModule; expected it for "
+                f"other models alone"
             )
 
 
-def _pipeline_options(pipe: PipelineModule, settings: Config, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of `shard` for this rank's stage. The micro-batches of a step are added up before they are reduced."""
+def _pipeline_options(
+    pipe: PipelineModule, settings: Config, options: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the options of `shard` for this rank's stage. The micro-batches of a step are added
+    up before they are reduced.
+    """
     if settings.activation_checkpoint_interval:
         pipe.activation_checkpoint_interval = settings.activation_checkpoint_interval
     if pipe.stage_id > 0:
         options["cast_inputs"] = False  # they are as the stage before computed them
     if pipe.num_stages > 1:
-        options |= {"process_group": pipe.mpu().dp_proc_group, "model_parallel_group": pipe.mpu().pp_proc_group}
+        options |= {
+            "process_group": pipe.mpu().dp_proc_group,
+            "model_parallel_group": pipe.mpu().pp_proc_group,
+        }
     return {"sync_each": False, **options}
 
 
@@ -450,13 +551,16 @@ def check_model(model: Any, settings: Config) -> None:
     for name, param in model.named_parameters():
         if param.is_floating_point() and param.dtype not in taken:
             raise ValueError(
-                f"{_OP}: model parameter {name} has dtype {dtype_name(param.dtype)} but config enables "
+                f"{_OP}: model parameter {name} has dtype {dtype_name(param.dtype)} but config "
+                f"enables "
                 'neither bf16 nor fp16; expected float32 weights, or {"bf16": {"enabled": true}}'
             )
 
 
 def cast_buffers(model: nn.Module, settings: Config) -> None:
-    """Cast the buffers beside 16-bit weights: to float32 what is kept in it, the others to data_types.buffer_dtype."""
+    """Cast the buffers beside 16-bit weights: to float32 what is kept in it, the others to
+    data_types.buffer_dtype.
+    """
     if not (settings.bf16 or settings.fp16):
         return
     pattern = _kept_in_fp32(model, settings)
@@ -470,13 +574,25 @@ def cast_buffers(model: nn.Module, settings: Config) -> None:
 def _kept_in_fp32(model: nn.Module, settings: Config) -> re.Pattern[str] | None:
     """Return what the names of buffers match that stay in float32, if there are any.
 
-    Patterns, in which "*" is any text, are the configuration's, or those that transformers' models have by module.
+    Patterns, in which "*" is any text, are the configuration's, or those that transformers' models
+    have by module.
     """
     listed = [("", settings.keep_in_fp32_modules or ())]
     if settings.keep_in_fp32_modules is None:
-        lists = ["_keep_in_fp32_modules_strict", *(["_keep_in_fp32_modules"] if settings.fp16 else [])]
-        listed = [(name, getattr(module, of, None) or ()) for name, module in model.named_modules() for of in lists]
-    patterns = [(f"^{re.escape(name)}\\..*" if name else "") + one.replace("*", ".*") for name, kept in listed for one in kept]
+        lists = [
+            "_keep_in_fp32_modules_strict",
+            *(["_keep_in_fp32_modules"] if settings.fp16 else []),
+        ]
+        listed = [
+            (name, getattr(module, of, None) or ())
+            for name, module in model.named_modules()
+            for of in lists
+        ]
+    patterns = [
+        (f"^{re.escape(name)}\\..*" if name else "") + one.replace("*", ".*")
+        for name, kept in listed
+        for one in kept
+    ]
     return re.compile("|".join(patterns)) if patterns else None
 
 
@@ -488,76 +604,114 @@ def _is_function(thing: Any) -> bool:
 def _parameters(model: nn.Module, model_parameters: Any) -> list[Any]:
     """Return what to optimize: parameters or param_groups."""
     plain = model_parameters is None or isinstance(model_parameters, Iterable)
-    if not plain or isinstance(model_parameters, torch.Tensor | nn.Module | Mapping | str | set | frozenset):
+    if not plain or isinstance(
+        model_parameters, torch.Tensor | nn.Module | Mapping | str | set | frozenset
+    ):
         raise TypeError(
-            f"{_OP}: model_parameters has type {type(model_parameters).__name__}; expected a list of parameters or of "
-            "param_groups (model.parameters())"
+            f"{_OP}: model_parameters has type {type(model_parameters).__name__}; expected a list "
+            f"of parameters or of param_groups (model.parameters())"
         )
-    return [p for p in model.parameters() if p.requires_grad] if model_parameters is None else list(model_parameters)
+    return (
+        [p for p in model.parameters() if p.requires_grad]
+        if model_parameters is None
+        else list(model_parameters)
+    )
 
 
 def _try(optimizer: torch.optim.Optimizer, log: bool) -> None:
-    """Let `shard` take an optimizer of an unknown class whose steps a trial finds elementwise; else raise TypeError."""
-    known = isinstance(optimizer, ShardableOptimizer) or type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
+    """Let `shard` take an optimizer of an unknown class whose steps a trial finds elementwise;
+    else raise TypeError.
+    """
+    known = isinstance(optimizer, ShardableOptimizer) or type(optimizer) in (
+        torch.optim.Adam,
+        torch.optim.AdamW,
+    )
     if known or isinstance(optimizer, Muon) or is_elementwise(optimizer):
         return
     name = type(optimizer).__name__
     if (why := not_elementwise(optimizer)) is not None:
         raise TypeError(
-            f"{_OP}: optimizer is a {name}, whose steps are not elementwise: {why}; expected one that computes each element "
+            f"{_OP}: optimizer is a {name}, whose steps are not elementwise: {why}; expected one "
+            f"that computes each element "
             "from its own weight, gradient and states (shards are flat ranges of many parameters)"
         )
     optimizer.elementwise = True  # type: ignore[attr-defined]
     if log:
-        logger.warning("initialize: %s is taken, as three of its steps on a tensor and on its flat parts had equal bits", name)
+        logger.warning(
+            "initialize: %s is taken, as three of its steps on a tensor and on its flat parts had "
+            "equal bits",
+            name,
+        )
 
 
 def _compare_parameters(params: list[Any], optimizer: torch.optim.Optimizer, log: bool) -> None:
     """Say how many of `params` the optimizer has; ValueError if it has others."""
     wanted, updated = _trainable(FusedAdam(params)), _trainable(optimizer)
     if not updated <= wanted:
-        raise ValueError(f"{_OP}: model_parameters lacks parameters of optimizer; expected all of them, or only optimizer=...")
+        raise ValueError(
+            f"{_OP}: model_parameters lacks parameters of optimizer; expected all of them, or only "
+            f"optimizer=..."
+        )
     if log and updated != wanted:
         logger.warning(
-            "initialize: optimizer= has %d of the %d trainable parameters in model_parameters; the others stay as they are",
+            "initialize: optimizer= has %d of the %d trainable parameters in model_parameters; the "
+            "others stay as they are",
             len(updated),
             len(wanted),
         )
 
 
-def _optimizer(model: nn.Module, params: list[Any], settings: Config, optimizer: Any) -> torch.optim.Optimizer:
+def _optimizer(
+    model: nn.Module, params: list[Any], settings: Config, optimizer: Any
+) -> torch.optim.Optimizer:
     if optimizer is not None and settings.shardcore.get("optimizer"):
         raise ValueError(
-            f"{_OP}: config shardcore.optimizer is given, but optimizer= takes the place of the optimizer there; expected "
+            f"{_OP}: config shardcore.optimizer is given, but optimizer= takes the place of the "
+            f"optimizer there; expected "
             "optimizer=FusedAdam(...) with these options, or config alone"
         )
     if optimizer is None:
         if settings.optimizer is None:
             raise ValueError(
-                f'{_OP}: there is no optimizer; expected optimizer=..., or {{"optimizer": {{"type": "Adam"}}}} in config '
+                f'{_OP}: there is no optimizer; expected optimizer=..., or {{"optimizer": '
+                f'{{"type": "Adam"}}}} in config '
                 "(shardcore.shard(model, None) takes a model that only runs forward)"
             )
         return configured_optimizer(model, params, settings)
     if _is_function(optimizer):
         made = optimizer(params)
         if not isinstance(made, torch.optim.Optimizer):
-            raise TypeError(f"{_OP}: optimizer(...) returned a {type(made).__name__}; expected a torch.optim.Optimizer")
+            raise TypeError(
+                f"{_OP}: optimizer(...) returned a {type(made).__name__}; expected a "
+                f"torch.optim.Optimizer"
+            )
         return made
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"{_OP}: optimizer has type {type(optimizer).__name__}; expected a torch.optim.Optimizer or a function")
+        raise TypeError(
+            f"{_OP}: optimizer has type {type(optimizer).__name__}; expected a "
+            f"torch.optim.Optimizer or a function"
+        )
     return optimizer
 
 
-def configured_optimizer(model: nn.Module, params: list[Any], settings: Config) -> torch.optim.Optimizer:
-    """Return the optimizer that the configuration has, over parameters or param_groups of the model."""
+def configured_optimizer(
+    model: nn.Module, params: list[Any], settings: Config
+) -> torch.optim.Optimizer:
+    """Return the optimizer that the configuration has, over parameters or param_groups of the
+    model.
+    """
     assert settings.optimizer is not None
     if settings.optimizer_type is Muon:
         return Muon(_muon_groups(model, params, settings.optimizer["halves"]))
     return settings.optimizer_type(params, **settings.optimizer)
 
 
-def _muon_groups(model: nn.Module, params: list[Any], halves: Mapping[bool, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Split each group in two, as DeepSpeed does: Muon takes matrices but those with embed or lm_head in their names."""
+def _muon_groups(
+    model: nn.Module, params: list[Any], halves: Mapping[bool, Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Split each group in two, as DeepSpeed does: Muon takes matrices but those with embed or
+    lm_head in their names.
+    """
     names = {param: name.lower() for name, param in model.named_parameters()}
     given = params if params and isinstance(params[0], dict) else [{"params": params}]
     groups = []
@@ -567,7 +721,11 @@ def _muon_groups(model: nn.Module, params: list[Any], halves: Mapping[bool, Mapp
             chosen = [
                 param
                 for param in held
-                if (param.ndim >= 2 and not any(part in names.get(param, "") for part in ("embed", "lm_head"))) == use_muon
+                if (
+                    param.ndim >= 2
+                    and not any(part in names.get(param, "") for part in ("embed", "lm_head"))
+                )
+                == use_muon
             ]
             own = {key: value for key, value in group.items() if key in options}
             if chosen:
@@ -576,12 +734,18 @@ def _muon_groups(model: nn.Module, params: list[Any], halves: Mapping[bool, Mapp
 
 
 def _trainable(optimizer: torch.optim.Optimizer) -> set[torch.Tensor]:
-    return {param for group in optimizer.param_groups for param in group["params"] if param.requires_grad}
+    return {
+        param
+        for group in optimizer.param_groups
+        for param in group["params"]
+        if param.requires_grad
+    }
 
 
 @cache
 def _counts_as(kind: type, given: type) -> type:
-    """Return the kind of an optimizer that isinstance takes for one of the `given` class, too, which it has replaced.
+    """Return the kind of an optimizer that isinstance takes for one of the `given` class, too,
+    which it has replaced.
 
     Libraries that wrap it derive a class from its __class__, in which its own methods come first.
     """
@@ -594,30 +758,40 @@ def _check_scheduler(lr_scheduler: Any, chosen: torch.optim.Optimizer, optimizer
         return
     if not callable(getattr(lr_scheduler, "step", None)):
         raise TypeError(
-            f"{_OP}: lr_scheduler has type {type(lr_scheduler).__name__}; expected a scheduler with step(), or a function"
+            f"{_OP}: lr_scheduler has type {type(lr_scheduler).__name__}; expected a scheduler "
+            f"with step(), or a function"
         )
     if getattr(lr_scheduler, "optimizer", chosen) is not chosen:
         raise ValueError(
-            f"{_OP}: lr_scheduler drives another optimizer than initialize uses; expected one made over the optimizer= given, "
-            "or a function: lr_scheduler=lambda optimizer: ..."
+            f"{_OP}: lr_scheduler drives another optimizer than initialize uses; expected one made "
+            f"over the optimizer= given, or a function: lr_scheduler=lambda optimizer: ..."
         )
     if optimizer is not chosen:
         raise ValueError(
-            f"{_OP}: lr_scheduler is an object but the optimizer is made here; expected a function: "
-            "lr_scheduler=lambda optimizer: ..."
+            f"{_OP}: lr_scheduler is an object but the optimizer is made here; expected a "
+            f"function: lr_scheduler=lambda optimizer: ..."
         )
 
 
 def _loader(
-    data: Any, collate_fn: Any, sizes: BatchSizes, replicas: int, replica: int, drop_last: bool, shuffle: bool
+    data: Any,
+    collate_fn: Any,
+    sizes: BatchSizes,
+    replicas: int,
+    replica: int,
+    drop_last: bool,
+    shuffle: bool,
 ) -> ShardedLoader | None:
     if data is None:
         return None
     has_items = hasattr(data, "__getitem__") and hasattr(data, "__len__")
     if isinstance(data, DataLoader | IterableDataset) or not has_items:
         raise TypeError(
-            f"{_OP}: training_data has type {type(data).__name__}; expected a dataset with __getitem__ and __len__ (make the "
+            f"{_OP}: training_data has type {type(data).__name__}; expected a dataset with "
+            f"__getitem__ and __len__ (make the "
             "loader of a stream yourself, with a part of it for each rank)"
         )
     options = {"batch_size": sizes.micro, "collate_fn": collate_fn, "drop_last": drop_last}
-    return ShardedLoader(data, (replicas, replica), shuffle, pin_memory=torch.cuda.is_available(), **options)
+    return ShardedLoader(
+        data, (replicas, replica), shuffle, pin_memory=torch.cuda.is_available(), **options
+    )

@@ -1,11 +1,13 @@
-"""The keys of a DeepSpeed configuration: what each becomes here, why it means nothing, or why it is refused.
+"""The keys of a DeepSpeed configuration: what each becomes here, why it means nothing, or why it is
+refused.
 
-The one table that configurations are checked with (config.py) and that docs/deepspeed_keys.md is made from. A key is
+The one table that configurations are checked with (config.py) and that docs/deepspeed_keys.md is
+made from. A key is
 - honoured: its value is checked, and used;
 - accepted: it means nothing here, and the log says why, once;
-- refused, or removed by DeepSpeed itself: an error that says what to do instead, unless its value turns the thing off.
-Every other key is refused, with the nearest known one. Source: DeepSpeed 0.19.8's configuration classes, and
-https://www.deepspeed.ai/docs/config-json.
+- refused, or removed by DeepSpeed itself: an error that says what to do instead, unless its value
+turns the thing off. Every other key is refused, with the nearest known one. Source: DeepSpeed
+0.19.8's configuration classes, and https://www.deepspeed.ai/docs/config-json.
 """
 
 import math
@@ -22,15 +24,18 @@ from shardcore.optim.elementwise import ELEMENTWISE
 
 OP = "initialize"
 
-# (dotted path, value as given) -> checked value; raises TypeError, ValueError or NotImplementedError
+# (dotted path, value as given) -> checked value; raises TypeError, ValueError or
+# NotImplementedError
 Check = Callable[[str, Any], Any]
 
 
 @dataclass(frozen=True)
 class Key:
-    """A key. kind: "honoured", "accepted", "refused" or "removed". note: what it becomes, why it means nothing, what to do.
+    """A key. kind: "honoured", "accepted", "refused" or "removed". note: what it becomes, why it
+    means nothing, what to do.
 
-    check: of honoured keys. harmless: values of refused keys that turn the thing off, beside null and false.
+    check: of honoured keys. harmless: values of refused keys that turn the thing off, beside null
+    and false.
     """
 
     kind: str
@@ -39,7 +44,9 @@ class Key:
     harmless: tuple[Any, ...] = ()
 
     def is_off(self, value: Any) -> bool:
-        """Whether a value turns off what is refused: a section does that is empty, or that "enabled" is false in."""
+        """Whether a value turns off what is refused: a section does that is empty, or that
+        "enabled" is false in.
+        """
         if isinstance(value, Mapping) and value not in self.harmless:
             switches = _switches(value)
             value = any(switches) if switches else bool(value)
@@ -50,16 +57,24 @@ def _switches(section: Mapping[str, Any]) -> list[Any]:
     """Return what a section has as "enabled", or else what the sections in it have."""
     if "enabled" in section:
         return [section["enabled"]]
-    return [switch for value in section.values() if isinstance(value, Mapping) for switch in _switches(value)]
+    return [
+        switch
+        for value in section.values()
+        if isinstance(value, Mapping)
+        for switch in _switches(value)
+    ]
 
 
-# --- checks of values -------------------------------------------------------------------------------------------------
+# --- checks of values -----------------------------------------------------------------------------
 
 
 def has(where: str, value: Any, expected: str) -> str:
     """Return the text of an error: what a key has, and what is expected."""
     if isinstance(value, str) and value == "auto":
-        return f'{OP}: config {where} has "auto", which a trainer must fill in first; expected {expected}'
+        return (
+            f'{OP}: config {where} has "auto", which a trainer must fill in first; expected '
+            f"{expected}"
+        )
     return f"{OP}: config {where} has {value!r}; expected {expected}"
 
 
@@ -148,8 +163,18 @@ def _patterns(where: str, value: Any) -> tuple[str, ...] | None:
     return tuple(value)
 
 
-# What the section "shardcore" may have: arguments of shard, its offload's, and FusedAdam's, which check the values.
-OF_SHARD = ("overlap_step", "reduction", "ranks_per_node", "mesh", "reshard_after_forward", "prefetch", "units", "sync_each")
+# What the section "shardcore" may have: arguments of shard, its offload's, and FusedAdam's, which
+# check the values.
+OF_SHARD = (
+    "overlap_step",
+    "reduction",
+    "ranks_per_node",
+    "mesh",
+    "reshard_after_forward",
+    "prefetch",
+    "units",
+    "sync_each",
+)
 OF_OFFLOAD = (
     *("gradients", "ratio", "device_memory_limit", "durable", "resume", "path", "pin_memory_limit"),
     "cpu_threads",
@@ -159,33 +184,57 @@ OF_ADAM = ("state_dtype", "master", "stochastic_rounding")
 
 def _own(where: str, value: Any) -> dict[str, Any]:
     """Check the names of what shardcore alone has."""
-    known: dict[str, Sequence[str]] = {"": (*OF_SHARD, "offload", "optimizer"), "offload": OF_OFFLOAD, "optimizer": OF_ADAM}
+    known: dict[str, Sequence[str]] = {
+        "": (*OF_SHARD, "offload", "optimizer"),
+        "offload": OF_OFFLOAD,
+        "optimizer": OF_ADAM,
+    }
     for name, keys in known.items():
         path, section = f"{where}.{name}" if name else where, value.get(name, {}) if name else value
         if name == "offload" and section == "auto":
             continue
         if not isinstance(section, Mapping):
-            raise TypeError(has(path, section, "an object with keys" + ', or "auto"' * (name == "offload")))
+            raise TypeError(
+                has(path, section, "an object with keys" + ', or "auto"' * (name == "offload"))
+            )
         for key in section:
             if key not in keys:
-                meant = [f" ({where}.{other}.{key}?)" for other, its in known.items() if other and key in its]
+                meant = [
+                    f" ({where}.{other}.{key}?)"
+                    for other, its in known.items()
+                    if other and key in its
+                ]
                 expected = ", ".join(keys) + "".join(meant)
-                raise ValueError(f"{OP}: config {path}.{key} is not supported; expected one of {expected}")
+                raise ValueError(
+                    f"{OP}: config {path}.{key} is not supported; expected one of {expected}"
+                )
     mesh = value.get("mesh", [1, 1])
-    if not isinstance(mesh, list | tuple) or len(mesh) != 2 or not all(type(size) is int and size > 0 for size in mesh):
+    if (
+        not isinstance(mesh, list | tuple)
+        or len(mesh) != 2
+        or not all(type(size) is int and size > 0 for size in mesh)
+    ):
         raise ValueError(has(f"{where}.mesh", mesh, "two numbers of ranks: [replicate, shard]"))
     return dict(value)
 
 
 def _device(where: str, value: Any) -> str | None:
     if value not in ("cpu", "nvme", "none"):
-        raise (ValueError if isinstance(value, str) else TypeError)(has(where, value, '"cpu", "nvme" or "none"'))
+        raise (ValueError if isinstance(value, str) else TypeError)(
+            has(where, value, '"cpu", "nvme" or "none"')
+        )
     return None if value == "none" else str(value)
 
 
 def _dtype(*known: str) -> Check:
     """Check the name of a dtype, in each of its spellings, and return ours."""
-    spelled = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float": "fp32"}
+    spelled = {
+        "float32": "fp32",
+        "bfloat16": "bf16",
+        "float16": "fp16",
+        "half": "fp16",
+        "float": "fp32",
+    }
     check = _word(*known, expected=" or ".join(f'"{name}"' for name in known))
 
     def checked(where: str, value: Any) -> Any:
@@ -206,13 +255,16 @@ def _slices(where: str, value: Any) -> int:
 
 
 def _prefetch(where: str, value: Any) -> float:
-    return 1.0 if value == "auto" else _number(where, value)  # trainers may leave it, or compute no whole number
+    # trainers may leave it, or compute no whole number
+    return 1.0 if value == "auto" else _number(where, value)
 
 
 _power = _integer(0, 127, "0 to 127 (the scale is 2 to that power, in float32)")
 _stage = _integer(0, 3, "0, 1, 2 or 3", kind="0, 1, 2 or 3")
 # By their names in lower case; they get optimizer.params as arguments.
-OTHER_OPTIMIZERS: Mapping[str, type[torch.optim.Optimizer]] = {cls.__name__.lower(): cls for cls in (*ELEMENTWISE, Lion, Muon)}
+OTHER_OPTIMIZERS: Mapping[str, type[torch.optim.Optimizer]] = {
+    cls.__name__.lower(): cls for cls in (*ELEMENTWISE, Lion, Muon)
+}
 _OTHERS = ", ".join(cls.__name__ for cls in OTHER_OPTIMIZERS.values())
 _adam = _word(
     "adam",
@@ -228,7 +280,7 @@ def _print(where: str, value: Any) -> int | None:
     return checked
 
 
-# --- the table --------------------------------------------------------------------------------------------------------
+# --- the table ------------------------------------------------------------------------------------
 
 
 def _honoured(check: Check, note: str) -> Key:
@@ -252,36 +304,60 @@ def _below(section: str, keys: Mapping[str, Key]) -> dict[str, Key]:
 
 
 _ALWAYS_OVERLAPS = "communication always overlaps with backward, with the same bits"
-_BY_UNIT = "gradients are reduced, and weights gathered, a unit of the model at a time, whatever its size"
-_WHOLE_UNITS = "at stage 3 two units are unsharded at a time, the one in use and the next, whatever their size"
+_BY_UNIT = (
+    "gradients are reduced, and weights gathered, a unit of the model at a time, whatever its size"
+)
+_WHOLE_UNITS = (
+    "at stage 3 two units are unsharded at a time, the one in use and the next, whatever their size"
+)
 _ONE_MESSAGE = (
-    "a unit's parameters are gathered together, in a message for each dtype and group: small ones cost none of their own"
+    "a unit's parameters are gathered together, in a message for each dtype and group: "
+    "small ones cost none of their own"
 )
 _ORDERED = "gradients are averaged in float32 and in rank order, where no factor can overflow"
 _OWN_BUFFERS = "offload sizes its own buffers"
 _ALWAYS_CHECKED = "the norm is always computed"
 _ONE_CHECKPOINT = "every checkpoint is written by all ranks and loads into any number of them"
 _ZERO = "zero_optimization"
-_IN_FOLDER = dict.fromkeys(("output_path", "job_name"), _honoured(_text, "files are in the folder output_path/job_name"))
+_IN_FOLDER = dict.fromkeys(
+    ("output_path", "job_name"), _honoured(_text, "files are in the folder output_path/job_name")
+)
 
 KEYS: dict[str, Key] = {
     "shardcore": _honoured(
         _own,
-        f"what DeepSpeed has no key for: {', '.join(OF_SHARD)} of shard (mesh: [replicate, shard], sizes of a DeviceMesh); "
-        f'offload: "auto", or offload.({", ".join(OF_OFFLOAD)}); optimizer.({", ".join(OF_ADAM)}) of FusedAdam',
+        f"what DeepSpeed has no key for: {', '.join(OF_SHARD)} of shard (mesh: [replicate, shard], "
+        f"sizes of a DeviceMesh); "
+        f'offload: "auto", or offload.({", ".join(OF_OFFLOAD)}); optimizer.({", ".join(OF_ADAM)}) '
+        f"of FusedAdam",
     ),
     "train_batch_size": _honoured(_or_none(_count), "samples per optimizer step over all ranks"),
-    "train_micro_batch_size_per_gpu": _honoured(_or_none(_count), "samples per backward on one rank"),
+    "train_micro_batch_size_per_gpu": _honoured(
+        _or_none(_count), "samples per backward on one rank"
+    ),
     "gradient_accumulation_steps": _honoured(_or_none(_count), "backwards per optimizer step"),
     "gradient_clipping": _honoured(_number, "global norm to clip to; 0 for none"),
     "steps_per_print": _honoured(_print, "steps between two lines of progress; null for none"),
     "dataloader_drop_last": _honoured(_flag, "drop the last, smaller batch of an epoch"),
-    "communication_data_type": _honoured(_or_none(_dtype("fp32", "bf16", "fp16")), "dtype of gradients that ranks send"),
-    "wall_clock_breakdown": _honoured(_flag, "log the time of forward, backward, the update, and what they wait for"),
+    "communication_data_type": _honoured(
+        _or_none(_dtype("fp32", "bf16", "fp16")), "dtype of gradients that ranks send"
+    ),
+    "wall_clock_breakdown": _honoured(
+        _flag, "log the time of forward, backward, the update, and what they wait for"
+    ),
     "memory_breakdown": _honoured(_flag, "log the memory of weights, gradients and states"),
     "dump_state": _honoured(_flag, "log the configuration"),
     "log_level": _honoured(
-        _or_none(_word("debug", "info", "warning", "error", "critical", expected="the name of a level of logging")),
+        _or_none(
+            _word(
+                "debug",
+                "info",
+                "warning",
+                "error",
+                "critical",
+                expected="the name of a level of logging",
+            )
+        ),
         "level of the logger shardcore",
     ),
     **_below(
@@ -289,8 +365,8 @@ KEYS: dict[str, Key] = {
         {
             "type": _honoured(
                 _adam,
-                f'FusedAdam; "Adam" means AdamW, too, unless adam_w_mode is false. {_OTHERS}: with params as its arguments '
-                "(of Muon DeepSpeed's; of Lion DeepSpeed's defaults)",
+                f'FusedAdam; "Adam" means AdamW, too, unless adam_w_mode is false. {_OTHERS}: with '
+                f"params as its arguments (of Muon DeepSpeed's; of Lion DeepSpeed's defaults)",
             ),
             "legacy_fusion": _accepted("there is one fused Adam"),
         },
@@ -306,7 +382,10 @@ KEYS: dict[str, Key] = {
             "adam_w_mode": _honoured(_flag, "FusedAdam(adam_w_mode=)"),
             "amsgrad": _honoured(_flag, "FusedAdam(amsgrad=)"),
             "maximize": _honoured(_flag, "FusedAdam(maximize=)"),
-            "torch_adam": _honoured(_flag, "true: FusedAdam, too, with weight_decay 0.01 by default if adam_w_mode is true"),
+            "torch_adam": _honoured(
+                _flag,
+                "true: FusedAdam, too, with weight_decay 0.01 by default if adam_w_mode is true",
+            ),
             "fp32_optimizer_states": _honoured(_flag, 'false: FusedAdam(state_dtype="bf16")'),
             **dict.fromkeys(
                 ("foreach", "fused", "set_grad_none"),
@@ -317,7 +396,8 @@ KEYS: dict[str, Key] = {
     ),
     "scheduler": _honoured(
         check_scheduler,
-        "type: WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest or one of torch's; params: its arguments",
+        "type: WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest or one of torch's; "
+        "params: its arguments",
     ),
     **_below(
         "fp16",
@@ -329,7 +409,9 @@ KEYS: dict[str, Key] = {
             "loss_scale_window": _honoured(_count, "steps without overflow before it doubles"),
             "hysteresis": _honoured(_count, "overflows before it halves"),
             "min_loss_scale": _honoured(_positive, "the smallest loss scale"),
-            "consecutive_hysteresis": _honoured(_flag, "count hysteresis anew after a step without overflow"),
+            "consecutive_hysteresis": _honoured(
+                _flag, "count hysteresis anew after a step without overflow"
+            ),
             "fp16_master_weights_and_grads": _refused("masters are float32"),
         },
     ),
@@ -340,10 +422,13 @@ KEYS: dict[str, Key] = {
             "bf16_optimizer_states": _honoured(_flag, 'FusedAdam(state_dtype="bf16")'),
             "bf16_master_weights_and_grads": _honoured(
                 _flag,
-                'shard(grad_dtype="bf16"), FusedAdam(master="split"): masters stay exact, 2 bytes beside the bfloat16 weight',
+                'shard(grad_dtype="bf16"), FusedAdam(master="split"): masters stay exact, 2 bytes '
+                "beside the bfloat16 weight",
             ),
             "immediate_grad_update": _accepted("gradients are always reduced during backward"),
-            "check_grad_overflow": _accepted("every step is checked for non-finite gradients, at no cost"),
+            "check_grad_overflow": _accepted(
+                "every step is checked for non-finite gradients, at no cost"
+            ),
         },
     ),
     **_below(
@@ -351,82 +436,131 @@ KEYS: dict[str, Key] = {
         {
             "grad_accum_dtype": _honoured(_or_none(_dtype("fp32", "bf16")), "shard(grad_dtype=)"),
             "param_dtype": _honoured(
-                _or_none(_dtype("fp32", "bf16", "fp16")), "has to be the dtype that fp16 and bf16 decide on"
+                _or_none(_dtype("fp32", "bf16", "fp16")),
+                "has to be the dtype that fp16 and bf16 decide on",
             ),
             "buffer_dtype": _honoured(
                 _or_none(_dtype("fp32", "bf16", "fp16")),
-                "beside 16-bit weights buffers of floating point are cast to it; null: they keep theirs",
+                "beside 16-bit weights buffers of floating point are cast to it; null: they keep "
+                "theirs",
             ),
             "keep_in_fp32_modules": _honoured(
                 _patterns,
-                'buffers that are float32 beside 16-bit weights: patterns of names, or "auto": the model\'s own lists',
+                'buffers that are float32 beside 16-bit weights: patterns of names, or "auto": the '
+                "model's own lists",
             ),
         },
     ),
     **_below(
         "torch_autocast",
         {
-            "enabled": _honoured(_flag, "run forward under torch.autocast, with float32 or bfloat16 weights"),
-            "dtype": _honoured(
-                _or_none(_dtype("bf16", "fp16")), "autocast's dtype, bfloat16 by default; float16 with a loss scale"
+            "enabled": _honoured(
+                _flag, "run forward under torch.autocast, with float32 or bfloat16 weights"
             ),
-            "lower_precision_safe_modules": _accepted("ranks send gradients in communication_data_type"),
+            "dtype": _honoured(
+                _or_none(_dtype("bf16", "fp16")),
+                "autocast's dtype, bfloat16 by default; float16 with a loss scale",
+            ),
+            "lower_precision_safe_modules": _accepted(
+                "ranks send gradients in communication_data_type"
+            ),
         },
     ),
     **dict.fromkeys(("prescale_gradients", "gradient_predivide_factor"), _accepted(_ORDERED)),
     "gradient_allreduce_op": _honoured(
-        _word("mean", "sum", expected='"mean" or "sum"'), "mean; or sum, at stages 0 to 2: gradients are added up over ranks"
+        _word("mean", "sum", expected='"mean" or "sum"'),
+        "mean; or sum, at stages 0 to 2: gradients are added up over ranks",
     ),
     "disable_allgather": _accepted("DeepSpeed does not read it either"),
     "managed_gradient_accumulation": _honoured(
-        _flag, "false: every step() updates, and backward() still divides by gradient_accumulation_steps"
+        _flag,
+        "false: every step() updates, and backward() still divides by gradient_accumulation_steps",
     ),
-    "cuda_visible_devices": _accepted("set the variable CUDA_VISIBLE_DEVICES before the program starts, as for DeepSpeed"),
+    "cuda_visible_devices": _accepted(
+        "set the variable CUDA_VISIBLE_DEVICES before the program starts, as for DeepSpeed"
+    ),
     "vocabulary_size": _accepted("DeepSpeed only warns of it"),
     "zero_allow_untested_optimizer": _honoured(
         lambda where, value: _flag(where, bool(value) if value in (0, 1) else value),
-        "try an optimizer of an unknown class: it is taken if three steps of a tensor and of its flat parts have the same bits",
+        "try an optimizer of an unknown class: it is taken if three steps of a tensor and of its "
+        "flat parts have the same bits",
     ),
     "zero_force_ds_cpu_optimizer": _accepted("torch's Adam and AdamW are converted"),
-    "seq_parallel_communication_data_type": _accepted("sequence parallel attention exchanges values in their dtype"),
+    "seq_parallel_communication_data_type": _accepted(
+        "sequence parallel attention exchanges values in their dtype"
+    ),
     "allgather_size": _accepted(_BY_UNIT),
     **_below(
         _ZERO,
         {
             "stage": _honoured(_stage, "shard(stage=)"),
-            "zero_hpz_partition_size": _honoured(_size, "shard(reshard_after_forward=) at stage 3, if above 1"),
-            "prefetch_bucket_size": _honoured(_prefetch, "0: shard(prefetch=0); more: weights are gathered one unit ahead"),
+            "zero_hpz_partition_size": _honoured(
+                _size, "shard(reshard_after_forward=) at stage 3, if above 1"
+            ),
+            "prefetch_bucket_size": _honoured(
+                _prefetch, "0: shard(prefetch=0); more: weights are gathered one unit ahead"
+            ),
             "gather_16bit_weights_on_model_save": _honoured(
                 _flag, "false: save_16bit_model saves nothing at stage 3, and returns False"
             ),
             **dict.fromkeys(
-                ("overlap_comm", "contiguous_gradients", "round_robin_gradients", "use_multi_rank_bucket_allreduce"),
+                (
+                    "overlap_comm",
+                    "contiguous_gradients",
+                    "round_robin_gradients",
+                    "use_multi_rank_bucket_allreduce",
+                ),
                 _accepted(_ALWAYS_OVERLAPS),
             ),
             **dict.fromkeys(
-                ("reduce_scatter", "allgather_partitions", "use_all_reduce_for_fetch_params", "allgather_sequential"),
-                _accepted("each gradient is sent to the rank that owns it, and weights are gathered from these"),
+                (
+                    "reduce_scatter",
+                    "allgather_partitions",
+                    "use_all_reduce_for_fetch_params",
+                    "allgather_sequential",
+                ),
+                _accepted(
+                    "each gradient is sent to the rank that owns it, and weights are gathered from "
+                    "these"
+                ),
             ),
-            **dict.fromkeys(("reduce_bucket_size", "allgather_bucket_size", "sub_group_size"), _accepted(_BY_UNIT)),
             **dict.fromkeys(
-                ("max_live_parameters", "max_reuse_distance", "module_granularity_threshold"), _accepted(_WHOLE_UNITS)
+                ("reduce_bucket_size", "allgather_bucket_size", "sub_group_size"),
+                _accepted(_BY_UNIT),
+            ),
+            **dict.fromkeys(
+                ("max_live_parameters", "max_reuse_distance", "module_granularity_threshold"),
+                _accepted(_WHOLE_UNITS),
             ),
             **dict.fromkeys(
                 ("leaf_module.classes", "leaf_module.names", "leaf_module.name_suffixes"),
-                _honoured(_texts, "modules inside which nothing is a unit, as marked by utils.set_z3_leaf_modules"),
+                _honoured(
+                    _texts,
+                    "modules inside which nothing is a unit, as marked by "
+                    "utils.set_z3_leaf_modules",
+                ),
             ),
-            **dict.fromkeys(("param_persistence_threshold", "model_persistence_threshold"), _accepted(_ONE_MESSAGE)),
             **dict.fromkeys(
-                ("load_from_fp32_weights", "elastic_checkpoint", "pipeline_loading_checkpoint"), _accepted(_ONE_CHECKPOINT)
+                ("param_persistence_threshold", "model_persistence_threshold"),
+                _accepted(_ONE_MESSAGE),
+            ),
+            **dict.fromkeys(
+                ("load_from_fp32_weights", "elastic_checkpoint", "pipeline_loading_checkpoint"),
+                _accepted(_ONE_CHECKPOINT),
             ),
             "enable_sanity_checks": _accepted(
-                "steps, gradients and checkpoints of ranks are always compared; edits inside GatheredParameters without "
-                "modifier_rank, which it has DeepSpeed refuse, count here, and have to be the same on all ranks: at stage 3 "
-                "the end of the block refuses others, below it a step does (but not through p.data, which is not noticed)"
+                "steps, gradients and checkpoints of ranks are always compared; edits inside "
+                "GatheredParameters without "
+                "modifier_rank, which it has DeepSpeed refuse, count here, and have to be the same "
+                "on all ranks: at stage 3 "
+                "the end of the block refuses others, below it a step does (but not through "
+                "p.data, which is not noticed)"
             ),
             "compute_grad_norm": _accepted(_ALWAYS_CHECKED),
             "ignore_unused_parameters": _honoured(
-                _flag, "false: at stages 1 and 2 with offload_optimizer on cpu a step needs the gradients of all parameters"
+                _flag,
+                "false: at stages 1 and 2 with offload_optimizer on cpu a step needs the gradients "
+                "of all parameters",
             ),
             "grad_hooks": _accepted("gradients are always reduced by hooks"),
             "parameter_alignment": _accepted("buffers are always aligned"),
@@ -434,15 +568,26 @@ KEYS: dict[str, Key] = {
                 ("memory_efficient_linear", "override_module_apply", "log_trace_cache_warnings"),
                 _accepted("modules are left as they are"),
             ),
-            "save_muon_momentum_buffer_in_memory": _accepted("Muon's momentum is where offload_optimizer says"),
-            "zenflow": _refused("offload here is exact, and hides behind compute; remove the section"),
+            "save_muon_momentum_buffer_in_memory": _accepted(
+                "Muon's momentum is where offload_optimizer says"
+            ),
+            "zenflow": _refused(
+                "offload here is exact, and hides behind compute; remove the section"
+            ),
             **dict.fromkeys(
                 ("zero_quantized_weights", "zero_quantized_gradients"),
-                _refused('ranks exchange unquantized numbers; halve them with bf16 and communication_data_type "bf16"'),
+                _refused(
+                    "ranks exchange unquantized numbers; halve them with bf16 and "
+                    'communication_data_type "bf16"'
+                ),
             ),
-            "zero_quantized_nontrainable_weights": _refused("load the frozen weights in 8 or 4 bits yourself"),
+            "zero_quantized_nontrainable_weights": _refused(
+                "load the frozen weights in 8 or 4 bits yourself"
+            ),
             "legacy_stage1": _removed("stage 1 has one form"),
-            "mics_shard_size": _removed("shard over a DeviceMesh with shardcore.shard, or set zero_hpz_partition_size", -1),
+            "mics_shard_size": _removed(
+                "shard over a DeviceMesh with shardcore.shard, or set zero_hpz_partition_size", -1
+            ),
             "mics_hierarchical_params_gather": _removed("as mics_shard_size"),
             "zeropp_loco_param": _removed("gradients are not quantized"),
         },
@@ -453,22 +598,33 @@ KEYS: dict[str, Key] = {
             "device": _honoured(_device, 'shard(offload={"optimizer": ...})'),
             "pin_memory": _honoured(_flag, "page-lock host memory that the GPU reads or writes"),
             "ratio": _honoured(_share, "the share of states that the CPU updates"),
-            "nvme_path": _honoured(_or_none(_text), 'shard(offload={"path": ...}) of the device nvme'),
+            "nvme_path": _honoured(
+                _or_none(_text), 'shard(offload={"path": ...}) of the device nvme'
+            ),
             **dict.fromkeys(
-                ("buffer_count", "pipeline", "pipeline_read", "pipeline_write", "fast_init"), _accepted(_OWN_BUFFERS)
+                ("buffer_count", "pipeline", "pipeline_read", "pipeline_write", "fast_init"),
+                _accepted(_OWN_BUFFERS),
             ),
             **dict.fromkeys(
                 ("super_offload", "cpuadam_cores_perc"),
-                _accepted("the CPU's Adam runs beside the GPU, exactly, on the cores that are there"),
+                _accepted(
+                    "the CPU's Adam runs beside the GPU, exactly, on the cores that are there"
+                ),
             ),
         },
     ),
     **_below(
         f"{_ZERO}.offload_param",
         {
-            "device": _honoured(_device, 'shard(offload={"params": ...}) at stage 3; nothing below it, as in DeepSpeed'),
+            "device": _honoured(
+                _device,
+                'shard(offload={"params": ...}) at stage 3; nothing below it, as in DeepSpeed',
+            ),
             "pin_memory": _honoured(_flag, "as that of offload_optimizer"),
-            "nvme_path": _honoured(_or_none(_text), "that of offload_optimizer: states and weights are beside each other"),
+            "nvme_path": _honoured(
+                _or_none(_text),
+                "that of offload_optimizer: states and weights are beside each other",
+            ),
             **dict.fromkeys(("buffer_count", "buffer_size", "max_in_cpu"), _accepted(_OWN_BUFFERS)),
         },
     ),
@@ -476,7 +632,14 @@ KEYS: dict[str, Key] = {
         "aio",
         {
             **dict.fromkeys(
-                ("block_size", "queue_depth", "thread_count", "intra_op_parallelism", "single_submit", "overlap_events"),
+                (
+                    "block_size",
+                    "queue_depth",
+                    "thread_count",
+                    "intra_op_parallelism",
+                    "single_submit",
+                    "overlap_events",
+                ),
                 _accepted("files are written and read with requests of 1 MiB, 16 at a time"),
             ),
             "use_gds": _refused("files are read through host memory"),
@@ -485,18 +648,30 @@ KEYS: dict[str, Key] = {
     **_below(
         "activation_checkpointing",
         {
-            "cpu_checkpointing": _honoured(_flag, "deepspeed.checkpointing.checkpoint keeps its inputs in host memory"),
+            "cpu_checkpointing": _honoured(
+                _flag, "deepspeed.checkpointing.checkpoint keeps its inputs in host memory"
+            ),
             "partition_activations": _accepted(
-                "deepspeed.checkpointing keeps inputs whole (shardcore.checkpoint_wrapper takes a group)"
+                "deepspeed.checkpointing keeps inputs whole (shardcore.checkpoint_wrapper takes a "
+                "group)"
             ),
             **dict.fromkeys(
-                ("contiguous_memory_optimization", "number_checkpoints", "synchronize_checkpoint_boundary", "profile"),
+                (
+                    "contiguous_memory_optimization",
+                    "number_checkpoints",
+                    "synchronize_checkpoint_boundary",
+                    "profile",
+                ),
                 _accepted("checkpoints are torch.utils.checkpoint's"),
             ),
         },
     ),
-    **_below("tensorboard", {"enabled": _honoured(_flag, "write metrics for TensorBoard"), **_IN_FOLDER}),
-    **_below("csv_monitor", {"enabled": _honoured(_flag, "write metrics to CSV files"), **_IN_FOLDER}),
+    **_below(
+        "tensorboard", {"enabled": _honoured(_flag, "write metrics for TensorBoard"), **_IN_FOLDER}
+    ),
+    **_below(
+        "csv_monitor", {"enabled": _honoured(_flag, "write metrics to CSV files"), **_IN_FOLDER}
+    ),
     **_below(
         "wandb",
         {
@@ -509,7 +684,9 @@ KEYS: dict[str, Key] = {
     **_below(
         "comms_logger",
         {
-            "enabled": _honoured(_flag, "log how often each collective was started, with each line of progress"),
+            "enabled": _honoured(
+                _flag, "log how often each collective was started, with each line of progress"
+            ),
             **dict.fromkeys(
                 ("verbose", "prof_all", "prof_ops", "debug"),
                 _accepted("all collectives are counted (their bytes: shardcore estimate)"),
@@ -519,11 +696,18 @@ KEYS: dict[str, Key] = {
     **_below(
         "flops_profiler",
         {
-            "enabled": _honoured(_flag, "count the floating-point operations of one step, with torch's counter"),
+            "enabled": _honoured(
+                _flag, "count the floating-point operations of one step, with torch's counter"
+            ),
             "profile_step": _honoured(_count, "which step"),
-            "module_depth": _honoured(_integer(-1, math.inf, "at least -1"), "depth of modules in the table; -1 for all"),
+            "module_depth": _honoured(
+                _integer(-1, math.inf, "at least -1"), "depth of modules in the table; -1 for all"
+            ),
             "output_file": _honoured(_or_none(_text), "a file instead of the log"),
-            **dict.fromkeys(("recompute_fwd_factor", "top_modules", "detailed"), _accepted("all modules are in the table")),
+            **dict.fromkeys(
+                ("recompute_fwd_factor", "top_modules", "detailed"),
+                _accepted("all modules are in the table"),
+            ),
         },
     ),
     **_below(
@@ -533,10 +717,13 @@ KEYS: dict[str, Key] = {
                 _word("ignore", "warn", "fail", expected='"Ignore", "Warn" or "Fail"'),
                 "Fail: tags that differ by rank are an error; else rank 0's holds, with a warning",
             ),
-            **dict.fromkeys(("load_universal", "parallel_write.pipeline_stage"), _accepted(_ONE_CHECKPOINT)),
+            **dict.fromkeys(
+                ("load_universal", "parallel_write.pipeline_stage"), _accepted(_ONE_CHECKPOINT)
+            ),
             "checkpoint_serialization": _accepted("nothing is pickled"),
             "writer": _accepted(
-                "files are written past the page cache, durably; save_checkpoint(wait=False) in the background"
+                "files are written past the page cache, durably; save_checkpoint(wait=False) in "
+                "the background"
             ),
             "use_node_local_storage": _refused("save to a directory that all ranks see"),
         },
@@ -550,25 +737,36 @@ KEYS: dict[str, Key] = {
         {
             "autotp_size": _honoured(
                 _slices,
-                "slice the model by its plan over so many adjacent ranks, shard it over the others: docs/tensor_parallel.md",
+                "slice the model by its plan over so many adjacent ranks, shard it over the "
+                "others: docs/tensor_parallel.md",
             ),
             "tp.tp_size": _honoured(_slices, "has to equal autotp_size"),
             "dtype": _accepted("fp16 and bf16 decide on it"),
-            **dict.fromkeys(("preset_model", "tp.tp_grain_size"), _accepted("slices are equal, by the model's own plan")),
+            **dict.fromkeys(
+                ("preset_model", "tp.tp_grain_size"),
+                _accepted("slices are equal, by the model's own plan"),
+            ),
             "tp_overlap_comm": _accepted("torch's parallel styles decide when ranks add up"),
             **dict.fromkeys(
-                ("vocab_parallel_lm_head", "vocab_parallel_ce_backend"), _accepted("logits are whole, on every rank")
+                ("vocab_parallel_lm_head", "vocab_parallel_ce_backend"),
+                _accepted("logits are whole, on every rank"),
             ),
             **dict.fromkeys(
                 ("partition_config", "injection_policy_tuple"),
-                _refused('call shardcore.tensor_parallel(model, mesh["tp"], plan=...) before initialize'),
+                _refused(
+                    'call shardcore.tensor_parallel(model, mesh["tp"], plan=...) before initialize'
+                ),
             ),
             "keep_module_on_host": _refused('build the model under torch.device("meta")'),
             "replace_with_kernel_inject": _refused("it is for inference"),
-            **dict.fromkeys(("tp.mpu", "tp.tp_group"), _refused("adjacent ranks have a model together")),
+            **dict.fromkeys(
+                ("tp.mpu", "tp.tp_group"), _refused("adjacent ranks have a model together")
+            ),
         },
     ),
-    "sequence_parallel_size": _honoured(_count, "the ranks of a sequence, which `mpu` has: docs/long_sequences.md"),
+    "sequence_parallel_size": _honoured(
+        _count, "the ranks of a sequence, which `mpu` has: docs/long_sequences.md"
+    ),
     "expert_parallel": _refused("experts are sharded like other weights"),
     "moe": _refused("experts are sharded like other weights"),
     "use_data_before_expert_parallelism": _refused("experts are sharded like other weights"),
@@ -578,7 +776,14 @@ KEYS: dict[str, Key] = {
     **dict.fromkeys(
         [
             f"pipeline.{name}"
-            for name in ("stages", "partition", "seed_layers", "pipe_partitioned", "grad_partitioned", "use_reentrant")
+            for name in (
+                "stages",
+                "partition",
+                "seed_layers",
+                "pipe_partitioned",
+                "grad_partitioned",
+                "use_reentrant",
+            )
         ],
         _accepted("PipelineModule's own arguments say it, or there is nothing to choose"),
     ),
@@ -609,7 +814,8 @@ ALIASES = {
     "tensor_parallel.kernel_inject": "tensor_parallel.replace_with_kernel_inject",
 }
 _STAGE3 = f"{_ZERO}.stage3_"
-IGNORED = ("comms_config", "monitor_config")  # and what begins with "_" or "comment": notes, which DeepSpeed ignores, too
+# and what begins with "_" or "comment": notes, which DeepSpeed ignores, too
+IGNORED = ("comms_config", "monitor_config")
 
 
 def canonical(path: str) -> str:

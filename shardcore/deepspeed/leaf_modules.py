@@ -1,7 +1,8 @@
-"""DeepSpeed's marks on modules that stage 3 gathers as a whole: `set_z3_leaf_modules` and its siblings.
+"""DeepSpeed's marks on modules that stage 3 gathers as a whole: `set_z3_leaf_modules` and its
+siblings.
 
-Modules are marked before `initialize` or `shard`, or by the configuration. engine/units.py, Note [Whole modules], says what
-the marks do.
+Modules are marked before `initialize` or `shard`, or by the configuration. engine/units.py, Note
+[Whole modules], says what the marks do.
 Source: the functions of deepspeed.utils of these names, 0.19.8.
 """
 
@@ -17,39 +18,62 @@ logger = logging.getLogger("shardcore")
 
 
 def set_z3_leaf_modules(
-    model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str], raise_if_not_found: bool = True
+    model: nn.Module,
+    leaf_module_classes: Sequence[type[nn.Module] | str],
+    raise_if_not_found: bool = True,
 ) -> list[nn.Module]:
-    """Mark the modules of these classes, or of classes that are derived from them, and return them, children first.
+    """Mark the modules of these classes, or of classes that are derived from them, and return them,
+    children first.
 
-    A string is a class's name, with or without its module, and means that class alone. ValueError if there are none, unless
-    told not to; TypeError for what is neither a class nor a string.
+    A string is a class's name, with or without its module, and means that class alone. ValueError
+    if there are none, unless told not to; TypeError for what is neither a class nor a string.
     """
     return _mark("set_z3_leaf_modules", model, leaf_module_classes, True, raise_if_not_found)
 
 
 def unset_z3_leaf_modules(
-    model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str], raise_if_not_found: bool = True
+    model: nn.Module,
+    leaf_module_classes: Sequence[type[nn.Module] | str],
+    raise_if_not_found: bool = True,
 ) -> list[nn.Module]:
-    """Take the mark of the modules of these classes away, and return them: see set_z3_leaf_modules."""
+    """Take the mark of the modules of these classes away, and return them: see
+    set_z3_leaf_modules.
+    """
     return _mark("unset_z3_leaf_modules", model, leaf_module_classes, False, raise_if_not_found)
 
 
 def set_z3_leaf_modules_by_name(
-    model: nn.Module, module_names: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
+    model: nn.Module,
+    module_names: Sequence[str],
+    flag: bool = True,
+    raise_if_not_found: bool = True,
 ) -> tuple[list[nn.Module], list[str]]:
-    """Mark the modules of these names (of `named_modules()`); returns them, and the names that there are not.
+    """Mark the modules of these names (of `named_modules()`); returns them, and the names that
+    there are not.
 
     flag: False takes the mark away. ValueError if a name is not there, unless told not to.
     """
     op = "set_z3_leaf_modules_by_name"
-    return _mark_named(op, model, module_names, lambda name, asked: name == asked, flag, raise_if_not_found)
+    return _mark_named(
+        op, model, module_names, lambda name, asked: name == asked, flag, raise_if_not_found
+    )
 
 
 def set_z3_leaf_modules_by_suffix(
-    model: nn.Module, module_name_suffixes: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
+    model: nn.Module,
+    module_name_suffixes: Sequence[str],
+    flag: bool = True,
+    raise_if_not_found: bool = True,
 ) -> tuple[list[nn.Module], list[str]]:
     """Mark the modules whose names end so: see set_z3_leaf_modules_by_name."""
-    return _mark_named("set_z3_leaf_modules_by_suffix", model, module_name_suffixes, str.endswith, flag, raise_if_not_found)
+    return _mark_named(
+        "set_z3_leaf_modules_by_suffix",
+        model,
+        module_name_suffixes,
+        str.endswith,
+        flag,
+        raise_if_not_found,
+    )
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
@@ -68,17 +92,28 @@ def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def _mark(
-    op: str, model: nn.Module, classes: Sequence[type[nn.Module] | str], flag: bool, raise_if_not_found: bool
+    op: str,
+    model: nn.Module,
+    classes: Sequence[type[nn.Module] | str],
+    flag: bool,
+    raise_if_not_found: bool,
 ) -> list[nn.Module]:
     for index, kind in enumerate(classes):
         if not isinstance(kind, type | str):
-            raise TypeError(f"{op}: leaf_module_classes[{index}] has {kind!r}; expected a class, or the name of one")
+            raise TypeError(
+                f"{op}: leaf_module_classes[{index}] has {kind!r}; expected a class, or the name "
+                f"of one"
+            )
     derived = tuple(kind for kind in classes if isinstance(kind, type))
     found: list[nn.Module] = []
 
     def visit(module: nn.Module) -> None:
         kind = type(module)
-        if isinstance(module, derived) or kind.__name__ in classes or f"{kind.__module__}.{kind.__qualname__}" in classes:
+        if (
+            isinstance(module, derived)
+            or kind.__name__ in classes
+            or f"{kind.__module__}.{kind.__qualname__}" in classes
+        ):
             found.append(module)
 
     model.apply(visit)
@@ -90,13 +125,20 @@ def _mark(
 
 
 def _mark_named(
-    op: str, model: nn.Module, asked: Sequence[str], fits: Callable[[str, str], bool], flag: bool, raise_if_not_found: bool
+    op: str,
+    model: nn.Module,
+    asked: Sequence[str],
+    fits: Callable[[str, str], bool],
+    flag: bool,
+    raise_if_not_found: bool,
 ) -> tuple[list[nn.Module], list[str]]:
     named = list(model.named_modules())
     by_asked = {one: [module for name, module in named if fits(name, one)] for one in asked}
     missing = [one for one, modules in by_asked.items() if not modules]
     if missing and raise_if_not_found:
-        raise ValueError(f"{op}: the model has no module for {missing}; expected names of named_modules()")
+        raise ValueError(
+            f"{op}: the model has no module for {missing}; expected names of named_modules()"
+        )
     found = list(dict.fromkeys(module for modules in by_asked.values() for module in modules))
     for module in found:
         set_z3_leaf_module(module, flag)
@@ -104,14 +146,26 @@ def _mark_named(
 
 
 def mark_configured(model: nn.Module, settings: Config, log: bool) -> None:
-    """Mark the modules that the configuration names. log: warn of names that the model does not have."""
+    """Mark the modules that the configuration names. log: warn of names that the model does not
+    have.
+    """
     _, names = set_z3_leaf_modules_by_name(model, settings.leaf_names, raise_if_not_found=False)
-    _, suffixes = set_z3_leaf_modules_by_suffix(model, settings.leaf_suffixes, raise_if_not_found=False)
-    classes = [one for one in settings.leaf_classes if not set_z3_leaf_modules(model, [one], raise_if_not_found=False)]
+    _, suffixes = set_z3_leaf_modules_by_suffix(
+        model, settings.leaf_suffixes, raise_if_not_found=False
+    )
+    classes = [
+        one
+        for one in settings.leaf_classes
+        if not set_z3_leaf_modules(model, [one], raise_if_not_found=False)
+    ]
     for key, absent in {"names": names, "name_suffixes": suffixes, "classes": classes}.items():
         path = f"{ZERO}.leaf_module.{key}"
         if log and absent and path in settings.given:
-            logger.warning("initialize: config %s has %s, which mark nothing; expected modules of the model", path, absent)
+            logger.warning(
+                "initialize: config %s has %s, which mark nothing; expected modules of the model",
+                path,
+                absent,
+            )
 
 
 NAMES = {

@@ -7,12 +7,20 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 
 class ShardedLoader(DataLoader[Any]):
-    """This rank's micro-batches. Each iteration over it is an epoch, with a new order that is the same on all ranks."""
+    """This rank's micro-batches. Each iteration over it is an epoch, with a new order that is
+    the same on all ranks.
+    """
 
-    def __init__(self, dataset: Dataset[Any], replicas: tuple[int, int], shuffle: bool, **options: Any) -> None:
-        """Load one of so many parts of `dataset`, as `replicas` says; `options` are DataLoader's."""
+    def __init__(
+        self, dataset: Dataset[Any], replicas: tuple[int, int], shuffle: bool, **options: Any
+    ) -> None:
+        """Load one of so many parts of `dataset`, as `replicas` says; `options` are
+        DataLoader's.
+        """
         self.epoch = 0  # of the next iteration
-        super().__init__(dataset, sampler=DistributedSampler(dataset, *replicas, shuffle=shuffle), **options)
+        super().__init__(
+            dataset, sampler=DistributedSampler(dataset, *replicas, shuffle=shuffle), **options
+        )
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration (to resume a run)."""
@@ -39,7 +47,9 @@ class RepeatingLoader:
         return self
 
     def __next__(self) -> Any:
-        """Return the next batch; after the last the first of a new epoch. StopIteration if the loader has none."""
+        """Return the next batch; after the last the first of a new epoch. StopIteration if the
+        loader has none.
+        """
         try:
             return next(self.data_iter)
         except StopIteration:

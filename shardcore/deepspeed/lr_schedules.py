@@ -1,8 +1,10 @@
-"""DeepSpeed's learning rate schedules by their own names, and the "scheduler" section of a configuration.
+"""DeepSpeed's learning rate schedules by their own names, and the "scheduler" section of a
+configuration.
 
-Invariants: learning rates are DeepSpeed's, bit for bit (the order of operations is part of a formula); a schedule's state is
-its iteration alone, so state dicts exchange with DeepSpeed's. Values are checked before the optimizer is changed.
-Source: the schedules documented at https://deepspeed.readthedocs.io/en/latest/schedulers.html, compared with version 0.19.8.
+Invariants: learning rates are DeepSpeed's, bit for bit (the order of operations is part of a
+formula); a schedule's state is its iteration alone, so state dicts exchange with DeepSpeed's.
+Values are checked before the optimizer is changed. Source: the schedules documented at
+https://deepspeed.readthedocs.io/en/latest/schedulers.html, compared with version 0.19.8.
 """
 
 import inspect
@@ -22,23 +24,29 @@ _BETA2 = 0.99  # what DeepSpeed's OneCycle sets beside the momentum, whatever th
 
 
 class _Schedule(LRScheduler):
-    """What the schedules share. `last_batch_iteration`: steps taken so far, less one; -1 before the first.
+    """What the schedules share. `last_batch_iteration`: steps taken so far, less one; -1 before the
+    first.
 
-    They are torch's LRSchedulers for code that asks (Lightning does), but LRScheduler.__init__ is not run: it would take a
-    step, and add "initial_lr" to the param_groups. Arithmetic is in double, of tensor learning rates, too, which are filled.
+    They are torch's LRSchedulers for code that asks (Lightning does), but LRScheduler.__init__ is
+    not run: it would take a step, and add "initial_lr" to the param_groups. Arithmetic is in
+    double, of tensor learning rates, too, which are filled.
     """
 
     _step_count = 0  # as in LRScheduler: Accelerate's AcceleratedScheduler adds to it
 
     def __init__(self, optimizer: Any, last_batch_iteration: int) -> None:
-        found = optimizer if isinstance(optimizer, Optimizer) else getattr(optimizer, "optimizer", None)
+        found = (
+            optimizer if isinstance(optimizer, Optimizer) else getattr(optimizer, "optimizer", None)
+        )
         if not isinstance(found, Optimizer):
             raise TypeError(
-                f"{self._op}: optimizer has type {type(optimizer).__name__}; expected a torch.optim.Optimizer, or an object "
-                "that has one as its attribute optimizer"
+                f"{self._op}: optimizer has type {type(optimizer).__name__}; expected a "
+                f"torch.optim.Optimizer, or an object that has one as its attribute optimizer"
             )
         self.optimizer = found
-        self.last_batch_iteration = _count(self._op, "last_batch_iteration", last_batch_iteration, -1)
+        self.last_batch_iteration = _count(
+            self._op, "last_batch_iteration", last_batch_iteration, -1
+        )
         self._last_lr = []
 
     @property
@@ -54,7 +62,8 @@ class _Schedule(LRScheduler):
         groups, lrs = self.optimizer.param_groups, self.get_lr()
         if len(groups) != len(lrs):
             raise ValueError(
-                f"{self._op}: optimizer has {len(groups)} param_groups; expected {len(lrs)}, as when the schedule was made"
+                f"{self._op}: optimizer has {len(groups)} param_groups; expected {len(lrs)}, as "
+                f"when the schedule was made"
             )
         self._last_lr = lrs
         for group, lr in zip(groups, lrs, strict=True):
@@ -64,12 +73,17 @@ class _Schedule(LRScheduler):
                 group["lr"] = lr
 
     def _per_group(self, name: str, value: Any, most: float = math.inf) -> list[float]:
-        """Return a number of each param_group, from 0 to below `most`; `value` is one for all, or a list."""
+        """Return a number of each param_group, from 0 to below `most`; `value` is one for all,
+        or a list.
+        """
         groups = len(self.optimizer.param_groups)
         if not isinstance(value, list | tuple):
             return [_number(self._op, name, value, 0.0, most)] * groups
         if len(value) != groups:
-            raise ValueError(f"{self._op}: {name} has {len(value)} values; expected one number, or {groups} (the param_groups)")
+            raise ValueError(
+                f"{self._op}: {name} has {len(value)} values; expected one number, or {groups} "
+                f"(the param_groups)"
+            )
         return [_number(self._op, f"{name}[{i}]", item, 0.0, most) for i, item in enumerate(value)]
 
     def _group_lrs(self) -> list[float]:
@@ -80,10 +94,13 @@ class _Schedule(LRScheduler):
         raise NotImplementedError
 
     def get_last_lr(self) -> list[float | torch.Tensor]:
-        """Return the learning rates that were set last, or that belong to the state loaded since. ValueError without any."""
+        """Return the learning rates that were set last, or that belong to the state loaded
+        since. ValueError without any.
+        """
         if not self._last_lr:
             raise ValueError(
-                f"get_last_lr: this {self._op} has set no learning rate yet; expected step() or load_state_dict first"
+                f"get_last_lr: this {self._op} has set no learning rate yet; expected step() or "
+                f"load_state_dict first"
             )
         return list(self._last_lr)
 
@@ -93,7 +110,9 @@ class _Schedule(LRScheduler):
 
     def _step(self, iteration: int | None) -> None:
         self.last_batch_iteration = (
-            self.last_batch_iteration + 1 if iteration is None else _count("step", "the iteration", iteration, -1)
+            self.last_batch_iteration + 1
+            if iteration is None
+            else _count("step", "the iteration", iteration, -1)
         )
         self._set_lr()
 
@@ -102,22 +121,30 @@ class _Schedule(LRScheduler):
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a state, DeepSpeed's too. The optimizer keeps its learning rates until step(). Raises ValueError."""
+        """Go on from a state, DeepSpeed's too. The optimizer keeps its learning rates until
+        step(). Raises ValueError.
+        """
         if set(state_dict) != {"last_batch_iteration"}:
             raise ValueError(
-                f"load_state_dict: state_dict has the keys {list(state_dict)}; expected last_batch_iteration alone (the state "
+                f"load_state_dict: state_dict has the keys {list(state_dict)}; expected "
+                f"last_batch_iteration alone (the state "
                 f"of a {self._op}; this one is another scheduler's)"
             )
         name = "state_dict['last_batch_iteration']"
-        self.last_batch_iteration = _count("load_state_dict", name, state_dict["last_batch_iteration"], -1)
+        self.last_batch_iteration = _count(
+            "load_state_dict", name, state_dict["last_batch_iteration"], -1
+        )
         self._last_lr = self.get_lr()
 
 
 class LRRangeTest(_Schedule):
-    """Raise the learning rate without end, to find the largest that trains: min_lr * (1 + step_rate * n / step_size).
+    """Raise the learning rate without end, to find the largest that trains: min_lr * (1 + step_rate
+    * n / step_size).
 
-    n: steps so far. lr_range_test_min_lr: one number, or one for each param_group. lr_range_test_step_size: in steps.
-    lr_range_test_staircase: raise it at each whole multiple of step_size only. Raises ValueError or TypeError.
+    n: steps so far. lr_range_test_min_lr: one number, or one for each param_group.
+    lr_range_test_step_size: in steps.
+    lr_range_test_staircase: raise it at each whole multiple of step_size only. Raises ValueError or
+    TypeError.
     """
 
     def __init__(
@@ -149,14 +176,17 @@ class LRRangeTest(_Schedule):
 
 
 class OneCycle(_Schedule):
-    """Raise the learning rate from min to max and lower it again, momentum the other way; then decay the learning rate.
+    """Raise the learning rate from min to max and lower it again, momentum the other way; then
+    decay the learning rate.
 
-    cycle_min_lr, cycle_max_lr, cycle_min_mom, cycle_max_mom: one number, or one for each param_group. Sizes are in steps; that
-    of the second half is the first's by default. Stair counts: in how many stairs a half goes (0, the default: at every step;
-    the second half's is the first's by default). After n steps past the cycle the learning rate is min_lr /
-    (1 + decay_lr_rate * n / decay_step_size) and the momentum max_mom * (1 + decay_mom_rate * n / decay_step_size); a size of 0
-    means no decay. cycle_momentum sets `betas` to (momentum, 0.99), as DeepSpeed does, and is off, with a warning, for
-    optimizers without betas. Raises ValueError or TypeError.
+    cycle_min_lr, cycle_max_lr, cycle_min_mom, cycle_max_mom: one number, or one for each
+    param_group. Sizes are in steps; that of the second half is the first's by default. Stair
+    counts: in how many stairs a half goes (0, the default: at every step; the second half's is the
+    first's by default). After n steps past the cycle the learning rate is min_lr / (1 +
+    decay_lr_rate * n / decay_step_size) and the momentum max_mom * (1 + decay_mom_rate * n /
+    decay_step_size); a size of 0 means no decay. cycle_momentum sets `betas` to (momentum, 0.99),
+    as DeepSpeed does, and is off, with a warning, for optimizers without betas. Raises ValueError
+    or TypeError.
     """
 
     def __init__(
@@ -180,13 +210,22 @@ class OneCycle(_Schedule):
         super().__init__(optimizer, last_batch_iteration)
         first = _number(self._op, "cycle_first_step_size", cycle_first_step_size)
         if first <= 0:
-            raise ValueError(f"{self._op}: cycle_first_step_size has {cycle_first_step_size!r}; expected a number above 0")
+            raise ValueError(
+                f"{self._op}: cycle_first_step_size has {cycle_first_step_size!r}; expected a "
+                f"number above 0"
+            )
         second = cycle_first_step_size if cycle_second_step_size is None else cycle_second_step_size
-        stairs = cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
+        stairs = (
+            cycle_first_stair_count
+            if cycle_second_stair_count is None
+            else cycle_second_stair_count
+        )
         self.first_step_size = first
         self.second_step_size = _number(self._op, "cycle_second_step_size", second, 0.0)
         self.total_size = self.first_step_size + self.second_step_size
-        self.first_stair_count = _count(self._op, "cycle_first_stair_count", cycle_first_stair_count)
+        self.first_stair_count = _count(
+            self._op, "cycle_first_stair_count", cycle_first_stair_count
+        )
         self.second_stair_count = _count(self._op, "cycle_second_stair_count", stairs)
         self.decay_step_size = _number(self._op, "decay_step_size", decay_step_size, 0.0)
         self.min_lrs = self._per_group("cycle_min_lr", cycle_min_lr)
@@ -197,7 +236,10 @@ class OneCycle(_Schedule):
         self.max_moms = self._per_group("cycle_max_mom", cycle_max_mom, 1.0)
         self.decay_mom_rate = _number(self._op, "decay_mom_rate", decay_mom_rate)
         if self.cycle_momentum and "betas" not in self.optimizer.defaults:
-            logger.warning("OneCycle: %s has no betas, so its momentum stays as it is", type(self.optimizer).__name__)
+            logger.warning(
+                "OneCycle: %s has no betas, so its momentum stays as it is",
+                type(self.optimizer).__name__,
+            )
             self.cycle_momentum = False
         self._begin()
         if self.cycle_momentum and self.last_batch_iteration == -1:
@@ -213,7 +255,8 @@ class OneCycle(_Schedule):
         stairs = self.first_stair_count if rising else self.second_stair_count
         if stairs <= 0:
             return x / top if rising else (x - 1) / (top - 1)
-        within = iteration % self.total_size  # not x, which is rounded, and may be just below a stair
+        # not x, which is rounded, and may be just below a stair
+        within = iteration % self.total_size
         if within <= self.first_step_size:
             stair = within * stairs / self.first_step_size
         else:
@@ -233,17 +276,25 @@ class OneCycle(_Schedule):
         if decay is not None:
             return [low / (1 + self.decay_lr_rate * decay) for low in self.min_lrs]
         height = self._height()
-        return [low + (high - low) * height for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
+        return [
+            low + (high - low) * height
+            for low, high in zip(self.min_lrs, self.max_lrs, strict=True)
+        ]
 
     def get_mom(self) -> list[tuple[float, float]] | None:
-        """Return the betas of each param_group at `last_batch_iteration`; None without cycle_momentum."""
+        """Return the betas of each param_group at `last_batch_iteration`; None without
+        cycle_momentum.
+        """
         if not self.cycle_momentum:
             return None
         decay = self._decay()
         if decay is not None:
             return [(high * (1 + self.decay_mom_rate * decay), _BETA2) for high in self.max_moms]
         height = self._height()
-        return [(high - (high - low) * height, _BETA2) for low, high in zip(self.min_moms, self.max_moms, strict=True)]
+        return [
+            (high - (high - low) * height, _BETA2)
+            for low, high in zip(self.min_moms, self.max_moms, strict=True)
+        ]
 
     def _set_betas(self, momenta: Sequence[float]) -> None:
         for group, momentum in zip(self.optimizer.param_groups, momenta, strict=True):
@@ -260,12 +311,17 @@ class OneCycle(_Schedule):
 class _Warmup(_Schedule):
     """A schedule that begins with a warm-up."""
 
-    def __init__(self, optimizer: Any, warmup_num_steps: int, warmup_type: str, last_batch_iteration: int) -> None:
+    def __init__(
+        self, optimizer: Any, warmup_num_steps: int, warmup_type: str, last_batch_iteration: int
+    ) -> None:
         super().__init__(optimizer, last_batch_iteration)
         if warmup_type not in ("log", "linear"):
-            raise ValueError(f'{self._op}: warmup_type has {warmup_type!r}; expected "log" or "linear"')
+            raise ValueError(
+                f'{self._op}: warmup_type has {warmup_type!r}; expected "log" or "linear"'
+            )
         self.warmup_type = warmup_type
-        self.warmup_num_steps = max(2, _count(self._op, "warmup_num_steps", warmup_num_steps, 0))  # 1 would divide by log(1)
+        # 1 would divide by log(1)
+        self.warmup_num_steps = max(2, _count(self._op, "warmup_num_steps", warmup_num_steps, 0))
 
     def _warmup(self) -> float | None:
         """Return the share of the warm-up that is done, None after it."""
@@ -277,15 +333,23 @@ class _Warmup(_Schedule):
 
     def _warn_if_short(self, total: float) -> None:
         if total < self.warmup_num_steps:
-            logger.warning("%s: total_num_steps has %g, less than the warm-up's %d", self._op, total, self.warmup_num_steps)
+            logger.warning(
+                "%s: total_num_steps has %g, less than the warm-up's %d",
+                self._op,
+                total,
+                self.warmup_num_steps,
+            )
 
 
 class WarmupLR(_Warmup):
-    """Raise the learning rate from warmup_min_lr to warmup_max_lr within warmup_num_steps, and keep it.
+    """Raise the learning rate from warmup_min_lr to warmup_max_lr within warmup_num_steps, and keep
+    it.
 
-    The limits are one number, or one for each param_group; warmup_max_lr is the group's own learning rate by default.
-    warmup_type: "log", by the logarithm of the step, or "linear". warmup_num_steps: at least 2 are taken (0, which trainers
-    fill in where there is no warm-up, and 1 mean 2). Raises ValueError or TypeError.
+    The limits are one number, or one for each param_group; warmup_max_lr is the group's own
+    learning rate by default.
+    warmup_type: "log", by the logarithm of the step, or "linear". warmup_num_steps: at least 2 are
+    taken (0, which trainers fill in where there is no warm-up, and 1 mean 2). Raises ValueError or
+    TypeError.
     """
 
     def __init__(
@@ -300,7 +364,9 @@ class WarmupLR(_Warmup):
         """Set warmup_min_lr."""
         super().__init__(optimizer, warmup_num_steps, warmup_type, last_batch_iteration)
         self.min_lrs = self._per_group("warmup_min_lr", warmup_min_lr)
-        self.max_lrs = self._per_group("warmup_max_lr", self._group_lrs() if warmup_max_lr is None else warmup_max_lr)
+        self.max_lrs = self._per_group(
+            "warmup_max_lr", self._group_lrs() if warmup_max_lr is None else warmup_max_lr
+        )
         self._begin()
 
     def _after_warmup(self) -> float:
@@ -312,13 +378,17 @@ class WarmupLR(_Warmup):
             return list(self.min_lrs)
         warmup = self._warmup()
         gamma = self._after_warmup() if warmup is None else warmup
-        return [low + (high - low) * gamma for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
+        return [
+            low + (high - low) * gamma for low, high in zip(self.min_lrs, self.max_lrs, strict=True)
+        ]
 
 
 class WarmupDecayLR(WarmupLR):
-    """Warm up as WarmupLR, then lower the learning rate linearly, from warmup_max_lr to warmup_min_lr at total_num_steps.
+    """Warm up as WarmupLR, then lower the learning rate linearly, from warmup_max_lr to
+    warmup_min_lr at total_num_steps.
 
-    total_num_steps: optimizer steps of the whole training, the warm-up's included. The other arguments: see WarmupLR.
+    total_num_steps: optimizer steps of the whole training, the warm-up's included. The other
+    arguments: see WarmupLR.
     """
 
     def __init__(
@@ -334,7 +404,14 @@ class WarmupDecayLR(WarmupLR):
         """Set warmup_min_lr."""
         # Checked before the optimizer is changed, by the next line.
         self.total_num_steps = _number(self._op, "total_num_steps", total_num_steps, 0.0)
-        super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
+        super().__init__(
+            optimizer,
+            warmup_min_lr,
+            warmup_max_lr,
+            warmup_num_steps,
+            warmup_type,
+            last_batch_iteration,
+        )
         self._warn_if_short(self.total_num_steps)
 
     def _after_warmup(self) -> float:
@@ -343,10 +420,12 @@ class WarmupDecayLR(WarmupLR):
 
 
 class WarmupCosineLR(_Warmup):
-    """Raise the learning rate from warmup_min_ratio of each param_group's own to all of it, then lower it along a cosine.
+    """Raise the learning rate from warmup_min_ratio of each param_group's own to all of it, then
+    lower it along a cosine.
 
-    It falls to cos_min_ratio at total_num_steps and stays there. The own learning rate is the group's when the schedule is
-    made; before the first step the learning rate is 0, as in DeepSpeed. The other arguments: see WarmupLR, WarmupDecayLR.
+    It falls to cos_min_ratio at total_num_steps and stays there. The own learning rate is the
+    group's when the schedule is made; before the first step the learning rate is 0, as in
+    DeepSpeed. The other arguments: see WarmupLR, WarmupDecayLR.
     """
 
     def __init__(
@@ -386,12 +465,19 @@ class WarmupCosineLR(_Warmup):
         return [lr * ratio for lr in self.org_lrs]
 
 
-# --- checks of values -------------------------------------------------------------------------------------------------
+# --- checks of values -----------------------------------------------------------------------------
 
 
-def _number(op: str, name: str, value: Any, least: float = -math.inf, below: float = math.inf) -> float:
-    limits = (f" of at least {least:g}" if least > -math.inf else "") + (f" and below {below:g}" if below < math.inf else "")
-    expected = f"{op}: {name} has {value!r}; expected a {'' if below < math.inf else 'finite '}number{limits}"
+def _number(
+    op: str, name: str, value: Any, least: float = -math.inf, below: float = math.inf
+) -> float:
+    limits = (f" of at least {least:g}" if least > -math.inf else "") + (
+        f" and below {below:g}" if below < math.inf else ""
+    )
+    expected = (
+        f"{op}: {name} has {value!r}; expected a "
+        f"{'' if below < math.inf else 'finite '}number{limits}"
+    )
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(expected)
     try:
@@ -416,15 +502,21 @@ def _flag(op: str, name: str, value: Any) -> bool:
     return value
 
 
-# --- the section of a configuration -----------------------------------------------------------------------------------
+# --- the section of a configuration ---------------------------------------------------------------
 
-_OWN: dict[str, type[LRScheduler]] = {c.__name__: c for c in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)}
+_OWN: dict[str, type[LRScheduler]] = {
+    c.__name__: c for c in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
+}
 VALID_LR_SCHEDULES = list(_OWN)
-# DeepSpeed's names for the words of that section, which scripts import: WARMUP_MIN_LR is "warmup_min_lr".
+# DeepSpeed's names for the words of that section, which scripts import: WARMUP_MIN_LR is
+# "warmup_min_lr".
 _WORDS = (
-    "lr_schedule lr_range_test_min_lr lr_range_test_step_rate lr_range_test_step_size lr_range_test_staircase edge_value "
-    "mid_value cycle_first_step_size cycle_first_stair_count cycle_second_step_size cycle_second_stair_count decay_step_size "
-    "cycle_min_lr cycle_max_lr decay_lr_rate cycle_min_mom cycle_max_mom decay_mom_rate warmup_min_lr warmup_max_lr "
+    "lr_schedule lr_range_test_min_lr lr_range_test_step_rate lr_range_test_step_size "
+    "lr_range_test_staircase edge_value "
+    "mid_value cycle_first_step_size cycle_first_stair_count cycle_second_step_size "
+    "cycle_second_stair_count decay_step_size "
+    "cycle_min_lr cycle_max_lr decay_lr_rate cycle_min_mom cycle_max_mom decay_mom_rate "
+    "warmup_min_lr warmup_max_lr "
     "warmup_num_steps warmup_type warmup_min_ratio cos_min_ratio total_num_steps"
 )
 CONSTANTS = {word.upper(): word for word in _WORDS.split()} | {
@@ -438,10 +530,13 @@ CONSTANTS = {word.upper(): word for word in _WORDS.split()} | {
 }
 
 
-# Those that a configuration may name: DeepSpeed's, and torch's that are made over an optimizer alone.
+# Those that a configuration may name: DeepSpeed's, and torch's that are made over an optimizer
+# alone.
 _NOT_ALONE = ("LRScheduler", "ChainedScheduler", "SequentialLR")
 _KINDS: dict[str, Any] = _OWN | {
-    name: getattr(lr_scheduler, name) for name in lr_scheduler.__all__ if name not in (*_OWN, *_NOT_ALONE)
+    name: getattr(lr_scheduler, name)
+    for name in lr_scheduler.__all__
+    if name not in (*_OWN, *_NOT_ALONE)
 }
 
 
@@ -452,23 +547,33 @@ def _kind(where: str, name: Any) -> Any:
 
 
 def check_scheduler(where: str, value: Any) -> tuple[str, dict[str, Any]] | None:
-    """Return (type, params) of a "scheduler" section, None if it names no type. Values of params are checked by `make`.
+    """Return (type, params) of a "scheduler" section, None if it names no type. Values of params
+    are checked by `make`.
 
-    type: a schedule of this file, or a class of torch.optim.lr_scheduler, as in DeepSpeed. where: the path of the section in
-    messages. Raises TypeError, or ValueError for an unknown type or parameter, one that is missing, and for "auto".
+    type: a schedule of this file, or a class of torch.optim.lr_scheduler, as in DeepSpeed. where:
+    the path of the section in messages. Raises TypeError, or ValueError for an unknown type or
+    parameter, one that is missing, and for "auto".
     """
     op = f"initialize: config {where}"
     if not isinstance(value, Mapping) or not {*value} <= {"type", "params"}:
-        raise TypeError(f'{op} has {value!r}; expected an object {{"type": ..., "params": {{...}}}}, with no other keys')
+        raise TypeError(
+            f'{op} has {value!r}; expected an object {{"type": ..., "params": {{...}}}}, with no '
+            f"other keys"
+        )
     name, params = value.get("type"), value.get("params") or {}
     if not isinstance(params, Mapping):
-        raise TypeError(f"{op}.params has {params!r}; expected an object with the arguments of the scheduler")
+        raise TypeError(
+            f"{op}.params has {params!r}; expected an object with the arguments of the scheduler"
+        )
     if name is None and not params:
         return None
     arguments = inspect.signature(_kind(f"{op}.type", name))
     for key, given in params.items():
         if isinstance(given, str) and given == "auto":
-            raise ValueError(f'{op}.params.{key} has "auto", which a trainer must fill in first; expected a value')
+            raise ValueError(
+                f'{op}.params.{key} has "auto", which a trainer must fill in first; expected a '
+                f"value"
+            )
     problem = ""
     try:
         arguments.bind(None, **params)

@@ -1,9 +1,10 @@
 """DeepSpeed's other names, so that a script changes one word: ``import shardcore as deepspeed``.
 
-The modules that scripts import (deepspeed.zero, deepspeed.ops.adam, deepspeed.accelerator, ...) are made of the functions
-below; `MODULES` lists what each has. `install` registers them under a package's name: shardcore's at its import, and
-deepspeed's where as_deepspeed.py is asked to. What is not here is an ImportError or AttributeError, as in any package.
-Source: the public API of https://deepspeed.readthedocs.io, 0.19.8; and what transformers 5.24, accelerate 1.15, TRL 1.16 and
+The modules that scripts import (deepspeed.zero, deepspeed.ops.adam, deepspeed.accelerator, ...) are
+made of the functions below; `MODULES` lists what each has. `install` registers them under a
+package's name: shardcore's at its import, and deepspeed's where as_deepspeed.py is asked to. What
+is not here is an ImportError or AttributeError, as in any package. Source: the public API of
+https://deepspeed.readthedocs.io, 0.19.8; and what transformers 5.24, accelerate 1.15, TRL 1.16 and
 PEFT 0.21 use of it.
 """
 
@@ -31,7 +32,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from shardcore.deepspeed import fragments, groups, leaf_modules, lr_schedules, op_builder, pipe_engine, pipe_module, tiled
+from shardcore.deepspeed import (
+    fragments,
+    groups,
+    leaf_modules,
+    lr_schedules,
+    op_builder,
+    pipe_engine,
+    pipe_module,
+    tiled,
+)
 from shardcore.deepspeed.accelerator import get_accelerator, is_current_accelerator_supported
 from shardcore.deepspeed.checkpointing import checkpoint, configure, is_configured, reset
 from shardcore.deepspeed.config import read_config
@@ -54,10 +64,12 @@ ShardableOptimizer.dynamic_loss_scale = property(  # type: ignore[attr-defined]
     lambda self: isinstance(self._engine, Engine) and self._engine.scaler.options is not None
 )
 
-VERSION = "0.19.8"  # of DeepSpeed, whose names these are; what asks for deepspeed's version after install_as_deepspeed gets it
+# of DeepSpeed, whose names these are; what asks for deepspeed's version after install_as_deepspeed
+# gets it
+VERSION = "0.19.8"
 
 
-# --- the package itself -----------------------------------------------------------------------------------------------
+# --- the package itself ---------------------------------------------------------------------------
 
 
 def init_distributed(
@@ -72,10 +84,12 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Start torch.distributed from the environment, as `initialize` does; nothing if it is started already.
+    """Start torch.distributed from the environment, as `initialize` does; nothing if it is started
+    already.
 
-    dist_backend: nccl with CUDA, else gloo, by default. timeout: torch's own by default. init_method, rank and world_size are
-    given on to torch.distributed if any of them is given. config, auto_mpi_discovery, verbose: accepted.
+    dist_backend: nccl with CUDA, else gloo, by default. timeout: torch's own by default.
+    init_method, rank and world_size are given on to torch.distributed if any of them is given.
+    config, auto_mpi_discovery, verbose: accepted.
     """
     if dist.is_initialized() or dist_init_required is False:
         return
@@ -83,32 +97,44 @@ def init_distributed(
         start_process_group("init_distributed", distributed_port, timeout, dist_backend)
         return
     backend = dist_backend or ("nccl" if torch.cuda.is_available() else "gloo")
-    dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout)
+    dist.init_process_group(
+        backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout
+    )
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add --deepspeed and --deepspeed_config to a parser, and return it."""
     group = parser.add_argument_group("DeepSpeed", "DeepSpeed's configuration")
-    group.add_argument("--deepspeed", default=False, action="store_true", help="train as the configuration says")
-    group.add_argument("--deepspeed_config", default=None, type=str, help="the JSON file of the configuration")
+    group.add_argument(
+        "--deepspeed", default=False, action="store_true", help="train as the configuration says"
+    )
+    group.add_argument(
+        "--deepspeed_config", default=None, type=str, help="the JSON file of the configuration"
+    )
     return parser
 
 
 def init_inference(*args: Any, **kwargs: Any) -> None:
     """Refuse: there is no inference engine here."""
     raise NotImplementedError(
-        "init_inference: shardcore trains only; expected shardcore.consolidate(...), and an inference engine of your choice"
+        "init_inference: shardcore trains only; expected shardcore.consolidate(...), and an "
+        "inference engine of your choice"
     )
 
 
-def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype, config: Any = None, tp_group: Any = None) -> nn.Module:
-    """Have `initialize` slice `model` over so many ranks, as tensor_parallel.autotp_size does; returns it. Collective.
+def tp_model_init(
+    model: nn.Module, tp_size: int, dtype: torch.dtype, config: Any = None, tp_group: Any = None
+) -> nn.Module:
+    """Have `initialize` slice `model` over so many ranks, as tensor_parallel.autotp_size does;
+    returns it. Collective.
 
-    Where torch.distributed is started `utils.groups` knows those ranks at once. dtype, config: accepted; the configuration that
-    initialize gets decides. tp_group: refused with ValueError.
+    Where torch.distributed is started `utils.groups` knows those ranks at once. dtype, config:
+    accepted; the configuration that initialize gets decides. tp_group: refused with ValueError.
     """
     if tp_group is not None:
-        raise ValueError("tp_model_init: tp_group is given; expected None (adjacent ranks have a model together)")
+        raise ValueError(
+            "tp_model_init: tp_group is given; expected None (adjacent ranks have a model together)"
+        )
     if dist.is_initialized() and dist.get_world_size() % tp_size == 0:
         make_tensor_mesh(tp_size, Comm().device)
     model._autotp_size = tp_size  # type: ignore[assignment]
@@ -116,13 +142,15 @@ def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype, config: An
 
 
 class MoE:
-    """Refused when one is made; scripts import it in any case, and ask `isinstance(module, MoE)`."""
+    """Refused when one is made; scripts import it in any case, and ask `isinstance(module,
+    MoE)`.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Refuse."""
         raise NotImplementedError(
-            "deepspeed.moe: shardcore has no expert parallelism; expected a model with its experts as ordinary modules, which "
-            "are sharded as others are"
+            "deepspeed.moe: shardcore has no expert parallelism; expected a model with its experts "
+            "as ordinary modules, which are sharded as others are"
         )
 
 
@@ -136,19 +164,28 @@ def has_moe_layers(module: nn.Module) -> tuple[bool, int]:
     return False, 0
 
 
-def split_params_into_different_moe_groups_for_optimizer(param_groups: Any, max_group_size: int | None = None) -> Any:
-    """Return a list of the param_groups as they are: no parameter of theirs is an expert's. max_group_size: of experts'."""
+def split_params_into_different_moe_groups_for_optimizer(
+    param_groups: Any, max_group_size: int | None = None
+) -> Any:
+    """Return a list of the param_groups as they are: no parameter of theirs is an expert's.
+    max_group_size: of experts'.
+    """
     return [param_groups] if isinstance(param_groups, Mapping) else list(param_groups)
 
 
 class DeepSpeedConfig:
-    """A checked configuration: train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps, zero_enabled.
+    """A checked configuration: train_batch_size, train_micro_batch_size_per_gpu,
+    gradient_accumulation_steps, zero_enabled.
 
     config: a dict, or the path of a JSON file. Raises what `initialize` does for it.
     """
 
-    def __init__(self, config: Mapping[str, Any] | str, mpu: Any = None, mesh_device: Any = None) -> None:
-        """Read it for the ranks of torch.distributed; one if that is not started. mpu, mesh_device: accepted."""
+    def __init__(
+        self, config: Mapping[str, Any] | str, mpu: Any = None, mesh_device: Any = None
+    ) -> None:
+        """Read it for the ranks of torch.distributed; one if that is not started. mpu,
+        mesh_device: accepted.
+        """
         settings = read_config(config)
         sizes = settings.batch_sizes(dist.get_world_size() if dist.is_initialized() else 1)
         self.train_batch_size, self.train_micro_batch_size_per_gpu = sizes.train, sizes.micro
@@ -156,26 +193,32 @@ class DeepSpeedConfig:
 
 
 def _refused(name: str) -> type:
-    """Return a class that is refused when an object of it is made: mmengine imports its name whenever it finds DeepSpeed."""
+    """Return a class that is refused when an object of it is made: mmengine imports its name
+    whenever it finds DeepSpeed.
+    """
 
     def refuse(self: object, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError(
-            f"{name}: not built; expected FusedAdam, Lion, Muon or another optimizer (docs/optimizers.md)"
+            f"{name}: not built; expected FusedAdam, Lion, Muon or another optimizer "
+            f"(docs/optimizers.md)"
         )
 
     return type(name, (), {"__init__": refuse, "__doc__": "Refuse: see docs/deepspeed.md."})
 
 
-# --- zero -------------------------------------------------------------------------------------------------------------
+# --- zero -----------------------------------------------------------------------------------------
 
 
 class Init:
-    """A context in which DeepSpeed cuts weights as they are made. Here they are made as anywhere, and cut by `initialize`.
+    """A context in which DeepSpeed cuts weights as they are made. Here they are made as anywhere,
+    and cut by `initialize`.
 
     Parameters made in it are numbered, and so the same ones on all ranks: see gathered_parameters.
     """
 
-    def __init__(self, module: nn.Module | None = None, *args: Any, enabled: bool = True, **kwargs: Any) -> None:
+    def __init__(
+        self, module: nn.Module | None = None, *args: Any, enabled: bool = True, **kwargs: Any
+    ) -> None:
         """Start torch.distributed, and log how a model that does not fit into host memory is built.
 
         The other arguments mean nothing here.
@@ -183,7 +226,8 @@ class Init:
         if enabled:
             init_distributed()
             logger.warning(
-                "zero.Init: weights are made in full in host memory, and sharded by initialize; for a model that does not fit "
+                "zero.Init: weights are made in full in host memory, and sharded by initialize; "
+                "for a model that does not fit "
                 'there build it under torch.device("meta"), and give initialize(materialize=...)'
             )
             for param in () if module is None else module.parameters():
@@ -206,7 +250,9 @@ _numbers = count()
 
 
 def _number(module: Any, name: str, param: nn.Parameter | None) -> None:
-    """Number a parameter that a module gets, once. (A hook of torch, which takes None as: leave it so.)"""
+    """Number a parameter that a module gets, once. (A hook of torch, which takes None as: leave
+    it so.)
+    """
     if param is not None and not hasattr(param, "_shardcore_number"):
         param._shardcore_number = next(_numbers)  # type: ignore[attr-defined]
 
@@ -215,25 +261,41 @@ def _number(module: Any, name: str, param: nn.Parameter | None) -> None:
 def gathered_parameters(
     params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True
 ) -> Iterator[None]:
-    """Keep parameters unsharded inside the context. Collective. Whole units are gathered: pass many parameters at once.
+    """Keep parameters unsharded inside the context. Collective. Whole units are gathered: pass many
+    parameters at once.
 
-    params: a parameter, several (also of several models), or a module. modifier_rank: the rank whose edits count, through
-    `p.data` and `load_state_dict`, too: at the end its weights, in their dtypes, become those of all ranks, and masters follow.
-    None: edits, if there are any, have to be the same on all ranks; at stage 3 a difference is a ValueError on all of them, at
-    the end. (At stages 0 to 2 nothing is collective then.) A state dict of modules all of whose parameters are gathered is
-    local, and has the weights in their dtypes: one rank alone may save. Parameters that were made in `Init`, and are not
-    sharded yet, are taken from modifier_rank at the end: libraries fill them on that rank alone. All others, and None, are
-    left as they are.
+    params: a parameter, several (also of several models), or a module. modifier_rank: the rank
+    whose edits count, through `p.data` and `load_state_dict`, too: at the end its weights, in their
+    dtypes, become those of all ranks, and masters follow. None: edits, if there are any, have to be
+    the same on all ranks; at stage 3 a difference is a ValueError on all of them, at the end. (At
+    stages 0 to 2 nothing is collective then.) A state dict of modules all of whose parameters are
+    gathered is local, and has the weights in their dtypes: one rank alone may save. Parameters that
+    were made in `Init`, and are not sharded yet, are taken from modifier_rank at the end: libraries
+    fill them on that rank alone. All others, and None, are left as they are.
     """
-    given = params.parameters() if isinstance(params, nn.Module) else [params] if isinstance(params, nn.Parameter) else params
+    given = (
+        params.parameters()
+        if isinstance(params, nn.Module)
+        else [params]
+        if isinstance(params, nn.Parameter)
+        else params
+    )
     asked = dict.fromkeys(param for param in given if param is not None) if enabled else {}
-    engines = dict.fromkeys(engine for engine in map(engine_of, asked) if isinstance(engine, Engine))
+    engines = dict.fromkeys(
+        engine for engine in map(engine_of, asked) if isinstance(engine, Engine)
+    )
     # In an order that all ranks have: a library may pass a set.
-    of_engine = {engine: [param for param in engine.model.parameters() if param in asked] for engine in engines}
-    sliced = modifier_rank is not None and any(is_dtensor(param) for of in of_engine.values() for param in of)
+    of_engine = {
+        engine: [param for param in engine.model.parameters() if param in asked]
+        for engine in engines
+    }
+    sliced = modifier_rank is not None and any(
+        is_dtensor(param) for of in of_engine.values() for param in of
+    )
     refuse_slices("GatheredParameters: modifier_rank", sliced, "the same edits on all ranks")
     made = sorted(
-        (p for p in asked if engine_of(p) is None and hasattr(p, "_shardcore_number")), key=lambda p: p._shardcore_number
+        (p for p in asked if engine_of(p) is None and hasattr(p, "_shardcore_number")),
+        key=lambda p: p._shardcore_number,
     )
     with ExitStack() as held:
         if made and modifier_rank is not None:
@@ -262,7 +324,8 @@ class OffloadStateTypeEnum(enum.StrEnum):
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
-    """Return nested dicts, lists and tuples with their tensors copied to `device`; tied ones are one copy.
+    """Return nested dicts, lists and tuples with their tensors copied to `device`; tied ones are
+    one copy.
 
     A file of the copies has no more than these.
     """
@@ -284,15 +347,21 @@ def _cloned(item: Any, device: torch.device | str, made: dict[Any, torch.Tensor]
 
 @contextmanager
 def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
-    """Yield the engine that initialize returned, with its weights unsharded inside the context. Collective."""
+    """Yield the engine that initialize returned, with its weights unsharded inside the context.
+    Collective.
+    """
     with gathered_parameters(model.module):
         yield model
 
 
 class OnDevice:
-    """A context in which tensors are made on a device, and those of floating point in a dtype: see torch.device."""
+    """A context in which tensors are made on a device, and those of floating point in a dtype:
+    see torch.device.
+    """
 
-    def __init__(self, dtype: torch.dtype, device: torch.device | str = "meta", enabled: bool = True) -> None:
+    def __init__(
+        self, dtype: torch.dtype, device: torch.device | str = "meta", enabled: bool = True
+    ) -> None:
         """Choose them."""
         self.dtype, self.device, self.enabled = dtype, device, enabled
         self._held = ExitStack()
@@ -309,8 +378,12 @@ class OnDevice:
         self._held.close()
 
 
-def move_to_device(item: Any, device: torch.device | str, criterion_func: Callable[[Any], bool] | None = None) -> Any:
-    """Return nested dicts, lists and tuples with their tensors on `device`. Those that criterion_func chooses are moved."""
+def move_to_device(
+    item: Any, device: torch.device | str, criterion_func: Callable[[Any], bool] | None = None
+) -> Any:
+    """Return nested dicts, lists and tuples with their tensors on `device`. Those that
+    criterion_func chooses are moved.
+    """
     if criterion_func is not None and criterion_func(item):
         item.data = item.to(device)
         return item
@@ -326,7 +399,7 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
     """Do nothing: a parameter that another module uses is gathered with its unit."""
 
 
-# --- ops, utils -------------------------------------------------------------------------------------------------------
+# --- ops, utils -----------------------------------------------------------------------------------
 
 
 class DeepSpeedCPUAdam(CPUAdam):
@@ -345,13 +418,19 @@ class DeepSpeedCPUAdam(CPUAdam):
         fp32_optimizer_states: bool = True,
     ) -> None:
         """See the class. fp32_optimizer_states: false for moments in bfloat16."""
-        options: dict[str, Any] = {"bias_correction": bias_correction, "amsgrad": amsgrad, "adam_w_mode": adamw_mode}
+        options: dict[str, Any] = {
+            "bias_correction": bias_correction,
+            "amsgrad": amsgrad,
+            "adam_w_mode": adamw_mode,
+        }
         low = "fp32" if fp32_optimizer_states else "bf16"
         super().__init__(model_params, lr, betas, eps, weight_decay, state_dtype=low, **options)
 
 
 class _EveryFusedAdam(type):
-    """The kind of a class that every FusedAdam counts as an instance of: also one that a configuration made."""
+    """The kind of a class that every FusedAdam counts as an instance of: also one that a
+    configuration made.
+    """
 
     def __instancecheck__(cls, thing: object) -> bool:
         return isinstance(thing, FusedAdam)
@@ -373,7 +452,11 @@ class DeepSpeedFusedAdam(FusedAdam, metaclass=_EveryFusedAdam):
         set_grad_none: bool = True,
     ) -> None:
         """See the class. set_grad_none: accepted; zero_grad() has its own argument."""
-        options: dict[str, Any] = {"bias_correction": bias_correction, "amsgrad": amsgrad, "adam_w_mode": adam_w_mode}
+        options: dict[str, Any] = {
+            "bias_correction": bias_correction,
+            "amsgrad": amsgrad,
+            "adam_w_mode": adam_w_mode,
+        }
         super().__init__(params, lr, betas, eps, weight_decay, **options)
 
 
@@ -384,7 +467,9 @@ def fused_lion(
     weight_decay: float = 0.0,
     set_grad_none: bool = True,
 ) -> Lion:
-    """Return a Lion by the arguments of DeepSpeed's FusedLion. set_grad_none: accepted, as by FusedAdam."""
+    """Return a Lion by the arguments of DeepSpeed's FusedLion. set_grad_none: accepted, as by
+    FusedAdam.
+    """
     return Lion(params, lr, betas, weight_decay)
 
 
@@ -395,9 +480,14 @@ def cpu_lion(
     weight_decay: float = 0.0,
     fp32_optimizer_states: bool = True,
 ) -> Lion:
-    """Return a Lion by the arguments of DeepSpeedCPULion. ValueError for fp32_optimizer_states=False: shards have float32."""
+    """Return a Lion by the arguments of DeepSpeedCPULion. ValueError for
+    fp32_optimizer_states=False: shards have float32.
+    """
     if not fp32_optimizer_states:
-        raise ValueError("DeepSpeedCPULion: fp32_optimizer_states is False; expected True: Lion's state is float32 on shards")
+        raise ValueError(
+            "DeepSpeedCPULion: fp32_optimizer_states is False; expected True: Lion's state is "
+            "float32 on shards"
+        )
     return Lion(model_params, lr, betas, weight_decay)
 
 
@@ -409,12 +499,16 @@ def cpu_adagrad(
     amsgrad: bool = False,
     fp32_optimizer_states: bool = True,
 ) -> torch.optim.Adagrad:
-    """Return torch's Adagrad, which shards, by the arguments of DeepSpeedCPUAdagrad. amsgrad: accepted, as it is there.
+    """Return torch's Adagrad, which shards, by the arguments of DeepSpeedCPUAdagrad. amsgrad:
+    accepted, as it is there.
 
     ValueError for fp32_optimizer_states=False: shards have float32.
     """
     if not fp32_optimizer_states:
-        raise ValueError("DeepSpeedCPUAdagrad: fp32_optimizer_states is False; expected True: its state is float32 on shards")
+        raise ValueError(
+            "DeepSpeedCPUAdagrad: fp32_optimizer_states is False; expected True: its state is "
+            "float32 on shards"
+        )
     return torch.optim.Adagrad(model_params, lr, eps=eps, weight_decay=weight_decay)
 
 
@@ -422,7 +516,8 @@ def compute_elastic_config(*args: Any, **kwargs: Any) -> None:
     """Refuse: batch sizes are given, not found."""
     raise NotImplementedError(
         "compute_elastic_config: shardcore chooses no batch sizes; expected train_batch_size and "
-        "train_micro_batch_size_per_gpu in the configuration (a checkpoint loads into any number of ranks)"
+        "train_micro_batch_size_per_gpu in the configuration (a checkpoint loads into any number "
+        "of ranks)"
     )
 
 
@@ -440,7 +535,8 @@ def log_dist(message: str, ranks: Iterable[int] | None = None, level: int = logg
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Print on rank 0 what torch has on the GPU, and the most since the last call, and the process's peak in host memory.
+    """Print on rank 0 what torch has on the GPU, and the most since the last call, and the
+    process's peak in host memory.
 
     Nothing without force, as in DeepSpeed.
     """
@@ -451,10 +547,17 @@ def see_memory_usage(message: str, force: bool = False) -> None:
         now, most = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
         kept, most_kept = torch.cuda.memory_reserved(), torch.cuda.max_memory_reserved()
         print(
-            " ".join(f"{name} {n / 2**30:.2f} GB" for name, n in dict(MA=now, Max_MA=most, CA=kept, Max_CA=most_kept).items())
+            " ".join(
+                f"{name} {n / 2**30:.2f} GB"
+                for name, n in dict(MA=now, Max_MA=most, CA=kept, Max_CA=most_kept).items()
+            )
         )
         torch.cuda.reset_peak_memory_stats()
-    print(f"host memory of this process: peak {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GB", flush=True)
+    print(
+        f"host memory of this process: peak "
+        f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GB",
+        flush=True,
+    )
 
 
 def recursive_getattr(model: nn.Module, module_name: str) -> Any:
@@ -471,7 +574,9 @@ def recursive_setattr(model: nn.Module, module_name: str, module: Any) -> None:
 def required_torch_version(min_version: Any = None, max_version: Any = None) -> bool:
     """Whether torch's version is in a range. ValueError without both ends."""
     if not (min_version or max_version):
-        raise ValueError("required_torch_version: no version is given; expected min_version or max_version")
+        raise ValueError(
+            "required_torch_version: no version is given; expected min_version or max_version"
+        )
     if min_version and torch.__version__ < str(min_version):
         return False
     return not (max_version and torch.__version__ > str(max_version))
@@ -495,7 +600,7 @@ def _late(module: str) -> Callable[[str], Any]:
     return get
 
 
-# --- the modules ------------------------------------------------------------------------------------------------------
+# --- the modules ----------------------------------------------------------------------------------
 
 _ADAMS = {"DeepSpeedCPUAdam": DeepSpeedCPUAdam, "FusedAdam": DeepSpeedFusedAdam}
 _SCHEDULES = {name: getattr(lr_schedules, name) for name in lr_schedules.VALID_LR_SCHEDULES} | {
@@ -514,11 +619,14 @@ _ZERO = {
 }
 _PARTITION: dict[str, Any] = {
     **_ZERO,
-    # What DeepSpeed's Init puts around torch.empty and the like. transformers replaces it, for its own effect inside Init;
-    # Init here changes none of torch's functions.
+    # What DeepSpeed's Init puts around torch.empty and the like. transformers replaces it, for its
+    # own effect inside Init; Init here changes none of torch's functions.
     "zero_wrapper_for_fp_tensor_constructor": None,
 }
-_PIPE = {cls.__name__: cls for cls in (pipe_module.PipelineModule, pipe_module.LayerSpec, pipe_module.TiedLayerSpec)}
+_PIPE = {
+    cls.__name__: cls
+    for cls in (pipe_module.PipelineModule, pipe_module.LayerSpec, pipe_module.TiedLayerSpec)
+}
 _TOPOLOGY = (
     pipe_module.ProcessTopology,
     pipe_module.PipeDataParallelTopology,
@@ -528,7 +636,8 @@ _TOPOLOGY = (
 _ACCELERATOR = {f.__name__: f for f in (get_accelerator, is_current_accelerator_supported)}
 _TILED = (tiled.TiledMLP, tiled.TiledFusedLogitsLoss, tiled.sequence_tiled_compute)
 _RECURSIVE = {"recursive_getattr": recursive_getattr, "recursive_setattr": recursive_setattr}
-MODULES: dict[str, dict[str, Any]] = {  # by path below the package; a module comes before what is in it
+# by path below the package; a module comes before what is in it
+MODULES: dict[str, dict[str, Any]] = {
     "zero": {**_ZERO, "unwrap_model_for_generation": unwrap_model_for_generation},
     "checkpoint": {},
     "checkpoint.utils": {"clone_tensors_for_torch_save": clone_tensors_for_torch_save},
@@ -540,11 +649,22 @@ MODULES: dict[str, dict[str, Any]] = {  # by path below the package; a module co
     "comm": {name: value for name, value in vars(dist).items() if not name.startswith("_")}
     | {"init_distributed": init_distributed, **groups.OF_COMM},
     "elasticity": {"compute_elastic_config": compute_elastic_config},
-    "constants": {"TORCH_DISTRIBUTED_DEFAULT_PORT": 29500, "CROSS_RANK": "CROSS_RANK", "CROSS_SIZE": "CROSS_SIZE"},
+    "constants": {
+        "TORCH_DISTRIBUTED_DEFAULT_PORT": 29500,
+        "CROSS_RANK": "CROSS_RANK",
+        "CROSS_SIZE": "CROSS_SIZE",
+    },
     "git_version_info": {"version": VERSION, **op_builder.INFO},
     "moe": {},
     "moe.layer": {"MoE": MoE},
-    "moe.utils": {f.__name__: f for f in (has_moe_layers, is_moe_param, split_params_into_different_moe_groups_for_optimizer)},
+    "moe.utils": {
+        f.__name__: f
+        for f in (
+            has_moe_layers,
+            is_moe_param,
+            split_params_into_different_moe_groups_for_optimizer,
+        )
+    },
     "ops": {"__compatible_ops__": op_builder.compatible_ops()},
     "ops.op_builder": op_builder.NAMES,
     "ops.op_builder.all_ops": {"ALL_OPS": op_builder.ALL_OPS},
@@ -556,24 +676,35 @@ MODULES: dict[str, dict[str, Any]] = {  # by path below the package; a module co
     "pipe": _PIPE,
     "profiling": {},
     "profiling.flops_profiler": {"__getattr__": _late("shardcore.deepspeed.flops_profiler")},
-    "profiling.flops_profiler.profiler": {"__getattr__": _late("shardcore.deepspeed.flops_profiler")},
+    "profiling.flops_profiler.profiler": {
+        "__getattr__": _late("shardcore.deepspeed.flops_profiler")
+    },
     "runtime": {},
     "runtime.base_optimizer": {"DeepSpeedOptimizer": ShardableOptimizer},
     "runtime.pipe": {**_PIPE, "ProcessTopology": pipe_module.ProcessTopology},
-    "runtime.pipe.engine": {cls.__name__: cls for cls in (pipe_engine.PipelineEngine, pipe_engine.PipelineError)},
+    "runtime.pipe.engine": {
+        cls.__name__: cls for cls in (pipe_engine.PipelineEngine, pipe_engine.PipelineError)
+    },
     "runtime.pipe.module": {**_PIPE, "PipelineError": pipe_engine.PipelineError},
     "runtime.pipe.schedule": {"__getattr__": _late("shardcore.deepspeed.pipe_schedule")},
-    "runtime.pipe.topology": {cls.__name__: cls for cls in _TOPOLOGY} | {"_prime_factors": pipe_module.prime_factors},
+    "runtime.pipe.topology": {cls.__name__: cls for cls in _TOPOLOGY}
+    | {"_prime_factors": pipe_module.prime_factors},
     "runtime.dataloader": {"RepeatingLoader": RepeatingLoader},
     "runtime.fp16": {},
-    "runtime.fp16.onebit": {name: _refused(name) for name in ("OnebitAdam", "OnebitLamb", "ZeroOneAdam")},
+    "runtime.fp16.onebit": {
+        name: _refused(name) for name in ("OnebitAdam", "OnebitLamb", "ZeroOneAdam")
+    },
     "runtime.engine": {"DeepSpeedEngine": TrainingEngine},
     "runtime.lr_schedules": _SCHEDULES,
     "runtime.sequence_parallel": {},
     "runtime.sequence_parallel.ulysses_sp": {f.__name__: f for f in _TILED}
     | {"__getattr__": _late("shardcore.integrations.ulysses")},
-    "runtime.config": {"DeepSpeedConfig": DeepSpeedConfig, "DeepSpeedConfigError": ValueError},  # what a bad value raises here
-    "runtime.utils": {f.__name__: f for f in (is_model_parallel_parameter, move_to_device, see_memory_usage, set_random_seed)},
+    # what a bad value raises here
+    "runtime.config": {"DeepSpeedConfig": DeepSpeedConfig, "DeepSpeedConfigError": ValueError},
+    "runtime.utils": {
+        f.__name__: f
+        for f in (is_model_parallel_parameter, move_to_device, see_memory_usage, set_random_seed)
+    },
     "zero.partition_parameters": _PARTITION,
     "runtime.zero": {**_ZERO, "unwrap_model_for_generation": unwrap_model_for_generation},
     "runtime.zero.offload_config": {
@@ -597,7 +728,8 @@ MODULES: dict[str, dict[str, Any]] = {  # by path below the package; a module co
     "utils.groups": groups.NAMES,
     "utils.logging": {"logger": logger, "log_dist": log_dist},
     "utils.torch": {"required_torch_version": required_torch_version},
-    "utils.zero_to_fp32": {"__getattr__": _late("shardcore.deepspeed.zero_to_fp32")},  # else `python -m` warns
+    # else `python -m` warns
+    "utils.zero_to_fp32": {"__getattr__": _late("shardcore.deepspeed.zero_to_fp32")},
 }
 TOP: dict[str, Any] = {
     "__git_branch__": op_builder.INFO["git_branch"],
@@ -620,7 +752,9 @@ TOP: dict[str, Any] = {
 
 
 def install(package: ModuleType) -> None:
-    """Give a package these names, and register its modules, so that `from package.ops.adam import FusedAdam` works."""
+    """Give a package these names, and register its modules, so that `from package.ops.adam
+    import FusedAdam` works.
+    """
     vars(package).update(TOP)
     for path, names in MODULES.items():
         name = f"{package.__name__}.{path}"
@@ -633,7 +767,9 @@ def install(package: ModuleType) -> None:
 
 
 def new_module(name: str, text: str) -> ModuleType:
-    """Register and return a new package, which importlib.util.find_spec and inspect find: its file is this one."""
+    """Register and return a new package, which importlib.util.find_spec and inspect find: its
+    file is this one.
+    """
     module = module_from_spec(ModuleSpec(name, None, origin=__file__, is_package=True))
     module.__doc__, module.__file__ = text, __file__
     sys.modules[name] = module

@@ -54,7 +54,10 @@ class Operation:
         """Raise AttributeError, which says what to call."""
         if name.startswith("_"):
             raise AttributeError(name)
-        raise AttributeError(f"{name}: shardcore's {self._name} has no functions of DeepSpeed's; expected {self._instead}")
+        raise AttributeError(
+            f"{name}: shardcore's {self._name} has no functions of DeepSpeed's; expected "
+            f"{self._instead}"
+        )
 
 
 class OpBuilder:
@@ -74,22 +77,29 @@ class OpBuilder:
     def load(self, verbose: bool = True) -> Operation:
         """Return the operation, which is compiled already. verbose: accepted.
 
-        Raises NotImplementedError for one that shardcore does not have, RuntimeError for one that does not run here.
+        Raises NotImplementedError for one that shardcore does not have, RuntimeError for one that
+        does not run here.
         """
         if not self._instead:
             raise NotImplementedError(
-                f"{type(self).__name__}: shardcore has no {self.NAME}; expected one of {', '.join(_HERE)} (see is_compatible)"
+                f"{type(self).__name__}: shardcore has no {self.NAME}; expected one of "
+                f"{', '.join(_HERE)} (see is_compatible)"
             )
         if not self.is_compatible():
             raise RuntimeError(
-                f"{type(self).__name__}: shardcore's extension has no CUDA; expected a build for this GPU (docs/install.md)"
+                f"{type(self).__name__}: shardcore's extension has no CUDA; expected a build for "
+                f"this GPU (docs/install.md)"
             )
         return Operation(self.NAME, self._instead)
 
 
 _KINDS = _HERE | {name: (kind, "") for name, kind in _MISSING.items()}
 _BUILDERS: dict[str, type[OpBuilder]] = {
-    kind: type(kind, (OpBuilder,), {"NAME": name, "_instead": instead, "__doc__": f"Of DeepSpeed's {name}: see OpBuilder."})
+    kind: type(
+        kind,
+        (OpBuilder,),
+        {"NAME": name, "_instead": instead, "__doc__": f"Of DeepSpeed's {name}: see OpBuilder."},
+    )
     for name, (kind, instead) in _KINDS.items()
 }
 NAMES: dict[str, Any] = {"OpBuilder": OpBuilder, **_BUILDERS}  # of deepspeed.ops.op_builder

@@ -1,12 +1,13 @@
 """The engine of a PipelineModule: train_batch and eval_batch run micro-batches through the stages.
 
-A rank sends its stage's output to the next stage, and the gradient of its input back to the one before. While a batch trains,
-each stage runs ahead by as many forwards as there are stages after it, and then one forward and one backward in turn (1F1B),
-so it holds the activations of no more micro-batches than that.
+A rank sends its stage's output to the next stage, and the gradient of its input back to the one
+before. While a batch trains, each stage runs ahead by as many forwards as there are stages after
+it, and then one forward and one backward in turn (1F1B), so it holds the activations of no more
+micro-batches than that.
 
-Invariants: two neighbours exchange the same messages in the same order, and where both send and receive, in one batch
-(batch_isend_irecv): NCCL needs both. The receiver learns shapes and dtypes with the first micro-batch of each batch, or with
-every one (dynamic_shape).
+Invariants: two neighbours exchange the same messages in the same order, and where both send and
+receive, in one batch (batch_isend_irecv): NCCL needs both. The receiver learns shapes and dtypes
+with the first micro-batch of each batch, or with every one (dynamic_shape).
 Source: the schedule is PipeDream-Flush, https://arxiv.org/abs/2006.09503; the names those of
 https://deepspeed.readthedocs.io/en/latest/pipeline.html, 0.19.8.
 """
@@ -28,8 +29,10 @@ from shardcore.deepspeed.pipe_module import PipelineModule, PipelineParallelGrid
 from shardcore.deepspeed.training_engine import TrainingEngine, check_folder
 from shardcore.optim.group_options import dtype_name
 
-_Run = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]  # inputs and outputs of a micro-batch, until its backward
-_Layout = list[tuple[list[int], str, bool]]  # of a stage's output: shapes, dtypes, and whether its gradient comes back
+# inputs and outputs of a micro-batch, until its backward
+_Run = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
+# of a stage's output: shapes, dtypes, and whether its gradient comes back
+_Layout = list[tuple[list[int], str, bool]]
 
 
 class PipelineError(RuntimeError):
@@ -37,9 +40,11 @@ class PipelineError(RuntimeError):
 
 
 class PipelineEngine(TrainingEngine):
-    """A PipelineModule with its optimizer: of `initialize`. forward, backward and step are train_batch's own.
+    """A PipelineModule with its optimizer: of `initialize`. forward, backward and step are
+    train_batch's own.
 
-    stage_id, num_stages: of this rank. micro_batches: of a batch, gradient_accumulation_steps(). grid: the groups of ranks.
+    stage_id, num_stages: of this rank. micro_batches: of a batch, gradient_accumulation_steps().
+    grid: the groups of ranks.
     """
 
     _shuffles = False
@@ -56,7 +61,8 @@ class PipelineEngine(TrainingEngine):
         self._batches: Iterator[Any] | None = None
         self._layout: _Layout | None = None  # of what comes from the stage before
         self._announced: _Layout | None = None  # of what goes to the next one
-        self._results: list[Any] = []  # of the last stage: losses, or in an evaluation perhaps outputs, of each micro-batch
+        # of the last stage: losses, or in an evaluation perhaps outputs, of each micro-batch
+        self._results: list[Any] = []
         self._core.scaler.has_losses = self.is_last_stage()
         if self.num_stages > 1:  # NCCL's first messages in a group have to be of all of its ranks
             dist.all_reduce(torch.zeros(1, device=self.device), group=self.grid.pp_proc_group)
@@ -80,10 +86,12 @@ class PipelineEngine(TrainingEngine):
         """The groups of ranks."""
         return self.grid
 
-    # --- data -------------------------------------------------------------------------------------------------------------
+    # --- data -------------------------------------------------------------------------------------
 
     def set_dataloader(self, loader: Iterable[Any] | None) -> None:
-        """Take batches from a loader where train_batch gets no iterator: again from its start after its end."""
+        """Take batches from a loader where train_batch gets no iterator: again from its start
+        after its end.
+        """
         self._batches = None if loader is None else RepeatingLoader(loader)
 
     def set_dataiterator(self, iterator: Iterator[Any] | None) -> None:
@@ -104,7 +112,9 @@ class PipelineEngine(TrainingEngine):
         """Return None: a layer or loss_fn gives one loss."""
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Take another number of micro-batches from here on. ValueError if they do not make that many samples."""
+        """Take another number of micro-batches from here on. ValueError if they do not make that
+        many samples.
+        """
         self.zero_grad()  # of a batch that an error ended
         super().set_train_batch_size(train_batch_size)
         self.micro_batches = self.gradient_accumulation_steps()
@@ -114,17 +124,22 @@ class PipelineEngine(TrainingEngine):
         if self._batches is None:
             if self.training_dataloader is None:
                 raise ValueError(
-                    "pipeline: there is no data; expected train_batch(data_iter), or initialize(training_data=...)"
+                    "pipeline: there is no data; expected train_batch(data_iter), or "
+                    "initialize(training_data=...)"
                 )
             self.set_dataloader(self.training_dataloader)
             return self._load()
         batch = next(self._batches)
         batch = batch if self._batch_fn is None else self._batch_fn(batch)
         if not isinstance(batch, tuple | list) or len(batch) != 2:
-            kind = f"{len(batch)} values" if isinstance(batch, tuple | list) else f"a {type(batch).__name__}"
+            kind = (
+                f"{len(batch)} values"
+                if isinstance(batch, tuple | list)
+                else f"a {type(batch).__name__}"
+            )
             raise ValueError(
-                f"pipeline: the data iterator yields {kind}; expected (inputs, labels), each a tensor or a tuple of tensors "
-                "(or set_batch_fn)"
+                f"pipeline: the data iterator yields {kind}; expected (inputs, labels), each a "
+                f"tensor or a tuple of tensors (or set_batch_fn)"
             )
         return batch[0], batch[1]
 
@@ -135,18 +150,23 @@ class PipelineEngine(TrainingEngine):
             return {key: self._on_device(entry) for key, entry in value.items()}
         return tuple(map(self._on_device, value)) if isinstance(value, tuple | list) else value
 
-    # --- batches ----------------------------------------------------------------------------------------------------------
+    # --- batches ----------------------------------------------------------------------------------
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
-        """Train on gradient_accumulation_steps() micro-batches and step; returns the mean loss, on every rank. Collective.
+        """Train on gradient_accumulation_steps() micro-batches and step; returns the mean loss, on
+        every rank. Collective.
 
-        data_iter: yields (inputs, labels), on the ranks of the first stage, which use the inputs, and of the last, which use
-            the labels: the same samples on both. It becomes the iterator of later calls. Default: that, or training_data's.
-            Where it ends within a batch these ranks raise StopIteration, and those of stages between them wait.
+        data_iter: yields (inputs, labels), on the ranks of the first stage, which use the inputs,
+            and of the last, which use the labels: the same samples on both. It becomes the iterator
+            of later calls. Default: that, or training_data's. Where it ends within a batch these
+            ranks raise StopIteration, and those of stages between them wait.
         A scheduler whose step takes an increment, as Megatron's, gets the samples of the batch.
         """
         if not torch.is_grad_enabled():
-            raise PipelineError("train_batch: gradients are disabled; expected no torch.no_grad() around it, or eval_batch")
+            raise PipelineError(
+                "train_batch: gradients are disabled; expected no torch.no_grad() around it, or "
+                "eval_batch"
+            )
         if data_iter is not None:
             self.set_dataiterator(data_iter)
         self._pipe.train()
@@ -159,7 +179,10 @@ class PipelineEngine(TrainingEngine):
             tied.add_gradients()
         loss = self._loss = self._mean(self._results)
         self._stepped = True
-        megatrons = self.lr_scheduler is not None and "increment" in signature(self.lr_scheduler.step).parameters
+        megatrons = (
+            self.lr_scheduler is not None
+            and "increment" in signature(self.lr_scheduler.step).parameters
+        )
         self._step_at_boundary({"increment": self.train_batch_size()} if megatrons else None, 1.0)
         self.micro_steps += self.micro_batches
         self._update_tied()
@@ -180,22 +203,30 @@ class PipelineEngine(TrainingEngine):
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> Any:
-        """Run micro-batches forward, in evaluation mode; returns their mean loss, on every rank. Collective.
+        """Run micro-batches forward, in evaluation mode; returns their mean loss, on every rank.
+        Collective.
 
-        data_iter: see train_batch, whose iterator stays as it is. num_micro_batches: default as many as train_batch takes.
-        compute_loss: False: the outputs of the last stage, instead of losses. reduce_output: None: a list, one per micro-batch.
-        bcast_loss: False: the result is on the ranks of the last stage alone, and None elsewhere (as always without a loss, or
-        a mean). return_logits: (result, output of the last micro-batch; None on other stages' ranks).
+        data_iter: see train_batch, whose iterator stays as it is. num_micro_batches: default as
+        many as train_batch takes.
+        compute_loss: False: the outputs of the last stage, instead of losses. reduce_output: None:
+        a list, one per micro-batch.
+        bcast_loss: False: the result is on the ranks of the last stage alone, and None elsewhere
+        (as always without a loss, or a mean). return_logits: (result, output of the last
+        micro-batch; None on other stages' ranks).
         """
         if reduce_output not in ("avg", None):
-            raise ValueError(f'eval_batch: reduce_output has {reduce_output!r}; expected "avg" or None')
+            raise ValueError(
+                f'eval_batch: reduce_output has {reduce_output!r}; expected "avg" or None'
+            )
         batches, self._batches = self._batches, data_iter
         output = None
         try:
             self._pipe.eval()
             self._start()
             with torch.no_grad():
-                for _ in range(self.micro_batches if num_micro_batches is None else num_micro_batches):
+                for _ in range(
+                    self.micro_batches if num_micro_batches is None else num_micro_batches
+                ):
                     output = self._forward(self._next_batch(), compute_loss)[1]
                     self._to_next(output)
         finally:
@@ -206,10 +237,14 @@ class PipelineEngine(TrainingEngine):
         elif reduce_output is not None and self.is_last_stage():
             result = self._mean_here(self._results)
         if self.monitor.enabled and self.global_rank == 0 and isinstance(result, torch.Tensor):
-            self.monitor.write_events([("Train/Samples/eval_loss", result.item(), self.global_samples)])
+            self.monitor.write_events(
+                [("Train/Samples/eval_loss", result.item(), self.global_samples)]
+            )
         if not return_logits:
             return result
-        return result, None if output is None or not self.is_last_stage() else output[0] if len(output) == 1 else output
+        return result, None if output is None or not self.is_last_stage() else output[0] if len(
+            output
+        ) == 1 else output
 
     def _start(self) -> None:
         self._layout = self._announced = None
@@ -238,11 +273,15 @@ class PipelineEngine(TrainingEngine):
             self._from_previous(self._backward(*running.popleft(), grads), wanted=False)
 
     def _next_batch(self, grads: Sequence[torch.Tensor] = ()) -> tuple[Sequence[Any], Any]:
-        """Return the inputs and labels of the next micro-batch. grads: to send meanwhile, of earlier inputs.
+        """Return the inputs and labels of the next micro-batch. grads: to send meanwhile, of
+        earlier inputs.
 
-        What the stage loads, it loads first: without more data the first and the last stage both raise.
+        What the stage loads, it loads first: without more data the first and the last stage both
+        raise.
         """
-        loaded, labels = self._load() if self.is_first_stage() or self.is_last_stage() else (None, None)
+        loaded, labels = (
+            self._load() if self.is_first_stage() or self.is_last_stage() else (None, None)
+        )
         if self.is_last_stage():
             labels = self._on_device(labels)
         if not self.is_first_stage():
@@ -251,14 +290,17 @@ class PipelineEngine(TrainingEngine):
         return inputs if isinstance(inputs, tuple) else (inputs,), labels
 
     def _forward(self, batch: tuple[Sequence[Any], Any], compute_loss: bool = True) -> _Run:
-        """Run this stage; returns its inputs and outputs; of the last stage the scaled loss where backward needs it."""
+        """Run this stage; returns its inputs and outputs; of the last stage the scaled loss
+        where backward needs it.
+        """
         inputs, labels = batch
         outputs = super().__call__(*inputs)
         if not self.is_last_stage():
             sent = outputs if isinstance(outputs, tuple) else (outputs,)
             if not all(isinstance(one, torch.Tensor) for one in sent):
                 raise TypeError(
-                    f"pipeline: the last layer of stage {self.stage_id} returns {[type(one).__name__ for one in sent]}; "
+                    f"pipeline: the last layer of stage {self.stage_id} returns "
+                    f"{[type(one).__name__ for one in sent]}; "
                     "expected a tensor, or a tuple of tensors (the next stage is on another rank)"
                 )
             return inputs, sent
@@ -267,8 +309,15 @@ class PipelineEngine(TrainingEngine):
             return inputs, outputs if isinstance(outputs, tuple) else (outputs,)
         loss = outputs if self._pipe.loss_fn is None else self._pipe.loss_fn(outputs, labels)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
-            raise ValueError(f"pipeline: the loss is {shape}; expected a tensor of one element, of loss_fn or the last layer")
+            shape = (
+                f"a tensor of shape {tuple(loss.shape)}"
+                if isinstance(loss, torch.Tensor)
+                else f"a {type(loss).__name__}"
+            )
+            raise ValueError(
+                f"pipeline: the loss is {shape}; expected a tensor of one element, of loss_fn or "
+                f"the last layer"
+            )
         loss = loss.float()
         self._results.append(loss.detach())
         if torch.is_grad_enabled():
@@ -276,27 +325,43 @@ class PipelineEngine(TrainingEngine):
         return inputs, outputs if isinstance(outputs, tuple) else (outputs,)
 
     def _backward(
-        self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor] | None
+        self,
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        grads: Sequence[torch.Tensor] | None,
     ) -> list[torch.Tensor]:
-        """Run backward of one micro-batch; returns the gradients of those inputs that have one. grads: None: of a loss."""
+        """Run backward of one micro-batch; returns the gradients of those inputs that have one.
+        grads: None: of a loss.
+        """
         roots = [output for output in outputs if output.requires_grad]
         with self._report.operations(self.global_steps + 1):
             if roots:
                 torch.autograd.backward(roots, grads)
         if self.is_first_stage():
             return []
-        return [torch.zeros_like(i) if i.grad is None else i.grad.contiguous() for i in inputs if i.requires_grad]
+        return [
+            torch.zeros_like(i) if i.grad is None else i.grad.contiguous()
+            for i in inputs
+            if i.requires_grad
+        ]
 
-    # --- messages ---------------------------------------------------------------------------------------------------------
+    # --- messages ---------------------------------------------------------------------------------
 
-    def _to_next(self, outputs: Sequence[torch.Tensor], awaited: Sequence[torch.Tensor] = ()) -> list[torch.Tensor] | None:
-        """Send outputs to the next stage, and receive the gradients of others, sent earlier; None on the last stage."""
+    def _to_next(
+        self, outputs: Sequence[torch.Tensor], awaited: Sequence[torch.Tensor] = ()
+    ) -> list[torch.Tensor] | None:
+        """Send outputs to the next stage, and receive the gradients of others, sent earlier;
+        None on the last stage.
+        """
         if self.is_last_stage():
             return None
         peer = self.grid.stage_to_global(self.stage_id + 1)
         sent = [output.detach().contiguous() for output in outputs]
         if outputs:
-            layout = [([*output.shape], dtype_name(output.dtype), output.requires_grad) for output in outputs]
+            layout = [
+                ([*output.shape], dtype_name(output.dtype), output.requires_grad)
+                for output in outputs
+            ]
             if self._announced is None or self._pipe.dynamic_shape:
                 text = torch.frombuffer(bytearray(json.dumps(layout).encode()), dtype=torch.uint8)
                 self._exchange(peer, [torch.tensor([text.numel()], device=self.device)], [])
@@ -304,17 +369,24 @@ class PipelineEngine(TrainingEngine):
                 self._announced = layout
             elif layout != self._announced:
                 raise ValueError(
-                    f"pipeline: stage {self.stage_id} returns {layout} after {self._announced} in one batch; expected the "
+                    f"pipeline: stage {self.stage_id} returns {layout} after {self._announced} in "
+                    f"one batch; expected the "
                     "same shapes and dtypes, or PipelineModule(dynamic_shape=True)"
                 )
         received = [
-            torch.empty(output.shape, dtype=output.dtype, device=self.device) for output in awaited if output.requires_grad
+            torch.empty(output.shape, dtype=output.dtype, device=self.device)
+            for output in awaited
+            if output.requires_grad
         ]
         self._exchange(peer, sent, received)
         return received
 
-    def _from_previous(self, grads: Sequence[torch.Tensor] = (), wanted: bool = True) -> list[torch.Tensor]:
-        """Send gradients of inputs to the stage before, and receive the next inputs if wanted; none on the first stage."""
+    def _from_previous(
+        self, grads: Sequence[torch.Tensor] = (), wanted: bool = True
+    ) -> list[torch.Tensor]:
+        """Send gradients of inputs to the stage before, and receive the next inputs if wanted;
+        none on the first stage.
+        """
         if self.is_first_stage():
             return []
         peer = self.grid.stage_to_global(self.stage_id - 1)
@@ -325,13 +397,18 @@ class PipelineEngine(TrainingEngine):
             self._exchange(peer, [], [text])
             self._layout = json.loads(bytes(text.tolist()))
         layout = self._layout if wanted and self._layout is not None else []
-        inputs = [torch.empty(shape, dtype=getattr(torch, dtype), device=self.device) for shape, dtype, _ in layout]
+        inputs = [
+            torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
+            for shape, dtype, _ in layout
+        ]
         self._exchange(peer, grads, inputs)
         for value, (_, _, has_grad) in zip(inputs, layout, strict=True):
             value.requires_grad_(has_grad)
         return inputs
 
-    def _exchange(self, peer: int, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> None:
+    def _exchange(
+        self, peer: int, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]
+    ) -> None:
         group = self.grid.pp_proc_group
         operations = [dist.P2POp(dist.isend, tensor, peer, group) for tensor in sent]
         operations += [dist.P2POp(dist.irecv, tensor, peer, group) for tensor in received]
@@ -339,7 +416,9 @@ class PipelineEngine(TrainingEngine):
             work.wait()
 
     def _mean_here(self, results: Sequence[Any]) -> Any:
-        """Return the mean over micro-batches and the ranks of the last stage, on which it is called."""
+        """Return the mean over micro-batches and the ranks of the last stage, on which it is
+        called.
+        """
         if isinstance(results[0], tuple):
             return tuple(self._mean_here(column) for column in zip(*results, strict=True))
         mean = torch.stack([*results]).mean(0)
@@ -353,26 +432,36 @@ class PipelineEngine(TrainingEngine):
         if self.is_last_stage():
             mean = self._mean_here([loss.reshape(()) for loss in losses])
         if self.num_stages > 1:
-            dist.broadcast(mean, self.grid.stage_to_global(self.num_stages - 1), self.grid.pp_proc_group)
+            dist.broadcast(
+                mean, self.grid.stage_to_global(self.num_stages - 1), self.grid.pp_proc_group
+            )
         return mean
 
-    # --- checkpoints ------------------------------------------------------------------------------------------------------
+    # --- checkpoints ------------------------------------------------------------------------------
 
     def _folder(self, directory: str | os.PathLike[str]) -> Path:
-        return Path(directory) / f"stage_{self.stage_id:02d}" if self.num_stages > 1 else Path(directory)
+        return (
+            Path(directory) / f"stage_{self.stage_id:02d}"
+            if self.num_stages > 1
+            else Path(directory)
+        )
 
     def save_checkpoint(self, save_dir: str | os.PathLike[str], *args: Any, **kwargs: Any) -> bool:
-        """Save as TrainingEngine.save_checkpoint: several stages each into a folder of `save_dir`, "stage_00" and so on."""
+        """Save as TrainingEngine.save_checkpoint: several stages each into a folder of
+        `save_dir`, "stage_00" and so on.
+        """
         check_folder("save_checkpoint", save_dir)
         return super().save_checkpoint(self._folder(save_dir), *args, **kwargs)
 
     def load_checkpoint(
         self, load_dir: str | os.PathLike[str], tag: str | None = None, *args: Any, **kwargs: Any
     ) -> tuple[str | None, dict[str, Any]]:
-        """Load what save_checkpoint saved of as many stages, of any number of ranks each. See TrainingEngine.load_checkpoint.
+        """Load what save_checkpoint saved of as many stages, of any number of ranks each. See
+        TrainingEngine.load_checkpoint.
 
-        Raises ValueError if there are other stages, or without `tag` if the stages' newest checkpoints are not of one step: a
-        crash between their saves leaves them so, and then give the tag of one that all have.
+        Raises ValueError if there are other stages, or without `tag` if the stages' newest
+        checkpoints are not of one step: a crash between their saves leaves them so, and then give
+        the tag of one that all have.
         """
         if dist.is_initialized():
             tag = self._agree_on_tag("load_checkpoint", tag)
@@ -385,26 +474,33 @@ class PipelineEngine(TrainingEngine):
             saved = len([*Path(load_dir).glob("stage_*")]) or int(Path(load_dir, LATEST).is_file())
             said: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(said, (newest, saved))
-            stages = [said[self._pipe.topology().filter_match(pipe=stage)[0]] for stage in range(self.num_stages)]
+            stages = [
+                said[self._pipe.topology().filter_match(pipe=stage)[0]]
+                for stage in range(self.num_stages)
+            ]
             if (saved := stages[0][1]) not in (0, self.num_stages):
                 raise ValueError(
-                    f"load_checkpoint: {load_dir} has a checkpoint of {saved} stages; expected {self.num_stages}, cut at the "
-                    "same layers"
+                    f"load_checkpoint: {load_dir} has a checkpoint of {saved} stages; expected "
+                    f"{self.num_stages}, cut at the same layers"
                 )
             if tag is None and len({newest for newest, _ in stages}) > 1:
                 raise ValueError(
-                    f"load_checkpoint: the newest checkpoints of the stages are {[newest for newest, _ in stages]}; expected "
+                    f"load_checkpoint: the newest checkpoints of the stages are "
+                    f"{[newest for newest, _ in stages]}; expected "
                     "one tag (give tag=, one that each stage has)"
                 )
         loaded = super().load_checkpoint(self._folder(load_dir), tag, *args, **kwargs)
         self._update_tied()
         return loaded
 
-    # --- what a pipeline does otherwise -------------------------------------------------------------------------------------
+    # --- what a pipeline does otherwise -----------------------------------------------------------
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse: train_batch does it."""
-        raise PipelineError("a PipelineModule is trained as a whole; expected engine.train_batch(data_iter), or eval_batch")
+        raise PipelineError(
+            "a PipelineModule is trained as a whole; expected engine.train_batch(data_iter), or "
+            "eval_batch"
+        )
 
     __call__ = forward = backward = step = no_sync = _refuse
 
@@ -413,7 +509,8 @@ class PipelineEngine(TrainingEngine):
         if self.num_stages == 1:
             return
         raise PipelineError(
-            "the weights of a PipelineModule are on the ranks of several stages; expected module_state_dict(), which returns "
+            "the weights of a PipelineModule are on the ranks of several stages; expected "
+            "module_state_dict(), which returns "
             "those of this stage, under the names that they have in the whole model"
         )
 
@@ -422,7 +519,9 @@ class PipelineEngine(TrainingEngine):
         self._check_whole()
         return super().save_16bit_model(*args, **kwargs)
 
-    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+    def _zero3_consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, Any] | None:
         """See TrainingEngine; PipelineError with several stages."""
         self._check_whole()
         return super()._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)

@@ -1,7 +1,8 @@
-"""DeepSpeed's PipelineModule: a sequence of layers, of which each rank makes those of its stage; LayerSpec, TiedLayerSpec.
+"""DeepSpeed's PipelineModule: a sequence of layers, of which each rank makes those of its stage;
+LayerSpec, TiedLayerSpec.
 
-`initialize` makes a PipelineEngine (pipe_engine.py) of it, which trains it.
-Source: the names and behaviour documented at https://deepspeed.readthedocs.io/en/latest/pipeline.html, 0.19.8.
+`initialize` makes a PipelineEngine (pipe_engine.py) of it, which trains it. Source: the names and
+behaviour documented at https://deepspeed.readthedocs.io/en/latest/pipeline.html, 0.19.8.
 """
 
 import logging
@@ -24,7 +25,9 @@ logger = logging.getLogger("shardcore")
 
 
 class ProcessTopology:
-    """Ranks on a grid: the last axis varies fastest. The ranks of a DeviceMesh of these dimensions."""
+    """Ranks on a grid: the last axis varies fastest. The ranks of a DeviceMesh of these
+    dimensions.
+    """
 
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
         """axes: names, such as pipe and data. dims: how many ranks each has."""
@@ -50,18 +53,32 @@ class ProcessTopology:
 
     def get_coord(self, rank: int) -> Any:
         """Return the place of a rank: a named tuple."""
-        return self.ProcessCoord(*(int(index) for index in torch.unravel_index(torch.tensor(rank), self.dims)))
+        return self.ProcessCoord(
+            *(int(index) for index in torch.unravel_index(torch.tensor(rank), self.dims))
+        )
 
     def get_rank_repr(
-        self, rank: int, omit_axes: Sequence[str] = ("data", "pipe"), inner_sep: str = "_", outer_sep: str = "-"
+        self,
+        rank: int,
+        omit_axes: Sequence[str] = ("data", "pipe"),
+        inner_sep: str = "_",
+        outer_sep: str = "-",
     ) -> str:
-        """Return a rank's place in words, for names of files: "model_01"; without omit_axes "pipe_00-data_00-model_01"."""
+        """Return a rank's place in words, for names of files: "model_01"; without omit_axes
+        "pipe_00-data_00-model_01".
+        """
         place = zip(self.axes, self.get_coord(rank), strict=True)
-        return outer_sep.join(f"{axis}{inner_sep}{index:02d}" for axis, index in place if axis not in omit_axes)
+        return outer_sep.join(
+            f"{axis}{inner_sep}{index:02d}" for axis, index in place if axis not in omit_axes
+        )
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
         """Return the groups of ranks that differ along an axis alone."""
-        return self._ranks.movedim(self.axes.index(axis), -1).flatten(0, -2).tolist() if axis in self.axes else []
+        return (
+            self._ranks.movedim(self.axes.index(axis), -1).flatten(0, -2).tolist()
+            if axis in self.axes
+            else []
+        )
 
     def get_axis_list(self, axis: str, idx: int) -> list[int]:
         """Return the ranks whose coordinate along an axis is `idx`."""
@@ -69,7 +86,11 @@ class ProcessTopology:
 
     def filter_match(self, **coords: int) -> list[int]:
         """Return the ranks with these coordinates."""
-        return self._ranks[tuple(coords.get(axis, slice(None)) for axis in self.axes)].flatten().tolist()
+        return (
+            self._ranks[tuple(coords.get(axis, slice(None)) for axis in self.axes)]
+            .flatten()
+            .tolist()
+        )
 
 
 class PipeDataParallelTopology(ProcessTopology):
@@ -97,12 +118,15 @@ class PipelineParallelGrid:
         self.global_rank = dist.get_rank() if dist.is_initialized() else 0
         self.stage_id: int = topology.get_coord(self.global_rank).pipe
         self.data_parallel_id: int = topology.get_coord(self.global_rank).data
-        self.pipe_parallel_size, self.data_parallel_size = topology.get_dim("pipe"), topology.get_dim("data")
+        self.pipe_parallel_size = topology.get_dim("pipe")
+        self.data_parallel_size = topology.get_dim("data")
         self.pp_group, self.pp_proc_group = self.own(topology.get_axis_comm_lists("pipe"))
         self.dp_group, self.dp_proc_group = self.own(topology.get_axis_comm_lists("data"))
 
     def own(self, lists: Sequence[Sequence[int]]) -> tuple[list[int], Any]:
-        """Make a group of each list; returns this rank's, and its ranks ([], None if it is in none). Collective."""
+        """Make a group of each list; returns this rank's, and its ranks ([], None if it is in
+        none). Collective.
+        """
         found: tuple[list[int], Any] = [], None
         for ranks in lists:
             group = dist.new_group(list(ranks)) if dist.is_initialized() else None
@@ -116,7 +140,11 @@ class PipelineParallelGrid:
 
     def stage_to_global(self, stage_id: int, data: int | None = None) -> int:
         """Return the rank of a stage of this rank's pipeline, or of another one."""
-        return self.pp_group[stage_id] if data is None else self._topo.filter_match(pipe=stage_id, data=data)[0]
+        return (
+            self.pp_group[stage_id]
+            if data is None
+            else self._topo.filter_match(pipe=stage_id, data=data)[0]
+        )
 
     def get_global_rank(self) -> int:
         """Return this rank."""
@@ -126,13 +154,17 @@ class PipelineParallelGrid:
         """Return this rank's stage."""
         return self.stage_id
 
-    get_pipe_parallel_rank = get_pipeline_model_parallel_rank = get_model_parallel_rank = get_stage_id
+    get_pipe_parallel_rank = get_pipeline_model_parallel_rank = get_model_parallel_rank = (
+        get_stage_id
+    )
 
     def get_pipe_parallel_world_size(self) -> int:
         """Return the number of stages."""
         return self.pipe_parallel_size
 
-    get_pipeline_model_parallel_world_size = get_model_parallel_world_size = get_pipe_parallel_world_size
+    get_pipeline_model_parallel_world_size = get_model_parallel_world_size = (
+        get_pipe_parallel_world_size
+    )
 
     def get_pipe_parallel_group(self) -> Any:
         """Return the group of this rank's pipeline."""
@@ -168,12 +200,16 @@ class PipelineParallelGrid:
 
 
 class LayerSpec:
-    """A layer that is made on the ranks of its stage alone: `typename(*module_args, **module_kwargs)`."""
+    """A layer that is made on the ranks of its stage alone: `typename(*module_args,
+    **module_kwargs)`.
+    """
 
     def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
         """typename: a class of modules. TypeError for anything else."""
         if not (isinstance(typename, type) and issubclass(typename, nn.Module)):
-            raise TypeError(f"LayerSpec: typename is {typename!r}; expected a class of torch.nn.Module")
+            raise TypeError(
+                f"LayerSpec: typename is {typename!r}; expected a class of torch.nn.Module"
+            )
         self.typename, self.module_args, self.module_kwargs = typename, module_args, module_kwargs
 
     def build(self, log: bool = False) -> nn.Module:
@@ -193,18 +229,24 @@ class TiedLayerSpec(LayerSpec):
         tied_weight_attr: str | Sequence[str] = ("weight",),
         **module_kwargs: Any,
     ) -> None:
-        """forward_fn: what the layer computes, given the module and its input. tied_weight_attr: paths of the tied weights."""
+        """forward_fn: what the layer computes, given the module and its input. tied_weight_attr:
+        paths of the tied weights.
+        """
         super().__init__(typename, *module_args, **module_kwargs)
         self.key, self.forward_fn = key, forward_fn
-        self.tied_weight_attr = [tied_weight_attr] if isinstance(tied_weight_attr, str) else list(tied_weight_attr)
+        self.tied_weight_attr = (
+            [tied_weight_attr] if isinstance(tied_weight_attr, str) else list(tied_weight_attr)
+        )
 
 
 class PipelineModule(nn.Module):
-    """A model given as a sequence of layers, each of which takes what the one before it returns: a tensor, or a tuple of them.
+    """A model given as a sequence of layers, each of which takes what the one before it returns: a
+    tensor, or a tuple of them.
 
-    Each rank has the layers of its stage, under the names that they have in the whole model: "3.weight",
-    "tied_modules.embed.weight". Tied weights belong to the first stage that has them. In the others `module.weight` is a copy,
-    no parameter, that follows after every step, and whose gradients the first stage adds to its own.
+    Each rank has the layers of its stage, under the names that they have in the whole model:
+    "3.weight", "tied_modules.embed.weight". Tied weights belong to the first stage that has them.
+    In the others `module.weight` is a copy, no parameter, that follows after every step, and whose
+    gradients the first stage adds to its own.
     """
 
     def __init__(
@@ -222,17 +264,22 @@ class PipelineModule(nn.Module):
         checkpointable_layers: Sequence[str] | None = None,
         dynamic_shape: bool = False,
     ) -> None:
-        """Make the layers of this rank's stage. Collective over all ranks; torch.distributed has to be started.
+        """Make the layers of this rank's stage. Collective over all ranks; torch.distributed has to
+        be started.
 
         layers: modules, LayerSpecs, TiedLayerSpecs and functions, or an nn.Sequential.
         num_stages: neighbouring ranks have the same stage. topology: instead, or as well.
         loss_fn: takes the last layer's output and the labels; None: that output is the loss.
-        seed_layers: seed each layer when it is made, and in every forward, by seed_fn (torch.manual_seed), from base_seed on.
-        partition_method: "parameters" (equally many trainable elements), "uniform" (layers), or "type:REGEX" (layers whose
-            class has such a name). A subclass may override `_partition_layers`, which sets `parts` and calls `_set_bounds`.
+        seed_layers: seed each layer when it is made, and in every forward, by seed_fn
+        (torch.manual_seed), from base_seed on.
+        partition_method: "parameters" (equally many trainable elements), "uniform" (layers), or
+            "type:REGEX" (layers whose class has such a name). A subclass may override
+            `_partition_layers`, which sets `parts` and calls `_set_bounds`.
         activation_checkpoint_interval: so many layers are recomputed in backward together; 0: none.
-        activation_checkpoint_func: takes a function and its inputs. checkpointable_layers: names of classes; others are kept.
-        dynamic_shape: micro-batches of one batch may have different shapes. (Those of different batches always may.)
+        activation_checkpoint_func: takes a function and its inputs. checkpointable_layers: names of
+        classes; others are kept.
+        dynamic_shape: micro-batches of one batch may have different shapes. (Those of different
+        batches always may.)
 
         Raises ValueError, TypeError for what does not fit.
         """
@@ -243,12 +290,19 @@ class PipelineModule(nn.Module):
         self.num_stages = topology.get_dim("pipe")
         if len(self._layer_specs) < self.num_stages:
             raise ValueError(
-                f"PipelineModule: layers has {len(self._layer_specs)} for {self.num_stages} stages; expected at least one each"
+                f"PipelineModule: layers has {len(self._layer_specs)} for {self.num_stages} "
+                f"stages; expected at least one each"
             )
         self._topo, self._grid = topology, PipelineParallelGrid(topology)
-        self.global_rank, self.world_size, self.stage_id = self._grid.global_rank, world, self._grid.stage_id
+        self.global_rank, self.world_size, self.stage_id = (
+            self._grid.global_rank,
+            world,
+            self._grid.stage_id,
+        )
         self.loss_fn, self.dynamic_shape = loss_fn, dynamic_shape
-        self.seed_layers, self.seed_fn, self.base_seed = seed_layers, seed_fn or torch.manual_seed, base_seed
+        self.seed_layers = seed_layers
+        self.seed_fn = seed_fn or torch.manual_seed
+        self.base_seed = base_seed
         self.activation_checkpoint_interval = activation_checkpoint_interval
         self.activation_checkpoint_func = activation_checkpoint_func
         self.checkpointable_layers = checkpointable_layers
@@ -256,14 +310,20 @@ class PipelineModule(nn.Module):
         self.parts: list[int] = []  # the first layer of each stage, and the end
         self._partition_layers(method=partition_method)
         if self.global_rank == 0:
-            logger.info("PipelineModule: stages begin at layers %s of %d", self.parts[:-1], len(self._layer_specs))
+            logger.info(
+                "PipelineModule: stages begin at layers %s of %d",
+                self.parts[:-1],
+                len(self._layer_specs),
+            )
         self.tied_modules = nn.ModuleDict()
-        self.forward_funcs = [self._made(index) for index in range(self._local_start, self._local_stop)]
+        self.forward_funcs = [
+            self._made(index) for index in range(self._local_start, self._local_stop)
+        ]
         self.tied = self._find_tied()
         if not any(param.requires_grad for param in self.parameters()):
             self.of_no_layer = nn.Parameter(torch.zeros(1))  # an optimizer needs one
 
-    # --- stages -----------------------------------------------------------------------------------------------------------
+    # --- stages -----------------------------------------------------------------------------------
 
     def _partition_layers(self, method: str = "parameters") -> None:
         """Set `parts`, and the bounds of this stage."""
@@ -277,11 +337,15 @@ class PipelineModule(nn.Module):
             pattern = re.compile(method.removeprefix("type:"), re.IGNORECASE)
             found = [int(pattern.search(_name(spec)) is not None) for spec in specs]
             if not any(found):
-                raise ValueError(f"PipelineModule: no layer has a class with {pattern.pattern!r} in its name; expected some")
+                raise ValueError(
+                    f"PipelineModule: no layer has a class with {pattern.pattern!r} in its name; "
+                    f"expected some"
+                )
             self.parts = partition(found, self.num_stages)
         else:
             raise ValueError(
-                f'PipelineModule: partition_method is {method!r}; expected "parameters", "uniform" or "type:REGEX" (or a '
+                f'PipelineModule: partition_method is {method!r}; expected "parameters", "uniform" '
+                f'or "type:REGEX" (or a '
                 "subclass with its own _partition_layers)"
             )
         self._set_bounds(self.parts[self.stage_id], self.parts[self.stage_id + 1])
@@ -314,7 +378,7 @@ class PipelineModule(nn.Module):
         """Return the number of stages."""
         return self.num_stages
 
-    # --- layers -----------------------------------------------------------------------------------------------------------
+    # --- layers -----------------------------------------------------------------------------------
 
     def _made(self, index: int) -> Callable[[Any], Any]:
         """Make a layer, and register it; returns what computes it."""
@@ -327,19 +391,26 @@ class PipelineModule(nn.Module):
             module = self.tied_modules[spec.key]
             if not isinstance(module, spec.typename):
                 raise ValueError(
-                    f"PipelineModule: layers[{index}] is a {spec.typename.__name__} tied to a {type(module).__name__} of its "
-                    f"stage by the key {spec.key!r}; expected one class, with forward_fn for what differs"
+                    f"PipelineModule: layers[{index}] is a {spec.typename.__name__} tied to a "
+                    f"{type(module).__name__} of its "
+                    f"stage by the key {spec.key!r}; expected one class, with forward_fn for what "
+                    f"differs"
                 )
             return module if spec.forward_fn is None else partial(spec.forward_fn, module)
         layer = spec.build() if isinstance(spec, LayerSpec) else spec
         if isinstance(layer, nn.Module):
             self.add_module(str(index), layer)
         elif not callable(layer):
-            raise TypeError(f"PipelineModule: layers[{index}] is {layer!r}; expected a module, a LayerSpec or a function")
+            raise TypeError(
+                f"PipelineModule: layers[{index}] is {layer!r}; expected a module, a LayerSpec or "
+                f"a function"
+            )
         return layer
 
     def _find_tied(self) -> list["TiedWeight"]:
-        """Return the tied weights of this stage that other stages have, too. Collective over all ranks."""
+        """Return the tied weights of this stage that other stages have, too. Collective over all
+        ranks.
+        """
         self._refuse_shared()
         specs = [(self.stage_owner(index), spec) for index, spec in enumerate(self._layer_specs)]
         tied = [(stage, spec) for stage, spec in specs if isinstance(spec, TiedLayerSpec)]
@@ -351,28 +422,41 @@ class PipelineModule(nn.Module):
             pipes = self._topo.get_axis_comm_lists("pipe")
             ranks, group = self._grid.own([[pipe[stage] for stage in stages] for pipe in pipes])
             if self.stage_id in stages:
-                spec = next(spec for stage, spec in tied if spec.key == key and stage == self.stage_id)
+                spec = next(
+                    spec for stage, spec in tied if spec.key == key and stage == self.stage_id
+                )
                 is_owner = self.stage_id == stages[0]
                 made = self.tied_modules[key]
-                found += [TiedWeight(made, path, ranks[0], is_owner, group) for path in spec.tied_weight_attr]
+                found += [
+                    TiedWeight(made, path, ranks[0], is_owner, group)
+                    for path in spec.tied_weight_attr
+                ]
         return found
 
     def _refuse_shared(self) -> None:
-        """Raise ValueError for a parameter in modules of several stages, which would train apart."""
+        """Raise ValueError for a parameter in modules of several stages, which would train
+        apart.
+        """
         seen: dict[nn.Parameter, int] = {}
         for index, layer in enumerate(self._layer_specs):
             for name, param in layer.named_parameters() if isinstance(layer, nn.Module) else ():
                 first = seen.setdefault(param, index)
                 if self.stage_owner(first) != self.stage_owner(index):
                     raise ValueError(
-                        f"PipelineModule: layers[{index}] shares its parameter {name} with layers[{first}], of another stage; "
+                        f"PipelineModule: layers[{index}] shares its parameter {name} with "
+                        f"layers[{first}], of another stage; "
                         "expected a TiedLayerSpec of one key for both, or parameters of its own"
                     )
 
     def forward(self, *inputs: Any) -> Any:
-        """Return the output of this stage's layers. inputs: a tensor, or several, which the first layer gets as a tuple."""
+        """Return the output of this stage's layers. inputs: a tensor, or several, which the
+        first layer gets as a tuple.
+        """
         self._micro_batches += 1
-        seed, every = self.base_seed * (self._micro_batches + 1), self.activation_checkpoint_interval
+        seed, every = (
+            self.base_seed * (self._micro_batches + 1),
+            self.activation_checkpoint_interval,
+        )
 
         def run(start: int, stop: int, *given: Any) -> Any:
             value = given[0] if len(given) == 1 else given
@@ -403,15 +487,22 @@ class PipelineModule(nn.Module):
 
 
 class TiedWeight:
-    """A weight that several stages have: a parameter of the first; in the others a copy, whose gradient goes to the first."""
+    """A weight that several stages have: a parameter of the first; in the others a copy, whose
+    gradient goes to the first.
+    """
 
-    def __init__(self, module: nn.Module, path: str, source: int, is_owner: bool, group: Any) -> None:
-        """source: the rank that owns it, in `group`. Elsewhere the module's parameter becomes a plain tensor."""
+    def __init__(
+        self, module: nn.Module, path: str, source: int, is_owner: bool, group: Any
+    ) -> None:
+        """source: the rank that owns it, in `group`. Elsewhere the module's parameter becomes a
+        plain tensor.
+        """
         where, _, name = path.rpartition(".")
         weight = getattr(module.get_submodule(where), name, None)
         if not isinstance(weight, nn.Parameter):
             raise ValueError(
-                f"PipelineModule: tied_weight_attr has {path!r}, which is no parameter of {type(module).__name__}; expected a "
+                f"PipelineModule: tied_weight_attr has {path!r}, which is no parameter of "
+                f"{type(module).__name__}; expected a "
                 'path such as "weight" or "word_embeddings.weight"'
             )
         self.weight: torch.Tensor = weight
@@ -437,9 +528,12 @@ class TiedWeight:
         dist.broadcast_object_list(said, self._source, self._group, device)
         if not self._is_owner:
             dtype, trains = said[0]
-            self._set(torch.empty(self.weight.shape, dtype=dtype, device=device, requires_grad=trains))
+            self._set(
+                torch.empty(self.weight.shape, dtype=dtype, device=device, requires_grad=trains)
+            )
             if trains:
-                self.weight.grad_dtype = torch.float32  # in which the gradients of micro-batches add up
+                # in which the gradients of micro-batches add up
+                self.weight.grad_dtype = torch.float32
         self.update()
 
     def update(self) -> None:
@@ -452,7 +546,9 @@ class TiedWeight:
             self.weight.grad = None
 
     def add_gradients(self) -> None:
-        """Add the gradients of the copies to the owner's, as one more backward. Collective over the group."""
+        """Add the gradients of the copies to the owner's, as one more backward. Collective over
+        the group.
+        """
         weight = self.weight
         if not weight.requires_grad:
             return
@@ -465,10 +561,12 @@ class TiedWeight:
 
 
 def partition(weights: Sequence[int], parts: int) -> list[int]:
-    """Return the bounds of contiguous parts, none empty: DeepSpeed's, by its dynamic programming over the parts.
+    """Return the bounds of contiguous parts, none empty: DeepSpeed's, by its dynamic programming
+    over the parts.
 
-    For each number of weights, at least as many as parts, it keeps one cut of them: where the heaviest and the lightest part
-    differ least, and of equal ones the latest. (So the end is near the least difference, but may miss it.)
+    For each number of weights, at least as many as parts, it keeps one cut of them: where the
+    heaviest and the lightest part differ least, and of equal ones the latest. (So the end is near
+    the least difference, but may miss it.)
     """
     sums = [0, *accumulate(weights)]
     best = {0: (0.0, math.inf)}  # for each end of the parts so far: the heaviest and the lightest
@@ -477,7 +575,11 @@ def partition(weights: Sequence[int], parts: int) -> list[int]:
         found = {}
         for end in range(1, len(sums)):
             options = [
-                (max(heaviest, sums[end] - sums[start]), min(lightest, sums[end] - sums[start]), start)
+                (
+                    max(heaviest, sums[end] - sums[start]),
+                    min(lightest, sums[end] - sums[start]),
+                    start,
+                )
                 for start, (heaviest, lightest) in best.items()
                 if start < end
             ]
@@ -504,41 +606,57 @@ def prime_factors(number: int) -> list[int]:
     return factors
 
 
-def _topology_of(num_stages: int | None, topology: ProcessTopology | None, world: int) -> ProcessTopology:
+def _topology_of(
+    num_stages: int | None, topology: ProcessTopology | None, world: int
+) -> ProcessTopology:
     """Return the topology; ValueError if it does not fit the ranks."""
     if topology is None:
         if num_stages is None:
-            raise ValueError("PipelineModule: num_stages and topology are both None; expected one of them")
+            raise ValueError(
+                "PipelineModule: num_stages and topology are both None; expected one of them"
+            )
         if num_stages < 1 or world % num_stages:
             raise ValueError(
-                f"PipelineModule: num_stages is {num_stages}; expected a divisor of the {world} ranks (started by "
-                "deepspeed.init_distributed())"
+                f"PipelineModule: num_stages is {num_stages}; expected a divisor of the {world} "
+                f"ranks (started by deepspeed.init_distributed())"
             )
         return PipeDataParallelTopology(num_stages, world // num_stages)
     if topology.get_dim("model") > 1:
         raise ValueError(
-            f"PipelineModule: topology has {topology.get_dim('model')} tensor-parallel ranks; expected 1 "
-            "(shardcore.shard_pipeline takes sliced stages)"
+            f"PipelineModule: topology has {topology.get_dim('model')} tensor-parallel ranks; "
+            f"expected 1 (shardcore.shard_pipeline takes sliced stages)"
         )
     if topology.world_size() != world or 0 in (topology.get_dim("pipe"), topology.get_dim("data")):
         raise ValueError(
-            f"PipelineModule: topology has axes {topology.axes} of {topology.dims} ranks; expected pipe and data, for the "
-            f"{world} ranks there are"
+            f"PipelineModule: topology has axes {topology.axes} of {topology.dims} ranks; expected "
+            f"pipe and data, for the {world} ranks there are"
         )
     return topology
 
 
 def _name(spec: Any) -> str:
-    kind = spec.typename if isinstance(spec, LayerSpec) else type(spec) if isinstance(spec, nn.Module) else spec
+    kind = (
+        spec.typename
+        if isinstance(spec, LayerSpec)
+        else type(spec)
+        if isinstance(spec, nn.Module)
+        else spec
+    )
     return getattr(kind, "__name__", "")
 
 
 def _trainable_numel(spec: Any) -> int:
-    """Return the trainable elements of a layer; one that is not made yet is made without weights, where its class can be."""
+    """Return the trainable elements of a layer; one that is not made yet is made without
+    weights, where its class can be.
+    """
     if isinstance(spec, LayerSpec):
         try:
             with torch.device("meta"):
                 spec = spec.build()
         except Exception:  # of any kind: the class is the user's
             spec = spec.build()
-    return sum(p.numel() for p in spec.parameters() if p.requires_grad) if isinstance(spec, nn.Module) else 0
+    return (
+        sum(p.numel() for p in spec.parameters() if p.requires_grad)
+        if isinstance(spec, nn.Module)
+        else 0
+    )

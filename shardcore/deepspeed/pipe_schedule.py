@@ -128,9 +128,17 @@ class InferenceSchedule(PipeSchedule):
                 exchange.append(SendActivation(other))
             if self._valid_stage(self.prev_stage) and runs:
                 exchange.append(RecvActivation(here))
-            load = [LoadMicroBatch(here)] if runs and (self.is_first_stage or self.is_last_stage) else []
+            load = (
+                [LoadMicroBatch(here)]
+                if runs and (self.is_first_stage or self.is_last_stage)
+                else []
+            )
             # Neighbours do the opposite: one sends while the other receives.
-            yield [*load, *exchange[:: -1 if self.stage_id % 2 else 1], *([ForwardPass(here)] if runs else [])]
+            yield [
+                *load,
+                *exchange[:: -1 if self.stage_id % 2 else 1],
+                *([ForwardPass(here)] if runs else []),
+            ]
 
     def num_pipe_buffers(self) -> int:
         """Return 2."""
@@ -149,13 +157,17 @@ class TrainSchedule(PipeSchedule):
         before = -1
         for step in range(last + 1):
             forward = (step - self.stage_id) % 2 == 0
-            micro = (step - self.stage_id if forward else step - 2 * self.stages + self.stage_id + 1) // 2
+            micro = (
+                step - self.stage_id if forward else step - 2 * self.stages + self.stage_id + 1
+            ) // 2
             beside = self.prev_stage if forward else self.next_stage
             received: list[PipeInstruction] = []
             sent: list[PipeInstruction] = []
             if self._valid_stage(beside):
                 if self._valid_micro_batch(micro):
-                    received.append((RecvActivation if forward else RecvGrad)(self._buffer_idx(micro)))
+                    received.append(
+                        (RecvActivation if forward else RecvGrad)(self._buffer_idx(micro))
+                    )
                 if self._valid_micro_batch(before):
                     sent.append((SendGrad if forward else SendActivation)(self._buffer_idx(before)))
             found = [*sent, *received] if forward else [*received, *sent]

@@ -1,7 +1,9 @@
-"""What a DeepSpeed configuration asks to print of steps: the time of their parts, memory, collectives, operations.
+"""What a DeepSpeed configuration asks to print of steps: the time of their parts, memory,
+collectives, operations.
 
-All of it is off by default, and costs nothing then. Times are those of the engine's clock (distributed/clock.py). Source:
-wall_clock_breakdown, memory_breakdown, comms_logger and flops_profiler of https://www.deepspeed.ai/docs/config-json.
+All of it is off by default, and costs nothing then. Times are those of the engine's clock
+(distributed/clock.py). Source: wall_clock_breakdown, memory_breakdown, comms_logger and
+flops_profiler of https://www.deepspeed.ai/docs/config-json.
 """
 
 from collections import Counter
@@ -19,7 +21,9 @@ from shardcore.engine.memory_report import memory_report
 
 
 class StepReport:
-    """Collects what is asked for, and prints it on rank 0 (of a pipeline that of its first stage) when steps end."""
+    """Collects what is asked for, and prints it on rank 0 (of a pipeline that of its first
+    stage) when steps end.
+    """
 
     def __init__(self, config: Config, module: nn.Module, comm: Comm, device: torch.device) -> None:
         """Begin. See the head of this file."""
@@ -33,18 +37,25 @@ class StepReport:
 
     @contextmanager
     def operations(self, step: int) -> Iterator[None]:
-        """Count the floating-point operations inside, if `step` (from 1) is the one to be profiled."""
+        """Count the floating-point operations inside, if `step` (from 1) is the one to be
+        profiled.
+        """
         if not self._config.flops_profiler or step != self._config.profile_step:
             yield
             return
-        mode = import_module("torch.utils.flop_counter").FlopCounterMode  # `import shardcore` leaves it out
+        # `import shardcore` leaves it out
+        mode = import_module("torch.utils.flop_counter").FlopCounterMode
         with mode(display=False) as counter:  # which counts from 0 whenever it is entered
             yield
         for module, counts in counter.get_flop_counts().items():
-            self._flops.setdefault(module, Counter()).update({str(op): count for op, count in counts.items()})
+            self._flops.setdefault(module, Counter()).update(
+                {str(op): count for op, count in counts.items()}
+            )
 
     def end_step(self, step: int, every: int | None) -> None:
-        """Print what is due after `step` (from 1); every: steps between two lines of progress, None for a line after each."""
+        """Print what is due after `step` (from 1); every: steps between two lines of progress,
+        None for a line after each.
+        """
         lines = []
         if self._flops:
             lines += self._operations(step)
@@ -68,7 +79,9 @@ class StepReport:
     def _communication(self) -> str:
         counts = Counter(self._comm.collectives())
         new, self._collectives = counts - self._collectives, counts
-        return "collectives | " + (" | ".join(f"{name}: {count}" for name, count in sorted(new.items())) or "none")
+        return "collectives | " + (
+            " | ".join(f"{name}: {count}" for name, count in sorted(new.items())) or "none"
+        )
 
     def _operations(self, step: int) -> list[str]:
         depth = self._config.module_depth
@@ -76,7 +89,9 @@ class StepReport:
         lines = [f"floating-point operations on this rank: {total:,}"]
         for module, counts in self._flops.items():
             if depth < 0 or module.count(".") <= depth:
-                lines.append(f"  {module}: " + ", ".join(f"{op} {count:,}" for op, count in counts.items()))
+                lines.append(
+                    f"  {module}: " + ", ".join(f"{op} {count:,}" for op, count in counts.items())
+                )
         text = "\n".join(lines)
         self._flops = {}
         if self._config.profile_file is None:

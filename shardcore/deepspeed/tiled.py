@@ -2,8 +2,8 @@
 
 Each piece is checkpointed: backward computes it again, so one piece's activations exist at a time.
 Autograd adds the gradients of a weight over the pieces before it hands them on, so the engine sees
-one gradient, as without pieces. Therefore `compute_params` means nothing here, and every tensor that
-a function uses gets its gradient.
+one gradient, as without pieces. Therefore `compute_params` means nothing here, and every tensor
+that a function uses gets its gradient.
 Source: https://www.deepspeed.ai/tutorials/ulysses-alst-sequence-parallelism, 0.19.8.
 """
 
@@ -25,7 +25,9 @@ class TiledMLP:
     """A module's forward over pieces of the tokens. Call `TiledMLP.apply`."""
 
     @staticmethod
-    def apply(fn: _Function, self: nn.Module, x: torch.Tensor, shards: int, compute_params: Any = None) -> torch.Tensor:
+    def apply(
+        fn: _Function, self: nn.Module, x: torch.Tensor, shards: int, compute_params: Any = None
+    ) -> torch.Tensor:
         """Return `fn(self, x)`, computed over `shards` pieces of x along its dimension -2.
 
         fn: treats every token alone, as the layers of an MLP do. x: (batch, tokens, features), or
@@ -65,13 +67,21 @@ class TiledFusedLogitsLoss:
         Raises ValueError for another reduction, or shapes that do not fit.
         """
         _check_reduction("TiledFusedLogitsLoss", output_reduction, ("mean", "sum"))
-        if x.dim() < 2 or y.shape[:2] != x.shape[:2] or (mask is not None and mask.shape != x.shape[:2]):
+        if (
+            x.dim() < 2
+            or y.shape[:2] != x.shape[:2]
+            or (mask is not None and mask.shape != x.shape[:2])
+        ):
             raise ValueError(
                 f"TiledFusedLogitsLoss: x has shape {tuple(x.shape)}, y {tuple(y.shape)} and mask "
-                f"{None if mask is None else tuple(mask.shape)}; expected the same batch and tokens in front in each"
+                f"{None if mask is None else tuple(mask.shape)}; expected the same batch and "
+                f"tokens in front in each"
             )
         inputs = [item.flatten(0, 1).chunk(shards) for item in (x, y, mask) if item is not None]
-        return _reduced(torch.stack([_piece(fn, self, *pieces) for pieces in zip(*inputs, strict=True)]), output_reduction)
+        return _reduced(
+            torch.stack([_piece(fn, self, *pieces) for pieces in zip(*inputs, strict=True)]),
+            output_reduction,
+        )
 
 
 def sequence_tiled_compute(
@@ -94,7 +104,8 @@ def sequence_tiled_compute(
         kwargs_to_shard: tensors (batch, tokens, ...), of which `fn` gets pieces.
         kwargs_to_pass: arguments of every call.
         grad_requiring_tensor_key, compute_params: not needed here: every tensor gets its gradient.
-        output_unshard_dimension: where outputs are joined; 0 for scalars, such as losses, which are stacked.
+        output_unshard_dimension: where outputs are joined; 0 for scalars, such as losses, which are
+        stacked.
         output_reduction: None, "mean" or "sum", of the joined outputs.
 
     Raises ValueError for another reduction.
@@ -102,7 +113,11 @@ def sequence_tiled_compute(
     _check_reduction("sequence_tiled_compute", output_reduction, (None, "mean", "sum"))
     size = math.ceil(seqlen / shards)
     outputs = [
-        _piece(fn, **{key: x[:, start : start + size] for key, x in kwargs_to_shard.items()}, **kwargs_to_pass)
+        _piece(
+            fn,
+            **{key: x[:, start : start + size] for key, x in kwargs_to_shard.items()},
+            **kwargs_to_pass,
+        )
         for start in range(0, size * shards, size)
     ]
     if output_unshard_dimension == 0:
@@ -112,7 +127,9 @@ def sequence_tiled_compute(
 
 def _check_reduction(name: str, given: str | None, known: tuple[str | None, ...]) -> None:
     if given not in known:
-        raise ValueError(f"{name}: output_reduction is {given!r}; expected one of {', '.join(map(repr, known))}")
+        raise ValueError(
+            f"{name}: output_reduction is {given!r}; expected one of {', '.join(map(repr, known))}"
+        )
 
 
 def _reduced(output: torch.Tensor, reduction: str | None) -> torch.Tensor:

@@ -41,13 +41,16 @@ logger = logging.getLogger("shardcore")
 
 
 _NO_OPTIMIZER = (
-    '{}: there is no optimizer; expected initialize(optimizer=...), or {{"optimizer": {{"type": "Adam"}}}} in config '
+    '{}: there is no optimizer; expected initialize(optimizer=...), or {{"optimizer": {{"type": '
+    '"Adam"}}}} in config '
     "(without one a model only runs forward)"
 )
 
 
 def check_folder(op: str, save_dir: Any) -> None:
-    """Raise ValueError for None and an empty string, which scripts pass whose argument was not given."""
+    """Raise ValueError for None and an empty string, which scripts pass whose argument was not
+    given.
+    """
     if save_dir is None or not os.fspath(save_dir):
         raise ValueError(f"{op}: save_dir has {save_dir!r}; expected the path of a folder")
 
@@ -65,14 +68,20 @@ def supersede(core: Engine) -> None:
 
 
 class _Kind(type):
-    """The kind of the engines: one that only runs forward counts as a TrainingEngine, DeepSpeed's one class, too."""
+    """The kind of the engines: one that only runs forward counts as a TrainingEngine,
+    DeepSpeed's one class, too.
+    """
 
     def __instancecheck__(cls, thing: object) -> bool:
-        return super().__instancecheck__(thing) or (cls is TrainingEngine and type(thing) is ForwardEngine)
+        return super().__instancecheck__(thing) or (
+            cls is TrainingEngine and type(thing) is ForwardEngine
+        )
 
 
 class ForwardEngine(Described, metaclass=_Kind):
-    """A sharded model that only runs forward, of `initialize` without an optimizer. Other attributes are those of `module`."""
+    """A sharded model that only runs forward, of `initialize` without an optimizer. Other
+    attributes are those of `module`.
+    """
 
     optimizer: Any = None
     lr_scheduler: Any = None
@@ -90,7 +99,9 @@ class ForwardEngine(Described, metaclass=_Kind):
         replicas: tuple[int, int],
         training_dataloader: ShardedLoader | None,
     ) -> None:
-        """Wrap what `shard` returned; see initialize. replicas: how many parts data has, and which is this rank's."""
+        """Wrap what `shard` returned; see initialize. replicas: how many parts data has, and
+        which is this rank's.
+        """
         self.module, self.training_dataloader = module, training_dataloader
         self._sizes, self._replicas, self._core, self._config = sizes, replicas, core, config
         self.device: torch.device = core.device
@@ -103,14 +114,18 @@ class ForwardEngine(Described, metaclass=_Kind):
         return getattr(self.module, name)
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module's forward, with its hooks; under torch.autocast if the configuration says so."""
+        """Run the module's forward, with its hooks; under torch.autocast if the configuration
+        says so.
+        """
         low = self._config.autocast
         with nullcontext() if low is None else torch.autocast(self.device.type, DTYPES[low]):
             return self.module(*inputs, **kwargs)
 
     forward = __call__
 
-    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
+    def backward(
+        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
+    ) -> torch.Tensor:
         """Refuse: there is nothing to train."""
         raise ValueError(_NO_OPTIMIZER.format("backward"))
 
@@ -139,8 +154,9 @@ class ForwardEngine(Described, metaclass=_Kind):
     ) -> DataLoader[Any]:
         """Return a loader of this rank's batches, as initialize makes it of training_data.
 
-        batch_size: default train_micro_batch_size_per_gpu. route: "train" for a new order in each epoch; with "eval" and
-        "predict" the order of the dataset. data_sampler: takes the place of both. collate_fn: default that of initialize.
+        batch_size: default train_micro_batch_size_per_gpu. route: "train" for a new order in each
+        epoch; with "eval" and "predict" the order of the dataset. data_sampler: takes the place of
+        both. collate_fn: default that of initialize.
         num_local_io_workers: 0 by default.
         """
         options: dict[str, Any] = {
@@ -152,25 +168,30 @@ class ForwardEngine(Described, metaclass=_Kind):
         }
         if data_sampler is not None:
             return DataLoader(dataset, sampler=data_sampler, **options)
-        return ShardedLoader(dataset, self._replicas, route == "train" and self._shuffles, **options)
+        return ShardedLoader(
+            dataset, self._replicas, route == "train" and self._shuffles, **options
+        )
 
     def empty_partition_cache(self) -> None:
-        """Free the memory that weights are gathered into at stage 3; the next forward takes it again."""
+        """Free the memory that weights are gathered into at stage 3; the next forward takes it
+        again.
+        """
         if self._core.unsharder is not None:
             self._core.unsharder.pool.shrink(0)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Refuse: a sharded model is not compiled as a whole."""
         raise NotImplementedError(
-            "compile: torch.compile is asked for around the whole model; expected it around its blocks: "
-            "for block in blocks: block.compile()"
+            "compile: torch.compile is asked for around the whole model; expected it around its "
+            "blocks: for block in blocks: block.compile()"
         )
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
         """Return the full state dict of the model, from the masters. Collective.
 
-        (Below stage 3, without overlap_step, that of `module` has the weights in the dtypes they train in, and one rank may
-        read it alone. Inside GatheredParameters of all its parameters both are so, at every stage.)
+        (Below stage 3, without overlap_step, that of `module` has the weights in the dtypes they
+        train in, and one rank may read it alone. Inside GatheredParameters of all its parameters
+        both are so, at every stage.)
         """
         own, self._core.own_weights = self._core.own_weights, False
         try:
@@ -178,23 +199,33 @@ class ForwardEngine(Described, metaclass=_Kind):
         finally:
             self._core.own_weights = own
         if exclude_frozen_parameters:
-            frozen = {name for name, param in named_parameters(self.module) if not self._core.trains(param)}
+            frozen = {
+                name
+                for name, param in named_parameters(self.module)
+                if not self._core.trains(param)
+            }
             full = {name: value for name, value in full.items() if name not in frozen}
         return dict(full)
 
-    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
-        """Return the full state dict on rank 0, on the CPU, in the dtypes that weights train in; None elsewhere. Collective.
+    def _zero3_consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, Any] | None:
+        """Return the full state dict on rank 0, on the CPU, in the dtypes that weights train in;
+        None elsewhere. Collective.
 
-        Raises ValueError, as DeepSpeed does, if the configuration says that weights are not to be gathered, and only then.
+        Raises ValueError, as DeepSpeed does, if the configuration says that weights are not to be
+        gathered, and only then.
         """
         if not self._config.gathers_to_save:
             raise ValueError(
-                "_zero3_consolidated_16bit_state_dict: config zero_optimization.stage3_gather_16bit_weights_on_model_save is "
+                "_zero3_consolidated_16bit_state_dict: config "
+                "zero_optimization.stage3_gather_16bit_weights_on_model_save is "
                 "false; expected true"
             )
         try:
             return whole_state_dict(self._core, exclude_frozen_parameters) or None
-        except ValueError as error:  # which Trainer would take for the one above, and save something else
+        # which Trainer would take for the one above, and save something else
+        except ValueError as error:
             raise RuntimeError(str(error)) from error
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict  # OpenRLHF calls it
@@ -210,14 +241,17 @@ class ForwardEngine(Described, metaclass=_Kind):
         keep_last: int | None = None,
         wait: bool = True,
     ) -> bool:
-        """Save model, optimizer, scheduler, counters and random states to `save_dir`/`tag`; returns True. Collective.
+        """Save model, optimizer, scheduler, counters and random states to `save_dir`/`tag`; returns
+        True. Collective.
 
         Without an optimizer: the model and random states.
-        Of the data loader that initialize made, its epoch is saved: after a load its next iteration is the epoch after the one
-        that was begun. The position within an epoch is yours to save (client_state) and to skip to.
-        tag: default "global_step" and the optimizer steps so far. Where it differs by rank rank 0's holds, with a warning, or
-        with checkpoint.tag_validation Fail ValueError.
-        The other arguments, errors and what a crash leaves: see shardcore.save. ValueError, too, if save_dir is None or empty.
+        Of the data loader that initialize made, its epoch is saved: after a load its next iteration
+        is the epoch after the one that was begun. The position within an epoch is yours to save
+        (client_state) and to skip to.
+        tag: default "global_step" and the optimizer steps so far. Where it differs by rank rank 0's
+        holds, with a warning, or with checkpoint.tag_validation Fail ValueError.
+        The other arguments, errors and what a crash leaves: see shardcore.save. ValueError, too, if
+        save_dir is None or empty.
         """
         content = Content(
             states=self.optimizer is not None,
@@ -227,7 +261,9 @@ class ForwardEngine(Described, metaclass=_Kind):
             counters=self._counters(),
         )
         check_folder("save_checkpoint", save_dir)
-        name = self._agree_on_tag("save_checkpoint", f"global_step{self.global_steps}" if tag is None else tag)
+        name = self._agree_on_tag(
+            "save_checkpoint", f"global_step{self.global_steps}" if tag is None else tag
+        )
         write_checkpoint(self._core, Path(save_dir), name, content, save_latest, keep_last, wait)
         return True
 
@@ -248,7 +284,9 @@ class ForwardEngine(Described, metaclass=_Kind):
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
     ) -> tuple[str | None, dict[str, Any]]:
-        """Load the weights of a checkpoint, as TrainingEngine.load_checkpoint; there is nothing else to load them into."""
+        """Load the weights of a checkpoint, as TrainingEngine.load_checkpoint; there is nothing
+        else to load them into.
+        """
         source = self._open_checkpoint(load_dir, tag)
         if source is None:
             return None, {}
@@ -265,13 +303,18 @@ class ForwardEngine(Described, metaclass=_Kind):
         """
         ranks = Everyone(self._core.comm, self._core.comm.across)
         tags = ranks.gather_json(None if tag is None else str(tag))
-        others = [f"{other!r} on rank {rank}" for rank, other in enumerate(tags) if other != tags[0]]
+        others = [
+            f"{other!r} on rank {rank}" for rank, other in enumerate(tags) if other != tags[0]
+        ]
         if others and self._config.tag_validation == "fail":
             raise ValueError(
-                f"{op}: tag is {others[0]}; expected {tags[0]!r}, as on rank 0 (config checkpoint.tag_validation has Fail)"
+                f"{op}: tag is {others[0]}; expected {tags[0]!r}, as on rank 0 (config "
+                f"checkpoint.tag_validation has Fail)"
             )
         if others and ranks.rank == 0:
-            logger.warning("%s: tag is %s; every rank takes that of rank 0, %r", op, others[0], tags[0])
+            logger.warning(
+                "%s: tag is %s; every rank takes that of rank 0, %r", op, others[0], tags[0]
+            )
         agreed: str | None = tags[0]
         return agreed
 
@@ -281,16 +324,20 @@ class ForwardEngine(Described, metaclass=_Kind):
         save_filename: str = "pytorch_model.bin",
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Save the weights, in the dtypes that they train in, to one file for plain torch; returns True. Collective.
+        """Save the weights, in the dtypes that they train in, to one file for plain torch; returns
+        True. Collective.
 
-        At stage 3 it returns False, and saves nothing, if the configuration says that weights are not to be gathered for it.
+        At stage 3 it returns False, and saves nothing, if the configuration says that weights are
+        not to be gathered for it.
 
-        A name that ends with .safetensors gets that format, and any other a file of torch.save's, for which rank 0 holds all
-        weights in host memory. Tied weights: in a file of safetensors once.
+        A name that ends with .safetensors gets that format, and any other a file of torch.save's,
+        for which rank 0 holds all weights in host memory. Tied weights: in a file of safetensors
+        once.
         """
         if not self._config.gathers_to_save and self._config.stage == 3:
             logger.warning(
-                "save_16bit_model: nothing was saved, as the configuration has stage3_gather_16bit_weights_on_model_save false"
+                "save_16bit_model: nothing was saved, as the configuration has "
+                "stage3_gather_16bit_weights_on_model_save false"
             )
             return False
         tensors = as_trained(self._core, exclude_frozen_parameters)
@@ -310,17 +357,24 @@ class ForwardEngine(Described, metaclass=_Kind):
         return True
 
     def _open_checkpoint(self, load_dir: str | os.PathLike[str], tag: str | None) -> Source | None:
-        """Open a checkpoint; None, with a warning, where there is no "latest" and no tag was given. Collective."""
+        """Open a checkpoint; None, with a warning, where there is no "latest" and no tag was
+        given. Collective.
+        """
         finish_saving(self._core)
         folder, tag = Path(load_dir), self._agree_on_tag("load_checkpoint", tag)
         found = tag is not None or self._core.comm.rank > 0 or is_there(folder)
         if not all(self._core.comm.gather_json(found)):
-            logger.warning("load_checkpoint: there is no %s, and no tag was given: nothing was loaded", folder / LATEST)
+            logger.warning(
+                "load_checkpoint: there is no %s, and no tag was given: nothing was loaded",
+                folder / LATEST,
+            )
             return None
         return open_together(self._core, folder, tag)
 
     def destroy(self) -> None:
-        """Wait for what goes on in the background. (Memory is freed with the model and the optimizer.) Collective."""
+        """Wait for what goes on in the background. (Memory is freed with the model and the
+        optimizer.) Collective.
+        """
         finish_saving(self._core)
 
 
@@ -329,27 +383,38 @@ _engines: "weakref.WeakSet[TrainingEngine]" = weakref.WeakSet()
 
 def _check_loss(op: str, loss: Any) -> None:
     if not isinstance(loss, torch.Tensor):
-        raise TypeError(f"{op}: loss has type {type(loss).__name__}; expected a tensor of one element")
+        raise TypeError(
+            f"{op}: loss has type {type(loss).__name__}; expected a tensor of one element"
+        )
     if loss.numel() != 1:
-        raise ValueError(f"{op}: loss has shape {tuple(loss.shape)}; expected one element (take its mean or sum)")
+        raise ValueError(
+            f"{op}: loss has shape {tuple(loss.shape)}; expected one element (take its mean or sum)"
+        )
     if not loss.requires_grad:
-        raise ValueError(f"{op}: loss does not require a gradient; expected one computed by engine(...) outside no_grad")
+        raise ValueError(
+            f"{op}: loss does not require a gradient; expected one computed by engine(...) outside "
+            f"no_grad"
+        )
 
 
 def grad_scale_of(core: Engine) -> float:
-    """Return what the next step() multiplies the gradients in `core` by: not 1 after a plain backward while accumulating."""
+    """Return what the next step() multiplies the gradients in `core` by: not 1 after a plain
+    backward while accumulating.
+    """
     return next((engine._grad_scale() for engine in _engines if engine._core is core), 1.0)
 
 
 class TrainingEngine(ForwardEngine):
-    """A sharded model with its optimizer, scheduler and micro-step counter. Other attributes are those of `module`.
+    """A sharded model with its optimizer, scheduler and micro-step counter. Other attributes are
+    those of `module`.
 
-    global_steps: optimizer steps, skipped ones included. micro_steps: calls of step(). global_samples: how many samples all
-    ranks have trained on.
+    global_steps: optimizer steps, skipped ones included. micro_steps: calls of step().
+    global_samples: how many samples all ranks have trained on.
 
-    Note [Plain backward]: a loss's own `backward()` (and one loss over several engines) is allowed in place of
-    `engine.backward(loss)`. Its gradients are divided by the accumulation steps in `step()` instead of before backward, since
-    only there it is known that nothing divided the loss. With fp16 the loss must be that of `engine.scale(loss)`.
+    Note [Plain backward]: a loss's own `backward()` (and one loss over several engines) is allowed
+    in place of `engine.backward(loss)`. Its gradients are divided by the accumulation steps in
+    `step()` instead of before backward, since only there it is known that nothing divided the loss.
+    With fp16 the loss must be that of `engine.scale(loss)`.
     """
 
     def __init__(
@@ -372,11 +437,16 @@ class TrainingEngine(ForwardEngine):
         self.global_steps = self.micro_steps = self.global_samples = 0
         self._counted_from = 0  # micro_steps when the count of the accumulation began
         self._skipped_before = optimizer.skipped_steps
-        self._seen = 0  # how many of the core's backwards, which gave this rank a gradient, there were at the last step()
+        # how many of the core's backwards, which gave this rank a gradient, there were at the last
+        # step()
+        self._seen = 0
         self._ran = False  # backward() was called since then
-        self._divided = 0  # how many of them since the last boundary were by engine.backward, this engine's or another's
+        # how many of them since the last boundary were by engine.backward, this engine's or
+        # another's
+        self._divided = 0
         self._scaled = 0  # how many times scale() or backward() has scaled a loss since then
-        # What set_gradient_accumulation_boundary said; of a loop that decides itself when to step, whether step() is running.
+        # What set_gradient_accumulation_boundary said; of a loop that decides itself when to step,
+        # whether step() is running.
         self._is_boundary: bool | None = None if config.managed_gradient_accumulation else False
         self._stepped = False  # the last step() was at a boundary
         _engines.add(self)
@@ -386,21 +456,29 @@ class TrainingEngine(ForwardEngine):
         self._inside_no_sync = False
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module's forward, with its hooks; under torch.autocast if the configuration says so."""
+        """Run the module's forward, with its hooks; under torch.autocast if the configuration
+        says so.
+        """
         with self._report.operations(self.global_steps + 1):
             return super().__call__(*inputs, **kwargs)
 
     forward = __call__
 
-    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
-        """Divide `loss` (one element) by the accumulation steps, run backward and return the divided loss. Collective.
+    def backward(
+        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
+    ) -> torch.Tensor:
+        """Divide `loss` (one element) by the accumulation steps, run backward and return the
+        divided loss. Collective.
 
-        scale_wrt_gas: whether to divide. What is returned has the dtype of `loss`. With fp16 backward runs on the scaled loss.
+        scale_wrt_gas: whether to divide. What is returned has the dtype of `loss`. With fp16
+        backward runs on the scaled loss.
         """
         _check_loss("backward", loss)
         dtype = loss.dtype
         if scale_wrt_gas and self._sizes.accumulation > 1:
-            loss = (loss.float() if loss.dtype in (torch.bfloat16, torch.float16) else loss) / self._sizes.accumulation
+            loss = (
+                loss.float() if loss.dtype in (torch.bfloat16, torch.float16) else loss
+            ) / self._sizes.accumulation
         before = {engine: engine._core.reducer.backwards for engine in _engines}
         with self._report.operations(self.global_steps + 1):
             self.scale(loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
@@ -411,39 +489,52 @@ class TrainingEngine(ForwardEngine):
         return loss.to(dtype)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return `loss` (one element) times fp16's loss scale (unchanged without fp16), for its own `backward()`."""
+        """Return `loss` (one element) times fp16's loss scale (unchanged without fp16), for its
+        own `backward()`.
+        """
         _check_loss("scale", loss)
         self._scaled += 1
         return self.optimizer.scale_loss(loss)
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """End a micro-step; at an accumulation boundary clip, update, zero the gradients and step the scheduler.
+        """End a micro-step; at an accumulation boundary clip, update, zero the gradients and step
+        the scheduler.
 
-        With managed_gradient_accumulation false every call is at a boundary, after as many backwards as there were.
-        A step with a non-finite gradient updates nothing on any rank and does not step the scheduler, so with a scheduler the
-        host waits for the norm. lr_kwargs: of lr_scheduler.step. Collective at a boundary. Raises ValueError without a backward
-        since the last call.
+        With managed_gradient_accumulation false every call is at a boundary, after as many
+        backwards as there were. A step with a non-finite gradient updates nothing on any rank and
+        does not step the scheduler, so with a scheduler the host waits for the norm. lr_kwargs: of
+        lr_scheduler.step. Collective at a boundary. Raises ValueError without a backward since the
+        last call.
         """
         if self._inside_no_sync:
-            raise ValueError("step: called inside no_sync(); expected it after the block (gradients there are not reduced)")
+            raise ValueError(
+                "step: called inside no_sync(); expected it after the block (gradients there are "
+                "not reduced)"
+            )
         backwards = self._core.reducer.backwards
         if backwards == self._seen and not self._ran:
             raise ValueError(
-                "step: there was no backward since the last step(); expected engine.backward(loss), or loss.backward(), for "
-                "every micro-step"
+                "step: there was no backward since the last step(); expected "
+                "engine.backward(loss), or loss.backward(), for every micro-step"
             )
         plain = backwards - self._divided
         if self._config.loss_scale is not None and self._scaled < backwards:
             raise ValueError(
-                "step: a backward since the last step was not of a scaled loss, which float16 needs; expected "
-                "engine.backward(loss), or engine.scale(loss).backward() (call zero_grad() before the next one)"
+                "step: a backward since the last step was not of a scaled loss, which float16 "
+                "needs; expected "
+                "engine.backward(loss), or engine.scale(loss).backward() (call zero_grad() before "
+                "the next one)"
             )
-        self._stepped = not self.managed_gradient_accumulation() or self.is_gradient_accumulation_boundary()
+        self._stepped = (
+            not self.managed_gradient_accumulation() or self.is_gradient_accumulation_boundary()
+        )
         if self._stepped:
             if plain > 0 and self._divided > 0 and self._sizes.accumulation > 1:
                 raise ValueError(
-                    f"step: {self._divided} backwards of this step were engine.backward(loss), which divides by the "
-                    f"accumulation steps, and {plain} were not; expected one way for all (call zero_grad() before the next one)"
+                    f"step: {self._divided} backwards of this step were engine.backward(loss), "
+                    f"which divides by the "
+                    f"accumulation steps, and {plain} were not; expected one way for all (call "
+                    f"zero_grad() before the next one)"
                 )
             before, self._is_boundary = self._is_boundary, True
             try:
@@ -455,7 +546,9 @@ class TrainingEngine(ForwardEngine):
 
     def _grad_scale(self) -> float:
         """Return what step() has to multiply the gradients by: see Note [Plain backward]."""
-        return 1.0 / self._sizes.accumulation if self._core.reducer.backwards > self._divided else 1.0
+        return (
+            1.0 / self._sizes.accumulation if self._core.reducer.backwards > self._divided else 1.0
+        )
 
     def _step_at_boundary(self, lr_kwargs: Mapping[str, Any] | None, grad_scale: float) -> None:
         managed = self.managed_gradient_accumulation()
@@ -474,41 +567,61 @@ class TrainingEngine(ForwardEngine):
         if self.global_rank == 0 and every is not None and self.global_steps % every == 0:
             shown = "unknown" if loss is None else f"{loss.item():.6g}"  # waits for the device
             scale = f" loss_scale={self.optimizer.loss_scale:g}" if self._config.fp16 else ""
-            print(f"step={self.global_steps} skipped={self.skipped_steps} lr={self.get_lr()} loss={shown}{scale}", flush=True)
+            print(
+                f"step={self.global_steps} skipped={self.skipped_steps} lr={self.get_lr()} "
+                f"loss={shown}{scale}",
+                flush=True,
+            )
         self._report.end_step(self.global_steps, every)
         if self.monitor.enabled and self.global_rank == 0:
             loss_scale = self.optimizer.loss_scale if self._config.fp16 else None
-            events = step_events(self.global_samples, train_loss=loss, lr=self.get_lr()[0], loss_scale=loss_scale)
+            events = step_events(
+                self.global_samples, train_loss=loss, lr=self.get_lr()[0], loss_scale=loss_scale
+            )
             self.monitor.write_events(events)
 
     def _refuse_unused(self) -> None:
-        """Raise ValueError, on every rank, where no rank has a gradient of a parameter that the optimizer updates."""
+        """Raise ValueError, on every rank, where no rank has a gradient of a parameter that the
+        optimizer updates.
+        """
         self.allreduce_gradients()
-        updated = [bucket for bucket in self._core.buckets if bucket.trainable and bucket.group is not None]
-        unused = [managed.name for bucket in updated for managed in bucket.params if not managed.has_grad]
+        updated = [
+            bucket for bucket in self._core.buckets if bucket.trainable and bucket.group is not None
+        ]
+        unused = [
+            managed.name for bucket in updated for managed in bucket.params if not managed.has_grad
+        ]
         if unused:
             raise ValueError(
-                f"step: no rank has a gradient of {', '.join(unused)}; expected all parameters in the loss, or config "
-                f"{ZERO}.ignore_unused_parameters true"
+                f"step: no rank has a gradient of {', '.join(unused)}; expected all parameters in "
+                f"the loss, or config {ZERO}.ignore_unused_parameters true"
             )
 
     def was_step_applied(self) -> bool:
-        """Whether the last step() updated the weights: it was at a boundary, and its norm was finite. Waits for that norm."""
+        """Whether the last step() updated the weights: it was at a boundary, and its norm was
+        finite. Waits for that norm.
+        """
         norm = self.get_global_grad_norm() if self._stepped else None
         return norm is not None and math.isfinite(norm)
 
     def allreduce_gradients(self, bucket_size: int | None = None) -> None:
-        """Reduce what was only added locally so far. Collective. (Backward does so by itself; bucket_size means nothing.)"""
+        """Reduce what was only added locally so far. Collective. (Backward does so by itself;
+        bucket_size means nothing.)
+        """
         self._core.reducer.reduce_pending()
 
     @property
     def skipped_steps(self) -> int:
-        """Return how many steps were skipped since a gradient was not finite. Waits for the last norm."""
+        """Return how many steps were skipped since a gradient was not finite. Waits for the last
+        norm.
+        """
         return self.optimizer.skipped_steps - self._skipped_before
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients locally, without reduction, inside the context; call step() after it."""
+        """Accumulate gradients locally, without reduction, inside the context; call step() after
+        it.
+        """
         if self._inside_no_sync:
             raise ValueError("no_sync: entered inside no_sync(); expected one block at a time")
         self._inside_no_sync = True
@@ -520,9 +633,11 @@ class TrainingEngine(ForwardEngine):
 
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
-        """Add the gradients of several backwards locally inside the context, and reduce their sum at its end. Collective.
+        """Add the gradients of several backwards locally inside the context, and reduce their sum
+        at its end. Collective.
 
-        step() is called after it, once for all of these backwards. ValueError with managed_gradient_accumulation false.
+        step() is called after it, once for all of these backwards. ValueError with
+        managed_gradient_accumulation false.
         """
         self._refuse_unmanaged("coalesce_grad_reduction")
         with self.no_sync():
@@ -537,12 +652,15 @@ class TrainingEngine(ForwardEngine):
         self._ran = False
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the next step() updates the weights; of a loop that decides when to step, whether step() is running."""
+        """Whether the next step() updates the weights; of a loop that decides when to step,
+        whether step() is running.
+        """
         counted = (self.micro_steps + 1 - self._counted_from) % self._sizes.accumulation == 0
         return counted if self._is_boundary is None else self._is_boundary
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Decide whether the next step() updates the weights, instead of counting; None: count again.
+        """Decide whether the next step() updates the weights, instead of counting; None: count
+        again.
 
         ValueError with managed_gradient_accumulation false, where every step() does.
         """
@@ -552,32 +670,42 @@ class TrainingEngine(ForwardEngine):
     def _refuse_unmanaged(self, op: str) -> None:
         if not self.managed_gradient_accumulation():
             raise ValueError(
-                f"{op}: config managed_gradient_accumulation has False, with which every step() updates the weights; expected "
-                "step() alone, or true"
+                f"{op}: config managed_gradient_accumulation has False, with which every step() "
+                f"updates the weights; expected step() alone, or true"
             )
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Take another number of micro-batches per step from here on; loaders and learning rates stay as they are.
+        """Take another number of micro-batches per step from here on; loaders and learning rates
+        stay as they are.
 
-        ValueError if micro-batches do not make that many samples, or within the micro-steps of a step.
+        ValueError if micro-batches do not make that many samples, or within the micro-steps of a
+        step.
         """
         samples = self._sizes.micro * self._replicas[0]
         if train_batch_size < samples or train_batch_size % samples:
             raise ValueError(
-                f"set_train_batch_size: train_batch_size is {train_batch_size}; expected a multiple of {samples}, the samples "
-                "of one micro-batch on all ranks"
+                f"set_train_batch_size: train_batch_size is {train_batch_size}; expected a "
+                f"multiple of {samples}, the samples of one micro-batch on all ranks"
             )
         self._set_sizes("set_train_batch_size", self._sizes.micro, train_batch_size // samples)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Say that batches have another number of samples from here on; loaders stay as they are. ValueError as above."""
+        """Say that batches have another number of samples from here on; loaders stay as they
+        are. ValueError as above.
+        """
         if micro_batch_size < 1:
-            raise ValueError(f"set_train_micro_batch_size: micro_batch_size is {micro_batch_size}; expected at least 1")
+            raise ValueError(
+                f"set_train_micro_batch_size: micro_batch_size is {micro_batch_size}; expected at "
+                f"least 1"
+            )
         self._set_sizes("set_train_micro_batch_size", micro_batch_size, self._sizes.accumulation)
 
     def _set_sizes(self, op: str, micro: int, accumulation: int) -> None:
         if self._core.reducer.backwards > 0:
-            raise ValueError(f"{op}: called between the micro-steps of a step; expected it before the first or after the last")
+            raise ValueError(
+                f"{op}: called between the micro-steps of a step; expected it before the first or "
+                f"after the last"
+            )
         self._sizes = BatchSizes(micro * accumulation * self._replicas[0], micro, accumulation)
         self._counted_from = self.micro_steps
 
@@ -590,16 +718,23 @@ class TrainingEngine(ForwardEngine):
         return [group.get("betas", group.get("momentum")) for group in self.optimizer.param_groups]
 
     def set_lr(self, lr: float | Sequence[float]) -> None:
-        """Set the learning rate of all param_groups, or of each. ValueError for another number of them."""
+        """Set the learning rate of all param_groups, or of each. ValueError for another number
+        of them.
+        """
         groups = self.optimizer.param_groups
         rates = list(lr) if isinstance(lr, Sequence) else [lr] * len(groups)
         if len(rates) != len(groups):
-            raise ValueError(f"set_lr: lr has {len(rates)} values; expected one, or {len(groups)}, one per param_group")
+            raise ValueError(
+                f"set_lr: lr has {len(rates)} values; expected one, or {len(groups)}, one per "
+                f"param_group"
+            )
         for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate
 
     def get_global_grad_norm(self) -> float | None:
-        """Return the norm of the averaged gradients at the last step, before clipping; None before the first. Waits for it."""
+        """Return the norm of the averaged gradients at the last step, before clipping; None
+        before the first. Waits for it.
+        """
         return self._core.last_grad_norm
 
     def offload_states(
@@ -617,11 +752,13 @@ class TrainingEngine(ForwardEngine):
         self.optimizer.reload_states(non_blocking)
 
     def destroy(self) -> None:
-        """Wait for what goes on in the background. (Memory is freed with the model and the optimizer.) Collective."""
+        """Wait for what goes on in the background. (Memory is freed with the model and the
+        optimizer.) Collective.
+        """
         super().destroy()
         self.optimizer.synchronize()
 
-    # --- checkpoints ------------------------------------------------------------------------------------------------------
+    # --- checkpoints ------------------------------------------------------------------------------
 
     def _counters(self) -> dict[str, int]:
         return {
@@ -629,7 +766,11 @@ class TrainingEngine(ForwardEngine):
             "micro_steps": self.micro_steps,
             "skipped_steps": self.skipped_steps,
             "global_samples": self.global_samples,
-            **({} if self.training_dataloader is None else {"epoch": self.training_dataloader.epoch}),
+            **(
+                {}
+                if self.training_dataloader is None
+                else {"epoch": self.training_dataloader.epoch}
+            ),
         }
 
     def load_checkpoint(
@@ -641,31 +782,53 @@ class TrainingEngine(ForwardEngine):
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
     ) -> tuple[str | None, dict[str, Any]]:
-        """Load what save_checkpoint or shardcore.save has saved, of any world size and stage. Collective.
+        """Load what save_checkpoint or shardcore.save has saved, of any world size and stage.
+        Collective.
 
-        Returns the path of the checkpoint and its client_state; (None, {}), with a warning, where `load_dir` has no "latest"
-        and no tag was given. load_module_strict: see shardcore.load. load_module_only: neither states, scheduler nor counters.
+        Returns the path of the checkpoint and its client_state; (None, {}), with a warning, where
+        `load_dir` has no "latest" and no tag was given. load_module_strict: see shardcore.load.
+        load_module_only: neither states, scheduler nor counters.
         """
         source = self._open_checkpoint(load_dir, tag)
         if source is None:
             return None, {}
         try:
             states = load_optimizer_states and not load_module_only
-            scheduled = load_lr_scheduler_states and not load_module_only and source.scheduler is not None
-            if self.lr_scheduler is not None and not scheduled and load_lr_scheduler_states and not load_module_only:
-                logger.warning("load_checkpoint: %s has no state of a scheduler; this one goes on as it is", source.path)
+            scheduled = (
+                load_lr_scheduler_states and not load_module_only and source.scheduler is not None
+            )
+            if (
+                self.lr_scheduler is not None
+                and not scheduled
+                and load_lr_scheduler_states
+                and not load_module_only
+            ):
+                logger.warning(
+                    "load_checkpoint: %s has no state of a scheduler; this one goes on as it is",
+                    source.path,
+                )
             wanted = Wanted(load_module_strict, states, self.lr_scheduler if scheduled else None)
             loaded = load_from(source, self._core, wanted)
         finally:
             source.close()
         if not load_module_only:
-            self.global_steps = source.counters.get("global_steps", max(source.steps.values(), default=self.global_steps))
+            self.global_steps = source.counters.get(
+                "global_steps", max(source.steps.values(), default=self.global_steps)
+            )
             micro_steps = source.counters.get("micro_steps", self.micro_steps)
-            started = micro_steps % self._sizes.accumulation if self.managed_gradient_accumulation() else 0
+            started = (
+                micro_steps % self._sizes.accumulation
+                if self.managed_gradient_accumulation()
+                else 0
+            )
             self.micro_steps = micro_steps - started  # gradients are not saved
             self._counted_from = 0
-            self.global_samples = source.counters.get("global_samples", self.global_steps * self._sizes.train)
-            self._skipped_before = self.optimizer.skipped_steps - source.counters.get("skipped_steps", 0)
+            self.global_samples = source.counters.get(
+                "global_samples", self.global_steps * self._sizes.train
+            )
+            self._skipped_before = self.optimizer.skipped_steps - source.counters.get(
+                "skipped_steps", 0
+            )
             if self.training_dataloader is not None and "epoch" in source.counters:
                 self.training_dataloader.set_epoch(source.counters["epoch"])
         self.zero_grad()

@@ -1,6 +1,7 @@
 """DeepSpeed's zero_to_fp32 under its own names, over checkpoints of shardcore (and of DeepSpeed).
 
-python -m shardcore.deepspeed.zero_to_fp32 CHECKPOINT_DIR OUTPUT_DIR [--tag TAG] [--exclude_frozen_parameters]
+python -m shardcore.deepspeed.zero_to_fp32 CHECKPOINT_DIR OUTPUT_DIR [--tag TAG]
+[--exclude_frozen_parameters]
 """
 
 import argparse
@@ -15,7 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardcore.checkpoint.consolidate import MAX_SHARD_BYTES, Tensors, bytes_of, of_source, read, write
+from shardcore.checkpoint.consolidate import (
+    MAX_SHARD_BYTES,
+    Tensors,
+    bytes_of,
+    of_source,
+    read,
+    write,
+)
 from shardcore.checkpoint.load import open_checkpoint
 from shardcore.checkpoint.source import Source
 
@@ -26,15 +34,18 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> dict[str, Any]:
-    """Return the weights of a checkpoint in float32, on the CPU; tied ones are the same tensor under each name.
+    """Return the weights of a checkpoint in float32, on the CPU; tied ones are the same tensor
+    under each name.
 
-    exclude_frozen_parameters: leave out parameters that did not train. lazy_mode: each is read when its
-    `contiguous()` is called. Raises OSError or ValueError.
+    exclude_frozen_parameters: leave out parameters that did not train. lazy_mode: each is read when
+    its `contiguous()` is called. Raises OSError or ValueError.
     """
     source = open_checkpoint("zero_to_fp32", Path(checkpoint_dir), tag)
     found: dict[str, Any] = {
         name: SimpleNamespace(
-            shape=torch.Size(tensor.shape), dtype=tensor.dtype, contiguous=partial(_whole, source, name, tensor)
+            shape=torch.Size(tensor.shape),
+            dtype=tensor.dtype,
+            contiguous=partial(_whole, source, name, tensor),
         )
         for name, tensor in _tensors(source, exclude_frozen_parameters).items()
     }
@@ -51,7 +62,11 @@ def _whole(source: Source, name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 def _tensors(source: Source, exclude_frozen: bool) -> Tensors:
     tensors = of_source(source, torch.float32)
-    return {name: tensor for name, tensor in tensors.items() if not (exclude_frozen and name in source.frozen)}
+    return {
+        name: tensor
+        for name, tensor in tensors.items()
+        if not (exclude_frozen and name in source.frozen)
+    }
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(
@@ -62,26 +77,37 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Write the weights of a checkpoint in float32 as .safetensors files: see shardcore.consolidate.
+    """Write the weights of a checkpoint in float32 as .safetensors files: see
+    shardcore.consolidate.
 
-    max_shard_size: None writes one file. safe_serialization: False, DeepSpeed's default, is refused, since it means pickles.
+    max_shard_size: None writes one file. safe_serialization: False, DeepSpeed's default, is
+    refused, since it means pickles.
     """
     if not safe_serialization:
         raise ValueError(
-            "zero_to_fp32: safe_serialization has False; expected True, as by default: .safetensors files are written, which "
-            "transformers loads as well (for a file of torch.save's save what get_fp32_state_dict_from_zero_checkpoint returns)"
+            "zero_to_fp32: safe_serialization has False; expected True, as by default: "
+            ".safetensors files are written, which "
+            "transformers loads as well (for a file of torch.save's save what "
+            "get_fp32_state_dict_from_zero_checkpoint returns)"
         )
     size = sys.maxsize if max_shard_size is None else bytes_of(max_shard_size)
     with open_checkpoint("zero_to_fp32", Path(checkpoint_dir), tag) as source:
         found = _tensors(source, exclude_frozen_parameters)
-        write(found, (values for name in found for values in read(source, name, torch.float32)), Path(output_dir), size)
+        write(
+            found,
+            (values for name in found for values in read(source, name, torch.float32)),
+            Path(output_dir),
+            size,
+        )
 
 
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
 ) -> nn.Module:
     """Load the weights of a checkpoint into a plain model, and return it."""
-    model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
+    model.load_state_dict(
+        get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False
+    )
     return model
 
 
@@ -89,16 +115,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="zero_to_fp32", description=__doc__.partition("\n")[0])
     parser.add_argument("checkpoint_dir", help="what save_checkpoint was given, or one checkpoint")
-    parser.add_argument("output_dir", help="where .safetensors files are written, or the name of one")
+    parser.add_argument(
+        "output_dir", help="where .safetensors files are written, or the name of one"
+    )
     parser.add_argument("-t", "--tag", help="which checkpoint (default: the latest)")
     parser.add_argument("--max_shard_size", default="5GB", help="of a file (default: 5GB)")
-    parser.add_argument("--safe_serialization", action="store_true", help="write .safetensors files, as is done anyway")
-    parser.add_argument("--exclude_frozen_parameters", action="store_true", help="leave out parameters that did not train")
+    parser.add_argument(
+        "--safe_serialization",
+        action="store_true",
+        help="write .safetensors files, as is done anyway",
+    )
+    parser.add_argument(
+        "--exclude_frozen_parameters",
+        action="store_true",
+        help="leave out parameters that did not train",
+    )
     parser.add_argument("-d", "--debug", action="store_true", help="show where an error comes from")
     given: Any = parser.parse_args(arguments)
     try:
         convert_zero_checkpoint_to_fp32_state_dict(
-            given.checkpoint_dir, given.output_dir, given.max_shard_size, True, given.tag, given.exclude_frozen_parameters
+            given.checkpoint_dir,
+            given.output_dir,
+            given.max_shard_size,
+            True,
+            given.tag,
+            given.exclude_frozen_parameters,
         )
     except (OSError, ValueError) as error:
         if given.debug:

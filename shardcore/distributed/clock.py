@@ -1,14 +1,17 @@
-"""Names and times of the parts of steps: scopes for profilers, and a clock that measures once something has asked for it.
+"""Names and times of the parts of steps: scopes for profilers, and a clock that measures once
+something has asked for it.
 
-Note [Scopes]. In traces of torch.profiler (record_function) and, with CUDA, of NVTX tools such as nsys they are
-`shardcore::<what>(<unit>)`: gather (unshard weights), reduce (send a unit's gradients), sum (add up the received ones),
-gather_grad (full gradients: stage 0 and replicas), adam (the update; of all units at once where no copy or collective of one
-overlaps with the update of the next), read (state dicts and the like). `shardcore::step` is around a step.
-Source: the documentation of torch.profiler and torch.cuda.nvtx.
+Note [Scopes]. In traces of torch.profiler (record_function) and, with CUDA, of NVTX tools such as
+nsys they are `shardcore::<what>(<unit>)`: gather (unshard weights), reduce (send a unit's
+gradients), sum (add up the received ones), gather_grad (full gradients: stage 0 and replicas), adam
+(the update; of all units at once where no copy or collective of one overlaps with the update of the
+next), read (state dicts and the like). `shardcore::step` is around a step. Source: the
+documentation of torch.profiler and torch.cuda.nvtx.
 
-Note [Times]. Until the clock is started a part costs one look at a flag. On a GPU times are those between events on the current
-stream, which are read when they are over, so nothing waits for them: a wait for a collective takes as long as the stream stands
-still for it. On the CPU they are those of the host.
+Note [Times]. Until the clock is started a part costs one look at a flag. On a GPU times are those
+between events on the current stream, which are read when they are over, so nothing waits for them:
+a wait for a collective takes as long as the stream stands still for it. On the CPU they are those
+of the host.
 """
 
 import functools
@@ -20,21 +23,25 @@ from typing import Any
 
 import torch
 
-# Parts of a step: what is computed, and what that waits for (reduced gradients; gathered weights; host memory and the update of
-# what is there). The first ones are in none, the others in one of these.
+# Parts of a step: what is computed, and what that waits for (reduced gradients; gathered weights;
+# host memory and the update of what is there). The first ones are in none, the others in one of
+# these.
 PARTS = ("forward", "backward", "optimizer", "exposed_reduce", "exposed_gather", "exposed_offload")
 OUTER = PARTS[:3]
 
 
 class Clock:
-    """Sums the time of each part, less that of parts inside it: the sums of all parts are the time in any of them."""
+    """Sums the time of each part, less that of parts inside it: the sums of all parts are the
+    time in any of them.
+    """
 
     def __init__(self) -> None:
         """Measure nothing until `start`."""
         self.on = False
         self._device = torch.device("cpu")
         self._open: list[tuple[str, Any]] = []  # the parts begun, each with its mark
-        self._over: deque[tuple[str, str | None, Any, Any]] = deque()  # part, the one around it, first and last event
+        # part, the one around it, first and last event
+        self._over: deque[tuple[str, str | None, Any, Any]] = deque()
         self._spare: list[torch.cuda.Event] = []
         self._ms: defaultdict[str, float] = defaultdict(float)
 
@@ -58,7 +65,9 @@ class Clock:
             if name == part:
                 last = self._mark()
                 if first is not None and last is not None:
-                    self._over.append((part, self._open[-1][0] if self._open else None, first, last))
+                    self._over.append(
+                        (part, self._open[-1][0] if self._open else None, first, last)
+                    )
                 return
 
     def part(self, part: str | None) -> AbstractContextManager[None]:
@@ -79,7 +88,9 @@ class Clock:
         return {part: self._ms[part] for part in PARTS}
 
     def _mark(self) -> Any:
-        """Return the time on the CPU, else an event; None while a CUDA graph is captured, which has no such events."""
+        """Return the time on the CPU, else an event; None while a CUDA graph is captured, which
+        has no such events.
+        """
         if self._device.type != "cuda":
             return time.perf_counter()
         if torch.cuda.is_current_stream_capturing():
@@ -106,16 +117,20 @@ class Clock:
 
 
 class scope:  # noqa: N801
-    """Mark what happens inside, on this thread; unit: its name in the model ("" is the root), None if it is no unit's.
+    """Mark what happens inside, on this thread; unit: its name in the model ("" is the root), None
+    if it is no unit's.
 
-    A class with two calls of C: torch.profiler.record_function alone takes five times as long while nothing is recorded.
+    A class with two calls of C: torch.profiler.record_function alone takes five times as long while
+    nothing is recorded.
     """
 
     __slots__ = ("_name", "_record")
 
     def __init__(self, what: str, unit: str | None = None) -> None:
         """Choose the name."""
-        self._name = f"shardcore::{what}" if unit is None else f"shardcore::{what}({unit or 'root'})"
+        self._name = (
+            f"shardcore::{what}" if unit is None else f"shardcore::{what}({unit or 'root'})"
+        )
 
     def __enter__(self) -> None:
         """Begin."""

@@ -1,11 +1,13 @@
-"""Collectives between ranks. The one place that calls torch.distributed's, whose names differ between versions.
+"""Collectives between ranks. The one place that calls torch.distributed's, whose names differ
+between versions.
 
-All data collectives move bytes (uint8 views), so every dtype works on every backend and nothing is summed in transit:
-arithmetic on gradients happens in csrc/reduce, in rank order, unless the user asks for the backend's (`reduce_scatter`). A
-world of one needs no process group and moves nothing.
+All data collectives move bytes (uint8 views), so every dtype works on every backend and nothing is
+summed in transit: arithmetic on gradients happens in csrc/reduce, in rank order, unless the user
+asks for the backend's (`reduce_scatter`). A world of one needs no process group and moves nothing.
 
-Note [Tags]: gloo pairs messages by tag, and ends the process where the sizes of a pair differ. A tag holds the kind of message
-and a number: of what the message is about (a bucket), or a count. So messages about different things are never paired.
+Note [Tags]: gloo pairs messages by tag, and ends the process where the sizes of a pair differ. A
+tag holds the kind of message and a number: of what the message is about (a bucket), or a count. So
+messages about different things are never paired.
 """
 
 import json
@@ -53,7 +55,9 @@ class Tags:
         self._count: Counter[tuple[int, int | None]] = Counter()
 
     def next(self, kind: int, of: int | None) -> int:
-        """Return the tag of the next message of this kind, about number `of` (None: paired by the order of calls)."""
+        """Return the tag of the next message of this kind, about number `of` (None: paired by
+        the order of calls).
+        """
         self._count[kind, of] += 1
         number = self._count[kind, of]
         if of is None:
@@ -69,20 +73,27 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 def gather_flat(full: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Fill `full` with the flat, equal parts of a group's ranks, on CUDA in the order of the current stream."""
+    """Fill `full` with the flat, equal parts of a group's ranks, on CUDA in the order of the
+    current stream.
+    """
     _all_gather([full], [part], group).wait()
 
 
 def exchange_flat(received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Send the i-th equal piece of `sent` to a group's i-th rank; `received` gets a piece from each, in their order.
+    """Send the i-th equal piece of `sent` to a group's i-th rank; `received` gets a piece from
+    each, in their order.
 
     Both are contiguous and of one size. On CUDA in the order of the current stream.
     """
     dist.all_to_all_single(as_bytes(received), as_bytes(sent), group=group)
 
 
-def _all_gather(fulls: list[torch.Tensor], owns: list[torch.Tensor], group: dist.ProcessGroup | None) -> dist.Work:
-    """Start filling each of `fulls` with the pieces of all ranks. On NCCL one group of calls, which is one launch."""
+def _all_gather(
+    fulls: list[torch.Tensor], owns: list[torch.Tensor], group: dist.ProcessGroup | None
+) -> dist.Work:
+    """Start filling each of `fulls` with the pieces of all ranks. On NCCL one group of calls,
+    which is one launch.
+    """
     assert group is not None
     return group.allgather_into_tensor_coalesced(fulls, owns)
 
@@ -106,16 +117,21 @@ class Started:
         self._operation, self._works = operation, iter(works)
 
     def wait(self) -> None:
-        """Wait: until done on the CPU, in stream order on CUDA. May be called again after an interrupt."""
+        """Wait: until done on the CPU, in stream order on CUDA. May be called again after an
+        interrupt.
+        """
         with watchdog.waiting(self._operation), _explained(self._operation):
-            deque(map(methodcaller("wait"), self._works), maxlen=0)  # no Python between two works, where an interrupt loses one
+            # no Python between two works, where an interrupt loses one
+            deque(map(methodcaller("wait"), self._works), maxlen=0)
 
 
 class Comm:
-    """Ranks that train a model: `rank` of `world_size` on `group` (None in a world of one), and their `topology`.
+    """Ranks that train a model: `rank` of `world_size` on `group` (None in a world of one), and
+    their `topology`.
 
-    clock: times the parts of their steps. sent: the bytes that this rank has sent to others, by kind. across: over the ranks
-    that hold other parts of the same model (tensor-parallel slices, pipeline stages), one Comm for each dimension of these;
+    clock: times the parts of their steps. sent: the bytes that this rank has sent to others, by
+    kind. across: over the ranks that hold other parts of the same model (tensor-parallel slices,
+    pipeline stages), one Comm for each dimension of these;
     slices: those of them over which parameters are sliced.
     """
 
@@ -125,40 +141,55 @@ class Comm:
         ranks_per_node: int | None = None,
         gpu: torch.device | None = None,
     ) -> None:
-        """Join `group`, or the default group if torch.distributed is initialized, or be a world of one.
+        """Join `group`, or the default group if torch.distributed is initialized, or be a world of
+        one.
 
-        group: a mesh of two dimensions replicates over the first and shards over the second. ranks_per_node: gradients are
-        added within a node, then across nodes (default: over all ranks at once; for a mesh, its second dimension).
-        gpu: the model's GPU, if any, over which NCCL sends.
-        Raises TypeError if group has another type; ValueError if launched as several ranks (WORLD_SIZE > 1) without a process
-        group, if ranks_per_node does not divide the world, and (NotAMemberError) for a group without this rank.
+        group: a mesh of two dimensions replicates over the first and shards over the second.
+        ranks_per_node: gradients are added within a node, then across nodes (default: over all
+        ranks at once; for a mesh, its second dimension).
+        gpu: the model's GPU, if any, over which NCCL sends. Raises TypeError if group has another
+        type; ValueError if launched as several ranks (WORLD_SIZE > 1) without a process group, if
+        ranks_per_node does not divide the world, and (NotAMemberError) for a group without this
+        rank.
         """
         shard_dim = None
         if isinstance(group, DeviceMesh):
             group, shard_dim = group_of(group)
-        elif not isinstance(group, dist.ProcessGroup | None) and group is not dist.GroupMember.NON_GROUP_MEMBER:
-            raise TypeError(f"shard: process_group is {group!r}; expected a process group, a DeviceMesh, or None for all ranks")
+        elif (
+            not isinstance(group, dist.ProcessGroup | None)
+            and group is not dist.GroupMember.NON_GROUP_MEMBER
+        ):
+            raise TypeError(
+                f"shard: process_group is {group!r}; expected a process group, a DeviceMesh, or "
+                f"None for all ranks"
+            )
         self.group: dist.ProcessGroup | None = None
         self.rank, self.world_size = 0, 1
         if dist.is_available() and dist.is_initialized():
             self.group = group if group is not None else dist.group.WORLD
             self.rank, self.world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
             if self.rank < 0:
-                raise NotAMemberError("shard: process_group does not contain this rank; expected a group that it belongs to")
+                raise NotAMemberError(
+                    "shard: process_group does not contain this rank; expected a group that it "
+                    "belongs to"
+                )
         elif group is not None:
             raise ValueError(
-                "shard: process_group was given but torch.distributed is not initialized; expected init_process_group() before"
+                "shard: process_group was given but torch.distributed is not initialized; expected "
+                "init_process_group() before"
             )
         elif (launched := launched_world_size())[1] > 1:
             raise ValueError(
-                f"shard: {launched[0]} is {launched[1]} but torch.distributed is not initialized (ranks would train alone); "
-                "call shardcore.initialize() or torch.distributed.init_process_group() (it reads torchrun's variables) first; "
-                "set WORLD_SIZE=1 to train in this process alone"
+                f"shard: {launched[0]} is {launched[1]} but torch.distributed is not initialized "
+                f"(ranks would train alone); "
+                "call shardcore.initialize() or torch.distributed.init_process_group() (it reads "
+                "torchrun's variables) first; set WORLD_SIZE=1 to train in this process alone"
             )
         self.topology = topology_of(self.world_size, ranks_per_node, shard_dim)
         self._backends = {} if self.group is None else backends_of(self.group)
         self.uses_nccl = torch.cuda.is_available() and self._backends.get("cuda") == "nccl"
-        self.device = (gpu or own_gpu()) if self.uses_nccl else torch.device("cpu")  # where data travels
+        # where data travels
+        self.device = (gpu or own_gpu()) if self.uses_nccl else torch.device("cpu")
         self.tags, self.clock, self.sent = Tags(), Clock(), Counter[Traffic]()
         self.across: Sequence[Comm] = ()
         self.slices: Sequence[Comm] = ()
@@ -169,12 +200,14 @@ class Comm:
         self._logs: Sequence[watchdog.Log] = ()  # that one, and of the gloo group beside NCCL
 
     def acquire_group(self, keepers: int = 0) -> None:
-        """Move to a group of the same ranks that no other engine uses while this object lives. Collective.
+        """Move to a group of the same ranks that no other engine uses while this object lives.
+        Collective.
 
-        Backwards of two models can interleave differently on different ranks, which would mix their messages on one group. A
-        group is used again once its engine is gone on every rank, unless messages may be left on it. A group of NCCL alone
-        gets a gloo group beside it, over which ranks compare (`compare_device`). On NCCL the ranks of each level of the
-        topology, and so many consecutive `keepers`, get groups of their own: a collective of these is one call.
+        Backwards of two models can interleave differently on different ranks, which would mix their
+        messages on one group. A group is used again once its engine is gone on every rank, unless
+        messages may be left on it. A group of NCCL alone gets a gloo group beside it, over which
+        ranks compare (`compare_device`). On NCCL the ranks of each level of the topology, and so
+        many consecutive `keepers`, get groups of their own: a collective of these is one call.
         """
         if self.group is None:
             return  # then it is across nothing, too
@@ -190,14 +223,21 @@ class Comm:
         self._slot = slot = slots[min(common)]
         self.group = slot.group or self.group
         slot.taken = True
-        if self.uses_nccl and self._compares_by_nccl and self.world_size > 1 and not slot.host_tried:
+        if (
+            self.uses_nccl
+            and self._compares_by_nccl
+            and self.world_size > 1
+            and not slot.host_tried
+        ):
             if not any(other.host_tried and other.host is None for other in slots):
                 slot.host = host_group_beside(self.group, self.device, self.gather_json)
             slot.host_tried = True
         self._log = watchdog.log_of(self.group)
         if self.uses_nccl:
             self._make_parts(keepers)
-        self._logs = logs = [self._log] if slot.host is None else [self._log, watchdog.log_of(slot.host)]
+        self._logs = logs = (
+            [self._log] if slot.host is None else [self._log, watchdog.log_of(slot.host)]
+        )
         for log in logs:
             log.begin_engine(rows[0][1], self.uses_nccl and log is self._log)
         weakref.finalize(self, _release, slot, self._in_flight, logs)
@@ -227,11 +267,16 @@ class Comm:
 
     @property
     def compare_device(self) -> torch.device:
-        """The device over which ranks compare: the CPU wherever there is gloo, so that the host waits for no GPU."""
-        return self.device if self.world_size > 1 and self._compares_by_nccl else torch.device("cpu")
+        """The device over which ranks compare: the CPU wherever there is gloo, so that the host
+        waits for no GPU.
+        """
+        return (
+            self.device if self.world_size > 1 and self._compares_by_nccl else torch.device("cpu")
+        )
 
     def keep_alive(self, in_flight: T) -> T:
-        """Return `in_flight`, a container of buffers in flight, which the group keeps when this object is freed.
+        """Return `in_flight`, a container of buffers in flight, which the group keeps when this
+        object is freed.
 
         NCCL itself keeps the memory that it uses.
         """
@@ -246,14 +291,18 @@ class Comm:
             self._log = watchdog.log_of(self.group)
         return self._log.start(name, ranks)
 
-    def _started(self, operation: watchdog.Operation, works: Sequence[dist.Work | None]) -> list[Started]:
+    def _started(
+        self, operation: watchdog.Operation, works: Sequence[dist.Work | None]
+    ) -> list[Started]:
         started = [work for work in works if work is not None]
         if started and self.uses_nccl:
             watchdog.on_device(operation, started[-1], self.device)
         return [Started(operation, started)] if started else []
 
     def take_order(self) -> list[str]:
-        """Return the collectives since the last call, for ranks to compare: on NCCL, where their order matters; else none."""
+        """Return the collectives since the last call, for ranks to compare: on NCCL, where their
+        order matters; else none.
+        """
         return [] if self._log is None or not self.uses_nccl else self._log.take_order()
 
     @cached_property
@@ -272,7 +321,9 @@ class Comm:
 
     @property
     def broken(self) -> bool:
-        """Whether a wait failed, or the watchdog ended one, so that nothing in flight may be waited for."""
+        """Whether a wait failed, or the watchdog ended one, so that nothing in flight may be
+        waited for.
+        """
         return bool(self._why_broken)
 
     @property
@@ -290,13 +341,17 @@ class Comm:
             log.in_backward = True
 
     def fail_backward(self, error: str = "") -> None:
-        """Let the ranks that wait inside this backward know that it ended in an error here ("": one that is not known)."""
+        """Let the ranks that wait inside this backward know that it ended in an error here ("":
+        one that is not known).
+        """
         for log in self._logs:
             if log.in_backward and (error or log.failed is None or log.failed[0] < log.backwards):
                 log.failed = log.backwards, error or "see its output"
 
     def leave_backward(self, failed: bool, reduced: bool = False) -> None:
-        """Note that a backward ended, and whether it `reduced` gradients; or that what it left is dropped, as it `failed`."""
+        """Note that a backward ended, and whether it `reduced` gradients; or that what it left
+        is dropped, as it `failed`.
+        """
         for log in self._logs:
             log.in_backward, log.failed = False, log.failed if failed else None
             log.backwards += failed or reduced
@@ -319,23 +374,33 @@ class Comm:
         ranks: Sequence[int] | None = None,
         of: int | None = None,
     ) -> list[Started]:
-        """Start sending the i-th equal piece of `sent` to ranks[i] (default: all ranks, in order), which include this one.
+        """Start sending the i-th equal piece of `sent` to ranks[i] (default: all ranks, in order),
+        which include this one.
 
-        `received` gets a piece from each other rank, in the same order; this rank's own piece in it is undefined. name: of the
-        collective, in errors. of: a number by which messages are paired, instead of by the order of calls. With gloo pieces
-        are sent pairwise, measured a third faster than its all_to_all.
+        `received` gets a piece from each other rank, in the same order; this rank's own piece in it
+        is undefined. name: of the collective, in errors. of: a number by which messages are paired,
+        instead of by the order of calls. With gloo pieces are sent pairwise, measured a third
+        faster than its all_to_all.
         """
         ranks = range(self.world_size) if ranks is None else ranks
         if self.uses_nccl and (group := self._group_of(ranks)) is not None:
             operation = self._start(name, ranks)
             self.sent[kind] += sent.nbytes // len(ranks) * (len(ranks) - 1)
             with _explained(operation):
-                work = dist.all_to_all_single(as_bytes(received), as_bytes(sent), group=group, async_op=True)
+                work = dist.all_to_all_single(
+                    as_bytes(received), as_bytes(sent), group=group, async_op=True
+                )
             return self._started(operation, [work])
-        return self._exchange(_pieces(sent, len(ranks)), _pieces(received, len(ranks)), kind, name, ranks, of)
+        return self._exchange(
+            _pieces(sent, len(ranks)), _pieces(received, len(ranks)), kind, name, ranks, of
+        )
 
-    def reduce_scatter(self, received: torch.Tensor, sent: torch.Tensor, name: str) -> list[Started]:
-        """Start the backend's own sum of `sent` over all ranks; `received` gets this rank's piece (Topology.piece_index)."""
+    def reduce_scatter(
+        self, received: torch.Tensor, sent: torch.Tensor, name: str
+    ) -> list[Started]:
+        """Start the backend's own sum of `sent` over all ranks; `received` gets this rank's
+        piece (Topology.piece_index).
+        """
         if sent.numel() == 0:
             return []
         operation = self._start(name)
@@ -345,7 +410,9 @@ class Comm:
                 work = _reduce_scatter(received, sent, group=self.group, async_op=True)
             else:
                 pieces = sent.chunk(self.world_size)
-                of_ranks = [pieces[self.topology.piece_index(rank)] for rank in range(self.world_size)]
+                of_ranks = [
+                    pieces[self.topology.piece_index(rank)] for rank in range(self.world_size)
+                ]
                 work = dist.reduce_scatter(received, of_ranks, group=self.group, async_op=True)
         return self._started(operation, [work])
 
@@ -357,29 +424,43 @@ class Comm:
         ranks: Sequence[int] | None = None,
         of: Sequence[int | None] | None = None,
     ) -> list[Started]:
-        """Start filling `fulls`, an equal piece of each from each of `ranks` (default: all, in order).
+        """Start filling `fulls`, an equal piece of each from each of `ranks` (default: all, in
+        order).
 
-        This rank's own pieces are there already. name, of: see all_to_all; `of` has a number for each of `fulls`.
+        This rank's own pieces are there already. name, of: see all_to_all; `of` has a number for
+        each of `fulls`.
 
-        With NCCL they are one call, whatever their dtypes and sizes; a gather over nodes (Topology.ranks_by_piece) has two
-        levels: among the ranks that have the same number in their nodes, whose pieces follow one another, and then, on a
-        stream of its own, within the node. So a node sends each byte once. With gloo pieces are sent pairwise, measured three
-        times faster than its all_gather.
+        With NCCL they are one call, whatever their dtypes and sizes; a gather over nodes
+        (Topology.ranks_by_piece) has two levels: among the ranks that have the same number in their
+        nodes, whose pieces follow one another, and then, on a stream of its own, within the node.
+        So a node sends each byte once. With gloo pieces are sent pairwise, measured three times
+        faster than its all_gather.
         """
         ranks = range(self.world_size) if ranks is None else ranks
-        given = [(full, number) for full, number in zip(fulls, of or [None] * len(fulls), strict=True) if full.numel()]
+        given = [
+            (full, number)
+            for full, number in zip(fulls, of or [None] * len(fulls), strict=True)
+            if full.numel()
+        ]
         if len(ranks) == 1 or not given:
             return []
         flats = [as_bytes(full) for full, _ in given]
         if self.uses_nccl and self._group_of(ranks) is not None:
             return self._gather_in_place(flats, kind, name, ranks)
-        if self.uses_nccl and len(ranks) == self.world_size and len(self.topology.levels(self.rank)) > 1:
+        if (
+            self.uses_nccl
+            and len(ranks) == self.world_size
+            and len(self.topology.levels(self.rank)) > 1
+        ):
             within, across = self.topology.levels(self.rank)
             mine = [flat.chunk(len(within))[within.index(self.rank)] for flat in flats]
             first = self._gather_in_place(mine, kind, f"{name}, across nodes", across)
             with self._after_current():
                 wait_all(first)
-                return [*first, *self._gather_in_place(flats, kind, f"{name}, within nodes", within)]
+                return [
+                    *first,
+                    *self._gather_in_place(flats, kind, f"{name}, within nodes", within),
+                ]
         started: list[Started] = []
         try:
             for full, number in given:
@@ -389,7 +470,9 @@ class Comm:
             raise
         return started
 
-    def _gather_in_place(self, flats: list[torch.Tensor], kind: Traffic, name: str, ranks: Sequence[int]) -> list[Started]:
+    def _gather_in_place(
+        self, flats: list[torch.Tensor], kind: Traffic, name: str, ranks: Sequence[int]
+    ) -> list[Started]:
         owns = [flat.chunk(len(ranks))[ranks.index(self.rank)] for flat in flats]
         self.sent[kind] += sum(own.nbytes for own in owns) * (len(ranks) - 1)
         operation, group = self._start(name, ranks), self._group_of(ranks)
@@ -398,7 +481,9 @@ class Comm:
         return self._started(operation, [work])
 
     def _after_current(self) -> AbstractContextManager[Any]:
-        """Return a context whose stream, on CUDA, goes on from the current one without delaying it."""
+        """Return a context whose stream, on CUDA, goes on from the current one without delaying
+        it.
+        """
         if self.device.type != "cuda":
             return nullcontext()
         if self._stream is None:
@@ -407,11 +492,20 @@ class Comm:
         return torch.cuda.stream(self._stream)
 
     def gather_parts(
-        self, parts: Sequence[torch.Tensor], kind: Traffic, name: str, ranks: Sequence[int], of: int | None = None
+        self,
+        parts: Sequence[torch.Tensor],
+        kind: Traffic,
+        name: str,
+        ranks: Sequence[int],
+        of: int | None = None,
     ) -> list[Started]:
-        """Start filling parts[i] from ranks[i], this rank's own already there. Sizes may differ, and be zero."""
+        """Start filling parts[i] from ranks[i], this rank's own already there. Sizes may differ,
+        and be zero.
+        """
         received = [as_bytes(part) for part in parts]
-        return self._exchange([received[ranks.index(self.rank)]] * len(ranks), received, kind, name, ranks, of)
+        return self._exchange(
+            [received[ranks.index(self.rank)]] * len(ranks), received, kind, name, ranks, of
+        )
 
     def _exchange(
         self,
@@ -422,7 +516,8 @@ class Comm:
         ranks: Sequence[int],
         of: int | None,
     ) -> list[Started]:
-        """Start sending sent[i] to ranks[i] and receiving received[i] from it, for all other ranks, with a tag of its own.
+        """Start sending sent[i] to ranks[i] and receiving received[i] from it, for all other ranks,
+        with a tag of its own.
 
         Empty tensors are not sent.
         """
@@ -431,7 +526,10 @@ class Comm:
         messages: list[tuple[Any, torch.Tensor, int]] = []
         for step in range(1, size):
             source, target = (me - step) % size, (me + step) % size
-            for call, data, rank in ((dist.irecv, received[source], ranks[source]), (dist.isend, sent[target], ranks[target])):
+            for call, data, rank in (
+                (dist.irecv, received[source], ranks[source]),
+                (dist.isend, sent[target], ranks[target]),
+            ):
                 peer = self._global(rank)
                 if data.numel() > 0:
                     messages.append((call, data, peer))
@@ -446,8 +544,11 @@ class Comm:
             works = [call(data, peer, group=group, tag=tag) for call, data, peer in messages]
         return [Started(operation, filter(None, works))] if works else []
 
-    def gather_rows(self, row: torch.Tensor, kind: Traffic | None = None, name: str = watchdog.AGREEMENT) -> torch.Tensor:
-        """Return the small tensors of all ranks stacked in rank order, shape (world_size, *row.shape), on row's device.
+    def gather_rows(
+        self, row: torch.Tensor, kind: Traffic | None = None, name: str = watchdog.AGREEMENT
+    ) -> torch.Tensor:
+        """Return the small tensors of all ranks stacked in rank order, shape (world_size,
+        *row.shape), on row's device.
 
         kind: None before an engine exists, when ranks need not have sent the same messages before.
         """
@@ -462,14 +563,20 @@ class Comm:
         else:
             operation = self._start(name)
             with _explained(operation):
-                work = dist.all_gather(list(rows.unbind(0)), row.contiguous(), group=self.group, async_op=True)
+                work = dist.all_gather(
+                    list(rows.unbind(0)), row.contiguous(), group=self.group, async_op=True
+                )
             wait_all(self._started(operation, [work]))
         return rows
 
-    def _gather_small(self, row: torch.Tensor, kind: Traffic, name: str, host: dist.ProcessGroup | None = None) -> torch.Tensor:
-        """See gather_rows: over gloo, by Bruck's algorithm, in as many rounds as the world's size has binary digits.
+    def _gather_small(
+        self, row: torch.Tensor, kind: Traffic, name: str, host: dist.ProcessGroup | None = None
+    ) -> torch.Tensor:
+        """See gather_rows: over gloo, by Bruck's algorithm, in as many rounds as the world's size
+        has binary digits.
 
-        In each a rank sends all rows that it has, in the order of ranks from itself on, and gets as many that follow them.
+        In each a rank sends all rows that it has, in the order of ranks from itself on, and gets as
+        many that follow them.
         host: a gloo group to send over instead.
         """
         size, tag = self.world_size, self.tags.next(kind, None)
@@ -481,8 +588,14 @@ class Comm:
             while have < size:
                 count, group = min(have, size - have), host or self.group
                 sent, received = as_bytes(rows[:count]), as_bytes(rows[have : have + count])
-                source, target = self._global((self.rank + have) % size), self._global((self.rank - have) % size)
-                works = [dist.irecv(received, source, group=group, tag=tag), dist.isend(sent, target, group=group, tag=tag)]
+                source, target = (
+                    self._global((self.rank + have) % size),
+                    self._global((self.rank - have) % size),
+                )
+                works = [
+                    dist.irecv(received, source, group=group, tag=tag),
+                    dist.isend(sent, target, group=group, tag=tag),
+                ]
                 self.sent[kind] += sent.nbytes
                 for work in works:
                     if work is not None:
@@ -490,13 +603,18 @@ class Comm:
                 have += count
         return rows.roll(self.rank, 0)
 
-    def all_gather_cpu(self, row: torch.Tensor, kind: Traffic | None = None, name: str = watchdog.AGREEMENT) -> torch.Tensor:
-        """Return each rank's `row` (small, on the CPU), stacked in rank order on the CPU. It is sent on `compare_device`.
+    def all_gather_cpu(
+        self, row: torch.Tensor, kind: Traffic | None = None, name: str = watchdog.AGREEMENT
+    ) -> torch.Tensor:
+        """Return each rank's `row` (small, on the CPU), stacked in rank order on the CPU. It is
+        sent on `compare_device`.
 
         kind, name: see gather_rows and all_to_all.
         """
         if self._slot.host is None:
-            rows = self.gather_rows(row.to(self.compare_device, non_blocking=True), kind, name).cpu()
+            rows = self.gather_rows(
+                row.to(self.compare_device, non_blocking=True), kind, name
+            ).cpu()
             self.refuse_if_broken()  # NCCL: an aborted communicator fills in nothing
             return rows
         return self._gather_small(row, kind or Traffic.READ, name, self._slot.host)
@@ -508,10 +626,11 @@ class Comm:
         name: str = watchdog.AGREEMENT,
         over: "Sequence[Comm] | None" = None,
     ) -> torch.Tensor:
-        """Return the `row` of each part of the model, stacked in rank order, on row's device; see gather_rows.
+        """Return the `row` of each part of the model, stacked in rank order, on row's device; see
+        gather_rows.
 
-        over: some dimensions of the parts, None for `across`. Every rank of the model gets the same if the ranks of each part
-        have the same row.
+        over: some dimensions of the parts, None for `across`. Every rank of the model gets the same
+        if the ranks of each part have the same row.
         """
         rows = row.unsqueeze(0)
         for comm in self.across if over is None else over:
@@ -524,7 +643,9 @@ class Comm:
         if self.world_size > 1 and tensor.numel() > 0:
             operation = self._start(name)
             with _explained(operation):
-                work = dist.broadcast(as_bytes(tensor), self._global(source), group=self.group, async_op=True)
+                work = dist.broadcast(
+                    as_bytes(tensor), self._global(source), group=self.group, async_op=True
+                )
             wait_all(self._started(operation, [work]))
 
     def gather_json(self, value: Any) -> list[Any]:
@@ -539,17 +660,24 @@ class Comm:
         return [json.loads(bytes(row[:n].tolist())) for row, n in zip(rows, lengths, strict=True)]
 
     def first_problem(self, problem: BaseException | None) -> tuple[int, str] | None:
-        """Return the first rank that has a problem, and which, in words; None if no rank has one. Collective."""
+        """Return the first rank that has a problem, and which, in words; None if no rank has
+        one. Collective.
+        """
         if not bool(self.all_gather_cpu(torch.tensor([problem is not None], device="cpu")).any()):
             return None
         said = self.gather_json(None if problem is None else in_words(problem))
         return next((rank, text) for rank, text in enumerate(said) if text is not None)
 
     def rank_of(self, op: str, global_rank: int) -> int:
-        """Return which of these ranks a rank of torch.distributed is. ValueError, in the name of `op`, if it is none."""
+        """Return which of these ranks a rank of torch.distributed is. ValueError, in the name of
+        `op`, if it is none.
+        """
         ranks = [self._global(rank) for rank in range(self.world_size)]
         if global_rank not in ranks:
-            raise ValueError(f"{op}: got rank {global_rank}; expected one of the ranks that train this model: {ranks}")
+            raise ValueError(
+                f"{op}: got rank {global_rank}; expected one of the ranks that train this model: "
+                f"{ranks}"
+            )
         return ranks.index(global_rank)
 
     def _global(self, rank: int) -> int:
@@ -559,8 +687,10 @@ class Comm:
             return dist.get_global_rank(self.group, rank)
         except ValueError as error:
             raise RuntimeError(
-                "the process group of this sharded model is gone (destroy_process_group); expected it to stay as long as the "
-                "model trains (save its state dicts before, and shard a model anew after init_process_group)"
+                "the process group of this sharded model is gone (destroy_process_group); expected "
+                "it to stay as long as the "
+                "model trains (save its state dicts before, and shard a model anew after "
+                "init_process_group)"
             ) from error
 
 
@@ -594,9 +724,11 @@ def _explained(operation: watchdog.Operation | None = None) -> Iterator[None]:
         yield
     except RuntimeError as error:
         failure = watchdog.reason_of(operation) or (
-            "waiting for the other ranks failed; expected every rank to run the same backwards, steps and collective calls "
-            "(state_dict, full_grad, ...): a rank that ended, failed, did another thing or was given another "
-            "group leaves the rest waiting, at most for the process group's timeout (init_process_group(timeout=...)). "
+            "waiting for the other ranks failed; expected every rank to run the same backwards, "
+            "steps and collective calls "
+            "(state_dict, full_grad, ...): a rank that ended, failed, did another thing or was "
+            "given another group leaves the rest waiting, at most for the process group's timeout "
+            "(init_process_group(timeout=...)). "
             f"The reason given{'' if operation is None else f', at {operation.name}'}: {error}"
         )
         for slot in taken_slots():

@@ -1,11 +1,15 @@
-"""How values that ranks compare are written, and the errors that say where they differ. Pure: callers gather them."""
+"""How values that ranks compare are written, and the errors that say where they differ. Pure:
+callers gather them.
+"""
 
 from collections.abc import Sequence
 from typing import Any
 
 
 def in_words(error: BaseException) -> str:
-    """Return the class and the text of an error; its class alone if that has a text that cannot be made."""
+    """Return the class and the text of an error; its class alone if that has a text that cannot
+    be made.
+    """
     try:
         return f"{type(error).__name__}: {error}"
     except Exception:  # raised on one rank alone, while the others wait to hear of the first one
@@ -13,7 +17,9 @@ def in_words(error: BaseException) -> str:
 
 
 def first_difference(signatures: Sequence[Sequence[Any]]) -> str | None:
-    """Describe the first entry where a rank's signature (a list of JSON values) differs from rank 0's, or return None."""
+    """Describe the first entry where a rank's signature (a list of JSON values) differs from
+    rank 0's, or return None.
+    """
     reference = signatures[0]
     for rank, signature in enumerate(signatures[1:], start=1):
         for index in range(max(len(reference), len(signature))):
@@ -25,7 +31,9 @@ def first_difference(signatures: Sequence[Sequence[Any]]) -> str | None:
 
 
 def uneven_backwards(counts: Sequence[int]) -> RuntimeError:
-    """Return what every rank raises when ranks ran different numbers of backwards; `counts` are those of Reducer.count."""
+    """Return what every rank raises when ranks ran different numbers of backwards; `counts` are
+    those of Reducer.count.
+    """
     ranks: dict[int, list[int]] = {}
     for rank, count in enumerate(counts):
         ranks.setdefault(count, []).append(rank)
@@ -35,8 +43,10 @@ def uneven_backwards(counts: Sequence[int]) -> RuntimeError:
         for count, there in ranks.items()
     )
     return RuntimeError(
-        f"ranks went different ways: {found}; expected every rank to run the same units in the same order, and equally many "
-        "backwards per step (loop over shardcore.join(model, loader) where only some ranks have a batch)"
+        f"ranks went different ways: {found}; expected every rank to run the same units in the "
+        f"same order, and equally many "
+        "backwards per step (loop over shardcore.join(model, loader) where only some ranks have a "
+        "batch)"
     )
 
 
@@ -48,5 +58,7 @@ def name_ranks(ranks: Sequence[int]) -> str:
             parts[-1].append(rank)
         else:
             parts.append([rank])
-    shown = ", ".join(f"{part[0]} to {part[-1]}" if len(part) > 2 else ", ".join(map(str, part)) for part in parts)
+    shown = ", ".join(
+        f"{part[0]} to {part[-1]}" if len(part) > 2 else ", ".join(map(str, part)) for part in parts
+    )
     return f"rank{'s' * (len(ranks) > 1)} {shown}"

@@ -1,4 +1,6 @@
-"""All ranks that have parts of a sharded model: shards, of each tensor-parallel slice, or of each pipeline stage, too."""
+"""All ranks that have parts of a sharded model: shards, of each tensor-parallel slice, or of
+each pipeline stage, too.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeAlias
@@ -7,17 +9,23 @@ from shardcore.distributed.comm import Comm
 
 
 class Everyone:
-    """The ranks of a Comm and those of its `slices`, as one world: `rank` of `world_size`, as in a mesh of ("dp", "tp").
+    """The ranks of a Comm and those of its `slices`, as one world: `rank` of `world_size`, as in a
+    mesh of ("dp", "tp").
 
     slices: how many there are; with `parts` how many those make together.
     """
 
     def __init__(self, comm: Comm, parts: Sequence[Comm] | None = None) -> None:
-        """See the class. parts: whose ranks belong to it in place of `slices`, such as Comm.across."""
+        """See the class. parts: whose ranks belong to it in place of `slices`, such as
+        Comm.across.
+        """
         self._comm, self._parts = comm, comm.slices if parts is None else parts
         self.rank, self.world_size, self.slices = comm.rank, comm.world_size, 1
         for part in self._parts:
-            self.rank, self.world_size = self.rank * part.world_size + part.rank, self.world_size * part.world_size
+            self.rank, self.world_size = (
+                self.rank * part.world_size + part.rank,
+                self.world_size * part.world_size,
+            )
             self.slices *= part.world_size
 
     def _of_parts(self, value: Any) -> list[Any]:
@@ -31,18 +39,25 @@ class Everyone:
         return [one for of_rank in self._comm.gather_json(self._of_parts(value)) for one in of_rank]
 
     def first_problem(self, problem: BaseException | None) -> tuple[int, str] | None:
-        """Return the first rank that has a problem, and which, in words; None if no rank has one. Collective."""
+        """Return the first rank that has a problem, and which, in words; None if no rank has
+        one. Collective.
+        """
         every = enumerate(self._of_parts(self._comm.first_problem(problem)))
-        return min(((one[0] * self.slices + index, one[1]) for index, one in every if one is not None), default=None)
+        return min(
+            ((one[0] * self.slices + index, one[1]) for index, one in every if one is not None),
+            default=None,
+        )
 
 
 Ranks: TypeAlias = Comm | Everyone
 
 
 def attempt(problems: list[BaseException], *calls: Callable[[], Any]) -> None:
-    """Make every call, and add what they raise to `problems`, for the exchange that tells the other ranks, which wait.
+    """Make every call, and add what they raise to `problems`, for the exchange that tells the other
+    ranks, which wait.
 
-    Errors of any kind, and interrupts. Empty the list afterwards: its errors refer to frames that have it.
+    Errors of any kind, and interrupts. Empty the list afterwards: its errors refer to frames that
+    have it.
     """
     for call in calls:
         try:
@@ -52,14 +67,17 @@ def attempt(problems: list[BaseException], *calls: Callable[[], Any]) -> None:
 
 
 def raise_both(error: Exception, problems: Sequence[BaseException]) -> NoReturn:
-    """Raise the `error` of an exchange, which the first of `problems` is the cause of; an interrupt is raised itself."""
+    """Raise the `error` of an exchange, which the first of `problems` is the cause of; an
+    interrupt is raised itself.
+    """
     if isinstance(problems[0], Exception):
         raise error from problems[0]
     raise problems[0] from error
 
 
 def attempt_together(ranks: Ranks, op: str, attempt: Callable[[], Any], then: str) -> Any:
-    """Return attempt(); if it raises on a rank, raise that error there, and RuntimeError on the others. Collective.
+    """Return attempt(); if it raises on a rank, raise that error there, and RuntimeError on the
+    others. Collective.
 
     then: how things are after an error.
     """

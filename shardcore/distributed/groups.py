@@ -1,4 +1,6 @@
-"""Process groups: those of meshes, and those made beside the user's group, since each serves one engine at a time."""
+"""Process groups: those of meshes, and those made beside the user's group, since each serves one
+engine at a time.
+"""
 
 import hashlib
 import logging
@@ -32,11 +34,12 @@ class NotAMemberError(ValueError):
 class GroupSlot:
     """A process group that serves one engine at a time; `group` is None for the user's own.
 
-    host: a gloo group of the same ranks for what they compare, where `group` has NCCL alone. host_tried: making it was tried.
+    host: a gloo group of the same ranks for what they compare, where `group` has NCCL alone.
+    host_tried: making it was tried.
     parts: groups of some of its ranks, this one among them, by these (NCCL).
-    in_backward: a backward has begun to send and has not ended. spoiled: another began meanwhile, or a wait failed: unreceived
-    messages may be left. broken: the error of that wait. left: buffers in flight of an engine that is gone; gloo closes a
-    connection whose buffer is freed.
+    in_backward: a backward has begun to send and has not ended. spoiled: another began meanwhile,
+    or a wait failed: unreceived messages may be left. broken: the error of that wait. left: buffers
+    in flight of an engine that is gone; gloo closes a connection whose buffer is freed.
     """
 
     group: dist.ProcessGroup | None
@@ -56,15 +59,18 @@ class GroupSlot:
 
 
 def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
-    """Return the backend by device type, also where get_backend() hides it (init_process_group() without a backend)."""
+    """Return the backend by device type, also where get_backend() hides it (init_process_group()
+    without a backend).
+    """
     return dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
 
 
 def own_gpu() -> torch.device:
-    """Return this rank's GPU: the one bound to the default group (`device_id=`), else the current one, else LOCAL_RANK's.
+    """Return this rank's GPU: the one bound to the default group (`device_id=`), else the current
+    one, else LOCAL_RANK's.
 
-    The current device counts unless it is 0, the default. A rank that sees one GPU uses it. Raises ValueError if LOCAL_RANK is
-    not among the visible devices.
+    The current device counts unless it is 0, the default. A rank that sees one GPU uses it. Raises
+    ValueError if LOCAL_RANK is not among the visible devices.
     """
     world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     if world is not None and world.bound_device_id is not None:
@@ -75,17 +81,23 @@ def own_gpu() -> torch.device:
     local = env_int("LOCAL_RANK")
     if not 0 <= local < count:
         raise ValueError(
-            f"LOCAL_RANK is {local} but this process sees {count} CUDA devices; expected one for each process of the "
-            "machine (is CUDA_VISIBLE_DEVICES set?)"
+            f"LOCAL_RANK is {local} but this process sees {count} CUDA devices; expected one for "
+            f"each process of the machine (is CUDA_VISIBLE_DEVICES set?)"
         )
     return torch.device("cuda", local)
 
 
 def use_own_gpu() -> torch.device | None:
-    """Make this rank's GPU the current device and return it; None without NCCL, or if nothing says which GPU it is."""
+    """Make this rank's GPU the current device and return it; None without NCCL, or if nothing
+    says which GPU it is.
+    """
     world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     known = "LOCAL_RANK" in os.environ or (world is not None and world.bound_device_id is not None)
-    if not known or not torch.cuda.is_available() or (world is not None and backends_of(world).get("cuda") != "nccl"):
+    if (
+        not known
+        or not torch.cuda.is_available()
+        or (world is not None and backends_of(world).get("cuda") != "nccl")
+    ):
         return None
     device = own_gpu()
     torch.cuda.set_device(device)
@@ -93,11 +105,15 @@ def use_own_gpu() -> torch.device | None:
 
 
 # The groups made beside each user's group, in the same order on every rank.
-_slots: "weakref.WeakKeyDictionary[dist.ProcessGroup, list[GroupSlot]]" = weakref.WeakKeyDictionary()
+_slots: "weakref.WeakKeyDictionary[dist.ProcessGroup, list[GroupSlot]]" = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def slots_of(group: dist.ProcessGroup) -> list[GroupSlot]:
-    """Return the slots of the user's `group`, a list to append to: the group itself, then those made beside it."""
+    """Return the slots of the user's `group`, a list to append to: the group itself, then those
+    made beside it.
+    """
     return _slots.setdefault(group, [GroupSlot(None)])
 
 
@@ -113,21 +129,25 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
 
 
 # How many groups of the same ranks, a part of the world, were made here.
-_parts: "weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]]" = weakref.WeakKeyDictionary()
+_parts: "weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]]" = (
+    weakref.WeakKeyDictionary()
+)
 
 
 @contextmanager
 def _named(world: dist.ProcessGroup, ranks: Sequence[int]) -> Iterator[None]:
-    """Let torch name the next group by its ranks, and by how many groups of the same ranks were made before.
+    """Let torch name the next group by its ranks, and by how many groups of the same ranks were
+    made before.
 
-    torch's own name has the number of all groups that this rank is in, or has made. Where that number differs between
-    ranks they look for the group by different names until the timeout.
+    torch's own name has the number of all groups that this rank is in, or has made. Where that
+    number differs between ranks they look for the group by different names until the timeout.
     """
     key, made = tuple(sorted(ranks)), _parts.setdefault(world, Counter())
     name = hashlib.sha1(f"shardcore {key} {made[key]}".encode(), usedforsecurity=False).hexdigest()
     made[key] += 1
     torchs: Any = c10d
-    theirs = torchs._process_group_name  # private: torch 2.11 to 2.13 call it once for each group that they make
+    # private: torch 2.11 to 2.13 call it once for each group that they make
+    theirs = torchs._process_group_name
     torchs._process_group_name = lambda ranks, use_hashed_name: name
     try:
         yield
@@ -142,14 +162,17 @@ def group_beside(
     backend: str | None = None,
     timeout: timedelta | None = None,
 ) -> dist.ProcessGroup:
-    """Make a group of `ranks`, by default with the backend and the timeout of `like`. Collective over these ranks alone.
+    """Make a group of `ranks`, by default with the backend and the timeout of `like`. Collective
+    over these ranks alone.
 
     The ranks may have made unequally many groups of a part of the world before.
     """
     world = dist.group.WORLD
     assert world is not None
     part, bound = len(ranks) < world.size(), world.bound_device_id
-    if part:  # with a bound device torch splits the world's NCCL communicator, a collective over the whole world
+    # with a bound device torch splits the world's NCCL communicator, a collective over the whole
+    # world
+    if part:
         world.bound_device_id = None
     try:
         with _named(world, ranks) if part else nullcontext():
@@ -168,13 +191,16 @@ def group_beside(
 def host_group_beside(
     like: dist.ProcessGroup, device: torch.device, gather_json: Callable[[Any], list[Any]]
 ) -> dist.ProcessGroup | None:
-    """Make a gloo group of the ranks of `like`, with its timeout. If a rank cannot, warn and return None on every rank.
+    """Make a gloo group of the ranks of `like`, with its timeout. If a rank cannot, warn and return
+    None on every rank.
 
     Collective. gather_json: Comm's, over `like`.
     """
     ranks, timeout = dist.get_process_group_ranks(like), timeout_of(like, device)
     group, problem = None, ""
-    try:  # within half of the timeout: a rank that fails waits for the others on NCCL, whose own watchdog must not fire first
+    # within half of the timeout: a rank that fails waits for the others on NCCL, whose own watchdog
+    # must not fire first
+    try:
         group = group_beside(like, ranks, device, "gloo", min(timeout / 2, MAKING))
         backend: Any = group._get_backend(torch.device("cpu"))
         getattr(backend, "wrapped_pg", backend)._set_default_timeout(timeout)
@@ -188,9 +214,12 @@ def host_group_beside(
     if dist.get_rank(like) == 0:
         failed = [rank for rank, text in enumerate(problems) if text]
         logger.warning(
-            "shard: the process group has NCCL alone, and no gloo group of its ranks could be made beside it (on %d of %d "
-            "ranks; on rank %d: %s): ranks compare over NCCL, so the host waits for the device in a backward "
-            "and a step; expected gloo to reach all ranks (GLOO_SOCKET_IFNAME names the network interface)",
+            "shard: the process group has NCCL alone, and no gloo group of its ranks could be made "
+            "beside it (on %d of %d "
+            "ranks; on rank %d: %s): ranks compare over NCCL, so the host waits for the device in "
+            "a backward "
+            "and a step; expected gloo to reach all ranks (GLOO_SOCKET_IFNAME names the network "
+            "interface)",
             len(failed),
             len(problems),
             failed[0],
@@ -205,19 +234,29 @@ _of_meshes = weakref.WeakKeyDictionary()
 
 
 def group_of(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, int | None]:
-    """Return a process group of all ranks of a mesh, and the size of the second dimension of a mesh of two.
+    """Return a process group of all ranks of a mesh, and the size of the second dimension of a mesh
+    of two.
 
-    Collective over the mesh, whose ranks need not be the whole world. (torch joins the dimensions of a mesh only by name.)
+    Collective over the mesh, whose ranks need not be the whole world. (torch joins the dimensions
+    of a mesh only by name.)
     """
     if mesh.get_coordinate() is None:
-        raise NotAMemberError("shard: process_group is a mesh without this rank; expected one that it belongs to")
+        raise NotAMemberError(
+            "shard: process_group is a mesh without this rank; expected one that it belongs to"
+        )
     if mesh.ndim == 1:
         return mesh.get_group(), None
     if mesh.ndim != 2:
-        raise ValueError(f"shard: process_group is a mesh of {mesh.ndim} dimensions; expected 1, or 2 (replicate, shard)")
+        raise ValueError(
+            f"shard: process_group is a mesh of {mesh.ndim} dimensions; expected 1, or 2 "
+            f"(replicate, shard)"
+        )
     ranks = mesh.mesh.flatten().tolist()
     if ranks != sorted(ranks):
-        raise ValueError(f"shard: process_group is a mesh of the ranks {ranks}; expected them in rising order, row by row")
+        raise ValueError(
+            f"shard: process_group is a mesh of the ranks {ranks}; expected them in rising order, "
+            f"row by row"
+        )
     world = dist.group.WORLD
     assert world is not None
     if len(ranks) == dist.get_world_size():

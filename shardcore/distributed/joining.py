@@ -1,4 +1,6 @@
-"""How ranks find each other and agree before anything is changed: the groups that `shard` is given, and what it raises."""
+"""How ranks find each other and agree before anything is changed: the groups that `shard` is
+given, and what it raises.
+"""
 
 import hashlib
 import json
@@ -23,10 +25,11 @@ def join(
     ranks_per_node: int | None,
     gpu: torch.device | None,
 ) -> tuple[Comm, Exception | None]:
-    """Return Comm(group, ranks_per_node, gpu), and None; if that fails one over which the error can be sent, and the error.
+    """Return Comm(group, ranks_per_node, gpu), and None; if that fails one over which the error can
+    be sent, and the error.
 
-    slices: the mesh over which parameters are sliced. parts: the model_parallel_group. A rank that a group does not contain
-    raises at once: no other rank waits for it.
+    slices: the mesh over which parameters are sliced. parts: the model_parallel_group. A rank that
+    a group does not contain raises at once: no other rank waits for it.
     """
     problem: Exception | None = None
     for arguments in ((group, ranks_per_node, gpu), (group, None, gpu)):
@@ -52,28 +55,46 @@ def join(
     return comm, problem
 
 
-def _across(known: Sequence[Comm], name: str, others: dist.ProcessGroup | DeviceMesh, gpu: torch.device | None) -> Comm:
-    """Return a Comm over `others`, the ranks that hold other parts of the model than this one. known: what is joined so far."""
+def _across(
+    known: Sequence[Comm],
+    name: str,
+    others: dist.ProcessGroup | DeviceMesh,
+    gpu: torch.device | None,
+) -> Comm:
+    """Return a Comm over `others`, the ranks that hold other parts of the model than this one.
+    known: what is joined so far.
+    """
     if isinstance(others, DeviceMesh):
         if others.ndim != 1:
-            raise ValueError(f"shard: {name} is a mesh of {others.ndim} dimensions; expected one of 1 (mesh[...]._flatten())")
+            raise ValueError(
+                f"shard: {name} is a mesh of {others.ndim} dimensions; expected one of 1 "
+                f"(mesh[...]._flatten())"
+            )
         others = others.get_group()
     if not isinstance(others, dist.ProcessGroup):
-        raise TypeError(f"shard: {name} is {others!r}; expected a process group with this rank, or a DeviceMesh of 1 dimension")
+        raise TypeError(
+            f"shard: {name} is {others!r}; expected a process group with this rank, or a "
+            f"DeviceMesh of 1 dimension"
+        )
     for comm in known:
         assert comm.group is not None
-        both = set(dist.get_process_group_ranks(comm.group)) & set(dist.get_process_group_ranks(others))
+        both = set(dist.get_process_group_ranks(comm.group)) & set(
+            dist.get_process_group_ranks(others)
+        )
         if both != {dist.get_rank()} and name == SLICES:
             raise ValueError(
-                f"shard: the model is already sharded (DTensor) over the ranks {sorted(both)}, which process_group has, too; "
-                "expected an ordinary model, or tensor-parallel slices over the ranks of another dimension of the mesh "
+                f"shard: the model is already sharded (DTensor) over the ranks {sorted(both)}, "
+                f"which process_group has, too; "
+                "expected an ordinary model, or tensor-parallel slices over the ranks of another "
+                "dimension of the mesh "
                 "(process_group=mesh['dp'] beside parallelize_module(model, mesh['tp'], plan))"
             )
         if both != {dist.get_rank()}:
             raise ValueError(
-                f"shard: {'process_group' if comm is known[0] else SLICES} and {name} have the ranks {sorted(both)} in common; "
-                f"expected this rank, {dist.get_rank()}, alone: process_group has those with the same part of the model, the "
-                "other group those with the other parts"
+                f"shard: {'process_group' if comm is known[0] else SLICES} and {name} have the "
+                f"ranks {sorted(both)} in common; "
+                f"expected this rank, {dist.get_rank()}, alone: process_group has those with the "
+                f"same part of the model, the other group those with the other parts"
             )
     return Comm(others, gpu=gpu)
 
@@ -86,21 +107,28 @@ def agree_in_parts(comm: Comm, problem: Exception | None, entries: Sequence[Any]
     except Exception as error:  # on every rank of comm
         refusal = error
     try:
-        refused = comm.of_parts(torch.tensor([refusal is not None], device="cpu")).flatten().tolist()
+        refused = (
+            comm.of_parts(torch.tensor([refusal is not None], device="cpu")).flatten().tolist()
+        )
         if refusal is not None:
             raise refusal
     finally:
         problem = refusal = None  # else a cycle
     if any(refused):
         raise ValueError(
-            f"shard: part {refused.index(True)} of the model was refused, so no rank was changed; see the error of its ranks"
+            f"shard: part {refused.index(True)} of the model was refused, so no rank was changed; "
+            f"see the error of its ranks"
         )
 
 
 def agree(comm: Comm, problem: Exception | None, entries: Sequence[Any], op: str = "shard") -> None:
-    """Raise on every rank if any rank has a problem or a model, optimizer or options unlike rank 0's."""
+    """Raise on every rank if any rank has a problem or a model, optimizer or options unlike rank
+    0's.
+    """
     digest = hashlib.sha256(json.dumps(entries).encode()).hexdigest()
-    answers = comm.gather_json({"problem": None if problem is None else str(problem), "digest": digest})
+    answers = comm.gather_json(
+        {"problem": None if problem is None else str(problem), "digest": digest}
+    )
     if problem is not None:
         try:
             raise problem
@@ -108,7 +136,12 @@ def agree(comm: Comm, problem: Exception | None, entries: Sequence[Any], op: str
             problem = None  # else a cycle
     for rank, answer in enumerate(answers):
         if answer["problem"] is not None:
-            raise ValueError(f"{op}: rank {rank} failed, so no rank was changed: {answer['problem']}")
+            raise ValueError(
+                f"{op}: rank {rank} failed, so no rank was changed: {answer['problem']}"
+            )
     if any(answer["digest"] != digest for answer in answers):
         difference = first_difference(comm.gather_json(list(entries)))
-        raise ValueError(f"{op}: ranks disagree: {difference}; expected the same model, optimizer and options on every rank")
+        raise ValueError(
+            f"{op}: ranks disagree: {difference}; expected the same model, optimizer and options "
+            f"on every rank"
+        )

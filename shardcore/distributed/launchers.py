@@ -1,19 +1,27 @@
-"""Which rank of how many this process is, from the environment that its launcher (torchrun, mpirun, srun) sets.
+"""Which rank of how many this process is, from the environment that its launcher (torchrun, mpirun,
+srun) sets.
 
-torchrun sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, which torch.distributed reads; RANK and WORLD_SIZE take
-precedence over all others. Open MPI sets OMPI_COMM_WORLD_*; MPICH, Intel MPI and `srun --mpi=pmi2` set PMI_*. These precede
-SLURM's variables, since mpirun starts its helpers on other nodes by srun, whose variables the ranks inherit.
+torchrun sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, which torch.distributed
+reads; RANK and WORLD_SIZE take precedence over all others. Open MPI sets OMPI_COMM_WORLD_*; MPICH,
+Intel MPI and `srun --mpi=pmi2` set PMI_*. These precede SLURM's variables, since mpirun starts its
+helpers on other nodes by srun, whose variables the ranks inherit.
 
-In a batch script SLURM sets SLURM_NTASKS and SLURM_PROCID=0 for the one process that runs there. Only srun sets
-SLURM_STEP_NUM_TASKS, the tasks of this step, so that variable counts. (srun(1) and sbatch(1), "output environment variables".)
+In a batch script SLURM sets SLURM_NTASKS and SLURM_PROCID=0 for the one process that runs there.
+Only srun sets SLURM_STEP_NUM_TASKS, the tasks of this step, so that variable counts. (srun(1) and
+sbatch(1), "output environment variables".)
 """
 
 import os
 import re
 
-# The variable with the number of processes: those with the rank, the local rank and (if any) the local world size.
+# The variable with the number of processes: those with the rank, the local rank and (if any) the
+# local world size.
 _LAUNCHERS = {
-    "OMPI_COMM_WORLD_SIZE": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    "OMPI_COMM_WORLD_SIZE": (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
     "PMI_SIZE": ("PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     "SLURM_STEP_NUM_TASKS": ("SLURM_PROCID", "SLURM_LOCALID", None),
 }
@@ -28,7 +36,9 @@ def launched_world_size() -> tuple[str, int]:
 
 
 def ranks_here() -> int | None:
-    """Return how many ranks the launcher started on this machine, as on each other one; None where it does not say."""
+    """Return how many ranks the launcher started on this machine, as on each other one; None
+    where it does not say.
+    """
     for name in ("LOCAL_WORLD_SIZE", *(locals_name for *_, locals_name in _LAUNCHERS.values())):
         if name and os.environ.get(name):
             return env_int(name)
@@ -37,10 +47,11 @@ def ranks_here() -> int | None:
 
 
 def follow_launcher(op: str) -> None:
-    """Set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT as torchrun does, if mpirun or srun started several ranks.
+    """Set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT as torchrun does, if mpirun or
+    srun started several ranks.
 
-    Variables that are set are kept, and if RANK or WORLD_SIZE is set nothing changes. Raises ValueError, with nothing changed,
-    if the environment lacks what is needed.
+    Variables that are set are kept, and if RANK or WORLD_SIZE is set nothing changes. Raises
+    ValueError, with nothing changed, if the environment lacks what is needed.
     """
     size_name, size = launched_world_size()
     if "RANK" in os.environ or size_name not in _LAUNCHERS or size == 1:
@@ -48,12 +59,16 @@ def follow_launcher(op: str) -> None:
     rank_name, local_name, locals_name = _LAUNCHERS[size_name]
     if rank_name not in os.environ:
         raise ValueError(
-            f"{op}: {size_name} is {size} but the environment has no {rank_name}; expected both, or RANK, WORLD_SIZE, "
-            "MASTER_ADDR and MASTER_PORT (start with torchrun), or WORLD_SIZE=1 for a process that trains alone"
+            f"{op}: {size_name} is {size} but the environment has no {rank_name}; expected both, "
+            f"or RANK, WORLD_SIZE, "
+            "MASTER_ADDR and MASTER_PORT (start with torchrun), or WORLD_SIZE=1 for a process that "
+            "trains alone"
         )
     rank = env_int(rank_name)
     found = {"RANK": str(rank), "WORLD_SIZE": str(size)}
-    by_srun = not size_name.startswith("OMPI") and os.environ.get("SLURM_STEP_NUM_TASKS") == str(size)
+    by_srun = not size_name.startswith("OMPI") and os.environ.get("SLURM_STEP_NUM_TASKS") == str(
+        size
+    )
     if by_srun:
         one_node = os.environ.get("SLURM_STEP_NUM_NODES") == "1"
         local_name = local_name if local_name in os.environ else "SLURM_LOCALID"
@@ -70,12 +85,21 @@ def follow_launcher(op: str) -> None:
         found["MASTER_ADDR"] = first_host(nodes)
     elif "MASTER_ADDR" not in os.environ:
         raise ValueError(
-            f"{op}: {size_name} is {size}, over several nodes, but the environment has no MASTER_ADDR; expected the host name "
-            "of rank 0 in it (Open MPI: mpirun -x MASTER_ADDR=host ...; Intel MPI and MPICH: mpirun -genv MASTER_ADDR host ...)"
+            f"{op}: {size_name} is {size}, over several nodes, but the environment has no "
+            f"MASTER_ADDR; expected the host name "
+            "of rank 0 in it (Open MPI: mpirun -x MASTER_ADDR=host ...; Intel MPI and MPICH: "
+            "mpirun -genv MASTER_ADDR host ...)"
         )
     # torchrun's default; in a SLURM job a port per step, since other jobs may run on the same node.
-    job, step = os.environ.get("SLURM_JOB_ID", ""), os.environ.get("SLURM_STEP_ID", "") if by_srun else "0"
-    found["MASTER_PORT"] = str(15000 + (10 * int(job) + int(step)) % 10000) if job.isdigit() and step.isdigit() else "29500"
+    job, step = (
+        os.environ.get("SLURM_JOB_ID", ""),
+        os.environ.get("SLURM_STEP_ID", "") if by_srun else "0",
+    )
+    found["MASTER_PORT"] = (
+        str(15000 + (10 * int(job) + int(step)) % 10000)
+        if job.isdigit() and step.isdigit()
+        else "29500"
+    )
     for name, value in found.items():
         os.environ.setdefault(name, value)
 
@@ -93,4 +117,6 @@ def env_int(name: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise ValueError(f"the environment variable {name} is {text!r}; expected a whole number") from None
+        raise ValueError(
+            f"the environment variable {name} is {text!r}; expected a whole number"
+        ) from None

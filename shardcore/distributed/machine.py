@@ -1,12 +1,14 @@
-"""The machine that this rank runs on: its cores and its memory, less what control groups and the machine's other ranks take.
+"""The machine that this rank runs on: its cores and its memory, less what control groups and the
+machine's other ranks take.
 
-Memory, quotas (control groups of version 2) and the topology of cores are read on Linux only. Reclaimable file cache counts as
-free. `root`, the folder of the system's files, is for tests.
+Memory, quotas (control groups of version 2) and the topology of cores are read on Linux only.
+Reclaimable file cache counts as free. `root`, the folder of the system's files, is for tests.
 
-Note [NUMA]. Optimizer states off the device lie by turns on the nodes of the cores that update them (`nodes_of`): those of the
-worker (overlap_step=True), else all that the process may run on. Workers of ranks that may run on the same cores divide them
-by their GPUs' nodes. What was said for each rank (`shardcore run`, SLURM, taskset) stays, and a rank alone keeps all cores:
-one socket's memory has half of the machine's bandwidth.
+Note [NUMA]. Optimizer states off the device lie by turns on the nodes of the cores that update them
+(`nodes_of`): those of the worker (overlap_step=True), else all that the process may run on. Workers
+of ranks that may run on the same cores divide them by their GPUs' nodes. What was said for each
+rank (`shardcore run`, SLURM, taskset) stays, and a rank alone keeps all cores: one socket's memory
+has half of the machine's bandwidth.
 """
 
 import os
@@ -21,20 +23,21 @@ import torch
 
 from shardcore.distributed.comm import Comm
 
-# --- what ranks of one machine share ----------------------------------------------------------------------------------
+# --- what ranks of one machine share --------------------------------------------------------------
 
 
 def here() -> list[str]:
     """Identify the machine: ranks that share its memory and cores return the same.
 
-    Host names need not differ ("localhost"), so the kernel's boot id is added. The name stays, since containers of one machine
-    differ in it and have limits of their own.
+    Host names need not differ ("localhost"), so the kernel's boot id is added. The name stays,
+    since containers of one machine differ in it and have limits of their own.
     """
     return [socket.gethostname(), read_text(Path("/proc/sys/kernel/random/boot_id")).strip()]
 
 
 def short_of_memory(comm: Comm, needed: int) -> MemoryError | None:
-    """Return an error if the model's ranks on this machine need more host memory than is free. Collective (all parts).
+    """Return an error if the model's ranks on this machine need more host memory than is free.
+    Collective (all parts).
 
     needed: bytes, of this rank.
     """
@@ -44,28 +47,37 @@ def short_of_memory(comm: Comm, needed: int) -> MemoryError | None:
     if not needed or free is None or wanted <= free:
         return None
     return MemoryError(
-        f"shard: offload needs {wanted} bytes ({wanted / 2**30:.1f} GiB) of host memory for the {len(neighbors)} ranks of "
-        f"{place[0]}, which has {free} bytes ({free / 2**30:.1f} GiB) free; expected at least as many (free memory, raise the "
+        f"shard: offload needs {wanted} bytes ({wanted / 2**30:.1f} GiB) of host memory for the "
+        f"{len(neighbors)} ranks of "
+        f"{place[0]}, which has {free} bytes ({free / 2**30:.1f} GiB) free; expected at least as "
+        f"many (free memory, raise the "
         "memory limit of the container, use more machines or a higher stage, or do not offload)"
     )
 
 
-def plan_worker(comm: Comm, threads: int | None, device: torch.device) -> tuple[int, tuple[int, ...]]:
-    """Return the number of threads of a worker (`threads` unless None) and the cores that it runs on.
+def plan_worker(
+    comm: Comm, threads: int | None, device: torch.device
+) -> tuple[int, tuple[int, ...]]:
+    """Return the number of threads of a worker (`threads` unless None) and the cores that it runs
+    on.
 
     Collective (all parts). device: of this rank.
     """
     place, near = here(), near_cores(pci_address(device.index)) if device.type == "cuda" else []
     own, rows = _of_model(comm, [place, own_cores(), near])
     neighbors = [number for number, (host, *_) in enumerate(rows) if host == place]
-    of_ranks = divide_by_nodes([rows[number][1] for number in neighbors], [rows[number][2] for number in neighbors])
+    of_ranks = divide_by_nodes(
+        [rows[number][1] for number in neighbors], [rows[number][2] for number in neighbors]
+    )
     index = neighbors.index(own)
     count = worker_threads(of_ranks, index, quota()) if threads is None else threads
     return count, tuple(worker_cores(of_ranks, index, count))
 
 
 def _of_model(comm: Comm, value: Any) -> tuple[int, list[Any]]:
-    """Gather a value from all ranks of all parts of the model; returns the index of this rank's, too. Collective."""
+    """Gather a value from all ranks of all parts of the model; returns the index of this rank's,
+    too. Collective.
+    """
     index, rows = comm.rank, comm.gather_json(value)
     for other in comm.across:
         parts = other.gather_json(rows)
@@ -74,7 +86,7 @@ def _of_model(comm: Comm, value: Any) -> tuple[int, list[Any]]:
     return index, rows
 
 
-# --- cores ------------------------------------------------------------------------------------------------------------
+# --- cores ----------------------------------------------------------------------------------------
 
 
 def own_cores() -> list[int]:
@@ -96,10 +108,13 @@ def _quotas(root: Path) -> Iterator[float]:
             yield int(words[0]) / int(words[1])
 
 
-def divide_by_nodes(of_ranks: Sequence[Sequence[int]], near: Sequence[Sequence[int]]) -> list[list[int]]:
+def divide_by_nodes(
+    of_ranks: Sequence[Sequence[int]], near: Sequence[Sequence[int]]
+) -> list[list[int]]:
     """Return the cores of each rank, fewer where ranks have the same: those near its GPU.
 
-    of_ranks: the cores that each rank of the machine may run on; near: those of its GPU's NUMA node, [] where unknown.
+    of_ranks: the cores that each rank of the machine may run on; near: those of its GPU's NUMA
+    node, [] where unknown.
     """
     parts = [sorted(set(own) & set(cores)) for own, cores in zip(of_ranks, near, strict=True)]
 
@@ -111,20 +126,26 @@ def divide_by_nodes(of_ranks: Sequence[Sequence[int]], near: Sequence[Sequence[i
 
 
 def worker_threads(of_ranks: Sequence[Sequence[int]], rank: int, limit: float | None) -> int:
-    """Return the number of threads of a rank's worker: its share of the cores that it has, less one for its main thread.
+    """Return the number of threads of a rank's worker: its share of the cores that it has, less one
+    for its main thread.
 
-    of_ranks: the cores that each rank of the machine has; limit: their CPU quota together, in cores.
+    of_ranks: the cores that each rank of the machine has; limit: their CPU quota together, in
+    cores.
     """
     own = set(of_ranks[rank])
     share = len(own) // sum(not own.isdisjoint(cores) for cores in of_ranks)
     return max(1, (share if limit is None else min(share, int(limit) // len(of_ranks))) - 1)
 
 
-def worker_cores(of_ranks: Sequence[Sequence[int]], rank: int, threads: int, root: Path = Path("/")) -> list[int]:
-    """Return the cores that the worker of of_ranks[rank] is pinned to, its exclusive share; [] for no pinning.
+def worker_cores(
+    of_ranks: Sequence[Sequence[int]], rank: int, threads: int, root: Path = Path("/")
+) -> list[int]:
+    """Return the cores that the worker of of_ranks[rank] is pinned to, its exclusive share; [] for
+    no pinning.
 
-    Ranks with the same cores divide them evenly, neighbors (by package, then by physical core) together. Nothing is pinned if
-    a share has not at least one core more than `threads`, for the rank's main thread, or if ranks share only some cores.
+    Ranks with the same cores divide them evenly, neighbors (by package, then by physical core)
+    together. Nothing is pinned if a share has not at least one core more than `threads`, for the
+    rank's main thread, or if ranks share only some cores.
     """
     own = set(of_ranks[rank])
     sharing = [other for other, cores in enumerate(of_ranks) if set(cores) == own]
@@ -134,15 +155,22 @@ def worker_cores(of_ranks: Sequence[Sequence[int]], rank: int, threads: int, roo
     return share if len(share) > threads else []
 
 
-def cores_of_share(cores: Sequence[int], index: int, shares: int, root: Path = Path("/")) -> list[int]:
-    """Return the index-th of equal shares of cores; neighbors (by package, then by physical core) stay together."""
+def cores_of_share(
+    cores: Sequence[int], index: int, shares: int, root: Path = Path("/")
+) -> list[int]:
+    """Return the index-th of equal shares of cores; neighbors (by package, then by physical
+    core) stay together.
+    """
     ordered = sorted(cores, key=lambda core: _topology_of(core, root))
     return sorted(ordered[index * len(cores) // shares : (index + 1) * len(cores) // shares])
 
 
 def physical_cores(cores: Sequence[int], root: Path = Path("/")) -> int:
     """Return how many physical cores these cores are: hardware threads of one count once."""
-    firsts = (read_text(root / f"sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list").strip() for core in cores)
+    firsts = (
+        read_text(root / f"sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list").strip()
+        for core in cores
+    )
     return len({first or str(core) for core, first in zip(cores, firsts, strict=True)})
 
 
@@ -159,20 +187,29 @@ def parse_cores(text: str) -> list[int]:
 
 def format_cores(cores: Sequence[int]) -> str:
     """Return what `parse_cores` reads, for cores in order."""
-    runs = [[core for _, core in run] for _, run in groupby(enumerate(cores), lambda pair: pair[1] - pair[0])]
+    runs = [
+        [core for _, core in run]
+        for _, run in groupby(enumerate(cores), lambda pair: pair[1] - pair[0])
+    ]
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def numa_nodes(root: Path = Path("/")) -> dict[int, list[int]]:
-    """Return the cores of each NUMA node that has some; {} where the machine has one such node, or does not say."""
+    """Return the cores of each NUMA node that has some; {} where the machine has one such node,
+    or does not say.
+    """
     folders = (root / "sys/devices/system/node").glob("node[0-9]*")
-    lists = {int(folder.name.removeprefix("node")): read_text(folder / "cpulist") for folder in folders}
+    lists = {
+        int(folder.name.removeprefix("node")): read_text(folder / "cpulist") for folder in folders
+    }
     nodes = {node: parse_cores(text) for node, text in sorted(lists.items()) if text.strip()}
     return nodes if len(nodes) > 1 else {}
 
 
 def nodes_of(cores: Sequence[int], root: Path = Path("/")) -> list[int]:
-    """Return the NUMA nodes that these cores are of; [] where the machine has one, or does not say."""
+    """Return the NUMA nodes that these cores are of; [] where the machine has one, or does not
+    say.
+    """
     return [node for node, its in numa_nodes(root).items() if not set(its).isdisjoint(cores)]
 
 
@@ -194,12 +231,15 @@ def pci_address(gpu: int | None) -> str:
 def _topology_of(core: int, root: Path) -> tuple[int, int, int]:
     """Return (package, first core of the same physical core, core), zeros where unknown."""
     folder = root / f"sys/devices/system/cpu/cpu{core}/topology"
-    numbers = (re.match(r"\d+", read_text(folder / name)) for name in ("physical_package_id", "thread_siblings_list"))
+    numbers = (
+        re.match(r"\d+", read_text(folder / name))
+        for name in ("physical_package_id", "thread_siblings_list")
+    )
     package, first = (int(found[0]) if found else 0 for found in numbers)
     return package, first, core
 
 
-# --- memory -----------------------------------------------------------------------------------------------------------
+# --- memory ---------------------------------------------------------------------------------------
 
 
 def free_bytes(root: Path = Path("/")) -> int | None:
@@ -219,7 +259,9 @@ def _left_in_groups(root: Path) -> Iterator[int]:
     for folder in group_folders(root):
         if (most := read_text(folder / "memory.max").strip()).isdigit():
             taken = int(read_text(folder / "memory.current").strip() or 0)
-            cached = dict(pair.split() for pair in read_text(folder / "memory.stat").splitlines()).get("inactive_file", "0")
+            cached = dict(
+                pair.split() for pair in read_text(folder / "memory.stat").splitlines()
+            ).get("inactive_file", "0")
             yield int(most) - taken + int(cached)
 
 
@@ -230,7 +272,11 @@ def group_folders(root: Path) -> Iterator[Path]:
             top = root / "sys/fs/cgroup"
             # In a container the path may be the one outside, and the group itself is at the top.
             inner = top / line.removeprefix("0::").strip("/")
-            yield from (folder for folder in dict.fromkeys([inner, *inner.parents, top]) if folder.is_relative_to(top))
+            yield from (
+                folder
+                for folder in dict.fromkeys([inner, *inner.parents, top])
+                if folder.is_relative_to(top)
+            )
 
 
 def read_text(path: Path) -> str:

@@ -1,8 +1,10 @@
-"""Which ranks share a node, which rank reduces which piece of a buffer, and which ranks hold it afterwards. Pure arithmetic.
+"""Which ranks share a node, which rank reduces which piece of a buffer, and which ranks hold it
+afterwards. Pure arithmetic.
 
-A buffer has as many equal pieces as there are ranks. Reduction runs in levels: the ranks of a level cut what they hold into
-equal parts, one per rank, and each adds the parts that it receives in rank order; first within a node, then across nodes. The
-bits depend on `ranks_per_node` alone, and each rank ends with one piece (`piece_index`), reduced over all ranks.
+A buffer has as many equal pieces as there are ranks. Reduction runs in levels: the ranks of a level
+cut what they hold into equal parts, one per rank, and each adds the parts that it receives in rank
+order; first within a node, then across nodes. The bits depend on `ranks_per_node` alone, and each
+rank ends with one piece (`piece_index`), reduced over all ranks.
 """
 
 from collections.abc import Sequence
@@ -13,7 +15,8 @@ from dataclasses import dataclass
 class Topology:
     """`world_size` ranks, `ranks_per_node` consecutive ranks per node.
 
-    replicate: shard within each node and replicate across nodes (hybrid sharding), instead of sharding over all ranks.
+    replicate: shard within each node and replicate across nodes (hybrid sharding), instead of
+    sharding over all ranks.
     """
 
     world_size: int
@@ -35,21 +38,37 @@ class Topology:
         return range(rank % self.ranks_per_node, self.world_size, self.ranks_per_node)
 
     def levels(self, rank: int) -> list[range]:
-        """Return the ranks, itself included, that the rank exchanges gradients with at each level."""
-        return [ranks for ranks in (self.node_ranks(rank), self.cross_node_ranks(rank)) if len(ranks) > 1]
+        """Return the ranks, itself included, that the rank exchanges gradients with at each
+        level.
+        """
+        return [
+            ranks
+            for ranks in (self.node_ranks(rank), self.cross_node_ranks(rank))
+            if len(ranks) > 1
+        ]
 
     def piece_index(self, rank: int) -> int:
         """Return the index of the piece that the rank has after the last level."""
         return rank % self.ranks_per_node * self.nodes + rank // self.ranks_per_node
 
     def owned_pieces(self, rank: int) -> tuple[int, int]:
-        """Return the range (first, end) of pieces in the rank's shard: its own piece, or with `replicate` one per node."""
+        """Return the range (first, end) of pieces in the rank's shard: its own piece, or with
+        `replicate` one per node.
+        """
         piece = self.piece_index(rank)
-        return (piece - piece % self.nodes, piece - piece % self.nodes + self.nodes) if self.replicate else (piece, piece + 1)
+        return (
+            (piece - piece % self.nodes, piece - piece % self.nodes + self.nodes)
+            if self.replicate
+            else (piece, piece + 1)
+        )
 
     def ranks_by_piece(self) -> Sequence[int]:
         """Return all ranks in the order of their pieces."""
-        return sorted(range(self.world_size), key=self.piece_index) if self.nodes > 1 else range(self.world_size)
+        return (
+            sorted(range(self.world_size), key=self.piece_index)
+            if self.nodes > 1
+            else range(self.world_size)
+        )
 
     def shard_ranks(self, rank: int) -> Sequence[int]:
         """Return the ranks whose shards, in this order, are a full buffer."""
@@ -61,14 +80,23 @@ class Topology:
 
 
 def topology_of(world_size: int, ranks_per_node: int | None, shard_dim: int | None) -> Topology:
-    """Return the topology; shard_dim: the size of a two-dimensional mesh's second dimension. Raises ValueError or TypeError."""
-    if ranks_per_node is not None and (isinstance(ranks_per_node, bool) or not isinstance(ranks_per_node, int)):
-        raise TypeError(f"shard: ranks_per_node is {ranks_per_node!r}; expected a whole number, or None")
+    """Return the topology; shard_dim: the size of a two-dimensional mesh's second dimension.
+    Raises ValueError or TypeError.
+    """
+    if ranks_per_node is not None and (
+        isinstance(ranks_per_node, bool) or not isinstance(ranks_per_node, int)
+    ):
+        raise TypeError(
+            f"shard: ranks_per_node is {ranks_per_node!r}; expected a whole number, or None"
+        )
     if None not in (ranks_per_node, shard_dim) and ranks_per_node != shard_dim:
         raise ValueError(
-            f"shard: ranks_per_node is {ranks_per_node}; expected {shard_dim}, the mesh's second dimension, or None"
+            f"shard: ranks_per_node is {ranks_per_node}; expected {shard_dim}, the mesh's second "
+            f"dimension, or None"
         )
     size = shard_dim or (world_size if ranks_per_node is None else ranks_per_node)
     if size < 1 or world_size % size:
-        raise ValueError(f"shard: ranks_per_node is {size}; expected a divisor of the {world_size} ranks")
+        raise ValueError(
+            f"shard: ranks_per_node is {size}; expected a divisor of the {world_size} ranks"
+        )
     return Topology(world_size, size, replicate=shard_dim is not None)

@@ -1,21 +1,24 @@
 """Finds ranks that wait for different things, which can never end, and names ranks that are late.
 
-Nothing is sent while training runs: a rank counts the collectives that it starts, by process group and name, and notes which
-one it waits for. A thread looks once a second. When a wait has lasted LONG_S, the thread writes the wait and the counts to the
-store of the default process group, and reads what the ranks missing from it have written.
+Nothing is sent while training runs: a rank counts the collectives that it starts, by process group
+and name, and notes which one it waits for. A thread looks once a second. When a wait has lasted
+LONG_S, the thread writes the wait and the counts to the store of the default process group, and
+reads what the ranks missing from it have written.
 
-Note [Proof]: a rank starts nothing while it waits. So two ranks are stuck for good if each waits for a collective that needs
-the other, which the other has not started; likewise if the other's engine is gone (`Log.left`). On NCCL the host does not wait,
-and collectives run in the order in which they were started, so two ranks are also stuck if they started different ones in
-the same place. A backward that failed on a rank sends nothing more: ranks that wait inside the same backward are stuck, too
-(`Log.failed`). The user's own collectives are not counted; that a rank waits in one shows in the frames of its main thread. It
-counts as stuck if all other ranks of its group wait for what it has not started, and only if it is of a kind that no rank
-leaves before all have entered it (`_SYMMETRIC`), called there, without `async_op` and by no other thread. What a rank wrote
-counts only while it keeps writing (`beat`), since its wait may have ended. Slow ranks and networks prove nothing: they get one
-log line per minute, and the group's timeout.
-Note [End]: a proof is written to the store first, for each of the waits, so that every rank can report it. Then NCCL's
-communicator is aborted, and gloo's connections, beside it too, are closed (a receive that times out does that), so that the
-waits raise.
+Note [Proof]: a rank starts nothing while it waits. So two ranks are stuck for good if each waits
+for a collective that needs the other, which the other has not started; likewise if the other's
+engine is gone (`Log.left`). On NCCL the host does not wait, and collectives run in the order in
+which they were started, so two ranks are also stuck if they started different ones in the same
+place. A backward that failed on a rank sends nothing more: ranks that wait inside the same backward
+are stuck, too (`Log.failed`). The user's own collectives are not counted; that a rank waits in one
+shows in the frames of its main thread. It counts as stuck if all other ranks of its group wait for
+what it has not started, and only if it is of a kind that no rank leaves before all have entered it
+(`_SYMMETRIC`), called there, without `async_op` and by no other thread. What a rank wrote counts
+only while it keeps writing (`beat`), since its wait may have ended. Slow ranks and networks prove
+nothing: they get one log line per minute, and the group's timeout.
+Note [End]: a proof is written to the store first, for each of the waits, so that every rank can
+report it. Then NCCL's communicator is aborted, and gloo's connections, beside it too, are closed (a
+receive that times out does that), so that the waits raise.
 """
 
 import atexit
@@ -49,13 +52,21 @@ USERS_LONG_S = 6.0  # the same for the user's own collectives
 _EXIT_S = 5.0  # at most, that the end of the process waits for the thread
 PAUSE_S = 1.0  # between two looks
 LATE_S = 60.0  # between two log lines about late ranks
-_OFTEN_S, _SELDOM_S = 15.0, 10.0  # waits longer than the first are examined at intervals of the second
+# waits longer than the first are examined at intervals of the second
+_OFTEN_S, _SELDOM_S = 15.0, 10.0
 _REMEMBERED = 1 << 12  # names of collectives in order, enough for the passes of a step
 _TAIL = 64  # how many of them are compared (NCCL)
 _EXAMINED = 3  # how many of the missing ranks are examined
 _BY_USER = "a collective of torch.distributed"
 AGREEMENT = "an agreement"  # a comparison without an engine, or before there is one
-_SYMMETRIC = {"all_reduce", "barrier", "monitored_barrier", "all_gather", "all_to_all", "all_to_all_single"}
+_SYMMETRIC = {
+    "all_reduce",
+    "barrier",
+    "monitored_barrier",
+    "all_gather",
+    "all_to_all",
+    "all_to_all_single",
+}
 _SYMMETRIC |= {
     "all_gather_into_tensor",
     "all_gather_single",
@@ -64,7 +75,10 @@ _SYMMETRIC |= {
     "reduce_scatter_single",
 }
 _NO_MESSAGE = 1 << 30  # a tag that is never sent
-_PACKAGE, _TORCH = f"{Path(__file__).parent.parent}{os.sep}", f"{Path(torch.__file__).parent}{os.sep}"
+_PACKAGE, _TORCH = (
+    f"{Path(__file__).parent.parent}{os.sep}",
+    f"{Path(torch.__file__).parent}{os.sep}",
+)
 _C10D = dist.distributed_c10d.__file__
 
 
@@ -74,7 +88,8 @@ class Log:
     def __init__(self, group: dist.ProcessGroup) -> None:
         """Start with empty counts."""
         self.group = weakref.ref(group)
-        self.parts: list[weakref.ref[dist.ProcessGroup]] = []  # groups of some of its ranks, whose collectives are logged here
+        # groups of some of its ranks, whose collectives are logged here
+        self.parts: list[weakref.ref[dist.ProcessGroup]] = []
         self.name: str = group.group_name
         self.ranks: list[int] = dist.get_process_group_ranks(group)
         self.counts: Counter[str] = Counter()
@@ -82,7 +97,9 @@ class Log:
         self.started, self._digest = 0, 0
         self.in_order = False  # collectives run in the order in which they were started (NCCL)
         self.left = False  # its engine is gone
-        self.backwards = 0  # how many have reduced gradients or failed; one on this rank alone (autograd.grad) does not count
+        # how many have reduced gradients or failed; one on this rank alone (autograd.grad) does not
+        # count
+        self.backwards = 0
         self.in_backward = False
         # How many there were before one that failed, and its error; None: the last one succeeded.
         self.failed: tuple[int, str] | None = None
@@ -90,12 +107,15 @@ class Log:
         self.threads: set[int] = set()  # those that have started collectives
 
     def begin_engine(self, nonce: str, in_order: bool) -> None:
-        """Serve a new engine, under a unique name, so that nothing in the store is another engine's or another run's."""
+        """Serve a new engine, under a unique name, so that nothing in the store is another
+        engine's or another run's.
+        """
         group = self.group()
         assert group is not None
         self.left, self.in_order = False, in_order
         self.backwards, self.in_backward, self.failed = 0, False, None
-        self.name = f"{group.group_name}/{nonce}"  # last: the thread writes what it finds under the name that it read before
+        # last: the thread writes what it finds under the name that it read before
+        self.name = f"{group.group_name}/{nonce}"
 
     def start(self, name: str, ranks: Sequence[int] | None = None) -> "Operation":
         """Count a collective, in which `ranks` of the group (None: all) take part."""
@@ -108,7 +128,9 @@ class Log:
         return Operation(self, name, self.counts[name], ranks)
 
     def take_order(self) -> list[str]:
-        """Return what was started since the last call, for ranks to compare: the last names, and a digest of all."""
+        """Return what was started since the last call, for ranks to compare: the last names, and
+        a digest of all.
+        """
         since = [f"collective {number}: {name}" for number, name in enumerate(self.order)]
         since += [f"digest of all collectives: {self._digest:x}"] * bool(since)
         self.order.clear()
@@ -118,7 +140,9 @@ class Log:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One collective: the `number`-th of its name on a group, in which `ranks` of the group (None: all) take part."""
+    """One collective: the `number`-th of its name on a group, in which `ranks` of the group
+    (None: all) take part.
+    """
 
     log: Log
     name: str
@@ -127,13 +151,17 @@ class Operation:
 
     def as_wait(self, shown: str = "") -> "Wait":
         """Return it as it is written to the store."""
-        ranks = self.log.ranks if self.ranks is None else [self.log.ranks[rank] for rank in self.ranks]
+        ranks = (
+            self.log.ranks if self.ranks is None else [self.log.ranks[rank] for rank in self.ranks]
+        )
         return Wait(self.log.name, self.name, self.number, tuple(ranks), shown or self.name)
 
 
 @dataclass(frozen=True)
 class Wait:
-    """What a rank waits for, as it is written to the store; `ranks` are those of the default group."""
+    """What a rank waits for, as it is written to the store; `ranks` are those of the default
+    group.
+    """
 
     group: str
     name: str
@@ -152,7 +180,9 @@ class Wait:
 
 
 class waiting:  # noqa: N801
-    """Note that this thread waits for an operation inside the context. (A class is entered faster than a generator.)"""
+    """Note that this thread waits for an operation inside the context. (A class is entered
+    faster than a generator.)
+    """
 
     __slots__ = ("_operation",)
 
@@ -209,15 +239,19 @@ class _Watch:
         self._reasons: dict[str, str] = {}
         self._ended: set[str] = set()
         self._lines = 0
-        # Collectives of a group end in the order in which they were started: of those running, one and the last are held.
+        # Collectives of a group end in the order in which they were started: of those running, one
+        # and the last are held.
         self._devices: dict[tuple[str, range | None], list[tuple[Operation, dist.Work, float]]] = {}
         self._device = torch.device("cpu")  # of the last one
         self._lock = threading.Lock()  # of these
-        self._by_user: tuple[tuple[str, str, int], float] | None = None  # group, function, what was started there; since when
+        # group, function, what was started there; since when
+        self._by_user: tuple[tuple[str, str, int], float] | None = None
 
     def start(self) -> None:
         if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._run, name="shardcore-watchdog", daemon=True)
+            self._thread = threading.Thread(
+                target=self._run, name="shardcore-watchdog", daemon=True
+            )
             self._thread.start()
 
     def _run(self) -> None:
@@ -225,21 +259,32 @@ class _Watch:
             try:
                 self.look()
             except Exception as error:
-                # The store is gone, or groups are being destroyed: RuntimeError, KeyError, or ValueError from get_rank().
-                ends = isinstance(error, RuntimeError | KeyError | dist.DistError) or not dist.is_initialized()
-                logger.log(logging.DEBUG if ends else logging.WARNING, "the watchdog cannot look", exc_info=True)
+                # The store is gone, or groups are being destroyed: RuntimeError, KeyError, or
+                # ValueError from get_rank().
+                ends = (
+                    isinstance(error, RuntimeError | KeyError | dist.DistError)
+                    or not dist.is_initialized()
+                )
+                logger.log(
+                    logging.DEBUG if ends else logging.WARNING,
+                    "the watchdog cannot look",
+                    exc_info=True,
+                )
                 self._written = None
 
     def stop(self) -> None:
-        """End the thread. Still inside C++ when the interpreter ends, it would abort the process."""
+        """End the thread. Still inside C++ when the interpreter ends, it would abort the
+        process.
+        """
         self._ends.set()
         if self._thread is not None:
             self._thread.join(_EXIT_S)
 
-    # --- the store ----------------------------------------------------------------------------------------------------
+    # --- the store --------------------------------------------------------------------------------
 
     def _store(self) -> PrefixStore | None:
-        """Return the thread's own connection, since others block the group's; None while there is no default group.
+        """Return the thread's own connection, since others block the group's; None while there is
+        no default group.
 
         Only this thread connects, which may take long if the server is gone.
         """
@@ -264,19 +309,23 @@ class _Watch:
                         break
         return self._reasons.get(wait.key)
 
-    # --- what this rank waits for -------------------------------------------------------------------------------------
+    # --- what this rank waits for -----------------------------------------------------------------
 
     def on_device(self, operation: Operation, work: dist.Work, device: torch.device) -> None:
         self._device = device
         with self._lock:
             entry = operation, work, time.monotonic()
-            key = operation.log.name, operation.ranks if isinstance(operation.ranks, range) else None
+            key = (
+                operation.log.name,
+                operation.ranks if isinstance(operation.ranks, range) else None,
+            )
             self._devices[key] = [*self._devices.get(key, [])[:1], entry]
 
     def _longest(self) -> tuple[Wait, float] | None:
         """Return the longest wait of this rank, and its seconds."""
         now = time.monotonic()
-        if self._device.type == "cuda":  # a new thread's first question about an event would open device 0
+        # a new thread's first question about an event would open device 0
+        if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
             _C.allow_captures()
         with self._lock:
@@ -286,9 +335,14 @@ class _Watch:
                 left = [entry for entry in entries if not entry[1].is_completed()]
                 if not left:
                     del self._devices[key]
-                elif left[0] is not entries[0]:  # others have ended meanwhile: the device makes progress
+                # others have ended meanwhile: the device makes progress
+                elif left[0] is not entries[0]:
                     self._devices[key] = [(*left[0][:2], now)]
-            waits = [(operation, since) for entries in self._devices.values() for operation, _, since in entries[:1]]
+            waits = [
+                (operation, since)
+                for entries in self._devices.values()
+                for operation, _, since in entries[:1]
+            ]
         waits += list(_waits.values())
         if waits:
             operation, since = min(waits, key=lambda wait: wait[1])
@@ -296,11 +350,17 @@ class _Watch:
         return self._users(now)
 
     def _users(self, now: float) -> tuple[Wait, float] | None:
-        """Return the collective of torch.distributed that the main thread is in, and for how long it has been seen there."""
+        """Return the collective of torch.distributed that the main thread is in, and for how
+        long it has been seen there.
+        """
         seen, self._by_user = self._by_user, None
         main = threading.main_thread().ident or 0
         frame = sys._current_frames().get(main)
-        if frame is None or frame.f_code.co_filename != _C10D or any(not log.threads <= {main} for log in _logs_now()):
+        if (
+            frame is None
+            or frame.f_code.co_filename != _C10D
+            or any(not log.threads <= {main} for log in _logs_now())
+        ):
             return None
         name, group = frame.f_code.co_name, frame.f_locals.get("group") or dist.group.WORLD
         caller = frame.f_back
@@ -309,7 +369,8 @@ class _Watch:
         ours = caller is not None and caller.f_code.co_filename.startswith(_PACKAGE)
         if name not in _SYMMETRIC or ours or not isinstance(group, dist.ProcessGroup):
             return None
-        started: int = group._get_sequence_number_for_group()  # type: ignore[attr-defined]  # of anything on this group
+        # of anything on this group
+        started: int = group._get_sequence_number_for_group()  # type: ignore[attr-defined]
         found = group.group_name, name, started
         self._by_user = seen if seen is not None and seen[0] == found else (found, now)
         wait = Operation(log_of(group), _BY_USER, 0).as_wait(f"torch.distributed.{name}")
@@ -317,19 +378,28 @@ class _Watch:
 
     @staticmethod
     def _order(group: str) -> tuple[int, list[str]] | None:
-        """Return how many collectives were started on a group and the names of the last, if their order matters (NCCL)."""
+        """Return how many collectives were started on a group and the names of the last, if
+        their order matters (NCCL).
+        """
         log = _log_named(group)
         return None if log is None or not log.in_order else (log.started, list(log.order)[-_TAIL:])
 
-    # --- looking ------------------------------------------------------------------------------------------------------
+    # --- looking ----------------------------------------------------------------------------------
 
     def look(self) -> None:
         """Write what this rank waits for, if that takes long; find out whether it is stuck."""
         longest = self._longest() if dist.is_initialized() else None
         logs = [(log.name, log) for log in _logs_now()]
         left = [(name, log) for name, log in logs if log.left and name not in self._left]
-        failed = {name: error for name, log in logs if (error := log.failed) != self._failed.get(name)}
-        if not left and not failed and self._written is None and (longest is None or longest[1] < LONG_S):
+        failed = {
+            name: error for name, log in logs if (error := log.failed) != self._failed.get(name)
+        }
+        if (
+            not left
+            and not failed
+            and self._written is None
+            and (longest is None or longest[1] < LONG_S)
+        ):
             return
         store = self._store()
         if store is None:
@@ -362,19 +432,33 @@ class _Watch:
         missing = [other for other in wait.ranks if other not in here]
         reason = self.reason_of(wait)
         if reason is None:
-            proofs = (self._never(store, wait, here, counts, order, other) for other in missing[:_EXAMINED])
+            proofs = (
+                self._never(store, wait, here, counts, order, other)
+                for other in missing[:_EXAMINED]
+            )
             found, waits = next(filter(None, proofs), ("", []))
-            # Those of groups first: the rank of the other wait ends its own as soon as its reason is there.
-            for key in (*(one.group for one in waits if one.name != _BY_USER), *(one.key for one in waits)):
+            # Those of groups first: the rank of the other wait ends its own as soon as its reason
+            # is there.
+            for key in (
+                *(one.group for one in waits if one.name != _BY_USER),
+                *(one.key for one in waits),
+            ):
                 reason = store.compare_set(f"reason/{key}", "", reason or found).decode()
         if reason is not None:
             self._end(wait, reason)
         elif missing and rank == min(here) and waited_s > LATE_S * (self._lines + 1):
             self._lines += 1
             others = {of: self._waits_for(store, of)[1] for of in missing[:_EXAMINED]}
-            where = "; ".join(f"rank {of} waits for {at}" for of, at in others.items() if at is not None)
-            waiting = f"waited {waited_s:.0f} s for {wait}, at which {name_ranks(missing)} {_have(missing)} not arrived"
-            logger.warning("%s %s %s%s", name_ranks(here), _have(here), waiting, f" ({where})" if where else "")
+            where = "; ".join(
+                f"rank {of} waits for {at}" for of, at in others.items() if at is not None
+            )
+            waiting = (
+                f"waited {waited_s:.0f} s for {wait}, at which {name_ranks(missing)} "
+                f"{_have(missing)} not arrived"
+            )
+            logger.warning(
+                "%s %s %s%s", name_ranks(here), _have(here), waiting, f" ({where})" if where else ""
+            )
 
     @staticmethod
     def _at(store: PrefixStore, wait: Wait) -> list[int]:
@@ -392,17 +476,35 @@ class _Watch:
         return beat, Wait(**{**entry, "ranks": tuple(entry["ranks"])})
 
     def _never(
-        self, store: PrefixStore, wait: Wait, here: Sequence[int], counts: Any, order: Any, other: int
+        self,
+        store: PrefixStore,
+        wait: Wait,
+        here: Sequence[int],
+        counts: Any,
+        order: Any,
+        other: int,
     ) -> tuple[str, list[Wait]] | None:
-        """Return why `other` never starts what this rank waits for, if that is proved, and the waits. See Note [Proof]."""
+        """Return why `other` never starts what this rank waits for, if that is proved, and the
+        waits. See Note [Proof].
+        """
         left = f"left/{wait.group}/{other}"
         if wait.name != AGREEMENT and store.check([left]):
             if json.loads(store.get(left)).get(wait.name, 0) >= wait.number:
                 return None
-            return _reason(f"{name_ranks(here)} for {wait}; rank {other} does not take part: its engine is gone"), [wait]
+            return _reason(
+                f"{name_ranks(here)} for {wait}; rank {other} does not take part: its engine is "
+                f"gone"
+            ), [wait]
         log, errors = _log_named(wait.group), self._errors(store, wait.group, other)
-        if other in errors and log is not None and log.in_backward and log.backwards == errors[other][0]:
-            return _reason(f"{name_ranks(here)} for {wait}; rank {other} does not take part", errors), [wait]
+        if (
+            other in errors
+            and log is not None
+            and log.in_backward
+            and log.backwards == errors[other][0]
+        ):
+            return _reason(
+                f"{name_ranks(here)} for {wait}; rank {other} does not take part", errors
+            ), [wait]
         beat, theirs = self._waits_for(store, other)
         if theirs is None or theirs.name == _BY_USER or dist.get_rank() not in theirs.ranks:
             return None  # of a collective of the user's, a rank in it finds out
@@ -410,23 +512,39 @@ class _Watch:
         if wait.name == _BY_USER:
             if here[0] != dist.get_rank():
                 return None
-            # Not by `_at`: of the collectives that run on devices, ranks may have seen different ones.
+            # Not by `_at`: of the collectives that run on devices, ranks may have seen different
+            # ones.
             found = [self._waits_for(store, rank)[1] for rank in wait.ranks if rank not in here]
             waits += [one for one in found if one is not None]
-            stuck = all(one is not None and here[0] in one.ranks and _lacks(counts, one) for one in found)
+            stuck = all(
+                one is not None and here[0] in one.ranks and _lacks(counts, one) for one in found
+            )
         else:
             their_counts, their_order = json.loads(store.get(f"log/{other}"))
-            swapped = theirs.group == wait.group and order is not None and _differ(order, their_order)
+            swapped = (
+                theirs.group == wait.group and order is not None and _differ(order, their_order)
+            )
             stuck = swapped or (_lacks(their_counts, wait) and _lacks(counts, theirs))
-        if not stuck or self._stuck.setdefault(other, beat) == beat:  # until it has written again, it may have ended its wait
+        # until it has written again, it may have ended its wait
+        if not stuck or self._stuck.setdefault(other, beat) == beat:
             return None
-        groups = ("", "") if wait.group == theirs.group else (f" on group {wait.group}", f" on group {theirs.group}")
+        groups = (
+            ("", "")
+            if wait.group == theirs.group
+            else (f" on group {wait.group}", f" on group {theirs.group}")
+        )
         there = self._at(store, theirs) or [other]
-        return _reason(f"{name_ranks(here)} for {wait}{groups[0]}; {name_ranks(there)} for {theirs}{groups[1]}", errors), waits
+        return _reason(
+            f"{name_ranks(here)} for {wait}{groups[0]}; {name_ranks(there)} for "
+            f"{theirs}{groups[1]}",
+            errors,
+        ), waits
 
     @staticmethod
     def _errors(store: PrefixStore, group: str, other: int) -> dict[int, tuple[int, str]]:
-        """Return the failed backwards of this rank and another one, by rank: their numbers and errors."""
+        """Return the failed backwards of this rank and another one, by rank: their numbers and
+        errors.
+        """
         log, key, found = _log_named(group), f"failed/{group}/{other}", dict[int, tuple[int, str]]()
         if log is not None and log.failed is not None:
             found[dist.get_rank()] = log.failed
@@ -456,30 +574,36 @@ class _Watch:
             for other in range(one.size()):  # of which some connections may be closed already
                 with suppress(RuntimeError):
                     if other != here:
-                        one.recv([torch.empty(1, device="cpu")], other, _NO_MESSAGE).wait(timedelta(milliseconds=1))
+                        one.recv([torch.empty(1, device="cpu")], other, _NO_MESSAGE).wait(
+                            timedelta(milliseconds=1)
+                        )
 
 
 def _reason(found: str, errors: Mapping[int, tuple[int, str]] | None = None) -> str:
     found = f"ranks wait for different things, which can never end: {found}"
     if errors:
         said = "; ".join(
-            f"the backward of rank {rank} ended in an error: {error}" for rank, (_, error) in sorted(errors.items())
+            f"the backward of rank {rank} ended in an error: {error}"
+            for rank, (_, error) in sorted(errors.items())
         )
         return (
-            f"{found}; {said}; expected each backward to succeed, or to end at the same place on every rank (mend that error, "
-            "and start again from the last checkpoint)"
+            f"{found}; {said}; expected each backward to succeed, or to end at the same place on "
+            f"every rank (mend that error, and start again from the last checkpoint)"
         )
     return (
         f"{found}; expected every rank to run the same units in the same "
-        "order, and equally many backwards per step (shardcore.join where only some ranks have a batch); every rank must "
-        "make each collective call (steps, state_dict, full_params, forwards at stage 3); one rank alone may save inside "
-        "deepspeed.zero.GatheredParameters"
+        "order, and equally many backwards per step (shardcore.join where only some ranks have a "
+        "batch); every rank must "
+        "make each collective call (steps, state_dict, full_params, forwards at stage 3); one rank "
+        "alone may save inside deepspeed.zero.GatheredParameters"
     )
 
 
 def _logs_now() -> list[Log]:
     """Return the logs of groups that were not destroyed (whose names later groups may have)."""
-    return [log for group, log in list(_logs.items()) if group in dist.distributed_c10d._world.pg_map]
+    return [
+        log for group, log in list(_logs.items()) if group in dist.distributed_c10d._world.pg_map
+    ]
 
 
 def _log_named(group: str) -> Log | None:
@@ -495,7 +619,10 @@ def _differ(order: Any, other: Any) -> bool:
     """Whether two ranks (see `_Watch._order`) started different collectives in the same place."""
     (started, names), (theirs, their_names) = order, other
     by_number = dict(zip(range(started - len(names), started), names, strict=True))
-    return any(by_number.get(theirs - len(their_names) + at, name) != name for at, name in enumerate(their_names))
+    return any(
+        by_number.get(theirs - len(their_names) + at, name) != name
+        for at, name in enumerate(their_names)
+    )
 
 
 def _have(ranks: Sequence[int]) -> str:

@@ -1,7 +1,7 @@
 """The run-time form of a unit: flat buffers that its parameters are views into.
 
-A unit has one bucket for each (dtype, optimizer group). What a rank keeps of it, and for how long, is the lifetimes table
-(`Lifetimes`), the only place where ZeRO stages differ.
+A unit has one bucket for each (dtype, optimizer group). What a rank keeps of it, and for how long,
+is the lifetimes table (`Lifetimes`), the only place where ZeRO stages differ.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -19,7 +19,8 @@ from shardcore.layout import Columns, FlatLayout, Piece
 from shardcore.optim.group_options import PARAM_DTYPES
 from shardcore.optim.state_format import NO_STATES, StateFormat
 
-# CPU buffers of this size or more (one huge page) ask for huge pages; smaller ones would waste the rest of theirs.
+# CPU buffers of this size or more (one huge page) ask for huge pages; smaller ones would waste the
+# rest of theirs.
 _HUGE_BUFFER_BYTES = 1 << 21
 
 
@@ -36,9 +37,11 @@ def stream_now(device: torch.device) -> torch.cuda.Stream | None:
 
 
 def follow(stream: torch.cuda.Stream | None, device: torch.device) -> None:
-    """Let the current stream wait for the work that is queued on another one. None: there is nothing to wait for.
+    """Let the current stream wait for the work that is queued on another one. None: there is
+    nothing to wait for.
 
-    While a graph is captured, only for work of the same graph: a capture begins after all other work has ended.
+    While a graph is captured, only for work of the same graph: a capture begins after all other
+    work has ended.
     """
     if stream is None or stream == (current := torch.cuda.current_stream(device)):
         return
@@ -52,17 +55,24 @@ def follow(stream: torch.cuda.Stream | None, device: torch.device) -> None:
 class BufferPool:
     """Lends a few buffers to many buckets, whatever their sizes, and counts their bytes.
 
-    The smallest free buffer that is large enough is lent; where there is none, the largest free one is replaced by a larger
-    one. So there are as many as are in use at once, and none is larger than the largest use.
+    The smallest free buffer that is large enough is lent; where there is none, the largest free one
+    is replaced by a larger one. So there are as many as are in use at once, and none is larger than
+    the largest use.
 
-    On CUDA a buffer is given in the order of the current stream: the stream that takes it next waits for that one.
+    On CUDA a buffer is given in the order of the current stream: the stream that takes it next
+    waits for that one.
     """
 
-    def __init__(self, device: torch.device, dropped: Callable[[torch.Tensor], None] = lambda memory: None) -> None:
-        """Make an empty pool of buffers on `device`. `dropped` is called with memory that is given up: views keep it alive."""
+    def __init__(
+        self, device: torch.device, dropped: Callable[[torch.Tensor], None] = lambda memory: None
+    ) -> None:
+        """Make an empty pool of buffers on `device`. `dropped` is called with memory that is
+        given up: views keep it alive.
+        """
         self.device, self._dropped = device, dropped
         self._free: list[torch.Tensor] = []  # bytes
-        self._lent: dict[int, torch.Tensor] = {}  # all of the memory, by storage (on meta there are no addresses)
+        # all of the memory, by storage (on meta there are no addresses)
+        self._lent: dict[int, torch.Tensor] = {}
         self._given_on: dict[int, torch.cuda.Stream] = {}  # by storage
         self.allocated_bytes = 0
 
@@ -71,18 +81,26 @@ class BufferPool:
         size = numel * dtype.itemsize
         if size == 0:  # `give` does not take it back
             return allocate(0, dtype, self.device)
-        fitting = [(memory.numel(), index) for index, memory in enumerate(self._free) if memory.numel() >= size]
+        fitting = [
+            (memory.numel(), index)
+            for index, memory in enumerate(self._free)
+            if memory.numel() >= size
+        ]
         if fitting:
             memory = self._pop(min(fitting)[1])
         else:
             if self._free:
-                self._drop(max((memory.numel(), index) for index, memory in enumerate(self._free))[1])
+                self._drop(
+                    max((memory.numel(), index) for index, memory in enumerate(self._free))[1]
+                )
             memory = as_bytes(self.keep(numel, dtype))
         self._lent[memory.untyped_storage()._cdata] = memory
         return memory[:size].view(dtype)
 
     def keep(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a buffer of exactly this size with undefined content, for a long time; it may be given to the pool later."""
+        """Return a buffer of exactly this size with undefined content, for a long time; it may
+        be given to the pool later.
+        """
         for index, memory in enumerate(self._free):
             if memory.numel() == numel * dtype.itemsize:
                 return self._pop(index).view(dtype)
@@ -110,7 +128,8 @@ class BufferPool:
     def _drop(self, index: int) -> None:
         memory = self._free.pop(index)
         if (stream := self._given_on.pop(memory.untyped_storage()._cdata, None)) is not None:
-            memory.record_stream(stream)  # torch's allocator knows the stream that it was allocated on alone
+            # torch's allocator knows the stream that it was allocated on alone
+            memory.record_stream(stream)
         self.allocated_bytes -= memory.numel()
         self._dropped(memory)
 
@@ -123,9 +142,12 @@ _WAIT_AT_MOST = 32
 class Lifetimes:
     """What a stage keeps (see docs/architecture.md, Lifetimes).
 
-    owns_everything: the reduced gradient, master and states cover the full bucket, not only the rank's shard.
-    full_grad_resident: the full local gradient stays allocated between steps instead of only until it is reduced.
-    full_weight_resident: so do the full weights, instead of only around their use (frozen ones are sharded then, too).
+    owns_everything: the reduced gradient, master and states cover the full bucket, not only the
+    rank's shard.
+    full_grad_resident: the full local gradient stays allocated between steps instead of only until
+    it is reduced.
+    full_weight_resident: so do the full weights, instead of only around their use (frozen ones are
+    sharded then, too).
     """
 
     owns_everything: bool
@@ -134,7 +156,9 @@ class Lifetimes:
 
     @property
     def gathers_new_weights(self) -> bool:
-        """Whether a step's new weights are gathered at its end (stages 1 and 2): resident, and made in shards."""
+        """Whether a step's new weights are gathered at its end (stages 1 and 2): resident, and
+        made in shards.
+        """
         return self.full_weight_resident and not self.owns_everything
 
 
@@ -148,10 +172,13 @@ LIFETIMES = {
 
 @dataclass(frozen=True)
 class ReducePolicy:
-    """How gradients accumulate: `accumulate` backwards a step; `sync_each` reduces every one of them, else only the last.
+    """How gradients accumulate: `accumulate` backwards a step; `sync_each` reduces every one of
+    them, else only the last.
 
-    grad_dtype: dtype of the reduced gradient (float32 or bfloat16) where ranks or micro-steps are summed.
-    reduce_dtype: dtype of what travels, None for what there is: the parameter's dtype, or float32 sums of micro-steps.
+    grad_dtype: dtype of the reduced gradient (float32 or bfloat16) where ranks or micro-steps are
+    summed.
+    reduce_dtype: dtype of what travels, None for what there is: the parameter's dtype, or float32
+    sums of micro-steps.
     backend_sums: the backend adds over ranks (engine/reduce_scatter.py).
     """
 
@@ -171,17 +198,22 @@ _NOWHERE = torch.empty(0, device="cpu")
 
 @dataclass(eq=False)
 class Managed:
-    """One parameter of the model under the engine, with what must be remembered about it between backward and step.
+    """One parameter of the model under the engine, with what must be remembered about it between
+    backward and step.
 
-    index: its number in `model.parameters()`. group: its optimizer group, None for none. offset: of its slot in the bucket.
-    used: this rank contributed to its gradient since the last reduction. has_grad: some rank did since zero_grad.
+    index: its number in `model.parameters()`. group: its optimizer group, None for none. offset: of
+    its slot in the bucket.
+    used: this rank contributed to its gradient since the last reduction. has_grad: some rank did
+    since zero_grad.
     grad_view: what stage 0 shows as `param.grad`.
-    step: how many updates it has had. Where the device counts them (engine/device_step.py) that is as of the last read; tried:
-        how many steps had its gradient, skipped ones included; cohort: see Note [Cohorts].
-    storage, version: where its data lay, and its version counter (in-place edits move it), when the engine last knew its value.
+    step: how many updates it has had. Where the device counts them (engine/device_step.py) that is
+        as of the last read; tried: how many steps had its gradient, skipped ones included; cohort:
+        see Note [Cohorts].
+    storage, version: where its data lay, and its version counter (in-place edits move it), when the
+    engine last knew its value.
     sliced: how it is cut over tensor-parallel ranks, None if it is not.
-    changes: in words, whether its weights were loaded or edited since the last step, not with which values; ranks compare it,
-        and a load makes up for what was before it.
+    changes: in words, whether its weights were loaded or edited since the last step, not with which
+        values; ranks compare it, and a load makes up for what was before it.
     """
 
     name: str
@@ -220,7 +252,9 @@ class Managed:
         return None if self.sliced is None else self.sliced.columns
 
     def full(self, local: torch.Tensor) -> torch.Tensor:
-        """Return the tensor of the parameter's shape of which `local` is what this rank has. Collective over slices."""
+        """Return the tensor of the parameter's shape of which `local` is what this rank has.
+        Collective over slices.
+        """
         return local if self.sliced is None else self.sliced.assemble(local)
 
     def shown(self, local: torch.Tensor) -> torch.Tensor:
@@ -228,13 +262,19 @@ class Managed:
         return local if self.sliced is None else self.sliced.wrap(local)
 
     def storage_now(self) -> tuple[int, int]:
-        """Return the parameter's storage and offset: what changes when its `.data` is re-assigned, moved or cast."""
+        """Return the parameter's storage and offset: what changes when its `.data` is
+        re-assigned, moved or cast.
+        """
         return self.local.untyped_storage()._cdata, int(self.local.storage_offset())
 
     @property
     def version_now(self) -> int:
         """The count of edits in place, of a DTensor or of what it holds."""
-        return self.param._version if self.sliced is None else self.param._version + self.local._version
+        return (
+            self.param._version
+            if self.sliced is None
+            else self.param._version + self.local._version
+        )
 
     @property
     def edited(self) -> bool:
@@ -251,12 +291,16 @@ class Managed:
         self.version = self.version_now
 
     def slice_of(self, flat: torch.Tensor) -> torch.Tensor:
-        """View this parameter's slot of a full buffer of the bucket in the shape of what is managed."""
+        """View this parameter's slot of a full buffer of the bucket in the shape of what is
+        managed.
+        """
         return flat[self.offset : self.offset + self.local.numel()].view(self.local.shape)
 
 
 def note_written(params: Sequence[Managed]) -> None:
-    """Note that the engine wrote these weights, behind autograd: a graph that saved the old ones must not run backward."""
+    """Note that the engine wrote these weights, behind autograd: a graph that saved the old ones
+    must not run backward.
+    """
     torch.autograd.graph.increment_version([managed.param for managed in params])
     for managed in params:
         managed.version = managed.version_now
@@ -266,8 +310,9 @@ def closed_message(name: str, unit: str) -> str:
     """Return the error message for a read of weights that are sharded."""
     inside = f"the forward and backward of {unit or 'the model'}"
     return (
-        f"{name} is sharded (stage 3) and unsharded only during {inside}; expected a use there, or inside "
-        "`with shardcore.full_params(model):` (torch.profiler's with_stack=True reads them elsewhere: leave it out)"
+        f"{name} is sharded (stage 3) and unsharded only during {inside}; expected a use there, or "
+        f"inside `with shardcore.full_params(model):` (torch.profiler's with_stack=True reads them "
+        "elsewhere: leave it out)"
     )
 
 
@@ -284,29 +329,42 @@ class WeightFiles(Protocol):
         """Read a shard and copy it to `target`; returns the end of the copy."""
 
     def read_ahead(self, bucket: "Bucket") -> None:
-        """Begin to read a shard that `bring` is soon called for, as far as there are buffers for it."""
+        """Begin to read a shard that `bring` is soon called for, as far as there are buffers for
+        it.
+        """
 
 
 class Bucket:
-    """The parameters of one unit with one dtype and one optimizer group, and their buffers; or frozen ones of one dtype.
+    """The parameters of one unit with one dtype and one optimizer group, and their buffers; or
+    frozen ones of one dtype.
 
-    weight: (layout.numel,) in `dtype`, the unsharded weights; the parameters are views of it. Empty while they are sharded.
-    owned_weight: (owned_numel,), the owned range: a view of `weight` where that is resident, else memory of its own; empty
-        where that is in `files`. See `owned_values`, `assign`.
+    weight: (layout.numel,) in `dtype`, the unsharded weights; the parameters are views of it. Empty
+    while they are sharded.
+    owned_weight: (owned_numel,), the owned range: a view of `weight` where that is resident, else
+        memory of its own; empty where that is in `files`. See `owned_values`, `assign`.
     reduces: the range, in the owned one, that this rank alone adds up, and writes to checkpoints.
-    weight_tier: where that memory lies; tier: the only way to it where that is the host, or to `files`, else None.
-    device_numel: how many elements of the owned range, its first ones, the device updates (engine/split_store.py); the CPU
-        updates the other `host_numel`, whose states are in host memory.
-    changed: the owned weights have edits that their masters do not have yet; perhaps through `p.data`, which no version counter
-        shows. Not known of weights in files, nor where the unsharded weights are the shard.
-    counted: whether this rank's norm has it: of what all tensor-parallel ranks have (`repeated`), the first of them has it.
-    grad: (owned_numel,), the reduced gradient of the owned range, averaged over ranks; meaningful while `reduced`.
-    host_grad: (host_numel,), where gradients are offloaded (engine/host_gradients.py); then `grad` has `device_numel`.
+    weight_tier: where that memory lies; tier: the only way to it where that is the host, or to
+    `files`, else None.
+    device_numel: how many elements of the owned range, its first ones, the device updates
+        (engine/split_store.py); the CPU updates the other `host_numel`, whose states are in host
+        memory.
+    changed: the owned weights have edits that their masters do not have yet; perhaps through
+        `p.data`, which no version counter shows. Not known of weights in files, nor where the
+        unsharded weights are the shard.
+    counted: whether this rank's norm has it: of what all tensor-parallel ranks have (`repeated`),
+    the first of them has it.
+    grad: (owned_numel,), the reduced gradient of the owned range, averaged over ranks; meaningful
+    while `reduced`.
+    host_grad: (host_numel,), where gradients are offloaded (engine/host_gradients.py); then `grad`
+    has `device_numel`.
     arrival: the copy that brings `host_grad`; None once it is known to be there.
-    sq_norm: its squared norm (high, low) over this rank's shard; None: that of `grad` as it is, not taken yet.
-    wire: (layout.numel,), the local gradient while it is collected: in `dtype`, or float32 sums over micro-steps.
+    sq_norm: its squared norm (high, low) over this rank's shard; None: that of `grad` as it is, not
+    taken yet.
+    wire: (layout.numel,), the local gradient while it is collected: in `dtype`, or float32 sums
+    over micro-steps.
     resident: the wire buffers that stay allocated (Lifetimes.full_grad_resident), by dtype.
-    shown: the buffer that stage 0's `param.grad` are views of, if they are set: `grad`, or one of `resident` in `dtype`.
+    shown: the buffer that stage 0's `param.grad` are views of, if they are set: `grad`, or one of
+    `resident` in `dtype`.
     """
 
     def __init__(
@@ -321,8 +379,15 @@ class Bucket:
         trainable: bool = True,
         state_format: StateFormat = NO_STATES,
     ) -> None:
-        """Describe the bucket; this rank updates the range `owned` and adds up `reduces`; `state_format`: of its states."""
-        self.unit, self.dtype, self.group, self.params, self.layout, self.owned = unit, dtype, group, params, layout, owned
+        """Describe the bucket; this rank updates the range `owned` and adds up `reduces`;
+        `state_format`: of its states.
+        """
+        self.unit = unit
+        self.dtype = dtype
+        self.group = group
+        self.params = params
+        self.layout = layout
+        self.owned = owned
         for managed, slot in zip(params, layout.slots, strict=True):
             managed.offset = slot.offset
         self.pieces: tuple[Piece, ...] = layout.pieces(*owned)
@@ -331,7 +396,9 @@ class Bucket:
             self._pieces_of[params[piece.slot]].append(piece)
         self._closed = [closed_message(managed.name, unit) for managed in params]
         self._gaps = tuple(layout.gaps())
-        self._views: dict[tuple[int, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        self._views: dict[
+            tuple[int, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]
+        ] = {}
         self._waiting: list[tuple[torch.Tensor, torch.Tensor]] = []  # see collect
         self.trainable, self.state_format = trainable, state_format
         self.repeated, self.counted = False, True
@@ -353,7 +420,9 @@ class Bucket:
 
     @cached_property
     def _lent(self) -> tuple[list[torch.Tensor], list[int]]:
-        return [managed.local for managed in self.params], [managed.offset for managed in self.params]
+        return [managed.local for managed in self.params], [
+            managed.offset for managed in self.params
+        ]
 
     @property
     def owned_numel(self) -> int:
@@ -370,7 +439,9 @@ class Bucket:
         self.weight, self.owned_weight = weight, self.owned_slice(weight)
 
     def owned_values(self, start: int, numel: int) -> torch.Tensor:
-        """Return elements [start, start + numel) of the owned weights: live, or a copy of what is in files."""
+        """Return elements [start, start + numel) of the owned weights: live, or a copy of what
+        is in files.
+        """
         if self.files is not None:
             return self.files.values(self, start, numel)
         return self.owned_weight[start : start + numel]
@@ -378,8 +449,8 @@ class Bucket:
     def assign(self, start: int, values: torch.Tensor) -> None:
         """Write `values` to the owned weights from `start` on, rounded as a step does.
 
-        Frozen weights may have dtypes that no step supports. Those in host memory may still be on their way to the device, for
-        a forward that the host is ahead of.
+        Frozen weights may have dtypes that no step supports. Those in host memory may still be on
+        their way to the device, for a forward that the host is ahead of.
         """
         weight = self.owned_weight[start : start + values.numel()]
         if self.files is not None:
@@ -404,8 +475,13 @@ class Bucket:
         _C.withdraw(self._lent[0], self._closed)
 
     def take_edits(self) -> None:
-        """Bring the owned weights in line with full ones that were perhaps edited, and note whether they were (`changed`)."""
-        if self.weight.numel() == 0 or self.weight.untyped_storage()._cdata == self.owned_weight.untyped_storage()._cdata:
+        """Bring the owned weights in line with full ones that were perhaps edited, and note
+        whether they were (`changed`).
+        """
+        if (
+            self.weight.numel() == 0
+            or self.weight.untyped_storage()._cdata == self.owned_weight.untyped_storage()._cdata
+        ):
             return
         edited, old = self.owned_slice(self.weight), self.owned_weight
         if self.files is not None:
@@ -423,12 +499,16 @@ class Bucket:
             self.owned_weight.copy_(edited)
 
     def check_in_place(self, op: str) -> None:
-        """Raise ValueError if a parameter no longer uses the engine's memory (`.data` re-assigned, model moved or cast)."""
+        """Raise ValueError if a parameter no longer uses the engine's memory (`.data`
+        re-assigned, model moved or cast).
+        """
         for managed in self.params:
             if managed.storage_now() != managed.storage or managed.param.dtype != self.dtype:
                 raise ValueError(
-                    f"{op}: {managed.name} no longer lies in shardcore's memory; expected it as shard() left it "
-                    "(do not re-assign .data, move or cast a sharded model, as Accelerate's prepare() and Trainer do on "
+                    f"{op}: {managed.name} no longer lies in shardcore's memory; expected it as "
+                    f"shard() left it "
+                    "(do not re-assign .data, move or cast a sharded model, as Accelerate's "
+                    "prepare() and Trainer do on "
                     "several CPU ranks; edit weights in place or use load_state_dict)"
                 )
 
@@ -443,10 +523,14 @@ class Bucket:
         self.grad = grad
 
     def sum_buffer(self, dtype: torch.dtype, pool: BufferPool) -> torch.Tensor:
-        """Return the reduced gradient in the dtype that sums have; a first gradient kept as it was is converted."""
+        """Return the reduced gradient in the dtype that sums have; a first gradient kept as it
+        was is converted.
+        """
         old = self.grad
         if old is None or old.dtype != dtype:
-            self.grad = pool.keep(self.owned_numel if self.host_grad is None else self.device_numel, dtype)
+            self.grad = pool.keep(
+                self.owned_numel if self.host_grad is None else self.device_numel, dtype
+            )
             if old is not None:
                 _C.cast([self.grad], [old])
                 pool.give(old)
@@ -454,27 +538,41 @@ class Bucket:
         return self.grad
 
     def reduced_slice(self, flat: torch.Tensor) -> torch.Tensor:
-        """View what this rank adds up in a buffer of the owned range: all of it, unless others own that, too."""
+        """View what this rank adds up in a buffer of the owned range: all of it, unless others
+        own that, too.
+        """
         start, end = self.reduces
         return flat[start:end]
 
     def grads(self) -> list[tuple[int, torch.Tensor]]:
-        """Return the memory of the reduced gradient, a tensor for each tier, with where in the owned range it begins."""
+        """Return the memory of the reduced gradient, a tensor for each tier, with where in the
+        owned range it begins.
+        """
         near = [] if self.grad is None else [(0, self.grad)]
         return near if self.host_grad is None else [*near, (self.device_numel, self.host_grad)]
 
     def own_grads(self) -> list[torch.Tensor]:
-        """View the part of the reduced gradient whose norm this rank takes: what it added up (see `reduced_slice`)."""
+        """View the part of the reduced gradient whose norm this rank takes: what it added up
+        (see `reduced_slice`).
+        """
         start, end = self.reduces
         return [part[max(0, start - first) : max(0, end - first)] for first, part in self.grads()]
 
     def owned_grad(self) -> torch.Tensor | None:
-        """Return the reduced gradient (owned_numel,); a copy on the CPU where it lies on two tiers."""
+        """Return the reduced gradient (owned_numel,); a copy on the CPU where it lies on two
+        tiers.
+        """
         parts = [part for _, part in self.grads()]
-        return torch.cat([part.cpu() for part in parts]) if len(parts) > 1 else next(iter(parts), None)
+        return (
+            torch.cat([part.cpu() for part in parts]) if len(parts) > 1 else next(iter(parts), None)
+        )
 
-    def owned_views(self, flat: torch.Tensor, start: int = 0) -> Iterable[tuple[Managed, Piece, torch.Tensor]]:
-        """Yield each owned parameter piece with its view of `flat`, a buffer of the owned range, or of it from `start` on."""
+    def owned_views(
+        self, flat: torch.Tensor, start: int = 0
+    ) -> Iterable[tuple[Managed, Piece, torch.Tensor]]:
+        """Yield each owned parameter piece with its view of `flat`, a buffer of the owned range,
+        or of it from `start` on.
+        """
         for piece in self.pieces:
             first, end = piece.start - start, piece.start - start + piece.numel
             if end > 0 and first < flat.numel():
@@ -485,7 +583,8 @@ class Bucket:
         return self._pieces_of[managed]
 
     def _views_of(self, full: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """View each parameter's slot, and each gap between them, of a long-lived full buffer of the bucket.
+        """View each parameter's slot, and each gap between them, of a long-lived full buffer of the
+        bucket.
 
         Kept: they cost more to make than to fill.
         """
@@ -506,14 +605,17 @@ class Bucket:
             del self._views[key]
 
     def collect(self, slot: int, grad: torch.Tensor, wire: torch.Tensor) -> None:
-        """Add a parameter's local gradient to `wire`. Small ones wait until `collect_waiting` copies them together."""
+        """Add a parameter's local gradient to `wire`. Small ones wait until `collect_waiting`
+        copies them together.
+        """
         managed, target = self.params[slot], self._views_of(wire)[0][slot]
         if managed.used:
             self.collect_waiting()
             target.add_(grad)
         elif grad.nbytes <= _SMALL_BYTES:
             self._waiting.append((target, grad))
-            if len(self._waiting) == _WAIT_AT_MOST:  # else a model of small weights would hold all gradients twice
+            # else a model of small weights would hold all gradients twice
+            if len(self._waiting) == _WAIT_AT_MOST:
                 self.collect_waiting()
         else:
             target.copy_(grad)
@@ -533,9 +635,13 @@ class Bucket:
         return wire
 
     def zero_unused(self, full: torch.Tensor) -> None:
-        """Zero the padding and the slots of parameters that are not `used`, so that a sum over ranks reads no stale bytes."""
+        """Zero the padding and the slots of parameters that are not `used`, so that a sum over
+        ranks reads no stale bytes.
+        """
         slots, gaps = self._views_of(full)
-        unused = [slot for slot, managed in zip(slots, self.params, strict=True) if not managed.used]
+        unused = [
+            slot for slot, managed in zip(slots, self.params, strict=True) if not managed.used
+        ]
         if gaps or unused:
             torch._foreach_zero_([*gaps, *unused])
 
@@ -549,21 +655,29 @@ def assign(weight: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def take_full(bucket: Bucket, dtype: torch.dtype, pool: BufferPool, passing: bool) -> torch.Tensor:
-    """Take a full buffer of the bucket: the resident one, its idle gradient's memory, or one of the pool.
+    """Take a full buffer of the bucket: the resident one, its idle gradient's memory, or one of the
+    pool.
 
     passing: it goes back to the pool soon; else it stays with the bucket, or becomes its gradient.
     """
     if dtype in bucket.resident:
         return bucket.resident.pop(dtype)
     grad = bucket.grad
-    if grad is not None and not bucket.reduced and grad.numel() == bucket.layout.numel and grad.dtype == dtype:
+    if (
+        grad is not None
+        and not bucket.reduced
+        and grad.numel() == bucket.layout.numel
+        and grad.dtype == dtype
+    ):
         bucket.grad = None
         return grad
     return (pool.take if passing else pool.keep)(bucket.layout.numel, dtype)
 
 
 def give_full(bucket: Bucket, buffer: torch.Tensor, pool: BufferPool, lifetimes: Lifetimes) -> None:
-    """Give back what `take_full` took: one of each dtype stays with the bucket where these are resident, the rest is pooled."""
+    """Give back what `take_full` took: one of each dtype stays with the bucket where these are
+    resident, the rest is pooled.
+    """
     if lifetimes.full_grad_resident and buffer.dtype not in bucket.resident:
         bucket.resident[buffer.dtype] = buffer
     else:

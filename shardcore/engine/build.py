@@ -1,4 +1,6 @@
-"""From a model to buckets with weights in place: the checks, the signature that ranks compare, the layout, the filling."""
+"""From a model to buckets with weights in place: the checks, the signature that ranks compare,
+the layout, the filling.
+"""
 
 import sys
 import weakref
@@ -16,7 +18,14 @@ from torch.utils.hooks import RemovableHandle
 from shardcore._native import _C
 from shardcore.distributed.comm import Comm
 from shardcore.distributed.everyone import Everyone
-from shardcore.engine.bucket import Bucket, Lifetimes, Managed, WeightFiles, allocate, closed_message
+from shardcore.engine.bucket import (
+    Bucket,
+    Lifetimes,
+    Managed,
+    WeightFiles,
+    allocate,
+    closed_message,
+)
 from shardcore.engine.slices import held_by, refuse_slices, slice_of
 from shardcore.engine.states import StateStore
 from shardcore.engine.units import Unit, UnitSpec
@@ -30,7 +39,9 @@ from shardcore.optim.state_format import NO_STATES
 
 
 def check_unwrapped(op: str, model: nn.Module) -> None:
-    """Raise ValueError if `model`, or a module of it, is wrapped in what averages gradients over ranks by itself."""
+    """Raise ValueError if `model`, or a module of it, is wrapped in what averages gradients over
+    ranks by itself.
+    """
     wrappers: tuple[type, ...] = (nn.parallel.DistributedDataParallel,)
     # torch's replicate() makes the module's class one of these, if it was ever imported.
     composable = getattr(sys.modules.get("torch.distributed._composable.replicate"), "DDP", None)
@@ -38,19 +49,24 @@ def check_unwrapped(op: str, model: nn.Module) -> None:
         wrappers += (composable,)
     for name, module in model.named_modules():
         if isinstance(module, wrappers):
-            inside = "replicate()" if composable is not None and isinstance(module, composable) else type(module).__name__
+            inside = (
+                "replicate()"
+                if composable is not None and isinstance(module, composable)
+                else type(module).__name__
+            )
             plain = "" if inside == "replicate()" else f" (pass {name or 'model'}.module)"
             raise ValueError(
-                f"{op}: {name or 'the model'} is wrapped in {inside}, which would average gradients a second time; expected "
-                f"the plain module{plain}"
+                f"{op}: {name or 'the model'} is wrapped in {inside}, which would average "
+                f"gradients a second time; expected the plain module{plain}"
             )
 
 
 class Membership:
-    """The names and Parameters of a model, as they were when this was made. Others would silently not be trained.
+    """The names and Parameters of a model, as they were when this was made. Others would silently
+    not be trained.
 
-    While nothing was registered, replaced or removed a check compares what each module holds and is, by identity: a
-    microsecond per module.
+    While nothing was registered, replaced or removed a check compares what each module holds and
+    is, by identity: a microsecond per module.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -65,34 +81,41 @@ class Membership:
         self._held = self._look()
 
     def _look(self) -> list[int]:
-        """Return what the modules hold. (Where only its place among them changed, names did, and no Parameter.)"""
+        """Return what the modules hold. (Where only its place among them changed, names did, and
+        no Parameter.)
+        """
         modules = [module for ref in self._modules if (module := ref()) is not None]
         params = chain.from_iterable(module._parameters.values() for module in modules)
         children = chain.from_iterable(module._modules.values() for module in modules)
         return [*map(id, chain(params, children, map(type, modules)))]
 
     def check(self, op: str) -> None:
-        """Raise ValueError, with names, if a Parameter was added, replaced, removed or tied to another one.
+        """Raise ValueError, with names, if a Parameter was added, replaced, removed or tied to
+        another one.
 
-        Modules that were put around others (activation checkpointing, torch.compile) only change names; those that average
-        gradients by themselves are refused as well.
+        Modules that were put around others (activation checkpointing, torch.compile) only change
+        names; those that average gradients by themselves are refused as well.
         """
         model = self._model()
-        if model is None or self._look() == self._held:  # only modules of it are left, which the user trains on
+        # only modules of it are left, which the user trains on
+        if model is None or self._look() == self._held:
             return
         check_unwrapped(op, model)
         changes = list(self._changes(model))
         if changes:
             more = f", and {len(changes) - 3} more" if len(changes) > 3 else ""
             raise ValueError(
-                f"{op}: the model's parameters are not those that shard() was given: {'; '.join(changes[:3])}{more}; "
-                "expected the same Parameter objects (add adapters, tie and replace weights before shard(); set values in "
-                "place or with load_state_dict)"
+                f"{op}: the model's parameters are not those that shard() was given: "
+                f"{'; '.join(changes[:3])}{more}; "
+                "expected the same Parameter objects (add adapters, tie and replace weights before "
+                "shard(); set values in place or with load_state_dict)"
             )
         self._remember(model)
 
     def names(self) -> dict[torch.Tensor, str]:
-        """Return the first name of each Parameter, as the model has it now; of a model that is gone, as it had it."""
+        """Return the first name of each Parameter, as the model has it now; of a model that is
+        gone, as it had it.
+        """
         model = self._model()
         named = self._params.items() if model is None else model.named_parameters()
         names: dict[torch.Tensor, str] = {}
@@ -108,7 +131,10 @@ class Membership:
         for name, param in now.items():
             before = self._params.get(name)
             if param not in first_names:
-                yield f"{name} was {'added' if before is None else 'replaced'} and would not be trained"
+                yield (
+                    f"{name} was {'added' if before is None else 'replaced'} and would not be "
+                    f"trained"
+                )
             elif before is not None and before is not param:
                 yield f"{name} is {first_names[param]} now"
         present = set(now.values())
@@ -122,96 +148,162 @@ def check_model(model: nn.Module, alone: bool) -> None:
     """Raise unless `model` can be sharded. alone: over one rank."""
     before = engine_of(model)
     if before is not None and not before.gives_way:
-        raise ValueError("shard: the model is already sharded; expected a model that shard() has not changed")
+        raise ValueError(
+            "shard: the model is already sharded; expected a model that shard() has not changed"
+        )
     if not isinstance(model, nn.Module):
         raise TypeError(f"shard: model has type {type(model).__name__}; expected a torch.nn.Module")
     check_unwrapped("shard", model)
     for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule) and next(module.parameters(), None) is not None:
+        if (
+            isinstance(module, torch.jit.ScriptModule)
+            and next(module.parameters(), None) is not None
+        ):
             where = name or "the model"
-            raise TypeError(f"shard: {where} is a ScriptModule, which takes no hooks; expected an ordinary module")
+            raise TypeError(
+                f"shard: {where} is a ScriptModule, which takes no hooks; expected an ordinary "
+                f"module"
+            )
         if engine_of(module) not in (None, before):
-            raise ValueError(f"shard: the module {name} is already sharded; expected to shard the whole model once")
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None and not alone:
             raise ValueError(
-                f"shard: {name or 'the model'} has max_norm={module.max_norm}, by which each rank's forward changes the rows "
-                "that its own batch uses, so that ranks differ; expected None over several ranks (normalize what it returns)"
+                f"shard: the module {name} is already sharded; expected to shard the whole model "
+                f"once"
+            )
+        if (
+            isinstance(module, nn.Embedding | nn.EmbeddingBag)
+            and module.max_norm is not None
+            and not alone
+        ):
+            raise ValueError(
+                f"shard: {name or 'the model'} has max_norm={module.max_norm}, by which each "
+                f"rank's forward changes the rows "
+                "that its own batch uses, so that ranks differ; expected None over several ranks "
+                "(normalize what it returns)"
             )
     for name, param in model.named_parameters():
         if engine_of(param) not in (None, before):
-            raise ValueError(f"shard: {name} belongs to another sharded model; expected a parameter of this model alone")
+            raise ValueError(
+                f"shard: {name} belongs to another sharded model; expected a parameter of this "
+                f"model alone"
+            )
         if isinstance(param, nn.parameter.UninitializedParameter):
-            raise ValueError(f"shard: {name} is uninitialized; expected its shape to be known (run a forward first)")
+            raise ValueError(
+                f"shard: {name} is uninitialized; expected its shape to be known (run a forward "
+                f"first)"
+            )
         if param.is_inference():
-            raise ValueError(f"shard: {name} was made in torch.inference_mode(); expected a parameter that autograd can use")
+            raise ValueError(
+                f"shard: {name} was made in torch.inference_mode(); expected a parameter that "
+                f"autograd can use"
+            )
         other = is_traceable_wrapper_subclass(param.data) and slice_of(name, param) is None
         if other or hasattr(param, "_is_flat_param"):  # FSDP1's flat parameter
             raise ValueError(
-                f"shard: {name} is a {type(param.data).__name__}, which is sharded already, or quantized; expected an ordinary "
-                "parameter (bitsandbytes' 4-bit weights are)"
+                f"shard: {name} is a {type(param.data).__name__}, which is sharded already, or "
+                f"quantized; expected an ordinary parameter (bitsandbytes' 4-bit weights are)"
             )
         if param.layout != torch.strided:
             raise ValueError(f"shard: {name} has layout {param.layout}; expected a dense parameter")
         if param.requires_grad and param.dtype not in PARAM_DTYPES:
-            raise TypeError(f"shard: {name} has dtype {dtype_name(param.dtype)}; expected float32, bfloat16 or float16")
+            raise TypeError(
+                f"shard: {name} has dtype {dtype_name(param.dtype)}; expected float32, bfloat16 or "
+                f"float16"
+            )
         if param.requires_grad and not param.is_contiguous():
             raise ValueError(
-                f"shard: {name} has strides {param.stride()} for shape {tuple(param.shape)}; expected contiguous memory "
+                f"shard: {name} has strides {param.stride()} for shape {tuple(param.shape)}; "
+                f"expected contiguous memory "
                 "(p.data = p.data.contiguous() first: it is cut into shards)"
             )
         if param.grad is not None and before is None:
-            raise ValueError(f"shard: {name} already has a gradient; expected None (call optimizer.zero_grad() first)")
+            raise ValueError(
+                f"shard: {name} already has a gradient; expected None (call optimizer.zero_grad() "
+                f"first)"
+            )
     for name, buffer in model.named_buffers():
-        refuse_slices(f"shard: the buffer {name} as a DTensor", is_dtensor(buffer), "an ordinary tensor")
+        refuse_slices(
+            f"shard: the buffer {name} as a DTensor", is_dtensor(buffer), "an ordinary tensor"
+        )
     _check_apart(model)
 
 
 def _check_apart(model: nn.Module) -> None:
-    """Raise ValueError if a trainable parameter has memory that another parameter or a buffer has, too.
+    """Raise ValueError if a trainable parameter has memory that another parameter or a buffer has,
+    too.
 
-    A change of one would change the other, and `shard` gives each its own. (Views with gaps, as columns, are not looked at.)
+    A change of one would change the other, and `shard` gives each its own. (Views with gaps, as
+    columns, are not looked at.)
     """
     held: list[tuple[int, int, int, str, bool]] = []
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.layout != torch.strided or is_traceable_wrapper_subclass(tensor) or not tensor.numel():
+        if (
+            tensor.layout != torch.strided
+            or is_traceable_wrapper_subclass(tensor)
+            or not tensor.numel()
+        ):
             continue
-        reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        reach = 1 + sum(
+            (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        )
         if reach == tensor.numel():  # in whatever order, transposed, channels last
             start = int(tensor.storage_offset()) * tensor.itemsize
-            held.append((tensor.untyped_storage()._cdata, start, start + tensor.nbytes, name, tensor.requires_grad))
+            held.append(
+                (
+                    tensor.untyped_storage()._cdata,
+                    start,
+                    start + tensor.nbytes,
+                    name,
+                    tensor.requires_grad,
+                )
+            )
     last = trained = (0, 0, "")  # of all so far, and of those that train: the one that ends last
     for storage, start, end, name, trains in sorted(held):
         before = last if trains else trained
         if storage == before[0] and start < before[1]:
             raise ValueError(
-                f"shard: {name} has memory that {before[2]} has, too; expected memory of its own, or one Parameter in both "
-                "places (module.weight = other.weight, not module.weight.data = other.weight.data; after "
-                "load_state_dict(assign=True), tie them again)"
+                f"shard: {name} has memory that {before[2]} has, too; expected memory of its own, "
+                f"or one Parameter in both "
+                "places (module.weight = other.weight, not module.weight.data = other.weight.data; "
+                "after load_state_dict(assign=True), tie them again)"
             )
         last = max(last, (storage, end, name))
         trained = max(trained, (storage, end, name)) if trains else trained
 
 
 def check_norms(model: nn.Module, builder: "Builder") -> None:
-    """Raise ValueError for batch norms that torch cannot run on the CPU: weights of another dtype than their statistics."""
+    """Raise ValueError for batch norms that torch cannot run on the CPU: weights of another
+    dtype than their statistics.
+    """
     for name, module in model.named_modules() if builder.device.type == "cpu" else ():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.weight is not None:
             dtype, statistics = builder.dtype_of(module.weight), module.running_mean
-            if statistics is not None and statistics.dtype != dtype and torch.float32 in (statistics.dtype, dtype):
-                kept = f"keep_fp32=[torch.nn.{type(module).__name__}] (initialize has no such option: shard, or train in fp32)"
+            if (
+                statistics is not None
+                and statistics.dtype != dtype
+                and torch.float32 in (statistics.dtype, dtype)
+            ):
+                remedy = "both in one dtype (module.float() before shard)"
+                if dtype != torch.float32:
+                    remedy = (
+                        f"keep_fp32=[torch.nn.{type(module).__name__}] (initialize has no such "
+                        f"option: shard, or train in fp32)"
+                    )
                 raise ValueError(
                     f"shard: {name or 'the model'} would have {dtype_name(dtype)} weights beside "
-                    f"{dtype_name(statistics.dtype)} running statistics, which torch's batch norm does not take on a CPU; "
-                    f"expected {kept if dtype != torch.float32 else 'both in one dtype (module.float() before shard)'}"
+                    f"{dtype_name(statistics.dtype)} running statistics, which torch's batch norm "
+                    f"does not take on a CPU; expected {remedy}"
                 )
 
 
 def refuse_backward(name: str, param: torch.Tensor) -> RemovableHandle:
-    """Let a backward that gives `param` a gradient raise RuntimeError: no optimizer was given for it."""
+    """Let a backward that gives `param` a gradient raise RuntimeError: no optimizer was given
+    for it.
+    """
 
     def refuse(grad: torch.Tensor) -> None:
         raise RuntimeError(
-            f"backward: {name} requires a gradient, but its model was sharded without an optimizer, to run forward only; "
+            f"backward: {name} requires a gradient, but its model was sharded without an "
+            f"optimizer, to run forward only; "
             "expected model.requires_grad_(False), or shard(model, optimizer) to train it"
         )
 
@@ -225,31 +317,51 @@ def check_ownership(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         for position, param in enumerate(group["params"]):
             if param not in known:
                 raise ValueError(
-                    f"shard: param_groups[{index}] has parameter {position} of shape {tuple(param.shape)} that is not the "
-                    "model's; expected an optimizer over the model's parameters (made after the last change of the model)"
+                    f"shard: param_groups[{index}] has parameter {position} of shape "
+                    f"{tuple(param.shape)} that is not the "
+                    "model's; expected an optimizer over the model's parameters (made after the "
+                    "last change of the model)"
                 )
 
 
 def kept_params(model: nn.Module, keep_fp32: Sequence[Any]) -> set[nn.Parameter]:
-    """Return the parameters that `keep_fp32` (module classes, parameter names, parameters) keeps in float32."""
+    """Return the parameters that `keep_fp32` (module classes, parameter names, parameters) keeps
+    in float32.
+    """
     if isinstance(keep_fp32, str | type):
         keep_fp32 = (keep_fp32,)
     if not isinstance(keep_fp32, Iterable):
-        raise TypeError(f"shard: keep_fp32 is {keep_fp32!r}; expected a list of module classes, names or parameters")
+        raise TypeError(
+            f"shard: keep_fp32 is {keep_fp32!r}; expected a list of module classes, names or "
+            f"parameters"
+        )
     by_name = dict(model.named_parameters(remove_duplicate=False))
     kept: set[nn.Parameter] = set()
     for item in keep_fp32:
         if isinstance(item, type) and issubclass(item, nn.Module):
-            found = [p for module in model.modules() if isinstance(module, item) for p in module.parameters()]
+            found = [
+                p
+                for module in model.modules()
+                if isinstance(module, item)
+                for p in module.parameters()
+            ]
         elif isinstance(item, str):
-            found = [param for name, param in by_name.items() if name == item or name.startswith(item + ".")]
+            found = [
+                param
+                for name, param in by_name.items()
+                if name == item or name.startswith(item + ".")
+            ]
         elif isinstance(item, nn.Parameter):
             found = [param for param in by_name.values() if param is item]
         else:
-            raise TypeError(f"shard: keep_fp32 has {item!r}; expected module classes, names or parameters of the model")
+            raise TypeError(
+                f"shard: keep_fp32 has {item!r}; expected module classes, names or parameters of "
+                f"the model"
+            )
         if not found:
             raise ValueError(
-                f"shard: keep_fp32 has {item!r}, which matches no parameter; expected names or classes of the model's"
+                f"shard: keep_fp32 has {item!r}, which matches no parameter; expected names or "
+                f"classes of the model's"
             )
         kept.update(found)
     return kept
@@ -257,17 +369,26 @@ def kept_params(model: nn.Module, keep_fp32: Sequence[Any]) -> set[nn.Parameter]
 
 def group_indices(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, int]:
     """Return the index of the param_group that each parameter is in."""
-    return {param: index for index, group in enumerate(optimizer.param_groups) for param in group["params"]}
+    return {
+        param: index
+        for index, group in enumerate(optimizer.param_groups)
+        for param in group["params"]
+    }
 
 
 def check_states(optimizer: torch.optim.Optimizer, kind: Kind, builder: "Builder") -> None:
-    """Raise ValueError or TypeError for a state of `optimizer` that cannot be carried into shards."""
+    """Raise ValueError or TypeError for a state of `optimizer` that cannot be carried into
+    shards.
+    """
     for index, group in enumerate(optimizer.param_groups):
         for number, param in enumerate(group["params"]):
             state = optimizer.state.get(param)
             if state and param.requires_grad:
-                made = is_dtensor(param) and bool(state.get("step", 1))  # Adagrad makes its states before the first step
-                refuse_slices("shard: the state that the optimizer has", made, "one without (no step yet)")
+                # Adagrad makes its states before the first step
+                made = is_dtensor(param) and bool(state.get("step", 1))
+                refuse_slices(
+                    "shard: the state that the optimizer has", made, "one without (no step yet)"
+                )
                 state_format = kind.format_of(group, builder.dtype_of(param))
                 where = f"the optimizer's state of param_groups[{index}] params[{number}]"
                 kind.import_state("shard", where, export_state(state, param), param, state_format)
@@ -294,33 +415,52 @@ def signature(
     for spec in specs:
         for name, param in spec.params:
             kind = "trainable" if builder.updates(param) else "frozen"
-            where = f"unit={spec.name} group={positions.get(param)} becoming {dtype_name(builder.dtype_of(param))}"
+            where = (
+                f"unit={spec.name} group={positions.get(param)} becoming "
+                f"{dtype_name(builder.dtype_of(param))}"
+            )
             entries.append(
-                f"{name} {tuple(param.shape)} {dtype_name(param.dtype)} {kind} {where} state={_state_of(optimizer, param)}"
+                f"{name} {tuple(param.shape)} {dtype_name(param.dtype)} {kind} {where} "
+                f"state={_state_of(optimizer, param)}"
             )
     first_names = {param: name for name, param in model.named_parameters()}
     for name, param in model.named_parameters(remove_duplicate=False):
         if first_names[param] != name:
             entries.append(f"{name} is {first_names[param]}")
-    entries += [f"buffer {name} {tuple(buffer.shape)} {dtype_name(buffer.dtype)}" for name, buffer in model.named_buffers()]
+    entries += [
+        f"buffer {name} {tuple(buffer.shape)} {dtype_name(buffer.dtype)}"
+        for name, buffer in model.named_buffers()
+    ]
     for index, group in enumerate(sharded.param_groups):
         entries.append(f"param_groups[{index}] of {len(group['params'])} parameters")
-        entries += [f"param_groups[{index}].{key}={value}" for key, value in known_options(sharded.kind, group).items()]
+        entries += [
+            f"param_groups[{index}].{key}={value}"
+            for key, value in known_options(sharded.kind, group).items()
+        ]
     return [*entries, f"optimizer {type(optimizer).__name__}"]
 
 
 def known_options(kind: Kind, group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a group that its optimizer reads, as JSON values: the user's own keys may differ by rank."""
+    """Return the options of a group that its optimizer reads, as JSON values: the user's own
+    keys may differ by rank.
+    """
     return {key: json_value(group[key]) for key in {**kind.terms(group), **kind.fixed(group)}}
 
 
 def _state_of(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> str:
     state = optimizer.state.get(param) or {}
-    return " ".join(f"{key}={json_value(state[key])}" if key == "step" else key for key in sorted(state)) or "none"
+    return (
+        " ".join(
+            f"{key}={json_value(state[key])}" if key == "step" else key for key in sorted(state)
+        )
+        or "none"
+    )
 
 
 def units_of(specs: Sequence[UnitSpec], buckets: Sequence[Bucket]) -> list[Unit]:
-    """Return the units at run time; the root, and units with others inside, have to stay unsharded through a backward."""
+    """Return the units at run time; the root, and units with others inside, have to stay
+    unsharded through a backward.
+    """
     modules = {spec.module for spec in specs}
     buckets_of: dict[str, list[Bucket]] = {spec.name: [] for spec in specs}
     for bucket in buckets:
@@ -351,32 +491,46 @@ class Builder:
         device: torch.device,
         trains: bool = True,
     ) -> None:
-        """Weights become `dtype` (None: stay as they are), but those in `kept` float32; buffers go to `device`.
+        """Weights become `dtype` (None: stay as they are), but those in `kept` float32; buffers go
+        to `device`.
 
         trains: if not, the model only runs forward, and every parameter is treated as frozen.
         """
-        self.comm, self.lifetimes, self.dtype, self.kept, self.device = comm, lifetimes, dtype, kept, device
+        self.comm = comm
+        self.lifetimes = lifetimes
+        self.dtype = dtype
+        self.kept = kept
+        self.device = device
         self.trains = trains
-        self.held: Callable[[Sequence[Managed]], Iterable[tuple[Managed, torch.Tensor]]] = _held  # what parameters have now
+        # what parameters have now
+        self.held: Callable[[Sequence[Managed]], Iterable[tuple[Managed, torch.Tensor]]] = _held
 
     def updates(self, param: torch.Tensor) -> bool:
         """Whether the parameter is trainable."""
         return self.trains and param.requires_grad
 
     def dtype_of(self, param: torch.Tensor) -> torch.dtype:
-        """Return the dtype that a parameter is to have; frozen integers and the like stay as they are."""
+        """Return the dtype that a parameter is to have; frozen integers and the like stay as
+        they are.
+        """
         if not param.is_floating_point() or param.dtype not in PARAM_DTYPES:
             return param.dtype
         return torch.float32 if param in self.kept else self.dtype or param.dtype
 
     def conversions(self, model: nn.Module) -> str:
-        """Return in words how many parameters change their dtype; nothing if none does. Before weights are filled."""
+        """Return in words how many parameters change their dtype; nothing if none does. Before
+        weights are filled.
+        """
         pairs = [(dtype_name(p.dtype), dtype_name(self.dtype_of(p))) for p in model.parameters()]
         changed = Counter(pair for pair in pairs if pair[0] != pair[1])
         return ", ".join(f"{count} from {old} to {new}" for (old, new), count in changed.items())
 
-    def plan(self, model: nn.Module, specs: Sequence[UnitSpec], optimizer: ShardableOptimizer) -> list[Bucket]:
-        """Return the empty buckets, in unit order; frozen parameters have buckets where weights are sharded."""
+    def plan(
+        self, model: nn.Module, specs: Sequence[UnitSpec], optimizer: ShardableOptimizer
+    ) -> list[Bucket]:
+        """Return the empty buckets, in unit order; frozen parameters have buckets where weights
+        are sharded.
+        """
         groups = group_indices(optimizer)
         order = {param: index for index, param in enumerate(model.parameters())}
         buckets = []
@@ -387,17 +541,28 @@ class Builder:
                 if trainable or not self.lifetimes.full_weight_resident:
                     group = groups.get(param) if trainable else None
                     managed = Managed(name, param, order[param], group)
-                    repeated = bool(self.comm.slices) and (managed.sliced is None or managed.sliced.dim is None)
-                    members.setdefault((self.dtype_of(param), group, trainable, repeated), []).append(managed)
+                    repeated = bool(self.comm.slices) and (
+                        managed.sliced is None or managed.sliced.dim is None
+                    )
+                    members.setdefault(
+                        (self.dtype_of(param), group, trainable, repeated), []
+                    ).append(managed)
             for (dtype, group, trainable, repeated), params in members.items():
-                layout = plan_flat([managed.local.numel() for managed in params], self.comm.world_size)
-                owned, reduces = self._owned(layout), layout.shard_range(self.comm.topology.piece_index(self.comm.rank))
+                layout = plan_flat(
+                    [managed.local.numel() for managed in params], self.comm.world_size
+                )
+                owned, reduces = (
+                    self._owned(layout),
+                    layout.shard_range(self.comm.topology.piece_index(self.comm.rank)),
+                )
                 state_format = NO_STATES
                 if group is not None:
                     options = optimizer.param_groups[group]
                     check_dtype("shard", f"the sharded weight {params[0].name}", dtype, options)
                     state_format = optimizer.kind.format_of(options, dtype)
-                bucket = Bucket(spec.name, dtype, group, params, layout, owned, reduces, trainable, state_format)
+                bucket = Bucket(
+                    spec.name, dtype, group, params, layout, owned, reduces, trainable, state_format
+                )
                 bucket.repeated = repeated
                 bucket.counted = not repeated or all(comm.rank == 0 for comm in self.comm.slices)
                 buckets.append(bucket)
@@ -409,24 +574,37 @@ class Builder:
         first, last = self.comm.topology.owned_pieces(self.comm.rank)
         return first * layout.shard_numel, last * layout.shard_numel
 
-    def allocate(self, bucket: Bucket, tier: _C.HostTier | None = None, files: WeightFiles | None = None) -> None:
-        """Give the bucket memory for its weights; for its shard of them in `tier`, if that is given, or a place in `files`."""
+    def allocate(
+        self, bucket: Bucket, tier: _C.HostTier | None = None, files: WeightFiles | None = None
+    ) -> None:
+        """Give the bucket memory for its weights; for its shard of them in `tier`, if that is
+        given, or a place in `files`.
+        """
         if self.lifetimes.full_weight_resident:
             bucket.keep_unsharded(allocate(bucket.layout.numel, bucket.dtype, self.device))
         elif tier is None:
             bucket.owned_weight = allocate(bucket.owned_numel, bucket.dtype, self.device)
         elif files is None:
-            bucket.owned_weight, bucket.tier, bucket.weight_tier = tier.empty(bucket.owned_numel, bucket.dtype), tier, "cpu"
+            bucket.owned_weight, bucket.tier, bucket.weight_tier = (
+                tier.empty(bucket.owned_numel, bucket.dtype),
+                tier,
+                "cpu",
+            )
         else:
-            bucket.owned_weight, bucket.tier, bucket.weight_tier = tier.empty(0, bucket.dtype), tier, "nvme"
+            bucket.owned_weight, bucket.tier, bucket.weight_tier = (
+                tier.empty(0, bucket.dtype),
+                tier,
+                "nvme",
+            )
             bucket.files = files
 
     @torch.no_grad()
     def fill(self, bucket: Bucket, store: StateStore, broadcast: bool) -> None:
-        """Move the parameters' values into the bucket (rank 0's if `broadcast`), in float32 first: masters lose nothing.
+        """Move the parameters' values into the bucket (rank 0's if `broadcast`), in float32 first:
+        masters lose nothing.
 
-        Parameters on the meta device have none: their slots stay zero, and they are attached when they get values. Collective.
-        Raises RuntimeError on every rank if it fails on one.
+        Parameters on the meta device have none: their slots stay zero, and they are attached when
+        they get values. Collective. Raises RuntimeError on every rank if it fails on one.
         """
         real = [managed for managed in bucket.params if not managed.param.is_meta]
         if not real:
@@ -440,7 +618,9 @@ class Builder:
             self.keep(bucket, real, values, store)
 
     def broadcast(self, values: torch.Tensor, repeated: bool) -> None:
-        """Overwrite `values` with rank 0's; repeated: with those of the first tensor-parallel rank, too. Collective."""
+        """Overwrite `values` with rank 0's; repeated: with those of the first tensor-parallel
+        rank, too. Collective.
+        """
         for comm in (self.comm, *(self.comm.slices if repeated else ())):
             comm.broadcast(values)
 
@@ -451,12 +631,22 @@ class Builder:
             managed.slice_of(values).copy_(held)
         return values
 
-    def keep(self, bucket: Bucket, real: Sequence[Managed], values: torch.Tensor, store: StateStore) -> None:
-        """Let the bucket have these values (layout.numel,) of its weights, and the parameters `real` be in it."""
+    def keep(
+        self, bucket: Bucket, real: Sequence[Managed], values: torch.Tensor, store: StateStore
+    ) -> None:
+        """Let the bucket have these values (layout.numel,) of its weights, and the parameters
+        `real` be in it.
+        """
         resident = self.lifetimes.full_weight_resident
-        target, source = (bucket.weight, values) if resident else (bucket.owned_weight, bucket.owned_slice(values))
+        target, source = (
+            (bucket.weight, values)
+            if resident
+            else (bucket.owned_weight, bucket.owned_slice(values))
+        )
         if bucket.dtype != values.dtype:
-            rounded = target if bucket.tier is None else torch.empty_like(source, dtype=bucket.dtype)
+            rounded = (
+                target if bucket.tier is None else torch.empty_like(source, dtype=bucket.dtype)
+            )
             _C.cast([rounded], [source])
             source = rounded
         if bucket.files is not None:
@@ -471,7 +661,9 @@ class Builder:
             store.write(bucket, "master", 0, bucket.owned_slice(values))
 
     def attach(self, bucket: Bucket, managed: Managed) -> None:
-        """Make the parameter a view of its slot in the bucket, or sharded where full weights exist only around their use."""
+        """Make the parameter a view of its slot in the bucket, or sharded where full weights
+        exist only around their use.
+        """
         if self.lifetimes.full_weight_resident:
             become(managed.param, managed.shown(managed.slice_of(bucket.weight)))
         else:
@@ -482,14 +674,18 @@ class Builder:
 
     @torch.no_grad()
     def move_rest(self, tensors: Iterable[torch.Tensor], broadcast: bool) -> None:
-        """Move and broadcast buffers and frozen parameters that have no bucket; cast the latter. Collective.
+        """Move and broadcast buffers and frozen parameters that have no bucket; cast the latter.
+        Collective.
 
         Raises RuntimeError on every rank if it fails on one.
         """
         tensors = list(tensors)
         with together(self.comm, "placing buffers and frozen weights"):
             for tensor in tensors:
-                cut, values = slice_of("a frozen weight", tensor), held_by(tensor).data.to(self.device).contiguous()
+                cut, values = (
+                    slice_of("a frozen weight", tensor),
+                    held_by(tensor).data.to(self.device).contiguous(),
+                )
                 dtype = self.dtype_of(tensor) if isinstance(tensor, nn.Parameter) else tensor.dtype
                 if dtype != tensor.dtype:
                     values, exact = torch.empty_like(values, dtype=dtype), values
@@ -501,16 +697,21 @@ class Builder:
 
 
 def become(tensor: torch.Tensor, data: torch.Tensor) -> None:
-    """Give `tensor` (a Parameter, a buffer) the data; by swapping what it is where torch has no other way: on the meta device
-    and others unlike the data's, and for DTensors. Its hooks stay.
+    """Give `tensor` (a Parameter, a buffer) the data; by swapping what it is where torch has no
+    other way: on the meta device and others unlike the data's, and for DTensors. Its hooks stay.
     """
     if is_dtensor(tensor) or not torch._has_compatible_shallow_copy_type(tensor, data):
         twin = data if is_dtensor(data) else torch.empty(0, dtype=data.dtype, device=data.device)
-        twin = nn.Parameter(twin, tensor.requires_grad) if is_dtensor(data) else twin.requires_grad_(tensor.requires_grad)
+        twin = (
+            nn.Parameter(twin, tensor.requires_grad)
+            if is_dtensor(data)
+            else twin.requires_grad_(tensor.requires_grad)
+        )
         twin.__class__ = tensor.__class__
         torch.utils.swap_tensors(tensor, twin)  # type: ignore[no-untyped-call]
         tensor.__dict__.update(twin.__dict__)  # the attributes were swapped, too
-        for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):  # these were not, and autograd has lost them
+        # these were not, and autograd has lost them
+        for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
             if getattr(tensor, hooks, None):
                 setattr(tensor, hooks, getattr(tensor, hooks))
     if not is_dtensor(tensor):
@@ -518,8 +719,11 @@ def become(tensor: torch.Tensor, data: torch.Tensor) -> None:
 
 
 @contextmanager
-def together(comm: Comm, doing: str, then: str = "weights are partly made: build model and optimizer anew") -> Iterator[None]:
-    """Raise RuntimeError on every rank, at the end, if an error on one ends what is inside. Collective. then: what to do.
+def together(
+    comm: Comm, doing: str, then: str = "weights are partly made: build model and optimizer anew"
+) -> Iterator[None]:
+    """Raise RuntimeError on every rank, at the end, if an error on one ends what is inside.
+    Collective. then: what to do.
 
     Also on the ranks that have other slices of the model.
     """
@@ -527,14 +731,16 @@ def together(comm: Comm, doing: str, then: str = "weights are partly made: build
     try:
         yield
     except Exception as error:
-        # less this frame: from Python 3.12 on it refers to contextlib's, which holds the error, in a cycle
+        # less this frame: from Python 3.12 on it refers to contextlib's, which holds the error, in
+        # a cycle
         problem = error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
     found = Everyone(comm).first_problem(problem)
     if found is None:
         return
     try:
         raise RuntimeError(
-            f"shard: {doing} failed on rank {found[0]}: {found[1]}; expected it to succeed on every rank ({then})"
+            f"shard: {doing} failed on rank {found[0]}: {found[1]}; expected it to succeed on "
+            f"every rank ({then})"
         ) from problem
     finally:
         problem = None  # else the error holds this frame, and what it had allocated, in a cycle

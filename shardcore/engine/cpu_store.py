@@ -1,14 +1,17 @@
-"""Optimizer states off the device: updated on the CPU, chunk by chunk, with the same bits as on the device.
+"""Optimizer states off the device: updated on the CPU, chunk by chunk, with the same bits as on the
+device.
 
-States and masters live in host buffers (HostStates), or in files (engine/nvme_states.py). A step copies each chunk of the
-reduced gradient to the host (and of weights, unless float32 masters replace them), runs the same Adam kernel there, and copies
-the new weights back. On CPU ranks the tier is still separate memory, so that the copies can be tested without a GPU.
+States and masters live in host buffers (HostStates), or in files (engine/nvme_states.py). A step
+copies each chunk of the reduced gradient to the host (and of weights, unless float32 masters
+replace them), runs the same Adam kernel there, and copies the new weights back. On CPU ranks the
+tier is still separate memory, so that the copies can be tested without a GPU.
 
-Note [Staging]. While Adam works on a chunk, the next one is copied in and the one before copied back. So there are two staging
-buffers for gradients, and three for weights, used in turn; one for weights is used again when its last copy back is done. Only
-staging buffers are pinned: states and masters are never copied. Gradients that were offloaded in backward (`Bucket.host_grad`)
-need no staging buffer. Each element of a staging buffer has 4 bytes, as many as a float32, so that gradients of any dtype fit
-and all memory is allocated before the first step.
+Note [Staging]. While Adam works on a chunk, the next one is copied in and the one before copied
+back. So there are two staging buffers for gradients, and three for weights, used in turn; one for
+weights is used again when its last copy back is done. Only staging buffers are pinned: states and
+masters are never copied. Gradients that were offloaded in backward (`Bucket.host_grad`) need no
+staging buffer. Each element of a staging buffer has 4 bytes, as many as a float32, so that
+gradients of any dtype fit and all memory is allocated before the first step.
 """
 
 import logging
@@ -33,7 +36,8 @@ from shardcore.optim.state_format import Kept, kept_values, range_of, values_of
 
 logger = logging.getLogger("shardcore")
 
-CHUNK_NUMEL = (1 << 24) + (1 << 21)  # a little above a power of two: so are units, by their biases and norms
+# a little above a power of two: so are units, by their biases and norms
+CHUNK_NUMEL = (1 << 24) + (1 << 21)
 GRAD_BUFFERS, WEIGHT_BUFFERS = 2, 3
 _ITEM_BYTES = torch.float32.itemsize  # of the widest dtype of gradients and weights
 
@@ -44,25 +48,38 @@ def staging_numel(buckets: Sequence[Bucket]) -> int:
 
 
 def staging_bytes(
-    buckets: Sequence[Bucket], grads_on_host: bool = False, weights_on_host: bool = False, *, nvme: bool = False
+    buckets: Sequence[Bucket],
+    grads_on_host: bool = False,
+    weights_on_host: bool = False,
+    *,
+    nvme: bool = False,
 ) -> int:
     """Return the bytes of all staging buffers, those of files among them; see CpuStore."""
     count = (0 if grads_on_host else GRAD_BUFFERS) + (0 if weights_on_host else WEIGHT_BUFFERS)
     numel = nvme_states.chunk_numel(buckets) if nvme else staging_numel(buckets)
-    return count * numel * _ITEM_BYTES + (nvme_states.buffer_bytes(buckets) + ENGINE_BYTES if nvme else 0)
+    return count * numel * _ITEM_BYTES + (
+        nvme_states.buffer_bytes(buckets) + ENGINE_BYTES if nvme else 0
+    )
 
 
 def host_bytes(
-    buckets: Sequence[Bucket], grads_on_host: bool = False, weights_on_host: bool = False, *, nvme: bool = False
+    buckets: Sequence[Bucket],
+    grads_on_host: bool = False,
+    weights_on_host: bool = False,
+    *,
+    nvme: bool = False,
 ) -> int:
-    """Return the bytes of host memory that a CpuStore of these buckets takes. nvme: its states are in files."""
+    """Return the bytes of host memory that a CpuStore of these buckets takes. nvme: its states
+    are in files.
+    """
     states = 0 if nvme else sum(bucket.state_format.nbytes(bucket.host_numel) for bucket in buckets)
     return states + staging_bytes(buckets, grads_on_host, weights_on_host, nvme=nvme)
 
 
 @dataclass(frozen=True)
 class _Part:
-    """The chunks of one part of a step, kept for the next one if spans and dtypes of gradients are the same.
+    """The chunks of one part of a step, kept for the next one if spans and dtypes of gradients are
+    the same.
 
     cut: the spans of each chunk; buckets: those of them all, in order.
     """
@@ -75,13 +92,17 @@ class _Part:
 
 
 class HostStates:
-    """Optimizer states in host memory: flat tensors of each bucket's part in the tier, with which ranges here begin."""
+    """Optimizer states in host memory: flat tensors of each bucket's part in the tier, with
+    which ranges here begin.
+    """
 
     tier = "cpu"
     scratch_bytes = 0
     places = 1  # of chunks, which take turns
 
-    def __init__(self, buckets: Sequence[Bucket], allocate: Callable[[int, torch.dtype], torch.Tensor]) -> None:
+    def __init__(
+        self, buckets: Sequence[Bucket], allocate: Callable[[int, torch.dtype], torch.Tensor]
+    ) -> None:
         """Allocate zero states for `buckets`, to be updated in chunks."""
         self.chunk_numel, self._allocate = staging_numel(buckets), allocate
         self._states = {bucket: self._zeros(bucket) for bucket in buckets}
@@ -104,7 +125,9 @@ class HostStates:
         return range_of(self._states[bucket], start, numel)
 
     def change(self, bucket: Bucket, start: int, numel: int) -> Iterator[tuple[int, int, Kept]]:
-        """Yield (start, numel, states to write to) of each part of a range; they are kept once the next one is asked for."""
+        """Yield (start, numel, states to write to) of each part of a range; they are kept once
+        the next one is asked for.
+        """
         yield start, numel, self.kept(bucket, start, numel)
 
     def shrink(self, bucket: Bucket) -> Kept:
@@ -135,12 +158,18 @@ class HostStates:
             yield chunk
 
     def of_chunk(self, spans: Sequence[Span], turn: int) -> list[Kept]:
-        """View the states of each span of chunk `turn` of a step, where they are while Adam works on them."""
-        return [self.kept(span.bucket, span.start - span.bucket.device_numel, span.numel) for span in spans]
+        """View the states of each span of chunk `turn` of a step, where they are while Adam
+        works on them.
+        """
+        return [
+            self.kept(span.bucket, span.start - span.bucket.device_numel, span.numel)
+            for span in spans
+        ]
 
 
 class CpuStore:
-    """Optimizer states that the CPU updates, of each bucket's elements from `device_numel` on, in host memory or in files.
+    """Optimizer states that the CPU updates, of each bucket's elements from `device_numel` on, in
+    host memory or in files.
 
     `copies` is the only way to and from host memory.
     """
@@ -159,11 +188,14 @@ class CpuStore:
         files: nvme_states.StateFiles | None = None,
         nodes: Sequence[int] = (),
     ) -> None:
-        """Allocate zero states for `buckets`, whose weights are on `device`, and staging for chunks of CHUNK_NUMEL elements.
+        """Allocate zero states for `buckets`, whose weights are on `device`, and staging for chunks
+        of CHUNK_NUMEL elements.
 
-        At most `pin_memory_limit` bytes are pinned; what cannot be is pageable. grads_on_host: gradients are copied in backward
-        (`Bucket.host_grad`), not in a step. weights_on_host: the shards of weights lie in host memory as well (`Bucket.tier`).
-        files: what the states are in, if not in host memory. nodes: the NUMA nodes that states lie on by turns.
+        At most `pin_memory_limit` bytes are pinned; what cannot be is pageable. grads_on_host:
+        gradients are copied in backward (`Bucket.host_grad`), not in a step. weights_on_host: the
+        shards of weights lie in host memory as well (`Bucket.tier`).
+        files: what the states are in, if not in host memory. nodes: the NUMA nodes that states lie
+        on by turns.
         """
         self.copies, self._device = _C.HostTier(device, pin_memory, pin_memory_limit), device
         allocate = partial(self.copies.empty, pinned=False, nodes=nodes)
@@ -172,19 +204,37 @@ class CpuStore:
             self.in_files = nvme_states.NvmeStates(buckets, files, allocate)
         self.weight_files: NvmeWeights | None = None
         self._files = [] if self.in_files is None else [self.in_files]
-        engine_bytes = 0 if self.in_files is None else ENGINE_BYTES  # one of the process, for all of its files
-        self._states: HostStates | nvme_states.NvmeStates = self.in_files or HostStates(buckets, allocate)
+        # one of the process, for all of its files
+        engine_bytes = 0 if self.in_files is None else ENGINE_BYTES
+        self._states: HostStates | nvme_states.NvmeStates = self.in_files or HostStates(
+            buckets, allocate
+        )
         self.tier = self._states.tier
         size = self._states.chunk_numel * _ITEM_BYTES
-        self._grads = [self.copies.empty(size, torch.uint8) for _ in range(0 if grads_on_host else GRAD_BUFFERS)]
-        self._weights = [self.copies.empty(size, torch.uint8) for _ in range(0 if weights_on_host else WEIGHT_BUFFERS)]
-        self.scratch_bytes = size * (len(self._grads) + len(self._weights)) + self._states.scratch_bytes + engine_bytes
+        self._grads = [
+            self.copies.empty(size, torch.uint8)
+            for _ in range(0 if grads_on_host else GRAD_BUFFERS)
+        ]
+        self._weights = [
+            self.copies.empty(size, torch.uint8)
+            for _ in range(0 if weights_on_host else WEIGHT_BUFFERS)
+        ]
+        self.scratch_bytes = (
+            size * (len(self._grads) + len(self._weights))
+            + self._states.scratch_bytes
+            + engine_bytes
+        )
         self._pipeline = _C.OffloadPipeline(self.copies, len(self._weights))
-        self._parts: dict[tuple[Bucket, int], _Part] = {}  # of the last steps, by the first span's bucket and first buffers
+        # of the last steps, by the first span's bucket and first buffers
+        self._parts: dict[tuple[Bucket, int], _Part] = {}
         self._before_change: Callable[[], object] | None = None
 
-    def keep_weights(self, buckets: Sequence[Bucket], files: nvme_states.StateFiles, prefetch: int) -> NvmeWeights:
-        """Let the weights of `buckets`, updated and frozen ones in unit order, be in files from now on. Raises OSError."""
+    def keep_weights(
+        self, buckets: Sequence[Bucket], files: nvme_states.StateFiles, prefetch: int
+    ) -> NvmeWeights:
+        """Let the weights of `buckets`, updated and frozen ones in unit order, be in files from
+        now on. Raises OSError.
+        """
         self.weight_files = NvmeWeights(buckets, files, self.copies, self._device, prefetch)
         self._files.append(self.weight_files)
         self.scratch_bytes += self.weight_files.scratch_bytes
@@ -200,7 +250,9 @@ class CpuStore:
             "from_nvme": sum(files.bytes_read for files in self._files),
         }
 
-    def read(self, bucket: Bucket, key: str, start: int = 0, numel: int | None = None) -> torch.Tensor:
+    def read(
+        self, bucket: Bucket, key: str, start: int = 0, numel: int | None = None
+    ) -> torch.Tensor:
         """See StateStore."""
         end = bucket.owned_numel if numel is None else start + numel
         split = key == "master" and bucket.state_format.master == "split"
@@ -210,10 +262,15 @@ class CpuStore:
     def write(self, bucket: Bucket, key: str, start: int, values: torch.Tensor) -> None:
         """See StateStore."""
         self._wait_to_change()
-        first, sources = start - bucket.device_numel, kept_values(bucket.state_format, key, values.to(self._device))
+        first, sources = (
+            start - bucket.device_numel,
+            kept_values(bucket.state_format, key, values.to(self._device)),
+        )
         for at, numel, kept in self._states.change(bucket, first, values.numel()):
             for name, source in range_of(sources, at - first, numel).items():
-                self.copies.to_tier(kept[name], source.to(kept[name].dtype).contiguous().view(-1)).synchronize()
+                self.copies.to_tier(
+                    kept[name], source.to(kept[name].dtype).contiguous().view(-1)
+                ).synchronize()
 
     def kept(self, bucket: Bucket, start: int, numel: int) -> Kept:
         """See StateStore."""
@@ -232,7 +289,9 @@ class CpuStore:
         return ((self.tier, key, nbytes) for key, nbytes in self._states.stored(bucket))
 
     def shrink(self, bucket: Bucket) -> Kept:
-        """Free the states of a bucket's first `device_numel` elements (until now it kept all), and return them."""
+        """Free the states of a bucket's first `device_numel` elements (until now it kept all),
+        and return them.
+        """
         assert isinstance(self._states, HostStates)
         self._parts.clear()
         return self._states.shrink(bucket)
@@ -251,8 +310,8 @@ class CpuStore:
     ) -> Iterator[_C.CopyEvent | None]:
         """See StateStore.
 
-        beside: called with each part's index once the part's first copies are queued, which then do not wait for its own work.
-        RuntimeError if a copy failed: then only some chunks are updated.
+        beside: called with each part's index once the part's first copies are queued, which then do
+        not wait for its own work. RuntimeError if a copy failed: then only some chunks are updated.
         """
         self._wait_to_change()
         kept: list[_Part] = []
@@ -286,7 +345,8 @@ class CpuStore:
                 if beside is not None:
                     self._pipeline.wait_fetched(first + 2)
                     beside(index)
-                for number in range(first, last if threads == 0 else first):  # so that an interrupt need not wait for all
+                # so that an interrupt need not wait for all
+                for number in range(first, last if threads == 0 else first):
                     for files in self._files:
                         files.before(number)
                     self._pipeline.wait_updated(number, number + 1)
@@ -295,7 +355,8 @@ class CpuStore:
                 yield self._pipeline.wait_updated(first, last)
         except BaseException:  # GeneratorExit among them
             self._pipeline.end()
-            self.copies.drain()  # copies in flight read gradients, which the next backward overwrites
+            # copies in flight read gradients, which the next backward overwrites
+            self.copies.drain()
             raise
         self._pipeline.end()
 
@@ -304,7 +365,9 @@ class CpuStore:
         if not spans:
             return _Part([], [], [], [], [])
         key = spans[0].bucket, turn % (GRAD_BUFFERS * WEIGHT_BUFFERS * self._states.places)
-        grad_dtypes = [_grad_of(bucket)[0].dtype for bucket in dict.fromkeys(span.bucket for span in spans)]
+        grad_dtypes = [
+            _grad_of(bucket)[0].dtype for bucket in dict.fromkeys(span.bucket for span in spans)
+        ]
         part = self._parts.get(key)
         if part is None or part.spans != spans or part.grad_dtypes != grad_dtypes:
             cut = list(self._states.cut(spans))
@@ -314,7 +377,9 @@ class CpuStore:
         return part
 
     def _chunk(self, spans: Sequence[Span], turn: int) -> _C.OffloadChunk:
-        """Make chunk `turn`: staging buffers for gradients and weights that are not in host memory anyway."""
+        """Make chunk `turn`: staging buffers for gradients and weights that are not in host
+        memory anyway.
+        """
         params, grads, starts = [], [], []
         weights: list[torch.Tensor | None] = []
         in_files = None if self.weight_files is None else self.weight_files.of_chunk(spans, turn)
@@ -325,12 +390,17 @@ class CpuStore:
                 weight = in_files[number][WEIGHT]
             grad, first = _grad_of(span.bucket)
             starts.append(span.start - first)
-            if self._grads:  # Adam has worked on the chunk before the last, which used the same buffer
-                grads.append(_view(self._grads[turn % GRAD_BUFFERS], grad.dtype, cursor, span.numel))
+            # Adam has worked on the chunk before the last, which used the same buffer
+            if self._grads:
+                grads.append(
+                    _view(self._grads[turn % GRAD_BUFFERS], grad.dtype, cursor, span.numel)
+                )
             else:
                 grads.append(grad[starts[-1] : starts[-1] + span.numel])
             if self._weights:
-                params.append(_view(self._weights[turn % WEIGHT_BUFFERS], weight.dtype, cursor, span.numel))
+                params.append(
+                    _view(self._weights[turn % WEIGHT_BUFFERS], weight.dtype, cursor, span.numel)
+                )
             else:
                 params.append(weight)
             weights.append(weight if self._weights else None)
@@ -348,7 +418,9 @@ class CpuStore:
 
 
 class ElementStore(CpuStore):
-    """A CpuStore for elementwise optimizers of torch.optim, whose steps torch runs: the same chunks, copied around them."""
+    """A CpuStore for elementwise optimizers of torch.optim, whose steps torch runs: the same
+    chunks, copied around them.
+    """
 
     def steps(
         self,
@@ -363,7 +435,8 @@ class ElementStore(CpuStore):
         last_use: dict[int, _C.CopyEvent] = {}  # of each staging buffer for weights
         turn = 0
         try:
-            if not self._weights:  # weights in host memory that are still being copied to the device must not change
+            # weights in host memory that are still being copied to the device must not change
+            if not self._weights:
                 self.copies.synchronize()
             fetched = self._fetch(chunks, 0)
             for index, of_part in enumerate(cut):
@@ -373,15 +446,21 @@ class ElementStore(CpuStore):
                 for spans in of_part:
                     grads, events = fetched
                     fetched = self._fetch(chunks, turn + 1)
-                    copied = self._update(spans, grads, events, hypers, last_use, turn % WEIGHT_BUFFERS)
+                    copied = self._update(
+                        spans, grads, events, hypers, last_use, turn % WEIGHT_BUFFERS
+                    )
                     turn += 1
                 yield copied
         except BaseException:  # GeneratorExit among them
             self.copies.drain()
             raise
 
-    def _fetch(self, chunks: Sequence[list[Span]], turn: int) -> tuple[list[torch.Tensor], list[_C.CopyEvent]]:
-        """Begin to copy the gradients of chunk `turn`, if there is one; returns them, and what to wait for."""
+    def _fetch(
+        self, chunks: Sequence[list[Span]], turn: int
+    ) -> tuple[list[torch.Tensor], list[_C.CopyEvent]]:
+        """Begin to copy the gradients of chunk `turn`, if there is one; returns them, and what
+        to wait for.
+        """
         grads: list[torch.Tensor] = []
         events: list[_C.CopyEvent] = []
         cursor = 0
@@ -407,16 +486,25 @@ class ElementStore(CpuStore):
         last_use: dict[int, _C.CopyEvent],
         place: int,
     ) -> _C.CopyEvent | None:
-        """Update a chunk; returns the copy of its last weights, if they leave host memory. place: of the staging buffer."""
+        """Update a chunk; returns the copy of its last weights, if they leave host memory.
+        place: of the staging buffer.
+        """
         weights = [span.bucket.owned_weight[span.start : span.start + span.numel] for span in spans]
         params, come = weights, list(events)
         if self._weights:
             if place in last_use:
                 last_use[place].synchronize()
             starts = [0, *accumulate(round_up(span.numel, BLOCK) for span in spans)]
-            params = [_view(self._weights[place], w.dtype, at, w.numel()) for at, w in zip(starts, weights, strict=False)]
+            params = [
+                _view(self._weights[place], w.dtype, at, w.numel())
+                for at, w in zip(starts, weights, strict=False)
+            ]
             reads = [span.bucket.state_format.reads_weights for span in spans]
-            come += [self.copies.to_tier(p, w) for p, w, read in zip(params, weights, reads, strict=True) if read]
+            come += [
+                self.copies.to_tier(p, w)
+                for p, w, read in zip(params, weights, reads, strict=True)
+                if read
+            ]
         for event in come:
             event.synchronize()
         states = [self.kept(span.bucket, span.start, span.numel) for span in spans]
@@ -441,7 +529,9 @@ def _view(buffer: torch.Tensor, dtype: torch.dtype, start: int, numel: int) -> t
 
 
 def _grad_of(bucket: Bucket) -> tuple[torch.Tensor, int]:
-    """Return the gradient that the CPU reads, and where in the owned range it begins: in host memory, or the device's."""
+    """Return the gradient that the CPU reads, and where in the owned range it begins: in host
+    memory, or the device's.
+    """
     if bucket.host_grad is not None:
         return bucket.host_grad, bucket.device_numel
     assert bucket.grad is not None
@@ -452,7 +542,8 @@ def warn_of_pageable(copies: _C.HostTier) -> None:
     """Log a warning if memory of the tier should be pinned and is not."""
     if copies.pin_refusal:
         logger.warning(
-            "offload: %d of %d bytes that copies use cannot be pinned, so they are pageable: the same bits, but copies of them "
+            "offload: %d of %d bytes that copies use cannot be pinned, so they are pageable: the "
+            "same bits, but copies of them "
             "block and do not overlap with anything (%s; expected a higher limit of locked memory, "
             '`ulimit -l`, and of offload={"pin_memory_limit": ...})',
             copies.bytes_refused,
@@ -465,7 +556,7 @@ def warn_of_misplaced(copies: _C.HostTier) -> None:
     """Log a warning if states should lie on certain NUMA nodes and the system refused."""
     if copies.node_refusal:
         logger.warning(
-            "offload: optimizer states lie on any NUMA node: the same bits, but a step may be slower (%s; expected a system "
-            "that allows it; Docker does with --cap-add SYS_NICE)",
+            "offload: optimizer states lie on any NUMA node: the same bits, but a step may be "
+            "slower (%s; expected a system that allows it; Docker does with --cap-add SYS_NICE)",
             copies.node_refusal,
         )

@@ -1,13 +1,16 @@
 """The outcome of a step: decided on the device where it can be, and read by the host.
 
-Note [Device steps]: where a step uses no host memory, the host does not wait for the norm. The device adds the squared norms
-of all ranks, decides (clip coefficient, or skip), counts each parameter's steps, computes the scalars of Adam from the counts
-and updates the loss scale (csrc/adam/device_step.h). These values stay on the device. Each step also copies its result to the
-host, which reads it at a later step once the copy is done, or waits for it when a value is needed (`Outcomes.settle`). Replays
-of a CUDA graph run no Python, so once a graph is captured `settle` reads the values from the device.
-Note [Cohorts]: a step is planned on the host, which does not know the counts. Parameters with equal `Managed.cohort` have equal
-counts: they had equal ones once, and were updated by the same steps since. So they share the scalars of a step. Those
-parameters of a cohort that a step updates become a new cohort.
+Note [Device steps]: where a step uses no host memory, the host does not wait for the norm. The
+device adds the squared norms of all ranks, decides (clip coefficient, or skip), counts each
+parameter's steps, computes the scalars of Adam from the counts and updates the loss scale
+(csrc/adam/device_step.h). These values stay on the device. Each step also copies its result to the
+host, which reads it at a later step once the copy is done, or waits for it when a value is needed
+(`Outcomes.settle`). Replays of a CUDA graph run no Python, so once a graph is captured `settle`
+reads the values from the device.
+Note [Cohorts]: a step is planned on the host, which does not know the counts. Parameters with equal
+`Managed.cohort` have equal counts: they had equal ones once, and were updated by the same steps
+since. So they share the scalars of a step. Those parameters of a cohort that a step updates become
+a new cohort.
 """
 
 import itertools
@@ -34,8 +37,12 @@ logger = logging.getLogger("shardcore")
 _WORDS = 6
 
 
-def decides_on_device(device: torch.device, tier: str, comm: Comm, overlap_step: bool, capturable: bool) -> bool:
-    """Whether a step is decided on the device: if `capturable`, or on CUDA if ranks compare their calls on the CPU."""
+def decides_on_device(
+    device: torch.device, tier: str, comm: Comm, overlap_step: bool, capturable: bool
+) -> bool:
+    """Whether a step is decided on the device: if `capturable`, or on CUDA if ranks compare
+    their calls on the CPU.
+    """
     if overlap_step or tier != "device":
         return False
     on_cpu = all(one.compare_device.type == "cpu" for one in (comm, *comm.across))
@@ -52,7 +59,9 @@ class StepResult(NamedTuple):
 
 def _result(words: torch.Tensor) -> StepResult:
     floats = words.view(torch.float64)
-    return StepResult((floats[0].item(), int(words[1]), int(words[2])), floats[4].item(), int(words[5]))
+    return StepResult(
+        (floats[0].item(), int(words[1]), int(words[2])), floats[4].item(), int(words[5])
+    )
 
 
 class PendingResult:
@@ -61,7 +70,9 @@ class PendingResult:
     def __init__(self, words: torch.Tensor) -> None:
         """Queue the copy of the words as they are now, in stream order."""
         self._event: torch.cuda.Event | None = None
-        self._host = torch.empty(words.shape, dtype=torch.int64, device="cpu", pin_memory=words.is_cuda)
+        self._host = torch.empty(
+            words.shape, dtype=torch.int64, device="cpu", pin_memory=words.is_cuda
+        )
         self._host.copy_(words, non_blocking=True)
         if words.is_cuda:
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -80,17 +91,24 @@ class PendingResult:
 
 
 class DeviceStep:
-    """The decisions on one model's steps and their counts, in the memory of its device. See Note [Device steps]."""
+    """The decisions on one model's steps and their counts, in the memory of its device. See Note
+    [Device steps].
+    """
 
-    def __init__(self, device: torch.device, ranks: int, scaler: LossScaler, params: Sequence[Managed]) -> None:
-        """Decide for `ranks` ranks, count the steps of `params`, and update the loss scale of `scaler`."""
+    def __init__(
+        self, device: torch.device, ranks: int, scaler: LossScaler, params: Sequence[Managed]
+    ) -> None:
+        """Decide for `ranks` ranks, count the steps of `params`, and update the loss scale of
+        `scaler`.
+        """
         self._memory = torch.zeros(_WORDS + len(params) + 1, dtype=torch.int64, device=device)
         self.state = DeviceState(self._memory[:_WORDS])
         self._counter = dict(zip(params, self._memory[_WORDS:-1].unbind(), strict=True))
         self._device, self.ranks, self._scaler = device, ranks, scaler
         self._cohorts = itertools.count(-1, -1)  # loaded counts name cohorts as well
         self._counted = False  # counts changed since the host read them
-        self.replayed = False  # a graph was captured, so that the host does not know how many steps there were
+        # a graph was captured, so that the host does not know how many steps there were
+        self.replayed = False
         if scaler.options is not None:
             floats = self.state.words.view(torch.float64)
             scaler.live, scaler.live_unscale = floats[0], floats[3]
@@ -113,7 +131,8 @@ class DeviceStep:
         scale: "float | DeviceScale",
         max_norm: float | None,
     ) -> tuple["_C.DeviceScalars", PendingResult | None]:
-        """Queue the decision on a step; returns the scalars of each of `updated`, and the copy of the result.
+        """Queue the decision on a step; returns the scalars of each of `updated`, and the copy of
+        the result.
 
         squares: (n, 2) float64 on the device, of each rank's gradients. scale: multiplies these.
         """
@@ -121,7 +140,8 @@ class DeviceStep:
             scale = DeviceScale(self.state, scale)
         scalars = replace(scale, max_norm=max_norm).decide(
             squares,
-            [self._counter[managed] for managed in updated] or [self._memory[-1]],  # other parts of the model are updated
+            # other parts of the model are updated
+            [self._counter[managed] for managed in updated] or [self._memory[-1]],
             [managed.group or 0 for managed in updated] or [0],
             [hyper_of(group) for group in groups],
             self.ranks,
@@ -152,12 +172,18 @@ class DeviceStep:
 
 
 class Outcomes:
-    """Records the outcomes of steps, in their order: counts, loss scale, log. They can be read on any thread."""
+    """Records the outcomes of steps, in their order: counts, loss scale, log. They can be read
+    on any thread.
+    """
 
     def __init__(self, optimizer: Any, scaler: LossScaler, device_step: DeviceStep | None) -> None:
-        """Count skipped steps in `optimizer`. device_step: decides on steps; None: the host does."""
+        """Count skipped steps in `optimizer`. device_step: decides on steps; None: the host
+        does.
+        """
         self._lock = threading.RLock()
-        self._optimizer, self._scaler, self._device_step = weakref.ref(optimizer), scaler, device_step
+        self._optimizer = weakref.ref(optimizer)
+        self._scaler = scaler
+        self._device_step = device_step
         self._pending: deque[PendingResult] = deque()
         self._skipped = 0  # on the device, as far as the host knows
         self._late: RuntimeError | None = None
@@ -166,8 +192,8 @@ class Outcomes:
     def add(self, outcome: float | PendingResult, updated: Sequence[Managed]) -> None:
         """Note a step that updates `updated`, unless the norm is not finite.
 
-        outcome: the result on its way to the host, or the norm if the host decided; then raises RuntimeError if the loss scale
-            would fall below its minimum.
+        outcome: the result on its way to the host, or the norm if the host decided; then raises
+            RuntimeError if the loss scale would fall below its minimum.
         """
         if isinstance(outcome, PendingResult):
             self._pending.append(outcome)
@@ -184,11 +210,14 @@ class Outcomes:
                 self._read_next()
 
     def settle(self, counts: bool = False) -> None:
-        """Read the results of all steps so far, and each parameter's step count if `counts`. Waits for the device."""
+        """Read the results of all steps so far, and each parameter's step count if `counts`.
+        Waits for the device.
+        """
         with self._lock:
             while self._pending:
                 self._read_next()
-            if self._device_step is not None and self._device_step.replayed:  # nothing of replays is logged
+            # nothing of replays is logged
+            if self._device_step is not None and self._device_step.replayed:
                 result = self._device_step.read()
                 self._count_skips(result.skipped)
                 self._scaler.after_update(result.scale)
@@ -203,7 +232,9 @@ class Outcomes:
             raise late
 
     def forget_late(self) -> None:
-        """Log the error that `raise_late` would raise: the state that it is about was replaced by a loaded one."""
+        """Log the error that `raise_late` would raise: the state that it is about was replaced
+        by a loaded one.
+        """
         if self._late is not None:
             logger.warning("%s (before load_state_dict)", self._late)
         self._late = None
@@ -220,21 +251,26 @@ class Outcomes:
             self._late = self._late or error
 
     def _record(self, norm: float, skips: int, scale: tuple[float, int, int] | None) -> None:
-        """Note a step's norm and whether it was skipped. scale: as the device updated it; None: the host updates it."""
+        """Note a step's norm and whether it was skipped. scale: as the device updated it; None:
+        the host updates it.
+        """
         self.last_norm = norm
         if not skips:
             self._scaler.after_update(scale)
             return
         skipped = self._count_skips(self._skipped + skips)
         logger.warning(
-            "step: the global gradient norm is %s; nothing was updated on any rank (skipped steps so far: %s)%s",
+            "step: the global gradient norm is %s; nothing was updated on any rank (skipped steps "
+            "so far: %s)%s",
             norm,
             "not counted, as the optimizer is gone" if skipped is None else skipped,
             self._scaler.after_overflow(scale),
         )
 
     def _count_skips(self, skipped: int) -> int | None:
-        """Raise the optimizer's count by the new ones of `skipped` steps; returns it, or None if the optimizer is gone."""
+        """Raise the optimizer's count by the new ones of `skipped` steps; returns it, or None if
+        the optimizer is gone.
+        """
         new, self._skipped = skipped - self._skipped, skipped
         optimizer: Any = self._optimizer()
         return None if optimizer is None else int(optimizer._count_skip(new))

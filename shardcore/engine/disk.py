@@ -17,7 +17,8 @@ ALIGNMENT = 4096  # of places in files; a disk with larger blocks sets it
 _PIECE_BYTES = 4 << 20
 PROBE_BYTES = 64 << 20
 _MEMORY = "tmpfs (memory)"  # a file system without a disk
-ENGINE_BYTES = 32 << 20  # of host memory at most, from which a file engine writes what is not written in place
+# of host memory at most, from which a file engine writes what is not written in place
+ENGINE_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,9 @@ def _engine_of(process: int) -> _C.FileEngine:
 
 @contextmanager
 def temporary(directory: Path) -> Iterator[Path]:
-    """Make an empty file whose name is gone afterwards. Raises OSError, which names the directory."""
+    """Make an empty file whose name is gone afterwards. Raises OSError, which names the
+    directory.
+    """
     try:
         descriptor, name = tempfile.mkstemp(".states", "shardcore-", directory)
     except OSError as error:
@@ -65,7 +68,9 @@ def alignment_of(engine: _C.FileEngine, directory: Path) -> int:
 
 
 def measure(engine: _C.FileEngine, directory: Path, nbytes: int = PROBE_BYTES) -> Rates:
-    """Measure the disk of a directory with a file of twice `nbytes`, of which nothing stays. Raises OSError."""
+    """Measure the disk of a directory with a file of twice `nbytes`, of which nothing stays.
+    Raises OSError.
+    """
     alignment = alignment_of(engine, directory)
     piece = min(_PIECE_BYTES, max(alignment, nbytes // alignment * alignment))
     count = max(1, nbytes // piece)
@@ -77,7 +82,9 @@ def measure(engine: _C.FileEngine, directory: Path, nbytes: int = PROBE_BYTES) -
     with temporary(directory) as path:
         file = _C.BlockFile(engine, path, 2 * count * piece)
 
-        def transfers(way: Callable[..., _C.FileTransfer], of: Sequence[torch.Tensor], start: int) -> list[_C.FileTransfer]:
+        def transfers(
+            way: Callable[..., _C.FileTransfer], of: Sequence[torch.Tensor], start: int
+        ) -> list[_C.FileTransfer]:
             return [way(memory, (start + i) * piece) for i, memory in enumerate(of)]
 
         def rate(start: Callable[[], list[_C.FileTransfer]], sync: bool) -> float:
@@ -92,12 +99,17 @@ def measure(engine: _C.FileEngine, directory: Path, nbytes: int = PROBE_BYTES) -
         transfers(file.write, second, count)[-1].wait()
         write = rate(lambda: transfers(file.write, first, 0), sync=True)
         read = rate(lambda: transfers(file.read, first, 0), sync=False)
-        both = rate(lambda: [*transfers(file.read, first, 0), *transfers(file.write, second, count)], sync=True)
+        both = rate(
+            lambda: [*transfers(file.read, first, 0), *transfers(file.write, second, count)],
+            sync=True,
+        )
     return Rates(read, write, both)
 
 
 def about(engine: _C.FileEngine, directory: Path) -> str:
-    """Return the device and file system of a directory, and how files there are read and written, in words."""
+    """Return the device and file system of a directory, and how files there are read and
+    written, in words.
+    """
     with temporary(directory) as path:
         direct = _C.BlockFile(engine, path, 0).block_bytes > 1
     mount = _mount_of(directory)

@@ -1,7 +1,8 @@
 """The engine behind a sharded model: what `shard` attaches and the optimizer hands its work to.
 
-It composes the reducer (gradients), the updater (step) and a state store (where states live). It has no knowledge of
-stages beyond the lifetimes table, nor of tiers beyond the store that it is given.
+It composes the reducer (gradients), the updater (step) and a state store (where states live). It
+has no knowledge of stages beyond the lifetimes table, nor of tiers beyond the store that it is
+given.
 """
 
 import weakref
@@ -21,7 +22,13 @@ from shardcore.distributed.everyone import Everyone, attempt, raise_both
 from shardcore.engine.bucket import Bucket, Managed, note_written
 from shardcore.engine.build import Membership
 from shardcore.engine.device_step import DeviceStep, Outcomes, decides_on_device
-from shardcore.engine.full_tensors import FullTensors, Gathered, agree_on_read, assemble_rest, keys_of
+from shardcore.engine.full_tensors import (
+    FullTensors,
+    Gathered,
+    agree_on_read,
+    assemble_rest,
+    keys_of,
+)
 from shardcore.engine.host_gradients import GradOffload
 from shardcore.engine.optimizer_state import OptimizerStateIO
 from shardcore.engine.overlap_step import OverlapStep, uses_worker
@@ -39,7 +46,9 @@ from shardcore.optim.tensor_lists import DeviceScale, DeviceState
 
 
 class Engine:
-    """Runs gradients, steps and state dicts of one sharded model. Not copied or pickled with the model."""
+    """Runs gradients, steps and state dicts of one sharded model. Not copied or pickled with the
+    model.
+    """
 
     def __init__(self, plan: Plan) -> None:
         """Take over the model of `plan`, whose weights are in place."""
@@ -50,12 +59,16 @@ class Engine:
         self.scaler, self.options = plan.scaler, plan.options
         self.max_norm: float | None = self.options["clip_grad_norm"]
         overlaps, tiers = self.options["overlap_step"], self.options["offload"]
-        self._model, self._optimizer = weakref.ref(plan.model), weakref.ref(plan.optimizer)  # both keep the engine
+        # both keep the engine
+        self._model, self._optimizer = weakref.ref(plan.model), weakref.ref(plan.optimizer)
         groups = self.groups = plan.optimizer.param_groups
-        # None: steps are complete when they return, or in the order of the device's stream, and nothing is gathered after them
+        # None: steps are complete when they return, or in the order of the device's stream, and
+        # nothing is gathered after them
         self.overlap_step: OverlapStep | None = None
         works = uses_worker(self.device, self.store)
-        if overlaps and (works or (self.lifetimes.gathers_new_weights and len(self.comm.shard_ranks) > 1)):
+        if overlaps and (
+            works or (self.lifetimes.gathers_new_weights and len(self.comm.shard_ranks) > 1)
+        ):
             self.overlap_step = OverlapStep(
                 plan.model,
                 plan.units,
@@ -69,13 +82,17 @@ class Engine:
         self.unsharder: Unsharder | None = None  # None: weights are never sharded
         if not self.lifetimes.full_weight_resident:
             keeps, prefetch = self.options["reshard_after_forward"], self.options["prefetch"]
-            self.unsharder = Unsharder(plan.units, self.comm, self.device, keeps, prefetch, self.overlap_step)
+            self.unsharder = Unsharder(
+                plan.units, self.comm, self.device, keeps, prefetch, self.overlap_step
+            )
         grad_offload: GradOffload | None = None
         if plan.host is not None and tiers.gradients is not None:
             grad_offload = GradOffload(plan.host.copies, plan.updated, plan.threads)
         self.ratio_tuner: RatioTuner | None = None
         if isinstance(plan.host, SplitStore) and tiers.auto:
-            self.ratio_tuner = RatioTuner(self.comm, self.device, plan.host, tiers.device_memory_limit, overlaps)
+            self.ratio_tuner = RatioTuner(
+                self.comm, self.device, plan.host, tiers.device_memory_limit, overlaps
+            )
         self.reducer = Reducer(
             [bucket for bucket in self.buckets if bucket.trainable],
             self.comm,
@@ -87,36 +104,51 @@ class Engine:
             self.overlap_step,
             grad_offload,
         )
-        self.bucket_of: dict[nn.Parameter, Bucket] = {m.param: b for b in self.buckets for m in b.params}
-        self.managed: dict[nn.Parameter, Managed] = {m.param: m for b in self.buckets for m in b.params}
-        self.constant = {m.param: m for b in self.buckets for m in b.params if b.group is None}  # updated by no step
+        self.bucket_of: dict[nn.Parameter, Bucket] = {
+            m.param: b for b in self.buckets for m in b.params
+        }
+        self.managed: dict[nn.Parameter, Managed] = {
+            m.param: m for b in self.buckets for m in b.params
+        }
+        # updated by no step
+        self.constant = {m.param: m for b in self.buckets for m in b.params if b.group is None}
         for name, param in self.unmanaged:
             self.constant.setdefault(param, Managed(name, param, 0, None))
         self.device_step: DeviceStep | None = None
         capturable, kind = any(group.get("capturable") for group in groups), plan.optimizer.kind
         late = works and overlaps
-        if kind.on_device and decides_on_device(self.device, self.store.tier, self.comm, late, capturable):
+        if kind.on_device and decides_on_device(
+            self.device, self.store.tier, self.comm, late, capturable
+        ):
             counts = [m for bucket in plan.updated for m in bucket.params]
             self.device_step = DeviceStep(self.device, self.comm.world_size, self.scaler, counts)
         self.outcomes = Outcomes(plan.optimizer, self.scaler, self.device_step)
         constant, decides = [*self.constant.values()], self.device_step
-        self.updater = Updater(self.buckets, self.store, self.comm, self.lifetimes, kind, groups, constant, decides)
+        self.updater = Updater(
+            self.buckets, self.store, self.comm, self.lifetimes, kind, groups, constant, decides
+        )
         for param in [*self.managed, *(param for _, param in self.unmanaged)]:
             param.__dict__["_shardcore_engine"] = EngineRef(self)
         self.membership = Membership(plan.model)
-        self.hooks: weakref.WeakSet[Any] = weakref.WeakSet()  # of the model's modules, which keep them
-        self.handles: list[RemovableHandle] = []  # of these hooks, and of those of frozen parameters
+        # of the model's modules, which keep them
+        self.hooks: weakref.WeakSet[Any] = weakref.WeakSet()
+        # of these hooks, and of those of frozen parameters
+        self.handles: list[RemovableHandle] = []
         self.gives_way = False  # the model is about to be sharded again (engine/relay.py)
-        self._state_dict_of: tuple[str, str] | None = None  # the module (name, prefix) whose state_dict is being made
-        self.own_weights = False  # a state_dict of the model has the weights that this rank has, not masters: below stage 3
+        # the module (name, prefix) whose state_dict is being made
+        self._state_dict_of: tuple[str, str] | None = None
+        # a state_dict of the model has the weights that this rank has, not masters: below stage 3
+        self.own_weights = False
         self._reads_own = False  # so does the one that is being made
         self.gathered = Gathered()
         self.names_only = False  # state dicts are made for their keys
         self.full_tensors = FullTensors(self.comm, self.device)
         self.saving: BackgroundSave | None = None
         self.commits: StepCommits | None = None
-        self.save_staging: torch.Tensor | None = None  # host memory, kept from one save in the background to the next
-        self._aside: _C.HostTier | None = None  # where states of the device are, between offload_states and reload_states
+        # host memory, kept from one save in the background to the next
+        self.save_staging: torch.Tensor | None = None
+        # where states of the device are, between offload_states and reload_states
+        self._aside: _C.HostTier | None = None
         self.state_io = OptimizerStateIO(self.updater, groups, self.full_tensors)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
@@ -132,11 +164,15 @@ class Engine:
         """The sharded model. RuntimeError where only its optimizer, or modules of it, are left."""
         model = self._model()
         if model is None:
-            raise RuntimeError("the sharded model is gone; expected it to be kept as long as its state is read or loaded")
+            raise RuntimeError(
+                "the sharded model is gone; expected it to be kept as long as its state is read or "
+                "loaded"
+            )
         return model
 
     def synchronize(self) -> None:
-        """Wait until the last step is complete, and committed where steps are; on CUDA in the order of the current stream.
+        """Wait until the last step is complete, and committed where steps are; on CUDA in the order
+        of the current stream.
 
         StepError if one has failed.
         """
@@ -147,7 +183,9 @@ class Engine:
             self.commits.finish()
 
     def _settle_commits(self) -> None:
-        """Synchronize; where steps are committed wait until every rank has the last one. Then collective."""
+        """Synchronize; where steps are committed wait until every rank has the last one. Then
+        collective.
+        """
         try:
             self.synchronize()
         finally:
@@ -155,7 +193,8 @@ class Engine:
                 self.commits.wait_for_all()
 
     def settle(self, counts: bool = False) -> None:
-        """Read the outcomes of the steps so far: norms, loss scale, and if `counts`, how many each parameter made.
+        """Read the outcomes of the steps so far: norms, loss scale, and if `counts`, how many each
+        parameter made.
 
         Waits for the device if that decides on them.
         """
@@ -178,13 +217,19 @@ class Engine:
         if self.unsharder is not None and any(unit.held for unit in self.unsharder.units):
             raise ValueError(f"{op}: called inside full_params; expected it after the block")
 
-    # --- what hooks of the model call (engine/hooks.py) -----------------------------------------------------------------
+    # --- what hooks of the model call (engine/hooks.py) -------------------------------------------
 
     @property
     def active_unsharder(self) -> Unsharder | None:
-        """What gathers weights around their use; None if none has to be (inside `full_params`, unless backward follows)."""
+        """What gathers weights around their use; None if none has to be (inside `full_params`,
+        unless backward follows).
+        """
         unsharder = self.unsharder
-        return None if unsharder is None or (unsharder.all_held and not torch.is_grad_enabled()) else unsharder
+        return (
+            None
+            if unsharder is None or (unsharder.all_held and not torch.is_grad_enabled())
+            else unsharder
+        )
 
     def begin_forward(self, module: nn.Module) -> None:
         """Begin a forward of the whole model."""
@@ -195,7 +240,11 @@ class Engine:
             if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
                 unsharder.warn_of_compiling()
             unsharder.begin_forward()
-        if self.commits is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if (
+            self.commits is not None
+            and torch.is_grad_enabled()
+            and not torch.compiler.is_compiling()
+        ):
             self.commits.before_forward(begin=self.overlap_step is None)
         if self.ratio_tuner is not None and torch.is_grad_enabled():
             if self.ratio_tuner.measures:
@@ -219,7 +268,8 @@ class Engine:
                 value.register_hook(lambda grad: begin())  # type: ignore[no-untyped-call]
 
     def _refuse_wrappers(self, module: nn.Module) -> None:
-        """Raise RuntimeError in the forward of what would average or collect gradients a second time, in p.grad.
+        """Raise RuntimeError in the forward of what would average or collect gradients a second
+        time, in p.grad.
 
         torch's replicate() has a DistributedDataParallel, too, over a list of the parameters.
         """
@@ -228,19 +278,27 @@ class Engine:
         if inside_ddp or getattr(module, "_is_replica", False):
             wrapper = "DistributedDataParallel or replicate()" if inside_ddp else "DataParallel"
             raise RuntimeError(
-                f"forward: the sharded model runs inside {wrapper}; expected it on its own, as shardcore.shard already "
-                "averages gradients over ranks (call the model itself)"
+                f"forward: the sharded model runs inside {wrapper}; expected it on its own, as "
+                f"shardcore.shard already averages gradients over ranks (call the model itself)"
             )
 
     def begin_state_dict(self, module: nn.Module, name: str, prefix: str) -> None:
-        """Begin a state_dict of `module`, of this name, or of a part of one that is being read: finish the step.
+        """Begin a state_dict of `module`, of this name, or of a part of one that is being read:
+        finish the step.
 
         If that failed, the read that every rank makes says so on all of them.
         """
         reader = self._state_dict_of
-        if reader is None or not name or prefix == reader[1] or (reader[0] and not name.startswith(f"{reader[0]}.")):
+        if (
+            reader is None
+            or not name
+            or prefix == reader[1]
+            or (reader[0] and not name.startswith(f"{reader[0]}."))
+        ):
             self._state_dict_of = name, prefix
-            self._reads_own = self.own_weights or self.gathered.covers(p for p in module.parameters() if p in self.managed)
+            self._reads_own = self.own_weights or self.gathered.covers(
+                p for p in module.parameters() if p in self.managed
+            )
             try:
                 self.synchronize()
             except BaseException as error:
@@ -249,10 +307,12 @@ class Engine:
                 self.read_all("state_dict", name or "the model", error)
 
     def end_state_dict(self, name: str, prefix: str, state_dict: dict[str, Any]) -> None:
-        """Replace the entries of managed parameters with full tensors of their own memory, from the masters. Collective.
+        """Replace the entries of managed parameters with full tensors of their own memory, from the
+        masters. Collective.
 
-        With `own_weights`, and inside GatheredParameters, from this rank's weights; then collective only over slices. Nothing
-        where this is a part of the state_dict of a module around this one.
+        With `own_weights`, and inside GatheredParameters, from this rank's weights; then collective
+        only over slices. Nothing where this is a part of the state_dict of a module around this
+        one.
         """
         if self._state_dict_of != (name, prefix):
             return
@@ -262,8 +322,15 @@ class Engine:
             self.updater.warn_of_lost_edits("state_dict")
         keys = keys_of(self.managed.values(), state_dict, prefix)
         with torch.no_grad():
-            asked = [bucket for bucket in self.buckets if any(managed.param in keys for managed in bucket.params)]
-            sources = ((bucket, bucket.weight if self._reads_own else self.master_or_weight(bucket)) for bucket in asked)
+            asked = [
+                bucket
+                for bucket in self.buckets
+                if any(managed.param in keys for managed in bucket.params)
+            ]
+            sources = (
+                (bucket, bucket.weight if self._reads_own else self.master_or_weight(bucket))
+                for bucket in asked
+            )
             for bucket, full in zip(asked, self.full_tensors.of_buckets(sources), strict=True):
                 for managed in bucket.params:
                     if managed.param in keys:
@@ -273,7 +340,9 @@ class Engine:
             assemble_rest(state_dict)
 
     def begin_load(self, params: Sequence[nn.Parameter]) -> None:
-        """Begin a load_state_dict of a module that has `params`. Where steps are committed, collective (see `end_load`)."""
+        """Begin a load_state_dict of a module that has `params`. Where steps are committed,
+        collective (see `end_load`).
+        """
         self.updater.refuse_swapped("load_state_dict")
         if self.gathered.covers(params, spread=True):
             self.synchronize()
@@ -283,7 +352,8 @@ class Engine:
             self.unsharder.begin_load(params)
 
     def end_load(self, given: Sequence[tuple[nn.Parameter, torch.Tensor]]) -> None:
-        """Set masters, too, from the values that were given for parameters, not from those as rounded to the weights.
+        """Set masters, too, from the values that were given for parameters, not from those as
+        rounded to the weights.
 
         Where one rank's weights become those of all, the load is an edit of these.
         """
@@ -292,7 +362,11 @@ class Engine:
                 continue
             if param in self.managed:
                 bucket, managed = self.bucket_of[param], self.managed[param]
-                if self.unsharder is not None and self.unsharder.is_held(param) and self.comm.world_size > 1:
+                if (
+                    self.unsharder is not None
+                    and self.unsharder.is_held(param)
+                    and self.comm.world_size > 1
+                ):
                     self.unsharder.undo.append(self.updater.undo_of_load(bucket, managed))
                 self.updater.set_weights(bucket, managed, managed.cut(value))
             else:
@@ -301,10 +375,14 @@ class Engine:
             self.unsharder.end_load()
 
     def use_loaded(self) -> None:
-        """Use the weights that every rank has set from one checkpoint, behind autograd: gather resident ones. Collective."""
+        """Use the weights that every rank has set from one checkpoint, behind autograd: gather
+        resident ones. Collective.
+        """
         works: list[Any] = []
         for bucket in self.buckets if self.lifetimes.gathers_new_weights else ():
-            works += self.comm.all_gather([bucket.weight], Traffic.READ, "the loaded weights", self.comm.shard_ranks)
+            works += self.comm.all_gather(
+                [bucket.weight], Traffic.READ, "the loaded weights", self.comm.shard_ranks
+            )
         note_written([*self.managed.values(), *self.constant.values()])
         self.updater.forget_changes()
         wait_all(works)
@@ -317,7 +395,7 @@ class Engine:
         """Whether the parameter was in the model when it was sharded."""
         return param in self.managed or param in self.constant
 
-    # --- what the optimizer delegates ---------------------------------------------------------------------------------
+    # --- what the optimizer delegates -------------------------------------------------------------
 
     def step(
         self,
@@ -327,22 +405,31 @@ class Engine:
         max_norm: float | None,
         problems: list[BaseException],
     ) -> Any:
-        """Run one optimizer step. Collective. See FusedAdam.step; `grads` is refused, since gradients are sharded.
+        """Run one optimizer step. Collective. See FusedAdam.step; `grads` is refused, since
+        gradients are sharded.
 
-        grad_scale: has a GradScaler's scale in it; its found_inf is not used, since non-finite gradients are found here.
-        problems: why the optimizer refuses its arguments on this rank, if it does; an error of the closure, or of anything
-        before the first write, joins them. The first is taken out and raised once it is known on all ranks: an error that a
-        frame on its way held would hold the frame, and the model, in a cycle.
+        grad_scale: has a GradScaler's scale in it; its found_inf is not used, since non-finite
+        gradients are found here.
+        problems: why the optimizer refuses its arguments on this rank, if it does; an error of the
+        closure, or of anything before the first write, joins them. The first is taken out and
+        raised once it is known on all ranks: an error that a frame on its way held would hold the
+        frame, and the model, in a cycle.
         """
         if grads is not None:
-            problems.append(ValueError("step: grads was given; expected None after shard() (backward makes the gradients)"))
+            problems.append(
+                ValueError(
+                    "step: grads was given; expected None after shard() (backward makes the "
+                    "gradients)"
+                )
+            )
         losses: list[Any] = []
         if closure is not None:
             with torch.enable_grad():
                 attempt(problems, lambda: losses.append(closure()))
         try:
             with scope("step"), self.comm.clock.part("optimizer"), interrupts_held_back() as let_in:
-                self._step(grad_scale, max_norm, problems, let_in)  # an interrupt must not end it halfway on one rank
+                # an interrupt must not end it halfway on one rank
+                self._step(grad_scale, max_norm, problems, let_in)
                 if self.commits is not None:
                     self.commits.note_step()
         finally:
@@ -359,7 +446,13 @@ class Engine:
         """See `step`. let_in: raises what an interrupt has raised so far."""
         # Before anything is sent: see engine/overlap_step.py, Note [Who gathers].
         attempt(problems, self.reducer.settle, self.synchronize)
-        attempt(problems, self._wait_for_commits, self._reshard_all, self.reducer.reduce_pending, self._poll_outcomes)
+        attempt(
+            problems,
+            self._wait_for_commits,
+            self._reshard_all,
+            self.reducer.reduce_pending,
+            self._poll_outcomes,
+        )
         if not problems:
             attempt(problems, self.outcomes.raise_late)
         host_grads = self.reducer.host_grads
@@ -369,15 +462,21 @@ class Engine:
             attempt(problems, self.ratio_tuner.begin_step)
         attempt(problems, let_in)
         limit = self.max_norm if max_norm is None else max_norm
-        order, ways = self.overlap_step.order if self.overlap_step is not None else (), self.comm.take_order()
+        order, ways = (
+            self.overlap_step.order if self.overlap_step is not None else (),
+            self.comm.take_order(),
+        )
         refuses = bool(problems)
         try:
             backwards = self.reducer.count
-            outcome, plan = self.updater.decide(grad_scale, limit, problems, self.scaler.host_scale, backwards, order, ways)
+            outcome, plan = self.updater.decide(
+                grad_scale, limit, problems, self.scaler.host_scale, backwards, order, ways
+            )
         except Exception as error:  # on every rank
             if problems:  # the exchange that was to tell them failed, too
                 raise_both(error, problems)
-            if isinstance(error, ValueError) and not refuses:  # perhaps another rank knew earlier of a late error
+            # perhaps another rank knew earlier of a late error
+            if isinstance(error, ValueError) and not refuses:
                 self.settle()
                 self.outcomes.raise_late()
             raise
@@ -391,7 +490,8 @@ class Engine:
                 self.ratio_tuner.updated = True
         if outcome is not None:
             self.outcomes.add(outcome, () if plan is None else plan.updated)
-        if plan is not None and self.overlap_step is not None:  # last: it waits until the worker begins
+        # last: it waits until the worker begins
+        if plan is not None and self.overlap_step is not None:
             if gathers is None:
                 self.overlap_step.start(plan.spans, plan.hypers, plan.same_order)
             else:
@@ -400,7 +500,8 @@ class Engine:
             self.unsharder.renew()
 
     def _wait_for_commits(self) -> None:
-        if self.commits is not None and self.updater.has_edits:  # of masters, which the checks of a step write
+        # of masters, which the checks of a step write
+        if self.commits is not None and self.updater.has_edits:
             self.commits.wait_for_all()
 
     def _reshard_all(self) -> None:
@@ -413,7 +514,9 @@ class Engine:
 
     @property
     def loss_scale(self) -> float:
-        """What losses are multiplied by, and the reduction divides by. Waits for the last step's norm."""
+        """What losses are multiplied by, and the reduction divides by. Waits for the last step's
+        norm.
+        """
         self.settle()
         return self.scaler.scale
 
@@ -424,33 +527,42 @@ class Engine:
     def _check_step(self) -> None:
         if (self.comm.world_size > 1 or self.comm.across) and capturing(self.device):
             raise ValueError(
-                "step: runs on several ranks while a CUDA graph is captured; expected one rank (what ranks "
-                "compare before a step goes over the host, which a replay does not run)"
+                "step: runs on several ranks while a CUDA graph is captured; expected one rank "
+                "(what ranks compare before a step goes over the host, which a replay does not run)"
             )
         if self.reducer.dropped:
-            raise ValueError("step: the last backward ended in an error; expected one that succeeds, or zero_grad()")
+            raise ValueError(
+                "step: the last backward ended in an error; expected one that succeeds, or "
+                "zero_grad()"
+            )
         if self.scaler.unscaled:
             raise ValueError(
-                f"step: a backward ran on a loss that was not scaled by {self.loss_scale:g}; expected "
+                f"step: a backward ran on a loss that was not scaled by {self.loss_scale:g}; "
+                f"expected "
                 "optimizer.scale_loss(loss).backward() (zero_grad() forgets these gradients; "
                 "shard(loss_scale=1.0) leaves scaling to you)"
             )
         for name, param in self.unmanaged:
             if param.grad is not None:
                 raise ValueError(
-                    f"step: {name} has a gradient but was frozen when shard() was called; expected shardcore.unfreeze(module)"
+                    f"step: {name} has a gradient but was frozen when shard() was called; expected "
+                    f"shardcore.unfreeze(module)"
                 )
         optimizer = self._optimizer()
         if self.grads_in_shards and getattr(optimizer, "found_inf", None) is not None:
-            for left in ("found_inf", "grad_scale"):  # GradScaler does not take them back if the step raises
+            # GradScaler does not take them back if the step raises
+            for left in ("found_inf", "grad_scale"):
                 vars(optimizer).pop(left, None)
             raise ValueError(
-                "step: called by a GradScaler, which looks for gradients in p.grad; from stage 1 on they are sharded "
-                "(float16 has shard(loss_scale=) and optimizer.scale_loss, bfloat16 needs none; non-finite steps are skipped)"
+                "step: called by a GradScaler, which looks for gradients in p.grad; from stage 1 "
+                "on they are sharded "
+                "(float16 has shard(loss_scale=) and optimizer.scale_loss, bfloat16 needs none; "
+                "non-finite steps are skipped)"
             )
         if self._on_device is not None and self._on_device.away:
             raise ValueError(
-                "step: the optimizer's states are in host memory since offload_states(); expected optimizer.reload_states()"
+                "step: the optimizer's states are in host memory since offload_states(); expected "
+                "optimizer.reload_states()"
             )
         self.membership.check("step")
         for bucket in self.buckets:
@@ -461,7 +573,9 @@ class Engine:
 
     @property
     def last_grad_norm(self) -> float | None:
-        """Global norm of the averaged gradients at the last step, before clipping; None before the first. Waits for it."""
+        """Global norm of the averaged gradients at the last step, before clipping; None before
+        the first. Waits for it.
+        """
         self.settle()
         return self.outcomes.last_norm
 
@@ -482,12 +596,15 @@ class Engine:
         return store if isinstance(store, DeviceStore) else None
 
     def offload_states(self, states: bool, buffers: bool, pin_memory: bool) -> None:
-        """Move the device's states to host memory, and free the buffers of gradients and of gathered weights, until a step."""
+        """Move the device's states to host memory, and free the buffers of gradients and of
+        gathered weights, until a step.
+        """
         self.reducer.settle()
         self.synchronize()
         if buffers and self.reducer.holds_grads:
             raise ValueError(
-                "offload_states: there are gradients, of backwards since the last zero_grad(); expected step() and zero_grad() "
+                "offload_states: there are gradients, of backwards since the last zero_grad(); "
+                "expected step() and zero_grad() "
                 '(which sets them to None) before, or include=["optim_states", "hp_params"]'
             )
         on_device = self._on_device
@@ -511,7 +628,9 @@ class Engine:
             self._aside = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the full optimizer state in torch.optim form, which ignores our "loss_scale". Collective."""
+        """Return the full optimizer state in torch.optim form, which ignores our "loss_scale".
+        Collective.
+        """
         self.read_all("optimizer.state_dict", "the optimizer")
         scale = self.scaler.state()
         state_dict = self.state_io.state_dict()
@@ -531,7 +650,8 @@ class Engine:
         self.updater.loaded += self.scaler.compared
 
     def go_on_from(self, scale: Mapping[str, Any] | None, skipped_steps: int | None = None) -> None:
-        """Go on from the counts that parameters were given, and a loss scale that LossScaler.check_state accepts, or None.
+        """Go on from the counts that parameters were given, and a loss scale that
+        LossScaler.check_state accepts, or None.
 
         skipped_steps: None leaves their count. Errors of earlier steps are logged.
         """
@@ -543,7 +663,7 @@ class Engine:
             self.device_step.load()
         self.outcomes.forget_late()
 
-    # --- gradients ----------------------------------------------------------------------------------------------------
+    # --- gradients --------------------------------------------------------------------------------
 
     def sum_gradients(self) -> None:
         """Let gradients be the sums over ranks, not the means. Called before the first backward."""
@@ -554,7 +674,9 @@ class Engine:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Add the gradients of backwards inside locally, in float32, without reduction; the next one reduces the sum."""
+        """Add the gradients of backwards inside locally, in float32, without reduction; the next
+        one reduces the sum.
+        """
         old, self.reducer.sync = self.reducer.sync, False
         try:
             yield
@@ -563,7 +685,9 @@ class Engine:
 
     @property
     def grads_in_shards(self) -> bool:
-        """Whether a norm of all `param.grad` is not that of the model: from stage 1 on, and where others have parts of it."""
+        """Whether a norm of all `param.grad` is not that of the model: from stage 1 on, and
+        where others have parts of it.
+        """
         return not self.lifetimes.owns_everything or bool(self.comm.across)
 
     @property
@@ -581,18 +705,29 @@ class Engine:
     ) -> OwnGrads:
         """Return this rank's parts of the averaged gradients, to clip them in place. Collective.
 
-        params: of which ones; all that the optimizer updates if None. what: says what `op` does with them, the same on every
-        rank, or refuses, which is an error on all. norm_type: of the norm to take, asked after that; None for no norm.
+        params: of which ones; all that the optimizer updates if None. what: says what `op` does
+        with them, the same on every rank, or refuses, which is an error on all. norm_type: of the
+        norm to take, asked after that; None for no norm.
         """
-        buckets = self.updater.buckets if params is None else [bucket for bucket in self.buckets if bucket.trainable]
+        buckets = (
+            self.updater.buckets
+            if params is None
+            else [bucket for bucket in self.buckets if bucket.trainable]
+        )
         chosen = None if params is None else set(params)
-        managed = [m for bucket in buckets for m in bucket.params if chosen is None or m.param in chosen]
+        managed = [
+            m for bucket in buckets for m in bucket.params if chosen is None or m.param in chosen
+        ]
         self.begin_grad_read(op, lambda: f"{what()} over {', '.join(m.name for m in managed)}")
         order = None if norm_type is None else norm_type()
-        return OwnGrads(buckets, chosen, order, self.comm, self.lifetimes, self.device, self.reducer.show_grads)
+        return OwnGrads(
+            buckets, chosen, order, self.comm, self.lifetimes, self.device, self.reducer.show_grads
+        )
 
     def begin_grad_read(self, op: str, which: Callable[[], str]) -> None:
-        """Begin a read of gradients, as every rank does (see `together`); `which` says of what. Reduces what is not."""
+        """Begin a read of gradients, as every rank does (see `together`); `which` says of what.
+        Reduces what is not.
+        """
 
         def check() -> str:
             self.reducer.accept_user_grads(op)
@@ -604,20 +739,25 @@ class Engine:
         self.reducer.host_grads.synchronize()
 
     def together(self, op: str, check: Callable[[], str], of_grads: bool = False) -> None:
-        """Run `check`; if it raises here, or other ranks are in another collective read than `op`, raise on every rank.
+        """Run `check`; if it raises here, or other ranks are in another collective read than `op`,
+        raise on every rank.
 
-        What `check` returns says which value is read, where there are several: it has to be the same on every rank. of_grads:
-        so has the number of backwards.
+        What `check` returns says which value is read, where there are several: it has to be the
+        same on every rank. of_grads: so has the number of backwards.
         """
         problems: list[BaseException] = []
         said: list[str] = []
         # Commits are waited for before anything is sent, as in a step.
-        attempt(problems, self.reducer.settle, partial(self.settle, counts=True), self._settle_commits)
+        attempt(
+            problems, self.reducer.settle, partial(self.settle, counts=True), self._settle_commits
+        )
         attempt(problems, partial(self.updater.refuse_swapped, op))
         if not problems:
             attempt(problems, lambda: said.append(check()))
         try:
-            agree_on_read(self.comm, op, "".join(said), self.reducer.count if of_grads else 0, problems)
+            agree_on_read(
+                self.comm, op, "".join(said), self.reducer.count if of_grads else 0, problems
+            )
         finally:
             problems.clear()  # as in step
 
@@ -638,27 +778,36 @@ class Engine:
         finally:
             problem = None  # as in step
 
-    # --- full values of one parameter ---------------------------------------------------------------------------------
+    # --- full values of one parameter -------------------------------------------------------------
 
     @torch.no_grad()
     def full_grad(self, param: nn.Parameter) -> torch.Tensor | None:
-        """Return the full averaged gradient of one parameter, or None if it has none. Collective."""
+        """Return the full averaged gradient of one parameter, or None if it has none.
+        Collective.
+        """
         self.begin_grad_read("full_grad", lambda: self.part_of("full_grad", param)[1].name)
         bucket, managed = self.part_of("full_grad", param)
         grad = bucket.owned_grad()
         if not managed.has_grad or grad is None:
             return None
-        return self.full_tensors.of_param(bucket, managed, lambda start, numel: grad[start : start + numel]).to(self.device)
+        return self.full_tensors.of_param(
+            bucket, managed, lambda start, numel: grad[start : start + numel]
+        ).to(self.device)
 
     @torch.no_grad()
     def full_state(self, param: nn.Parameter, key: str) -> torch.Tensor:
-        """Return one full optimizer state ("step", "exp_avg", ...; "master") of one parameter. Collective."""
+        """Return one full optimizer state ("step", "exp_avg", ...; "master") of one parameter.
+        Collective.
+        """
 
         def check() -> str:
             bucket, managed = self.part_of("full_state", param)
             known = ["step", *(bucket.state_format.keys if bucket.group is not None else ())]
             if key not in known:
-                raise KeyError(f"full_state: {managed.name} has no state {key!r}; expected one of {', '.join(known)}")
+                raise KeyError(
+                    f"full_state: {managed.name} has no state {key!r}; expected one of "
+                    f"{', '.join(known)}"
+                )
             self.updater.accept_weight_edits()
             return f"{key} of {managed.name}"
 
@@ -669,30 +818,50 @@ class Engine:
         return self.full_tensors.of_param(bucket, managed, partial(self.store.read, bucket, key))
 
     def part_of(self, op: str, param: nn.Parameter) -> tuple[Bucket, Managed]:
-        """Return where a trainable parameter is; ValueError or TypeError, in the name of `op`, for any other."""
+        """Return where a trainable parameter is; ValueError or TypeError, in the name of `op`,
+        for any other.
+        """
         if not isinstance(param, nn.Parameter):
-            raise TypeError(f"{op}: got a {type(param).__name__}; expected a parameter of the sharded model")
+            raise TypeError(
+                f"{op}: got a {type(param).__name__}; expected a parameter of the sharded model"
+            )
         if param not in self.managed or not self.bucket_of[param].trainable:
-            raise ValueError(f"{op}: the parameter was frozen when shard() was called; expected a trainable one")
+            raise ValueError(
+                f"{op}: the parameter was frozen when shard() was called; expected a trainable one"
+            )
         return self.bucket_of[param], self.managed[param]
 
     def master_or_weight(self, bucket: Bucket) -> torch.Tensor:
-        """Return the owned range of the bucket's weights as the optimizer sees them: the masters where there are any.
+        """Return the owned range of the bucket's weights as the optimizer sees them: the masters
+        where there are any.
 
         Without masters: the full weights where they are resident, else the shard.
         """
         if bucket.state_format.master is not None:
             return self.store.read(bucket, "master")
-        return bucket.weight if self.lifetimes.full_weight_resident else bucket.owned_values(0, bucket.owned_numel)
+        return (
+            bucket.weight
+            if self.lifetimes.full_weight_resident
+            else bucket.owned_values(0, bucket.owned_numel)
+        )
 
 
 def engine_behind(op: str, thing: Any) -> Engine:
-    """Return the engine of a sharded model, a parameter of it, or its optimizer; ValueError, in the name of `op`, if none."""
+    """Return the engine of a sharded model, a parameter of it, or its optimizer; ValueError, in
+    the name of `op`, if none.
+    """
     engine = engine_of(thing) or getattr(thing, "_engine", None)
     if isinstance(engine, Superseded):
         engine.refuse(op)
     if not isinstance(engine, Engine):
         gone = isinstance(getattr(thing, "_shardcore_engine", None), EngineRef)
-        state = "is left of a sharded model that is gone, as is its optimizer" if gone else "is not sharded"
-        raise ValueError(f"{op}: {type(thing).__name__} {state}; expected what shardcore.shard returned, or a parameter of it")
+        state = (
+            "is left of a sharded model that is gone, as is its optimizer"
+            if gone
+            else "is not sharded"
+        )
+        raise ValueError(
+            f"{op}: {type(thing).__name__} {state}; expected what shardcore.shard returned, or a "
+            f"parameter of it"
+        )
     return engine

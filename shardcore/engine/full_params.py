@@ -1,11 +1,13 @@
 """Contexts in which full weights are read and edited, and what ranks agree on at their end.
 
-At stage 3 each rank keeps its shard of the full weights that it has, so ranks with different ones would mix them. Below stage 3
-they would train with different weights. So either all ranks compare what they are about to keep, or one rank's weights become
-those of all. Leaving a context is collective: a rank whose block raises an error takes part, too.
+At stage 3 each rank keeps its shard of the full weights that it has, so ranks with different ones
+would mix them. Below stage 3 they would train with different weights. So either all ranks compare
+what they are about to keep, or one rank's weights become those of all. Leaving a context is
+collective: a rank whose block raises an error takes part, too.
 
-Note [Local]: inside `gathered`, DeepSpeed's GatheredParameters, a state dict of gathered weights is local, since scripts save
-there on one rank alone. With a modifier_rank so is a load: it edits the gathered weights, and masters follow at the end.
+Note [Local]: inside `gathered`, DeepSpeed's GatheredParameters, a state dict of gathered weights is
+local, since scripts save there on one rank alone. With a modifier_rank so is a load: it edits the
+gathered weights, and masters follow at the end.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,7 +28,8 @@ _END = "the end of"
 
 @contextmanager
 def full_params(engine: Engine, params: set[nn.Parameter]) -> Iterator[None]:
-    """Keep `params` unsharded inside the context; at stage 3 edits have to be the same on all ranks. Collective there.
+    """Keep `params` unsharded inside the context; at stage 3 edits have to be the same on all
+    ranks. Collective there.
 
     Raises ValueError on all ranks, with the weights as before, if they are not.
     """
@@ -39,10 +42,14 @@ def full_params(engine: Engine, params: set[nn.Parameter]) -> Iterator[None]:
 
 
 @contextmanager
-def gathered(engine: Engine, params: Sequence[nn.Parameter], modifier_rank: int | None) -> Iterator[None]:
-    """Be `full_params`, with local state dicts; with a modifier_rank its weights become those of all ranks at the end.
+def gathered(
+    engine: Engine, params: Sequence[nn.Parameter], modifier_rank: int | None
+) -> Iterator[None]:
+    """Be `full_params`, with local state dicts; with a modifier_rank its weights become those of
+    all ranks at the end.
 
-    modifier_rank: a rank of torch.distributed. Collective, but at stages 0 to 2 without a modifier_rank.
+    modifier_rank: a rank of torch.distributed. Collective, but at stages 0 to 2 without a
+    modifier_rank.
     """
     unsharder, op = engine.unsharder, f"GatheredParameters(modifier_rank={modifier_rank})"
     source = None if modifier_rank is None else engine.comm.rank_of(op, modifier_rank)
@@ -51,7 +58,8 @@ def gathered(engine: Engine, params: Sequence[nn.Parameter], modifier_rank: int 
     def agree(units: Sequence[Unit]) -> None:
         if source is not None:
             _spread(engine, op, params, versions, source)
-        elif engine.gathered.covers(params, spread=True):  # a context around this one makes the weights equal
+        # a context around this one makes the weights equal
+        elif engine.gathered.covers(params, spread=True):
             return
         _refuse_differences(engine, op, units)
 
@@ -68,7 +76,8 @@ def gathered(engine: Engine, params: Sequence[nn.Parameter], modifier_rank: int 
 
 @contextmanager
 def _keeping_memory(params: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Take `param.data = values` for an edit, as DeepSpeed does: at the end each parameter has its own memory again.
+    """Take `param.data = values` for an edit, as DeepSpeed does: at the end each parameter has its
+    own memory again.
 
     Values of another shape or dtype are left to be refused.
     """
@@ -87,7 +96,8 @@ def _keeping_memory(params: Iterable[nn.Parameter]) -> Iterator[None]:
 
 @contextmanager
 def leaving(settle: Callable[[], Exception | None]) -> Iterator[None]:
-    """Call the collective `settle` at the end, also where the block raises: the other ranks wait for it.
+    """Call the collective `settle` at the end, also where the block raises: the other ranks wait
+    for it.
 
     An error that it returns is raised.
     """
@@ -102,7 +112,9 @@ def leaving(settle: Callable[[], Exception | None]) -> Iterator[None]:
 
 
 def _settle(agree: Callable[[Sequence[Unit]], None], units: Sequence[Unit]) -> Exception | None:
-    """Call `agree` once all ranks are at the end of their blocks; returns the error of one that made another call before."""
+    """Call `agree` once all ranks are at the end of their blocks; returns the error of one that
+    made another call before.
+    """
     problem: OtherCallError | None = None
     while True:
         try:
@@ -115,7 +127,9 @@ def _settle(agree: Callable[[Sequence[Unit]], None], units: Sequence[Unit]) -> E
 
 
 def spread_made(params: Iterable[nn.Parameter], modifier_rank: int) -> None:
-    """Overwrite parameters that are not sharded yet with those of one rank of torch.distributed. Collective over all ranks."""
+    """Overwrite parameters that are not sharded yet with those of one rank of torch.distributed.
+    Collective over all ranks.
+    """
     comm = Comm()
     for param in params:
         value = param.detach().to(comm.device).contiguous()
@@ -123,15 +137,25 @@ def spread_made(params: Iterable[nn.Parameter], modifier_rank: int) -> None:
         param.detach().copy_(value)  # nothing, if it is the same memory
 
 
-def _spread(engine: Engine, op: str, params: Sequence[nn.Parameter], versions: Sequence[int], source: int) -> None:
-    """Let rank `source`'s weights, edited through `.data`, too, be those of all ranks. versions: those before the edits."""
-    comm, known = engine.comm, [engine.managed.get(param) or engine.constant[param] for param in params]
+def _spread(
+    engine: Engine, op: str, params: Sequence[nn.Parameter], versions: Sequence[int], source: int
+) -> None:
+    """Let rank `source`'s weights, edited through `.data`, too, be those of all ranks. versions:
+    those before the edits.
+    """
+    comm, known = (
+        engine.comm,
+        [engine.managed.get(param) or engine.constant[param] for param in params],
+    )
     for managed in known:
         if engine.trains(managed.param):
-            engine.bucket_of[managed.param].changed = True  # perhaps through .data, which no version counter shows
+            # perhaps through .data, which no version counter shows
+            engine.bucket_of[managed.param].changed = True
     if comm.world_size == 1:
         return
-    _begin_settling(comm, op, f"{', '.join(managed.name for managed in known)} with the edits of rank {source}")
+    _begin_settling(
+        comm, op, f"{', '.join(managed.name for managed in known)} with the edits of rank {source}"
+    )
     moved = [param._version != version for param, version in zip(params, versions, strict=True)]
     edited = torch.tensor(moved, device=comm.device)
     comm.broadcast(edited, source, op)
@@ -148,11 +172,17 @@ def _spread(engine: Engine, op: str, params: Sequence[nn.Parameter], versions: S
 
 
 def _refuse_differences(engine: Engine, op: str, units: Sequence[Unit]) -> None:
-    """Raise ValueError on all ranks if their full weights of `units` differ. Reads all of them, as edits may be unseen ones."""
+    """Raise ValueError on all ranks if their full weights of `units` differ. Reads all of them,
+    as edits may be unseen ones.
+    """
     comm, buckets = engine.comm, [bucket for unit in units for bucket in unit.buckets]
     if comm.world_size == 1 or not buckets:
         return
-    weights = [(managed.name, managed.slice_of(bucket.weight)) for bucket in buckets for managed in bucket.params]
+    weights = [
+        (managed.name, managed.slice_of(bucket.weight))
+        for bucket in buckets
+        for managed in bucket.params
+    ]
 
     def difference() -> Exception | None:
         digests = torch.stack([_digest(weight) for _, weight in weights]).cpu()
@@ -161,8 +191,9 @@ def _refuse_differences(engine: Engine, op: str, units: Sequence[Unit]) -> None:
             others = [rank for rank, digest in enumerate(row) if digest != row[0]]
             if others:
                 return ValueError(
-                    f"{op}: rank {others[0]} leaves the block with other values of {name} than rank 0; expected the "
-                    "same edits on every rank, or deepspeed.zero.GatheredParameters(modifier_rank=), which copies that "
+                    f"{op}: rank {others[0]} leaves the block with other values of {name} than "
+                    f"rank 0; expected the same edits on every rank, or "
+                    "deepspeed.zero.GatheredParameters(modifier_rank=), which copies that "
                     "rank's edits to all (the weights are as before)"
                 )
         return None
@@ -171,7 +202,9 @@ def _refuse_differences(engine: Engine, op: str, units: Sequence[Unit]) -> None:
     _begin_settling(comm, op, f"the weights {digests}", difference)
 
 
-def _begin_settling(comm: Comm, op: str, what: str, difference: Callable[[], Exception | None] | None = None) -> None:
+def _begin_settling(
+    comm: Comm, op: str, what: str, difference: Callable[[], Exception | None] | None = None
+) -> None:
     comm.refuse_if_broken()
     agree_on_read(comm, f"{_END} {op}", what, 0, [], difference)
 
@@ -187,7 +220,9 @@ def _digest(values: torch.Tensor) -> torch.Tensor:
         data = data.clone()
     whole = data.numel() - data.numel() % 8
     words = data[:whole].view(torch.int64)
-    parts = [words[start : start + _CHUNK] for start in range(0, words.numel(), _CHUNK)] + [data[whole:].to(torch.int64)]
+    parts = [words[start : start + _CHUNK] for start in range(0, words.numel(), _CHUNK)] + [
+        data[whole:].to(torch.int64)
+    ]
     odd = torch.arange(1, 2 * _CHUNK, 2, device=data.device)  # so that each bit of a word counts
     sums = torch.stack([(part * odd[: part.numel()]).sum() for part in parts])
     return (sums * odd[: sums.numel()]).sum()

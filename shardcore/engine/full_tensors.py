@@ -1,9 +1,11 @@
 """Full weights, gradients and states for reads, gathered from the parts that ranks own.
 
-Before a full value is gathered, ranks exchange which call reads which value, and whether one of them refuses. A difference is
-an error on every rank, so no rank receives another value than it asked for.
+Before a full value is gathered, ranks exchange which call reads which value, and whether one of
+them refuses. A difference is an error on every rank, so no rank receives another value than it
+asked for.
 
-Small gathers take long to wait for and little else, so what is read one after the other is gathered one ahead.
+Small gathers take long to wait for and little else, so what is read one after the other is gathered
+one ahead.
 """
 
 import zlib
@@ -40,13 +42,16 @@ def agree_on_read(
     problems: list[BaseException],
     difference: Callable[[], Exception | None] | None = None,
 ) -> None:
-    """Raise on every rank if one has `problems`, or ranks are in other reads than `op`, or read something else than `what`.
+    """Raise on every rank if one has `problems`, or ranks are in other reads than `op`, or read
+    something else than `what`.
 
-    (OtherCallError for the second, which is no ValueError: Trainer takes that of a save for one that it makes up for.)
+    (OtherCallError for the second, which is no ValueError: Trainer takes that of a save for one
+    that it makes up for.)
 
-    backwards: Reducer.count, where gradients are read, else 0. A norm is one of all parts of the model (Comm.across), and full
-    tensors are of all slices: the ranks of these then all raise. difference: is called, on all ranks of `comm`, where only
-    `what` differs, and returns the error to raise, None for none.
+    backwards: Reducer.count, where gradients are read, else 0. A norm is one of all parts of the
+    model (Comm.across), and full tensors are of all slices: the ranks of these then all raise.
+    difference: is called, on all ranks of `comm`, where only `what` differs, and returns the error
+    to raise, None for none.
     """
     call, here = zlib.crc32(op.encode()), zlib.crc32(what.encode())
     row = torch.tensor([call, bool(problems), here, backwards], device="cpu")
@@ -74,29 +79,45 @@ def agree_on_read(
             expected = "every rank to make the same calls in one order"
             if "state_dict" in (op, calls[rank]):
                 expected += ", or one rank alone to save inside deepspeed.zero.GatheredParameters"
-            raise OtherCallError(f"{op}: rank {rank} calls {calls[rank]}; expected {expected}", calls)
+            raise OtherCallError(
+                f"{op}: rank {rank} calls {calls[rank]}; expected {expected}", calls
+            )
         if refuses:
             raise ValueError(f"{op}: rank {rank} refused: {why}")
         if there != here and difference is None:
-            raise ValueError(f"{op}: rank {rank} reads something else than {what}; expected the same on every rank")
+            raise ValueError(
+                f"{op}: rank {rank} reads something else than {what}; expected the same on every "
+                f"rank"
+            )
         if count != backwards:
             raise uneven_backwards(rows[:, 3].tolist())
-    if difference is not None and bool((rows[:, 2] != here).any()) and (differs := difference()) is not None:
+    if (
+        difference is not None
+        and bool((rows[:, 2] != here).any())
+        and (differs := difference()) is not None
+    ):
         raise differs
     if other_part:
         raise ValueError(f"{op}: another part of the model refused: {why}")
 
 
-def keys_of(params: Iterable[Managed], state_dict: Mapping[str, Any], prefix: str) -> dict[torch.nn.Parameter, list[str]]:
+def keys_of(
+    params: Iterable[Managed], state_dict: Mapping[str, Any], prefix: str
+) -> dict[torch.nn.Parameter, list[str]]:
     """Return the keys of a module's part of a state dict under which each parameter is.
 
-    By memory, not by name: wrappers (torch's CheckpointWrapper, ...) show their parameters under other names.
+    By memory, not by name: wrappers (torch's CheckpointWrapper, ...) show their parameters under
+    other names.
     """
     param_at = {(*managed.storage, managed.local.shape): managed.param for managed in params}
     keys: dict[torch.nn.Parameter, list[str]] = {}
     for key, shown in state_dict.items():
         value = held_by(shown)
-        if type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout == torch.strided and key.startswith(prefix):
+        if (
+            type(value) in (torch.Tensor, torch.nn.Parameter)
+            and value.layout == torch.strided
+            and key.startswith(prefix)
+        ):
             at = value.untyped_storage()._cdata, int(value.storage_offset()), value.shape
             if at in param_at:
                 keys.setdefault(param_at[at], []).append(key)
@@ -111,7 +132,9 @@ def assemble_rest(state_dict: dict[str, Any]) -> None:
 
 
 class Gathered:
-    """The parameters in the GatheredParameters that are open: see engine/full_params.py, Note [Local]."""
+    """The parameters in the GatheredParameters that are open: see engine/full_params.py, Note
+    [Local].
+    """
 
     def __init__(self) -> None:
         """Begin with none."""
@@ -119,7 +142,9 @@ class Gathered:
 
     @contextmanager
     def opened(self, params: Iterable[torch.nn.Parameter], spread: bool) -> Iterator[None]:
-        """Have these, too, inside the context. spread: one rank's become those of all at its end."""
+        """Have these, too, inside the context. spread: one rank's become those of all at its
+        end.
+        """
         self._open.append((frozenset(params), spread))
         try:
             yield
@@ -140,7 +165,8 @@ class FullTensors:
         self._comm, self._device = comm, device
 
     def of_buckets(self, parts: Iterable[tuple[Bucket, torch.Tensor]]) -> Iterator[torch.Tensor]:
-        """Yield full buffers of buckets from owned ranges, on the devices of these (the range itself if it is all). Collective.
+        """Yield full buffers of buckets from owned ranges, on the devices of these (the range
+        itself if it is all). Collective.
 
         Each is gathered while the one before is waited for and used, so three are there at most.
         """
@@ -153,16 +179,23 @@ class FullTensors:
             yield full
             del full
 
-    def _start(self, bucket: Bucket, owned: torch.Tensor) -> tuple[torch.Tensor, list[Any], torch.device]:
+    def _start(
+        self, bucket: Bucket, owned: torch.Tensor
+    ) -> tuple[torch.Tensor, list[Any], torch.device]:
         if owned.numel() == bucket.layout.numel:
             return owned, [], owned.device
         full = torch.empty(bucket.layout.numel, dtype=owned.dtype, device=self._device)
         with scope("read", bucket.unit):
             bucket.owned_slice(full).copy_(owned)
-            return full, self._comm.all_gather([full], Traffic.READ, _name(bucket), self._comm.shard_ranks), owned.device
+            return (
+                full,
+                self._comm.all_gather([full], Traffic.READ, _name(bucket), self._comm.shard_ranks),
+                owned.device,
+            )
 
     def of_param(self, bucket: Bucket, managed: Managed, read: ReadPart) -> torch.Tensor:
-        """Return a new tensor of a parameter's shape; nothing else of its bucket travels. Collective.
+        """Return a new tensor of a parameter's shape; nothing else of its bucket travels.
+        Collective.
 
         `read` reads from this rank's owned range; the result is on the device of what it returns.
         """
@@ -170,12 +203,21 @@ class FullTensors:
         travels = bucket.owned_numel < bucket.layout.numel
         full = torch.empty(numel, dtype=like.dtype, device=self._device if travels else like.device)
         for piece in bucket.pieces_of(managed):
-            full[piece.param_start : piece.param_start + piece.numel] = read(piece.start, piece.numel)
+            full[piece.param_start : piece.param_start + piece.numel] = read(
+                piece.start, piece.numel
+            )
         if travels:
             size = bucket.layout.numel // len(ranks)
-            cuts = [min(max(0, number * size - managed.offset), numel) for number in range(len(ranks) + 1)]
+            cuts = [
+                min(max(0, number * size - managed.offset), numel)
+                for number in range(len(ranks) + 1)
+            ]
             with scope("read", bucket.unit):
-                wait_all(self._comm.gather_parts([full[a:b] for a, b in pairwise(cuts)], Traffic.READ, _name(bucket), ranks))
+                wait_all(
+                    self._comm.gather_parts(
+                        [full[a:b] for a, b in pairwise(cuts)], Traffic.READ, _name(bucket), ranks
+                    )
+                )
         return managed.full(full.view(managed.local.shape).to(like.device))
 
 

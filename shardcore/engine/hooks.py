@@ -1,7 +1,7 @@
 """What a sharded model's own methods do: forward, state_dict, load_state_dict, zero_grad.
 
-All are hooks and one instance attribute on the user's module: its class stays. The hooks know how to be copied: a deepcopy
-of a sharded model is an ordinary model with ordinary weights.
+All are hooks and one instance attribute on the user's module: its class stays. The hooks know how
+to be copied: a deepcopy of a sharded model is an ordinary model with ordinary weights.
 """
 
 import operator
@@ -19,28 +19,48 @@ from shardcore.engine.units import callable_parts, in_backward
 
 
 def attach(model: nn.Module, engine: Engine, casts: Mapping[str, torch.dtype]) -> None:
-    """Install the hooks of `engine` on its model. casts: to which dtypes inputs of units are cast, by name ("": the root)."""
+    """Install the hooks of `engine` on its model. casts: to which dtypes inputs of units are
+    cast, by name ("": the root).
+    """
     model.__dict__["_shardcore_engine"] = engine
     model.__dict__["zero_grad"] = _ZeroGrad(model, engine)
     keep = engine.handles.append
     keep(model.register_forward_pre_hook(_BeforeForward(engine, casts.get("")), with_kwargs=True))
     for name, dtype in casts.items():
         if name:  # before the unit's own hook, which watches the inputs that forward is given
-            keep(model.get_submodule(name).register_forward_pre_hook(_CastInputs(engine, dtype), with_kwargs=True))
+            keep(
+                model.get_submodule(name).register_forward_pre_hook(
+                    _CastInputs(engine, dtype), with_kwargs=True
+                )
+            )
     if engine.unsharder is not None:
         for index, unit in enumerate(engine.unsharder.units):
             module = model.get_submodule(unit.name)
-            if module._forward_pre_hooks and module is not model:  # the user's, which may read weights (weight_norm's do)
-                keep(module.register_forward_pre_hook(_UnitHook(engine, index, "before_hooks"), prepend=True))
-            keep(module.register_forward_pre_hook(_UnitHook(engine, index, "before_forward"), with_kwargs=True))
+            # the user's, which may read weights (weight_norm's do)
+            if module._forward_pre_hooks and module is not model:
+                keep(
+                    module.register_forward_pre_hook(
+                        _UnitHook(engine, index, "before_hooks"), prepend=True
+                    )
+                )
+            keep(
+                module.register_forward_pre_hook(
+                    _UnitHook(engine, index, "before_forward"), with_kwargs=True
+                )
+            )
             keep(module.register_forward_hook(_UnitHook(engine, index, "after_forward")))
             for part in callable_parts(model, unit, engine.unsharder.units):
                 keep(part.register_forward_pre_hook(_UnitHook(engine, index, "before_part")))
                 keep(part.register_forward_hook(_UnitHook(engine, index, "after_part")))
     if engine.overlap_step is not None:
         model.__dict__["train"] = _Train(model, engine)
-        for index, unit in enumerate(engine.overlap_step.units):  # before the user's own hooks, which may read weights, too
-            keep(model.get_submodule(unit.name).register_forward_pre_hook(_BeforeWeights(engine, index), prepend=True))
+        # before the user's own hooks, which may read weights, too
+        for index, unit in enumerate(engine.overlap_step.units):
+            keep(
+                model.get_submodule(unit.name).register_forward_pre_hook(
+                    _BeforeWeights(engine, index), prepend=True
+                )
+            )
     keep(model.register_forward_hook(_AfterForward(engine)))
     attach_state_dicts(model, engine)
     for module in model.modules():
@@ -59,7 +79,11 @@ def attach_state_dicts(model: nn.Module, engine: Engine) -> None:
     """Install the hooks of state dicts where the engine has parameters, unless they are there."""
     keep = engine.handles.append
     for name, module in model.named_modules():
-        hooks = [hook for hook in module._state_dict_pre_hooks.values() if isinstance(hook, _BeforeStateDict)]
+        hooks = [
+            hook
+            for hook in module._state_dict_pre_hooks.values()
+            if isinstance(hook, _BeforeStateDict)
+        ]
         there = any(hook.engine is engine for hook in hooks)
         if not there and any(param in engine.managed for param in module.parameters()):
             keep(module.register_state_dict_pre_hook(_BeforeStateDict(engine, name)))
@@ -68,24 +92,30 @@ def attach_state_dicts(model: nn.Module, engine: Engine) -> None:
 
 @torch.no_grad()
 def detach(model: nn.Module) -> None:
-    """Make a sharded model an ordinary one, which can be sharded anew. Collective; the optimizer is of no use afterwards.
+    """Make a sharded model an ordinary one, which can be sharded anew. Collective; the optimizer is
+    of no use afterwards.
 
-    Its modules get new Parameters with full weights, from the masters (in float32 where `precision` made the masters, else in
-    the dtype that they train in): in host memory if they were sharded, else on the device. `engine_of(model)` is None then.
-    Tensor-parallel ones are DTensors, with this rank's slices, always on the device.
+    Its modules get new Parameters with full weights, from the masters (in float32 where `precision`
+    made the masters, else in the dtype that they train in): in host memory if they were sharded,
+    else on the device. `engine_of(model)` is None then. Tensor-parallel ones are DTensors, with
+    this rank's slices, always on the device.
     """
     engine = engine_behind("detach", model)
     engine.read_all("detach", "the model")
     made: dict[nn.Parameter, nn.Parameter] = {}
     for _, param in engine.unmanaged:
         made[param] = nn.Parameter(param.detach(), requires_grad=param.requires_grad)
-    fulls = engine.full_tensors.of_buckets((bucket, engine.master_or_weight(bucket)) for bucket in engine.buckets)
+    fulls = engine.full_tensors.of_buckets(
+        (bucket, engine.master_or_weight(bucket)) for bucket in engine.buckets
+    )
     for bucket, full in zip(engine.buckets, fulls, strict=True):
         for managed in bucket.params:
             dtype = full.dtype if engine.options["precision"] is not None else managed.param.dtype
             device = engine.device if engine.unsharder is None else torch.device("cpu")
             value = managed.slice_of(full).to(device, dtype, copy=True)
-            made[managed.param] = nn.Parameter(managed.shown(value), requires_grad=managed.param.requires_grad)
+            made[managed.param] = nn.Parameter(
+                managed.shown(value), requires_grad=managed.param.requires_grad
+            )
     for module in model.modules():
         for name, held in module._parameters.items():
             if held in made:
@@ -94,7 +124,9 @@ def detach(model: nn.Module) -> None:
 
 
 def take_off(model: nn.Module, engine: Engine) -> None:
-    """Remove the hooks of `engine` and its stand-ins for methods. Parameters still are in its buckets."""
+    """Remove the hooks of `engine` and its stand-ins for methods. Parameters still are in its
+    buckets.
+    """
     for hook in [*engine.hooks]:
         hook.engine = None
     for handle in (*engine.handles, *engine.reducer.handles):
@@ -104,7 +136,9 @@ def take_off(model: nn.Module, engine: Engine) -> None:
 
 
 class _EngineHook:
-    """A hook that a copy of the model keeps without the engine: `self.engine` is None there, and the hook does nothing."""
+    """A hook that a copy of the model keeps without the engine: `self.engine` is None there, and
+    the hook does nothing.
+    """
 
     def __init__(self, engine: Engine | None) -> None:
         self.engine = engine
@@ -113,7 +147,9 @@ class _EngineHook:
 
 
 class _Method(_EngineHook):
-    """What stands in for a method of the model, which has it in its `__dict__` and so is not kept by it."""
+    """What stands in for a method of the model, which has it in its `__dict__` and so is not
+    kept by it.
+    """
 
     def __init__(self, model: nn.Module, engine: Engine | None) -> None:
         super().__init__(engine)
@@ -142,7 +178,9 @@ class _ZeroGrad(_Method):
 
 
 class _Train(_Method):
-    """`model.train`, and so `model.eval`: they wait for the step, so that references held before show the new weights."""
+    """`model.train`, and so `model.eval`: they wait for the step, so that references held before
+    show the new weights.
+    """
 
     def __call__(self, mode: bool = True) -> nn.Module:
         if self.engine is not None and mode != self.model.training:
@@ -151,14 +189,17 @@ class _Train(_Method):
 
 
 class _FlattenParameters(_Method):
-    """`flatten_parameters` of torch's RNNs, by which cuDNN takes weights into memory of its own, out of the engine's."""
+    """`flatten_parameters` of torch's RNNs, by which cuDNN takes weights into memory of its own,
+    out of the engine's.
+    """
 
     def __call__(self) -> None:
         if self.engine is None:
             type(self.model).flatten_parameters(self.model)  # type: ignore[attr-defined]
 
 
-# Methods of PEFT's modules around weights that train beside adapters. The rank that saves calls them alone.
+# Methods of PEFT's modules around weights that train beside adapters. The rank that saves calls
+# them alone.
 _FOR_NAMES = "adapter_state_dict", "adapter_state_dict_load_map"
 
 
@@ -190,20 +231,31 @@ class _CastInputs(_EngineHook):
         super().__init__(engine)
         self.input_dtype = input_dtype
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, Any] | None:
         if self.input_dtype is None:
             return None
-        return tuple(map(self._cast, args)), {name: self._cast(value) for name, value in kwargs.items()}
+        return tuple(map(self._cast, args)), {
+            name: self._cast(value) for name, value in kwargs.items()
+        }
 
     def _cast(self, value: Any) -> Any:
-        """Cast an argument. One in which nothing is cast stays the same object, to which forward may write (a cache)."""
+        """Cast an argument. One in which nothing is cast stays the same object, to which forward
+        may write (a cache).
+        """
         leaves, spec = pytree.tree_flatten(value)
-        cast = [x.to(self.input_dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in leaves]
+        cast = [
+            x.to(self.input_dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+            for x in leaves
+        ]
         return value if all(map(operator.is_, leaves, cast)) else pytree.tree_unflatten(cast, spec)
 
 
 class _BeforeForward(_CastInputs):
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, Any] | None:
         if self.engine is not None:
             clock = self.engine.comm.clock
             if clock.on and _trains():
@@ -213,7 +265,9 @@ class _BeforeForward(_CastInputs):
 
 
 def _trains() -> bool:
-    """Whether this forward is a step's: none without gradients, or repeated in backward. Compiled ones are not timed."""
+    """Whether this forward is a step's: none without gradients, or repeated in backward.
+    Compiled ones are not timed.
+    """
     return torch.is_grad_enabled() and not torch.compiler.is_compiling() and not in_backward()
 
 
@@ -249,7 +303,9 @@ class _BeforeWeights(_EngineHook):
 
 
 class _ForwardMethod:
-    """A method of a module that uses weights as its forward does. Found in the module's `__dict__`, which a copy has, too."""
+    """A method of a module that uses weights as its forward does. Found in the module's
+    `__dict__`, which a copy has, too.
+    """
 
     def __init__(self, module: nn.Module, name: str, method: Any) -> None:
         self._module, self._name, self._method = weakref.ref(module), name, method
@@ -260,7 +316,9 @@ class _ForwardMethod:
             raise ReferenceError(f"the module of {self._name} is gone; expected it to be kept")
         before, after = module._forward_pre_hooks, module._forward_hooks.values()
         ours: list[Any] = [
-            hook for hook in (*before.values(), *after) if isinstance(hook, _EngineHook) and hook.engine is not None
+            hook
+            for hook in (*before.values(), *after)
+            if isinstance(hook, _EngineHook) and hook.engine is not None
         ]
         engines = [hook.engine for hook in ours]
         for number, hook in before.items():
@@ -286,25 +344,30 @@ class _ForwardMethod:
 
 
 def register_forward_method(module: nn.Module, name: str) -> None:
-    """Let a method of `module` use weights as its forward does, at every stage: `encode`, `generate`.
+    """Let a method of `module` use weights as its forward does, at every stage: `encode`,
+    `generate`.
 
-    At stage 3 the call unshards the unit that the module is (or is a part of, outside of repeated blocks), in backward, too;
-    with overlap_step=True it waits for its update. Of the whole model it casts inputs as forward does. May be called before
-    `shard` or after it; for a module that is not sharded it changes nothing. As with forward, every rank makes the same calls
-    in one order (or all of them inside `full_params`).
+    At stage 3 the call unshards the unit that the module is (or is a part of, outside of repeated
+    blocks), in backward, too; with overlap_step=True it waits for its update. Of the whole model it
+    casts inputs as forward does. May be called before `shard` or after it; for a module that is not
+    sharded it changes nothing. As with forward, every rank makes the same calls in one order (or
+    all of them inside `full_params`).
 
     Raises ValueError if the module's class has no such method.
     """
     method = getattr(type(module), name, None)
     if not callable(method):
         raise ValueError(
-            f"register_forward_method: {type(module).__name__} has no method {name!r}; expected the name of one of its methods"
+            f"register_forward_method: {type(module).__name__} has no method {name!r}; expected "
+            f"the name of one of its methods"
         )
     module.__dict__[name] = _ForwardMethod(module, name, method)
 
 
 class _StateDictHook(_EngineHook):
-    """A hook of a module's state_dict, by the module's name: a part may also lie in a module that is not sharded."""
+    """A hook of a module's state_dict, by the module's name: a part may also lie in a module
+    that is not sharded.
+    """
 
     def __init__(self, engine: Engine | None, name: str) -> None:
         super().__init__(engine)
@@ -318,7 +381,9 @@ class _BeforeStateDict(_StateDictHook):
 
 
 class _AfterStateDict(_StateDictHook):
-    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    def __call__(
+        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any
+    ) -> None:
         if self.engine is not None and not self.engine.names_only:
             self.engine.end_state_dict(self.name, prefix, state_dict)
 
@@ -331,22 +396,33 @@ class _LoadHooks(_EngineHook):
         self._given: list[tuple[nn.Parameter, torch.Tensor]] = []
 
     def before(
-        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: Any
+        self,
+        module: nn.Module,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        *_: Any,
     ) -> None:
         if self.engine is None:
             return
         self._given = []
         if local_metadata.get("assign_to_params_buffers"):
             raise ValueError(
-                "load_state_dict: assign is True for a sharded model; expected False (its parameters are views into buffers)"
+                "load_state_dict: assign is True for a sharded model; expected False (its "
+                "parameters are views into buffers)"
             )
-        params = {prefix + name: p for name, p in module._parameters.items() if p is not None and self.engine.knows(p)}
+        params = {
+            prefix + name: p
+            for name, p in module._parameters.items()
+            if p is not None and self.engine.knows(p)
+        }
         self.engine.begin_load([*params.values()])
         for key, param in params.items():
             value = state_dict.get(key)
             if isinstance(value, torch.Tensor) and value.shape == param.shape:
                 self._given.append((param, value))
-                if (cut := slice_of(key, param)) is not None:  # torch copies no plain tensor to a DTensor
+                # torch copies no plain tensor to a DTensor
+                if (cut := slice_of(key, param)) is not None:
                     state_dict[key] = cut.wrap(cut.cut(value).contiguous().to(param.device))
 
     def after(self, module: nn.Module, incompatible_keys: Any) -> None:

@@ -1,22 +1,27 @@
-"""Offload of reduced gradients to host memory: they are copied in backward, and those of later micro-steps are added there.
+"""Offload of reduced gradients to host memory: they are copied in backward, and those of later
+micro-steps are added there.
 
-The last `host_numel` elements of each bucket's owned range are offloaded. The first `device_numel` stay on the device
-(`Bucket.grad`), where its kernels read them.
+The last `host_numel` elements of each bucket's owned range are offloaded. The first `device_numel`
+stay on the device (`Bucket.grad`), where its kernels read them.
 
-Note [Copying]: the host copy has the dtype that the gradient has on the device: grad_dtype, or its own dtype where nothing is
-summed. Gradients that are being copied hold device memory, IN_FLIGHT of them: before another one is allocated, the stream waits
-for the oldest copy, whose memory returns to the pool. So allocations depend only on the order of buckets, never on timing. The
-last ones are on their way when backward ends, and their memory returns when the next one begins.
-Note [Early steps]: the norm is taken before a gradient is copied, so a step is decided while the last ones travel, and waits
-for each where it is used (`Bucket.arrival`). Norms of sums are taken on the host: then `settle` waits for all.
-Note [Adding]: on the device `ordered_sum` computes `out + float32(scale * sum)`, rounded once. To add on the host, the product
-`scale * sum` is copied in float32, whatever grad_dtype is, and `ordered_sum` adds it as a sum of one piece, so the bits are the
-same. A worker thread waits for each copy and adds it, in the order of the copies, while backward and later work continue. The
-same pass computes the squared norm of the sum. A staging buffer is used again once its content is added, so of these
-gradients IN_FLIGHT are on their way at most. `synchronize` waits for everything.
-Note [Failed copies]: an error in a copy or an addition does not end the backward, since other ranks would wait for this one.
-`settle` and `synchronize` raise it later, at a step or a read, which then fails on every rank. An error in a copy that was on
-its way when the step was decided is the step's, which fails halfway.
+Note [Copying]: the host copy has the dtype that the gradient has on the device: grad_dtype, or its
+own dtype where nothing is summed. Gradients that are being copied hold device memory, IN_FLIGHT of
+them: before another one is allocated, the stream waits for the oldest copy, whose memory returns to
+the pool. So allocations depend only on the order of buckets, never on timing. The last ones are on
+their way when backward ends, and their memory returns when the next one begins.
+Note [Early steps]: the norm is taken before a gradient is copied, so a step is decided while the
+last ones travel, and waits for each where it is used (`Bucket.arrival`). Norms of sums are taken on
+the host: then `settle` waits for all.
+Note [Adding]: on the device `ordered_sum` computes `out + float32(scale * sum)`, rounded once. To
+add on the host, the product `scale * sum` is copied in float32, whatever grad_dtype is, and
+`ordered_sum` adds it as a sum of one piece, so the bits are the same. A worker thread waits for
+each copy and adds it, in the order of the copies, while backward and later work continue. The same
+pass computes the squared norm of the sum. A staging buffer is used again once its content is added,
+so of these gradients IN_FLIGHT are on their way at most. `synchronize` waits for everything.
+Note [Failed copies]: an error in a copy or an addition does not end the backward, since other ranks
+would wait for this one. `settle` and `synchronize` raise it later, at a step or a read, which then
+fails on every rank. An error in a copy that was on its way when the step was decided is the step's,
+which fails halfway.
 """
 
 from collections import deque
@@ -38,20 +43,34 @@ T = TypeVar("T")
 
 
 def host_grad_dtype(bucket: Bucket, policy: ReducePolicy, alone: bool) -> torch.dtype:
-    """Return the dtype of a bucket's reduced gradient on the host. alone: there is one rank and no loss scale."""
-    return policy.travels_as(bucket.dtype) if alone and policy.accumulate == 1 else policy.grad_dtype
+    """Return the dtype of a bucket's reduced gradient on the host. alone: there is one rank and
+    no loss scale.
+    """
+    return (
+        policy.travels_as(bucket.dtype) if alone and policy.accumulate == 1 else policy.grad_dtype
+    )
 
 
 def grad_staging_bytes(buckets: Iterable[Bucket], policy: ReducePolicy) -> int:
-    """Return the bytes of the staging buffers for gradients of later micro-steps of these buckets."""
+    """Return the bytes of the staging buffers for gradients of later micro-steps of these
+    buckets.
+    """
     if policy.accumulate == 1 or not policy.sync_each:
         return 0
-    return IN_FLIGHT * max((bucket.host_numel for bucket in buckets), default=0) * torch.float32.itemsize
+    return (
+        IN_FLIGHT
+        * max((bucket.host_numel for bucket in buckets), default=0)
+        * torch.float32.itemsize
+    )
 
 
 def host_grad_bytes(buckets: Sequence[Bucket], policy: ReducePolicy, alone: bool) -> int:
-    """Return the bytes of host memory for gradients of these buckets, staging buffers included. alone: see host_grad_dtype."""
-    kept = sum(bucket.host_numel * host_grad_dtype(bucket, policy, alone).itemsize for bucket in buckets)
+    """Return the bytes of host memory for gradients of these buckets, staging buffers included.
+    alone: see host_grad_dtype.
+    """
+    kept = sum(
+        bucket.host_numel * host_grad_dtype(bucket, policy, alone).itemsize for bucket in buckets
+    )
     return kept + grad_staging_bytes(buckets, policy)
 
 
@@ -71,7 +90,8 @@ def _sum_of(squares: Sequence[torch.Tensor], device: torch.device) -> torch.Tens
 
 @dataclass(frozen=True)
 class GradOffload:
-    """What HostGrads needs. copies: allocates host memory and copies to it; buckets: whose gradients are offloaded.
+    """What HostGrads needs. copies: allocates host memory and copies to it; buckets: whose
+    gradients are offloaded.
 
     threads: of the worker that adds.
     """
@@ -86,7 +106,8 @@ class _Pending:
     """A gradient that is being offloaded.
 
     source: (owned_numel,) on the device; `release` is called with it once it is copied.
-    adds: add to the host's gradient instead of replacing it: with torch's `add_` if as_it_is, else with ordered_sum.
+    adds: add to the host's gradient instead of replacing it: with torch's `add_` if as_it_is, else
+    with ordered_sum.
     gathers: collectives that complete `source` with the pieces of replicas.
     copied: the event of the copy; None before it is started, and if starting it failed.
     """
@@ -109,42 +130,70 @@ def _add(
     as_it_is: bool,
     own: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Wait for the copy of `part`, write first + part to `total`, return the squared norm of `own` (by default of `total`)."""
+    """Wait for the copy of `part`, write first + part to `total`, return the squared norm of
+    `own` (by default of `total`).
+    """
     copied.synchronize()
     if first is not total:
         _C.cast([total], [first])
     return _add_now(part, total, as_it_is, own)
 
 
-def _add_now(part: torch.Tensor, total: torch.Tensor, as_it_is: bool, own: torch.Tensor | None) -> torch.Tensor:
-    square = _C.sq_norm([total.add_(part)]) if as_it_is else _C.ordered_sum(part, 1, 1.0, total, accumulate=True)
+def _add_now(
+    part: torch.Tensor, total: torch.Tensor, as_it_is: bool, own: torch.Tensor | None
+) -> torch.Tensor:
+    square = (
+        _C.sq_norm([total.add_(part)])
+        if as_it_is
+        else _C.ordered_sum(part, 1, 1.0, total, accumulate=True)
+    )
     return square if own is None else _C.sq_norm([own])
 
 
 class HostGrads:
-    """Owns the host memory of reduced gradients (`Bucket.host_grad`): all writes to it go through this class."""
+    """Owns the host memory of reduced gradients (`Bucket.host_grad`): all writes to it go
+    through this class.
+    """
 
-    def __init__(self, offload: GradOffload | None, reduce_scatter: ReduceScatter, policy: ReducePolicy, scaled: bool) -> None:
-        """Allocate `host_numel` elements for each bucket, and staging buffers; nothing if `offload` is None.
+    def __init__(
+        self,
+        offload: GradOffload | None,
+        reduce_scatter: ReduceScatter,
+        policy: ReducePolicy,
+        scaled: bool,
+    ) -> None:
+        """Allocate `host_numel` elements for each bucket, and staging buffers; nothing if `offload`
+        is None.
 
-        reduce_scatter: has the pool of device memory. scaled: losses are, so that the reduction always unscales gradients.
+        reduce_scatter: has the pool of device memory. scaled: losses are, so that the reduction
+        always unscales gradients.
         """
         self._reduce_scatter, comm = reduce_scatter, reduce_scatter.comm
         self._comm, self._policy, self._pool = comm, policy, reduce_scatter.pool
         self._copies: _C.HostTier | None = None if offload is None else offload.copies
         self._replicas = comm.topology.replica_ranks(comm.rank)
         self._memory: dict[Bucket, torch.Tensor] = {}
-        buckets = [] if offload is None else [bucket for bucket in offload.buckets if bucket.host_numel]
+        buckets = (
+            [] if offload is None else [bucket for bucket in offload.buckets if bucket.host_numel]
+        )
         for bucket in buckets:
-            bucket.host_grad = self._host_view(bucket, host_grad_dtype(bucket, policy, comm.world_size == 1 and not scaled))
+            bucket.host_grad = self._host_view(
+                bucket, host_grad_dtype(bucket, policy, comm.world_size == 1 and not scaled)
+            )
         size = grad_staging_bytes(buckets, policy) // IN_FLIGHT
         self._staging = [self._empty(size) for _ in range(IN_FLIGHT if buckets else 0)]
         self._turn = 0
-        self._worker = make_worker("shardcore-add", WorkerThreads(1) if offload is None else offload.threads, self._pool.device)
-        self._adding: list[Future[torch.Tensor] | None] = [None] * IN_FLIGHT  # the last addition from each staging buffer
+        self._worker = make_worker(
+            "shardcore-add",
+            WorkerThreads(1) if offload is None else offload.threads,
+            self._pool.device,
+        )
+        # the last addition from each staging buffer
+        self._adding: list[Future[torch.Tensor] | None] = [None] * IN_FLIGHT
         # Squared norms of the latest sums: of the elements on the host, and of those on the device.
         self._squares: dict[Bucket, tuple[Future[torch.Tensor], torch.Tensor | None]] = {}
-        self._gathering: deque[_Pending] = comm.keep_alive(deque())  # whose copies begin when all pieces are here
+        # whose copies begin when all pieces are here
+        self._gathering: deque[_Pending] = comm.keep_alive(deque())
         self._leaving: deque[_Pending] = deque()  # being copied
         self._last: _C.CopyEvent | None = None
         self._failure: tuple[str, BaseException] | None = None  # see Note [Failed copies]
@@ -159,7 +208,9 @@ class HostGrads:
         return sum(buffer.nbytes for buffer in self._staging)
 
     def shrink(self) -> None:
-        """Reallocate host memory after `host_numel` of buckets became smaller. There must be no gradients."""
+        """Reallocate host memory after `host_numel` of buckets became smaller. There must be no
+        gradients.
+        """
         for bucket in list(self._memory):
             assert bucket.host_grad is not None
             dtype, bucket.host_grad = bucket.host_grad.dtype, None
@@ -167,7 +218,7 @@ class HostGrads:
             if bucket.host_numel:
                 bucket.host_grad = self._host_view(bucket, dtype)
 
-    # --- backward -----------------------------------------------------------------------------------------------------
+    # --- backward ---------------------------------------------------------------------------------
 
     def reduce(
         self,
@@ -180,9 +231,9 @@ class HostGrads:
     ) -> None:
         """Offload a bucket's gradient, or add it to the host's if `Bucket.reduced`.
 
-        full: (layout.numel,), the local gradients, which `release` is called with when they are read; last: the parts of the
-        last level (ReduceScatter). factor: multiplies their sum. as_it_is: `full` is the gradient itself, set or added as
-        torch would.
+        full: (layout.numel,), the local gradients, which `release` is called with when they are
+        read; last: the parts of the last level (ReduceScatter). factor: multiplies their sum.
+        as_it_is: `full` is the gradient itself, set or added as torch would.
         """
         adds = bucket.reduced
         dtype = full.dtype if as_it_is else torch.float32 if adds else self._policy.grad_dtype
@@ -210,12 +261,16 @@ class HostGrads:
             self._start_copy(self._gathering.popleft())
 
     def drain(self) -> None:
-        """Wait for all copies (in the order of the current stream on CUDA) and release their device memory."""
+        """Wait for all copies (in the order of the current stream on CUDA) and release their
+        device memory.
+        """
         self.start_all()
         self._release(len(self._leaving))
 
     def settle(self) -> None:
-        """Make `Bucket.sq_norm` known, and raise what has failed so far, as `synchronize`. See Note [Early steps]."""
+        """Make `Bucket.sq_norm` known, and raise what has failed so far, as `synchronize`. See
+        Note [Early steps].
+        """
         if self._squares or self._failure is not None:
             self.synchronize()
         elif self._last is not None:
@@ -223,7 +278,8 @@ class HostGrads:
             self._raise_failure()
 
     def synchronize(self) -> None:
-        """Wait on the host until all gradients are copied and added, so that they can be read. Can be interrupted and repeated.
+        """Wait on the host until all gradients are copied and added, so that they can be read. Can
+        be interrupted and repeated.
 
         Raises RuntimeError if a copy or an addition failed, on every call until `discard`.
         """
@@ -241,12 +297,16 @@ class HostGrads:
         if self._failure is not None:
             doing, error = self._failure
             raise RuntimeError(
-                f"backward: {doing} gradients in host memory failed ({type(error).__name__}: {error}); expected it to succeed "
-                "(zero_grad() forgets them; where copies go on failing, make the model anew and load its last saved state)"
+                f"backward: {doing} gradients in host memory failed ({type(error).__name__}: "
+                f"{error}); expected it to succeed "
+                "(zero_grad() forgets them; where copies go on failing, make the model anew and "
+                "load its last saved state)"
             ) from error
 
     def discard(self) -> None:
-        """Wait as `synchronize` does, then drop squared norms and errors: the gradients are not needed."""
+        """Wait as `synchronize` does, then drop squared norms and errors: the gradients are not
+        needed.
+        """
         self._wait_for_copies()
         wait(filter(None, self._adding))
         self._adding = [None] * IN_FLIGHT
@@ -277,21 +337,25 @@ class HostGrads:
             self._failure = self._failure or (doing, error)
             return None
 
-    # --- one gradient -------------------------------------------------------------------------------------------------
+    # --- one gradient -----------------------------------------------------------------------------
 
     def _empty(self, size: int) -> torch.Tensor:
         assert self._copies is not None
         return self._copies.empty(size, torch.uint8)
 
     def _host_view(self, bucket: Bucket, dtype: torch.dtype) -> torch.Tensor:
-        """Return the bucket's host memory as values of `dtype`; it is reallocated if it is too small."""
+        """Return the bucket's host memory as values of `dtype`; it is reallocated if it is too
+        small.
+        """
         size = bucket.host_numel * dtype.itemsize
         if bucket not in self._memory or self._memory[bucket].numel() < size:
             self._memory[bucket] = self._empty(size)
         return self._memory[bucket][:size].view(dtype)
 
     def _staging_view(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a view of the next staging buffer, once its last content is added; it grows if it is too small."""
+        """Return a view of the next staging buffer, once its last content is added; it grows if
+        it is too small.
+        """
         self._turn = (self._turn + 1) % IN_FLIGHT
         last, size = self._adding[self._turn], numel * dtype.itemsize
         if last is not None:
@@ -310,7 +374,9 @@ class HostGrads:
             pending.release(pending.source)
 
     def _start_copy(self, pending: _Pending) -> None:
-        """Queue the copy of a complete gradient to the host, and its addition there; set or add the rest on the device."""
+        """Queue the copy of a complete gradient to the host, and its addition there; set or add
+        the rest on the device.
+        """
         bucket, source, cut = pending.bucket, pending.source, pending.bucket.device_numel
         if pending.adds:
             target = self._staging_view(bucket.host_numel, source.dtype)
@@ -319,7 +385,9 @@ class HostGrads:
         copies = self._copies
         assert copies is not None
         self._leaving.append(pending)
-        pending.copied = copied = self._watch("keeping", lambda: copies.to_tier(target, source[cut:]))
+        pending.copied = copied = self._watch(
+            "keeping", lambda: copies.to_tier(target, source[cut:])
+        )
         self._last = copied or self._last
         if pending.adds:
             if copied is not None:
@@ -333,7 +401,9 @@ class HostGrads:
             bucket.grad.copy_(source[:cut])
 
     def _start_adding(self, pending: _Pending, copied: _C.CopyEvent, part: torch.Tensor) -> None:
-        """Queue the addition of `part`, which is being copied, on the worker; add the elements on the device now."""
+        """Queue the addition of `part`, which is being copied, on the worker; add the elements
+        on the device now.
+        """
         bucket, as_it_is, cut = pending.bucket, pending.as_it_is, pending.bucket.device_numel
         first = bucket.host_grad
         assert first is not None
@@ -344,10 +414,16 @@ class HostGrads:
             total = bucket.host_grad = self._host_view(bucket, dtype)
         grad = bucket.sum_buffer(dtype, self._pool) if cut else None
         # Each replica computes the norm of its own piece.
-        own: Sequence[torch.Tensor | None] = bucket.own_grads() if len(self._replicas) > 1 else [None]
+        own: Sequence[torch.Tensor | None] = (
+            bucket.own_grads() if len(self._replicas) > 1 else [None]
+        )
         submit = self._worker.submit
-        on_host = self._watch("adding", lambda: submit(_add, copied, part, first, total, as_it_is, own[-1]))
+        on_host = self._watch(
+            "adding", lambda: submit(_add, copied, part, first, total, as_it_is, own[-1])
+        )
         if on_host is not None:
             self._adding[self._turn] = on_host
-            on_device = None if grad is None else _add_now(pending.source[:cut], grad, as_it_is, own[0])
+            on_device = (
+                None if grad is None else _add_now(pending.source[:cut], grad, as_it_is, own[0])
+            )
             self._squares[bucket] = on_host, on_device

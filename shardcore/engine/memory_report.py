@@ -14,7 +14,9 @@ from shardcore.optim.interface import engine_of
 
 @dataclass(frozen=True)
 class MemoryLine:
-    """`bytes` of one kind ("weights", "gradients", "master", "states", "communication") on one tier, of one unit."""
+    """`bytes` of one kind ("weights", "gradients", "master", "states", "communication") on one
+    tier, of one unit.
+    """
 
     unit: str
     kind: str
@@ -24,10 +26,11 @@ class MemoryLine:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Bytes that shardcore has allocated on this rank, padding and frozen weights included, activations not.
+    """Bytes that shardcore has allocated on this rank, padding and frozen weights included,
+    activations not.
 
-    `lines` has them by unit, kind and tier; `by_kind` and `by_tier` are sums. print() shows a table in MiB, the device and the
-    CPU apart; `table(by_unit=True)` has their units, too.
+    `lines` has them by unit, kind and tier; `by_kind` and `by_tier` are sums. print() shows a table
+    in MiB, the device and the CPU apart; `table(by_unit=True)` has their units, too.
     """
 
     lines: tuple[MemoryLine, ...]
@@ -53,7 +56,9 @@ class MemoryReport:
         return self.table()
 
     def table(self, by_unit: bool = False) -> str:
-        """Return a table in MiB: a column for each kind, a row for each tier; with by_unit also for each tier of a unit."""
+        """Return a table in MiB: a column for each kind, a row for each tier; with by_unit also
+        for each tier of a unit.
+        """
         kinds, tiers = list(self.by_kind), list(self.by_tier)
         rows = [["unit", "tier", *kinds, "total"]]
 
@@ -69,18 +74,25 @@ class MemoryReport:
             add("all", tier, [line for line in self.lines if line.tier == tier])
         add("all", "all", self.lines)
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+        return "\n".join(
+            "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+            for row in rows
+        )
 
 
 def memory_report(model: nn.Module) -> MemoryReport:
-    """Return what the sharded `model` (or an engine of initialize) keeps in memory on this rank. ValueError if not sharded.
+    """Return what the sharded `model` (or an engine of initialize) keeps in memory on this rank.
+    ValueError if not sharded.
 
-    Waits for an overlapped step. `shardcore.estimate.predict` returns the same before training. "nvme" counts states once:
-    two copies of them are on disk unless "durable" is False.
+    Waits for an overlapped step. `shardcore.estimate.predict` returns the same before training.
+    "nvme" counts states once: two copies of them are on disk unless "durable" is False.
     """
     engine = engine_of(model)
     if not isinstance(engine, Engine):
-        raise ValueError(f"memory_report: {type(model).__name__} is not sharded; expected shardcore.shard's result")
+        raise ValueError(
+            f"memory_report: {type(model).__name__} is not sharded; expected shardcore.shard's "
+            f"result"
+        )
     engine.synchronize()
     return report_now(engine)
 
@@ -114,8 +126,8 @@ def memory_lines(
 ) -> Iterator[MemoryLine]:
     """Yield what an engine of these parts keeps, on any device (shardcore.estimate asks on meta).
 
-    pool: the reducer's; gathered: of unsharded weights, None where they are resident; grad_staging_bytes: of gradients that are
-    added in host memory; frozen: weights in no bucket.
+    pool: the reducer's; gathered: of unsharded weights, None where they are resident;
+    grad_staging_bytes: of gradients that are added in host memory; frozen: weights in no bucket.
     """
     pooled = pool.allocated_bytes
     for bucket in buckets:
@@ -129,20 +141,31 @@ def memory_lines(
             yield MemoryLine(unit, "gradients", "cpu", bucket.host_grad.untyped_storage().nbytes())
         if bucket.group is not None:
             for tier, key, size in store.stored(bucket):
-                yield MemoryLine(unit, "master" if key in ("master", "remainder") else "states", tier, size)
+                yield MemoryLine(
+                    unit, "master" if key in ("master", "remainder") else "states", tier, size
+                )
     yield MemoryLine("frozen", "weights", "device", sum(param.nbytes for param in frozen))
     if gathered is not None:
-        yield MemoryLine("shared", "weights", "device", gathered.allocated_bytes + store.weight_scratch_bytes)
+        yield MemoryLine(
+            "shared", "weights", "device", gathered.allocated_bytes + store.weight_scratch_bytes
+        )
     yield MemoryLine("shared", "communication", "device", max(pooled, 0))
     if store.scratch_bytes + grad_staging_bytes:
         yield MemoryLine(
-            "shared", "communication", "device" if store.tier == "device" else "cpu", store.scratch_bytes + grad_staging_bytes
+            "shared",
+            "communication",
+            "device" if store.tier == "device" else "cpu",
+            store.scratch_bytes + grad_staging_bytes,
         )
 
 
 def gradient_bytes(bucket: Bucket) -> int:
     """Return what a bucket's gradients take now, local and reduced; the same memory counts once."""
-    held = {id(t): t for t in (bucket.grad, bucket.wire, bucket.shown, *bucket.resident.values()) if t is not None}
+    held = {
+        id(t): t
+        for t in (bucket.grad, bucket.wire, bucket.shown, *bucket.resident.values())
+        if t is not None
+    }
     return sum(t.nbytes for t in held.values())
 
 

@@ -1,22 +1,27 @@
-"""Optimizer states in files: read, updated and written chunk by chunk, through a few buffers in host memory.
+"""Optimizer states in files: read, updated and written chunk by chunk, through a few buffers in
+host memory.
 
 Weights in files (engine/nvme_weights.py) are stored and updated the same way.
 
-A chunk is a range of a bucket's part in the tier, of at most CHUNK_NUMEL elements, with all of its states beside each other, at
-one place of this rank's files. Buffers are as large as the largest chunk, so no tensor is too large for them.
+A chunk is a range of a bucket's part in the tier, of at most CHUNK_NUMEL elements, with all of its
+states beside each other, at one place of this rank's files. Buffers are as large as the largest
+chunk, so no tensor is too large for them.
 
-Note [Three things at once]. While Adam works on a chunk, the next ones are read into other buffers and the ones before are
-written from theirs. A buffer is used again when its write is over. What is still being written when a step ends goes on beside
-the next forward; whoever reads that chunk waits for it.
+Note [Three things at once]. While Adam works on a chunk, the next ones are read into other buffers
+and the ones before are written from theirs. A buffer is used again when its write is over. What is
+still being written when a step ends goes on beside the next forward; whoever reads that chunk waits
+for it.
 
-Note [Files]. In a directory there are one or two, alike. With one (Scratch) a chunk is written where it was read. With two
-(slots, checkpoint/slots.py) it is written to the other file than the one that has it as of the last committed step, so that
-this step stays whole until the next one is committed; a file that a checkpoint has is replaced before it is written to.
-Checksums of a chunk are kept in memory and compared in each read, so a damaged chunk is an error before anything is trained on
-it.
+Note [Files]. In a directory there are one or two, alike. With one (Scratch) a chunk is written
+where it was read. With two (slots, checkpoint/slots.py) it is written to the other file than the
+one that has it as of the last committed step, so that this step stays whole until the next one is
+committed; a file that a checkpoint has is replaced before it is written to. Checksums of a chunk
+are kept in memory and compared in each read, so a damaged chunk is an error before anything is
+trained on it.
 
-Note [Stripes]. Chunks are dealt out to directories so that their disks would take equally long, by rates that this rank
-measures once, and neighbours lie on different disks, which work at the same time. Rates decide where bytes lie, never which.
+Note [Stripes]. Chunks are dealt out to directories so that their disks would take equally long, by
+rates that this rank measures once, and neighbours lie on different disks, which work at the same
+time. Rates decide where bytes lie, never which.
 """
 
 import errno
@@ -32,7 +37,15 @@ import torch
 
 from shardcore._native import _C
 from shardcore.engine.bucket import Bucket
-from shardcore.engine.disk import ALIGNMENT, PROBE_BYTES, Rates, alignment_of, file_engine, measure, temporary
+from shardcore.engine.disk import (
+    ALIGNMENT,
+    PROBE_BYTES,
+    Rates,
+    alignment_of,
+    file_engine,
+    measure,
+    temporary,
+)
 from shardcore.engine.states import Span
 from shardcore.layout import round_up
 from shardcore.optim.state_format import Allocate, Kept, range_of
@@ -85,9 +98,10 @@ def _states(bucket: Bucket) -> Format:
 class Chunk:
     """Elements [first, first + numel) of a bucket's part in the tier, in each file at `offset`.
 
-    parts: (offset in the chunk, bytes) of what has a checksum of its own. crcs: of the parts; None: never written, all zero.
-    slot: the number of the file that has its newest values. committed: of the one that must not be written to, if any; then the
-    two of a directory are 2n and 2n + 1.
+    parts: (offset in the chunk, bytes) of what has a checksum of its own. crcs: of the parts; None:
+    never written, all zero.
+    slot: the number of the file that has its newest values. committed: of the one that must not be
+    written to, if any; then the two of a directory are 2n and 2n + 1.
     """
 
     bucket: Bucket
@@ -113,23 +127,33 @@ class Chunk:
 
 
 class StateFiles(Protocol):
-    """Where chunks are kept. paths: of the files. rates: measured of the directories, if they were."""
+    """Where chunks are kept. paths: of the files. rates: measured of the directories, if they
+    were.
+    """
 
     paths: Sequence[Path]
     rates: Sequence[Rates]
 
     def open(self, engine: _C.FileEngine, chunks: Sequence[Chunk]) -> Sequence[_C.BlockFile]:
-        """Give each chunk its file, place and parts, and take space for all of them. Raises OSError."""
+        """Give each chunk its file, place and parts, and take space for all of them. Raises
+        OSError.
+        """
 
     def before_write(self, slot: int) -> None:
-        """Let a file be written to: another one may take its place in what `open` returned. Raises OSError."""
+        """Let a file be written to: another one may take its place in what `open` returned.
+        Raises OSError.
+        """
 
 
 class Scratch:
-    """Files without names once they are open: whatever ends the process, their space is free again. Jobs may share them."""
+    """Files without names once they are open: whatever ends the process, their space is free
+    again. Jobs may share them.
+    """
 
     def __init__(self, directories: Sequence[Path], rates: Sequence[Rates] = ()) -> None:
-        """Keep states in a file of each directory, which is made if it is missing. rates: if they are measured already."""
+        """Keep states in a file of each directory, which is made if it is missing. rates: if
+        they are measured already.
+        """
         self._directories = directories
         self.paths: Sequence[Path] = ()
         self.rates = rates
@@ -157,15 +181,24 @@ def check_directories(directories: Sequence[Path]) -> None:
     found: dict[Path, Path] = {}
     for one in directories:
         if one.exists() and not one.is_dir():
-            raise NotADirectoryError(f'shard: offload["path"] has {one}, a file; expected a directory')
+            raise NotADirectoryError(
+                f'shard: offload["path"] has {one}, a file; expected a directory'
+            )
         if (same := found.setdefault(one.resolve(), one)) is not one:
-            raise ValueError(f'shard: offload["path"] has {same} and {one}, which are the same; expected each directory once')
+            raise ValueError(
+                f'shard: offload["path"] has {same} and {one}, which are the same; expected each '
+                f"directory once"
+            )
 
 
 def deal(
-    engine: _C.FileEngine, directories: Sequence[Path], chunks: Sequence[Chunk], rates: Sequence[Rates] = ()
+    engine: _C.FileEngine,
+    directories: Sequence[Path],
+    chunks: Sequence[Chunk],
+    rates: Sequence[Rates] = (),
 ) -> tuple[Sequence[Rates], Sequence[Sequence[Chunk]]]:
-    """Make the directories; return the rates of their disks, measured if there are several, and the chunks of each.
+    """Make the directories; return the rates of their disks, measured if there are several, and the
+    chunks of each.
 
     See Note [Stripes].
     """
@@ -179,7 +212,10 @@ def deal(
     stripes: list[list[Chunk]] = [[] for _ in directories]
     dealt = [0] * len(directories)
     for chunk in chunks:
-        number = min(range(len(directories)), key=lambda number: (dealt[number] + chunk.nbytes) / rates[number].both)
+        number = min(
+            range(len(directories)),
+            key=lambda number: (dealt[number] + chunk.nbytes) / rates[number].both,
+        )
         dealt[number] += chunk.nbytes
         stripes[number].append(chunk)
     return rates, stripes
@@ -202,9 +238,14 @@ def buffer_bytes(buckets: Sequence[Bucket], format_of: FormatOf = _states) -> in
     return (PLACES + 1) * (place_bytes(buckets, format_of) + ALIGNMENT)
 
 
-def place_bytes(buckets: Sequence[Bucket], format_of: FormatOf = _states, alignment: int = ALIGNMENT) -> int:
+def place_bytes(
+    buckets: Sequence[Bucket], format_of: FormatOf = _states, alignment: int = ALIGNMENT
+) -> int:
     """Return the bytes of the largest chunk, a multiple of `alignment`."""
-    most = max((format_of(bucket).nbytes(min(bucket.host_numel, CHUNK_NUMEL)) for bucket in buckets), default=0)
+    most = max(
+        (format_of(bucket).nbytes(min(bucket.host_numel, CHUNK_NUMEL)) for bucket in buckets),
+        default=0,
+    )
     return round_up(most, alignment)
 
 
@@ -218,7 +259,11 @@ class DiskUse:
 
     def seconds(self, rates: Rates) -> float:
         """Return how long a disk with these rates takes for a step."""
-        return max((self.read + self.written) / rates.both, self.written / rates.write, self.read / rates.read)
+        return max(
+            (self.read + self.written) / rates.both,
+            self.written / rates.write,
+            self.read / rates.read,
+        )
 
     @property
     def steps_until_worn(self) -> int:
@@ -227,36 +272,60 @@ class DiskUse:
 
 
 def disk_use(buckets: Iterable[Bucket], durable: bool, weights: Iterable[Bucket] = ()) -> DiskUse:
-    """Return what the states of `buckets` take on disk, and where steps are committed (checkpoint/commits.py), the rest.
+    """Return what the states of `buckets` take on disk, and where steps are committed
+    (checkpoint/commits.py), the rest.
 
-    weights: whose weights are there, too: forward and backward read them, and a step reads and writes those that it updates.
+    weights: whose weights are there, too: forward and backward read them, and a step reads and
+    writes those that it updates.
     """
     states = rest = 0
     for bucket in buckets:
         if not bucket.trainable:
             continue
         if bucket.group is not None:
-            states += sum(round_up(chunk.nbytes, ALIGNMENT) for chunk in chunks_of(bucket, bucket.state_format))
+            states += sum(
+                round_up(chunk.nbytes, ALIGNMENT)
+                for chunk in chunks_of(bucket, bucket.state_format)
+            )
             rest += bucket.state_format.nbytes(bucket.device_numel)
-        rest += bucket.owned_numel * bucket.dtype.itemsize if bucket.state_format.reads_weights else 0
+        rest += (
+            bucket.owned_numel * bucket.dtype.itemsize if bucket.state_format.reads_weights else 0
+        )
     rest *= durable
     space = updated = 0
     for bucket in weights:
-        size = sum(round_up(chunk.nbytes, ALIGNMENT) for chunk in chunks_of(bucket, WeightFormat(bucket.dtype)))
+        size = sum(
+            round_up(chunk.nbytes, ALIGNMENT)
+            for chunk in chunks_of(bucket, WeightFormat(bucket.dtype))
+        )
         space += size
         updated += size if bucket.group is not None else 0
-    return DiskUse(states + updated + 2 * space, states + rest + updated, (1 + durable) * (states + rest) + space)
+    return DiskUse(
+        states + updated + 2 * space,
+        states + rest + updated,
+        (1 + durable) * (states + rest) + space,
+    )
 
 
 class NvmeStates:
-    """See the head of this file, and HostStates, whose place this takes. Reads may come from several threads."""
+    """See the head of this file, and HostStates, whose place this takes. Reads may come from
+    several threads.
+    """
 
     tier = "nvme"
     what = "states"
     places = PLACES
 
-    def __init__(self, buckets: Sequence[Bucket], files: StateFiles, allocate: Allocate, format_of: FormatOf = _states) -> None:
-        """Take space in files for the states of `buckets`, all zero, and memory for the buffers. Raises OSError."""
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        files: StateFiles,
+        allocate: Allocate,
+        format_of: FormatOf = _states,
+    ) -> None:
+        """Take space in files for the states of `buckets`, all zero, and memory for the buffers.
+        Raises OSError.
+        """
         self._engine, self._format_of = file_engine(), format_of
         self._chunks = {bucket: list(chunks_of(bucket, format_of(bucket))) for bucket in buckets}
         self.chunk_numel = chunk_numel(buckets)
@@ -264,7 +333,8 @@ class NvmeStates:
         self._files = files.open(self._engine, self.chunks)
         alignment = max(ALIGNMENT, *(file.block_bytes for file in self._files))
         size = place_bytes(buckets, format_of, alignment)
-        self._buffers = [aligned(allocate, size, alignment) for _ in range(PLACES + 1)]  # the last one: see _hold
+        # the last one: see _hold
+        self._buffers = [aligned(allocate, size, alignment) for _ in range(PLACES + 1)]
         self.scratch_bytes = (size + alignment) * len(self._buffers)
         self._alignment = alignment
         self.bytes_read = self.bytes_written = 0  # of the file so far
@@ -274,7 +344,8 @@ class NvmeStates:
         self._held_is_newer = False
         self._step: list[Chunk] = []
         self._reads: dict[int, _C.FileTransfer] = {}
-        self._writes: list[Chunk | None] = [None] * PLACES  # the chunk that a buffer was written to last
+        # the chunk that a buffer was written to last
+        self._writes: list[Chunk | None] = [None] * PLACES
 
     @property
     def chunks(self) -> list[Chunk]:
@@ -282,7 +353,9 @@ class NvmeStates:
         return [chunk for chunks in self._chunks.values() for chunk in chunks]
 
     def flush(self) -> None:
-        """Make durable what was written so far. Raises OSError, of a file from then on each time. Not beside a step."""
+        """Make durable what was written so far. Raises OSError, of a file from then on each
+        time. Not beside a step.
+        """
         with self._lock:
             self._put_held()
             for chunk in self.chunks:
@@ -300,7 +373,7 @@ class NvmeStates:
         """Forget what is kept in memory of a chunk: files have others."""
         self._held, self._held_is_newer = None, False
 
-    # --- as HostStates ----------------------------------------------------------------------------------------------------
+    # --- as HostStates ----------------------------------------------------------------------------
 
     def stored(self, bucket: Bucket) -> Iterator[tuple[str, int]]:
         """Yield (key, bytes) of each tensor that keeps a bucket's states."""
@@ -308,18 +381,31 @@ class NvmeStates:
             yield key, sum(places_of(chunk)[key][1].nbytes for chunk in self._chunks[bucket])
 
     def kept(self, bucket: Bucket, start: int, numel: int) -> Kept:
-        """Return states of elements [start, start + numel) of the part in the tier, in memory of their own."""
+        """Return states of elements [start, start + numel) of the part in the tier, in memory of
+        their own.
+        """
         with self._lock:
             found = [
-                {key: flat.clone() for key, flat in range_of(self._hold(chunk), first, count).items()}
+                {
+                    key: flat.clone()
+                    for key, flat in range_of(self._hold(chunk), first, count).items()
+                }
                 for chunk, first, count in self._overlapping(bucket, start, numel)
             ]
         if not found:
-            return self._format_of(bucket).new(0, lambda n, dtype: torch.empty(n, dtype=dtype, device="cpu"))
-        return found[0] if len(found) == 1 else {key: torch.cat([one[key] for one in found]) for key in found[0]}
+            return self._format_of(bucket).new(
+                0, lambda n, dtype: torch.empty(n, dtype=dtype, device="cpu")
+            )
+        return (
+            found[0]
+            if len(found) == 1
+            else {key: torch.cat([one[key] for one in found]) for key in found[0]}
+        )
 
     def change(self, bucket: Bucket, start: int, numel: int) -> Iterator[tuple[int, int, Kept]]:
-        """Yield (start, numel, states to write to) of each part of a range; they are kept once the next one is asked for."""
+        """Yield (start, numel, states to write to) of each part of a range; they are kept once
+        the next one is asked for.
+        """
         with self._lock:
             for chunk, first, count in self._overlapping(bucket, start, numel):
                 views = self._hold(chunk)
@@ -332,10 +418,15 @@ class NvmeStates:
         return (list(of_chunk) for _, of_chunk in groupby(parts, self._chunk_of))
 
     def of_chunk(self, spans: Sequence[Span], turn: int) -> list[Kept]:
-        """View the states of each span of chunk `turn` of a step, where they are while Adam works on them."""
+        """View the states of each span of chunk `turn` of a step, where they are while Adam
+        works on them.
+        """
         chunk = self._chunk_of(spans[0])
         views = self._views(chunk, turn % PLACES)
-        return [range_of(views, span.start - span.bucket.device_numel - chunk.first, span.numel) for span in spans]
+        return [
+            range_of(views, span.start - span.bucket.device_numel - chunk.first, span.numel)
+            for span in spans
+        ]
 
     def begin(self, cut: Sequence[Sequence[Span]]) -> None:
         """Begin a step over these chunks: the first ones are read."""
@@ -354,7 +445,9 @@ class NvmeStates:
         self._check(chunk, self._memory(chunk, number % PLACES))
 
     def after(self, number: int) -> None:
-        """Write chunk `number`, which was updated, and read on. Raises OSError of an earlier write."""
+        """Write chunk `number`, which was updated, and read on. Raises OSError of an earlier
+        write.
+        """
         chunk = self._step[number]
         with self._lock:
             self._start_write(chunk, number % PLACES)
@@ -362,7 +455,7 @@ class NvmeStates:
         if number + PLACES - 2 < len(self._step):
             self._start_read(number + PLACES - 2)
 
-    # --- chunks -----------------------------------------------------------------------------------------------------------
+    # --- chunks -----------------------------------------------------------------------------------
 
     def _start_read(self, number: int) -> None:
         place = number % PLACES
@@ -393,7 +486,9 @@ class NvmeStates:
                 chunk.write = None
 
     def _hold(self, chunk: Chunk) -> Kept:
-        """Return views of a chunk in the buffer beside those of steps, which has it until another one is asked for."""
+        """Return views of a chunk in the buffer beside those of steps, which has it until
+        another one is asked for.
+        """
         if self._held is not chunk:
             self._put_held()
             self._settle(chunk)
@@ -416,12 +511,15 @@ class NvmeStates:
     def _check(self, chunk: Chunk, memory: torch.Tensor) -> None:
         if chunk.crcs is None:
             return
-        for (offset, nbytes), crc, found in zip(chunk.parts, chunk.crcs, self._crcs(memory, chunk), strict=True):
+        for (offset, nbytes), crc, found in zip(
+            chunk.parts, chunk.crcs, self._crcs(memory, chunk), strict=True
+        ):
             if crc != found:
                 first = chunk.offset + offset
                 raise OSError(
                     errno.EIO,
-                    f"{self.what} of {chunk.names} in bytes {first} to {first + nbytes} are not what was written (is the disk "
+                    f"{self.what} of {chunk.names} in bytes {first} to {first + nbytes} are not "
+                    f"what was written (is the disk "
                     "damaged? go on from a checkpoint, in another directory)",
                     str(self.files.paths[chunk.slot]),
                 )
@@ -436,7 +534,10 @@ class NvmeStates:
     def _views(self, chunk: Chunk, place: int) -> Kept:
         """View the states of a chunk in a buffer."""
         memory = self._buffers[place]
-        return {key: memory[offset : offset + like.nbytes].view(like.dtype) for key, (offset, like) in places_of(chunk).items()}
+        return {
+            key: memory[offset : offset + like.nbytes].view(like.dtype)
+            for key, (offset, like) in places_of(chunk).items()
+        }
 
     def _parts_of(self, span: Span) -> Iterator[Span]:
         start = span.start - span.bucket.device_numel
@@ -444,9 +545,13 @@ class NvmeStates:
             yield span.part(chunk.first + first - start, numel)
 
     def _chunk_of(self, span: Span) -> Chunk:
-        return self._chunks[span.bucket][(span.start - span.bucket.device_numel) // self.chunk_numel]
+        return self._chunks[span.bucket][
+            (span.start - span.bucket.device_numel) // self.chunk_numel
+        ]
 
-    def _overlapping(self, bucket: Bucket, start: int, numel: int) -> Iterator[tuple[Chunk, int, int]]:
+    def _overlapping(
+        self, bucket: Bucket, start: int, numel: int
+    ) -> Iterator[tuple[Chunk, int, int]]:
         """Yield (chunk, start in it, numel) of each chunk that has some of these elements."""
         for chunk in self._chunks[bucket]:
             first, last = max(start, chunk.first), min(start + numel, chunk.first + chunk.numel)
@@ -455,9 +560,13 @@ class NvmeStates:
 
 
 def places_of(chunk: Chunk) -> dict[str, tuple[int, torch.Tensor]]:
-    """Return of each state of a chunk where in it it begins, in bytes, and its like: one after the other, wide dtypes first."""
+    """Return of each state of a chunk where in it it begins, in bytes, and its like: one after
+    the other, wide dtypes first.
+    """
     cursor, found = 0, {}
-    sizes = chunk.format.new(chunk.numel, lambda n, dtype: torch.empty(n, dtype=dtype, device="meta"))
+    sizes = chunk.format.new(
+        chunk.numel, lambda n, dtype: torch.empty(n, dtype=dtype, device="meta")
+    )
     for key, like in sorted(sizes.items(), key=lambda item: -item[1].itemsize):
         found[key] = cursor, like
         cursor += like.nbytes

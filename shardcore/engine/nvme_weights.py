@@ -1,11 +1,13 @@
 """Shards of weights in a file: read ahead of their use, and written by the steps that update them.
 
-They are kept in chunks as states are (engine/nvme_states.py), which a step reads, updates and writes beside those. The file has
-no name: where steps are committed, float32 masters make these weights again, and a commit writes those that have none.
+They are kept in chunks as states are (engine/nvme_states.py), which a step reads, updates and
+writes beside those. The file has no name: where steps are committed, float32 masters make these
+weights again, and a commit writes those that have none.
 
-Note [Reading ahead]. Gathering a unit needs its shard in host memory first. So the shards of the units after the next ones are
-read into buffers while these compute. There are as many buffers as the largest such group of units needs, and two more, through
-which shards stream that nobody foresaw. What is written to meanwhile is read again.
+Note [Reading ahead]. Gathering a unit needs its shard in host memory first. So the shards of the
+units after the next ones are read into buffers while these compute. There are as many buffers as
+the largest such group of units needs, and two more, through which shards stream that nobody
+foresaw. What is written to meanwhile is read again.
 """
 
 from collections import deque
@@ -20,7 +22,15 @@ from shardcore._native import _C
 from shardcore.engine import nvme_states
 from shardcore.engine.bucket import Bucket
 from shardcore.engine.disk import ALIGNMENT
-from shardcore.engine.nvme_states import WEIGHT, Chunk, NvmeStates, StateFiles, WeightFormat, aligned, place_bytes
+from shardcore.engine.nvme_states import (
+    WEIGHT,
+    Chunk,
+    NvmeStates,
+    StateFiles,
+    WeightFormat,
+    aligned,
+    place_bytes,
+)
 from shardcore.layout import round_up
 from shardcore.optim.state_format import Kept
 
@@ -39,19 +49,30 @@ def buffer_bytes(buckets: Sequence[Bucket], prefetch: int) -> int:
 
 def _read_buffers(buckets: Sequence[Bucket], prefetch: int) -> int:
     chunks = [len(list(nvme_states.chunks_of(bucket, _weights(bucket)))) for bucket in buckets]
-    units = [sum(count for _, count in unit) for _, unit in groupby(zip(buckets, chunks, strict=True), lambda one: one[0].unit)]
+    units = [
+        sum(count for _, count in unit)
+        for _, unit in groupby(zip(buckets, chunks, strict=True), lambda one: one[0].unit)
+    ]
     return max((sum(units[i : i + prefetch]) for i in range(len(units))), default=0) + _STREAMING
 
 
 class NvmeWeights(NvmeStates):
-    """See the head of this file. WeightFiles, which a bucket uses; the step uses it as it does states."""
+    """See the head of this file. WeightFiles, which a bucket uses; the step uses it as it does
+    states.
+    """
 
     what = "weights"
 
     def __init__(
-        self, buckets: Sequence[Bucket], files: StateFiles, copies: _C.HostTier, device: torch.device, prefetch: int
+        self,
+        buckets: Sequence[Bucket],
+        files: StateFiles,
+        copies: _C.HostTier,
+        device: torch.device,
+        prefetch: int,
     ) -> None:
-        """Take space in a file for the shards of `buckets`, in unit order; as many units as `prefetch` are read ahead.
+        """Take space in a file for the shards of `buckets`, in unit order; as many units as
+        `prefetch` are read ahead.
 
         copies: to host memory and from there, of `device`.
         """
@@ -61,7 +82,8 @@ class NvmeWeights(NvmeStates):
         count = _read_buffers(buckets, prefetch)
         self._ahead: dict[Chunk, tuple[torch.Tensor, _C.FileTransfer]] = {}
         self._most_ahead = count - _STREAMING
-        # The buffers that are not read ahead into, and what waits until the last use of each is over.
+        # The buffers that are not read ahead into, and what waits until the last use of each is
+        # over.
         self._free: deque[tuple[torch.Tensor, Callable[[], None]]] = deque(
             (aligned(copies.empty, size, self._alignment), lambda: None) for _ in range(count)
         )
@@ -96,15 +118,21 @@ class NvmeWeights(NvmeStates):
         copied: _C.CopyEvent | None = None
         for chunk in self._chunks[bucket]:
             with self._lock:
-                memory, transfer = self._ahead.pop(chunk) if chunk in self._ahead else self._start_reading(chunk)
+                memory, transfer = (
+                    self._ahead.pop(chunk) if chunk in self._ahead else self._start_reading(chunk)
+                )
             try:
                 transfer.wait()
                 self._check(chunk, memory)
                 weights = memory[: chunk.nbytes].view(bucket.dtype)
-                copied = self._copies.from_tier(target[chunk.first : chunk.first + chunk.numel], weights)
+                copied = self._copies.from_tier(
+                    target[chunk.first : chunk.first + chunk.numel], weights
+                )
             finally:
                 with self._lock:
-                    self._free.append((memory, transfer.wait if copied is None else copied.synchronize))
+                    self._free.append(
+                        (memory, transfer.wait if copied is None else copied.synchronize)
+                    )
         return copied
 
     def _start_reading(self, chunk: Chunk) -> tuple[torch.Tensor, _C.FileTransfer]:

@@ -1,4 +1,6 @@
-"""The optimizer's full state dict, gathered from shards and scattered back, in the form of torch.optim."""
+"""The optimizer's full state dict, gathered from shards and scattered back, in the form of
+torch.optim.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -20,15 +22,22 @@ _OP = "load_state_dict"
 
 
 class ShardedStates(Mapping[Any, Any]):
-    """What `optimizer.state` shows of a sharded optimizer: its parameters and their step counts, read only.
+    """What `optimizer.state` shows of a sharded optimizer: its parameters and their step counts,
+    read only.
 
     others: what the user keeps there under other keys, on this rank.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], settle: Callable[[bool], None], others: dict[Any, Any]) -> None:
-        """Show the parameters that `buckets`, those with an optimizer group, update, once `settle(True)` has read counts."""
+    def __init__(
+        self, buckets: Sequence[Bucket], settle: Callable[[bool], None], others: dict[Any, Any]
+    ) -> None:
+        """Show the parameters that `buckets`, those with an optimizer group, update, once
+        `settle(True)` has read counts.
+        """
         self._settle = settle
-        self._managed: dict[Any, Managed] = {managed.param: managed for bucket in buckets for managed in bucket.params}
+        self._managed: dict[Any, Managed] = {
+            managed.param: managed for bucket in buckets for managed in bucket.params
+        }
         self.others = others
 
     def __getitem__(self, key: Any) -> Any:
@@ -64,8 +73,8 @@ class ShardedStates(Mapping[Any, Any]):
 
 def _refuse(*_: Any, **__: Any) -> None:
     raise TypeError(
-        "optimizer.state: it was changed, but states are sharded; expected optimizer.load_state_dict(), or "
-        "shardcore.load_sharded_state_dict(optimizer, ...)"
+        "optimizer.state: it was changed, but states are sharded; expected "
+        "optimizer.load_state_dict(), or shardcore.load_sharded_state_dict(optimizer, ...)"
     )
 
 
@@ -78,42 +87,57 @@ class _ParamStates(dict[str, Any]):
 
     def __missing__(self, key: str) -> None:
         raise KeyError(
-            f"optimizer.state: {key!r} was read, but states are sharded; expected shardcore.full_state(param, {key!r}), or "
-            "optimizer.state_dict()"
+            f"optimizer.state: {key!r} was read, but states are sharded; expected "
+            f"shardcore.full_state(param, {key!r}), or optimizer.state_dict()"
         )
 
 
 class OptimizerStateIO:
     """Reads and writes the states of an updater's buckets as full tensors."""
 
-    def __init__(self, updater: Updater, groups: Sequence[dict[str, Any]], full_tensors: FullTensors) -> None:
+    def __init__(
+        self, updater: Updater, groups: Sequence[dict[str, Any]], full_tensors: FullTensors
+    ) -> None:
         """Serve `updater`; parameters are numbered as `groups` (live) list them."""
         self.updater, self.groups, self._full_tensors = updater, groups, full_tensors
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """Return every parameter's full state, as torch.optim keeps it (a never updated parameter has none). Collective."""
+        """Return every parameter's full state, as torch.optim keeps it (a never updated
+        parameter has none). Collective.
+        """
         number_of = numbers_of(self.groups)
         found: dict[int, dict[str, Any]] = {}
-        stepped = (bucket for bucket in self.updater.buckets if any(managed.step > 0 for managed in bucket.params))
+        stepped = (
+            bucket
+            for bucket in self.updater.buckets
+            if any(managed.step > 0 for managed in bucket.params)
+        )
         kept = [(bucket, key) for bucket in stepped for key in bucket.state_format.keys]
-        fulls = self._full_tensors.of_buckets((bucket, self.updater.store.read(bucket, key)) for bucket, key in kept)
+        fulls = self._full_tensors.of_buckets(
+            (bucket, self.updater.store.read(bucket, key)) for bucket, key in kept
+        )
         for (bucket, key), full in zip(kept, fulls, strict=True):
             for managed in bucket.params:
                 if managed.step > 0:
-                    entry = found.setdefault(number_of[managed.param], {"step": step_tensor(managed.step)})
+                    entry = found.setdefault(
+                        number_of[managed.param], {"step": step_tensor(managed.step)}
+                    )
                     entry[key] = managed.full(managed.slice_of(full).clone())
         state = {number: found[number] for number in sorted(found)}
         return {"state": state, "param_groups": self.updater.kind.export_groups(self.groups)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> dict[Any, Any]:
-        """Take this rank's part of every parameter's full state; nothing changes if any of it does not fit.
+        """Take this rank's part of every parameter's full state; nothing changes if any of it does
+        not fit.
 
         Returns what the state has under other keys than parameters' (other_entries).
         """
         groups = self.groups
         options = self.updater.kind.import_groups(_OP, groups, state_dict)
-        self.updater.check_fixed(_OP, [{**group, **new} for group, new in zip(groups, options, strict=True)])
+        self.updater.check_fixed(
+            _OP, [{**group, **new} for group, new in zip(groups, options, strict=True)]
+        )
         states, others = saved_states(_OP, groups, state_dict)
         saved = {param: state for param, (_, state) in states.items()}
         lost: list[str] = []
@@ -130,7 +154,8 @@ class OptimizerStateIO:
         return others
 
     def carry(self, states: dict[torch.Tensor, dict[str, Any]]) -> None:
-        """Take over the states that an optimizer had before it was sharded, without remainders (joined_state).
+        """Take over the states that an optimizer had before it was sharded, without remainders
+        (joined_state).
 
         Each is taken out of `states` first, so that no more than one of them is there twice.
         """
@@ -146,11 +171,17 @@ class OptimizerStateIO:
     def _import(
         self, managed: Managed, bucket: Bucket, saved: Mapping[torch.Tensor, Mapping[str, Any]]
     ) -> tuple[dict[str, Any], list[str]]:
-        """Check a parameter's saved state; return it without what is not kept, and in words what that is, and what is rounded.
+        """Check a parameter's saved state; return it without what is not kept, and in words what
+        that is, and what is rounded.
 
-        What is returned are the tensors as given: full ones are made for the check alone, for one parameter at a time.
+        What is returned are the tensors as given: full ones are made for the check alone, for one
+        parameter at a time.
         """
-        entry, state_format, where = saved.get(managed.param, {}), bucket.state_format, f"state of {managed.name}"
+        entry, state_format, where = (
+            saved.get(managed.param, {}),
+            bucket.state_format,
+            f"state of {managed.name}",
+        )
         if managed.sliced is not None and isinstance(entry, Mapping):
             full = {
                 key: check_tensor(_OP, f"{where}.{key}", entry[key], managed.param.shape)
@@ -159,7 +190,11 @@ class OptimizerStateIO:
             }
             entry = {**entry, **{key: managed.cut(value) for key, value in full.items()}}
         state, lost = self.updater.kind.import_state(_OP, where, entry, managed.local, state_format)
-        taken = {key: value for key, value in entry.items() if key != "master" or "master" in state or "remainder" in state}
+        taken = {
+            key: value
+            for key, value in entry.items()
+            if key != "master" or "master" in state or "remainder" in state
+        }
         return ({**taken, "step": state["step"]} if state else {}), lost
 
     def _scatter(self, managed: Managed, bucket: Bucket, state: Mapping[str, Any]) -> None:
@@ -169,10 +204,16 @@ class OptimizerStateIO:
             values = state.get(key)
             if values is None and key == "master":
                 continue
-            flat = torch.zeros(managed.local.numel(), device="cpu") if values is None else values.detach().reshape(-1)
+            flat = (
+                torch.zeros(managed.local.numel(), device="cpu")
+                if values is None
+                else values.detach().reshape(-1)
+            )
             if key == "master":
                 self.updater.set_weights(bucket, managed, flat)
                 continue
             for piece in bucket.pieces_of(managed):
                 part = flat[piece.param_start : piece.param_start + piece.numel]
-                self.updater.store.write(bucket, key, piece.start, part.to(bucket.owned_weight.device))
+                self.updater.store.write(
+                    bucket, key, piece.start, part.to(bucket.owned_weight.device)
+                )

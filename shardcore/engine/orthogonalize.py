@@ -1,4 +1,6 @@
-"""Muon on shards: momentum where states live, whole matrices a bucket at a time, and the way that weights move."""
+"""Muon on shards: momentum where states live, whole matrices a bucket at a time, and the way
+that weights move.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,7 +29,8 @@ def orthogonalized(
 ) -> Iterator[None]:
     """Let a bucket's gradient be orthogonalized momentum inside the context, if Muon updates it.
 
-    Collective. That is a float32 one, beside the reduced gradient, which comes back. Where `refuse` raises nothing changes.
+    Collective. That is a float32 one, beside the reduced gradient, which comes back. Where `refuse`
+    raises nothing changes.
     """
     options = groups[bucket.group or 0]
     if not options["use_muon"]:
@@ -36,20 +39,36 @@ def orthogonalized(
         return
     assert not isinstance(hypers, _C.DeviceScalars)
     gathers = not lifetimes.owns_everything and len(comm.shard_ranks) > 1
-    scales = {hypers[span.hyper].scale for span in spans if isinstance(hypers[span.hyper], MuonStep)}
+    scales = {
+        hypers[span.hyper].scale for span in spans if isinstance(hypers[span.hyper], MuonStep)
+    }
     reduced = bucket.grad
     try:
         with scope("orthogonalize", bucket.unit):
-            bucket.grad = _way(bucket, options, scales.pop() if scales else 1.0, store, refuse, comm if gathers else None)
+            bucket.grad = _way(
+                bucket,
+                options,
+                scales.pop() if scales else 1.0,
+                store,
+                refuse,
+                comm if gathers else None,
+            )
         yield
     finally:
         bucket.grad = reduced
 
 
 def _way(
-    bucket: Bucket, options: Group, scale: float, store: StateStore, refuse: Callable[[], None], comm: Comm | None
+    bucket: Bucket,
+    options: Group,
+    scale: float,
+    store: StateStore,
+    refuse: Callable[[], None],
+    comm: Comm | None,
 ) -> torch.Tensor:
-    """Return the way that this rank's elements move: (owned_numel,) float32, on the device. comm: gathers momentum."""
+    """Return the way that this rank's elements move: (owned_numel,) float32, on the device.
+    comm: gathers momentum.
+    """
     assert bucket.grad is not None
     full = torch.zeros(bucket.layout.numel, dtype=torch.bfloat16, device=bucket.grad.device)
     own = bucket.owned_slice(full)
@@ -70,5 +89,7 @@ def _way(
         if managed.has_grad and (pieces := bucket.pieces_of(managed)):
             move = MuonKind.direction(options, managed.slice_of(full)).view(-1)
             for piece in pieces:
-                way[piece.start : piece.start + piece.numel] = move[piece.param_start : piece.param_start + piece.numel]
+                way[piece.start : piece.start + piece.numel] = move[
+                    piece.param_start : piece.param_start + piece.numel
+                ]
     return way

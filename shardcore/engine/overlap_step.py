@@ -1,23 +1,29 @@
-"""The overlapped step (overlap_step=True): Adam runs on its own thread, and a read of weights waits for their update.
+"""The overlapped step (overlap_step=True): Adam runs on its own thread, and a read of weights waits
+for their update.
 
-`step()` computes the norm, clipping and all scalars before it starts the worker, which then runs the same arithmetic in another
-order of buckets; the bits do not depend on that order. While a bucket's weights are being updated, `_parameters` of the modules
-that use them are `PendingParams`, so every read of a parameter from a module waits: forward, parameters(), state_dict,
-deepcopy, `module.weight`. Afterwards the module gets its own dict back, so copies and torch.compile never see another.
+`step()` computes the norm, clipping and all scalars before it starts the worker, which then runs
+the same arithmetic in another order of buckets; the bits do not depend on that order. While a
+bucket's weights are being updated, `_parameters` of the modules that use them are `PendingParams`,
+so every read of a parameter from a module waits: forward, parameters(), state_dict, deepcopy,
+`module.weight`. Afterwards the module gets its own dict back, so copies and torch.compile never see
+another.
 
-Note [Order]: buckets are updated in the order in which the last forward of the model used their units. Ranks gather in that
-order, so it has to be the same on all of them: a digest of it is sent with each step's norm, and where ranks differ all use
-the order of units instead.
-Note [Who gathers]: at stages 1 and 2 the worker starts to gather a bucket's new weights, and reads of them wait for the gather.
-No other thread runs a collective on this engine's group meanwhile, since all that do finish the step first. With NCCL, where
-other collectives may run at the same time in another order on another rank, which can hang, the thread that waits starts the
-gathers instead, at points that are the same on every rank: forwards, steps and `synchronize`. A read of weights, which one rank
-may make alone, starts no gather: with NCCL it raises an error if the weights are not gathered. At stage 3 the gather of a unit
-waits for its update.
-Where the device runs Adam (states on a GPU) there is no worker: step() queues all of it, and what is left to wait for are the
-gathers of stages 1 and 2, which each unit's forward waits for, in the order of the stream (`defer`).
-Note [Streams]: torch's current stream is per thread. The worker's stream waits for an event of the stream that step() was
-called on, and each stream that uses a bucket waits for an event of the worker's stream.
+Note [Order]: buckets are updated in the order in which the last forward of the model used their
+units. Ranks gather in that order, so it has to be the same on all of them: a digest of it is sent
+with each step's norm, and where ranks differ all use the order of units instead.
+Note [Who gathers]: at stages 1 and 2 the worker starts to gather a bucket's new weights, and reads
+of them wait for the gather. No other thread runs a collective on this engine's group meanwhile,
+since all that do finish the step first. With NCCL, where other collectives may run at the same time
+in another order on another rank, which can hang, the thread that waits starts the gathers instead,
+at points that are the same on every rank: forwards, steps and `synchronize`. A read of weights,
+which one rank may make alone, starts no gather: with NCCL it raises an error if the weights are not
+gathered. At stage 3 the gather of a unit waits for its update.
+Where the device runs Adam (states on a GPU) there is no worker: step() queues all of it, and what
+is left to wait for are the gathers of stages 1 and 2, which each unit's forward waits for, in the
+order of the stream (`defer`).
+Note [Streams]: torch's current stream is per thread. The worker's stream waits for an event of the
+stream that step() was called on, and each stream that uses a bucket waits for an event of the
+worker's stream.
 """
 
 import logging
@@ -47,7 +53,9 @@ logger = logging.getLogger("shardcore")
 
 
 class PendingParams(MutableMapping[str, Any]):
-    """`module._parameters` while some of them are being updated: reading or changing values waits; reading names does not."""
+    """`module._parameters` while some of them are being updated: reading or changing values
+    waits; reading names does not.
+    """
 
     def __init__(self, own: dict[str, Any], wait: Callable[[], None]) -> None:
         """Stand in for `own` until `wait` returns, which puts `own` back."""
@@ -93,34 +101,41 @@ class PendingParams(MutableMapping[str, Any]):
 class PendingGroup(PendingParams):
     """An entry of `optimizer.param_groups` in that time: reading "params" waits.
 
-    Options are read, written and added without a wait, as schedulers do after each step; the step has its own copy of them.
+    Options are read, written and added without a wait, as schedulers do after each step; the step
+    has its own copy of them.
     """
 
     def _waited(self, key: str) -> dict[str, Any]:
         return super()._waited(key) if key == "params" else self.own
 
 
-# --- threads ----------------------------------------------------------------------------------------------------------
+# --- threads --------------------------------------------------------------------------------------
 
 _on_thread = threading.local()
 
 
 @dataclass(frozen=True)
 class WorkerThreads:
-    """How many threads the kernels of one worker use, and the cores they are bound to; empty: all that the process may use."""
+    """How many threads the kernels of one worker use, and the cores they are bound to; empty:
+    all that the process may use.
+    """
 
     count: int
     cores: tuple[int, ...] = ()
 
 
 def use_own_threads(threads: WorkerThreads) -> None:
-    """Let kernels of the calling thread use their own threads, which start with the first kernel, instead of torch's."""
+    """Let kernels of the calling thread use their own threads, which start with the first
+    kernel, instead of torch's.
+    """
     if threads.cores and hasattr(os, "sched_setaffinity"):
         try:
-            os.sched_setaffinity(0, threads.cores)  # of this thread alone; those that it starts inherit it
+            # of this thread alone; those that it starts inherit it
+            os.sched_setaffinity(0, threads.cores)
         except OSError as error:
             logger.warning(
-                "overlap_step: the worker cannot be kept on the cores %s (%s); it runs wherever this process may",
+                "overlap_step: the worker cannot be kept on the cores %s (%s); it runs wherever "
+                "this process may",
                 ", ".join(map(str, threads.cores)),
                 error,
             )
@@ -129,14 +144,17 @@ def use_own_threads(threads: WorkerThreads) -> None:
 
 
 def own_thread_count() -> int:
-    """Return the number of threads that kernels of the calling thread use for themselves; 0: they use torch's."""
+    """Return the number of threads that kernels of the calling thread use for themselves; 0:
+    they use torch's.
+    """
     return getattr(_on_thread, "count", 0)
 
 
 def _begin_thread(threads: WorkerThreads, device: torch.device) -> None:
     if device.type == "cuda":
         # A new thread's first call of CUDA opens device 0 (500 MB there), even to query an event.
-        with suppress(Exception):  # the executor would run nothing any more; later calls of CUDA raise as well
+        # the executor would run nothing any more; later calls of CUDA raise as well
+        with suppress(Exception):
             torch.cuda.set_device(device)
             _C.allow_captures()
     use_own_threads(threads)
@@ -150,7 +168,7 @@ def make_worker(name: str, threads: WorkerThreads, device: torch.device) -> Thre
     return ThreadPoolExecutor(1, name, _begin_thread, (threads, device))
 
 
-# --- the step ---------------------------------------------------------------------------------------------------------
+# --- the step -------------------------------------------------------------------------------------
 
 
 def uses_worker(device: torch.device, store: StateStore) -> bool:
@@ -162,7 +180,8 @@ def uses_worker(device: torch.device, store: StateStore) -> bool:
 class _Update:
     """One bucket that is being updated.
 
-    done: Adam has run, on CUDA up to `event`. copied: the copy of the new weights to the device; None if there is none.
+    done: Adam has run, on CUDA up to `event`. copied: the copy of the new weights to the device;
+    None if there is none.
     gathers: the collectives that gather the new weights; None: not started.
     """
 
@@ -188,7 +207,8 @@ class OverlapStep:
         threads: WorkerThreads | None,
         groups: list[dict[str, Any]],
     ) -> None:
-        """Serve `units` of `model`, whose buckets `store` updates, on a worker whose kernels use `threads` (None: without one).
+        """Serve `units` of `model`, whose buckets `store` updates, on a worker whose kernels use
+        `threads` (None: without one).
 
         groups: the optimizer's (live) param_groups, whose "params" wait, too.
         """
@@ -205,18 +225,28 @@ class OverlapStep:
         self._unfinished: list[_Update] = comm.keep_alive([])
         # Modules that have parameters of their own, with the buckets of these.
         self._modules: list[tuple[weakref.ref[nn.Module], list[Bucket]]] = []
-        self._modules_of: dict[Bucket, list[int]] = {bucket: [] for unit in units for bucket in unit.buckets}
-        bucket_of = {managed.param: bucket for bucket in self._modules_of for managed in bucket.params}
+        self._modules_of: dict[Bucket, list[int]] = {
+            bucket: [] for unit in units for bucket in unit.buckets
+        }
+        bucket_of = {
+            managed.param: bucket for bucket in self._modules_of for managed in bucket.params
+        }
         for module in model.modules():
-            buckets = list(dict.fromkeys(bucket_of[param] for param in module._parameters.values() if param in bucket_of))
+            buckets = list(
+                dict.fromkeys(
+                    bucket_of[param] for param in module._parameters.values() if param in bucket_of
+                )
+            )
             for bucket in buckets:
                 self._modules_of[bucket].append(len(self._modules))
             self._modules.append((weakref.ref(module), buckets))
-        self._used: dict[Unit, None] = {}  # units used since the last forward of the model ended, in order
+        # units used since the last forward of the model ended, in order
+        self._used: dict[Unit, None] = {}
         self._order: list[Unit] = []
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         _overlap_steps.add(self)
-        # Called from hooks of modules that may be compiled in place: torch.compile must not trace them.
+        # Called from hooks of modules that may be compiled in place: torch.compile must not trace
+        # them.
         keep_uncompiled(OverlapStep, "before_forward", "end_forward")
 
     def before_forward(self, index: int) -> None:
@@ -227,7 +257,9 @@ class OverlapStep:
         self.wait_for(unit.buckets)
 
     def end_forward(self) -> None:
-        """Note that a forward of the model ended, and wait for the units that it did not use. See Note [Order]."""
+        """Note that a forward of the model ended, and wait for the units that it did not use.
+        See Note [Order].
+        """
         if in_backward():
             return
         self._order, self._used = list(self._used), {}
@@ -240,13 +272,24 @@ class OverlapStep:
 
     def updates(self, buckets: Iterable[Bucket]) -> bool:
         """Whether Adam is not through with some of these buckets."""
-        return any(not self._pending[bucket].done.done() for bucket in buckets if bucket in self._pending)
+        return any(
+            not self._pending[bucket].done.done() for bucket in buckets if bucket in self._pending
+        )
 
-    def start(self, spans: Mapping[Bucket, Sequence[Span]], hypers: Scalars, same_order: bool) -> None:
-        """Start to update `spans` on the worker; nothing may be pending. same_order: `order` is the same on every rank."""
+    def start(
+        self, spans: Mapping[Bucket, Sequence[Span]], hypers: Scalars, same_order: bool
+    ) -> None:
+        """Start to update `spans` on the worker; nothing may be pending. same_order: `order` is
+        the same on every rank.
+        """
         assert not self._pending
         units = dict.fromkeys([*(self._order if same_order else []), *self.units])
-        updates = [_Update(bucket, spans[bucket]) for unit in units for bucket in unit.buckets if bucket in spans]
+        updates = [
+            _Update(bucket, spans[bucket])
+            for unit in units
+            for bucket in unit.buckets
+            if bucket in spans
+        ]
         now: torch.cuda.Event | None = None
         if self._stream is not None:
             now = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -256,22 +299,30 @@ class OverlapStep:
         comm = self.comm if self._worker_gathers else None
         self._begin(updates)
         try:
-            self._worker.submit(_update_all, self.store, updates, hypers, comm, self._stream, now, begun)
-        except RuntimeError as error:  # no thread starts: the interpreter ends, or the system has no more
+            self._worker.submit(
+                _update_all, self.store, updates, hypers, comm, self._stream, now, begun
+            )
+        # no thread starts: the interpreter ends, or the system has no more
+        except RuntimeError as error:
             begun.set()
             for update in updates:
                 update.done.set_exception(error)
-        begun.wait()  # else it might begin only when what the caller does next releases the interpreter
+        # else it might begin only when what the caller does next releases the interpreter
+        begun.wait()
 
     def _begin(self, updates: Sequence[_Update]) -> None:
         self._pending = {update.bucket: update for update in updates}
         for ref, buckets in self._modules:
             if (module := ref()) is not None and not self._pending.keys().isdisjoint(buckets):
                 self._defer_reads(module, buckets)
-        self._groups[:] = [PendingGroup(group, weakly(self._wait_to_read)) for group in self._groups]
+        self._groups[:] = [
+            PendingGroup(group, weakly(self._wait_to_read)) for group in self._groups
+        ]
 
     def defer(self, gathers: Mapping[Bucket, list[Started]]) -> None:
-        """Let reads of weights, and forwards, wait for what gathers the new ones; Adam has run, or is queued on the device."""
+        """Let reads of weights, and forwards, wait for what gathers the new ones; Adam has run,
+        or is queued on the device.
+        """
         assert not self._pending
         self.step_count += 1
         updates = [_Update(bucket, (), gathers=works) for bucket, works in gathers.items()]
@@ -281,47 +332,68 @@ class OverlapStep:
             self._begin(updates)
 
     def _defer_reads(self, module: nn.Module, buckets: Sequence[Bucket]) -> None:
-        module.__dict__["_parameters"] = PendingParams(module._parameters, lambda: self._wait_to_read(buckets))
+        module.__dict__["_parameters"] = PendingParams(
+            module._parameters, lambda: self._wait_to_read(buckets)
+        )
 
-    # --- waiting ------------------------------------------------------------------------------------------------------
+    # --- waiting ----------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Wait for all that is pending. On CUDA all of this is in the order of the current stream."""
+        """Wait for all that is pending. On CUDA all of this is in the order of the current
+        stream.
+        """
         self.wait_for(list(self._pending))
 
     def _wait_to_read(self, buckets: Sequence[Bucket] | None = None) -> None:
-        """Wait for weights (None: all) before a read, which may be on this rank alone. See Note [Who gathers]."""
+        """Wait for weights (None: all) before a read, which may be on this rank alone. See Note
+        [Who gathers].
+        """
         buckets = list(self._pending) if buckets is None else buckets
         if self._gathers and not self._worker_gathers:
             updates = [self._pending[bucket] for bucket in buckets if bucket in self._pending]
-            missing = [update.bucket.unit or "the root" for update in updates if update.gathers is None]
+            missing = [
+                update.bucket.unit or "the root" for update in updates if update.gathers is None
+            ]
             if missing:
                 raise RuntimeError(
-                    f"parameters: the weights of {', '.join(dict.fromkeys(missing))} are not gathered yet (overlap_step=True); "
-                    "expected a forward of the model, or optimizer.synchronize() on every rank, before they are read"
+                    f"parameters: the weights of {', '.join(dict.fromkeys(missing))} are not "
+                    f"gathered yet (overlap_step=True); "
+                    "expected a forward of the model, or optimizer.synchronize() on every rank, "
+                    "before they are read"
                 )
         self.wait_for(buckets)
 
     def wait_for(self, buckets: Iterable[Bucket]) -> None:
-        """Wait until the weights of `buckets` are updated. Raises StepError from the first failed step on.
+        """Wait until the weights of `buckets` are updated. Raises StepError from the first failed
+        step on.
 
         Can be interrupted anywhere, also by a signal handler that calls it, and called again.
         """
         self._raise_failure()
         if not self._pending:
             return
-        with self._lock, self.comm.clock.part("exposed_offload" if self.has_worker else "exposed_gather"):
+        with (
+            self._lock,
+            self.comm.clock.part("exposed_offload" if self.has_worker else "exposed_gather"),
+        ):
             for update in [self._pending[bucket] for bucket in buckets if bucket in self._pending]:
                 self._wait_for_adam(update)
                 if self._gathers:
                     self._wait_for_gather(update)
                 self._pending.pop(update.bucket, None)
-                for ref, of_module in (self._modules[index] for index in self._modules_of[update.bucket]):
+                for ref, of_module in (
+                    self._modules[index] for index in self._modules_of[update.bucket]
+                ):
                     if (module := ref()) is not None and self._pending.keys().isdisjoint(of_module):
                         params = module._parameters
-                        module.__dict__["_parameters"] = params.own if isinstance(params, PendingParams) else params
+                        module.__dict__["_parameters"] = (
+                            params.own if isinstance(params, PendingParams) else params
+                        )
             if not self._pending:
-                self._groups[:] = [group.own if isinstance(group, PendingGroup) else group for group in self._groups]
+                self._groups[:] = [
+                    group.own if isinstance(group, PendingGroup) else group
+                    for group in self._groups
+                ]
 
     def _wait_for_adam(self, update: _Update) -> None:
         error = update.done.exception()
@@ -336,9 +408,13 @@ class OverlapStep:
             torch.cuda.current_stream(self.device).wait_event(update.event)
 
     def _wait_for_gather(self, last: _Update) -> None:
-        """Wait for a unit's gather; start it, and those before it, if the worker does not. See Note [Who gathers]."""
+        """Wait for a unit's gather; start it, and those before it, if the worker does not. See
+        Note [Who gathers].
+        """
         units = groupby(self._pending.values(), lambda update: update.bucket.unit)
-        for unit, updates in () if self._worker_gathers else [(unit, list(updates)) for unit, updates in units]:
+        for unit, updates in (
+            () if self._worker_gathers else [(unit, list(updates)) for unit, updates in units]
+        ):
             if updates[0].gathers is None:
                 for update in updates:
                     self._wait_for_adam(update)
@@ -354,12 +430,15 @@ class OverlapStep:
 
     def _fail(self, doing: str, update: _Update, error: BaseException) -> None:
         message = (
-            f"step {self.step_count}: {doing} the weights of {update.bucket.unit or 'the root'} failed after step() had "
-            f"returned ({type(error).__name__}: {error}); expected it to succeed (some weights are new, some are not: make the "
-            "model anew and load its last saved state)"
+            f"step {self.step_count}: {doing} the weights of {update.bucket.unit or 'the root'} "
+            f"failed after step() had "
+            f"returned ({type(error).__name__}: {error}); expected it to succeed (some weights are "
+            f"new, some are not: make the model anew and load its last saved state)"
         )
         for other in self._pending.values():
-            other.done.exception()  # the worker goes on gathering, see _update_all; then this thread may have collectives again
+            # the worker goes on gathering, see _update_all; then this thread may have collectives
+            # again
+            other.done.exception()
         self._failure = message, error
         self._raise_failure()
 
@@ -369,7 +448,9 @@ class OverlapStep:
             raise StepError(message) from cause
 
     def finish_alone(self) -> None:
-        """Finish pending updates without starting collectives. Errors are raised by the next call."""
+        """Finish pending updates without starting collectives. Errors are raised by the next
+        call.
+        """
         with suppress(Exception):
             if self._gathers and not self._worker_gathers:  # the other ranks do not gather now
                 for update in self._pending.values():
@@ -378,9 +459,12 @@ class OverlapStep:
                 self.finish()
 
     def __del__(self) -> None:
-        """Finish what is pending, or the next engine on this group would receive its messages (Comm.acquire_group)."""
+        """Finish what is pending, or the next engine on this group would receive its messages
+        (Comm.acquire_group).
+        """
         try:
-            if self._pending and not own_thread_count() and not sys.is_finalizing():  # not on a worker: it may be this one's
+            # not on a worker: it may be this one's
+            if self._pending and not own_thread_count() and not sys.is_finalizing():
                 self.finish_alone()
         finally:
             if self._pending and self._worker_gathers:
@@ -397,10 +481,12 @@ def _update_all(
     after: torch.cuda.Event | None,
     begun: threading.Event,
 ) -> None:
-    """Run one step on the worker, after the event `after`. After an error nothing more is updated; the rest get the error.
+    """Run one step on the worker, after the event `after`. After an error nothing more is updated;
+    the rest get the error.
 
-    comm: gathers new weights; None if the thread that waits does. Gathers continue after an error, since other ranks wait for
-    them; these get an error at the next step. begun: set when the worker is about to compute.
+    comm: gathers new weights; None if the thread that waits does. Gathers continue after an error,
+    since other ranks wait for them; these get an error at the next step. begun: set when the worker
+    is about to compute.
     """
     begun.set()
     error: BaseException | None = None
@@ -428,13 +514,16 @@ def _update_all(
                 if comm is not None:
                     update.gathers = gather_new_weights(comm, [update.bucket])
                 if error is None and update is updates[-1]:
-                    next(events, None)  # lets the store end its step; closing the iterator earlier would wait as after an error
+                    # lets the store end its step; closing the iterator earlier would wait as after
+                    # an error
+                    next(events, None)
             except BaseException as problem:
                 error = error or problem
             if error is None:
                 update.done.set_result(None)
             else:
-                events = iter(())  # ends the store's step, which on the cpu tier would otherwise continue
+                # ends the store's step, which on the cpu tier would otherwise continue
+                events = iter(())
                 update.done.set_exception(error)
 
 

@@ -1,4 +1,6 @@
-"""What `shard` has found out of a model, and the engine is made from; what works on checkpoints for the engine."""
+"""What `shard` has found out of a model, and the engine is made from; what works on checkpoints
+for the engine.
+"""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -23,11 +25,14 @@ from shardcore.optim import ShardableOptimizer
 
 @dataclass
 class Plan:
-    """How one model is sharded: what `shard` has checked on every rank, and the memory that it has taken for it.
+    """How one model is sharded: what `shard` has checked on every rank, and the memory that it has
+    taken for it.
 
-    builder: knows device, lifetimes and dtypes. units, buckets: empty until they are filled. policy, scaler: how gradients are
-    reduced and losses scaled. options: shard's, by name, equal on all ranks. members: the names of the parameters of each unit.
-    host: what offload keeps in host memory, if anything; store: what the step works on. threads: of the workers.
+    builder: knows device, lifetimes and dtypes. units, buckets: empty until they are filled.
+    policy, scaler: how gradients are reduced and losses scaled. options: shard's, by name, equal on
+    all ranks. members: the names of the parameters of each unit.
+    host: what offload keeps in host memory, if anything; store: what the step works on. threads: of
+    the workers.
     """
 
     model: nn.Module
@@ -63,7 +68,11 @@ class Plan:
     @property
     def frozen(self) -> list[tuple[str, nn.Parameter]]:
         """The parameters that do not train, with their names."""
-        return [(name, param) for name, param in self.model.named_parameters() if not self.builder.updates(param)]
+        return [
+            (name, param)
+            for name, param in self.model.named_parameters()
+            if not self.builder.updates(param)
+        ]
 
 
 class BackgroundSave(Protocol):

@@ -1,8 +1,10 @@
-"""Gradient pieces on their way to the ranks that add them up: level by level, a few buckets at a time.
+"""Gradient pieces on their way to the ranks that add them up: level by level, a few buckets at a
+time.
 
-At each level (Topology.levels) a rank cuts what it holds into equal parts, one for each rank of the level, and sums the parts
-that it gets for its own, in rank order, in float32. The sum of one level is what the next one cuts. With `backend_sums`
-(shard's reduction="nccl") the backend adds instead, over all ranks at once, in the dtype that travels, in its own order.
+At each level (Topology.levels) a rank cuts what it holds into equal parts, one for each rank of the
+level, and sums the parts that it gets for its own, in rank order, in float32. The sum of one level
+is what the next one cuts. With `backend_sums` (shard's reduction="nccl") the backend adds instead,
+over all ranks at once, in the dtype that travels, in its own order.
 """
 
 from collections import Counter, deque
@@ -15,12 +17,15 @@ from shardcore._native import _C
 from shardcore.distributed.comm import Comm, Started, Traffic, wait_all
 from shardcore.engine.bucket import Bucket, BufferPool, ReducePolicy
 
-MAX_IN_FLIGHT = 2  # units at the only level; with several one at each, so that a unit's next level begins with the next unit
+# units at the only level; with several one at each, so that a unit's next level begins with the
+# next unit
+MAX_IN_FLIGHT = 2
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What one level's ranks sent to this one: a row for each in `received`, but for `own`, this rank's, which is `number`.
+    """What one level's ranks sent to this one: a row for each in `received`, but for `own`, this
+    rank's, which is `number`.
 
     divided: what all rows were divided by before they were sent.
     """
@@ -31,15 +36,23 @@ class Parts:
     number: int
     divided: int = 1
 
-    def add_up(self, scale: float | torch.Tensor, out: torch.Tensor, accumulate: bool = False) -> torch.Tensor:
-        """out = [out +] scale * the undivided sum of the rows, in rank order; returns the squared norm of out (high, low)."""
+    def add_up(
+        self, scale: float | torch.Tensor, out: torch.Tensor, accumulate: bool = False
+    ) -> torch.Tensor:
+        """out = [out +] scale * the undivided sum of the rows, in rank order; returns the
+        squared norm of out (high, low).
+        """
         scale = scale if self.divided == 1 else scale * self.divided
-        return _C.ordered_sum(self.received, self.count, scale, out, accumulate, self.own, self.number)
+        return _C.ordered_sum(
+            self.received, self.count, scale, out, accumulate, self.own, self.number
+        )
 
 
 @dataclass
 class _Flight:
-    """A bucket at one level: `sent` is being cut and sent. full: the local gradients, which the first level sent."""
+    """A bucket at one level: `sent` is being cut and sent. full: the local gradients, which the
+    first level sent.
+    """
 
     bucket: Bucket
     full: torch.Tensor
@@ -50,7 +63,9 @@ class _Flight:
 
 
 class ReduceScatter:
-    """Sends local gradients; yields (bucket, the local gradients, the parts of the last level), in the order of sending."""
+    """Sends local gradients; yields (bucket, the local gradients, the parts of the last level),
+    in the order of sending.
+    """
 
     def __init__(
         self,
@@ -62,26 +77,36 @@ class ReduceScatter:
         """Reduce `buckets` over the levels of `comm`, in buffers of `pool`."""
         self.comm, self.pool, self._policy = comm, pool, policy
         self._backend_sums = policy.backend_sums
-        self._levels = [range(comm.world_size)] if self._backend_sums else comm.topology.levels(comm.rank)
+        self._levels = (
+            [range(comm.world_size)] if self._backend_sums else comm.topology.levels(comm.rank)
+        )
         self._number = {bucket: number for number, bucket in enumerate(buckets)}
-        self._flights: list[deque[_Flight]] = [comm.keep_alive(deque()) for _ in self._levels]  # by level
-        self._numel, self._arrived = Counter[str](), Counter[str]()  # elements of units, and those of this backward
+        # by level
+        self._flights: list[deque[_Flight]] = [comm.keep_alive(deque()) for _ in self._levels]
+        # elements of units, and those of this backward
+        self._numel, self._arrived = Counter[str](), Counter[str]()
         for bucket in buckets:
             self._numel[bucket.unit] += sum(managed.local.numel() for managed in bucket.params)
 
     def arrive(self, bucket: Bucket, numel: int) -> Iterator[tuple[Bucket, torch.Tensor, Parts]]:
-        """Note that so many elements of a bucket's local gradient are there; yields earlier buckets, as `send` does.
+        """Note that so many elements of a bucket's local gradient are there; yields earlier
+        buckets, as `send` does.
 
-        With more than half of a unit, what was sent before goes on to its next level, and not only when the unit is complete:
-        so that is done sooner. Backward has computed for long enough then to hide the level before.
+        With more than half of a unit, what was sent before goes on to its next level, and not only
+        when the unit is complete: so that is done sooner. Backward has computed for long enough
+        then to hide the level before.
         """
         self._arrived[bucket.unit] += numel
         if len(self._levels) > 1 and 2 * self._arrived[bucket.unit] > self._numel[bucket.unit]:
             while self._flights[0] and self._flights[0][0].bucket.unit != bucket.unit:
                 yield from self._go_on(0)
 
-    def send(self, bucket: Bucket, full: torch.Tensor) -> Iterator[tuple[Bucket, torch.Tensor, Parts]]:
-        """Start with one bucket; yields the earlier ones, where too many are in flight, before this one takes memory."""
+    def send(
+        self, bucket: Bucket, full: torch.Tensor
+    ) -> Iterator[tuple[Bucket, torch.Tensor, Parts]]:
+        """Start with one bucket; yields the earlier ones, where too many are in flight, before
+        this one takes memory.
+        """
         if self.comm.world_size == 1:
             yield bucket, full, Parts(full, 1, full, 0)
             return
@@ -89,23 +114,30 @@ class ReduceScatter:
         self._start(bucket, full, 0, full)
 
     def drain(self) -> Iterator[tuple[Bucket, torch.Tensor, Parts]]:
-        """Wait and go on until nothing is in flight. What is yielded may be used until the next one."""
+        """Wait and go on until nothing is in flight. What is yielded may be used until the next
+        one.
+        """
         for level, flights in enumerate(self._flights):
             while flights:
                 yield from self._go_on(level)
         self._arrived.clear()
 
-    def _make_room(self, level: int, bucket: Bucket) -> Iterator[tuple[Bucket, torch.Tensor, Parts]]:
+    def _make_room(
+        self, level: int, bucket: Bucket
+    ) -> Iterator[tuple[Bucket, torch.Tensor, Parts]]:
         """Let the oldest flights of a level go on where `bucket` would be one unit too many there.
 
-        A unit has a bucket for each group of the optimizer (with and without weight decay) and dtype.
+        A unit has a bucket for each group of the optimizer (with and without weight decay) and
+        dtype.
         """
         most = 1 if len(self._levels) > 1 else MAX_IN_FLIGHT
         while len({flight.bucket.unit for flight in self._flights[level]} - {bucket.unit}) >= most:
             yield from self._go_on(level)
 
     def _go_on(self, level: int) -> Iterator[tuple[Bucket, torch.Tensor, Parts]]:
-        """Wait for the oldest flight of a level, and send its sum on, or yield it after the last level."""
+        """Wait for the oldest flight of a level, and send its sum on, or yield it after the last
+        level.
+        """
         last = level + 1 == len(self._levels)
         if not last:
             yield from self._make_room(level + 1, self._flights[level][0].bucket)
@@ -134,7 +166,13 @@ class ReduceScatter:
     def _parts(self, flight: _Flight) -> Parts:
         ranks = self._levels[flight.level]
         if self._backend_sums:
-            return Parts(flight.received, 1, flight.received, 0, divided=len(ranks) if _overflows(flight.sent) else 1)
+            return Parts(
+                flight.received,
+                1,
+                flight.received,
+                0,
+                divided=len(ranks) if _overflows(flight.sent) else 1,
+            )
         number = ranks.index(self.comm.rank)
         own = flight.sent.chunk(len(ranks))[number] if flight.sent.numel() else flight.sent
         return Parts(flight.received, len(ranks), own, number)
@@ -145,7 +183,9 @@ class ReduceScatter:
             name += ", added locally"
         if self._backend_sums:
             received = self.pool.take(sent.numel() // len(ranks), sent.dtype)
-            works = self.comm.reduce_scatter(received, sent.div_(len(ranks)) if _overflows(sent) else sent, name)
+            works = self.comm.reduce_scatter(
+                received, sent.div_(len(ranks)) if _overflows(sent) else sent, name
+            )
         else:
             received = self.pool.take(sent.numel(), sent.dtype)
             several = ranks if len(self._levels) > 1 else None
@@ -154,16 +194,25 @@ class ReduceScatter:
         self._flights[level].append(_Flight(bucket, full, level, sent, received, works))
 
     def _tag_number(self, bucket: Bucket, level: int, dtype: torch.dtype | None = None) -> int:
-        """Number what travels. Local sums have numbers of their own: gloo ends the process where sizes differ."""
-        return 2 * ((len(self._levels) + 1) * self._number[bucket] + level) + self._sums(bucket, level, dtype)
+        """Number what travels. Local sums have numbers of their own: gloo ends the process where
+        sizes differ.
+        """
+        return 2 * ((len(self._levels) + 1) * self._number[bucket] + level) + self._sums(
+            bucket, level, dtype
+        )
 
     def _sums(self, bucket: Bucket, level: int, dtype: torch.dtype | None) -> bool:
         """Whether what travels are local sums, in another dtype than that in which gradients do."""
         return level == 0 and dtype != self._policy.travels_as(bucket.dtype)
 
     def gather(self, bucket: Bucket, grad: torch.Tensor, ranks: Sequence[int]) -> list[Started]:
-        """Start to gather the reduced gradient of a range from the pieces of `ranks`, who all own it."""
-        name, number = f"the gradients of {bucket.unit or 'the root'}", self._tag_number(bucket, len(self._levels))
+        """Start to gather the reduced gradient of a range from the pieces of `ranks`, who all
+        own it.
+        """
+        name, number = (
+            f"the gradients of {bucket.unit or 'the root'}",
+            self._tag_number(bucket, len(self._levels)),
+        )
         return self.comm.all_gather([grad], Traffic.BACKWARD, name, ranks, of=[number])
 
     def _give_back(self, flight: _Flight) -> None:
@@ -173,5 +222,7 @@ class ReduceScatter:
 
 
 def _overflows(sent: torch.Tensor) -> bool:
-    """Whether the backend's sum of such pieces can leave the range of their dtype, so that they are divided before."""
+    """Whether the backend's sum of such pieces can leave the range of their dtype, so that they
+    are divided before.
+    """
     return sent.dtype == torch.float16

@@ -1,29 +1,35 @@
 """Gradient reduction, overlapped with backward unit by unit.
 
-Autograd hands each parameter's gradient to `_on_grad`, which moves it into the bucket's flat buffer. When a bucket is
-complete, and all before it in the fixed order have been sent, its pieces go to their owners (all_to_all) while backward
-computes on; csrc/reduce then sums them in rank order in float32. The order of collectives never depends on timing, so
-ranks cannot disagree, and the order of sums never depends on buckets, stages or tiers, so neither do the bits.
+Autograd hands each parameter's gradient to `_on_grad`, which moves it into the bucket's flat
+buffer. When a bucket is complete, and all before it in the fixed order have been sent, its pieces
+go to their owners (all_to_all) while backward computes on; csrc/reduce then sums them in rank order
+in float32. The order of collectives never depends on timing, so ranks cannot disagree, and the
+order of sums never depends on buckets, stages or tiers, so neither do the bits.
 
-Note [Backward boundaries]: a backward begins at the root output's gradient hook (or at the first parameter's gradient if the
-loss does not come through the root's output) and ends in autograd's final callback. Reentrant checkpointing runs nested
-backwards; beginning at the root output places the callback in the outermost one. Only autograd holds the callback object, so
-when it is gone without having been called, the backward failed.
-Note [Gradients in p.grad]: stage 0 gives every parameter its averaged gradient as `param.grad`, and accepts what the user
-does to it before the step. These tensors are views of the bucket's reduced gradient or, where that has another dtype than the
-parameter, of the resident local-gradient buffer, which is free between backwards. In-place edits show in the buffer's version
-counter (views share it), replaced or removed gradients in the identity of `param.grad`.
-Note [Failed backwards]: what a backward left that ended in an error is dropped, with a warning. Where it failed on this rank
-alone, the others wait for what it was to send: distributed/watchdog.py finds that, and names the error. torch has no hook for
-it, so `watch_for_errors` puts itself around torch.autograd.backward, which Tensor.backward calls.
-Note [Unused here only]: a parameter without a gradient on this rank lets its bucket, and those after it, wait for the end of
-backward.
-Note [Late gradients]: a parameter's hook can fire several times in one backward (a shared weight under reentrant
-checkpointing), even after its bucket was sent. All but the first part wait in `_late` and go in a second round at the end, on
-every rank; also where the bucket is still here, or the order of sums would depend on units.
-Note [Home stream]: autograd runs a parameter's hook on the stream that its forward used. On CUDA all work of a backward on
-gradients runs on one stream, its home: the one on which it begins. Home waits for a hook's stream, and the caller of backward
-for home. Otherwise a bucket's copies would run on other streams than its collective.
+Note [Backward boundaries]: a backward begins at the root output's gradient hook (or at the first
+parameter's gradient if the loss does not come through the root's output) and ends in autograd's
+final callback. Reentrant checkpointing runs nested backwards; beginning at the root output places
+the callback in the outermost one. Only autograd holds the callback object, so when it is gone
+without having been called, the backward failed.
+Note [Gradients in p.grad]: stage 0 gives every parameter its averaged gradient as `param.grad`, and
+accepts what the user does to it before the step. These tensors are views of the bucket's reduced
+gradient or, where that has another dtype than the parameter, of the resident local-gradient buffer,
+which is free between backwards. In-place edits show in the buffer's version counter (views share
+it), replaced or removed gradients in the identity of `param.grad`.
+Note [Failed backwards]: what a backward left that ended in an error is dropped, with a warning.
+Where it failed on this rank alone, the others wait for what it was to send: distributed/watchdog.py
+finds that, and names the error. torch has no hook for it, so `watch_for_errors` puts itself around
+torch.autograd.backward, which Tensor.backward calls.
+Note [Unused here only]: a parameter without a gradient on this rank lets its bucket, and those
+after it, wait for the end of backward.
+Note [Late gradients]: a parameter's hook can fire several times in one backward (a shared weight
+under reentrant checkpointing), even after its bucket was sent. All but the first part wait in
+`_late` and go in a second round at the end, on every rank; also where the bucket is still here, or
+the order of sums would depend on units.
+Note [Home stream]: autograd runs a parameter's hook on the stream that its forward used. On CUDA
+all work of a backward on gradients runs on one stream, its home: the one on which it begins. Home
+waits for a hook's stream, and the caller of backward for home. Otherwise a bucket's copies would
+run on other streams than its collective.
 """
 
 import logging
@@ -80,7 +86,9 @@ class Boundary:
         self._callback, self._failed = None, False
 
     def end(self) -> None:
-        """End the backward. It counts as failed until `clear`, even if its callback is kept alive (by a traceback)."""
+        """End the backward. It counts as failed until `clear`, even if its callback is kept
+        alive (by a traceback).
+        """
         self._callback, self._failed = None, True
 
     @property
@@ -99,7 +107,9 @@ _reducers: "weakref.WeakSet[Reducer]" = weakref.WeakSet()  # of several ranks
 
 @cache
 def watch_for_errors() -> None:
-    """Let the errors of backwards be known as soon as they are raised, from now on in this process."""
+    """Let the errors of backwards be known as soon as they are raised, from now on in this
+    process.
+    """
     inner = torch.autograd.backward
 
     @wraps(inner)
@@ -107,7 +117,8 @@ def watch_for_errors() -> None:
         try:
             inner(*given, **options)
         except BaseException as error:
-            if torch._C._current_graph_task_id() == -1:  # else it is nested in another one, which may catch the error
+            # else it is nested in another one, which may catch the error
+            if torch._C._current_graph_task_id() == -1:
                 for reducer in list(_reducers):
                     reducer.note_error(error)
             raise
@@ -123,16 +134,24 @@ def use_row_bytes(params: int) -> int:
     return params + 2
 
 
-def agree_on_use(comm: Comm, params: Sequence[Managed], late: Collection[Managed], backwards: int) -> set[Managed]:
+def agree_on_use(
+    comm: Comm, params: Sequence[Managed], late: Collection[Managed], backwards: int
+) -> set[Managed]:
     """Set which parameters got a gradient on any rank (`has_grad`), and reset `used`. Collective.
 
-    late: those with gradients that came after their bucket was sent; backwards: Reducer.count. Returns the parameters that are
-    late on any rank; RuntimeError on every rank if the counts differ.
+    late: those with gradients that came after their bucket was sent; backwards: Reducer.count.
+    Returns the parameters that are late on any rank; RuntimeError on every rank if the counts
+    differ.
     """
     is_used, is_late = [m.used for m in params], [m in late for m in params]
     if comm.world_size > 1:
-        flags = [_USED * used + _LATE * late_here for used, late_here in zip(is_used, is_late, strict=True)]
-        row = torch.tensor([*flags, backwards % 256, backwards // 256 % 256], dtype=torch.uint8, device="cpu")
+        flags = [
+            _USED * used + _LATE * late_here
+            for used, late_here in zip(is_used, is_late, strict=True)
+        ]
+        row = torch.tensor(
+            [*flags, backwards % 256, backwards // 256 % 256], dtype=torch.uint8, device="cpu"
+        )
         rows = comm.all_gather_cpu(row, Traffic.BACKWARD, "the end of a backward")
         counts = [low + 256 * high for low, high in rows[:, -2:].tolist()]
         if len(set(counts)) > 1:
@@ -141,14 +160,18 @@ def agree_on_use(comm: Comm, params: Sequence[Managed], late: Collection[Managed
     for managed, used in zip(params, is_used, strict=True):
         managed.has_grad |= used
         managed.used = False
-    return {managed for managed, late_anywhere in zip(params, is_late, strict=True) if late_anywhere}
+    return {
+        managed for managed, late_anywhere in zip(params, is_late, strict=True) if late_anywhere
+    }
 
 
 class ParamGrads:
     """The gradients that stage 0 shows as `param.grad`."""
 
     def __init__(self, buckets: Sequence[Bucket], pool: BufferPool) -> None:
-        """Serve `buckets`, whose reduced gradients every rank has in full; `pool`: of their buffers."""
+        """Serve `buckets`, whose reduced gradients every rank has in full; `pool`: of their
+        buffers.
+        """
         self.buckets, self._pool = buckets, pool
         self._versions: dict[Bucket, int] = {}  # of `Bucket.shown`
 
@@ -162,7 +185,9 @@ class ParamGrads:
                 shown = take_full(bucket, bucket.dtype, self._pool, passing=False)
                 _C.cast([shown], [bucket.grad])
             for managed in bucket.params:
-                managed.grad_view = managed.shown(managed.slice_of(shown)) if managed.has_grad else None
+                managed.grad_view = (
+                    managed.shown(managed.slice_of(shown)) if managed.has_grad else None
+                )
                 managed.param.grad = managed.grad_view
             bucket.shown, self._versions[bucket] = shown, self._version(bucket, shown)
 
@@ -203,12 +228,18 @@ class ParamGrads:
 
     @staticmethod
     def _version(bucket: Bucket, shown: torch.Tensor) -> int:
-        """The count of edits of a buffer that `param.grad` are views of. (DTensors, which hold views of it, have their own.)"""
-        slices = (m.grad_view for m in bucket.params if m.sliced is not None and m.grad_view is not None)
+        """The count of edits of a buffer that `param.grad` are views of. (DTensors, which hold
+        views of it, have their own.)
+        """
+        slices = (
+            m.grad_view for m in bucket.params if m.sliced is not None and m.grad_view is not None
+        )
         return shown._version + sum(view._version for view in slices)
 
     def _take_edit(self, bucket: Bucket, managed: Managed, shown: torch.Tensor) -> None:
-        """Take the edited elements of a lower-precision view; the others keep their full precision."""
+        """Take the edited elements of a lower-precision view; the others keep their full
+        precision.
+        """
         full = managed.slice_of(self._full_grad(bucket))
         rounded = torch.empty_like(shown)
         _C.cast([rounded], [full])
@@ -216,7 +247,9 @@ class ParamGrads:
 
     def _full_grad(self, bucket: Bucket) -> torch.Tensor:
         if bucket.grad is None:
-            bucket.grad = torch.zeros(bucket.layout.numel, dtype=torch.float32, device=bucket.owned_weight.device)
+            bucket.grad = torch.zeros(
+                bucket.layout.numel, dtype=torch.float32, device=bucket.owned_weight.device
+            )
         elif not bucket.reduced:
             bucket.grad.zero_()
         bucket.reduced = True
@@ -240,12 +273,17 @@ class Reducer:
     ) -> None:
         """Watch every parameter of `buckets`; they are reduced in the reverse of the given order.
 
-        scaler: knows what gradients arrive multiplied by. overlap_step: may still read them after a step.
+        scaler: knows what gradients arrive multiplied by. overlap_step: may still read them after a
+        step.
         grad_offload: where reduced gradients are offloaded to, None if they stay.
         """
         self.buckets = list(reversed(buckets))
         self.params = sorted((m for b in buckets for m in b.params), key=lambda m: m.index)
-        self.comm, self.lifetimes, self.policy, self.device, self.unsharder = comm, lifetimes, policy, device, unsharder
+        self.comm = comm
+        self.lifetimes = lifetimes
+        self.policy = policy
+        self.device = device
+        self.unsharder = unsharder
         self.scaler, self.overlap_step = scaler, overlap_step
         self.divisor = comm.world_size  # of sums over ranks; 1 where these are not averaged
         self.pool = BufferPool(device, weakly(self._forget))
@@ -258,7 +296,8 @@ class Reducer:
         self.muted = False  # this rank's gradients are left out (uneven.py)
         self.backwards = 0  # that gave gradients since the last step or zero_grad
         self._stepped = self._warned = False  # a step used the present gradients; a warning said so
-        self._local_sums = False  # backwards since the last reduction left float32 sums in Bucket.wire
+        # backwards since the last reduction left float32 sums in Bucket.wire
+        self._local_sums = False
         self._reducing = False
         self.dropped = False  # a backward failed, and no other ended since
         self._boundary = Boundary()
@@ -278,9 +317,11 @@ class Reducer:
                 self._watch(managed.param, order, slot)
 
     def _watch(self, param: torch.Tensor, order: int, slot: int) -> None:
-        """Let autograd call this before and after it adds to `param.grad`; after the user's hooks, whenever those were added.
+        """Let autograd call this before and after it adds to `param.grad`; after the user's hooks,
+        whenever those were added.
 
-        The hooks hold no strong reference: Python's garbage collector cannot see through the second kind.
+        The hooks hold no strong reference: Python's garbage collector cannot see through the second
+        kind.
         """
         weak = weakref.ref(self)
 
@@ -288,7 +329,8 @@ class Reducer:
             if (reducer := weak()) is not None:
                 reducer.begin_backward()
                 hooks = reducer.buckets[order].params[slot].param._post_accumulate_grad_hooks
-                if next(reversed(hooks)) != handle.id:  # ours clears p.grad, which later hooks are to see
+                # ours clears p.grad, which later hooks are to see
+                if next(reversed(hooks)) != handle.id:
                     hooks[handle.id] = hooks.pop(handle.id)
 
         def after(param: torch.Tensor) -> None:
@@ -303,7 +345,7 @@ class Reducer:
         for bucket in self.buckets:
             bucket.forget_views(memory)
 
-    # --- one backward -------------------------------------------------------------------------------------------------
+    # --- one backward -----------------------------------------------------------------------------
 
     def begin_backward(self) -> None:
         """Prepare for the gradients of one backward, unless one is under way."""
@@ -311,8 +353,8 @@ class Reducer:
             return
         if in_fake_mode():  # the buffers that it made would stay
             raise NotImplementedError(
-                "backward: FakeTensorMode is active, and fake gradients cannot be reduced; expected forward alone inside "
-                "it, or a model that is not sharded"
+                "backward: FakeTensorMode is active, and fake gradients cannot be reduced; "
+                "expected forward alone inside it, or a model that is not sharded"
             )
         self.comm.clock.begin("backward")
         self.settle()
@@ -326,15 +368,18 @@ class Reducer:
             self._warned = True
             if self.comm.rank == 0:
                 logger.warning(
-                    "backward: adds to the gradients that the last step used, as nothing forgot them; expected "
-                    "optimizer.zero_grad() or model.zero_grad() after a step (from stage 1 on p.grad = None does not; "
-                    "said once)"
+                    "backward: adds to the gradients that the last step used, as nothing forgot "
+                    "them; expected "
+                    "optimizer.zero_grad() or model.zero_grad() after a step (from stage 1 on "
+                    "p.grad = None does not; said once)"
                 )
         self._boundary.begin(self._end_backward)
         self._home = stream_now(self.device)
         self.comm.begin_backward()
         self._next, self._any_grad = 0, False
-        self._reducing = self.sync and (self.policy.sync_each or (self.backwards + 1) % self.policy.accumulate == 0)
+        self._reducing = self.sync and (
+            self.policy.sync_each or (self.backwards + 1) % self.policy.accumulate == 0
+        )
         self._missing = {bucket: set(bucket.params) for bucket in self.buckets}
         if self.unsharder is not None:
             self.unsharder.begin_backward()
@@ -359,7 +404,9 @@ class Reducer:
             self.comm.fail_backward(in_words(error))
 
     def settle(self) -> None:
-        """If the last backward ended in an error, drop all gradients. See Note [Failed backwards]."""
+        """If the last backward ended in an error, drop all gradients. See Note [Failed
+        backwards].
+        """
         if self._boundary.failed:
             self.comm.fail_backward()
             self._boundary.clear()
@@ -372,7 +419,8 @@ class Reducer:
             self.dropped = True
             self.comm.leave_backward(failed=True)
             logger.warning(
-                "backward: the last one ended in an error; its gradients, and those it was to be added to, are dropped"
+                "backward: the last one ended in an error; its gradients, and those it was to be "
+                "added to, are dropped"
             )
 
     def _on_grad(self, order: int, slot: int) -> None:
@@ -383,23 +431,32 @@ class Reducer:
         managed.param.grad = None
         grad = managed.cut(grad)
         if grad.layout != torch.strided:
-            raise ValueError(f"backward: gradient of {managed.name} has layout {grad.layout}; expected a dense gradient")
-        if self._is_home and not torch.is_grad_enabled():  # the contexts below take longer than all of this
+            raise ValueError(
+                f"backward: gradient of {managed.name} has layout {grad.layout}; expected a dense "
+                f"gradient"
+            )
+        # the contexts below take longer than all of this
+        if self._is_home and not torch.is_grad_enabled():
             self._collect(bucket, managed, slot, grad)
             return
-        with torch.no_grad(), self._at_home():  # create_graph=True, or a branch on a stream of its own
+        # create_graph=True, or a branch on a stream of its own
+        with torch.no_grad(), self._at_home():
             if self._home is not None:
                 grad.record_stream(self._home)
             self._collect(bucket, managed, slot, grad)
 
     @property
     def _is_home(self) -> bool:
-        """Whether the current stream is the home of this backward; True on the CPU. See Note [Home stream]."""
+        """Whether the current stream is the home of this backward; True on the CPU. See Note
+        [Home stream].
+        """
         return self._home is None or torch.cuda.current_stream(self.device) == self._home
 
     @contextmanager
     def _at_home(self) -> Iterator[None]:
-        """Run the block on the home stream, behind the current stream's work. See Note [Home stream]."""
+        """Run the block on the home stream, behind the current stream's work. See Note [Home
+        stream].
+        """
         if self._home is None:
             yield
             return
@@ -427,7 +484,11 @@ class Reducer:
             return
         if self.unsharder is not None:
             self.unsharder.gradients_complete(bucket)
-        while self._reducing and self._next < len(self.buckets) and not self._missing[self.buckets[self._next]]:
+        while (
+            self._reducing
+            and self._next < len(self.buckets)
+            and not self._missing[self.buckets[self._next]]
+        ):
             self._launch_next()
 
     @torch.no_grad()  # autograd calls it in the grad mode of the caller of backward
@@ -455,7 +516,9 @@ class Reducer:
         self.dropped &= not self._any_grad
 
     def reduce_pending(self) -> None:
-        """Reduce what was only summed locally so far (step() came after fewer backwards than declared)."""
+        """Reduce what was only summed locally so far (step() came after fewer backwards than
+        declared).
+        """
         if self._local_sums:
             self._next = 0
             self._reduce_rest()
@@ -491,21 +554,29 @@ class Reducer:
             with self.comm.clock.part("exposed_reduce"):
                 wait_all(gathers)
 
-    # --- one bucket ---------------------------------------------------------------------------------------------------
+    # --- one bucket -------------------------------------------------------------------------------
 
     def _collect_buffer(self, bucket: Bucket) -> torch.Tensor:
-        """The full buffer of the bucket that local gradients are written to. Its dtype is the same on every rank."""
+        """The full buffer of the bucket that local gradients are written to. Its dtype is the
+        same on every rank.
+        """
         if bucket.wire is None:
-            bucket.wire = self._take_full(bucket, torch.float32 if self._local_sums else self._sent_dtype(bucket))
+            bucket.wire = self._take_full(
+                bucket, torch.float32 if self._local_sums else self._sent_dtype(bucket)
+            )
         return bucket.wire
 
     def _late_buffer(self, bucket: Bucket) -> torch.Tensor:
         if bucket not in self._late:
-            self._late[bucket] = self.pool.take(bucket.layout.numel, self.policy.travels_as(bucket.dtype)).zero_()
+            self._late[bucket] = self.pool.take(
+                bucket.layout.numel, self.policy.travels_as(bucket.dtype)
+            ).zero_()
         return self._late[bucket]
 
     def _take_full(self, bucket: Bucket, dtype: torch.dtype) -> torch.Tensor:
-        passing = not self.lifetimes.full_grad_resident and (self.comm.world_size > 1 or bucket in self.host_grads)
+        passing = not self.lifetimes.full_grad_resident and (
+            self.comm.world_size > 1 or bucket in self.host_grads
+        )
         return take_full(bucket, dtype, self.pool, passing)
 
     def _release_full(self, bucket: Bucket, buffer: torch.Tensor) -> None:
@@ -536,7 +607,9 @@ class Reducer:
                 self._finish(*sent)
 
     def _finish(self, bucket: Bucket, full: torch.Tensor, last: Parts) -> None:
-        """Sum the last level's parts into the bucket's reduced gradient, averaged and unscaled, and take its squared norm."""
+        """Sum the last level's parts into the bucket's reduced gradient, averaged and unscaled,
+        and take its squared norm.
+        """
         world = self.comm.world_size
         factor = self.scaler.unscale(self.divisor)
         # Nothing is summed: the gradient stays in its dtype, to which late parts are added.
@@ -560,7 +633,8 @@ class Reducer:
         else:
             leaves = world > 1 and self.lifetimes.owns_everything
             if leaves and full.dtype == self.policy.grad_dtype and not bucket.reduced:
-                bucket.replace_grad(full, self.pool)  # its pieces have left: the same memory takes the result
+                # its pieces have left: the same memory takes the result
+                bucket.replace_grad(full, self.pool)
             grad = bucket.sum_buffer(self.policy.grad_dtype, self.pool)
             with scope("sum", bucket.unit):
                 bucket.sq_norm = last.add_up(factor, bucket.reduced_slice(grad), bucket.reduced)
@@ -571,22 +645,27 @@ class Reducer:
         if full is not bucket.grad:
             self._release_full(bucket, full)
 
-    # --- between backwards --------------------------------------------------------------------------------------------
+    # --- between backwards ------------------------------------------------------------------------
 
     def accept_user_grads(self, op: str) -> None:
-        """Accept what the user did to `param.grad` since backward (stage 0), or refuse it (gradients are sharded)."""
+        """Accept what the user did to `param.grad` since backward (stage 0), or refuse it
+        (gradients are sharded).
+        """
         if self.param_grads is not None:
             self.param_grads.absorb()
             return
         for managed in self.params:
             if managed.param.grad is not None:
                 raise ValueError(
-                    f"{op}: {managed.name}.grad was assigned; expected None (from stage 1 on gradients are sharded; "
+                    f"{op}: {managed.name}.grad was assigned; expected None (from stage 1 on "
+                    f"gradients are sharded; "
                     "read them with shardcore.full_grad, clip them with shardcore.clip_grad_norm_)"
                 )
 
     def zero(self, set_to_none: bool = True) -> None:
-        """Forget all gradients, or fill them with zeros, which an overlapped step must have read by then."""
+        """Forget all gradients, or fill them with zeros, which an overlapped step must have read
+        by then.
+        """
         if not set_to_none and self.overlap_step is not None:
             self.overlap_step.finish()
         self.settle()
@@ -614,9 +693,14 @@ class Reducer:
         self.show_grads()
 
     def free_buffers(self) -> None:
-        """Free what gradients were in, none of which may be needed any more; the next backward takes memory again."""
+        """Free what gradients were in, none of which may be needed any more; the next backward
+        takes memory again.
+        """
         for bucket in self.buckets:
-            for buffer in [*bucket.resident.values(), *([] if bucket.grad is None else [bucket.grad])]:
+            for buffer in [
+                *bucket.resident.values(),
+                *([] if bucket.grad is None else [bucket.grad]),
+            ]:
                 self.pool.give(buffer)
             bucket.resident.clear()
             bucket.grad = None
@@ -625,10 +709,16 @@ class Reducer:
     @property
     def holds_grads(self) -> bool:
         """Whether there are gradients, of backwards that no zero_grad() has forgotten."""
-        return self._boundary.under_way or self.backwards > 0 or any(bucket.reduced for bucket in self.buckets)
+        return (
+            self._boundary.under_way
+            or self.backwards > 0
+            or any(bucket.reduced for bucket in self.buckets)
+        )
 
     def show_grads(self) -> None:
-        """Set `param.grad` again after the reduced gradients changed (stage 0; nothing from stage 1 on)."""
+        """Set `param.grad` again after the reduced gradients changed (stage 0; nothing from
+        stage 1 on).
+        """
         if self.param_grads is not None:
             self.param_grads.drop()
             self.param_grads.give()

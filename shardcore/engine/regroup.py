@@ -1,6 +1,8 @@
-"""Parameters that begin to train after `shard`: the buckets of their units are laid out anew, with the states that there are.
+"""Parameters that begin to train after `shard`: the buckets of their units are laid out anew, with
+the states that there are.
 
-The engine is then set up again over the buckets, old and new: it stays the same object, which hooks and optimizer refer to.
+The engine is then set up again over the buckets, old and new: it stays the same object, which hooks
+and optimizer refer to.
 """
 
 import copy
@@ -25,24 +27,40 @@ from shardcore.optim.group_options import PARAM_DTYPES
 def unfreeze(module: nn.Module) -> None:
     """Let all parameters of a sharded model, or of a module of it, train from now on. Collective.
 
-    Sets requires_grad and lays out gradients, masters and states for them. Each has to be in a group of the optimizer: from
-    the start, or by `optimizer.add_param_group`, which does the same for parameters that require gradients already. Call it
-    between zero_grad() and the next backward; units without changes stay as they are, others keep their states bit for bit.
+    Sets requires_grad and lays out gradients, masters and states for them. Each has to be in a
+    group of the optimizer: from the start, or by `optimizer.add_param_group`, which does the same
+    for parameters that require gradients already. Call it between zero_grad() and the next
+    backward; units without changes stay as they are, others keep their states bit for bit.
 
-    Raises ValueError or NotImplementedError, on every rank and with nothing changed, for parameters in no group, where
-    gradients wait for a step, and for states that are in files, or split by a ratio.
+    Raises ValueError or NotImplementedError, on every rank and with nothing changed, for parameters
+    in no group, where gradients wait for a step, and for states that are in files, or split by a
+    ratio.
     """
-    held = (p for m in module.modules() for p in getattr(m._parameters, "own", m._parameters).values() if p is not None)
+    held = (
+        p
+        for m in module.modules()
+        for p in getattr(m._parameters, "own", m._parameters).values()
+        if p is not None
+    )
     engine = engine_behind("unfreeze", next(held, module))
     optimizer: Any = engine._optimizer()
     frozen: list[nn.Parameter] = []
     problem: BaseException | None = None
     try:
-        engine.synchronize()  # parameters() starts no gather, so over NCCL it may refuse to be read after an overlapped step
+        # parameters() starts no gather, so over NCCL it may refuse to be read after an overlapped
+        # step
+        engine.synchronize()
         frozen += [param for param in module.parameters() if not param.requires_grad]
-        grouped = set() if optimizer is None else {param for group in optimizer.param_groups for param in group["params"]}
+        grouped = (
+            set()
+            if optimizer is None
+            else {param for group in optimizer.param_groups for param in group["params"]}
+        )
         if not grouped.issuperset(module.parameters()):
-            raise ValueError("unfreeze: the optimizer has not all of these parameters; expected add_param_group before")
+            raise ValueError(
+                "unfreeze: the optimizer has not all of these parameters; expected add_param_group "
+                "before"
+            )
     except BaseException as error:  # of any kind: the other ranks are waiting
         problem = error
     for param in frozen:
@@ -58,15 +76,24 @@ def unfreeze(module: nn.Module) -> None:
 
 
 @torch.no_grad()
-def regroup(engine: Engine, optimizer: Any, problem: BaseException | None, op: str = "add_param_group") -> None:
+def regroup(
+    engine: Engine, optimizer: Any, problem: BaseException | None, op: str = "add_param_group"
+) -> None:
     """Bring the buckets in line with what requires gradients and is in which group. Collective.
 
     problem: why this rank refuses.
     """
     model, plan = engine.model, engine.plan
     param_of = {m.name: m.param for m in (*engine.managed.values(), *engine.constant.values())}
-    specs = [UnitSpec(unit, model, [(name, param_of[name]) for name in names]) for unit, names in plan.members.items()]
-    asleep = [param for param, bucket in engine.bucket_of.items() if bucket.trainable and not param.requires_grad]
+    specs = [
+        UnitSpec(unit, model, [(name, param_of[name]) for name in names])
+        for unit, names in plan.members.items()
+    ]
+    asleep = [
+        param
+        for param, bucket in engine.bucket_of.items()
+        if bucket.trainable and not param.requires_grad
+    ]
     planned: list[Bucket] = []
 
     def check() -> str:
@@ -74,13 +101,20 @@ def regroup(engine: Engine, optimizer: Any, problem: BaseException | None, op: s
             raise problem
         tiers = engine.options["offload"]
         if tiers.path is not None or tiers.auto or tiers.ratio < 1.0:
-            raise NotImplementedError(f"{op}: states are in files, or split by a ratio; expected them on the device or the CPU")
+            raise NotImplementedError(
+                f"{op}: states are in files, or split by a ratio; expected them on the device or "
+                f"the CPU"
+            )
         if engine.reducer.holds_grads:
-            raise ValueError(f"{op}: gradients wait for a step or zero_grad(); expected it between zero_grad() and a backward")
+            raise ValueError(
+                f"{op}: gradients wait for a step or zero_grad(); expected it between zero_grad() "
+                f"and a backward"
+            )
         engine.refuse_held(op)
         if plan.host is not None and not engine.updater.buckets:
             raise NotImplementedError(
-                f"{op}: nothing trained when shard() was called with offload; expected at least one parameter"
+                f"{op}: nothing trained when shard() was called with offload; expected at least "
+                f"one parameter"
             )
         engine.membership.check(op)
         engine.reload_states()
@@ -88,10 +122,17 @@ def regroup(engine: Engine, optimizer: Any, problem: BaseException | None, op: s
             engine.saving.wait()
         engine.updater.accept_weight_edits()
         planned.extend(plan.builder.plan(model, specs, optimizer))
-        trained = [f"{b.unit} {b.dtype} {b.group} {[m.name for m in b.params]}" for b in planned if b.trainable]
+        trained = [
+            f"{b.unit} {b.dtype} {b.group} {[m.name for m in b.params]}"
+            for b in planned
+            if b.trainable
+        ]
         name_of = {param: name for name, param in param_of.items()}
         groups = [
-            {"params": [name_of[p] for p in group["params"]], **known_options(optimizer.kind, group)}
+            {
+                "params": [name_of[p] for p in group["params"]],
+                **known_options(optimizer.kind, group),
+            }
             for group in optimizer.param_groups
         ]
         return f"the buckets {trained} with {groups}"
@@ -108,7 +149,11 @@ def regroup(engine: Engine, optimizer: Any, problem: BaseException | None, op: s
             units = []
             for unit in plan.units:
                 of_unit = [bucket for bucket in buckets if bucket.unit == unit.name]
-                gone = [bucket for bucket in engine.buckets if bucket.unit == unit.name and bucket not in of_unit]
+                gone = [
+                    bucket
+                    for bucket in engine.buckets
+                    if bucket.unit == unit.name and bucket not in of_unit
+                ]
                 _move(engine, gone, [bucket for bucket in of_unit if bucket not in engine.buckets])
                 units.append(Unit(unit.name, of_unit, unit.stays))
             for bucket in buckets:  # its buffers belong to the pools of the old reducer
@@ -117,46 +162,81 @@ def regroup(engine: Engine, optimizer: Any, problem: BaseException | None, op: s
                 bucket.forget_all_views()
             plan = copy.copy(plan)
             plan.model, plan.optimizer, plan.units, plan.buckets = model, optimizer, units, buckets
-            kept = engine.hooks, engine.handles, engine.save_staging, engine.saving, engine.own_weights
+            kept = (
+                engine.hooks,
+                engine.handles,
+                engine.save_staging,
+                engine.saving,
+                engine.own_weights,
+            )
             divisor = engine.reducer.divisor
             Engine.__init__(engine, plan)
             if divisor != engine.reducer.divisor:
                 engine.sum_gradients()
-            engine.hooks, engine.handles, engine.save_staging, engine.saving, engine.own_weights = kept
+            engine.hooks, engine.handles, engine.save_staging, engine.saving, engine.own_weights = (
+                kept
+            )
             attach_state_dicts(model, engine)
             engine.go_on_from(engine.scaler.state())
-            optimizer.__dict__["state"] = ShardedStates(engine.updater.buckets, engine.settle, optimizer.state.others)
+            optimizer.__dict__["state"] = ShardedStates(
+                engine.updater.buckets, engine.settle, optimizer.state.others
+            )
     finally:
         for param in asleep:
             param.requires_grad_(False)
 
 
 def _key(bucket: Bucket) -> tuple[Any, ...]:
-    return bucket.unit, bucket.dtype, bucket.group, bucket.trainable, *(managed.param for managed in bucket.params)
+    return (
+        bucket.unit,
+        bucket.dtype,
+        bucket.group,
+        bucket.trainable,
+        *(managed.param for managed in bucket.params),
+    )
 
 
 def _move(engine: Engine, gone: Sequence[Bucket], made: Sequence[Bucket]) -> None:
-    """Move weights and states of a unit from buckets that are given up to new ones. Collective; all of them are gathered."""
+    """Move weights and states of a unit from buckets that are given up to new ones. Collective;
+    all of them are gathered.
+    """
     store, plan = engine.store, engine.plan
     values: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
     before = {managed.param: managed for bucket in gone for managed in bucket.params}
     for bucket in gone:
-        keys = [key for key in bucket.state_format.keys if key != "master"] if bucket.group is not None else []
-        parts = [(bucket, engine.master_or_weight(bucket)), *((bucket, store.read(bucket, key)) for key in keys)]
+        keys = (
+            [key for key in bucket.state_format.keys if key != "master"]
+            if bucket.group is not None
+            else []
+        )
+        parts = [
+            (bucket, engine.master_or_weight(bucket)),
+            *((bucket, store.read(bucket, key)) for key in keys),
+        ]
         for key, full in zip(["weight", *keys], engine.full_tensors.of_buckets(parts), strict=True):
             for managed in bucket.params:
                 values.setdefault(managed.param, {})[key] = managed.slice_of(full).clone()
     if plan.host is not None:
         split([bucket for bucket in made if bucket.group is not None], 1.0)
     assert isinstance(store, DeviceStore | CpuStore)  # others were refused
-    store.replace([b for b in gone if b.group is not None], [b for b in made if b.group is not None])
+    store.replace(
+        [b for b in gone if b.group is not None], [b for b in made if b.group is not None]
+    )
     for bucket in made:
-        tier = plan.host.copies if plan.host is not None and engine.options["offload"].params is not None else None
+        tier = (
+            plan.host.copies
+            if plan.host is not None and engine.options["offload"].params is not None
+            else None
+        )
         plan.builder.allocate(bucket, tier)
         dtype = torch.float32 if bucket.dtype in PARAM_DTYPES else bucket.dtype
         weights = allocate(bucket.layout.numel, dtype, engine.device)
         for managed in bucket.params:
-            found = values[managed.param]["weight"] if managed.param in values else managed.local.detach()
+            found = (
+                values[managed.param]["weight"]
+                if managed.param in values
+                else managed.local.detach()
+            )
             managed.slice_of(weights).copy_(found)
         plan.builder.keep(bucket, bucket.params, weights, store)
         for managed in bucket.params:
@@ -167,4 +247,9 @@ def _move(engine: Engine, gone: Sequence[Bucket], made: Sequence[Bucket]) -> Non
                 if key in values.get(managed.param, {}):
                     flat = values[managed.param][key].reshape(-1)
                     for piece in bucket.pieces_of(managed):
-                        store.write(bucket, key, piece.start, flat[piece.param_start : piece.param_start + piece.numel])
+                        store.write(
+                            bucket,
+                            key,
+                            piece.start,
+                            flat[piece.param_start : piece.param_start + piece.numel],
+                        )

@@ -1,7 +1,9 @@
-"""A model that is sharded a second time, as `initialize` may: new buckets take the values of the first engine's.
+"""A model that is sharded a second time, as `initialize` may: new buckets take the values of the
+first engine's.
 
-A new bucket is filled from whole old ones, gathered one after the other: no rank has more than a few units in full. Values
-are those of masters. Until the end both engines have their memory, so an error before the first bucket changes nothing.
+A new bucket is filled from whole old ones, gathered one after the other: no rank has more than a
+few units in full. Values are those of masters. Until the end both engines have their memory, so an
+error before the first bucket changes nothing.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,7 +24,9 @@ def begin(op: str, old: Engine) -> None:
     try:
         old.refuse_held(op)
         if old.commits is not None:
-            raise NotImplementedError(f'{op}: the model\'s states are in files that outlast it; expected "durable": False')
+            raise NotImplementedError(
+                f'{op}: the model\'s states are in files that outlast it; expected "durable": False'
+            )
         if old.saving is not None:
             old.saving.wait()
     except BaseException as error:  # of any kind: the other ranks are waiting
@@ -36,11 +40,23 @@ def begin(op: str, old: Engine) -> None:
 
 
 def held_in(old: Engine, params: Sequence[Managed]) -> Iterator[tuple[Managed, torch.Tensor]]:
-    """Yield what parameters have, which may be in buckets of `old`. Collective; each is valid until the next."""
+    """Yield what parameters have, which may be in buckets of `old`. Collective; each is valid
+    until the next.
+    """
     wanted = {managed.param: managed for managed in params}
-    yield from ((managed, managed.local.data) for param, managed in wanted.items() if param not in old.managed)
-    buckets = [bucket for bucket in old.buckets if any(managed.param in wanted for managed in bucket.params)]
-    fulls = old.full_tensors.of_buckets((bucket, old.master_or_weight(bucket)) for bucket in buckets)
+    yield from (
+        (managed, managed.local.data)
+        for param, managed in wanted.items()
+        if param not in old.managed
+    )
+    buckets = [
+        bucket
+        for bucket in old.buckets
+        if any(managed.param in wanted for managed in bucket.params)
+    ]
+    fulls = old.full_tensors.of_buckets(
+        (bucket, old.master_or_weight(bucket)) for bucket in buckets
+    )
     for bucket, full in zip(buckets, fulls, strict=True):
         for managed in bucket.params:
             if managed.param in wanted:

@@ -1,7 +1,7 @@
 """Writes of one parameter's full master, state or gradient: each rank keeps the part that it owns.
 
-Every rank has to give the same values. Their checksum travels with the agreement on the call, so that ranks whose values differ
-raise instead of going on with different weights.
+Every rank has to give the same values. Their checksum travels with the agreement on the call, so
+that ranks whose values differ raise instead of going on with different weights.
 """
 
 from typing import Any
@@ -17,10 +17,11 @@ from shardcore.optim.state import check_tensor
 
 @torch.no_grad()
 def set_full_state(engine: Engine, param: nn.Parameter, key: str, value: Any) -> None:
-    """Set a full optimizer state ("exp_avg", ...) of one parameter; "master": its weights, and the master if it has one.
+    """Set a full optimizer state ("exp_avg", ...) of one parameter; "master": its weights, and the
+    master if it has one.
 
-    Collective. Raises ValueError, TypeError or KeyError on every rank, with nothing changed, for a frozen parameter, another
-    key or shape, inside full_params, and where ranks differ.
+    Collective. Raises ValueError, TypeError or KeyError on every rank, with nothing changed, for a
+    frozen parameter, another key or shape, inside full_params, and where ranks differ.
     """
     op = "set_full_state"
 
@@ -28,7 +29,10 @@ def set_full_state(engine: Engine, param: nn.Parameter, key: str, value: Any) ->
         bucket, managed = engine.part_of(op, param)
         known = ["master", *(bucket.state_format.keys if bucket.group is not None else ())]
         if key not in known:
-            raise KeyError(f"{op}: {managed.name} has no state {key!r}; expected one of {', '.join(dict.fromkeys(known))}")
+            raise KeyError(
+                f"{op}: {managed.name} has no state {key!r}; expected one of "
+                f"{', '.join(dict.fromkeys(known))}"
+            )
         engine.refuse_held(op)
         engine.updater.accept_weight_edits()
         return _described(f"{key} of {managed.name}", check_tensor(op, "value", value, param.shape))
@@ -50,12 +54,13 @@ def set_full_state(engine: Engine, param: nn.Parameter, key: str, value: Any) ->
 
 @torch.no_grad()
 def set_full_grad(engine: Engine, param: nn.Parameter, value: Any, scale: float = 1.0) -> None:
-    """Replace the full averaged, unscaled gradient of one parameter, rounded to the dtype that gradients have. Collective.
+    """Replace the full averaged, unscaled gradient of one parameter, rounded to the dtype that
+    gradients have. Collective.
 
     value: is divided by scale, what the step multiplies gradients by.
 
-    Raises ValueError or TypeError on every rank, with nothing changed, for a frozen parameter, one without a gradient, another
-    shape, and where ranks differ.
+    Raises ValueError or TypeError on every rank, with nothing changed, for a frozen parameter, one
+    without a gradient, another shape, and where ranks differ.
     """
     op = "set_full_grad"
 
@@ -66,7 +71,9 @@ def set_full_grad(engine: Engine, param: nn.Parameter, value: Any, scale: float 
     engine.begin_grad_read(op, check)
     bucket, managed = engine.part_of(op, param)
     if not managed.has_grad or not bucket.grads():
-        raise ValueError(f"{op}: {managed.name} has no gradient; expected a backward that reaches it before")
+        raise ValueError(
+            f"{op}: {managed.name} has no gradient; expected a backward that reaches it before"
+        )
     flat = managed.cut(value.detach() if scale == 1.0 else value.detach() / scale).reshape(-1)
     for start, part in bucket.grads():
         for owner, piece, view in bucket.owned_views(part, start):
@@ -79,4 +86,5 @@ def set_full_grad(engine: Engine, param: nn.Parameter, value: Any, scale: float 
 
 def _described(what: str, value: torch.Tensor) -> str:
     bits = value.detach().float().contiguous().view(torch.int32)
-    return f"{what} with the checksum {bits.sum(dtype=torch.int64).item()}"  # of integers: in any order, on any device
+    # of integers: in any order, on any device
+    return f"{what} with the checksum {bits.sum(dtype=torch.int64).item()}"

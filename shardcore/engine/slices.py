@@ -1,8 +1,9 @@
 """Parameters that are sliced over tensor-parallel ranks: DTensors on a mesh of one dimension.
 
-The engine keeps, reduces and updates this rank's local part, a plain tensor; the Parameter stays a DTensor around it. Full
-tensors (state dicts, `full_grad`) are assembled over the mesh, and cut where they are loaded. torch.distributed.tensor is
-looked up in sys.modules, never imported: see optim/dtensor.py.
+The engine keeps, reduces and updates this rank's local part, a plain tensor; the Parameter stays a
+DTensor around it. Full tensors (state dicts, `full_grad`) are assembled over the mesh, and cut
+where they are loaded. torch.distributed.tensor is looked up in sys.modules, never imported: see
+optim/dtensor.py.
 """
 
 import sys
@@ -24,9 +25,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Slice:
-    """How a DTensor is cut: along `dim` (None: every rank has all of it) from `start` on, `size` indices on this rank.
+    """How a DTensor is cut: along `dim` (None: every rank has all of it) from `start` on, `size`
+    indices on this rank.
 
-    blocks: the dimension has so many equal blocks (queries, keys and values in one weight), each of which is cut so.
+    blocks: the dimension has so many equal blocks (queries, keys and values in one weight), each of
+    which is cut so.
     """
 
     mesh: DeviceMesh
@@ -40,7 +43,9 @@ class Slice:
 
     @property
     def columns(self) -> Columns | None:
-        """This rank's part as columns, None if that is all of it. A local part has their elements row by row."""
+        """This rank's part as columns, None if that is all of it. A local part has their
+        elements row by row.
+        """
         return None if self.dim is None else self._columns(self.dim, self.start, self.size)
 
     def all_columns(self) -> list[Columns]:
@@ -57,7 +62,9 @@ class Slice:
         return Columns(rows, width, start * inner, size * inner)
 
     def cut(self, full: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of a full tensor, a view; of a DTensor its local part, placed as the parameter."""
+        """Return this rank's part of a full tensor, a view; of a DTensor its local part, placed
+        as the parameter.
+        """
         if is_dtensor(full):
             return self.local(full)
         if self.dim is None:
@@ -68,8 +75,11 @@ class Slice:
         return parts.flatten(self.dim, self.dim + 1)
 
     def local(self, dtensor: Any) -> torch.Tensor:
-        """Return the local part of a DTensor, placed as the parameter first. Collective if that changes it."""
-        if dtensor.placements != self.placements:  # such as a gradient whose sum over the mesh is still to be taken
+        """Return the local part of a DTensor, placed as the parameter first. Collective if that
+        changes it.
+        """
+        # such as a gradient whose sum over the mesh is still to be taken
+        if dtensor.placements != self.placements:
             dtensor = dtensor.redistribute(self.mesh, self.placements)
         return local_part(dtensor)
 
@@ -77,21 +87,36 @@ class Slice:
         """Return the DTensor of which this rank's part is `local` (the same memory)."""
         dtensor: type[DTensor] = sys.modules["torch.distributed.tensor"].DTensor
         with torch.no_grad():
-            return dtensor.from_local(local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride)
+            return dtensor.from_local(
+                local,
+                self.mesh,
+                self.placements,
+                run_check=False,
+                shape=self.shape,
+                stride=self.stride,
+            )
 
     def assemble(self, local: torch.Tensor) -> torch.Tensor:
-        """Return a new full tensor from the parts of all ranks, on the device of `local`. Collective over the mesh."""
+        """Return a new full tensor from the parts of all ranks, on the device of `local`.
+        Collective over the mesh.
+        """
         near = local.contiguous().to(self.mesh.device_type)
         with torch.no_grad():
             if self.dim is None or self.blocks == 1:
                 return self.wrap(near).full_tensor().to(local.device, copy=self.dim is None)
             shard = sys.modules["torch.distributed.tensor"].Shard(self.dim)
             by_rank: torch.Tensor = replace(self, placements=(shard,)).wrap(near).full_tensor()
-            parts = divided(by_rank, self.dim, -1, self.blocks, self.size).transpose(self.dim, self.dim + 1)
+            parts = divided(by_rank, self.dim, -1, self.blocks, self.size).transpose(
+                self.dim, self.dim + 1
+            )
             return parts.flatten(self.dim, self.dim + 2).contiguous().to(local.device)
 
-    def boxes(self, offsets: tuple[int, ...], part: torch.Tensor) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
-        """Yield a box of the local part, `part` at `offsets`, as boxes of the full tensor: where they are, and views."""
+    def boxes(
+        self, offsets: tuple[int, ...], part: torch.Tensor
+    ) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
+        """Yield a box of the local part, `part` at `offsets`, as boxes of the full tensor: where
+        they are, and views.
+        """
         if self.dim is None:
             yield offsets, part
             return
@@ -101,7 +126,10 @@ class Slice:
             low, high = max(first, number * self.size), min(last, (number + 1) * self.size)
             if low < high:
                 at = number * block + self.start + low - number * self.size
-                yield (*offsets[: self.dim], at, *offsets[self.dim + 1 :]), part.narrow(self.dim, low - first, high - low)
+                yield (
+                    (*offsets[: self.dim], at, *offsets[self.dim + 1 :]),
+                    part.narrow(self.dim, low - first, high - low),
+                )
 
 
 def chunk_of(length: int, ranks: int, rank: int) -> tuple[int, int]:
@@ -117,56 +145,74 @@ def divided(tensor: torch.Tensor, dim: int, *sizes: int) -> torch.Tensor:
 
 
 def slice_of(name: str, param: torch.Tensor) -> Slice | None:
-    """Return how a parameter is cut, None if it is an ordinary one. Raises ValueError for placements that are not supported."""
+    """Return how a parameter is cut, None if it is an ordinary one. Raises ValueError for
+    placements that are not supported.
+    """
     if not is_dtensor(param):
         return None
     tensor, given = sys.modules["torch.distributed.tensor"], param
     mesh, placements = given.device_mesh, tuple(given.placements)  # type: ignore[attr-defined]
     if mesh.ndim != 1:
         raise ValueError(
-            f"shard: {name} is already sharded (DTensor) on a mesh of {mesh.ndim} dimensions; expected an ordinary parameter, "
-            "or a tensor-parallel one on a mesh of 1 dimension (parallelize_module(model, mesh['tp'], plan))"
+            f"shard: {name} is already sharded (DTensor) on a mesh of {mesh.ndim} dimensions; "
+            f"expected an ordinary parameter, "
+            "or a tensor-parallel one on a mesh of 1 dimension (parallelize_module(model, "
+            "mesh['tp'], plan))"
         )
     shape, stride = param.shape, param.stride()
     if type(placements[0]) is tensor.Replicate:
         return Slice(mesh, placements, shape, stride, None, 0, 0)
     blocks = placements[0].split_factor if type(placements[0]).__name__ == "_StridedShard" else 1
     if blocks == 1 and type(placements[0]) is not tensor.Shard:
-        raise ValueError(f"shard: {name} has the placement {placements[0]}; expected Shard(dim) or Replicate()")
+        raise ValueError(
+            f"shard: {name} has the placement {placements[0]}; expected Shard(dim) or Replicate()"
+        )
     dim = placements[0].dim % max(1, param.dim())
     if blocks > 1 and shape[dim] % (blocks * mesh.size()):
         raise ValueError(
-            f"shard: {name} has the shape {tuple(shape)} and the placement {placements[0]}; expected {blocks} x {mesh.size()} "
-            f"equal parts along dimension {dim}"
+            f"shard: {name} has the shape {tuple(shape)} and the placement {placements[0]}; "
+            f"expected {blocks} x {mesh.size()} equal parts along dimension {dim}"
         )
     start, size = chunk_of(shape[dim] // blocks, mesh.size(), mesh.get_local_rank())
     expected = [blocks * size if at == dim else count for at, count in enumerate(shape)]
     if list(held_by(param).shape) != expected:
         raise ValueError(
-            f"shard: {name} has a local part of shape {tuple(held_by(param).shape)}; expected {tuple(expected)} of "
-            f"{tuple(shape)} (even chunks, as torch.chunk makes them)"
+            f"shard: {name} has a local part of shape {tuple(held_by(param).shape)}; expected "
+            f"{tuple(expected)} of {tuple(shape)} (even chunks, as torch.chunk makes them)"
         )
     return Slice(mesh, placements, shape, stride, dim, start, size, blocks)
 
 
 def held_by(param: torch.Tensor) -> torch.Tensor:
-    """Return the tensor that a DTensor holds, itself: memory that is given to it is the parameter's. Any other as it is."""
+    """Return the tensor that a DTensor holds, itself: memory that is given to it is the
+    parameter's. Any other as it is.
+    """
     return param._local_tensor if is_dtensor(param) else param  # type: ignore[attr-defined]
 
 
 def slice_mesh(model: nn.Module) -> DeviceMesh | None:
-    """Return the mesh over whose ranks the parameters of `model` are sliced, None if none is. Raises ValueError for several."""
+    """Return the mesh over whose ranks the parameters of `model` are sliced, None if none is.
+    Raises ValueError for several.
+    """
     found = {}
     for name, param in model.named_parameters():
         if (cut := slice_of(name, param)) is not None:
             found[cut.mesh] = name
     if len(found) > 1:
         names = " and ".join(list(found.values())[:2])
-        raise ValueError(f"shard: {names} are on different meshes; expected one tensor-parallel mesh for the whole model")
+        raise ValueError(
+            f"shard: {names} are on different meshes; expected one tensor-parallel mesh for the "
+            f"whole model"
+        )
     return next(iter(found), None)
 
 
 def refuse_slices(op: str, sliced: bool, instead: str) -> None:
-    """Raise NotImplementedError for what cannot be had of a model that is sliced over tensor-parallel ranks yet."""
+    """Raise NotImplementedError for what cannot be had of a model that is sliced over
+    tensor-parallel ranks yet.
+    """
     if sliced:
-        raise NotImplementedError(f"{op}: not available yet for a tensor-parallel model (DTensor parameters); use {instead}")
+        raise NotImplementedError(
+            f"{op}: not available yet for a tensor-parallel model (DTensor parameters); use "
+            f"{instead}"
+        )

@@ -1,18 +1,21 @@
-"""Optimizer states of which a share stays on the device: each bucket's owned range is cut in two at a 256-element block.
+"""Optimizer states of which a share stays on the device: each bucket's owned range is cut in two at
+a 256-element block.
 
-The first `Bucket.device_numel` elements are served by a DeviceStore and the others by a CpuStore, with one kernel and the same
-scalars. No block is cut, so the cut never shows in the bits.
+The first `Bucket.device_numel` elements are served by a DeviceStore and the others by a CpuStore,
+with one kernel and the same scalars. No block is cut, so the cut never shows in the bits.
 
-Note [Which way ratio goes]: it is the share that the CPU updates, as in DeepSpeed's Twin-Flow. 1 puts all states into host
-memory, 0 leaves all beside the weights.
+Note [Which way ratio goes]: it is the share that the CPU updates, as in DeepSpeed's Twin-Flow. 1
+puts all states into host memory, 0 leaves all beside the weights.
 
-Note [Choosing a share]: of a step in which the CPU takes all, `step_s` seconds go for its Adam and the copies around it, until
-the last weights are back; a forward takes `forward_s`. So the CPU's share may be forward_s / step_s: the rest, on the device,
-is the least that hides the CPU's part. The least of all ranks' shares counts. What the device then keeps must fit the limit
-that was given, else the CPU takes more than it can hide. No share changes a bit, so a measurement may choose it.
-Neither Adam nor the link is timed alone: what counts is what both take here, overlapped as they are, with all ranks at work.
-Without an overlapped step nothing is hidden, and the device keeps as much as the limit allows. If none was given it is what the
-peak of the measured steps left of the device's memory, on the rank with the least, but for a part of it (SPARE).
+Note [Choosing a share]: of a step in which the CPU takes all, `step_s` seconds go for its Adam and
+the copies around it, until the last weights are back; a forward takes `forward_s`. So the CPU's
+share may be forward_s / step_s: the rest, on the device, is the least that hides the CPU's part.
+The least of all ranks' shares counts. What the device then keeps must fit the limit that was given,
+else the CPU takes more than it can hide. No share changes a bit, so a measurement may choose it.
+Neither Adam nor the link is timed alone: what counts is what both take here, overlapped as they
+are, with all ranks at work. Without an overlapped step nothing is hidden, and the device keeps as
+much as the limit allows. If none was given it is what the peak of the measured steps left of the
+device's memory, on the rank with the least, but for a part of it (SPARE).
 """
 
 import logging
@@ -40,27 +43,34 @@ SPARE = 10  # a tenth of the device's memory is left free
 
 
 def device_numel(bucket: Bucket, ratio: float) -> int:
-    """Return how many elements of the owned range the device updates: the CPU has `ratio` of the blocks, rounded."""
+    """Return how many elements of the owned range the device updates: the CPU has `ratio` of the
+    blocks, rounded.
+    """
     blocks = bucket.owned_numel // BLOCK
     return (blocks - round(ratio * blocks)) * BLOCK
 
 
 def split(buckets: Iterable[Bucket], ratio: float) -> None:
-    """Let the CPU update `ratio` of each bucket's owned range, its end. See Note [Which way ratio goes]."""
+    """Let the CPU update `ratio` of each bucket's owned range, its end. See Note [Which way
+    ratio goes].
+    """
     for bucket in buckets:
         bucket.device_numel = device_numel(bucket, ratio)
 
 
 def weight_scratch_bytes(buckets: Iterable[Bucket]) -> int:
-    """Return the bytes on the device in which its share of weights in host memory is updated, one bucket after the other."""
+    """Return the bytes on the device in which its share of weights in host memory is updated,
+    one bucket after the other.
+    """
     return max((bucket.device_numel * bucket.dtype.itemsize for bucket in buckets), default=0)
 
 
 class SplitStore:
     """A DeviceStore of the first part of each bucket's owned range, and a CpuStore of the rest.
 
-    Weights that lie in host memory are copied to the device for its part of a step and back, through a scratch buffer as large
-    as the largest such part. The CPU's part is updated where it lies.
+    Weights that lie in host memory are copied to the device for its part of a step and back,
+    through a scratch buffer as large as the largest such part. The CPU's part is updated where it
+    lies.
     """
 
     def __init__(
@@ -97,7 +107,9 @@ class SplitStore:
     def _make_device_store(self) -> None:
         self.on_device = DeviceStore(self._buckets, self._device)
         self._halves: dict[Bucket, tuple[list[Span], list[Span], list[Span]]] = {}  # see _halves_of
-        self.weight_scratch_bytes = weight_scratch_bytes(self._buckets) if self._weights_on_host else 0
+        self.weight_scratch_bytes = (
+            weight_scratch_bytes(self._buckets) if self._weights_on_host else 0
+        )
         memory = torch.empty(self.weight_scratch_bytes, dtype=torch.uint8, device=self._device)
         self._scratch = {
             bucket: memory[: bucket.device_numel * bucket.dtype.itemsize].view(bucket.dtype)
@@ -110,17 +122,27 @@ class SplitStore:
 
     def device_bytes(self, ratio: float) -> int:
         """Return the bytes of states that stay on the device with this ratio."""
-        return sum(bucket.state_format.nbytes(device_numel(bucket, ratio)) for bucket in self._buckets)
+        return sum(
+            bucket.state_format.nbytes(device_numel(bucket, ratio)) for bucket in self._buckets
+        )
 
     def taken_bytes(self, ratio: float) -> int:
         """Return the bytes that the device takes with this ratio beyond those with 1."""
         counts = [(bucket, device_numel(bucket, ratio)) for bucket in self._buckets]
-        grads = sum(count for _, count in counts) * torch.float32.itemsize if self._grads_on_host else 0
-        scratch = max((count * bucket.dtype.itemsize for bucket, count in counts), default=0) if self._weights_on_host else 0
+        grads = (
+            sum(count for _, count in counts) * torch.float32.itemsize if self._grads_on_host else 0
+        )
+        scratch = (
+            max((count * bucket.dtype.itemsize for bucket, count in counts), default=0)
+            if self._weights_on_host
+            else 0
+        )
         return self.device_bytes(ratio) + grads + scratch
 
     def resplit(self, ratio: float) -> None:
-        """Move states to the device, which has none so far, so that `ratio` of them stay in host memory."""
+        """Move states to the device, which has none so far, so that `ratio` of them stay in host
+        memory.
+        """
         split(self._buckets, ratio)
         self._make_device_store()
         for bucket in self._buckets:
@@ -141,10 +163,13 @@ class SplitStore:
         """See StateStore."""
         return self.on_cpu.scratch_bytes
 
-    def read(self, bucket: Bucket, key: str, start: int = 0, numel: int | None = None) -> torch.Tensor:
+    def read(
+        self, bucket: Bucket, key: str, start: int = 0, numel: int | None = None
+    ) -> torch.Tensor:
         """See StateStore. What lies on both tiers is joined in host memory."""
         cut, end = bucket.device_numel, bucket.owned_numel if numel is None else start + numel
-        if start >= cut or (start == end and bucket.host_numel):  # an empty part lies where both tiers' are joined
+        # an empty part lies where both tiers' are joined
+        if start >= cut or (start == end and bucket.host_numel):
             return self.on_cpu.read(bucket, key, max(cut, start), end - start)
         if end <= cut:
             return self.on_device.read(bucket, key, start, end - start)
@@ -156,7 +181,10 @@ class SplitStore:
         first = max(0, min(bucket.device_numel - start, numel))
         on_device, on_cpu = (
             store.kept(bucket, at, count) if count else {}
-            for store, at, count in ((self.on_device, start, first), (self.on_cpu, start + first, numel - first))
+            for store, at, count in (
+                (self.on_device, start, first),
+                (self.on_cpu, start + first, numel - first),
+            )
         )
         if not on_device or not on_cpu:
             return on_device or on_cpu
@@ -178,12 +206,18 @@ class SplitStore:
         if first < values.numel():
             self.on_cpu.write(bucket, key, start + first, values[first:])
 
-    def steps(self, parts: Sequence[Sequence[Span]], hypers: Scalars) -> Iterator[_C.CopyEvent | None]:
-        """See StateStore. The device's share of a part is queued once the first chunks are on their way to the CPU."""
+    def steps(
+        self, parts: Sequence[Sequence[Span]], hypers: Scalars
+    ) -> Iterator[_C.CopyEvent | None]:
+        """See StateStore. The device's share of a part is queued once the first chunks are on
+        their way to the CPU.
+        """
         begun_s = time.perf_counter()
         halves = [self._halves_of(spans) for spans in parts]
         update = self._step_in_scratch if self._scratch else self.on_device.step
-        yield from self.on_cpu.steps([cpu for _, cpu in halves], hypers, lambda index: update(halves[index][0], hypers))
+        yield from self.on_cpu.steps(
+            [cpu for _, cpu in halves], hypers, lambda index: update(halves[index][0], hypers)
+        )
         if self.timed:
             self.copies.synchronize()
         if self._copied_back is not None:
@@ -191,7 +225,9 @@ class SplitStore:
         self._spent_s += time.perf_counter() - begun_s
 
     def _step_in_scratch(self, spans: Sequence[Span], hypers: Scalars) -> None:
-        """Update weights of host memory on the device, a bucket at a time: copy those that the step reads, copy all back."""
+        """Update weights of host memory on the device, a bucket at a time: copy those that the
+        step reads, copy all back.
+        """
         for bucket, of_bucket in groupby(spans, key=lambda span: span.bucket):
             here, scratch = list(of_bucket), self._scratch[bucket]
             ranges = [slice(span.start, span.start + span.numel) for span in here]
@@ -205,7 +241,9 @@ class SplitStore:
             self._copied_back.wait()  # before the next bucket's weights are written to the scratch
 
     def _halves_of(self, spans: Sequence[Span]) -> tuple[list[Span], list[Span]]:
-        """Return what the device and the CPU update of a part, as in the last step if it is the same."""
+        """Return what the device and the CPU update of a part, as in the last step if it is the
+        same.
+        """
         if not spans:
             return [], []
         kept = self._halves.get(spans[0].bucket)
@@ -221,8 +259,12 @@ class SplitStore:
         return kept[1:]
 
 
-def choose_ratio(affordable: float, limit_bytes: int, device_bytes: Callable[[float], int]) -> float:
-    """Return the largest share of at most `affordable` that keeps at most `limit_bytes` on the device, else the least."""
+def choose_ratio(
+    affordable: float, limit_bytes: int, device_bytes: Callable[[float], int]
+) -> float:
+    """Return the largest share of at most `affordable` that keeps at most `limit_bytes` on the
+    device, else the least.
+    """
     steps = int(min(1.0, max(0.0, affordable)) * STEPS_OF_ONE)
     while steps < STEPS_OF_ONE and device_bytes(steps / STEPS_OF_ONE) > limit_bytes:
         steps += 1
@@ -230,7 +272,9 @@ def choose_ratio(affordable: float, limit_bytes: int, device_bytes: Callable[[fl
 
 
 def room_above_peak(device: torch.device) -> float:
-    """Return the bytes of a device that the peak of torch's allocator leaves, but for the spare part; no limit on the CPU."""
+    """Return the bytes of a device that the peak of torch's allocator leaves, but for the spare
+    part; no limit on the CPU.
+    """
     if device.type != "cuda":
         return math.inf
     free, total = torch.cuda.mem_get_info(device)
@@ -241,13 +285,23 @@ def room_above_peak(device: torch.device) -> float:
 class RatioTuner:
     """Times forwards and steps until it has chosen a ratio. See Note [Choosing a share].
 
-    chosen: the ratio, until `resplit` moves states to it. updated: the last step updated the weights.
+    chosen: the ratio, until `resplit` moves states to it. updated: the last step updated the
+    weights.
     """
 
-    def __init__(self, comm: Comm, device: torch.device, store: SplitStore, limit_bytes: int | None, overlaps: bool) -> None:
-        """Choose for all ranks of `comm`, which keep at most `limit_bytes` of the states of `store` on their device.
+    def __init__(
+        self,
+        comm: Comm,
+        device: torch.device,
+        store: SplitStore,
+        limit_bytes: int | None,
+        overlaps: bool,
+    ) -> None:
+        """Choose for all ranks of `comm`, which keep at most `limit_bytes` of the states of `store`
+        on their device.
 
-        limit_bytes: None for what the steps that are measured leave free. overlaps: a forward can hide a step.
+        limit_bytes: None for what the steps that are measured leave free. overlaps: a forward can
+        hide a step.
         """
         self._comm, self._device, self._store, self._limit_bytes = comm, device, store, limit_bytes
         self._overlaps, self._room = overlaps, math.inf
@@ -261,7 +315,9 @@ class RatioTuner:
 
     @property
     def measures(self) -> bool:
-        """Whether the next forward is timed. No step may be under way beside it: its waits would count as forward."""
+        """Whether the next forward is timed. No step may be under way beside it: its waits would
+        count as forward.
+        """
         return 0 < self._steps < MEASURED_STEPS
 
     def begin_forward(self) -> None:
@@ -275,7 +331,9 @@ class RatioTuner:
             self._begun_s = None
 
     def begin_step(self) -> None:
-        """Note that a step begins, and all before it are complete. Collective where the ratio is chosen."""
+        """Note that a step begins, and all before it are complete. Collective where the ratio is
+        chosen.
+        """
         if not self.updated:  # the last step was skipped, on every rank
             return
         self.updated = False
@@ -289,9 +347,12 @@ class RatioTuner:
             self._choose()
 
     def _choose(self) -> None:
-        measured = torch.tensor([self._forward_s, self._step_s, self._room], dtype=torch.float64, device="cpu")
+        measured = torch.tensor(
+            [self._forward_s, self._step_s, self._room], dtype=torch.float64, device="cpu"
+        )
         rows = self._comm.all_gather_cpu(measured, Traffic.STEP, "a step").tolist()
-        affordable = min(forward_s / step_s if step_s > 0 else 1.0 for forward_s, step_s, _ in rows)  # 0: the step failed
+        # 0: the step failed
+        affordable = min(forward_s / step_s if step_s > 0 else 1.0 for forward_s, step_s, _ in rows)
         limit, size_of = self._limit_bytes, self._store.device_bytes
         if limit is None:
             size_of = self._store.taken_bytes
@@ -299,8 +360,8 @@ class RatioTuner:
         self.chosen = choose_ratio(affordable if self._overlaps else 0.0, limit, size_of)
         if self._comm.rank == 0:
             logger.info(
-                'offload: "auto" chose the ratio %g: forwards of the ranks take %s ms, steps on the CPU %s; the device keeps '
-                "%d bytes of states (of at most %d)%s",
+                'offload: "auto" chose the ratio %g: forwards of the ranks take %s ms, steps on '
+                "the CPU %s; the device keeps %d bytes of states (of at most %d)%s",
                 self.chosen,
                 *(", ".join(f"{1e3 * row[i]:.1f}" for row in rows) for i in (0, 1)),
                 self._store.device_bytes(self.chosen),
@@ -309,7 +370,9 @@ class RatioTuner:
             )
 
     def resplit(self) -> None:
-        """Move states to the chosen ratio. No step may be under way, and no gradient may be kept."""
+        """Move states to the chosen ratio. No step may be under way, and no gradient may be
+        kept.
+        """
         assert self.chosen is not None
         self._store.resplit(self.chosen)
         self.chosen, self._store.timed = None, False

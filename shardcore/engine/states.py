@@ -1,8 +1,9 @@
 """Where optimizer states live and where Adam runs on them.
 
-A store holds, for each bucket, flat tensors of the owned range: exp_avg, exp_avg_sq, max_exp_avg_sq (amsgrad) and the master
-weights, kept as the bucket's `state_format` says. The device store keeps them beside the weights; engine/cpu_store.py has the
-cpu tier. Both pass the same numbers to the same kernel, so the tier never shows in the bits.
+A store holds, for each bucket, flat tensors of the owned range: exp_avg, exp_avg_sq, max_exp_avg_sq
+(amsgrad) and the master weights, kept as the bucket's `state_format` says. The device store keeps
+them beside the weights; engine/cpu_store.py has the cpu tier. Both pass the same numbers to the
+same kernel, so the tier never shows in the bits.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,20 +21,24 @@ from shardcore.engine.bucket import Bucket, Managed, allocate, assign
 from shardcore.optim.elementwise import ElementFormat
 from shardcore.optim.state_format import SCALES, Kept, kept_values, range_of, values_of
 
-# The scalars of a step: made by the host (AdamHyper or ElementStep), or (DeviceStore alone) where the weights are.
+# The scalars of a step: made by the host (AdamHyper or ElementStep), or (DeviceStore alone) where
+# the weights are.
 Scalars = Sequence[Any] | _C.DeviceScalars
 
 
 class StepError(RuntimeError):
-    """A step failed after it had begun: some weights are of the step before, some are not. Or it could not be committed."""
+    """A step failed after it had begun: some weights are of the step before, some are not. Or it
+    could not be committed.
+    """
 
 
 @dataclass(frozen=True)
 class Span:
-    """A range of a bucket's owned range that one set of scalars updates: `hypers[hyper]` of the step.
+    """A range of a bucket's owned range that one set of scalars updates: `hypers[hyper]` of the
+    step.
 
-    key: of its random bits: (the parameter's index over all groups, the first of its elements here). Where none are drawn a
-    span may hold several parameters.
+    key: of its random bits: (the parameter's index over all groups, the first of its elements
+    here). Where none are drawn a span may hold several parameters.
     """
 
     bucket: Bucket
@@ -51,8 +56,8 @@ class Span:
 class StateStore(Protocol):
     """What the engine needs of whatever keeps optimizer states.
 
-    scratch_bytes: beside the states, what steps work in. weight_scratch_bytes: on the device, what weights of another tier are
-    updated in.
+    scratch_bytes: beside the states, what steps work in. weight_scratch_bytes: on the device, what
+    weights of another tier are updated in.
     """
 
     tier: str
@@ -63,38 +68,53 @@ class StateStore(Protocol):
     @property
     def weight_scratch_bytes(self) -> int: ...
 
-    def steps(self, parts: Sequence[Sequence[Span]], hypers: Scalars) -> Iterator[_C.CopyEvent | None]:
-        """Update states, masters and the owned weights from the buckets' reduced gradients, one part after the other.
+    def steps(
+        self, parts: Sequence[Sequence[Span]], hypers: Scalars
+    ) -> Iterator[_C.CopyEvent | None]:
+        """Update states, masters and the owned weights from the buckets' reduced gradients, one
+        part after the other.
 
-        Each part is updated when its turn in the iteration comes. Yields an event of the copy of its new weights, None where
-        they are written already, on CUDA in the order of the current stream. Gradients are read ahead.
+        Each part is updated when its turn in the iteration comes. Yields an event of the copy of
+        its new weights, None where they are written already, on CUDA in the order of the current
+        stream. Gradients are read ahead.
         """
 
-    def read(self, bucket: Bucket, key: str, start: int = 0, numel: int | None = None) -> torch.Tensor:
-        """Return part of one of `bucket.state_format.keys`, as state dicts show it; by default all of the owned range.
+    def read(
+        self, bucket: Bucket, key: str, start: int = 0, numel: int | None = None
+    ) -> torch.Tensor:
+        """Return part of one of `bucket.state_format.keys`, as state dicts show it; by default all
+        of the owned range.
 
-        (numel,) float32, or bfloat16 of bfloat16 moments; on any device, perhaps live: not to be written. The owned weights
-        have to be as the last step, or `accept_weight_edits`, left them. Start and end as in optim/state_format.py.
+        (numel,) float32, or bfloat16 of bfloat16 moments; on any device, perhaps live: not to be
+        written. The owned weights have to be as the last step, or `accept_weight_edits`, left them.
+        Start and end as in optim/state_format.py.
         """
 
     def write(self, bucket: Bucket, key: str, start: int, values: torch.Tensor) -> None:
-        """Overwrite part of a state with `values` (flat, any float dtype, any device); of a master, not its rounded weights."""
+        """Overwrite part of a state with `values` (flat, any float dtype, any device); of a
+        master, not its rounded weights.
+        """
 
     def kept(self, bucket: Bucket, start: int, numel: int) -> Kept:
-        """View elements [start, start + numel) of a bucket's states as they are kept; not to be written.
+        """View elements [start, start + numel) of a bucket's states as they are kept; not to be
+        written.
 
         What lies on both tiers is joined on the CPU. Start and end as in optim/state_format.py.
         """
 
     def watch(self, before_change: Callable[[], object] | None) -> None:
-        """Let it be called before states in host memory change, by the thread that changes them; None: nothing any more."""
+        """Let it be called before states in host memory change, by the thread that changes them;
+        None: nothing any more.
+        """
 
     def stored(self, bucket: Bucket) -> Iterator[tuple[str, str, int]]:
         """Yield (tier, key, bytes) of each tensor that keeps the bucket's states."""
 
 
 def lists_of(spans: Sequence[Span], states: Sequence[Kept]) -> dict[str, Any]:
-    """Return what the Adam kernel is given beside weights and gradients: parallel lists, by its arguments' names."""
+    """Return what the Adam kernel is given beside weights and gradients: parallel lists, by its
+    arguments' names.
+    """
     return {
         "exp_avgs": [state.get("exp_avg") for state in states],
         "exp_avg_sqs": [state.get("exp_avg_sq") for state in states],
@@ -109,7 +129,9 @@ def lists_of(spans: Sequence[Span], states: Sequence[Kept]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Lists:
-    """What the kernel is given for `spans`, kept for the next step: these views cost more to make than the kernel to start."""
+    """What the kernel is given for `spans`, kept for the next step: these views cost more to
+    make than the kernel to start.
+    """
 
     spans: Sequence[Span]
     params: list[torch.Tensor]
@@ -120,7 +142,8 @@ class _Lists:
 class DeviceStore:
     """States beside the weights, of each bucket's first `device_numel` elements.
 
-    away: they are in host memory for a while, where they are read and written, but no step runs on them.
+    away: they are in host memory for a while, where they are read and written, but no step runs on
+    them.
     """
 
     tier = "device"
@@ -132,9 +155,13 @@ class DeviceStore:
         self._steppers = {bucket: _C.AdamStepper() for bucket in buckets}
         self._lists: dict[Bucket, _Lists] = {}  # of the last step, by the bucket of the first span
         self._make = partial(allocate, device=device)
-        self._states = {bucket: bucket.state_format.new(bucket.device_numel, self._make) for bucket in buckets}
+        self._states = {
+            bucket: bucket.state_format.new(bucket.device_numel, self._make) for bucket in buckets
+        }
 
-    def read(self, bucket: Bucket, key: str, start: int = 0, numel: int | None = None) -> torch.Tensor:
+    def read(
+        self, bucket: Bucket, key: str, start: int = 0, numel: int | None = None
+    ) -> torch.Tensor:
         """See StateStore."""
         end = bucket.owned_numel if numel is None else start + numel
         return values_of(self.kept(bucket, start, end - start), key, bucket.owned_weight[start:end])
@@ -162,12 +189,16 @@ class DeviceStore:
             self._states[bucket] = bucket.state_format.new(bucket.device_numel, self._make)
 
     def to_host(self, tier: _C.HostTier) -> None:
-        """Move all states to memory of `tier`, until `to_device`. MemoryError, with nothing moved, if it has too little."""
+        """Move all states to memory of `tier`, until `to_device`. MemoryError, with nothing
+        moved, if it has too little.
+        """
         self._move(tier.empty, tier.to_tier, tier)
         self.away = True
 
     def to_device(self, tier: _C.HostTier) -> None:
-        """Move all states back from `tier`. torch's out-of-memory error, with nothing moved, if the device has too little."""
+        """Move all states back from `tier`. torch's out-of-memory error, with nothing moved, if
+        the device has too little.
+        """
         self._move(self._make, tier.from_tier, tier)
         self.away = False
 
@@ -178,7 +209,8 @@ class DeviceStore:
         tier: _C.HostTier,
     ) -> None:
         new = {
-            bucket: {key: make(flat.numel(), flat.dtype) for key, flat in kept.items()} for bucket, kept in self._states.items()
+            bucket: {key: make(flat.numel(), flat.dtype) for key, flat in kept.items()}
+            for bucket, kept in self._states.items()
         }
         self._lists.clear()
         for bucket, kept in new.items():
@@ -194,23 +226,35 @@ class DeviceStore:
 
     def stored(self, bucket: Bucket) -> Iterator[tuple[str, str, int]]:
         """See StateStore."""
-        return (("cpu" if self.away else self.tier, key, flat.nbytes) for key, flat in self._states[bucket].items())
+        return (
+            ("cpu" if self.away else self.tier, key, flat.nbytes)
+            for key, flat in self._states[bucket].items()
+        )
 
-    def steps(self, parts: Sequence[Sequence[Span]], hypers: Scalars) -> Iterator[_C.CopyEvent | None]:
+    def steps(
+        self, parts: Sequence[Sequence[Span]], hypers: Scalars
+    ) -> Iterator[_C.CopyEvent | None]:
         """See StateStore."""
         for spans in parts:
             self.step(spans, hypers)
             yield None
 
-    def step(self, spans: Sequence[Span], hypers: Scalars, weights: torch.Tensor | None = None) -> None:
-        """Update one part. Queued on the current stream on CUDA. weights: of the spans' one bucket, in place of its own."""
+    def step(
+        self, spans: Sequence[Span], hypers: Scalars, weights: torch.Tensor | None = None
+    ) -> None:
+        """Update one part. Queued on the current stream on CUDA. weights: of the spans' one
+        bucket, in place of its own.
+        """
         if not spans:
             return
         first = spans[0].bucket
         lists = self._lists.get(first)
         if lists is None or lists.spans != spans:
             fulls = [span.bucket.owned_weight if weights is None else weights for span in spans]
-            params = [full[span.start : span.start + span.numel] for full, span in zip(fulls, spans, strict=True)]
+            params = [
+                full[span.start : span.start + span.numel]
+                for full, span in zip(fulls, spans, strict=True)
+            ]
             states = [range_of(self._states[span.bucket], span.start, span.numel) for span in spans]
             lists = self._lists[first] = _Lists(spans, params, states, lists_of(spans, states))
         grads = []
@@ -230,17 +274,27 @@ def update_elements(
     states: Sequence[Kept],
     hypers: Scalars,
 ) -> None:
-    """Update spans of elementwise optimizers, those of a bucket that have the same scalars at once."""
+    """Update spans of elementwise optimizers, those of a bucket that have the same scalars at
+    once.
+    """
     assert not isinstance(hypers, _C.DeviceScalars)
-    for (_, hyper), numbers in groupby(range(len(spans)), key=lambda i: (spans[i].bucket, spans[i].hyper)):
+    for (_, hyper), numbers in groupby(
+        range(len(spans)), key=lambda i: (spans[i].bucket, spans[i].hyper)
+    ):
         here = list(numbers)
-        hypers[hyper].update([params[i] for i in here], [grads[i] for i in here], [states[i] for i in here])
+        hypers[hyper].update(
+            [params[i] for i in here], [grads[i] for i in here], [states[i] for i in here]
+        )
 
 
-def update_parts(units: Sequence[str | None], steps: Iterator[_C.CopyEvent | None]) -> Iterator[None]:
-    """Let a store update one part after the other; yields once for each, in order, when its new weights are copied.
+def update_parts(
+    units: Sequence[str | None], steps: Iterator[_C.CopyEvent | None]
+) -> Iterator[None]:
+    """Let a store update one part after the other; yields once for each, in order, when its new
+    weights are copied.
 
-    That is one part behind: the next is updated while they are. units: what each part is of, None: of all.
+    That is one part behind: the next is updated while they are. units: what each part is of, None:
+    of all.
     """
     copied: _C.CopyEvent | None = None
     for number, unit in enumerate(units):
@@ -251,7 +305,8 @@ def update_parts(units: Sequence[str | None], steps: Iterator[_C.CopyEvent | Non
             before.wait()
         if number:
             yield
-    next(steps, None)  # the store ends its step; dropped before, it would wait for copies as after an error
+    # the store ends its step; dropped before, it would wait for copies as after an error
+    next(steps, None)
     if copied is not None:
         copied.wait()
     yield
@@ -262,7 +317,9 @@ def gather_new_weights(comm: Comm, buckets: Sequence[Bucket]) -> list[Started]:
     unit = buckets[0].unit
     with scope("gather", unit):
         name = f"the new weights of {unit or 'the root'}"
-        return comm.all_gather([bucket.weight for bucket in buckets], Traffic.STEP, name, comm.shard_ranks)
+        return comm.all_gather(
+            [bucket.weight for bucket in buckets], Traffic.STEP, name, comm.shard_ranks
+        )
 
 
 # (start, numel) -> that range of a flattened parameter's new values; any float dtype, any device.
@@ -277,7 +334,9 @@ def part_of(values: torch.Tensor) -> ReadPart:
 
 @torch.no_grad()
 def set_weights(store: StateStore, bucket: Bucket, managed: Managed, read: ReadPart) -> None:
-    """Set a parameter and this rank's part of its master from new values; only what the rank keeps is read."""
+    """Set a parameter and this rank's part of its master from new values; only what the rank
+    keeps is read.
+    """
     if bucket.weight.numel():
         values = read(0, managed.local.numel()).to(bucket.weight.device)
         assign(managed.slice_of(bucket.weight).view(-1), values)

@@ -1,4 +1,6 @@
-"""The step: global norm, the decision to clip or skip, Adam over the owned ranges, and the new weights to every rank."""
+"""The step: global norm, the decision to clip or skip, Adam over the owned ranges, and the new
+weights to every rank.
+"""
 
 import math
 import signal
@@ -42,7 +44,8 @@ from shardcore.optim.tensor_lists import DeviceScale
 class OwnGrads:
     """This rank's parts of the reduced gradients of some parameters.
 
-    part: the norm of all ranks' parts, those of the model included, see shardcore.optim.norm_part; device: the engine's.
+    part: the norm of all ranks' parts, those of the model included, see shardcore.optim.norm_part;
+    device: the engine's.
     """
 
     def __init__(
@@ -55,7 +58,8 @@ class OwnGrads:
         device: torch.device,
         edited: Callable[[], None],
     ) -> None:
-        """Find the gradients of the chosen parameters (None: all), and take their norm, unless norm_type is None. Collective.
+        """Find the gradients of the chosen parameters (None: all), and take their norm, unless
+        norm_type is None. Collective.
 
         edited: is called when they have other values.
         """
@@ -68,7 +72,10 @@ class OwnGrads:
                         self._views.setdefault(bucket, []).append(view)
         self.part = torch.zeros(2, dtype=torch.float64, device="cpu")
         if norm_type is not None:
-            self.part = norm_part([v for bucket, views in self._views.items() if bucket.counted for v in views], norm_type)
+            self.part = norm_part(
+                [v for bucket, views in self._views.items() if bucket.counted for v in views],
+                norm_type,
+            )
             if not lifetimes.owns_everything:
                 rows = comm.all_gather_cpu(self.part, Traffic.READ, "a norm")
                 self.part = join([rows[sorted(comm.shard_ranks)]], norm_type)
@@ -96,15 +103,18 @@ class OwnGrads:
         return sq_norm_of(bucket.own_grads(), self.device)
 
 
-# What a rank sends before a step: its squared norm (two numbers), whether it refuses, digests of its terms and of its order.
+# What a rank sends before a step: its squared norm (two numbers), whether it refuses, digests of
+# its terms and of its order.
 NORM_ROW_BYTES = 8 * 5
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """A step that all ranks take: which ranges of each bucket get which scalars, as the groups' options were.
+    """A step that all ranks take: which ranges of each bucket get which scalars, as the groups'
+    options were.
 
-    updated: the parameters. same_order: the order of units that was passed to `decide` is the same on every rank.
+    updated: the parameters. same_order: the order of units that was passed to `decide` is the same
+    on every rank.
     """
 
     spans: Mapping[Bucket, Sequence[Span]]
@@ -127,29 +137,42 @@ class Updater:
         constant: Sequence[Managed],
         device_step: DeviceStep | None,
     ) -> None:
-        """Serve the buckets that the optimizer's `groups` (live param_groups) update; `kind`: what it is.
+        """Serve the buckets that the optimizer's `groups` (live param_groups) update; `kind`: what
+        it is.
 
-        constant: the weights that no step updates; ranks compare how these were loaded and edited, too. device_step: what
-        decides in place of the host, which then waits for nothing (engine/device_step.py).
+        constant: the weights that no step updates; ranks compare how these were loaded and edited,
+        too. device_step: what decides in place of the host, which then waits for nothing
+        (engine/device_step.py).
         """
         self._device_step = device_step
         self._constant = constant
         self.buckets = [bucket for bucket in buckets if bucket.group is not None]
-        self.store, self.comm, self.lifetimes, self.kind, self.groups = store, comm, lifetimes, kind, groups
+        self.store = store
+        self.comm = comm
+        self.lifetimes = lifetimes
+        self.kind = kind
+        self.groups = groups
         # Their numbers key random bits, as in an unsharded optimizer.
-        self._number = {param: number for number, param in enumerate(p for group in groups for p in group["params"])}
+        self._number = {
+            param: number
+            for number, param in enumerate(p for group in groups for p in group["params"])
+        }
         self.loaded = ""  # says that an optimizer state was loaded since the last step
         self._failure: Exception | None = None  # of a step that was under way
         self._lost_edits: set[Managed] = set()  # that a warning named
-        # Compare the gradients of what all tensor-parallel ranks have, until a step has some that are finite.
+        # Compare the gradients of what all tensor-parallel ranks have, until a step has some that
+        # are finite.
         self.compares_slices = bool(comm.slices)
         self.swapped = False  # the weights are those of an average (ema.py), not of the masters
         self._fixed = [kind.fixed(group) for group in groups]
         self._read: Sequence[Mapping[str, Any]] = groups  # as this step reads them
         self._gathers = lifetimes.gathers_new_weights and len(comm.shard_ranks) > 1
-        self._alone = isinstance(kind, MuonKind)  # each bucket, so that only one has an orthogonalized gradient
-        self._at_once = lifetimes.owns_everything or (store.tier == "device" and not self._gathers)  # one call of the kernel
-        self._spans: dict[Bucket, tuple[tuple[int | None, ...], list[Span]]] = {}  # as they were cut last, and by which scalars
+        # each bucket, so that only one has an orthogonalized gradient
+        self._alone = isinstance(kind, MuonKind)
+        # one call of the kernel
+        self._at_once = lifetimes.owns_everything or (store.tier == "device" and not self._gathers)
+        # as they were cut last, and by which scalars
+        self._spans: dict[Bucket, tuple[tuple[int | None, ...], list[Span]]] = {}
 
     @torch.no_grad()
     def decide(
@@ -162,33 +185,58 @@ class Updater:
         order: Sequence[str] = (),
         ways: Sequence[str] = (),
     ) -> tuple[float | PendingResult | None, StepPlan | None]:
-        """Plan an update of every parameter that has a gradient; returns the global norm, None if there is no gradient at all.
+        """Plan an update of every parameter that has a gradient; returns the global norm, None if
+        there is no gradient at all.
 
-        Where the norm is not finite there is no plan, or (where the device decides) one that writes nothing. The gradients are
-        multiplied by `grad_scale` and, if `max_norm` is given, by the clip coefficient of their global norm; `loss_scale` is
-        what they were divided by, None if only the device knows. Collective. `problems` has this rank's reason to refuse, if
-        any: the first is taken out and raised, and every other rank raises an error that names it. So do all ranks if these
-        numbers, the options of a group, the parameters that have gradients, the `backwards` (Reducer.count), or `ways`
-        (Comm.take_order) differ between ranks. `order` may differ.
+        Where the norm is not finite there is no plan, or (where the device decides) one that writes
+        nothing. The gradients are multiplied by `grad_scale` and, if `max_norm` is given, by the
+        clip coefficient of their global norm; `loss_scale` is what they were divided by, None if
+        only the device knows. Collective. `problems` has this rank's reason to refuse, if any: the
+        first is taken out and raised, and every other rank raises an error that names it. So do all
+        ranks if these numbers, the options of a group, the parameters that have gradients, the
+        `backwards` (Reducer.count), or `ways` (Comm.take_order) differ between ranks. `order` may
+        differ.
         """
-        active = [bucket for bucket in self.buckets if bucket.reduced and any(m.has_grad for m in bucket.params)]
-        given = (grad_scale.grad_scale, grad_scale.loss_scale) if isinstance(grad_scale, DeviceScale) else grad_scale
-        terms = {"grad_scale": given, "max_norm": max_norm, "loss_scale": loss_scale, "backwards": backwards // 2}
-        squares, same_order, any_grad = self._agreed(active, problems, terms, zlib.crc32("\n".join(order).encode()), ways)
+        active = [
+            bucket
+            for bucket in self.buckets
+            if bucket.reduced and any(m.has_grad for m in bucket.params)
+        ]
+        given = (
+            (grad_scale.grad_scale, grad_scale.loss_scale)
+            if isinstance(grad_scale, DeviceScale)
+            else grad_scale
+        )
+        terms = {
+            "grad_scale": given,
+            "max_norm": max_norm,
+            "loss_scale": loss_scale,
+            "backwards": backwards // 2,
+        }
+        squares, same_order, any_grad = self._agreed(
+            active, problems, terms, zlib.crc32("\n".join(order).encode()), ways
+        )
         if not any_grad:
             return None, None
         if self._device_step is not None:
             updated = list(self._with_grad(active))
             first: dict[tuple[int | None, int], int] = {}  # of each group and cohort
-            index_of = {m: first.setdefault((m.group, m.cohort), number) for number, m in enumerate(updated)}
-            squares = squares.to(self._device_step.state.words.device)  # from the CPU if there are none here
+            index_of = {
+                m: first.setdefault((m.group, m.cohort), number) for number, m in enumerate(updated)
+            }
+            # from the CPU if there are none here
+            squares = squares.to(self._device_step.state.words.device)
             if self.comm.world_size > 1:
                 squares = self.comm.gather_rows(_C.sq_norm_add(squares), Traffic.STEP, "a step")
             if self.comm.across:
                 squares = self.comm.of_parts(_C.sq_norm_add(squares), Traffic.STEP, "a step")
             with self._after_agreement():
-                scalars, outcome = self._device_step.decide(squares, updated, self._read, grad_scale, max_norm)
-                return outcome, StepPlan(self._spans_of(active, index_of), scalars, updated, same_order) if active else None
+                scalars, outcome = self._device_step.decide(
+                    squares, updated, self._read, grad_scale, max_norm
+                )
+                return outcome, StepPlan(
+                    self._spans_of(active, index_of), scalars, updated, same_order
+                ) if active else None
         assert isinstance(grad_scale, float)
         norm = _C.norm_from_sq(_C.sq_norm_add(squares))
         scale = _C.clipped_scale(grad_scale, norm, math.inf if max_norm is None else max_norm)
@@ -202,19 +250,23 @@ class Updater:
                 assert managed.group is not None
                 if (managed.group, managed.step) not in first:
                     first[managed.group, managed.step] = len(hypers)
-                    hypers.append(self.kind.hyper(self._read[managed.group], managed.step + 1, scale))
+                    hypers.append(
+                        self.kind.hyper(self._read[managed.group], managed.step + 1, scale)
+                    )
             index_of = {managed: first[managed.group, managed.step] for managed in updated}
             return norm, StepPlan(self._spans_of(active, index_of), hypers, updated, same_order)
 
     @torch.no_grad()
     def apply(self, plan: StepPlan, wait: bool = True) -> dict[Bucket, list[Started]]:
-        """Update weights and states. Bucket by bucket where something of one travels while the next is computed.
+        """Update weights and states. Bucket by bucket where something of one travels while the next
+        is computed.
 
         Returns what gathers the new weights of each bucket, unless it is waited for here.
         """
         runs = [[bucket] for bucket in plan.spans] if self._alone else [list(plan.spans)]
         left = deque(plan.spans if self._gathers else ())
-        updated: list[Bucket] = []  # of a unit that has more of them: all of its buckets are gathered at once
+        # of a unit that has more of them: all of its buckets are gathered at once
+        updated: list[Bucket] = []
         works: dict[Bucket, list[Started]] = {}
 
         def gather_next() -> None:
@@ -238,7 +290,8 @@ class Updater:
                                 gather_next()
                 except Exception as error:
                     self._failure = self._failure or error
-                while left and left[0] in run:  # after an error other ranks wait for them; at the next step this one refuses
+                # after an error other ranks wait for them; at the next step this one refuses
+                while left and left[0] in run:
                     gather_next()
         if wait or self._failure is not None:
             with self.comm.clock.part("exposed_gather" if works else None):
@@ -247,17 +300,28 @@ class Updater:
         return works
 
     def _prepared(self, plan: StepPlan, bucket: Bucket) -> AbstractContextManager[None]:
-        """Let the bucket's gradient be what the kind of optimizer updates with, inside the context."""
+        """Let the bucket's gradient be what the kind of optimizer updates with, inside the
+        context.
+        """
         if not self._alone:
             return nullcontext()
         spans = plan.spans[bucket]
         return orthogonalized(
-            bucket, spans, plan.hypers, self.groups, self.store, self.comm, self.lifetimes, self.raise_failure
+            bucket,
+            spans,
+            plan.hypers,
+            self.groups,
+            self.store,
+            self.comm,
+            self.lifetimes,
+            self.raise_failure,
         )
 
     @contextmanager
     def _after_agreement(self) -> Iterator[None]:
-        """Let what fails on this rank, after all have agreed on the step, be a step that failed on its way."""
+        """Let what fails on this rank, after all have agreed on the step, be a step that failed
+        on its way.
+        """
         try:
             yield
         except Exception as error:
@@ -268,8 +332,10 @@ class Updater:
         """Raise StepError if `apply` has failed on its way, this time and from then on."""
         if self._failure is not None:
             raise StepError(
-                f"step: updating the weights failed on its way ({type(self._failure).__name__}: {self._failure}); expected it "
-                "to succeed (some weights are new, some are not: make the model anew and load its last saved state)"
+                f"step: updating the weights failed on its way ({type(self._failure).__name__}: "
+                f"{self._failure}); expected it "
+                "to succeed (some weights are new, some are not: make the model anew and load its "
+                "last saved state)"
             ) from self._failure
 
     def check(self) -> None:
@@ -281,15 +347,21 @@ class Updater:
         self.accept_weight_edits()
 
     def check_fixed(self, op: str, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Raise ValueError for an option that decides which states there are and is not as it was when they were made."""
+        """Raise ValueError for an option that decides which states there are and is not as it
+        was when they were made.
+        """
         if len(groups) != len(self._fixed):
-            raise ValueError(f"{op}: param_groups has {len(groups)} groups; expected {len(self._fixed)}, as shard() found them")
+            raise ValueError(
+                f"{op}: param_groups has {len(groups)} groups; expected {len(self._fixed)}, as "
+                f"shard() found them"
+            )
         for index, (group, fixed) in enumerate(zip(groups, self._fixed, strict=True)):
             now = self.kind.fixed(group)
             for key, value in fixed.items():
                 if now[key] != value:
                     raise ValueError(
-                        f"{op}: param_groups[{index}].{key} is {now[key]!r}; expected {value!r}, as when shard() was called "
+                        f"{op}: param_groups[{index}].{key} is {now[key]!r}; expected {value!r}, "
+                        f"as when shard() was called "
                         "(states are laid out once: set it before shard)"
                     )
 
@@ -301,11 +373,13 @@ class Updater:
         order: int,
         ways: Sequence[str],
     ) -> tuple[torch.Tensor, bool, bool]:
-        """Return squared norms of the averaged gradients (n, 2), whether ranks passed one `order`, and if any part is active.
+        """Return squared norms of the averaged gradients (n, 2), whether ranks passed one `order`,
+        and if any part is active.
 
-        The squares are those of each part of the model; where the device decides those of this rank's buckets, and nothing
-        waits for them. Raises on all ranks, of all parts, if one refuses or differs in its terms. (Parts have buckets of their
-        own, and only compare how gradients are scaled and clipped.)
+        The squares are those of each part of the model; where the device decides those of this
+        rank's buckets, and nothing waits for them. Raises on all ranks, of all parts, if one
+        refuses or differs in its terms. (Parts have buckets of their own, and only compare how
+        gradients are scaled and clipped.)
         """
         compared: list[str] = []
         taken: list[torch.Tensor] = []
@@ -327,32 +401,46 @@ class Updater:
             rows = self.comm.all_gather_cpu(torch.cat([head, squares]), Traffic.STEP, "a step")
             squares = rows[:, len(head) :].contiguous()
         unlike = self._unlike(rows[:, 3 : len(head)]) if self.compares_slices else ""
-        scaling = zlib.crc32(f"{terms['grad_scale']} {terms['max_norm']} {terms['loss_scale']}".encode())
+        scaling = zlib.crc32(
+            f"{terms['grad_scale']} {terms['max_norm']} {terms['loss_scale']}".encode()
+        )
         refused = bool(rows[:, 0].any()) or bool((rows[:, 1] != digest).any())
         own = torch.tensor([refused, scaling, bool(active)], dtype=torch.float64, device="cpu")
         if self._device_step is not None:
             parts = self.comm.of_parts(own, Traffic.STEP, "a step")
         else:
-            parts = self.comm.of_parts(torch.cat([own, _C.sq_norm_add(squares)]), Traffic.STEP, "a step")
+            parts = self.comm.of_parts(
+                torch.cat([own, _C.sq_norm_add(squares)]), Traffic.STEP, "a step"
+            )
             squares = parts[:, 3:].contiguous()
         if bool(parts[:, 0].any()):
-            found = Everyone(self.comm, self.comm.across).first_problem(problems[0] if problems else None)
+            found = Everyone(self.comm, self.comm.across).first_problem(
+                problems[0] if problems else None
+            )
             why = "see the errors of its ranks" if found is None else found[1]
             if problems:
                 del problems[1:]
                 raise problems.pop()
             if rows[:, 0].any():
                 refusing = rows[:, 0].nonzero().flatten().tolist()
-                raise ValueError(f"step: rank {refusing[0]} refused the step, so no rank was updated: {why}")
+                raise ValueError(
+                    f"step: rank {refusing[0]} refused the step, so no rank was updated: {why}"
+                )
             if (rows[:, 1] != digest).any():
                 difference = first_difference(self.comm.gather_json(compared))
-                raise ValueError(f"step: ranks disagree: {difference}; expected the same step on every rank (none was updated)")
-            raise ValueError(f"step: another part of the model refused the step, so no rank was updated: {why}")
+                raise ValueError(
+                    f"step: ranks disagree: {difference}; expected the same step on every rank "
+                    f"(none was updated)"
+                )
+            raise ValueError(
+                f"step: another part of the model refused the step, so no rank was updated: {why}"
+            )
         if (parts[:, 1] != scaling).any():
             raise ValueError(
-                "step: the parts of the model disagree on grad_scale, max_norm or loss_scale, which are "
-                f"{terms['grad_scale']}, {terms['max_norm']} and {terms['loss_scale']} here; expected the same in all of them "
-                "(none was updated)"
+                "step: the parts of the model disagree on grad_scale, max_norm or loss_scale, "
+                "which are "
+                f"{terms['grad_scale']}, {terms['max_norm']} and {terms['loss_scale']} here; "
+                f"expected the same in all of them (none was updated)"
             )
         if unlike:
             raise ValueError(unlike)
@@ -381,34 +469,48 @@ class Updater:
                     first = piece.param_start + max(0, start - piece.start)
                     for part_of_view in torch.split(view, 1 << 20) if managed.has_grad else ():
                         values, end = part_of_view.double(), first + len(part_of_view)
-                        fixed = torch.arange(first, end, dtype=torch.float64, device=values.device).cos_()
-                        traces[index_of[managed]] += torch.stack([values.dot(values), values.dot(fixed)]).cpu()
+                        fixed = torch.arange(
+                            first, end, dtype=torch.float64, device=values.device
+                        ).cos_()
+                        traces[index_of[managed]] += torch.stack(
+                            [values.dot(values), values.dot(fixed)]
+                        ).cpu()
                         first = end
         return traces.flatten()
 
     def _unlike(self, rows: torch.Tensor) -> str:
         """Say what is wrong if tensor-parallel ranks have different gradients of a whole parameter.
 
-        Collective over these ranks. rows: the traces of the ranks that share their slices. Differences below a sixteenth of
-        the norm are ignored, as some kernels add in any order; so are gradients that are noise beside the largest one.
+        Collective over these ranks. rows: the traces of the ranks that share their slices.
+        Differences below a sixteenth of the norm are ignored, as some kernels add in any order; so
+        are gradients that are noise beside the largest one.
         """
         own = [self.comm.rank] if self.lifetimes.owns_everything else sorted(self.comm.shard_ranks)
-        traces = self.comm.of_parts(rows[own].sum(0), Traffic.STEP, "a step", self.comm.slices).view(-1, rows.size(1) // 2, 2)
+        traces = self.comm.of_parts(
+            rows[own].sum(0), Traffic.STEP, "a step", self.comm.slices
+        ).view(-1, rows.size(1) // 2, 2)
         # A step with other gradients is skipped, or has none.
-        self.compares_slices = not traces.isfinite().all() or (traces.numel() > 0 and not traces.any())
+        self.compares_slices = not traces.isfinite().all() or (
+            traces.numel() > 0 and not traces.any()
+        )
         norms, products = traces[..., 0].sqrt(), traces[..., 1]
         apart = torch.maximum(norms.amax(0) - norms.amin(0), products.amax(0) - products.amin(0))
         largest = norms.amax(0)
-        found = ((apart > largest / 16) & (largest > 1e-6 * norms.amax())).nonzero().flatten().tolist()
+        found = (
+            ((apart > largest / 16) & (largest > 1e-6 * norms.amax())).nonzero().flatten().tolist()
+        )
         if not found:
             return ""
         self.compares_slices = True
         last = found[-1]  # what comes before it in a forward gets its wrong gradients
         return (
-            f"step: the gradient of {self._whole()[last].name}, which every tensor-parallel rank has in full, "
-            f"differs between these ranks (norms {', '.join(f'{norm:.4g}' for norm in norms[:, last].tolist())}); "
-            "expected the same batch and random seed on these ranks, and a plan that slices the parameter, or marks "
-            'its module "replicated_with_grad_allreduce" if each rank sees other features (none was updated)'
+            f"step: the gradient of {self._whole()[last].name}, which every tensor-parallel rank "
+            f"has in full, differs between these ranks (norms "
+            f"{', '.join(f'{norm:.4g}' for norm in norms[:, last].tolist())}); "
+            "expected the same batch and random seed on these ranks, and a plan that slices the "
+            "parameter, or marks "
+            'its module "replicated_with_grad_allreduce" if each rank sees other features (none '
+            "was updated)"
         )
 
     def _compared(self, terms: Mapping[str, object]) -> list[str]:
@@ -419,20 +521,35 @@ class Updater:
             for key, value in self.kind.terms(group).items()
         )
         params = (
-            f"{managed.name} with {'a' if bucket.reduced and managed.has_grad else 'no'} gradient after "
-            f"{managed.step if self._device_step is None else managed.tried} steps" + managed.changes
+            f"{managed.name} with {'a' if bucket.reduced and managed.has_grad else 'no'} gradient "
+            f"after {managed.step if self._device_step is None else managed.tried} steps"
+            + managed.changes
             for bucket in self.buckets
             for managed in bucket.params
         )
-        constant = (f"{managed.name}, which no step updates{managed.changes}" for managed in self._constant if managed.changes)
+        constant = (
+            f"{managed.name}, which no step updates{managed.changes}"
+            for managed in self._constant
+            if managed.changes
+        )
         loaded = [self.loaded] if self.loaded else []
-        return [*(f"{name}={value}" for name, value in terms.items()), *options, *params, *constant, *loaded]
+        return [
+            *(f"{name}={value}" for name, value in terms.items()),
+            *options,
+            *params,
+            *constant,
+            *loaded,
+        ]
 
     def _every(self) -> Iterable[Managed]:
-        return chain((managed for bucket in self.buckets for managed in bucket.params), self._constant)
+        return chain(
+            (managed for bucket in self.buckets for managed in bucket.params), self._constant
+        )
 
     def forget_changes(self) -> None:
-        """Hold no load or edit of weights so far against any rank: they have been compared, or all weights are new."""
+        """Hold no load or edit of weights so far against any rank: they have been compared, or
+        all weights are new.
+        """
         for managed in self._every():
             managed.changes = ""
 
@@ -441,8 +558,11 @@ class Updater:
         count = sum(bool(managed.changes) for managed in self._every())
         return f" after {count} of its weights were loaded or edited" if count else ""
 
-    def _spans_of(self, active: Sequence[Bucket], index_of: Mapping[Managed, int]) -> dict[Bucket, list[Span]]:
-        """Cut the owned ranges into spans of equal scalars, `index_of` each parameter; padding between rides along (all zeros).
+    def _spans_of(
+        self, active: Sequence[Bucket], index_of: Mapping[Managed, int]
+    ) -> dict[Bucket, list[Span]]:
+        """Cut the owned ranges into spans of equal scalars, `index_of` each parameter; padding
+        between rides along (all zeros).
 
         Where random bits are drawn each parameter has spans of its own: they are keyed by it.
         """
@@ -455,15 +575,29 @@ class Updater:
         return plan
 
     def _cut(self, bucket: Bucket, indices: Sequence[int | None]) -> list[Span]:
-        """Cut a bucket's owned range; `indices` says which scalars update each of its parameters, None: it stays."""
+        """Cut a bucket's owned range; `indices` says which scalars update each of its
+        parameters, None: it stays.
+        """
         spans: list[Span] = []
         previous = None
         for piece in bucket.pieces:
-            managed, index, end = bucket.params[piece.slot], indices[piece.slot], piece.start + piece.numel
+            managed, index, end = (
+                bucket.params[piece.slot],
+                indices[piece.slot],
+                piece.start + piece.numel,
+            )
             if index is not None and index == previous:
                 spans[-1] = Span(bucket, spans[-1].start, end - spans[-1].start, index)
             elif index is not None:
-                spans.append(Span(bucket, piece.start, piece.numel, index, (self._number[managed.param], piece.param_start)))
+                spans.append(
+                    Span(
+                        bucket,
+                        piece.start,
+                        piece.numel,
+                        index,
+                        (self._number[managed.param], piece.param_start),
+                    )
+                )
             previous = None if bucket.state_format.random else index
         return spans
 
@@ -471,19 +605,26 @@ class Updater:
     def _with_grad(buckets: Iterable[Bucket]) -> Iterable[Managed]:
         return (managed for bucket in buckets for managed in bucket.params if managed.has_grad)
 
-    # --- weights and masters ------------------------------------------------------------------------------------------
+    # --- weights and masters ----------------------------------------------------------------------
 
     @property
     def has_edits(self) -> bool:
-        """Whether parameters that a step updates were edited in place, which `accept_weight_edits` has not seen."""
-        return any(bucket.changed or any(managed.edited for managed in bucket.params) for bucket in self.buckets)
+        """Whether parameters that a step updates were edited in place, which
+        `accept_weight_edits` has not seen.
+        """
+        return any(
+            bucket.changed or any(managed.edited for managed in bucket.params)
+            for bucket in self.buckets
+        )
 
     @torch.no_grad()
     def accept_weight_edits(self) -> None:
-        """Bring masters in line with parameters that were edited in place since the engine last wrote them.
+        """Bring masters in line with parameters that were edited in place since the engine last
+        wrote them.
 
-        Elements that still equal their rounded master keep its full precision. Raises ValueError if a parameter no longer
-        uses the engine's memory (`.data` re-assigned, model moved or cast), or weights are swapped.
+        Elements that still equal their rounded master keep its full precision. Raises ValueError if
+        a parameter no longer uses the engine's memory (`.data` re-assigned, model moved or cast),
+        or weights are swapped.
         """
         self.refuse_swapped("step")
         for bucket in self.buckets:
@@ -499,46 +640,60 @@ class Updater:
         """Raise ValueError if the weights are those of an average."""
         if self.swapped and not op.startswith("EMA."):
             raise ValueError(
-                f"{op}: the model has averaged weights now; expected the end of `with ema.swap():` (ema.state_dict() has the "
-                "averages)"
+                f"{op}: the model has averaged weights now; expected the end of `with ema.swap():` "
+                f"(ema.state_dict() has the averages)"
             )
 
     def _refresh_masters(self, bucket: Bucket, edited: set[Managed]) -> None:
         bucket.take_edits()
         behind, bucket.changed = bucket.changed, False
-        for managed, piece, values in bucket.owned_views(bucket.owned_values(0, bucket.owned_numel)):
+        for managed, piece, values in bucket.owned_views(
+            bucket.owned_values(0, bucket.owned_numel)
+        ):
             if (behind or managed in edited) and bucket.state_format.master is not None:
                 old = self.store.read(bucket, "master", piece.start, piece.numel).to(values.device)
                 rounded = torch.empty_like(values)
                 _C.cast([rounded], [old])
-                self.store.write(bucket, "master", piece.start, torch.where(rounded == values, old, values.float()))
+                self.store.write(
+                    bucket,
+                    "master",
+                    piece.start,
+                    torch.where(rounded == values, old, values.float()),
+                )
         for managed in edited:
             managed.note_edit()
 
     @torch.no_grad()
     def warn_of_lost_edits(self, op: str) -> None:
-        """Give one UserWarning for weights that no longer are their masters rounded, the first time that each is found.
+        """Give one UserWarning for weights that no longer are their masters rounded, the first time
+        that each is found.
 
-        Accepted edits are in the masters. What was written through `.data`, which no version counter shows, is not. Only this
-        rank's part is looked at.
+        Accepted edits are in the masters. What was written through `.data`, which no version
+        counter shows, is not. Only this rank's part is looked at.
         """
         lost = []
         for bucket in self.buckets:
             if bucket.state_format.master != "fp32":  # a split master changes with its weight
                 continue
-            for managed, piece, values in bucket.owned_views(bucket.owned_values(0, bucket.owned_numel)):
+            for managed, piece, values in bucket.owned_views(
+                bucket.owned_values(0, bucket.owned_numel)
+            ):
                 master = self.store.read(bucket, "master", piece.start, piece.numel)
                 rounded = torch.empty_like(values, device=master.device)
                 _C.cast([rounded], [master])
                 weight = values.to(master.device)
-                same = torch.equal(rounded, weight) or torch.equal(rounded.nan_to_num(), weight.nan_to_num())
+                same = torch.equal(rounded, weight) or torch.equal(
+                    rounded.nan_to_num(), weight.nan_to_num()
+                )
                 if not same and managed not in self._lost_edits:
                     self._lost_edits.add(managed)
                     lost.append(managed.name)
         if lost:
             warnings.warn(
-                f"{op}: the weights of {', '.join(lost)} were edited behind autograd (p.data, or a view of it), so the float32 "
-                "masters, which are saved and which the next step goes on from, do not have the edit; expected an edit of the "
+                f"{op}: the weights of {', '.join(lost)} were edited behind autograd (p.data, or a "
+                f"view of it), so the float32 "
+                "masters, which are saved and which the next step goes on from, do not have the "
+                "edit; expected an edit of the "
                 "parameter itself (with torch.no_grad(): p.clamp_(-1, 1))",
                 UserWarning,
                 stacklevel=6,
@@ -549,7 +704,11 @@ class Updater:
         changes, old = managed.changes, []
         for piece in bucket.pieces_of(managed):
             has_master = bucket.state_format.master is not None
-            master = self.store.read(bucket, "master", piece.start, piece.numel).clone() if has_master else None
+            master = (
+                self.store.read(bucket, "master", piece.start, piece.numel).clone()
+                if has_master
+                else None
+            )
             old.append((piece.start, bucket.owned_values(piece.start, piece.numel).clone(), master))
 
         def undo() -> None:
@@ -562,13 +721,17 @@ class Updater:
         return undo
 
     def set_weights(self, bucket: Bucket, managed: Managed, values: torch.Tensor) -> None:
-        """Set a parameter, and this rank's part of its master, from `values` (of what is managed; any float dtype)."""
+        """Set a parameter, and this rank's part of its master, from `values` (of what is
+        managed; any float dtype).
+        """
         set_weights(self.store, bucket, managed, part_of(values))
         managed.note_load()
 
 
 def _squares_of(buckets: Sequence[Bucket]) -> torch.Tensor:
-    """Return the squared norms of the buckets' gradients (n, 2), where they lie; those not taken yet in one call."""
+    """Return the squared norms of the buckets' gradients (n, 2), where they lie; those not taken
+    yet in one call.
+    """
     squares, grads = [], []
     for bucket in (bucket for bucket in buckets if bucket.counted):
         if bucket.sq_norm is not None:
@@ -581,12 +744,14 @@ def _squares_of(buckets: Sequence[Bucket]) -> torch.Tensor:
     return torch.stack(squares) if squares else torch.zeros(0, 2, dtype=torch.float64, device="cpu")
 
 
-_ENDING = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2  # handlers of these may raise
+# handlers of these may raise
+_ENDING = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2
 
 
 @contextmanager
 def interrupts_held_back() -> Iterator[Callable[[], None]]:
-    """Let Ctrl-C, and signals by which jobs are ended, take effect at the end. (Handlers run on the main thread alone.)
+    """Let Ctrl-C, and signals by which jobs are ended, take effect at the end. (Handlers run on the
+    main thread alone.)
 
     Yields a function by which those that have come so far take effect at once.
     """
@@ -596,5 +761,7 @@ def interrupts_held_back() -> Iterator[Callable[[], None]]:
         for number, handler in handlers.items():  # SIGINT's is put back last
             if callable(handler):
                 old.callback(signal.signal, number, handler)
-                signal.signal(number, lambda number, frame: calls.callback(handlers[number], number, frame))
+                signal.signal(
+                    number, lambda number, frame: calls.callback(handlers[number], number, frame)
+                )
         yield calls.close

@@ -1,12 +1,15 @@
-"""Units: what is gathered and reduced together, how a model is cut into them, and their order of use in a pass.
+"""Units: what is gathered and reduced together, how a model is cut into them, and their order of
+use in a pass.
 
-A unit is a module of the model that is called, since weights are gathered for its forward: never a ModuleList or ModuleDict,
-nor what lies inside a module of torch's that reads the weights of its parts (`_READERS`).
-The root (the model itself) holds whatever no other unit holds. Each parameter belongs to one unit: the innermost one that
-contains every module which uses it, so a weight tied across units belongs to their parent.
+A unit is a module of the model that is called, since weights are gathered for its forward: never a
+ModuleList or ModuleDict, nor what lies inside a module of torch's that reads the weights of its
+parts (`_READERS`). The root (the model itself) holds whatever no other unit holds. Each parameter
+belongs to one unit: the innermost one that contains every module which uses it, so a weight tied
+across units belongs to their parent.
 
-Note [Whole modules]: "auto" and a number choose nothing inside a module that is marked as a leaf (deepspeed/leaf_modules.py) or
-listed after them. Outside of other units it is a unit itself. So ranks may use other parts of it, as of a mixture of experts.
+Note [Whole modules]: "auto" and a number choose nothing inside a module that is marked as a leaf
+(deepspeed/leaf_modules.py) or listed after them. Outside of other units it is a unit itself. So
+ranks may use other parts of it, as of a mixture of experts.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -19,16 +22,21 @@ from torch.utils import _pytree as pytree
 
 from shardcore.engine.bucket import Bucket
 
-UnitPolicy: TypeAlias = str | int | type[nn.Module] | Sequence[str | int | type[nn.Module] | nn.Module]
+UnitPolicy: TypeAlias = (
+    str | int | type[nn.Module] | Sequence[str | int | type[nn.Module] | nn.Module]
+)
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
-# They read weights of modules inside them without calling these: out_proj always, others in evaluation (torch's fast path).
+# They read weights of modules inside them without calling these: out_proj always, others in
+# evaluation (torch's fast path).
 _READERS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 
 @dataclass
 class UnitSpec:
-    """A unit before it has buffers: its module, that module's name in the model ("" for the root), and its parameters."""
+    """A unit before it has buffers: its module, that module's name in the model ("" for the
+    root), and its parameters.
+    """
 
     name: str
     module: nn.Module
@@ -36,24 +44,36 @@ class UnitSpec:
 
 
 def plan_units(model: nn.Module, policy: UnitPolicy = "auto") -> list[UnitSpec]:
-    """Split `model` into units by `policy`; returns them in module order, the root first, empty ones left out.
+    """Split `model` into units by `policy`; returns them in module order, the root first, empty
+    ones left out.
 
-    policy: "auto" (the children of every outermost container that repeats a class: the blocks of a transformer; of lists in a
-    list, their children); a module class or several; a list of modules of the model; or an integer n (the innermost modules
-    with at least n parameters of their own or of smaller modules below them). Or a list of "auto" or n, then classes or modules
-    that stay whole: see Note [Whole modules]. Raises ValueError or TypeError for anything else.
+    policy: "auto" (the children of every outermost container that repeats a class: the blocks of a
+    transformer; of lists in a list, their children); a module class or several; a list of modules
+    of the model; or an integer n (the innermost modules with at least n parameters of their own or
+    of smaller modules below them). Or a list of "auto" or n, then classes or modules that stay
+    whole: see Note [Whole modules]. Raises ValueError or TypeError for anything else.
     """
     chosen = set(_choose(model, policy))
     chosen.discard(model)
     units = {model: UnitSpec("", model)}
-    units.update({module: UnitSpec(name, module) for name, module in model.named_modules() if module in chosen})
+    units.update(
+        {
+            module: UnitSpec(name, module)
+            for name, module in model.named_modules()
+            if module in chosen
+        }
+    )
     for param_name, param, chain in _owner_chains(model, chosen):
         units[chain[-1]].params.append((param_name, param))
     return [unit for unit in units.values() if unit.params]
 
 
-def _owner_chains(model: nn.Module, chosen: set[nn.Module]) -> Iterator[tuple[str, nn.Parameter, list[nn.Module]]]:
-    """Yield each distinct parameter with the units that contain all of its uses, outermost first."""
+def _owner_chains(
+    model: nn.Module, chosen: set[nn.Module]
+) -> Iterator[tuple[str, nn.Parameter, list[nn.Module]]]:
+    """Yield each distinct parameter with the units that contain all of its uses, outermost
+    first.
+    """
     first_name: dict[nn.Parameter, str] = {}
     common: dict[nn.Parameter, list[nn.Module]] = {}
     for name, param, chain in _uses(model, chosen, "", [model]):
@@ -67,7 +87,9 @@ def _owner_chains(model: nn.Module, chosen: set[nn.Module]) -> Iterator[tuple[st
 def _uses(
     module: nn.Module, chosen: set[nn.Module], prefix: str, chain: list[nn.Module]
 ) -> Iterator[tuple[str, nn.Parameter, list[nn.Module]]]:
-    """Yield each use of a parameter in `module`, which is called `prefix`, with the units around it, outermost first."""
+    """Yield each use of a parameter in `module`, which is called `prefix`, with the units around
+    it, outermost first.
+    """
     if module in chosen:
         chain = [*chain, module]
     for name, param in module._parameters.items():
@@ -82,19 +104,29 @@ def _choose(model: nn.Module, policy: UnitPolicy) -> Collection[nn.Module]:
     if isinstance(policy, str | int):
         return _choose_by_rule(model, policy, [])
     if not isinstance(policy, type | Iterable):
-        raise TypeError(f'shard: units is {policy!r}; expected "auto", module classes, a list of modules, or a number')
+        raise TypeError(
+            f'shard: units is {policy!r}; expected "auto", module classes, a list of modules, or a '
+            f"number"
+        )
     items = [policy] if isinstance(policy, type) else list(policy)
     if items and (items[0] == "auto" or isinstance(items[0], int)):
         return _choose_by_rule(model, items[0], _named(model, items[1:]))
     return _named(model, items)
 
 
-def _choose_by_rule(model: nn.Module, rule: str | int, listed: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return what "auto" or a number chooses. listed: modules that stay whole, beside those that are marked."""
+def _choose_by_rule(
+    model: nn.Module, rule: str | int, listed: Sequence[nn.Module]
+) -> list[nn.Module]:
+    """Return what "auto" or a number chooses. listed: modules that stay whole, beside those that
+    are marked.
+    """
     whole = {*listed, *filter(is_leaf, model.modules())}
     if isinstance(rule, str):
         if rule != "auto":
-            raise ValueError(f'shard: units is "{rule}"; expected "auto", module classes, a list of modules, or a number')
+            raise ValueError(
+                f'shard: units is "{rule}"; expected "auto", module classes, a list of modules, or '
+                f"a number"
+            )
         return list(_repeated_blocks(model, whole))
     if isinstance(rule, bool):
         raise TypeError(f"shard: units is {rule}; expected a number of parameters, not a bool")
@@ -105,44 +137,65 @@ def _choose_by_rule(model: nn.Module, rule: str | int, listed: Sequence[nn.Modul
 
 def _named(model: nn.Module, items: Sequence[Any]) -> list[nn.Module]:
     """Return the modules of a list of classes and modules."""
-    classes = tuple(item for item in items if isinstance(item, type) and issubclass(item, nn.Module))
+    classes = tuple(
+        item for item in items if isinstance(item, type) and issubclass(item, nn.Module)
+    )
     modules = [item for item in items if isinstance(item, nn.Module)]
     if len(classes) + len(modules) != len(items):
-        strange = next(i for i in items if not (isinstance(i, nn.Module) or (isinstance(i, type) and issubclass(i, nn.Module))))
-        raise TypeError(f"shard: units has {strange!r}; expected module classes or modules of the model")
+        strange = next(
+            i
+            for i in items
+            if not (isinstance(i, nn.Module) or (isinstance(i, type) and issubclass(i, nn.Module)))
+        )
+        raise TypeError(
+            f"shard: units has {strange!r}; expected module classes or modules of the model"
+        )
     inside = set(model.modules())
     for module in modules:
         if module not in inside:
             raise ValueError(
-                f"shard: units has a {type(module).__name__} that is not a module of the model; expected one of its modules()"
+                f"shard: units has a {type(module).__name__} that is not a module of the model; "
+                f"expected one of its modules()"
             )
     readers = [module for module in inside if isinstance(module, _READERS)]
     read = {part for reader in readers for part in reader.modules() if part is not reader}
-    found = [module for module in model.modules() if classes and isinstance(module, classes) and module not in read]
+    found = [
+        module
+        for module in model.modules()
+        if classes and isinstance(module, classes) and module not in read
+    ]
     if classes and not found:
         names = ", ".join(c.__name__ for c in classes)
-        raise ValueError(f"shard: units names {names}; expected classes of modules that the model calls (it has none of these)")
+        raise ValueError(
+            f"shard: units names {names}; expected classes of modules that the model calls (it has "
+            f"none of these)"
+        )
     for module in [*found, *modules]:
         if module is not model and not _is_called(module):
             raise ValueError(
-                f"shard: units has a {type(module).__name__}, which has no forward; expected modules that are called "
-                "(perhaps its children)"
+                f"shard: units has a {type(module).__name__}, which has no forward; expected "
+                f"modules that are called (perhaps its children)"
             )
         if module in read:
             raise ValueError(
-                f"shard: units has a {type(module).__name__} inside a module of torch's that reads its weights without calling "
+                f"shard: units has a {type(module).__name__} inside a module of torch's that reads "
+                f"its weights without calling "
                 "it; expected that module (MultiheadAttention, TransformerEncoderLayer)"
             )
     return found + modules
 
 
 def _is_called(module: nn.Module) -> bool:
-    """Whether the module has a forward; containers have none, their children are called one by one."""
+    """Whether the module has a forward; containers have none, their children are called one by
+    one.
+    """
     return "forward" in vars(module) or type(module).forward is not nn.Module.forward
 
 
 def _called_children(module: nn.Module, whole: Collection[nn.Module]) -> Iterator[nn.Module]:
-    """Yield the children, and in place of those that are never called, such as lists in a list, theirs."""
+    """Yield the children, and in place of those that are never called, such as lists in a list,
+    theirs.
+    """
     for child in module.children():
         if _is_called(child):
             yield child
@@ -179,9 +232,15 @@ def _by_size(model: nn.Module, min_numel: int, whole: Collection[nn.Module]) -> 
 
 
 def _choose_by_size(
-    module: nn.Module, min_numel: int, whole: Collection[nn.Module], chosen: list[nn.Module], seen: set[nn.Parameter]
+    module: nn.Module,
+    min_numel: int,
+    whole: Collection[nn.Module],
+    chosen: list[nn.Module],
+    seen: set[nn.Parameter],
 ) -> int:
-    """Add to `chosen`; returns how many parameters of the module, none of them in `seen`, are left for who holds it."""
+    """Add to `chosen`; returns how many parameters of the module, none of them in `seen`, are
+    left for who holds it.
+    """
     if module in whole or isinstance(module, _READERS):
         own = set(module.parameters()) - seen
         children: list[nn.Module] = []
@@ -189,7 +248,9 @@ def _choose_by_size(
         own = {p for p in module._parameters.values() if p is not None} - seen
         children = list(module.children())
     seen.update(own)
-    rest = sum(p.numel() for p in own) + sum(_choose_by_size(child, min_numel, whole, chosen, seen) for child in children)
+    rest = sum(p.numel() for p in own) + sum(
+        _choose_by_size(child, min_numel, whole, chosen, seen) for child in children
+    )
     if rest >= min_numel and _is_called(module):
         chosen.append(module)
         return 0
@@ -197,7 +258,9 @@ def _choose_by_size(
 
 
 class Order:
-    """The order in which units are used in one kind of pass: learned in one, expected in the next."""
+    """The order in which units are used in one kind of pass: learned in one, expected in the
+    next.
+    """
 
     def __init__(self) -> None:
         self._known: list[Unit] = []
@@ -211,18 +274,27 @@ class Order:
     def use(self, unit: "Unit") -> None:
         """Note a use; several in a row count as one."""
         if self._uses is not None and (not self._uses or self._uses[-1] is not unit):
-            self._on_track &= len(self._uses) < len(self._known) and self._known[len(self._uses)] is unit
+            self._on_track &= (
+                len(self._uses) < len(self._known) and self._known[len(self._uses)] is unit
+            )
             self._uses.append(unit)
 
     def after(self, count: int) -> list["Unit"]:
-        """The next units, at most `count`, after the one used last; fewer if the pass ends, none if the order is not known."""
+        """The next units, at most `count`, after the one used last; fewer if the pass ends, none
+        if the order is not known.
+        """
         if self._uses is None or not self._on_track:
             return []
         return self._known[len(self._uses) : len(self._uses) + count]
 
     def is_last(self, unit: "Unit") -> bool:
         """Whether the pass, known as it is, ends with the use of `unit` that was just noted."""
-        return self._uses is not None and self._on_track and len(self._uses) == len(self._known) and self._known[-1] is unit
+        return (
+            self._uses is not None
+            and self._on_track
+            and len(self._uses) == len(self._known)
+            and self._known[-1] is unit
+        )
 
     def end(self) -> None:
         """End the pass: the next one is expected to be like it."""
@@ -236,13 +308,18 @@ def in_backward() -> bool:
 
 
 def tracer() -> str | None:
-    """Return the name of what records operations on this thread, or runs them on fake tensors; None without."""
+    """Return the name of what records operations on this thread, or runs them on fake tensors;
+    None without.
+    """
     if torch._C._get_tracing_state() is not None:
         return "torch.jit.trace"
     if torch.compiler.is_exporting():
         return "torch.export"
     proxy = torch._C._TorchDispatchModeKey.PROXY
-    if torch._C._get_dispatch_mode(proxy) is not None or torch._ops._get_dispatch_mode_pre_dispatch(proxy) is not None:  # type: ignore[no-untyped-call]
+    if (
+        torch._C._get_dispatch_mode(proxy) is not None
+        or torch._ops._get_dispatch_mode_pre_dispatch(proxy) is not None  # type: ignore[no-untyped-call]
+    ):
         return "make_fx"
     return "FakeTensorMode" if in_fake_mode() else None
 
@@ -253,7 +330,9 @@ def in_fake_mode() -> bool:
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in what a module takes or returns: nested sequences, mappings, dataclasses, and what pytree knows."""
+    """Yield the tensors in what a module takes or returns: nested sequences, mappings,
+    dataclasses, and what pytree knows.
+    """
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -273,13 +352,15 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 class Unit:
     """A unit at run time.
 
-    stays: it is the root or holds other units, so it stays unsharded through a backward (unshard.py, Note [Resharding in
-        backward]).
-    unsharded: its parameters have memory. held: how many `full_params` keep it so. guest: id of the inner module, called on its
-        own, for which alone it is unsharded; 0 for none.
+    stays: it is the root or holds other units, so it stays unsharded through a backward
+        (unshard.py, Note [Resharding in backward]).
+    unsharded: its parameters have memory. held: how many `full_params` keep it so. guest: id of the
+        inner module, called on its own, for which alone it is unsharded; 0 for none.
     gathers: the collectives under way that have not been waited for, None if there are none.
-    kept: this rank's parts, one per bucket, of what a few ranks keep from forward to backward; None if nothing is kept.
-    calls: how many backwards of it have begun and not ended. incomplete: its buckets whose gradients are not all there.
+    kept: this rank's parts, one per bucket, of what a few ranks keep from forward to backward; None
+    if nothing is kept.
+    calls: how many backwards of it have begun and not ended. incomplete: its buckets whose
+    gradients are not all there.
     began: the sequence number of autograd's next node when the forward under way began.
     leaf_hook: of the input, a leaf, whose gradient ends the unit's latest call.
     streams: those of a GPU that use its unsharded weights; the first one waited for their gather.
@@ -306,10 +387,11 @@ class Unit:
 
 
 def callable_parts(model: nn.Module, unit: Unit, units: Sequence[Unit]) -> list[nn.Module]:
-    """Return the modules inside a unit that holds others which use its weights and are in no other unit, but may be one.
+    """Return the modules inside a unit that holds others which use its weights and are in no other
+    unit, but may be one.
 
-    Only these unshard their unit when they are called on their own: hooks on every layer would cost time and would
-    split what torch.compile makes of a block.
+    Only these unshard their unit when they are called on their own: hooks on every layer would cost
+    time and would split what torch.compile makes of a block.
     """
     if not unit.stays:
         return []
@@ -318,7 +400,9 @@ def callable_parts(model: nn.Module, unit: Unit, units: Sequence[Unit]) -> list[
     return list(dict.fromkeys(_users_in(model.get_submodule(unit.name), own, modules)))
 
 
-def _users_in(module: nn.Module, own: set[nn.Parameter], units: Collection[nn.Module]) -> Iterator[nn.Module]:
+def _users_in(
+    module: nn.Module, own: set[nn.Parameter], units: Collection[nn.Module]
+) -> Iterator[nn.Module]:
     for child in module.children():
         if not own.isdisjoint(child.parameters()):
             yield child

@@ -1,24 +1,31 @@
-"""Unsharding and resharding at stage 3: full weights exist only around their use, gathered ahead and freed after.
+"""Unsharding and resharding at stage 3: full weights exist only around their use, gathered ahead
+and freed after.
 
-A unit's weights are gathered when its forward or its backward begins, and those of the next `prefetch` units at the same time,
-while this one computes. Which units are next is what the last pass showed (`Order`); where a pass takes another way, nothing
-is gathered ahead until it was learned again. So the order of gathers follows from the order of use alone, never from timing.
+A unit's weights are gathered when its forward or its backward begins, and those of the next
+`prefetch` units at the same time, while this one computes. Which units are next is what the last
+pass showed (`Order`); where a pass takes another way, nothing is gathered ahead until it was
+learned again. So the order of gathers follows from the order of use alone, never from timing.
 
-Note [Shards in host memory]: such a shard is copied straight into its range of the full weights, and the gather begins when
-the copy is done. On CUDA a stream of its own waits for that, so that the computing stream does not. The copy began after all
-that the current stream had queued by then, so the gather does, too, and may overwrite memory that this work has read.
-Note [Resharding in backward]: autograd accumulates a parameter's gradient once all nodes that use the parameter have run, so a
-unit is resharded when all of its gradients are there. Frozen and unused parameters get none. But autograd runs the nodes of
-a device in the reverse of the order in which they were made: when the node of the latest input is next, those of the unit are
-done. (No node is added to the graph for this: it would change the order of sums.) An input that is a leaf has no such node,
-and its gradient may be there earlier, so there the parameters' gradients must be there as well. Units that hold other units
-are used at unknown times; they stay until backward ends, the root among them. Where a unit's output shows no tensor (it lies
-in an opaque object), the begin of its backward cannot be seen: it stays unsharded from forward on.
-Note [Several streams]: a forward may use units on streams of its own (branches, overlapped experts), which it forks and joins.
-The stream that uses a unit first waits for its gather; other streams that use the unit follow that stream. Memory that is
-given back to the pool on one stream and taken on another is ordered by the pool.
-Note [Recomputation]: with activation checkpointing forward hooks run inside backward, and the second of a pair may not run.
-There `before_forward` gathers as always and `after_forward` does nothing.
+Note [Shards in host memory]: such a shard is copied straight into its range of the full weights,
+and the gather begins when the copy is done. On CUDA a stream of its own waits for that, so that the
+computing stream does not. The copy began after all that the current stream had queued by then, so
+the gather does, too, and may overwrite memory that this work has read.
+Note [Resharding in backward]: autograd accumulates a parameter's gradient once all nodes that use
+the parameter have run, so a unit is resharded when all of its gradients are there. Frozen and
+unused parameters get none. But autograd runs the nodes of a device in the reverse of the order in
+which they were made: when the node of the latest input is next, those of the unit are done. (No
+node is added to the graph for this: it would change the order of sums.) An input that is a leaf has
+no such node, and its gradient may be there earlier, so there the parameters' gradients must be
+there as well. Units that hold other units are used at unknown times; they stay until backward ends,
+the root among them. Where a unit's output shows no tensor (it lies in an opaque object), the begin
+of its backward cannot be seen: it stays unsharded from forward on.
+Note [Several streams]: a forward may use units on streams of its own (branches, overlapped
+experts), which it forks and joins. The stream that uses a unit first waits for its gather; other
+streams that use the unit follow that stream. Memory that is given back to the pool on one stream
+and taken on another is ordered by the pool.
+Note [Recomputation]: with activation checkpointing forward hooks run inside backward, and the
+second of a pair may not run. There `before_forward` gathers as always and `after_forward` does
+nothing.
 """
 
 import logging
@@ -39,21 +46,26 @@ from shardcore.optim.interface import keep_uncompiled
 
 
 class Gatherer:
-    """Fills full weights. apart: whether these have memory of their own, or are the shard (of a world of one)."""
+    """Fills full weights. apart: whether these have memory of their own, or are the shard (of a
+    world of one).
+    """
 
     def __init__(self, buckets: Sequence[Bucket], comm: Comm, device: torch.device) -> None:
         """Serve `buckets`, whose shards are in place."""
         tiered = any(bucket.tier is not None for bucket in buckets)
         self._comm, self._alone = comm, len(comm.shard_ranks) == 1
         self.apart = tiered or not self._alone
-        self.exposes = "exposed_offload" if self._alone else "exposed_gather"  # what a wait is for (Clock)
+        # what a wait is for (Clock)
+        self.exposes = "exposed_offload" if self._alone else "exposed_gather"
         cuda = tiered and device.type == "cuda"
         self._number = {bucket: number for number, bucket in enumerate(buckets)}
         self._stream = torch.cuda.Stream(device) if cuda else None  # type: ignore[no-untyped-call]
 
     @staticmethod
     def bring(bucket: Bucket) -> _C.CopyEvent | None:
-        """Copy the shard into its range of `bucket.weight`; returns the end of the copy if that is from another tier."""
+        """Copy the shard into its range of `bucket.weight`; returns the end of the copy if that
+        is from another tier.
+        """
         target = bucket.owned_slice(bucket.weight)
         if bucket.files is not None:
             return bucket.files.bring(bucket, target)
@@ -65,7 +77,8 @@ class Gatherer:
     def gather(self, unit: Unit, arrivals: Iterable[_C.CopyEvent | None]) -> list[Any]:
         """Start to gather a unit's weights once its shards are copied; returns what to `wait` for.
 
-        See Note [Shards in host memory]. Raises the error of a copy, before other ranks are sent to; on CUDA it is known later.
+        See Note [Shards in host memory]. Raises the error of a copy, before other ranks are sent
+        to; on CUDA it is known later.
         """
         copies = [arrived for arrived in arrivals if arrived is not None]
         if self._alone:
@@ -73,14 +86,23 @@ class Gatherer:
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             for arrived in copies:
                 arrived.wait()
-            return self._start(unit, f"the weights of {unit.name or 'the root'}", self._comm.shard_ranks, 0)
+            return self._start(
+                unit, f"the weights of {unit.name or 'the root'}", self._comm.shard_ranks, 0
+            )
 
     def gather_kept(self, unit: Unit, keepers: Sequence[int]) -> list[Any]:
-        """Start to gather a unit's weights from the parts that `keepers` kept, this rank's in place; see `gather`."""
-        return self._start(unit, f"the weights of {unit.name or 'the root'} that were kept", keepers, 1)
+        """Start to gather a unit's weights from the parts that `keepers` kept, this rank's in
+        place; see `gather`.
+        """
+        return self._start(
+            unit, f"the weights of {unit.name or 'the root'} that were kept", keepers, 1
+        )
 
     def _start(self, unit: Unit, name: str, ranks: Sequence[int], kept: int) -> list[Any]:
-        weights, numbers = [bucket.weight for bucket in unit.buckets], [2 * self._number[b] + kept for b in unit.buckets]
+        weights, numbers = (
+            [bucket.weight for bucket in unit.buckets],
+            [2 * self._number[b] + kept for b in unit.buckets],
+        )
         return self._comm.all_gather(weights, Traffic.WEIGHTS, name, ranks, of=numbers)
 
     def wait(self, gathers: Iterable[Any]) -> None:
@@ -93,15 +115,21 @@ class Gatherer:
 
 
 def keepers_of(reshard_after_forward: bool | int) -> int:
-    """Return how many ranks keep a unit's weights, a part each, from forward to backward; 0: only the shards are kept."""
-    return int(not reshard_after_forward) if isinstance(reshard_after_forward, bool) else reshard_after_forward
+    """Return how many ranks keep a unit's weights, a part each, from forward to backward; 0:
+    only the shards are kept.
+    """
+    return (
+        int(not reshard_after_forward)
+        if isinstance(reshard_after_forward, bool)
+        else reshard_after_forward
+    )
 
 
 logger = logging.getLogger("shardcore")
 # Shown by torch.compile, too, where it must not cut the graph (fullgraph=True).
 _COMPILE_BLOCKS = (
-    "at stage 3 weights are gathered and freed by unit, which a graph cannot hold, so it is cut there; compile the blocks "
-    "(for block in model.blocks: block.compile()), without fullgraph=True"
+    "at stage 3 weights are gathered and freed by unit, which a graph cannot hold, so it is cut "
+    "there; compile the blocks (for block in model.blocks: block.compile()), without fullgraph=True"
 )
 
 
@@ -119,9 +147,10 @@ class Unsharder:
     ) -> None:
         """Serve `units`, which are sharded.
 
-        reshard_after_forward: whether weights are freed between forward and backward; or how many consecutive ranks keep
-        them together, a part each. prefetch: how many units ahead weights are gathered; what is in files is read for as many
-        more. overlap_step: may still update the shards after a step.
+        reshard_after_forward: whether weights are freed between forward and backward; or how many
+        consecutive ranks keep them together, a part each. prefetch: how many units ahead weights
+        are gathered; what is in files is read for as many more. overlap_step: may still update the
+        shards after a step.
         """
         self._prefetch = prefetch
         self.units, self.comm, self.overlap_step = list(units), comm, overlap_step
@@ -130,33 +159,55 @@ class Unsharder:
         self._keepers = range(first, first + keepers)
         self._device = device
         self.pool = BufferPool(device)
-        self._gatherer = Gatherer([bucket for unit in units for bucket in unit.buckets], comm, device)
-        self._lost: list[Any] = comm.keep_alive([])  # gathers that no code waits for, and their memory
-        self._slot_of = {m.param: (unit, bucket, m) for unit in units for bucket in unit.buckets for m in bucket.params}
+        self._gatherer = Gatherer(
+            [bucket for unit in units for bucket in unit.buckets], comm, device
+        )
+        # gathers that no code waits for, and their memory
+        self._lost: list[Any] = comm.keep_alive([])
+        self._slot_of = {
+            m.param: (unit, bucket, m)
+            for unit in units
+            for bucket in unit.buckets
+            for m in bucket.params
+        }
         self.all_held = False  # inside full_params(model): a forward needs no other rank
         self._scratch: list[tuple[Unit, Managed]] = []
-        self.undo: list[Callable[[], None]] = []  # each brings back what a load inside full_params has overwritten in a shard
+        # each brings back what a load inside full_params has overwritten in a shard
+        self.undo: list[Callable[[], None]] = []
         self._unit_of = {bucket: unit for unit in units for bucket in unit.buckets}
         self._forward, self._backward = Order(), Order()
         self._warned = False
-        # Called from hooks of modules that may be compiled in place: torch.compile must not look inside.
+        # Called from hooks of modules that may be compiled in place: torch.compile must not look
+        # inside.
         of_units = "before_hooks", "before_forward", "after_forward", "before_part", "after_part"
-        keep_uncompiled(Unsharder, *of_units, "begin_forward", "end_forward", "warn_of_compiling", reason=_COMPILE_BLOCKS)
+        keep_uncompiled(
+            Unsharder,
+            *of_units,
+            "begin_forward",
+            "end_forward",
+            "warn_of_compiling",
+            reason=_COMPILE_BLOCKS,
+        )
 
     def _use(self, unit: Unit) -> None:
         if self._gatherer.apart and torch._C._functorch.peek_interpreter_stack() is not None:
             raise NotImplementedError(
-                f"forward: the weights of {unit.name or 'the root'} are sharded (stage 3), which transforms of torch.func "
-                "(grad, vmap, ...) do not support; expected stage 0, 1 or 2, or torch.func.functional_call without a transform"
+                f"forward: the weights of {unit.name or 'the root'} are sharded (stage 3), which "
+                f"transforms of torch.func "
+                "(grad, vmap, ...) do not support; expected stage 0, 1 or 2, or "
+                "torch.func.functional_call without a transform"
             )
         if not unit.held:
             self._refuse_tracer("forward", unit)
         order = self._backward if in_backward() else self._forward
         self._start(unit)
-        if not unit.held:  # ranks may differ in what they run inside `full_params`: nothing is learned, nor gathered ahead
+        # ranks may differ in what they run inside `full_params`: nothing is learned, nor gathered
+        # ahead
+        if not unit.held:
             order.use(unit)
             coming = order.after(2 * self._prefetch)
-            for other in coming[: self._prefetch]:  # before the wait: on CUDA what is started after it would wait, too
+            # before the wait: on CUDA what is started after it would wait, too
+            for other in coming[: self._prefetch]:
                 self._start(other)
             for other in coming[self._prefetch :]:
                 self._read_ahead(other)
@@ -164,18 +215,25 @@ class Unsharder:
 
     @staticmethod
     def _refuse_tracer(op: str, unit: Unit) -> None:
-        """Raise NotImplementedError, before anything is sent, where a gather would be recorded or give fake weights."""
+        """Raise NotImplementedError, before anything is sent, where a gather would be recorded
+        or give fake weights.
+        """
         if (name := tracer()) is not None:
             raise NotImplementedError(
-                f"{op}: the weights of {unit.name or 'the root'} are sharded (stage 3), and {name} does not gather them; "
+                f"{op}: the weights of {unit.name or 'the root'} are sharded (stage 3), and {name} "
+                f"does not gather them; "
                 f"expected shardcore.full_params(model) around {name}, or stage 0, 1 or 2"
             )
 
     def warn_of_compiling(self) -> None:
-        """Say once that the forward of the whole model is being compiled, and what to compile instead."""
+        """Say once that the forward of the whole model is being compiled, and what to compile
+        instead.
+        """
         if not self._warned and self.comm.rank == 0:
             logger.warning(
-                "forward: torch.compile is around the whole model; expected it around its blocks: %s", _COMPILE_BLOCKS
+                "forward: torch.compile is around the whole model; expected it around its blocks: "
+                "%s",
+                _COMPILE_BLOCKS,
             )
         self._warned = True
 
@@ -185,7 +243,9 @@ class Unsharder:
             self._forward.begin()
 
     def end_forward(self) -> None:
-        """End a forward of the whole model: free what was gathered and not used, and without gradients everything."""
+        """End a forward of the whole model: free what was gathered and not used, and without
+        gradients everything.
+        """
         if in_backward() or self.all_held:
             return
         self._forward.end()
@@ -194,7 +254,9 @@ class Unsharder:
                 self._reshard(unit)
 
     def before_hooks(self, index: int, *given: Any) -> None:
-        """Unshard unit `index` for hooks that run before `before_forward`, which watches the inputs that they return."""
+        """Unshard unit `index` for hooks that run before `before_forward`, which watches the
+        inputs that they return.
+        """
         self._use(self.units[index])
 
     def before_forward(self, index: int, module: nn.Module, *inputs: Any) -> None:
@@ -205,7 +267,11 @@ class Unsharder:
         if unit.stays or not torch.is_grad_enabled():
             return
         watched = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
-        made = [(leaf.grad_fn._sequence_nr(), i) for i, leaf in enumerate(watched) if leaf.grad_fn is not None]
+        made = [
+            (leaf.grad_fn._sequence_nr(), i)
+            for i, leaf in enumerate(watched)
+            if leaf.grad_fn is not None
+        ]
         if made:
             watched[max(made)[1]].register_hook(lambda grad: self._end_call(unit))  # type: ignore[no-untyped-call]
         elif watched:
@@ -229,11 +295,12 @@ class Unsharder:
             self._reshard(unit, keep=torch.is_grad_enabled())
 
     def _watch_backward(self, unit: Unit, output: Any) -> None:
-        """Unshard the unit before the first node that made one of its outputs runs, once per backward.
+        """Unshard the unit before the first node that made one of its outputs runs, once per
+        backward.
 
-        Hooks of nodes run after those of tensors: a unit that ends where this one begins is resharded first. An output that is
-        a view (a Linear's, of three dimensions) loses its node if it is edited in place: so the node of its base is watched,
-        too, if this call made it.
+        Hooks of nodes run after those of tensors: a unit that ends where this one begins is
+        resharded first. An output that is a view (a Linear's, of three dimensions) loses its node
+        if it is edited in place: so the node of its base is watched, too, if this call made it.
         """
         last = -1
 
@@ -253,14 +320,18 @@ class Unsharder:
                 tensor.grad_fn.register_prehook(begin)
 
     def before_part(self, index: int, part: nn.Module, inputs: Any) -> None:
-        """Unshard unit `index` for a module inside it that is called on its own (`model.lm_head(x)`)."""
+        """Unshard unit `index` for a module inside it that is called on its own
+        (`model.lm_head(x)`).
+        """
         unit = self.units[index]
         if not unit.unsharded:
             unit.guest, unit.began = id(part), torch._C._autograd._get_sequence_nr()
             self._use(unit)
 
     def after_part(self, index: int, part: nn.Module, inputs: Any, output: Any) -> None:
-        """Reshard the unit if it was unsharded for this call alone; with gradients it stays until backward ends."""
+        """Reshard the unit if it was unsharded for this call alone; with gradients it stays
+        until backward ends.
+        """
         unit = self.units[index]
         if unit.guest != id(part):
             return
@@ -295,14 +366,16 @@ class Unsharder:
         self._backward.end()
         self.reshard_all()
 
-    # --- one unit ------------------------------------------------------------------------------------------------------
+    # --- one unit ---------------------------------------------------------------------------------
 
     def __del__(self) -> None:
         """Leave with the group what a forward that failed has started."""
         self._lost += [unit.gathers for unit in self.units if unit.gathers is not None]
 
     def _start(self, unit: Unit) -> None:
-        """Start to gather a unit. Waits for its update: by how fast Adam is, ranks would start collectives in other orders."""
+        """Start to gather a unit. Waits for its update: by how fast Adam is, ranks would start
+        collectives in other orders.
+        """
         if unit.unsharded or unit.gathers is not None:
             return
         if self.overlap_step is not None:
@@ -310,7 +383,9 @@ class Unsharder:
         self._gather(unit)
 
     def _read_ahead(self, unit: Unit) -> None:
-        """Begin to read the shards of a unit that are in files, unless they are still being updated."""
+        """Begin to read the shards of a unit that are in files, unless they are still being
+        updated.
+        """
         if unit.unsharded or unit.gathers is not None or unit.kept:
             return
         if self.overlap_step is not None and self.overlap_step.updates(unit.buckets):
@@ -330,7 +405,9 @@ class Unsharder:
                 raise
 
     def _bring(self, unit: Unit) -> list[Any]:
-        """Give a unit memory with this rank's part in place, or on its way there, and start to gather the rest."""
+        """Give a unit memory with this rank's part in place, or on its way there, and start to
+        gather the rest.
+        """
         arrivals, kept = [], bool(unit.kept)
         for bucket in unit.buckets:
             if not self._gatherer.apart:
@@ -345,10 +422,16 @@ class Unsharder:
             else:
                 arrivals.append(self._gatherer.bring(bucket))
         unit.kept = None
-        return self._gatherer.gather_kept(unit, self._keepers) if kept else self._gatherer.gather(unit, arrivals)
+        return (
+            self._gatherer.gather_kept(unit, self._keepers)
+            if kept
+            else self._gatherer.gather(unit, arrivals)
+        )
 
     def _wait(self, unit: Unit) -> None:
-        """Wait for what gathers a unit, if anything; can be interrupted, and done again until its `gathers` are None."""
+        """Wait for what gathers a unit, if anything; can be interrupted, and done again until
+        its `gathers` are None.
+        """
         try:
             if unit.gathers:
                 with self.comm.clock.part(self._gatherer.exposes):
@@ -359,12 +442,16 @@ class Unsharder:
         unit.gathers = None
 
     def _lose(self, unit: Unit) -> None:
-        """Abandon what is being gathered; its memory is kept, as the gather may still write to it."""
+        """Abandon what is being gathered; its memory is kept, as the gather may still write to
+        it.
+        """
         if unit.gathers is not None:
             self._lost.append((unit.gathers, [bucket.release() for bucket in unit.buckets]))
             unit.gathers = None
 
-    def _swap_memory(self, bucket: Bucket, op: str, call: Callable[..., None], *arguments: Any) -> None:
+    def _swap_memory(
+        self, bucket: Bucket, op: str, call: Callable[..., None], *arguments: Any
+    ) -> None:
         """Exchange memory; if that fails because a parameter lies elsewhere name it here."""
         try:
             call(*arguments)
@@ -396,7 +483,13 @@ class Unsharder:
     def _reshard(self, unit: Unit, keep: bool = False) -> None:
         if unit.held:
             return
-        if keep and unit.unsharded and unit.kept is None and len(self._keepers) > 1 and len(self.comm.shard_ranks) > 1:
+        if (
+            keep
+            and unit.unsharded
+            and unit.kept is None
+            and len(self._keepers) > 1
+            and len(self.comm.shard_ranks) > 1
+        ):
             self._keep_part(unit)
         self._wait(unit)
         for bucket in unit.buckets:
@@ -410,12 +503,15 @@ class Unsharder:
 
     def _withdraw(self, unit: Unit) -> None:
         unit.streams.clear()
-        unsharded, unit.unsharded = unit.unsharded, False  # first: what an interrupt leaves here is unsharded anew
+        # first: what an interrupt leaves here is unsharded anew
+        unsharded, unit.unsharded = unit.unsharded, False
         for bucket in unit.buckets if unsharded else ():
             self._swap_memory(bucket, "resharding", bucket.to_sharded)
 
     def reshard_all(self) -> None:
-        """Reshard every unit: the shards are about to change, or the full weights are not needed any more."""
+        """Reshard every unit: the shards are about to change, or the full weights are not needed
+        any more.
+        """
         for unit in self.units:
             unit.calls = 0
             if unit.held:
@@ -430,7 +526,9 @@ class Unsharder:
 
     @torch.no_grad()
     def renew(self) -> None:
-        """Bring the weights that `full_params` holds in line with the shards, which a step has changed. Collective."""
+        """Bring the weights that `full_params` holds in line with the shards, which a step has
+        changed. Collective.
+        """
         held = [unit for unit in self.units if unit.held]
         try:
             for unit in held:
@@ -440,7 +538,9 @@ class Unsharder:
             for unit in held:
                 self._wait(unit)
         except Exception:
-            for unit in held:  # closed: the weights of the step before would be taken for edits at the end of the context
+            # closed: the weights of the step before would be taken for edits at the end of the
+            # context
+            for unit in held:
                 self._withdraw(unit)
                 unit.gathers = unit.gathers or []
                 self._lose(unit)
@@ -456,21 +556,29 @@ class Unsharder:
 
     @contextmanager
     def full_params(
-        self, params: set[nn.Parameter], settle: Callable[[Sequence[Unit]], Exception | None] = lambda units: None
+        self,
+        params: set[nn.Parameter],
+        settle: Callable[[Sequence[Unit]], Exception | None] = lambda units: None,
     ) -> Iterator[None]:
-        """Keep the units of `params` unsharded inside the context; edits in place reach the shards at its end. Collective.
+        """Keep the units of `params` unsharded inside the context; edits in place reach the shards
+        at its end. Collective.
 
-        settle: is called with these units before they do, also where the block raises an Exception. The edits are dropped if it
-        raises an error, not if it returns one to raise. The pool gives up at the end what this takes: it would keep as much as
-        the whole model.
+        settle: is called with these units before they do, also where the block raises an Exception.
+        The edits are dropped if it raises an error, not if it returns one to raise. The pool gives
+        up at the end what this takes: it would keep as much as the whole model.
         """
         before, keeps = self.pool.allocated_bytes, True
-        chosen = [u for u in self.units if any(m.param in params for bucket in u.buckets for m in bucket.params)]
+        chosen = [
+            u
+            for u in self.units
+            if any(m.param in params for bucket in u.buckets for m in bucket.params)
+        ]
         held: list[Unit] = []
         for unit in chosen:
             self._refuse_tracer("full_params", unit)
         try:
-            for unit in chosen:  # all of them before the first is waited for: a wait takes long for small ones
+            # all of them before the first is waited for: a wait takes long for small ones
+            for unit in chosen:
                 self._start(unit)
             for unit in chosen:
                 self._unshard(unit)
@@ -515,7 +623,8 @@ class Unsharder:
             self.pool.shrink(before)
 
     def begin_load(self, params: Sequence[nn.Parameter]) -> None:
-        """Give sharded parameters memory of undefined content, for load_state_dict, which writes all of it and reads none.
+        """Give sharded parameters memory of undefined content, for load_state_dict, which writes
+        all of it and reads none.
 
         What is being gathered (since a forward failed) has the old values, and is freed.
         """

@@ -1,4 +1,6 @@
-"""Memory and communication of a rank, from shapes alone: `predict`, and the command line's `shardcore estimate`."""
+"""Memory and communication of a rank, from shapes alone: `predict`, and the command line's
+`shardcore estimate`.
+"""
 
 from shardcore.estimate.predict import Prediction, Transfer, predict
 

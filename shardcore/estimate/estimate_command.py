@@ -1,4 +1,6 @@
-"""``shardcore estimate``: the memory and communication per rank of training a model, by `predict`."""
+"""``shardcore estimate``: the memory and communication per rank of training a model, by
+`predict`.
+"""
 
 import argparse
 import importlib
@@ -24,7 +26,15 @@ from shardcore.options import CHOICES
 
 _KINDS = ("weights", "gradients", "master", "states", "communication")
 _GIB = 2**30
-_DISK_HEAD = ["ranks", "stage", "GiB read per step", "GiB written", "GiB on disk", "disk, s*", "steps until worn*"]
+_DISK_HEAD = [
+    "ranks",
+    "stage",
+    "GiB read per step",
+    "GiB written",
+    "GiB on disk",
+    "disk, s*",
+    "steps until worn*",
+]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,11 +42,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="MODULE:FUNCTION, a function without arguments that builds the model; or, with transformers, a config.json, a "
-        "folder with one, or the id of a model in the local cache",
+        help="MODULE:FUNCTION, a function without arguments that builds the model; or, with "
+        "transformers, a config.json, a folder with one, or the id of a model in the local cache",
     )
-    parser.add_argument("--stage", type=int, choices=sorted(LIFETIMES), help="default: all that the options allow")
-    parser.add_argument("--world-size", type=int, nargs="+", default=[1], metavar="N", help="numbers of ranks (default: 1)")
+    parser.add_argument(
+        "--stage", type=int, choices=sorted(LIFETIMES), help="default: all that the options allow"
+    )
+    parser.add_argument(
+        "--world-size",
+        type=int,
+        nargs="+",
+        default=[1],
+        metavar="N",
+        help="numbers of ranks (default: 1)",
+    )
     parser.add_argument(
         "--precision",
         choices=[choice for choice in CHOICES["precision"] if choice is not None],
@@ -44,61 +63,147 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of weights (default: %(default)s; shard itself leaves them as they are built)",
     )
     parser.add_argument(
-        "--grad-dtype", choices=CHOICES["grad_dtype"], default="fp32", help="of reduced gradients (default: %(default)s)"
+        "--grad-dtype",
+        choices=CHOICES["grad_dtype"],
+        default="fp32",
+        help="of reduced gradients (default: %(default)s)",
     )
-    parser.add_argument("--master", choices=["fp32", "split"], default="fp32", help="of 16-bit weights (default: %(default)s)")
     parser.add_argument(
-        "--state-dtype", choices=["fp32", "bf16", "8bit"], default="fp32", help="of Adam's moments (default: %(default)s)"
+        "--master",
+        choices=["fp32", "split"],
+        default="fp32",
+        help="of 16-bit weights (default: %(default)s)",
     )
-    parser.add_argument("--offload", choices=["cpu", "nvme"], help="where masters and states go (default: beside the weights)")
-    parser.add_argument("--offload-gradients", action="store_const", const="cpu", help="gradients, too (with --offload)")
     parser.add_argument(
-        "--offload-params", nargs="?", const="cpu", choices=["cpu", "nvme"], help="and shards of weights, at stage 3 (cpu)"
+        "--state-dtype",
+        choices=["fp32", "bf16", "8bit"],
+        default="fp32",
+        help="of Adam's moments (default: %(default)s)",
     )
-    parser.add_argument("--prefetch", type=int, default=1, metavar="N", help="units gathered ahead (default: %(default)s)")
+    parser.add_argument(
+        "--offload",
+        choices=["cpu", "nvme"],
+        help="where masters and states go (default: beside the weights)",
+    )
+    parser.add_argument(
+        "--offload-gradients",
+        action="store_const",
+        const="cpu",
+        help="gradients, too (with --offload)",
+    )
+    parser.add_argument(
+        "--offload-params",
+        nargs="?",
+        const="cpu",
+        choices=["cpu", "nvme"],
+        help="and shards of weights, at stage 3 (cpu)",
+    )
+    parser.add_argument(
+        "--prefetch",
+        type=int,
+        default=1,
+        metavar="N",
+        help="units gathered ahead (default: %(default)s)",
+    )
     parser.add_argument(
         "--disk",
         action="append",
         metavar="DIR",
-        help="measure this disk, and show seconds per step (with --offload nvme); several times: over all of them",
+        help="measure this disk, and show seconds per step (with --offload nvme); several times: "
+        "over all of them",
     )
-    parser.add_argument("--ratio", type=float, help="the share of the shard that --offload takes (default: 1)")
-    parser.add_argument("--accumulate", type=int, default=1, metavar="N", help="backwards per step (default: %(default)s)")
-    parser.add_argument("--ranks-per-node", type=int, metavar="N", help="gradients are added over a node, then over nodes")
-    parser.add_argument("--hybrid", action="store_true", help="shard within a node and replicate over nodes")
     parser.add_argument(
-        "--keep", type=int, metavar="N", help="at stage 3, how many ranks keep weights until backward (reshard_after_forward)"
+        "--ratio", type=float, help="the share of the shard that --offload takes (default: 1)"
     )
-    parser.add_argument("--units", default="auto", metavar="N", help='"auto", or the least parameters of a unit')
     parser.add_argument(
-        "--fit", action="store_true", help="choose stage (without --stage) and offload for a machine that the next options say"
+        "--accumulate",
+        type=int,
+        default=1,
+        metavar="N",
+        help="backwards per step (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--ranks-per-node",
+        type=int,
+        metavar="N",
+        help="gradients are added over a node, then over nodes",
+    )
+    parser.add_argument(
+        "--hybrid", action="store_true", help="shard within a node and replicate over nodes"
+    )
+    parser.add_argument(
+        "--keep",
+        type=int,
+        metavar="N",
+        help="at stage 3, how many ranks keep weights until backward (reshard_after_forward)",
+    )
+    parser.add_argument(
+        "--units", default="auto", metavar="N", help='"auto", or the least parameters of a unit'
+    )
+    parser.add_argument(
+        "--fit",
+        action="store_true",
+        help="choose stage (without --stage) and offload for a machine that the next options say",
     )
     parser.add_argument("--device-memory", type=float, metavar="GIB", help="of a GPU")
-    parser.add_argument("--activations", type=float, metavar="GIB", help="left free on it (default: a tenth)")
     parser.add_argument(
-        "--host-memory", type=float, metavar="GIB", help="of a machine, which up to 8 ranks or --ranks-per-node share"
+        "--activations", type=float, metavar="GIB", help="left free on it (default: a tenth)"
     )
-    parser.add_argument("--disk-space", type=float, default=0.0, metavar="GIB", help="of its NVMe (default: none)")
+    parser.add_argument(
+        "--host-memory",
+        type=float,
+        metavar="GIB",
+        help="of a machine, which up to 8 ranks or --ranks-per-node share",
+    )
+    parser.add_argument(
+        "--disk-space", type=float, default=0.0, metavar="GIB", help="of its NVMe (default: none)"
+    )
     for name, default, of in (
-        ("--link", 25.0, "GB/s between a GPU and host memory, each way (default: %(default)s, of PCIe 4)"),
+        (
+            "--link",
+            25.0,
+            "GB/s between a GPU and host memory, each way (default: %(default)s, of PCIe 4)",
+        ),
         ("--network", 50.0, "GB/s that a rank sends to others (default: %(default)s)"),
-        ("--adam", 1.0, "elements that Adam updates on a rank's cores, in 1e9/s (default: %(default)s)"),
+        (
+            "--adam",
+            1.0,
+            "elements that Adam updates on a rank's cores, in 1e9/s (default: %(default)s)",
+        ),
     ):
         parser.add_argument(name, type=_rate, default=default, metavar="RATE", help=of)
-    parser.add_argument("--json", action="store_true", help="bytes, as JSON, instead of a table in GiB")
+    parser.add_argument(
+        "--json", action="store_true", help="bytes, as JSON, instead of a table in GiB"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the estimate. ValueError, TypeError or OSError for what cannot be estimated."""
     if options.disk is not None and options.offload != "nvme":
-        raise ValueError(f"estimate: --disk with --offload {options.offload}; expected --offload nvme, which uses a disk")
+        raise ValueError(
+            f"estimate: --disk with --offload {options.offload}; expected --offload nvme, which "
+            f"uses a disk"
+        )
     model = build(options.model)
     if options.fit:
         return _fit(model, options)
     if any((options.device_memory, options.activations, options.host_memory, options.disk_space)):
-        raise ValueError("estimate: memory of a machine is given without --fit; expected --fit, which chooses what fits it")
-    least = 3 if options.offload_params is not None else 1 if options.offload_gradients is not None else 0
-    stages = [stage for stage in sorted(LIFETIMES) if stage >= least] if options.stage is None else [options.stage]
+        raise ValueError(
+            "estimate: memory of a machine is given without --fit; expected --fit, which chooses "
+            "what fits it"
+        )
+    least = (
+        3
+        if options.offload_params is not None
+        else 1
+        if options.offload_gradients is not None
+        else 0
+    )
+    stages = (
+        [stage for stage in sorted(LIFETIMES) if stage >= least]
+        if options.stage is None
+        else [options.stage]
+    )
     found = [
         (world_size, stage, _predict(model, options, world_size, stage))
         for world_size in options.world_size
@@ -112,21 +217,54 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps([_plain(*entry, rates) for entry in found], indent=1))
         return 0
     first = found[0][2]
-    print(f"{options.model}: {first.numel:,} parameters in {first.units} units; GiB of rank 0, activations not included")
+    print(
+        f"{options.model}: {first.numel:,} parameters in {first.units} units; GiB of rank 0, "
+        f"activations not included"
+    )
     masters = "" if options.precision == "fp32" else f", {options.master} masters"
-    print(f"{options.precision} weights{masters}, {options.state_dtype} moments, {options.grad_dtype} reduced gradients")
+    print(
+        f"{options.precision} weights{masters}, {options.state_dtype} moments, "
+        f"{options.grad_dtype} reduced gradients"
+    )
     on_disk = options.offload == "nvme"
-    rows = [["ranks", "stage", *_KINDS, "on device", "on cpu", *["on nvme"] * on_disk, "total", "sent per step", "collectives"]]
+    rows = [
+        [
+            "ranks",
+            "stage",
+            *_KINDS,
+            "on device",
+            "on cpu",
+            *["on nvme"] * on_disk,
+            "total",
+            "sent per step",
+            "collectives",
+        ]
+    ]
     for world_size, stage, prediction in found:
         report = prediction.resting
         tiers = [report.by_tier.get(tier, 0) for tier in ("device", "cpu", *["nvme"] * on_disk)]
         held = [*(report.by_kind.get(kind, 0) for kind in _KINDS), *tiers, sum(tiers)]
         cells = [_gib(count) for count in [*held, prediction.sent_bytes]]
-        rows.append([str(world_size), str(stage), *cells, str(sum(t.collectives for t in prediction.transfers))])
+        rows.append(
+            [
+                str(world_size),
+                str(stage),
+                *cells,
+                str(sum(t.collectives for t in prediction.transfers)),
+            ]
+        )
     print(columns(rows))
     if on_disk:
-        print("\n" + columns([_DISK_HEAD, *([str(n), str(stage), *disk_row(p, rates)] for n, stage, p in found)]))
-        print(f"* if one rank has the disk for itself, rated for {RATED_TBW} TB of writes: N ranks on it take N times as long")
+        print(
+            "\n"
+            + columns(
+                [_DISK_HEAD, *([str(n), str(stage), *disk_row(p, rates)] for n, stage, p in found)]
+            )
+        )
+        print(
+            f"* if one rank has the disk for itself, rated for {RATED_TBW} TB of writes: N ranks "
+            f"on it take N times as long"
+        )
         print("  and wear it N times as fast")
     if len(found) == 1:
         print("\n" + columns([["per step", "collectives", "GiB sent"], *_transfer_rows(first)]))
@@ -134,38 +272,74 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _fit(model: nn.Module, options: argparse.Namespace) -> int:
-    """Print what was considered for a machine, and how shard is called for what fits; returns 1 if nothing does."""
+    """Print what was considered for a machine, and how shard is called for what fits; returns 1
+    if nothing does.
+    """
     if options.device_memory is None or options.host_memory is None:
-        raise ValueError("estimate: --fit without --device-memory or --host-memory; expected both, in GiB")
+        raise ValueError(
+            "estimate: --fit without --device-memory or --host-memory; expected both, in GiB"
+        )
     chosen = {"--offload": options.offload, "--offload-gradients": options.offload_gradients}
-    chosen |= {"--offload-params": options.offload_params, "--disk": options.disk, "--json": options.json or None}
+    chosen |= {
+        "--offload-params": options.offload_params,
+        "--disk": options.disk,
+        "--json": options.json or None,
+    }
     chosen |= {"--ratio": options.ratio, "--keep": options.keep, "--hybrid": options.hybrid or None}
     for name, value in chosen.items():
         if value is not None:
-            raise ValueError(f"estimate: {name} with --fit; expected --fit alone, which chooses what to offload")
+            raise ValueError(
+                f"estimate: {name} with --fit; expected --fit alone, which chooses what to offload"
+            )
     if len(options.world_size) > 1:
-        raise ValueError(f"estimate: --world-size has {len(options.world_size)} numbers with --fit; expected one")
+        raise ValueError(
+            f"estimate: --world-size has {len(options.world_size)} numbers with --fit; expected one"
+        )
     (world_size,) = options.world_size
     spare = options.device_memory / 10 if options.activations is None else options.activations
     device, activations, host, space = (
-        int(gib * _GIB) for gib in (options.device_memory, spare, options.host_memory, options.disk_space)
+        int(gib * _GIB)
+        for gib in (options.device_memory, spare, options.host_memory, options.disk_space)
     )
-    machine = fit.Machine(device, activations, host, space, min(world_size, options.ranks_per_node or 8))
+    machine = fit.Machine(
+        device, activations, host, space, min(world_size, options.ranks_per_node or 8)
+    )
 
     def predicted(stage: int, offload: Any) -> Prediction:
         return _predict(model, options, world_size, stage, offload)
 
-    rates = fit.Rates(*(1e9 * rate for rate in (options.link, options.link, options.adam, options.network)))
+    rates = fit.Rates(
+        *(1e9 * rate for rate in (options.link, options.link, options.adam, options.network))
+    )
     found = fit.fit(machine, rates, world_size, predicted, options.stage)
     best = fit.chosen_of(found)
-    print(f"{options.model}: {found[0].prediction.numel:,} parameters over {world_size} rank(s); GiB of one, with")
-    print(f"{spare:.1f} GiB of its device left for activations; {machine.ranks} rank(s) share host memory and disk")
+    print(
+        f"{options.model}: {found[0].prediction.numel:,} parameters over {world_size} rank(s); GiB "
+        f"of one, with"
+    )
+    print(
+        f"{spare:.1f} GiB of its device left for activations; {machine.ranks} rank(s) share host "
+        f"memory and disk"
+    )
     print(fit.table(found))
     if best is None:
-        print("nothing fits: more ranks, host memory or --disk-space, --master split, --state-dtype 8bit")
+        print(
+            "nothing fits: more ranks, host memory or --disk-space, --master split, --state-dtype "
+            "8bit"
+        )
         return 1
-    usual = {"grad_dtype": "fp32", "accumulate": 1, "ranks_per_node": None, "prefetch": 1, "units": "auto"}
-    asked = {name: getattr(options, name) for name, value in usual.items() if getattr(options, name) != value}
+    usual = {
+        "grad_dtype": "fp32",
+        "accumulate": 1,
+        "ranks_per_node": None,
+        "prefetch": 1,
+        "units": "auto",
+    }
+    asked = {
+        name: getattr(options, name)
+        for name, value in usual.items()
+        if getattr(options, name) != value
+    }
     if "units" in asked:
         asked["units"] = _units(options)
     if best.stage != 3:
@@ -186,15 +360,25 @@ def _rate(text: str) -> float:
 
 
 def disk_row(prediction: Prediction, rates: disk.Rates | None) -> list[str]:
-    """Return of a rank with states on disk the GiB read and written per step, and taken; seconds; steps."""
+    """Return of a rank with states on disk the GiB read and written per step, and taken;
+    seconds; steps.
+    """
     use = prediction.disk
     assert use is not None
     seconds = "-" if rates is None else f"{use.seconds(rates):.3g}"
-    return [_gib(use.read), _gib(use.written), _gib(use.space), seconds, f"{use.steps_until_worn:,}"]
+    return [
+        _gib(use.read),
+        _gib(use.written),
+        _gib(use.space),
+        seconds,
+        f"{use.steps_until_worn:,}",
+    ]
 
 
 def build(name: str) -> nn.Module:
-    """Return the model that is meant, on the meta device: of `module:function`, or of a configuration of transformers."""
+    """Return the model that is meant, on the meta device: of `module:function`, or of a
+    configuration of transformers.
+    """
     module_name, _, function_name = name.partition(":")
     if not module_name or not function_name:
         return _of_transformers(name)
@@ -204,36 +388,60 @@ def build(name: str) -> nn.Module:
     except (ImportError, AttributeError) as error:
         raise ValueError(f"estimate: {name} was not found from {os.getcwd()}: {error}") from error
     if not callable(function):
-        raise TypeError(f"estimate: {name} is a {type(function).__name__}; expected a function or class that makes a model")
+        raise TypeError(
+            f"estimate: {name} is a {type(function).__name__}; expected a function or class that "
+            f"makes a model"
+        )
     with torch.device("meta"):
         model = function()
     if not isinstance(model, nn.Module):
-        raise TypeError(f"estimate: {name} returned a {type(model).__name__}; expected a torch.nn.Module")
+        raise TypeError(
+            f"estimate: {name} returned a {type(model).__name__}; expected a torch.nn.Module"
+        )
     return model
 
 
 def _of_transformers(name: str) -> nn.Module:
-    """Build the model of a config.json, of a folder that has one, or of an id in the cache of Hugging Face's hub."""
-    expected = "expected MODULE:FUNCTION, a config.json, a folder with one, or the id of a model in the local cache"
+    """Build the model of a config.json, of a folder that has one, or of an id in the cache of
+    Hugging Face's hub.
+    """
+    expected = (
+        "expected MODULE:FUNCTION, a config.json, a folder with one, or the id of a model "
+        "in the local cache"
+    )
     try:
         transformers = importlib.import_module("transformers")
     except ImportError as error:
-        raise ValueError(f"estimate: MODEL is {name!r}, for which transformers is needed ({error}); {expected}") from error
+        raise ValueError(
+            f"estimate: MODEL is {name!r}, for which transformers is needed ({error}); {expected}"
+        ) from error
     try:
         config = transformers.AutoConfig.from_pretrained(name, local_files_only=True)
-        kind = getattr(transformers, (config.architectures or ["AutoModel"])[0], transformers.AutoModel)
+        kind = getattr(
+            transformers, (config.architectures or ["AutoModel"])[0], transformers.AutoModel
+        )
         with torch.device("meta"):
             model = kind.from_config(config) if hasattr(kind, "from_config") else kind(config)
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"estimate: MODEL is {name!r}, of which transformers makes no model ({error}); {expected}") from error
+        raise ValueError(
+            f"estimate: MODEL is {name!r}, of which transformers makes no model ({error}); "
+            f"{expected}"
+        ) from error
     return model  # type: ignore[no-any-return]
 
 
 def _predict(
-    model: nn.Module, options: argparse.Namespace, world_size: int, stage: int, offload: Mapping[str, Any] | None = None
+    model: nn.Module,
+    options: argparse.Namespace,
+    world_size: int,
+    stage: int,
+    offload: Mapping[str, Any] | None = None,
 ) -> Prediction:
     if options.master == "split" and options.precision != "bf16":
-        raise ValueError(f"estimate: --master is split with --precision {options.precision}; expected bf16, or --master fp32")
+        raise ValueError(
+            f"estimate: --master is split with --precision {options.precision}; expected bf16, or "
+            f"--master fp32"
+        )
     params = [param for param in model.parameters() if param.requires_grad]
     return predict(
         model,
@@ -247,7 +455,9 @@ def _predict(
         ranks_per_node=options.ranks_per_node,
         hybrid=options.hybrid,
         prefetch=options.prefetch if stage == 3 else 1,
-        reshard_after_forward=True if options.keep is None or (options.stage is None and stage != 3) else options.keep,
+        reshard_after_forward=True
+        if options.keep is None or (options.stage is None and stage != 3)
+        else options.keep,
         units=_units(options),
     )
 
@@ -257,20 +467,32 @@ def _units(options: argparse.Namespace) -> Any:
 
 
 def _offload(options: argparse.Namespace) -> dict[str, Any] | None:
-    tiers = {"gradients": options.offload_gradients, "params": options.offload_params, "ratio": options.ratio}
+    tiers = {
+        "gradients": options.offload_gradients,
+        "params": options.offload_params,
+        "ratio": options.ratio,
+    }
     chosen = {key: value for key, value in tiers.items() if value is not None}
     if options.offload == "nvme":
         chosen["path"] = "."  # nothing is written there
-    return {"optimizer": options.offload, **chosen} if options.offload is not None or chosen else None
+    return (
+        {"optimizer": options.offload, **chosen} if options.offload is not None or chosen else None
+    )
 
 
-def _plain(world_size: int, stage: int, prediction: Prediction, rates: disk.Rates | None) -> dict[str, Any]:
+def _plain(
+    world_size: int, stage: int, prediction: Prediction, rates: disk.Rates | None
+) -> dict[str, Any]:
     resting: dict[str, dict[str, int]] = {}
     for line in prediction.resting.lines:
         by_kind = resting.setdefault(line.tier, dict.fromkeys(_KINDS, 0))
         by_kind[line.kind] += line.bytes
     use = prediction.disk
-    measured = {} if use is None or rates is None else {"bytes_per_second": vars(rates), "seconds": use.seconds(rates)}
+    measured = (
+        {}
+        if use is None or rates is None
+        else {"bytes_per_second": vars(rates), "seconds": use.seconds(rates)}
+    )
     return {
         "world_size": world_size,
         "stage": stage,
@@ -283,7 +505,10 @@ def _plain(world_size: int, stage: int, prediction: Prediction, rates: disk.Rate
 
 
 def _transfer_rows(prediction: Prediction) -> list[list[str]]:
-    return [[transfer.purpose, str(transfer.collectives), _gib(transfer.bytes)] for transfer in prediction.transfers]
+    return [
+        [transfer.purpose, str(transfer.collectives), _gib(transfer.bytes)]
+        for transfer in prediction.transfers
+    ]
 
 
 def _gib(count: int) -> str:

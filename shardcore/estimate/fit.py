@@ -1,8 +1,10 @@
-"""What to keep where: of all that fits a machine, what takes the fewest milliseconds. `shard` asks it for `offload="auto"`.
+"""What to keep where: of all that fits a machine, what takes the fewest milliseconds. `shard` asks
+it for `offload="auto"`.
 
-A step's milliseconds are those of its messages, of its copies between device and host memory and of Adam on the CPU, one after
-the other: an upper bound, of which forward and backward hide a part that tokens decide. Adam on the device counts as nothing.
-Where the CPU has states, the device keeps the greatest share of them that fits. Files come last, whatever they take.
+A step's milliseconds are those of its messages, of its copies between device and host memory and of
+Adam on the CPU, one after the other: an upper bound, of which forward and backward hide a part that
+tokens decide. Adam on the device counts as nothing. Where the CPU has states, the device keeps the
+greatest share of them that fits. Files come last, whatever they take.
 """
 
 import math
@@ -22,7 +24,9 @@ Predict = Callable[[int, Mapping[str, Any] | None], Prediction]  # of a stage an
 
 @dataclass(frozen=True)
 class Machine:
-    """Bytes: of a rank's device, of which `activations` are left for these; of host memory and disk that `ranks` share."""
+    """Bytes: of a rank's device, of which `activations` are left for these; of host memory and
+    disk that `ranks` share.
+    """
 
     device: int
     activations: int
@@ -33,7 +37,9 @@ class Machine:
 
 @dataclass(frozen=True)
 class Rates:
-    """Per second and rank: bytes from the device to host memory and back, elements of Adam on the CPU, bytes sent to ranks."""
+    """Per second and rank: bytes from the device to host memory and back, elements of Adam on
+    the CPU, bytes sent to ranks.
+    """
 
     to_host: float
     from_host: float
@@ -43,7 +49,11 @@ class Rates:
     def milliseconds(self, prediction: Prediction) -> float:
         """Return how long the parts of a step take that depend on what is kept where."""
         copies = prediction.copies
-        of_host = copies.to_host / self.to_host + copies.from_host / self.from_host + copies.updated / self.adam
+        of_host = (
+            copies.to_host / self.to_host
+            + copies.from_host / self.from_host
+            + copies.updated / self.adam
+        )
         return 1e3 * (of_host + prediction.sent_bytes / self.network)
 
 
@@ -51,7 +61,8 @@ class Rates:
 class Candidate:
     """Arguments of shard, what they take, and why that does not fit ("": it does).
 
-    ratio: the least share of states on the CPU that fits; 1.0 if none does, and where they are in files or on the device.
+    ratio: the least share of states on the CPU that fits; 1.0 if none does, and where they are in
+    files or on the device.
     measures: host memory has room for all of them at first, so that the ratio may be "auto".
     """
 
@@ -76,8 +87,12 @@ class Candidate:
         return {**self.offload, "ratio": "auto" if self.measures else self.ratio}
 
 
-def candidates(world_size: int, stage: int | None) -> Iterator[tuple[int, Mapping[str, str] | None]]:
-    """Yield stages and offloads of a stage, None: of 2 and 3. One rank shards nothing, so there 2 is like 3."""
+def candidates(
+    world_size: int, stage: int | None
+) -> Iterator[tuple[int, Mapping[str, str] | None]]:
+    """Yield stages and offloads of a stage, None: of 2 and 3. One rank shards nothing, so there
+    2 is like 3.
+    """
     stages = [stage] if stage is not None else [2, 3] if world_size > 1 else [2]
     for offload in (None, _CPU, _CPU | _GRADIENTS):
         yield from ((one, offload) for one in stages if one > 0 or offload in (None, _CPU))
@@ -92,7 +107,12 @@ def candidates(world_size: int, stage: int | None) -> Iterator[tuple[int, Mappin
 
 
 def fit(
-    machine: Machine, rates: Rates, world_size: int, predict: Predict, stage: int | None = None, host_gradients: bool = True
+    machine: Machine,
+    rates: Rates,
+    world_size: int,
+    predict: Predict,
+    stage: int | None = None,
+    host_gradients: bool = True,
 ) -> list[Candidate]:
     """Return what was considered, in order. stage: the only one, None for 2 and 3; see `chosen_of`.
 
@@ -100,7 +120,11 @@ def fit(
     """
     found: list[Candidate] = []
     for at, offload in candidates(world_size, stage):
-        if offload is not None and offload["optimizer"] == "nvme" and (not machine.disk or chosen_of(found) is not None):
+        if (
+            offload is not None
+            and offload["optimizer"] == "nvme"
+            and (not machine.disk or chosen_of(found) is not None)
+        ):
             break
         if any(one.offload is None and one.stage <= at and not one.lacks for one in found):
             continue  # this one moves more
@@ -109,24 +133,42 @@ def fit(
         if offload is None or offload["optimizer"] == "nvme":
             ratio, measures, prediction = 1.0, False, predict(at, offload)
         else:
-            ratio, measures, prediction = _least_ratio(machine, partial(_with_ratio, predict, at, offload))
+            ratio, measures, prediction = _least_ratio(
+                machine, partial(_with_ratio, predict, at, offload)
+            )
         lacks = _lacks(machine, prediction)
-        found.append(Candidate(at, offload, ratio, measures, prediction, rates.milliseconds(prediction), lacks))
+        found.append(
+            Candidate(
+                at, offload, ratio, measures, prediction, rates.milliseconds(prediction), lacks
+            )
+        )
     return found
 
 
 def chosen_of(found: Sequence[Candidate]) -> Candidate | None:
-    """Return the one that fits and takes the fewest milliseconds, the earlier one of equals; None if nothing fits."""
-    return min((one for one in found if not one.lacks), key=lambda one: one.milliseconds, default=None)
+    """Return the one that fits and takes the fewest milliseconds, the earlier one of equals;
+    None if nothing fits.
+    """
+    return min(
+        (one for one in found if not one.lacks), key=lambda one: one.milliseconds, default=None
+    )
 
 
-def _least_ratio(machine: Machine, predict: Callable[[float], Prediction]) -> tuple[float, bool, Prediction]:
-    """Return the least share on the CPU that the device's memory allows (else 1), whether 1 fits, and the prediction for it.
+def _least_ratio(
+    machine: Machine, predict: Callable[[float], Prediction]
+) -> tuple[float, bool, Prediction]:
+    """Return the least share on the CPU that the device's memory allows (else 1), whether 1 fits,
+    and the prediction for it.
 
-    The bytes are nearly linear in the share, so that few predictions find it. (Shares of 0 put no gradients in host memory.)
+    The bytes are nearly linear in the share, so that few predictions find it. (Shares of 0 put no
+    gradients in host memory.)
     """
     least, found, most = 1.0, predict(1.0), predict(1 / STEPS_OF_ONE)
-    measures, low, high = not _lacks(machine, found), _on_device(machine, found), _on_device(machine, most)
+    measures, low, high = (
+        not _lacks(machine, found),
+        _on_device(machine, found),
+        _on_device(machine, most),
+    )
     if low <= machine.device and low < high:
         steps = max(1, int((high - machine.device) / (high - low) * STEPS_OF_ONE))
         while _on_device(machine, found := predict(steps / STEPS_OF_ONE)) > machine.device:
@@ -135,7 +177,9 @@ def _least_ratio(machine: Machine, predict: Callable[[float], Prediction]) -> tu
     return least, measures, found
 
 
-def _with_ratio(predict: Predict, stage: int, offload: Mapping[str, str], ratio: float) -> Prediction:
+def _with_ratio(
+    predict: Predict, stage: int, offload: Mapping[str, str], ratio: float
+) -> Prediction:
     return predict(stage, {**offload, "ratio": ratio})
 
 
@@ -147,9 +191,16 @@ def _lacks(machine: Machine, prediction: Prediction) -> str:
     wanted = {
         "device": (_on_device(machine, prediction), machine.device),
         "host": (prediction.resting.by_tier.get("cpu", 0) * machine.ranks, machine.host),
-        "disk": (0 if prediction.disk is None else prediction.disk.space * machine.ranks, machine.disk),
+        "disk": (
+            0 if prediction.disk is None else prediction.disk.space * machine.ranks,
+            machine.disk,
+        ),
     }
-    over = [f"{name} {need / 2**30:.1f} of {there / 2**30:.1f} GiB" for name, (need, there) in wanted.items() if need > there]
+    over = [
+        f"{name} {need / 2**30:.1f} of {there / 2**30:.1f} GiB"
+        for name, (need, there) in wanted.items()
+        if need > there
+    ]
     return ", ".join(over)
 
 
@@ -160,18 +211,28 @@ def table(found: Sequence[Candidate]) -> str:
     for one in found:
         tiers, use = one.prediction.resting.by_tier, one.prediction.disk
         held = [tiers.get("device", 0), tiers.get("cpu", 0), 0 if use is None else use.space]
-        named = " + ".join(f"{what} {where}" for what, where in (one.offload or {}).items() if what != "path") or "none"
+        named = (
+            " + ".join(
+                f"{what} {where}" for what, where in (one.offload or {}).items() if what != "path"
+            )
+            or "none"
+        )
         ratio = "-" if one.offload is None else f"{one.ratio:.2f}"
         spent = f"{one.milliseconds:.0f}" + " and the disk" * one.on_disk
         fits = one.lacks or ("yes, chosen" if one is chosen else "yes")
-        rows.append([str(one.stage), named, ratio, *(f"{count / 2**30:.2f}" for count in held), spent, fits])
+        rows.append(
+            [str(one.stage), named, ratio, *(f"{count / 2**30:.2f}" for count in held), spent, fits]
+        )
     return columns(rows)
 
 
 def columns(rows: Sequence[Sequence[str]]) -> str:
     """Align all columns to the left."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
 
 
 def call_of(candidate: Candidate, options: Mapping[str, Any]) -> str:
@@ -179,4 +240,7 @@ def call_of(candidate: Candidate, options: Mapping[str, Any]) -> str:
     given = {"stage": candidate.stage, **options}
     if candidate.offload is not None:
         given |= {"offload": candidate.argument, "overlap_step": True}
-    return f"shardcore.shard(model, optimizer, {', '.join(f'{name}={value!r}' for name, value in given.items())})"
+    return (
+        f"shardcore.shard(model, optimizer, "
+        f"{', '.join(f'{name}={value!r}' for name, value in given.items())})"
+    )

@@ -1,9 +1,11 @@
-"""The memory of a rank and the bytes that it sends per step, computed from shapes: nothing is allocated, no rank is started.
+"""The memory of a rank and the bytes that it sends per step, computed from shapes: nothing is
+allocated, no rank is started.
 
-Units, buckets, layouts and states are those of `shard`, on the meta device. Messages are formulas over the buckets
-(`_Step.transfers`). The size of a buffer pool depends on the order in which buffers are taken and given back, so
-`_Step.fill_pools` repeats that order with the engine's pools. tests/estimate compares all with real ranks.
-Not predicted: activations, the model's buffers, and temporary memory of shard() and state_dict().
+Units, buckets, layouts and states are those of `shard`, on the meta device. Messages are formulas
+over the buckets (`_Step.transfers`). The size of a buffer pool depends on the order in which
+buffers are taken and given back, so `_Step.fill_pools` repeats that order with the engine's pools.
+tests/estimate compares all with real ranks. Not predicted: activations, the model's buffers, and
+temporary memory of shard() and state_dict().
 """
 
 from collections import deque
@@ -19,7 +21,16 @@ from shardcore.distributed.clock import Clock
 from shardcore.distributed.comm import Comm, Started
 from shardcore.distributed.topology import Topology, topology_of
 from shardcore.engine import build, nvme_weights
-from shardcore.engine.bucket import LIFETIMES, Bucket, BufferPool, Lifetimes, ReducePolicy, allocate, give_full, take_full
+from shardcore.engine.bucket import (
+    LIFETIMES,
+    Bucket,
+    BufferPool,
+    Lifetimes,
+    ReducePolicy,
+    allocate,
+    give_full,
+    take_full,
+)
 from shardcore.engine.cpu_store import staging_bytes
 from shardcore.engine.host_gradients import IN_FLIGHT, grad_staging_bytes, host_grad_dtype
 from shardcore.engine.memory_report import MemoryReport, memory_lines
@@ -39,7 +50,9 @@ _META = torch.device("meta")
 
 @dataclass(frozen=True)
 class Transfer:
-    """The collectives of a step for one purpose, and the `bytes` that this rank sends (and receives) in them."""
+    """The collectives of a step for one purpose, and the `bytes` that this rank sends (and
+    receives) in them.
+    """
 
     purpose: str
     collectives: int
@@ -48,7 +61,9 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Copies:
-    """Bytes that a rank copies from its device to host memory and back in a step, and how many elements the CPU updates."""
+    """Bytes that a rank copies from its device to host memory and back in a step, and how many
+    elements the CPU updates.
+    """
 
     to_host: int = 0
     from_host: int = 0
@@ -59,7 +74,8 @@ class Copies:
 class Prediction:
     """The memory and the messages of one rank, once its buffer pools have grown in the first steps.
 
-    resting: memory between steps, after zero_grad. Nothing is freed within a step: this is also the peak. transfers: per step.
+    resting: memory between steps, after zero_grad. Nothing is freed within a step: this is also the
+    peak. transfers: per step.
     disk: where states are on disk. copies: per step, padding included.
     """
 
@@ -80,7 +96,10 @@ class _Rank(Comm):
     """A rank without a process group, whose collectives send nothing."""
 
     def __init__(self, rank: int, topology: Topology) -> None:
-        self.group, self.rank, self.world_size, self.topology = None, rank, topology.world_size, topology
+        self.group = None
+        self.rank = rank
+        self.world_size = topology.world_size
+        self.topology = topology
         self.uses_nccl, self.clock = True, Clock()  # NCCL keeps no buffers of others
         self.slices, self.across = (), ()
 
@@ -112,41 +131,74 @@ def predict(
     hybrid: bool = False,
     **options: Any,
 ) -> Prediction:
-    """Return the memory and messages of `rank` of `world_size` ranks after shard(model, optimizer, stage, **options).
+    """Return the memory and messages of `rank` of `world_size` ranks after shard(model, optimizer,
+    stage, **options).
 
-    model: not changed; its parameters may be on the meta device. optimizer: None for one group of all trainable parameters.
-    hybrid: as with a mesh of (world_size / ranks_per_node, ranks_per_node) as process_group, which replicates over nodes.
-    Assumes that each parameter is used once per backward, in the order of `model.parameters()`, and units in module order. The
-    ratio "auto" is predicted as 1, its start. Raises ValueError or TypeError as shard does.
+    model: not changed; its parameters may be on the meta device. optimizer: None for one group of
+    all trainable parameters.
+    hybrid: as with a mesh of (world_size / ranks_per_node, ranks_per_node) as process_group, which
+    replicates over nodes. Assumes that each parameter is used once per backward, in the order of
+    `model.parameters()`, and units in module order. The ratio "auto" is predicted as 1, its start.
+    Raises ValueError or TypeError as shard does.
     """
-    known = [*(field.name for field in fields(ShardOptions) if field.name != "stage"), "process_group", "ranks_per_node"]
+    known = [
+        *(field.name for field in fields(ShardOptions) if field.name != "stage"),
+        "process_group",
+        "ranks_per_node",
+    ]
     for name in options:
         if name not in known:
-            raise TypeError(f"predict: got the option {name!r}; expected one of shard's: {', '.join(known)}")
-    process_group, per_node = options.pop("process_group", None), options.pop("ranks_per_node", None)
+            raise TypeError(
+                f"predict: got the option {name!r}; expected one of shard's: {', '.join(known)}"
+            )
+    process_group, per_node = (
+        options.pop("process_group", None),
+        options.pop("ranks_per_node", None),
+    )
     if process_group is not None:
         raise ValueError(
-            "predict: process_group was given; expected world_size, and ranks_per_node with hybrid=True for a mesh"
+            "predict: process_group was given; expected world_size, and ranks_per_node with "
+            "hybrid=True for a mesh"
         )
     if world_size < 1:
         raise ValueError(f"predict: world_size is {world_size}; expected at least 1")
     if not 0 <= rank < world_size:
-        raise ValueError(f"predict: rank is {rank} of {world_size}; expected 0 <= rank < world_size")
+        raise ValueError(
+            f"predict: rank is {rank} of {world_size}; expected 0 <= rank < world_size"
+        )
     if hybrid and per_node is None:
-        raise ValueError("predict: hybrid is True without ranks_per_node; expected the number of ranks that share weights")
+        raise ValueError(
+            "predict: hybrid is True without ranks_per_node; expected the number of ranks that "
+            "share weights"
+        )
     wanted = ShardOptions(stage=stage, **options)
     if wanted.chooses_offload:
-        raise ValueError('predict: offload is "auto"; expected what it chooses, or `shardcore estimate --fit`, which does')
-    given = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]) if optimizer is None else optimizer
+        raise ValueError(
+            'predict: offload is "auto"; expected what it chooses, or `shardcore estimate --fit`, '
+            "which does"
+        )
+    given = (
+        torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+        if optimizer is None
+        else optimizer
+    )
     adam = accept_optimizer(given, wanted.offload)
     build.check_ownership(model, given)
-    return predict_rank(model, adam, wanted, topology_of(world_size, per_node, per_node if hybrid else None), rank)
+    return predict_rank(
+        model, adam, wanted, topology_of(world_size, per_node, per_node if hybrid else None), rank
+    )
 
 
 def predict_rank(
-    model: nn.Module, adam: ShardableOptimizer, wanted: ShardOptions, topology: Topology, rank: int = 0
+    model: nn.Module,
+    adam: ShardableOptimizer,
+    wanted: ShardOptions,
+    topology: Topology,
+    rank: int = 0,
 ) -> Prediction:
-    """Return what `predict` does, of these options of shard and an optimizer that accept_optimizer returned."""
+    """Return what `predict` does, of these options of shard and an optimizer that
+    accept_optimizer returned.
+    """
     comm, stage, world_size = _Rank(rank, topology), wanted.stage, topology.world_size
     wanted.check(len(comm.shard_ranks), backend_sums=True)
     specs = plan_units(model, wanted.units)
@@ -162,7 +214,9 @@ def predict_rank(
     if tiers.optimizer is not None:
         split(buckets if tiers.params == "nvme" else updated, tiers.ratio)
     in_buckets = {managed.param for bucket in buckets for managed in bucket.params}
-    rest = [param for param in model.parameters() if not param.requires_grad and param not in in_buckets]
+    rest = [
+        param for param in model.parameters() if not param.requires_grad and param not in in_buckets
+    ]
     step = _Step(
         comm,
         buckets,
@@ -172,7 +226,9 @@ def predict_rank(
         keepers_of(wanted.reshard_after_forward),
         wanted.prefetch,
         world_size == 1 and not wanted.loss_scaler().active,
-        {bucket for bucket in updated if bucket.host_numel} if tiers.gradients is not None else set(),
+        {bucket for bucket in updated if bucket.host_numel}
+        if tiers.gradients is not None
+        else set(),
     )
     step.fill_pools()
     lines = memory_lines(
@@ -185,20 +241,35 @@ def predict_rank(
         [torch.empty(param.shape, dtype=builder.dtype_of(param), device=_META) for param in rest],
     )
     numel = sum(param.numel() for param in model.parameters())
-    disk = None if tiers.path is None else disk_use(buckets, tiers.durable, buckets if tiers.params == "nvme" else ())
-    return Prediction(numel, len(specs), MemoryReport(tuple(lines)), step.transfers(), disk, step.copies(tiers))
+    disk = (
+        None
+        if tiers.path is None
+        else disk_use(buckets, tiers.durable, buckets if tiers.params == "nvme" else ())
+    )
+    return Prediction(
+        numel, len(specs), MemoryReport(tuple(lines)), step.transfers(), disk, step.copies(tiers)
+    )
 
 
 class _States(DeviceStore):
     """States on the meta device, counted on the tiers of `tiers`."""
 
-    def __init__(self, buckets: Sequence[Bucket], tiers: OffloadOptions, in_files: Sequence[Bucket], prefetch: int) -> None:
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        tiers: OffloadOptions,
+        in_files: Sequence[Bucket],
+        prefetch: int,
+    ) -> None:
         """in_files: the buckets whose weights are."""
         super().__init__([], _META)
         if tiers.optimizer is not None:
             self.tier = tiers.optimizer
             self.scratch_bytes = staging_bytes(
-                buckets, tiers.gradients is not None, tiers.params is not None, nvme=tiers.path is not None
+                buckets,
+                tiers.gradients is not None,
+                tiers.params is not None,
+                nvme=tiers.path is not None,
             )
         if in_files:
             self.scratch_bytes += nvme_weights.buffer_bytes(in_files, prefetch)
@@ -217,7 +288,8 @@ class _States(DeviceStore):
 class _Step:
     """A training step of this rank: what it sends, and the buffers that it takes and gives back.
 
-    keepers: see keepers_of. prefetch: units gathered ahead. alone: gradients are neither summed over ranks nor unscaled.
+    keepers: see keepers_of. prefetch: units gathered ahead. alone: gradients are neither summed
+    over ranks nor unscaled.
     offloaded: the buckets whose gradients are.
     """
 
@@ -233,12 +305,22 @@ class _Step:
 
     def __post_init__(self) -> None:
         topology, rank = self.comm.topology, self.comm.rank
-        self._levels = [range(topology.world_size)] if self.policy.backend_sums else topology.levels(rank)
-        self._replicas = topology.ranks_by_piece() if self.lifetimes.owns_everything else topology.replica_ranks(rank)
+        self._levels = (
+            [range(topology.world_size)] if self.policy.backend_sums else topology.levels(rank)
+        )
+        self._replicas = (
+            topology.ranks_by_piece()
+            if self.lifetimes.owns_everything
+            else topology.replica_ranks(rank)
+        )
         self._adds_locally = self.policy.accumulate > 1 and not self.policy.sync_each
         self._passing = [unit for unit in self.units if not unit.stays]
         self._order = [bucket for bucket in reversed(self.buckets) if bucket.trainable]
-        found = ((-m.index, place, m.local.numel()) for place, bucket in enumerate(self._order) for m in bucket.params)
+        found = (
+            (-m.index, place, m.local.numel())
+            for place, bucket in enumerate(self._order)
+            for m in bucket.params
+        )
         # The bucket of each gradient, and its elements, in backward.
         self._arrivals = [(self._order[place], numel) for _, place, numel in sorted(found)]
         self.pool, self.gathered = BufferPool(_META), BufferPool(_META)
@@ -253,40 +335,61 @@ class _Step:
     def _sent_dtype(self, bucket: Bucket) -> torch.dtype:
         return self.policy.travels_as(torch.float32 if self._adds_locally else bucket.dtype)
 
-    # --- messages -----------------------------------------------------------------------------------------------------
+    # --- messages ---------------------------------------------------------------------------------
 
     def transfers(self) -> tuple[Transfer, ...]:
         """Return what a step sends, once the order of units is known."""
-        world, sharing, micros = self.comm.world_size, len(self.comm.shard_ranks), self.policy.accumulate
+        world, sharing, micros = (
+            self.comm.world_size,
+            len(self.comm.shard_ranks),
+            self.policy.accumulate,
+        )
         reductions = 1 if self._adds_locally else micros
         sent: dict[str, Transfer] = {}
 
         def add(purpose: str, ranks: int, sizes: Sequence[int]) -> None:
-            """Count a collective of `ranks` per size, in bytes of the full buffer, of which a rank sends all parts but one."""
+            """Count a collective of `ranks` per size, in bytes of the full buffer, of which a
+            rank sends all parts but one.
+            """
             parts = [size // ranks * (ranks - 1) for size in sizes if size and ranks > 1]
             if parts:
                 so_far = sent.get(purpose, Transfer(purpose, 0, 0))
-                sent[purpose] = Transfer(purpose, so_far.collectives + len(parts), so_far.bytes + sum(parts))
+                sent[purpose] = Transfer(
+                    purpose, so_far.collectives + len(parts), so_far.bytes + sum(parts)
+                )
 
         def weights(units: Iterable[Unit], frozen: bool = True) -> list[int]:
             """Return the bytes of each unit, whose buckets travel in one call."""
             chosen = [[b for b in unit.buckets if frozen or b.group is not None] for unit in units]
-            return [sum(bucket.layout.numel * bucket.dtype.itemsize for bucket in buckets) for buckets in chosen]
+            return [
+                sum(bucket.layout.numel * bucket.dtype.itemsize for bucket in buckets)
+                for buckets in chosen
+            ]
 
         if not self.lifetimes.full_weight_resident:
             add("gather weights in forward", sharing, weights(self.units) * micros)
             kept = ", of parts kept" if self.keepers else ""
             freed = self._passing[:-1]  # backward begins with the last
-            add(f"gather weights in backward{kept}", self.keepers or sharing, weights(freed) * micros)
+            add(
+                f"gather weights in backward{kept}",
+                self.keepers or sharing,
+                weights(freed) * micros,
+            )
         for bucket in self._order:
             numel, dtype = bucket.layout.numel, self._sent_dtype(bucket)
             for ranks in self._levels:
                 add("exchange gradients", len(ranks), [numel * dtype.itemsize] * reductions)
                 numel, dtype = numel // len(ranks), torch.float32
             first = bucket.owned_numel * self.policy.grad_dtype.itemsize
-            later = bucket.owned_numel * torch.float32.itemsize if bucket in self.offloaded else first
+            later = (
+                bucket.owned_numel * torch.float32.itemsize if bucket in self.offloaded else first
+            )
             add("gather gradients", len(self._replicas), [first] + [later] * (reductions - 1))
-        add("agree on used parameters", world, [use_row_bytes(len(self._arrivals)) * world] * reductions)
+        add(
+            "agree on used parameters",
+            world,
+            [use_row_bytes(len(self._arrivals)) * world] * reductions,
+        )
         add("agree on the norm", world, [NORM_ROW_BYTES * world])
         if self.lifetimes.gathers_new_weights:
             add("gather weights after the step", sharing, weights(self.units, frozen=False))
@@ -297,26 +400,39 @@ class _Step:
         if tiers.optimizer is None:
             return Copies()
         micros, to_host, from_host, updated = self.policy.accumulate, 0, 0, 0
-        freed = {bucket for unit in self._passing[:-1] for bucket in unit.buckets} if not self.keepers else ()
+        freed = (
+            {bucket for unit in self._passing[:-1] for bucket in unit.buckets}
+            if not self.keepers
+            else ()
+        )
         for bucket in self.buckets:
-            here, there = (bucket.device_numel, bucket.host_numel) if bucket.group is not None else (0, 0)
+            here, there = (
+                (bucket.device_numel, bucket.host_numel) if bucket.group is not None else (0, 0)
+            )
             updated += there
-            later = torch.float32.itemsize * (micros - 1) if bucket in self.offloaded and not self._adds_locally else 0
+            later = (
+                torch.float32.itemsize * (micros - 1)
+                if bucket in self.offloaded and not self._adds_locally
+                else 0
+            )
             to_host += there * (host_grad_dtype(bucket, self.policy, self.alone).itemsize + later)
             if tiers.params is None:  # the CPU's share of new weights comes back
                 from_host += there * bucket.dtype.itemsize
                 to_host += there * bucket.dtype.itemsize * bucket.state_format.reads_weights
-            else:  # shards are read where they are gathered, and the device's share of new ones leaves
+            # shards are read where they are gathered, and the device's share of new ones leaves
+            else:
                 gathers = micros * (2 if bucket in freed else 1)
                 from_host += bucket.owned_numel * bucket.dtype.itemsize * gathers
                 from_host += here * bucket.dtype.itemsize * bucket.state_format.reads_weights
                 to_host += here * bucket.dtype.itemsize
         return Copies(to_host, from_host, updated)
 
-    # --- buffers, in the order of Unsharder, Reducer, ReduceScatter and HostGrads --------------------------------------------
+    # --- buffers, in the order of Unsharder, Reducer, ReduceScatter and HostGrads -----------------
 
     def fill_pools(self) -> None:
-        """Run steps until the pools no longer grow. The order of units is unknown in the first pass."""
+        """Run steps until the pools no longer grow. The order of units is unknown in the first
+        pass.
+        """
         known, held = False, -1
         while held != (held := self.pool.allocated_bytes + self.gathered.allocated_bytes):
             for micro in range(1, self.policy.accumulate + 1):
@@ -327,7 +443,9 @@ class _Step:
                 bucket.reduced = False
 
     def _move_weights(self, known: bool) -> None:
-        apart = len(self.comm.shard_ranks) > 1 or any(bucket.weight_tier != "device" for bucket in self.buckets)
+        apart = len(self.comm.shard_ranks) > 1 or any(
+            bucket.weight_tier != "device" for bucket in self.buckets
+        )
         if self.lifetimes.full_weight_resident or not apart:
             return
         for unit in self.units:
@@ -354,7 +472,9 @@ class _Step:
     def _free(self, unit: Unit, keep: bool = False) -> None:
         flats = self._unsharded.pop(unit, [])
         if keep:
-            self._kept[unit] = [self.gathered.take(flat.numel() // self.keepers, flat.dtype) for flat in flats]
+            self._kept[unit] = [
+                self.gathered.take(flat.numel() // self.keepers, flat.dtype) for flat in flats
+            ]
         for flat in flats:
             self.gathered.give(flat)
 
@@ -363,7 +483,9 @@ class _Step:
         waiting = deque(self._order if reducing else ())
         for bucket, numel in self._arrivals:
             if bucket.wire is None:
-                bucket.wire = self._take(bucket, torch.float32 if self._adds_locally else self._sent_dtype(bucket))
+                bucket.wire = self._take(
+                    bucket, torch.float32 if self._adds_locally else self._sent_dtype(bucket)
+                )
             missing[bucket] -= 1
             for done, full, _ in self._reduce_scatter.arrive(bucket, numel) if reducing else ():
                 self._finish(done, full)
@@ -373,7 +495,8 @@ class _Step:
             self._finish(bucket, full)
         self._let_leave(len(self._leaving))
         for bucket in self._order if reducing and self.lifetimes.owns_everything else ():
-            if bucket.grad is not None and bucket.grad.dtype != bucket.dtype:  # param.grad has a buffer of its own
+            # param.grad has a buffer of its own
+            if bucket.grad is not None and bucket.grad.dtype != bucket.dtype:
                 self._give(bucket, self._take(bucket, bucket.dtype))
 
     def _launch(self, bucket: Bucket) -> None:
@@ -388,7 +511,12 @@ class _Step:
     def _finish(self, bucket: Bucket, local: torch.Tensor) -> None:
         dtype, first = self.policy.grad_dtype, not bucket.reduced
         unchanged = self.alone and first and (self.policy.accumulate == 1 or local.dtype == dtype)
-        left = self.lifetimes.owns_everything and self.comm.world_size > 1 and first and local.dtype == dtype
+        left = (
+            self.lifetimes.owns_everything
+            and self.comm.world_size > 1
+            and first
+            and local.dtype == dtype
+        )
         if bucket in self.offloaded:
             self._leave(bucket, local, unchanged)
         else:
@@ -401,12 +529,20 @@ class _Step:
         bucket.reduced = True
 
     def _leave(self, bucket: Bucket, local: torch.Tensor, unchanged: bool) -> None:
-        dtype = local.dtype if unchanged else torch.float32 if bucket.reduced else self.policy.grad_dtype
+        dtype = (
+            local.dtype
+            if unchanged
+            else torch.float32
+            if bucket.reduced
+            else self.policy.grad_dtype
+        )
         self._let_leave(len(self._leaving) + 1 - IN_FLIGHT)
         if unchanged:
             self._leaving.append((bucket, local, partial(self._give, bucket)))
         else:
-            self._leaving.append((bucket, self.pool.take(bucket.owned_numel, dtype), self.pool.give))
+            self._leaving.append(
+                (bucket, self.pool.take(bucket.owned_numel, dtype), self.pool.give)
+            )
             self._give(bucket, local)
         if len(self._replicas) == 1:
             self._keep_rest()
@@ -424,7 +560,9 @@ class _Step:
 
     def _take(self, bucket: Bucket, dtype: torch.dtype) -> torch.Tensor:
         goes_on = self.comm.world_size > 1 or bucket in self.offloaded
-        return take_full(bucket, dtype, self.pool, goes_on and not self.lifetimes.full_grad_resident)
+        return take_full(
+            bucket, dtype, self.pool, goes_on and not self.lifetimes.full_grad_resident
+        )
 
     def _give(self, bucket: Bucket, local: torch.Tensor) -> None:
         give_full(bucket, local, self.pool, self.lifetimes)

@@ -1,4 +1,6 @@
-"""What `offload="auto"` chooses by: free memory and rates, measured on each rank within a second, and what all ranks have."""
+"""What `offload="auto"` chooses by: free memory and rates, measured on each rank within a
+second, and what all ranks have.
+"""
 
 import sys
 import time
@@ -29,8 +31,13 @@ def measure(device: torch.device) -> dict[str, Any]:
     tier, most = _C.HostTier(device, True), min(LINK_BYTES, free // 8)
 
     def link(back: bool, count: int) -> Callable[[], object]:
-        on_host, on_device = tier.empty(count, torch.uint8), torch.zeros(count, dtype=torch.uint8, device=device)
-        return lambda: (tier.from_tier(on_device, on_host) if back else tier.to_tier(on_host, on_device)).synchronize()
+        on_host, on_device = (
+            tier.empty(count, torch.uint8),
+            torch.zeros(count, dtype=torch.uint8, device=device),
+        )
+        return lambda: (
+            tier.from_tier(on_device, on_host) if back else tier.to_tier(on_host, on_device)
+        ).synchronize()
 
     def adam(count: int) -> Callable[[], object]:
         param = torch.zeros(count, dtype=torch.float32, device="cpu", requires_grad=True)
@@ -49,7 +56,9 @@ def measure(device: torch.device) -> dict[str, Any]:
 
 
 def free_and_total(device: torch.device) -> tuple[int, int]:
-    """Return the bytes that this process can still take on a device, torch's idle blocks included, and all that it has."""
+    """Return the bytes that this process can still take on a device, torch's idle blocks
+    included, and all that it has.
+    """
     if device.type != "cuda":
         return (free_bytes() or sys.maxsize,) * 2
     free, total = torch.cuda.mem_get_info(device)
@@ -57,7 +66,8 @@ def free_and_total(device: torch.device) -> tuple[int, int]:
 
 
 def _rate(prepare: Callable[[int], Callable[[], object]], most: int) -> float:
-    """Return how much `prepare(count)()` does in a second, of the largest count (at most `most`) that there is time for.
+    """Return how much `prepare(count)()` does in a second, of the largest count (at most `most`)
+    that there is time for.
 
     The second run counts: the first one takes memory.
     """
@@ -74,7 +84,9 @@ def _rate(prepare: Callable[[int], Callable[[], object]], most: int) -> float:
 
 
 def agreed(figures: Sequence[Mapping[str, Any]]) -> tuple[Machine, Rates]:
-    """Return what every rank has at least, of the figures of all ranks: the same on each of them."""
+    """Return what every rank has at least, of the figures of all ranks: the same on each of
+    them.
+    """
 
     def least(name: str) -> Any:
         return min(of_rank[name] for of_rank in figures)
@@ -82,4 +94,6 @@ def agreed(figures: Sequence[Mapping[str, Any]]) -> tuple[Machine, Rates]:
     places = [of_rank["place"] for of_rank in figures]
     host = min(of_rank["host"] // places.count(of_rank["place"]) for of_rank in figures)
     spare = max(of_rank["spare"] for of_rank in figures)
-    return Machine(least("device"), spare, host, 0, 1), Rates(least("to_host"), least("from_host"), least("adam"))
+    return Machine(least("device"), spare, host, 0, 1), Rates(
+        least("to_host"), least("from_host"), least("adam")
+    )

@@ -1,11 +1,13 @@
-"""Activation checkpointing: modules that keep their inputs alone, in host memory or in parts, and compute again in backward.
+"""Activation checkpointing: modules that keep their inputs alone, in host memory or in parts, and
+compute again in backward.
 
-Recomputation is torch.utils.checkpoint's, without reentrant backwards. What is new is where inputs are kept between forward and
-backward.
+Recomputation is torch.utils.checkpoint's, without reentrant backwards. What is new is where inputs
+are kept between forward and backward.
 
-Note [One call ahead]. Offloaded inputs are copied on the streams of a HostTier (csrc/copy), so a forward waits only where more
-than _IN_FLIGHT calls are being copied, which bounds what they take of the device. In backward the inputs of a call are asked
-for when it is computed again; then those of the call before it start to come, too, behind its computation.
+Note [One call ahead]. Offloaded inputs are copied on the streams of a HostTier (csrc/copy), so a
+forward waits only where more than _IN_FLIGHT calls are being copied, which bounds what they take of
+the device. In backward the inputs of a call are asked for when it is computed again; then those of
+the call before it start to come, too, behind its computation.
 """
 
 import weakref
@@ -48,33 +50,45 @@ def checkpoint_wrapper(
     *,
     save: Collection[Any] = (),
 ) -> nn.Module:
-    """Let `module` keep its inputs alone for backward, which runs its forward again. Returns the same module, changed in place.
+    """Let `module` keep its inputs alone for backward, which runs its forward again. Returns the
+    same module, changed in place.
 
-    Names, parameters, isinstance and state dicts stay; it may be called before or after `shard`. The gradients are those
-    without it, bit for bit: random states (dropout) are restored, copies are exact. Under torch.no_grad() nothing changes.
+    Names, parameters, isinstance and state dicts stay; it may be called before or after `shard`.
+    The gradients are those without it, bit for bit: random states (dropout) are restored, copies
+    are exact. Under torch.no_grad() nothing changes.
 
     Args:
-        offload_to_cpu: keep floating-point inputs that are passed by position in host memory, pinned, in buffers that later
-            calls use again for inputs of at most their size. Copies run on streams of their own, in backward one call ahead of
-            their use.
-        partition: a process group whose ranks pass the same inputs (tensor parallel ranks): each keeps 1/n of every one, and
-            backward gathers them. Collective in backward, in the order of calls. With offload_to_cpu the part is offloaded.
-        save: operators whose results are kept, not computed again, such as torch.ops.aten.mm.default.
+        offload_to_cpu: keep floating-point inputs that are passed by position in host memory,
+            pinned, in buffers that later calls use again for inputs of at most their size. Copies
+            run on streams of their own, in backward one call ahead of their use.
+        partition: a process group whose ranks pass the same inputs (tensor parallel ranks): each
+            keeps 1/n of every one, and backward gathers them. Collective in backward, in the order
+            of calls. With offload_to_cpu the part is offloaded.
+        save: operators whose results are kept, not computed again, such as
+        torch.ops.aten.mm.default.
 
-    Raises TypeError if `module` is no module or `partition` no process group, ValueError if the module is wrapped already.
-    Source: https://docs.pytorch.org/docs/stable/checkpoint.html; the name is FairScale's.
+    Raises TypeError if `module` is no module or `partition` no process group, ValueError if the
+    module is wrapped already. Source: https://docs.pytorch.org/docs/stable/checkpoint.html; the
+    name is FairScale's.
     """
     if not isinstance(module, nn.Module):
-        raise TypeError(f"checkpoint_wrapper: module is a {type(module).__name__}; expected a torch.nn.Module")
+        raise TypeError(
+            f"checkpoint_wrapper: module is a {type(module).__name__}; expected a torch.nn.Module"
+        )
     if isinstance(module, _Checkpointed):
-        raise ValueError(f"checkpoint_wrapper: the {type(module).__name__} is wrapped already; expected to wrap it once")
+        raise ValueError(
+            f"checkpoint_wrapper: the {type(module).__name__} is wrapped already; expected to wrap "
+            f"it once"
+        )
     if "forward" in vars(module):
         raise ValueError(
-            f"checkpoint_wrapper: the {type(module).__name__} has a forward of its own in place of its class's; expected to "
-            "wrap it before another library replaces forward"
+            f"checkpoint_wrapper: the {type(module).__name__} has a forward of its own in place of "
+            f"its class's; expected to wrap it before another library replaces forward"
         )
     if partition is not None and not isinstance(partition, dist.ProcessGroup):
-        raise TypeError(f"checkpoint_wrapper: partition is {partition!r}; expected a process group, or None")
+        raise TypeError(
+            f"checkpoint_wrapper: partition is {partition!r}; expected a process group, or None"
+        )
     module._shardcore_checkpoint = CheckpointOptions(bool(offload_to_cpu), partition, tuple(save))  # type: ignore[assignment]
     kind: Any = type(module)
     module.__class__ = _checkpointed(kind)
@@ -82,13 +96,17 @@ def checkpoint_wrapper(
 
 
 def apply_activation_checkpointing(
-    model: nn.Module, check_fn: Callable[[nn.Module], bool] | None = None, *, every: int = 1, **options: Any
+    model: nn.Module,
+    check_fn: Callable[[nn.Module], bool] | None = None,
+    *,
+    every: int = 1,
+    **options: Any,
 ) -> list[str]:
     """Call `checkpoint_wrapper(module, **options)` for modules of `model`; returns their names.
 
     Args:
-        check_fn: whether a module is wrapped; modules inside of wrapped ones are not asked. None: the blocks that `shard`
-            takes for units.
+        check_fn: whether a module is wrapped; modules inside of wrapped ones are not asked. None:
+            the blocks that `shard` takes for units.
         every: wrap one of so many of these, beginning with the first.
 
     Raises ValueError if there is none, or if `every` is below 1.
@@ -99,9 +117,14 @@ def apply_activation_checkpointing(
     blocks = (spec.module for spec in plan_units(model) if spec.module is not model)
     found = list(blocks if check_fn is None else _outermost(model, check_fn))
     if not found:
-        expected = "a model with repeated blocks, or check_fn" if check_fn is None else "check_fn to choose some"
+        expected = (
+            "a model with repeated blocks, or check_fn"
+            if check_fn is None
+            else "check_fn to choose some"
+        )
         raise ValueError(
-            f"apply_activation_checkpointing: no module of the {type(model).__name__} is chosen; expected {expected}"
+            f"apply_activation_checkpointing: no module of the {type(model).__name__} is chosen; "
+            f"expected {expected}"
         )
     chosen = found[::every]
     for module in chosen:
@@ -117,7 +140,9 @@ def _outermost(module: nn.Module, check_fn: Callable[[nn.Module], bool]) -> Iter
             yield from _outermost(child, check_fn)
 
 
-def run_checkpointed(options: CheckpointOptions, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def run_checkpointed(
+    options: CheckpointOptions, function: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
     """Return function(*args, **kwargs), whose backward runs it again from its inputs."""
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
@@ -125,7 +150,8 @@ def run_checkpointed(options: CheckpointOptions, function: Callable[..., Any], /
     if options.save:
         how["context_fn"] = partial(create_selective_checkpoint_contexts, list(options.save))
     with _kept_inputs(options):
-        return checkpoint(partial(function, **kwargs), *args, **how)  # whose own names a forward may use, too
+        # whose own names a forward may use, too
+        return checkpoint(partial(function, **kwargs), *args, **how)
 
 
 class _Checkpointed:
@@ -143,7 +169,11 @@ class _Checkpointed:
 
 @cache
 def _checkpointed(kind: Any) -> Any:
-    return type(kind.__name__, (_Checkpointed, kind), {"__module__": kind.__module__, "__qualname__": kind.__qualname__})
+    return type(
+        kind.__name__,
+        (_Checkpointed, kind),
+        {"__module__": kind.__module__, "__qualname__": kind.__qualname__},
+    )
 
 
 def _new(kind: Any) -> nn.Module:
@@ -152,7 +182,9 @@ def _new(kind: Any) -> nn.Module:
 
 
 def _kept_inputs(options: CheckpointOptions) -> Any:
-    """Return a context in which what autograd saves is kept as `options` say: inputs, as torch has hooks of its own inside."""
+    """Return a context in which what autograd saves is kept as `options` say: inputs, as torch
+    has hooks of its own inside.
+    """
     if not options.offload_to_cpu and options.partition is None:
         return nullcontext()
     call = _Call()
@@ -168,7 +200,9 @@ def _kept_inputs(options: CheckpointOptions) -> Any:
 
 
 class _Kept:
-    """An input as it is kept: `part`, a flat range of its elements, is on the device, or `offloaded`."""
+    """An input as it is kept: `part`, a flat range of its elements, is on the device, or
+    `offloaded`.
+    """
 
     def __init__(self, tensor: torch.Tensor, options: CheckpointOptions, call: "_Call") -> None:
         dense = tensor.detach() if _C.is_dense(tensor) else tensor.detach().contiguous()
@@ -195,7 +229,9 @@ class _Kept:
 
 
 class _Call:
-    """A call of a module whose inputs are offloaded, and the one before it, if its inputs are still kept."""
+    """A call of a module whose inputs are offloaded, and the one before it, if its inputs are
+    still kept.
+    """
 
     def __init__(self) -> None:
         self.inputs: list[weakref.ref[_Offloaded]] = []
@@ -210,9 +246,13 @@ class _Call:
 
 
 class _Offloaded:
-    """A flat tensor at the start of a buffer of the tier, which goes back to the others when this is freed."""
+    """A flat tensor at the start of a buffer of the tier, which goes back to the others when
+    this is freed.
+    """
 
-    def __init__(self, offload: "_Offload", buffer: torch.Tensor, source: torch.Tensor, call: _Call) -> None:
+    def __init__(
+        self, offload: "_Offload", buffer: torch.Tensor, source: torch.Tensor, call: _Call
+    ) -> None:
         self._offload, self._buffer, self._call = offload, buffer, call
         self._device, self._kept = source.device, buffer[: source.nbytes].view(source.dtype)
         self._coming: tuple[torch.Tensor, _C.CopyEvent] | None = None
@@ -226,8 +266,8 @@ class _Offloaded:
             self._copied.synchronize()
             if self._source._version != self._version:
                 raise RuntimeError(
-                    "checkpoint_wrapper: an input was changed in place while it was copied to host memory; expected inputs of "
-                    "wrapped modules to stay as they are"
+                    "checkpoint_wrapper: an input was changed in place while it was copied to host "
+                    "memory; expected inputs of wrapped modules to stay as they are"
                 )
             self._source = None
 
@@ -239,7 +279,9 @@ class _Offloaded:
             self._coming = there, self._offload.tier.from_tier(there, self._kept)
 
     def bring(self) -> torch.Tensor:
-        """Return it on the device, in the order of the current stream; what the call before was given starts to come, too."""
+        """Return it on the device, in the order of the current stream; what the call before was
+        given starts to come, too.
+        """
         self._call.start()
         self.start()  # again, where the graph is kept for a second backward
         before = None if self._call.before is None else self._call.before()
@@ -252,7 +294,8 @@ class _Offloaded:
         return there
 
     def __del__(self) -> None:
-        # A copy into the buffer, or from it, may be on its way still: who uses it next waits for both.
+        # A copy into the buffer, or from it, may be on its way still: who uses it next waits for
+        # both.
         last = self._copied if self._coming is None else self._coming[1]
         self._offload.free.append((self._buffer, last))
 
@@ -282,7 +325,8 @@ class _Offload:
         return kept
 
     def _buffer_of(self, size: int) -> torch.Tensor:
-        """Return the smallest free buffer of at least `size` bytes; if there is none, a new one in place of the largest.
+        """Return the smallest free buffer of at least `size` bytes; if there is none, a new one in
+        place of the largest.
 
         So there are never more than were in use at once, however sizes differ between steps.
         """

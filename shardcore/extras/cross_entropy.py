@@ -1,8 +1,10 @@
-"""The cross entropy of a language model's head without its logits, the largest tensor of all for long sequences.
+"""The cross entropy of a language model's head without its logits, the largest tensor of all for
+long sequences.
 
-Note [Chunks of the vocabulary]. Logits are computed for some of the classes at a time, in forward for their sums and in
-backward once more for the gradient, and never kept. A chunk's rows of the weight's gradient are complete at once: nothing is
-added up in the weight's dtype. The hidden states' gradient adds up over chunks in float32.
+Note [Chunks of the vocabulary]. Logits are computed for some of the classes at a time, in forward
+for their sums and in backward once more for the gradient, and never kept. A chunk's rows of the
+weight's gradient are complete at once: nothing is added up in the weight's dtype. The hidden
+states' gradient adds up over chunks in float32.
 """
 
 from typing import Any
@@ -25,10 +27,12 @@ def chunked_cross_entropy(
     reduction: str = "mean",
     chunk_bytes: int = 256 << 20,
 ) -> torch.Tensor:
-    """Return cross_entropy(linear(hidden, weight, bias), target) without keeping logits; differentiable once.
+    """Return cross_entropy(linear(hidden, weight, bias), target) without keeping logits;
+    differentiable once.
 
-    Logits are linear's, rounded to the inputs' dtype or autocast's; sums over classes are float32. The mean of no target is
-    NaN, as torch's. Under `shard` at stage 3 call it within the forward of a module that has the weight.
+    Logits are linear's, rounded to the inputs' dtype or autocast's; sums over classes are float32.
+    The mean of no target is NaN, as torch's. Under `shard` at stage 3 call it within the forward of
+    a module that has the weight.
 
     Args:
         hidden: (..., features); floating point.
@@ -38,15 +42,23 @@ def chunked_cross_entropy(
         reduction: "mean" over the positions that count, "sum", or "none": (...) float32.
         chunk_bytes: about how much memory the float32 logits of a chunk take, in bytes.
 
-    Raises ValueError for shapes, a reduction or a chunk_bytes that do not fit, TypeError for a target that is not int64,
-    IndexError (on CUDA an assertion of the device) for one that is no class.
+    Raises ValueError for shapes, a reduction or a chunk_bytes that do not fit, TypeError for a
+    target that is not int64, IndexError (on CUDA an assertion of the device) for one that is no
+    class.
     """
     _check(hidden, weight, target, bias, reduction, chunk_bytes)
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
-        hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        hidden, weight, bias = (
+            hidden.to(dtype),
+            weight.to(dtype),
+            None if bias is None else bias.to(dtype),
+        )
     elif hidden.dtype != weight.dtype:
-        raise ValueError(f"chunked_cross_entropy: weight is {weight.dtype}; expected {hidden.dtype}, as hidden (or autocast)")
+        raise ValueError(
+            f"chunked_cross_entropy: weight is {weight.dtype}; expected {hidden.dtype}, as hidden "
+            f"(or autocast)"
+        )
     flat, aim = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
     size = max(1, min(weight.shape[0], chunk_bytes // max(1, 4 * flat.shape[0])))
     with torch.autocast(hidden.device.type, enabled=False):
@@ -69,26 +81,37 @@ def _check(
 ) -> None:
     if is_dtensor(weight):
         raise TypeError(
-            "chunked_cross_entropy: weight is a DTensor, in slices over ranks; expected an ordinary tensor, or the logits with "
-            "torch.distributed.tensor.parallel.loss_parallel()"
+            "chunked_cross_entropy: weight is a DTensor, in slices over ranks; expected an "
+            "ordinary tensor, or the logits with torch.distributed.tensor.parallel.loss_parallel()"
         )
     if weight.dim() != 2 or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(
-            f"chunked_cross_entropy: hidden has shape {tuple(hidden.shape)} and weight {tuple(weight.shape)}; expected "
-            "(..., features) and (classes, features)"
+            f"chunked_cross_entropy: hidden has shape {tuple(hidden.shape)} and weight "
+            f"{tuple(weight.shape)}; expected (..., features) and (classes, features)"
         )
     if target.shape != hidden.shape[:-1]:
         raise ValueError(
-            f"chunked_cross_entropy: target has shape {tuple(target.shape)}; expected {tuple(hidden.shape[:-1])}, as hidden"
+            f"chunked_cross_entropy: target has shape {tuple(target.shape)}; expected "
+            f"{tuple(hidden.shape[:-1])}, as hidden"
         )
     if target.dtype != torch.int64:
-        raise TypeError(f"chunked_cross_entropy: target is {target.dtype}; expected int64 class indices")
+        raise TypeError(
+            f"chunked_cross_entropy: target is {target.dtype}; expected int64 class indices"
+        )
     if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"chunked_cross_entropy: bias has shape {tuple(bias.shape)}; expected {tuple(weight.shape[:1])}")
+        raise ValueError(
+            f"chunked_cross_entropy: bias has shape {tuple(bias.shape)}; expected "
+            f"{tuple(weight.shape[:1])}"
+        )
     if reduction not in _REDUCTIONS:
-        raise ValueError(f"chunked_cross_entropy: reduction is {reduction!r}; expected one of {', '.join(_REDUCTIONS)}")
+        raise ValueError(
+            f"chunked_cross_entropy: reduction is {reduction!r}; expected one of "
+            f"{', '.join(_REDUCTIONS)}"
+        )
     if chunk_bytes < 1:
-        raise ValueError(f"chunked_cross_entropy: chunk_bytes is {chunk_bytes}; expected at least 1")
+        raise ValueError(
+            f"chunked_cross_entropy: chunk_bytes is {chunk_bytes}; expected at least 1"
+        )
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -106,7 +129,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     ) -> torch.Tensor:
         counts = target != ignore_index
         rows = target.where(counts, 0)
-        rows.new_empty(weight.shape[0]).index_select(0, rows)  # IndexError, or CUDA's assertion, for what is no class
+        # IndexError, or CUDA's assertion, for what is no class
+        rows.new_empty(weight.shape[0]).index_select(0, rows)
         log_sum = hidden.new_full(rows.shape, -torch.inf, dtype=torch.float32)
         aimed = torch.zeros_like(log_sum)
         for start in range(0, weight.shape[0], size):
@@ -142,10 +166,19 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 grad_hidden += part @ weight[chunk]
             if grad_weight is not None:
                 torch.mm(part.t(), hidden, out=grad_weight[chunk])
-        return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, grad_bias, None, None, None
+        return (
+            None if grad_hidden is None else grad_hidden.to(hidden.dtype),
+            grad_weight,
+            grad_bias,
+            None,
+            None,
+            None,
+        )
 
 
-def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, start: int, size: int) -> torch.Tensor:
+def _logits(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, start: int, size: int
+) -> torch.Tensor:
     """Return the float32 logits of classes [start, start + size): a tensor of its own."""
     part = None if bias is None else bias[start : start + size]
     logits = torch.nn.functional.linear(hidden, weight[start : start + size], part)

@@ -15,24 +15,31 @@ from shardcore.engine.engine import engine_behind
 
 
 class EMA:
-    """Keeps an exponential moving average of the weights that a sharded model's optimizer updates, each rank its shard.
+    """Keeps an exponential moving average of the weights that a sharded model's optimizer updates,
+    each rank its shard.
 
-    model: what shard returned, or the engine that initialize returned. decay: from 0 to 1; may be set between updates (to warm
-    it up). offload: True keeps the average in host memory, False on the device; None: where the masters are (the weights, where
-    there are none).
+    model: what shard returned, or the engine that initialize returned. decay: from 0 to 1; may be
+    set between updates (to warm it up). offload: True keeps the average in host memory, False on
+    the device; None: where the masters are (the weights, where there are none).
 
-    The average is float32, of the masters where there are any: 4 bytes a parameter over the ranks that share shards. It is that
-    of `torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))`: the first update copies the
-    weights, each later one is `average.lerp_(weights, 1 - decay)`. Frozen weights and buffers are not averaged.
+    The average is float32, of the masters where there are any: 4 bytes a parameter over the ranks
+    that share shards. It is that of `torch.optim.swa_utils.AveragedModel(model,
+    multi_avg_fn=get_ema_multi_avg_fn(decay))`: the first update copies the weights, each later one
+    is `average.lerp_(weights, 1 - decay)`. Frozen weights and buffers are not averaged.
 
     Raises ValueError for another decay, and a model that is not sharded or has no optimizer.
     """
 
-    def __init__(self, model: nn.Module, decay: float = 0.999, *, offload: bool | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, decay: float = 0.999, *, offload: bool | None = None
+    ) -> None:
         """See the class."""
         self._engine = engine_behind("EMA", model)
         if not self._engine.updater.buckets:
-            raise ValueError("EMA: no optimizer updates this model; expected one that shard() was given an optimizer for")
+            raise ValueError(
+                "EMA: no optimizer updates this model; expected one that shard() was given an "
+                "optimizer for"
+            )
         self._offload, self._averages = offload, dict[Bucket, torch.Tensor]()
         self.decay = decay
         self.updates = 0
@@ -53,32 +60,54 @@ class EMA:
 
     @torch.no_grad()
     def shard(self, bucket: Bucket) -> torch.Tensor:
-        """Return the average of a bucket's owned range: (owned_numel,) float32, live. It begins with the weights."""
+        """Return the average of a bucket's owned range: (owned_numel,) float32, live. It begins
+        with the weights.
+        """
         if bucket not in self._averages:
             weights = read_weights(self._engine, bucket)(0, bucket.owned_numel)
-            device = weights.device if self._offload is None else torch.device("cpu") if self._offload else self._engine.device
+            device = (
+                weights.device
+                if self._offload is None
+                else torch.device("cpu")
+                if self._offload
+                else self._engine.device
+            )
             self._averages[bucket] = weights.to(device, torch.float32, copy=True)
         return self._averages[bucket]
 
     @torch.no_grad()
     def follow(self) -> None:
-        """Follow the buckets of parameters that began to train since (shardcore.unfreeze): theirs begins with the weights.
+        """Follow the buckets of parameters that began to train since (shardcore.unfreeze): theirs
+        begins with the weights.
 
         Collective then.
         """
         engine, buckets = self._engine, self._engine.updater.buckets
-        gone = {bucket: average for bucket, average in self._averages.items() if bucket not in buckets}
+        gone = {
+            bucket: average for bucket, average in self._averages.items() if bucket not in buckets
+        }
         if not gone and len(self._averages) == len(buckets):
             return
         engine.synchronize()
         averages = dict[torch.Tensor, torch.Tensor]()
         for bucket, full in zip(gone, engine.full_tensors.of_buckets(gone.items()), strict=True):
-            averages |= {managed.param: managed.full(managed.slice_of(full).clone()) for managed in bucket.params}
+            averages |= {
+                managed.param: managed.full(managed.slice_of(full).clone())
+                for managed in bucket.params
+            }
             del self._averages[bucket]
-        self._set({managed.param: averages.get(managed.param) for bucket in buckets for managed in bucket.params})
+        self._set(
+            {
+                managed.param: averages.get(managed.param)
+                for bucket in buckets
+                for managed in bucket.params
+            }
+        )
 
     def _set(self, averages: Mapping[torch.Tensor, torch.Tensor | None]) -> None:
-        """Set this rank's parts of the averages of parameters from full ones; None: they stay, or begin with the weights."""
+        """Set this rank's parts of the averages of parameters from full ones; None: they stay,
+        or begin with the weights.
+        """
         for bucket in self._engine.updater.buckets:
             shard = self.shard(bucket)
             for managed in bucket.params:
@@ -86,17 +115,22 @@ class EMA:
                 if full is None:
                     continue
                 for piece in bucket.pieces_of(managed):
-                    part = managed.cut(full).reshape(-1)[piece.param_start : piece.param_start + piece.numel]
+                    part = managed.cut(full).reshape(-1)[
+                        piece.param_start : piece.param_start + piece.numel
+                    ]
                     shard[piece.start : piece.start + piece.numel].copy_(part)
 
     @torch.no_grad()
     def update(self) -> None:
-        """Average in the weights as they are: call it after each step (or each few steps), on every rank.
+        """Average in the weights as they are: call it after each step (or each few steps), on every
+        rank.
 
-        Waits for the step: with overlap_step=True call it between backward and the next step, when that has ended anyway.
-        Nothing is sent. Raises ValueError inside `swap`, RuntimeError if the step failed.
+        Waits for the step: with overlap_step=True call it between backward and the next step, when
+        that has ended anyway. Nothing is sent. Raises ValueError inside `swap`, RuntimeError if the
+        step failed.
 
-        Streams: queued on the current one; an average in host memory waits for what is queued there.
+        Streams: queued on the current one; an average in host memory waits for what is queued
+        there.
         """
         engine = self._engine
         engine.updater.refuse_swapped("update")
@@ -105,7 +139,9 @@ class EMA:
         self.follow()
         for bucket in engine.updater.buckets:
             average = self.shard(bucket)
-            weights = read_weights(engine, bucket)(0, bucket.owned_numel).to(average.device, torch.float32)
+            weights = read_weights(engine, bucket)(0, bucket.owned_numel).to(
+                average.device, torch.float32
+            )
             if self.updates == 0:
                 average.copy_(weights)
             else:
@@ -114,11 +150,13 @@ class EMA:
 
     @contextmanager
     def swap(self) -> Iterator[None]:
-        """Let the model have the averaged weights inside the context, for evaluation. Collective at its start and end.
+        """Let the model have the averaged weights inside the context, for evaluation. Collective at
+        its start and end.
 
-        They are rounded to the weights' dtype, as a step rounds masters. Masters and states stay as they are, and afterwards
-        the weights are bit for bit what they were: edits inside are lost. Meanwhile a rank keeps a copy of its shard of them.
-        What reads or writes masters (a step, state dicts, save, load) raises ValueError inside; `EMA.state_dict` works.
+        They are rounded to the weights' dtype, as a step rounds masters. Masters and states stay as
+        they are, and afterwards the weights are bit for bit what they were: edits inside are lost.
+        Meanwhile a rank keeps a copy of its shard of them. What reads or writes masters (a step,
+        state dicts, save, load) raises ValueError inside; `EMA.state_dict` works.
         """
         engine = self._engine
 
@@ -130,7 +168,10 @@ class EMA:
 
         engine.together("EMA.swap", check)
         self.follow()
-        own = {bucket: bucket.owned_values(0, bucket.owned_numel).clone() for bucket in engine.updater.buckets}
+        own = {
+            bucket: bucket.owned_values(0, bucket.owned_numel).clone()
+            for bucket in engine.updater.buckets
+        }
         try:
             engine.updater.swapped = True
             self._put({bucket: self.shard(bucket) for bucket in own})
@@ -149,16 +190,20 @@ class EMA:
         for bucket, owned in values.items():
             bucket.assign(0, owned)
             if engine.lifetimes.gathers_new_weights:
-                works += engine.comm.all_gather([bucket.weight], Traffic.READ, "the average", engine.comm.shard_ranks)
+                works += engine.comm.all_gather(
+                    [bucket.weight], Traffic.READ, "the average", engine.comm.shard_ranks
+                )
         wait_all(works)
         note_written([managed for bucket in values for managed in bucket.params])
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """Return {"updates": how many there were, "averages": full float32 tensors by the parameters' names}. Collective.
+        """Return {"updates": how many there were, "averages": full float32 tensors by the
+        parameters' names}. Collective.
 
-        They lie where the average does. A plain model takes them: `plain.load_state_dict(state["averages"], strict=False)`.
-        In a checkpoint the average stays in shards: `shardcore.save(..., ema=ema)`.
+        They lie where the average does. A plain model takes them:
+        `plain.load_state_dict(state["averages"], strict=False)`. In a checkpoint the average stays
+        in shards: `shardcore.save(..., ema=ema)`.
         """
         engine, averages = self._engine, dict[str, torch.Tensor]()
 
@@ -169,14 +214,20 @@ class EMA:
         engine.together("EMA.state_dict", check)
         self.follow()
         names = names_of(engine)
-        fulls = engine.full_tensors.of_buckets((bucket, self.shard(bucket)) for bucket in engine.updater.buckets)
+        fulls = engine.full_tensors.of_buckets(
+            (bucket, self.shard(bucket)) for bucket in engine.updater.buckets
+        )
         for bucket, full in zip(engine.updater.buckets, fulls, strict=True):
-            averages |= {names[managed.param]: managed.full(managed.slice_of(full).clone()) for managed in bucket.params}
+            averages |= {
+                names[managed.param]: managed.full(managed.slice_of(full).clone())
+                for managed in bucket.params
+            }
         return {"updates": self.updates, "averages": averages}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Set the average from what `state_dict` returned, over any number of ranks; every rank passes all of it. Collective.
+        """Set the average from what `state_dict` returned, over any number of ranks; every rank
+        passes all of it. Collective.
 
         Raises ValueError, on every rank, for other names or shapes.
         """
@@ -188,14 +239,20 @@ class EMA:
             given = state_dict["averages"]
             engine.membership.check("EMA.load_state_dict")
             names = names_of(engine)
-            params.update({names[m.param]: m.param for bucket in engine.updater.buckets for m in bucket.params})
+            params.update(
+                {
+                    names[m.param]: m.param
+                    for bucket in engine.updater.buckets
+                    for m in bucket.params
+                }
+            )
             shapes = {name: tuple(param.shape) for name, param in params.items()}
             found = {name: tuple(value.shape) for name, value in given.items()}
             for name in [*shapes, *found]:
                 if shapes.get(name) != found.get(name):
                     raise ValueError(
-                        f"EMA.load_state_dict: {name} has shape {found.get(name)}; expected {shapes.get(name)} (None: is "
-                        "not there)"
+                        f"EMA.load_state_dict: {name} has shape {found.get(name)}; expected "
+                        f"{shapes.get(name)} (None: is not there)"
                     )
             return f"the average after {int(state_dict['updates'])} updates"
 

@@ -1,7 +1,9 @@
-"""Pipeline parallelism: torch.distributed.pipelining runs the stages, whose training state is sharded over their ranks.
+"""Pipeline parallelism: torch.distributed.pipelining runs the stages, whose training state is
+sharded over their ranks.
 
-A schedule runs a backward for each stage of a rank and each micro-batch. Their gradients are added locally, and reduced over
-the ranks of the stages in the last one; the norm, and whether a step is skipped, are those of all stages.
+A schedule runs a backward for each stage of a rank and each micro-batch. Their gradients are added
+locally, and reduced over the ranks of the stages in the last one; the norm, and whether a step is
+skipped, are those of all stages.
 """
 
 from collections.abc import Sequence
@@ -25,34 +27,42 @@ def shard_pipeline(
     sync_each: bool = False,
     **options: Any,
 ) -> tuple[Any, Any]:
-    """Shard this rank's stages of a pipeline; returns their module and the optimizer to use. Collective over all stages.
+    """Shard this rank's stages of a pipeline; returns their module and the optimizer to use.
+    Collective over all stages.
 
-    The module is that of the stage, or an nn.ModuleList of those of several (interleaved schedules), changed in place. The
-    schedule is made with scale_grads=False, and its loss_fn divides by n_microbatches where it takes a mean. After
-    schedule.step(), which runs all backwards of a step, call optimizer.step() and optimizer.zero_grad(). Schedules that split
-    backwards in two (zero bubble) are refused when they do.
+    The module is that of the stage, or an nn.ModuleList of those of several (interleaved
+    schedules), changed in place. The schedule is made with scale_grads=False, and its loss_fn
+    divides by n_microbatches where it takes a mean. After schedule.step(), which runs all backwards
+    of a step, call optimizer.step() and optimizer.zero_grad(). Schedules that split backwards in
+    two (zero bubble) are refused when they do.
 
     Args:
-        stages: a torch.distributed.pipelining.PipelineStage, or a sequence of them: all of this rank.
+        stages: a torch.distributed.pipelining.PipelineStage, or a sequence of them: all of this
+        rank.
         optimizer: over the parameters of all these stages.
         stage: the ZeRO stage.
         n_microbatches: as the schedule has it.
-        process_group: the ranks that have the same stages, such as mesh["dp"]. The other stages are on the ranks of the
-            PipelineStages' own group.
-        sync_each: reduce in every backward: shards alone are kept between them at stages 2 and 3, for more communication.
-        options: see `shard`. With several stages a rank overlap_step is refused, and floating inputs are not cast.
+        process_group: the ranks that have the same stages, such as mesh["dp"]. The other stages are
+            on the ranks of the PipelineStages' own group.
+        sync_each: reduce in every backward: shards alone are kept between them at stages 2 and 3,
+        for more communication.
+        options: see `shard`. With several stages a rank overlap_step is refused, and floating
+        inputs are not cast.
 
-    Raises TypeError for what is no stage, ValueError for overlap_step, and what `shard` does. A schedule with scale_grads=True
-    raises ValueError at its first step.
+    Raises TypeError for what is no stage, ValueError for overlap_step, and what `shard` does. A
+    schedule with scale_grads=True raises ValueError at its first step.
     Source: https://docs.pytorch.org/docs/stable/distributed.pipelining.html.
     """
     chosen = [*stages] if isinstance(stages, Sequence) else [stages]
     modules: list[Any] = [getattr(one, "submod", None) for one in chosen]
     if not chosen or not all(isinstance(module, nn.Module) for module in modules):
-        raise TypeError(f"shard_pipeline: stages is {stages!r}; expected a PipelineStage, or a sequence of them")
+        raise TypeError(
+            f"shard_pipeline: stages is {stages!r}; expected a PipelineStage, or a sequence of them"
+        )
     if len(chosen) > 1 and options.get("overlap_step"):
         raise ValueError(
-            "shard_pipeline: overlap_step is True for several stages on a rank; expected False, or one stage a rank"
+            "shard_pipeline: overlap_step is True for several stages on a rank; expected False, or "
+            "one stage a rank"
         )
     sharded = shard(
         modules[0] if len(chosen) == 1 else nn.ModuleList(modules),
@@ -64,7 +74,9 @@ def shard_pipeline(
         model_parallel_group=chosen[0].group or dist.group.WORLD,
         **options,
     )
-    engine_behind("shard_pipeline", sharded[0]).scaler.has_losses = len(chosen) == 1 and chosen[0].is_last
+    engine_behind("shard_pipeline", sharded[0]).scaler.has_losses = (
+        len(chosen) == 1 and chosen[0].is_last
+    )
     for one in chosen:
         one.scale_grads, one.backward_weight_one_chunk = _refuse_scaling, _refuse_split
     return sharded
@@ -74,14 +86,16 @@ def _refuse_scaling(factor: int) -> None:
     """Stand in for PipelineStage.scale_grads, which looks for gradients in p.grad."""
     if factor != 1:
         raise ValueError(
-            f"shard_pipeline: the schedule is to divide gradients, which are sharded, by {factor}; expected scale_grads=False, "
-            f"and a loss_fn that divides by the {factor} micro-batches (dividing the loss is the same)"
+            f"shard_pipeline: the schedule is to divide gradients, which are sharded, by {factor}; "
+            f"expected scale_grads=False, "
+            f"and a loss_fn that divides by the {factor} micro-batches (dividing the loss is the "
+            f"same)"
         )
 
 
 def _refuse_split(*args: Any, **kwargs: Any) -> None:
     """Stand in for PipelineStage.backward_weight_one_chunk, which assigns p.grad."""
     raise ValueError(
-        "shard_pipeline: the schedule computes gradients of weights apart from those of inputs; expected whole backwards, as "
-        "of ScheduleGPipe, Schedule1F1B or ScheduleInterleaved1F1B"
+        "shard_pipeline: the schedule computes gradients of weights apart from those of inputs; "
+        "expected whole backwards, as of ScheduleGPipe, Schedule1F1B or ScheduleInterleaved1F1B"
     )

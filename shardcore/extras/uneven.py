@@ -1,7 +1,9 @@
-"""Loops in which ranks have different numbers of batches: a rank that has none left repeats its last one without effect.
+"""Loops in which ranks have different numbers of batches: a rank that has none left repeats its
+last one without effect.
 
-DDP's Join lets such a rank answer the collectives of the others. Here it also owns a part of the states, which is updated with
-the same options: schedulers, clipping and averages have to go on there, too. So it runs the body of the loop itself.
+DDP's Join lets such a rank answer the collectives of the others. Here it also owns a part of the
+states, which is updated with the same options: schedulers, clipping and averages have to go on
+there, too. So it runs the body of the loop itself.
 """
 
 import copy
@@ -26,15 +28,22 @@ class Joined(Generic[Batch]):
         """Exchange how many batches the ranks have, where all loaders have a length. Collective."""
         self._engine, self._loader = engine_behind("join", model), loader
         engine = self._engine
-        said: tuple[int | None, list[str]] = attempt_together(engine.comm, "join", self._described, "no batch was taken")
+        said: tuple[int | None, list[str]] = attempt_together(
+            engine.comm, "join", self._described, "no batch was taken"
+        )
         every = engine.comm.gather_json(said)
         kinds = [kind for _, found in every for kind in found]
         if kinds:
             raise ValueError(
-                f"join: {kinds[0]} is a SyncBatchNorm, whose statistics would count repeated batches; expected batch norms "
+                f"join: {kinds[0]} is a SyncBatchNorm, whose statistics would count repeated "
+                f"batches; expected batch norms "
                 "over each rank's own samples, or equally many batches"
             )
-        self._lengths = None if any(length is None for length, _ in every) else [int(length) for length, _ in every]
+        self._lengths = (
+            None
+            if any(length is None for length, _ in every)
+            else [int(length) for length, _ in every]
+        )
         self.has_batch, self.active = True, self._engine.comm.world_size
 
     def _described(self) -> tuple[int | None, list[str]]:
@@ -43,12 +52,21 @@ class Joined(Generic[Batch]):
             length: int | None = len(self._loader)  # type: ignore[arg-type]
         except TypeError:
             length = None
-        return length, [name for name, module in self._engine.model.named_modules() if isinstance(module, nn.SyncBatchNorm)]
+        return length, [
+            name
+            for name, module in self._engine.model.named_modules()
+            if isinstance(module, nn.SyncBatchNorm)
+        ]
 
     def __len__(self) -> int:
-        """Return how often every rank runs the body. TypeError where a rank's loader has no length."""
+        """Return how often every rank runs the body. TypeError where a rank's loader has no
+        length.
+        """
         if self._lengths is None:
-            raise TypeError("join: the loader of some rank has no len(); expected loaders that have one, on every rank")
+            raise TypeError(
+                "join: the loader of some rank has no len(); expected loaders that have one, on "
+                "every rank"
+            )
         return max(self._lengths)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -77,40 +95,50 @@ class Joined(Generic[Batch]):
                     buffer.data.copy_(buffers[name])
 
     def _agree(self, number: int) -> int:
-        """Return how many ranks have batch `number`. ValueError, on every rank, if one has none at all."""
+        """Return how many ranks have batch `number`. ValueError, on every rank, if one has none
+        at all.
+        """
         if self._lengths is not None:
             counts = [number < length for length in self._lengths]
         else:
             self._engine.synchronize()  # as before each collective
             row = torch.tensor([self.has_batch], device="cpu")
-            counts = self._engine.comm.all_gather_cpu(row, Traffic.READ, "the batches of a loop")[:, 0].tolist()
+            counts = self._engine.comm.all_gather_cpu(row, Traffic.READ, "the batches of a loop")[
+                :, 0
+            ].tolist()
         if number == 0 and any(counts) and not all(counts):
             raise ValueError(
-                f"join: the loader of rank {counts.index(False)} has no batch at all; expected at least one on every "
-                "rank, which is repeated while others go on"
+                f"join: the loader of rank {counts.index(False)} has no batch at all; expected at "
+                f"least one on every rank, which is repeated while others go on"
             )
         return sum(counts)
 
 
 def _fresh(batch: Any) -> Any:
     """Copy what holds the tensors: a loop may take entries out of a batch."""
-    return pytree.tree_map(lambda leaf: leaf if isinstance(leaf, torch.Tensor) else copy.copy(leaf), batch)
+    return pytree.tree_map(
+        lambda leaf: leaf if isinstance(leaf, torch.Tensor) else copy.copy(leaf), batch
+    )
 
 
 def join(model: nn.Module, loader: Iterable[Batch]) -> Joined[Batch]:
-    """Iterate over `loader` on every rank as often as the longest of all ranks' loaders does. Collective.
+    """Iterate over `loader` on every rank as often as the longest of all ranks' loaders does.
+    Collective.
 
-    A rank that has run out repeats its last batch, so that it takes part in whatever the body of the loop exchanges: gathers,
-    reductions, steps, clipping, schedulers. Its gradients are left out exactly (whatever they are, NaN too), and its buffers
-    stay as they were. Gradients are still divided by the number of ranks, as with DDP's `divide_by_initial_world_size=True`;
-    multiply the loss by world size / `active` for a mean over the ranks that had a batch.
+    A rank that has run out repeats its last batch, so that it takes part in whatever the body of
+    the loop exchanges: gathers, reductions, steps, clipping, schedulers. Its gradients are left out
+    exactly (whatever they are, NaN too), and its buffers stay as they were. Gradients are still
+    divided by the number of ranks, as with DDP's `divide_by_initial_world_size=True`; multiply the
+    loss by world size / `active` for a mean over the ranks that had a batch.
 
-    What is returned has `has_batch` (whether the present batch is this rank's own: leave others out of what is logged),
-    `active` (how many ranks have one of their own) and, where all loaders have one, `len()`. Lengths are exchanged once, and
-    have to be right. Without them ranks agree before each batch, which waits for an overlapped step.
+    What is returned has `has_batch` (whether the present batch is this rank's own: leave others out
+    of what is logged), `active` (how many ranks have one of their own) and, where all loaders have
+    one, `len()`. Lengths are exchanged once, and have to be right. Without them ranks agree before
+    each batch, which waits for an overlapped step.
 
-    model: what shard returned, or the engine that initialize returned. loader: any iterable of batches. The body has to be
-    the same on every rank: leave it by `break` on all of them, or on none.
+    model: what shard returned, or the engine that initialize returned. loader: any iterable of
+    batches. The body has to be the same on every rank: leave it by `break` on all of them, or on
+    none.
 
     Raises ValueError, on every rank, if one has no batch at all, and for models with SyncBatchNorm.
     """

@@ -1,10 +1,11 @@
 """Accelerate on shardcore: an Accelerator whose prepare() shards models in place of wrapping them.
 
-Invariants: a prepared model is the same object, with no wrapper; all arithmetic is that of `shard`. What Accelerate does beside
-models and optimizers (data loaders, schedulers, trackers, random states, gathering of metrics) stays Accelerate's.
+Invariants: a prepared model is the same object, with no wrapper; all arithmetic is that of `shard`.
+What Accelerate does beside models and optimizers (data loaders, schedulers, trackers, random
+states, gathering of metrics) stays Accelerate's.
 
-Private names of Accelerate: its lists of prepared objects (`_models`, `_optimizers`) and the flag `_is_accelerate_prepared`.
-Tested with accelerate 1.15.0.
+Private names of Accelerate: its lists of prepared objects (`_models`, `_optimizers`) and the flag
+`_is_accelerate_prepared`. Tested with accelerate 1.15.0.
 """
 
 import os
@@ -28,7 +29,8 @@ from shardcore.engine.engine import Engine, engine_behind
 from shardcore.optim import clip_grad_norm_
 from shardcore.optim.interface import engine_of
 
-_FOLDER = "shardcore"  # in a folder of save_state: the sharded checkpoint; of further models with _1, _2
+# in a folder of save_state: the sharded checkpoint; of further models with _1, _2
+_FOLDER = "shardcore"
 _PLUGINS = (
     "deepspeed_plugin",
     "deepspeed_plugins",
@@ -38,36 +40,62 @@ _PLUGINS = (
     "parallelism_config",
 )
 _ENVIRONMENT = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_MEGATRON_LM")
-_WITHOUT_OPTIMIZER = ("stage", "units", "precision", "keep_fp32", "cast_inputs", "broadcast", "process_group", "materialize")
+_WITHOUT_OPTIMIZER = (
+    "stage",
+    "units",
+    "precision",
+    "keep_fp32",
+    "cast_inputs",
+    "broadcast",
+    "process_group",
+    "materialize",
+)
 
 
 class ShardcoreAccelerator(Accelerator):
     """accelerate.Accelerator over sharded models: see shardcore.shard.
 
-    shard_options: keyword arguments of `shard`. accumulate defaults to gradient_accumulation_steps, and precision follows
-        mixed_precision: weights are kept in that dtype with float32 masters, in place of autocast.
-    The other arguments are Accelerator's, by name. Those for DistributedDataParallel have no effect: there is none.
+    shard_options: keyword arguments of `shard`. accumulate defaults to gradient_accumulation_steps,
+        and precision follows mixed_precision: weights are kept in that dtype with float32 masters,
+        in place of autocast.
+    The other arguments are Accelerator's, by name. Those for DistributedDataParallel have no
+    effect: there is none.
 
-    Raises ValueError for plugins of other engines, and for what would have no effect: GradScalerKwargs, AutocastKwargs, dynamo.
+    Raises ValueError for plugins of other engines, and for what would have no effect:
+    GradScalerKwargs, AutocastKwargs, dynamo.
     """
 
     def __init__(
-        self, *, shard_options: Mapping[str, Any] | None = None, mixed_precision: str | None = None, **kwargs: Any
+        self,
+        *,
+        shard_options: Mapping[str, Any] | None = None,
+        mixed_precision: str | None = None,
+        **kwargs: Any,
     ) -> None:
         """Make an accelerator; see the class."""
-        precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no") if mixed_precision is None else str(mixed_precision)
+        precision = (
+            os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+            if mixed_precision is None
+            else str(mixed_precision)
+        )
         _check_arguments(precision, kwargs)
         super().__init__(mixed_precision="no", **kwargs)
-        if self.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM):
+        if self.distributed_type in (
+            DistributedType.DEEPSPEED,
+            DistributedType.FSDP,
+            DistributedType.MEGATRON_LM,
+        ):
             raise ValueError(
-                f"ShardcoreAccelerator: this process has begun with {self.distributed_type.value}; expected an Accelerator "
+                f"ShardcoreAccelerator: this process has begun with {self.distributed_type.value}; "
+                f"expected an Accelerator "
                 "without a plugin (AcceleratorState._reset_state() forgets it)"
             )
         ranks = int(os.environ.get("WORLD_SIZE", "1"))
-        if ranks != self.num_processes:  # as on machines without a GPU: each rank would train on all of the data
+        # as on machines without a GPU: each rank would train on all of the data
+        if ranks != self.num_processes:
             raise ValueError(
-                f"ShardcoreAccelerator: the launcher started {ranks} ranks, but Accelerate counts {self.num_processes}; "
-                "expected as many (cpu=True where there is no GPU)"
+                f"ShardcoreAccelerator: the launcher started {ranks} ranks, but Accelerate counts "
+                f"{self.num_processes}; expected as many (cpu=True where there is no GPU)"
             )
         self._precision = precision
         self.shard_options = dict(shard_options or {})
@@ -79,30 +107,45 @@ class ShardcoreAccelerator(Accelerator):
         """What was asked for. Weights are kept in it; there is no autocast."""
         return self._precision
 
-    # --- preparing --------------------------------------------------------------------------------------------------------
+    # --- preparing --------------------------------------------------------------------------------
 
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
-        """Shard the models among `args`, each with the optimizer of its parameters, and prepare the rest. Collective.
+        """Shard the models among `args`, each with the optimizer of its parameters, and prepare the
+        rest. Collective.
 
-        Returns them in order. A model without an optimizer in the same call only runs forward from then on. torch's Adam and
-        AdamW are replaced, as by `shard`; schedulers made before go on to drive the new one.
+        Returns them in order. A model without an optimizer in the same call only runs forward from
+        then on. torch's Adam and AdamW are replaced, as by `shard`; schedulers made before go on to
+        drive the new one.
         """
         objects = list(args)
         models = [index for index, thing in enumerate(objects) if isinstance(thing, nn.Module)]
-        optimizers = [index for index, thing in enumerate(objects) if isinstance(thing, torch.optim.Optimizer)]
+        optimizers = [
+            index for index, thing in enumerate(objects) if isinstance(thing, torch.optim.Optimizer)
+        ]
         for index in models:
             if engine_of(objects[index]) is None:
                 own = set(objects[index].parameters())
-                mine = [other for other in optimizers if not own.isdisjoint(_params_of(objects[other]))]
+                mine = [
+                    other for other in optimizers if not own.isdisjoint(_params_of(objects[other]))
+                ]
                 if len(mine) > 1:
-                    raise ValueError(f"prepare: the model args[{index}] has {len(mine)} optimizers; expected one for all of it")
-                objects[index], new = self._shard(objects[index], objects[mine[0]] if mine else None)
+                    raise ValueError(
+                        f"prepare: the model args[{index}] has {len(mine)} optimizers; expected "
+                        f"one for all of it"
+                    )
+                objects[index], new = self._shard(
+                    objects[index], objects[mine[0]] if mine else None
+                )
                 if mine:
                     objects[mine[0]] = new
         return super().prepare(*objects, device_placement=device_placement)
 
-    def prepare_model(self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> nn.Module:
-        """Shard a model that only runs forward, or return the one that prepare() has sharded. Collective."""
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Shard a model that only runs forward, or return the one that prepare() has sharded.
+        Collective.
+        """
         if engine_of(model) is None:
             model, _ = self._shard(model, None)
         if model not in self._models:
@@ -110,11 +153,14 @@ class ShardcoreAccelerator(Accelerator):
         return model
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
-        """Wrap the optimizer of a sharded model, so that it acts only where gradients are complete."""
+        """Wrap the optimizer of a sharded model, so that it acts only where gradients are
+        complete.
+        """
         if not getattr(optimizer, "_is_accelerate_prepared", False):
             if getattr(optimizer, "_engine", None) is None:
                 raise ValueError(
-                    f"prepare: the {type(optimizer).__name__} has no parameter of a model in this call; expected "
+                    f"prepare: the {type(optimizer).__name__} has no parameter of a model in this "
+                    f"call; expected "
                     "prepare(model, optimizer), the two together, before the model is sharded"
                 )
             optimizer = _Optimizer(optimizer, device_placement=False)
@@ -129,7 +175,8 @@ class ShardcoreAccelerator(Accelerator):
         given = options.setdefault("precision", precision)
         if precision is not None and given != precision:
             raise ValueError(
-                f"prepare: shard_options has precision={given!r} with mixed_precision={precision!r}; expected one of them"
+                f"prepare: shard_options has precision={given!r} with "
+                f"mixed_precision={precision!r}; expected one of them"
             )
         if optimizer is None:
             forward = {name: value for name, value in options.items() if name in _WITHOUT_OPTIMIZER}
@@ -143,15 +190,18 @@ class ShardcoreAccelerator(Accelerator):
         _GeneratesTogether.mark(model)
         if sum(map(_scales, [*(each.optimizer for each in self._optimizers), sharded[1]])) > 1:
             raise ValueError(
-                "prepare: two models have float16 weights, each with a loss scale of its own, and backward(loss) has one loss; "
+                "prepare: two models have float16 weights, each with a loss scale of its own, and "
+                "backward(loss) has one loss; "
                 'expected "bf16", or one ShardcoreAccelerator for each'
             )
         return sharded
 
-    # --- training ---------------------------------------------------------------------------------------------------------
+    # --- training ---------------------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Divide the loss by gradient_accumulation_steps and run backward, with fp16 on the scaled loss. Collective."""
+        """Divide the loss by gradient_accumulation_steps and run backward, with fp16 on the
+        scaled loss. Collective.
+        """
         loss = loss / self.gradient_accumulation_steps
         for each in self._optimizers:
             if _scales(each.optimizer):
@@ -160,7 +210,9 @@ class ShardcoreAccelerator(Accelerator):
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Add gradients locally inside the context; nothing to do if `accumulate` says when they are reduced."""
+        """Add gradients locally inside the context; nothing to do if `accumulate` says when they
+        are reduced.
+        """
         engine = engine_of(model)
         if isinstance(engine, Engine) and engine.reducer.policy.accumulate == 1:
             with no_sync(model):
@@ -168,34 +220,47 @@ class ShardcoreAccelerator(Accelerator):
         else:
             yield
 
-    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
-        """Clip by the global norm over all ranks, and return it. Collective. See shardcore.clip_grad_norm_.
+    def clip_grad_norm_(
+        self, parameters: Any, max_norm: float, norm_type: float = 2
+    ) -> torch.Tensor:
+        """Clip by the global norm over all ranks, and return it. Collective. See
+        shardcore.clip_grad_norm_.
 
-        shard_options={"clip_grad_norm": ...} clips within the step, without a pass over the gradients.
+        shard_options={"clip_grad_norm": ...} clips within the step, without a pass over the
+        gradients.
         """
         listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         return clip_grad_norm_(listed, max_norm, norm_type)
 
-    # --- saving -----------------------------------------------------------------------------------------------------------
+    # --- saving -----------------------------------------------------------------------------------
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
-        """Return the whole state dict on the main process, in the dtypes that weights train in; {} elsewhere. Collective."""
+        """Return the whole state dict on the main process, in the dtypes that weights train in;
+        {} elsewhere. Collective.
+        """
         engine = engine_of(model)
         if engine is None:
             return super().get_state_dict(model, unwrap)  # type: ignore[no-any-return]
         return whole_state_dict(engine_behind("get_state_dict", model))
 
-    def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
-        """Save all that was prepared: whole weights of each model, and a sharded checkpoint with its optimizer. Collective."""
+    def save_state(
+        self, output_dir: Any = None, safe_serialization: bool = True, **kwargs: Any
+    ) -> Any:
+        """Save all that was prepared: whole weights of each model, and a sharded checkpoint with
+        its optimizer. Collective.
+        """
         if self.project_configuration.save_on_each_node:
             raise ValueError(
-                "save_state: save_on_each_node is True; expected False (each rank writes its shards to one folder)"
+                "save_state: save_on_each_node is True; expected False (each rank writes its "
+                "shards to one folder)"
             )
         with self._keeping_optimizers():
             return super().save_state(output_dir, safe_serialization, **kwargs)
 
     def load_state(self, input_dir: Any = None, load_kwargs: Any = None, **kwargs: Any) -> None:
-        """Load what save_state has saved, of any number of ranks and stage; or a plain Accelerator's. Collective."""
+        """Load what save_state has saved, of any number of ranks and stage; or a plain
+        Accelerator's. Collective.
+        """
         with self._keeping_optimizers():
             super().load_state(input_dir, load_kwargs, **kwargs)
 
@@ -210,7 +275,13 @@ class ShardcoreAccelerator(Accelerator):
 
     def _save_sharded(self, models: list[Any], weights: list[Any], output_dir: Any) -> None:
         for index, (model, optimizer) in enumerate(self._pairs()):
-            save(_folder(output_dir, index), model, optimizer, tag="state", exclude_frozen_parameters=has_adapters(model))
+            save(
+                _folder(output_dir, index),
+                model,
+                optimizer,
+                tag="state",
+                exclude_frozen_parameters=has_adapters(model),
+            )
         self._optimizers.clear()  # Accelerate would save whole states
 
     def _load_sharded(self, models: list[Any], input_dir: Any) -> None:
@@ -229,7 +300,8 @@ class ShardcoreAccelerator(Accelerator):
 
 
 class _GeneratesTogether:
-    """Whether transformers' `generate` has to run until all ranks are done, as with FSDP: each forward gathers.
+    """Whether transformers' `generate` has to run until all ranks are done, as with FSDP: each
+    forward gathers.
 
     False inside full_params(model), and in a copy of the model.
     """
@@ -238,18 +310,26 @@ class _GeneratesTogether:
         self.engine: Engine | None = engine  # None in a deepcopy
 
     def __bool__(self) -> bool:
-        return self.engine is not None and self.engine.unsharder is not None and not self.engine.unsharder.all_held
+        return (
+            self.engine is not None
+            and self.engine.unsharder is not None
+            and not self.engine.unsharder.all_held
+        )
 
     @classmethod
     def mark(cls, model: nn.Module) -> None:
         engine = engine_behind("prepare", model)
-        for module in model.modules() if engine.comm.world_size > 1 and engine.unsharder is not None else ():
+        for module in (
+            model.modules() if engine.comm.world_size > 1 and engine.unsharder is not None else ()
+        ):
             if hasattr(module, "generate"):  # the second is for torch.compile
                 vars(module).update(_is_fsdp_managed_module=cls(engine), _fsdp_use_orig_params=True)
 
 
 class _Optimizer(AcceleratedOptimizer):
-    """Accelerate's wrapper, which leaves calls out between micro-steps; whether a step was skipped is the engine's to say."""
+    """Accelerate's wrapper, which leaves calls out between micro-steps; whether a step was
+    skipped is the engine's to say.
+    """
 
     def __init__(self, optimizer: Any, device_placement: bool) -> None:
         super().__init__(optimizer, device_placement=device_placement)
@@ -268,44 +348,54 @@ class _Optimizer(AcceleratedOptimizer):
 
 def _check_arguments(precision: str, kwargs: Mapping[str, Any]) -> None:
     if precision not in ("no", "bf16", "fp16"):
-        raise ValueError(f'ShardcoreAccelerator: mixed_precision is {precision!r}; expected "no", "bf16" or "fp16"')
+        raise ValueError(
+            f'ShardcoreAccelerator: mixed_precision is {precision!r}; expected "no", "bf16" or '
+            f'"fp16"'
+        )
     for name in _PLUGINS:
         if kwargs.get(name) is not None:
             raise ValueError(
-                f"ShardcoreAccelerator: {name} is given; expected None (shard_options says how models are sharded)"
+                f"ShardcoreAccelerator: {name} is given; expected None (shard_options says how "
+                f"models are sharded)"
             )
     for name in _ENVIRONMENT:
         if os.environ.get(name, "false").lower() == "true":
             raise ValueError(
-                f"ShardcoreAccelerator: the environment has {name}=true; expected a launcher without that plugin (torchrun, or "
-                "accelerate launch --multi_gpu)"
+                f"ShardcoreAccelerator: the environment has {name}=true; expected a launcher "
+                f"without that plugin (torchrun, or accelerate launch --multi_gpu)"
             )
     for handler in kwargs.get("kwargs_handlers") or ():
         if isinstance(handler, GradScalerKwargs | AutocastKwargs):
             raise ValueError(
-                f"ShardcoreAccelerator: kwargs_handlers has {type(handler).__name__}; expected none: there is no autocast "
+                f"ShardcoreAccelerator: kwargs_handlers has {type(handler).__name__}; expected "
+                f"none: there is no autocast "
                 '(shard_options={"precision": ..., "loss_scale": ...})'
             )
-    dynamo = kwargs.get("dynamo_plugin") or TorchDynamoPlugin(backend=kwargs.get("dynamo_backend"))  # or the environment's
+    # or the environment's
+    dynamo = kwargs.get("dynamo_plugin") or TorchDynamoPlugin(backend=kwargs.get("dynamo_backend"))
     if dynamo.backend.value != "NO":
         raise ValueError(
-            f"ShardcoreAccelerator: dynamo has the backend {dynamo.backend.value.lower()}; expected none, of accelerate launch "
-            "too (compile the blocks: block.compile())"
+            f"ShardcoreAccelerator: dynamo has the backend {dynamo.backend.value.lower()}; "
+            f"expected none, of accelerate launch too (compile the blocks: block.compile())"
         )
 
 
 def check_model(model: nn.Module, stage: int) -> None:
-    """Raise ValueError for weights that DeepSpeed has partitioned, and at stage 3 for bitsandbytes' 8-bit ones."""
+    """Raise ValueError for weights that DeepSpeed has partitioned, and at stage 3 for
+    bitsandbytes' 8-bit ones.
+    """
     for name, param in model.named_parameters():
         if hasattr(param, "ds_id"):
             raise ValueError(
                 f"shard: {name} was made under deepspeed.zero.Init, as from_pretrained does after "
-                "TrainingArguments(deepspeed=...) with stage 3; expected an ordinary parameter (make the model first, or use "
+                "TrainingArguments(deepspeed=...) with stage 3; expected an ordinary parameter "
+                "(make the model first, or use "
                 "shardcore.integrations.transformers.ShardcoreTrainingArguments)"
             )
         if stage == 3 and hasattr(param, "SCB"):
             raise ValueError(
-                f"shard: {name} is quantized to 8 bits by bitsandbytes, whose layers re-assign it, at stage 3; expected "
+                f"shard: {name} is quantized to 8 bits by bitsandbytes, whose layers re-assign it, "
+                f"at stage 3; expected "
                 "stage 0, 1 or 2 (adapters over it are sharded there), or load_in_4bit"
             )
 

@@ -1,21 +1,26 @@
-"""Strategies for Lightning's Trainer and for Fabric: `import shardcore.integrations.lightning` registers them by name.
+"""Strategies for Lightning's Trainer and for Fabric: `import shardcore.integrations.lightning`
+registers them by name.
 
-For `lightning` and `pytorch_lightning` alike, which have equal classes under different names: so what is ours is in mixins, and
-the classes are made of a mixin and a class of the package (`_make`). Launching, process groups, samplers and reductions of
-metrics are those of Lightning's DDPStrategy.
+For `lightning` and `pytorch_lightning` alike, which have equal classes under different names: so
+what is ours is in mixins, and the classes are made of a mixin and a class of the package (`_make`).
+Launching, process groups, samplers and reductions of metrics are those of Lightning's DDPStrategy.
 
-Note [The whole model]. The LightningModule itself is sharded, so that its hooks begin and end each forward: the steps
-(`training_step`, ...) run inside its `__call__`, by Lightning's own redirection, as they do under DDP.
+Note [The whole model]. The LightningModule itself is sharded, so that its hooks begin and end each
+forward: the steps (`training_step`, ...) run inside its `__call__`, by Lightning's own redirection,
+as they do under DDP.
 
-Note [Clipping]. Lightning clips through its precision plugin, which would look for p.grad and, after a GradScaler, refuse.
-Ours passes the limit to the optimizer's step, which clips in the pass that updates.
+Note [Clipping]. Lightning clips through its precision plugin, which would look for p.grad and,
+after a GradScaler, refuse. Ours passes the limit to the optimizer's step, which clips in the pass
+that updates.
 
-Note [Precision]. "*-mixed" are float32 weights under torch.autocast, as with Lightning's DDP and FSDP strategies, so that a
-change of the strategy changes no arithmetic. "*-true" are 16-bit weights, beside which shardcore always has float32 masters:
-the memory and the messages of DeepSpeed's bf16 mode. float16 has a loss scale in both.
+Note [Precision]. "*-mixed" are float32 weights under torch.autocast, as with Lightning's DDP and
+FSDP strategies, so that a change of the strategy changes no arithmetic. "*-true" are 16-bit
+weights, beside which shardcore always has float32 masters: the memory and the messages of
+DeepSpeed's bf16 mode. float16 has a loss scale in both.
 
-Private names of Lightning, all of which DeepSpeedStrategy overrides or calls as well: `_after_closure` of the precision
-plugin, `_forward_redirection`, `_layer_sync` and `_backward_sync_control` of a strategy. Tested with Lightning 2.6.6.
+Private names of Lightning, all of which DeepSpeedStrategy overrides or calls as well:
+`_after_closure` of the precision plugin, `_forward_redirection`, `_layer_sync` and
+`_backward_sync_control` of a strategy. Tested with Lightning 2.6.6.
 """
 
 import inspect
@@ -67,13 +72,22 @@ OFFLOAD = {
     3: {"optimizer": "cpu", "gradients": "cpu", "params": "cpu"},
 }
 # The path is DeepSpeed's default. Lightning has checkpoints of its own.
-NVME = {"optimizer": "nvme", "path": "/local_nvme", "gradients": "cpu", "params": "nvme", "durable": False}
+NVME = {
+    "optimizer": "nvme",
+    "path": "/local_nvme",
+    "gradients": "cpu",
+    "params": "nvme",
+    "durable": False,
+}
 
 # What `shardcore` registers, by name.
 STRATEGIES: dict[str, dict[str, Any]] = {
     "shardcore": {},
     **{f"shardcore_stage_{stage}": {"stage": stage} for stage in OFFLOAD},
-    **{f"shardcore_stage_{stage}_offload": {"stage": stage, "offload": offload} for stage, offload in OFFLOAD.items()},
+    **{
+        f"shardcore_stage_{stage}_offload": {"stage": stage, "offload": offload}
+        for stage, offload in OFFLOAD.items()
+    },
     "shardcore_stage_3_nvme": {"stage": 3, "offload": NVME},
     "shardcore_3_nvme": {"stage": 3, "offload": NVME},
 }
@@ -81,14 +95,17 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 _CLIENT = "lightning"  # the key of client_state
 
 
-# --- precision plugins ---------------------------------------------------------------------------------------------------
+# --- precision plugins ----------------------------------------------------------------------------
 
 
-_Base: Any = object  # of mixins: what else they have is that of the classes that they are mixed into
+# of mixins: what else they have is that of the classes that they are mixed into
+_Base: Any = object
 
 
 class _Weights(_Base):
-    """Of every precision plugin: `shard` converts weights, and masters start from the weights as given."""
+    """Of every precision plugin: `shard` converts weights, and masters start from the weights as
+    given.
+    """
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Leave the module to `shard`."""
@@ -106,11 +123,17 @@ class _TrainerPrecision(_Weights):
 
     def pre_backward(self, tensor: torch.Tensor, module: Any) -> torch.Tensor:
         """Scale the loss (float16), and call the hooks that come before backward."""
-        scaled: torch.Tensor = super().pre_backward(engine_behind("backward", module).scale_loss(tensor), module)
+        scaled: torch.Tensor = super().pre_backward(
+            engine_behind("backward", module).scale_loss(tensor), module
+        )
         return scaled
 
-    def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        """Run the closure and the hooks that follow it, among them clipping; then step. Collective."""
+    def optimizer_step(
+        self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        """Run the closure and the hooks that follow it, among them clipping; then step.
+        Collective.
+        """
         result = closure()
         self._limit = math.inf
         try:
@@ -122,21 +145,29 @@ class _TrainerPrecision(_Weights):
         optimizer.step(**kwargs)
         return result
 
-    def clip_gradients(self, optimizer: Any, clip_val: float | None = 0.0, gradient_clip_algorithm: str = "norm") -> None:
-        """Clip by the global norm: inside a step with it, and outside (manual optimization) at once, which is collective."""
+    def clip_gradients(
+        self, optimizer: Any, clip_val: float | None = 0.0, gradient_clip_algorithm: str = "norm"
+    ) -> None:
+        """Clip by the global norm: inside a step with it, and outside (manual optimization) at
+        once, which is collective.
+        """
         if clip_val is None or clip_val <= 0:
             return
         check_algorithm(gradient_clip_algorithm)
         if self._limit is not None:
             self._limit = min(self._limit, float(clip_val))
         else:
-            clip_grad_norm_([param for group in optimizer.param_groups for param in group["params"]], clip_val)
+            clip_grad_norm_(
+                [param for group in optimizer.param_groups for param in group["params"]], clip_val
+            )
 
 
 class _FabricPrecision(_Weights):
     """Scales losses."""
 
-    def backward(self, tensor: torch.Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+    def backward(
+        self, tensor: torch.Tensor, model: nn.Module | None, *args: Any, **kwargs: Any
+    ) -> None:
         """Run backward on the scaled loss. model: what the strategy found."""
         scaled = tensor if model is None else engine_behind("backward", model).scale_loss(tensor)
         super().backward(scaled, model, *args, **kwargs)
@@ -147,11 +178,12 @@ def check_algorithm(algorithm: str) -> None:
     if algorithm == "value":
         raise ValueError(
             'clip_gradients: gradient_clip_algorithm is "value"; expected "norm" (or '
-            "torch.nn.utils.clip_grad_value_(self.parameters(), limit) in configure_gradient_clipping, which reaches shards)"
+            "torch.nn.utils.clip_grad_value_(self.parameters(), limit) in "
+            "configure_gradient_clipping, which reaches shards)"
         )
 
 
-# --- both strategies -----------------------------------------------------------------------------------------------------
+# --- both strategies ------------------------------------------------------------------------------
 
 
 class _Sharding(_Base):
@@ -164,41 +196,56 @@ class _Sharding(_Base):
     _plain_io: type  # the package's TorchCheckpointIO
 
     def __init__(
-        self, stage: int = 2, *, offload: Any = None, save_distributed_checkpoint: bool = True, **options: Any
+        self,
+        stage: int = 2,
+        *,
+        offload: Any = None,
+        save_distributed_checkpoint: bool = True,
+        **options: Any,
     ) -> None:
-        """Take the options of shardcore.shard, and those of Lightning's DDPStrategy that concern processes.
+        """Take the options of shardcore.shard, and those of Lightning's DDPStrategy that concern
+        processes.
 
         Args:
             stage, offload: See shardcore.shard, as `units`, `overlap_step` and so on.
-            save_distributed_checkpoint: Save directories, each rank what it owns (shardcore.save); else one file, for which
-                rank 0 gathers everything. Both kinds are loaded.
-            options: Further options of shardcore.shard; `accelerator`, `parallel_devices`, `cluster_environment`,
-                `checkpoint_io`, `precision_plugin` (Fabric: `precision`), `process_group_backend`, `timeout`, `start_method`.
+            save_distributed_checkpoint: Save directories, each rank what it owns (shardcore.save);
+                else one file, for which rank 0 gathers everything. Both kinds are loaded.
+            options: Further options of shardcore.shard; `accelerator`, `parallel_devices`,
+                `cluster_environment`, `checkpoint_io`, `precision_plugin` (Fabric: `precision`),
+                `process_group_backend`, `timeout`, `start_method`.
 
         Raises TypeError for others.
         """
         kind = type(self).__name__
-        lightnings = [name for name in inspect.signature(super().__init__).parameters if name not in _DDPS]
+        lightnings = [
+            name for name in inspect.signature(super().__init__).parameters if name not in _DDPS
+        ]
         for name in options:
             if name in ELSEWHERE:
                 raise TypeError(f"{kind}: {name} was given; expected it in {ELSEWHERE[name]}")
             if name not in (*SHARD_OPTIONS, *lightnings):
                 known = ", ".join([*SHARD_OPTIONS, *lightnings])
-                raise TypeError(f"{kind}: {name} is no option; expected save_distributed_checkpoint, {known}")
+                raise TypeError(
+                    f"{kind}: {name} is no option; expected save_distributed_checkpoint, {known}"
+                )
         shards = {name: value for name, value in options.items() if name in SHARD_OPTIONS}
         self._shard_options: dict[str, Any] = {"stage": stage, "offload": offload, **shards}
         self._saves_shards = save_distributed_checkpoint
-        super().__init__(**{name: value for name, value in options.items() if name not in SHARD_OPTIONS})
+        super().__init__(
+            **{name: value for name, value in options.items() if name not in SHARD_OPTIONS}
+        )
 
     def _ours(self, plugin: Any) -> Any:
-        """Return our precision plugin for one of Lightning's; TypeError or ValueError for one that we have none for."""
+        """Return our precision plugin for one of Lightning's; TypeError or ValueError for one
+        that we have none for.
+        """
         kind = type(self).__name__
         if plugin is None or isinstance(plugin, _Weights):
             return plugin
         if type(plugin) not in self._precisions:
             raise TypeError(
-                f"{kind}: precision is a {type(plugin).__name__} ({getattr(plugin, 'precision', '')}); expected one of "
-                f"{', '.join(PRECISIONS)}"
+                f"{kind}: precision is a {type(plugin).__name__} "
+                f"({getattr(plugin, 'precision', '')}); expected one of {', '.join(PRECISIONS)}"
             )
         ours = self._precisions[type(plugin)]
         if not hasattr(plugin, "scaler"):
@@ -206,15 +253,17 @@ class _Sharding(_Base):
         usual = torch.amp.GradScaler(plugin.device)
         if plugin.scaler is not None and plugin.scaler.state_dict() != usual.state_dict():
             raise ValueError(
-                f"{kind}: precision has a GradScaler of its own; expected none ({kind}(loss_scale=shardcore.LossScale(...)) "
-                "says how the scale moves)"
+                f"{kind}: precision has a GradScaler of its own; expected none "
+                f"({kind}(loss_scale=shardcore.LossScale(...)) says how the scale moves)"
             )
         made = ours(plugin.precision, plugin.device)
         made.scaler = None  # the engine scales
         return made
 
     def _shard(self, model: nn.Module, optimizer: Any, precision: str) -> Any:
-        """Shard the model, for training if there is an optimizer; returns the optimizer to use. Collective."""
+        """Shard the model, for training if there is an optimizer; returns the optimizer to use.
+        Collective.
+        """
         options = {**PRECISIONS[precision], **self._shard_options}
         if optimizer is None:
             options.pop("loss_scale", None)
@@ -222,7 +271,9 @@ class _Sharding(_Base):
 
     @property
     def _adds_locally(self) -> bool:
-        """Whether micro-steps are added on each rank and reduced once, as shard's sync_each says or by default."""
+        """Whether micro-steps are added on each rank and reduced once, as shard's sync_each says
+        or by default.
+        """
         sync_each = self._shard_options.get("sync_each")
         return self._shard_options["stage"] < 2 if sync_each is None else not sync_each
 
@@ -230,20 +281,30 @@ class _Sharding(_Base):
         """Return where to save a directory, the same on all ranks. Collective."""
         if storage_options is not None or type(self.checkpoint_io) is not self._plain_io:
             raise TypeError(
-                f"save_checkpoint: storage_options or a CheckpointIO was given to {type(self).__name__}; expected None (every "
+                f"save_checkpoint: storage_options or a CheckpointIO was given to "
+                f"{type(self).__name__}; expected None (every "
                 "rank writes its own files), or save_distributed_checkpoint=False"
             )
         where, taken = self.broadcast((str(path), Path(path).is_file()))
         if taken or "://" in where:
             raise ValueError(
-                f"save_checkpoint: path is {where}, {'a file that exists' if taken else 'a URL'}; expected a directory of a "
+                f"save_checkpoint: path is {where}, {'a file that exists' if taken else 'a URL'}; "
+                f"expected a directory of a "
                 "file system that all ranks see, or save_distributed_checkpoint=False"
             )
         place = Path(where)
         return place
 
 
-_DDPS = ("self", "args", "kwargs", "ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
+_DDPS = (
+    "self",
+    "args",
+    "kwargs",
+    "ddp_comm_state",
+    "ddp_comm_hook",
+    "ddp_comm_wrapper",
+    "model_averaging_period",
+)
 
 
 def is_directory_of_shards(strategy: Any, path: Any) -> bool:
@@ -253,21 +314,27 @@ def is_directory_of_shards(strategy: Any, path: Any) -> bool:
 
 
 def unpacked(kind: str, path: Path, client_state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what `kind` has saved beside the model. ValueError if it did not save this checkpoint."""
+    """Return what `kind` has saved beside the model. ValueError if it did not save this
+    checkpoint.
+    """
     saved = client_state.get(_CLIENT)
     if not isinstance(saved, dict) or saved.get("kind") != kind:
-        raise ValueError(f"load_checkpoint: {path} was not saved by Lightning's {kind}; expected a checkpoint of it")
+        raise ValueError(
+            f"load_checkpoint: {path} was not saved by Lightning's {kind}; expected a checkpoint "
+            f"of it"
+        )
     return dict(saved["content"])
 
 
-# --- the Trainer's strategy ----------------------------------------------------------------------------------------------
+# --- the Trainer's strategy -----------------------------------------------------------------------
 
 
 class _TrainerStrategy(_Sharding):
     """Shards the LightningModule when the Trainer sets up, and saves and loads its checkpoints.
 
-    After `fit` the module stays sharded: `validate`, `test` and `save_checkpoint` go on with it. Another `fit` of it makes it
-    an ordinary one first (engine/hooks.py: detach), since its optimizer is new.
+    After `fit` the module stays sharded: `validate`, `test` and `save_checkpoint` go on with it.
+    Another `fit` of it makes it an ordinary one first (engine/hooks.py: detach), since its
+    optimizer is new.
     """
 
     optimizers: list[Any]
@@ -283,7 +350,9 @@ class _TrainerStrategy(_Sharding):
         self._precision_plugin = self._ours(plugin)
 
     def setup(self, trainer: Any) -> None:
-        """Make the optimizer and shard the module; for evaluation without an optimizer. Collective."""
+        """Make the optimizer and shard the module; for evaluation without an optimizer.
+        Collective.
+        """
         self.accelerator.setup(trainer)
         fits, module = trainer.state.fn == "fit", self.lightning_module
         self._check(trainer, fits)
@@ -296,28 +365,40 @@ class _TrainerStrategy(_Sharding):
             self.setup_optimizers(trainer)
             if len(self.optimizers) != 1:
                 raise ValueError(
-                    f"{type(self).__name__}: configure_optimizers returned {len(self.optimizers)} optimizers; expected one "
+                    f"{type(self).__name__}: configure_optimizers returned {len(self.optimizers)} "
+                    f"optimizers; expected one "
                     "(parameters that differ in their options are groups of it)"
                 )
         if engine_of(module) is None:
-            made = self._shard(module, self.optimizers[0] if fits else None, self.precision_plugin.precision)
+            made = self._shard(
+                module, self.optimizers[0] if fits else None, self.precision_plugin.precision
+            )
             self.optimizers = [made] if fits else []
         for child in module.modules():  # metrics, whose states are no buffers
             if next(child.parameters(), None) is None:
                 child.to(self.root_device)
         self.setup_precision_plugin()
-        evaluations = (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
-        for loop in evaluations:  # what is gathered in torch.inference_mode would be of no use in training
+        evaluations = (
+            trainer.fit_loop.epoch_loop.val_loop,
+            trainer.validate_loop,
+            trainer.test_loop,
+            trainer.predict_loop,
+        )
+        # what is gathered in torch.inference_mode would be of no use in training
+        for loop in evaluations:
             loop.inference_mode = False
 
     def _check(self, trainer: Any, fits: bool) -> None:
         """Raise before training for what would fail in it."""
         if trainer.gradient_clip_val:
             check_algorithm(trainer.gradient_clip_algorithm or "norm")
-        averages = [type(each).__name__ for each in trainer.callbacks if isinstance(each, self._averages)]
+        averages = [
+            type(each).__name__ for each in trainer.callbacks if isinstance(each, self._averages)
+        ]
         if fits and averages and self._shard_options["stage"] == 3:
             raise ValueError(
-                f"{type(self).__name__}: callbacks has {averages[0]}, which reads weights that are sharded (stage 3); expected "
+                f"{type(self).__name__}: callbacks has {averages[0]}, which reads weights that are "
+                f"sharded (stage 3); expected "
                 "shardcore.EMA(module), updated in on_train_batch_end, or stage 0, 1 or 2"
             )
         if fits and self._saves_shards and trainer.checkpoint_callback is not None:
@@ -326,20 +407,21 @@ class _TrainerStrategy(_Sharding):
                     to_json(getattr(thing, "hparams", {}), "hparams")
                 except (TypeError, ValueError) as error:
                     raise type(error)(
-                        f"{type(self).__name__}: of {type(thing).__name__}, {error}; or save_hyperparameters(ignore=[...]), or "
-                        "save_distributed_checkpoint=False"
+                        f"{type(self).__name__}: of {type(thing).__name__}, {error}; or "
+                        f"save_hyperparameters(ignore=[...]), or save_distributed_checkpoint=False"
                     ) from error
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Make modules on the meta device (configure_model, Trainer.init_module), from which `shard` fills its memory.
+        """Make modules on the meta device (configure_model, Trainer.init_module), from which
+        `shard` fills its memory.
 
         empty_init: False to make them in host memory.
         """
         with nullcontext() if empty_init is False else torch.device("meta"):
             yield
 
-    # --- steps ----------------------------------------------------------------------------------------------------------
+    # --- steps ------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's training_step: see Note [The whole model]."""
@@ -362,15 +444,19 @@ class _TrainerStrategy(_Sharding):
             return self._run_step("predict_step", *args, **kwargs)
 
     def _run_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        return self._forward_redirection(self.lightning_module, self.lightning_module, name, *args, **kwargs)
+        return self._forward_redirection(
+            self.lightning_module, self.lightning_module, name, *args, **kwargs
+        )
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Add the gradients of a micro-step that is not the last one, in the order that shard has for this stage."""
+        """Add the gradients of a micro-step that is not the last one, in the order that shard
+        has for this stage.
+        """
         with no_sync(self.lightning_module) if self._adds_locally else nullcontext():
             yield
 
-    # --- checkpoints ----------------------------------------------------------------------------------------------------
+    # --- checkpoints ------------------------------------------------------------------------------
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -378,36 +464,69 @@ class _TrainerStrategy(_Sharding):
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the full weights on rank 0; nothing on other ranks, and where every rank saves its own. Collective."""
+        """Return the full weights on rank 0; nothing on other ranks, and where every rank saves
+        its own. Collective.
+        """
         return {} if self._saves_shards else self._on_first(self.lightning_module.state_dict())
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Return the full states, as lightning_module_state_dict does."""
-        return {} if self._saves_shards else self._on_first(getattr(optimizer, "_optimizer", optimizer).state_dict())
+        return (
+            {}
+            if self._saves_shards
+            else self._on_first(getattr(optimizer, "_optimizer", optimizer).state_dict())
+        )
 
     def _on_first(self, state: dict[str, Any]) -> dict[str, Any]:
         return state if self.is_global_zero else {}
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Save what the Trainer has put together: a directory, or by rank 0 one file. Collective."""
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        """Save what the Trainer has put together: a directory, or by rank 0 one file.
+        Collective.
+        """
         if not self._saves_shards:
             super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
             return
         path = self._place(filepath, storage_options)
-        content = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
+        content = {
+            key: value
+            for key, value in checkpoint.items()
+            if key not in ("state_dict", "optimizer_states")
+        }
         optimizer = self.optimizers[0] if checkpoint.get("optimizer_states") else None
         state = {_CLIENT: {"kind": "Trainer", "content": content}}
-        save(path.parent, self.lightning_module, optimizer, tag=path.name, client_state=state, save_latest=False)
+        save(
+            path.parent,
+            self.lightning_module,
+            optimizer,
+            tag=path.name,
+            client_state=state,
+            save_latest=False,
+        )
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a directory into the shards and return the rest of it; or return what is in a file. Collective."""
+    def load_checkpoint(
+        self, checkpoint_path: Any, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Load a directory into the shards and return the rest of it; or return what is in a
+        file. Collective.
+        """
         if not is_directory_of_shards(self, checkpoint_path):
-            found: dict[str, Any] = self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only)
+            found: dict[str, Any] = self.checkpoint_io.load_checkpoint(
+                checkpoint_path, weights_only=weights_only
+            )
             return found
         module = self.lightning_module
-        optimizer = self.optimizers[0] if self.optimizers and module.trainer.state.fn == "fit" else None
+        optimizer = (
+            self.optimizers[0] if self.optimizers and module.trainer.state.fn == "fit" else None
+        )
         loaded = load(checkpoint_path, module, optimizer, strict=module.strict_loading)
-        return {**unpacked("Trainer", loaded.path, loaded.client_state), "state_dict": {}, "optimizer_states": []}
+        return {
+            **unpacked("Trainer", loaded.path, loaded.client_state),
+            "state_dict": {},
+            "optimizer_states": [],
+        }
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Set the weights from a file; those of a directory are loaded already."""
@@ -421,12 +540,17 @@ class _TrainerStrategy(_Sharding):
 
     def teardown(self) -> None:
         """End the run. The module stays where it is, sharded."""
-        for part in (self.cluster_environment, self.precision_plugin, self.accelerator, self.checkpoint_io):
+        for part in (
+            self.cluster_environment,
+            self.precision_plugin,
+            self.accelerator,
+            self.checkpoint_io,
+        ):
             if part is not None:
                 part.teardown()
 
 
-# --- Fabric's strategy ---------------------------------------------------------------------------------------------------
+# --- Fabric's strategy ----------------------------------------------------------------------------
 
 
 class _NoBackwardSync:
@@ -438,7 +562,9 @@ class _NoBackwardSync:
 
 
 class _FabricStrategy(_Sharding):
-    """Shards the model in `fabric.setup(model, optimizer)`, or without an optimizer for forwards alone."""
+    """Shards the model in `fabric.setup(model, optimizer)`, or without an optimizer for forwards
+    alone.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """See _Sharding."""
@@ -456,7 +582,9 @@ class _FabricStrategy(_Sharding):
         self._precision = self._ours(plugin)
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """Make modules on the meta device, from which `shard` fills its memory; in host memory if empty_init is False."""
+        """Make modules on the meta device, from which `shard` fills its memory; in host memory
+        if empty_init is False.
+        """
         return nullcontext() if empty_init is False else torch.device("meta")
 
     def module_to_device(self, module: nn.Module) -> None:
@@ -469,7 +597,10 @@ class _FabricStrategy(_Sharding):
     ) -> tuple[nn.Module, list[Any], Any]:
         """Shard the model with its one optimizer. Collective."""
         if len(optimizers) != 1:
-            raise ValueError(f"setup: got {len(optimizers)} optimizers; expected one for a model (it may have groups)")
+            raise ValueError(
+                f"setup: got {len(optimizers)} optimizers; expected one for a model (it may have "
+                f"groups)"
+            )
         made = self._shard(module, optimizers[0], self.precision.precision)
         self._trained.append(module)
         return module, [made], scheduler
@@ -481,13 +612,22 @@ class _FabricStrategy(_Sharding):
 
     def setup_optimizer(self, optimizer: Any) -> Any:
         """Refuse an optimizer without its model."""
-        raise ValueError("setup_optimizers: got an optimizer alone; expected fabric.setup(model, optimizer)")
+        raise ValueError(
+            "setup_optimizers: got an optimizer alone; expected fabric.setup(model, optimizer)"
+        )
 
-    def backward(self, tensor: torch.Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+    def backward(
+        self, tensor: torch.Tensor, module: nn.Module | None, *args: Any, **kwargs: Any
+    ) -> None:
         """Run backward, with float16 on the scaled loss of `module` or of the only model."""
-        if module is None and len(self._trained) > 1 and self.precision.precision in ("16-mixed", "16-true"):
+        if (
+            module is None
+            and len(self._trained) > 1
+            and self.precision.precision in ("16-mixed", "16-true")
+        ):
             raise ValueError(
-                f"backward: {len(self._trained)} models have loss scales; expected fabric.backward(loss, model=model)"
+                f"backward: {len(self._trained)} models have loss scales; expected "
+                f"fabric.backward(loss, model=model)"
             )
         super().backward(tensor, module or next(iter(self._trained), None), *args, **kwargs)
 
@@ -506,35 +646,49 @@ class _FabricStrategy(_Sharding):
     def clip_gradients_value(self, module: nn.Module, optimizer: Any, clip_val: float) -> None:
         """Refuse clipping by value."""
         raise ValueError(
-            f"clip_gradients: clip_val is {clip_val}; expected max_norm= (or torch.nn.utils.clip_grad_value_, which reaches "
-            "shards)"
+            f"clip_gradients: clip_val is {clip_val}; expected max_norm= (or "
+            f"torch.nn.utils.clip_grad_value_, which reaches shards)"
         )
 
-    # --- checkpoints ----------------------------------------------------------------------------------------------------
+    # --- checkpoints ------------------------------------------------------------------------------
 
-    def save_checkpoint(self, path: Any, state: Mapping[str, Any], storage_options: Any = None, filter: Any = None) -> None:
-        """Save the sharded model, its optimizer and plain data: a directory, or by rank 0 one file. Collective."""
+    def save_checkpoint(
+        self, path: Any, state: Mapping[str, Any], storage_options: Any = None, filter: Any = None
+    ) -> None:
+        """Save the sharded model, its optimizer and plain data: a directory, or by rank 0 one
+        file. Collective.
+        """
         if not self._saves_shards:
             super().save_checkpoint(path, state, storage_options=storage_options, filter=filter)
             return
         if filter:
-            raise TypeError("save: filter was given; expected None, or save_distributed_checkpoint=False")
+            raise TypeError(
+                "save: filter was given; expected None, or save_distributed_checkpoint=False"
+            )
         model, optimizer, rest = _parts("save", state)
         place = self._place(path, storage_options)
-        content = {key: value.state_dict() if hasattr(value, "state_dict") else value for key, value in rest.items()}
+        content = {
+            key: value.state_dict() if hasattr(value, "state_dict") else value
+            for key, value in rest.items()
+        }
         client = {_CLIENT: {"kind": "Fabric", "content": content}}
         save(place.parent, model, optimizer, tag=place.name, client_state=client, save_latest=False)
 
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load a directory or a file into `state`, in place; returns what was not asked for. Collective."""
+        """Load a directory or a file into `state`, in place; returns what was not asked for.
+        Collective.
+        """
         if not is_directory_of_shards(self, path):
-            found: dict[str, Any] = super().load_checkpoint(path, state, strict=strict, weights_only=weights_only)
+            found: dict[str, Any] = super().load_checkpoint(
+                path, state, strict=strict, weights_only=weights_only
+            )
             return found
         if not isinstance(state, dict):
             raise TypeError(
-                f'load: state is a {type(state).__name__}; expected {{"model": model, ...}} for a directory of shards'
+                f'load: state is a {type(state).__name__}; expected {{"model": model, ...}} for a '
+                f"directory of shards"
             )
         model, optimizer, rest = _parts("load", state)
         loaded = load(path, model, optimizer, strict=strict)
@@ -542,7 +696,10 @@ class _FabricStrategy(_Sharding):
         for key, value in rest.items():
             if key not in content:
                 if strict:
-                    raise KeyError(f"load: {loaded.path} has no {key!r}; expected one of {', '.join(content)}, or strict=False")
+                    raise KeyError(
+                        f"load: {loaded.path} has no {key!r}; expected one of "
+                        f"{', '.join(content)}, or strict=False"
+                    )
                 continue
             saved = content.pop(key)
             if hasattr(value, "load_state_dict"):
@@ -554,16 +711,25 @@ class _FabricStrategy(_Sharding):
 
 def _parts(op: str, state: Mapping[str, Any]) -> tuple[nn.Module, Any, dict[str, Any]]:
     """Return the sharded model in `state`, its optimizer or None, and the rest."""
-    models = {key: value for key, value in state.items() if isinstance(value, nn.Module) and engine_of(value) is not None}
+    models = {
+        key: value
+        for key, value in state.items()
+        if isinstance(value, nn.Module) and engine_of(value) is not None
+    }
     if len(models) != 1:
-        raise ValueError(f"{op}: state has {len(models)} models that fabric.setup returned; expected one in a checkpoint")
+        raise ValueError(
+            f"{op}: state has {len(models)} models that fabric.setup returned; expected one in a "
+            f"checkpoint"
+        )
     ((name, model),) = models.items()
-    optimizers = [key for key, value in state.items() if getattr(value, "_engine", None) is engine_of(model)]
+    optimizers = [
+        key for key, value in state.items() if getattr(value, "_engine", None) is engine_of(model)
+    ]
     rest = {key: value for key, value in state.items() if key != name and key not in optimizers}
     return model, state[optimizers[0]] if optimizers else None, rest
 
 
-# --- the classes, for each package ---------------------------------------------------------------------------------------
+# --- the classes, for each package ----------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -575,18 +741,28 @@ class Classes:
 
 
 def _make(package: str, fabric: str) -> Classes:
-    """Make the classes for a package (`lightning.pytorch` or `pytorch_lightning`) and its Fabric, and register them."""
+    """Make the classes for a package (`lightning.pytorch` or `pytorch_lightning`) and its
+    Fabric, and register them.
+    """
 
     def join(name: str, mixin: type, base: type, **attributes: Any) -> Any:
-        return type(name, (mixin, base), {"__module__": __name__, "__doc__": mixin.__doc__, **attributes})
+        return type(
+            name, (mixin, base), {"__module__": __name__, "__doc__": mixin.__doc__, **attributes}
+        )
 
     def precisions(mixin: type, plugins: Any) -> dict[type, Any]:
         bases = (plugins.Precision, plugins.MixedPrecision, plugins.HalfPrecision)
         return {base: join(f"Shardcore{base.__name__}", mixin, base) for base in bases}
 
-    plugins, strategies = import_module(f"{package}.plugins"), import_module(f"{package}.strategies")
+    plugins, strategies = (
+        import_module(f"{package}.plugins"),
+        import_module(f"{package}.strategies"),
+    )
     callbacks = import_module(f"{package}.callbacks")
-    fabric_plugins, fabric_strategies = import_module(f"{fabric}.plugins"), import_module(f"{fabric}.strategies")
+    fabric_plugins, fabric_strategies = (
+        import_module(f"{fabric}.plugins"),
+        import_module(f"{fabric}.strategies"),
+    )
     trainer = join(
         "ShardcoreStrategy",
         _TrainerStrategy,
@@ -605,7 +781,9 @@ def _make(package: str, fabric: str) -> Classes:
     for name, options in STRATEGIES.items():
         about = f"shardcore.shard with {options or 'its defaults'}"
         strategies.StrategyRegistry.register(name, trainer, description=about, **options)
-        fabric_strategies.STRATEGY_REGISTRY.register(name, fabric_strategy, description=about, **options)
+        fabric_strategies.STRATEGY_REGISTRY.register(
+            name, fabric_strategy, description=about, **options
+        )
     return Classes(trainer, fabric_strategy)
 
 
@@ -625,7 +803,10 @@ def _installed() -> Iterator[tuple[str, Classes]]:
         else:
             yield name, _make(package, fabric)
     if len(absent) == 2:
-        raise ModuleNotFoundError("shardcore.integrations.lightning: expected lightning or pytorch_lightning to be installed")
+        raise ModuleNotFoundError(
+            "shardcore.integrations.lightning: expected lightning or pytorch_lightning to be "
+            "installed"
+        )
 
 
 PACKAGES = dict(_installed())

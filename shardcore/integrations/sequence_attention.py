@@ -1,7 +1,9 @@
-"""Sequence parallel attention in the models of transformers, through its registers of attention functions and of masks.
+"""Sequence parallel attention in the models of transformers, through its registers of attention
+functions and of masks.
 
-A model's configuration gets the name of an attention function of its own, so no other model is changed. Its mask is made for
-whole sequences, once a forward; attention itself is then the one that the model had, over all tokens and some of the heads.
+A model's configuration gets the name of an attention function of its own, so no other model is
+changed. Its mask is made for whole sequences, once a forward; attention itself is then the one that
+the model had, over all tokens and some of the heads.
 """
 
 import copy
@@ -23,63 +25,87 @@ from shardcore.parallel.sequence import gather_sequence, group_of_sequence, ulys
 
 _numbers = count()
 _LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
-_LOSSES = (None, "ForCausalLM", "ForConditionalGeneration")  # transformers' names of losses over next tokens; None: no head
+# transformers' names of losses over next tokens; None: no head
+_LOSSES = (None, "ForCausalLM", "ForConditionalGeneration")
 
 
-def enable_sequence_parallel(model: nn.Module, group: dist.ProcessGroup | DeviceMesh, *, in_eval: bool = True) -> None:
-    """Let the attention of a decoder of transformers run over sequences that are split over the ranks of a group.
+def enable_sequence_parallel(
+    model: nn.Module, group: dist.ProcessGroup | DeviceMesh, *, in_eval: bool = True
+) -> None:
+    """Let the attention of a decoder of transformers run over sequences that are split over the
+    ranks of a group.
 
-    Call it before or after `shard`, whose ranks are those of all sequences: gradients are averaged over them. From then on
-    every rank passes what `shardcore.split_sequences` returns: its parts of `input_ids`, of `attention_mask` (batch, tokens) if
-    there is one, and of `position_ids`, which may restart within a sequence (packed documents).
+    Call it before or after `shard`, whose ranks are those of all sequences: gradients are averaged
+    over them. From then on every rank passes what `shardcore.split_sequences` returns: its parts of
+    `input_ids`, of `attention_mask` (batch, tokens) if there is one, and of `position_ids`, which
+    may restart within a sequence (packed documents).
 
-    Any attention that the model has registered goes on working inside ("sdpa", "eager", flash and custom functions; flash
-    attention has not been run). Dropout of attention is drawn per rank. `config.use_cache` becomes False.
+    Any attention that the model has registered goes on working inside ("sdpa", "eager", flash and
+    custom functions; flash attention has not been run). Dropout of attention is drawn per rank.
+    `config.use_cache` becomes False.
 
     Args:
-        model: a decoder, such as LlamaForCausalLM, or a PeftModel with one inside; changed in place.
-        group: the ranks of a sequence, or a mesh of one dimension such as mesh["sp"]; its size divides the attention heads.
-        in_eval: False: in evaluation mode (`model.eval()`) each rank passes whole sequences, and the model is as it was.
+        model: a decoder, such as LlamaForCausalLM, or a PeftModel with one inside; changed in
+        place.
+        group: the ranks of a sequence, or a mesh of one dimension such as mesh["sp"]; its size
+        divides the attention heads.
+        in_eval: False: in evaluation mode (`model.eval()`) each rank passes whole sequences, and
+        the model is as it was.
 
-    Raises TypeError for a model of another library, ValueError for encoder-decoders, layers that carry states along a
-    sequence, a head whose labels are not the next tokens (...ForSequenceClassification), PEFT's prompts that train, or
-    for attention heads that do not fit. The model's forward and backward become collective; forward raises ValueError
-    without position_ids, with a cache that is filled (generate with another model), and for masks of its own over
-    positions.
+    Raises TypeError for a model of another library, ValueError for encoder-decoders, layers that
+    carry states along a sequence, a head whose labels are not the next tokens
+    (...ForSequenceClassification), PEFT's prompts that train, or for attention heads that do not
+    fit. The model's forward and backward become collective; forward raises ValueError without
+    position_ids, with a cache that is filled (generate with another model), and for masks of its
+    own over positions.
     Source: https://huggingface.co/docs/transformers/attention_interface.
     """
     given: Any = model
-    model = given.get_base_model() if hasattr(given, "get_base_model") else given  # of a PeftModel, which calls it
+    # of a PeftModel, which calls it
+    model = given.get_base_model() if hasattr(given, "get_base_model") else given
     if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"enable_sequence_parallel: model is a {type(model).__name__}; expected a model of transformers")
+        raise TypeError(
+            f"enable_sequence_parallel: model is a {type(model).__name__}; expected a model of "
+            f"transformers"
+        )
     if given is not model and given.active_peft_config.is_prompt_learning:
         raise ValueError(
-            f"enable_sequence_parallel: the {type(given).__name__} has a prompt that trains, which every rank would "
+            f"enable_sequence_parallel: the {type(given).__name__} has a prompt that trains, which "
+            f"every rank would "
             "put before its part of a sequence; expected adapters of layers, such as LoRA"
         )
     if model.loss_type not in _LOSSES:
         raise ValueError(
-            f"enable_sequence_parallel: the {type(model).__name__} has a head whose labels are not the next tokens; expected a "
-            "model ...ForCausalLM, or one without a head, such as model.base_model, with a loss of yours over a rank's tokens"
+            f"enable_sequence_parallel: the {type(model).__name__} has a head whose labels are not "
+            f"the next tokens; expected a "
+            "model ...ForCausalLM, or one without a head, such as model.base_model, with a loss of "
+            "yours over a rank's tokens"
         )
     config = model.config.get_text_config()
     other = set(getattr(config, "layer_types", None) or ()) - _LAYERS
     if config.is_encoder_decoder or other or not model._supports_attention_backend:
         found = (
-            "an encoder-decoder" if config.is_encoder_decoder else f"layers {sorted(other)}" if other else "its own attention"
+            "an encoder-decoder"
+            if config.is_encoder_decoder
+            else f"layers {sorted(other)}"
+            if other
+            else "its own attention"
         )
         raise ValueError(
-            f"enable_sequence_parallel: the {type(model).__name__} has {found}; expected a decoder whose layers are all "
-            "attention of transformers' interface, since other layers would see a part of each sequence"
+            f"enable_sequence_parallel: the {type(model).__name__} has {found}; expected a decoder "
+            f"whose layers are all "
+            "attention of transformers' interface, since other layers would see a part of each "
+            "sequence"
         )
     group = group_of_sequence(group)
     if config.num_attention_heads % group.size():
         raise ValueError(
-            f"enable_sequence_parallel: the model has {config.num_attention_heads} attention heads; expected a multiple of the "
-            f"group's {group.size()} ranks"
+            f"enable_sequence_parallel: the model has {config.num_attention_heads} attention "
+            f"heads; expected a multiple of the group's {group.size()} ranks"
         )
     attention = _Attention(config._attn_implementation or "eager", group, in_eval)
-    name = f"{attention.base}_sequence_parallel_{next(_numbers)}"  # with "flash" in it where models look for that
+    # with "flash" in it where models look for that
+    name = f"{attention.base}_sequence_parallel_{next(_numbers)}"
     AttentionInterface.register(name, attention.attend)
     if attention.base in ALL_MASK_ATTENTION_FUNCTIONS:
         AttentionMaskInterface.register(name, attention.mask)
@@ -93,7 +119,8 @@ class _Attention:
     def __init__(self, base: str, group: dist.ProcessGroup, in_eval: bool) -> None:
         self.base, self.group, self._in_eval = base, group, in_eval
         self._model: Callable[[], nn.Module | None] = lambda: None  # the one that ran last
-        # (batch, tokens of whole sequences): positions, and, if several documents are packed, which of them.
+        # (batch, tokens of whole sequences): positions, and, if several documents are packed, which
+        # of them.
         self.positions: torch.Tensor
         self.documents: torch.Tensor | None
 
@@ -102,11 +129,15 @@ class _Attention:
 
     @property
     def is_off(self) -> bool:
-        """Whether each rank has whole sequences. By the model's mode now: a backward computes blocks again after others ran."""
+        """Whether each rank has whole sequences. By the model's mode now: a backward computes
+        blocks again after others ran.
+        """
         model = self._model()
         return not self._in_eval and model is not None and not model.training
 
-    def before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def before_forward(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
         """Take the positions of whole sequences, before the model makes its mask."""
         self._model = weakref.ref(model)  # transformers' register never lets go of this object
         if self.is_off:
@@ -114,8 +145,10 @@ class _Attention:
         positions = kwargs.get("position_ids")
         if positions is None:
             raise ValueError(
-                f"{type(model).__name__}: position_ids is missing; expected each rank's positions in the whole sequence, as "
-                "shardcore.split_sequences adds them (every rank would take its part for the beginning)"
+                f"{type(model).__name__}: position_ids is missing; expected each rank's positions "
+                f"in the whole sequence, as "
+                "shardcore.split_sequences adds them (every rank would take its part for the "
+                "beginning)"
             )
         self.positions = gather_sequence(positions, self.group)
         self.documents = masking_utils.find_packed_sequence_indices(self.positions)
@@ -137,31 +170,46 @@ class _Attention:
         attention_mask: torch.Tensor | None = None,
         **options: Any,
     ) -> Any:
-        """Return the mask of whole sequences, as the attention inside takes it; see transformers.masking_utils.sdpa_mask."""
+        """Return the mask of whole sequences, as the attention inside takes it; see
+        transformers.masking_utils.sdpa_mask.
+        """
         make = ALL_MASK_ATTENTION_FUNCTIONS[self.base]
         if self.is_off:
             options |= {"mask_function": mask_function, "attention_mask": attention_mask}
             return make(batch_size, q_length, kv_length, q_offset, kv_offset, **options)
         if q_length != kv_length or q_offset != 0 or kv_offset != 0:
             raise ValueError(
-                f"sequence parallel attention: {q_length} tokens attend to {kv_length}; expected no tokens in a cache, and an "
-                "attention_mask of this rank's tokens alone"
+                f"sequence parallel attention: {q_length} tokens attend to {kv_length}; expected "
+                f"no tokens in a cache, and an attention_mask of this rank's tokens alone"
             )
         skips = [
-            options.get(f"allow_is_{kind}_skip", default) for kind, default in (("causal", True), ("bidirectional", False))
+            options.get(f"allow_is_{kind}_skip", default)
+            for kind, default in (("causal", True), ("bidirectional", False))
         ]
         if options.get("use_vmap") or not any(skips):
             raise ValueError(
-                "sequence parallel attention: the model has a mask of its own over positions in a sequence; expected causal, "
-                "sliding, or full attention (a mask of four dimensions for whole sequences may be passed instead)"
+                "sequence parallel attention: the model has a mask of its own over positions in a "
+                "sequence; expected causal, "
+                "sliding, or full attention (a mask of four dimensions for whole sequences may be "
+                "passed instead)"
             )
         if attention_mask is not None:
             attention_mask = gather_sequence(attention_mask, self.group)
         if self.documents is not None:
-            positions, documents = (rows.expand(batch_size, -1) for rows in (self.positions, self.documents))
-            mask_function = masking_utils.remap_positions_for_packed_sequence(mask_function, positions)
-            mask_function = masking_utils.and_masks(mask_function, masking_utils.packed_sequence_mask_function(documents))
-            options = {**options, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+            positions, documents = (
+                rows.expand(batch_size, -1) for rows in (self.positions, self.documents)
+            )
+            mask_function = masking_utils.remap_positions_for_packed_sequence(
+                mask_function, positions
+            )
+            mask_function = masking_utils.and_masks(
+                mask_function, masking_utils.packed_sequence_mask_function(documents)
+            )
+            options = {
+                **options,
+                "allow_is_causal_skip": False,
+                "allow_is_bidirectional_skip": False,
+            }
         length = q_length * self.group.size()
         return make(
             batch_size=batch_size,
@@ -181,23 +229,32 @@ class _Attention:
         attention_mask: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Return (batch, tokens, heads, features) and no weights; see transformers' attention functions."""
+        """Return (batch, tokens, heads, features) and no weights; see transformers' attention
+        functions.
+        """
         if self.is_off:
             seen = _Seen(module, self.base, query.shape[1] // key.shape[1])
             return self._function_of(module)(seen, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
         for name in ("position_bias", "s_aux"):
             if kwargs.get(name) is not None:
-                raise ValueError(f"sequence parallel attention: the model passes {name}, per head; expected attention without")
+                raise ValueError(
+                    f"sequence parallel attention: the model passes {name}, per head; expected "
+                    f"attention without"
+                )
         if query.shape[2] != key.shape[2]:
             raise ValueError(
-                f"sequence parallel attention: {query.shape[2]} tokens attend to {key.shape[2]}; expected no tokens in a cache"
+                f"sequence parallel attention: {query.shape[2]} tokens attend to {key.shape[2]}; "
+                f"expected no tokens in a cache"
             )
-        if "flash" in self.base and kwargs.get("position_ids") is not None:  # which finds documents by them
+        # which finds documents by them
+        if "flash" in self.base and kwargs.get("position_ids") is not None:
             kwargs["position_ids"] = gather_sequence(kwargs["position_ids"], self.group)
 
         def inside(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             seen = _Seen(module, self.base, query.shape[1] // key.shape[1])
-            output: torch.Tensor = self._function_of(module)(seen, query, key, value, attention_mask, **kwargs)[0]
+            output: torch.Tensor = self._function_of(module)(
+                seen, query, key, value, attention_mask, **kwargs
+            )[0]
             return output.transpose(1, 2)
 
         return ulysses_attention(inside, query, key, value, self.group).transpose(1, 2), None
@@ -209,7 +266,9 @@ class _Attention:
 
 
 class _Seen:
-    """A module as the attention inside sees it: with the name of that attention, and the groups of heads on this rank."""
+    """A module as the attention inside sees it: with the name of that attention, and the groups
+    of heads on this rank.
+    """
 
     def __init__(self, module: nn.Module, base: str, groups: int) -> None:
         self._module, self._base, self.num_key_value_groups = module, base, groups

@@ -1,15 +1,19 @@
-"""Transformers' Trainer, and TRL's trainers, on shardcore: `class T(ShardcoreTrainerMixin, SFTTrainer)`.
+"""Transformers' Trainer, and TRL's trainers, on shardcore: `class T(ShardcoreTrainerMixin,
+SFTTrainer)`.
 
-Invariants: Trainer's loop, data order, logs and files stay; the model is sharded where Trainer would wrap it. What a DeepSpeed
-configuration says goes through shardcore.deepspeed, and no part of DeepSpeed is imported or needed.
+Invariants: Trainer's loop, data order, logs and files stay; the model is sharded where Trainer
+would wrap it. What a DeepSpeed configuration says goes through shardcore.deepspeed, and no part of
+DeepSpeed is imported or needed.
 
-Note [Checkpoints]: a folder checkpoint-N has what Trainer writes (whole weights or adapters, trainer_state.json, random states
-of each rank), and in place of optimizer.pt a checkpoint of shardcore.save, which resumes on any number of ranks. Without one,
-as in a plain Trainer's folder, Trainer's own loading goes through state dicts, which sharded models and optimizers accept.
+Note [Checkpoints]: a folder checkpoint-N has what Trainer writes (whole weights or adapters,
+trainer_state.json, random states of each rank), and in place of optimizer.pt a checkpoint of
+shardcore.save, which resumes on any number of ranks. Without one, as in a plain Trainer's folder,
+Trainer's own loading goes through state dicts, which sharded models and optimizers accept.
 
-Private names of Trainer: `_save`, `_save_optimizer_and_scheduler`, `_load_from_checkpoint`, `_load_optimizer_and_scheduler`,
-`_load_best_model`, `_clip_grad_norm`, `_get_grad_norm`, `_maybe_log_save_evaluate`, `_build_accelerator_args`; of its
-arguments `_setup_devices` and `_n_gpu`. transformers has them all since 5.3. Tested with 5.24.0 and TRL 1.16.0.
+Private names of Trainer: `_save`, `_save_optimizer_and_scheduler`, `_load_from_checkpoint`,
+`_load_optimizer_and_scheduler`, `_load_best_model`, `_clip_grad_norm`, `_get_grad_norm`,
+`_maybe_log_save_evaluate`, `_build_accelerator_args`; of its arguments `_setup_devices` and
+`_n_gpu`. transformers has them all since 5.3. Tested with 5.24.0 and TRL 1.16.0.
 """
 
 import json
@@ -46,8 +50,12 @@ from shardcore.options import accept_optimizer
 logger = logging.getLogger("shardcore")
 
 if Version(transformers.__version__) < Version("5.3"):
-    raise ImportError(f"shardcore.integrations.transformers: transformers is {transformers.__version__}; expected 5.3 or newer")
-_SAVES_ON_FIRST_RANK = Version(transformers.__version__) < Version("5.23")  # newer save_model calls _save on every rank
+    raise ImportError(
+        f"shardcore.integrations.transformers: transformers is {transformers.__version__}; "
+        f"expected 5.3 or newer"
+    )
+# newer save_model calls _save on every rank
+_SAVES_ON_FIRST_RANK = Version(transformers.__version__) < Version("5.23")
 
 # Of a configuration, what the engine that initialize returns does.
 _OF_THE_ENGINE: tuple[str, ...] = (
@@ -58,19 +66,30 @@ _OF_THE_ENGINE: tuple[str, ...] = (
     "dump_state",
     "comms_logger",
 )
-_OF_THE_ENGINE += ("flops_profiler", "tensorboard", "csv_monitor", "wandb", "cpu_checkpointing", "log_level")
+_OF_THE_ENGINE += (
+    "flops_profiler",
+    "tensorboard",
+    "csv_monitor",
+    "wandb",
+    "cpu_checkpointing",
+    "log_level",
+)
 
 _OP = "ShardcoreTrainer"
-_OF_ARGUMENTS = {"accumulate": "gradient_accumulation_steps", "clip_grad_norm": "max_grad_norm"}  # options of shard
+# options of shard
+_OF_ARGUMENTS = {"accumulate": "gradient_accumulation_steps", "clip_grad_norm": "max_grad_norm"}
 
 
-_Base: Any = object  # of mixins: what else they have is that of the classes that they are mixed into
+# of mixins: what else they have is that of the classes that they are mixed into
+_Base: Any = object
 
 
 class ShardcoreArgumentsMixin(_Base):
-    """Lets training arguments have `deepspeed=` without DeepSpeed: `class C(ShardcoreArgumentsMixin, SFTConfig)`.
+    """Lets training arguments have `deepspeed=` without DeepSpeed: `class
+    C(ShardcoreArgumentsMixin, SFTConfig)`.
 
-    The configuration is for a ShardcoreTrainerMixin, which reads it; transformers' own DeepSpeed code does not see it.
+    The configuration is for a ShardcoreTrainerMixin, which reads it; transformers' own DeepSpeed
+    code does not see it.
     """
 
     deepspeed: Any
@@ -91,26 +110,35 @@ class ShardcoreTrainingArguments(ShardcoreArgumentsMixin, TrainingArguments):
 class ShardcoreTrainerMixin(_Base):
     """Shards the model of a Trainer, or of a trainer made from it: see shardcore.shard.
 
-    shard_options: keyword arguments of `shard`; accumulation and clipping are those of the training arguments, and precision
-        follows `bf16` and `fp16`: weights are kept in that dtype with float32 masters, in place of autocast.
-    Or the training arguments have `deepspeed=`: a DeepSpeed configuration, in which "auto" is resolved from the arguments.
-    With neither the model trains at stage 2. All other arguments are the trainer's.
+    shard_options: keyword arguments of `shard`; accumulation and clipping are those of the training
+        arguments, and precision follows `bf16` and `fp16`: weights are kept in that dtype with
+        float32 masters, in place of autocast.
+    Or the training arguments have `deepspeed=`: a DeepSpeed configuration, in which "auto" is
+    resolved from the arguments. With neither the model trains at stage 2. All other arguments are
+    the trainer's.
 
-    Every rank calls `train`, `evaluate`, `predict` and `save_model`. Raises ValueError for options of both kinds, and for
-    training arguments that contradict sharding.
+    Every rank calls `train`, `evaluate`, `predict` and `save_model`. Raises ValueError for options
+    of both kinds, and for training arguments that contradict sharding.
     """
 
     model: Any
     optimizer: Any
     lr_scheduler: Any
 
-    def __init__(self, *args: Any, shard_options: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, shard_options: Mapping[str, Any] | None = None, **kwargs: Any
+    ) -> None:
         """Make a trainer; see the class."""
-        given = next((each for each in (*args, *kwargs.values()) if isinstance(each, TrainingArguments)), None)
+        given = next(
+            (each for each in (*args, *kwargs.values()) if isinstance(each, TrainingArguments)),
+            None,
+        )
         config = None if given is None else given.deepspeed
         _check_options(config, shard_options)
         self._given_options = dict(shard_options or {})
-        self._config: Mapping[str, Any] | None = read_json(config) if isinstance(config, str | os.PathLike) else config
+        self._config: Mapping[str, Any] | None = (
+            read_json(config) if isinstance(config, str | os.PathLike) else config
+        )
         self._settings: Config | None = None
         if given is not None:
             _leave_deepspeed(given)
@@ -120,7 +148,7 @@ class ShardcoreTrainerMixin(_Base):
         if self._config is not None and self.model is not None:
             self._apply_config(log=False)  # for its errors
 
-    # --- what is used in place of what ------------------------------------------------------------------------------------
+    # --- what is used in place of what ------------------------------------------------------------
 
     @property
     def place_model_on_device(self) -> bool:
@@ -138,37 +166,54 @@ class ShardcoreTrainerMixin(_Base):
         return made  # type: ignore[no-any-return]
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Make a ShardcoreAccelerator with the arguments that Trainer would give its Accelerator."""
+        """Make a ShardcoreAccelerator with the arguments that Trainer would give its
+        Accelerator.
+        """
         _check_training_arguments(self.args)
         self.args._n_gpu = min(self.args.n_gpu, 1)  # no DataParallel in one process
         super().create_accelerator_and_postprocess()
         precision = "bf16" if self.args.bf16 else "fp16" if self.args.fp16 else "no"
         self.accelerator = ShardcoreAccelerator(
-            shard_options=self._options(self._given_options), **{**self._accelerator_args, "mixed_precision": precision}
+            shard_options=self._options(self._given_options),
+            **{**self._accelerator_args, "mixed_precision": precision},
         )
-        self.gather_function = partial(self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object)
+        self.gather_function = partial(
+            self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
+        )
 
     def _options(self, options: Mapping[str, Any]) -> dict[str, Any]:
         clip = self.args.max_grad_norm
         accumulate = self.args.gradient_accumulation_steps
-        return {**options, "accumulate": accumulate, "clip_grad_norm": clip if clip and clip > 0 else None}
+        return {
+            **options,
+            "accumulate": accumulate,
+            "clip_grad_norm": clip if clip and clip > 0 else None,
+        }
 
     def _apply_config(self, log: bool = True) -> None:
-        """Resolve "auto" in the DeepSpeed configuration, check it, and let it say how models are sharded."""
+        """Resolve "auto" in the DeepSpeed configuration, check it, and let it say how models are
+        sharded.
+        """
         assert self._config is not None
         resolved, lines = resolve(
-            self._config, values_of(self.args, self.model, max(self.state.max_steps or 0, self.args.max_steps, 1))
+            self._config,
+            values_of(
+                self.args, self.model, max(self.state.max_steps or 0, self.args.max_steps, 1)
+            ),
         )
         settings = read_config(resolved)
         settings.batch_sizes(self.args.world_size)
         check_model(self.model, settings)
         if settings.autotp_size > 1:
             raise NotImplementedError(
-                f"{_OP}: config tensor_parallel.autotp_size has {settings.autotp_size}; expected 1, or Trainer itself under "
-                "shardcore run --as-deepspeed"
+                f"{_OP}: config tensor_parallel.autotp_size has {settings.autotp_size}; expected "
+                f"1, or Trainer itself under shardcore run --as-deepspeed"
             )
         if settings.optimizer is not None and self.optimizer is not None and self._engine is None:
-            raise ValueError(f"{_OP}: optimizers is given and the configuration has an optimizer; expected one of them")
+            raise ValueError(
+                f"{_OP}: optimizers is given and the configuration has an optimizer; expected one "
+                f"of them"
+            )
         if log and self.args.process_index == 0:
             if lines:
                 logger.warning("%s: %s", _OP, "; ".join(lines))
@@ -177,14 +222,16 @@ class ShardcoreTrainerMixin(_Base):
             unused = [name for name in _OF_THE_ENGINE if getattr(settings, name)]
             if unused:
                 logger.warning(
-                    "%s: config has no effect under Trainer: %s; use Trainer's own arguments", _OP, ", ".join(unused)
+                    "%s: config has no effect under Trainer: %s; use Trainer's own arguments",
+                    _OP,
+                    ", ".join(unused),
                 )
         mark_configured(self.model, settings, log=log and self.args.process_index == 0)
         self._settings = settings
         muon = settings.optimizer_type is Muon or isinstance(self.optimizer, Muon)
         self.accelerator.shard_options = self._options(shard_options(settings, muon))
 
-    # --- training ---------------------------------------------------------------------------------------------------------
+    # --- training ---------------------------------------------------------------------------------
 
     @property
     def _engine(self) -> Engine | None:
@@ -193,24 +240,37 @@ class ShardcoreTrainerMixin(_Base):
         return found if isinstance(found, Engine) else None
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """Make Trainer's optimizer, or the one that the DeepSpeed configuration has, ready to be sharded."""
+        """Make Trainer's optimizer, or the one that the DeepSpeed configuration has, ready to be
+        sharded.
+        """
         if self._engine is None:
             if self._config is not None:
                 self._apply_config()
-            if self._settings is not None and self._settings.optimizer is not None and self.optimizer is None:
+            if (
+                self._settings is not None
+                and self._settings.optimizer is not None
+                and self.optimizer is None
+            ):
                 params = [param for param in self.model.parameters() if param.requires_grad]
                 self.optimizer = configured_optimizer(self.model, params, self._settings)
         made = self.optimizer is None
         super().create_optimizer(*args, **kwargs)
         if made:
-            self.optimizer = accept_optimizer(self.optimizer)  # nobody else has it yet, so nothing is to be replaced
+            # nobody else has it yet, so nothing is to be replaced
+            self.optimizer = accept_optimizer(self.optimizer)
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """Make the scheduler that the DeepSpeed configuration has, or Trainer's."""
-        if self._settings is None or self._settings.scheduler is None or self.lr_scheduler is not None:
+        if (
+            self._settings is None
+            or self._settings.scheduler is None
+            or self.lr_scheduler is not None
+        ):
             return super().create_scheduler(num_training_steps, optimizer)
-        self.lr_scheduler = make_scheduler(*self._settings.scheduler, self.optimizer if optimizer is None else optimizer)
+        self.lr_scheduler = make_scheduler(
+            *self._settings.scheduler, self.optimizer if optimizer is None else optimizer
+        )
         return self.lr_scheduler
 
     def _clip_grad_norm(self, model: nn.Module) -> None:
@@ -219,9 +279,12 @@ class ShardcoreTrainerMixin(_Base):
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> None:
         """Known after the step."""
 
-    def _maybe_log_save_evaluate(self, tr_loss: torch.Tensor, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
+    def _maybe_log_save_evaluate(
+        self, tr_loss: torch.Tensor, grad_norm: Any, *args: Any, **kwargs: Any
+    ) -> None:
         logs = self._engine is not None and self.control.should_log
-        norm = self._engine.last_grad_norm if logs and self._engine is not None else None  # waits for it
+        # waits for it
+        norm = self._engine.last_grad_norm if logs and self._engine is not None else None
         super()._maybe_log_save_evaluate(tr_loss, norm, *args, **kwargs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
@@ -235,15 +298,19 @@ class ShardcoreTrainerMixin(_Base):
             self._apply_config()
         return super().evaluation_loop(*args, **kwargs)
 
-    # --- saving and loading: Note [Checkpoints] ---------------------------------------------------------------------------
+    # --- saving and loading: Note [Checkpoints] ---------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the whole weights, for from_pretrained, and what Trainer saves with them. Collective."""
+        """Save the whole weights, for from_pretrained, and what Trainer saves with them.
+        Collective.
+        """
         super().save_model(output_dir, _internal_call)
         if _SAVES_ON_FIRST_RANK and self._engine is not None and not self.args.should_save:
             self._save(output_dir)
 
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+    def _save(
+        self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
+    ) -> None:
         engine = self._engine
         if engine is None or state_dict is not None:
             super()._save(output_dir, state_dict)
@@ -294,10 +361,15 @@ class ShardcoreTrainer(ShardcoreTrainerMixin, Trainer):
 
 
 def values_of(args: TrainingArguments, model: Any, num_training_steps: int) -> dict[str, object]:
-    """Return what "auto" stands for in a DeepSpeed configuration, by dotted path, as Hugging Face's Trainer has it."""
+    """Return what "auto" stands for in a DeepSpeed configuration, by dotted path, as Hugging
+    Face's Trainer has it.
+    """
     config = getattr(model, "config", None)
     of_text = getattr(config, "text_config", None)
-    sizes = [getattr(c, "hidden_size", None) or max(getattr(c, "hidden_sizes", None) or [0]) for c in (config, of_text)]
+    sizes = [
+        getattr(c, "hidden_size", None) or max(getattr(c, "hidden_sizes", None) or [0])
+        for c in (config, of_text)
+    ]
     hidden_size = next((size for size in sizes if size), None)
     micro, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
     return {
@@ -330,28 +402,41 @@ def _is_sharded(folder: str) -> bool:
 
 def _check_options(config: Any, options: Mapping[str, Any] | None) -> None:
     if config is not None and options is not None:
-        raise ValueError(f"{_OP}: shard_options is given and the training arguments have deepspeed; expected one of them")
+        raise ValueError(
+            f"{_OP}: shard_options is given and the training arguments have deepspeed; expected "
+            f"one of them"
+        )
     for name, argument in _OF_ARGUMENTS.items():
         if name in (options or {}):
-            raise ValueError(f"{_OP}: shard_options has {name}; expected it as {argument} of the training arguments")
+            raise ValueError(
+                f"{_OP}: shard_options has {name}; expected it as {argument} of the training "
+                f"arguments"
+            )
 
 
 def _check_training_arguments(args: TrainingArguments) -> None:
     refused = {
         "fsdp": "sharding is shardcore's",
-        "auto_find_batch_size": "ranks would run out of memory at different times, and wait for each other",
+        "auto_find_batch_size": "ranks would run out of memory at different times, and wait for "
+        "each other",
         "save_on_each_node": "each rank writes its shards to one folder",
         "fp16_full_eval": "weights are in the dtype that they train in: use fp16",
         "bf16_full_eval": "weights are in the dtype that they train in: use bf16",
-        "torch_compile": "a compiled model has a graph break at each hook: compile the blocks, block.compile()",
+        "torch_compile": "a compiled model has a graph break at each hook: compile the blocks, "
+        "block.compile()",
     }
     for name, why in refused.items():
         if getattr(args, name, None):
-            raise ValueError(f"{_OP}: the training arguments have {name}={getattr(args, name)!r}; expected none ({why})")
+            raise ValueError(
+                f"{_OP}: the training arguments have {name}={getattr(args, name)!r}; expected none "
+                f"({why})"
+            )
 
 
 def _leave_deepspeed(args: TrainingArguments) -> None:
-    """Take the configuration out of training arguments, and undo what transformers and Accelerate have made of it."""
+    """Take the configuration out of training arguments, and undo what transformers and
+    Accelerate have made of it.
+    """
     args.deepspeed = None
     if getattr(args, "deepspeed_plugin", None) is not None:
         args.deepspeed_plugin = args.hf_deepspeed_config = None

@@ -1,7 +1,8 @@
-"""DeepSpeed's names for sequence parallelism: what Accelerate and Trainer call for ParallelismConfig(sp_backend="deepspeed").
+"""DeepSpeed's names for sequence parallelism: what Accelerate and Trainer call for
+ParallelismConfig(sp_backend="deepspeed").
 
-`register_with_transformers` chooses the ranks of a sequence; `initialize(mpu=)` gets what it returns, and gives the model its
-attention (sequence_attention.py).
+`register_with_transformers` chooses the ranks of a sequence; `initialize(mpu=)` gets what it
+returns, and gives the model its attention (sequence_attention.py).
 Source: https://www.deepspeed.ai/tutorials/ulysses-alst-sequence-parallelism, 0.19.8.
 """
 
@@ -30,13 +31,16 @@ class SequenceParallelGroups:
     """The ranks of a sequence, which are neighbours: the `mpu` of `initialize`."""
 
     def __init__(self, size: int, attention: str | None, in_eval: bool) -> None:
-        """Make the groups. Collective over all ranks. attention: what the model has to have; None: whatever it has."""
+        """Make the groups. Collective over all ranks. attention: what the model has to have;
+        None: whatever it has.
+        """
         if not dist.is_initialized():
             start_process_group("register_with_transformers", 29500)
         world = dist.get_world_size() if dist.is_initialized() else 1
         if world % size:
             raise ValueError(
-                f"register_with_transformers: sequence_parallel_size is {size}; expected a divisor of {world} ranks"
+                f"register_with_transformers: sequence_parallel_size is {size}; expected a divisor "
+                f"of {world} ranks"
             )
         groups = [dist.new_group([*range(start, start + size)]) for start in range(0, world, size)]
         self._group: Any = groups[dist.get_rank() // size]
@@ -55,11 +59,16 @@ class SequenceParallelGroups:
         return dist.get_rank(self._group)
 
     def enable(self, model: nn.Module) -> None:
-        """Let the model of transformers in `model` have attention over these ranks. See enable_sequence_parallel."""
-        inner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+        """Let the model of transformers in `model` have attention over these ranks. See
+        enable_sequence_parallel.
+        """
+        inner = next(
+            (module for module in model.modules() if isinstance(module, PreTrainedModel)), None
+        )
         if inner is None:
             raise TypeError(
-                f"initialize: mpu is for a model of transformers, and model is a {type(model).__name__} without one"
+                f"initialize: mpu is for a model of transformers, and model is a "
+                f"{type(model).__name__} without one"
             )
         has = inner.config.get_text_config()._attn_implementation
         if self._attention not in (None, has):
@@ -75,7 +84,9 @@ class UlyssesSPAttentionHF:
 
     def __init__(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse: it has no objects."""
-        raise NotImplementedError("UlyssesSPAttentionHF: expected UlyssesSPAttentionHF.register_with_transformers(...)")
+        raise NotImplementedError(
+            "UlyssesSPAttentionHF: expected UlyssesSPAttentionHF.register_with_transformers(...)"
+        )
 
     @classmethod
     def register_with_transformers(
@@ -89,29 +100,46 @@ class UlyssesSPAttentionHF:
         disable_in_eval: bool = False,
         max_length: int | None = None,
     ) -> SequenceParallelGroups | None:
-        """Return the groups of ranks for `initialize(mpu=)`; None for a size of 1. Collective over all ranks.
+        """Return the groups of ranks for `initialize(mpu=)`; None for a size of 1. Collective over
+        all ranks.
 
-        core_attn_implementation: the attention that the model has. disable_in_eval: in evaluation each rank has whole
-        sequences. Batches and sequences may have any size; the other arguments mean nothing here.
+        core_attn_implementation: the attention that the model has. disable_in_eval: in evaluation
+        each rank has whole sequences. Batches and sequences may have any size; the other arguments
+        mean nothing here.
         """
         global _current
         if sequence_parallel_size == 1:
             return None
-        _current = SequenceParallelGroups(sequence_parallel_size, core_attn_implementation, not disable_in_eval)
+        _current = SequenceParallelGroups(
+            sequence_parallel_size, core_attn_implementation, not disable_in_eval
+        )
         return _current
 
 
 class UlyssesSPDataLoaderAdapter:
-    """Iterates over this rank's parts of the batches of a loader that has other batches on each rank of a sequence.
+    """Iterates over this rank's parts of the batches of a loader that has other batches on each
+    rank of a sequence.
 
-    These take turns: each of their batches is cut over all ranks (see split_sequences; labels are in `shift_labels` alone).
+    These take turns: each of their batches is cut over all ranks (see split_sequences; labels are
+    in `shift_labels` alone).
     """
 
     def __init__(
-        self, dl: Iterable[Mapping[str, Any]], sp_rank: int, sp_group: Any, sp_world_size: int, device: torch.device | str
+        self,
+        dl: Iterable[Mapping[str, Any]],
+        sp_rank: int,
+        sp_group: Any,
+        sp_world_size: int,
+        device: torch.device | str,
     ) -> None:
-        """Wrap a loader; sp_group: the ranks of a sequence, of which there are sp_world_size. Parts go to `device`."""
-        self.dl, self.sp_rank, self.sp_group, self.sp_world_size, self.device = dl, sp_rank, sp_group, sp_world_size, device
+        """Wrap a loader; sp_group: the ranks of a sequence, of which there are sp_world_size.
+        Parts go to `device`.
+        """
+        self.dl = dl
+        self.sp_rank = sp_rank
+        self.sp_group = sp_group
+        self.sp_world_size = sp_world_size
+        self.device = device
         self._iterator: Iterator[Mapping[str, Any]] | None = None
         self._parts: deque[dict[str, Any]] = deque()
 
@@ -134,10 +162,18 @@ class UlyssesSPDataLoaderAdapter:
                 self._iterator = None
                 raise
             batches: list[Any] = [None] * self.sp_world_size
-            dist.all_gather_object(batches, {name: _to(value, "cpu") for name, value in own.items()}, group=self.sp_group)
+            dist.all_gather_object(
+                batches,
+                {name: _to(value, "cpu") for name, value in own.items()},
+                group=self.sp_group,
+            )
             for batch in batches:
                 part = split_sequences(batch, self.sp_group)
-                part = {name: part[name] for name in part if name not in ("labels", "num_items_in_batch")}
+                part = {
+                    name: part[name]
+                    for name in part
+                    if name not in ("labels", "num_items_in_batch")
+                }
                 self._parts.append({name: _to(value, self.device) for name, value in part.items()})
         return self._parts.popleft()
 

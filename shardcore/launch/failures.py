@@ -1,7 +1,7 @@
 """How ranks ended, and the text about it, whose last part is one traceback.
 
-A rank that raises makes others fail, whose tracebacks ("connection closed") say nothing. The earliest is shown in full; each
-other failed rank has a line before it.
+A rank that raises makes others fail, whose tracebacks ("connection closed") say nothing. The
+earliest is shown in full; each other failed rank has a line before it.
 """
 
 import json
@@ -26,9 +26,11 @@ class Failure:
 
 
 def collect(directory: Path, exits: Mapping[int, int]) -> list[Failure]:
-    """Return the failures of a node's ranks: what they recorded in `directory`, and exits, rank -> status of its process.
+    """Return the failures of a node's ranks: what they recorded in `directory`, and exits, rank ->
+    status of its process.
 
-    SIGTERM is what the launcher ends the others with, so it is left out unless no rank failed in another way.
+    SIGTERM is what the launcher ends the others with, so it is left out unless no rank failed in
+    another way.
     """
     found = {}
     for path in directory.glob("*.json"):
@@ -36,7 +38,11 @@ def collect(directory: Path, exits: Mapping[int, int]) -> list[Failure]:
         found[rank] = Failure(rank, told["time_ns"], told["last"], told["text"], 1)
     for rank, status in exits.items():
         if status != 0 and rank not in found:
-            how = f"was ended by {_signal(-status)}" if status < 0 else f"ended with exit status {status}"
+            how = (
+                f"was ended by {_signal(-status)}"
+                if status < 0
+                else f"ended with exit status {status}"
+            )
             found[rank] = Failure(rank, 0, how, "", 128 - status if status < 0 else status)
     return without_ended(list(found.values()))
 
@@ -44,7 +50,9 @@ def collect(directory: Path, exits: Mapping[int, int]) -> list[Failure]:
 def without_ended(failures: Sequence[Failure]) -> list[Failure]:
     """Leave out ranks that the launcher ended, unless there are no others."""
     sigterm = 128 + signal.SIGTERM
-    return [failure for failure in failures if failure.text or failure.code != sigterm] or list(failures)
+    return [failure for failure in failures if failure.text or failure.code != sigterm] or list(
+        failures
+    )
 
 
 def _signal(number: int) -> str:
@@ -56,17 +64,24 @@ def _signal(number: int) -> str:
 
 
 def first(failures: Sequence[Failure]) -> Failure:
-    """Return the failure that is shown in full: the earliest exception; without any, the lowest rank's."""
+    """Return the failure that is shown in full: the earliest exception; without any, the lowest
+    rank's.
+    """
     return min(failures, key=lambda failure: (not failure.text, failure.time_ns, failure.rank))
 
 
 def report(failures: Sequence[Failure], world_size: int, op: str) -> str:
-    """Return the text about failures (not empty), without a newline at the end: the first one's traceback last."""
+    """Return the text about failures (not empty), without a newline at the end: the first one's
+    traceback last.
+    """
     cause = first(failures)
     others = sorted(
-        (failure for failure in failures if failure is not cause), key=lambda failure: (failure.time_ns, failure.rank)
+        (failure for failure in failures if failure is not cause),
+        key=lambda failure: (failure.time_ns, failure.rank),
     )
-    lines = [f"{op}: rank {other.rank} of {world_size} {_in_a_line(other)}" for other in others[:_LINES]]
+    lines = [
+        f"{op}: rank {other.rank} of {world_size} {_in_a_line(other)}" for other in others[:_LINES]
+    ]
     if len(others) > _LINES:
         lines.append(f"{op}: {len(others) - _LINES} more ranks failed")
     how = f"failed:\n{cause.text.rstrip()}" if cause.text else cause.last
@@ -76,5 +91,9 @@ def report(failures: Sequence[Failure], world_size: int, op: str) -> str:
 def _in_a_line(failure: Failure) -> str:
     if not failure.text:
         return failure.last
-    last = failure.last if len(failure.last) <= _LINE_CHARACTERS else failure.last[: _LINE_CHARACTERS - 3] + "..."
+    last = (
+        failure.last
+        if len(failure.last) <= _LINE_CHARACTERS
+        else failure.last[: _LINE_CHARACTERS - 3] + "..."
+    )
     return f"failed: {last}"

@@ -1,8 +1,10 @@
-"""The ranks of one machine: checks what it lacks, binds ranks to cores, runs them under torch's elastic agent.
+"""The ranks of one machine: checks what it lacks, binds ranks to cores, runs them under torch's
+elastic agent.
 
-Ranks are rank.py in processes of torch.distributed.launcher (what torchrun is made of), with its static rendezvous, in which
-the order of ranks follows that of nodes. `run_node` runs in `shardcore run` itself for one machine; for several, ``python -m
-shardcore.launch.node`` runs it on each, told what to do on its standard input: Note [Standard input] in nodes.py.
+Ranks are rank.py in processes of torch.distributed.launcher (what torchrun is made of), with its
+static rendezvous, in which the order of ranks follows that of nodes. `run_node` runs in `shardcore
+run` itself for one machine; for several, ``python -m shardcore.launch.node`` runs it on each, told
+what to do on its standard input: Note [Standard input] in nodes.py.
 """
 
 import json
@@ -28,10 +30,12 @@ from shardcore.distributed import machine
 from shardcore.launch.failures import Failure, collect
 
 STUCK_S = 10.0  # after which the traceback of a rank that raised and has not ended is shown
-REPORT = b"\x1eshardcore run: "  # before an Outcome, the last line of a node's standard error; no text has this character
+# before an Outcome, the last line of a node's standard error; no text has this character
+REPORT = b"\x1eshardcore run: "
 _CHECK_S = 0.5
 _NAME_S = 5.0  # how long master_addr may be unknown
-_NAME_OF_SCHEDULER_S = 120.0  # where each machine was started by itself: a container's name may come with it, after its image
+# where each machine was started by itself: a container's name may come with it, after its image
+_NAME_OF_SCHEDULER_S = 120.0
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -76,7 +80,9 @@ class Outcome:
 
 
 def run_node(plan: NodePlan) -> Outcome:
-    """Run this machine's ranks to their end. May set GLOO_SOCKET_IFNAME in this process's environment, which ranks inherit."""
+    """Run this machine's ranks to their end. May set GLOO_SOCKET_IFNAME in this process's
+    environment, which ranks inherit.
+    """
     try:
         gpus = _visible_gpus(plan)
         port = _check(plan)
@@ -85,9 +91,14 @@ def run_node(plan: NodePlan) -> Outcome:
         return Outcome(error=str(problem))
     local = len(plan.own_slots)
     if len(plan.slots) == 1 and sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are here; a host name may not resolve
+        # all ranks are here; a host name may not resolve
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if "LOGLEVEL" not in os.environ:  # the agent's loggers repeat what the report says
-        for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]:
+        for name in [
+            name
+            for name in logging.root.manager.loggerDict
+            if name.startswith("torch.distributed.elastic")
+        ]:
             logging.getLogger(name).setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory(prefix="shardcore-run-") as folder:
         failures = Path(folder, "failures")
@@ -115,14 +126,23 @@ def run_node(plan: NodePlan) -> Outcome:
             max_restarts=0,  # all nodes together, in run_command.py
             logs_specs=DefaultLogsSpecs(log_dir=folder),
             # torchrun takes SIGHUP even from nohup, which has it ignored.
-            signals_to_handle=",".join(s.name for s in ENDING if signal.getsignal(s) is not signal.SIG_IGN),
+            signals_to_handle=",".join(
+                s.name for s in ENDING if signal.getsignal(s) is not signal.SIG_IGN
+            ),
         )
-        command = [sys.executable, "-u", str(Path(__file__).with_name("rank.py")), json.dumps(options), *plan.program]
+        command = [
+            sys.executable,
+            "-u",
+            str(Path(__file__).with_name("rank.py")),
+            json.dumps(options),
+            *plan.program,
+        ]
         stuck = _Stuck(failures, plan.world_size)
         exits: dict[int, int] = {}
         error, ended_by = "", 0
         try:
-            elastic_launch(config, command[0])(*(word.replace("$", "$$") for word in command[1:]))  # torch expands ${...}
+            # torch expands ${...}
+            elastic_launch(config, command[0])(*(word.replace("$", "$$") for word in command[1:]))
         except ChildFailedError as failed:
             exits = {rank: failure.exitcode for rank, failure in failed.failures.items()}
         except SignalException as stopped:
@@ -136,38 +156,52 @@ def run_node(plan: NodePlan) -> Outcome:
         return Outcome(collect(failures, exits), error, ended_by)
 
 
-# --- checks -----------------------------------------------------------------------------------------------------------
+# --- checks ---------------------------------------------------------------------------------------
 
 
 def _check(plan: NodePlan) -> int:
     """Return the port of node 0; raise ValueError for what would fail late, or in each rank."""
     if plan.kind == "script" and not Path(plan.program[0]).exists():
-        raise ValueError(f"run: {plan.host} has no file {plan.program[0]} in {os.getcwd()}; expected a Python program there")
+        raise ValueError(
+            f"run: {plan.host} has no file {plan.program[0]} in {os.getcwd()}; expected a Python "
+            f"program there"
+        )
     if len(plan.slots) > 1:
         _resolve(plan.master_addr, _NAME_OF_SCHEDULER_S if plan.started_alone else _NAME_S)
     if plan.node_rank > 0:
         return plan.master_port
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch does; one that listens is found all the same
+        # as torch does; one that listens is found all the same
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", plan.master_port))
         except OSError as error:
             raise ValueError(
-                f"run: --master_port {plan.master_port} cannot be used on {plan.host} ({error.strerror}); expected a free port "
+                f"run: --master_port {plan.master_port} cannot be used on {plan.host} "
+                f"({error.strerror}); expected a free port "
                 "(another job may use it; on one machine, leave it out and any free one is taken)"
             ) from None
         return int(probe.getsockname()[1])
 
 
 def _visible_gpus(plan: NodePlan) -> str:
-    """Return the ranks' CUDA_VISIBLE_DEVICES ("": as it is). This process's, which slots count by, stays for a restart."""
+    """Return the ranks' CUDA_VISIBLE_DEVICES ("": as it is). This process's, which slots count
+    by, stays for a restart.
+    """
     count, slots = torch.cuda.device_count(), list(plan.own_slots)
     if count == 0:
         if plan.restart == 0:
-            print(f"shardcore run: torch finds no GPU on {plan.host}: {len(slots)} on its CPU, over gloo", file=sys.stderr)
+            print(
+                f"shardcore run: torch finds no GPU on {plan.host}: {len(slots)} on its CPU, over "
+                f"gloo",
+                file=sys.stderr,
+            )
         return ""
     if absent := [slot for slot in slots if slot >= count]:
-        raise ValueError(f"run: {plan.host} has {count} GPUs, but GPU {absent[0]} is asked for; expected 0 to {count - 1}")
+        raise ValueError(
+            f"run: {plan.host} has {count} GPUs, but GPU {absent[0]} is asked for; expected 0 to "
+            f"{count - 1}"
+        )
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
     return ",".join(visible[slot].strip() for slot in slots)
 
@@ -182,7 +216,8 @@ def _resolve(host: str, seconds: float) -> None:
         except OSError as error:
             if time.monotonic() > until:
                 raise ValueError(
-                    f"run: the master address {host} is unknown ({error.strerror}); expected a name or IP address of the "
+                    f"run: the master address {host} is unknown ({error.strerror}); expected a "
+                    f"name or IP address of the "
                     "first machine that the others can connect to (--master_addr)"
                 ) from None
         time.sleep(_CHECK_S)
@@ -192,7 +227,7 @@ def _bracketed(address: str) -> str:
     return f"[{address}]" if ":" in address else address
 
 
-# --- cores ------------------------------------------------------------------------------------------------------------
+# --- cores ----------------------------------------------------------------------------------------
 
 
 def _cores_of_ranks(plan: NodePlan) -> list[list[int]]:
@@ -200,22 +235,28 @@ def _cores_of_ranks(plan: NodePlan) -> list[list[int]]:
     own, ranks = machine.own_cores(), range(len(plan.own_slots))
     absent = sorted(set(plan.core_list) - set(own))
     if absent:
-        raise ValueError(f"run: --bind_core_list has core {absent[0]}, which {plan.host} has not for this job; it has {own}")
-    binds = plan.numa and not plan.core_list and len(ranks) > 1  # a rank alone has use for the memory of all nodes
+        raise ValueError(
+            f"run: --bind_core_list has core {absent[0]}, which {plan.host} has not for this job; "
+            f"it has {own}"
+        )
+    # a rank alone has use for the memory of all nodes
+    binds = plan.numa and not plan.core_list and len(ranks) > 1
     near = [sorted(set(_near(slot)) & set(own)) if binds else [] for slot in plan.own_slots]
     if not plan.bind_cores:
         return near
     return [_share(plan, near, rank, list(plan.core_list) or own) for rank in ranks]
 
 
-def _share(plan: NodePlan, near: Sequence[Sequence[int]], rank: int, all_cores: list[int]) -> list[int]:
+def _share(
+    plan: NodePlan, near: Sequence[Sequence[int]], rank: int, all_cores: list[int]
+) -> list[int]:
     """Return the rank's share of the cores near its GPU, or of all."""
     with_same = [other for other, cores in enumerate(near) if cores == near[rank]]
     share = machine.cores_of_share(near[rank] or all_cores, with_same.index(rank), len(with_same))
     if not share:
         raise ValueError(
-            f"run: --bind_cores_to_rank has {len(with_same)} ranks for the cores {near[rank] or all_cores} of {plan.host}; "
-            "expected at least a core for each"
+            f"run: --bind_cores_to_rank has {len(with_same)} ranks for the cores "
+            f"{near[rank] or all_cores} of {plan.host}; expected at least a core for each"
         )
     return share
 
@@ -237,11 +278,13 @@ def _threads(plan: NodePlan, cores: Sequence[Sequence[int]]) -> list[int]:
     return [max(1, min(all_cores, int(machine.quota() or all_cores)) // len(cores))] * len(cores)
 
 
-# --- ranks that do not end ----------------------------------------------------------------------------------------------
+# --- ranks that do not end ------------------------------------------------------------------------
 
 
 class _Stuck:
-    """Shows the traceback of a rank that raised but does not end (a thread, a destructor): the job would hang in silence."""
+    """Shows the traceback of a rank that raised but does not end (a thread, a destructor): the
+    job would hang in silence.
+    """
 
     def __init__(self, failures: Path, world_size: int) -> None:
         self._failures, self._world_size = failures, world_size
@@ -259,15 +302,20 @@ class _Stuck:
             for failure in collect(self._failures, {}):
                 if failure.rank not in shown and time.time_ns() - failure.time_ns > STUCK_S * 1e9:
                     shown.append(failure.rank)
-                    head = f"shardcore run: rank {failure.rank} of {self._world_size} has raised, and has not ended since:"
+                    head = (
+                        f"shardcore run: rank {failure.rank} of {self._world_size} has raised, "
+                        f"and has not ended since:"
+                    )
                     print(head, failure.text.rstrip(), sep="\n", file=sys.stderr, flush=True)
 
 
-# --- as a program -------------------------------------------------------------------------------------------------------
+# --- as a program ---------------------------------------------------------------------------------
 
 
 def _follow_standard_input() -> Mapping[str, Any]:
-    """Return what the first line of standard input says; when it ends, so does this process, by SIGTERM."""
+    """Return what the first line of standard input says; when it ends, so does this process, by
+    SIGTERM.
+    """
     pipe = os.fdopen(os.dup(0), "rb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # for the ranks
     told: Mapping[str, Any] = json.loads(pipe.readline())

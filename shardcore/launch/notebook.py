@@ -1,4 +1,6 @@
-"""Ranks started from a notebook or a script: each runs one function in a process of its own; rank 0's result comes back."""
+"""Ranks started from a notebook or a script: each runs one function in a process of its own;
+rank 0's result comes back.
+"""
 
 import atexit
 import multiprocessing
@@ -26,28 +28,40 @@ _GRACE_S = 5.0  # in which ranks fail by themselves, or end, once one has failed
 
 
 def notebook_launcher(
-    function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int | None = None, *, start_method: str = "fork"
+    function: Callable[..., Any],
+    args: Sequence[Any] = (),
+    num_processes: int | None = None,
+    *,
+    start_method: str = "fork",
 ) -> Any:
-    """Run ``function(*args)`` on ranks of this machine, each a new process, and return what rank 0's returned.
+    """Run ``function(*args)`` on ranks of this machine, each a new process, and return what rank
+    0's returned.
 
-    num_processes: how many ranks; by default one for each GPU, or without GPUs one. Their environment is as under torchrun
-        (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT), so the function starts torch.distributed as a script does, by
-        init_process_group or `initialize`. Without GPUs that is gloo.
-    start_method: "fork" takes any function, one of a notebook's cell, too. It needs a process that has not used CUDA yet:
-        call no ``.cuda()`` before, nor ``torch.cuda.is_available()``. torch then computes with one CPU thread on each rank
-        (OpenMP's do not survive a fork).
-        "spawn" takes functions of importable modules only, may follow anything, and shares out the cores.
+    num_processes: how many ranks; by default one for each GPU, or without GPUs one. Their
+        environment is as under torchrun (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT),
+        so the function starts torch.distributed as a script does, by init_process_group or
+        `initialize`. Without GPUs that is gloo.
+    start_method: "fork" takes any function, one of a notebook's cell, too. It needs a process that
+        has not used CUDA yet: call no ``.cuda()`` before, nor ``torch.cuda.is_available()``. torch
+        then computes with one CPU thread on each rank (OpenMP's do not survive a fork).
+        "spawn" takes functions of importable modules only, may follow anything, and shares out the
+        cores.
 
-    The result is copied to this process, with tensors on the CPU; a sharded model's weights come as ``model.state_dict()``,
-    which all ranks call. One process is a new one, too, so that GPU memory and process groups end with it.
-    Raises ValueError, TypeError for arguments; RuntimeError with the traceback of the rank that failed first, and if CUDA is
-    in use here and start_method is "fork". Ends all ranks if this process is interrupted.
+    The result is copied to this process, with tensors on the CPU; a sharded model's weights come as
+    ``model.state_dict()``, which all ranks call. One process is a new one, too, so that GPU memory
+    and process groups end with it. Raises ValueError, TypeError for arguments; RuntimeError with
+    the traceback of the rank that failed first, and if CUDA is in use here and start_method is
+    "fork". Ends all ranks if this process is interrupted.
     """
     count = _check(function, args, num_processes, start_method)
     with tempfile.TemporaryDirectory(prefix="shardcore-notebook-") as folder:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
-            place = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_PORT": str(probe.getsockname()[1])}
+            place = {
+                "WORLD_SIZE": str(count),
+                "LOCAL_WORLD_SIZE": str(count),
+                "MASTER_PORT": str(probe.getsockname()[1]),
+            }
         context: Any = multiprocessing.get_context(start_method)
         given = (function, tuple(args), folder, place, start_method == "fork")
         processes = [context.Process(target=_rank, args=(rank, *given)) for rank in range(count)]
@@ -61,7 +75,8 @@ def notebook_launcher(
                     process.join()
         if any(exits.values()):
             raise RuntimeError(report(collect(Path(folder), exits), count, _OP))
-        return torch.load(Path(folder, "result"), map_location="cpu", weights_only=False)  # from the process above
+        # from the process above
+        return torch.load(Path(folder, "result"), map_location="cpu", weights_only=False)
 
 
 def _start(processes: Sequence[BaseProcess], start_method: str) -> None:
@@ -72,16 +87,21 @@ def _start(processes: Sequence[BaseProcess], start_method: str) -> None:
         if start_method == "fork":  # which pickles nothing
             raise
         raise TypeError(
-            f"{_OP}: function or args cannot be sent to another process ({error}); expected a function of an importable module "
+            f"{_OP}: function or args cannot be sent to another process ({error}); expected a "
+            f"function of an importable module "
             f'and plain values for start_method="{start_method}" ("fork" takes any)'
         ) from None
 
 
 def _join(processes: Sequence[BaseProcess]) -> dict[int, int]:
-    """Wait until all have ended, or some seconds after the first has failed; return the exit codes of those that have."""
+    """Wait until all have ended, or some seconds after the first has failed; return the exit
+    codes of those that have.
+    """
     running: dict[Any, int] = {process.sentinel: rank for rank, process in enumerate(processes)}
     exits: dict[int, int] = {}
-    while running and (ready := wait(list(running), timeout=_GRACE_S if any(exits.values()) else None)):
+    while running and (
+        ready := wait(list(running), timeout=_GRACE_S if any(exits.values()) else None)
+    ):
         for sentinel in ready:
             rank = running.pop(sentinel)
             processes[rank].join()
@@ -92,37 +112,54 @@ def _join(processes: Sequence[BaseProcess]) -> dict[int, int]:
 def _check(function: Any, args: Any, num_processes: Any, start_method: str) -> int:
     """Return the number of processes."""
     if not callable(function):
-        raise TypeError(f"{_OP}: function has type {type(function).__name__}; expected a function to run on each rank")
+        raise TypeError(
+            f"{_OP}: function has type {type(function).__name__}; expected a function to run on "
+            f"each rank"
+        )
     if isinstance(args, str) or not isinstance(args, Sequence):
-        raise TypeError(f"{_OP}: args has type {type(args).__name__}; expected a tuple: args=(a, b)")
+        raise TypeError(
+            f"{_OP}: args has type {type(args).__name__}; expected a tuple: args=(a, b)"
+        )
     if start_method not in multiprocessing.get_all_start_methods():
         raise ValueError(
-            f"{_OP}: start_method is {start_method!r}; expected one of {', '.join(multiprocessing.get_all_start_methods())}"
+            f"{_OP}: start_method is {start_method!r}; expected one of "
+            f"{', '.join(multiprocessing.get_all_start_methods())}"
         )
     gpus = torch.cuda.device_count()
     count = (gpus or 1) if num_processes is None else num_processes
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        raise ValueError(f"{_OP}: num_processes is {num_processes!r}; expected a whole number above 0")
+        raise ValueError(
+            f"{_OP}: num_processes is {num_processes!r}; expected a whole number above 0"
+        )
     if gpus and count > gpus:
         raise ValueError(
-            f"{_OP}: num_processes is {count} but there are {gpus} GPUs; expected at most one rank for each (ranks on the CPU: "
+            f"{_OP}: num_processes is {count} but there are {gpus} GPUs; expected at most one rank "
+            f"for each (ranks on the CPU: "
             'os.environ["CUDA_VISIBLE_DEVICES"] = "" before torch is imported)'
         )
-    if "RANK" in os.environ or (torch.distributed.is_available() and torch.distributed.is_initialized()):
+    if "RANK" in os.environ or (
+        torch.distributed.is_available() and torch.distributed.is_initialized()
+    ):
         raise RuntimeError(
-            f"{_OP}: this process is a rank already; expected a process that no launcher started (call the function)"
+            f"{_OP}: this process is a rank already; expected a process that no launcher started "
+            f"(call the function)"
         )
     if gpus and start_method == "fork" and _fork_lacks_cuda():
         raise RuntimeError(
-            f"{_OP}: CUDA has been used in this process, and a forked one cannot use it again; expected no CUDA before "
-            '(restart the kernel and keep .cuda(), .to("cuda") and torch.cuda calls, is_available() too, in the function), or '
-            'start_method="spawn" for a function of an importable module (always with MIG, which torch counts by CUDA itself)'
+            f"{_OP}: CUDA has been used in this process, and a forked one cannot use it again; "
+            f"expected no CUDA before "
+            '(restart the kernel and keep .cuda(), .to("cuda") and torch.cuda calls, '
+            "is_available() too, in the function), or "
+            'start_method="spawn" for a function of an importable module (always with MIG, which '
+            "torch counts by CUDA itself)"
         )
     return count
 
 
 def _fork_lacks_cuda() -> bool:
-    """Ask a fork: torch.cuda.is_available() is enough for it, and leaves no trace that this process could see."""
+    """Ask a fork: torch.cuda.is_available() is enough for it, and leaves no trace that this
+    process could see.
+    """
     child = os.fork()
     if child == 0:
         os._exit(torch.cuda._is_in_bad_fork())
@@ -130,17 +167,25 @@ def _fork_lacks_cuda() -> bool:
 
 
 def _rank(
-    rank: int, function: Callable[..., Any], args: tuple[Any, ...], folder: str, place: dict[str, str], forked: bool
+    rank: int,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    folder: str,
+    place: dict[str, str],
+    forked: bool,
 ) -> None:
     """Run the function as one rank, and leave rank 0's result, or the exception, in the folder."""
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)  # a fork has the parent's handlers, which are about the parent
+        # a fork has the parent's handlers, which are about the parent
+        signal.signal(number, signal.SIG_DFL)
     end_with_parent()
     os.environ.update(place, RANK=str(rank), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1")
     if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are here; a host name may not resolve
+        # all ranks are here; a host name may not resolve
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if forked:
-        torch.set_num_threads(1)  # OpenMP's threads do not survive a fork, and to wait for them would take forever
+        # OpenMP's threads do not survive a fork, and to wait for them would take forever
+        torch.set_num_threads(1)
     elif "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(machine.own_cores()) // int(place["WORLD_SIZE"])))
     try:
@@ -150,7 +195,8 @@ def _rank(
     except Exception as error:
         record(folder, rank, error, error.__traceback__ and error.__traceback__.tb_next)
         sys.exit(1)  # nothing is printed: the parent raises what was recorded
-    if not forked:  # end as a forked process does: threads of torch's may abort an interpreter that ends (2.13)
+    # end as a forked process does: threads of torch's may abort an interpreter that ends (2.13)
+    if not forked:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
         sys.stdout.flush()
@@ -163,6 +209,7 @@ def _save(result: Any, path: Path) -> None:
         torch.save(result, path)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise TypeError(
-            f"{_OP}: the function returned a {type(result).__name__} that cannot be copied to another process ({error}); "
+            f"{_OP}: the function returned a {type(result).__name__} that cannot be copied to "
+            f"another process ({error}); "
             "expected tensors and plain values, such as model.state_dict()"
         ) from None

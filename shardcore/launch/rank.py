@@ -1,7 +1,9 @@
-"""What a rank runs before its program: gives it GPUs and cores, and keeps the exception that ends it for the launcher to show.
+"""What a rank runs before its program: gives it GPUs and cores, and keeps the exception that ends
+it for the launcher to show.
 
-Started as a file (python rank.py OPTIONS PROGRAM ...), with the standard library alone: the program sees a fresh interpreter,
-in which neither torch nor shardcore is imported. OPTIONS is JSON, `options` in node.py.
+Started as a file (python rank.py OPTIONS PROGRAM ...), with the standard library alone: the program
+sees a fresh interpreter, in which neither torch nor shardcore is imported. OPTIONS is JSON,
+`options` in node.py.
 """
 
 import ctypes
@@ -21,28 +23,42 @@ from typing import Any
 _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
 
-def record(directory: str | Path, rank: int, error: BaseException, trace: TracebackType | None) -> None:
-    """Write this rank's exception, its traceback from `trace` on, to where the launcher looks for it."""
+def record(
+    directory: str | Path, rank: int, error: BaseException, trace: TracebackType | None
+) -> None:
+    """Write this rank's exception, its traceback from `trace` on, to where the launcher looks
+    for it.
+    """
     text = "".join(traceback.format_exception(type(error), error, trace))
     last = "".join(traceback.format_exception_only(type(error), error)).strip().splitlines()
     path = Path(directory, f"{rank}.json")
-    path.with_suffix(".part").write_text(json.dumps({"time_ns": time.time_ns(), "last": last[-1], "text": text}))
+    path.with_suffix(".part").write_text(
+        json.dumps({"time_ns": time.time_ns(), "last": last[-1], "text": text})
+    )
     path.with_suffix(".part").replace(path)  # so that it is never seen half written
 
 
 def end_with_parent() -> None:
-    """Have this process ended by SIGTERM when its parent ends: a launcher that is killed leaves no ranks behind (Linux)."""
+    """Have this process ended by SIGTERM when its parent ends: a launcher that is killed leaves
+    no ranks behind (Linux).
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _keep(directory: str) -> None:
-    """Have the exception that ends this process recorded instead of printed: every rank would print its own, in any order."""
+    """Have the exception that ends this process recorded instead of printed: every rank would
+    print its own, in any order.
+    """
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if issubclass(kind, KeyboardInterrupt):
             return  # sent by the launcher, which says so
-        while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+        while trace is not None and trace.tb_frame.f_code.co_filename in (
+            __file__,
+            runpy.__file__,
+            "<frozen runpy>",
+        ):
             trace = trace.tb_next
         try:
             record(directory, int(os.environ["RANK"]), error, trace)

@@ -1,8 +1,10 @@
-"""``shardcore run``: starts ranks on this machine, or on several, with the options of DeepSpeed's launcher.
+"""``shardcore run``: starts ranks on this machine, or on several, with the options of DeepSpeed's
+launcher.
 
-What is to run is a NodePlan per machine. It comes from, in this order: --node_rank (started once on every machine, by srun or
-Kubernetes), a hostfile (the other machines are reached by ssh), SageMaker's variables, or this machine alone.
-Source: https://www.deepspeed.ai/getting-started/#launching-deepspeed-training; for SageMaker's variables
+What is to run is a NodePlan per machine. It comes from, in this order: --node_rank (started once on
+every machine, by srun or Kubernetes), a hostfile (the other machines are reached by ssh),
+SageMaker's variables, or this machine alone. Source:
+https://www.deepspeed.ai/getting-started/#launching-deepspeed-training; for SageMaker's variables
 https://github.com/aws/sagemaker-training-toolkit/blob/master/ENVIRONMENT_VARIABLES.md.
 """
 
@@ -40,37 +42,111 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             parser.add_argument(*names, action="store_true", help=text)
         else:
             parser.add_argument(*names, metavar=metavar, type=kind, help=text)
-    parser.add_argument("program", metavar="PROGRAM", help="a Python file, followed by its arguments")
-    rest = parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "program", metavar="PROGRAM", help="a Python file, followed by its arguments"
+    )
+    rest = parser.add_argument(
+        "arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help=argparse.SUPPRESS
+    )
     rest.required = False  # else argparse asks for ARGUMENTS where PROGRAM is missing
 
 
-# Names, what is given, its type, what it does. The first name is that of the value; hyphens are accepted for underscores.
+# Names, what is given, its type, what it does. The first name is that of the value; hyphens are
+# accepted for underscores.
 _OPTIONS: tuple[tuple[str, str, type, str], ...] = (
-    ("--num_gpus --num_accelerators", "N", int, "ranks on each machine: one a GPU; without GPUs, processes on its CPU, over "
-     "gloo (default: one for each GPU, without GPUs one; with a hostfile, its slots)"),
-    ("--num_nodes", "N", int, "the first N hosts of the hostfile; with --node_rank, how many machines there are"),
-    ("--hostfile -H", "FILE", Path, f"lines such as: worker-0 slots=8 (default: {HOSTFILE} if it exists)"),
-    ("--include -i", "SPEC", str, "only these hosts and slots: host1@host2:0,2 (this machine is localhost)"),
+    (
+        "--num_gpus --num_accelerators",
+        "N",
+        int,
+        "ranks on each machine: one a GPU; without GPUs, processes on its CPU, over "
+        "gloo (default: one for each GPU, without GPUs one; with a hostfile, its slots)",
+    ),
+    (
+        "--num_nodes",
+        "N",
+        int,
+        "the first N hosts of the hostfile; with --node_rank, how many machines there are",
+    ),
+    (
+        "--hostfile -H",
+        "FILE",
+        Path,
+        f"lines such as: worker-0 slots=8 (default: {HOSTFILE} if it exists)",
+    ),
+    (
+        "--include -i",
+        "SPEC",
+        str,
+        "only these hosts and slots: host1@host2:0,2 (this machine is localhost)",
+    ),
     ("--exclude -e", "SPEC", str, "all but these hosts and slots"),
-    ("--master_addr", "ADDRESS", str, "of the first machine, for all others (default: what hostname -I says there)"),
-    ("--master_port", "PORT", int, f"on the first machine (default: {PORT}; if it is the only one, any free port)"),
-    ("--bind_cores_to_rank", "", bool, "bind each rank to its share of the cores (of those near its GPU, if known)"),
-    ("--bind_core_list", "LIST", str, "share out these cores only: 0-15,32-47 (with --bind_cores_to_rank)"),
-    ("--no_numa_binding", "", bool, "leave ranks on all cores, not only on those of their GPU's NUMA node"),
+    (
+        "--master_addr",
+        "ADDRESS",
+        str,
+        "of the first machine, for all others (default: what hostname -I says there)",
+    ),
+    (
+        "--master_port",
+        "PORT",
+        int,
+        f"on the first machine (default: {PORT}; if it is the only one, any free port)",
+    ),
+    (
+        "--bind_cores_to_rank",
+        "",
+        bool,
+        "bind each rank to its share of the cores (of those near its GPU, if known)",
+    ),
+    (
+        "--bind_core_list",
+        "LIST",
+        str,
+        "share out these cores only: 0-15,32-47 (with --bind_cores_to_rank)",
+    ),
+    (
+        "--no_numa_binding",
+        "",
+        bool,
+        "leave ranks on all cores, not only on those of their GPU's NUMA node",
+    ),
     ("--no_local_rank", "", bool, "do not pass --local_rank=N to the program"),
     ("--module -m", "", bool, "PROGRAM is a module, as in python -m"),
     ("--no_python", "", bool, "PROGRAM is no Python file: run it as it is"),
-    ("--as_deepspeed", "", bool, "where the program, or a library, imports deepspeed, it gets shardcore (docs/huggingface.md)"),
-    ("--max_restarts", "N", int, "after a failure start all ranks again, up to N times (default: 0)"),
-    ("--node_rank", "N", int, "start only this machine's ranks: it is number N, from 0, of --num_nodes or of the hostfile"),
-    ("--no_ssh", "", bool, "as DeepSpeed's launcher has it: goes with --node_rank, which says the same"),
+    (
+        "--as_deepspeed",
+        "",
+        bool,
+        "where the program, or a library, imports deepspeed, it gets "
+        "shardcore (docs/huggingface.md)",
+    ),
+    (
+        "--max_restarts",
+        "N",
+        int,
+        "after a failure start all ranks again, up to N times (default: 0)",
+    ),
+    (
+        "--node_rank",
+        "N",
+        int,
+        "start only this machine's ranks: it is number N, from 0, of "
+        "--num_nodes or of the hostfile",
+    ),
+    (
+        "--no_ssh",
+        "",
+        bool,
+        "as DeepSpeed's launcher has it: goes with --node_rank, which says the same",
+    ),
     ("--ssh_port", "PORT", int, "of the hosts' ssh servers"),
-)  # fmt: skip
+)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the program's ranks and return the exit status: 0, or the first failing rank's. Raises ValueError, OSError."""
+    """Run the program's ranks and return the exit status: 0, or the first failing rank's. Raises
+    ValueError, OSError.
+    """
     plans = plan(options)
     alone = len(plans) == 1 and (plans[0].started_alone or is_here(plans[0].host))
     environment = {} if alone else passed_environment([Path.home(), Path.cwd()])
@@ -81,7 +157,11 @@ def run(options: argparse.Namespace) -> int:
         if status == 0 or outcome.signal or outcome.error:
             break
         if attempt < plans[0].max_restarts:
-            print(f"shardcore run: restart {attempt + 1} of {plans[0].max_restarts}", file=sys.stderr, flush=True)
+            print(
+                f"shardcore run: restart {attempt + 1} of {plans[0].max_restarts}",
+                file=sys.stderr,
+                flush=True,
+            )
     return status
 
 
@@ -106,11 +186,13 @@ def _tell(outcome: Outcome, one: NodePlan) -> int:
     return status
 
 
-# --- what is to run ---------------------------------------------------------------------------------------------------
+# --- what is to run -------------------------------------------------------------------------------
 
 
 def plan(options: argparse.Namespace) -> list[NodePlan]:
-    """Return what each machine runs (of --node_rank and SageMaker: this one). Raises ValueError, OSError for the hostfile."""
+    """Return what each machine runs (of --node_rank and SageMaker: this one). Raises ValueError,
+    OSError for the hostfile.
+    """
     _check(options)
     hostfile = options.hostfile or (HOSTFILE if HOSTFILE.is_file() else None)
     kind = "program" if options.no_python else "module" if options.module else "script"
@@ -128,7 +210,10 @@ def plan(options: argparse.Namespace) -> list[NodePlan]:
         max_restarts=options.max_restarts or 0,
     )
     if options.ssh_port is not None and (hostfile is None or options.node_rank is not None):
-        raise ValueError("run: --ssh_port is given, but nothing is reached by ssh; expected it with a hostfile only")
+        raise ValueError(
+            "run: --ssh_port is given, but nothing is reached by ssh; expected it with a hostfile "
+            "only"
+        )
     if hostfile is not None:
         slots = _choose(read_hostfile(hostfile), options)
         if options.node_rank is not None:
@@ -141,8 +226,8 @@ def plan(options: argparse.Namespace) -> list[NodePlan]:
         return [_sagemaker(one, options, os.environ)]
     if (options.num_nodes or 1) > 1:
         raise ValueError(
-            f"run: --num_nodes is {options.num_nodes} but there is no hostfile; expected --hostfile, or "
-            "--node_rank and --master_addr, given on each machine"
+            f"run: --num_nodes is {options.num_nodes} but there is no hostfile; expected "
+            f"--hostfile, or --node_rank and --master_addr, given on each machine"
         )
     filtered = options.include or options.exclude
     slots = (
@@ -150,12 +235,20 @@ def plan(options: argparse.Namespace) -> list[NodePlan]:
         if filtered
         else {"localhost": _own_slots(options)}
     )
-    own = replace(one, slots=list(slots.values()), master_addr=options.master_addr or one.master_addr)
+    own = replace(
+        one, slots=list(slots.values()), master_addr=options.master_addr or one.master_addr
+    )
     return [own]
 
 
 def _check(options: argparse.Namespace) -> None:
-    for name, least in (("num_gpus", 1), ("num_nodes", 1), ("max_restarts", 0), ("node_rank", 0), ("master_port", 1)):
+    for name, least in (
+        ("num_gpus", 1),
+        ("num_nodes", 1),
+        ("max_restarts", 0),
+        ("node_rank", 0),
+        ("master_port", 1),
+    ):
         value = getattr(options, name)
         if value is not None and value < least:
             raise ValueError(f"run: --{name} is {value}; expected at least {least}")
@@ -164,23 +257,39 @@ def _check(options: argparse.Namespace) -> None:
     if options.module and options.no_python:
         raise ValueError("run: --module and --no_python are both given; expected one of them")
     if options.as_deepspeed and options.no_python:
-        raise ValueError("run: --as_deepspeed and --no_python are both given; expected a Python program, whose imports change")
+        raise ValueError(
+            "run: --as_deepspeed and --no_python are both given; expected a Python program, whose "
+            "imports change"
+        )
     if options.bind_core_list and not options.bind_cores_to_rank:
-        raise ValueError("run: --bind_core_list is given without --bind_cores_to_rank; expected both")
+        raise ValueError(
+            "run: --bind_core_list is given without --bind_cores_to_rank; expected both"
+        )
     if (options.include or options.exclude) and (options.num_nodes or options.num_gpus):
-        raise ValueError("run: --include or --exclude is given with --num_nodes or --num_gpus; expected one way to choose")
+        raise ValueError(
+            "run: --include or --exclude is given with --num_nodes or --num_gpus; expected one way "
+            "to choose"
+        )
     if options.no_ssh and options.node_rank is None:
-        raise ValueError("run: --no_ssh is given without --node_rank; expected the number of this machine")
+        raise ValueError(
+            "run: --no_ssh is given without --node_rank; expected the number of this machine"
+        )
     name, size = launched_world_size()
     if size > 1 and options.node_rank is None:
         raise ValueError(
-            f"run: this process is one of {size} that another launcher has started ({name}); expected that launcher alone, or "
-            "one `shardcore run` for each machine with --num_nodes, --node_rank and --master_addr (docs/launch.md)"
+            f"run: this process is one of {size} that another launcher has started ({name}); "
+            f"expected that launcher alone, or "
+            "one `shardcore run` for each machine with --num_nodes, --node_rank and --master_addr "
+            "(docs/launch.md)"
         )
 
 
 def _choose(pool: Slots, options: argparse.Namespace) -> Slots:
-    return trim(select(pool, options.include or "", options.exclude or ""), options.num_nodes, options.num_gpus)
+    return trim(
+        select(pool, options.include or "", options.exclude or ""),
+        options.num_nodes,
+        options.num_gpus,
+    )
 
 
 def _all_slots() -> list[int]:
@@ -195,10 +304,19 @@ def _own_slots(options: argparse.Namespace) -> list[int]:
 
 def _over_ssh(one: NodePlan, slots: Slots, options: argparse.Namespace) -> list[NodePlan]:
     hosts = list(slots)
-    address = options.master_addr or (address_of(hosts[0], options.ssh_port) if len(hosts) > 1 else one.master_addr)
+    address = options.master_addr or (
+        address_of(hosts[0], options.ssh_port) if len(hosts) > 1 else one.master_addr
+    )
     port = one.master_port or (PORT if len(hosts) > 1 else 0)
     return [
-        replace(one, slots=list(slots.values()), node_rank=rank, host=host, master_addr=address, master_port=port)
+        replace(
+            one,
+            slots=list(slots.values()),
+            node_rank=rank,
+            host=host,
+            master_addr=address,
+            master_port=port,
+        )
         for rank, host in enumerate(hosts)
     ]
 
@@ -208,32 +326,53 @@ def _own_node(one: NodePlan, slots: Slots, options: argparse.Namespace) -> NodeP
     nodes = len(slots)
     if options.node_rank >= nodes:
         raise ValueError(
-            f"run: --node_rank is {options.node_rank} but there are {nodes} nodes; expected 0 to {nodes - 1} (--num_nodes)"
+            f"run: --node_rank is {options.node_rank} but there are {nodes} nodes; expected 0 to "
+            f"{nodes - 1} (--num_nodes)"
         )
     first = next(iter(slots)).rpartition("@")[2]
     address = options.master_addr or (first if not first.startswith("node ") else None)
     if nodes > 1 and address is None:
-        raise ValueError("run: --node_rank is given without --master_addr; expected the address of node 0, on all nodes")
-    return _alone(one, slots, options.node_rank, socket.gethostname(), address or one.master_addr, options)
+        raise ValueError(
+            "run: --node_rank is given without --master_addr; expected the address of node 0, on "
+            "all nodes"
+        )
+    return _alone(
+        one, slots, options.node_rank, socket.gethostname(), address or one.master_addr, options
+    )
 
 
-def _alone(one: NodePlan, slots: Slots, rank: int, host: str, address: str, options: argparse.Namespace) -> NodePlan:
+def _alone(
+    one: NodePlan, slots: Slots, rank: int, host: str, address: str, options: argparse.Namespace
+) -> NodePlan:
     if len(slots) > 1 and options.max_restarts:
         raise ValueError(
-            f"run: --max_restarts is {options.max_restarts}, but each of {len(slots)} machines was started by itself, and "
-            "none can start the others again; expected 0 (the scheduler can start the job again), or a hostfile and ssh"
+            f"run: --max_restarts is {options.max_restarts}, but each of {len(slots)} machines was "
+            f"started by itself, and "
+            "none can start the others again; expected 0 (the scheduler can start the job again), "
+            "or a hostfile and ssh"
         )
     port = one.master_port or (PORT if len(slots) > 1 else 0)
     values = list(slots.values())
-    return replace(one, slots=values, node_rank=rank, host=host, master_addr=address, master_port=port, started_alone=True)
+    return replace(
+        one,
+        slots=values,
+        node_rank=rank,
+        host=host,
+        master_addr=address,
+        master_port=port,
+        started_alone=True,
+    )
 
 
 def _sagemaker(one: NodePlan, options: argparse.Namespace, given: Mapping[str, str]) -> NodePlan:
-    """The plan of this machine in a SageMaker training job, which starts the same command on all."""
+    """The plan of this machine in a SageMaker training job, which starts the same command on
+    all.
+    """
     for name in ("include", "exclude", "num_nodes"):
         if getattr(options, name):
             raise ValueError(
-                f"run: --{name} is given in a SageMaker job, whose hosts SM_HOSTS names; expected --num_gpus alone"
+                f"run: --{name} is given in a SageMaker job, whose hosts SM_HOSTS names; expected "
+                f"--num_gpus alone"
             )
     try:
         hosts = json.loads(given["SM_HOSTS"])
@@ -241,12 +380,15 @@ def _sagemaker(one: NodePlan, options: argparse.Namespace, given: Mapping[str, s
         rank = hosts.index(given["SM_CURRENT_HOST"])
     except (ValueError, KeyError, AssertionError):
         raise ValueError(
-            f"run: SM_HOSTS is {given['SM_HOSTS']!r} and SM_CURRENT_HOST {given.get('SM_CURRENT_HOST')!r}; expected a JSON "
-            "list of hosts, and one of them"
+            f"run: SM_HOSTS is {given['SM_HOSTS']!r} and SM_CURRENT_HOST "
+            f"{given.get('SM_CURRENT_HOST')!r}; expected a JSON list of hosts, and one of them"
         ) from None
     gpus = env_int("SM_NUM_GPUS") if "SM_NUM_GPUS" in given else torch.cuda.device_count()
     if gpus and (options.num_gpus or 0) > gpus:
-        raise ValueError(f"run: --num_gpus is {options.num_gpus} but SM_NUM_GPUS is {gpus}; expected at most as many")
+        raise ValueError(
+            f"run: --num_gpus is {options.num_gpus} but SM_NUM_GPUS is {gpus}; expected at most as "
+            f"many"
+        )
     slots = {host: list(range(options.num_gpus or gpus or 1)) for host in hosts}
     address = options.master_addr or (hosts[0] if len(hosts) > 1 else one.master_addr)
     return _alone(one, slots, rank, hosts[rank], address, options)

@@ -1,8 +1,9 @@
 """Collects the metrics of a training and writes a row of them every few steps.
 
-Between two rows nothing waits for the device: losses are added where they are, times are events (distributed/clock.py), bytes
-are counted on the host. A row reads them, and ranks gather four numbers each. Ranks are all that have parts of the model:
-tensor-parallel slices and pipeline stages, too.
+Between two rows nothing waits for the device: losses are added where they are, times are events
+(distributed/clock.py), bytes are counted on the host. A row reads them, and ranks gather four
+numbers each. Ranks are all that have parts of the model: tensor-parallel slices and pipeline
+stages, too.
 """
 
 import json
@@ -32,10 +33,11 @@ Row = dict[str, Any]
 
 
 class Metrics:
-    """Writes loss, norm, speed, times, memory and bytes of a training every few steps, on rank 0. Collective.
+    """Writes loss, norm, speed, times, memory and bytes of a training every few steps, on rank 0.
+    Collective.
 
-    Over all ranks of the model, those of other tensor-parallel slices and pipeline stages among them. docs/metrics.md has the
-    columns.
+    Over all ranks of the model, those of other tensor-parallel slices and pipeline stages among
+    them. docs/metrics.md has the columns.
 
     Args:
         model: What shardcore.shard or initialize returned, with its optimizer.
@@ -49,8 +51,8 @@ class Metrics:
 
     Raises:
         ValueError, TypeError: On every rank, for bad arguments.
-        FileExistsError, OSError: On rank 0 (RuntimeError on the others), where there are metrics and `start` is 0, and for a
-            directory that cannot be written.
+        FileExistsError, OSError: On rank 0 (RuntimeError on the others), where there are metrics
+            and `start` is 0, and for a directory that cannot be written.
         ImportError: On rank 0 (RuntimeError on the others), for a package that is not installed.
     """
 
@@ -70,7 +72,10 @@ class Metrics:
         self._engine = engine_behind("Metrics", model)
         optimizer = self._engine._optimizer()
         if not isinstance(optimizer, ShardableOptimizer):
-            raise ValueError("Metrics: the model was sharded without an optimizer, or that is gone; expected one that trains")
+            raise ValueError(
+                "Metrics: the model was sharded without an optimizer, or that is gone; expected "
+                "one that trains"
+            )
         self._optimizer, self._comm = optimizer, self._engine.comm
         folder = None if directory is None else Path(directory)
         self._every, self._steps, self._flops = every, start, flops
@@ -78,37 +83,57 @@ class Metrics:
         self._write: list[Callable[[Row], None]] = []
         self._ranks = ranks = Everyone(self._comm, self._comm.across)
         then = "nothing is measured"
-        attempt_together(ranks, "Metrics", lambda: _check(every, start, flops, folder, tensorboard), then)
+        attempt_together(
+            ranks, "Metrics", lambda: _check(every, start, flops, folder, tensorboard), then
+        )
         if len(set(ranks.gather_json(f"every {every}, start {start}"))) > 1:
-            raise ValueError("Metrics: every or start differ between ranks; expected the same on all")
+            raise ValueError(
+                "Metrics: every or start differ between ranks; expected the same on all"
+            )
         if ranks.rank == 0 and log:
             self._write.append(lambda row: print(writers.as_line(row), flush=True))
         attempt_together(
-            ranks, "Metrics", lambda: self._open(folder, start, tensorboard, wandb) if ranks.rank == 0 else None, then
+            ranks,
+            "Metrics",
+            lambda: self._open(folder, start, tensorboard, wandb) if ranks.rank == 0 else None,
+            then,
         )
         self._comm.clock.start(self._engine.device)
         optimizer.register_step_post_hook(weakly(self._after_step))
         self._row: Row = {}  # what was noted right after the optimizer's step
-        self._loss: torch.Tensor | float = 0.0  # since the last row: the sum of losses, how many these are, tokens
+        # since the last row: the sum of losses, how many these are, tokens
+        self._loss: torch.Tensor | float = 0.0
         self._losses = self._tokens = 0
         self._first, self._since, self._before = start, perf_counter(), self._counts()
 
-    def step(self, *, loss: torch.Tensor | float | None = None, tokens: int | None = None) -> Row | None:
-        """Note that a step ended, with this rank's `loss` (one element; not scaled) and the `tokens` it trained on.
+    def step(
+        self, *, loss: torch.Tensor | float | None = None, tokens: int | None = None
+    ) -> Row | None:
+        """Note that a step ended, with this rank's `loss` (one element; not scaled) and the
+        `tokens` it trained on.
 
-        Call it on every rank after optimizer.step(); where a pipeline's last stage alone has a loss, without one on the others.
-        Returns the row of each `every`-th step (collective then; loss is the mean over ranks and steps that have one, tokens
-        are the sum over the ranks of process_group; times, bytes and memory are this rank's), else None. Raises TypeError,
+        Call it on every rank after optimizer.step(); where a pipeline's last stage alone has a
+        loss, without one on the others. Returns the row of each `every`-th step (collective then;
+        loss is the mean over ranks and steps that have one, tokens are the sum over the ranks of
+        process_group; times, bytes and memory are this rank's), else None. Raises TypeError,
         ValueError and, on rank 0, OSError.
         """
         if isinstance(loss, torch.Tensor):
             if loss.numel() != 1:
-                raise ValueError(f"step: loss has shape {tuple(loss.shape)}; expected one element (take its mean or sum)")
+                raise ValueError(
+                    f"step: loss has shape {tuple(loss.shape)}; expected one element (take its "
+                    f"mean or sum)"
+                )
             loss = loss.detach().to(torch.float64).reshape(())
         elif loss is not None and (isinstance(loss, bool) or not isinstance(loss, int | float)):
-            raise TypeError(f"step: loss has type {type(loss).__name__}; expected a tensor of one element or a number")
+            raise TypeError(
+                f"step: loss has type {type(loss).__name__}; expected a tensor of one element or a "
+                f"number"
+            )
         if tokens is not None and (isinstance(tokens, bool) or not isinstance(tokens, int)):
-            raise TypeError(f"step: tokens has type {type(tokens).__name__}; expected a whole number")
+            raise TypeError(
+                f"step: tokens has type {type(tokens).__name__}; expected a whole number"
+            )
         if loss is not None:
             self._loss, self._losses = self._loss + loss, self._losses + 1
         self._tokens += tokens or 0
@@ -124,26 +149,33 @@ class Metrics:
 
     @contextmanager
     def count_flops(self) -> Iterator[None]:
-        """Count the floating-point operations inside: forwards and backwards, in the first step only (`flops` is then known).
+        """Count the floating-point operations inside: forwards and backwards, in the first step
+        only (`flops` is then known).
 
-        Matrix products, convolutions and attention, as torch.utils.flop_counter counts them; what checkpointing repeats counts.
+        Matrix products, convolutions and attention, as torch.utils.flop_counter counts them; what
+        checkpointing repeats counts.
         """
         if self._flops is not None:
             yield
             return
-        counter = import_module("torch.utils.flop_counter").FlopCounterMode(display=False)  # `import shardcore` leaves it out
+        # `import shardcore` leaves it out
+        counter = import_module("torch.utils.flop_counter").FlopCounterMode(display=False)
         with counter:
             yield
         self._counted = (self._counted or 0) + counter.get_total_flops()
 
-    # --- one row ------------------------------------------------------------------------------------------------------
+    # --- one row ----------------------------------------------------------------------------------
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Note the learning rate before a scheduler changes it, and memory before zero_grad frees gradients."""
+        """Note the learning rate before a scheduler changes it, and memory before zero_grad
+        frees gradients.
+        """
         lr = optimizer.param_groups[0]["lr"]
         self._row["lr"] = lr.clone() if isinstance(lr, torch.Tensor) else lr
         if (self._steps + 1) % self._every == 0:
-            memory: dict[str, int] = {f"{kind}_{tier}_bytes": 0 for tier in writers.TIERS for kind in writers.KINDS}
+            memory: dict[str, int] = {
+                f"{kind}_{tier}_bytes": 0 for tier in writers.TIERS for kind in writers.KINDS
+            }
             for line in report_now(self._engine).lines:
                 memory[f"{line.kind}_{line.tier}_bytes"] += line.bytes
             self._row |= memory
@@ -151,12 +183,18 @@ class Metrics:
     def _read(self) -> Row:
         """Return the row of the steps since the last one. Waits for the device. Collective."""
         own = [float(self._loss), float(self._losses), float(self._tokens), self._flops or 0.0]
-        sums = self._comm.all_gather_cpu(torch.tensor(own, dtype=torch.float64, device="cpu"), name="the metrics").sum(0)
+        sums = self._comm.all_gather_cpu(
+            torch.tensor(own, dtype=torch.float64, device="cpu"), name="the metrics"
+        ).sum(0)
         parts = self._comm.of_parts(sums, name="the metrics")
         loss, losses, _, flops = parts.sum(0).tolist()
         tokens = parts[:, 2].max().item()  # parts of the model have the same samples
         device, engine = self._engine.device, self._engine
-        counts, steps, seconds = self._counts(), self._steps - self._first, perf_counter() - self._since
+        counts, steps, seconds = (
+            self._counts(),
+            self._steps - self._first,
+            perf_counter() - self._since,
+        )
         row: Row = dict.fromkeys(COLUMNS) | {
             "step": self._steps,
             "loss": loss / losses if losses else None,
@@ -165,9 +203,13 @@ class Metrics:
             "skipped_steps": self._optimizer.skipped_steps,
             "step_ms": 1000.0 * seconds / steps,
             "tokens_per_s": tokens / seconds if tokens else None,
-            "tflops_per_s": flops / self._ranks.world_size * steps / seconds / 1e12 if flops else None,
+            "tflops_per_s": flops / self._ranks.world_size * steps / seconds / 1e12
+            if flops
+            else None,
             **{name: (count - self._before[name]) / steps for name, count in counts.items()},
-            "device_peak_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+            "device_peak_bytes": torch.cuda.max_memory_allocated(device)
+            if device.type == "cuda"
+            else None,
             **self._row,
         }
         row["lr"] = None if row["lr"] is None else float(row["lr"])
@@ -182,28 +224,43 @@ class Metrics:
         return {f"{part}_ms": ms for part, ms in self._comm.clock.totals().items()} | {
             "sent_gradients_bytes": sent[Traffic.BACKWARD],
             "sent_weights_bytes": sent[Traffic.WEIGHTS] + sent[Traffic.STEP],
-            **{f"{way}_bytes": moved.get(way, 0) for way in ("to_host", "from_host", "to_nvme", "from_nvme")},
+            **{
+                f"{way}_bytes": moved.get(way, 0)
+                for way in ("to_host", "from_host", "to_nvme", "from_nvme")
+            },
         }
 
-    # --- where rows go ------------------------------------------------------------------------------------------------
+    # --- where rows go ----------------------------------------------------------------------------
 
-    def _open(self, folder: Path | None, start: int, tensorboard: bool, wandb: bool | Mapping[str, Any]) -> None:
+    def _open(
+        self, folder: Path | None, start: int, tensorboard: bool, wandb: bool | Mapping[str, Any]
+    ) -> None:
         """Open what was asked for, packages first."""
         chosen = {"tensorboard": tensorboard, "wandb": wandb is not False}
-        packages = {name: writers.import_package(name, f"Metrics: {name} is True") for name, on in chosen.items() if on}
+        packages = {
+            name: writers.import_package(name, f"Metrics: {name} is True")
+            for name, on in chosen.items()
+            if on
+        }
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
             self._write.append(writers.Table(folder, start).write)
-            (folder / writers.FACTS).write_text(json.dumps(_facts(self._engine, self._ranks.world_size)) + "\n")
+            (folder / writers.FACTS).write_text(
+                json.dumps(_facts(self._engine, self._ranks.world_size)) + "\n"
+            )
         if folder is not None and tensorboard:
-            tensorboard_events = writers.open_tensorboard(packages["tensorboard"], folder / "tensorboard")
+            tensorboard_events = writers.open_tensorboard(
+                packages["tensorboard"], folder / "tensorboard"
+            )
             self._write.append(lambda row: tensorboard_events(writers.as_events(row)))
         if wandb is not False:
             wandb_events = writers.open_wandb(packages["wandb"], {} if wandb is True else wandb)
             self._write.append(lambda row: wandb_events(writers.as_events(row)))
 
 
-def _check(every: int, start: int, flops: float | None, folder: Path | None, tensorboard: bool) -> None:
+def _check(
+    every: int, start: int, flops: float | None, folder: Path | None, tensorboard: bool
+) -> None:
     for name, value, least in (("every", every, 1), ("start", start, 0)):
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"Metrics: {name} has {value!r}; expected a whole number")
@@ -214,13 +271,22 @@ def _check(every: int, start: int, flops: float | None, folder: Path | None, ten
     if flops is not None and not flops > 0:
         raise ValueError(f"Metrics: flops has {flops}; expected more than 0")
     if tensorboard and folder is None:
-        raise ValueError("Metrics: tensorboard is True without a directory; expected one, for its files")
+        raise ValueError(
+            "Metrics: tensorboard is True without a directory; expected one, for its files"
+        )
 
 
 def _facts(engine: Engine, ranks: int) -> dict[str, Any]:
     """Return what a page says of the run."""
-    gpu, options = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else None, engine.options
-    offload = {kind: tier for kind in ("optimizer", "gradients", "params") if (tier := getattr(options["offload"], kind))}
+    gpu, options = (
+        torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else None,
+        engine.options,
+    )
+    offload = {
+        kind: tier
+        for kind in ("optimizer", "gradients", "params")
+        if (tier := getattr(options["offload"], kind))
+    }
     facts = {
         "model": type(engine.model).__name__,
         "parameters": sum(param.numel() for param in engine.model.parameters()),

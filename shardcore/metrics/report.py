@@ -1,7 +1,8 @@
 """`shardcore report`: one page with plots of what shardcore.Metrics wrote to a directory.
 
-The page is one file, without scripts, and loads nothing from elsewhere. matplotlib, which an installation need not have, draws
-its plots, in colours that can be read in a light and in a dark page.
+The page is one file, without scripts, and loads nothing from elsewhere. matplotlib, which an
+installation need not have, draws its plots, in colours that can be read in a light and in a dark
+page.
 """
 
 import argparse
@@ -28,7 +29,8 @@ Column = list[float]  # NaN where it is not known
 
 @dataclass(frozen=True)
 class Plot:
-    """A plot over steps: of one column, or of several on top of each other (by label). unit: "", "ms" or "B".
+    """A plot over steps: of one column, or of several on top of each other (by label). unit: "",
+    "ms" or "B".
 
     from_zero: its axis begins there, so that noise looks as small as it is.
     """
@@ -49,12 +51,25 @@ PLOTS = (
     Plot("Loss", "", {"loss": "loss"}, about="mean over ranks, and over the steps of a row"),
     Plot("Learning rate", "", {"lr": "lr"}, about="of the first param_group"),
     Plot("Gradient norm", "", {"gradient norm": "grad_norm"}, about="global, before clipping"),
-    Plot("Tokens per second", "", {"tokens per second": "tokens_per_s"}, about="all ranks together", from_zero=True),
-    Plot("TFLOP/s", "", {"TFLOP/s": "tflops_per_s"}, about="of a rank, matrix products and attention alone", from_zero=True),
+    Plot(
+        "Tokens per second",
+        "",
+        {"tokens per second": "tokens_per_s"},
+        about="all ranks together",
+        from_zero=True,
+    ),
+    Plot(
+        "TFLOP/s",
+        "",
+        {"TFLOP/s": "tflops_per_s"},
+        about="of a rank, matrix products and attention alone",
+        from_zero=True,
+    ),
     Plot(
         "Time of a step",
         "ms",
-        {part.replace("exposed_", "waiting: "): f"{part}_ms" for part in PARTS} | {"other": "other_ms"},
+        {part.replace("exposed_", "waiting: "): f"{part}_ms" for part in PARTS}
+        | {"other": "other_ms"},
         stacked=True,
         about="rank 0; waiting is what other work did not hide; other is data, the loss, saving",
     ),
@@ -73,7 +88,13 @@ PLOTS = (
         about="by rank 0",
     ),
     *(
-        Plot(f"Memory: {name}", "B", _memory(tier), stacked=True, about="shardcore's on rank 0, activations not included")
+        Plot(
+            f"Memory: {name}",
+            "B",
+            _memory(tier),
+            stacked=True,
+            about="shardcore's on rank 0, activations not included",
+        )
         for tier, name in zip(TIERS, ("device", "host", "NVMe"), strict=True)
     ),
     Plot(
@@ -84,7 +105,12 @@ PLOTS = (
         from_zero=True,
     ),
     Plot("Loss scale", "", {"loss scale": "loss_scale"}, about="float16"),
-    Plot("Skipped steps", "", {"skipped steps": "skipped_steps"}, about="so far, for gradients that were not finite"),
+    Plot(
+        "Skipped steps",
+        "",
+        {"skipped steps": "skipped_steps"},
+        about="so far, for gradients that were not finite",
+    ),
 )
 # What is of interest only where it moves from this value.
 _QUIET = {"loss_scale": 1.0, "skipped_steps": 0.0}
@@ -92,12 +118,18 @@ _QUIET = {"loss_scale": 1.0, "skipped_steps": 0.0}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("directory", metavar="DIR", help="the directory that shardcore.Metrics was given")
-    parser.add_argument("--output", metavar="FILE", help="the page to write (default: DIR/report.html)")
+    parser.add_argument(
+        "directory", metavar="DIR", help="the directory that shardcore.Metrics was given"
+    )
+    parser.add_argument(
+        "--output", metavar="FILE", help="the page to write (default: DIR/report.html)"
+    )
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Write the page and say where it is. Raises OSError, or ValueError for a directory without metrics."""
+    """Write the page and say where it is. Raises OSError, or ValueError for a directory without
+    metrics.
+    """
     folder = Path(parsed.directory)
     path = Path(parsed.output) if parsed.output else folder / "report.html"
     path.write_text(page(folder), encoding="utf-8")
@@ -109,7 +141,10 @@ def page(folder: Path) -> str:
     """Return the page of a directory's metrics. Raises OSError, ValueError."""
     columns = _columns(read_table(folder, "report"))
     if not columns["step"]:
-        raise ValueError(f"report: {folder / FILE} has no rows; expected the metrics of at least one step (see `every`)")
+        raise ValueError(
+            f"report: {folder / FILE} has no rows; expected the metrics of at least one step (see "
+            f"`every`)"
+        )
     facts = json.loads((folder / FACTS).read_text()) if (folder / FACTS).is_file() else {}
     drawn = [text for plot in PLOTS if (text := draw(plot, columns))]
     heading = html.escape(str(facts.get("model", folder.resolve().name)))
@@ -117,7 +152,10 @@ def page(folder: Path) -> str:
         title=f"{heading}: metrics",
         heading=heading,
         facts=" · ".join(html.escape(text) for text in _said(facts)),
-        cards="".join(f"<div class=card><b>{value}</b><span>{name}</span></div>" for name, value in _cards(columns)),
+        cards="".join(
+            f"<div class=card><b>{value}</b><span>{name}</span></div>"
+            for name, value in _cards(columns)
+        ),
         plots="".join(drawn),
         folder=html.escape(str(folder)),
         rows=f"{len(columns['step']):,} rows to step {columns['step'][-1]:,.0f}",
@@ -126,8 +164,16 @@ def page(folder: Path) -> str:
 
 def _said(facts: Mapping[str, Any]) -> list[str]:
     """Return what is known of a run, in words."""
-    forms = {"parameters": "{:,} parameters", "ranks": "{} ranks" if facts.get("ranks", 0) > 1 else "{} rank", "device": "{}"}
-    return [forms.get(name, name + " {}").format(value) for name, value in facts.items() if name != "model"]
+    forms = {
+        "parameters": "{:,} parameters",
+        "ranks": "{} ranks" if facts.get("ranks", 0) > 1 else "{} rank",
+        "device": "{}",
+    }
+    return [
+        forms.get(name, name + " {}").format(value)
+        for name, value in facts.items()
+        if name != "model"
+    ]
 
 
 def _columns(rows: Sequence[Mapping[str, str]]) -> dict[str, Column]:
@@ -136,7 +182,10 @@ def _columns(rows: Sequence[Mapping[str, str]]) -> dict[str, Column]:
     columns = {name: [float(row[name] or "nan") for row in rows] for name in names}
     if rows:
         parts = zip(*(columns[f"{part}_ms"] for part in PARTS), strict=True)
-        columns["other_ms"] = [max(0.0, step - sum(of_step)) for step, of_step in zip(columns["step_ms"], parts, strict=True)]
+        columns["other_ms"] = [
+            max(0.0, step - sum(of_step))
+            for step, of_step in zip(columns["step_ms"], parts, strict=True)
+        ]
     return columns
 
 
@@ -144,7 +193,9 @@ def _cards(columns: Mapping[str, Column]) -> list[tuple[str, str]]:
     """Return what stands above the plots: (name, value)."""
 
     def median(name: str) -> float:
-        return statistics.median([value for value in columns[name] if math.isfinite(value)] or [math.nan])
+        return statistics.median(
+            [value for value in columns[name] if math.isfinite(value)] or [math.nan]
+        )
 
     last = next((value for value in reversed(columns["loss"]) if math.isfinite(value)), math.nan)
     memory = sum(columns[column][-1] for tier in TIERS for column in _memory(tier).values())
@@ -159,20 +210,29 @@ def _cards(columns: Mapping[str, Column]) -> list[tuple[str, str]]:
     return [(name, text) for name, text, value in cards if math.isfinite(value)]
 
 
-# --- one plot ---------------------------------------------------------------------------------------------------------------
+# --- one plot -------------------------------------------------------------------------------------
 
 
 def draw(plot: Plot, columns: Mapping[str, Column]) -> str:
     """Return a plot as a figure of HTML; "" where there is nothing to see."""
-    chosen = {label: _thin(columns[name]) for label, name in plot.columns.items() if _is_there(name, columns[name])}
+    chosen = {
+        label: _thin(columns[name])
+        for label, name in plot.columns.items()
+        if _is_there(name, columns[name])
+    }
     if not chosen:
         return ""
     steps = _thin(columns["step"])
     if plot.stacked:
-        chosen = {label: [value if math.isfinite(value) else 0.0 for value in column] for label, column in chosen.items()}
+        chosen = {
+            label: [value if math.isfinite(value) else 0.0 for value in column]
+            for label, column in chosen.items()
+        }
         most: float = max(map(sum, zip(*chosen.values(), strict=True)))
     else:
-        most = max(abs(value) for column in chosen.values() for value in column if math.isfinite(value))
+        most = max(
+            abs(value) for column in chosen.values() for value in column if math.isfinite(value)
+        )
     size, suffix = _unit(most, plot.unit)
     lines = [[value / size for value in column] for column in chosen.values()]
     colours = [_COLOURS[number] for number, label in enumerate(plot.columns) if label in chosen]
@@ -181,12 +241,18 @@ def draw(plot: Plot, columns: Mapping[str, Column]) -> str:
     axes = figure.subplots()
     if plot.stacked and len(steps) == 1:
         below = [sum(line[0] for line in lines[:number]) for number in range(len(lines))]
-        axes.bar(steps * len(lines), [line[0] for line in lines], bottom=below, width=0.5, color=colours)
+        axes.bar(
+            steps * len(lines), [line[0] for line in lines], bottom=below, width=0.5, color=colours
+        )
     elif plot.stacked:
         axes.stackplot(steps, *lines, colors=colours)
     else:
         there = [False, *map(math.isfinite, lines[0]), False]
-        alone = [at - 1 for at, is_there in enumerate(there) if is_there and not there[at - 1] and not there[at + 1]]
+        alone = [
+            at - 1
+            for at, is_there in enumerate(there)
+            if is_there and not there[at - 1] and not there[at + 1]
+        ]
         axes.plot(steps, lines[0], color=colours[0], marker="o", markevery=alone)
     if plot.stacked or plot.from_zero:
         axes.set_ylim(bottom=0.0)
@@ -195,17 +261,26 @@ def draw(plot: Plot, columns: Mapping[str, Column]) -> str:
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(axis="y", alpha=0.3)
     axes.spines[:].set_visible(False)
-    for text in (axes.xaxis.label, *axes.get_xticklabels(), *axes.get_yticklabels(), axes.yaxis.get_offset_text()):
+    for text in (
+        axes.xaxis.label,
+        *axes.get_xticklabels(),
+        *axes.get_yticklabels(),
+        axes.yaxis.get_offset_text(),
+    ):
         text.set(color="#76808f", fontsize=9)
     written = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "font.family": "sans-serif"}):
-        figure.savefig(written, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+        figure.savefig(
+            written, format="svg", transparent=True, metadata={"Date": None, "Creator": None}
+        )
     svg = written.getvalue().partition("<svg")[2]
     legend = "".join(
         f'<li><i style="background: {colour}"></i>{html.escape(label)}</li>'
         for label, colour in zip(chosen, colours, strict=True)
     )
-    last = "" if plot.stacked else _number(columns[next(iter(plot.columns.values()))][-1], plot.unit)
+    last = (
+        "" if plot.stacked else _number(columns[next(iter(plot.columns.values()))][-1], plot.unit)
+    )
     title = plot.title + (f" ({suffix.strip()})" if suffix.strip() else "")
     return (
         f"<figure><figcaption><h2>{html.escape(title)}</h2>"
@@ -221,7 +296,9 @@ def _matplotlib() -> Any:
     try:
         import_module("matplotlib.figure")
     except ImportError as error:
-        raise ValueError(f"report: needs matplotlib ({error}); expected `pip install matplotlib`") from error
+        raise ValueError(
+            f"report: needs matplotlib ({error}); expected `pip install matplotlib`"
+        ) from error
     return import_module("matplotlib")
 
 
@@ -239,7 +316,9 @@ def _thin(column: Column) -> Column:
     if size == 1:
         return column
     ranges = (column[start : start + size] for start in range(0, len(column), size))
-    return [statistics.fmean([v for v in values if math.isfinite(v)] or [math.nan]) for values in ranges]
+    return [
+        statistics.fmean([v for v in values if math.isfinite(v)] or [math.nan]) for values in ranges
+    ]
 
 
 def _unit(value: float, unit: str) -> tuple[float, str]:
@@ -266,24 +345,32 @@ _PAGE = """<!doctype html>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{title}</title>
 <style>
-:root {{ color-scheme: light dark; --back: #f6f7f9; --card: #fff; --text: #1c2430; --soft: #657080; --edge: #dfe3e8; }}
+:root {{
+  color-scheme: light dark;
+  --back: #f6f7f9; --card: #fff; --text: #1c2430; --soft: #657080; --edge: #dfe3e8;
+}}
 @media (prefers-color-scheme: dark) {{
   :root {{ --back: #12161c; --card: #1b2129; --text: #e6eaf0; --soft: #93a0b0; --edge: #2b333e; }}
 }}
-body {{ margin: 0 auto; max-width: 1220px; padding: 24px 16px; background: var(--back); color: var(--text);
+body {{ margin: 0 auto; max-width: 1220px; padding: 24px 16px;
+  background: var(--back); color: var(--text);
   font: 15px/1.45 system-ui, sans-serif; overflow-wrap: anywhere; }}
 h1, h2, header p, figure, figcaption p {{ margin: 0; }}
 h2 {{ font-size: 16px; }}
 header p, .card span, figcaption p, footer {{ color: var(--soft); font-size: 13px; }}
-.cards, .plots {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 12px; margin: 16px 0; }}
+.cards, .plots {{ display: grid; gap: 12px; margin: 16px 0; }}
+.cards {{ grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); }}
 .plots {{ grid-template-columns: repeat(auto-fit, minmax(min(100%, 430px), 1fr)); }}
-.card, figure {{ background: var(--card); border: 1px solid var(--edge); border-radius: 10px; padding: 12px 16px; }}
+.card, figure {{
+  background: var(--card); border: 1px solid var(--edge); border-radius: 10px; padding: 12px 16px;
+}}
 .card b {{ display: block; font-size: 22px; white-space: nowrap; }}
 figcaption {{ display: grid; grid-template-columns: 1fr auto; }}
 output {{ font-weight: 600; }}
 figcaption p {{ grid-column: 1 / -1; }}
 svg {{ display: block; width: 100%; height: auto; }}
-ul {{ list-style: none; display: flex; flex-wrap: wrap; gap: 2px 14px; margin: 4px 0 0; padding: 0; font-size: 13px; }}
+ul {{ list-style: none; display: flex; flex-wrap: wrap; gap: 2px 14px;
+  margin: 4px 0 0; padding: 0; font-size: 13px; }}
 i {{ display: inline-block; width: 11px; height: 11px; border-radius: 3px; margin-right: 6px; }}
 </style>
 </head>

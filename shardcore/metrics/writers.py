@@ -20,9 +20,26 @@ FILE, FACTS = "metrics.csv", "run.json"
 KINDS = ("weights", "gradients", "master", "states", "communication")
 TIERS = ("device", "cpu", "nvme")
 COLUMNS = (
-    *("step", "loss", "lr", "grad_norm", "loss_scale", "skipped_steps", "step_ms", "tokens_per_s", "tflops_per_s"),
+    *(
+        "step",
+        "loss",
+        "lr",
+        "grad_norm",
+        "loss_scale",
+        "skipped_steps",
+        "step_ms",
+        "tokens_per_s",
+        "tflops_per_s",
+    ),
     *(f"{part}_ms" for part in PARTS),
-    *("sent_gradients_bytes", "sent_weights_bytes", "to_host_bytes", "from_host_bytes", "to_nvme_bytes", "from_nvme_bytes"),
+    *(
+        "sent_gradients_bytes",
+        "sent_weights_bytes",
+        "to_host_bytes",
+        "from_host_bytes",
+        "to_nvme_bytes",
+        "from_nvme_bytes",
+    ),
     *(f"{kind}_{tier}_bytes" for tier in TIERS for kind in KINDS),
     "device_peak_bytes",
 )
@@ -30,15 +47,17 @@ _PACKAGES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}
 
 
 def import_package(name: str, asked: str) -> Any:
-    """Import what writes to "tensorboard" or "wandb". ImportError, in which `asked` says by what, if it is not installed."""
+    """Import what writes to "tensorboard" or "wandb". ImportError, in which `asked` says by
+    what, if it is not installed.
+    """
     try:
         return import_module(_PACKAGES[name])
     except ImportError as error:
         option, value = asked.rsplit(" is ", 1)
         off = "false" if value == "true" else "False"
         raise ImportError(
-            f"{asked}, and the package {name} cannot be imported ({error}); expected it to be installed (pip install {name}), "
-            f"or {option.split()[-1]} {off}"
+            f"{asked}, and the package {name} cannot be imported ({error}); expected it to be "
+            f"installed (pip install {name}), or {option.split()[-1]} {off}"
         ) from error
 
 
@@ -55,7 +74,9 @@ def open_tensorboard(package: Any, folder: Path) -> Write:
 
 
 def open_wandb(package: Any, options: Mapping[str, Any]) -> Write:
-    """Begin a run of Weights & Biases (`options` are those of its init) and return what writes events to it."""
+    """Begin a run of Weights & Biases (`options` are those of its init) and return what writes
+    events to it.
+    """
     package.init(**options)
 
     def write(events: list[Event]) -> None:
@@ -69,19 +90,23 @@ class Table:
     """The CSV file: COLUMNS, then a row each. What is not known is empty."""
 
     def __init__(self, folder: Path, start: int) -> None:
-        """Begin the file, or go on after step `start` of one that is there: later rows are left out.
+        """Begin the file, or go on after step `start` of one that is there: later rows are left
+        out.
 
-        Raises FileExistsError if there is one and `start` is 0; ValueError for one with other columns; OSError.
+        Raises FileExistsError if there is one and `start` is 0; ValueError for one with other
+        columns; OSError.
         """
         self._path = folder / FILE
         rows: list[dict[str, str]] = []
         if self._path.exists():
             if start == 0:
                 raise FileExistsError(
-                    f"Metrics: {self._path} is there already; expected another directory, or start=N to go on after step N"
+                    f"Metrics: {self._path} is there already; expected another directory, or "
+                    f"start=N to go on after step N"
                 )
             rows = [row for row in read_table(folder, "Metrics") if int(row["step"]) <= start]
-        with replacing(self._path) as new, open(new, "w", newline="") as file:  # which may fail: the rows stay
+        # which may fail: the rows stay
+        with replacing(self._path) as new, open(new, "w", newline="") as file:
             writer = csv.DictWriter(file, COLUMNS)
             writer.writeheader()
             writer.writerows(rows)
@@ -93,22 +118,31 @@ class Table:
 
 
 def read_table(folder: Path, op: str) -> list[dict[str, str]]:
-    """Return the rows of a directory's CSV file. Raises FileNotFoundError if there is none, ValueError for other columns."""
+    """Return the rows of a directory's CSV file. Raises FileNotFoundError if there is none,
+    ValueError for other columns.
+    """
     path = folder / FILE
     if not path.is_file():
-        raise FileNotFoundError(f"{op}: {folder} has no {FILE}; expected the directory that shardcore.Metrics was given")
+        raise FileNotFoundError(
+            f"{op}: {folder} has no {FILE}; expected the directory that shardcore.Metrics was given"
+        )
     with open(path, newline="") as file:
         reader = csv.DictReader(file)
         rows = [row for row in reader if None not in row.values()]  # but for one that is cut off
     if tuple(reader.fieldnames or ()) != COLUMNS:
-        raise ValueError(f"{op}: {path} has other columns; expected those of shardcore.Metrics ({', '.join(COLUMNS[:4])}, ...)")
+        raise ValueError(
+            f"{op}: {path} has other columns; expected those of shardcore.Metrics "
+            f"({', '.join(COLUMNS[:4])}, ...)"
+        )
     return rows
 
 
 def as_events(row: Mapping[str, Any]) -> list[Event]:
     """Return a row as events, without what is not known."""
     step = row["step"]
-    return [(name, value, step) for name, value in row.items() if name != "step" and value is not None]
+    return [
+        (name, value, step) for name, value in row.items() if name != "step" and value is not None
+    ]
 
 
 def as_line(row: Mapping[str, Any]) -> str:
@@ -125,6 +159,8 @@ def as_line(row: Mapping[str, Any]) -> str:
     )
     hidden = {"loss_scale": 1.0, "skipped_steps": 0}
     parts = [
-        f"{name} {form.format(row[name])}" for name, form in shown if row[name] is not None and row[name] != hidden.get(name)
+        f"{name} {form.format(row[name])}"
+        for name, form in shown
+        if row[name] is not None and row[name] != hidden.get(name)
     ]
     return " | ".join([f"step {row['step']}", *parts])

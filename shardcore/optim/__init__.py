@@ -7,4 +7,13 @@ from shardcore.optim.elementwise import Elementwise
 from shardcore.optim.lion import Lion
 from shardcore.optim.muon import Muon
 
-__all__ = ["AdamOptimizer", "CPUAdam", "Elementwise", "FusedAdam", "Lion", "Muon", "ShardableOptimizer", "clip_grad_norm_"]
+__all__ = [
+    "AdamOptimizer",
+    "CPUAdam",
+    "Elementwise",
+    "FusedAdam",
+    "Lion",
+    "Muon",
+    "ShardableOptimizer",
+    "clip_grad_norm_",
+]

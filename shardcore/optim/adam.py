@@ -1,7 +1,8 @@
-"""FusedAdam and CPUAdam: the interface of torch.optim around one kernel call per device for all tensors.
+"""FusedAdam and CPUAdam: the interface of torch.optim around one kernel call per device for all
+tensors.
 
-Invariants: a step checks everything before it writes anything. After shardcore.shard the object is the same and its
-``_engine`` does the work; the public methods then only delegate.
+Invariants: a step checks everything before it writes anything. After shardcore.shard the object is
+the same and its ``_engine`` does the work; the public methods then only delegate.
 """
 
 import logging
@@ -55,7 +56,16 @@ from shardcore.optim.tensor_lists import (
 logger = logging.getLogger("shardcore")
 
 # Options of a group that say what a step computes, and those that say which states there are.
-_TERMS = ("lr", "betas", "eps", "weight_decay", "adam_w_mode", "maximize", "bias_correction", "seed")
+_TERMS = (
+    "lr",
+    "betas",
+    "eps",
+    "weight_decay",
+    "adam_w_mode",
+    "maximize",
+    "bias_correction",
+    "seed",
+)
 _FIXED = ("amsgrad", "master", "state_dtype", "stochastic_rounding", "capturable")
 
 
@@ -72,7 +82,10 @@ class AdamKind:
     @staticmethod
     def terms(group: Group) -> dict[str, Any]:
         """See Kind."""
-        return {key: "on the device" if key == "lr" and lr_on_device(group) else group[key] for key in _TERMS}
+        return {
+            key: "on the device" if key == "lr" and lr_on_device(group) else group[key]
+            for key in _TERMS
+        }
 
     @staticmethod
     def fixed(group: Group) -> dict[str, Any]:
@@ -93,11 +106,14 @@ class AdamOptimizer(ShardableOptimizer):
     kind = AdamKind()
     _device_type: str | None = None  # the only kind of device allowed, or None
     _capture_type = "cuda"  # the kind of device that can be captured
-    _repeat: Update | None = None  # the last step, which the next may run again (tensor_lists.py, Note [Repeated steps])
+    # the last step, which the next may run again (tensor_lists.py, Note [Repeated steps])
+    _repeat: Update | None = None
 
     def __init__(
         self,
-        params: Iterable[torch.Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, torch.Tensor]],
+        params: Iterable[torch.Tensor]
+        | Iterable[dict[str, Any]]
+        | Iterable[tuple[str, torch.Tensor]],
         lr: float | torch.Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -118,11 +134,19 @@ class AdamOptimizer(ShardableOptimizer):
         self._device_state = None
         self._steppers: dict[torch.device, _C.AdamStepper] = {}
         self._dtensors: dict[torch.Tensor, Rows] = {}
-        defaults: dict[str, Any] = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, adam_w_mode=adam_w_mode)
-        defaults |= dict(
-            amsgrad=amsgrad, maximize=maximize, bias_correction=bias_correction, capturable=capturable, master=master
+        defaults: dict[str, Any] = dict(
+            lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, adam_w_mode=adam_w_mode
         )
-        defaults |= dict(state_dtype=state_dtype, stochastic_rounding=stochastic_rounding, seed=seed)
+        defaults |= dict(
+            amsgrad=amsgrad,
+            maximize=maximize,
+            bias_correction=bias_correction,
+            capturable=capturable,
+            master=master,
+        )
+        defaults |= dict(
+            state_dtype=state_dtype, stochastic_rounding=stochastic_rounding, seed=seed
+        )
         super().__init__(params, defaults)
         self.state = States()
 
@@ -146,7 +170,9 @@ class AdamOptimizer(ShardableOptimizer):
             self._state_on(param_group["params"][0].device)
 
     def _find_dtensors(self) -> dict[torch.Tensor, Rows]:
-        """Return the rows of this rank for the parameters that are DTensors now: Accelerate swaps them in after fully_shard."""
+        """Return the rows of this rank for the parameters that are DTensors now: Accelerate
+        swaps them in after fully_shard.
+        """
         params = (param for group in self.param_groups for param in group["params"])
         self._dtensors = find_rows(self._op, params, self._dtensors)
         return self._dtensors
@@ -157,7 +183,10 @@ class AdamOptimizer(ShardableOptimizer):
             return self._engine.device_state  # type: ignore[no-any-return]
         if self._device_state is None:
             if capturing(device):
-                raise ValueError(f"{self._op}: capturable was set after construction; expected a step before the capture")
+                raise ValueError(
+                    f"{self._op}: capturable was set after construction; expected a step before "
+                    f"the capture"
+                )
             self._device_state = DeviceState(torch.zeros(6, dtype=torch.int64, device=device))
         return self._device_state
 
@@ -173,16 +202,19 @@ class AdamOptimizer(ShardableOptimizer):
         """Update every parameter that has a gradient, in place, in one pass over memory.
 
         closure: evaluates the model again and returns the loss, which step returns.
-        grads: gradients in place of p.grad, one per parameter in the order of the groups, None for no gradient;
-            float32 | bfloat16 | float16, each independent of its parameter's dtype.
-        grad_scale: multiplies every gradient, in the same pass; a number or a tensor of one element.
-        max_norm: clips the global norm of the scaled gradients, without writing the gradients. A norm that is not finite skips
-            the step: no weight, state or count changes, ``skipped_steps`` grows by one, and a warning is logged.
+        grads: gradients in place of p.grad, one per parameter in the order of the groups, None for
+            no gradient; float32 | bfloat16 | float16, each independent of its parameter's dtype.
+        grad_scale: multiplies every gradient, in the same pass; a number or a tensor of one
+        element.
+        max_norm: clips the global norm of the scaled gradients, without writing the gradients. A
+            norm that is not finite skips the step: no weight, state or count changes,
+            ``skipped_steps`` grows by one, and a warning is logged.
 
-        Without max_norm (and GradScaler) NaN propagates to the weights, as in torch. Raises ValueError or TypeError before
-        anything is written; after shard on every rank if one refuses its arguments. CUDA work is queued on the current stream,
-        and max_norm synchronizes with it, unless the optimizer is capturable: then grad_scale may be a tensor on the device, a
-        scale that is not finite skips the step too, and a skipped step is not logged.
+        Without max_norm (and GradScaler) NaN propagates to the weights, as in torch. Raises
+        ValueError or TypeError before anything is written; after shard on every rank if one refuses
+        its arguments. CUDA work is queued on the current stream, and max_norm synchronizes with it,
+        unless the optimizer is capturable: then grad_scale may be a tensor on the device, a scale
+        that is not finite skips the step too, and a skipped step is not logged.
         """
         if self._engine is not None:
             return super().step(closure, grads=grads, grad_scale=grad_scale, max_norm=max_norm)  # type: ignore[no-any-return]
@@ -193,7 +225,11 @@ class AdamOptimizer(ShardableOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        found = None if self._repeat is None else self._repeat.find(self._op, self.param_groups, self.state, grads)
+        found = (
+            None
+            if self._repeat is None
+            else self._repeat.find(self._op, self.param_groups, self.state, grads)
+        )
         if self._repeat is None or found is None:
             with torch.no_grad():
                 self._update(grads, scale, limit)
@@ -204,34 +240,52 @@ class AdamOptimizer(ShardableOptimizer):
             self._repeat.run(clipped, found)  # needs no `no_grad`
         return loss
 
-    def _checked(self, grad_scale: object, max_norm: object) -> tuple[float | DeviceScale, float | None]:
+    def _checked(
+        self, grad_scale: object, max_norm: object
+    ) -> tuple[float | DeviceScale, float | None]:
         capturable = any(group["capturable"] is True for group in self.param_groups[:1])
         limit = None if max_norm is None else check_max_norm(self._op, max_norm, capturable)
         loss_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if self._engine is not None:
-            device, found_inf = self._engine.device, None  # the engine looks for non-finite gradients itself
+            # the engine looks for non-finite gradients itself
+            device, found_inf = self._engine.device, None
         else:
-            device = next((p.device for group in self.param_groups for p in group["params"]), torch.device("cpu"))
+            device = next(
+                (p.device for group in self.param_groups for p in group["params"]),
+                torch.device("cpu"),
+            )
         if capturable:
-            return device_scale(self._op, self._state_on(device), grad_scale, loss_scale, found_inf, limit), limit
+            return device_scale(
+                self._op, self._state_on(device), grad_scale, loss_scale, found_inf, limit
+            ), limit
         if capturing(device):
-            raise ValueError(f"{self._op}: step runs while a CUDA graph is captured; expected capturable=True for that")
+            raise ValueError(
+                f"{self._op}: step runs while a CUDA graph is captured; expected capturable=True "
+                f"for that"
+            )
         return host_scale(self._op, grad_scale, loss_scale), limit
 
-    def _update(self, grads: Gradients | None, scale: float | DeviceScale, max_norm: float | None) -> None:
+    def _update(
+        self, grads: Gradients | None, scale: float | DeviceScale, max_norm: float | None
+    ) -> None:
         """Run a step that looks at every tensor, and keep it for the next."""
         self._repeat = None
         read = read_once(self.param_groups, READ)
         check_groups(self._op, read, self._capture_type)
         rows = self._find_dtensors()
         on_device = isinstance(scale, DeviceScale)
-        update = Update(self._op, self.param_groups, read, self.state, grads, rows, self._steppers, on_device)
-        full, sharded = grouped(update.owners, [grad for some in update.grads for grad in some], rows)
+        update = Update(
+            self._op, self.param_groups, read, self.state, grads, rows, self._steppers, on_device
+        )
+        full, sharded = grouped(
+            update.owners, [grad for some in update.grads for grad in some], rows
+        )
         clipped = self._clipped_scale(full, sharded, scale, max_norm)
         if clipped is None:
             return
         update.run(clipped, update.grads)
-        increment_version([owner for owner in update.owners if owner in rows])  # the kernel has seen their parts alone
+        # the kernel has seen their parts alone
+        increment_version([owner for owner in update.owners if owner in rows])
         update.commit()
         self._repeat = update
 
@@ -242,15 +296,19 @@ class AdamOptimizer(ShardableOptimizer):
         scale: float | DeviceScale,
         max_norm: float | None,
     ) -> float | DeviceScale | None:
-        """Return the scale with the clip coefficient in it, or None after counting a skipped step. The device does its own."""
+        """Return the scale with the clip coefficient in it, or None after counting a skipped
+        step. The device does its own.
+        """
         if isinstance(scale, DeviceScale):
             if sharded and max_norm is not None:
                 raise ValueError(
-                    f"{self._op}: max_norm has {max_norm} for capturable DTensors that are sharded; expected None (their norm "
+                    f"{self._op}: max_norm has {max_norm} for capturable DTensors that are "
+                    f"sharded; expected None (their norm "
                     "needs other ranks: call clip_grad_norm_ before the step)"
                 )
             return scale
-        norm = None if max_norm is None else global_norm(grads, sharded)  # before any decision of this rank alone
+        # before any decision of this rank alone
+        norm = None if max_norm is None else global_norm(grads, sharded)
         found_inf = getattr(self, "found_inf", None)
         if found_inf is not None and float(found_inf) != 0.0:
             self._skip("GradScaler found a gradient that is not finite")
@@ -263,7 +321,12 @@ class AdamOptimizer(ShardableOptimizer):
         return clipped
 
     def _skip(self, why: str) -> None:
-        logger.warning("%s: step skipped, nothing written: %s (skipped so far: %d)", self._op, why, self._count_skip())
+        logger.warning(
+            "%s: step skipped, nothing written: %s (skipped so far: %d)",
+            self._op,
+            why,
+            self._count_skip(),
+        )
 
     def _own_state_dict(self) -> dict[str, Any]:
         dtensors = self._find_dtensors()
@@ -272,11 +335,16 @@ class AdamOptimizer(ShardableOptimizer):
             for param, number in numbers_of(self.param_groups).items()
             if (state := self.state.get(param))
         }
-        return {"state": {**states, **other_entries(self.state)}, "param_groups": export_groups(self.param_groups)}
+        return {
+            "state": {**states, **other_entries(self.state)},
+            "param_groups": export_groups(self.param_groups),
+        }
 
     def _load_own(self, state_dict: dict[str, Any]) -> None:
         options = import_groups(self._op, self.param_groups, state_dict)
-        states, masters = import_states(self._op, self.param_groups, state_dict, self._find_dtensors())
+        states, masters = import_states(
+            self._op, self.param_groups, state_dict, self._find_dtensors()
+        )
         take_masters(masters)
         for group, new_options in zip(self.param_groups, options, strict=True):
             group.update(new_options)
@@ -289,47 +357,58 @@ class AdamOptimizer(ShardableOptimizer):
 
 
 class FusedAdam(AdamOptimizer):
-    """Adam and AdamW over CUDA or CPU parameters in one pass over memory; each parameter's device selects the kernel.
+    """Adam and AdamW over CUDA or CPU parameters in one pass over memory; each parameter's device
+    selects the kernel.
 
     Updated weights have the same bits on every device and instruction set.
 
-    params: tensors, (name, tensor) pairs, or dicts of them with options of their own, as in torch.optim; float32 |
-        bfloat16 | float16, any shape, dense (contiguous, channels_last, transposed). States have the parameter's strides; a
-        gradient with other strides is copied. FSDP2's DTensors are accepted if they are contiguous and their placements are
-        Shard(0) and Replicate(): then step(max_norm=) is collective, and ``state`` has this rank's local parts, which
-        state_dict() shows as DTensors. A gradient may have another of these dtypes than its parameter (``p.grad_dtype``, or
-        ``step(grads=)``).
-    lr, betas, eps, weight_decay, amsgrad, maximize: as in torch.optim.AdamW (but weight_decay is 0 by default).
-    adam_w_mode: True decays weights (AdamW); False adds weight_decay * weight to the gradient (Adam).
+    params: tensors, (name, tensor) pairs, or dicts of them with options of their own, as in
+        torch.optim; float32 | bfloat16 | float16, any shape, dense (contiguous, channels_last,
+        transposed). States have the parameter's strides; a gradient with other strides is copied.
+        FSDP2's DTensors are accepted if they are contiguous and their placements are Shard(0) and
+        Replicate(): then step(max_norm=) is collective, and ``state`` has this rank's local parts,
+        which state_dict() shows as DTensors. A gradient may have another of these dtypes than its
+        parameter (``p.grad_dtype``, or ``step(grads=)``).
+    lr, betas, eps, weight_decay, amsgrad, maximize: as in torch.optim.AdamW (but weight_decay is 0
+    by default).
+    adam_w_mode: True decays weights (AdamW); False adds weight_decay * weight to the gradient
+    (Adam).
     bias_correction: False omits the division by 1 - beta**step.
-    master: "fp32" keeps a float32 copy of bfloat16 and float16 weights, made at their first step. Steps update the copy and
-        round the weights from it, so a weight written by other code in between is overwritten. "split" keeps, for bfloat16
-        weights only, the 16 bits that the weight lacks: the same bits as "fp32" in 2 bytes less per parameter. A weight
-        written by other code keeps its change.
-    state_dtype: how exp_avg and exp_avg_sq are stored. "fp32"; "bf16" (2 bytes per element each, exp_avg_sq rounded
-        stochastically); "8bit" (1 byte per element each and a float32 scale per 256 elements, rounded stochastically). The
-        random bits are keyed as those of stochastic_rounding. "bf16" and "8bit" exclude amsgrad and parameters that are not
-        contiguous. A NaN or infinity in an 8-bit moment makes its 256 elements NaN (squares overflow for gradients from about
-        1e20: clip, or unscale, before).
-    stochastic_rounding, seed: round bfloat16 weights without a master up or down at random, keyed by (seed, step,
-        parameter, element): the same bits everywhere. float32 weights need no rounding; float16 weights, and bfloat16 ones
-        that are not contiguous, are refused.
-    capturable: for CUDA parameters of one device, in all groups or none. Step counts, scales, norm, clipping and the decision
-        to skip stay on the device, and step does not synchronize, so a CUDA graph can capture it; the bits are those of the
-        ordinary step. As in torch: run a step with all gradients before the capture (states must exist), keep parameters
-        and gradients at their addresses, and capture again after load_state_dict (it also replaces an lr tensor) or for
-        another set of gradients. Each replay reads lr and grad_scale if they are tensors on the device (float32 or float64;
-        their values are not checked); numbers and other options are fixed at capture. The optimizer must live as long as its
-        graphs. Sharded DTensors accept no max_norm then: their norm needs other ranks. shardcore.shard describes capturable
-        for sharded optimizers.
+    master: "fp32" keeps a float32 copy of bfloat16 and float16 weights, made at their first step.
+        Steps update the copy and round the weights from it, so a weight written by other code in
+        between is overwritten. "split" keeps, for bfloat16 weights only, the 16 bits that the
+        weight lacks: the same bits as "fp32" in 2 bytes less per parameter. A weight written by
+        other code keeps its change.
+    state_dtype: how exp_avg and exp_avg_sq are stored. "fp32"; "bf16" (2 bytes per element each,
+        exp_avg_sq rounded stochastically); "8bit" (1 byte per element each and a float32 scale per
+        256 elements, rounded stochastically). The random bits are keyed as those of
+        stochastic_rounding. "bf16" and "8bit" exclude amsgrad and parameters that are not
+        contiguous. A NaN or infinity in an 8-bit moment makes its 256 elements NaN (squares
+        overflow for gradients from about 1e20: clip, or unscale, before).
+    stochastic_rounding, seed: round bfloat16 weights without a master up or down at random, keyed
+        by (seed, step, parameter, element): the same bits everywhere. float32 weights need no
+        rounding; float16 weights, and bfloat16 ones that are not contiguous, are refused.
+    capturable: for CUDA parameters of one device, in all groups or none. Step counts, scales, norm,
+        clipping and the decision to skip stay on the device, and step does not synchronize, so a
+        CUDA graph can capture it; the bits are those of the ordinary step. As in torch: run a step
+        with all gradients before the capture (states must exist), keep parameters and gradients at
+        their addresses, and capture again after load_state_dict (it also replaces an lr tensor) or
+        for another set of gradients. Each replay reads lr and grad_scale if they are tensors on the
+        device (float32 or float64; their values are not checked); numbers and other options are
+        fixed at capture. The optimizer must live as long as its graphs. Sharded DTensors accept no
+        max_norm then: their norm needs other ranks. shardcore.shard describes capturable for
+        sharded optimizers.
 
-    Raises ValueError or TypeError for options and parameters that no step can use; torch.optim's errors for `params` itself.
-    Source: Kingma and Ba 2015, algorithm 1 (arXiv:1412.6980); Loshchilov and Hutter 2019, algorithm 2 (arXiv:1711.05101);
-    Reddi et al. 2018, algorithm 2 (arXiv:1904.09237), with its maximum taken before bias correction as torch does.
+    Raises ValueError or TypeError for options and parameters that no step can use; torch.optim's
+    errors for `params` itself. Source: Kingma and Ba 2015, algorithm 1 (arXiv:1412.6980);
+    Loshchilov and Hutter 2019, algorithm 2 (arXiv:1711.05101); Reddi et al. 2018, algorithm 2
+    (arXiv:1904.09237), with its maximum taken before bias correction as torch does.
     """
 
 
 class CPUAdam(AdamOptimizer):
-    """FusedAdam for CPU parameters only, for optimizer states in host memory. ValueError for CUDA parameters."""
+    """FusedAdam for CPU parameters only, for optimizer states in host memory. ValueError for
+    CUDA parameters.
+    """
 
     _device_type = "cpu"

@@ -1,7 +1,8 @@
-"""What the optimizers of shard() share: torch.optim's interface, handed to the engine once a model is sharded.
+"""What the optimizers of shard() share: torch.optim's interface, handed to the engine once a model
+is sharded.
 
-`Kind` is what the engine knows of an optimizer: its options, its states and their checks. The engine holds no optimizer, only
-its kind and its groups.
+`Kind` is what the engine knows of an optimizer: its options, its states and their checks. The
+engine holds no optimizer, only its kind and its groups.
 """
 
 import math
@@ -23,8 +24,9 @@ Group = Mapping[str, Any]
 class Kind(Protocol):
     """What the engine has to know of an optimizer.
 
-    on_device: whether the device can decide on a step (engine/device_step.py). name: of its class, for messages. read: the
-    options that may be tensors of one element; on a device, a step reads them once (options.read_once).
+    on_device: whether the device can decide on a step (engine/device_step.py). name: of its class,
+    for messages. read: the options that may be tensors of one element; on a device, a step reads
+    them once (options.read_once).
     """
 
     name: str
@@ -43,7 +45,9 @@ class Kind(Protocol):
         """Raise ValueError or TypeError for an option that no step can use."""
 
     def hyper(self, group: Group, step: int, grad_scale: float) -> Any:
-        """Return what updates parameters in their `step`-th step (from 1), with gradients multiplied by `grad_scale`."""
+        """Return what updates parameters in their `step`-th step (from 1), with gradients
+        multiplied by `grad_scale`.
+        """
 
     def format_of(self, group: Group, dtype: torch.dtype) -> StateFormat:
         """Return how states of weights of `dtype` are kept by the options of `group`."""
@@ -51,21 +55,29 @@ class Kind(Protocol):
     def export_groups(self, groups: Sequence[Group]) -> list[dict[str, Any]]:
         """Return param_groups as torch.optim writes them."""
 
-    def import_groups(self, op: str, groups: Sequence[Group], state_dict: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return the options that loading `state_dict` gives to each group; ValueError or TypeError for unknown ones."""
+    def import_groups(
+        self, op: str, groups: Sequence[Group], state_dict: Mapping[str, Any]
+    ) -> list[dict[str, Any]]:
+        """Return the options that loading `state_dict` gives to each group; ValueError or
+        TypeError for unknown ones.
+        """
 
     def import_state(
         self, op: str, name: str, saved: Any, param: torch.Tensor, state_format: StateFormat
     ) -> tuple[Mapping[str, Any], list[str]]:
-        """Return a parameter's state, checked, and in words what of it is lost. Raises ValueError or TypeError."""
+        """Return a parameter's state, checked, and in words what of it is lost. Raises
+        ValueError or TypeError.
+        """
 
 
 @cache
 def refuse_others() -> None:
-    """Make an optimizer that is made after shard refuse to step the sharded model, from now on in this process.
+    """Make an optimizer that is made after shard refuse to step the sharded model, from now on in
+    this process.
 
-    From stage 1 on it finds no p.grad, so it would update nothing, silently. An optimizer around the one that shard returned
-    (FairScale's OSS, Lookahead) may have the same parameters: by the end of its step, the gradients are used.
+    From stage 1 on it finds no p.grad, so it would update nothing, silently. An optimizer around
+    the one that shard returned (FairScale's OSS, Lookahead) may have the same parameters: by the
+    end of its step, the gradients are used.
     """
     register_optimizer_step_post_hook(_refuse_other)
 
@@ -74,32 +86,39 @@ def _refuse_other(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if getattr(optimizer, "_engine", None) is not None:  # the one that shard returned
         return
     for group in optimizer.param_groups:
-        if not isinstance(group, dict):  # an overlapped step is under way, for which reading "params" would wait
+        # an overlapped step is under way, for which reading "params" would wait
+        if not isinstance(group, dict):
             return
         engine = engine_of(next(iter(group["params"]), None))  # the first of a group is enough
         if engine is not None and engine.has_unused_grads:
             raise ValueError(
-                f"step: this {type(optimizer).__name__} has parameters that shardcore.shard sharded with another optimizer, "
+                f"step: this {type(optimizer).__name__} has parameters that shardcore.shard "
+                f"sharded with another optimizer, "
                 "and finds no p.grad; expected step() of the optimizer that shard returned"
             )
 
 
-OFFLOADABLE = ("optim_states", "hp_params", "lp_grads", "contiguous_grad_buffer")  # of DeepSpeed's OffloadStateTypeEnum
+# of DeepSpeed's OffloadStateTypeEnum
+OFFLOADABLE = ("optim_states", "hp_params", "lp_grads", "contiguous_grad_buffer")
 
 
 class ShardableOptimizer(torch.optim.Optimizer):
-    """What shard returns as an optimizer: its public methods delegate to the engine once there is one."""
+    """What shard returns as an optimizer: its public methods delegate to the engine once there
+    is one.
+    """
 
     kind: Kind
-    # The Engine, or None. No default: Lightning's Fabric wraps an optimizer in a subclass that looks up what it lacks.
+    # The Engine, or None. No default: Lightning's Fabric wraps an optimizer in a subclass that
+    # looks up what it lacks.
     _engine: Any
     _regroup: Callable[
         [Any, Any, BaseException | None], None
     ]  # after shard: lays out states for new groups (engine/regroup.py)
     _skipped: int
     _device_state: DeviceState | None  # of capturable steps
-    # GradScaler's protocol: it leaves gradients alone and sets the attributes grad_scale (divides) and found_inf (skips)
-    # during one step. They must not be class attributes: GradScaler multiplies what it finds.
+    # GradScaler's protocol: it leaves gradients alone and sets the attributes grad_scale (divides)
+    # and found_inf (skips) during one step. They must not be class attributes: GradScaler
+    # multiplies what it finds.
     _step_supports_amp_scaling = True
 
     @property
@@ -124,8 +143,12 @@ class ShardableOptimizer(torch.optim.Optimizer):
             problems.append(error)
         return self._engine.step(closure, grads, scale, limit, problems)
 
-    def _checked(self, grad_scale: object, max_norm: object) -> tuple[float | DeviceScale, float | None]:
-        """Return what multiplies gradients, a GradScaler's scale included, and max_norm. Raises ValueError or TypeError."""
+    def _checked(
+        self, grad_scale: object, max_norm: object
+    ) -> tuple[float | DeviceScale, float | None]:
+        """Return what multiplies gradients, a GradScaler's scale included, and max_norm. Raises
+        ValueError or TypeError.
+        """
         limit = None if max_norm is None else check_max_norm(self._op, max_norm)
         return host_scale(self._op, grad_scale, getattr(self, "grad_scale", None)), limit
 
@@ -133,11 +156,14 @@ class ShardableOptimizer(torch.optim.Optimizer):
         """Forget what repeats the last step: the states are others now."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; TypeError for `state` once it is sharded, where a new dict would change nothing."""
+        """Set an attribute; TypeError for `state` once it is sharded, where a new dict would
+        change nothing.
+        """
         if name == "state":
             if self.__dict__.get("_engine") is not None:
                 raise TypeError(
-                    "optimizer.state: it was replaced, but states are sharded; expected optimizer.load_state_dict(), or "
+                    "optimizer.state: it was replaced, but states are sharded; expected "
+                    "optimizer.load_state_dict(), or "
                     "shardcore.load_sharded_state_dict(optimizer, ...)"
                 )
             self.forget()
@@ -146,8 +172,9 @@ class ShardableOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group: {"params": ..., options that differ from the constructor's}.
 
-        After `shard` it is collective and takes parameters of the model that are in no group, such as those that were frozen
-        then; they get masters and states (see shardcore.unfreeze, of which it has the errors, too).
+        After `shard` it is collective and takes parameters of the model that are in no group, such
+        as those that were frozen then; they get masters and states (see shardcore.unfreeze, of
+        which it has the errors, too).
 
         Raises ValueError or TypeError for options and parameters that no step can use.
         """
@@ -161,8 +188,8 @@ class ShardableOptimizer(torch.optim.Optimizer):
             self._add_group(param_group)
             if strange := [p for p in param_group["params"] if engine_of(p) is not self._engine]:
                 raise ValueError(
-                    f"{self._op}: add_param_group was called after shard with {len(strange)} parameters that are not the "
-                    "model's; expected parameters that it had in shard"
+                    f"{self._op}: add_param_group was called after shard with {len(strange)} "
+                    f"parameters that are not the model's; expected parameters that it had in shard"
                 )
         except BaseException as error:  # of any kind: the other ranks are waiting
             problem = error
@@ -179,7 +206,8 @@ class ShardableOptimizer(torch.optim.Optimizer):
 
     @property
     def skipped_steps(self) -> int:
-        """How many steps were skipped since the start; `shardcore.load` and going on from a commit restore it.
+        """How many steps were skipped since the start; `shardcore.load` and going on from a commit
+        restore it.
 
         Where the device decides (capturable; after shard) this synchronizes.
         """
@@ -189,7 +217,9 @@ class ShardableOptimizer(torch.optim.Optimizer):
 
     @property
     def overflow(self) -> bool:
-        """Whether the last sharded step was skipped, as its norm was not finite; Accelerate reads it. Waits for that norm."""
+        """Whether the last sharded step was skipped, as its norm was not finite; Accelerate
+        reads it. Waits for that norm.
+        """
         norm = None if self._engine is None else self._engine.last_grad_norm
         return norm is not None and not math.isfinite(norm)
 
@@ -203,7 +233,8 @@ class ShardableOptimizer(torch.optim.Optimizer):
 
     @property
     def loss_scale(self) -> float:
-        """What `scale_loss` multiplies by now; 1.0 where losses are not scaled. The same on every rank.
+        """What `scale_loss` multiplies by now; 1.0 where losses are not scaled. The same on every
+        rank.
 
         On a GPU that has all states, reading it synchronizes with the last step.
         """
@@ -212,20 +243,22 @@ class ShardableOptimizer(torch.optim.Optimizer):
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss to run backward on: `optimizer.scale_loss(loss).backward()`.
 
-        With shardcore.shard(precision="fp16"), or a `loss_scale` for float16 weights, that is loss * loss_scale in at least
-        float32, and the reduction divides the gradients by loss_scale; otherwise, and without shard, it is loss itself.
-        TypeError if loss is not a tensor.
+        With shardcore.shard(precision="fp16"), or a `loss_scale` for float16 weights, that is loss
+        * loss_scale in at least float32, and the reduction divides the gradients by loss_scale;
+        otherwise, and without shard, it is loss itself. TypeError if loss is not a tensor.
         """
         if not isinstance(loss, torch.Tensor):
             raise TypeError(f"scale_loss: loss has type {type(loss).__name__}; expected a tensor")
         return loss if self._engine is None else self._engine.scale_loss(loss)
 
     def synchronize(self) -> None:
-        """Wait until the last step is complete. Only with shardcore.shard(overlap_step=True) it may not be when `step` returns.
+        """Wait until the last step is complete. Only with shardcore.shard(overlap_step=True) it may
+        not be when `step` returns.
 
-        Reading weights through the model or `param_groups` waits without this call. Parameters referenced from before the step
-        have the new weights after it (an average of the weights over such references needs it, one over `model.parameters()`
-        does not); on CUDA in the order of the current stream. RuntimeError if the step failed.
+        Reading weights through the model or `param_groups` waits without this call. Parameters
+        referenced from before the step have the new weights after it (an average of the weights
+        over such references needs it, one over `model.parameters()` does not); on CUDA in the order
+        of the current stream. RuntimeError if the step failed.
         """
         if self._engine is not None:
             self._engine.synchronize()
@@ -244,28 +277,41 @@ class ShardableOptimizer(torch.optim.Optimizer):
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """Free device memory between two phases of training: for generation, evaluation, another model. Only after `shard`.
+        """Free device memory between two phases of training: for generation, evaluation, another
+        model. Only after `shard`.
 
-        Adam's states and master weights move from the device to host memory until `reload_states`, and the buffers of gradients
-        and gathered weights are freed; weights stay, and forwards without gradients, saves and state dicts work. step() raises
-        an error until then. Names, arguments and call are DeepSpeed's. Not collective. Waits for the device. CUDA graphs that
+        Adam's states and master weights move from the device to host memory until `reload_states`,
+        and the buffers of gradients and gathered weights are freed; weights stay, and forwards
+        without gradients, saves and state dicts work. step() raises an error until then. Names,
+        arguments and call are DeepSpeed's. Not collective. Waits for the device. CUDA graphs that
         were captured with a step must not be replayed any more.
 
         Args:
-            include: What to move or free: "optim_states" or "hp_params" (states and masters, together), "lp_grads" or
-                "contiguous_grad_buffer" (the buffers, together); None: all.
+            include: What to move or free: "optim_states" or "hp_params" (states and masters,
+                together), "lp_grads" or "contiguous_grad_buffer" (the buffers, together); None:
+                all.
             device: "cpu".
             pin_memory: Whether that host memory is page-locked, for faster copies.
-            non_blocking: Accepted; the copies are complete when the call returns, as the memory is to be free then.
+            non_blocking: Accepted; the copies are complete when the call returns, as the memory is
+            to be free then.
 
-        Raises ValueError for other names and devices, "lp_params" (weights stay), and where buffers are to be freed that have
-        gradients; MemoryError, with nothing moved, for too little host memory.
+        Raises ValueError for other names and devices, "lp_params" (weights stay), and where buffers
+        are to be freed that have gradients; MemoryError, with nothing moved, for too little host
+        memory.
         """
         given = [include] if isinstance(include, str) else include
-        chosen = OFFLOADABLE if given is None else [str(getattr(name, "value", name)) for name in given]
+        chosen = (
+            OFFLOADABLE if given is None else [str(getattr(name, "value", name)) for name in given]
+        )
         if strange := [name for name in chosen if name not in OFFLOADABLE]:
-            why = ' (weights stay; offload={"params": "cpu"} keeps them in host memory)' if "lp_params" in strange else ""
-            raise ValueError(f"offload_states: include has {strange}; expected some of {list(OFFLOADABLE)}{why}")
+            why = (
+                ' (weights stay; offload={"params": "cpu"} keeps them in host memory)'
+                if "lp_params" in strange
+                else ""
+            )
+            raise ValueError(
+                f"offload_states: include has {strange}; expected some of {list(OFFLOADABLE)}{why}"
+            )
         if getattr(device, "value", device) != "cpu":
             raise ValueError(f'offload_states: device has {device!r}; expected "cpu"')
         self._sharded("offload_states").offload_states(
@@ -275,22 +321,28 @@ class ShardableOptimizer(torch.optim.Optimizer):
         )
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Move back to the device what `offload_states` moved; nothing if nothing is away. Waits for the copies.
+        """Move back to the device what `offload_states` moved; nothing if nothing is away. Waits
+        for the copies.
 
-        torch's out-of-memory error, with nothing moved, if the device has too little free memory. Not collective.
+        torch's out-of-memory error, with nothing moved, if the device has too little free memory.
+        Not collective.
         """
         self._sharded("reload_states").reload_states()
 
     def _sharded(self, op: str) -> Any:
         if self._engine is None:
-            raise ValueError(f"{op}: this {self._op} is not sharded; expected the optimizer that shardcore.shard returned")
+            raise ValueError(
+                f"{op}: this {self._op} is not sharded; expected the optimizer that "
+                f"shardcore.shard returned"
+            )
         return self._engine
 
     def state_dict(self) -> dict[str, Any]:
-        """Return states and groups in the form of torch.optim, whose own optimizer can load it. After shard: collective.
+        """Return states and groups in the form of torch.optim, whose own optimizer can load it.
+        After shard: collective.
 
-        Step tensors are new. The other tensors are the live ones, as in torch, except 8-bit moments and split masters: these
-        are float32 copies, and loading them back is exact.
+        Step tensors are new. The other tensors are the live ones, as in torch, except 8-bit moments
+        and split masters: these are float32 copies, and loading them back is exact.
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
@@ -306,12 +358,15 @@ class ShardableOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class, or of torch.optim's: all of it, or nothing on an error.
 
-        Tensors are copied to the parameters' devices and stored as state_dtype and master say, whatever the parameters' dtype;
-        a UserWarning says what that loses. With master="split" a loaded master also sets the weights, which are its upper
-        half. Raises ValueError or TypeError for other shapes, numbers of parameters, or keys.
+        Tensors are copied to the parameters' devices and stored as state_dtype and master say,
+        whatever the parameters' dtype; a UserWarning says what that loses. With master="split" a
+        loaded master also sets the weights, which are its upper half. Raises ValueError or
+        TypeError for other shapes, numbers of parameters, or keys.
         """
         if not isinstance(state_dict, dict):
-            raise TypeError(f"{self._op}: state_dict has type {type(state_dict).__name__}; expected a dict")
+            raise TypeError(
+                f"{self._op}: state_dict has type {type(state_dict).__name__}; expected a dict"
+            )
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, state_dict)
@@ -329,7 +384,8 @@ class ShardableOptimizer(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         if self._engine is not None:
             raise TypeError(
-                f"{self._op}: this sharded optimizer cannot be copied; expected state_dict() (its state is on all ranks)"
+                f"{self._op}: this sharded optimizer cannot be copied; expected state_dict() (its "
+                f"state is on all ranks)"
             )
         state: dict[str, Any] = super().__getstate__()
         return {**state, "_skipped": self._skipped, "_device_state": self._device_state}

@@ -1,20 +1,23 @@
 """The global norm of gradients, and clipping.
 
-Invariant: _C.sq_norm sums squares in blocks of 256 and adds blocks in double-double, so neither the order nor the grouping of
-the tensors changes the norm; the coefficient is csrc/core/grad_scale.h, one formula for host and device. Norms of other orders
-than 2 are torch's for each tensor (or shard of one), joined in float64.
+Invariant: _C.sq_norm sums squares in blocks of 256 and adds blocks in double-double, so neither the
+order nor the grouping of the tensors changes the norm; the coefficient is csrc/core/grad_scale.h,
+one formula for host and device. Norms of other orders than 2 are torch's for each tensor (or shard
+of one), joined in float64.
 
 Note [torch's clipping functions]: Trainer, Accelerate, Lightning and most training loops clip by
-torch.nn.utils.clip_grad_norm_ or clip_grad_value_. From stage 1 on these would find no p.grad, clip nothing and return 0
-silently, and torch has no public hook for parameters here. So the first `shard` at stage 1, 2 or 3 replaces the functions in
-torch.nn.utils and torch.nn.utils.clip_grad: they pass sharded parameters to their engine, and all others to torch's function.
-Functions imported by name before that (`from torch.nn.utils import clip_grad_norm_` at the top of a script) are not replaced.
-torch's clip_grad_norm_ calls `_clip_grads_with_norm_` of its module, which is given the parameters but not norm_type; so it is
-replaced by an error where any of them is sharded. clip_grad_value_ calls nothing that sees parameters.
+torch.nn.utils.clip_grad_norm_ or clip_grad_value_. From stage 1 on these would find no p.grad, clip
+nothing and return 0 silently, and torch has no public hook for parameters here. So the first
+`shard` at stage 1, 2 or 3 replaces the functions in torch.nn.utils and torch.nn.utils.clip_grad:
+they pass sharded parameters to their engine, and all others to torch's function. Functions imported
+by name before that (`from torch.nn.utils import clip_grad_norm_` at the top of a script) are not
+replaced. torch's clip_grad_norm_ calls `_clip_grads_with_norm_` of its module, which is given the
+parameters but not norm_type; so it is replaced by an error where any of them is sharded.
+clip_grad_value_ calls nothing that sees parameters.
 
-A list that leaves out parameters without a gradient, `[p for p in ... if p.grad is not None]`, is empty then, as is the list of
-gradients that get_total_norm takes: the functions warn. `foreach` only selects torch's implementation, so it has no effect for
-sharded parameters.
+A list that leaves out parameters without a gradient, `[p for p in ... if p.grad is not None]`, is
+empty then, as is the list of gradients that get_total_norm takes: the functions warn. `foreach`
+only selects torch's implementation, so it has no effect for sharded parameters.
 
 Tested with torch 2.13.0.
 """
@@ -41,7 +44,9 @@ ShardedGradients = Mapping[Groups, Sequence[torch.Tensor]]
 
 
 def check_norm_type(op: str, norm_type: object) -> float:
-    """Return norm_type as a float; ValueError unless it is above 0. Infinity, or "inf", is the largest element."""
+    """Return norm_type as a float; ValueError unless it is above 0. Infinity, or "inf", is the
+    largest element.
+    """
     x = math.inf if norm_type == "inf" else number(op, "norm_type", norm_type)
     if not x > 0.0:
         raise ValueError(f"{op}: norm_type has {x}; expected a number above 0, or inf")
@@ -49,7 +54,8 @@ def check_norm_type(op: str, norm_type: object) -> float:
 
 
 def norm_part(tensors: Sequence[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
-    """Return the norm of these tensors in a form that `join` adds to others: float64 (2,) on the CPU.
+    """Return the norm of these tensors in a form that `join` adds to others: float64 (2,) on the
+    CPU.
 
     With norm_type 2 that is the sum of squares as a double-double, else (norm, 0).
     """
@@ -59,14 +65,28 @@ def norm_part(tensors: Sequence[torch.Tensor], norm_type: float = 2.0) -> torch.
     if norm_type == 2.0:
         totals = [_C.sq_norm(group).cpu() for group in groups.values()]
         return totals[0] if len(totals) == 1 else join(totals)
-    filled = [some for group in groups.values() if (some := [tensor for tensor in group if tensor.numel()])]
-    norms = [torch.stack(torch._foreach_norm(some, norm_type, dtype=torch.float32)).cpu().double() for some in filled]
+    filled = [
+        some
+        for group in groups.values()
+        if (some := [tensor for tensor in group if tensor.numel()])
+    ]
+    norms = [
+        torch.stack(torch._foreach_norm(some, norm_type, dtype=torch.float32)).cpu().double()
+        for some in filled
+    ]
     return join([torch.stack([norm, torch.zeros_like(norm)], dim=1) for norm in norms], norm_type)
 
 
 def join(parts: Sequence[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
-    """Add norm_parts, float64 (2,) or rows (n, 2) on the CPU, and return the norm_part of all their tensors."""
-    rows = torch.cat([torch.zeros(1, 2, dtype=torch.float64, device="cpu"), *(part.view(-1, 2) for part in parts)])
+    """Add norm_parts, float64 (2,) or rows (n, 2) on the CPU, and return the norm_part of all
+    their tensors.
+    """
+    rows = torch.cat(
+        [
+            torch.zeros(1, 2, dtype=torch.float64, device="cpu"),
+            *(part.view(-1, 2) for part in parts),
+        ]
+    )
     if norm_type == 2.0:
         return _C.sq_norm_add(rows)
     return torch.stack([torch.linalg.vector_norm(rows[:, 0], norm_type), rows[0, 1]])
@@ -78,7 +98,9 @@ def norm_of(part: torch.Tensor, norm_type: float = 2.0) -> float:
 
 
 def global_norm(tensors: Sequence[torch.Tensor], sharded: ShardedGradients | None = None) -> float:
-    """Return the Euclidean norm over all tensors, rounded to float32; 0 for none. See global_part."""
+    """Return the Euclidean norm over all tensors, rounded to float32; 0 for none. See
+    global_part.
+    """
     return norm_of(global_part(tensors, sharded))
 
 
@@ -87,10 +109,11 @@ def global_part(
 ) -> torch.Tensor:
     """Return the norm_part of all tensors, of all ranks. Synchronizes with their devices.
 
-    tensors: float32 | bfloat16 | float16, any shapes, on any devices; blocks are those of their memory, or of contiguous
-    copies of what is not dense. A non-finite element makes it non-finite.
-    sharded: local parts of which other ranks hold the rest; they are joined over those ranks in rank order, which is
-    collective: every rank of their meshes makes the same call, even without tensors.
+    tensors: float32 | bfloat16 | float16, any shapes, on any devices; blocks are those of their
+    memory, or of contiguous copies of what is not dense. A non-finite element makes it non-finite.
+    sharded: local parts of which other ranks hold the rest; they are joined over those ranks in
+    rank order, which is collective: every rank of their meshes makes the same call, even without
+    tensors.
     """
     total = norm_part(tensors, norm_type)
     for groups, some in (sharded or {}).items():
@@ -101,8 +124,12 @@ def global_part(
     return total
 
 
-def _local_grad(op: str, index: int, param: object, dtensors: Mapping[torch.Tensor, Rows]) -> torch.Tensor | None:
-    """Return this rank's part of a parameter's gradient. Raises TypeError or ValueError for what cannot be scaled."""
+def _local_grad(
+    op: str, index: int, param: object, dtensors: Mapping[torch.Tensor, Rows]
+) -> torch.Tensor | None:
+    """Return this rank's part of a parameter's gradient. Raises TypeError or ValueError for what
+    cannot be scaled.
+    """
     if not isinstance(param, torch.Tensor):
         raise TypeError(f"{op}: params[{index}] has type {type(param).__name__}; expected a tensor")
     grad = param.grad
@@ -129,21 +156,27 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> torch.Tensor:
-    """Scale gradients in place so that their global norm is at most max_norm, and return the norm from before.
+    """Scale gradients in place so that their global norm is at most max_norm, and return the norm
+    from before.
 
-    model_or_params: a module, a parameter or parameters. Each ``.grad`` (float32 | bfloat16 | float16) is multiplied by
-        min(1, max_norm / (norm + 1e-6)), as torch.nn.utils.clip_grad_norm_ does (a non-finite norm included).
-    norm_type: a number above 0, or inf; with 2 the norm has the same bits however gradients are sharded.
+    model_or_params: a module, a parameter or parameters. Each ``.grad`` (float32 | bfloat16 |
+        float16) is multiplied by min(1, max_norm / (norm + 1e-6)), as
+        torch.nn.utils.clip_grad_norm_ does (a non-finite norm included).
+    norm_type: a number above 0, or inf; with 2 the norm has the same bits however gradients are
+    sharded.
     error_if_nonfinite: raise RuntimeError for a norm that is not finite, with no gradient changed.
 
-    Returns a float32 tensor of shape () on the engine's or the first gradient's device, the same on every rank. Synchronizes
-    with the devices of the gradients. Raises ValueError or TypeError before any gradient changes.
+    Returns a float32 tensor of shape () on the engine's or the first gradient's device, the same on
+    every rank. Synchronizes with the devices of the gradients. Raises ValueError or TypeError
+    before any gradient changes.
 
-    For a sharded model (shardcore.shard), or parameters of one, the engine clips the gradients that it holds: collective.
-    Parameters of several sharded models, and plain ones (whose gradients are the same on every rank), are clipped to their
-    joint norm. DTensor parameters are clipped by the norm over their mesh: collective, with replicated dimensions counted
-    once. In a training loop ``step(max_norm=...)`` does the same, to the same norm, without writing the gradients. Squares are
-    summed in the parameter's order in memory (channels_last, transposed), whatever its gradient's strides.
+    For a sharded model (shardcore.shard), or parameters of one, the engine clips the gradients that
+    it holds: collective. Parameters of several sharded models, and plain ones (whose gradients are
+    the same on every rank), are clipped to their joint norm. DTensor parameters are clipped by the
+    norm over their mesh: collective, with replicated dimensions counted once. In a training loop
+    ``step(max_norm=...)`` does the same, to the same norm, without writing the gradients. Squares
+    are summed in the parameter's order in memory (channels_last, transposed), whatever its
+    gradient's strides.
     """
     op = "clip_grad_norm_"
     engines: dict[Any, list[torch.Tensor] | None]
@@ -155,8 +188,15 @@ def clip_grad_norm_(
             model_or_params = model_or_params.parameters()
         if not isinstance(model_or_params, Iterable):
             given = type(model_or_params).__name__
-            raise TypeError(f"{op}: model_or_params has type {given}; expected a module, a parameter or parameters")
-        params = [model_or_params] if isinstance(model_or_params, torch.Tensor) else list(model_or_params)
+            raise TypeError(
+                f"{op}: model_or_params has type {given}; expected a module, a parameter or "
+                f"parameters"
+            )
+        params = (
+            [model_or_params]
+            if isinstance(model_or_params, torch.Tensor)
+            else list(model_or_params)
+        )
         engines = {**by_engine(params)}
 
     @functools.cache
@@ -164,12 +204,19 @@ def clip_grad_norm_(
         limit, order = check_max_norm(op, max_norm), check_norm_type(op, norm_type)
         dtensors = find_rows(op, [None if engine_of(p) is not None else p for p in params])
         plain = ((i, p) for i, p in enumerate(params) if engine_of(p) is None)
-        return limit, order, dtensors, {i: grad for i, p in plain if (grad := _local_grad(op, i, p, dtensors)) is not None}
+        return (
+            limit,
+            order,
+            dtensors,
+            {i: grad for i, p in plain if (grad := _local_grad(op, i, p, dtensors)) is not None},
+        )
 
     def what() -> str:
         return "max_norm={} norm_type={}".format(*checked())
 
-    shards = [engine.own_grads(op, some, what, lambda: checked()[1]) for engine, some in engines.items()]
+    shards = [
+        engine.own_grads(op, some, what, lambda: checked()[1]) for engine, some in engines.items()
+    ]
     limit, order, dtensors, found = checked()
     grads, owners = list(found.values()), [params[i] for i in found]
     in_order = _C.dense([*grads], owners)  # for the bits of step(max_norm=)
@@ -177,8 +224,8 @@ def clip_grad_norm_(
     norm = norm_of(join([part, *(each.part for each in shards)], order), order)
     if error_if_nonfinite and not math.isfinite(norm):
         raise RuntimeError(
-            f"{op}: the gradients' norm is {norm}; expected a finite one, as error_if_nonfinite=True says (False: they are "
-            "multiplied all the same)"
+            f"{op}: the gradients' norm is {norm}; expected a finite one, as "
+            f"error_if_nonfinite=True says (False: they are multiplied all the same)"
         )
     coefficient = _C.clip_coefficient(norm, limit)
     for each in shards:
@@ -208,7 +255,8 @@ def reach_shards() -> None:
     for name, function in ours.items():
         _torchs[name] = getattr(nn.utils, name)
         functools.update_wrapper(function, _torchs[name])
-        for module in (nn.utils, nn.utils.clip_grad):  # the deprecated clip_grad_norm calls the one in clip_grad
+        # the deprecated clip_grad_norm calls the one in clip_grad
+        for module in (nn.utils, nn.utils.clip_grad):
             if hasattr(module, name):
                 setattr(module, name, function)
     if hasattr(nn.utils.clip_grad, _OF_EARLY_IMPORTS):
@@ -220,14 +268,17 @@ def _listed(tensors: _Tensors) -> Sequence[torch.Tensor]:
 
 
 _INSTEAD = (
-    "gradients of a sharded model (stage 1 to 3) are in no p.grad: give clip_grad_norm_ all parameters, whatever their "
-    "p.grad is; with max_norm=math.inf it only returns the norm"
+    "gradients of a sharded model (stage 1 to 3) are in no p.grad: give clip_grad_norm_ all "
+    "parameters, whatever their p.grad is; with max_norm=math.inf it only returns the norm"
 )
 
 
 def _warn_if_empty(op: str, listed: Sequence[torch.Tensor]) -> None:
     if not listed:
-        warnings.warn(f"{op}: nothing was given, so nothing is clipped and a norm is 0 ({_INSTEAD})", stacklevel=3)
+        warnings.warn(
+            f"{op}: nothing was given, so nothing is clipped and a norm is 0 ({_INSTEAD})",
+            stacklevel=3,
+        )
 
 
 def _any_in_shards(params: Sequence[torch.Tensor]) -> bool:
@@ -245,7 +296,9 @@ def _clip_grad_norm_(
     if _any_in_shards(listed):
         return clip_grad_norm_(listed, max_norm, norm_type, error_if_nonfinite)
     _warn_if_empty("clip_grad_norm_", listed)
-    result: torch.Tensor = _torchs["clip_grad_norm_"](listed, max_norm, norm_type, error_if_nonfinite, foreach)
+    result: torch.Tensor = _torchs["clip_grad_norm_"](
+        listed, max_norm, norm_type, error_if_nonfinite, foreach
+    )
     return result
 
 
@@ -257,7 +310,9 @@ def _clip_grads_with_norm_(
     if _any_in_shards(listed):
 
         def coefficient() -> float:
-            return _C.clip_coefficient(number(op, "total_norm", total_norm), check_max_norm(op, max_norm))
+            return _C.clip_coefficient(
+                number(op, "total_norm", total_norm), check_max_norm(op, max_norm)
+            )
 
         for engine, params in by_engine(listed).items():
             engine.own_grads(op, params, lambda: f"{coefficient()}").scale(coefficient())
@@ -266,11 +321,14 @@ def _clip_grads_with_norm_(
         _torchs[op](listed, max_norm, total_norm, foreach)
 
 
-def _refuse_early_imports(parameters: _Tensors, max_norm: float, total_norm: torch.Tensor, foreach: bool | None = None) -> None:
+def _refuse_early_imports(
+    parameters: _Tensors, max_norm: float, total_norm: torch.Tensor, foreach: bool | None = None
+) -> None:
     if _any_in_shards(_listed(parameters)):
         raise RuntimeError(
-            "clip_grad_norm_: imported by name before shard(), it finds no gradient of a sharded model (stages 1 to 3); call "
-            "torch.nn.utils.clip_grad_norm_(parameters, max_norm), or shard(clip_grad_norm=max_norm)"
+            "clip_grad_norm_: imported by name before shard(), it finds no gradient of a sharded "
+            "model (stages 1 to 3); call torch.nn.utils.clip_grad_norm_(parameters, max_norm), or "
+            "shard(clip_grad_norm=max_norm)"
         )
     _torchs["clip_grads_with_norm_"](parameters, max_norm, total_norm, foreach)
 
@@ -294,7 +352,10 @@ def _clip_grad_value_(parameters: _Tensors, clip_value: float, foreach: bool | N
 
 
 def _get_total_norm(
-    tensors: _Tensors, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+    tensors: _Tensors,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
 ) -> torch.Tensor:
     listed = _listed(tensors)
     _warn_if_empty("get_total_norm", listed)

@@ -1,8 +1,10 @@
-"""DTensor parameters (FSDP2): the rows that this rank holds, and conversion between its local part and the DTensor.
+"""DTensor parameters (FSDP2): the rows that this rank holds, and conversion between its local part
+and the DTensor.
 
-Invariants: kernels and ``optimizer.state`` see only this rank's local part, a plain tensor; state dicts show DTensors, as
-torch.optim does. Nothing here communicates. torch.distributed.tensor is looked up in sys.modules, never imported: the import
-takes most of a second, and a process that has not imported it has no DTensors.
+Invariants: kernels and ``optimizer.state`` see only this rank's local part, a plain tensor; state
+dicts show DTensors, as torch.optim does. Nothing here communicates. torch.distributed.tensor is
+looked up in sys.modules, never imported: the import takes most of a second, and a process that has
+not imported it has no DTensors.
 """
 
 import sys
@@ -29,7 +31,9 @@ def is_dtensor(value: object) -> bool:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a DTensor, as a plain tensor of the same memory, and any other tensor as it is."""
+    """Return this rank's part of a DTensor, as a plain tensor of the same memory, and any other
+    tensor as it is.
+    """
     if not is_dtensor(tensor):
         return tensor
     with torch.no_grad():
@@ -38,7 +42,8 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return part if wait is None else wait()
 
 
-# The other ranks that hold rows of a DTensor: one process group per dimension of its mesh that is sharded.
+# The other ranks that hold rows of a DTensor: one process group per dimension of its mesh that is
+# sharded.
 Groups = tuple[dist.ProcessGroup, ...]
 
 
@@ -60,21 +65,31 @@ class Rows:
         return self.first_row * self.shape[1:].numel()
 
     def part(self, op: str, name: str, value: object) -> torch.Tensor:
-        """Return the local part of a DTensor that is placed as the parameter, or raise TypeError or ValueError."""
+        """Return the local part of a DTensor that is placed as the parameter, or raise TypeError
+        or ValueError.
+        """
         if not is_dtensor(value):
-            raise TypeError(f"{op}: {name} has type {type(value).__name__}; expected a DTensor, as its parameter is one")
+            raise TypeError(
+                f"{op}: {name} has type {type(value).__name__}; expected a DTensor, as its "
+                f"parameter is one"
+            )
         given: DTensor = value  # type: ignore[assignment]
         if given.shape != self.shape:
-            raise ValueError(f"{op}: {name} has shape {tuple(given.shape)}; expected {tuple(self.shape)}, the parameter's")
+            raise ValueError(
+                f"{op}: {name} has shape {tuple(given.shape)}; expected {tuple(self.shape)}, the "
+                f"parameter's"
+            )
         if given.device_mesh != self.mesh or given.placements != self.placements:
             raise ValueError(
-                f"{op}: {name} has placements {given.placements} on {given.device_mesh}; expected {self.placements} on "
-                f"{self.mesh}, as its parameter (redistribute it first)"
+                f"{op}: {name} has placements {given.placements} on {given.device_mesh}; expected "
+                f"{self.placements} on {self.mesh}, as its parameter (redistribute it first)"
             )
         return local_part(given)
 
     def part_of_saved(self, op: str, name: str, value: object) -> object:
-        """Return what this rank keeps of a saved value: the local part of a DTensor, or its rows of a full plain tensor."""
+        """Return what this rank keeps of a saved value: the local part of a DTensor, or its rows
+        of a full plain tensor.
+        """
         if is_dtensor(value):
             return self.part(op, name, value)
         if not isinstance(value, torch.Tensor):
@@ -87,11 +102,13 @@ class Rows:
         dtensor: type[DTensor] = sys.modules["torch.distributed.tensor"].DTensor
         return dtensor.from_local(
             local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
-        )  # fmt: skip
+        )
 
 
 def rows_of(op: str, name: str, param: "DTensor") -> Rows:
-    """Return the rows of `param`'s local part. Raises ValueError for placements that cut it otherwise than into rows."""
+    """Return the rows of `param`'s local part. Raises ValueError for placements that cut it
+    otherwise than into rows.
+    """
     tensor = sys.modules["torch.distributed.tensor"]
     mesh, first, rows = param.device_mesh, 0, param.shape[0] if param.dim() else 1
     sharded: list[dist.ProcessGroup] = []
@@ -100,7 +117,8 @@ def rows_of(op: str, name: str, param: "DTensor") -> Rows:
             continue
         if type(placement) is not tensor.Shard or not placement.is_shard(0):
             raise ValueError(
-                f"{op}: {name} has placements {param.placements}; expected Replicate() and Shard(0) only (a local part must be "
+                f"{op}: {name} has placements {param.placements}; expected Replicate() and "
+                f"Shard(0) only (a local part must be "
                 "full rows, one after the other: its elements' numbers key the random bits)"
             )
         sharded.append(mesh.get_group(dim))
@@ -110,14 +128,17 @@ def rows_of(op: str, name: str, param: "DTensor") -> Rows:
     local = local_part(param)
     if local.shape != (torch.Size([rows, *param.shape[1:]]) if param.dim() else param.shape):
         raise ValueError(
-            f"{op}: {name} has a local part of shape {tuple(local.shape)}; expected {rows} rows of {tuple(param.shape)} "
-            "(even chunks, as torch.chunk makes them)"
+            f"{op}: {name} has a local part of shape {tuple(local.shape)}; expected {rows} rows of "
+            f"{tuple(param.shape)} (even chunks, as torch.chunk makes them)"
         )
-    return Rows(param.shape, param.stride(), mesh, tuple(param.placements), tuple(sharded), first, rows)
+    return Rows(
+        param.shape, param.stride(), mesh, tuple(param.placements), tuple(sharded), first, rows
+    )
 
 
 def check_tensor_param(op: str, name: str, param: torch.Tensor, rows: bool = True) -> Rows | None:
-    """Raise unless the kernels can update param in place; return the rows of its local part if it is a DTensor.
+    """Raise unless the kernels can update param in place; return the rows of its local part if it
+    is a DTensor.
 
     rows: False for a DTensor that may be cut otherwise, as its optimizer is to be given to `shard`.
     """
@@ -128,12 +149,15 @@ def check_tensor_param(op: str, name: str, param: torch.Tensor, rows: bool = Tru
         check_param(op, name, local)
         if not local.is_contiguous():
             raise ValueError(
-                f"{op}: {name} has a local part with strides {local.stride()} for shape {tuple(local.shape)}; expected "
+                f"{op}: {name} has a local part with strides {local.stride()} for shape "
+                f"{tuple(local.shape)}; expected "
                 "contiguous memory in a DTensor (contiguous() before it is distributed)"
             )
         return found
     if is_traceable_wrapper_subclass(param):
-        raise TypeError(f"{op}: {name} has type {type(param).__name__}; expected a plain tensor or a DTensor")
+        raise TypeError(
+            f"{op}: {name} has type {type(param).__name__}; expected a plain tensor or a DTensor"
+        )
     check_param(op, name, param)
     return None
 
@@ -151,31 +175,41 @@ def find_rows(
 
 
 def export_dtensors(state: Mapping[str, Any], rows: Rows | None) -> dict[str, Any]:
-    """Return a state dict's entry with every tensor but the step as a DTensor placed as the parameter."""
+    """Return a state dict's entry with every tensor but the step as a DTensor placed as the
+    parameter.
+    """
     if rows is None:
         return dict(state)
     return {key: value if key == "step" else rows.to_dtensor(value) for key, value in state.items()}
 
 
 def import_dtensors(op: str, name: str, saved: Any, rows: Rows | None) -> Any:
-    """Return a state dict's entry with this rank's part of every tensor but the step. Raises as Rows.part."""
+    """Return a state dict's entry with this rank's part of every tensor but the step. Raises as
+    Rows.part.
+    """
     if rows is None or not isinstance(saved, Mapping):
         return saved
     return {
-        key: value if key == "step" else rows.part_of_saved(op, f"{name}.{key}", value) for key, value in saved.items()
-    }  # fmt: skip
+        key: value if key == "step" else rows.part_of_saved(op, f"{name}.{key}", value)
+        for key, value in saved.items()
+    }
 
 
 def grouped(
-    params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], known: Mapping[torch.Tensor, Rows]
+    params: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor],
+    known: Mapping[torch.Tensor, Rows],
 ) -> tuple[list[torch.Tensor], dict[Groups, list[torch.Tensor]]]:
-    """Split local gradients into those that are full on this rank, and those of which other ranks hold other rows.
+    """Split local gradients into those that are full on this rank, and those of which other ranks
+    hold other rows.
 
-    All sharded ones of `known` have their ranks there, in one order on all ranks, even if this rank has no gradient for them:
-    summing over them is collective.
+    All sharded ones of `known` have their ranks there, in one order on all ranks, even if this rank
+    has no gradient for them: summing over them is collective.
     """
     full: list[torch.Tensor] = []
-    sharded: dict[Groups, list[torch.Tensor]] = {rows.groups: [] for rows in known.values() if rows.groups}
+    sharded: dict[Groups, list[torch.Tensor]] = {
+        rows.groups: [] for rows in known.values() if rows.groups
+    }
     for param, grad in zip(params, grads, strict=True):
         (sharded.get(known[param].groups, full) if param in known else full).append(grad)
     return full, sharded

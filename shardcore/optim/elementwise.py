@@ -1,7 +1,9 @@
-"""Any elementwise optimizer of torch.optim on flat ranges of shards: SGD and Adagrad by kernels, others by torch's own steps.
+"""Any elementwise optimizer of torch.optim on flat ranges of shards: SGD and Adagrad by kernels,
+others by torch's own steps.
 
-An elementwise step computes each element from its own weight, gradient and states, so that it may run on any range of a flat
-buffer: the parameters that lie there, and where they begin, do not show in the bits. States are float32, as masters are.
+An elementwise step computes each element from its own weight, gradient and states, so that it may
+run on any range of a flat buffer: the parameters that lie there, and where they begin, do not show
+in the bits. States are float32, as masters are.
 """
 
 from collections import defaultdict
@@ -30,8 +32,8 @@ ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.Rprop,
 )
 
-# Elements that a CPU thread updates at a time: an operation finds in the caches what the one before made, and memory for what
-# it makes is not taken anew.
+# Elements that a CPU thread updates at a time: an operation finds in the caches what the one before
+# made, and memory for what it makes is not taken anew.
 PIECE_NUMEL = 1 << 18
 
 # Keys of groups that do not say what a step computes.
@@ -49,7 +51,8 @@ def _sgd(options: Mapping[str, Any], step: int, grad_scale: float) -> _C.Element
         l2=options["weight_decay"],
         lr=options["lr"],
         of_direction=(momentum, 1.0),
-        of_state=(-0.0, 1.0) if step == 1 else (momentum, 1.0 - options["dampening"]),  # -0.0 + x is x, also if that is -0.0
+        # -0.0 + x is x, also if that is -0.0
+        of_state=(-0.0, 1.0) if step == 1 else (momentum, 1.0 - options["dampening"]),
     )
 
 
@@ -92,19 +95,26 @@ def _number_of(value: Any) -> Any:
 def _switches(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that say which states there are."""
     said = {key: value for key, value in options.items() if isinstance(value, bool | str | None)}
-    return said | {key: "0" if options[key] == 0 else "not 0" for key in _SWITCHES if key in options}
+    return said | {
+        key: "0" if options[key] == 0 else "not 0" for key in _SWITCHES if key in options
+    }
 
 
 def is_elementwise(optimizer: object) -> bool:
-    """Whether shard can run the optimizer on flat ranges: one of ELEMENTWISE, or with `elementwise = True`."""
+    """Whether shard can run the optimizer on flat ranges: one of ELEMENTWISE, or with
+    `elementwise = True`.
+    """
     return type(optimizer) in ELEMENTWISE or (
-        isinstance(optimizer, torch.optim.Optimizer) and getattr(optimizer, "elementwise", False) is True
+        isinstance(optimizer, torch.optim.Optimizer)
+        and getattr(optimizer, "elementwise", False) is True
     )
 
 
 @dataclass(frozen=True)
 class ElementFormat(StateFormat):
-    """States of an elementwise optimizer: `names`, one float32 per element each, and perhaps masters."""
+    """States of an elementwise optimizer: `names`, one float32 per element each, and perhaps
+    masters.
+    """
 
     names: tuple[str, ...] = ()
 
@@ -120,15 +130,21 @@ class ElementFormat(StateFormat):
 
 @dataclass(frozen=True)
 class ElementStep:
-    """What updates elements in their `step`-th step (from 1); gradients are multiplied by grad_scale, in float32."""
+    """What updates elements in their `step`-th step (from 1); gradients are multiplied by
+    grad_scale, in float32.
+    """
 
     kind: "ElementKind"
     options: Mapping[str, Any]
     step: int
     grad_scale: float
 
-    def update(self, params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], states: Sequence[Kept]) -> None:
-        """Update flat weights and their states in place, where they lie. grads: of any float dtype; not written."""
+    def update(
+        self, params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], states: Sequence[Kept]
+    ) -> None:
+        """Update flat weights and their states in place, where they lie. grads: of any float
+        dtype; not written.
+        """
         if self.kind.cls in KERNELS:
             own = [next((state[key] for key in state if key != "master"), None) for state in states]
             if self.step == 1 and self.options.get("initial_accumulator_value"):
@@ -142,11 +158,18 @@ class ElementStep:
             self._update(params, grads, states)
             return
         numel = torch.get_num_threads() * PIECE_NUMEL
-        scratch = torch.empty(min(numel, max(param.numel() for param in params)), dtype=torch.float32, device="cpu")
+        scratch = torch.empty(
+            min(numel, max(param.numel() for param in params)), dtype=torch.float32, device="cpu"
+        )
         for param, grad, state in zip(params, grads, states, strict=True):
             for start in range(0, param.numel(), numel):
                 here = slice(start, start + numel)
-                self._update([param[here]], [grad[here]], [{key: flat[here] for key, flat in state.items()}], scratch)
+                self._update(
+                    [param[here]],
+                    [grad[here]],
+                    [{key: flat[here] for key, flat in state.items()}],
+                    scratch,
+                )
 
     def _update(
         self,
@@ -156,8 +179,18 @@ class ElementStep:
         scratch: torch.Tensor | None = None,
     ) -> None:
         targets = [state.get("master", param) for param, state in zip(params, states, strict=True)]
-        self.kind.run(self.options, self.step, targets, [self._scaled(grad, scratch) for grad in grads], states)
-        rounded = [(param, target) for param, target in zip(params, targets, strict=True) if param is not target]
+        self.kind.run(
+            self.options,
+            self.step,
+            targets,
+            [self._scaled(grad, scratch) for grad in grads],
+            states,
+        )
+        rounded = [
+            (param, target)
+            for param, target in zip(params, targets, strict=True)
+            if param is not target
+        ]
         if rounded:
             _C.cast([param for param, _ in rounded], [target for _, target in rounded])
 
@@ -177,15 +210,21 @@ def bare_optimizer(
     states: MutableMapping[Any, Any],
     attributes: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Return an optimizer over these tensors and states, made without its constructor. attributes: others that it has."""
+    """Return an optimizer over these tensors and states, made without its constructor.
+    attributes: others that it has.
+    """
     optimizer = cls.__new__(cls)
     group = {**options, "params": params, "capturable": False, "differentiable": False}
-    optimizer.__setstate__({**(attributes or {}), "defaults": group, "param_groups": [group], "state": states})
+    optimizer.__setstate__(
+        {**(attributes or {}), "defaults": group, "param_groups": [group], "state": states}
+    )
     return optimizer
 
 
 def plain_step(cls: type[torch.optim.Optimizer]) -> Callable[..., Any]:
-    """Return the step of a class without what calls hooks, which have run for the user's optimizer."""
+    """Return the step of a class without what calls hooks, which have run for the user's
+    optimizer.
+    """
     step: Callable[..., Any] = cls.step
     return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
 
@@ -201,27 +240,41 @@ class ElementKind:
         optimizer: torch.optim.Optimizer | None = None,
         known: Collection[str] = (),
     ) -> None:
-        """Know the optimizers of this class; what `optimizer` has beside groups and states, a step may read.
+        """Know the optimizers of this class; what `optimizer` has beside groups and states, a step
+        may read.
 
-        known: the options of the class, beside the defaults of `optimizer`. Other keys of a group are the user's: a step may
-        read them, and nothing else looks at them.
+        known: the options of the class, beside the defaults of `optimizer`. Other keys of a group
+        are the user's: a step may read them, and nothing else looks at them.
         """
         self.cls, self.name = cls, cls.__name__
-        self._known = {*known, *({} if optimizer is None else optimizer.defaults)}.difference(_NOTES)
+        self._known = {*known, *({} if optimizer is None else optimizer.defaults)}.difference(
+            _NOTES
+        )
         self.read = self._known
         own = {} if optimizer is None else vars(optimizer)
-        self.attributes = {key: value for key, value in own.items() if key not in ("defaults", "param_groups", "state")}
+        self.attributes = {
+            key: value
+            for key, value in own.items()
+            if key not in ("defaults", "param_groups", "state")
+        }
         self._step = plain_step(cls)
         self._names: dict[str, tuple[str, ...]] = {}
-        self._count: Callable[[int], Any] = step_tensor  # how the class counts steps in its states: int, or a tensor
+        # how the class counts steps in its states: int, or a tensor
+        self._count: Callable[[int], Any] = step_tensor
 
     def terms(self, group: Group) -> dict[str, Any]:
-        """Return the options that say what a step computes, with numbers in place of tensors. See Kind."""
+        """Return the options that say what a step computes, with numbers in place of tensors.
+        See Kind.
+        """
         return {key: _number_of(group[key]) for key in group if key in self._known}
 
     def _options(self, group: Group) -> dict[str, Any]:
         """Return what a step is given: `terms`, and the user's own keys as they are."""
-        others = {key: value for key, value in group.items() if key not in self._known and key not in _NOTES}
+        others = {
+            key: value
+            for key, value in group.items()
+            if key not in self._known and key not in _NOTES
+        }
         return self.terms(group) | others
 
     def fixed(self, group: Group) -> dict[str, Any]:
@@ -232,11 +285,21 @@ class ElementKind:
         """See Kind."""
         for key in ("capturable", "differentiable"):
             if group.get(key):
-                raise ValueError(f"{op}: {where}{key} is True; expected False for a sharded {self.name}")
+                raise ValueError(
+                    f"{op}: {where}{key} is True; expected False for a sharded {self.name}"
+                )
         for key, value in group.items():
-            number_of_class = key in self._known and isinstance(value, int | float) and not isinstance(value, bool)
-            if (key == "lr" or number_of_class) and not 0.0 <= number(op, where + key, value) < float("inf"):
-                raise ValueError(f"{op}: {where}{key} has {value}; expected a finite number of at least 0")
+            number_of_class = (
+                key in self._known
+                and isinstance(value, int | float)
+                and not isinstance(value, bool)
+            )
+            if (key == "lr" or number_of_class) and not 0.0 <= number(
+                op, where + key, value
+            ) < float("inf"):
+                raise ValueError(
+                    f"{op}: {where}{key} has {value}; expected a finite number of at least 0"
+                )
 
     def hyper(self, group: Group, step: int, grad_scale: float) -> ElementStep:
         """See Kind."""
@@ -245,36 +308,53 @@ class ElementKind:
 
     def format_of(self, group: Group, dtype: torch.dtype) -> StateFormat:
         """See Kind."""
-        return ElementFormat("fp32" if dtype in MASTERED_DTYPES else None, names=self._states_of(self._options(group)))
+        return ElementFormat(
+            "fp32" if dtype in MASTERED_DTYPES else None,
+            names=self._states_of(self._options(group)),
+        )
 
     def _states_of(self, options: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the names of the states that a step makes, as one on two elements shows. Raises NotImplementedError."""
+        """Return the names of the states that a step makes, as one on two elements shows. Raises
+        NotImplementedError.
+        """
         switches = str(_switches(options))
         if switches not in self._names:
             param = torch.zeros(2, dtype=torch.float32, device="cpu")
             states = {param: self.first(options, param)}
-            optimizer = bare_optimizer(self.cls, options, [param], defaultdict(dict, states), self.attributes)
+            optimizer = bare_optimizer(
+                self.cls, options, [param], defaultdict(dict, states), self.attributes
+            )
             param.grad = torch.zeros_like(param)
             self._step(optimizer)
             names = []
             for key, value in optimizer.state[param].items():
-                if isinstance(value, torch.Tensor) and value.shape == param.shape and value.dtype == torch.float32:
+                if (
+                    isinstance(value, torch.Tensor)
+                    and value.shape == param.shape
+                    and value.dtype == torch.float32
+                ):
                     names.append(key)
                 elif key == "step":
                     self._count = int if isinstance(value, int) else step_tensor
                 elif value is not None:
                     raise NotImplementedError(
-                        f"shard: a {self.name} keeps {key}={value!r} for a parameter; expected states of the parameter's shape"
+                        f"shard: a {self.name} keeps {key}={value!r} for a parameter; expected "
+                        f"states of the parameter's shape"
                     )
             self._names[switches] = tuple(names)
         return self._names[switches]
 
     @staticmethod
     def first(options: Mapping[str, Any], param: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the states that a constructor would have made (Adagrad's); others begin in an element's first step."""
+        """Return the states that a constructor would have made (Adagrad's); others begin in an
+        element's first step.
+        """
         if "initial_accumulator_value" not in options:
             return {}
-        return {"sum": torch.full_like(param, options["initial_accumulator_value"]), "step": step_tensor(0)}
+        return {
+            "sum": torch.full_like(param, options["initial_accumulator_value"]),
+            "step": step_tensor(0),
+        }
 
     def run(
         self,
@@ -284,12 +364,17 @@ class ElementKind:
         grads: Sequence[torch.Tensor],
         states: Sequence[Kept],
     ) -> None:
-        """Run a step of torch's over flat float32 tensors; new values of their states are in `states`."""
+        """Run a step of torch's over flat float32 tensors; new values of their states are in
+        `states`.
+        """
         names = [key for key in states[0] if key != "master"]
         if step == 1:  # the optimizer makes them
             mine: list[dict[str, Any]] = [self.first(options, target) for target in targets]
         else:
-            mine = [{key: state[key] for key in names} | {"step": self._count(step - 1)} for state in states]
+            mine = [
+                {key: state[key] for key in names} | {"step": self._count(step - 1)}
+                for state in states
+            ]
         of_targets = defaultdict(dict, zip(targets, mine, strict=True))
         optimizer = bare_optimizer(self.cls, options, targets, of_targets, self.attributes)
         for target, grad in zip(targets, grads, strict=True):
@@ -308,18 +393,31 @@ class ElementKind:
     def export_groups(self, groups: Sequence[Group]) -> list[dict[str, Any]]:
         """See Kind."""
         numbers = numbers_of(groups)
-        return [{**group, "params": [numbers[param] for param in group["params"]]} for group in groups]
+        return [
+            {**group, "params": [numbers[param] for param in group["params"]]} for group in groups
+        ]
 
-    def import_groups(self, op: str, groups: Sequence[Group], state_dict: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def import_groups(
+        self, op: str, groups: Sequence[Group], state_dict: Mapping[str, Any]
+    ) -> list[dict[str, Any]]:
         """See Kind."""
-        return import_groups(op, groups, state_dict, own=("capturable",), renamed={}, check=self.check_options, name=self.name)
+        return import_groups(
+            op,
+            groups,
+            state_dict,
+            own=("capturable",),
+            renamed={},
+            check=self.check_options,
+            name=self.name,
+        )
 
     def import_state(
         self, op: str, name: str, saved: Any, param: torch.Tensor, state_format: StateFormat
     ) -> tuple[Mapping[str, Any], list[str]]:
         """See Kind. A state without "step" (torch's SGD has none) has made one, if it has anything.
 
-        What a constructor made is made anew by the first step: none of it is read (on the meta device there is nothing).
+        What a constructor made is made anew by the first step: none of it is read (on the meta
+        device there is nothing).
         """
         if not isinstance(saved, Mapping):
             raise TypeError(f"{op}: {name} has type {type(saved).__name__}; expected a dict")
@@ -333,16 +431,22 @@ class ElementKind:
         for key, value in given.items():
             if key == "step":
                 continue
-            if key == "master" and (state_format.master is None or getattr(value, "dtype", None) is not torch.float32):
+            if key == "master" and (
+                state_format.master is None or getattr(value, "dtype", None) is not torch.float32
+            ):
                 lost.append(f"{name}.master is left out: the weights go on as they are")
             elif key in state_format.keys:
                 state[key] = check_tensor(op, f"{name}.{key}", value, param.shape)
             else:
                 expected = ", ".join(("step", *state_format.keys))
-                raise ValueError(f"{op}: {name} has the unknown key {key!r}; expected {expected} (a {self.name}'s)")
+                raise ValueError(
+                    f"{op}: {name} has the unknown key {key!r}; expected {expected} (a "
+                    f"{self.name}'s)"
+                )
         if missing := [key for key in keys if key not in state]:
             raise ValueError(
-                f"{op}: {name} has no {missing[0]!r}; expected {', '.join(keys)} (a {self.name}'s, with these options)"
+                f"{op}: {name} has no {missing[0]!r}; expected {', '.join(keys)} (a {self.name}'s, "
+                f"with these options)"
             )
         return state | {"step": step_tensor(count)}, lost
 
@@ -352,10 +456,11 @@ def _zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def not_elementwise(optimizer: torch.optim.Optimizer) -> str | None:
-    """Return why shards cannot have the steps of an optimizer of any class; None if a trial found no reason.
+    """Return why shards cannot have the steps of an optimizer of any class; None if a trial found
+    no reason.
 
-    The trial makes three steps of a tensor with the options of each group, and as shards do, of the same values in flat parts.
-    Of `optimizer` nothing changes.
+    The trial makes three steps of a tensor with the options of each group, and as shards do, of the
+    same values in flat parts. Of `optimizer` nothing changes.
     """
     random = torch.Generator("cpu").manual_seed(0)
     draws = partial(torch.randn, 3, 256, generator=random, dtype=torch.float32, device="cpu")
@@ -379,27 +484,37 @@ def not_elementwise(optimizer: torch.optim.Optimizer) -> str | None:
         except Exception as error:  # of any kind: it is another's code
             return f"a trial of them raised {type(error).__name__}: {error}"
         if not torch.equal(torch.cat(parts).view_as(whole), whole):
-            return "they give a tensor other weights than its flat parts, or need more than states of its elements"
+            return (
+                "they give a tensor other weights than its flat parts, or need more than states "
+                "of its elements"
+            )
         if torch.equal(whole, begin):
             return "they changed nothing in a trial"
     return None
 
 
 class Elementwise(ShardableOptimizer):
-    """What shard returns for an elementwise optimizer of torch.optim: its param_groups, updated on shards.
+    """What shard returns for an elementwise optimizer of torch.optim: its param_groups, updated on
+    shards.
 
-    `step` has the arguments of FusedAdam.step; so have `scale_loss`, `skipped_steps` and `synchronize` their meaning.
+    `step` has the arguments of FusedAdam.step; so have `scale_loss`, `skipped_steps` and
+    `synchronize` their meaning.
     """
 
     kind: ElementKind
 
     def __init__(self, optimizer: torch.optim.Optimizer, kind: ElementKind) -> None:
-        """Take the groups of `optimizer`, of this kind. ValueError for options that no sharded step can use."""
+        """Take the groups of `optimizer`, of this kind. ValueError for options that no sharded
+        step can use.
+        """
         self.kind = kind
         self._engine, self._skipped, self._device_state = None, 0, None
         for index, group in enumerate(optimizer.param_groups):
             self.kind.check_options("shard", group, f"param_groups[{index}].")
-        super().__init__([{**group, "params": list(group["params"])} for group in optimizer.param_groups], optimizer.defaults)
+        super().__init__(
+            [{**group, "params": list(group["params"])} for group in optimizer.param_groups],
+            optimizer.defaults,
+        )
 
     @property
     def _op(self) -> str:
@@ -409,11 +524,14 @@ class Elementwise(ShardableOptimizer):
         if self._engine is None:
             super()._add_group(param_group)
             return
-        of_class = self.kind.cls.__new__(self.kind.cls)  # which may give a group options of its own, and refuse it
+        # which may give a group options of its own, and refuse it
+        of_class = self.kind.cls.__new__(self.kind.cls)
         state = {"defaults": self.defaults, "param_groups": self.param_groups, "state": {}}
         of_class.__setstate__({**self.kind.attributes, **state})
         of_class.add_param_group(param_group)
-        self.kind.check_options(self._op, self.param_groups[-1], f"param_groups[{len(self.param_groups) - 1}].")
+        self.kind.check_options(
+            self._op, self.param_groups[-1], f"param_groups[{len(self.param_groups) - 1}]."
+        )
 
     def __repr__(self) -> str:
         """Return what the optimizer's own class does."""

@@ -1,7 +1,8 @@
-"""Options of a parameter group and arguments of a step: names, checks, and the one conversion into the scalars of a step.
+"""Options of a parameter group and arguments of a step: names, checks, and the one conversion into
+the scalars of a step.
 
-Invariants: every check runs before anything is written; the engine uses the same functions, so that a bad option reads
-the same whether the optimizer is sharded or not.
+Invariants: every check runs before anything is written; the engine uses the same functions, so that
+a bad option reads the same whether the optimizer is sharded or not.
 """
 
 import math
@@ -23,7 +24,14 @@ MASTERS = (None, "fp32", "split")
 STATE_DTYPES = ("fp32", "bf16", "8bit")
 _NUMBERS = ("lr", "eps", "weight_decay")
 READ = (*_NUMBERS, "betas")  # what read_once reads of a group of Adam's
-_FLAGS = ("adam_w_mode", "amsgrad", "maximize", "bias_correction", "capturable", "stochastic_rounding")
+_FLAGS = (
+    "adam_w_mode",
+    "amsgrad",
+    "maximize",
+    "bias_correction",
+    "capturable",
+    "stochastic_rounding",
+)
 _LARGEST = torch.finfo(torch.float32).max  # gradients are multiplied in float32
 
 
@@ -35,20 +43,24 @@ def dtype_name(dtype: torch.dtype) -> str:
 def number(op: str, name: str, value: object) -> float:
     """Return an int, a float or a tensor of one element as a Python float.
 
-    Raises TypeError for anything else, bool included. Synchronizes with the device of a CUDA tensor.
+    Raises TypeError for anything else, bool included. Synchronizes with the device of a CUDA
+    tensor.
     """
     if type(value) is float:
         return value
     if isinstance(value, torch.Tensor):
         if value.numel() != 1 or value.is_complex() or value.dtype is torch.bool or value.is_meta:
             raise TypeError(
-                f"{op}: {name} has a {dtype_name(value.dtype)} tensor of shape {tuple(value.shape)} on {value.device}; "
-                "expected one real number"
+                f"{op}: {name} has a {dtype_name(value.dtype)} tensor of shape "
+                f"{tuple(value.shape)} on {value.device}; expected one real number"
             )
         return float(value.item())
     if isinstance(value, Real) and not isinstance(value, bool):
         return float(value)
-    raise TypeError(f"{op}: {name} has type {type(value).__name__}; expected a number or a tensor of one element")
+    raise TypeError(
+        f"{op}: {name} has type {type(value).__name__}; expected a number or a tensor of one "
+        f"element"
+    )
 
 
 def json_value(value: Any) -> Any:
@@ -67,35 +79,43 @@ def capturing(device: torch.device) -> bool:
 
 
 def device_number(op: str, name: str, value: object) -> float | torch.Tensor:
-    """Return a tensor on a device as it is (a kernel reads it), anything else as `number` does. Raises TypeError."""
+    """Return a tensor on a device as it is (a kernel reads it), anything else as `number` does.
+    Raises TypeError.
+    """
     if not on_device(value):
         return number(op, name, value)
     assert isinstance(value, torch.Tensor)
     if value.numel() != 1 or value.dtype not in (torch.float32, torch.float64):
         raise TypeError(
-            f"{op}: {name} has a {dtype_name(value.dtype)} tensor of shape {tuple(value.shape)} on {value.device}; expected "
+            f"{op}: {name} has a {dtype_name(value.dtype)} tensor of shape {tuple(value.shape)} on "
+            f"{value.device}; expected "
             "one float32 or float64 number (a capturable step reads it there)"
         )
     return value
 
 
 def host_scale(op: str, grad_scale: object, loss_scale: object) -> float:
-    """Return what multiplies the gradients, in double: grad_scale, over GradScaler's loss_scale if there is one."""
+    """Return what multiplies the gradients, in double: grad_scale, over GradScaler's loss_scale
+    if there is one.
+    """
     scale = 1.0 if grad_scale is None else number(op, "grad_scale", grad_scale)
     divisor = 1.0 if loss_scale is None else number(op, "optimizer.grad_scale", loss_scale)
     if not (math.isfinite(divisor) and divisor != 0.0 and abs(scale / divisor) <= _LARGEST):
         raise ValueError(
-            f"{op}: grad_scale has {scale} (over a loss scale of {divisor}); expected finite numbers, and a quotient that "
-            "float32 holds"
+            f"{op}: grad_scale has {scale} (over a loss scale of {divisor}); expected finite "
+            f"numbers, and a quotient that float32 holds"
         )
     return scale / divisor
 
 
 def check_max_norm(op: str, max_norm: object, capturable: bool = False) -> float:
-    """Return max_norm as a float; ValueError if it is negative or NaN. Infinity measures without clipping."""
+    """Return max_norm as a float; ValueError if it is negative or NaN. Infinity measures without
+    clipping.
+    """
     if capturable and on_device(max_norm):
         raise TypeError(
-            f"{op}: max_norm has a tensor on the device; expected a number (a capturable step does not wait for it)"
+            f"{op}: max_norm has a tensor on the device; expected a number (a capturable step does "
+            f"not wait for it)"
         )
     x = number(op, "max_norm", max_norm)
     if not x >= 0.0:
@@ -106,20 +126,25 @@ def check_max_norm(op: str, max_norm: object, capturable: bool = False) -> float
 def check_options(op: str, group: Mapping[str, Any], where: str = "") -> None:
     """Raise ValueError or TypeError for an option that no step can use.
 
-    op and where (for example "param_groups[1].") begin the message. Schedulers and users change options at any time, so
-    every step calls this.
+    op and where (for example "param_groups[1].") begin the message. Schedulers and users change
+    options at any time, so every step calls this.
     """
     betas = group["betas"]
     if not isinstance(betas, tuple | list) or len(betas) != 2:
         raise TypeError(f"{op}: {where}betas has {betas!r}; expected two numbers (beta1, beta2)")
-    for name, value in (*((name, group[name]) for name in _NUMBERS), ("betas[0]", betas[0]), ("betas[1]", betas[1])):
+    for name, value in (
+        *((name, group[name]) for name in _NUMBERS),
+        ("betas[0]", betas[0]),
+        ("betas[1]", betas[1]),
+    ):
         if group["capturable"] is True and name == "lr":
             value = device_number(op, where + name, value)
             if isinstance(value, torch.Tensor):
                 continue
         if group["capturable"] is True and on_device(value):
             raise TypeError(
-                f"{op}: {where}{name} has a tensor on {value.device}; expected a number (a capturable step reads only lr there)"
+                f"{op}: {where}{name} has a tensor on {value.device}; expected a number (a "
+                f"capturable step reads only lr there)"
             )
         x = number(op, where + name, value)
         if name.startswith("betas") and not (0.0 <= x < 1.0):
@@ -135,57 +160,86 @@ def check_options(op: str, group: Mapping[str, Any], where: str = "") -> None:
     if not 0 <= seed < 2**64:
         raise ValueError(f"{op}: {where}seed has {seed}; expected an int in [0, 2**64)")
     master, state_dtype = group["master"], group["state_dtype"]
-    for name, value, known in (("master", master, MASTERS), ("state_dtype", state_dtype, STATE_DTYPES)):
+    for name, value, known in (
+        ("master", master, MASTERS),
+        ("state_dtype", state_dtype, STATE_DTYPES),
+    ):
         if value is not None and not isinstance(value, str):
-            raise TypeError(f"{op}: {where}{name} has type {type(value).__name__}; expected one of {known}")
+            raise TypeError(
+                f"{op}: {where}{name} has type {type(value).__name__}; expected one of {known}"
+            )
         if value not in known:
             raise ValueError(f"{op}: {where}{name} has {value!r}; expected one of {known}")
     if state_dtype != "fp32" and group["amsgrad"]:
         raise ValueError(
-            f"{op}: {where}amsgrad has True with state_dtype={state_dtype!r}; expected state_dtype='fp32' "
-            "(a running maximum of rounded moments only grows)"
+            f"{op}: {where}amsgrad has True with state_dtype={state_dtype!r}; expected "
+            f"state_dtype='fp32' (a running maximum of rounded moments only grows)"
         )
     if group["stochastic_rounding"] and master is not None:
         raise ValueError(
-            f"{op}: {where}stochastic_rounding has True with master={master!r}; expected master=None "
-            "(a weight made from a master is always rounded to nearest)"
+            f"{op}: {where}stochastic_rounding has True with master={master!r}; expected "
+            f"master=None (a weight made from a master is always rounded to nearest)"
         )
 
 
 def lr_on_device(group: Mapping[str, Any]) -> bool:
-    """Whether the group's lr is a tensor that the kernel reads, so that its value is not known on the host."""
+    """Whether the group's lr is a tensor that the kernel reads, so that its value is not known
+    on the host.
+    """
     return group["capturable"] is True and on_device(group["lr"])
 
 
-def read_once(groups: Sequence[Mapping[str, Any]], names: Collection[str]) -> Sequence[Mapping[str, Any]]:
-    """Return groups whose options `names` are numbers where they were tensors on a device, which are all read together.
+def read_once(
+    groups: Sequence[Mapping[str, Any]], names: Collection[str]
+) -> Sequence[Mapping[str, Any]]:
+    """Return groups whose options `names` are numbers where they were tensors on a device, which
+    are all read together.
 
-    Each read waits for the device, and a step uses an option several times. Capturable groups, whose lr the kernels read, and
-    what `number` refuses, stay as they are; without such tensors the groups themselves are returned.
+    Each read waits for the device, and a step uses an option several times. Capturable groups,
+    whose lr the kernels read, and what `number` refuses, stay as they are; without such tensors the
+    groups themselves are returned.
     """
 
     def tensors(value: object) -> Iterator[torch.Tensor]:
         if isinstance(value, tuple | list):
             for one in value:
                 yield from tensors(one)
-        elif isinstance(value, torch.Tensor) and on_device(value) and value.numel() == 1 and value.is_floating_point():
+        elif (
+            isinstance(value, torch.Tensor)
+            and on_device(value)
+            and value.numel() == 1
+            and value.is_floating_point()
+        ):
             yield from [] if value.is_meta else [value]
 
-    options = [group.get(name) for group in groups if group.get("capturable") is not True for name in names]
+    options = [
+        group.get(name) for group in groups if group.get("capturable") is not True for name in names
+    ]
     found = [one for option in options if type(option) is not float for one in tensors(option)]
     if not found:
         return groups
-    values = torch.stack([one.detach().double().reshape(()).to(found[0].device) for one in found]).tolist()
+    values = torch.stack(
+        [one.detach().double().reshape(()).to(found[0].device) for one in found]
+    ).tolist()
     numbers = dict(zip(map(id, found), values, strict=True))
 
     def read(value: object) -> object:
-        return type(value)(map(read, value)) if isinstance(value, tuple | list) else numbers.get(id(value), value)
+        return (
+            type(value)(map(read, value))
+            if isinstance(value, tuple | list)
+            else numbers.get(id(value), value)
+        )
 
-    return [{**group, **{name: read(group[name]) for name in names if name in group}} for group in groups]
+    return [
+        {**group, **{name: read(group[name]) for name in names if name in group}}
+        for group in groups
+    ]
 
 
 def check_group(op: str, group: Mapping[str, Any], where: str) -> None:
-    """Raise ValueError or TypeError for options that no step can use with the group's parameters."""
+    """Raise ValueError or TypeError for options that no step can use with the group's
+    parameters.
+    """
     check_options(op, group, where)
     numbered = draws_random_bits(group)
     if not numbered and group["master"] != "split":
@@ -204,7 +258,9 @@ def check_groups(op: str, groups: Sequence[Mapping[str, Any]], device_type: str)
 
 
 def check_capturable(op: str, groups: Sequence[Mapping[str, Any]], device_type: str) -> None:
-    """Raise ValueError unless no group is capturable, or all are and have parameters on one device of this type."""
+    """Raise ValueError unless no group is capturable, or all are and have parameters on one
+    device of this type.
+    """
     flags = [group["capturable"] for group in groups]
     if True not in flags:
         return
@@ -215,48 +271,56 @@ def check_capturable(op: str, groups: Sequence[Mapping[str, Any]], device_type: 
             first = first or p.device
             if p.device.type != device_type:
                 raise ValueError(
-                    f"{op}: {where} has True for {p.device.type.upper()} parameters; expected False (only CUDA graphs capture)"
+                    f"{op}: {where} has True for {p.device.type.upper()} parameters; expected "
+                    f"False (only CUDA graphs capture)"
                 )
             if p.device != first:
                 raise ValueError(
-                    f"{op}: {where} has True for parameters on {first} and {p.device}; expected one device (a graph captures "
-                    "one: make an optimizer for each)"
+                    f"{op}: {where} has True for parameters on {first} and {p.device}; expected "
+                    f"one device (a graph captures one: make an optimizer for each)"
                 )
         if group["capturable"] is not flags[0]:
             raise ValueError(
-                f"{op}: {where} has {flags[i]}, and param_groups[0] {flags[0]}; expected the same for all groups "
-                "(a step decides on the device, or on the host)"
+                f"{op}: {where} has {flags[i]}, and param_groups[0] {flags[0]}; expected the same "
+                f"for all groups (a step decides on the device, or on the host)"
             )
 
 
 def check_param(op: str, name: str, param: torch.Tensor) -> None:
     """Raise TypeError or ValueError for a parameter that the kernels cannot update in place.
 
-    A parameter on the meta device passes: shardcore.shard materializes it. The kernels refuse steps before that.
+    A parameter on the meta device passes: shardcore.shard materializes it. The kernels refuse steps
+    before that.
     """
     if param.dtype not in PARAM_DTYPES:
-        raise TypeError(f"{op}: {name} has dtype {dtype_name(param.dtype)}; expected float32, bfloat16 or float16")
+        raise TypeError(
+            f"{op}: {name} has dtype {dtype_name(param.dtype)}; expected float32, bfloat16 or "
+            f"float16"
+        )
     if param.layout is not torch.strided:
         raise ValueError(f"{op}: {name} has layout {param.layout}; expected a dense tensor")
     if param.device.type not in DEVICE_TYPES:
         raise ValueError(f"{op}: {name} has device {param.device}; expected cpu or cuda")
     if not _C.is_dense(param):
         raise ValueError(
-            f"{op}: {name} has strides {param.stride()} for shape {tuple(param.shape)}; expected memory without gaps or "
-            "overlaps (p.data = p.data.contiguous() first)"
+            f"{op}: {name} has strides {param.stride()} for shape {tuple(param.shape)}; expected "
+            f"memory without gaps or overlaps (p.data = p.data.contiguous() first)"
         )
 
 
 def _check_numbered(op: str, name: str, param: torch.Tensor, group: Mapping[str, Any]) -> None:
-    """Raise ValueError if the elements' numbers decide bits, and memory has them in another order (channels_last)."""
+    """Raise ValueError if the elements' numbers decide bits, and memory has them in another
+    order (channels_last).
+    """
     reduced = group["state_dtype"] != "fp32"
     if not param.is_contiguous() and (reduced or param.dtype is torch.bfloat16):
         option = f"state_dtype={group['state_dtype']!r}" if reduced else "stochastic_rounding=True"
         other = "state_dtype='fp32'" if reduced else "stochastic_rounding=False"
         raise ValueError(
-            f"{op}: {name} has strides {param.stride()} for shape {tuple(param.shape)} with {option}; expected contiguous "
-            "memory (blocks and random bits follow an element's number: p.data = p.data.contiguous() first), or a group with "
-            f"{other} for it"
+            f"{op}: {name} has strides {param.stride()} for shape {tuple(param.shape)} with "
+            f"{option}; expected contiguous "
+            "memory (blocks and random bits follow an element's number: p.data = "
+            f"p.data.contiguous() first), or a group with {other} for it"
         )
 
 
@@ -275,15 +339,19 @@ def check_dtype(op: str, name: str, dtype: torch.dtype, group: Mapping[str, Any]
 
 
 def draws_random_bits(group: Mapping[str, Any]) -> bool:
-    """Whether a step of this group (of torch.optim, too) may depend on random bits, so that its tensors need keys."""
-    return bool(group.get("stochastic_rounding", False)) or group.get("state_dtype", "fp32") != "fp32"
+    """Whether a step of this group (of torch.optim, too) may depend on random bits, so that its
+    tensors need keys.
+    """
+    return (
+        bool(group.get("stochastic_rounding", False)) or group.get("state_dtype", "fp32") != "fp32"
+    )
 
 
 def hyper_of(group: Mapping[str, Any], step: int = 1, grad_scale: float = 1.0) -> "_C.AdamHyper":
     """Make the scalars of one step (counted from 1) from a group that check_options has passed.
 
-    grad_scale multiplies the gradient; it is a double and rounded once. In a capturable step the device has its own step and
-    grad_scale, and reads lr if it is a tensor there.
+    grad_scale multiplies the gradient; it is a double and rounded once. In a capturable step the
+    device has its own step and grad_scale, and reads lr if it is a tensor there.
     """
     beta1, beta2 = group["betas"]
     return _C.AdamHyper(

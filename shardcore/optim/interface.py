@@ -1,7 +1,7 @@
 """How parameters and optimizers refer to the sharded engine (shardcore.engine.engine.Engine).
 
-Invariant: no reference cycle leads through an engine (docs/architecture.md, Ownership). The model's hooks and the
-optimizer keep it; it keeps parameters, which refer to it by `EngineRef`.
+Invariant: no reference cycle leads through an engine (docs/architecture.md, Ownership). The model's
+hooks and the optimizer keep it; it keeps parameters, which refer to it by `EngineRef`.
 """
 
 import weakref
@@ -17,7 +17,8 @@ Gradients = Sequence[torch.Tensor | None]
 class EngineRef(weakref.ref[Any]):
     """A parameter's weak reference to its engine. A copy of the parameter refers to nothing.
 
-    It is pickled as an empty dict of a kind that torch.load reads with weights_only, which None's type is not.
+    It is pickled as an empty dict of a kind that torch.load reads with weights_only, which None's
+    type is not.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -25,13 +26,15 @@ class EngineRef(weakref.ref[Any]):
 
 
 class Superseded:
-    """What an engine becomes whose model `initialize` has sharded again: everything that is asked of it raises ValueError."""
+    """What an engine becomes whose model `initialize` has sharded again: everything that is
+    asked of it raises ValueError.
+    """
 
     def refuse(self, op: str) -> NoReturn:
         """Raise the error of a call."""
         raise ValueError(
-            f"{op}: initialize was called a second time with this model; expected the engine and the optimizer that it "
-            "returned then"
+            f"{op}: initialize was called a second time with this model; expected the engine and "
+            f"the optimizer that it returned then"
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -48,13 +51,17 @@ class Superseded:
 
 
 def engine_of(thing: object) -> Any:
-    """Return the engine of a sharded model, or of a parameter of it; None if it has none, or if that was freed."""
+    """Return the engine of a sharded model, or of a parameter of it; None if it has none, or if
+    that was freed.
+    """
     engine = getattr(thing, "_shardcore_engine", None)
     return engine() if isinstance(engine, EngineRef) else engine or None
 
 
 def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a call of a bound method that refers to its object weakly; after that is freed it returns None."""
+    """Return a call of a bound method that refers to its object weakly; after that is freed it
+    returns None.
+    """
     weak = weakref.WeakMethod(method)
 
     def call(*arguments: Any) -> Any:
@@ -67,7 +74,8 @@ def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
 def keep_uncompiled(kind: type, *names: str, reason: str | None = None) -> None:
     """Make torch.compile call these methods of a class without tracing them. Imports torch._dynamo.
 
-    reason: what torch.compile's logs show. (A disabled bound method, kept on its object, would be a reference cycle.)
+    reason: what torch.compile's logs show. (A disabled bound method, kept on its object, would be a
+    reference cycle.)
     """
     for name in names:
         method = vars(kind)[name]

@@ -7,14 +7,16 @@ import torch
 
 
 class Lion(torch.optim.Optimizer):
-    """Lion, with decoupled weight decay; alone as torch's optimizers, and on shards by shardcore.shard.
+    """Lion, with decoupled weight decay; alone as torch's optimizers, and on shards by
+    shardcore.shard.
 
-    Each weight moves by lr times the sign of beta1 * exp_avg + (1 - beta1) * grad; then exp_avg becomes
-    beta2 * exp_avg + (1 - beta2) * grad. One state per element, of its parameter's dtype; on shards float32, and one kernel.
+    Each weight moves by lr times the sign of beta1 * exp_avg + (1 - beta1) * grad; then exp_avg
+    becomes beta2 * exp_avg + (1 - beta2) * grad. One state per element, of its parameter's dtype;
+    on shards float32, and one kernel.
 
-    params: as in torch.optim. lr: usually a third to a tenth of AdamW's. weight_decay: usually three to ten times AdamW's.
-    ValueError for a negative lr or weight_decay, or betas outside of [0, 1).
-    Source: Chen et al. 2023, algorithm 2 (arXiv:2302.06675).
+    params: as in torch.optim. lr: usually a third to a tenth of AdamW's. weight_decay: usually
+    three to ten times AdamW's. ValueError for a negative lr or weight_decay, or betas outside of
+    [0, 1). Source: Chen et al. 2023, algorithm 2 (arXiv:2302.06675).
     """
 
     elementwise = True  # shardcore.shard may run it on any range of elements
@@ -28,12 +30,16 @@ class Lion(torch.optim.Optimizer):
         *,
         maximize: bool = False,
     ) -> None:
-        if not (float(lr) >= 0.0 and weight_decay >= 0.0 and all(0.0 <= beta < 1.0 for beta in betas)):
+        if not (
+            float(lr) >= 0.0 and weight_decay >= 0.0 and all(0.0 <= beta < 1.0 for beta in betas)
+        ):
             raise ValueError(
-                f"Lion: lr={lr}, betas={betas}, weight_decay={weight_decay}; expected lr and weight_decay of at least 0 and "
-                "betas in [0, 1)"
+                f"Lion: lr={lr}, betas={betas}, weight_decay={weight_decay}; expected lr and "
+                f"weight_decay of at least 0 and betas in [0, 1)"
             )
-        super().__init__(params, dict(lr=lr, betas=betas, weight_decay=weight_decay, maximize=maximize))
+        super().__init__(
+            params, dict(lr=lr, betas=betas, weight_decay=weight_decay, maximize=maximize)
+        )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]

@@ -1,4 +1,6 @@
-"""Muon for matrices, AdamW for the rest, in one optimizer. The orthogonalization is torch.optim.Muon's."""
+"""Muon for matrices, AdamW for the rest, in one optimizer. The orthogonalization is
+torch.optim.Muon's.
+"""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -8,33 +10,48 @@ from typing import Any
 import torch
 
 from shardcore.optim.base import Group
-from shardcore.optim.elementwise import ElementFormat, ElementKind, ElementStep, bare_optimizer, plain_step
+from shardcore.optim.elementwise import (
+    ElementFormat,
+    ElementKind,
+    ElementStep,
+    bare_optimizer,
+    plain_step,
+)
 from shardcore.optim.group_options import MASTERED_DTYPES
 from shardcore.optim.state_format import Kept, StateFormat
 
-_OF_MUON: dict[str, Any] = {"momentum": 0.95, "nesterov": True, "ns_coefficients": (3.4445, -4.775, 2.0315), "eps": 1e-7}
+_OF_MUON: dict[str, Any] = {
+    "momentum": 0.95,
+    "nesterov": True,
+    "ns_coefficients": (3.4445, -4.775, 2.0315),
+    "eps": 1e-7,
+}
 _OF_MUON |= {"ns_steps": 5, "adjust_lr_fn": None}
 _OF_ADAM = {"betas": (0.9, 0.999), "eps": 1e-8, "amsgrad": False}
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum orthogonalized by Newton-Schulz iterations for weight matrices, AdamW for other parameters.
+    """Momentum orthogonalized by Newton-Schulz iterations for weight matrices, AdamW for other
+    parameters.
 
-    params: groups as in torch.optim; one with use_muon=False is updated by AdamW and has its options (betas, eps, amsgrad).
-        Other groups, the default, take matrices alone, and the options of torch.optim.Muon: momentum, nesterov,
-        ns_coefficients, eps, ns_steps, and adjust_lr_fn (None, "original" or "match_rms_adamw"; with the last AdamW's lr and
+    params: groups as in torch.optim; one with use_muon=False is updated by AdamW and has its
+        options (betas, eps, amsgrad). Other groups, the default, take matrices alone, and the
+        options of torch.optim.Muon: momentum, nesterov, ns_coefficients, eps, ns_steps, and
+        adjust_lr_fn (None, "original" or "match_rms_adamw"; with the last AdamW's lr and
         weight_decay fit). Embeddings and the output layer are usually left to AdamW.
     lr, weight_decay: of groups that have none; the decay is decoupled.
 
-    Alone it is torch's two optimizers. shardcore.shard keeps momentum in shards, and gathers a unit's in bfloat16 where a rank
-    needs whole matrices; each rank orthogonalizes those that it has a part of.
-    ValueError for a parameter under Muon that is no matrix, and for options that torch's optimizers refuse.
-    Source: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon
+    Alone it is torch's two optimizers. shardcore.shard keeps momentum in shards, and gathers a
+    unit's in bfloat16 where a rank needs whole matrices; each rank orthogonalizes those that it has
+    a part of. ValueError for a parameter under Muon that is no matrix, and for options that torch's
+    optimizers refuse. Source: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon
     """
 
     def __init__(
         self,
-        params: Iterable[torch.Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, torch.Tensor]],
+        params: Iterable[torch.Tensor]
+        | Iterable[dict[str, Any]]
+        | Iterable[tuple[str, torch.Tensor]],
         lr: float | torch.Tensor = 1e-3,
         weight_decay: float = 0.1,
     ) -> None:
@@ -50,7 +67,9 @@ class Muon(torch.optim.Optimizer):
         try:  # torch's constructor knows what is wrong with options
             cls = torch.optim.Muon if use_muon else torch.optim.AdamW
             cls([torch.zeros(1, 1)], **{name: self.param_groups[-1][name] for name in names})
-            _check_iterations("Muon", self.param_groups[-1], f"param_groups[{len(self.param_groups) - 1}].")
+            _check_iterations(
+                "Muon", self.param_groups[-1], f"param_groups[{len(self.param_groups) - 1}]."
+            )
         except (TypeError, ValueError):
             del self.param_groups[-1]
             raise
@@ -58,7 +77,8 @@ class Muon(torch.optim.Optimizer):
             if use_muon and param.ndim != 2:
                 del self.param_groups[-1]
                 raise ValueError(
-                    f"Muon: param_groups[{len(self.param_groups)}].params[{index}] has shape {tuple(param.shape)}; expected a "
+                    f"Muon: param_groups[{len(self.param_groups)}].params[{index}] has shape "
+                    f"{tuple(param.shape)}; expected a "
                     'matrix, or a group {"params": ..., "use_muon": False}, which AdamW updates'
                 )
 
@@ -70,7 +90,9 @@ class Muon(torch.optim.Optimizer):
                 loss = closure()
         for group in self.param_groups:
             cls = torch.optim.Muon if group["use_muon"] else torch.optim.AdamW
-            options = {key: value for key, value in group.items() if key not in ("params", "use_muon")}
+            options = {
+                key: value for key, value in group.items() if key not in ("params", "use_muon")
+            }
             plain_step(cls)(bare_optimizer(cls, options, group["params"], self.state))
         return loss
 
@@ -83,7 +105,9 @@ class MuonStep(ElementStep):
 
 
 class MuonKind(ElementKind):
-    """See Kind. Elementwise once the gradients of matrices are orthogonalized (engine/orthogonalize.py)."""
+    """See Kind. Elementwise once the gradients of matrices are orthogonalized
+    (engine/orthogonalize.py).
+    """
 
     def __init__(self) -> None:
         """Know Muon."""
@@ -103,7 +127,11 @@ class MuonKind(ElementKind):
 
     def format_of(self, group: Group, dtype: torch.dtype) -> StateFormat:
         """See Kind."""
-        names = ("momentum_buffer",) if group["use_muon"] else self._adam._states_of(_of_adam(self._options(group)))
+        names = (
+            ("momentum_buffer",)
+            if group["use_muon"]
+            else self._adam._states_of(_of_adam(self._options(group)))
+        )
         return ElementFormat("fp32" if dtype in MASTERED_DTYPES else None, names=names)
 
     def run(
@@ -123,20 +151,26 @@ class MuonKind(ElementKind):
 
     @staticmethod
     def momentum(options: Group, buffer: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-        """Return what is to be orthogonalized, after the buffer took `grad` (both float32, of any elements of matrices)."""
+        """Return what is to be orthogonalized, after the buffer took `grad` (both float32, of
+        any elements of matrices).
+        """
         buffer.lerp_(grad, 1.0 - options["momentum"])
         return grad.lerp(buffer, options["momentum"]) if options["nesterov"] else buffer
 
     @staticmethod
     def direction(options: Group, momentum: torch.Tensor) -> torch.Tensor:
-        """Return the way that a matrix moves for a learning rate of 1: float32, of the matrix's shape."""
+        """Return the way that a matrix moves for a learning rate of 1: float32, of the matrix's
+        shape.
+        """
         move = torch.zeros_like(momentum, dtype=torch.float32)
         move.grad = momentum.float()
         names = ("ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
         given = {"lr": 1.0, "weight_decay": 0.0, "momentum": 0.0, "nesterov": False}
         buffer = {move: {"momentum_buffer": torch.zeros_like(move)}}
         cls = torch.optim.Muon
-        plain_step(cls)(bare_optimizer(cls, given | {name: options[name] for name in names}, [move], buffer))
+        plain_step(cls)(
+            bare_optimizer(cls, given | {name: options[name] for name in names}, [move], buffer)
+        )
         move.grad = None
         return move
 
@@ -149,11 +183,17 @@ def _check_iterations(op: str, group: Group, where: str) -> None:
     if (
         not isinstance(coefficients, tuple | list)
         or len(coefficients) != 3
-        or not all(isinstance(value, int | float) and math.isfinite(value) for value in coefficients)
+        or not all(
+            isinstance(value, int | float) and math.isfinite(value) for value in coefficients
+        )
     ):
-        raise ValueError(f"{op}: {where}ns_coefficients has {coefficients!r}; expected three finite numbers")
+        raise ValueError(
+            f"{op}: {where}ns_coefficients has {coefficients!r}; expected three finite numbers"
+        )
     if not isinstance(steps, int) or not 0 <= steps < 100:
-        raise ValueError(f"{op}: {where}ns_steps has {steps!r}; expected a whole number from 0 to 99")
+        raise ValueError(
+            f"{op}: {where}ns_steps has {steps!r}; expected a whole number from 0 to 99"
+        )
 
 
 def _of_adam(options: Group) -> dict[str, Any]:

@@ -1,11 +1,12 @@
 """The state of one parameter: torch's keys, with a step count that many parameters share.
 
-Invariants: inside a ParamState the key "step" has a StepCount, which readers never see: every way to read it makes a new
-tensor, as torch.optim has it (step_tensor). Parameters with equal counts share one StepCount, so that a step over
-100,000 tensors increments one integer; in a capturable optimizer each has a DeviceStepCount. The other keys hold tensors on
-the parameter's device, with its strides: exp_avg and exp_avg_sq of its shape (float32, bfloat16, or int8 and uint8 codes with
-float32 exp_avg_scale and exp_avg_sq_scale, one for 256 elements), max_exp_avg_sq (float32), and either master (float32) or
-remainder (int16).
+Invariants: inside a ParamState the key "step" has a StepCount, which readers never see: every way
+to read it makes a new tensor, as torch.optim has it (step_tensor). Parameters with equal counts
+share one StepCount, so that a step over 100,000 tensors increments one integer; in a capturable
+optimizer each has a DeviceStepCount. The other keys hold tensors on the parameter's device, with
+its strides: exp_avg and exp_avg_sq of its shape (float32, bfloat16, or int8 and uint8 codes with
+float32 exp_avg_scale and exp_avg_sq_scale, one for 256 elements), max_exp_avg_sq (float32), and
+either master (float32) or remainder (int16).
 """
 
 import weakref
@@ -28,7 +29,9 @@ _MAX_FLOAT32_STEP = 2**24  # and a float32 to here
 
 
 class Watched(dict[Any, Any]):
-    """A dict that calls the ``forget`` method of the object that has read it before any entry changes."""
+    """A dict that calls the ``forget`` method of the object that has read it before any entry
+    changes.
+    """
 
     __slots__ = ()
     _reader: "weakref.ref[Any] | None"
@@ -87,7 +90,9 @@ class States(Watched, defaultdict[torch.Tensor, Any]):
 
 
 def step_tensor(count: int) -> torch.Tensor:
-    """Return a step count as torch.optim keeps it: a new tensor of shape () on the CPU, float32, or float64 above 2**24."""
+    """Return a step count as torch.optim keeps it: a new tensor of shape () on the CPU, float32,
+    or float64 above 2**24.
+    """
     dtype = torch.float32 if count <= _MAX_FLOAT32_STEP else torch.float64
     return torch.tensor(float(count), dtype=dtype, device="cpu")
 
@@ -106,9 +111,11 @@ class StepCount:
 
 
 class DeviceStepCount:
-    """The same for one parameter of a capturable optimizer: in device memory, where a replayed graph increments it.
+    """The same for one parameter of a capturable optimizer: in device memory, where a replayed
+    graph increments it.
 
-    Not shared: a graph counts the parameters that it was captured with, whatever other steps run in between.
+    Not shared: a graph counts the parameters that it was captured with, whatever other steps run in
+    between.
     """
 
     __slots__ = ("counter",)
@@ -122,7 +129,9 @@ class DeviceStepCount:
         return int(self.counter.item())
 
     def tensor(self) -> torch.Tensor:
-        """Return the count as torch.optim.Adam(capturable=True) keeps it: a new float32 tensor of shape () on the device."""
+        """Return the count as torch.optim.Adam(capturable=True) keeps it: a new float32 tensor
+        of shape () on the device.
+        """
         return self.counter.to(torch.float32)
 
 
@@ -130,18 +139,23 @@ _COUNTS = (StepCount, DeviceStepCount)
 
 
 def step_count(op: str, name: str, value: object) -> int:
-    """Return a step count given as a number or as a tensor of one element; ValueError if it is not a whole number >= 0."""
+    """Return a step count given as a number or as a tensor of one element; ValueError if it is
+    not a whole number >= 0.
+    """
     x = number(op, name, value)
     if not (0 <= x <= MAX_STEP and x == int(x)):
-        raise ValueError(f"{op}: {name} has {x}; expected a whole number of at least 0, and at most 2**53")
+        raise ValueError(
+            f"{op}: {name} has {x}; expected a whole number of at least 0, and at most 2**53"
+        )
     return int(x)
 
 
 class ParamState(Watched):
-    """A parameter's state. Reading "step" gives a new tensor; writing it takes a number or a tensor of one element.
+    """A parameter's state. Reading "step" gives a new tensor; writing it takes a number or a tensor
+    of one element.
 
-    ``copy()``, ``dict(state)`` and ``state | other`` give plain dicts. ``deepcopy`` and ``pickle`` give ParamStates that share
-    counts as these do.
+    ``copy()``, ``dict(state)`` and ``state | other`` give plain dicts. ``deepcopy`` and ``pickle``
+    give ParamStates that share counts as these do.
     """
 
     __slots__ = ("_reader",)
@@ -153,7 +167,9 @@ class ParamState(Watched):
 
     @property
     def count(self) -> "StepCount | DeviceStepCount":
-        """The count itself, shared with other parameters. Raises KeyError when the state is empty."""
+        """The count itself, shared with other parameters. Raises KeyError when the state is
+        empty.
+        """
         count: StepCount | DeviceStepCount = dict.__getitem__(self, "step")
         return count
 
@@ -198,11 +214,19 @@ class ParamState(Watched):
         return repr(self.copy())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ParamState, (), None, None, iter([(key, dict.__getitem__(self, key)) for key in self])
+        return (
+            ParamState,
+            (),
+            None,
+            None,
+            iter([(key, dict.__getitem__(self, key)) for key in self]),
+        )
 
 
 def new_state(param: torch.Tensor, source: torch.Tensor | None = None) -> torch.Tensor:
-    """Return a new float32 tensor of param's shape and strides on param's device: zeros, or a copy of source."""
+    """Return a new float32 tensor of param's shape and strides on param's device: zeros, or a
+    copy of source.
+    """
     state = zeros(param.shape, torch.float32, param.device, param)
     if source is not None:
         state.copy_(source.detach())
@@ -210,25 +234,38 @@ def new_state(param: torch.Tensor, source: torch.Tensor | None = None) -> torch.
 
 
 def check_tensor(op: str, name: str, value: object, shape: torch.Size) -> torch.Tensor:
-    """Return value as a tensor that may become a float32 state of this shape, or raise TypeError or ValueError."""
+    """Return value as a tensor that may become a float32 state of this shape, or raise TypeError
+    or ValueError.
+    """
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{op}: {name} has type {type(value).__name__}; expected a tensor")
     if not value.is_floating_point():
-        raise TypeError(f"{op}: {name} has dtype {dtype_name(value.dtype)}; expected a floating dtype")
+        raise TypeError(
+            f"{op}: {name} has dtype {dtype_name(value.dtype)}; expected a floating dtype"
+        )
     if value.layout is not torch.strided:
         raise ValueError(f"{op}: {name} has layout {value.layout}; expected a dense tensor")
     if is_traceable_wrapper_subclass(value):
-        raise TypeError(f"{op}: {name} has type {type(value).__name__}; expected a plain tensor, as its parameter is one")
+        raise TypeError(
+            f"{op}: {name} has type {type(value).__name__}; expected a plain tensor, as its "
+            f"parameter is one"
+        )
     if value.is_meta or not has_memory(value):
-        raise ValueError(f"{op}: {name} has no memory (device {value.device}); expected values to read")
+        raise ValueError(
+            f"{op}: {name} has no memory (device {value.device}); expected values to read"
+        )
     if value.shape != shape:
-        raise ValueError(f"{op}: {name} has shape {tuple(value.shape)}; expected {tuple(shape)}, the parameter's")
+        raise ValueError(
+            f"{op}: {name} has shape {tuple(value.shape)}; expected {tuple(shape)}, the parameter's"
+        )
     return value
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
     """Whether the storage holds every element (one that was released, or resized, does not)."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    last = sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
     end_bytes = (tensor.storage_offset() + last + 1) * tensor.element_size()
     return tensor.numel() == 0 or tensor.untyped_storage().nbytes() >= end_bytes
 
@@ -245,5 +282,10 @@ def device_counts(states: Sequence[ParamState], device: torch.device) -> list[De
     on_host = [state.count for state in states if isinstance(state.count, StepCount)]
     if not on_host:
         return [state.count for state in states if isinstance(state.count, DeviceStepCount)]
-    made = iter(torch.tensor([count.value for count in on_host], dtype=torch.int64, device=device).unbind())
-    return [state.count if isinstance(state.count, DeviceStepCount) else DeviceStepCount(next(made)) for state in states]
+    made = iter(
+        torch.tensor([count.value for count in on_host], dtype=torch.int64, device=device).unbind()
+    )
+    return [
+        state.count if isinstance(state.count, DeviceStepCount) else DeviceStepCount(next(made))
+        for state in states
+    ]

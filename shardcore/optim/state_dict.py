@@ -1,7 +1,8 @@
 """State dicts that torch.optim.Adam and AdamW read, and theirs read back.
 
-Invariants: a loaded value never passes through the parameter's dtype (torch's own loading would turn the float32 moments
-of a bfloat16 weight into bfloat16); everything is checked and built before the optimizer changes.
+Invariants: a loaded value never passes through the parameter's dtype (torch's own loading would
+turn the float32 moments of a bfloat16 weight into bfloat16); everything is checked and built before
+the optimizer changes.
 """
 
 import copy
@@ -34,7 +35,8 @@ from shardcore.optim.state_format import (
     stored_moment,
 )
 
-# Keys of torch's groups for how torch runs a step, not what the step computes: written for torch, not read.
+# Keys of torch's groups for how torch runs a step, not what the step computes: written for torch,
+# not read.
 TORCH_ONLY: dict[str, Any] = {"foreach": None, "fused": None, "differentiable": False}
 # Options for how an optimizer stores states and runs: loading does not change them.
 _OWN = ("master", "state_dtype", "stochastic_rounding", "capturable")
@@ -54,7 +56,9 @@ SCHEDULER_KEYS = (
 
 
 def numbers_of(groups: Sequence[Mapping[str, Any]]) -> dict[torch.Tensor, int]:
-    """Return each parameter's number in state dicts: the number of entries before its first one, as torch.optim counts."""
+    """Return each parameter's number in state dicts: the number of entries before its first one,
+    as torch.optim counts.
+    """
     numbers: dict[torch.Tensor, int] = {}
     for number, param in enumerate(param for group in groups for param in group["params"]):
         numbers.setdefault(param, number)
@@ -62,23 +66,32 @@ def numbers_of(groups: Sequence[Mapping[str, Any]]) -> dict[torch.Tensor, int]:
 
 
 def export_groups(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return param_groups as torch.optim.Adam and AdamW write them: parameters by number, torch's keys added."""
+    """Return param_groups as torch.optim.Adam and AdamW write them: parameters by number,
+    torch's keys added.
+    """
     exported = []
     numbers = numbers_of(groups)
     for group in groups:
         options = {key: value for key, value in group.items() if key != "params"}
         params = [numbers[param] for param in group["params"]]
-        exported.append(TORCH_ONLY | options | {"decoupled_weight_decay": group["adam_w_mode"], "params": params})
+        exported.append(
+            TORCH_ONLY
+            | options
+            | {"decoupled_weight_decay": group["adam_w_mode"], "params": params}
+        )
     return exported
 
 
 def other_entries(state: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return the entries of `optimizer.state` whose keys are not parameters; state dicts have them as they are."""
+    """Return the entries of `optimizer.state` whose keys are not parameters; state dicts have
+    them as they are.
+    """
     return {key: state[key] for key in state if not isinstance(key, torch.Tensor)}
 
 
 def adopt_torch_group(op: str, where: str, group: dict[str, Any]) -> None:
-    """Translate torch.optim's own keys in a new group (from the param_groups of an Adam or AdamW) to our options, in place.
+    """Translate torch.optim's own keys in a new group (from the param_groups of an Adam or AdamW)
+    to our options, in place.
 
     Raises ValueError for options that these optimizers do not have.
     """
@@ -86,12 +99,13 @@ def adopt_torch_group(op: str, where: str, group: dict[str, Any]) -> None:
         decoupled = group["decoupled_weight_decay"]
         if group.setdefault("adam_w_mode", decoupled) is not decoupled:
             raise ValueError(
-                f"{op}: {where}adam_w_mode has {group['adam_w_mode']}, and decoupled_weight_decay {decoupled}; expected one of "
-                "them (they say the same)"
+                f"{op}: {where}adam_w_mode has {group['adam_w_mode']}, and decoupled_weight_decay "
+                f"{decoupled}; expected one of them (they say the same)"
             )
     if group.get("differentiable"):
         raise ValueError(
-            f"{op}: {where}differentiable has {group['differentiable']}; expected False (autograd sees no step of a kernel)"
+            f"{op}: {where}differentiable has {group['differentiable']}; expected False (autograd "
+            f"sees no step of a kernel)"
         )
 
 
@@ -105,37 +119,48 @@ def import_groups(
     check: Callable[[str, Mapping[str, Any], str], None] = check_options,
     name: str = "Adam",
 ) -> list[dict[str, Any]]:
-    """Return, for each group, the options that loading ``state_dict`` (torch's or ours) gives it; nothing is changed.
+    """Return, for each group, the options that loading ``state_dict`` (torch's or ours) gives it;
+    nothing is changed.
 
-    renamed: ours of torch's. name: of the optimizer's class, for messages. own: options for storing states and running steps,
-    which stay this optimizer's. Raises ValueError or TypeError for another number of groups or parameters, for an unknown key,
-    and for a value that no step can use.
+    renamed: ours of torch's. name: of the optimizer's class, for messages. own: options for storing
+    states and running steps, which stay this optimizer's. Raises ValueError or TypeError for
+    another number of groups or parameters, for an unknown key, and for a value that no step can
+    use.
     """
     for key in ("state", "param_groups"):
         if key not in state_dict:
-            raise ValueError(f"{op}: state_dict has no {key!r}; expected state and param_groups, as state_dict() returns")
+            raise ValueError(
+                f"{op}: state_dict has no {key!r}; expected state and param_groups, as "
+                f"state_dict() returns"
+            )
     saved = state_dict["param_groups"]
     if not isinstance(saved, Sequence) or not all(
         isinstance(g, Mapping) and isinstance(g.get("params"), list | tuple) for g in saved
     ):
         raise TypeError(
-            f'{op}: state_dict["param_groups"] is no list of dicts with a list "params"; expected what state_dict() returns'
+            f'{op}: state_dict["param_groups"] is no list of dicts with a list "params"; expected '
+            f"what state_dict() returns"
         )
     if len(saved) != len(groups):
-        raise ValueError(f"{op}: state_dict has {len(saved)} parameter groups; expected {len(groups)}, as this optimizer")
+        raise ValueError(
+            f"{op}: state_dict has {len(saved)} parameter groups; expected {len(groups)}, as this "
+            f"optimizer"
+        )
     for i, given in enumerate(saved):
         if strange := [number for number in given["params"] if not isinstance(number, Hashable)]:
             raise TypeError(
-                f'{op}: state_dict["param_groups"][{i}]["params"] has {strange[0]!r}; expected a number for each parameter, as '
-                "state_dict() returns"
+                f'{op}: state_dict["param_groups"][{i}]["params"] has {strange[0]!r}; expected a '
+                f"number for each parameter, as state_dict() returns"
             )
     imported = []
-    copies: dict[int, Any] = {}  # groups that share an lr tensor still share one, as after torch's loading
+    # groups that share an lr tensor still share one, as after torch's loading
+    copies: dict[int, Any] = {}
     for i, (group, given) in enumerate(zip(groups, saved, strict=True)):
         where = f"param_groups[{i}]"
         if len(given["params"]) != len(group["params"]):
             raise ValueError(
-                f"{op}: {where} has {len(given['params'])} parameters; expected {len(group['params'])}, as this optimizer"
+                f"{op}: {where} has {len(given['params'])} parameters; expected "
+                f"{len(group['params'])}, as this optimizer"
             )
         options = {}
         passed_by = ("params", *TORCH_ONLY, *own)
@@ -144,12 +169,20 @@ def import_groups(
                 continue
             known = renamed.get(key, key)
             if known not in group and known not in SCHEDULER_KEYS:
-                came, expected = (", ".join(str(k) for k in some if k not in passed_by) for some in (given, group))
-                raise ValueError(
-                    f"{op}: {where} has {came}; {key!r} is an unknown key; expected {expected}, as {name} has, or keys of a "
-                    "scheduler (another optimizer's state does not fit; a key of your own: give it to the group first)"
+                came, expected = (
+                    ", ".join(str(k) for k in some if k not in passed_by) for some in (given, group)
                 )
-            options[known] = tuple(value) if key in _TUPLES and isinstance(value, list) else copy.deepcopy(value, copies)
+                raise ValueError(
+                    f"{op}: {where} has {came}; {key!r} is an unknown key; expected {expected}, as "
+                    f"{name} has, or keys of a "
+                    "scheduler (another optimizer's state does not fit; a key of your own: give it "
+                    "to the group first)"
+                )
+            options[known] = (
+                tuple(value)
+                if key in _TUPLES and isinstance(value, list)
+                else copy.deepcopy(value, copies)
+            )
         check(op, {**group, **options}, f"{where}.")
         imported.append(options)
     return imported
@@ -158,14 +191,17 @@ def import_groups(
 def export_state(state: Mapping[str, Any], param: torch.Tensor) -> dict[str, Any]:
     """Return a state for a state dict: a plain dict with a step tensor of its own.
 
-    8-bit moments become the float32 values they stand for, a remainder the float32 master; other tensors are the live ones.
+    8-bit moments become the float32 values they stand for, a remainder the float32 master; other
+    tensors are the live ones.
     """
     joined = joined_state(state, param)
     return {key: moment_values(joined, key) for key in joined if key not in SCALES.values()}
 
 
 def joined_state(state: Mapping[str, Any], param: torch.Tensor) -> dict[str, Any]:
-    """Return a state as a plain dict that no longer needs its weights: with a float32 master in place of a remainder."""
+    """Return a state as a plain dict that no longer needs its weights: with a float32 master in
+    place of a remainder.
+    """
     joined = dict(state)
     if "remainder" in joined:
         joined["master"] = joined_master(param, joined.pop("remainder"))
@@ -173,14 +209,21 @@ def joined_state(state: Mapping[str, Any], param: torch.Tensor) -> dict[str, Any
 
 
 def import_state(
-    op: str, name: str, saved: object, param: torch.Tensor, master: str | None, state_dtype: str = "fp32"
+    op: str,
+    name: str,
+    saved: object,
+    param: torch.Tensor,
+    master: str | None,
+    state_dtype: str = "fp32",
 ) -> tuple[ParamState, list[str]]:
-    """Return a new state for param made from ``saved`` (torch's or ours), and descriptions of what was lost.
+    """Return a new state for param made from ``saved`` (torch's or ours), and descriptions of what
+    was lost.
 
-    The state has param's shape and device, and is stored as master ("fp32", "split" or None) and state_dtype say. Moments may
-    have any floating dtype. A master must be float32: one of another dtype was converted by torch.optim's loading and not
-    updated by torch's steps, so it is left out and made again from the weights. With "split" the state has the remainder, and
-    the weight is the rounded master. Raises ValueError or TypeError for unknown or missing keys, shapes, values.
+    The state has param's shape and device, and is stored as master ("fp32", "split" or None) and
+    state_dtype say. Moments may have any floating dtype. A master must be float32: one of another
+    dtype was converted by torch.optim's loading and not updated by torch's steps, so it is left out
+    and made again from the weights. With "split" the state has the remainder, and the weight is the
+    rounded master. Raises ValueError or TypeError for unknown or missing keys, shapes, values.
     """
     if not isinstance(saved, Mapping):
         raise TypeError(f"{op}: {name} has type {type(saved).__name__}; expected a dict")
@@ -190,12 +233,19 @@ def import_state(
         return state, lost
     for key in saved:
         if key in SCALES.values() and saved[key] == {}:
-            continue  # torch.distributed.checkpoint's flattened form asks for the keys of optimizer.state, which has these
+            # torch.distributed.checkpoint's flattened form asks for the keys of optimizer.state,
+            # which has these
+            continue
         if key != "step" and key not in TENSOR_KEYS:
-            raise ValueError(f"{op}: {name} has the unknown key {key!r}; expected step, {', '.join(TENSOR_KEYS)}")
+            raise ValueError(
+                f"{op}: {name} has the unknown key {key!r}; expected step, {', '.join(TENSOR_KEYS)}"
+            )
     for key in ("step", "exp_avg", "exp_avg_sq"):
         if key not in saved:
-            raise ValueError(f"{op}: {name} has no {key!r}; expected step, exp_avg and exp_avg_sq (the state of an Adam)")
+            raise ValueError(
+                f"{op}: {name} has no {key!r}; expected step, exp_avg and exp_avg_sq (the state of "
+                f"an Adam)"
+            )
     state.count = StepCount(step_count(op, f"{name}.step", saved["step"]))
     for key in TENSOR_KEYS:
         if key not in saved:
@@ -204,13 +254,20 @@ def import_state(
         if key in MOMENTS:
             kept, exact = stored_moment(key, value, state_dtype, param.device, param)
             if not exact:
-                lost.append(f"{name}.{key} is rounded from {dtype_name(value.dtype)} to {_KEPT[state_dtype]}")
+                lost.append(
+                    f"{name}.{key} is rounded from {dtype_name(value.dtype)} to "
+                    f"{_KEPT[state_dtype]}"
+                )
             state.update(kept)
         elif key == "master" and master is None:
-            lost.append(f"{name}.master is left out: this optimizer keeps none for it (the weights go on as they are)")
+            lost.append(
+                f"{name}.master is left out: this optimizer keeps none for it (the weights go on "
+                f"as they are)"
+            )
         elif key == "master" and value.dtype is not torch.float32:
             lost.append(
-                f"{name}.master is {dtype_name(value.dtype)}, stale after torch.optim; it starts again from the weights"
+                f"{name}.master is {dtype_name(value.dtype)}, stale after torch.optim; it starts "
+                f"again from the weights"
             )
         elif key == "master" and master == "split":
             state["remainder"] = split_remainder(value, param.device, param)
@@ -230,42 +287,59 @@ def take_masters(masters: Mapping[torch.Tensor, torch.Tensor]) -> None:
 def saved_states(
     op: str, groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]
 ) -> tuple[dict[torch.Tensor, tuple[Any, Any]], dict[Any, Any]]:
-    """Return (id, state) of each parameter that a state dict has a state of, and its `other_entries`.
+    """Return (id, state) of each parameter that a state dict has a state of, and its
+    `other_entries`.
 
-    The state dict must have passed import_groups. Raises TypeError or ValueError for states or ids that are no parameter's.
+    The state dict must have passed import_groups. Raises TypeError or ValueError for states or ids
+    that are no parameter's.
     """
     saved = state_dict["state"]
     if not isinstance(saved, Mapping):
-        raise TypeError(f'{op}: state_dict["state"] has type {type(saved).__name__}; expected a dict')
+        raise TypeError(
+            f'{op}: state_dict["state"] has type {type(saved).__name__}; expected a dict'
+        )
     params: dict[Any, torch.Tensor] = {}
     for group, given in zip(groups, state_dict["param_groups"], strict=True):
         params.update(zip(given["params"], group["params"], strict=True))
     if len(params) < len(numbers_of(groups)):
-        raise ValueError(f'{op}: state_dict["param_groups"] names a parameter twice; expected each once')
+        raise ValueError(
+            f'{op}: state_dict["param_groups"] names a parameter twice; expected each once'
+        )
     others = {}
     for key, value in saved.items():
         if key not in params:
-            if isinstance(key, int) or (isinstance(value, Mapping) and "step" in value):  # a parameter's
-                raise ValueError(f'{op}: state_dict["state"] has the key {key!r}; expected one of the ids in param_groups')
+            # a parameter's
+            if isinstance(key, int) or (isinstance(value, Mapping) and "step" in value):
+                raise ValueError(
+                    f'{op}: state_dict["state"] has the key {key!r}; expected one of the ids in '
+                    f"param_groups"
+                )
             others[key] = value
     return {params[key]: (key, state) for key, state in saved.items() if key in params}, others
 
 
 def warn_of_lost(op: str, lost: Sequence[str], stacklevel: int) -> None:
-    """Give one UserWarning for all descriptions in `lost`. stacklevel: as the caller's own warning would have."""
+    """Give one UserWarning for all descriptions in `lost`. stacklevel: as the caller's own
+    warning would have.
+    """
     if lost:
         more = f" (and {len(lost) - 1} more like it)" if len(lost) > 1 else ""
         warnings.warn(f"{op}: {lost[0]}{more}", UserWarning, stacklevel=stacklevel + 1)
 
 
 def import_states(
-    op: str, groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any], dtensors: Mapping[torch.Tensor, Rows]
+    op: str,
+    groups: Sequence[Mapping[str, Any]],
+    state_dict: Mapping[str, Any],
+    dtensors: Mapping[torch.Tensor, Rows],
 ) -> tuple[dict[Any, Any], dict[torch.Tensor, torch.Tensor]]:
-    """Return the states that loading state_dict gives to the parameters of groups, and other entries; nothing is changed.
+    """Return the states that loading state_dict gives to the parameters of groups, and other
+    entries; nothing is changed.
 
-    dtensors: of those parameters that are DTensors; a saved tensor may then be a DTensor or the full tensor. Also returned: the
-    float32 masters of parameters (their local parts) whose state has a remainder; take_masters sets their weights from them.
-    state_dict["param_groups"] must have passed import_groups. One UserWarning names what was lost.
+    dtensors: of those parameters that are DTensors; a saved tensor may then be a DTensor or the
+    full tensor. Also returned: the float32 masters of parameters (their local parts) whose state
+    has a remainder; take_masters sets their weights from them. state_dict["param_groups"] must have
+    passed import_groups. One UserWarning names what was lost.
     """
     group_of = {param: group for group in groups for param in group["params"]}
     states: dict[torch.Tensor, ParamState] = {}
@@ -284,7 +358,11 @@ def import_states(
         if "remainder" in state:
             masters[local] = value["master"]
     if states and groups[0]["capturable"]:
-        for state, count in zip(states.values(), device_counts(list(states.values()), next(iter(states)).device), strict=True):
+        for state, count in zip(
+            states.values(),
+            device_counts(list(states.values()), next(iter(states)).device),
+            strict=True,
+        ):
             state.count = count
     else:
         share_counts(states.values())

@@ -1,10 +1,11 @@
 """How optimizer states are stored, sharded or not: dtypes, masters, and blocks of 8-bit codes.
 
-State dicts show them as torch.optim does: codes as the float32 values that they stand for, a remainder as the float32
-master that it makes with its weight. Both conversions are exact: loading an exported state gives the same stored values.
+State dicts show them as torch.optim does: codes as the float32 values that they stand for, a
+remainder as the float32 master that it makes with its weight. Both conversions are exact: loading
+an exported state gives the same stored values.
 
-Invariant of sharded states: a range of a flat buffer starts at a 256-element boundary and ends at one, or at the end of its
-parameter, so that no block of 8-bit moments is ever cut.
+Invariant of sharded states: a range of a flat buffer starts at a 256-element boundary and ends at
+one, or at the end of its parameter, so that no block of 8-bit moments is ever cut.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,7 +29,8 @@ MASTER_STORAGE: Mapping[str | None, tuple[str | None, torch.dtype | None]] = {
     "split": ("remainder", torch.int16),
 }
 
-# CPU states of this size or more ask for huge pages; smaller ones would waste the rest of their last page.
+# CPU states of this size or more ask for huge pages; smaller ones would waste the rest of their
+# last page.
 _HUGE_STATE_BYTES = 4 << 20
 
 
@@ -40,10 +42,13 @@ MOMENT_DTYPES = {
 }
 
 
-def zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device, like: torch.Tensor | None = None) -> torch.Tensor:
+def zeros(
+    shape: torch.Size, dtype: torch.dtype, device: torch.device, like: torch.Tensor | None = None
+) -> torch.Tensor:
     """Return a zero-filled state; large ones on the CPU ask for huge pages.
 
-    like: of this shape; if it is dense its strides are the state's (kernels read both in memory order).
+    like: of this shape; if it is dense its strides are the state's (kernels read both in memory
+    order).
     """
     numel = shape.numel()
     if device.type == "cpu" and numel * dtype.itemsize >= _HUGE_STATE_BYTES:
@@ -63,7 +68,9 @@ def in_memory(tensor: torch.Tensor) -> torch.Tensor:
 def new_moments(
     shape: torch.Size, state_dtype: str, make: Callable[[torch.Size, torch.dtype], torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Return the moments of a parameter of this shape before its first step; `make` returns zero-filled tensors."""
+    """Return the moments of a parameter of this shape before its first step; `make` returns
+    zero-filled tensors.
+    """
     moments = {key: make(shape, dtype) for key, dtype in MOMENT_DTYPES[state_dtype].items()}
     if state_dtype == "8bit":
         blocks = torch.Size([-(-shape.numel() // BLOCK)])
@@ -72,18 +79,29 @@ def new_moments(
 
 
 def moment_values(state: Mapping[str, Any], key: str) -> torch.Tensor:
-    """Return a moment as a state dict shows it: the live tensor, or the float32 values of 8-bit codes."""
+    """Return a moment as a state dict shows it: the live tensor, or the float32 values of 8-bit
+    codes.
+    """
     stored: torch.Tensor = state[key]
     if key not in SCALES or SCALES[key] not in state:
         return stored
     scales = state[SCALES[key]]
-    return _C.decode_moment(stored.reshape(-1).cpu(), scales.cpu()).view(stored.shape).to(stored.device)
+    return (
+        _C.decode_moment(stored.reshape(-1).cpu(), scales.cpu())
+        .view(stored.shape)
+        .to(stored.device)
+    )
 
 
 def stored_moment(
-    key: str, values: torch.Tensor, state_dtype: str, device: torch.device, like: torch.Tensor | None = None
+    key: str,
+    values: torch.Tensor,
+    state_dtype: str,
+    device: torch.device,
+    like: torch.Tensor | None = None,
 ) -> tuple[dict[str, torch.Tensor], bool]:
-    """Return what keeps a moment of these values (any floating dtype), and whether every value is kept exactly.
+    """Return what keeps a moment of these values (any floating dtype), and whether every value is
+    kept exactly.
 
     like: lends its strides (zeros), but not to 8-bit codes.
     """
@@ -91,11 +109,16 @@ def stored_moment(
     if state_dtype != "8bit":
         kept = zeros(values.shape, dtype, device, like)
         kept.copy_(values)
-        return {key: kept}, dtype == values.dtype or bool((kept.to(values.dtype) == values.to(device)).all())
+        return {key: kept}, dtype == values.dtype or bool(
+            (kept.to(values.dtype) == values.to(device)).all()
+        )
     flat = values.to("cpu", torch.float32).contiguous().view(-1)
     codes, scales = _C.encode_moment(flat, dtype)
     exact = torch.equal(_C.decode_moment(codes, scales), flat)
-    kept, kept_scales = zeros(values.shape, dtype, device), zeros(scales.shape, torch.float32, device)
+    kept, kept_scales = (
+        zeros(values.shape, dtype, device),
+        zeros(scales.shape, torch.float32, device),
+    )
     kept.view(-1).copy_(codes)
     kept_scales.copy_(scales)
     return {key: kept, SCALES[key]: kept_scales}, exact
@@ -107,10 +130,16 @@ def joined_master(param: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
     return flat.view(param.shape).to(param.device)
 
 
-def split_remainder(master: torch.Tensor, device: torch.device, like: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the remainder of a float32 master, whose weight is it rounded to nearest. like: lends its strides (zeros)."""
+def split_remainder(
+    master: torch.Tensor, device: torch.device, like: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the remainder of a float32 master, whose weight is it rounded to nearest. like:
+    lends its strides (zeros).
+    """
     remainder = zeros(master.shape, torch.int16, device, like)
-    remainder.copy_(_C.split_master(master.detach().cpu().contiguous().view(-1))[1].view(master.shape))
+    remainder.copy_(
+        _C.split_master(master.detach().cpu().contiguous().view(-1))[1].view(master.shape)
+    )
     return remainder
 
 
@@ -123,8 +152,8 @@ Kept = dict[str, torch.Tensor]  # a bucket's states as they are kept, or a range
 class StateFormat:
     """How states are kept, for weights of one dtype under the options of one group.
 
-    master: "fp32", "split", or None where weights are their own. random: a step draws random bits, which are keyed by
-    parameter and element.
+    master: "fp32", "split", or None where weights are their own. random: a step draws random bits,
+    which are keyed by parameter and element.
     """
 
     master: str | None = None
@@ -135,7 +164,11 @@ class StateFormat:
     @property
     def keys(self) -> tuple[str, ...]:
         """The states of each element, as state dicts name them."""
-        return (*MOMENTS, *["max_exp_avg_sq"] * self.amsgrad, *["master"] * (self.master is not None))
+        return (
+            *MOMENTS,
+            *["max_exp_avg_sq"] * self.amsgrad,
+            *["master"] * (self.master is not None),
+        )
 
     @property
     def reads_weights(self) -> bool:
@@ -144,7 +177,9 @@ class StateFormat:
 
     def new(self, numel: int, make: Allocate) -> Kept:
         """Return the states of `numel` elements that made no step yet."""
-        kept = new_moments(torch.Size([numel]), self.state_dtype, lambda shape, dtype: make(shape.numel(), dtype))
+        kept = new_moments(
+            torch.Size([numel]), self.state_dtype, lambda shape, dtype: make(shape.numel(), dtype)
+        )
         if self.amsgrad:
             kept["max_exp_avg_sq"] = make(numel, torch.float32)
         key, dtype = MASTER_STORAGE[self.master]
@@ -169,30 +204,44 @@ NO_STATES = StateFormat()  # of buckets that no optimizer group updates; never u
 
 
 def format_of(group: Mapping[str, Any], dtype: torch.dtype) -> StateFormat:
-    """Return how states of weights of `dtype` are kept by the options of `group`, which may be one of torch.optim.
+    """Return how states of weights of `dtype` are kept by the options of `group`, which may be one
+    of torch.optim.
 
-    Sharded weights below float32 have float32 masters, unless the group asks for split ones, or for stochastic rounding,
-    which takes the place of a master.
+    Sharded weights below float32 have float32 masters, unless the group asks for split ones, or for
+    stochastic rounding, which takes the place of a master.
     """
     master = None
     if dtype in MASTERED_DTYPES and not group.get("stochastic_rounding", False):
         master = group.get("master") or "fp32"
-    return StateFormat(master, group.get("state_dtype", "fp32"), bool(group["amsgrad"]), draws_random_bits(group))
+    return StateFormat(
+        master, group.get("state_dtype", "fp32"), bool(group["amsgrad"]), draws_random_bits(group)
+    )
 
 
 def range_of(kept: Kept, start: int, numel: int) -> Kept:
     """View the states of elements [start, start + numel)."""
     blocks = slice(start // BLOCK, -(-(start + numel) // BLOCK))
-    return {key: flat[blocks if key in SCALES.values() else slice(start, start + numel)] for key, flat in kept.items()}
+    return {
+        key: flat[blocks if key in SCALES.values() else slice(start, start + numel)]
+        for key, flat in kept.items()
+    }
 
 
 def values_of(kept: Kept, key: str, weight: torch.Tensor) -> torch.Tensor:
-    """Return a range of one state as a state dict shows it: live where kept so; `weight`: the same range of the weights."""
-    return joined_master(weight, kept["remainder"]) if key == "master" and "remainder" in kept else moment_values(kept, key)
+    """Return a range of one state as a state dict shows it: live where kept so; `weight`: the
+    same range of the weights.
+    """
+    return (
+        joined_master(weight, kept["remainder"])
+        if key == "master" and "remainder" in kept
+        else moment_values(kept, key)
+    )
 
 
 def kept_values(state_format: StateFormat, key: str, values: torch.Tensor) -> Kept:
-    """Return what is to be copied to where a range of one state is kept, to keep `values` (any floating dtype)."""
+    """Return what is to be copied to where a range of one state is kept, to keep `values` (any
+    floating dtype).
+    """
     if key == "master" and state_format.master == "split":
         return {"remainder": split_remainder(values.to(torch.float32), values.device)}
     if key in SCALES and state_format.state_dtype == "8bit":

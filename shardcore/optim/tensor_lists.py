@@ -1,8 +1,9 @@
 """From gradients to one kernel call per device, and the bookkeeping after it.
 
-Invariants: an ``Update`` checks every gradient before a step does anything, makes new states and counts on the side, and puts
-them in place only after every kernel call was accepted. A capturable step reads no device memory on the host, so that a CUDA
-graph can capture it: a number (or a CPU tensor) is fixed in the graph, a tensor on the device is read at every replay.
+Invariants: an ``Update`` checks every gradient before a step does anything, makes new states and
+counts on the side, and puts them in place only after every kernel call was accepted. A capturable
+step reads no device memory on the host, so that a CUDA graph can capture it: a number (or a CPU
+tensor) is fixed in the graph, a tensor on the device is read at every replay.
 """
 
 import operator
@@ -29,14 +30,24 @@ from shardcore.optim.group_options import (
     hyper_of,
     read_once,
 )
-from shardcore.optim.state import DeviceStepCount, ParamState, States, StepCount, device_counts, has_memory, new_state
+from shardcore.optim.state import (
+    DeviceStepCount,
+    ParamState,
+    States,
+    StepCount,
+    device_counts,
+    has_memory,
+    new_state,
+)
 from shardcore.optim.state_format import MASTER_STORAGE, MOMENT_DTYPES, new_moments, zeros
 
 
 class DeviceState:
-    """What capturable and sharded steps keep on the device, for one optimizer (csrc/adam/device_step.h).
+    """What capturable and sharded steps keep on the device, for one optimizer
+    (csrc/adam/device_step.h).
 
-    words: int64 (6,): the loss scale, its stable steps, its overflows left, 1 / (ranks * scale), the norm, the skipped steps.
+    words: int64 (6,): the loss scale, its stable steps, its overflows left, 1 / (ranks * scale),
+    the norm, the skipped steps.
     """
 
     def __init__(self, words: torch.Tensor) -> None:
@@ -52,8 +63,8 @@ class DeviceState:
 class DeviceScale:
     """What multiplies the gradients of a step that the device decides on. Tensors have one element.
 
-    grad_scale multiplies, loss_scale divides. The step is skipped if found_inf is not 0 or (with max_norm) the norm is not
-    finite.
+    grad_scale multiplies, loss_scale divides. The step is skipped if found_inf is not 0 or (with
+    max_norm) the norm is not finite.
     """
 
     state: DeviceState
@@ -75,7 +86,9 @@ class DeviceScale:
         ranks: int = 1,
         rule: "_C.LossScaleRule | None" = None,
     ) -> "_C.DeviceScalars":
-        """Queue the decision; returns the scalars of each parameter. counters: of their steps, int64 of one element."""
+        """Queue the decision; returns the scalars of each parameter. counters: of their steps,
+        int64 of one element.
+        """
         return _C.device_step(
             self.state.words,
             squares,
@@ -92,43 +105,61 @@ class DeviceScale:
 
 
 def device_scale(
-    op: str, state: DeviceState, grad_scale: object, loss_scale: object, found_inf: object, max_norm: float | None
+    op: str,
+    state: DeviceState,
+    grad_scale: object,
+    loss_scale: object,
+    found_inf: object,
+    max_norm: float | None,
 ) -> DeviceScale:
-    """Return the same for a capturable step, without synchronizing. Numbers are checked as in host_scale, tensors are not."""
+    """Return the same for a capturable step, without synchronizing. Numbers are checked as in
+    host_scale, tensors are not.
+    """
     scale = device_number(op, "grad_scale", 1.0 if grad_scale is None else grad_scale)
     divisor = device_number(op, "optimizer.grad_scale", 1.0 if loss_scale is None else loss_scale)
-    host_scale(op, *(1.0 if isinstance(value, torch.Tensor) else value for value in (scale, divisor)))
+    host_scale(
+        op, *(1.0 if isinstance(value, torch.Tensor) else value for value in (scale, divisor))
+    )
     found = device_number(op, "optimizer.found_inf", 0.0 if found_inf is None else found_inf)
     return DeviceScale(state, scale, divisor, found, max_norm)
 
 
 Group = Mapping[str, Any]
 # The options of a group that decide which lists a step has.
-_FORMAT = operator.itemgetter("master", "state_dtype", "amsgrad", "stochastic_rounding", "capturable")
+_FORMAT = operator.itemgetter(
+    "master", "state_dtype", "amsgrad", "stochastic_rounding", "capturable"
+)
 
 
 def check_grads_list(op: str, groups: Sequence[Group], grads: object) -> None:
     """Raise TypeError or ValueError unless grads is a list with one entry for each parameter."""
     if not isinstance(grads, list | tuple):
-        raise TypeError(f"{op}: grads has type {type(grads).__name__}; expected a list with one entry for each parameter")
+        raise TypeError(
+            f"{op}: grads has type {type(grads).__name__}; expected a list with one entry for each "
+            f"parameter"
+        )
     expected = sum(len(group["params"]) for group in groups)
     if len(grads) != expected:
         raise ValueError(
-            f"{op}: grads has {len(grads)} entries; expected {expected}, one for each parameter (None: no gradient)"
+            f"{op}: grads has {len(grads)} entries; expected {expected}, one for each parameter "
+            f"(None: no gradient)"
         )
 
 
 def check_new_params(op: str, groups: Sequence[Group], device_type: str | None) -> None:
-    """Raise for a parameter of the last group that no step can update, or that is there twice (two threads would write it)."""
+    """Raise for a parameter of the last group that no step can update, or that is there twice
+    (two threads would write it).
+    """
     *before, group = groups
     start, known = sum(len(other["params"]) for other in before), set()
     for i, p in enumerate(group["params"], start):
         if device_type is not None and not p.is_meta and p.device.type != device_type:
             raise ValueError(
-                f"{op}: params[{i}] has device {p.device}; expected {device_type} (use shardcore.FusedAdam, which takes CUDA "
-                "parameters)"
+                f"{op}: params[{i}] has device {p.device}; expected {device_type} (use "
+                f"shardcore.FusedAdam, which takes CUDA parameters)"
             )
-        check_tensor_param(op, f"params[{i}]", p, rows=False)  # shard takes slices that a step of the optimizer does not
+        # shard takes slices that a step of the optimizer does not
+        check_tensor_param(op, f"params[{i}]", p, rows=False)
         if p in known:
             raise ValueError(f"{op}: params[{i}] is given twice; expected each parameter once")
         known.add(p)
@@ -140,22 +171,35 @@ def bad_grad(op: str, index: int, param: torch.Tensor, grad: object) -> Exceptio
     if not isinstance(grad, torch.Tensor):
         return TypeError(f"{op}: {name} has type {type(grad).__name__}; expected a tensor or None")
     if grad.layout is not torch.strided:
-        return ValueError(f"{op}: {name} has layout {grad.layout}; expected a dense gradient (grad.to_dense(), or SparseAdam)")
+        return ValueError(
+            f"{op}: {name} has layout {grad.layout}; expected a dense gradient (grad.to_dense(), "
+            f"or SparseAdam)"
+        )
     if grad.dtype not in PARAM_DTYPES:
-        return TypeError(f"{op}: {name} has dtype {dtype_name(grad.dtype)}; expected float32, bfloat16 or float16")
+        return TypeError(
+            f"{op}: {name} has dtype {dtype_name(grad.dtype)}; expected float32, bfloat16 or "
+            f"float16"
+        )
     if grad.shape != param.shape:
-        return ValueError(f"{op}: {name} has shape {tuple(grad.shape)}; expected {tuple(param.shape)}, the parameter's")
-    return ValueError(f"{op}: {name} has device {grad.device}; expected {param.device}, the parameter's")
+        return ValueError(
+            f"{op}: {name} has shape {tuple(grad.shape)}; expected {tuple(param.shape)}, the "
+            f"parameter's"
+        )
+    return ValueError(
+        f"{op}: {name} has device {grad.device}; expected {param.device}, the parameter's"
+    )
 
 
 class Update:
-    """One step over all parameters with a gradient: built, run and committed, then run again while only values change.
+    """One step over all parameters with a gradient: built, run and committed, then run again while
+    only values change.
 
-    Note [Repeated steps]: looking at each tensor from Python takes twenty times as long as the rest of the host's work. So a
-    committed update can run again, with other gradients, as long as groups have the same parameters and storage options, no
-    state was replaced or removed, and the same parameters have gradients. Options, learning rates and counts are read at each
-    step, and the kernel's binding checks each tensor's memory. A change of a state makes the update forget all of them at once,
-    so that states which leave the device between steps free their memory.
+    Note [Repeated steps]: looking at each tensor from Python takes twenty times as long as the rest
+    of the host's work. So a committed update can run again, with other gradients, as long as groups
+    have the same parameters and storage options, no state was replaced or removed, and the same
+    parameters have gradients. Options, learning rates and counts are read at each step, and the
+    kernel's binding checks each tensor's memory. A change of a state makes the update forget all of
+    them at once, so that states which leave the device between steps free their memory.
     """
 
     def __init__(
@@ -171,9 +215,10 @@ class Update:
     ) -> None:
         """Check the gradients and build the lists of the kernel calls; nothing is changed.
 
-        read: groups as options.read_once returns them; they have passed check_groups. grads: in place of ``p.grad``, one for
-        each parameter of the groups. rows: of those parameters that are DTensors. steppers: one per device, added where there
-        is none. on_device: the step is capturable. A gradient whose memory has another order than its parameter's, or torch's
+        read: groups as options.read_once returns them; they have passed check_groups. grads: in
+        place of ``p.grad``, one for each parameter of the groups. rows: of those parameters that
+        are DTensors. steppers: one per device, added where there is none. on_device: the step is
+        capturable. A gradient whose memory has another order than its parameter's, or torch's
         negative bit, is copied. Raises ValueError or TypeError.
         """
         self._op, self._states, self._rows, self._on_device = op, states, rows, on_device
@@ -181,15 +226,20 @@ class Update:
         self._params = [list(group["params"]) for group in groups]
         self._formats = [_FORMAT(group) for group in groups]
         self._idle: list[torch.Tensor] = []  # parameters without a gradient
-        self._sources: dict[tuple[int, int | None], int] = {}  # (group, count before the first run): index of the scalars
+        # (group, count before the first run): index of the scalars
+        self._sources: dict[tuple[int, int | None], int] = {}
         self._source_of: list[int] = []  # of each parameter, in a capturable step
-        self._counts: dict[int, StepCount] = {}  # by the count before the first run; equal counts are one
+        # by the count before the first run; equal counts are one
+        self._counts: dict[int, StepCount] = {}
         self._counters: list[torch.Tensor] = []  # of each parameter, in a capturable step
         self._param_states: list[ParamState] = []
-        self._count_of: list[StepCount | DeviceStepCount] = []  # of each of these, after the first run
+        # of each of these, after the first run
+        self._count_of: list[StepCount | DeviceStepCount] = []
         self._new_tensors: list[tuple[ParamState, str, torch.Tensor]] = []
         self._new_states: dict[torch.Tensor, ParamState] = {}
-        calls: defaultdict[torch.device, defaultdict[str, list[Any]]] = defaultdict(lambda: defaultdict(list))
+        calls: defaultdict[torch.device, defaultdict[str, list[Any]]] = defaultdict(
+            lambda: defaultdict(list)
+        )
         index = -1
         for place, group in enumerate(groups):
             for param in group["params"]:
@@ -211,14 +261,20 @@ class Update:
                     del lists[name]  # the binding would look at each entry in every step
             self.owners += lists.pop("owners")
             self.grads.append(_C.dense(lists.pop("grads"), lists["params"]))
-            self._calls.append((steppers.setdefault(device, _C.AdamStepper()), _C.AdamLists(**lists), indices))
+            self._calls.append(
+                (steppers.setdefault(device, _C.AdamStepper()), _C.AdamLists(**lists), indices)
+            )
 
     def _add(self, calls: Any, place: int, index: int, owner: torch.Tensor, grad: Any) -> None:
         """Add a parameter of group `place`, the index-th of all, to the lists of its device."""
         param, first_element = owner, 0
         if owner in self._rows:
             rows = self._rows[owner]
-            grad, param, first_element = rows.part(self._op, f"grads[{index}]", grad), local_part(owner), rows.first_element
+            grad, param, first_element = (
+                rows.part(self._op, f"grads[{index}]", grad),
+                local_part(owner),
+                rows.first_element,
+            )
         # One chain of cheap tests: what is wrong is found out only when something is.
         if (
             not isinstance(grad, torch.Tensor)
@@ -246,7 +302,9 @@ class Update:
         self._param_states.append(state)
         exp_avg, expected = state.stored("exp_avg"), MOMENT_DTYPES[state_dtype]["exp_avg"]
         if getattr(exp_avg, "dtype", None) is not expected:
-            raise self._other_state(index, "exp_avg", exp_avg, expected, f"state_dtype={state_dtype!r}")
+            raise self._other_state(
+                index, "exp_avg", exp_avg, expected, f"state_dtype={state_dtype!r}"
+            )
         largest = state.stored("max_exp_avg_sq") if group["amsgrad"] else None
         if group["amsgrad"] and largest is None:
             largest = new_state(param)
@@ -265,29 +323,47 @@ class Update:
         lists["masters"].append(self._master(index, state, param, group["master"]))
 
     def _count_on(self, device: torch.device, indices: Sequence[int]) -> None:
-        """Take every state's count on the device. Memory made during a capture would be filled anew at each replay."""
+        """Take every state's count on the device. Memory made during a capture would be filled
+        anew at each replay.
+        """
         changed = [state for state in self._param_states if isinstance(state.count, StepCount)]
         changed += [state for state, _, _ in self._new_tensors]
         if changed and capturing(device):
-            index = next(i for i, state in zip(indices, self._param_states, strict=True) if state is changed[0])
+            index = next(
+                i
+                for i, state in zip(indices, self._param_states, strict=True)
+                if state is changed[0]
+            )
             raise ValueError(
-                f"{self._op}: params[{index}] has a gradient and no state yet, while a CUDA graph is captured; expected a step "
-                "with all the gradients of the graph before the capture (at replays a state made now would start again)"
+                f"{self._op}: params[{index}] has a gradient and no state yet, while a CUDA graph "
+                f"is captured; expected a step "
+                "with all the gradients of the graph before the capture (at replays a state made "
+                "now would start again)"
             )
         counts = device_counts(self._param_states, device)
         self._count_of += counts
         self._counters = [count.counter for count in counts]
 
-    def _other_state(self, index: int, key: str, found: object, expected: torch.dtype | None, option: str) -> TypeError:
-        has = f"dtype {dtype_name(found.dtype)}" if isinstance(found, torch.Tensor) else f"type {type(found).__name__}"
+    def _other_state(
+        self, index: int, key: str, found: object, expected: torch.dtype | None, option: str
+    ) -> TypeError:
+        has = (
+            f"dtype {dtype_name(found.dtype)}"
+            if isinstance(found, torch.Tensor)
+            else f"type {type(found).__name__}"
+        )
         wanted = "none" if expected is None else dtype_name(expected)
         return TypeError(
-            f"{self._op}: state[params[{index}]].{key} has {has}; expected {wanted} for {option} (it changed after the first "
-            "step; use load_state_dict to convert states)"
+            f"{self._op}: state[params[{index}]].{key} has {has}; expected {wanted} for {option} "
+            f"(it changed after the first step; use load_state_dict to convert states)"
         )
 
-    def _master(self, index: int, state: ParamState, param: torch.Tensor, kind: str | None) -> torch.Tensor | None:
-        """Return the float32 master or the remainder; make it now, from the weights, if the state has none yet."""
+    def _master(
+        self, index: int, state: ParamState, param: torch.Tensor, kind: str | None
+    ) -> torch.Tensor | None:
+        """Return the float32 master or the remainder; make it now, from the weights, if the
+        state has none yet.
+        """
         key, dtype = MASTER_STORAGE[kind if param.dtype in MASTERED_DTYPES else None]
         for other in ("master", "remainder"):
             found, expected = state.stored(other), dtype if other == key else None
@@ -300,28 +376,45 @@ class Update:
         if kept is None:
             if not has_memory(param):
                 raise ValueError(
-                    f"{self._op}: params[{index}] has no memory to make a {key} from; expected some (restore it first)"
+                    f"{self._op}: params[{index}] has no memory to make a {key} from; expected "
+                    f"some (restore it first)"
                 )
-            kept = new_state(param, source=param) if kind == "fp32" else zeros(param.shape, dtype, param.device, param)
+            kept = (
+                new_state(param, source=param)
+                if kind == "fp32"
+                else zeros(param.shape, dtype, param.device, param)
+            )
             self._new_tensors.append((state, key, kept))
         return kept
 
     def _adopt(self, index: int, param: torch.Tensor, state: Any, state_dtype: str) -> ParamState:
-        """Return a ParamState for a parameter that has none yet, or has a plain dict that the user put there."""
+        """Return a ParamState for a parameter that has none yet, or has a plain dict that the
+        user put there.
+        """
         if not state:
-            adopted = ParamState(new_moments(param.shape, state_dtype, partial(zeros, device=param.device, like=param)))
+            adopted = ParamState(
+                new_moments(
+                    param.shape, state_dtype, partial(zeros, device=param.device, like=param)
+                )
+            )
             adopted.count = StepCount()
             return adopted
         missing = [key for key in ("step", "exp_avg", "exp_avg_sq") if key not in state]
         if missing:
-            raise ValueError(f"{self._op}: state[params[{index}]] has no {missing[0]!r}; expected step, exp_avg and exp_avg_sq")
+            raise ValueError(
+                f"{self._op}: state[params[{index}]] has no {missing[0]!r}; expected step, exp_avg "
+                f"and exp_avg_sq"
+            )
         return ParamState(state)
 
     def run(self, scale: float | DeviceScale, grads: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Call the kernel once per device, and count the step. A DeviceScale belongs to a capturable step."""
+        """Call the kernel once per device, and count the step. A DeviceScale belongs to a
+        capturable step.
+        """
         at = 1.0 if isinstance(scale, DeviceScale) else scale
         hypers = [
-            hyper_of(self._read[i], 1 if value is None else self._counts[value].value + 1, at) for i, value in self._sources
+            hyper_of(self._read[i], 1 if value is None else self._counts[value].value + 1, at)
+            for i, value in self._sources
         ]
         for (stepper, lists, _), some in zip(self._calls, grads, strict=True):
             if isinstance(scale, DeviceScale):
@@ -333,7 +426,9 @@ class Update:
             count.value += 1
 
     def commit(self) -> None:
-        """Put new states and counts in place after the first run; from then on a change of one makes the update forget."""
+        """Put new states and counts in place after the first run; from then on a change of one
+        makes the update forget.
+        """
         self._states.update(self._new_states)
         for state, key, tensor in self._new_tensors:
             state[key] = tensor
@@ -359,12 +454,17 @@ class Update:
         states: Mapping[torch.Tensor, Any],
         given: Sequence[torch.Tensor | None] | None,
     ) -> Sequence[Sequence[torch.Tensor]] | None:
-        """Return the gradients with which `run` makes this step, or None if something else has to be looked at.
+        """Return the gradients with which `run` makes this step, or None if something else has to
+        be looked at.
 
-        given: gradients in place of ``p.grad``, one for each parameter. Raises ValueError or TypeError for options that no step
-        can use.
+        given: gradients in place of ``p.grad``, one for each parameter. Raises ValueError or
+        TypeError for options that no step can use.
         """
-        if not self._calls or states is not self._states or not _C.same_objects(groups, self._groups):
+        if (
+            not self._calls
+            or states is not self._states
+            or not _C.same_objects(groups, self._groups)
+        ):
             return None
         self._read = read_once(groups, READ)
         for i, (group, params) in enumerate(zip(self._read, self._params, strict=True)):

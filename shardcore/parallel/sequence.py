@@ -1,8 +1,10 @@
-"""Sequence parallelism: each rank of a group has a contiguous part of every sequence, and in attention a part of the heads.
+"""Sequence parallelism: each rank of a group has a contiguous part of every sequence, and in
+attention a part of the heads.
 
-The way is that of DeepSpeed-Ulysses (https://arxiv.org/abs/2309.14509): before attention an all-to-all gives each rank whole
-sequences of some heads, after it one gives back its part of the sequences with all heads. Nothing is added up on the way, so
-each head's attention is computed as on one rank. Models of transformers: shardcore/integrations/sequence_attention.py.
+The way is that of DeepSpeed-Ulysses (https://arxiv.org/abs/2309.14509): before attention an
+all-to-all gives each rank whole sequences of some heads, after it one gives back its part of the
+sequences with all heads. Nothing is added up on the way, so each head's attention is computed as on
+one rank. Models of transformers: shardcore/integrations/sequence_attention.py.
 """
 
 import math
@@ -21,11 +23,16 @@ _HEADS, _TOKENS = 1, 2  # dimensions
 
 
 def group_of_sequence(group: dist.ProcessGroup | DeviceMesh) -> dist.ProcessGroup:
-    """Return the process group of a mesh of one dimension, or the group itself; TypeError if it is neither."""
+    """Return the process group of a mesh of one dimension, or the group itself; TypeError if it
+    is neither.
+    """
     if isinstance(group, DeviceMesh) and group.ndim == 1:
         group = group.get_group()
     if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(f"sequence parallel: group is {group!r}; expected a process group, or a mesh of one dimension")
+        raise TypeError(
+            f"sequence parallel: group is {group!r}; expected a process group, or a mesh of one "
+            f"dimension"
+        )
     return group
 
 
@@ -36,15 +43,17 @@ def ulysses_attention(
     value: torch.Tensor,
     group: dist.ProcessGroup | DeviceMesh,
 ) -> torch.Tensor:
-    """Return `attention(query, key, value)` of whole sequences, of which each rank of a group passes and gets a part.
+    """Return `attention(query, key, value)` of whole sequences, of which each rank of a group
+    passes and gets a part.
 
-    Rank i of n has the i-th of n equal, contiguous parts of every sequence. `attention` is called with all tokens and 1/n of
-    the heads. Key and value heads that n does not divide are repeated as often as needed. Differentiable; forward and backward
-    are collective.
+    Rank i of n has the i-th of n equal, contiguous parts of every sequence. `attention` is called
+    with all tokens and 1/n of the heads. Key and value heads that n does not divide are repeated as
+    often as needed. Differentiable; forward and backward are collective.
 
     Args:
-        attention: gets (batch, heads / n, tokens * n, features), and returns the same, such as a partial of
-            torch.nn.functional.scaled_dot_product_attention with is_causal=True, enable_gqa=True.
+        attention: gets (batch, heads / n, tokens * n, features), and returns the same, such as a
+            partial of torch.nn.functional.scaled_dot_product_attention with is_causal=True,
+            enable_gqa=True.
         query: (batch, heads, tokens, features), of any dtype.
         key, value: (batch, kv_heads, tokens, features); kv_heads divides heads.
         group: the ranks of a sequence, or a mesh of one dimension such as mesh["sp"].
@@ -58,13 +67,21 @@ def ulysses_attention(
 
 
 def repeat_heads(
-    name: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ranks: int, dimension: int
+    name: str,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    ranks: int,
+    dimension: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return key and value with heads, in `dimension`, that `ranks` divide; ValueError by `name` if the query's are not."""
+    """Return key and value with heads, in `dimension`, that `ranks` divide; ValueError by `name`
+    if the query's are not.
+    """
     heads, kv_heads = query.shape[dimension], key.shape[dimension]
     if heads % ranks or heads % kv_heads:
         raise ValueError(
-            f"{name}: query has {heads} heads and key {kv_heads} on {ranks} ranks; expected a number of query heads "
+            f"{name}: query has {heads} heads and key {kv_heads} on {ranks} ranks; expected a "
+            f"number of query heads "
             "that ranks and key heads divide (use a smaller sequence parallel group)"
         )
     times = ranks // math.gcd(ranks, kv_heads)
@@ -73,8 +90,12 @@ def repeat_heads(
     return key.repeat_interleave(times, dimension), value.repeat_interleave(times, dimension)
 
 
-def exchange_dimensions(x: torch.Tensor, group: dist.ProcessGroup, split: int, join: int) -> torch.Tensor:
-    """Send the i-th of equal parts along `split` to rank i; return what comes, joined along `join`. Collective."""
+def exchange_dimensions(
+    x: torch.Tensor, group: dist.ProcessGroup, split: int, join: int
+) -> torch.Tensor:
+    """Send the i-th of equal parts along `split` to rank i; return what comes, joined along
+    `join`. Collective.
+    """
     return _Exchange.apply(x, group, split, join)  # type: ignore[no-untyped-call, no-any-return]
 
 
@@ -82,7 +103,9 @@ class _Exchange(torch.autograd.Function):
     """Send the i-th part along one dimension to rank i, and join what comes along another one."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, split: int, join: int) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, split: int, join: int
+    ) -> torch.Tensor:
         ctx.back = group, join, split
         sent = torch.stack(x.chunk(group.size(), split))
         received = torch.empty_like(sent)
@@ -95,23 +118,31 @@ class _Exchange(torch.autograd.Function):
 
 
 def gather_sequence(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return (batch, tokens * n) from each rank's (batch, tokens), such as positions or a mask. Collective; no gradients."""
+    """Return (batch, tokens * n) from each rank's (batch, tokens), such as positions or a mask.
+    Collective; no gradients.
+    """
     full = part.new_empty(group.size(), *part.shape)
-    gather_flat(full.view(-1).view(torch.uint8), part.contiguous().view(-1).view(torch.uint8), group)
+    gather_flat(
+        full.view(-1).view(torch.uint8), part.contiguous().view(-1).view(torch.uint8), group
+    )
     return torch.cat(full.unbind(), 1)
 
 
-def split_sequences(batch: Mapping[str, Any], group: dist.ProcessGroup | DeviceMesh) -> dict[str, Any]:
+def split_sequences(
+    batch: Mapping[str, Any], group: dist.ProcessGroup | DeviceMesh
+) -> dict[str, Any]:
     """Return this rank's part of a batch that all ranks of a group have whole.
 
-    Tensors of shape (batch, tokens, ...) are cut into equal, contiguous parts; everything else is returned as it is.
-    `position_ids` is added where it is missing: positions in the whole sequence. Labels are shifted before they are cut, so
-    that the last token of a part has the first token of the next one as its label: `labels` and `shift_labels`, which the
-    causal models of transformers take as already shifted, are both the shifted ones.
+    Tensors of shape (batch, tokens, ...) are cut into equal, contiguous parts; everything else is
+    returned as it is. `position_ids` is added where it is missing: positions in the whole sequence.
+    Labels are shifted before they are cut, so that the last token of a part has the first token of
+    the next one as its label: `labels` and `shift_labels`, which the causal models of transformers
+    take as already shifted, are both the shifted ones.
 
-    `num_items_in_batch`, a float32 scalar, is what a rank divides the sum of its losses by: the labels other than -100 of the
-    whole batch, divided by the group's ranks. Then gradients that are averaged over all ranks, as `shard` does, are those of
-    the mean over the batch's labels, wherever these lie; so is the average of the ranks' losses.
+    `num_items_in_batch`, a float32 scalar, is what a rank divides the sum of its losses by: the
+    labels other than -100 of the whole batch, divided by the group's ranks. Then gradients that are
+    averaged over all ranks, as `shard` does, are those of the mean over the batch's labels,
+    wherever these lie; so is the average of the ranks' losses.
 
     Args:
         batch: `input_ids` (batch, tokens), and for a loss `labels` of the same shape, not shifted.
@@ -123,12 +154,15 @@ def split_sequences(batch: Mapping[str, Any], group: dist.ProcessGroup | DeviceM
     tokens, ranks = batch["input_ids"].shape[1], group.size()
     if tokens % ranks:
         raise ValueError(
-            f"split_sequences: input_ids has {tokens} tokens for {ranks} ranks; expected a multiple of {ranks} (pad sequences, "
+            f"split_sequences: input_ids has {tokens} tokens for {ranks} ranks; expected a "
+            f"multiple of {ranks} (pad sequences, "
             f"such as by a collator's pad_to_multiple_of={ranks}, with {_IGNORE} as labels)"
         )
     whole = dict(batch)
     if "position_ids" not in whole:
-        whole["position_ids"] = torch.arange(tokens, device=whole["input_ids"].device).expand(whole["input_ids"].shape)
+        whole["position_ids"] = torch.arange(tokens, device=whole["input_ids"].device).expand(
+            whole["input_ids"].shape
+        )
     if "labels" in whole:
         shifted = torch.nn.functional.pad(whole["labels"], (0, 1), value=_IGNORE)[:, 1:]
         whole["labels"] = whole["shift_labels"] = shifted
@@ -143,13 +177,17 @@ def split_sequences(batch: Mapping[str, Any], group: dist.ProcessGroup | DeviceM
 
 
 class SequenceParallelLoader:
-    """Iterate over this rank's parts of the batches of a DataLoader, which has the same batches on all ranks of a group.
+    """Iterate over this rank's parts of the batches of a DataLoader, which has the same batches on
+    all ranks of a group.
 
-    That is, its sampler is that of the data parallel ranks: DistributedSampler(dataset, num_replicas=mesh["dp"].size(),
-    rank=mesh["dp"].get_local_rank()). Each batch is compared over the group.
+    That is, its sampler is that of the data parallel ranks: DistributedSampler(dataset,
+    num_replicas=mesh["dp"].size(), rank=mesh["dp"].get_local_rank()). Each batch is compared over
+    the group.
     """
 
-    def __init__(self, loader: Iterable[Mapping[str, Any]], group: dist.ProcessGroup | DeviceMesh) -> None:
+    def __init__(
+        self, loader: Iterable[Mapping[str, Any]], group: dist.ProcessGroup | DeviceMesh
+    ) -> None:
         """Wrap `loader`; its batches and `group` are those of `split_sequences`."""
         self.loader, self.group = loader, group_of_sequence(group)
 
@@ -159,15 +197,22 @@ class SequenceParallelLoader:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Yield what `split_sequences` returns. Raises ValueError on every rank if ranks have different batches. Collective."""
+        """Yield what `split_sequences` returns. Raises ValueError on every rank if ranks have
+        different batches. Collective.
+        """
         comm = Comm(self.group)
         for batch in self.loader:
             sums = comm.gather_json(
-                [_C.crc32c(batch[name].cpu().contiguous()) for name in ("input_ids", "labels") if name in batch]
+                [
+                    _C.crc32c(batch[name].cpu().contiguous())
+                    for name in ("input_ids", "labels")
+                    if name in batch
+                ]
             )
             if any(other != sums[0] for other in sums):
                 raise ValueError(
-                    "SequenceParallelLoader: ranks of one sequence have different batches; expected a sampler that gives them "
+                    "SequenceParallelLoader: ranks of one sequence have different batches; "
+                    "expected a sampler that gives them "
                     'the same, such as DistributedSampler(dataset, num_replicas=mesh["dp"].size(), '
                     'rank=mesh["dp"].get_local_rank())'
                 )

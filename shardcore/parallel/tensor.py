@@ -1,14 +1,16 @@
-"""tensor_parallel: slices a model over the ranks of a mesh, by torch's parallel styles, for `shard` to shard over the others.
+"""tensor_parallel: slices a model over the ranks of a mesh, by torch's parallel styles, for `shard`
+to shard over the others.
 
-Plans of transformers' models name a style for each module, most of them torch's own under other names, and for parameters
-that are in no module of their own (the weights of all experts of a layer). What torch's styles do not take has a class here:
-experts (`_with_local_params`), and the fused projections of GPT-2, which are in Conv1D, and in no plan (`_sliced`).
+Plans of transformers' models name a style for each module, most of them torch's own under other
+names, and for parameters that are in no module of their own (the weights of all experts of a
+layer). What torch's styles do not take has a class here: experts (`_with_local_params`), and the
+fused projections of GPT-2, which are in Conv1D, and in no plan (`_sliced`).
 
-Note [Adapters]: PEFT's LoRA adds lora_B(lora_A(x)) to the output of a layer, its base. Beside a base whose
-outputs are sliced, lora_A stays whole and lora_B is sliced as the base. Beside one whose inputs are sliced it is
-the other way round. Each change of a base notes on it how its adapters change (`_note`), for those that are there
-already and for those that PEFT adds before `shard`. Nothing of PEFT is imported: its layers are known by their
-attributes.
+Note [Adapters]: PEFT's LoRA adds lora_B(lora_A(x)) to the output of a layer, its base. Beside a
+base whose outputs are sliced, lora_A stays whole and lora_B is sliced as the base. Beside one whose
+inputs are sliced it is the other way round. Each change of a base notes on it how its adapters
+change (`_note`), for those that are there already and for those that PEFT adds before `shard`.
+Nothing of PEFT is imported: its layers are known by their attributes.
 """
 
 import fnmatch
@@ -34,32 +36,41 @@ Change = Callable[[nn.Module, DeviceMesh], None]
 
 
 def tensor_parallel(model: Model, mesh: DeviceMesh, plan: Mapping[str, Any] | None = None) -> Model:
-    """Slice a model's weights over the ranks of a mesh, in place; returns it, for `shard` over the others. Collective.
+    """Slice a model's weights over the ranks of a mesh, in place; returns it, for `shard` over the
+    others. Collective.
 
     Args:
-        model: With weights, the same on every rank of the mesh, or on the meta device, for `shard` to fill. Tied weights stay
-            tied; Parameters that are sliced are replaced by DTensors, so make the optimizer afterwards. A PeftModel is
-            sliced with its LoRA adapters; `shard` slices those that are added later, and replaces them in its optimizer.
+        model: With weights, the same on every rank of the mesh, or on the meta device, for `shard`
+            to fill. Tied weights stay tied; Parameters that are sliced are replaced by DTensors, so
+            make the optimizer afterwards. A PeftModel is sliced with its LoRA adapters; `shard`
+            slices those that are added later, and replaces them in its optimizer.
         mesh: Of one dimension, such as `mesh["tp"]`.
-        plan: By the names of modules (`*` for numbers) a style of torch.distributed.tensor.parallel, or one of transformers'
-            names: "colwise", "rowwise", "colwise_gather_output", "rowwise_split_input", "embedding_rowwise",
-            "replicated_with_grad_allreduce", "mla_kv_a_proj", "moe_tp_experts", "local_params", "replicate"; by those of
-            parameters "colwise", "rowwise" or "packed_colwise". None: the model's own (`tp_plan` of transformers' models:
-            Llama, Qwen3, Mixtral, DeepSeek, ...), or ours for GPT-2. Of a PeftModel the names are those of the model inside
+        plan: By the names of modules (`*` for numbers) a style of
+            torch.distributed.tensor.parallel, or one of transformers' names: "colwise", "rowwise",
+            "colwise_gather_output", "rowwise_split_input", "embedding_rowwise",
+            "replicated_with_grad_allreduce", "mla_kv_a_proj", "moe_tp_experts", "local_params",
+            "replicate"; by those of parameters "colwise", "rowwise" or "packed_colwise". None: the
+            model's own (`tp_plan` of transformers' models: Llama, Qwen3, Mixtral, DeepSeek, ...),
+            or ours for GPT-2. Of a PeftModel the names are those of the model inside
             (`get_base_model()`).
 
     Raises:
-        ValueError: For a mesh of several dimensions, attention heads that the ranks cannot share equally, a model that has no
+        ValueError: For a mesh of several dimensions, attention heads that the ranks cannot share
+        equally, a model that has no
             plan for its layers, and a name in a given plan that is no module or parameter of it.
-        NotImplementedError: For a style of transformers' that is not supported, for experts that the plan slices in part, or
-            gates from their inputs, for activations that need whole features (Gemma 3n), for tied weights that it slices
-            differently, and for adapters of PEFT's beside slices that are not plain LoRA.
+        NotImplementedError: For a style of transformers' that is not supported, for experts that
+        the plan slices in part, or
+            gates from their inputs, for activations that need whole features (Gemma 3n), for tied
+            weights that it slices differently, and for adapters of PEFT's beside slices that are
+            not plain LoRA.
     """
     op = "tensor_parallel"
     if engine_of(model) is not None:
         raise ValueError(f"{op}: the model is already sharded; expected to slice it before shard()")
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
-        raise ValueError(f"{op}: mesh is {mesh!r}; expected a DeviceMesh of 1 dimension, such as mesh['tp']")
+        raise ValueError(
+            f"{op}: mesh is {mesh!r}; expected a DeviceMesh of 1 dimension, such as mesh['tp']"
+        )
     given: Any = model
     model = given.get_base_model() if hasattr(given, "get_base_model") else given
     modules, params = dict(model.named_modules()), dict(model.named_parameters())
@@ -67,17 +78,27 @@ def tensor_parallel(model: Model, mesh: DeviceMesh, plan: Mapping[str, Any] | No
     if plan is None:
         plan = _gpt2_plan(modules) or _own_plan(model, modules)
     if not plan:
-        raise ValueError(f"{op}: {type(model).__name__} has no plan for its layers; expected plan={{module name: style}}")
+        raise ValueError(
+            f"{op}: {type(model).__name__} has no plan for its layers; expected plan={{module "
+            f"name: style}}"
+        )
     _check_heads(op, model, mesh.size(), plan if own else None)
     changes: dict[str, Any] = {}
-    cuts: dict[str, tuple[int, int]] = {}  # of parameters: the dimension, and how many blocks of it are cut each by itself
+    # of parameters: the dimension, and how many blocks of it are cut each by itself
+    cuts: dict[str, tuple[int, int]] = {}
     for pattern, style in plan.items():
         found = fnmatch.filter(modules, pattern)
         fused = [] if found else fnmatch.filter(params, pattern)
         if not found and not fused and not own:
-            raise ValueError(f"{op}: plan has {pattern!r}, which is no module or parameter of the model; expected their names")
+            raise ValueError(
+                f"{op}: plan has {pattern!r}, which is no module or parameter of the model; "
+                f"expected their names"
+            )
         if fused and style not in _PARAM_STYLES:
-            raise NotImplementedError(f"{op}: {pattern} is a parameter with the style {style!r}; expected {[*_PARAM_STYLES]}")
+            raise NotImplementedError(
+                f"{op}: {pattern} is a parameter with the style {style!r}; expected "
+                f"{[*_PARAM_STYLES]}"
+            )
         cuts |= dict.fromkeys(fused, _PARAM_STYLES.get(style, (0, 0)))
         if style == "mla_kv_a_proj":
             changes |= {name: _sum_rope_gradients(op, name, model) for name in found}
@@ -96,7 +117,8 @@ def tensor_parallel(model: Model, mesh: DeviceMesh, plan: Mapping[str, Any] | No
     slice_adapters(model, op)
     for names in tied.values():
         _tie_again(op, model, names)
-    for module in model.modules():  # torch replicates the buffers of what it slices: shard takes ordinary ones
+    # torch replicates the buffers of what it slices: shard takes ordinary ones
+    for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = local_part(buffer)
     return given  # type: ignore[no-any-return]
@@ -108,13 +130,19 @@ _PARAM_STYLES = {"colwise": (-2, 1), "rowwise": (-1, 1), "packed_colwise": (-2, 
 def _own_plan(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, Any]:
     """Return a model's plan, completed, if it slices layers: some have one for the embedding alone.
 
-    Norms of queries and keys, and activations, that have parameters see what this rank has where what comes before them is cut;
-    not every plan names them.
+    Norms of queries and keys, and activations, that have parameters see what this rank has where
+    what comes before them is cut; not every plan names them.
     """
     plan = dict(getattr(model, "_tp_plan", None) or {})
     if not any("*" in pattern and fnmatch.filter(modules, pattern) for pattern in plan):
         return {}
-    before = {"q_norm": "q_proj", "q_layernorm": "q_proj", "k_norm": "k_proj", "k_layernorm": "k_proj", "act_fn": "up_proj"}
+    before = {
+        "q_norm": "q_proj",
+        "q_layernorm": "q_proj",
+        "k_norm": "k_proj",
+        "k_layernorm": "k_proj",
+        "act_fn": "up_proj",
+    }
     for pattern, style in [*plan.items()]:
         owner, _, cut = pattern.rpartition(".")
         for name, what in before.items() if style == "colwise" else ():
@@ -124,12 +152,15 @@ def _own_plan(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, A
 
 
 def _check_heads(op: str, model: nn.Module, ranks: int, own: Mapping[str, Any] | None) -> None:
-    """Refuse sparse activations, and heads that ranks cannot share equally, unless the model's own plan cuts no attention."""
+    """Refuse sparse activations, and heads that ranks cannot share equally, unless the model's
+    own plan cuts no attention.
+    """
     config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     if any(getattr(config, "activation_sparsity_pattern", None) or ()):
         raise NotImplementedError(
-            f"{op}: activation_sparsity_pattern is set, which takes whole features; expected a model without"
+            f"{op}: activation_sparsity_pattern is set, which takes whole features; expected a "
+            f"model without"
         )
     of_attention = [style for pattern, style in (own or {}).items() if "attn" in pattern]
     if own is not None and not any(style == "colwise" or callable(style) for style in of_attention):
@@ -138,7 +169,10 @@ def _check_heads(op: str, model: nn.Module, ranks: int, own: Mapping[str, Any] |
         for name in ("num_attention_heads", "num_key_value_heads"):
             heads = getattr(layer, name, None)
             if heads is not None and heads % ranks:
-                raise ValueError(f"{op}: {name} is {heads} on {ranks} ranks; expected a number that they share equally")
+                raise ValueError(
+                    f"{op}: {name} is {heads} on {ranks} ranks; expected a number that they share "
+                    f"equally"
+                )
 
 
 def _tie_again(op: str, model: nn.Module, names: list[str]) -> None:
@@ -147,8 +181,10 @@ def _tie_again(op: str, model: nn.Module, names: list[str]) -> None:
     for name, other in zip(names[1:], others, strict=True):
         if getattr(other, "placements", None) != getattr(first, "placements", None):
             raise NotImplementedError(
-                f"{op}: {names[0]} and {name} are one weight, which the plan slices differently; expected the same slices of "
-                'both ("embedding_rowwise" for an embedding beside "colwise_gather_output" for the head), or untied ones'
+                f"{op}: {names[0]} and {name} are one weight, which the plan slices differently; "
+                f"expected the same slices of "
+                'both ("embedding_rowwise" for an embedding beside "colwise_gather_output" for the '
+                "head), or untied ones"
             )
         module, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(module), attribute, first)
@@ -162,14 +198,21 @@ def _change(module: nn.Module, mesh: DeviceMesh, style: Any) -> None:
     parallel = _torch(".parallel")
     parallel.parallelize_module(module, mesh, style)
     if isinstance(style, parallel.ColwiseParallel | parallel.RowwiseParallel):
-        _note(module, mesh, style, "lora_B" if isinstance(style, parallel.ColwiseParallel) else "lora_A")
+        _note(
+            module,
+            mesh,
+            style,
+            "lora_B" if isinstance(style, parallel.ColwiseParallel) else "lora_A",
+        )
 
 
-# --- adapters of PEFT's --------------------------------------------------------------------------------------------------
+# --- adapters of PEFT's ---------------------------------------------------------------------------
 
 
 def _inside(module: Any) -> list[nn.Module]:
-    """Return a module, or what PEFT has wrapped: the base of an adapter, or the copies of a module that trains whole."""
+    """Return a module, or what PEFT has wrapped: the base of an adapter, or the copies of a
+    module that trains whole.
+    """
     if hasattr(module, "modules_to_save"):
         return [module.original_module, *module.modules_to_save.values()]
     while isinstance(inner := getattr(module, "base_layer", None), nn.Module):
@@ -183,38 +226,54 @@ def _note(module: Any, mesh: DeviceMesh, style: Any, *halves: str) -> None:
 
 
 def slice_adapters(model: nn.Module, op: str = "shard") -> dict[nn.Parameter, nn.Parameter]:
-    """Slice the adapters of layers that `tensor_parallel` has sliced, once: Note [Adapters]. Collective.
+    """Slice the adapters of layers that `tensor_parallel` has sliced, once: Note [Adapters].
+    Collective.
 
-    Returns the new Parameters by those that they replace. Raises NotImplementedError for adapters beside slices
-    that are not plain LoRA.
+    Returns the new Parameters by those that they replace. Raises NotImplementedError for adapters
+    beside slices that are not plain LoRA.
     """
     replaced: dict[nn.Parameter, nn.Parameter] = {}
     for name, layer in model.named_modules():
         base: Any = getattr(layer, "base_layer", None)
         if not isinstance(base, nn.Module):
             continue
-        own = {key: param for key, param in layer.named_parameters() if not key.startswith("base_layer.")}
+        own = {
+            key: param
+            for key, param in layer.named_parameters()
+            if not key.startswith("base_layer.")
+        }
         halves = getattr(base, "_of_adapters", {})
         unknown = any(map(is_dtensor, base.parameters())) and not any(map(is_dtensor, own.values()))
-        if not own or not (halves or unknown):  # or the base is whole, or somebody else has sliced both
+        # or the base is whole, or somebody else has sliced both
+        if not own or not (halves or unknown):
             continue
-        plain = all(key.startswith(("lora_A.", "lora_B.")) for key in own) and not getattr(layer, "lora_variant", None)
+        plain = all(key.startswith(("lora_A.", "lora_B.")) for key in own) and not getattr(
+            layer, "lora_variant", None
+        )
         if not halves or not plain:
             raise NotImplementedError(
-                f"{op}: {name} has the adapter {next(iter(own))} beside a slice of its layer; expected plain LoRA "
-                "(no DoRA, no embeddings, no parameters of experts) on layers that shardcore.tensor_parallel has sliced"
+                f"{op}: {name} has the adapter {next(iter(own))} beside a slice of its layer; "
+                f"expected plain LoRA "
+                "(no DoRA, no embeddings, no parameters of experts) on layers that "
+                "shardcore.tensor_parallel has sliced"
             )
         for half, (style, mesh) in halves.items():
             for linear in getattr(layer, half).values():
                 if not hasattr(linear, "_of_adapters"):
                     before = dict(linear.named_parameters())
                     _slice_half(linear, base, mesh, style, half)
-                    replaced |= {before[key]: param for key, param in linear.named_parameters() if param is not before[key]}
+                    replaced |= {
+                        before[key]: param
+                        for key, param in linear.named_parameters()
+                        if param is not before[key]
+                    }
     return replaced
 
 
 def _slice_half(linear: nn.Module, base: Any, mesh: DeviceMesh, style: Any, half: str) -> None:
-    """Change one Linear of an adapter. PEFT makes it for the base's whole size, or for this rank's part."""
+    """Change one Linear of an adapter. PEFT makes it for the base's whole size, or for this
+    rank's part.
+    """
     dim = ("lora_B", "lora_A").index(half)
     whole = base.weight.shape[base.weight.placements[0].dim] if is_dtensor(base.weight) else None
     for key, param in linear.named_parameters():
@@ -222,7 +281,9 @@ def _slice_half(linear: nn.Module, base: Any, mesh: DeviceMesh, style: Any, half
             shape = torch.Size(whole if at == dim else size for at, size in enumerate(param.shape))
             stride = torch.empty(shape, device="meta").stride()
             placed, tensor = [_torch().Shard(dim)], _torch().DTensor
-            part = tensor.from_local(param.detach(), mesh, placed, run_check=False, shape=shape, stride=stride)
+            part = tensor.from_local(
+                param.detach(), mesh, placed, run_check=False, shape=shape, stride=stride
+            )
             linear._parameters[key] = nn.Parameter(part, requires_grad=param.requires_grad)
     _change(linear, mesh, style)
     _note(linear, mesh, style)
@@ -237,7 +298,11 @@ def _style(op: str, name: str, style: Any) -> Any:
     """Return a style of torch's, a Change, or None for what stays as it is."""
     if not isinstance(style, str):
         return style
-    whole, column, row = _torch().Replicate(), _torch(".parallel").ColwiseParallel, _torch(".parallel").RowwiseParallel
+    whole, column, row = (
+        _torch().Replicate(),
+        _torch(".parallel").ColwiseParallel,
+        _torch(".parallel").RowwiseParallel,
+    )
     known: dict[str, Any] = {
         "colwise": column(),
         "rowwise": row(),
@@ -249,14 +314,22 @@ def _style(op: str, name: str, style: Any) -> Any:
         "local_params": _take_local_params,
         "replicate": None,
     }
-    known["colwise_rep"], known["rowwise_rep"] = known["colwise_gather_output"], known["rowwise_split_input"]
+    known["colwise_rep"], known["rowwise_rep"] = (
+        known["colwise_gather_output"],
+        known["rowwise_split_input"],
+    )
     if style not in known:
-        raise NotImplementedError(f"{op}: {name} has the style {style!r}, which is not supported; expected one of {[*known]}")
+        raise NotImplementedError(
+            f"{op}: {name} has the style {style!r}, which is not supported; expected one of "
+            f"{[*known]}"
+        )
     return known[style]
 
 
 def _copied(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """Return a value that every rank has, for what each does with its slices: gradients are added over the ranks."""
+    """Return a value that every rank has, for what each does with its slices: gradients are
+    added over the ranks.
+    """
     tensor = _torch()
     whole = tensor.DTensor.from_local(x, mesh, [tensor.Replicate()], run_check=False)
     return whole.to_local(grad_placements=[tensor.Partial()])  # type: ignore[no-any-return]
@@ -270,13 +343,17 @@ def _summed(mine: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 
 
 def _sum_rope_gradients(op: str, name: str, model: nn.Module) -> Change:
-    """Return what adds the gradients of the last features, which DeepSeek's attention rotates and gives each head whole."""
+    """Return what adds the gradients of the last features, which DeepSeek's attention rotates
+    and gives each head whole.
+    """
     attention = model.get_submodule(name.rpartition(".")[0])
     rotated: Any = getattr(attention, "qk_rope_head_dim", None)
     if rotated is None:
         rotated = getattr(getattr(model, "config", None), "qk_rope_head_dim", None)
     if rotated is None:
-        raise NotImplementedError(f"{op}: {name} has the style 'mla_kv_a_proj'; expected attention with qk_rope_head_dim")
+        raise NotImplementedError(
+            f"{op}: {name} has the style 'mla_kv_a_proj'; expected attention with qk_rope_head_dim"
+        )
 
     def change(module: nn.Module, mesh: DeviceMesh) -> None:
         def split(_: nn.Module, __: Any, out: torch.Tensor) -> torch.Tensor:
@@ -289,14 +366,16 @@ def _sum_rope_gradients(op: str, name: str, model: nn.Module) -> Change:
     return change
 
 
-# --- modules that compute with slices of their own parameters: experts of a layer, sinks of attention, norms of heads --------
+# --- modules that compute with slices of their own parameters: experts of a layer, sinks of attenti
 
 
 @cache
 def _with_local_params(kind: Any) -> type[nn.Module]:
-    """Return a subclass whose forward finds this rank's slices where a module of class `kind` has parameters.
+    """Return a subclass whose forward finds this rank's slices where a module of class `kind` has
+    parameters.
 
-    Of parameters that are whole every rank uses a copy, for its own heads: their gradients are added.
+    Of parameters that are whole every rank uses a copy, for its own heads: their gradients are
+    added.
     """
 
     class LocalParams(kind):  # type: ignore[misc]
@@ -306,7 +385,10 @@ def _with_local_params(kind: Any) -> type[nn.Module]:
             params = {name: param for name, param in self._parameters.items() if param is not None}
             # Attributes are looked up here before they are in the parameters.
             self.__dict__.update(
-                {name: p.to_local() if is_dtensor(p) else _copied(p, self._sliced_over) for name, p in params.items()}
+                {
+                    name: p.to_local() if is_dtensor(p) else _copied(p, self._sliced_over)
+                    for name, p in params.items()
+                }
             )
             try:
                 return super().forward(*args, **kwargs)
@@ -323,7 +405,9 @@ def _take_local_params(module: Any, mesh: DeviceMesh) -> None:
 
 
 def _sum_gradients(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Add the gradients of parameters that every rank has over the ranks: each has seen only its own heads."""
+    """Add the gradients of parameters that every rank has over the ranks: each has seen only its
+    own heads.
+    """
     for part in module.modules():
         if part._parameters:
             _take_local_params(part, mesh)
@@ -336,16 +420,27 @@ def _experts(module: Any, mesh: DeviceMesh) -> None:
     whole = [name for name, param in module.named_parameters() if not is_dtensor(param)]
     if whole:
         raise NotImplementedError(
-            f"tensor_parallel: {kind} has {whole[0]}, which the plan does not slice; expected it to slice all"
+            f"tensor_parallel: {kind} has {whole[0]}, which the plan does not slice; expected it "
+            f"to slice all"
         )
-    fused, in_halves = module._parameters.get("gate_up_proj"), getattr(module, "is_concatenated", None)
+    fused, in_halves = (
+        module._parameters.get("gate_up_proj"),
+        getattr(module, "is_concatenated", None),
+    )
     blocks = fused is not None and type(fused.placements[0]).__name__ == "_StridedShard"
     if fused is not None and getattr(module, "has_gate", False) and in_halves not in (None, blocks):
         expected = '"packed_colwise"' if in_halves else '"colwise"'
-        raise NotImplementedError(f"tensor_parallel: {kind}.gate_up_proj is cut across gates and inputs; expected {expected}")
+        raise NotImplementedError(
+            f"tensor_parallel: {kind}.gate_up_proj is cut across gates and inputs; expected "
+            f"{expected}"
+        )
 
     def copied(value: Any) -> Any:
-        return _copied(value, mesh) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+        return (
+            _copied(value, mesh)
+            if isinstance(value, torch.Tensor) and value.is_floating_point()
+            else value
+        )
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return tuple(map(copied, args)), {name: copied(value) for name, value in kwargs.items()}
@@ -355,7 +450,7 @@ def _experts(module: Any, mesh: DeviceMesh) -> None:
     module.register_forward_hook(lambda _, __, out: _summed(out, mesh))
 
 
-# --- GPT-2 ---------------------------------------------------------------------------------------------------------------
+# --- GPT-2 ----------------------------------------------------------------------------------------
 
 
 def _gpt2_plan(modules: Mapping[str, nn.Module]) -> dict[str, Any]:
@@ -365,7 +460,9 @@ def _gpt2_plan(modules: Mapping[str, nn.Module]) -> dict[str, Any]:
         kind = type(module).__name__
         if kind == "GPT2Attention":
             if getattr(module, "is_cross_attention", False):
-                raise NotImplementedError(f"tensor_parallel: {name} is cross attention, which is not supported in GPT-2")
+                raise NotImplementedError(
+                    f"tensor_parallel: {name} is cross attention, which is not supported in GPT-2"
+                )
             plan |= {name: _split_heads, f"{name}.c_attn": _columns(3), f"{name}.c_proj": _rows}
         elif kind == "GPT2MLP":
             plan |= {f"{name}.c_fc": _columns(1), f"{name}.c_proj": _rows}
@@ -382,7 +479,8 @@ def _split_heads(attention: Any, mesh: DeviceMesh) -> None:
 
 @cache
 def _sliced(conv1d: Any) -> tuple[type[nn.Module], type[nn.Module]]:
-    """Return transformers' Conv1D, or the Linear of its adapters, with sliced outputs, and with sliced inputs.
+    """Return transformers' Conv1D, or the Linear of its adapters, with sliced outputs, and with
+    sliced inputs.
 
     The weight of a Conv1D is (inputs, outputs).
     """
@@ -411,10 +509,14 @@ def _sliced(conv1d: Any) -> tuple[type[nn.Module], type[nn.Module]]:
 
 
 def _columns(blocks: int) -> Change:
-    """Return what slices the outputs of a Conv1D, each of so many blocks of them (queries, keys, values) by itself."""
+    """Return what slices the outputs of a Conv1D, each of so many blocks of them (queries, keys,
+    values) by itself.
+    """
 
     def change(module: Any, mesh: DeviceMesh) -> None:
-        module.weight = _slice(module.weight, mesh, 0 if isinstance(module, nn.Linear) else -1, blocks)
+        module.weight = _slice(
+            module.weight, mesh, 0 if isinstance(module, nn.Linear) else -1, blocks
+        )
         module.bias = None if module.bias is None else _slice(module.bias, mesh, -1, blocks)
         module.__class__ = _sliced(module.__class__)[0]
         _note(module, mesh, change, "lora_B")
@@ -429,22 +531,30 @@ def _rows(module: Any, mesh: DeviceMesh) -> None:
 
 
 def _slice(param: nn.Parameter, mesh: DeviceMesh, dim: int, blocks: int) -> nn.Parameter:
-    """Return a parameter of rank 0's values, of which this rank has a slice of each block along `dim`."""
+    """Return a parameter of rank 0's values, of which this rank has a slice of each block along
+    `dim`.
+    """
     dim %= param.dim()
     if param.shape[dim] % (blocks * mesh.size()):
         raise ValueError(
-            f"tensor_parallel: a weight has the shape {tuple(param.shape)}; expected {blocks} x {mesh.size()} equal parts of "
-            f"dimension {dim}"
+            f"tensor_parallel: a weight has the shape {tuple(param.shape)}; expected {blocks} x "
+            f"{mesh.size()} equal parts of dimension {dim}"
         )
     values = param.detach().contiguous()
     if not values.is_meta:
-        values = values.to(mesh.device_type)  # NCCL takes nothing else; torch's own styles move weights there, too
+        # NCCL takes nothing else; torch's own styles move weights there, too
+        values = values.to(mesh.device_type)
         dist.broadcast(values, dist.get_global_rank(mesh.get_group(), 0), group=mesh.get_group())
-    mine = divided(values, dim, blocks, mesh.size(), -1).select(dim + 1, mesh.get_local_rank()).flatten(dim, dim + 1)
+    mine = (
+        divided(values, dim, blocks, mesh.size(), -1)
+        .select(dim + 1, mesh.get_local_rank())
+        .flatten(dim, dim + 1)
+    )
     strided = _torch(".placement_types")._StridedShard
     placement = _torch().Shard(dim) if blocks == 1 else strided(dim, split_factor=blocks)
-    mine = mine.clone(memory_format=torch.contiguous_format)  # of memory of its own: the whole weight's is freed
+    # of memory of its own: the whole weight's is freed
+    mine = mine.clone(memory_format=torch.contiguous_format)
     sliced = _torch().DTensor.from_local(
         mine, mesh, [placement], run_check=False, shape=param.shape, stride=values.stride()
-    )  # fmt: skip
+    )
     return nn.Parameter(sliced, requires_grad=param.requires_grad)

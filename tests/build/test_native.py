@@ -1,4 +1,6 @@
-"""The loaded extension agrees with its stub, and an extension that is absent or stale says so and how to build it."""
+"""The loaded extension agrees with its stub, and an extension that is absent or stale says so
+and how to build it.
+"""
 
 import json
 import shutil
@@ -27,11 +29,20 @@ def package(tmp_path):
 
 
 def import_error(package: Path, cuda: str | None = None, release: str = "2.13.0") -> str:
-    """The ImportError of ``import shardcore._native`` in a new process; it has no torch but a stand-in of that version."""
-    version = release if "+" in release else f"{release}+cu{cuda.replace('.', '')}" if cuda else f"{release}+cpu"
+    """The ImportError of ``import shardcore._native`` in a new process; it has no torch but a
+    stand-in of that version.
+    """
+    version = (
+        release
+        if "+" in release
+        else f"{release}+cu{cuda.replace('.', '')}"
+        if cuda
+        else f"{release}+cpu"
+    )
     code = (
         "import sys, types\n"
-        f"torch = types.ModuleType('torch'); torch.__version__ = '{version}'; sys.modules['torch'] = torch\n"
+        f"torch = types.ModuleType('torch'); torch.__version__ = '{version}'; sys.modules['torch'] "
+        f"= torch\n"
         f"torch.version = types.SimpleNamespace(cuda={cuda!r})\n"
         "try:\n"
         "    import shardcore._native\n"
@@ -41,13 +52,20 @@ def import_error(package: Path, cuda: str | None = None, release: str = "2.13.0"
         "    print('IMPORTED', shardcore._native._C.__name__)\n"
     )
     result = subprocess.run(
-        [sys.executable, "-c", code], cwd=package.parent, env={}, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code],
+        cwd=package.parent,
+        env={},
+        capture_output=True,
+        text=True,
+        check=True,
     )
     return result.stdout.strip()
 
 
 def test_not_built(package):
-    assert import_error(package).startswith(f"shardcore: its C++ extension (shardcore._C) is not built; {HOW}")
+    assert import_error(package).startswith(
+        f"shardcore: its C++ extension (shardcore._C) is not built; {HOW}"
+    )
 
 
 @pytest.fixture
@@ -71,17 +89,25 @@ def test_does_not_load(broken, record):
 def test_does_not_load_because_of_another_torch(broken):
     (broken / "_C.build.json").write_text(json.dumps({"torch": "2.11.0+cpu", "cuda": ""}))
     text = import_error(broken)
-    assert text.startswith("shardcore: its C++ extension is built for torch 2.11.0+cpu, but torch is 2.13.0+cpu with no CUDA; ")
+    assert text.startswith(
+        "shardcore: its C++ extension is built for torch 2.11.0+cpu, but torch is 2.13.0+cpu with "
+        "no CUDA; "
+    )
     assert "; install the wheel for this torch, or rebuild: " in text
     assert HOW in text
     assert "--no-cache-dir --force-reinstall --no-deps" in text
 
 
-@pytest.mark.parametrize(("cuda", "here"), [(None, "2.13.0+cpu with no CUDA"), ("13.0", "2.13.0+cu130 with CUDA 13.0")])
+@pytest.mark.parametrize(
+    ("cuda", "here"), [(None, "2.13.0+cpu with no CUDA"), ("13.0", "2.13.0+cu130 with CUDA 13.0")]
+)
 def test_does_not_load_because_of_another_cuda(broken, cuda, here):
     (broken / "_C.build.json").write_text(json.dumps({"torch": "2.13.0+cu128", "cuda": "12.8"}))
     text = import_error(broken, cuda)
-    assert text.startswith(f"shardcore: its C++ extension is built for torch 2.13.0+cu128 and CUDA 12.8, but torch is {here}; ")
+    assert text.startswith(
+        f"shardcore: its C++ extension is built for torch 2.13.0+cu128 and CUDA 12.8, but torch is "
+        f"{here}; "
+    )
 
 
 def test_built_for_another_python(package):
@@ -100,7 +126,8 @@ def test_built_for_another_python(package):
         ("2.13.0", "12.8", "13.0", "2.13.0", False),
         ("2.13.0", "13.0", None, "2.13.0", False),
         ("2.13.1", "", None, "2.13.0", False),
-        # No release: NVIDIA's containers, nightlies, own builds. Two with the same numbers may differ.
+        # No release: NVIDIA's containers, nightlies, own builds. Two with the same numbers may
+        # differ.
         ("2.13.0a0+eb65b36.nv26.06", "13.0", "13.0", "2.13.0a0+eb65b36.nv26.06", True),
         ("2.13.0a0+eb65b36.nv26.06", "13.0", "13.0", "2.13.0a0+f00d123.nv26.07", False),
         ("2.13.0.dev20260601+cu130", "13.0", "13.0", "2.13.0.dev20260602+cu130", False),
@@ -109,9 +136,13 @@ def test_built_for_another_python(package):
     ],
 )
 def test_loads_but_is_built_for_another_torch(package, built_for, built_cuda, cuda, here, loads):
-    (package / "_C.py").write_text(f"def build_info():\n    return {{'torch': {built_for!r}, 'cuda': {built_cuda!r}}}\n")
+    (package / "_C.py").write_text(
+        f"def build_info():\n    return {{'torch': {built_for!r}, 'cuda': {built_cuda!r}}}\n"
+    )
     text = import_error(package, cuda, here)
-    assert text.startswith("IMPORTED" if loads else f"shardcore: its C++ extension is built for torch {built_for}")
+    assert text.startswith(
+        "IMPORTED" if loads else f"shardcore: its C++ extension is built for torch {built_for}"
+    )
     assert loads or f", but torch is {here}" in text
 
 
@@ -119,13 +150,20 @@ def test_stub_and_extension_agree():
     names = check_native.promised((ROOT / "shardcore/_C.pyi").read_text())
     assert len(names) > 10
     assert check_native.missing(_C, names) == []
-    assert check_native.missing(_C, ["cpu_isa", "gone", "AdamStepper.gone"]) == ["gone", "AdamStepper.gone"]
+    assert check_native.missing(_C, ["cpu_isa", "gone", "AdamStepper.gone"]) == [
+        "gone",
+        "AdamStepper.gone",
+    ]
 
 
 def test_build_info_and_record_agree():
     info, record = _C.build_info(), build_record()
     assert set(info) == {"version", "torch", "cuda", "cuda_arch_list", "compiler", "io_uring"}
-    assert info["torch"].split("+")[0] == torch.__version__.split("+")[0] == record["torch"].split("+")[0]
+    assert (
+        info["torch"].split("+")[0]
+        == torch.__version__.split("+")[0]
+        == record["torch"].split("+")[0]
+    )
     assert bool(info["cuda"]) == bool(record["cuda"])
     assert info["io_uring"] == ("because liburing was found" in record["files"])
     assert record["line"].startswith("shardcore: built for ")
@@ -133,8 +171,17 @@ def test_build_info_and_record_agree():
 
 @pytest.mark.more
 def test_import_brings_in_nothing_beyond_torch():
-    code = "import sys, torch; before = set(sys.modules); import shardcore; print(*sorted(set(sys.modules) - before))"
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    code = (
+        "import sys, torch; before = set(sys.modules); import shardcore; "
+        "print(*sorted(set(sys.modules) - before))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     imported = result.stdout.split()
     assert "shardcore._C" in imported
-    assert [name for name in imported if name.split(".")[0] not in {"shardcore", *sys.stdlib_module_names}] == []
+    assert [
+        name
+        for name in imported
+        if name.split(".")[0] not in {"shardcore", *sys.stdlib_module_names}
+    ] == []

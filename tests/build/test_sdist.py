@@ -1,4 +1,6 @@
-"""What setup.py does without torch: the sdist, which holds the whole checkout, and cleaning, unless something is built, too."""
+"""What setup.py does without torch: the sdist, which holds the whole checkout, and cleaning,
+unless something is built, too.
+"""
 
 import shutil
 import subprocess
@@ -16,7 +18,9 @@ BUILD_OUTPUTS = (
     "tests/__pycache__/ranks.cpython-311.pyc",
 )
 
-pytestmark = pytest.mark.skipif(find_spec("setuptools") is None, reason="setuptools is not installed for this Python")
+pytestmark = pytest.mark.skipif(
+    find_spec("setuptools") is None, reason="setuptools is not installed for this Python"
+)
 
 
 def setup(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -30,7 +34,9 @@ def setup(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_sdist_holds_what_git_tracks(tmp_path):
     if shutil.which("git") is None:
         pytest.skip("git is not installed")
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     if not listed.stdout:  # no repository, or another one around this tree
         pytest.skip("this is not a git checkout")
     tracked = {name for name in listed.stdout.split("\0") if name and (ROOT / name).exists()}
@@ -42,14 +48,23 @@ def test_sdist_holds_what_git_tracks(tmp_path):
         (tmp_path / name).touch()
     made = setup(tmp_path, "sdist", "--formats", "tar", "--dist-dir", "out")
     assert made.returncode == 0, made.stderr
-    assert "SetuptoolsDeprecationWarning" not in made.stderr  # each becomes an error of some later setuptools
+    # each becomes an error of some later setuptools
+    assert "SetuptoolsDeprecationWarning" not in made.stderr
     with tarfile.open(next((tmp_path / "out").iterdir())) as archive:
-        info = next(member for member in archive if member.name.count("/") == 1 and member.name.endswith("/PKG-INFO"))
+        info = next(
+            member
+            for member in archive
+            if member.name.count("/") == 1 and member.name.endswith("/PKG-INFO")
+        )
         metadata = archive.extractfile(info).read()
         assert b"\nLicense: Apache-2.0\n" in metadata
         assert b"\nRequires-Dist: torch>=2.11\n" in metadata
         inside = {member.name.partition("/")[2] for member in archive if member.isfile()}
-    added = {name for name in inside if name in ("PKG-INFO", "setup.cfg") or name.startswith("shardcore.egg-info/")}
+    added = {
+        name
+        for name in inside
+        if name in ("PKG-INFO", "setup.cfg") or name.startswith("shardcore.egg-info/")
+    }
     assert inside - added == tracked
 
 

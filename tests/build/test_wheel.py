@@ -1,4 +1,6 @@
-"""The wheel of a release: made here, installed where there is no compiler, trained with; and wheels that must be refused."""
+"""The wheel of a release: made here, installed where there is no compiler, trained with; and
+wheels that must be refused.
+"""
 
 import json
 import re
@@ -18,7 +20,12 @@ from tools.check_wheel import WheelError
 
 ROOT = Path(__file__).resolve().parents[2]
 INFO = "shardcore-0.1.0+torch2.13.0.cpu.dist-info"
-NAMES = ["shardcore/__init__.py", "shardcore/_C.cpython-311-x86_64-linux-gnu.so", "shardcore/_C.build.json", f"{INFO}/METADATA"]
+NAMES = [
+    "shardcore/__init__.py",
+    "shardcore/_C.cpython-311-x86_64-linux-gnu.so",
+    "shardcore/_C.build.json",
+    f"{INFO}/METADATA",
+]
 NAMES += [f"{INFO}/licenses/LICENSE", f"{INFO}/licenses/LICENSE.liburing"]
 
 
@@ -73,7 +80,8 @@ CUDA = {"torch": "2.11.0+cu130", "cuda": "13.0"}
 )
 def test_metadata_name_the_torch_of_the_build(record, version, requires, refused):
     text = (
-        f"Metadata-Version: 2.4\nVersion: {version}\nRequires-Dist: {requires}\nRequires-Dist: numpy; extra == 'demo'\n\ntext"
+        f"Metadata-Version: 2.4\nVersion: {version}\nRequires-Dist: {requires}\nRequires-Dist: "
+        f"numpy; extra == 'demo'\n\ntext"
     )
     if not refused:
         check_wheel.check_metadata(text, record, "0.1.0")
@@ -116,10 +124,16 @@ def copy_of(wheel: Path, folder: Path, *, without: str = "", plus: str = "") -> 
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(find_spec("setuptools") is None, reason="setuptools is not installed for this Python")
-@pytest.mark.skipif(find_spec("auditwheel") is None, reason="auditwheel is not installed for this Python")
+@pytest.mark.skipif(
+    find_spec("setuptools") is None, reason="setuptools is not installed for this Python"
+)
+@pytest.mark.skipif(
+    find_spec("auditwheel") is None, reason="auditwheel is not installed for this Python"
+)
 def test_a_wheel_works_where_there_is_no_compiler(tmp_path, capsys):
-    """Compiles only what `make setup` has not: build/ is that of this checkout. CI runs it where it has no CUDA's wheel."""
+    """Compiles only what `make setup` has not: build/ is that of this checkout. CI runs it where
+    it has no CUDA's wheel.
+    """
     stale = ROOT / "build/lib.linux-stale/shardcore/gone.py"
     stale.parent.mkdir(parents=True, exist_ok=True)
     stale.write_text("")
@@ -138,7 +152,9 @@ def test_a_wheel_works_where_there_is_no_compiler(tmp_path, capsys):
     with pytest.raises(WheelError, match=r"libtorch\.so"):
         check_wheel.check(copy_of(wheel, tmp_path / "library", plus="shardcore/libtorch.so"))
     with pytest.raises(WheelError, match=r"No module named 'shardcore\.checkpoint\.save'"):
-        check_wheel.check(copy_of(wheel, tmp_path / "module", without="shardcore/checkpoint/save.py"))
+        check_wheel.check(
+            copy_of(wheel, tmp_path / "module", without="shardcore/checkpoint/save.py")
+        )
     old = tmp_path / wheel.name.replace(wheel.name.split("-")[-1], "manylinux_2_5_x86_64.whl")
     shutil.copy(wheel, old)
     with pytest.raises(WheelError, match="expected its platform to be"):
@@ -152,14 +168,18 @@ def test_what_is_missing_is_named(monkeypatch, tmp_path):
 
 
 def test_the_release_workflow():
-    """It cannot run here: what it calls exists, each torch fits, CUDA's three spellings agree, the guide names its Pythons."""
+    """It cannot run here: what it calls exists, each torch fits, CUDA's three spellings agree,
+    the guide names its Pythons.
+    """
     yaml = pytest.importorskip("yaml", reason="reads the workflow")
     job = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())["jobs"]["wheel"]
     assert "manylinux_2_28" in job["container"]
     runs = "\n".join(step.get("run", "") for step in job["steps"])
     targets = re.findall(r"^make (\w+) PYTHON=", runs, re.MULTILINE)
     assert targets == ["wheel"]
-    rules = subprocess.run(["make", "-n", *targets], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    rules = subprocess.run(
+        ["make", "-n", *targets], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     assert re.findall(r"-m tools\.(\w+_wheel)", rules) == ["make_wheel", "check_wheel"]
     minors = [int(tag.removeprefix("cp3")) for tag in job["strategy"]["matrix"]["python"]]
     assert minors == list(range(minors[0], minors[-1] + 1))
@@ -167,6 +187,9 @@ def test_the_release_workflow():
     for build in job["strategy"]["matrix"]["build"]:
         toolkit = build.get("toolkit", "").replace("-", ".")
         decision = build_config.decide(
-            "1" if toolkit else "0", Nvcc(toolkit, "/cuda") if toolkit else None, build["torch"], toolkit or None
+            "1" if toolkit else "0",
+            Nvcc(toolkit, "/cuda") if toolkit else None,
+            build["torch"],
+            toolkit or None,
         )
         assert decision.local_version == f"torch{build['torch']}.{build['cuda']}"

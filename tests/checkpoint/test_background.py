@@ -28,9 +28,12 @@ CPU = {"offload": {"optimizer": "cpu"}}
 
 
 def _in_background(rank: int, world_size: int, folder: str, run: Run) -> bool:
-    """Save while slow writes go on, and train meanwhile. Returns whether the checkpoint has what was there."""
+    """Save while slow writes go on, and train meanwhile. Returns whether the checkpoint has what
+    was there.
+    """
     torch.manual_seed(0)
-    model, optimizer, _ = train(rank, run, Net(width=64, hidden=1500))  # some MiB, of which one is on its way at a time
+    # some MiB, of which one is on its way at a time
+    model, optimizer, _ = train(rank, run, Net(width=64, hidden=1500))
     expected = hash_of_training(model, optimizer)
     write.file_engine = lambda: _C.FileEngine(depth=1, faults="delay:100")
     try:
@@ -62,13 +65,24 @@ OFFLOADS: dict[str, dict[str, Any]] = {
     "all": {"offload": {"optimizer": "cpu", "gradients": "cpu", "params": "cpu"}},
     "overlapped": {"offload": {"optimizer": "cpu"}, "overlap_step": True},
 }
-FORMS: dict[str, dict[str, Any]] = {"fp32": {}, "split 8-bit": {"master": "split", "state_dtype": "8bit"}}
+FORMS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "split 8-bit": {"master": "split", "state_dtype": "8bit"},
+}
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize(("offload", "form"), some(product(OFFLOADS, FORMS), zip(OFFLOADS, [*FORMS] * 3, strict=False)))
+@pytest.mark.parametrize(
+    ("offload", "form"), some(product(OFFLOADS, FORMS), zip(OFFLOADS, [*FORMS] * 3, strict=False))
+)
 def test_a_background_save_has_what_was_there(tmp_path: Path, offload: str, form: str) -> None:
-    run = Run(stage=3, steps=2, precision="bf16", shard=OFFLOADS[offload], adam={"lr": 1e-2, **FORMS[form]})
+    run = Run(
+        stage=3,
+        steps=2,
+        precision="bf16",
+        shard=OFFLOADS[offload],
+        adam={"lr": 1e-2, **FORMS[form]},
+    )
     assert run_ranks(2, _in_background, str(tmp_path), run) == [True, True]
 
 
@@ -83,7 +97,9 @@ def test_without_waits_the_background_save_would_have_other_values(tmp_path: Pat
     assert run_ranks(1, _unwatched, str(tmp_path)) == [False]
 
 
-def test_a_step_waits_for_no_more_than_it_overwrites(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_waits_for_no_more_than_it_overwrites(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Weights in host memory are copied before a save goes on in the background."""
     model, optimizer, _ = train(0, Run(stage=3, steps=1, shard={"offload": {"params": "cpu"}}))
     gate = threading.Event()
@@ -98,7 +114,9 @@ def test_a_step_waits_for_no_more_than_it_overwrites(tmp_path: Path, monkeypatch
 def _heard_by_one(rank: int, world_size: int, folder: str) -> tuple[list[str], str]:
     """The save in the background fails on rank 1; rank 0 alone waits for it, and goes on."""
     model, optimizer, _ = train(rank, Run(stage=2, steps=1))
-    write.file_engine = (lambda: _C.FileEngine(faults="write:EIO@0")) if rank == 1 else layout.file_engine
+    write.file_engine = (
+        (lambda: _C.FileEngine(faults="write:EIO@0")) if rank == 1 else layout.file_engine
+    )
     saving = shardcore.save(folder, model, optimizer, tag="first", wait=False)
     said = [error_of(saving.wait) for _ in range(2 * (rank == 0))]
     while not saving.done:
@@ -112,7 +130,9 @@ def _heard_by_one(rank: int, world_size: int, folder: str) -> tuple[list[str], s
     return said, Path(folder, "latest").read_text()
 
 
-def test_an_error_in_the_background_is_raised_by_the_next_save_and_ranks_stay_together(tmp_path: Path) -> None:
+def test_an_error_in_the_background_is_raised_by_the_next_save_and_ranks_stay_together(
+    tmp_path: Path,
+) -> None:
     (first, latest), (second, _) = run_ranks(2, _heard_by_one, str(tmp_path))
     assert ["first was not saved in the background" in text for text in first] == [True, True, True]
     assert ["first was not saved in the background" in text for text in second] == [True]
@@ -197,11 +217,13 @@ def test_a_message_that_is_not_sent_is_an_error_on_every_rank(tmp_path: Path) ->
     assert "the connection is lost" in second
 
 
-# --- what lies on the device --------------------------------------------------------------------------------------------
+# --- what lies on the device ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_host_memory_is_kept_or_freed_before_there_is_more(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+def test_host_memory_is_kept_or_freed_before_there_is_more(
+    monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
     engine: Any = SimpleNamespace(device=torch.device(where), save_staging=None)
     before: list[Any] = []
     tier = _C.HostTier
@@ -213,7 +235,9 @@ def test_host_memory_is_kept_or_freed_before_there_is_more(monkeypatch: pytest.M
     monkeypatch.setattr(_C, "HostTier", make)
     for count, most in ((3, 3), (2, 3), (5, 5)):
         values = torch.arange(count * 1000.0).split(1000)
-        items = [write.Item("w", "weight", one.dtype, 0, 1000, partial(one.to, where)) for one in values]
+        items = [
+            write.Item("w", "weight", one.dtype, 0, 1000, partial(one.to, where)) for one in values
+        ]
         background.stage(items, engine)
         assert all(torch.equal(item.read(), one) for item, one in zip(items, values, strict=True))
         assert engine.save_staging.nbytes == most * 4000

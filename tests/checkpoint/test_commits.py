@@ -1,4 +1,6 @@
-"""Every step is committed, and a run goes on from the last one bit for bit: weights, states, counts, rates, random states."""
+"""Every step is committed, and a run goes on from the last one bit for bit: weights, states,
+counts, rates, random states.
+"""
 
 import random
 from pathlib import Path
@@ -15,7 +17,16 @@ from shardcore.engine import nvme_states
 from shardcore.engine.engine import engine_behind
 from shardcore.estimate import predict
 from tests.support.choice import combinations
-from tests.support.models import Run, error_of, hash_of, hash_of_training, micro_steps, stepped, steps_of_run, train
+from tests.support.models import (
+    Run,
+    error_of,
+    hash_of,
+    hash_of_training,
+    micro_steps,
+    stepped,
+    steps_of_run,
+    train,
+)
 from tests.support.ranks import run_ranks
 from tests.support.tiers import FORMS, WAYS, in_memory, run_on_disk
 
@@ -26,7 +37,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _hashes(rank: int, world_size: int, run: Run) -> tuple[list[str], list[int]]:
-    """Return hashes of 4 steps in memory, and on disk in runs of 1, 2 and 1 steps; the steps that these went on from."""
+    """Return hashes of 4 steps in memory, and on disk in runs of 1, 2 and 1 steps; the steps
+    that these went on from.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nvme_states, "CHUNK_NUMEL", 512)
         plain = in_memory(run)
@@ -43,19 +56,27 @@ def _hashes(rank: int, world_size: int, run: Run) -> tuple[list[str], list[int]]
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize(("stage", "form", "way"), combinations([0, 1, 2, 3], list(FORMS), list(WAYS), meet=1))
+@pytest.mark.parametrize(
+    ("stage", "form", "way"), combinations([0, 1, 2, 3], list(FORMS), list(WAYS), meet=1)
+)
 def test_a_resumed_run_is_the_same_run(stage: int, form: str, way: str, tmp_path: Path) -> None:
-    for hashes, begun in run_ranks(2, _hashes, run_on_disk(str(tmp_path), stage, form, way, resume=True)):
+    for hashes, begun in run_ranks(
+        2, _hashes, run_on_disk(str(tmp_path), stage, form, way, resume=True)
+    ):
         assert len(set(hashes)) == 1
         assert begun == [0, 1, 3]
 
 
 class _Noisy(nn.Module):
-    """Draws random numbers in its forward, counts its batches, and has a parameter that no step updates."""
+    """Draws random numbers in its forward, counts its batches, and has a parameter that no step
+    updates.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.inside = nn.Sequential(nn.Linear(10, 40), nn.BatchNorm1d(40), nn.Dropout(0.3), nn.Linear(40, 5))
+        self.inside = nn.Sequential(
+            nn.Linear(10, 40), nn.BatchNorm1d(40), nn.Dropout(0.3), nn.Linear(40, 5)
+        )
         self.idle = nn.Parameter(torch.ones(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -70,7 +91,10 @@ class _Batches:
 
     def next(self) -> torch.Tensor:
         self.position += 1
-        return torch.randn(4, 10, generator=torch.Generator().manual_seed(self.position)) * random.random()
+        return (
+            torch.randn(4, 10, generator=torch.Generator().manual_seed(self.position))
+            * random.random()
+        )
 
     def state_dict(self) -> dict[str, int]:
         return {"position": self.position}
@@ -89,10 +113,18 @@ def _noisy(folder: Path) -> tuple[Any, Any, Any, Any, int]:
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=9)
     torch.rand(3)  # as a data loader may draw before the first step
     batches = _Batches()
-    return model, optimizer, scheduler, batches, shardcore.resume(model, scheduler=scheduler, stateful={"batches": batches})
+    return (
+        model,
+        optimizer,
+        scheduler,
+        batches,
+        shardcore.resume(model, scheduler=scheduler, stateful={"batches": batches}),
+    )
 
 
-def _noisy_steps(model: Any, optimizer: Any, scheduler: Any, batches: Any, count: int) -> list[float]:
+def _noisy_steps(
+    model: Any, optimizer: Any, scheduler: Any, batches: Any, count: int
+) -> list[float]:
     losses = []
     for _ in range(count):
         loss = model(batches.next()).square().mean()
@@ -129,8 +161,12 @@ def test_random_states_data_and_learning_rates_go_on_too(tmp_path: Path) -> None
 
 @pytest.mark.more
 @pytest.mark.parametrize("left_out", ["random", "stateful"])
-def test_what_is_left_out_of_a_commit_is_seen(left_out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    empty = random_states(torch.device("cpu")) if left_out == "random" else {"batches": {"position": 0}}
+def test_what_is_left_out_of_a_commit_is_seen(
+    left_out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    empty = (
+        random_states(torch.device("cpu")) if left_out == "random" else {"batches": {"position": 0}}
+    )
     restore = commits.restore_rank
 
     def forget(op: str, source: Any, *given: Any) -> None:
@@ -172,7 +208,12 @@ def test_load_reads_the_last_commit_into_any_world(stage: int, tmp_path: Path) -
 
 
 def test_skipped_steps_count(tmp_path: Path) -> None:
-    run = Run(2, 0, precision="fp16", shard={"offload": {"optimizer": "nvme", "path": str(tmp_path), "resume": True}})
+    run = Run(
+        2,
+        0,
+        precision="fp16",
+        shard={"offload": {"optimizer": "nvme", "path": str(tmp_path), "resume": True}},
+    )
     model, optimizer, _ = train(0, run)
     for step in range(4):
         micro_steps(model, optimizer, 0, step, 1, overflow=step in (1, 3))
@@ -188,7 +229,9 @@ def test_skipped_steps_count(tmp_path: Path) -> None:
     assert hash_of_training(model, optimizer) == expected
 
 
-def test_a_run_that_goes_on_without_resume_is_warned_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_that_goes_on_without_resume_is_warned_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     run = run_on_disk(tmp_path, form="fp32", resume=True)
     warned = []
     for calls_it in (False, False, True):
@@ -200,27 +243,40 @@ def test_a_run_that_goes_on_without_resume_is_warned_once(tmp_path: Path, caplog
         for step in range(2):
             stepped(model, optimizer, 0, step)
         optimizer.synchronize()
-        warned.append(sum("shardcore.resume was not called" in record.message for record in caplog.records))
+        warned.append(
+            sum("shardcore.resume was not called" in record.message for record in caplog.records)
+        )
     assert warned == [0, 1, 0], "a new run, one that goes on, one that goes on as it should"
 
 
 def test_resume_says_what_it_needs(tmp_path: Path) -> None:
     model, _, _ = train(0, Run(2, 0))
-    assert "the model commits no steps; expected one of shard(offload=" in error_of(lambda: shardcore.resume(model))
+    assert "the model commits no steps; expected one of shard(offload=" in error_of(
+        lambda: shardcore.resume(model)
+    )
     offload = {"optimizer": "nvme", "path": str(tmp_path), "durable": False}
     model, _, _ = train(0, Run(2, 1, shard={"offload": offload}))
     assert "the model commits no steps" in error_of(lambda: shardcore.resume(model))
     assert list(tmp_path.iterdir()) == []
     model, optimizer, _ = train(0, Run(2, 0, shard={"offload": {**offload, "durable": True}}))
-    assert "stateful['data'] has type list" in error_of(lambda: shardcore.resume(model, stateful={"data": []}))
+    assert "stateful['data'] has type list" in error_of(
+        lambda: shardcore.resume(model, stateful={"data": []})
+    )
     stepped(model, optimizer, 0, 0)
-    assert "resume: step 1 is made; expected the call before the first step" in error_of(lambda: shardcore.resume(model))
+    assert "resume: step 1 is made; expected the call before the first step" in error_of(
+        lambda: shardcore.resume(model)
+    )
     hash_of_training(model, optimizer)
     del model, optimizer
-    model, optimizer, _ = train(0, Run(2, 0, shard={"offload": {"optimizer": "nvme", "path": str(tmp_path), "resume": True}}))
+    model, optimizer, _ = train(
+        0,
+        Run(2, 0, shard={"offload": {"optimizer": "nvme", "path": str(tmp_path), "resume": True}}),
+    )
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer)
     assert "resume: " in error_of(lambda: shardcore.resume(model, scheduler=scheduler))
-    assert "stateful has data" in error_of(lambda: shardcore.resume(model, stateful={"data": _Batches()}))
+    assert "stateful has data" in error_of(
+        lambda: shardcore.resume(model, stateful={"data": _Batches()})
+    )
 
 
 @pytest.mark.cases(1)
@@ -255,15 +311,21 @@ def test_weights_that_are_edited_while_they_are_written_are_refused(tmp_path: Pa
         with torch.no_grad():
             model.head.weight.add_(0.1)
         said = error_of(optimizer.step)
-        assert ("head.weight was edited between the begin of a forward and the step" in said) == refused
+        assert (
+            "head.weight was edited between the begin of a forward and the step" in said
+        ) == refused
 
 
 def test_a_parameter_without_a_group_is_committed(tmp_path: Path) -> None:
     def make(seed: int) -> tuple[Any, Any]:
         torch.manual_seed(seed)
         model: Any = _Noisy()
-        adam = shardcore.FusedAdam([param for name, param in model.named_parameters() if name != "idle"], lr=1e-2)
-        return shardcore.shard(model, adam, 2, offload={"optimizer": "nvme", "path": str(tmp_path), "resume": True})
+        adam = shardcore.FusedAdam(
+            [param for name, param in model.named_parameters() if name != "idle"], lr=1e-2
+        )
+        return shardcore.shard(
+            model, adam, 2, offload={"optimizer": "nvme", "path": str(tmp_path), "resume": True}
+        )
 
     model, optimizer = make(0)
     with torch.no_grad():
@@ -279,7 +341,10 @@ def test_a_parameter_without_a_group_is_committed(tmp_path: Path) -> None:
 def test_space_on_disk_is_predicted_with_parameters_that_no_group_has(tmp_path: Path) -> None:
     model: Any = nn.ModuleDict({"used": nn.Linear(100, 1000), "idle": nn.Linear(300, 1000)})
     adam = shardcore.FusedAdam(model["used"].parameters(), lr=1e-2, master="fp32")
-    options: dict[str, Any] = {"precision": "bf16", "offload": {"optimizer": "nvme", "path": str(tmp_path), "ratio": 0.5}}
+    options: dict[str, Any] = {
+        "precision": "bf16",
+        "offload": {"optimizer": "nvme", "path": str(tmp_path), "ratio": 0.5},
+    }
     expected = predict(model, adam, 2, world_size=1, **options).disk
     assert expected is not None
     model, optimizer = shardcore.shard(model, adam, 2, **options)
@@ -328,7 +393,9 @@ def test_a_state_that_cannot_be_had_ends_the_training(tmp_path: Path) -> None:
         batches.next()
         stepped(model, optimizer, 0, step)
     for _ in range(2):
-        assert "step 2 is made, but cannot be committed (ValueError: no state)" in error_of(optimizer.step)
+        assert "step 2 is made, but cannot be committed (ValueError: no state)" in error_of(
+            optimizer.step
+        )
 
 
 def test_a_layer_that_got_another_name_is_committed_and_saved_under_it(tmp_path: Path) -> None:
@@ -342,7 +409,9 @@ def test_a_layer_that_got_another_name_is_committed_and_saved_under_it(tmp_path:
     del model, optimizer
     for folder in ("nvme", "saved"):
         model, optimizer, _ = train(0, Run(precision="bf16", steps=0, seed=7))
-        assert "missing blocks.0.up.weight" in error_of(lambda: shardcore.load(tmp_path / folder, model, optimizer))  # noqa: B023
+        assert "missing blocks.0.up.weight" in error_of(
+            lambda: shardcore.load(tmp_path / folder, model, optimizer)  # noqa: B023
+        )
         model.blocks[0].up = nn.Sequential(model.blocks[0].up)
         shardcore.load(tmp_path / folder, model, optimizer)
         assert hash_of_training(model, optimizer) == expected

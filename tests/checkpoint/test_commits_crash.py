@@ -1,4 +1,5 @@
-"""Steps on disk outlast any end of the process: killed at any instant, ranks one commit apart, a disk that fills.
+"""Steps on disk outlast any end of the process: killed at any instant, ranks one commit apart, a
+disk that fills.
 
 A few times each; make crash-test does it often.
 """
@@ -19,7 +20,15 @@ from shardcore.checkpoint import slots
 from shardcore.checkpoint.directory import checkpoints
 from shardcore.engine import disk, nvme_states
 from tests.support.crash import times
-from tests.support.models import Run, error_of, hash_of_training, make_net, micro_steps, stepped, train
+from tests.support.models import (
+    Run,
+    error_of,
+    hash_of_training,
+    make_net,
+    micro_steps,
+    stepped,
+    train,
+)
 from tests.support.ranks import free_port, join_group, run_ranks, start
 
 pytestmark = pytest.mark.crash
@@ -36,7 +45,9 @@ def _run(folder: Path | str, disks: int = 1) -> Run:
 
 
 def _as_others() -> None:
-    """Have small chunks, and compute as the ranks of run_ranks do: torch's sums depend on how many threads it has."""
+    """Have small chunks, and compute as the ranks of run_ranks do: torch's sums depend on how
+    many threads it has.
+    """
     nvme_states.CHUNK_NUMEL = 512
     nvme_states.measure = lambda *_: disk.Rates(1, 1, 1)
     torch.set_num_threads(1)
@@ -53,7 +64,8 @@ def _reference(rank: int, world_size: int, count: int) -> list[str]:
 
 
 def _train_forever(rank: int, world_size: int, port: str, folder: str, one_slot: bool) -> None:
-    """Go on from the last commit; `folder`.begun has its step and hash, `folder`.made how many steps have returned since.
+    """Go on from the last commit; `folder`.begun has its step and hash, `folder`.made how many
+    steps have returned since.
 
     one_slot: the broken twin, which writes a chunk where it was read.
     """
@@ -87,15 +99,22 @@ def _train_forever(rank: int, world_size: int, port: str, folder: str, one_slot:
 def _killed_job(
     folder: Path, world_size: int, chance: random.Random, steps: int, one_slot: bool = False
 ) -> tuple[int, str, int]:
-    """Kill a job after so many steps; returns the step that it went on from, its hash then, and how many had returned."""
+    """Kill a job after so many steps; returns the step that it went on from, its hash then, and
+    how many had returned.
+    """
     begun, made = Path(f"{folder}.begun"), Path(f"{folder}.made")
     for path in (begun, made):
         path.unlink(missing_ok=True)
     port = free_port()
-    ranks = [start(_train_forever, rank, world_size, port, str(folder), one_slot) for rank in range(world_size)]
+    ranks = [
+        start(_train_forever, rank, world_size, port, str(folder), one_slot)
+        for rank in range(world_size)
+    ]
     until = time.monotonic() + 120
     try:
-        while not begun.exists() or int(made.read_text()) < int(begun.read_text().split()[0]) + steps:
+        while (
+            not begun.exists() or int(made.read_text()) < int(begun.read_text().split()[0]) + steps
+        ):
             assert time.monotonic() < until, "a job trains"
             assert all(rank.is_alive() for rank in ranks), "nothing but the signal ends a job"
             time.sleep(0.0005)
@@ -111,7 +130,9 @@ def _killed_job(
 
 
 def _check_saved(folder: Path, expected: list[str]) -> int:
-    """Load what a killed job has saved, which has the files of committed steps; returns how many checkpoints there are."""
+    """Load what a killed job has saved, which has the files of committed steps; returns how many
+    checkpoints there are.
+    """
     saved = Path(f"{folder}.saved")
     found = checkpoints(saved) if saved.exists() else []
     model, optimizer, _ = train(0, Run(stage=2, steps=0, precision="bf16", seed=5))
@@ -123,12 +144,15 @@ def _check_saved(folder: Path, expected: list[str]) -> int:
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("world_size", [1, 2])  # the one has two directories
-def test_a_killed_job_goes_on_from_its_last_step(tmp_path: Path, world_size: int, record_property: Record) -> None:
+def test_a_killed_job_goes_on_from_its_last_step(
+    tmp_path: Path, world_size: int, record_property: Record
+) -> None:
     chance, folder, count = random.Random(world_size), tmp_path / "nvme", times("commits", 6) // 2
     expected = run_ranks(world_size, _reference, min(ANEW, 8 * count) + 8)[0]
     made = saved = 0
     for number in range(count):
-        step, hash_, next_made = _killed_job(folder, world_size, chance, 4 - number % 5)  # of four, one is followed by a save
+        # of four, one is followed by a save
+        step, hash_, next_made = _killed_job(folder, world_size, chance, 4 - number % 5)
         saved += _check_saved(folder, expected)
         assert step >= made - 1, "a step that the next one has followed is not lost"
         assert hash_ == expected[step], "states, weights and counts are those of one step"
@@ -197,7 +221,11 @@ def test_ranks_whose_last_commits_differ_go_on_from_the_one_that_both_have(tmp_p
     for _ in range(2):  # the second time both have committed step 3 anew
         found = run_ranks(2, _resumed, str(folder))
         step = found[0][0]
-        assert found[0] == found[1] == (step, expected[step], expected[step + 1] if step < 3 else found[0][2])
+        assert (
+            found[0]
+            == found[1]
+            == (step, expected[step], expected[step + 1] if step < 3 else found[0][2])
+        )
         assert step in (2, 3)
 
 
@@ -208,7 +236,11 @@ def _edits_before_the_other_commits(rank: int, world_size: int, folder: str) -> 
         for step in range(3):
             stepped(model, optimizer, rank, step)
         if rank == 1:
-            patch.setattr(slots.Slots, "write_record", lambda *_: (_ for _ in ()).throw(OSError(5, "slow disk")))
+            patch.setattr(
+                slots.Slots,
+                "write_record",
+                lambda *_: (_ for _ in ()).throw(OSError(5, "slow disk")),
+            )
         micro_steps(model, optimizer, rank, 3, 1)
         with torch.no_grad():
             model.head.weight.mul_(0.9)

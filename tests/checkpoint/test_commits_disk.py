@@ -1,4 +1,6 @@
-"""Committed steps on a disk that is slow, goes away, is full or has errors: the same bits, or an error and the step before."""
+"""Committed steps on a disk that is slow, goes away, is full or has errors: the same bits, or an
+error and the step before.
+"""
 
 import errno
 import os
@@ -38,7 +40,9 @@ def expected() -> list[str]:
 def begun(folder: Path, **offload: Any) -> tuple[Any, Any]:
     """Return model and optimizer as of the last committed step in a directory, or anew."""
     tiers = {"optimizer": "nvme", "path": str(folder), "resume": True, **offload}
-    return train(0, Run(stage=2, steps=0, precision="bf16", shard={"offload": tiers}), make_net())[:2]
+    return train(0, Run(stage=2, steps=0, precision="bf16", shard={"offload": tiers}), make_net())[
+        :2
+    ]
 
 
 def last_step_in(folder: Path) -> tuple[int, str]:
@@ -57,7 +61,9 @@ def with_faults(patch: pytest.MonkeyPatch, module: Any, faults: str) -> None:
 
 
 @pytest.mark.more
-def test_a_slow_disk_changes_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expected: list[str]) -> None:
+def test_a_slow_disk_changes_no_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expected: list[str]
+) -> None:
     for module in (nvme_states, write):
         with_faults(monkeypatch, module, "delay:2")
     for folder, offload in (("scratch", {"durable": False, "resume": None}), ("slots", {})):
@@ -73,7 +79,9 @@ def renamed(folder: Path) -> None:
 
 
 def unmounted(folder: Path) -> None:
-    """As `umount --lazy` leaves it: open files go on, and the name is that of an empty directory below."""
+    """As `umount --lazy` leaves it: open files go on, and the name is that of an empty directory
+    below.
+    """
     renamed(folder)
     folder.mkdir()
 
@@ -120,8 +128,14 @@ def failing_fsync(patch: pytest.MonkeyPatch) -> None:
 
 
 COMMITS_FAIL: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
-    "the rest is not written": (lambda patch: with_faults(patch, write, "write:EIO"), "Input/output error.*rest_"),
-    "the rest is not durable": (lambda patch: with_faults(patch, write, "sync:EIO"), "Input/output error.*rest_"),
+    "the rest is not written": (
+        lambda patch: with_faults(patch, write, "write:EIO"),
+        "Input/output error.*rest_",
+    ),
+    "the rest is not durable": (
+        lambda patch: with_faults(patch, write, "sync:EIO"),
+        "Input/output error.*rest_",
+    ),
     "the record is not durable": (failing_fsync, "Input/output error"),
 }
 
@@ -138,7 +152,9 @@ def test_a_commit_that_fails_leaves_the_step_before_and_is_made_again(
         stepped(model, optimizer, 0, step)
     with monkeypatch.context() as patch:
         fail(patch)
-        with pytest.raises(RuntimeError, match=f"step 2 is made, but cannot be committed .*{match}") as caught:
+        with pytest.raises(
+            RuntimeError, match=f"step 2 is made, but cannot be committed .*{match}"
+        ) as caught:
             stepped(model, optimizer, 0, 2)
         assert f"step 1 stays the last in {folder}" in str(caught.value)
     whole = (1, 2) if "record" in what else (1,)  # it is there, and may be durable
@@ -152,7 +168,9 @@ def test_a_commit_that_fails_leaves_the_step_before_and_is_made_again(
 def test_states_that_could_not_be_made_durable_are_never_committed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expected: list[str]
 ) -> None:
-    """The kernel tells an error of fdatasync once, and has dropped what it could not write: a second one says nothing."""
+    """The kernel tells an error of fdatasync once, and has dropped what it could not write: a
+    second one says nothing.
+    """
     folder = tmp_path / "nvme"
     model, optimizer = begun(folder)
     for step in range(2):
@@ -163,14 +181,18 @@ def test_states_that_could_not_be_made_durable_are_never_committed(
             raise OSError(errno.EIO, "Input/output error", "slot_0")
 
         patch.setattr(_C.BlockFile, "sync", fail)
-        assert "step 2 is made, but cannot be committed" in error_of(lambda: stepped(model, optimizer, 0, 2))
+        assert "step 2 is made, but cannot be committed" in error_of(
+            lambda: stepped(model, optimizer, 0, 2)
+        )
     for _ in range(2):
         assert "Input/output error: 'slot_0'" in error_of(lambda: stepped(model, optimizer, 0, 2))
     assert last_step_in(folder) == (1, expected[1])
 
 
 def _grown(folder: str) -> tuple[int, int, int]:
-    """Return by how much descriptors, bytes of files and KiB of memory grow in the last 900 of 1,000 committed steps."""
+    """Return by how much descriptors, bytes of files and KiB of memory grow in the last 900 of
+    1,000 committed steps.
+    """
     nvme_states.CHUNK_NUMEL = 512
     torch.set_num_threads(1)
     model, optimizer = begun(Path(folder))
@@ -181,7 +203,9 @@ def _grown(folder: str) -> tuple[int, int, int]:
             optimizer.synchronize()
             pages = int(Path("/proc/self/statm").read_text().split()[1])
             files = sum(path.stat().st_size for path in Path(folder).iterdir())
-            found.append((len(os.listdir("/proc/self/fd")), files, pages * resource.getpagesize() // 1024))
+            found.append(
+                (len(os.listdir("/proc/self/fd")), files, pages * resource.getpagesize() // 1024)
+            )
     return tuple(after - before for before, after in zip(*found, strict=True))
 
 

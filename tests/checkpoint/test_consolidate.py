@@ -1,4 +1,6 @@
-"""Ordinary safetensors from shards: what transformers and plain torch load, from a checkpoint and from a model."""
+"""Ordinary safetensors from shards: what transformers and plain torch load, from a checkpoint
+and from a model.
+"""
 
 import json
 import os
@@ -36,26 +38,32 @@ def load_all(path: Path) -> dict[str, torch.Tensor]:
     return {name: safetensors.load_file(path / file)[name] for name, file in weight_map.items()}
 
 
-def _write(rank: int, world_size: int, folder: str, stage: int, dtype: Any) -> dict[str, torch.Tensor]:
+def _write(
+    rank: int, world_size: int, folder: str, stage: int, dtype: Any
+) -> dict[str, torch.Tensor]:
     model, optimizer, _ = train(rank, Run(stage=stage, precision="bf16", steps=2), tied_net())
     shardcore.save(os.path.join(folder, "saved"), model, optimizer)
     shardcore.consolidate(model, os.path.join(folder, "model"), dtype=dtype, max_shard_bytes=8192)
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-@pytest.mark.parametrize(("stage", "dtype"), combinations([0, 2, 3], [None, torch.bfloat16], meet=1))
+@pytest.mark.parametrize(
+    ("stage", "dtype"), combinations([0, 2, 3], [None, torch.bfloat16], meet=1)
+)
 def test_a_plain_model_loads_the_files(tmp_path: Path, stage: int, dtype: Any) -> None:
     expected = run_ranks(2, _write, str(tmp_path), stage, dtype)[0]
-    files = consolidate(tmp_path / "saved", tmp_path / "checkpoint", dtype=dtype, max_shard_bytes=8192)
+    files = consolidate(
+        tmp_path / "saved", tmp_path / "checkpoint", dtype=dtype, max_shard_bytes=8192
+    )
     for folder in ("model", "checkpoint"):
         found = load_all(tmp_path / folder)
         assert set(found) == set(expected) - {"blocks.2.up.weight"}, "tied weights once"
         for name, value in found.items():
             assert torch.equal(value, expected[name].to(dtype or expected[name].dtype)), name
         plain = tied_net()
-        assert plain.load_state_dict({n: v.float() for n, v in found.items()}, strict=False).missing_keys == [
-            "blocks.2.up.weight"
-        ]
+        assert plain.load_state_dict(
+            {n: v.float() for n, v in found.items()}, strict=False
+        ).missing_keys == ["blocks.2.up.weight"]
         assert not [name for name in os.listdir(tmp_path / folder) if name.startswith(".")]
     index = json.loads((tmp_path / "checkpoint" / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(v.nbytes for v in found.values())
@@ -72,7 +80,9 @@ def saved(tmp_path: Path) -> Path:
 
 
 def test_one_file(saved: Path, tmp_path: Path) -> None:
-    assert consolidate(saved, tmp_path / "one.safetensors", max_shard_bytes=1) == [tmp_path / "one.safetensors"]
+    assert consolidate(saved, tmp_path / "one.safetensors", max_shard_bytes=1) == [
+        tmp_path / "one.safetensors"
+    ]
     assert set(safetensors.load_file(tmp_path / "one.safetensors")) == set(make_net().state_dict())
     consolidate(saved, tmp_path / "folder")
     assert os.listdir(tmp_path / "folder") == ["model.safetensors"]
@@ -86,7 +96,9 @@ def test_an_older_model_is_replaced(saved: Path, tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path / "out")) == ["config.json", "model.safetensors"]
 
 
-def test_a_save_into_the_same_folder_leaves_what_is_written_there(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_into_the_same_folder_leaves_what_is_written_there(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     publish = shardcore.checkpoint.consolidate._publish
 
     def after_a_save(folder: Path, *names: Any) -> None:
@@ -113,7 +125,10 @@ def test_damage_is_found_and_leaves_the_older_model(saved: Path, tmp_path: Path)
 def test_files_without_their_manifest_are_refused(saved: Path, tmp_path: Path) -> None:
     """They hold ranges of tensors under names of their own."""
     (saved / "manifest.json").unlink()
-    with pytest.raises(ValueError, match=r"consolidate: .* has rank_00000.safetensors without manifest.json; expected both"):
+    with pytest.raises(
+        ValueError,
+        match=r"consolidate: .* has rank_00000.safetensors without manifest.json; expected both",
+    ):
         consolidate(saved, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -140,7 +155,9 @@ def test_an_error_on_one_rank_is_one_on_all(tmp_path: Path) -> None:
         ({"tag": "nothing"}, "no such checkpoint"),
     ],
 )
-def test_bad_arguments(saved: Path, tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
+def test_bad_arguments(
+    saved: Path, tmp_path: Path, arguments: dict[str, Any], message: str
+) -> None:
     assert message in error_of(lambda: consolidate(saved.parent, tmp_path / "out", **arguments))
     assert not (tmp_path / "out").exists()
 
@@ -166,33 +183,52 @@ def test_checkpoints_of_others_are_consolidated(tmp_path: Path) -> None:
     model(torch.randn(2, 10)).sum().backward()
     optimizer.step()
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 1}
-    torch.save({**state, "ema": {name: value + 1 for name, value in model.state_dict().items()}}, tmp_path / "last.pt")
+    torch.save(
+        {**state, "ema": {name: value + 1 for name, value in model.state_dict().items()}},
+        tmp_path / "last.pt",
+    )
     weights, states = get_state_dict(model, optimizer)
-    dcp.save({"app": {"model": weights, "optim": states}}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    dcp.save(
+        {"app": {"model": weights, "optim": states}}, checkpoint_id=tmp_path / "dcp", no_dist=True
+    )
     writer = shardcore.dcp.Writer(tmp_path / "written")
     dcp.save({"model": weights, "optim": states, "epoch": 1}, storage_writer=writer, no_dist=True)
     for source in ("last.pt", "dcp", "written"):
         consolidate(tmp_path / source, tmp_path / "out")
         found = load_all(tmp_path / "out")
-        assert set(model.state_dict()) - set(found) <= ({"blocks.2.up.weight"} if source == "last.pt" else set()), "tied once"
+        assert set(model.state_dict()) - set(found) <= (
+            {"blocks.2.up.weight"} if source == "last.pt" else set()
+        ), "tied once"
         assert all(torch.equal(value, model.state_dict()[name]) for name, value in found.items())
         consolidate(tmp_path / "out", tmp_path / "again")  # as a folder of Hugging Face's
         assert set(load_all(tmp_path / "again")) == set(found)
     torch.save({"epoch": 1}, tmp_path / "none.pt")
-    with pytest.raises(ValueError, match=r"^consolidate: .*none.pt has the model's names in 0 places"):
+    with pytest.raises(
+        ValueError, match=r"^consolidate: .*none.pt has the model's names in 0 places"
+    ):
         consolidate(tmp_path / "none.pt", tmp_path / "out")
 
 
 def test_names_of_other_files_are_refused(saved: Path, tmp_path: Path) -> None:
     for name in ("pytorch_model.bin", "model.pt"):
-        with pytest.raises(ValueError, match=r"expected a directory, or the name of a \.safetensors file"):
+        with pytest.raises(
+            ValueError, match=r"expected a directory, or the name of a \.safetensors file"
+        ):
             consolidate(saved, tmp_path / name)
         assert not (tmp_path / name).exists()
-    assert consolidate(saved, tmp_path / "llama-3.1") == [tmp_path / "llama-3.1" / "model.safetensors"]
+    assert consolidate(saved, tmp_path / "llama-3.1") == [
+        tmp_path / "llama-3.1" / "model.safetensors"
+    ]
 
 
 def test_sizes() -> None:
-    sizes: dict[int | str, int] = {"2.5GB": 2_500_000_000, "5GB": 5 * 10**9, "10 MiB": 10 << 20, 7: 7, "100": 100}
+    sizes: dict[int | str, int] = {
+        "2.5GB": 2_500_000_000,
+        "5GB": 5 * 10**9,
+        "10 MiB": 10 << 20,
+        7: 7,
+        "100": 100,
+    }
     assert [bytes_of(text) for text in sizes] == list(sizes.values())
     for text in ("", "GB", "5 elephants", "-1GB", "1.2.3GB", "1e9"):
         with pytest.raises(ValueError, match="expected a number of bytes"):

@@ -1,4 +1,6 @@
-"""Names on disk: what is complete has its name, the old or the new is there at any instant, one job saves at a time."""
+"""Names on disk: what is complete has its name, the old or the new is there at any instant, one
+job saves at a time.
+"""
 
 import errno
 import json
@@ -13,10 +15,33 @@ import pytest
 
 from shardcore._native import _C
 from shardcore.checkpoint import directory
-from shardcore.checkpoint.directory import SaveLock, check_tag, checkpoints, commit, find, unfinished
+from shardcore.checkpoint.directory import (
+    SaveLock,
+    check_tag,
+    checkpoints,
+    commit,
+    find,
+    unfinished,
+)
 from shardcore.checkpoint.format import FORMAT, MANIFEST
 
-BAD_TAGS = ["", ".", "..", ".hidden", "a/b", "/abs", "a\0b", "latest", 3, "a ", " a", "a\nb", "\udcff", "x" * 201, "ü" * 101]
+BAD_TAGS = [
+    "",
+    ".",
+    "..",
+    ".hidden",
+    "a/b",
+    "/abs",
+    "a\0b",
+    "latest",
+    3,
+    "a ",
+    " a",
+    "a\nb",
+    "\udcff",
+    "x" * 201,
+    "ü" * 101,
+]
 
 
 @pytest.mark.parametrize("tag", BAD_TAGS)
@@ -31,7 +56,9 @@ def test_other_tags_are_found(tmp_path: Path, tag: str) -> None:
     assert find("load", tmp_path, None) == find("load", tmp_path, tag) == tmp_path / tag
 
 
-def write(folder: Path, tag: str, content: str = "new", keep_last: int | None = None, latest: bool = True) -> None:
+def write(
+    folder: Path, tag: str, content: str = "new", keep_last: int | None = None, latest: bool = True
+) -> None:
     """What a save does before it commits."""
     lock = SaveLock(folder, tag)
     try:
@@ -64,12 +91,20 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
         find("load", tmp_path / "nothing", None)
     write(tmp_path, "one")
     (tmp_path / "latest").unlink()
-    with pytest.raises(FileNotFoundError, match=r"no 'latest'.*expected .* tag= one of its checkpoints \(one\)"):
+    with pytest.raises(
+        FileNotFoundError, match=r"no 'latest'.*expected .* tag= one of its checkpoints \(one\)"
+    ):
         find("load", tmp_path, None)
-    with pytest.raises(FileNotFoundError, match=r"no such checkpoint; expected tag= one that save has written \(one\).*two"):
+    with pytest.raises(
+        FileNotFoundError,
+        match=r"no such checkpoint; expected tag= one that save has written \(one\).*two",
+    ):
         find("load", tmp_path, "two")
     (tmp_path / "latest").write_text("two")
-    with pytest.raises(FileNotFoundError, match=r"no such checkpoint, which 'latest' names; expected .*\(one\).*two"):
+    with pytest.raises(
+        FileNotFoundError,
+        match=r"no such checkpoint, which 'latest' names; expected .*\(one\).*two",
+    ):
         find("load", tmp_path, None)
     (tmp_path / "latest").write_text("../outside")
     with pytest.raises(ValueError, match=r"/latest is damaged: tag has '\.\./outside'"):
@@ -80,7 +115,9 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("exchanges", [True, False])
-def test_a_tag_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchanges: bool) -> None:
+def test_a_tag_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchanges: bool
+) -> None:
     if not exchanges:
         monkeypatch.setattr(_C, "exchange_paths", lambda a, b: False)
     write(tmp_path, "tag", "old")
@@ -89,11 +126,14 @@ def test_a_tag_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exch
     assert names(tmp_path) == {"tag", "latest"}
 
 
-def test_a_small_file_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_file_that_cannot_be_written_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write(tmp_path, "old")
 
     def fail(file: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as those of write and fsync: without a name
+        # as those of write and fsync: without a name
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(directory.os, "fsync", fail)
     for attempt, name in (
@@ -124,7 +164,9 @@ def _dying(monkeypatch: pytest.MonkeyPatch, at: int, exchanges: bool) -> list[st
             if len(done) == at:
                 raise Died
             done.append(name)
-            return False if name == "exchange_paths" and not exchanges else real(*arguments, **named)
+            return (
+                False if name == "exchange_paths" and not exchanges else real(*arguments, **named)
+            )
 
         monkeypatch.setattr(where, name, call)
 
@@ -167,7 +209,9 @@ def test_a_crash_at_any_instant_leaves_the_old_or_the_new(
 
 def test_old_ones_are_removed_when_the_new_one_is_there(tmp_path: Path) -> None:
     (tmp_path / "somebody's").mkdir()
-    (tmp_path / "somebody's" / MANIFEST).write_text('{"name": "a web page", "format": "shardcore checkpoint", "time": 1}')
+    (tmp_path / "somebody's" / MANIFEST).write_text(
+        '{"name": "a web page", "format": "shardcore checkpoint", "time": 1}'
+    )
     (tmp_path / "a file").write_text("")
     for number in (3, 1, 4, 2):  # names and times have other orders
         write(tmp_path, f"step{number}", keep_last=2)
@@ -177,7 +221,10 @@ def test_old_ones_are_removed_when_the_new_one_is_there(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("exchanges", [True, False])
 def test_what_cannot_be_removed_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, exchanges: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    exchanges: bool,
 ) -> None:
     unlink = os.unlink
 
@@ -188,14 +235,23 @@ def test_what_cannot_be_removed_is_named(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "unlink", refuse)
-        patch.setattr(_C, "exchange_paths", (lambda a, b: False) if not exchanges else _C.exchange_paths)
+        patch.setattr(
+            _C, "exchange_paths", (lambda a, b: False) if not exchanges else _C.exchange_paths
+        )
         for number, tag in enumerate(("tag", "tag", "other", "tag", "other")):
             write(tmp_path, tag, str(number), keep_last=1)
             (tmp_path / tag / "theirs").write_text("x")
-    assert (find("load", tmp_path, None), content_of(tmp_path / "other")) == (tmp_path / "other", "4")
+    assert (find("load", tmp_path, None), content_of(tmp_path / "other")) == (
+        tmp_path / "other",
+        "4",
+    )
     hidden = names(tmp_path) - {"other", "latest"}
-    assert [os.listdir(tmp_path / name) for name in hidden] == [["theirs"]] * 4, "all else is removed"
-    assert re.search(rf"{tmp_path / 'tag'} is not needed, and .* cannot be removed: .*theirs", caplog.text)
+    assert [os.listdir(tmp_path / name) for name in hidden] == [["theirs"]] * 4, (
+        "all else is removed"
+    )
+    assert re.search(
+        rf"{tmp_path / 'tag'} is not needed, and .* cannot be removed: .*theirs", caplog.text
+    )
     write(tmp_path, "next", keep_last=1)
     assert names(tmp_path) == {"next", "latest"}
 
@@ -204,7 +260,9 @@ def test_the_newest_of_copies_is_kept(tmp_path: Path) -> None:
     for number in range(3):
         write(tmp_path / "first", f"step{number}")
     for tag in ("step2", "step1", "step0"):  # in an order of cp -r's
-        shutil.copytree(tmp_path / "first" / tag, tmp_path / "second" / tag, copy_function=shutil.copy)
+        shutil.copytree(
+            tmp_path / "first" / tag, tmp_path / "second" / tag, copy_function=shutil.copy
+        )
         time.sleep(0.01)  # file systems count time in ticks
     write(tmp_path / "second", "step3", keep_last=2)
     assert names(tmp_path / "second") == {"step2", "step3", "latest"}
@@ -219,7 +277,10 @@ def test_only_checkpoints_are_replaced(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("nowhere")
     before = set(tmp_path.rglob("*"))
     for tag in ("theirs", "page", "file", "link"):
-        with pytest.raises(FileExistsError, match=rf"no checkpoint of shardcore's; expected .*another tag\).*{tag}'"):
+        with pytest.raises(
+            FileExistsError,
+            match=rf"no checkpoint of shardcore's; expected .*another tag\).*{tag}'",
+        ):
             write(tmp_path, tag)
     assert set(tmp_path.rglob("*")) == before, "not even a lock"
     (tmp_path / "empty").mkdir()
@@ -243,7 +304,10 @@ def test_a_lock_leaves_no_descriptor(tmp_path: Path) -> None:
         write(tmp_path, "tag")
     (tmp_path / ".x.saving").mkdir()
     held = SaveLock(tmp_path, "tag")
-    with pytest.raises(BlockingIOError, match=r'a save of this process goes on there: .*"tag".*expected its wait\(\)'):
+    with pytest.raises(
+        BlockingIOError,
+        match=r'a save of this process goes on there: .*"tag".*expected its wait\(\)',
+    ):
         SaveLock(tmp_path, "other")
     held.release()
     assert len(os.listdir("/proc/self/fd")) == len(before)

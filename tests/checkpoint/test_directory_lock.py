@@ -26,7 +26,10 @@ def test_a_second_job_is_refused_until_the_first_is_killed(tmp_path: Path) -> No
     holder = start(_hold, tmp_path, theirs)
     child = ours.recv()
     try:
-        with pytest.raises(BlockingIOError, match=rf'another job is saving there: .*"pid": {holder.pid}, "tag": "theirs"'):
+        with pytest.raises(
+            BlockingIOError,
+            match=rf'another job is saving there: .*"pid": {holder.pid}, "tag": "theirs"',
+        ):
             SaveLock(tmp_path, "ours")
         assert unfinished(tmp_path, "theirs").exists()
         holder.kill()

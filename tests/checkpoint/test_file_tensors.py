@@ -1,4 +1,6 @@
-"""Tensors in others' files: views, pieces and boxes, read by ranges and compared bit for bit; and sources that hold them."""
+"""Tensors in others' files: views, pieces and boxes, read by ranges and compared bit for bit;
+and sources that hold them.
+"""
 
 import os
 import re
@@ -8,7 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from shardcore.checkpoint.file_tensors import Box, BoxTensor, FileTensor, JoinedTensor, Window, step_of
+from shardcore.checkpoint.file_tensors import (
+    Box,
+    BoxTensor,
+    FileTensor,
+    JoinedTensor,
+    Window,
+    step_of,
+)
 from shardcore.checkpoint.foreign.unpickle import load_file
 
 
@@ -34,7 +43,9 @@ def test_views_are_read_by_ranges(tmp_path: Path) -> None:
         assert held[name].shape == tensor.shape, name
         for start in range(0, tensor.numel(), 11):
             numel = min(11, tensor.numel() - start)
-            assert torch.equal(held[name].read(start, numel), tensor.reshape(-1)[start : start + numel]), name
+            assert torch.equal(
+                held[name].read(start, numel), tensor.reshape(-1)[start : start + numel]
+            ), name
         for start, numel in ((-1, 1), (0, tensor.numel() + 1), (tensor.numel(), 1)):
             with pytest.raises(ValueError, match="expected at most"):
                 held[name].read(start, numel)
@@ -52,7 +63,9 @@ def test_only_the_range_is_read(tmp_path: Path) -> None:
     assert _bytes_read() - before < 10_000
     with open(path, "ab") as file:
         file.write(b"more")
-    with pytest.raises(ValueError, match=r"file\.pt has \d+ bytes; expected \d+, as when it was opened"):
+    with pytest.raises(
+        ValueError, match=r"file\.pt has \d+ bytes; expected \d+, as when it was opened"
+    ):
         held.read(0, 1)
     path.unlink()
     with pytest.raises(FileNotFoundError):
@@ -74,7 +87,12 @@ def _stored(folder: Path, tensor: torch.Tensor, name: str) -> FileTensor:
 
 def test_boxes_and_pieces(tmp_path: Path) -> None:
     tensor = torch.randn(7, 5, 3)
-    boxes = [((0, 0, 0), (3, 2, 3)), ((0, 2, 0), (3, 3, 3)), ((3, 0, 0), (4, 5, 2)), ((3, 0, 2), (4, 5, 1))]
+    boxes = [
+        ((0, 0, 0), (3, 2, 3)),
+        ((0, 2, 0), (3, 3, 3)),
+        ((3, 0, 0), (4, 5, 2)),
+        ((3, 0, 2), (4, 5, 1)),
+    ]
     held = {}
     for index, (offsets, sizes) in enumerate(boxes):
         part = tensor[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))]
@@ -95,13 +113,22 @@ def test_boxes_and_pieces(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="inside shape"):
         BoxTensor("x", shape, torch.float32, {Box((5, 0, 0), (3, 5, 3)): first[1]})
     overlapping = {Box((0, 0, 0), (4, 5, 3)): held[first[0]], Box((1, 0, 0), (3, 5, 3)): other[1]}
-    stored = _stored(tmp_path, torch.zeros(4, 5, 3), "a"), _stored(tmp_path, torch.zeros(3, 5, 3), "b")
+    stored = (
+        _stored(tmp_path, torch.zeros(4, 5, 3), "a"),
+        _stored(tmp_path, torch.zeros(3, 5, 3), "b"),
+    )
     overlapping = dict(zip(overlapping, [lambda: stored[0], lambda: stored[1]], strict=True))
     with pytest.raises(ValueError, match="parts overlap, and 45 elements"):
         BoxTensor("x", shape, torch.float32, overlapping).read(0, 105)
-    with pytest.raises(ValueError, match=r"has shape \(4, 5, 3\) and torch.float32; expected \(7, 5, 3\) and torch.float16"):
+    with pytest.raises(
+        ValueError,
+        match=r"has shape \(4, 5, 3\) and torch.float32; expected \(7, 5, 3\) and torch.float16",
+    ):
         BoxTensor("x", shape, torch.float16, {Box((0, 0, 0), shape): lambda: stored[0]}).read(0, 1)
-    pieces = [(_stored(tmp_path, tensor.view(-1)[:40].clone(), "c"), 0, 40), (_stored(tmp_path, tensor.clone(), "d"), 40, 65)]
+    pieces = [
+        (_stored(tmp_path, tensor.view(-1)[:40].clone(), "c"), 0, 40),
+        (_stored(tmp_path, tensor.clone(), "d"), 40, 65),
+    ]
     joined = JoinedTensor("x", shape, torch.float32, pieces)
     for start in range(105):
         assert torch.equal(joined.read(start, 105 - start), tensor.view(-1)[start:])
@@ -125,8 +152,23 @@ def test_windows(tmp_path: Path) -> None:
 
 
 def test_steps(tmp_path: Path) -> None:
-    for value in (3, 3.0, _stored(tmp_path, torch.tensor(3.0), "a"), _stored(tmp_path, torch.tensor([3]), "b")):
+    for value in (
+        3,
+        3.0,
+        _stored(tmp_path, torch.tensor(3.0), "a"),
+        _stored(tmp_path, torch.tensor([3]), "b"),
+    ):
         assert step_of(value, "x") == 3
-    for bad in (-1, 1.5, True, None, "3", float("nan"), float("inf"), 1 << 60, _stored(tmp_path, torch.ones(2), "c")):
+    for bad in (
+        -1,
+        1.5,
+        True,
+        None,
+        "3",
+        float("nan"),
+        float("inf"),
+        1 << 60,
+        _stored(tmp_path, torch.ones(2), "c"),
+    ):
         with pytest.raises(ValueError, match=r"x is .*; expected a count of steps"):
             step_of(bad, "x")

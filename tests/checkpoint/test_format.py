@@ -1,4 +1,6 @@
-"""The format: what is written is ordinary safetensors, each damaged byte is found, and no file makes a reader crash or hang."""
+"""The format: what is written is ordinary safetensors, each damaged byte is found, and no file
+makes a reader crash or hang.
+"""
 
 import faulthandler
 import io
@@ -58,7 +60,9 @@ def test_tensors_are_read_as_they_were(saved: tuple[Path, dict[str, torch.Tensor
     assert {name.rpartition(".")[2] for name in found} == {"weight", *FULL}
 
 
-def test_any_part_is_read(saved: tuple[Path, dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_part_is_read(
+    saved: tuple[Path, dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, expected = saved
     random.seed(0)
     with Checkpoint(path) as checkpoint:
@@ -79,14 +83,26 @@ def test_a_data_file_is_ordinary_safetensors(saved: tuple[Path, dict[str, torch.
     assert head % layout.ALIGNMENT == 0, "data are aligned, for O_DIRECT"
 
 
-def test_a_checkpoint_of_many_ranks_needs_few_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_of_many_ranks_needs_few_open_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(layout, "_MAX_OPEN", 3)
     monkeypatch.setattr(layout, "RANGE_NUMEL", 16)
     expected = torch.arange(8 * 16.0)
     items = list(items_of("weight", expected))
-    said = [write_ranges(tmp_path, layout.data_file(rank), [item]) for rank, item in enumerate(items)]
+    said = [
+        write_ranges(tmp_path, layout.data_file(rank), [item]) for rank, item in enumerate(items)
+    ]
     tensors = {"weight": {"shape": [8 * 16], "dtype": "F32", "step": None}}
-    rest = {"tied": {}, "extra_state": {}, "counters": {}, "frozen": [], "groups": None, "loss_scale": None, "scheduler": None}
+    rest = {
+        "tied": {},
+        "extra_state": {},
+        "counters": {},
+        "frozen": [],
+        "groups": None,
+        "loss_scale": None,
+        "scheduler": None,
+    }
     write_manifest(tmp_path, said, tensors, rest)
     with Checkpoint(tmp_path) as checkpoint:
         for _ in range(2):
@@ -96,7 +112,12 @@ def test_a_checkpoint_of_many_ranks_needs_few_open_files(tmp_path: Path, monkeyp
 
 
 def test_ranges_are_cut_where_loads_cut() -> None:
-    for start, numel in ((0, 0), (0, 5), (256, 3 * layout.RANGE_NUMEL), (layout.RANGE_NUMEL - 1, 2)):
+    for start, numel in (
+        (0, 0),
+        (0, 5),
+        (256, 3 * layout.RANGE_NUMEL),
+        (layout.RANGE_NUMEL - 1, 2),
+    ):
         ranges = list(layout.cut(start, numel))
         assert sum(count for _, count in ranges) == numel
         cursor = start
@@ -119,15 +140,26 @@ def test_each_flipped_byte_of_data_is_found_and_named(copied: Path) -> None:
                 for index in range(offset, offset + numel * size):
                     used[index] += 1
     head = manifest["files"][0]["head_bytes"]
-    assert used == [0] * head + [1] * (len(whole) - head), "every byte is in the head or in one range"
+    assert used == [0] * head + [1] * (len(whole) - head), (
+        "every byte is in the head or in one range"
+    )
     random.seed(1)
     for offset in [0, head - 1, head, len(whole) - 1, *random.sample(range(len(whole)), 30)]:
         damaged = whole.copy()
         damaged[offset] ^= 1 << random.randrange(8)
         file.write_bytes(damaged)
-        with pytest.raises(ValueError, match=r"rank_00000\.safetensors is damaged in bytes (\d+) to (\d+)") as caught:
+        with pytest.raises(
+            ValueError, match=r"rank_00000\.safetensors is damaged in bytes (\d+) to (\d+)"
+        ) as caught:
             read_everything(copied)
-        first, end = map(int, str(caught.value).partition("in bytes ")[2].partition(" (")[0].split(",")[0].split(" to "))
+        first, end = map(
+            int,
+            str(caught.value)
+            .partition("in bytes ")[2]
+            .partition(" (")[0]
+            .split(",")[0]
+            .split(" to "),
+        )
         assert first <= offset < end
 
 
@@ -161,7 +193,9 @@ def _rewrite(path: Path, change: Any) -> None:
     """Change a manifest and give it a right checksum, as an attacker would."""
     manifest = read_json(path / layout.MANIFEST)
     change(manifest)
-    (path / layout.MANIFEST).write_bytes(json_bytes({k: v for k, v in manifest.items() if k != "crc32c"}))
+    (path / layout.MANIFEST).write_bytes(
+        json_bytes({k: v for k, v in manifest.items() if k != "crc32c"})
+    )
 
 
 def _file(m: Any, **changes: Any) -> None:
@@ -175,40 +209,84 @@ def _part(m: Any) -> Any:
 FORGED = {
     "another format": (lambda m: m.update(format="zip"), "has format 'zip'"),
     "a newer version": (lambda m: m.update(version=99), "version 99"),
-    "a file outside": (lambda m: _file(m, name="../../secret"), r"names the file '\.\./\.\./secret'"),
+    "a file outside": (
+        lambda m: _file(m, name="../../secret"),
+        r"names the file '\.\./\.\./secret'",
+    ),
     "an absolute file": (lambda m: _file(m, name="/etc/passwd"), "names the file '/etc/passwd'"),
     "a strange file": (lambda m: _file(m, name="rank_00000.safetensors\n"), "names the file"),
     "another size": (lambda m: _file(m, bytes=10), "bytes; expected 10"),
     "a huge head": (lambda m: _file(m, head_bytes=1 << 60), "damaged|bytes"),
-    "a huge shape": (lambda m: m["tensors"]["head.weight"].update(shape=[1 << 40, 1 << 40]), "has .* elements of head.weight"),
-    "a negative shape": (lambda m: m["tensors"]["head.weight"].update(shape=[-1, -120]), "is no count"),
-    "a huge range": (lambda m: _part(m)["ranges"][0].__setitem__(1, 1 << 50), "lacks elements|some twice"),
+    "a huge shape": (
+        lambda m: m["tensors"]["head.weight"].update(shape=[1 << 40, 1 << 40]),
+        "has .* elements of head.weight",
+    ),
+    "a negative shape": (
+        lambda m: m["tensors"]["head.weight"].update(shape=[-1, -120]),
+        "is no count",
+    ),
+    "a huge range": (
+        lambda m: _part(m)["ranges"][0].__setitem__(1, 1 << 50),
+        "lacks elements|some twice",
+    ),
     "a negative offset": (lambda m: _part(m)["ranges"][0].__setitem__(3, -8), "is no count"),
-    "an offset outside": (lambda m: _part(m)["ranges"][0].__setitem__(3, 1 << 50), "beyond the end"),
+    "an offset outside": (
+        lambda m: _part(m)["ranges"][0].__setitem__(3, 1 << 50),
+        "beyond the end",
+    ),
     "a file number outside": (lambda m: _part(m)["ranges"][0].__setitem__(2, 99), "is no manifest"),
-    "a range twice": (lambda m: _part(m).update(ranges=_part(m)["ranges"] * 2), "lacks elements|some twice"),
+    "a range twice": (
+        lambda m: _part(m).update(ranges=_part(m)["ranges"] * 2),
+        "lacks elements|some twice",
+    ),
     "no ranges": (lambda m: _part(m).update(ranges=[]), "has 0 elements"),
     "another dtype": (lambda m: _part(m).update(dtype="F64"), "'F64', which is unknown"),
-    "no weight": (lambda m: m["tensors"]["head.weight"]["parts"].pop("master"), "do not belong together"),
+    "no weight": (
+        lambda m: m["tensors"]["head.weight"]["parts"].pop("master"),
+        "do not belong together",
+    ),
     "half a master": (
-        lambda m: m["tensors"]["head.weight"]["parts"].update(remainder={"dtype": "I16", "ranges": []}),
+        lambda m: m["tensors"]["head.weight"]["parts"].update(
+            remainder={"dtype": "I16", "ranges": []}
+        ),
         "elements",
     ),
-    "codes alone": (lambda m: m["tensors"]["gain"]["parts"]["exp_avg"].update(dtype="I8"), "do not belong together"),
+    "codes alone": (
+        lambda m: m["tensors"]["gain"]["parts"]["exp_avg"].update(dtype="I8"),
+        "do not belong together",
+    ),
     "an unknown dtype": (lambda m: _part(m).update(dtype="object"), "'object', which is unknown"),
-    "an unknown part": (lambda m: m["tensors"]["head.weight"]["parts"].update({"a b": _part(m)}), r"head.weight\.a b"),
+    "an unknown part": (
+        lambda m: m["tensors"]["head.weight"]["parts"].update({"a b": _part(m)}),
+        r"head.weight\.a b",
+    ),
     "no tensors": (lambda m: m.pop("tensors"), "is no manifest"),
     "a list": (lambda m: m.update(tensors=[]), "is no manifest"),
     "an alias of nothing": (lambda m: m.update(tied={"a": "nothing"}), "is no manifest"),
-    "code in the groups": (lambda m: m.update(groups=[{"$eval": "1"}]), "'groups' is wrong .*a value is damaged"),
+    "code in the groups": (
+        lambda m: m.update(groups=[{"$eval": "1"}]),
+        "'groups' is wrong .*a value is damaged",
+    ),
     "groups of nothing": (lambda m: m.update(groups=[]), "'groups' is wrong"),
-    "a group without names": (lambda m: m.update(groups=[{"lr": 1.0}]), "'groups' is wrong .*params"),
+    "a group without names": (
+        lambda m: m.update(groups=[{"lr": 1.0}]),
+        "'groups' is wrong .*params",
+    ),
     "names in a list": (lambda m: m.update(groups=[{"params": [["gain"]]}]), "'groups' is wrong"),
     "a dict of groups": (lambda m: m.update(groups={"lr": {}}), "'groups' is wrong"),
-    "a huge step": (lambda m: m["tensors"]["gain"].update(step=1 << 80), "'tensors' is wrong .*no count"),
-    "too large a step": (lambda m: m["tensors"]["gain"].update(step=1 << 60), "'tensors' is wrong .*step of gain"),
+    "a huge step": (
+        lambda m: m["tensors"]["gain"].update(step=1 << 80),
+        "'tensors' is wrong .*no count",
+    ),
+    "too large a step": (
+        lambda m: m["tensors"]["gain"].update(step=1 << 60),
+        "'tensors' is wrong .*step of gain",
+    ),
     "no ranks": (lambda m: m.update(world_size=0), "'world_size' is wrong"),
-    "a huge counter": (lambda m: m.update(counters={"skipped_steps": 1 << 80}), "'counters' is wrong"),
+    "a huge counter": (
+        lambda m: m.update(counters={"skipped_steps": 1 << 80}),
+        "'counters' is wrong",
+    ),
     "a loss scale": (lambda m: m.update(loss_scale=3), "'loss_scale' is wrong"),
     "frozen by letter": (lambda m: m.update(frozen="gain"), "'frozen' is wrong"),
 }
@@ -226,13 +304,22 @@ def test_a_forged_manifest_is_refused(copied: Path, name: str) -> None:
 @pytest.mark.parametrize("held", [{}, {"value": 3}, {"value": {"$eval": 1}}])
 def test_a_forged_file_of_plain_data_is_named(copied: Path, name: str, held: Any) -> None:
     (copied / name).write_bytes(json_bytes(held))
-    _rewrite(copied, lambda m: next(file for file in m["files"] if file["name"] == name).update(bytes=len(json_bytes(held))))
+    _rewrite(
+        copied,
+        lambda m: next(file for file in m["files"] if file["name"] == name).update(
+            bytes=len(json_bytes(held))
+        ),
+    )
     with pytest.raises(ValueError, match=name):
         read_everything(copied)
 
 
-@pytest.mark.parametrize("name", [layout.MANIFEST, layout.CLIENT_STATE, layout.rank_file(0), layout.data_file(0)])
-def test_a_pipe_or_a_device_in_place_of_a_file_is_refused_and_not_waited_for(copied: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", [layout.MANIFEST, layout.CLIENT_STATE, layout.rank_file(0), layout.data_file(0)]
+)
+def test_a_pipe_or_a_device_in_place_of_a_file_is_refused_and_not_waited_for(
+    copied: Path, name: str
+) -> None:
     (copied / name).rename(copied / "real")
     (copied / name).symlink_to("real")
     read_everything(copied)  # a link to a file is one
@@ -242,7 +329,12 @@ def test_a_pipe_or_a_device_in_place_of_a_file_is_refused_and_not_waited_for(cop
         faulthandler.dump_traceback_later(20, exit=True)  # a hang ends the test
         if name != layout.MANIFEST:
             size = os.stat(copied / name).st_size
-            _rewrite(copied, lambda m, size=size: next(f for f in m["files"] if f["name"] == name).update(bytes=size))
+            _rewrite(
+                copied,
+                lambda m, size=size: next(f for f in m["files"] if f["name"] == name).update(
+                    bytes=size
+                ),
+            )
         try:
             with pytest.raises((ValueError, IsADirectoryError), match=name):
                 read_everything(copied)
@@ -251,7 +343,25 @@ def test_a_pipe_or_a_device_in_place_of_a_file_is_refused_and_not_waited_for(cop
             faulthandler.cancel_dump_traceback_later()
 
 
-SOME_JSON = [None, -1, 0, 1, 2**63, 2**64, 1e308, "", "x", "../x", [], {}, [[]], {"$tuple": 1}, True, [0] * 5, [1 << 62] * 5]
+SOME_JSON = [
+    None,
+    -1,
+    0,
+    1,
+    2**63,
+    2**64,
+    1e308,
+    "",
+    "x",
+    "../x",
+    [],
+    {},
+    [[]],
+    {"$tuple": 1},
+    True,
+    [0] * 5,
+    [1 << 62] * 5,
+]
 
 
 def _mutate(value: Any, chance: random.Random) -> Any:
@@ -309,7 +419,9 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> set[Path]:
 
 
 def _fuzz(copied: Path, count: int, seed: int) -> int:
-    """Read `count` mutated checkpoints; returns how many were refused. Anything but OSError or ValueError is an error."""
+    """Read `count` mutated checkpoints; returns how many were refused. Anything but OSError or
+    ValueError is an error.
+    """
     chance = random.Random(seed)
     originals = {name: (copied / name).read_bytes() for name in os.listdir(copied)}
     manifest = json.loads(originals[layout.MANIFEST])
@@ -335,15 +447,23 @@ def _fuzz(copied: Path, count: int, seed: int) -> int:
 
 @pytest.mark.more
 @pytest.mark.crash
-def test_mutated_files_end_in_an_error(copied: Path, opened: set[Path], record_property: Callable[[str, Any], None]) -> None:
-    canary = Path(shutil.copy(copied / layout.data_file(0), copied.parent / "x"))  # some manifests name it: "../x"
+def test_mutated_files_end_in_an_error(
+    copied: Path, opened: set[Path], record_property: Callable[[str, Any], None]
+) -> None:
+    # some manifests name it: "../x"
+    canary = Path(shutil.copy(copied / layout.data_file(0), copied.parent / "x"))
     count = times("mutations", 120)
     refused = _fuzz(copied, count, 0)
     assert refused > 0.7 * count  # the others mean the same: another version of torch, say
     inside = {copied.resolve() / name for name in os.listdir(copied)}
     assert opened == inside, "all of its files were read, and no other"
     record_property(
-        "crash", ("mutated manifests, headers, truncated files", count, f"0 crashes, {refused} refused, 0 read outside")
+        "crash",
+        (
+            "mutated manifests, headers, truncated files",
+            count,
+            f"0 crashes, {refused} refused, 0 read outside",
+        ),
     )
     layout._C.FileReader(layout._C.FileEngine(), str(canary)).close()
     canary.read_bytes()

@@ -1,4 +1,6 @@
-"""Loading: training goes on bit for bit from what was saved, in every form, at every stage and tier, and in other worlds."""
+"""Loading: training goes on bit for bit from what was saved, in every form, at every stage and
+tier, and in other worlds.
+"""
 
 import errno
 import os
@@ -37,7 +39,8 @@ TIERS: dict[str, dict[str, Any]] = {
     "cpu": {"offload": {"optimizer": "cpu"}},
     "split": {"offload": {"optimizer": "cpu", "ratio": 0.37}},
     "overlapped": {"offload": {"optimizer": "cpu", "cpu_threads": 1}, "overlap_step": True},
-    "all": {"offload": {"optimizer": "cpu", "gradients": "cpu", "params": "cpu"}},  # at stage 3 alone
+    # at stage 3 alone
+    "all": {"offload": {"optimizer": "cpu", "gradients": "cpu", "params": "cpu"}},
 }
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "fp32": ("fp32", {}),
@@ -57,11 +60,21 @@ def model_of(kind: str, seed: int) -> nn.Module:
 def run_of(stage: int, tier: str, form: str, steps: int = 1) -> Run:
     precision, options = FORMS[form]
     tier = "split" if tier == "all" and stage < 3 else tier
-    return Run(stage=stage, steps=steps, precision=precision, shard=dict(TIERS[tier]), adam={"lr": 1e-2, **options})
+    return Run(
+        stage=stage,
+        steps=steps,
+        precision=precision,
+        shard=dict(TIERS[tier]),
+        adam={"lr": 1e-2, **options},
+    )
 
 
-def _goes_on(rank: int, world_size: int, saving: Run, resuming: list[Run], folder: str, kind: str) -> list[str]:
-    """Train, save and train two steps more; then train something else, load, and train two steps more, too."""
+def _goes_on(
+    rank: int, world_size: int, saving: Run, resuming: list[Run], folder: str, kind: str
+) -> list[str]:
+    """Train, save and train two steps more; then train something else, load, and train two steps
+    more, too.
+    """
     model, optimizer, _ = train(rank, saving, model_of(kind, 0))
     before = hash_of_training(model, optimizer)
     shardcore.save(folder, model, optimizer, client_state={"epoch": 3})
@@ -78,7 +91,8 @@ def _goes_on(rank: int, world_size: int, saving: Run, resuming: list[Run], folde
     return found
 
 
-# Each tier with two stages or more, each form with two tiers. What is saved goes on as it was, and at another stage and tier.
+# Each tier with two stages or more, each form with two tiers. What is saved goes on as it was, and
+# at another stage and tier.
 CASES = [
     *((0, "device", "fp32", "net"), (0, "cpu", "8-bit states", "frozen")),
     *((1, "split", "masters", "frozen"), (1, "overlapped", "stochastic", "net")),
@@ -90,24 +104,36 @@ CASES = [
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(
-    ("stage", "tier", "form", "model"), some(product([0, 1, 2, 3], TIERS, FORMS, ["net", "frozen"]), CASES), ids=str
+    ("stage", "tier", "form", "model"),
+    some(product([0, 1, 2, 3], TIERS, FORMS, ["net", "frozen"]), CASES),
+    ids=str,
 )
-def test_a_run_goes_on_bit_for_bit(tmp_path: Path, stage: int, tier: str, form: str, model: str) -> None:
+def test_a_run_goes_on_bit_for_bit(
+    tmp_path: Path, stage: int, tier: str, form: str, model: str
+) -> None:
     tiers = list(TIERS)
     other = run_of((stage + 2) % 4, tiers[(tiers.index(tier) + 1) % len(tiers)], form)
     resuming = [run_of(stage, tier, form), other]
-    for hashes in run_ranks(2, _goes_on, run_of(stage, tier, form, steps=2), resuming, str(tmp_path), model):
+    for hashes in run_ranks(
+        2, _goes_on, run_of(stage, tier, form, steps=2), resuming, str(tmp_path), model
+    ):
         assert len(set(hashes)) == 1
 
 
-def _micro_steps_of_one(rank: int, world_size: int, run: Run, folder: str, whole: int, steps: tuple[int, ...]) -> str:
+def _micro_steps_of_one(
+    rank: int, world_size: int, run: Run, folder: str, whole: int, steps: tuple[int, ...]
+) -> str:
     """Load, if there is something, and train: `whole` micro-batches a step, over all ranks."""
-    model, optimizer, _ = train(rank, Run(**{**run.__dict__, "steps": 0}), make_net(0 if 0 in steps else 5))
+    model, optimizer, _ = train(
+        rank, Run(**{**run.__dict__, "steps": 0}), make_net(0 if 0 in steps else 5)
+    )
     if 0 not in steps:
         shardcore.load(folder, model, optimizer)
     for step in steps:
         for micro in range(whole // world_size):
-            loss = loss_of(model, batch_of(step, 0, micro * world_size + rank)) / (whole // world_size)
+            loss = loss_of(model, batch_of(step, 0, micro * world_size + rank)) / (
+                whole // world_size
+            )
             optimizer.scale_loss(loss).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -118,12 +144,20 @@ def _micro_steps_of_one(rank: int, world_size: int, run: Run, folder: str, whole
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(("first", "second"), [(1, 2), (2, 1)])
-def test_a_run_goes_on_in_another_world_bit_for_bit(tmp_path: Path, first: int, second: int) -> None:
-    """Where both worlds add two numbers: (a + b) / 2 is a / 2 + b / 2. Of four ranks two would add in another order."""
+def test_a_run_goes_on_in_another_world_bit_for_bit(
+    tmp_path: Path, first: int, second: int
+) -> None:
+    """Where both worlds add two numbers: (a + b) / 2 is a / 2 + b / 2. Of four ranks two would
+    add in another order.
+    """
     runs = {size: Run(stage=2, precision="fp32", accumulate=2 // size) for size in (1, 2)}
-    straight = run_ranks(first, _micro_steps_of_one, runs[first], str(tmp_path / "straight"), 2, (0, 1, 2, 3))
+    straight = run_ranks(
+        first, _micro_steps_of_one, runs[first], str(tmp_path / "straight"), 2, (0, 1, 2, 3)
+    )
     run_ranks(first, _micro_steps_of_one, runs[first], str(tmp_path / "part"), 2, (0, 1))
-    resumed = run_ranks(second, _micro_steps_of_one, runs[second], str(tmp_path / "part"), 2, (2, 3))
+    resumed = run_ranks(
+        second, _micro_steps_of_one, runs[second], str(tmp_path / "part"), 2, (2, 3)
+    )
     assert set(resumed) == set(straight)
 
 
@@ -144,13 +178,24 @@ def _rolled_back(rank: int, world_size: int, folder: str) -> list[str]:
         stepped(model, optimizer, rank, 2)
         found.append(hash_of_training(model, optimizer))
     with shardcore.full_params(model):
-        assert "load: called inside full_params; expected it after the block" in error_of(lambda: shardcore.load(folder, model))
+        assert "load: called inside full_params; expected it after the block" in error_of(
+            lambda: shardcore.load(folder, model)
+        )
     return found
 
 
 @pytest.mark.more
 def test_a_run_is_rolled_back_in_the_middle_of_a_step(tmp_path: Path) -> None:
-    assert len({hash_of for of_rank in run_ranks(2, _rolled_back, str(tmp_path)) for hash_of in of_rank}) == 1
+    assert (
+        len(
+            {
+                hash_of
+                for of_rank in run_ranks(2, _rolled_back, str(tmp_path))
+                for hash_of in of_rank
+            }
+        )
+        == 1
+    )
 
 
 def test_skipped_steps_are_those_of_the_run(tmp_path: Path) -> None:
@@ -192,7 +237,9 @@ def test_weights_that_are_not_finite_are_no_rounded_ones(tmp_path: Path) -> None
         ("masters", "stochastic", False),
     ],
 )
-def test_other_forms_are_exact_or_said_to_be_rounded(tmp_path: Path, first: str, second: str, exact: bool) -> None:
+def test_other_forms_are_exact_or_said_to_be_rounded(
+    tmp_path: Path, first: str, second: str, exact: bool
+) -> None:
     model, optimizer, _ = train(0, run_of(2, "device", first, steps=3))
     shardcore.save(tmp_path, model, optimizer)
     other, its, _ = train(0, run_of(1, "cpu", second, steps=1), make_net(5))
@@ -200,13 +247,21 @@ def test_other_forms_are_exact_or_said_to_be_rounded(tmp_path: Path, first: str,
         warnings.simplefilter("always")
         shardcore.load(tmp_path, other, its)
     weights, states = model.state_dict(), optimizer.state_dict()["state"]
-    equal = all(torch.equal(value.float(), weights[name].float()) for name, value in other.state_dict().items())
+    equal = all(
+        torch.equal(value.float(), weights[name].float())
+        for name, value in other.state_dict().items()
+    )
     for number, state in its.state_dict()["state"].items():
-        equal &= all(torch.equal(state[key].float(), states[number][key].float()) for key in ("exp_avg", "exp_avg_sq", "step"))
+        equal &= all(
+            torch.equal(state[key].float(), states[number][key].float())
+            for key in ("exp_avg", "exp_avg_sq", "step")
+        )
     assert equal == exact
     said = [str(one.message) for one in caught if issubclass(one.category, UserWarning)]
     assert len(said) == (0 if exact else 1)
-    assert exact or re.search("is rounded to what this optimizer keeps: (8-bit codes|bfloat16).* more like it", said[0])
+    assert exact or re.search(
+        "is rounded to what this optimizer keeps: (8-bit codes|bfloat16).* more like it", said[0]
+    )
 
 
 def test_another_optimizer_is_refused(tmp_path: Path) -> None:
@@ -214,7 +269,9 @@ def test_another_optimizer_is_refused(tmp_path: Path) -> None:
     shardcore.save(tmp_path, model, optimizer)
     other, its, _ = train(0, run_of(2, "device", "split masters"))
     before = hash_of_training(other, its)
-    assert "param_groups[0].amsgrad is False; expected True" in error_of(lambda: shardcore.load(tmp_path, other, its))
+    assert "param_groups[0].amsgrad is False; expected True" in error_of(
+        lambda: shardcore.load(tmp_path, other, its)
+    )
     assert hash_of_training(other, its) == before
 
 
@@ -246,7 +303,9 @@ def _one_for_each(rank: int, world_size: int, folder: str, saves: bool) -> str:
 def _wrong_names(rank: int, world_size: int, folder: str) -> tuple[str, str, str, str]:
     model, optimizer, _ = train(rank, run_of(2, "device", "masters"))
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    shardcore.save(folder, model, optimizer, tag="there", stateful={"data": scheduler} if rank == 0 else {})
+    shardcore.save(
+        folder, model, optimizer, tag="there", stateful={"data": scheduler} if rank == 0 else {}
+    )
     stepped(model, optimizer, rank, 1)
     before = hash_of_training(model, optimizer)
     read_json = layout.read_json
@@ -258,7 +317,9 @@ def _wrong_names(rank: int, world_size: int, folder: str) -> tuple[str, str, str
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layout, "read_json", fail)
-        unread = error_of(lambda: shardcore.load(folder, model, optimizer, stateful={"data": scheduler}))
+        unread = error_of(
+            lambda: shardcore.load(folder, model, optimizer, stateful={"data": scheduler})
+        )
     said = (
         error_of(lambda: shardcore.load(folder, model, optimizer, stateful={"loader": scheduler})),
         error_of(lambda: shardcore.load(folder, model, optimizer, tag="missing")),
@@ -271,11 +332,20 @@ def _wrong_names(rank: int, world_size: int, folder: str) -> tuple[str, str, str
 
 def test_names_that_are_not_there_change_nothing(tmp_path: Path) -> None:
     first, second = run_ranks(2, _wrong_names, str(tmp_path))
-    assert re.search(r"stateful has loader, which .*there does not have .* the names that were saved \(data\)", first[0])
-    assert "were saved (none)" in second[0]
-    assert re.search(r"FileNotFoundError: .*no such checkpoint; expected tag= one that save has written \(there\)", first[1])
     assert re.search(
-        r"RuntimeError: load: rank 0 failed: FileNotFoundError.*\(there\).*missing.*nothing was changed", second[1]
+        r"stateful has loader, which .*there does not have .* the names that were saved \(data\)",
+        first[0],
+    )
+    assert "were saved (none)" in second[0]
+    assert re.search(
+        r"FileNotFoundError: .*no such checkpoint; expected tag= one that save has written "
+        r"\(there\)",
+        first[1],
+    )
+    assert re.search(
+        r"RuntimeError: load: rank 0 failed: FileNotFoundError.*\(there\).*missing.*nothing was "
+        r"changed",
+        second[1],
     )
     assert "there is no 'latest'" in first[2]
     assert "load: rank 1 refused" in first[3]
@@ -285,10 +355,13 @@ def test_names_that_are_not_there_change_nothing(tmp_path: Path) -> None:
 
 def test_positions_in_data_are_of_a_world(tmp_path: Path) -> None:
     assert run_ranks(2, _one_for_each, str(tmp_path), True) == ["no error"] * 2
-    assert "was saved by 2 ranks, each with its own; expected 1" in run_ranks(1, _one_for_each, str(tmp_path), False)[0]
+    assert (
+        "was saved by 2 ranks, each with its own; expected 1"
+        in run_ranks(1, _one_for_each, str(tmp_path), False)[0]
+    )
 
 
-# --- checkpoints of others ----------------------------------------------------------------------------------------------
+# --- checkpoints of others ------------------------------------------------------------------------
 
 
 def _torch_run(steps: range, model: Any, optimizer: Any, world_size: int = 2) -> None:
@@ -312,7 +385,10 @@ def test_a_run_of_torchs_goes_on(tmp_path: Path) -> None:
     plain = make_net()
     optimizer = torch.optim.AdamW(plain.parameters(), lr=3e-3, weight_decay=0.2)
     _torch_run(range(2), plain, optimizer)
-    torch.save({"model": plain.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 4}, tmp_path / "checkpoint.pt")
+    torch.save(
+        {"model": plain.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 4},
+        tmp_path / "checkpoint.pt",
+    )
     hashes = hash_of_training(plain, optimizer)
     _torch_run(range(2, 4), plain, optimizer)
     for loaded, weights in run_ranks(2, _from_torch, str(tmp_path)):
@@ -340,7 +416,10 @@ def _four_of_torch(folder: Path, **more: Any) -> tuple[nn.Module, torch.optim.Op
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model(torch.ones(2, 8)).sum().backward()
     optimizer.step()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), **more}, folder / "four.pt")
+    torch.save(
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict(), **more},
+        folder / "four.pt",
+    )
     return model, optimizer
 
 
@@ -356,7 +435,9 @@ def test_parameters_by_number_need_groups_of_the_same_sizes(tmp_path: Path) -> N
     _, adam = _four_of_torch(tmp_path)
     model, optimizer = _four(slice(2, 4), slice(0, 2))
     before = hash_of_training(model, optimizer)
-    with pytest.raises(ValueError, match=r"parameters by number, in groups of \[4\]; expected groups of \[2, 2\]"):
+    with pytest.raises(
+        ValueError, match=r"parameters by number, in groups of \[4\]; expected groups of \[2, 2\]"
+    ):
         shardcore.load(tmp_path / "four.pt", model, optimizer)
     assert hash_of_training(model, optimizer) == before
     model, optimizer = _four(slice(0, 4))
@@ -367,16 +448,25 @@ def test_parameters_by_number_need_groups_of_the_same_sizes(tmp_path: Path) -> N
 
 SCHEDULES: dict[str, Any] = {
     "cosine": lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10),
-    "lambda": lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1)),
+    "lambda": lambda optimizer: torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: 1 / (step + 1)
+    ),
     "warm-up": lambda optimizer: lr_schedules.WarmupLR(optimizer, warmup_num_steps=10),
 }
 
 
 @pytest.mark.parametrize(
     ("saved", "made"),
-    [*((kind, kind) for kind in SCHEDULES), ("lambda", "cosine"), ("cosine", "warm-up"), ("warm-up", "lambda")],
+    [
+        *((kind, kind) for kind in SCHEDULES),
+        ("lambda", "cosine"),
+        ("cosine", "warm-up"),
+        ("warm-up", "lambda"),
+    ],
 )
-def test_the_state_of_another_scheduler_is_refused_first(tmp_path: Path, saved: str, made: str) -> None:
+def test_the_state_of_another_scheduler_is_refused_first(
+    tmp_path: Path, saved: str, made: str
+) -> None:
     _, adam = _four_of_torch(tmp_path)
     scheduler = SCHEDULES[saved](adam)
     for _ in range(3):
@@ -391,7 +481,10 @@ def test_the_state_of_another_scheduler_is_refused_first(tmp_path: Path, saved: 
         shardcore.load(tmp_path / "four.pt", model, optimizer, scheduler=other)
         assert {**other.state_dict(), "verbose": 0} == {**scheduler.state_dict(), "verbose": 0}
         return
-    with pytest.raises(ValueError, match=rf"a scheduler's state of .*; expected .*, as this {type(other).__name__} has"):
+    with pytest.raises(
+        ValueError,
+        match=rf"a scheduler's state of .*; expected .*, as this {type(other).__name__} has",
+    ):
         shardcore.load(tmp_path / "four.pt", model, optimizer, scheduler=other)
     assert (hash_of_training(model, optimizer), dict(other.state_dict())) == before
     _four_of_torch(tmp_path, sched=scheduler.state_dict(), epoch=3)
@@ -412,7 +505,9 @@ class _Tied(nn.Module):
 
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("left_out", ["embed.weight", "head.weight", None])
-def test_a_tied_weight_may_have_any_of_its_names(tmp_path: Path, left_out: str | None, stage: int) -> None:
+def test_a_tied_weight_may_have_any_of_its_names(
+    tmp_path: Path, left_out: str | None, stage: int
+) -> None:
     """Trainer and consolidate write one of them."""
     torch.manual_seed(0)
     plain = _Tied()
@@ -446,7 +541,14 @@ def _through_an_engine(rank: int, world_size: int, folder: str) -> None:
 def test_an_engine_loads_what_load_reads(tmp_path: Path) -> None:
     """It began again from nothing where others had written."""
     model, optimizer, _ = train(0, Run(steps=1))
-    shardcore.save(tmp_path / "by tag", model, optimizer, tag="mine", client_state={"epoch": 1}, save_latest=False)
+    shardcore.save(
+        tmp_path / "by tag",
+        model,
+        optimizer,
+        tag="mine",
+        client_state={"epoch": 1},
+        save_latest=False,
+    )
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "log.txt").write_text("step 1")
     plain = make_net()
@@ -471,11 +573,13 @@ def test_an_option_that_no_step_can_use_is_named(tmp_path: Path) -> None:
     for key, value in (("lr", {"a": 1}), ("betas", [0.9])):
         path.write_bytes(layout.json_bytes({**held, "groups": [{**held["groups"][0], key: value}]}))
         said = error_of(lambda: shardcore.load(tmp_path, model, optimizer))
-        assert re.match(rf"ValueError: load: .*global_step1 has 'groups' that no step can use .*{key}", said), said
+        assert re.match(
+            rf"ValueError: load: .*global_step1 has 'groups' that no step can use .*{key}", said
+        ), said
     assert hash_of_training(model, optimizer) == before
 
 
-# --- on a GPU -----------------------------------------------------------------------------------------------------------
+# --- on a GPU -------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu

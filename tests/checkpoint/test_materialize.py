@@ -1,4 +1,6 @@
-"""Models built on the meta device and made by functions: to the bits of building, on every rank or none."""
+"""Models built on the meta device and made by functions: to the bits of building, on every rank
+or none.
+"""
 
 import re
 from typing import Any
@@ -11,11 +13,23 @@ import shardcore
 from examples.gpt import GPT, PRESETS
 from tests.support.choice import combinations
 from tests.support.meta import frozen_net, init, meta
-from tests.support.models import Net, Run, batch_of, error_of, hash_of, hash_of_training, loss_of, make_net, train
+from tests.support.models import (
+    Net,
+    Run,
+    batch_of,
+    error_of,
+    hash_of,
+    hash_of_training,
+    loss_of,
+    make_net,
+    train,
+)
 from tests.support.ranks import run_ranks
 
 
-def _made_and_trained(rank: int, world_size: int, run: Run, on_meta: bool, frozen: bool = False) -> list[Any]:
+def _made_and_trained(
+    rank: int, world_size: int, run: Run, on_meta: bool, frozen: bool = False
+) -> list[Any]:
     """Made from rank 0's random numbers, every other rank having its own."""
     torch.manual_seed(rank)
     build = frozen_net if frozen else Net
@@ -26,7 +40,9 @@ def _made_and_trained(rank: int, world_size: int, run: Run, on_meta: bool, froze
     drawn: list[Any] = []
     if not on_meta:
         drawn.append(torch.rand(1).item())
-    model, optimizer, losses = train(rank, Run(**{**run.__dict__, "shard": {**run.shard, **extra}}), model)
+    model, optimizer, losses = train(
+        rank, Run(**{**run.__dict__, "shard": {**run.shard, **extra}}), model
+    )
     if on_meta:
         drawn.append(torch.rand(1).item())
     assert all(p is q and not p.is_meta for p, q in zip(objects, model.parameters(), strict=True))
@@ -36,24 +52,40 @@ def _made_and_trained(rank: int, world_size: int, run: Run, on_meta: bool, froze
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize(("stage", "precision", "frozen"), combinations([0, 1, 2, 3], ["fp32", "bf16"], [False, True], meet=1))
+@pytest.mark.parametrize(
+    ("stage", "precision", "frozen"),
+    combinations([0, 1, 2, 3], ["fp32", "bf16"], [False, True], meet=1),
+)
 def test_a_function_makes_the_bits_of_building(stage: int, precision: str, frozen: bool) -> None:
     run = Run(stage=stage, precision=precision, steps=1)
-    built, made = (run_ranks(2, _made_and_trained, run, on_meta, frozen) for on_meta in (False, True))
+    built, made = (
+        run_ranks(2, _made_and_trained, run, on_meta, frozen) for on_meta in (False, True)
+    )
     assert [entry[:2] for entry in made] == [entry[:2] for entry in built]
-    assert made[0][2] == built[0][2], "a tied weight's second module draws random numbers in building, too"
+    assert made[0][2] == built[0][2], (
+        "a tied weight's second module draws random numbers in building, too"
+    )
     assert frozen or made == built, "others draw as many numbers, too"
 
 
 def test_offload_and_torchs_optimizer() -> None:
     hashes = set()
     for on_meta in (False, True):
-        for offload in (None, {"optimizer": "cpu"}, {"optimizer": "cpu", "params": "cpu", "gradients": "cpu"}):
+        for offload in (
+            None,
+            {"optimizer": "cpu"},
+            {"optimizer": "cpu", "params": "cpu", "gradients": "cpu"},
+        ):
             torch.manual_seed(3)
             model = meta() if on_meta else Net()
             theirs = torch.optim.AdamW(model.parameters(), lr=1e-2)
             model, optimizer = shardcore.shard(
-                model, theirs, 3, offload=offload, materialize=init if on_meta else None, precision="bf16"
+                model,
+                theirs,
+                3,
+                offload=offload,
+                materialize=init if on_meta else None,
+                precision="bf16",
             )
             loss_of(model, batch_of(0, 0, 0)).backward()
             optimizer.step()
@@ -74,7 +106,9 @@ def test_the_example_made_from_meta(stage: int) -> None:
     expected = {**PlainGPT(PRESETS["tiny"]).state_dict()}
     torch.manual_seed(0)
     model = meta(lambda: PlainGPT(PRESETS["tiny"]))
-    model, _ = shardcore.shard(model, shardcore.FusedAdam(model.parameters()), stage, materialize=init, precision="bf16")
+    model, _ = shardcore.shard(
+        model, shardcore.FusedAdam(model.parameters()), stage, materialize=init, precision="bf16"
+    )
     assert hash_of(model.state_dict().values()) == hash_of(expected.values())
     assert torch.equal(model.angles, PlainGPT(PRESETS["tiny"]).angles)
     assert model(torch.zeros(1, 8, dtype=torch.int64)).isfinite().all()
@@ -90,7 +124,10 @@ def test_reset_parameters_is_the_default() -> None:
     model = meta(build)
     model, _ = shardcore.shard(model, shardcore.FusedAdam(model.parameters()), 3, precision="fp32")
     assert hash_of(model.state_dict().values()) == hash_of(expected.values())
-    with pytest.raises(ValueError, match=r"the root \(Net\) has gain, offset on the meta device and no reset_parameters\(\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"the root \(Net\) has gain, offset on the meta device and no reset_parameters\(\)",
+    ):
         shardcore.shard(model := meta(), shardcore.FusedAdam(model.parameters()), precision="bf16")
     assert model.gain.is_meta, "nothing was changed"
 
@@ -110,14 +147,19 @@ def _failing(rank: int, world_size: int, how: str) -> str:
 
     model = meta()
     return error_of(
-        lambda: shardcore.shard(model, shardcore.FusedAdam(model.parameters()), 3, materialize=fails, precision="bf16")
+        lambda: shardcore.shard(
+            model, shardcore.FusedAdam(model.parameters()), 3, materialize=fails, precision="bf16"
+        )
     )
 
 
 @pytest.mark.parametrize(
     "how, text",
     [
-        ("raises", r"filling blocks\.0\.norm \(LayerNorm\) failed on rank 1: KeyError: 'no such weight'"),
+        (
+            "raises",
+            r"filling blocks\.0\.norm \(LayerNorm\) failed on rank 1: KeyError: 'no such weight'",
+        ),
         ("forgets", r"failed on rank 0: ValueError: blocks\.0\.norm\.bias has NaN"),
         ("replaces", r"blocks\.0\.norm\.weight was replaced; expected it to be filled in place"),
         ("reshapes", r"blocks\.0\.norm\.weight became \(25,\)"),
@@ -157,7 +199,9 @@ def test_buffers_of_other_dtypes_that_are_forgotten_show(forgotten: str) -> None
             shardcore.shard(model, optimizer, materialize=fills)
     else:
         shardcore.shard(model, optimizer, materialize=fills)
-        assert all(buffer.equal(Masked().get_buffer(name)) for name, buffer in model.named_buffers())
+        assert all(
+            buffer.equal(Masked().get_buffer(name)) for name, buffer in model.named_buffers()
+        )
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -166,7 +210,9 @@ def test_hooks_stay(stage: int) -> None:
     model.gain.register_hook(lambda grad: grad * 0.0)
     removed = model.inp.weight.register_hook(lambda grad: grad * 0.0)
     model.inp.weight.register_post_accumulate_grad_hook(lambda param: seen.append(param))
-    model, _ = shardcore.shard(model, shardcore.FusedAdam(model.parameters()), stage, materialize=init, precision="fp32")
+    model, _ = shardcore.shard(
+        model, shardcore.FusedAdam(model.parameters()), stage, materialize=init, precision="fp32"
+    )
     removed.remove()
     loss_of(model, batch_of(0, 0, 0)).backward()
     grads = [shardcore.full_grad(param) for param in (model.gain, model.inp.weight)]
@@ -181,15 +227,19 @@ def test_only_rank_0_need_fill_when_it_broadcasts() -> None:
 def _rank_0_fills(rank: int, world_size: int) -> str:
     model = meta()
     fill = init if rank == 0 else (lambda module: None)
-    model, _ = shardcore.shard(model, shardcore.FusedAdam(model.parameters()), 3, materialize=fill, precision="bf16")
+    model, _ = shardcore.shard(
+        model, shardcore.FusedAdam(model.parameters()), 3, materialize=fill, precision="bf16"
+    )
     return hash_of(model.state_dict().values())
 
 
-# --- refusals ---------------------------------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------
 
 
 def test_what_cannot_be_made_is_refused_before_anything_changes() -> None:
-    def refused(model: nn.Module, match: str, error: type[Exception] = ValueError, materialize: Any = init) -> None:
+    def refused(
+        model: nn.Module, match: str, error: type[Exception] = ValueError, materialize: Any = init
+    ) -> None:
         optimizer = shardcore.FusedAdam(model.parameters())
         before = [p.is_meta for p in model.parameters()]
         with pytest.raises(error, match=match):
@@ -203,7 +253,9 @@ def test_what_cannot_be_made_is_refused_before_anything_changes() -> None:
     refused(make_net(), "nothing of the model is on the meta device; expected None")
     mixed = meta()
     mixed.blocks[1].up.bias = nn.Parameter(torch.zeros(37))
-    refused(mixed, r"blocks\.1\.up \(Linear\) has weight on the meta device and bias not to be filled")
+    refused(
+        mixed, r"blocks\.1\.up \(Linear\) has weight on the meta device and bias not to be filled"
+    )
     used = meta()
     loss = used(torch.zeros(2, 10, device="meta"))
     refused(used, "is held by something else")

@@ -1,4 +1,6 @@
-"""Tensor-parallel models on the meta device: the bits of the model in memory, then sliced; each rank reads what it keeps."""
+"""Tensor-parallel models on the meta device: the bits of the model in memory, then sliced; each
+rank reads what it keeps.
+"""
 
 import json
 from collections.abc import Callable
@@ -21,7 +23,9 @@ from tests.support.slices import VOCAB, WIDTH, Lm, mesh_of, slice_lm, train_lm
 
 
 class Tied(Lm):
-    """With one weight for embedding and head, buffers that files do and do not have, and frozen slices."""
+    """With one weight for embedding and head, buffers that files do and do not have, and frozen
+    slices.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,13 +48,19 @@ def fill(module: nn.Module) -> None:
         init(module)
 
 
-def _sliced(model: Any, mesh: Any, stage: int, given: Any = None, **options: Any) -> tuple[Any, Any]:
+def _sliced(
+    model: Any, mesh: Any, stage: int, given: Any = None, **options: Any
+) -> tuple[Any, Any]:
     tied = model.head.weight is model.embedding.weight
     slice_lm(model, mesh["tp"], sequence=True)
     if tied:
         model.head.weight = model.embedding.weight
-    optimizer: Any = shardcore.FusedAdam([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    return shardcore.shard(model, optimizer, stage, process_group=mesh["dp"], materialize=given, **options)
+    optimizer: Any = shardcore.FusedAdam(
+        [p for p in model.parameters() if p.requires_grad], lr=1e-2
+    )
+    return shardcore.shard(
+        model, optimizer, stage, process_group=mesh["dp"], materialize=given, **options
+    )
 
 
 Case = tuple[int, str]
@@ -72,7 +82,9 @@ def _another_range(start: int, numel: int, columns: Any) -> list[tuple[int, int]
 
 
 FAULTS: dict[str, Callable[[], Any]] = {
-    "columns that begin elsewhere": lambda: mock.patch.object(materialize, "read_columns", _next_column),
+    "columns that begin elsewhere": lambda: mock.patch.object(
+        materialize, "read_columns", _next_column
+    ),
     "another range": lambda: mock.patch.object(materialize, "cut", _another_range),
     "every rank has the first slice": lambda: mock.patch.object(Slice, "cut", _first_slice),
 }
@@ -81,7 +93,9 @@ FAULTS: dict[str, Callable[[], Any]] = {
 def _trained(
     rank: int, world: int, on_meta: bool, folder: str | None, cases: list[Case], fault: str = ""
 ) -> list[tuple[str, float, int]]:
-    """Train on from random numbers, each rank's own, or a folder: the hash, the next random number, the elements read."""
+    """Train on from random numbers, each rank's own, or a folder: the hash, the next random
+    number, the elements read.
+    """
     mesh, found, read = mesh_of(world, 2), [], 0
 
     def counting(files: Any, name: str, start: int, numel: int) -> torch.Tensor:
@@ -96,8 +110,13 @@ def _trained(
             model.load_state_dict(_weights() | {"head.weight": _weights()["embedding.weight"]})
         given = None if not on_meta else fill if folder is None else [folder, _places]
         buffers, read = dict(model.named_buffers()), 0
-        short = mock.patch("shardcore.checkpoint.format.RANGE_NUMEL", 256)  # so that weights are read in several ranges
-        with mock.patch.object(materialize.TensorFiles, "read", counting), FAULTS.get(fault, nullcontext)(), short:
+        # so that weights are read in several ranges
+        short = mock.patch("shardcore.checkpoint.format.RANGE_NUMEL", 256)
+        with (
+            mock.patch.object(materialize.TensorFiles, "read", counting),
+            FAULTS.get(fault, nullcontext)(),
+            short,
+        ):
             model, optimizer = _sliced(model, mesh, stage, given, precision=precision)
         drawn = torch.rand(1).item()
         assert not any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
@@ -116,7 +135,9 @@ def _is_another(found: list[Any], expected: list[Any]) -> bool:
 def test_a_function_makes_the_bits_of_building() -> None:
     expected = run_ranks(4, _trained, False, None, CASES)
     assert run_ranks(4, _trained, True, None, CASES) == expected
-    assert _is_another(run_ranks(4, _trained, True, None, CASES[-1:], "every rank has the first slice"), expected)
+    assert _is_another(
+        run_ranks(4, _trained, True, None, CASES[-1:], "every rank has the first slice"), expected
+    )
 
 
 def _weights() -> dict[str, torch.Tensor]:
@@ -144,35 +165,54 @@ def _places(module: nn.Module) -> None:
 
 
 def _most(tp: int) -> int:
-    """How many elements the ranks of a slice have to read of each weight at most, where they keep all of it."""
+    """How many elements the ranks of a slice have to read of each weight at most, where they
+    keep all of it.
+    """
     total = 0
     for name, value in _weights().items():
-        rows = name.endswith("up.bias") or (value.dim() == 2 and not name.endswith(("out.weight", "down.weight")))
-        total += (value.chunk(2)[tp] if rows else value).numel()  # of columns whole rows, and all of what all ranks have
+        rows = name.endswith("up.bias") or (
+            value.dim() == 2 and not name.endswith(("out.weight", "down.weight"))
+        )
+        # of columns whole rows, and all of what all ranks have
+        total += (value.chunk(2)[tp] if rows else value).numel()
     return total
 
 
 def test_files_give_the_bits_that_they_hold(tmp_path: Path) -> None:
     folder = _files(tmp_path)
-    found, expected = run_ranks(4, _trained, True, folder, CASES), run_ranks(4, _trained, False, folder, CASES)
-    assert [[one[0] for one in of_rank] for of_rank in found] == [[one[0] for one in of_rank] for of_rank in expected]
+    found, expected = (
+        run_ranks(4, _trained, True, folder, CASES),
+        run_ranks(4, _trained, False, folder, CASES),
+    )
+    assert [[one[0] for one in of_rank] for of_rank in found] == [
+        [one[0] for one in of_rank] for of_rank in expected
+    ]
     assert max(_most(0), _most(1)) < 0.75 * sum(value.numel() for value in _weights().values())
     for number, (stage, _) in enumerate(CASES):
         for tp in (0, 1):
             reads = [found[rank][number][2] for rank in (tp, tp + 2)]
-            assert 0 < (sum(reads) / 1.2 if stage == 3 else max(reads)) <= _most(tp)  # 1.2: norms, and rows that are cut
+            # 1.2: norms, and rows that are cut
+            assert 0 < (sum(reads) / 1.2 if stage == 3 else max(reads)) <= _most(tp)
     for fault in ("columns that begin elsewhere", "another range"):
         assert _is_another(run_ranks(4, _trained, True, folder, CASES[-1:], fault), expected)
 
 
-# --- options --------------------------------------------------------------------------------------------------------------
+# --- options --------------------------------------------------------------------------------------
 
 
 def _options(rank: int, world: int, folder: str) -> list[str]:
-    """Host memory, torch's optimizer, a pair of a file and a function, ranks that do not take the first one's values."""
+    """Host memory, torch's optimizer, a pair of a file and a function, ranks that do not take
+    the first one's values.
+    """
     mesh, found = mesh_of(world, 2), []
     tiers: dict[str, Any] = {"optimizer": "cpu", "params": "cpu", "gradients": "cpu"}
-    nvme = {"optimizer": "nvme", "path": folder, "params": "nvme", "gradients": "cpu", "durable": False}
+    nvme = {
+        "optimizer": "nvme",
+        "path": folder,
+        "params": "nvme",
+        "gradients": "cpu",
+        "durable": False,
+    }
     for on_meta in (False, True):
         for options in ({"offload": tiers}, {"offload": nvme}, {"broadcast": False}):
             torch.manual_seed(0)
@@ -181,21 +221,28 @@ def _options(rank: int, world: int, folder: str) -> list[str]:
             if not on_meta:
                 model.norm.weight.data.copy_(torch.ones(WIDTH))
             theirs = torch.optim.AdamW(model.parameters(), lr=1e-2)
-            model, optimizer = shardcore.shard(model, theirs, 3, process_group=mesh["dp"], precision="bf16", **options)
+            model, optimizer = shardcore.shard(
+                model, theirs, 3, process_group=mesh["dp"], precision="bf16", **options
+            )
             train_lm(model, optimizer, mesh, range(1))
             found.append(hash_of_training(model, optimizer))
     return found
 
 
 def test_tiers_and_torchs_optimizer(tmp_path: Path) -> None:
-    assert len({hashed for of_rank in run_ranks(4, _options, str(tmp_path)) for hashed in of_rank}) == 1
+    assert (
+        len({hashed for of_rank in run_ranks(4, _options, str(tmp_path)) for hashed in of_rank})
+        == 1
+    )
 
 
-# --- errors ---------------------------------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 
 def _refused(rank: int, world: int, good: str, folders: list[str], alone: bool) -> list[str]:
-    """Errors of shard, for each of the folders. alone: only the last rank has it, the others have a good one."""
+    """Errors of shard, for each of the folders. alone: only the last rank has it, the others
+    have a good one.
+    """
     mesh, texts = mesh_of(world, 2), []
     for folder in folders:
         model, given = meta(Lm), good if alone and rank < world - 1 else folder
@@ -206,7 +253,9 @@ def _refused(rank: int, world: int, good: str, folders: list[str], alone: bool) 
 
 def _plain(folder: str) -> str:
     model = meta(Lm)
-    return error_of(lambda: shardcore.shard(model, shardcore.FusedAdam(model.parameters()), materialize=folder))
+    return error_of(
+        lambda: shardcore.shard(model, shardcore.FusedAdam(model.parameters()), materialize=folder)
+    )
 
 
 def test_bad_files_have_the_errors_of_a_model_that_is_not_sliced(tmp_path: Path) -> None:
@@ -219,14 +268,18 @@ def test_bad_files_have_the_errors_of_a_model_that_is_not_sliced(tmp_path: Path)
         "slice": weights | {"head.weight": torch.zeros((VOCAB + 1) // 2, WIDTH)},
         "dtype": weights | {down: torch.zeros(WIDTH, 3 * WIDTH, dtype=torch.int64)},
     }
-    folders = [str(save(tmp_path / f"{name}.safetensors", of_name)) for name, of_name in tensors.items()]
+    folders = [
+        str(save(tmp_path / f"{name}.safetensors", of_name)) for name, of_name in tensors.items()
+    ]
     good = str(save(tmp_path / "good.safetensors", weights))
     expected = [_plain(folder) for folder in folders]
     assert "no error" not in expected
     assert run_ranks(2, _refused, good, folders, False) == [expected, expected]
     first, *_, last = run_ranks(4, _refused, good, folders, True)
     assert last == expected
-    assert all(text.startswith("ValueError: shard: part 1 of the model was refused") for text in first)
+    assert all(
+        text.startswith("ValueError: shard: part 1 of the model was refused") for text in first
+    )
 
 
 def _failing(rank: int, world: int) -> str:
@@ -242,4 +295,7 @@ def _failing(rank: int, world: int) -> str:
 
 def test_an_error_on_one_rank_is_one_on_the_ranks_of_other_slices() -> None:
     for text in run_ranks(4, _failing):
-        assert "filling blocks.0.first (LayerNorm) failed on rank 3: KeyError: 'no such weight'" in text
+        assert (
+            "filling blocks.0.first (LayerNorm) failed on rank 3: KeyError: 'no such weight'"
+            in text
+        )

@@ -1,4 +1,6 @@
-"""Plain data as JSON: what is written is read back as it was, and everything else is refused by name."""
+"""Plain data as JSON: what is written is read back as it was, and everything else is refused by
+name.
+"""
 
 import json
 import math
@@ -18,7 +20,9 @@ from tests.support.ranks import run_ranks
 
 
 def there_and_back(value: Any) -> Any:
-    return plain.from_json(json.loads(json.dumps(plain.to_json(value, "value"), allow_nan=False)), "file")
+    return plain.from_json(
+        json.loads(json.dumps(plain.to_json(value, "value"), allow_nan=False)), "file"
+    )
 
 
 def test_floats_that_json_lacks_come_back() -> None:
@@ -62,7 +66,9 @@ def test_arrays_come_back() -> None:
 
 
 def test_counters_come_back() -> None:
-    found = there_and_back({"milestones": Counter([3, 8, 8]), "words": Counter("aab"), "none": Counter()})
+    found = there_and_back(
+        {"milestones": Counter([3, 8, 8]), "words": Counter("aab"), "none": Counter()}
+    )
     assert [list(found[key].elements()) for key in found] == [[3, 8, 8], ["a", "a", "b"], []]
 
 
@@ -80,7 +86,16 @@ def test_subclasses_become_what_they_are_made_of() -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [object(), {1, 2}, Color, lambda: 0, torch.nn.Linear(1, 1), {"a": [object()]}, {(object(),): 1}]
+    "value",
+    [
+        object(),
+        {1, 2},
+        Color,
+        lambda: 0,
+        torch.nn.Linear(1, 1),
+        {"a": [object()]},
+        {(object(),): 1},
+    ],
 )
 def test_other_things_are_refused(value: Any) -> None:
     with pytest.raises(TypeError, match=r"given.*has type .*; expected plain data"):

@@ -18,11 +18,19 @@ LEAVES = (
     | st.binary(max_size=5)
     | st.sampled_from(["$tuple", "$dict", "crc32c"])
 )
-KEYS = st.text(max_size=3) | st.integers() | st.booleans() | st.tuples(st.integers()) | st.just("$bytes")
+KEYS = (
+    st.text(max_size=3)
+    | st.integers()
+    | st.booleans()
+    | st.tuples(st.integers())
+    | st.just("$bytes")
+)
 VALUES = st.recursive(
     LEAVES,
     lambda values: (
-        st.lists(values, max_size=3) | st.lists(values, max_size=3).map(tuple) | st.dictionaries(KEYS, values, max_size=3)
+        st.lists(values, max_size=3)
+        | st.lists(values, max_size=3).map(tuple)
+        | st.dictionaries(KEYS, values, max_size=3)
     ),
     max_leaves=10,
 )
@@ -32,6 +40,8 @@ VALUES = st.recursive(
 @hypothesis.settings(max_examples=100, deadline=None)
 @hypothesis.given(VALUES)
 def test_values_come_back(value: object) -> None:
-    found = plain.from_json(json.loads(json.dumps(plain.to_json(value, "value"), allow_nan=False)), "file")
+    found = plain.from_json(
+        json.loads(json.dumps(plain.to_json(value, "value"), allow_nan=False)), "file"
+    )
     assert found == value
     assert repr(found) == repr(value)  # 1 is True, and (1,) is no list

@@ -1,4 +1,6 @@
-"""Models on the meta device read from safetensors files; and how much memory making a model takes, from files or functions."""
+"""Models on the meta device read from safetensors files; and how much memory making a model
+takes, from files or functions.
+"""
 
 import gc
 import json
@@ -18,7 +20,16 @@ from shardcore.checkpoint.safetensors import TensorFiles
 from shardcore.distributed.comm import Comm
 from tests.support.choice import combinations
 from tests.support.meta import frozen_net, init, meta, save
-from tests.support.models import Block, Net, Run, error_of, hash_of, hash_of_training, make_net, train
+from tests.support.models import (
+    Block,
+    Net,
+    Run,
+    error_of,
+    hash_of,
+    hash_of_training,
+    make_net,
+    train,
+)
 from tests.support.ranks import run_ranks
 from tests.support.slices import mesh_of
 
@@ -26,11 +37,16 @@ from tests.support.slices import mesh_of
 def _parts(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
     """A folder in Hugging Face's layout: two files and an index."""
     names = list(tensors)
-    files = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    files = {
+        "model-00001-of-00002.safetensors": names[::2],
+        "model-00002-of-00002.safetensors": names[1::2],
+    }
     for file, of_file in files.items():
         save(folder / file, {name: tensors[name] for name in of_file})
     weight_map = {name: file for file, of_file in files.items() for name in of_file}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
     return folder
 
 
@@ -56,8 +72,13 @@ def _from_memory(rank: int, world_size: int, run: Run, frozen: bool) -> str:
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize(("stage", "precision", "frozen"), combinations([0, 1, 2, 3], ["fp32", "bf16"], [False, True], meet=1))
-def test_files_give_the_bits_that_they_hold(tmp_path: Path, stage: int, precision: str, frozen: bool) -> None:
+@pytest.mark.parametrize(
+    ("stage", "precision", "frozen"),
+    combinations([0, 1, 2, 3], ["fp32", "bf16"], [False, True], meet=1),
+)
+def test_files_give_the_bits_that_they_hold(
+    tmp_path: Path, stage: int, precision: str, frozen: bool
+) -> None:
     torch.manual_seed(5)
     model = frozen_net() if frozen else Net()
     tensors = dict(model.state_dict())
@@ -74,27 +95,44 @@ def test_files_give_the_bits_that_they_hold(tmp_path: Path, stage: int, precisio
 def test_masters_start_from_the_files_values(tmp_path: Path) -> None:
     given = {key: torch.randn_like(value) for key, value in make_net().state_dict().items()}
     for dtype in (torch.float32, torch.float16, torch.float64):
-        path = save(tmp_path / f"{dtype}.safetensors", {key: value.to(dtype) for key, value in given.items()})
+        path = save(
+            tmp_path / f"{dtype}.safetensors",
+            {key: value.to(dtype) for key, value in given.items()},
+        )
         model = meta(lambda: Net().to(torch.bfloat16))
-        model, _ = shardcore.shard(model, shardcore.FusedAdam(model.parameters()), 3, materialize=path, precision="bf16")
+        model, _ = shardcore.shard(
+            model, shardcore.FusedAdam(model.parameters()), 3, materialize=path, precision="bf16"
+        )
         for name, param in model.named_parameters():
-            assert torch.equal(shardcore.full_state(param, "master"), given[name].to(dtype).float()), name
+            assert torch.equal(
+                shardcore.full_state(param, "master"), given[name].to(dtype).float()
+            ), name
             with shardcore.full_params(model):
                 assert param.dtype == torch.bfloat16
 
 
 def test_what_is_in_memory_and_in_no_file_is_kept(tmp_path: Path) -> None:
-    """Adapters beside a base model: the base comes from files, the adapters are as they were made."""
+    """Adapters beside a base model: the base comes from files, the adapters are as they were
+    made.
+    """
     given = make_net(4).state_dict()
-    path = save(tmp_path / "base.safetensors", {k: v for k, v in given.items() if not k.startswith(("head", "offset"))})
+    path = save(
+        tmp_path / "base.safetensors",
+        {k: v for k, v in given.items() if not k.startswith(("head", "offset"))},
+    )
     for stage in (2, 3):
         model = meta()
         head = torch.randn(5, 24)
         model.head.weight = nn.Parameter(head.clone())
-        model.inp.weight = nn.Parameter(torch.zeros(24, 10))  # in memory, and in the file: the file's
+        # in memory, and in the file: the file's
+        model.inp.weight = nn.Parameter(torch.zeros(24, 10))
         model.register_buffer("offset", torch.ones(5))
         model, _ = shardcore.shard(
-            model, shardcore.FusedAdam(model.parameters()), stage, precision="fp32", materialize=[str(path)]
+            model,
+            shardcore.FusedAdam(model.parameters()),
+            stage,
+            precision="fp32",
+            materialize=[str(path)],
         )
         state = model.state_dict()
         assert torch.equal(state["head.weight"], head)
@@ -106,10 +144,14 @@ def _files_and_function(rank: int, world_size: int, path: str, stage: int) -> tu
     torch.manual_seed(rank)
     model = meta()
     given = [path, init]
-    model, _ = shardcore.shard(model, shardcore.FusedAdam(model.parameters()), stage, precision="fp32", materialize=given)
+    model, _ = shardcore.shard(
+        model, shardcore.FusedAdam(model.parameters()), stage, precision="fp32", materialize=given
+    )
     state = model.state_dict()
     torch.manual_seed(0)
-    return hash_of(state.values()), torch.equal(state["head.weight"], nn.Linear(24, 5, bias=False).weight)
+    return hash_of(state.values()), torch.equal(
+        state["head.weight"], nn.Linear(24, 5, bias=False).weight
+    )
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -122,14 +164,25 @@ def test_a_function_fills_what_files_lack(tmp_path: Path, stage: int) -> None:
     assert answers[0][1], "rank 0's values, and no module that the files have draws random numbers"
     cut = save(tmp_path / "cut.safetensors", {k: v for k, v in given.items() if k != "inp.bias"})
     model = meta()
-    with pytest.raises(ValueError, match=r"inp \(Linear\) has bias on the meta device and weight not to be filled"):
-        shardcore.shard(model, shardcore.FusedAdam(model.parameters()), materialize=[cut, init], precision="bf16")
+    with pytest.raises(
+        ValueError, match=r"inp \(Linear\) has bias on the meta device and weight not to be filled"
+    ):
+        shardcore.shard(
+            model,
+            shardcore.FusedAdam(model.parameters()),
+            materialize=[cut, init],
+            precision="bf16",
+        )
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_a_function_fills_a_buffer_beside_parameters_that_files_have(tmp_path: Path, stage: int) -> None:
+def test_a_function_fills_a_buffer_beside_parameters_that_files_have(
+    tmp_path: Path, stage: int
+) -> None:
     given = make_net(4).state_dict()
-    path = save(tmp_path / "no_buffer.safetensors", {k: v for k, v in given.items() if k != "offset"})
+    path = save(
+        tmp_path / "no_buffer.safetensors", {k: v for k, v in given.items() if k != "offset"}
+    )
 
     def fill(module: Any) -> None:
         module.offset.fill_(0.5)
@@ -137,7 +190,11 @@ def test_a_function_fills_a_buffer_beside_parameters_that_files_have(tmp_path: P
 
     model = meta()
     model, _ = shardcore.shard(
-        model, shardcore.FusedAdam(model.parameters()), stage, materialize=[str(path), fill], precision="bf16"
+        model,
+        shardcore.FusedAdam(model.parameters()),
+        stage,
+        materialize=[str(path), fill],
+        precision="bf16",
     )
     state = model.state_dict()
     assert torch.equal(state["gain"], given["gain"])
@@ -161,7 +218,9 @@ def _torn(folder: Path, how: str) -> Any:
         path.write_bytes(path.read_bytes().replace(b'"dtype": "F32"', b'"dtype": "F4" ', 1))
     elif how == "no file":
         path.unlink()
-        (folder / "model.safetensors.index.json").write_text('{"weight_map": {"gain": "model.safetensors"}}')
+        (folder / "model.safetensors.index.json").write_text(
+            '{"weight_map": {"gain": "model.safetensors"}}'
+        )
     elif how == "empty folder":
         path.unlink()
     elif how == "torn index":
@@ -174,20 +233,35 @@ def _torn(folder: Path, how: str) -> Any:
 
 
 FAULTS = [
-    ("missing", r"gain \(and 1 more: blocks\.1\.up\.bias\) is on the meta device and not in .*model\.safetensors"),
+    (
+        "missing",
+        r"gain \(and 1 more: blocks\.1\.up\.bias\) is on the meta device and not in "
+        r".*model\.safetensors",
+    ),
     ("unexpected", r"model\.safetensors has blocks\.9\.up\.bias, which is no parameter or buffer"),
     ("shape", r"head\.weight has shape \(6, 24\) in .*model\.safetensors; expected \(5, 24\)"),
     (
         "dtype",
-        r"head\.weight has dtype torch\.int64 in .*model\.safetensors; expected one that torch\.float32 can be made from",
+        r"head\.weight has dtype torch\.int64 in .*model\.safetensors; expected one that "
+        r"torch\.float32 can be made from",
     ),
-    ("torn", r"model\.safetensors is torn or no safetensors file .* expected a complete one: copy it again"),
+    (
+        "torn",
+        r"model\.safetensors is torn or no safetensors file .* expected a complete one: copy it "
+        r"again",
+    ),
     ("unknown dtype", r"model\.safetensors has [\w.]+ as F4; expected tensors of F64, F32, "),
     ("no file", r"there is no file .*model\.safetensors; expected it"),
     ("empty folder", r"expected model\.safetensors\.index\.json or model\.safetensors in it"),
     ("torn index", r"index\.json is torn or no index"),
-    ("twice", r"gain is in .*model\.safetensors and in .*more\.safetensors; expected it in one file"),
-    ("pickle", r"pytorch_model\.bin; expected a \.safetensors file or a folder \(pickle is never read\)"),
+    (
+        "twice",
+        r"gain is in .*model\.safetensors and in .*more\.safetensors; expected it in one file",
+    ),
+    (
+        "pickle",
+        r"pytorch_model\.bin; expected a \.safetensors file or a folder \(pickle is never read\)",
+    ),
 ]
 
 
@@ -196,9 +270,17 @@ def _refused_files(rank: int, world_size: int, good: str, bad: Any) -> tuple[str
     model = meta()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     try:
-        shardcore.shard(model, optimizer, 3, materialize=bad if rank == world_size - 1 else good, precision="bf16")
+        shardcore.shard(
+            model,
+            optimizer,
+            3,
+            materialize=bad if rank == world_size - 1 else good,
+            precision="bf16",
+        )
     except (ValueError, TypeError, OSError) as error:
-        untouched = all(p.is_meta for p in model.parameters()) and not hasattr(model, "_shardcore_engine")
+        untouched = all(p.is_meta for p in model.parameters()) and not hasattr(
+            model, "_shardcore_engine"
+        )
         shardcore.shard(model, optimizer, 3, materialize=good, precision="bf16")
         return str(error), untouched
     return "no error", False
@@ -219,7 +301,11 @@ def _disagreeing(rank: int, world_size: int, folder: str) -> str:
     dtype = torch.bfloat16 if rank == 1 else torch.float32
     tensors = {name: value.to(dtype) for name, value in make_net().state_dict().items()}
     path, model = save(Path(folder) / f"rank{rank}.safetensors", tensors), meta()
-    return error_of(lambda: shardcore.shard(model, shardcore.FusedAdam(model.parameters()), materialize=path, precision="bf16"))
+    return error_of(
+        lambda: shardcore.shard(
+            model, shardcore.FusedAdam(model.parameters()), materialize=path, precision="bf16"
+        )
+    )
 
 
 def test_ranks_with_other_files_are_refused(tmp_path: Path) -> None:
@@ -239,7 +325,13 @@ def _unreadable(rank: int, world_size: int, path: str) -> str:
     model = meta()
     with mock.patch.object(TensorFiles, "read", fails):
         return error_of(
-            lambda: shardcore.shard(model, shardcore.FusedAdam(model.parameters()), 3, materialize=path, precision="bf16")
+            lambda: shardcore.shard(
+                model,
+                shardcore.FusedAdam(model.parameters()),
+                3,
+                materialize=path,
+                precision="bf16",
+            )
         )
 
 
@@ -249,7 +341,7 @@ def test_a_read_that_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None:
         assert "reading files failed on rank 1: OSError: input/output error" in answer
 
 
-# --- memory -----------------------------------------------------------------------------------------------------------
+# --- memory ---------------------------------------------------------------------------------------
 
 
 class Tower(nn.Module):
@@ -259,9 +351,11 @@ class Tower(nn.Module):
 
 
 def _broadcast_aside(comm: Comm, tensor: torch.Tensor) -> None:
-    """Comm.broadcast of memory that is not torch's: gloo's threads may be the last to release what they were given, and
-    the profiler sees only this thread's frees."""
-    aside = torch.frombuffer(bytearray(tensor.numel() * tensor.itemsize), dtype=tensor.dtype).view_as(tensor)
+    """Comm.broadcast of memory that is not torch's: gloo's threads may be the last to release what
+    they were given, and the profiler sees only this thread's frees."""
+    aside = torch.frombuffer(
+        bytearray(tensor.numel() * tensor.itemsize), dtype=tensor.dtype
+    ).view_as(tensor)
     _broadcast(comm, aside.copy_(tensor))
     tensor.copy_(aside)
 
@@ -270,19 +364,31 @@ _broadcast = Comm.broadcast
 
 
 def _peak(
-    rank: int, world_size: int, stage: int, precision: str, path: str | None, whole_first: bool, tp: int = 1
+    rank: int,
+    world_size: int,
+    stage: int,
+    precision: str,
+    path: str | None,
+    whole_first: bool,
+    tp: int = 1,
 ) -> list[int]:
-    """Bytes of torch's CPU memory: the peak above what is kept in the end, one unit's whole float32 weights, the model's.
+    """Bytes of torch's CPU memory: the peak above what is kept in the end, one unit's whole float32
+    weights, the model's.
 
     tp: over how many ranks the model is sliced.
     """
     mesh, model = mesh_of(world_size, tp) if tp > 1 else None, meta(Tower)
     if mesh is not None:
-        shardcore.tensor_parallel(model, mesh["tp"], {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"})
+        shardcore.tensor_parallel(
+            model, mesh["tp"], {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+        )
     optimizer = shardcore.FusedAdam(model.parameters())
     gc.collect()  # else memory of earlier models comes back in between
     activities = [ProfilerActivity.CPU]
-    with pytest.MonkeyPatch.context() as patch, profile(activities=activities, profile_memory=True) as recorded:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        profile(activities=activities, profile_memory=True) as recorded,
+    ):
         patch.setattr(Comm, "broadcast", _broadcast_aside)
         if whole_first:  # what shard would do if it made the model before it cut it
             model.to_empty(device="cpu")
@@ -291,9 +397,16 @@ def _peak(
                 if hasattr(module, "reset_parameters"):
                     module.reset_parameters()
         group = None if mesh is None else mesh["dp"]
-        shardcore.shard(model, optimizer, stage, precision=precision, materialize=path, process_group=group)
-    mapped = 0 if path is None else Path(path).stat().st_size  # the file, which is no memory of this process
-    events = [e for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]" and abs(e.nbytes()) != mapped]
+        shardcore.shard(
+            model, optimizer, stage, precision=precision, materialize=path, process_group=group
+        )
+    # the file, which is no memory of this process
+    mapped = 0 if path is None else Path(path).stat().st_size
+    events = [
+        e
+        for e in recorded.profiler.kineto_results.events()
+        if e.name() == "[memory]" and abs(e.nbytes()) != mapped
+    ]
     now = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         now += event.nbytes()
@@ -303,8 +416,12 @@ def _peak(
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize(("world_size", "precision", "source"), [(1, "fp32", "files"), (2, "bf16", "function")])
-def test_the_peak_is_one_unit_above_the_shards(tmp_path: Path, world_size: int, precision: str, source: str) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "precision", "source"), [(1, "fp32", "files"), (2, "bf16", "function")]
+)
+def test_the_peak_is_one_unit_above_the_shards(
+    tmp_path: Path, world_size: int, precision: str, source: str
+) -> None:
     path = None
     if source == "files":
         path = str(save(tmp_path / "model.safetensors", dict(Tower().state_dict())))

@@ -1,4 +1,6 @@
-"""Saving: what fails changes nothing and is named on every rank; what runs in the background saves what was there before."""
+"""Saving: what fails changes nothing and is named on every rank; what runs in the background
+saves what was there before.
+"""
 
 import os
 import re
@@ -8,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+)
 from torch.nn.utils import prune
 
 import shardcore
@@ -33,10 +37,16 @@ def _refusals(rank: int, world_size: int, folder: str) -> list[str]:
         error_of(lambda: shardcore.save(folder, model, optimizer, tag="b" if odd else "a")),
         error_of(lambda: shardcore.save(folder, model, optimizer, keep_last=0)),
         error_of(lambda: shardcore.save(folder, model, optimizer, client_state={"x": [object()]})),
-        error_of(lambda: shardcore.save(folder, model, optimizer, client_state=[1] if rank == 0 else None)),
+        error_of(
+            lambda: shardcore.save(
+                folder, model, optimizer, client_state=[1] if rank == 0 else None
+            )
+        ),
         error_of(lambda: shardcore.save(folder, model, optimizer, scheduler=3)),
         error_of(lambda: shardcore.save(folder, model, optimizer, stateful={"data": 3})),
-        error_of(lambda: shardcore.save(folder if not odd else f"{folder}/other", model, optimizer)),
+        error_of(
+            lambda: shardcore.save(folder if not odd else f"{folder}/other", model, optimizer)
+        ),
         str(os.listdir(folder)),
     ]
 
@@ -48,7 +58,11 @@ def test_bad_arguments_are_refused_on_every_rank(tmp_path: Path) -> None:
     assert "optimizer is a FusedAdam that is not model's" in first[1]
     assert "tag has 'a/b'; expected the name of a directory" in second[2]
     assert "rank 1 refused" in first[2]
-    assert first[3] == second[3] == "ValueError: save: tag is 'b' on rank 1; expected 'a', as on rank 0"
+    assert (
+        first[3]
+        == second[3]
+        == "ValueError: save: tag is 'b' on rank 1; expected 'a', as on rank 0"
+    )
     assert "keep_last has 0; expected a number of at least 1" in first[4]
     assert "client_state['x'][0] has type object; expected plain data" in first[5]
     assert "rank 0 failed" in second[5]
@@ -56,11 +70,16 @@ def test_bad_arguments_are_refused_on_every_rank(tmp_path: Path) -> None:
     assert "rank 0 failed" in second[6]
     assert "scheduler has type int; expected something with state_dict()" in first[7]
     assert "stateful['data'] has type int" in first[8]
-    assert re.match(r"ValueError: save: directory is '.*/other' on rank 1; expected '.*', as on rank 0", first[9])
+    assert re.match(
+        r"ValueError: save: directory is '.*/other' on rank 1; expected '.*', as on rank 0",
+        first[9],
+    )
     assert first[10] in ("[]", "['.lock']")
 
 
-def test_gradients_that_are_not_saved_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_gradients_that_are_not_saved_are_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     model, optimizer, _ = train(0, Run(stage=2, steps=1))
     caplog.clear()
     shardcore.save(tmp_path, model, optimizer)
@@ -71,7 +90,10 @@ def test_gradients_that_are_not_saved_are_said(tmp_path: Path, caplog: pytest.Lo
     shardcore.save(tmp_path, model, optimizer)
     optimizer.step()
     shardcore.save(tmp_path, model, optimizer)
-    assert ["1 backward(s) came since the last step, and gradients are not saved" in said for said in caplog.messages] == [True]
+    assert [
+        "1 backward(s) came since the last step, and gradients are not saved" in said
+        for said in caplog.messages
+    ] == [True]
 
 
 class Kept:
@@ -94,7 +116,14 @@ def _beside(rank: int, world_size: int, folder: str) -> None:
     scheduler = of_torch.SequentialLR(optimizer, parts, [1])
     torch.manual_seed(rank)
     given = {"epoch": 2, "best": (0.5, None), "seen": torch.arange(3)}
-    shardcore.save(folder, model, optimizer, scheduler=scheduler, client_state=given, stateful={"data": Kept([rank, 7])})
+    shardcore.save(
+        folder,
+        model,
+        optimizer,
+        scheduler=scheduler,
+        client_state=given,
+        stateful={"data": Kept([rank, 7])},
+    )
     expected = torch.rand(4), scheduler.state_dict(), optimizer.param_groups[0]["lr"]
     scheduler.step()
     scheduler.step()
@@ -118,8 +147,16 @@ def test_a_manifest_says_how_it_was_trained(tmp_path: Path) -> None:
     model, optimizer, _ = train(0, Run(stage=1, steps=1, shard=CPU))
     path = shardcore.save(tmp_path, model, optimizer).path
     numerics = read_json(path / "manifest.json")["numerics"]
-    assert (numerics["stage"], numerics["reduction"], numerics["grad_dtype"]) == (1, "ordered", "fp32")
-    assert (numerics["offload"]["optimizer"], numerics["overlap_step"], numerics["clip_grad_norm"]) == ("cpu", False, None)
+    assert (numerics["stage"], numerics["reduction"], numerics["grad_dtype"]) == (
+        1,
+        "ordered",
+        "fp32",
+    )
+    assert (
+        numerics["offload"]["optimizer"],
+        numerics["overlap_step"],
+        numerics["clip_grad_norm"],
+    ) == ("cpu", False, None)
     assert numerics["ranks"] == {"world_size": 1, "ranks_per_node": 1, "replicate": False}
 
 
@@ -127,7 +164,10 @@ def test_a_buffer_of_another_dtype_is_named(tmp_path: Path) -> None:
     model = make_net()
     model.register_buffer("freqs", torch.zeros(3, dtype=torch.complex64))
     model, optimizer, _ = train(0, Run(stage=2, steps=1), model)
-    with pytest.raises(TypeError, match=r"freqs is a tensor of torch\.complex64; expected .* a buffer with persistent=False"):
+    with pytest.raises(
+        TypeError,
+        match=r"freqs is a tensor of torch\.complex64; expected .* a buffer with persistent=False",
+    ):
         shardcore.save(tmp_path, model, optimizer)
     assert os.listdir(tmp_path) == [".lock"]
 
@@ -174,7 +214,9 @@ def test_names_are_those_of_the_plain_model(tmp_path: Path) -> None:
 
 
 def _edited(model: Any) -> Any:
-    """Prune a layer, put a wrapper around another one, of which a weight is frozen, and give a third another name."""
+    """Prune a layer, put a wrapper around another one, of which a weight is frozen, and give a
+    third another name.
+    """
     with shardcore.full_params(model):
         prune.random_unstructured(model.blocks[0].up, "weight", 0.5)
     model.blocks[1].down = nn.Sequential(model.blocks[1].down)
@@ -198,10 +240,20 @@ def _renamed(rank: int, world_size: int, folder: str) -> None:
         stepped(model, optimizer, rank, 1)
         ema.update()
         shardcore.save(folder, model, optimizer, tag=f"after{stage}", ema=ema)
-        weights, states, averages = model.state_dict(), optimizer.state_dict()["state"], ema.state_dict()["averages"]
+        weights, states, averages = (
+            model.state_dict(),
+            optimizer.state_dict()["state"],
+            ema.state_dict()["averages"],
+        )
         names = {name for name, param in model.named_parameters() if param.requires_grad}
-        assert {"top.weight", "blocks.0.up.weight_orig", "blocks.1.down.0.weight"} <= names == set(averages)
-        assert {name.rpartition(".")[0] for name in shardcore.sharded_state_dict(optimizer)} == names
+        assert (
+            {"top.weight", "blocks.0.up.weight_orig", "blocks.1.down.0.weight"}
+            <= names
+            == set(averages)
+        )
+        assert {
+            name.rpartition(".")[0] for name in shardcore.sharded_state_dict(optimizer)
+        } == names
         shardcore.load_sharded_state_dict(optimizer, shardcore.sharded_state_dict(optimizer))
         ema.load_state_dict(ema.state_dict())
         whole = whole_state_dict(engine_behind("test", model))
@@ -213,9 +265,17 @@ def _renamed(rank: int, world_size: int, folder: str) -> None:
         assert hash_of(model.state_dict().values()) == hash_of(weights.values())
         assert hash_of(ema.state_dict()["averages"].values()) == hash_of(averages.values())
         loaded = optimizer.state_dict()["state"]
-        assert all(torch.equal(loaded[number][key], state[key]) for number, state in states.items() for key in state)
-        said = error_of(lambda m=model, o=optimizer, tag=f"before{stage}": shardcore.load(folder, m, o, tag=tag))
-        assert re.search(r"missing .*blocks\.1\.down\.0\.weight.*; unexpected .*blocks\.1\.down\.weight", said), said
+        assert all(
+            torch.equal(loaded[number][key], state[key])
+            for number, state in states.items()
+            for key in state
+        )
+        said = error_of(
+            lambda m=model, o=optimizer, tag=f"before{stage}": shardcore.load(folder, m, o, tag=tag)
+        )
+        assert re.search(
+            r"missing .*blocks\.1\.down\.0\.weight.*; unexpected .*blocks\.1\.down\.weight", said
+        ), said
 
 
 def test_names_are_those_that_the_model_has_now(tmp_path: Path) -> None:
@@ -254,11 +314,17 @@ def test_the_one_that_latest_names_is_kept(tmp_path: Path) -> None:
 def test_too_much_plain_data_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout, "_MAX_PLAIN_BYTES", 100_000)
     model, optimizer, _ = train(0, Run(stage=2, steps=1))
-    with pytest.raises(ValueError, match=r"plain data take .* bytes as JSON; expected at most 100000"):
+    with pytest.raises(
+        ValueError, match=r"plain data take .* bytes as JSON; expected at most 100000"
+    ):
         shardcore.save(tmp_path, model, optimizer, client_state={"ema": torch.zeros(100_000)})
-    optimizer.param_groups[0]["name"] = "x" * 200_000  # in the manifest, as ranges are, which may have more
+    # in the manifest, as ranges are, which may have more
+    optimizer.param_groups[0]["name"] = "x" * 200_000
     shardcore.save(tmp_path, model, optimizer)
     shardcore.load(tmp_path, model, optimizer)
     monkeypatch.setattr(layout, "_MAX_JSON_BYTES", 200_000)
-    with pytest.raises(ValueError, match=r"ranges of tensors, and .* take .* bytes as JSON; expected at most 200000"):
+    with pytest.raises(
+        ValueError,
+        match=r"ranges of tensors, and .* take .* bytes as JSON; expected at most 200000",
+    ):
         shardcore.save(tmp_path, model, optimizer)

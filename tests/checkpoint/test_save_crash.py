@@ -1,4 +1,5 @@
-"""Nothing is lost: processes are killed, disks fill, transfers fail and bits flip, and each error says where it was.
+"""Nothing is lost: processes are killed, disks fill, transfers fail and bits flip, and each error
+says where it was.
 
 A few times each; make crash-test does all of it often, and prints a table.
 """
@@ -38,18 +39,25 @@ def make(rank: int = 0) -> tuple[Any, Any]:
     return model, optimizer
 
 
-# --- killed processes ---------------------------------------------------------------------------------------------------
+# --- killed processes -----------------------------------------------------------------------------
 
 
-def _save_forever(rank: int, world_size: int, port: str, folder: str, wait: bool, early: bool) -> None:
-    """Resume, then step and save; `folder`.complete has the last step of which a save has said that it is on disk.
+def _save_forever(
+    rank: int, world_size: int, port: str, folder: str, wait: bool, early: bool
+) -> None:
+    """Resume, then step and save; `folder`.complete has the last step of which a save has said that
+    it is on disk.
 
     early: the broken twin, which names a checkpoint before it is whole.
     """
     if world_size > 1:
         join_group(rank, world_size, port)
     model, optimizer = make(rank)
-    step = shardcore.load(folder, model, optimizer).client_state["step"] if Path(folder, "latest").exists() else 0
+    step = (
+        shardcore.load(folder, model, optimizer).client_state["step"]
+        if Path(folder, "latest").exists()
+        else 0
+    )
     complete = os.open(f"{folder}.complete", os.O_CREAT | os.O_WRONLY)
     while True:
         if rank == 0:
@@ -60,19 +68,28 @@ def _save_forever(rank: int, world_size: int, port: str, folder: str, wait: bool
         if early:
             Path(folder).mkdir(exist_ok=True)
             Path(folder, "latest").write_text(f"step{step}")
-        shardcore.save(folder, model, optimizer, tag=f"step{step}", client_state=state, keep_last=2, wait=wait)
+        shardcore.save(
+            folder, model, optimizer, tag=f"step{step}", client_state=state, keep_last=2, wait=wait
+        )
 
 
 def _torn(folder: Path) -> bool:
     return folder.exists() and any(name.endswith(".saving") for name in os.listdir(folder))
 
 
-def _kill_while_saving(folder: Path, world_size: int, wait: bool, chance: random.Random, early: bool = False) -> int:
-    """Kill the ranks of a job that saves, one after the other; returns the last step that was on disk for certain."""
+def _kill_while_saving(
+    folder: Path, world_size: int, wait: bool, chance: random.Random, early: bool = False
+) -> int:
+    """Kill the ranks of a job that saves, one after the other; returns the last step that was on
+    disk for certain.
+    """
     complete = Path(f"{folder}.complete")
     complete.unlink(missing_ok=True)
     port = free_port()
-    ranks = [start(_save_forever, rank, world_size, port, str(folder), wait, early) for rank in range(world_size)]
+    ranks = [
+        start(_save_forever, rank, world_size, port, str(folder), wait, early)
+        for rank in range(world_size)
+    ]
     until, saves = time.monotonic() + 120, chance.randrange(4)
 
     def wait_for(what: Callable[[], bool]) -> None:
@@ -95,18 +112,26 @@ def _kill_while_saving(folder: Path, world_size: int, wait: bool, chance: random
     return int(complete.read_text())
 
 
-def _check_what_is_left(folder: Path, complete: int, model: Any, optimizer: Any, hashes: dict[int, str]) -> None:
+def _check_what_is_left(
+    folder: Path, complete: int, model: Any, optimizer: Any, hashes: dict[int, str]
+) -> None:
     for path in checkpoints(folder):
         state = shardcore.load(path, model, optimizer).client_state
         assert hash_of_training(model, optimizer) == state["hash"], "a checkpoint is one moment's"
-        assert hashes.setdefault(state["step"], state["hash"]) == state["hash"], "a resumed training is the same one"
+        assert hashes.setdefault(state["step"], state["hash"]) == state["hash"], (
+            "a resumed training is the same one"
+        )
     if complete > 0 or (folder / "latest").exists():
-        assert shardcore.load(folder, model, optimizer).client_state["step"] >= complete, "what is on disk is not lost"
+        assert shardcore.load(folder, model, optimizer).client_state["step"] >= complete, (
+            "what is on disk is not lost"
+        )
 
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_killed_job_loses_nothing(tmp_path: Path, world_size: int, record_property: Record) -> None:
+def test_a_killed_job_loses_nothing(
+    tmp_path: Path, world_size: int, record_property: Record
+) -> None:
     chance = random.Random(world_size)
     folder, count = tmp_path / "saved", times("kills", 6) // 2
     model, optimizer = make()
@@ -123,7 +148,10 @@ def test_a_killed_job_loses_nothing(tmp_path: Path, world_size: int, record_prop
     assert len(hashes) > 1, "jobs have saved"
     assert torn > 0, "some were killed in the middle"
     what = f"killed while saving, {world_size} process{'es' * (world_size - 1)}"
-    how = f"{in_background} in the background, {torn} left a part of a save, {again} saved again after that"
+    how = (
+        f"{in_background} in the background, {torn} left a part of a save, {again} saved again "
+        f"after that"
+    )
     record_property("crash", (what, count, f"0 lost ({how})"))
 
 
@@ -166,10 +194,13 @@ def test_a_rank_that_dies_in_a_save_is_noticed(tmp_path: Path, record_property: 
         assert (folder / "latest").read_text() == "global_step1"
         assert "rank" in (folder / "said").read_text()
         shardcore.load(folder, model, optimizer)
-    record_property("crash", ("a rank that dies in a collective save", count, "noticed, the checkpoint before it loads"))
+    record_property(
+        "crash",
+        ("a rank that dies in a collective save", count, "noticed, the checkpoint before it loads"),
+    )
 
 
-# --- a full disk --------------------------------------------------------------------------------------------------------
+# --- a full disk ----------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -177,9 +208,14 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 16 MiB."""
     place = tmp_path / "disk"
     place.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", place], capture_output=True, text=True)
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", place], capture_output=True, text=True
+    )
     if done.returncode != 0:
-        pytest.skip(f"cannot mount a small disk here ({done.stderr.strip()}); test_save.py injects ENOSPC instead")
+        pytest.skip(
+            f"cannot mount a small disk here ({done.stderr.strip()}); test_save.py injects ENOSPC "
+            f"instead"
+        )
     yield place
     subprocess.run(["umount", place], check=True)
 
@@ -206,9 +242,15 @@ def test_a_full_disk_is_named_and_loses_nothing(small_disk: Path, record_propert
     for number in range(count):
         expected = hash_of_training(model, optimizer)
         stepped(model, optimizer, 0, number + 1)
-        # Somewhere in the data, or in one of the small files after them, "latest" among these; or not quite.
-        filler = _fill(small_disk, chance.choice((chance.randrange(data), chance.randrange(data, size + 40_960))))
-        said = error_of(lambda: shardcore.save(folder, model, optimizer, tag=chance.choice(("old", "new"))))
+        # Somewhere in the data, or in one of the small files after them, "latest" among these; or
+        # not quite.
+        filler = _fill(
+            small_disk,
+            chance.choice((chance.randrange(data), chance.randrange(data, size + 40_960))),
+        )
+        said = error_of(
+            lambda: shardcore.save(folder, model, optimizer, tag=chance.choice(("old", "new")))
+        )
         if said != "no error":
             full += 1
             assert "No space left on device" in said
@@ -222,10 +264,17 @@ def test_a_full_disk_is_named_and_loses_nothing(small_disk: Path, record_propert
             shardcore.load(folder, model, optimizer, tag="new")
         shardcore.save(folder, model, optimizer, tag="old")
     assert full > count / 4
-    record_property("crash", ("a disk that fills", full, "named, the old checkpoint loads, saved again when there was room"))
+    record_property(
+        "crash",
+        (
+            "a disk that fills",
+            full,
+            "named, the old checkpoint loads, saved again when there was room",
+        ),
+    )
 
 
-# --- failing transfers --------------------------------------------------------------------------------------------------
+# --- failing transfers ----------------------------------------------------------------------------
 
 
 def _read_all(path: Path, faults: str) -> None:
@@ -261,7 +310,9 @@ def test_each_fault_is_named_by_file_and_offset(
             said = error_of(lambda: _read_all(target, "" if writes else f"{fault}@{at}"))  # noqa: B023
         assert layout.data_file(0) in said
         if "flip" in fault:
-            first, end = map(int, said.partition("in bytes ")[2].partition(" (")[0].split(",")[0].split(" to "))
+            first, end = map(
+                int, said.partition("in bytes ")[2].partition(" (")[0].split(",")[0].split(" to ")
+            )
         else:
             assert "Input/output error" in said
             asked, _, first_text = said.partition(" failed: ")[2].partition(" bytes asked at ")
@@ -269,4 +320,6 @@ def test_each_fault_is_named_by_file_and_offset(
             end = first + int(asked)
         assert first <= at < end, "the offset is named"
         _read_all(path, "")
-    record_property("crash", (f"{fault} at a byte", count, "100% found, and named by file and offset"))
+    record_property(
+        "crash", (f"{fault} at a byte", count, "100% found, and named by file and offset")
+    )

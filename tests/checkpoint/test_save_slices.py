@@ -1,4 +1,6 @@
-"""Checkpoints of tensor-parallel models: any mesh, stage and tier loads them bit for bit, and their weights are whole files."""
+"""Checkpoints of tensor-parallel models: any mesh, stage and tier loads them bit for bit, and
+their weights are whole files.
+"""
 
 import os
 import re
@@ -36,7 +38,9 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
-def _save(rank: int, world: int, tp: int, stage: int, folder: str, options: dict[str, Any]) -> tuple[str, str]:
+def _save(
+    rank: int, world: int, tp: int, stage: int, folder: str, options: dict[str, Any]
+) -> tuple[str, str]:
     """Returns the hash of what was saved, and that of two steps later."""
     mesh = mesh_of(world, tp)
     model, optimizer = sharded_lm(mesh, stage, **options)
@@ -48,7 +52,15 @@ def _save(rank: int, world: int, tp: int, stage: int, folder: str, options: dict
     return saved, hash_of_training(model, optimizer)
 
 
-def _load(rank: int, world: int, tp: int, stage: int, folder: str, options: dict[str, Any], again: str = "") -> tuple[str, str]:
+def _load(
+    rank: int,
+    world: int,
+    tp: int,
+    stage: int,
+    folder: str,
+    options: dict[str, Any],
+    again: str = "",
+) -> tuple[str, str]:
     """As _save, of what is loaded, and saved to `again` if that is given."""
     mesh = mesh_of(world, tp)
     model, optimizer = sharded_lm(mesh, stage, **options)
@@ -78,21 +90,36 @@ def test_a_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
 
 
 MESHES = [(4, 2), (4, 4), (2, 2), (2, 1), (4, 1)]  # ranks, and how many of them slice
-RESHARDED = [(a, b, form) for a in range(4) for b in range(5) for form in ("fp32", "frozen") if a != b]
+RESHARDED = [
+    (a, b, form) for a in range(4) for b in range(5) for form in ("fp32", "frozen") if a != b
+]
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize(("before", "after", "form"), some(RESHARDED, [(0, 1, "frozen"), (3, 0, "fp32")]))
-def test_other_meshes_stages_and_tiers_load_it(before: int, after: int, form: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("before", "after", "form"), some(RESHARDED, [(0, 1, "frozen"), (3, 0, "fp32")])
+)
+def test_other_meshes_stages_and_tiers_load_it(
+    before: int, after: int, form: str, tmp_path: Path
+) -> None:
     (ranks, tp), (new_ranks, new_tp), options = MESHES[before], MESHES[after], FORMS[form]
     saved = run_ranks(ranks, _save, tp, before, str(tmp_path), options)
-    loaded = run_ranks(new_ranks, _load, new_tp, 3 - before, str(tmp_path), options | (OFFLOAD if after == 3 else {}))
+    loaded = run_ranks(
+        new_ranks,
+        _load,
+        new_tp,
+        3 - before,
+        str(tmp_path),
+        options | (OFFLOAD if after == 3 else {}),
+    )
     assert len({hashes[0] for hashes in [*saved, *loaded]}) == 1
     assert len({hashes[1] for hashes in loaded}) == 1
 
 
 def _quantized(rank: int, world: int, folder: str) -> list[str]:
-    """Save 8-bit states of whole weights; load them into slices, of which the second alone is rounded, and whole."""
+    """Save 8-bit states of whole weights; load them into slices, of which the second alone is
+    rounded, and whole.
+    """
     model, optimizer = sharded_lm(mesh_of(world, 1), 2, **FORMS["8 bit"])
     train_lm(model, optimizer, mesh_of(world, 1), range(1))
     states = optimizer.state_dict()
@@ -112,16 +139,20 @@ def _quantized(rank: int, world: int, folder: str) -> list[str]:
     return said
 
 
-def test_states_that_are_quantized_anew_are_said_once_on_whatever_rank_they_are(tmp_path: Path) -> None:
+def test_states_that_are_quantized_anew_are_said_once_on_whatever_rank_they_are(
+    tmp_path: Path,
+) -> None:
     first, second = run_ranks(2, _quantized, str(tmp_path))
     assert second == []
     assert len(first) == 1
     assert re.match(
-        r"load: .*mlp\.down\.weight\.exp_avg is rounded .* 8-bit codes, .* quantized anew .* 1 more like it", first[0]
+        r"load: .*mlp\.down\.weight\.exp_avg is rounded .* 8-bit codes, .* quantized anew .* 1 "
+        r"more like it",
+        first[0],
     )
 
 
-# --- what is in it --------------------------------------------------------------------------------------------------------
+# --- what is in it --------------------------------------------------------------------------------
 
 
 def _export(rank: int, world: int, folder: str, fault: str) -> dict[str, Any]:
@@ -156,16 +187,23 @@ def _is_whole(folder: Path, expected: dict[str, Any]) -> bool:
         found = safetensors.load_file(folder / kind / "model.safetensors")
         plain = make_lm()
         plain.load_state_dict(found)
-        same &= all(torch.equal(plain.state_dict()[name], torch.tensor(value)) for name, value in expected.items())
+        same &= all(
+            torch.equal(plain.state_dict()[name], torch.tensor(value))
+            for name, value in expected.items()
+        )
     read = {name: torch.zeros_like(value) for name, value in make_lm().state_dict().items()}
     dcp.load(read, storage_reader=shardcore.dcp.Reader(folder / "saved" / "third"))
-    return same and all(torch.equal(read[name], torch.tensor(value)) for name, value in expected.items())
+    return same and all(
+        torch.equal(read[name], torch.tensor(value)) for name, value in expected.items()
+    )
 
 
 def _fails(rank: int, world: int, folder: str) -> tuple[str, str]:
     model, optimizer = sharded_lm(mesh_of(world, 2), 2)
     shardcore.save(folder, model, optimizer, tag="first")
-    write.file_engine = (lambda: _C.FileEngine(faults="write:EIO@0")) if rank == 1 else layout.file_engine
+    write.file_engine = (
+        (lambda: _C.FileEngine(faults="write:EIO@0")) if rank == 1 else layout.file_engine
+    )
     said = error_of(lambda: shardcore.save(folder, model, optimizer, tag="second"))
     write.file_engine = layout.file_engine
     other = "" if rank == 2 else folder
@@ -184,7 +222,10 @@ FORGED: list[tuple[Callable[[Any], Any], str]] = [
     (lambda entry: entry.update(rows=0), "do not belong together|elements"),
     (lambda entry: entry.update(rows=2), "elements of head.weight"),
     (lambda entry: entry["slices"].pop(), "do not belong together: 160 of 304 columns"),
-    (lambda entry: entry["slices"].append(entry["slices"][1]), "lacks columns from 304 on of head.weight, or has some twice"),
+    (
+        lambda entry: entry["slices"].append(entry["slices"][1]),
+        "lacks columns from 304 on of head.weight, or has some twice",
+    ),
     (lambda entry: entry["slices"][1]["parts"].pop("exp_avg"), "do not belong together"),
     (lambda entry: entry.update(slices=[]), "do not belong together"),
 ]
@@ -211,5 +252,9 @@ def test_its_weights_are_whole_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault != "none"])
 def test_faults_are_seen(fault: str, tmp_path: Path) -> None:
     (expected, *_) = run_ranks(4, _export, str(tmp_path), fault)
-    with nullcontext() if fault.startswith("slices") else pytest.raises(ValueError, match="or has some twice"):
+    with (
+        nullcontext()
+        if fault.startswith("slices")
+        else pytest.raises(ValueError, match="or has some twice")
+    ):
         assert not _is_whole(tmp_path, expected)

@@ -1,4 +1,6 @@
-"""State dicts in shards: what torch.distributed.checkpoint writes and reads of them, between stages and world sizes."""
+"""State dicts in shards: what torch.distributed.checkpoint writes and reads of them, between
+stages and world sizes.
+"""
 
 from math import prod
 from pathlib import Path
@@ -8,13 +10,25 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+)
 
 import shardcore
 from shardcore.checkpoint.sharded import Shards, boxes_of
 from tests.support.choice import combinations
 from tests.support.meta import frozen_net
-from tests.support.models import Net, Run, batch_of, error_of, failing_forward, hash_of_training, loss_of, make_net, train
+from tests.support.models import (
+    Net,
+    Run,
+    batch_of,
+    error_of,
+    failing_forward,
+    hash_of_training,
+    loss_of,
+    make_net,
+    train,
+)
 from tests.support.ranks import run_ranks
 
 
@@ -25,7 +39,10 @@ def test_boxes_are_the_range(shape: tuple[int, ...]) -> None:
         for numel in range(1, whole.numel() - start + 1):
             boxes = list(boxes_of(shape, start, numel))
             assert len(boxes) <= max(1, 2 * len(shape) - 1)
-            parts = [whole[tuple(slice(o, o + s) for o, s in zip(*box, strict=True))].reshape(-1) for box in boxes]
+            parts = [
+                whole[tuple(slice(o, o + s) for o, s in zip(*box, strict=True))].reshape(-1)
+                for box in boxes
+            ]
             assert torch.cat(parts).tolist() == list(range(start, start + numel))
 
 
@@ -38,7 +55,9 @@ def _saved(rank: int, world_size: int, run: Run, folder: str, frozen: bool) -> t
     model, optimizer, _ = train(rank, run, _model(frozen))
     weights, states = shardcore.sharded_state_dict(model), shardcore.sharded_state_dict(optimizer)
     dcp.save({"model": weights, "optimizer": states}, checkpoint_id=folder)
-    distinct = {id(shards): shards for shards in weights.values() if isinstance(shards, Shards)}.values()
+    distinct = {
+        id(shards): shards for shards in weights.values() if isinstance(shards, Shards)
+    }.values()
     held = sum(values.numel() for shards in distinct for _, values in shards.ranges)
     return _after_a_step(rank, model, optimizer), held
 
@@ -52,7 +71,10 @@ def _after_a_step(rank: int, model: nn.Module, optimizer: Any) -> str:
 def _loaded(rank: int, world_size: int, run: Run, folder: str, frozen: bool) -> tuple[str, str]:
     torch.manual_seed(7)
     model, optimizer, _ = train(rank, run, _model(frozen))
-    state = {"model": shardcore.sharded_state_dict(model), "optimizer": shardcore.sharded_state_dict(optimizer)}
+    state = {
+        "model": shardcore.sharded_state_dict(model),
+        "optimizer": shardcore.sharded_state_dict(optimizer),
+    }
     before = hash_of_training(model, optimizer)
     dcp.load(state, checkpoint_id=folder)
     assert hash_of_training(model, optimizer) == before, "loading fills copies"
@@ -63,17 +85,28 @@ def _loaded(rank: int, world_size: int, run: Run, folder: str, frozen: bool) -> 
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize(("stage", "precision", "frozen"), combinations([0, 1, 2, 3], ["fp32", "bf16"], [False, True], meet=1))
-def test_a_checkpoint_of_shards_resumes_in_other_worlds(tmp_path: Path, stage: int, precision: str, frozen: bool) -> None:
+@pytest.mark.parametrize(
+    ("stage", "precision", "frozen"),
+    combinations([0, 1, 2, 3], ["fp32", "bf16"], [False, True], meet=1),
+)
+def test_a_checkpoint_of_shards_resumes_in_other_worlds(
+    tmp_path: Path, stage: int, precision: str, frozen: bool
+) -> None:
     run = Run(stage=stage, precision=precision, steps=1)
     if stage == 1:
         run.shard = {"offload": {"optimizer": "cpu", "ratio": 0.37}}
     saved = run_ranks(2, _saved, run, str(tmp_path), frozen)
     numel = sum(p.numel() for p in _model(frozen).parameters() if stage == 3 or p.requires_grad)
-    assert sum(held for _, held in saved) == (2 * numel if stage == 0 else numel), "no rank holds more than its shards"
+    assert sum(held for _, held in saved) == (2 * numel if stage == 0 else numel), (
+        "no rank holds more than its shards"
+    )
     for world_size, other in ((2, stage), (3, 3 - stage)):
         for resumed, unrelated in run_ranks(
-            world_size, _loaded, Run(**{**run.__dict__, "stage": other, "steps": 1}), str(tmp_path), frozen
+            world_size,
+            _loaded,
+            Run(**{**run.__dict__, "stage": other, "steps": 1}),
+            str(tmp_path),
+            frozen,
         ):
             assert unrelated != resumed
             if world_size == 2:  # another number of ranks adds other gradients
@@ -115,7 +148,12 @@ def _refused(rank: int, world_size: int, how: str) -> tuple[str, bool]:
     return said, hash_of_training(model, optimizer) == before
 
 
-WRONG = [("missing", "lacks gain"), ("more", "has other"), ("whole", "head.weight has tensor"), ("nothing", "is a NoneType")]
+WRONG = [
+    ("missing", "lacks gain"),
+    ("more", "has other"),
+    ("whole", "head.weight has tensor"),
+    ("nothing", "is a NoneType"),
+]
 
 
 @pytest.mark.cases(3)
@@ -160,14 +198,21 @@ def test_shards_are_loaded_after_a_forward() -> None:
         leave()
         shardcore.load_sharded_state_dict(model, saved)
         assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
-    with shardcore.full_params(model), pytest.raises(ValueError, match="called inside full_params; expected it after"):
+    with (
+        shardcore.full_params(model),
+        pytest.raises(ValueError, match="called inside full_params; expected it after"),
+    ):
         shardcore.load_sharded_state_dict(model, saved)
 
 
 def test_names_are_those_of_the_plain_model() -> None:
     wrapped = make_net()
-    apply_activation_checkpointing(wrapped, check_fn=lambda module: type(module).__name__ == "Block")
-    (plain, adam, _), (model, optimizer, _) = (train(0, Run(stage=3, steps=1), net) for net in (make_net(), wrapped))
+    apply_activation_checkpointing(
+        wrapped, check_fn=lambda module: type(module).__name__ == "Block"
+    )
+    (plain, adam, _), (model, optimizer, _) = (
+        train(0, Run(stage=3, steps=1), net) for net in (make_net(), wrapped)
+    )
     for of_plain, one in ((plain, model), (adam, optimizer)):
         expected = shardcore.sharded_state_dict(of_plain)
         assert list(shardcore.sharded_state_dict(one)) == list(expected)
@@ -186,7 +231,9 @@ def test_extra_state_that_is_left_out_is_named(caplog: pytest.LogCaptureFixture)
     model.head = Counting(24, 5, bias=False)
     model, _, _ = train(0, Run(stage=3, steps=0), model)
     caplog.clear()
-    assert set(model.state_dict()) - set(shardcore.sharded_state_dict(model)) == {"head._extra_state"}
+    assert set(model.state_dict()) - set(shardcore.sharded_state_dict(model)) == {
+        "head._extra_state"
+    }
     assert ["extra state of head is left out" in text for text in caplog.messages] == [True]
 
 
@@ -195,17 +242,25 @@ def test_shards_are_for_checkpoints_only() -> None:
     shards = shardcore.sharded_state_dict(model)["head.weight"]
     assert shards.shape == (5, 24)
     assert repr(shards) == "Shards(120 of the 120 elements of a (5, 24) torch.float32)"
-    with pytest.raises(TypeError, match=r"only torch\.distributed\.checkpoint reads and writes; expected the full"):
+    with pytest.raises(
+        TypeError, match=r"only torch\.distributed\.checkpoint reads and writes; expected the full"
+    ):
         torch.add(shards, 1)
     with pytest.raises(ValueError, match="sharded_state_dict: Net is not sharded"):
         shardcore.sharded_state_dict(make_net())
 
 
-def _through_files(rank: int, world_size: int, folder: str, precision: str, names: list[str], how: str) -> str:
-    """Save the named weights, load them into zeroed copies; returns the error, or which elements differ."""
+def _through_files(
+    rank: int, world_size: int, folder: str, precision: str, names: list[str], how: str
+) -> str:
+    """Save the named weights, load them into zeroed copies; returns the error, or which elements
+    differ.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(37, 37), nn.LayerNorm(6000, bias=False), nn.Linear(37, 37))
-    model, _ = shardcore.shard(model, shardcore.FusedAdam(model.parameters()), 3, precision=precision)
+    model, _ = shardcore.shard(
+        model, shardcore.FusedAdam(model.parameters()), 3, precision=precision
+    )
     own = {name: shardcore.sharded_state_dict(model)[name] for name in names}
     whole = {name: model.state_dict()[name] for name in names}
     writer: Any = dcp.FileSystemWriter(folder)
@@ -225,7 +280,10 @@ def _through_files(rank: int, world_size: int, folder: str, precision: str, name
         for _, values in shards.ranges:
             values.zero_()
     is_file = isinstance(writer, dcp.HuggingFaceStorageWriter)
-    dcp.load(loaded, storage_reader=(dcp.HuggingFaceStorageReader if is_file else dcp.FileSystemReader)(folder))
+    dcp.load(
+        loaded,
+        storage_reader=(dcp.HuggingFaceStorageReader if is_file else dcp.FileSystemReader)(folder),
+    )
     for name in names:
         for start, values in loaded[name].ranges:
             differ = int((values != whole[name].flatten()[start : start + values.numel()]).sum())
@@ -234,19 +292,29 @@ def _through_files(rank: int, world_size: int, folder: str, precision: str, name
     return "all equal"
 
 
-@pytest.mark.parametrize(("world_size", "precision", "how"), [(3, "bf16", "torch"), (2, "fp32", "safetensors, whole")])
-def test_every_element_is_restored_from_files(tmp_path: Path, world_size: int, precision: str, how: str) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "precision", "how"), [(3, "bf16", "torch"), (2, "fp32", "safetensors, whole")]
+)
+def test_every_element_is_restored_from_files(
+    tmp_path: Path, world_size: int, precision: str, how: str
+) -> None:
     pytest.importorskip("safetensors", reason="HuggingFaceStorageWriter needs it")
     names = ["0.weight", "0.bias", "1.weight", "2.weight"]
-    assert set(run_ranks(world_size, _through_files, str(tmp_path), precision, names, how)) == {"all equal"}
+    assert set(run_ranks(world_size, _through_files, str(tmp_path), precision, names, how)) == {
+        "all equal"
+    }
 
 
 @pytest.mark.parametrize("how", ["safetensors", "safetensors, rank 0"])
 def test_a_writer_that_keeps_one_box_a_file_refuses_several(tmp_path: Path, how: str) -> None:
     pytest.importorskip("safetensors", reason="HuggingFaceStorageWriter needs it")
-    for text in run_ranks(2, _through_files, str(tmp_path / "matrix"), "bf16", ["0.weight", "1.weight"], how):
+    for text in run_ranks(
+        2, _through_files, str(tmp_path / "matrix"), "bf16", ["0.weight", "1.weight"], how
+    ):
         assert "0.weight is in " in text
         assert "expected a FileSystemWriter for what sharded_state_dict returns" in text
     # A vector is one box on each rank, which has a file of its own.
     said = run_ranks(2, _through_files, str(tmp_path / "vector"), "bf16", ["1.weight"], how)
-    assert all(("all equal" if how == "safetensors" else "1.weight is in ") in text for text in said)
+    assert all(
+        ("all equal" if how == "safetensors" else "1.weight is in ") in text for text in said
+    )

@@ -1,4 +1,6 @@
-"""The files of committed states: valid safetensors, locked, refused by name where they are of something else, or damaged."""
+"""The files of committed states: valid safetensors, locked, refused by name where they are of
+something else, or damaged.
+"""
 
 import os
 import re
@@ -22,7 +24,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvme_states, "CHUNK_NUMEL", 512)
 
 
-def _run(folder: Path | str, stage: int = 2, precision: str = "bf16", adam: Any = None, **offload: Any) -> Run:
+def _run(
+    folder: Path | str, stage: int = 2, precision: str = "bf16", adam: Any = None, **offload: Any
+) -> Run:
     tiers = {"optimizer": "nvme", "path": str(folder), **offload}
     return Run(stage, 0, precision=precision, shard={"offload": tiers}, adam=adam or {"lr": 1e-2})
 
@@ -84,7 +88,9 @@ def test_another_job_is_refused_on_every_rank(tmp_path: Path) -> None:
     model, _, _ = train(0, _run(tmp_path))
     first, second = run_ranks(2, _locked, str(tmp_path))
     assert "another job keeps states there" in first
-    assert "rank 0 failed: BlockingIOError: [Errno 11] shard: another job keeps states there" in second
+    assert (
+        "rank 0 failed: BlockingIOError: [Errno 11] shard: another job keeps states there" in second
+    )
     assert model is not None
 
 
@@ -98,7 +104,10 @@ def test_a_path_may_be_under_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_an_earlier_run_is_never_overwritten_unasked(tmp_path: Path) -> None:
     _trained(tmp_path)
     says = error_of(lambda: train(0, _run(tmp_path)))
-    assert f'{tmp_path} has the committed step 3 of an earlier run; expected offload={{"resume": True}}' in says
+    assert (
+        f'{tmp_path} has the committed step 3 of an earlier run; expected offload={{"resume": '
+        f"True}}" in says
+    )
     model, _, _ = train(0, _run(tmp_path, resume=True))
     assert shardcore.resume(model) == 3
     del model
@@ -109,12 +118,17 @@ def test_an_earlier_run_is_never_overwritten_unasked(tmp_path: Path) -> None:
 
 @pytest.mark.cases(2)
 @pytest.mark.parametrize(
-    "other", [{"stage": 2, "adam": MASTERS}, {"precision": "fp32"}, {"ratio": 0.5}], ids=["8-bit", "fp32", "ratio"]
+    "other",
+    [{"stage": 2, "adam": MASTERS}, {"precision": "fp32"}, {"ratio": 0.5}],
+    ids=["8-bit", "fp32", "ratio"],
 )
 def test_other_states_are_refused(tmp_path: Path, other: dict[str, Any]) -> None:
     _trained(tmp_path)
     says = error_of(lambda: train(0, _run(tmp_path, resume=True, **other)))
-    assert "rank_00000.slot_0.safetensors has other states; expected the model, world size, stage, ratio" in says
+    assert (
+        "rank_00000.slot_0.safetensors has other states; expected the model, world size, stage, "
+        "ratio" in says
+    )
     train(0, _run(tmp_path, resume=True))
 
 
@@ -124,7 +138,10 @@ def test_a_slot_that_ends_early_is_told(tmp_path: Path) -> None:
     size = path.stat().st_size
     os.truncate(path, size - 4096)
     says = error_of(lambda: train(0, _run(tmp_path, resume=True)))
-    assert f"{path} ends at byte {size - 4096} of {size}; expected all of it (copy the directory again" in says
+    assert (
+        f"{path} ends at byte {size - 4096} of {size}; expected all of it (copy the directory again"
+        in says
+    )
 
 
 def _refused(rank: int, world_size: int, folder: str) -> str:
@@ -134,13 +151,18 @@ def _refused(rank: int, world_size: int, folder: str) -> str:
 def test_another_world_size_is_refused(tmp_path: Path) -> None:
     _trained(tmp_path)
     for says in run_ranks(2, _refused, str(tmp_path)):
-        assert "ranks have no committed step in common (rank 0: step 2 of run" in says or "of 1 ranks; expected 2" in says
+        assert (
+            "ranks have no committed step in common (rank 0: step 2 of run" in says
+            or "of 1 ranks; expected 2" in says
+        )
 
 
 def test_a_record_that_is_torn_is_none(tmp_path: Path) -> None:
     _trained(tmp_path)
     step = _newest(tmp_path)["commit"]["step"]
-    path = next(p for p in tmp_path.glob("*.commit_*.json") if layout.read_json(p)["commit"]["step"] == step)
+    path = next(
+        p for p in tmp_path.glob("*.commit_*.json") if layout.read_json(p)["commit"]["step"] == step
+    )
     path.write_bytes(path.read_bytes()[:-40])
     model, _, _ = train(0, _run(tmp_path, resume=True))
     assert shardcore.resume(model) == step - 1
@@ -159,7 +181,9 @@ def test_a_record_of_another_version_is_refused(tmp_path: Path) -> None:
 def test_flipped_bits_are_named_and_never_trained_on(tmp_path: Path) -> None:
     _trained(tmp_path)
     record = _newest(tmp_path)
-    _, numel, file, offset, _ = record["tensors"]["blocks.1.up.weight"]["parts"]["exp_avg"]["ranges"][0]
+    _, numel, file, offset, _ = record["tensors"]["blocks.1.up.weight"]["parts"]["exp_avg"][
+        "ranges"
+    ][0]
     _flip(tmp_path / record["files"][file]["name"], offset + 4)
     model, optimizer, _ = train(0, _run(tmp_path, resume=True))
     up = dict(model.named_parameters())["blocks.1.up.weight"]
@@ -183,10 +207,15 @@ def test_the_newest_commit_of_all_is_chosen() -> None:
     a, b = "a" * 32, "b" * 32
     folders = ["x", "y"]
     assert chosen_of([{(a, 3, 2), (a, 4, 2)}, {(a, 3, 2), (a, 2, 2)}], folders, 2) == (a, 3, 2)
-    assert chosen_of([{(a, 1, 2)}, set()], folders, 2) is None, "a run that died in its first commit"
+    assert chosen_of([{(a, 1, 2)}, set()], folders, 2) is None, (
+        "a run that died in its first commit"
+    )
     assert chosen_of([set(), set()], folders, 2) is None
     for found in ([{(a, 3, 2)}, set()], [{(a, 3, 2)}, {(b, 3, 2)}], [{(a, 3, 2)}, {(a, 5, 2)}]):
-        with pytest.raises(ValueError, match=r"no committed step in common.*rank 0: step 3 of run aaaaaaaa in x; rank 1: "):
+        with pytest.raises(
+            ValueError,
+            match=r"no committed step in common.*rank 0: step 3 of run aaaaaaaa in x; rank 1: ",
+        ):
             chosen_of(found, folders, 2)
     with pytest.raises(ValueError, match="x has step 3 of 4 ranks; expected 2"):
         chosen_of([{(a, 3, 4)}, {(a, 3, 4)}], folders, 2)

@@ -1,4 +1,6 @@
-"""Checkpoints of committed states have the files of the states as they are: nothing is copied, and steps do not change them."""
+"""Checkpoints of committed states have the files of the states as they are: nothing is copied,
+and steps do not change them.
+"""
 
 import errno
 import os
@@ -28,7 +30,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _sums(folder: Path) -> dict[str, int]:
-    return {str(path): zlib.crc32(path.read_bytes()) for path in sorted(folder.rglob("*.safetensors"))}
+    return {
+        str(path): zlib.crc32(path.read_bytes()) for path in sorted(folder.rglob("*.safetensors"))
+    }
 
 
 def _shared(folder: Path, saved: Path) -> int:
@@ -86,7 +90,11 @@ def test_it_has_the_bits_of_an_ordinary_save_and_copies_no_states(
     for found in run_ranks(2, _saved, run, str(tmp_path), wait):
         assert found["memory"] == found["disk"]
         if way != "a share":
-            weights = found["memory copied"] / 3 + 8192 if FORMS[form][1].get("master") != "fp32" else 8192
+            weights = (
+                found["memory copied"] / 3 + 8192
+                if FORMS[form][1].get("master") != "fp32"
+                else 8192
+            )
             assert found["disk copied"] <= weights
         if wait and "shared" in found:
             assert found["shared"] > 1000
@@ -95,7 +103,9 @@ def test_it_has_the_bits_of_an_ordinary_save_and_copies_no_states(
 
 
 def _three_saves(folder: Path) -> tuple[list[str], list[str]]:
-    """Save after each of three steps, train on, and return hashes of what was saved and of what is loaded."""
+    """Save after each of three steps, train on, and return hashes of what was saved and of what
+    is loaded.
+    """
     model, optimizer, _ = train(0, run_on_disk(folder / "nvme", resume=True))
     saved = []
     for step in range(3):
@@ -112,7 +122,9 @@ def _three_saves(folder: Path) -> tuple[list[str], list[str]]:
     return saved, loaded
 
 
-def test_each_of_several_checkpoints_keeps_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_of_several_checkpoints_keeps_its_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     saved, loaded = _three_saves(tmp_path)
     assert saved == loaded
     monkeypatch.setattr(slots.Slots, "before_write", lambda self, slot: None)
@@ -120,13 +132,17 @@ def test_each_of_several_checkpoints_keeps_its_step(tmp_path: Path, monkeypatch:
         _three_saves(tmp_path / "written to")
 
 
-def test_what_is_left_behind_when_a_slot_is_replaced_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_left_behind_when_a_slot_is_replaced_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(slots, "_copy", lambda *_: None)
     with pytest.raises((AssertionError, OSError, ValueError)):
         test_chunks_that_lie_in_different_slots(tmp_path)
 
 
-def test_a_slot_is_replaced_where_the_system_copies_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slot_is_replaced_where_the_system_copies_no_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def missing(*_: int) -> int:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
@@ -139,7 +155,9 @@ class _Branches(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.branches = nn.ModuleList(nn.Sequential(nn.Linear(10, width), nn.Linear(width, 3)) for width in (90, 50))
+        self.branches = nn.ModuleList(
+            nn.Sequential(nn.Linear(10, width), nn.Linear(width, 3)) for width in (90, 50)
+        )
 
     def forward(self, x: torch.Tensor, which: tuple[int, ...]) -> torch.Tensor:
         return sum((self.branches[index](x).sum() for index in which), start=torch.zeros(()))
@@ -150,7 +168,12 @@ def _branches(folder: Path, seed: int = 0, path: Path | None = None) -> tuple[An
     model: Any = _Branches()
     offload = {"optimizer": "nvme", "path": path or folder, "resume": True}
     return shardcore.shard(
-        model, shardcore.FusedAdam(model.parameters(), lr=1e-2), 2, units=[], precision="bf16", offload=offload
+        model,
+        shardcore.FusedAdam(model.parameters(), lr=1e-2),
+        2,
+        units=[],
+        precision="bf16",
+        offload=offload,
     )
 
 
@@ -169,7 +192,9 @@ def test_chunks_that_lie_in_different_slots(tmp_path: Path) -> None:
             hashes[str(step)] = hash_of_training(model, optimizer)
             shardcore.save(tmp_path / "saved", model, optimizer, tag=str(step))
         elif what == 2:
-            shardcore.load(tmp_path / "saved", model, optimizer, tag=list(hashes)[-1]) if hashes else None
+            shardcore.load(
+                tmp_path / "saved", model, optimizer, tag=list(hashes)[-1]
+            ) if hashes else None
         elif what == 3:
             expected = hash_of_training(model, optimizer)
             model = optimizer = None
@@ -206,7 +231,9 @@ def test_a_run_that_begins_anew_does_not_change_a_checkpoint(tmp_path: Path) -> 
 
 
 @pytest.mark.more
-def test_what_is_not_committed_or_cannot_be_linked_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_committed_or_cannot_be_linked_is_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, optimizer = _trained(tmp_path / "nvme")
     expected = hash_of_training(model, optimizer)
     shardcore.save(tmp_path / "saved", model, optimizer, tag="given")
@@ -222,22 +249,33 @@ def test_what_is_not_committed_or_cannot_be_linked_is_copied(tmp_path: Path, mon
         shardcore.save(tmp_path / "saved", model, optimizer, tag="elsewhere")
     model, optimizer = _trained(tmp_path / "replaced")
     optimizer.synchronize()
-    for path in (tmp_path / "replaced").glob("*.slot_?.safetensors"):  # as where a disk is unmounted: open files go on
+    # as where a disk is unmounted: open files go on
+    for path in (tmp_path / "replaced").glob("*.slot_?.safetensors"):
         path.rename(path.with_suffix(".away"))
         path.write_bytes(b"of something else")
     shardcore.save(tmp_path / "saved", model, optimizer, tag="replaced")
     model, optimizer = _trained(tmp_path / "third", durable=False, resume=None)
     shardcore.save(tmp_path / "saved", model, optimizer, tag="scratch")
     names = {
-        path.name: sorted(file.name for file in path.glob("*slot*")) for path in (tmp_path / "saved").iterdir() if path.is_dir()
+        path.name: sorted(file.name for file in path.glob("*slot*"))
+        for path in (tmp_path / "saved").iterdir()
+        if path.is_dir()
     }
-    assert names == {"given": ["rank_00000.slot_1.safetensors"], "loaded": [], "elsewhere": [], "replaced": [], "scratch": []}
+    assert names == {
+        "given": ["rank_00000.slot_1.safetensors"],
+        "loaded": [],
+        "elsewhere": [],
+        "replaced": [],
+        "scratch": [],
+    }
     for tag in names:
         shardcore.load(tmp_path / "saved", model, optimizer, tag=tag)
         assert hash_of_training(model, optimizer) == expected
 
 
-def test_no_room_for_another_slot_fails_the_save_and_not_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_room_for_another_slot_fails_the_save_and_not_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, optimizer = _trained(tmp_path / "nvme")
     open_file = _C.BlockFile
 
@@ -268,12 +306,16 @@ def test_files_and_descriptors_do_not_grow(tmp_path: Path) -> None:
         if step in (8, 23):
             optimizer.synchronize()
             sizes.append(
-                (len(os.listdir("/proc/self/fd")), len(os.listdir(tmp_path / "nvme")), len(os.listdir(tmp_path / "saved")))
+                (
+                    len(os.listdir("/proc/self/fd")),
+                    len(os.listdir(tmp_path / "nvme")),
+                    len(os.listdir(tmp_path / "saved")),
+                )
             )
     assert sizes[0] == sizes[1]
 
 
-# --- killed between two file operations ---------------------------------------------------------------------------------
+# --- killed between two file operations -----------------------------------------------------------
 
 WHICH = ((0, 1), (0,), (0, 1), (0,), (1,), (0, 1), (0,))  # the branches that each step trains
 
@@ -308,7 +350,9 @@ def _branch_step(model: Any, optimizer: Any, step: int) -> None:
 
 
 def _train_and_save(folder: str, number: int, early: bool) -> None:
-    """early: the broken twin, in which a new file takes the place of a slot as soon as a checkpoint has the old one."""
+    """early: the broken twin, in which a new file takes the place of a slot as soon as a
+    checkpoint has the old one.
+    """
     nvme_states.CHUNK_NUMEL = 512
     torch.set_num_threads(1)
     if early:
@@ -317,7 +361,10 @@ def _train_and_save(folder: str, number: int, early: bool) -> None:
         def replace(self: Any, slot: int) -> None:
             make_next(self, slot)
             os.rename(self.paths[slot].with_suffix(slots._NEXT), self.paths[slot])
-            self._files[slot], self._opened[slot] = self._next.pop(slot), slots._identity(self.paths[slot])
+            self._files[slot], self._opened[slot] = (
+                self._next.pop(slot),
+                slots._identity(self.paths[slot]),
+            )
 
         slots.Slots._make_next = replace
     model, optimizer = _branches(Path(folder, "nvme"))
@@ -331,7 +378,9 @@ def _train_and_save(folder: str, number: int, early: bool) -> None:
 
 
 def _kill_jobs(tmp_path: Path, every: int, early: bool = False) -> int:
-    """Kill jobs before the first, `every`-th, ... file operation; returns how many there were before one ended by itself."""
+    """Kill jobs before the first, `every`-th, ... file operation; returns how many there were
+    before one ended by itself.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as the jobs have
     model, optimizer = _branches(tmp_path / "other")
@@ -341,7 +390,11 @@ def _kill_jobs(tmp_path: Path, every: int, early: bool = False) -> int:
         expected.append(hash_of_training(model, optimizer))
 
     def check(folder: Path, saved: int) -> None:
-        found = {path.name for path in checkpoints(folder / "saved")} if (folder / "saved").exists() else set()
+        found = (
+            {path.name for path in checkpoints(folder / "saved")}
+            if (folder / "saved").exists()
+            else set()
+        )
         assert not saved or str(saved) in found
         for tag in found:
             shardcore.load(folder / "saved", model, optimizer, tag=tag)
@@ -377,10 +430,15 @@ def _kill_jobs(tmp_path: Path, every: int, early: bool = False) -> int:
 
 @pytest.mark.crash
 @pytest.mark.slow  # make crash-test has it
-def test_a_kill_between_two_file_operations_loses_neither_checkpoint_nor_step(tmp_path: Path, record_property: Any) -> None:
+def test_a_kill_between_two_file_operations_loses_neither_checkpoint_nor_step(
+    tmp_path: Path, record_property: Any
+) -> None:
     killed = _kill_jobs(tmp_path, max(1, 240 // max(12, times("commits", 12))))
     assert killed > 5
-    record_property("crash", ("killed between two file operations of a save", killed, "0 checkpoints or steps lost"))
+    record_property(
+        "crash",
+        ("killed between two file operations of a save", killed, "0 checkpoints or steps lost"),
+    )
 
 
 @pytest.mark.crash

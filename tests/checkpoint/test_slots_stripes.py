@@ -1,4 +1,6 @@
-"""States over several directories: the bits of one, bytes as the disks are fast, and the same promises where one is missing."""
+"""States over several directories: the bits of one, bytes as the disks are fast, and the same
+promises where one is missing.
+"""
 
 import os
 from collections.abc import Callable
@@ -44,7 +46,11 @@ def _trained(path: Any, steps: int = 3, **options: Any) -> tuple[Any, Any]:
 
 def _bytes_in(folder: Path) -> int:
     """Return how many bytes of disk the files of a directory have, each once."""
-    return sum(path.lstat().st_size for path in folder.iterdir() if path.suffix == ".safetensors" and not path.is_symlink())
+    return sum(
+        path.lstat().st_size
+        for path in folder.iterdir()
+        if path.suffix == ".safetensors" and not path.is_symlink()
+    )
 
 
 def _hashes(rank: int, world_size: int, runs: list[Run]) -> list[str]:
@@ -68,8 +74,13 @@ def _hashes(rank: int, world_size: int, runs: list[Run]) -> list[str]:
         (3, "bf16 states", "all on disk", False),
     ],
 )
-def test_several_directories_have_the_bits_of_memory(stage: int, form: str, way: str, durable: bool, tmp_path: Path) -> None:
-    paths = [[str(one) for one in _folders(tmp_path / str(len(rates)), *rates)] for rates in ((3, 1), (1, 2, 1))]
+def test_several_directories_have_the_bits_of_memory(
+    stage: int, form: str, way: str, durable: bool, tmp_path: Path
+) -> None:
+    paths = [
+        [str(one) for one in _folders(tmp_path / str(len(rates)), *rates)]
+        for rates in ((3, 1), (1, 2, 1))
+    ]
     runs = [run_on_disk(path, stage, form, way, durable=durable) for path in paths]
     for hashes in run_ranks(2, _hashes, [in_memory(runs[0]), *runs]):
         assert len(set(hashes)) == 1
@@ -77,7 +88,9 @@ def test_several_directories_have_the_bits_of_memory(stage: int, form: str, way:
 
 
 @pytest.mark.parametrize("rates", [(1, 1), (3, 1), (1, 5), (2, 1, 1), (0.001, 1)])
-def test_bytes_follow_the_rates(rates: tuple[float, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_follow_the_rates(
+    rates: tuple[float, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(nvme_states, "CHUNK_NUMEL", 256)
     folders = _folders(tmp_path, *rates)  # type: ignore[arg-type]
     model, _ = _trained([str(one) for one in folders], 1)
@@ -88,7 +101,9 @@ def test_bytes_follow_the_rates(rates: tuple[float, ...], tmp_path: Path, monkey
     assert model is not None
 
 
-def test_equal_shares_whatever_the_rates_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_shares_whatever_the_rates_are_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(nvme_states, "measure", lambda *_: disk.Rates(1, 1, 1))
     with pytest.raises(AssertionError):
         test_bytes_follow_the_rates((1, 5), tmp_path, monkeypatch)
@@ -107,7 +122,9 @@ def test_neighbours_lie_on_different_disks(tmp_path: Path) -> None:
     assert len(names[0] & names[1]) > 3, "the chunks of a large tensor are on both"
 
 
-def test_a_run_goes_on_with_the_stripes_that_it_has_wherever_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_goes_on_with_the_stripes_that_it_has_wherever_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = hash_of_training(*_trained(tmp_path / "one", 4))
     hash_of_training(*_trained(_folders(tmp_path, 3, 1), 2))  # commits the last one
     monkeypatch.setattr(nvme_states, "measure", lambda *_: pytest.fail("rates are measured once"))
@@ -135,8 +152,12 @@ def test_directories_that_cannot_be_used_are_named(tmp_path: Path, durable: bool
         return error_of(lambda: train(0, run_on_disk(path, durable=durable)))
 
     assert f"has {one} and {one}, which are the same" in said([one, one])
-    assert f"has {one} and {tmp_path / 'link'}, which are the same" in said([one, two, tmp_path / "link"])
-    assert f"has {tmp_path / 'file'}, a file; expected a directory" in said([one, tmp_path / "file"])
+    assert f"has {one} and {tmp_path / 'link'}, which are the same" in said(
+        [one, two, tmp_path / "link"]
+    )
+    assert f"has {tmp_path / 'file'}, a file; expected a directory" in said(
+        [one, tmp_path / "file"]
+    )
     for path in ([], [3], [one, None], 3, {"a": one}):
         assert "expected a directory on the disk to use, or a list of some" in said(path)
     assert not list(one.glob("*slot*"))
@@ -151,16 +172,25 @@ def test_a_directory_that_is_missing_is_named_and_nothing_is_lost(tmp_path: Path
         return error_of(lambda: train(0, run_on_disk(list(path), resume=True)))
 
     assert f'offload["path"] lacks {two}/rank_00000.' in said(one, two)
-    assert f"expected all directories of step 3, in their order, which were {one}, {two}" in said(one, two)
+    assert f"expected all directories of step 3, in their order, which were {one}, {two}" in said(
+        one, two
+    )
     assert not two.exists()
     assert 'offload["path"] has 1 directories; expected all directories of step 3' in said(one)
     assert "lacks" in said(one, tmp_path / "4_1")
-    assert "slot_2.safetensors" in error_of(lambda: shardcore.load(one, *train(0, Run(2, 0, precision="bf16"))[:2]))
+    assert "slot_2.safetensors" in error_of(
+        lambda: shardcore.load(one, *train(0, Run(2, 0, precision="bf16"))[:2])
+    )
     three.rename(two)
     for resume in (True, None):
         said_of = error_of(lambda: train(0, run_on_disk([two, one], resume=resume)))  # noqa: B023
-        assert f"expected the directories in the order that the run there has them: {one}, {two}" in said_of
-    assert "committed step 3 of an earlier run" in error_of(lambda: train(0, run_on_disk([one, two])))
+        assert (
+            f"expected the directories in the order that the run there has them: {one}, {two}"
+            in said_of
+        )
+    assert "committed step 3 of an earlier run" in error_of(
+        lambda: train(0, run_on_disk([one, two]))
+    )
     assert hash_of_training(*_trained([one, two], 0, resume=True)) == expected
 
 
@@ -174,7 +204,9 @@ def test_runs_share_directories_that_are_not_their_first(tmp_path: Path) -> None
     assert hash_of_training(*_trained([one, shared], 0, resume=True)) == hashes[0]
     assert hash_of_training(*_trained([two, shared], 0, resume=True)) == hashes[1]
     _trained([one, shared], 0, resume=False)
-    assert len(list(shared.iterdir())) == 4, "a run that begins anew leaves nothing of the one before"
+    assert len(list(shared.iterdir())) == 4, (
+        "a run that begins anew leaves nothing of the one before"
+    )
     assert hash_of_training(*_trained([two, shared], 0, resume=True)) == hashes[1]
 
 
@@ -183,7 +215,10 @@ def test_checkpoints_get_the_slots_of_all_directories(tmp_path: Path) -> None:
     model, optimizer = _trained(folders)
     path = shardcore.save(tmp_path / "saved", model, optimizer).path
     expected = hash_of_training(model, optimizer)
-    assert sorted(one.name for one in path.glob("*slot*")) == ["rank_00000.slot_0.safetensors", "rank_00000.slot_2.safetensors"]
+    assert sorted(one.name for one in path.glob("*slot*")) == [
+        "rank_00000.slot_0.safetensors",
+        "rank_00000.slot_2.safetensors",
+    ]
     assert not any(one.is_symlink() for one in path.iterdir())
     for step in range(3, 8):
         stepped(model, optimizer, 0, step)
@@ -192,7 +227,9 @@ def test_checkpoints_get_the_slots_of_all_directories(tmp_path: Path) -> None:
     assert hash_of_training(other, adam) == expected
 
 
-def test_all_disks_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_disks_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     folders = _folders(tmp_path, 3 * 10**9, 10**9)
     monkeypatch.setattr(disk, "measure", lambda engine, folder, nbytes=0: _rates(folder))
     for folder in folders:

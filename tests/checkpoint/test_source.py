@@ -1,4 +1,6 @@
-"""A source of any kind is loaded: what it has by name and by ranges is what the model and its optimizer get."""
+"""A source of any kind is loaded: what it has by name and by ranges is what the model and its
+optimizer get.
+"""
 
 from functools import partial
 from itertools import combinations, pairwise
@@ -113,10 +115,16 @@ def test_weights_alone() -> None:
     run_ranks(2, _weights_only)
 
 
-# --- slices ---------------------------------------------------------------------------------------------------------------
+# --- slices ---------------------------------------------------------------------------------------
 
 # Shape, sliced dimension, blocks of it, and how many ranks have slices before and after.
-CUTS = [((6, 10), 1, 1, 2, 5), ((7, 3), 0, 1, 3, 2), ((3, 8, 5), 1, 2, 2, 4), ((12,), 0, 3, 4, 2), ((2, 9, 2), 1, 1, 4, 1)]
+CUTS = [
+    ((6, 10), 1, 1, 2, 5),
+    ((7, 3), 0, 1, 3, 2),
+    ((3, 8, 5), 1, 2, 2, 4),
+    ((12,), 0, 3, 4, 2),
+    ((2, 9, 2), 1, 1, 4, 1),
+]
 
 
 def _columns(shape: tuple[int, ...], dim: int, blocks: int, ranks: int) -> list[Columns]:
@@ -131,12 +139,15 @@ def _all_windows_are_right() -> bool:
         full = torch.arange(prod(shape))
         parts, wanted = _columns(shape, dim, blocks, before), _columns(shape, dim, blocks, after)
         values = {
-            c: full.view(c.rows, c.width)[:, c.first : c.first + c.count].flatten().contiguous() for c in (*parts, *wanted)
+            c: full.view(c.rows, c.width)[:, c.first : c.first + c.count].flatten().contiguous()
+            for c in (*parts, *wanted)
         }
         reads = {part: partial(values[part].narrow, 0) for part in parts}
         for columns in wanted:
             for start, end in combinations(range(values[columns].numel() + 1), 2):
-                if not torch.equal(gathered(columns, start, end - start, reads), values[columns][start:end]):
+                if not torch.equal(
+                    gathered(columns, start, end - start, reads), values[columns][start:end]
+                ):
                     return False
     return True
 
@@ -145,7 +156,9 @@ def _all_windows_are_right() -> bool:
 def test_slices_are_read_from_other_slices(long: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source_module, "_LONG", long)
     assert _all_windows_are_right()
-    monkeypatch.setattr(Columns, "before", lambda self, row, column: row * self.count + max(column - self.first, 0))
+    monkeypatch.setattr(
+        Columns, "before", lambda self, row, column: row * self.count + max(column - self.first, 0)
+    )
     with pytest.raises((RuntimeError, AssertionError)):
         assert _all_windows_are_right()
 

@@ -1,4 +1,6 @@
-"""Files of a rank: what cannot be written is named on every rank, and leaves the checkpoints that were there."""
+"""Files of a rank: what cannot be written is named on every rank, and leaves the checkpoints
+that were there.
+"""
 
 import os
 from pathlib import Path
@@ -16,10 +18,14 @@ from tests.support.ranks import run_ranks
 
 def _on(rank: int, fault: str, of: int) -> None:
     """Let the file engine of rank `of` have a fault; "" lets none have one."""
-    write.file_engine = (lambda: _C.FileEngine(faults=fault)) if rank == of and fault else layout.file_engine
+    write.file_engine = (
+        (lambda: _C.FileEngine(faults=fault)) if rank == of and fault else layout.file_engine
+    )
 
 
-def _with_fault(rank: int, world_size: int, folder: str, fault: str, wait: bool) -> tuple[str, str, str, list[str]]:
+def _with_fault(
+    rank: int, world_size: int, folder: str, fault: str, wait: bool
+) -> tuple[str, str, str, list[str]]:
     model, optimizer, _ = train(rank, Run(stage=2, steps=1))
     shardcore.save(folder, model, optimizer)
     before = hash_of_training(model, optimizer)
@@ -40,9 +46,12 @@ def _with_fault(rank: int, world_size: int, folder: str, fault: str, wait: bool)
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(
-    ("fault", "name", "wait"), [("write:EIO@4096", "Input/output error", True), ("write:ENOSPC@0", "No space left", False)]
+    ("fault", "name", "wait"),
+    [("write:EIO@4096", "Input/output error", True), ("write:ENOSPC@0", "No space left", False)],
 )
-def test_a_write_that_fails_is_named_and_leaves_the_old_checkpoint(tmp_path: Path, fault: str, name: str, wait: bool) -> None:
+def test_a_write_that_fails_is_named_and_leaves_the_old_checkpoint(
+    tmp_path: Path, fault: str, name: str, wait: bool
+) -> None:
     results = run_ranks(2, _with_fault, str(tmp_path), fault, wait)
     assert name in results[1][0]
     assert "rank_00001.safetensors" in results[1][0]

@@ -14,19 +14,27 @@ def test_the_accelerator_is_the_device_that_trains() -> None:
     accelerator = get_accelerator()
     assert accelerator is deepspeed.get_accelerator()
     if not torch.cuda.is_available():
-        assert (accelerator.device_name(0), accelerator.communication_backend_name()) == ("cpu", "gloo")
+        assert (accelerator.device_name(0), accelerator.communication_backend_name()) == (
+            "cpu",
+            "gloo",
+        )
         accelerator.set_device(0)
     assert accelerator.is_bf16_supported() in (True, False)
 
 
 def test_the_accelerator_is_sent_to_workers() -> None:
-    assert pickle.loads(pickle.dumps(get_accelerator())).device_name() == get_accelerator().device_name()
+    assert (
+        pickle.loads(pickle.dumps(get_accelerator())).device_name()
+        == get_accelerator().device_name()
+    )
 
 
 def test_dtypes_and_memory_are_told_of() -> None:
     accelerator = get_accelerator()
     assert (
-        {torch.float32, torch.float16} <= set(accelerator.supported_dtypes()) <= {torch.float32, torch.float16, torch.bfloat16}
+        {torch.float32, torch.float16}
+        <= set(accelerator.supported_dtypes())
+        <= {torch.float32, torch.float16, torch.bfloat16}
     )
     assert 0 < accelerator.available_memory() < accelerator.total_memory()
     assert accelerator.on_accelerator(torch.ones(1, device=accelerator.device()))
@@ -42,7 +50,9 @@ def test_a_device_is_supported() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="DeepSpeed counts GPUs there")
 @pytest.mark.parametrize("size", [None, "0", "3"])
-def test_devices_of_a_cpu_are_counted_as_deepspeed_does(size: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_of_a_cpu_are_counted_as_deepspeed_does(
+    size: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("deepspeed", reason="compares with DeepSpeed's")
     monkeypatch.delenv("LOCAL_SIZE", raising=False)
     if size is not None:

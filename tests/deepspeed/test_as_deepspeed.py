@@ -1,6 +1,8 @@
-"""shardcore run --as-deepspeed: scripts of Trainer and TRL that know nothing of shardcore, and import deepspeed.
+"""shardcore run --as-deepspeed: scripts of Trainer and TRL that know nothing of shardcore, and
+import deepspeed.
 
-Accelerate has DeepSpeed on GPUs only, so on the CPU ranks of these tests PROGRAM starts the scripts, with gloo.
+Accelerate has DeepSpeed on GPUs only, so on the CPU ranks of these tests PROGRAM starts the
+scripts, with gloo.
 """
 
 import importlib.util
@@ -223,7 +225,11 @@ trainer = Trainer(model=model, args=args, train_dataset=data, eval_dataset=data[
 trainer.train()
 finish(trainer)
 """
-ZERO = {"reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto", "stage3_param_persistence_threshold": "auto"}
+ZERO = {
+    "reduce_bucket_size": "auto",
+    "stage3_prefetch_bucket_size": "auto",
+    "stage3_param_persistence_threshold": "auto",
+}
 CONFIG: dict[str, Any] = {
     "bf16": {"enabled": "auto"},
     "fp16": {"enabled": "auto"},
@@ -232,21 +238,40 @@ CONFIG: dict[str, Any] = {
     "train_batch_size": "auto",
     "train_micro_batch_size_per_gpu": "auto",
 }
-ADAMW = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}}
-WARMUP = {name: "auto" for name in ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")}
+ADAMW = {
+    "type": "AdamW",
+    "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+}
+WARMUP = {
+    name: "auto"
+    for name in ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
+}
 
 
 def config(stage: int, **more: Any) -> dict[str, Any]:
-    zero = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True, **ZERO, **more.pop("zero", {})}
+    zero = {
+        "stage": stage,
+        "stage3_gather_16bit_weights_on_model_save": True,
+        **ZERO,
+        **more.pop("zero", {}),
+    }
     return {**CONFIG, "zero_optimization": zero, **more}
 
 
 def words_of(out: str, *words: str) -> list[str]:
     settings = {
-        "output_dir": out, "max_steps": 4, "save_steps": 2, "per_device_train_batch_size": 2, "logging_steps": 1,
-        "report_to": "none", "gradient_accumulation_steps": 2, "learning_rate": 0.01, "max_grad_norm": 0.5, "disable_tqdm": 1,
+        "output_dir": out,
+        "max_steps": 4,
+        "save_steps": 2,
+        "per_device_train_batch_size": 2,
+        "logging_steps": 1,
+        "report_to": "none",
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 0.01,
+        "max_grad_norm": 0.5,
+        "disable_tqdm": 1,
         "logging_nan_inf_filter": 0,
-    }  # fmt: skip
+    }
     given = [f"--{name}={value}" for name, value in settings.items() if f"--{name}" not in words]
     return [*given, *words]
 
@@ -265,9 +290,11 @@ Run = tuple[str, dict[str, Any], tuple[str, ...]]  # a script, DeepSpeed's confi
 
 
 def run(folder: Path, runs: dict[str, Run], *libraries: str) -> dict[str, Any]:
-    """Make trainings by one shardcore run, one after the other; return the log and weights of each by its name, and its output.
+    """Make trainings by one shardcore run, one after the other; return the log and weights of each
+    by its name, and its output.
 
-    Starting a rank and importing what it needs takes ten times as long as a training: so one does, and forks the other one.
+    Starting a rank and importing what it needs takes ten times as long as a training: so one does,
+    and forks the other one.
     """
     lines = []
     for name, (text, ds, words) in runs.items():
@@ -277,14 +304,33 @@ def run(folder: Path, runs: dict[str, Run], *libraries: str) -> dict[str, Any]:
     (folder / "runs.json").write_text(json.dumps(lines))
     (folder / "program.py").write_text(PROGRAM)
     # Without PYTHONPATH: shardcore is found wherever the launcher was.
-    own = {name: value for name, value in environment().items() if name != "PYTHONPATH" and not name.startswith("ACCELERATE_")}
-    command = ("run", "--num_gpus", "1", "--no_local_rank", "--as-deepspeed", "program.py", *libraries)
+    own = {
+        name: value
+        for name, value in environment().items()
+        if name != "PYTHONPATH" and not name.startswith("ACCELERATE_")
+    }
+    command = (
+        "run",
+        "--num_gpus",
+        "1",
+        "--no_local_rank",
+        "--as-deepspeed",
+        "program.py",
+        *libraries,
+    )
     said = folder / "said"
-    process = start(run_here, "shardcore", command, own | {"ACCELERATE_TORCH_DEVICE": "cpu"}, folder, said)
+    process = start(
+        run_here, "shardcore", command, own | {"ACCELERATE_TORCH_DEVICE": "cpu"}, folder, said
+    )
     process.join(400)
     process.kill()
-    assert process.exitcode == 0, said.read_text()[-1000:] + said.with_suffix(".err").read_text()[-4000:]
-    return {name: result_of(folder / name) for name in runs} | {"folder": folder, "said": said.read_text()}
+    assert process.exitcode == 0, (
+        said.read_text()[-1000:] + said.with_suffix(".err").read_text()[-4000:]
+    )
+    return {name: result_of(folder / name) for name in runs} | {
+        "folder": folder,
+        "said": said.read_text(),
+    }
 
 
 def _run_plain(rank: int, world_size: int, folder: str, words: list[str]) -> None:
@@ -295,7 +341,9 @@ def _run_plain(rank: int, world_size: int, folder: str, words: list[str]) -> Non
 
 
 def run_plain(folder: Path, text: str, *words: str, ranks: int = 2) -> dict[str, Any]:
-    """Run a script under DDP, on ranks that have imported what it needs; return its log and weights."""
+    """Run a script under DDP, on ranks that have imported what it needs; return its log and
+    weights.
+    """
     (folder / "train.py").write_text(HEAD + text)
     run_ranks(ranks, _run_plain, str(folder), words_of("plain", *words))
     return result_of(folder / "plain")
@@ -307,15 +355,22 @@ def same_weights(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def close(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return all(one[key] == pytest.approx(other[key], rel=1e-5) for key in ("loss", "grad_norm", "learning_rate"))
+    return all(
+        one[key] == pytest.approx(other[key], rel=1e-5)
+        for key in ("loss", "grad_norm", "learning_rate")
+    )
 
 
-# --- names --------------------------------------------------------------------------------------------------------------
+# --- names ----------------------------------------------------------------------------------------
 
 
 def _too_late() -> list[str]:
     """What it says where a library is imported already: empty modules stand for the real ones."""
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("deepspeed", "accelerate", "transformers")]:
+    for name in [
+        name
+        for name in sys.modules
+        if name.partition(".")[0] in ("deepspeed", "accelerate", "transformers")
+    ]:
         del sys.modules[name]
     found = []
     for name in ("deepspeed", "accelerate", "transformers"):
@@ -336,7 +391,9 @@ def test_it_is_refused_where_it_comes_too_late() -> None:
 
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 FP16 = {"enabled": True, "initial_scale_power": 40, "hysteresis": 1, "loss_scale_window": 1000}
-OWN = config(3, zero=OFFLOAD, optimizer=ADAMW, scheduler={"type": "WarmupDecayLR", "params": WARMUP})
+OWN = config(
+    3, zero=OFFLOAD, optimizer=ADAMW, scheduler={"type": "WarmupDecayLR", "params": WARMUP}
+)
 BEST = ("--eval_strategy", "steps", "--eval_steps", "2", "--load_best_model_at_end", "1")
 FLOAT32 = ("--bf16", "0")
 NO_WEIGHTS = {"stage3_gather_16bit_weights_on_model_save": False}
@@ -350,15 +407,35 @@ RUNS: dict[str, Run] = {
     "pretrained": (FROM_PRETRAINED, config(3), BEST),
     "evaluation": (EVALUATION, config(3, optimizer=ADAMW), ()),  # an optimizer that is left out
 }
-GRPO_WORDS = (*FLOAT32, *ONCE, "--num_generations", "2", "--max_completion_length", "6", "--beta", "0.1")
+GRPO_WORDS = (
+    *FLOAT32,
+    *ONCE,
+    "--num_generations",
+    "2",
+    "--max_completion_length",
+    "6",
+    "--beta",
+    "0.1",
+)
 WITH_TRL: dict[str, Run] = {
     "lora": (SFT, config(3), FLOAT32),
     "dpo": (DPO, config(3), (*FLOAT32, *ONCE)),
     "GRPO": (GRPO, config(3), GRPO_WORDS),
 }
 LIBRARIES = ("trl", "peft", "datasets")
-STEPWISE = ("--gradient_accumulation_steps", "1", "--data_seed", "1", "--eval_strategy", "steps", "--eval_steps", "2", *ONCE)
-LAST: dict[str, Run] = {"ulysses": (ULYSSES, config(2, optimizer=ADAMW), STEPWISE)}  # leaves sequences split in its process
+STEPWISE = (
+    "--gradient_accumulation_steps",
+    "1",
+    "--data_seed",
+    "1",
+    "--eval_strategy",
+    "steps",
+    "--eval_steps",
+    "2",
+    *ONCE,
+)
+# leaves sequences split in its process
+LAST: dict[str, Run] = {"ulysses": (ULYSSES, config(2, optimizer=ADAMW), STEPWISE)}
 
 
 def resumed(name: str, text: str, ds: dict[str, Any], words: tuple[str, ...]) -> Run:
@@ -372,18 +449,27 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     tiny_gpt2().save_pretrained(folder / "saved")
     libraries = LIBRARIES if all(map(importlib.util.find_spec, LIBRARIES)) else ()
     runs = RUNS | (WITH_TRL if libraries else {})
-    again = {f"{name}_resumed": resumed(name, *runs[name]) for name in ("three", "own", "lora") if name in runs}
+    again = {
+        f"{name}_resumed": resumed(name, *runs[name])
+        for name in ("three", "own", "lora")
+        if name in runs
+    }
     return run(folder, runs | again | LAST, *libraries)
 
 
 @pytest.mark.more
 def test_names_and_metadata_are_shardcores_in_loaders_workers_too(found: dict[str, Any]) -> None:
-    assert found["said"].count("worker: ('0.19.8',) ('shardcore.deepspeed.initialize',) ('shardcore.") == 2
+    assert (
+        found["said"].count("worker: ('0.19.8',) ('shardcore.deepspeed.initialize',) ('shardcore.")
+        == 2
+    )
     name, module = [line for line in found["said"].splitlines() if line.startswith("refused: ")]
     for line, what in ((name, "InferenceEngine"), (module, "inference")):
         assert line == (
-            f"refused: No module named 'deepspeed.{what}': deepspeed is shardcore in this process (--as-deepspeed), which has "
-            f"no counterpart of DeepSpeed's {what}; expected shardcore.consolidate(...), and an inference engine of your choice"
+            f"refused: No module named 'deepspeed.{what}': deepspeed is shardcore in this process "
+            f"(--as-deepspeed), which has "
+            f"no counterpart of DeepSpeed's {what}; expected shardcore.consolidate(...), and an "
+            f"inference engine of your choice"
         )
 
 
@@ -398,7 +484,9 @@ def test_trainer_has_the_numbers_of_ddp_and_resumes(tmp_path: Path, found: dict[
     assert same_weights(two, three)
     assert same_weights(found["three_resumed"], three)
     assert found["three_resumed"]["grad_norm"] == three["grad_norm"]
-    assert not close(two, run_plain(tmp_path, TRAINER, *ONCE, "--max_grad_norm", "1000")), "a twin without clipping"
+    assert not close(two, run_plain(tmp_path, TRAINER, *ONCE, "--max_grad_norm", "1000")), (
+        "a twin without clipping"
+    )
 
 
 @pytest.mark.more
@@ -407,20 +495,28 @@ def test_the_configurations_own_optimizer_and_scheduler_with_offload(found: dict
     assert max(own["learning_rate"]) == pytest.approx(0.01)
     assert min(own["learning_rate"]) == 0.0, "DeepSpeed's scheduler, not Trainer's"
     assert same_weights(found["own_resumed"], own)
-    assert same_weights(found["offloaded"], found["two"]), "torch's AdamW, which Accelerate replaces by DeepSpeedCPUAdam"
+    assert same_weights(found["offloaded"], found["two"]), (
+        "torch's AdamW, which Accelerate replaces by DeepSpeedCPUAdam"
+    )
     assert not same_weights(own, found["two"])
 
 
 @pytest.mark.more
-def test_pretrained_weights_at_stage_3_are_those_of_rank_0(tmp_path: Path, found: dict[str, Any]) -> None:
+def test_pretrained_weights_at_stage_3_are_those_of_rank_0(
+    tmp_path: Path, found: dict[str, Any]
+) -> None:
     tiny_gpt2().save_pretrained(tmp_path / "saved")
     plain = run_plain(tmp_path, FROM_PRETRAINED, *BEST)
     assert found["pretrained"]["weights"]["transformer.wte.weight"].shape[0] == 48
-    assert found["pretrained"]["loss"][0] == pytest.approx(plain["loss"][0], rel=1e-2), "new rows are random"
+    assert found["pretrained"]["loss"][0] == pytest.approx(plain["loss"][0], rel=1e-2), (
+        "new rows are random"
+    )
 
 
 @pytest.mark.more
-def test_overflow_of_float16_steps_no_scheduler_and_weights_stay_sharded(found: dict[str, Any]) -> None:
+def test_overflow_of_float16_steps_no_scheduler_and_weights_stay_sharded(
+    found: dict[str, Any],
+) -> None:
     rates = found["fp16"]["learning_rate"]
     assert rates[0] == rates[1] == 0.01, "the first steps are skipped"
     assert "weights" not in found["fp16"], "as with DeepSpeed: only sharded"
@@ -440,7 +536,7 @@ def test_sequences_split_by_ulysses(tmp_path: Path, found: dict[str, Any]) -> No
         assert found["ulysses"][name] == pytest.approx(alone[name], rel=2e-4)
 
 
-# --- TRL ----------------------------------------------------------------------------------------------------------------
+# --- TRL ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -464,8 +560,12 @@ def test_trl_with_a_reference_model_at_stage_3(tmp_path: Path, with_trl: dict[st
 
 
 @pytest.mark.more
-def test_trl_that_generates_while_it_trains_at_stage_3(tmp_path: Path, with_trl: dict[str, Any]) -> None:
+def test_trl_that_generates_while_it_trains_at_stage_3(
+    tmp_path: Path, with_trl: dict[str, Any]
+) -> None:
     tiny_gpt2().save_pretrained(tmp_path / "saved")
     plain = run_plain(tmp_path, GRPO, *GRPO_WORDS)
     assert min(plain["grad_norm"]) > 0.0
-    assert with_trl["GRPO"]["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-5), "the same texts were generated"
+    assert with_trl["GRPO"]["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-5), (
+        "the same texts were generated"
+    )

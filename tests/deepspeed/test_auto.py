@@ -1,4 +1,6 @@
-""" "auto" is resolved as Hugging Face's Trainer does, and what contradicts the trainer is refused."""
+""" "auto" is resolved as Hugging Face's Trainer does, and what contradicts the trainer is
+refused.
+"""
 
 import copy
 from typing import Any
@@ -15,7 +17,10 @@ CONFIG: dict[str, Any] = {
     "gradient_clipping": "auto",
     "bf16": {"enabled": "auto"},
     "fp16": {"enabled": "auto", "loss_scale": 0, "initial_scale_power": 16},
-    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+    },
     "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
 }
 VALUES: dict[str, object] = {
@@ -40,11 +45,19 @@ def test_every_auto_is_replaced_and_said() -> None:
     assert before == CONFIG, "what the user gave is not changed"
     settings = read_config(resolved)
     assert settings.batch_sizes(2).train == 16
-    assert (settings.gradient_clipping, settings.bf16, settings.fp16, settings.stage) == (0.5, True, False, 3)
+    assert (settings.gradient_clipping, settings.bf16, settings.fp16, settings.stage) == (
+        0.5,
+        True,
+        False,
+        3,
+    )
     assert settings.optimizer is not None
     assert {key: settings.optimizer[key] for key in ("lr", "betas", "eps", "weight_decay")} == {
-        "lr": 3e-5, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1,
-    }  # fmt: skip
+        "lr": 3e-5,
+        "betas": (0.9, 0.95),
+        "eps": 1e-6,
+        "weight_decay": 0.1,
+    }
     assert len(lines) == 10
     assert 'config optimizer.params.betas "auto" is [0.9, 0.95]' in lines
 
@@ -60,11 +73,17 @@ def test_the_auto_of_shard_is_left_to_it() -> None:
 
 def test_what_has_no_value_and_what_differs_is_named_at_once() -> None:
     config = {"train_batch_size": 32, "zero_optimization": {"stage": 1, "sub_group_size": "auto"}}
-    with pytest.raises(ValueError, match=r"has 2 problems:\s+train_batch_size has 32; expected 16, as the training") as error:
-        resolve(config, VALUES)
-    assert 'zero_optimization.sub_group_size has "auto", for which there is no value here' in str(error.value)
     with pytest.raises(
-        ValueError, match=r"^initialize: config optimizer.params.betas has \(0.9, 0.9\); expected \[0.9, 0.95\]"
+        ValueError, match=r"has 2 problems:\s+train_batch_size has 32; expected 16, as the training"
+    ) as error:
+        resolve(config, VALUES)
+    assert 'zero_optimization.sub_group_size has "auto", for which there is no value here' in str(
+        error.value
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"^initialize: config optimizer.params.betas has \(0.9, 0.9\); expected \[0.9, "
+        r"0.95\]",
     ):
         resolve({"optimizer": {"params": {"betas": (0.9, 0.9)}}}, VALUES)
 

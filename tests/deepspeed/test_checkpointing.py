@@ -1,4 +1,6 @@
-"""Checkpointed activations: the same gradients, inputs in host memory where a configuration or a call says so."""
+"""Checkpointed activations: the same gradients, inputs in host memory where a configuration or a
+call says so.
+"""
 
 import json
 from collections.abc import Callable
@@ -22,16 +24,21 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     monkeypatch.setattr(checkpointing, "_on_cpu", None)
     found: list[torch.Tensor] = []
 
-    hooks = torch.autograd.graph.saved_tensors_hooks  # torch's own checkpoint has a class of its own of it
+    # torch's own checkpoint has a class of its own of it
+    hooks = torch.autograd.graph.saved_tensors_hooks
 
-    def recording(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> Any:
+    def recording(
+        pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]
+    ) -> Any:
         return hooks(lambda tensor: (found.append(tensor), pack(tensor))[1], unpack)  # type: ignore[func-returns-value]
 
     monkeypatch.setattr(torch.autograd.graph, "saved_tensors_hooks", recording)
     return found
 
 
-def gradients(net: Any, checkpointed: bool, by_name: bool = False) -> tuple[list[torch.Tensor], int]:
+def gradients(
+    net: Any, checkpointed: bool, by_name: bool = False
+) -> tuple[list[torch.Tensor], int]:
     calls = []
 
     def run(x: torch.Tensor) -> torch.Tensor:
@@ -58,10 +65,14 @@ def test_gradients_are_the_same_and_activations_are_computed_again(
     checkpointing.reset()
     assert (once, twice) == (1, 2)
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
-    assert [tensor.shape for tensor in kept] == ([batch_of(0, 0, 0)[0].shape] if on_cpu else []), "inputs alone are kept"
+    assert [tensor.shape for tensor in kept] == ([batch_of(0, 0, 0)[0].shape] if on_cpu else []), (
+        "inputs alone are kept"
+    )
 
 
-def test_a_configuration_says_where_inputs_are_kept(tmp_path: Path, kept: list[torch.Tensor]) -> None:
+def test_a_configuration_says_where_inputs_are_kept(
+    tmp_path: Path, kept: list[torch.Tensor]
+) -> None:
     assert not checkpointing.is_configured()
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(ON_CPU))
@@ -74,8 +85,12 @@ def test_a_configuration_says_where_inputs_are_kept(tmp_path: Path, kept: list[t
     gradients(make_net(), True)
     assert not kept
     assert checkpointing.is_configured()
-    with pytest.raises(ValueError, match=r"activation_checkpointing\.cpu_checkpoints is not supported"):
-        checkpointing.configure(None, deepspeed_config={"activation_checkpointing": {"cpu_checkpoints": True}})
+    with pytest.raises(
+        ValueError, match=r"activation_checkpointing\.cpu_checkpoints is not supported"
+    ):
+        checkpointing.configure(
+            None, deepspeed_config={"activation_checkpointing": {"cpu_checkpoints": True}}
+        )
 
 
 def test_initialize_follows_its_configuration(kept: list[torch.Tensor]) -> None:

@@ -1,4 +1,6 @@
-"""The DeepSpeed configuration: every accepted key, every refusal by name, the batch arithmetic, JSON files."""
+"""The DeepSpeed configuration: every accepted key, every refusal by name, the batch arithmetic,
+JSON files.
+"""
 
 import base64
 import json
@@ -19,9 +21,20 @@ from shardcore.optim import Elementwise
 from tests.support.deepspeed import config_of
 
 BASE = {"train_micro_batch_size_per_gpu": 1}
-ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "bias_correction": True, "adam_w_mode": True}
+ADAM = {
+    "lr": 1e-3,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "weight_decay": 0.0,
+    "bias_correction": True,
+    "adam_w_mode": True,
+}
 ADAM |= {"amsgrad": False, "maximize": False}
-PARAM_AT_2 = {"stage": 2, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+PARAM_AT_2 = {
+    "stage": 2,
+    "offload_optimizer": {"device": "cpu"},
+    "offload_param": {"device": "cpu"},
+}
 PARAM_ALONE = {"stage": 3, "offload_param": {"device": "cpu"}}
 
 
@@ -33,7 +46,11 @@ def _nested(path: str, value: Any) -> dict[str, Any]:
     if path.startswith("zero_optimization.offload_optimizer.") and not path.endswith(".device"):
         config["zero_optimization"] = {"offload_optimizer": {"device": "cpu"}}
     if path.startswith("zero_optimization.offload_param."):
-        config["zero_optimization"] = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+        config["zero_optimization"] = {
+            "stage": 3,
+            "offload_optimizer": {"device": "cpu"},
+            "offload_param": {"device": "cpu"},
+        }
     if path.startswith("fp16.") and path != "fp16.enabled":
         config["fp16"] = {"enabled": True}
     *sections, key = path.split(".")
@@ -71,7 +88,12 @@ def _nested(path: str, value: Any) -> dict[str, Any]:
         ("zero_optimization.stage", 2, "stage", 2),
         ("zero_optimization.offload_optimizer.device", "cpu", "offload", "cpu"),
         ("zero_optimization.offload_optimizer.device", "none", "offload", None),
-        ("zero_optimization", {"stage": 3, "offload_optimizer": None, "offload_param": {}}, "offload", None),
+        (
+            "zero_optimization",
+            {"stage": 3, "offload_optimizer": None, "offload_param": {}},
+            "offload",
+            None,
+        ),
         ("zero_optimization.offload_optimizer.pin_memory", True, "pin_memory", True),
         ("zero_optimization.offload_optimizer.ratio", 0.25, "ratio", 0.25),
         ("zero_optimization.offload_param.device", "cpu", "params", "cpu"),
@@ -80,19 +102,44 @@ def _nested(path: str, value: Any) -> dict[str, Any]:
         ("zero_optimization", PARAM_ALONE, "params", "cpu"),
         ("zero_optimization", {"stage": 2, "cpu_offload": True}, "offload", "cpu"),
         ("zero_optimization", {"stage": 2, "cpu_offload": False}, "offload", None),
-        ("zero_optimization", {"stage": 2, "cpu_offload": True, "cpu_offload_use_pin_memory": False}, "pin_memory", False),
-        ("zero_optimization", {"stage": 3, "cpu_offload": True, "cpu_offload_params": True}, "params", "cpu"),
+        (
+            "zero_optimization",
+            {"stage": 2, "cpu_offload": True, "cpu_offload_use_pin_memory": False},
+            "pin_memory",
+            False,
+        ),
+        (
+            "zero_optimization",
+            {"stage": 3, "cpu_offload": True, "cpu_offload_params": True},
+            "params",
+            "cpu",
+        ),
         ("zero_optimization", True, "stage", 1),
         ("zero_optimization.zero_hpz_partition_size", 8, "hpz_partition_size", 8),
         ("zero_optimization.leaf_module.classes", ["a", "b"], "leaf_classes", ("a", "b")),
         ("zero_optimization.leaf_module.names", "a", "leaf_names", ("a",)),
-        ("zero_optimization.stage3_gather_16bit_weights_on_model_save", False, "gathers_to_save", False),
-        ("zero_optimization.stage3_gather_fp16_weights_on_model_save", False, "gathers_to_save", False),
+        (
+            "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+            False,
+            "gathers_to_save",
+            False,
+        ),
+        (
+            "zero_optimization.stage3_gather_fp16_weights_on_model_save",
+            False,
+            "gathers_to_save",
+            False,
+        ),
         ("bfloat16.enabled", True, "bf16", True),
         ("data_types.grad_accum_dtype", "bfloat16", "grad_dtype", "bf16"),
         ("torch_autocast", {"enabled": True, "dtype": "torch.bfloat16"}, "autocast", "bf16"),
         ("torch_autocast", {"enabled": False}, "autocast", None),
-        ("torch_autocast", {"enabled": True, "dtype": "fp16"}, "loss_scale", LossScale(16, 2000, 1, 2.0**-126)),
+        (
+            "torch_autocast",
+            {"enabled": True, "dtype": "fp16"},
+            "loss_scale",
+            LossScale(16, 2000, 1, 2.0**-126),
+        ),
         ("gradient_allreduce_op", "SUM", "gradient_allreduce_op", "sum"),
         ("data_types.buffer_dtype", "torch.float16", "buffer_dtype", "fp16"),
         ("data_types.keep_in_fp32_modules", ["a*"], "keep_in_fp32_modules", ("a*",)),
@@ -111,8 +158,18 @@ def _nested(path: str, value: Any) -> dict[str, Any]:
         ("optimizer.params.amsgrad", True, "optimizer", ADAM | {"amsgrad": True}),
         ("optimizer.params.torch_adam", True, "optimizer", ADAM | {"weight_decay": 0.01}),
         ("optimizer.params", {"torch_adam": True, "weight_decay": 0.0}, "optimizer", ADAM),
-        ("optimizer.params", {"torch_adam": True, "adam_w_mode": False}, "optimizer", ADAM | {"adam_w_mode": False}),
-        ("optimizer.params.fp32_optimizer_states", False, "optimizer", ADAM | {"state_dtype": "bf16"}),
+        (
+            "optimizer.params",
+            {"torch_adam": True, "adam_w_mode": False},
+            "optimizer",
+            ADAM | {"adam_w_mode": False},
+        ),
+        (
+            "optimizer.params.fp32_optimizer_states",
+            False,
+            "optimizer",
+            ADAM | {"state_dtype": "bf16"},
+        ),
         ("optimizer.type", "adamw", "optimizer", ADAM),
         ("optimizer.params", None, "optimizer", ADAM),
         ("optimizer.params.lr", 0.1, "optimizer", ADAM | {"lr": 0.1}),
@@ -135,14 +192,24 @@ def test_accepted_keys(path: str, value: Any, field: str, expected: Any) -> None
 
 def test_defaults() -> None:
     config = read_config(BASE)
-    assert (config.gradient_clipping, config.bf16, config.stage, config.offload, config.optimizer) == (
+    assert (
+        config.gradient_clipping,
+        config.bf16,
+        config.stage,
+        config.offload,
+        config.optimizer,
+    ) == (
         1.0,
         False,
         0,
         None,
         None,
     )
-    assert (config.pin_memory, config.steps_per_print, config.train_batch_size) == (True, None, None)
+    assert (config.pin_memory, config.steps_per_print, config.train_batch_size) == (
+        True,
+        None,
+        None,
+    )
     assert config.given == frozenset(BASE)
 
 
@@ -150,45 +217,155 @@ def test_defaults() -> None:
     ("path", "value", "kind", "says"),
     [
         ("amp", {"enabled": True}, ValueError, "config amp is not supported"),
-        ("fp16.loss_scale", -1, ValueError, "fp16.loss_scale has -1; expected a finite number of at least 0"),
+        (
+            "fp16.loss_scale",
+            -1,
+            ValueError,
+            "fp16.loss_scale has -1; expected a finite number of at least 0",
+        ),
         ("gradient_clipping", 10**400, ValueError, "expected a finite number of at least 0"),
-        ("fp16.loss_scale_window", 0, ValueError, "fp16.loss_scale_window has 0; expected at least 1"),
+        (
+            "fp16.loss_scale_window",
+            0,
+            ValueError,
+            "fp16.loss_scale_window has 0; expected at least 1",
+        ),
         ("fp16.hysteresis", 1.5, TypeError, "fp16.hysteresis has 1.5; expected a whole number"),
-        ("fp16.initial_scale_power", 128, ValueError, "fp16.initial_scale_power has 128; expected 0 to 127"),
-        ("fp16.min_loss_scale", 0, ValueError, "fp16.min_loss_scale has 0; expected a finite number above 0"),
-        ("fp16.min_loss_scale", 2**17, ValueError, r"fp16.min_loss_scale has 131072.0; expected at most 2\*\*initial_scale"),
+        (
+            "fp16.initial_scale_power",
+            128,
+            ValueError,
+            "fp16.initial_scale_power has 128; expected 0 to 127",
+        ),
+        (
+            "fp16.min_loss_scale",
+            0,
+            ValueError,
+            "fp16.min_loss_scale has 0; expected a finite number above 0",
+        ),
+        (
+            "fp16.min_loss_scale",
+            2**17,
+            ValueError,
+            r"fp16.min_loss_scale has 131072.0; expected at most 2\*\*initial_scale",
+        ),
         ("fp16.consecutive_hysteresis", None, TypeError, "fp16.consecutive_hysteresis has None"),
-        ("fp16.fp16_master_weights_and_grads", True, ValueError, "fp16.fp16_master_weights_and_grads is not supported"),
-        ("optimizer.params.max_grad_norm", 1.0, ValueError, r"optimizer.params.max_grad_norm .*gradient_clipping"),
-        ("gradient_acumulation_steps", 2, ValueError, r"did you mean gradient_accumulation_steps\?"),
+        (
+            "fp16.fp16_master_weights_and_grads",
+            True,
+            ValueError,
+            "fp16.fp16_master_weights_and_grads is not supported",
+        ),
+        (
+            "optimizer.params.max_grad_norm",
+            1.0,
+            ValueError,
+            r"optimizer.params.max_grad_norm .*gradient_clipping",
+        ),
+        (
+            "gradient_acumulation_steps",
+            2,
+            ValueError,
+            r"did you mean gradient_accumulation_steps\?",
+        ),
         ("zero_optimization.stages", 2, ValueError, r"did you mean zero_optimization.stage\?"),
         ("optimizer.adam_w_mode", True, ValueError, r"did you mean optimizer.params.adam_w_mode\?"),
         ("train_batch_size", True, TypeError, "train_batch_size has True; expected a whole number"),
         ("train_batch_size", "8", TypeError, "train_batch_size has '8'; expected a whole number"),
-        ("train_batch_size", "auto", TypeError, 'train_batch_size has "auto", which a trainer must fill in'),
+        (
+            "train_batch_size",
+            "auto",
+            TypeError,
+            'train_batch_size has "auto", which a trainer must fill in',
+        ),
         ("train_batch_size", 0, ValueError, "train_batch_size has 0; expected at least 1"),
-        ("gradient_clipping", -1.0, ValueError, "gradient_clipping has -1.0; expected a finite number of at least 0"),
-        ("gradient_clipping", math.inf, ValueError, "gradient_clipping has inf; expected a finite number"),
-        ("communication_data_type", "fp8", ValueError, 'communication_data_type has \'fp8\'; expected "fp32" or "bf16"'),
+        (
+            "gradient_clipping",
+            -1.0,
+            ValueError,
+            "gradient_clipping has -1.0; expected a finite number of at least 0",
+        ),
+        (
+            "gradient_clipping",
+            math.inf,
+            ValueError,
+            "gradient_clipping has inf; expected a finite number",
+        ),
+        (
+            "communication_data_type",
+            "fp8",
+            ValueError,
+            'communication_data_type has \'fp8\'; expected "fp32" or "bf16"',
+        ),
         ("bf16", True, TypeError, "config bf16 has True; expected an object with keys"),
         ("bf16.enabled", 1, TypeError, "bf16.enabled has 1; expected true or false"),
         ("zero_optimization", 2, TypeError, "zero_optimization has 2; expected an object"),
-        ("zero_optimization", {"cpu_offload": 1.5}, TypeError, "cpu_offload has 1.5; expected true or false"),
+        (
+            "zero_optimization",
+            {"cpu_offload": 1.5},
+            TypeError,
+            "cpu_offload has 1.5; expected true or false",
+        ),
         (
             "zero_optimization",
             {"cpu_offload": True, "offload_optimizer": {}},
             ValueError,
             "cpu_offload and .*offload_optimizer",
         ),
-        ("zero_optimization", {"stage3_max_reuse_distance": 1, "max_reuse_distance": 2}, ValueError, "in two spellings"),
-        ("zero_optimization.zero_quantized_gradients", True, ValueError, "expected it to be absent, or off: ranks exchange"),
-        ("zero_optimization.zenflow", {"topk_ratio": 0.1}, ValueError, "zenflow is not supported; expected"),
-        ("zero_optimization.mics_shard_size", 4, ValueError, r"not supported \(DeepSpeed removed it, too\)"),
-        ("compression_training", {"weight_quantization": {}}, ValueError, "compression_training is not supported"),
-        ("tensor_parallel", {"partition_config": {"a": []}}, ValueError, "partition_config is not supported; expected"),
-        ("tensor_parallel", {"autotp_size": 2, "tp": {"tp_size": 4}}, ValueError, r"tp_size differs from .*; expected 2"),
-        ("sequence_parallel_size", 0, ValueError, "sequence_parallel_size has 0; expected at least 1"),
-        ("scheduler", {"type": "WarmupLr"}, ValueError, "scheduler.type has 'WarmupLr'; expected one of"),
+        (
+            "zero_optimization",
+            {"stage3_max_reuse_distance": 1, "max_reuse_distance": 2},
+            ValueError,
+            "in two spellings",
+        ),
+        (
+            "zero_optimization.zero_quantized_gradients",
+            True,
+            ValueError,
+            "expected it to be absent, or off: ranks exchange",
+        ),
+        (
+            "zero_optimization.zenflow",
+            {"topk_ratio": 0.1},
+            ValueError,
+            "zenflow is not supported; expected",
+        ),
+        (
+            "zero_optimization.mics_shard_size",
+            4,
+            ValueError,
+            r"not supported \(DeepSpeed removed it, too\)",
+        ),
+        (
+            "compression_training",
+            {"weight_quantization": {}},
+            ValueError,
+            "compression_training is not supported",
+        ),
+        (
+            "tensor_parallel",
+            {"partition_config": {"a": []}},
+            ValueError,
+            "partition_config is not supported; expected",
+        ),
+        (
+            "tensor_parallel",
+            {"autotp_size": 2, "tp": {"tp_size": 4}},
+            ValueError,
+            r"tp_size differs from .*; expected 2",
+        ),
+        (
+            "sequence_parallel_size",
+            0,
+            ValueError,
+            "sequence_parallel_size has 0; expected at least 1",
+        ),
+        (
+            "scheduler",
+            {"type": "WarmupLr"},
+            ValueError,
+            "scheduler.type has 'WarmupLr'; expected one of",
+        ),
         ("wandb", {"enabled": True, "projects": ""}, ValueError, "did you mean wandb.project"),
         (
             "data_types.param_dtype",
@@ -196,30 +373,87 @@ def test_defaults() -> None:
             ValueError,
             "param_dtype has 'bf16', and fp16 and bf16 ask for 'fp32'; expected the",
         ),
-        ("data_types.keep_in_fp32_modules", "router", TypeError, "has 'router'; expected \"auto\", or a list of patterns"),
-        ("gradient_allreduce_op", "max", ValueError, 'gradient_allreduce_op has \'max\'; expected "mean" or "sum"'),
-        ("zero_optimization.stage", 4, ValueError, "zero_optimization.stage has 4; expected 0, 1, 2 or 3"),
-        ("zero_optimization.stage", True, TypeError, "zero_optimization.stage has True; expected 0, 1, 2 or 3"),
-        ("zero_optimization.offload_optimizer.device", "nvme", ValueError, "offload_optimizer.nvme_path is missing"),
-        ("zero_optimization.offload_optimizer.device", "gpu", ValueError, '.device has \'gpu\'; expected "cpu", "nvme"'),
-        ("zero_optimization.offload_optimizer.pin_memory", 1, TypeError, "pin_memory has 1; expected true or false"),
-        ("zero_optimization.offload_optimizer.ratio", 1.5, ValueError, "ratio has 1.5; expected a number from 0 to 1"),
+        (
+            "data_types.keep_in_fp32_modules",
+            "router",
+            TypeError,
+            "has 'router'; expected \"auto\", or a list of patterns",
+        ),
+        (
+            "gradient_allreduce_op",
+            "max",
+            ValueError,
+            'gradient_allreduce_op has \'max\'; expected "mean" or "sum"',
+        ),
+        (
+            "zero_optimization.stage",
+            4,
+            ValueError,
+            "zero_optimization.stage has 4; expected 0, 1, 2 or 3",
+        ),
+        (
+            "zero_optimization.stage",
+            True,
+            TypeError,
+            "zero_optimization.stage has True; expected 0, 1, 2 or 3",
+        ),
+        (
+            "zero_optimization.offload_optimizer.device",
+            "nvme",
+            ValueError,
+            "offload_optimizer.nvme_path is missing",
+        ),
+        (
+            "zero_optimization.offload_optimizer.device",
+            "gpu",
+            ValueError,
+            '.device has \'gpu\'; expected "cpu", "nvme"',
+        ),
+        (
+            "zero_optimization.offload_optimizer.pin_memory",
+            1,
+            TypeError,
+            "pin_memory has 1; expected true or false",
+        ),
+        (
+            "zero_optimization.offload_optimizer.ratio",
+            1.5,
+            ValueError,
+            "ratio has 1.5; expected a number from 0 to 1",
+        ),
         (
             "zero_optimization.offload_param.device",
             "nvme",
             ValueError,
-            'offload_param.device has "nvme" and zero_optimization.offload_optimizer.device \'cpu\'; expected "nvme" for both',
+            'offload_param.device has "nvme" and zero_optimization.offload_optimizer.device '
+            "'cpu'; expected \"nvme\" for both",
         ),
-        ("optimizer", {"params": {}}, ValueError, 'optimizer.type is missing; expected "Adam" or "AdamW"'),
+        (
+            "optimizer",
+            {"params": {}},
+            ValueError,
+            'optimizer.type is missing; expected "Adam" or "AdamW"',
+        ),
         ("optimizer", "Adam", TypeError, "config optimizer has 'Adam'; expected an object"),
         (
             "optimizer.type",
             "OneBitAdam",
             ValueError,
-            'optimizer.type has \'OneBitAdam\'; expected "Adam" or "AdamW", or SGD, .*, Muon \\(DeepSpeed has Lamb',
+            'optimizer.type has \'OneBitAdam\'; expected "Adam" or "AdamW", or SGD, .*, Muon '
+            "\\(DeepSpeed has Lamb",
         ),
-        ("optimizer", {"type": "SGD", "params": {"betas": [0.9]}}, TypeError, "are not those of SGD; .*'betas'"),
-        ("optimizer", {"type": "Lion", "params": {"lr": -1}}, ValueError, "are not those of Lion; .*lr=-1"),
+        (
+            "optimizer",
+            {"type": "SGD", "params": {"betas": [0.9]}},
+            TypeError,
+            "are not those of SGD; .*'betas'",
+        ),
+        (
+            "optimizer",
+            {"type": "Lion", "params": {"lr": -1}},
+            ValueError,
+            "are not those of Lion; .*lr=-1",
+        ),
         (
             "optimizer",
             {"type": "Muon", "params": {"beta": 0.9}},
@@ -232,17 +466,57 @@ def test_defaults() -> None:
             ValueError,
             "per_head_muon has True; expected False",
         ),
-        ("optimizer", {"type": "Muon", "params": {"weight_decay": -1}}, ValueError, "are not those of Muon; .*-1"),
-        ("optimizer", {"type": "SGD", "momentum": 0.9}, ValueError, "optimizer.momentum is not supported"),
+        (
+            "optimizer",
+            {"type": "Muon", "params": {"weight_decay": -1}},
+            ValueError,
+            "are not those of Muon; .*-1",
+        ),
+        (
+            "optimizer",
+            {"type": "SGD", "momentum": 0.9},
+            ValueError,
+            "optimizer.momentum is not supported",
+        ),
         ("optimizer.type", 1, TypeError, "optimizer.type has 1"),
         ("optimizer.params.lr", "auto", TypeError, 'optimizer.params.lr has "auto"'),
-        ("optimizer.params.lr", -0.1, ValueError, "optimizer.params.lr has -0.1; expected a finite number of at least 0"),
+        (
+            "optimizer.params.lr",
+            -0.1,
+            ValueError,
+            "optimizer.params.lr has -0.1; expected a finite number of at least 0",
+        ),
         ("optimizer.params.eps", math.nan, ValueError, "optimizer.params.eps has nan"),
-        ("optimizer.params.betas", 0.9, TypeError, "optimizer.params.betas has 0.9; expected two numbers"),
-        ("optimizer.params.betas", [0.9, 1.0], ValueError, r"betas\[1\] has 1.0; expected a number in \[0, 1\)"),
-        ("optimizer.params.betas", [True, 0.9], TypeError, r"betas\[0\] has True; expected a number"),
-        ("optimizer.params.adam_w_mode", None, TypeError, "adam_w_mode has None; expected true or false"),
-        ("checkpoint.tag_validation", "no", ValueError, 'tag_validation has \'no\'; expected "Ignore", "Warn" or "Fail"'),
+        (
+            "optimizer.params.betas",
+            0.9,
+            TypeError,
+            "optimizer.params.betas has 0.9; expected two numbers",
+        ),
+        (
+            "optimizer.params.betas",
+            [0.9, 1.0],
+            ValueError,
+            r"betas\[1\] has 1.0; expected a number in \[0, 1\)",
+        ),
+        (
+            "optimizer.params.betas",
+            [True, 0.9],
+            TypeError,
+            r"betas\[0\] has True; expected a number",
+        ),
+        (
+            "optimizer.params.adam_w_mode",
+            None,
+            TypeError,
+            "adam_w_mode has None; expected true or false",
+        ),
+        (
+            "checkpoint.tag_validation",
+            "no",
+            ValueError,
+            'tag_validation has \'no\'; expected "Ignore", "Warn" or "Fail"',
+        ),
         ("steps_per_print", 0, ValueError, "steps_per_print has 0; expected at least 1"),
     ],
 )
@@ -255,8 +529,19 @@ def test_refusals_name_the_key(path: str, value: Any, kind: type[Exception], say
 
 
 def test_what_means_nothing_is_explained_once_for_each_reason() -> None:
-    zero = {"reduce_bucket_size": "auto", "overlap_comm": True, "contiguous_gradients": False, "sub_group_size": 1e14}
-    config = BASE | {"zero_optimization": zero, "prescale_gradients": True, "_comment": 1, "comms_config": {}, "comment2": ""}
+    zero = {
+        "reduce_bucket_size": "auto",
+        "overlap_comm": True,
+        "contiguous_gradients": False,
+        "sub_group_size": 1e14,
+    }
+    config = BASE | {
+        "zero_optimization": zero,
+        "prescale_gradients": True,
+        "_comment": 1,
+        "comms_config": {},
+        "comment2": "",
+    }
     assert [line.partition(":")[0] for line in read_config(config).accepted] == [
         "zero_optimization.reduce_bucket_size, zero_optimization.sub_group_size",
         "zero_optimization.overlap_comm, zero_optimization.contiguous_gradients",
@@ -270,19 +555,31 @@ def test_what_means_nothing_is_explained_once_for_each_reason() -> None:
     low = {"enabled": True, "bf16_optimizer_states": True, "bf16_master_weights_and_grads": True}
     for optimizer in ({}, {"optimizer": {"type": "Lion"}}):
         (line,) = read_config(BASE | {"bf16": low, **optimizer}).accepted
-        assert line.startswith("bf16.bf16_optimizer_states, bf16.bf16_master_weights_and_grads: masters and states are red")
+        assert line.startswith(
+            "bf16.bf16_optimizer_states, bf16.bf16_master_weights_and_grads: masters and states "
+            "are red"
+        )
     assert not read_config(BASE | {"bf16": low, "optimizer": {"type": "Adam"}}).accepted
     unused = {"stage": 2, "ignore_unused_parameters": False}
     assert "but at stages 1 and 2" in read_config(BASE | {"zero_optimization": unused}).accepted[0]
-    in_host = read_config(BASE | {"zero_optimization": unused | {"offload_optimizer": {"device": "cpu"}}})
+    in_host = read_config(
+        BASE | {"zero_optimization": unused | {"offload_optimizer": {"device": "cpu"}}}
+    )
     assert (in_host.accepted, in_host.ignore_unused_parameters) == ((), False)
-    assert "16-bit weights only" in read_config(BASE | {"data_types": {"buffer_dtype": "bf16"}}).accepted[0]
+    assert (
+        "16-bit weights only"
+        in read_config(BASE | {"data_types": {"buffer_dtype": "bf16"}}).accepted[0]
+    )
     assert "at stage 3 only" in read_config(BASE | {"zero_optimization": PARAM_AT_2}).accepted[0]
 
 
 def test_options_of_another_optimizer_are_not_reported_beside_its_name() -> None:
-    with pytest.raises(ValueError, match=r"^initialize: config optimizer\.type has 'OneBitAdam'; expected"):
-        read_config(BASE | {"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3, "freeze_step": 400}}})
+    with pytest.raises(
+        ValueError, match=r"^initialize: config optimizer\.type has 'OneBitAdam'; expected"
+    ):
+        read_config(
+            BASE | {"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3, "freeze_step": 400}}}
+        )
 
 
 def test_adamw_without_its_mode_is_a_contradiction() -> None:
@@ -291,14 +588,24 @@ def test_adamw_without_its_mode_is_a_contradiction() -> None:
 
 
 def test_two_precisions_are_a_contradiction() -> None:
-    with pytest.raises(ValueError, match=r"fp16\.enabled and bf16\.enabled are both true; expected one"):
+    with pytest.raises(
+        ValueError, match=r"fp16\.enabled and bf16\.enabled are both true; expected one"
+    ):
         read_config(BASE | {"fp16": {"enabled": True}, "bf16": {"enabled": True}})
-    assert read_config(BASE | {"fp16": {"enabled": False, "min_loss_scale": 2}, "bf16": {"enabled": True}}).loss_scale is None
+    assert (
+        read_config(
+            BASE | {"fp16": {"enabled": False, "min_loss_scale": 2}, "bf16": {"enabled": True}}
+        ).loss_scale
+        is None
+    )
 
 
 def test_options_that_do_not_go_together_are_refused() -> None:
     for says, config in [
-        ('gradient_allreduce_op has "sum" at stage 3', {"gradient_allreduce_op": "sum", "zero_optimization": {"stage": 3}}),
+        (
+            'gradient_allreduce_op has "sum" at stage 3',
+            {"gradient_allreduce_op": "sum", "zero_optimization": {"stage": 3}},
+        ),
         (
             'dtype has "fp16" with bf16.enabled',
             {"torch_autocast": {"enabled": True, "dtype": "fp16"}, "bf16": {"enabled": True}},
@@ -309,16 +616,33 @@ def test_options_that_do_not_go_together_are_refused() -> None:
 
 
 def test_a_fixed_loss_scale_leaves_the_other_keys_aside() -> None:
-    fp16 = {"enabled": True, "loss_scale": 64, "initial_scale_power": 3, "min_loss_scale": 16, "hysteresis": 2}
+    fp16 = {
+        "enabled": True,
+        "loss_scale": 64,
+        "initial_scale_power": 3,
+        "min_loss_scale": 16,
+        "hysteresis": 2,
+    }
     assert read_config(BASE | {"fp16": fp16}).loss_scale == 64.0
 
 
 def test_all_problems_are_reported_at_once() -> None:
-    config = {"train_batch_size": "auto", "amp": True, "zero_optimization": {"stage": 4}, "optimizer": {"params": {"lr": -1}}}
+    config = {
+        "train_batch_size": "auto",
+        "amp": True,
+        "zero_optimization": {"stage": 4},
+        "optimizer": {"params": {"lr": -1}},
+    }
     with pytest.raises(ValueError, match="config has 5 problems") as raised:
         read_config(config)
     lines = str(raised.value).splitlines()[1:]
-    expected = ["train_batch_size", "amp", "zero_optimization.stage", "optimizer.params.lr", "optimizer.type"]
+    expected = [
+        "train_batch_size",
+        "amp",
+        "zero_optimization.stage",
+        "optimizer.params.lr",
+        "optimizer.type",
+    ]
     assert [line.split()[0] for line in lines] == expected
 
 
@@ -338,7 +662,7 @@ def test_no_configuration() -> None:
         read_config(None, SimpleNamespace(deepspeed_config=None))
 
 
-# --- batch sizes ------------------------------------------------------------------------------------------------------
+# --- batch sizes ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -353,7 +677,9 @@ def test_no_configuration() -> None:
         (1, None, None, 1, (1, 1, 1)),
     ],
 )
-def test_batch_sizes(train: Any, micro: Any, steps: Any, world: int, expected: tuple[int, int, int]) -> None:
+def test_batch_sizes(
+    train: Any, micro: Any, steps: Any, world: int, expected: tuple[int, int, int]
+) -> None:
     assert config_of(train, micro, steps).batch_sizes(world) == BatchSizes(*expected)
 
 
@@ -370,12 +696,14 @@ def test_batch_sizes(train: Any, micro: Any, steps: Any, world: int, expected: t
         (None, None, None, 1, "neither train_batch_size nor train_micro_batch_size_per_gpu"),
     ],
 )
-def test_contradictions_show_the_numbers(train: Any, micro: Any, steps: Any, world: int, says: str) -> None:
+def test_contradictions_show_the_numbers(
+    train: Any, micro: Any, steps: Any, world: int, says: str
+) -> None:
     with pytest.raises(ValueError, match=says):
         config_of(train, micro, steps).batch_sizes(world)
 
 
-# --- where it comes from ----------------------------------------------------------------------------------------------
+# --- where it comes from --------------------------------------------------------------------------
 
 
 def test_json_files_and_args(tmp_path: Path) -> None:
@@ -393,8 +721,14 @@ def test_json_files_and_args(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        (b'{"train_batch_size": 8, "train_batch_size": 16}', "the key 'train_batch_size' appears twice"),
-        (b'{"bf16": {"enabled": true, "enabled": true}, "train_batch_size": 8}', "the key 'enabled' appears twice"),
+        (
+            b'{"train_batch_size": 8, "train_batch_size": 16}',
+            "the key 'train_batch_size' appears twice",
+        ),
+        (
+            b'{"bf16": {"enabled": true, "enabled": true}, "train_batch_size": 8}',
+            "the key 'enabled' appears twice",
+        ),
         (b'{"train_batch_size": [8}', "line 1 column"),
         (b"", "Expecting value"),
         (b"train a model", "Expecting value"),  # a text to Hjson
@@ -425,7 +759,11 @@ def test_hjson_where_it_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_base64_as_gpt_neox_gives_it() -> None:
     text = base64.urlsafe_b64encode(json.dumps(BASE).encode()).decode()
-    assert read_config(text) == read_config(None, Namespace(deepspeed_config=text)) == read_config(BASE)
+    assert (
+        read_config(text)
+        == read_config(None, Namespace(deepspeed_config=text))
+        == read_config(BASE)
+    )
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
@@ -435,15 +773,29 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 def test_sizes_that_trl_writes_beside_the_section_mean_nothing_either() -> None:
     zero = {"stage": 3, "reduce_bucket_size": 16, "stage3_prefetch_bucket_size": 14}
-    beside = {"zero_optimization.reduce_bucket_size": 16, "zero_optimization.stage3_prefetch_bucket_size": 14.4}
-    assert read_config({"train_batch_size": 1, "zero_optimization": zero, **beside}).prefetch_bucket_size == 14
-    assert read_config({"train_batch_size": 1, "zero_optimization": {"stage": 3}, **beside}).stage == 3
+    beside = {
+        "zero_optimization.reduce_bucket_size": 16,
+        "zero_optimization.stage3_prefetch_bucket_size": 14.4,
+    }
+    assert (
+        read_config(
+            {"train_batch_size": 1, "zero_optimization": zero, **beside}
+        ).prefetch_bucket_size
+        == 14
+    )
+    assert (
+        read_config({"train_batch_size": 1, "zero_optimization": {"stage": 3}, **beside}).stage == 3
+    )
     with pytest.raises(ValueError, match="stage is given in two spellings"):
-        read_config({"train_batch_size": 1, "zero_optimization": zero, "zero_optimization.stage": 2})
+        read_config(
+            {"train_batch_size": 1, "zero_optimization": zero, "zero_optimization.stage": 2}
+        )
 
 
 def test_other_optimizers_get_their_arguments() -> None:
-    read = read_config({**BASE, "optimizer": {"type": "sgd", "params": {"lr": 0.1, "momentum": 0.9}}})
+    read = read_config(
+        {**BASE, "optimizer": {"type": "sgd", "params": {"lr": 0.1, "momentum": 0.9}}}
+    )
     assert (read.optimizer_type, read.optimizer) == (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})
     model = torch.nn.Linear(2, 2)
     engine, optimizer, _, _ = shardcore.initialize(model=model, config=dict(read.source))

@@ -17,11 +17,16 @@ def test_a_configuration_trains(name: str, tmp_path: Path, monkeypatch: pytest.M
     config = ready(name, str(tmp_path))
     engine = start(config, optimizer=None if "optimizer" in config else shardcore.FusedAdam)
     before = hash_of(engine.module.state_dict().values())
-    for micro_step in range(4 * engine.gradient_accumulation_steps()):  # the first two steps of a warm-up have lr 0
+    # the first two steps of a warm-up have lr 0
+    for micro_step in range(4 * engine.gradient_accumulation_steps()):
         x, y = batch_of(micro_step, 0, 0)
-        engine.backward(((engine(x.half() if engine.fp16_enabled() else x).float() - y) ** 2).mean())
+        engine.backward(
+            ((engine(x.half() if engine.fp16_enabled() else x).float() - y) ** 2).mean()
+        )
         engine.step()
     assert engine.global_steps == 4
     assert (hash_of(engine.module.state_dict().values()) != before) == (engine.skipped_steps < 3)
     zero = config.get("zero_optimization", {})
-    assert engine.zero_optimization_stage() == (zero.get("stage", 0) if isinstance(zero, dict) else int(zero))
+    assert engine.zero_optimization_stage() == (
+        zero.get("stage", 0) if isinstance(zero, dict) else int(zero)
+    )

@@ -14,10 +14,20 @@ from tests.support.ranks import run_ranks
 BATCH, TOKENS, HEADS, WIDTH = 2, 6, 4, 8
 
 
-def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch_dim: int = 0, flat: bool = False) -> Any:
-    """Causal attention of (batch, tokens, heads, features), or of tokens first; flat: returns the heads in one dimension."""
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    batch_dim: int = 0,
+    flat: bool = False,
+) -> Any:
+    """Causal attention of (batch, tokens, heads, features), or of tokens first; flat: returns
+    the heads in one dimension.
+    """
     # DeepSpeed and shardcore call it with the same dimensions: heads come before tokens inside.
-    whole = [x.permute(1, 2, 0, 3) if batch_dim == 1 else x.transpose(1, 2) for x in (query, key, value)]
+    whole = [
+        x.permute(1, 2, 0, 3) if batch_dim == 1 else x.transpose(1, 2) for x in (query, key, value)
+    ]
     found = scaled_dot_product_attention(*whole, is_causal=True, enable_gqa=True)
     found = found.permute(2, 0, 1, 3) if batch_dim == 1 else found.transpose(1, 2)
     return found.flatten(2) if flat else found
@@ -25,7 +35,10 @@ def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch
 
 def inputs(batch_dim: int, kv_heads: int = HEADS) -> list[torch.Tensor]:
     made = torch.Generator().manual_seed(1)
-    whole = [torch.randn(BATCH, TOKENS, heads, WIDTH, generator=made) for heads in (HEADS, kv_heads, kv_heads)]
+    whole = [
+        torch.randn(BATCH, TOKENS, heads, WIDTH, generator=made)
+        for heads in (HEADS, kv_heads, kv_heads)
+    ]
     return [x.transpose(0, 1) if batch_dim == 1 else x for x in whole]
 
 
@@ -33,7 +46,10 @@ def outputs(
     layers: Any, rank: int, batch_dim: int, rotary: bool = False, kv_heads: int = HEADS, **more: Any
 ) -> list[torch.Tensor]:
     """Return this rank's part of the output, and of the gradients of query, key and value."""
-    parts = [x.chunk(2, 1 - batch_dim)[rank].contiguous().requires_grad_() for x in inputs(batch_dim, kv_heads)]
+    parts = [
+        x.chunk(2, 1 - batch_dim)[rank].contiguous().requires_grad_()
+        for x in inputs(batch_dim, kv_heads)
+    ]
     made = layers.DistributedAttention(attention, dist.group.WORLD, 2, 1 - batch_dim)
     output = made(*parts, batch_dim, frequencies() if rotary else None, batch_dim=batch_dim, **more)
     output.square().sum().backward()
@@ -46,7 +62,9 @@ def frequencies() -> tuple[torch.Tensor, torch.Tensor]:
     return angles.cos()[:, None, None], angles.sin()[:, None, None]
 
 
-def whole(rank: int, batch_dim: int, rotary: bool = False, kv_heads: int = HEADS) -> list[torch.Tensor]:
+def whole(
+    rank: int, batch_dim: int, rotary: bool = False, kv_heads: int = HEADS
+) -> list[torch.Tensor]:
     """Return what `outputs` does, of one process's attention."""
     made = [x.detach().requires_grad_() for x in inputs(batch_dim, kv_heads)]
     cos, sin = (part.transpose(0, 1 - batch_dim) for part in frequencies())
@@ -69,8 +87,12 @@ def _compared(rank: int, world_size: int) -> None:
     odd = torch.ones(1, 2, 3, 4)
     assert "query has 3 heads and key 3 on 2 ranks" in error_of(lambda: layer(odd, odd, odd, 0))
     assert "batch_dim_idx is 2; expected 0 or 1" in error_of(lambda: layer(odd, odd, odd, 2))
-    assert "scatter_idx is 1" in error_of(lambda: ours.DistributedAttention(attention, dist.group.WORLD, 1))
-    assert "sp_stream is given" in error_of(lambda: ours.DistributedAttention(attention, dist.group.WORLD, sp_stream=1))
+    assert "scatter_idx is 1" in error_of(
+        lambda: ours.DistributedAttention(attention, dist.group.WORLD, 1)
+    )
+    assert "sp_stream is given" in error_of(
+        lambda: ours.DistributedAttention(attention, dist.group.WORLD, sp_stream=1)
+    )
 
 
 def test_attention_is_that_of_whole_sequences() -> None:
@@ -81,7 +103,9 @@ def _with_deepspeeds(rank: int, world_size: int) -> None:
     theirs = pytest.importorskip("deepspeed.sequence.layer")
     pytest.importorskip("deepspeed.comm").init_distributed("gloo")
     for batch_dim, options in ((0, {}), (0, {"rotary": True}), (0, {"kv_heads": 2}), (1, {})):
-        torch.testing.assert_close(outputs(ours, rank, batch_dim, **options), outputs(theirs, rank, batch_dim, **options))
+        torch.testing.assert_close(
+            outputs(ours, rank, batch_dim, **options), outputs(theirs, rank, batch_dim, **options)
+        )
 
 
 @pytest.mark.more

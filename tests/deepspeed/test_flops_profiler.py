@@ -1,4 +1,6 @@
-"""The operations of a model's forward, as DeepSpeed's flops_profiler counts products and convolutions."""
+"""The operations of a model's forward, as DeepSpeed's flops_profiler counts products and
+convolutions.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -30,13 +32,21 @@ def profile(profiler: Any, **options: Any) -> Any:
 
 def test_products_and_convolutions_are_counted() -> None:
     convolution, product = 2 * 8 * 8 * 8 * 3 * 9, 2 * 8 * 5  # MACs: batch, outputs, inputs
-    assert profile(ours, as_string=False) == (2 * (convolution + product), convolution + product, 3 * 8 * 9 + 8 * 5 + 5)
-    assert profile(ours, as_string=False, mode="generate", warm_up=0)[0] == 4 * (convolution + product)
+    assert profile(ours, as_string=False) == (
+        2 * (convolution + product),
+        convolution + product,
+        3 * 8 * 9 + 8 * 5 + 5,
+    )
+    assert profile(ours, as_string=False, mode="generate", warm_up=0)[0] == 4 * (
+        convolution + product
+    )
     assert profile(ours) == ("55.46 K", "27.73 KMACs", "261")
 
 
 def test_they_are_deepspeeds() -> None:
-    theirs = pytest.importorskip("deepspeed.profiling.flops_profiler", reason="DeepSpeed is not installed")
+    theirs = pytest.importorskip(
+        "deepspeed.profiling.flops_profiler", reason="DeepSpeed is not installed"
+    )
     flops, macs, params = profile(theirs, as_string=False)
     assert profile(ours, as_string=False) == (pytest.approx(flops, rel=1e-3), macs, params)
     assert profile(ours)[1:] == profile(theirs)[1:]
@@ -76,7 +86,9 @@ def test_a_failing_forward_ends_the_count() -> None:
 
 def test_the_profile_lists_modules(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "new" / "profile.txt"
-    ours.get_model_profile(make_net(), args=[torch.ones(4, 10)], output_file=str(file), ignore_modules=[nn.LayerNorm])
+    ours.get_model_profile(
+        make_net(), args=[torch.ones(4, 10)], output_file=str(file), ignore_modules=[nn.LayerNorm]
+    )
     text = file.read_text()
     assert "profile of step 1" in text
     assert "blocks.2.down Linear: 912 parameters, 3.55 KMACs (15.6%)" in text

@@ -1,4 +1,6 @@
-"""Reads and writes of one parameter by DeepSpeed's names: a step after the writes is the step of those values."""
+"""Reads and writes of one parameter by DeepSpeed's names: a step after the writes is the step of
+those values.
+"""
 
 from typing import Any
 
@@ -25,7 +27,9 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 
 
 def _values(name: str, shape: torch.Size, key: str) -> torch.Tensor:
-    """Numbers that bfloat16 has, so that gradients of that dtype keep them; squares are positive."""
+    """Numbers that bfloat16 has, so that gradients of that dtype keep them; squares are
+    positive.
+    """
     seed = torch.Generator().manual_seed(sum((name + key).encode()))
     drawn = torch.randn(shape, generator=seed).bfloat16().float()
     return drawn.abs() if key == "exp_avg_sq" else drawn
@@ -40,7 +44,10 @@ def _written(rank: int, world_size: int, stage: int, zero: dict[str, Any], preci
             engine.step()
     expected: dict[str, torch.Tensor] = {}
     for name, param in engine.module.named_parameters():
-        made = {key: _values(name, param.shape, key) for key in ("weight", "grad", "exp_avg", "exp_avg_sq")}
+        made = {
+            key: _values(name, param.shape, key)
+            for key in ("weight", "grad", "exp_avg", "exp_avg_sq")
+        }
         utils.safe_set_full_fp32_param(param, made["weight"])
         utils.safe_set_full_grad(param, made["grad"])
         utils.safe_set_full_optimizer_state(param, made["exp_avg"], "exp_avg")
@@ -51,19 +58,36 @@ def _written(rank: int, world_size: int, stage: int, zero: dict[str, Any], preci
         plain = nn.Parameter(made["weight"].clone())
         adam = torch.optim.AdamW([plain], **ADAM)
         plain.grad = made["grad"].clone()
-        adam.state[plain] = {"step": torch.tensor(1.0), "exp_avg": made["exp_avg"], "exp_avg_sq": made["exp_avg_sq"]}
+        adam.state[plain] = {
+            "step": torch.tensor(1.0),
+            "exp_avg": made["exp_avg"],
+            "exp_avg_sq": made["exp_avg_sq"],
+        }
         adam.step()
         expected[name] = plain.detach()
     shown = engine.module_state_dict()  # what is written is used by a forward, too
-    assert torch.equal(shown["inp.weight"], _values("inp.weight", shown["inp.weight"].shape, "weight"))
-    norm = torch.stack([_values(name, value.shape, "grad").double().norm() for name, value in expected.items()]).norm()
+    assert torch.equal(
+        shown["inp.weight"], _values("inp.weight", shown["inp.weight"].shape, "weight")
+    )
+    norm = torch.stack(
+        [_values(name, value.shape, "grad").double().norm() for name, value in expected.items()]
+    ).norm()
     engine.step()
     assert engine.get_global_grad_norm() == pytest.approx(norm.item(), rel=1e-6)
     for name, param in engine.module.named_parameters():
-        torch.testing.assert_close(utils.safe_get_full_fp32_param(param), expected[name], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            utils.safe_get_full_fp32_param(param), expected[name], rtol=1e-5, atol=1e-6
+        )
 
 
-CASES = [(0, {}, "bf16"), (1, OFFLOAD, "split"), (2, {}, "fp16"), (3, OFFLOAD, "fp32"), (3, {}, "split"), (2, OFFLOAD, "bf16")]
+CASES = [
+    (0, {}, "bf16"),
+    (1, OFFLOAD, "split"),
+    (2, {}, "fp16"),
+    (3, OFFLOAD, "fp32"),
+    (3, {}, "split"),
+    (2, OFFLOAD, "bf16"),
+]
 
 
 @pytest.mark.cases(3)
@@ -117,7 +141,9 @@ def test_parameters_that_do_not_train_have_no_values() -> None:
 
 
 def _divided(rank: int, world_size: int) -> None:
-    """A micro-step's gradient is the same by engine.backward and by the loss's own backward, and so is a step after a write."""
+    """A micro-step's gradient is the same by engine.backward and by the loss's own backward, and
+    so is a step after a write.
+    """
     found = []
     for plain in (False, True):
         engine = start(ds_config(accumulation=2, stage=2))
@@ -132,7 +158,10 @@ def _divided(rank: int, world_size: int) -> None:
             utils.safe_set_full_grad(other, _values("grad", other.shape, "grad"))
         assert torch.equal(utils.safe_get_full_grad(param), _values("grad", param.shape, "grad"))
         engine.step()
-        found += [torch.tensor(engine.get_global_grad_norm()), engine.module_state_dict()["inp.weight"]]
+        found += [
+            torch.tensor(engine.get_global_grad_norm()),
+            engine.module_state_dict()["inp.weight"],
+        ]
     for one, other in zip(found[:4], found[4:], strict=True):
         torch.testing.assert_close(one, other)
     assert found[0].abs().sum() > 0

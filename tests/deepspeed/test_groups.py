@@ -17,8 +17,15 @@ def _names_of_comm(rank: int, world_size: int) -> None:
     assert value.tolist() == [3.0] * 3
     comm.inference_all_reduce(value.fill_(rank), op=comm.ReduceOp.MAX, group=comm.get_world_group())
     assert value.tolist() == [1.0] * 3
-    assert comm.get_all_ranks_from_group() == comm.get_all_ranks_from_group(comm.get_world_group()) == [0, 1]
-    assert (groups._get_data_parallel_world_size(), groups._get_data_parallel_rank()) == (world_size, rank)
+    assert (
+        comm.get_all_ranks_from_group()
+        == comm.get_all_ranks_from_group(comm.get_world_group())
+        == [0, 1]
+    )
+    assert (groups._get_data_parallel_world_size(), groups._get_data_parallel_rank()) == (
+        world_size,
+        rank,
+    )
     assert comm.get_local_rank() == int(os.environ.get("LOCAL_RANK", "0"))
 
 

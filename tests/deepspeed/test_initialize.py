@@ -1,4 +1,6 @@
-"""What initialize is given and gives back: optimizers, schedulers, data, ranks that disagree, the environment."""
+"""What initialize is given and gives back: optimizers, schedulers, data, ranks that disagree,
+the environment.
+"""
 
 import copy
 import functools
@@ -29,7 +31,7 @@ def without(key: str, **more: Any) -> dict[str, Any]:
     return {name: value for name, value in ds_config(**more).items() if name != key}
 
 
-# --- optimizers and schedulers ----------------------------------------------------------------------------------------
+# --- optimizers and schedulers --------------------------------------------------------------------
 
 MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "FusedAdam": lambda params: shardcore.FusedAdam(params, **ADAM),
@@ -41,12 +43,16 @@ MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 @pytest.mark.parametrize("kind", MAKERS)
 @pytest.mark.parametrize("as_function", [True, False])
-def test_an_optimizer_of_the_user_gives_the_bits_of_the_configured_one(kind: str, as_function: bool) -> None:
+def test_an_optimizer_of_the_user_gives_the_bits_of_the_configured_one(
+    kind: str, as_function: bool
+) -> None:
     expected = start(ds_config())
     train(expected, 0, 2)
     model = make_net()
     optimizer = MAKERS[kind] if as_function else MAKERS[kind](model.parameters())
-    engine, used, _, _ = shardcore.initialize(model=model, config=without("optimizer"), optimizer=optimizer)
+    engine, used, _, _ = shardcore.initialize(
+        model=model, config=without("optimizer"), optimizer=optimizer
+    )
     assert (used is optimizer) == (not as_function and kind in ("FusedAdam", "CPUAdam"))
     train(engine, 0, 2)
     assert hash_of_training(engine.module, used) == hash_of_training(expected, expected.optimizer)
@@ -54,8 +60,18 @@ def test_an_optimizer_of_the_user_gives_the_bits_of_the_configured_one(kind: str
 
 @pytest.mark.parametrize("as_groups", [False, True])
 def test_muon_takes_the_matrices_but_embeddings_and_heads(as_groups: bool) -> None:
-    params = {"lr": 1e-3, "muon_lr": 0.01, "betas": [0.8, 0.9], "momentum": 0.9, "ns_method": "gram"}
-    layers = {"embed_tokens": nn.Linear(10, 8), "block": nn.Linear(8, 8), "lm_head": nn.Linear(8, 5)}
+    params = {
+        "lr": 1e-3,
+        "muon_lr": 0.01,
+        "betas": [0.8, 0.9],
+        "momentum": 0.9,
+        "ns_method": "gram",
+    }
+    layers = {
+        "embed_tokens": nn.Linear(10, 8),
+        "block": nn.Linear(8, 8),
+        "lm_head": nn.Linear(8, 5),
+    }
     hashes = set()
     for by_config in (True, False):
         model = copy.deepcopy(nn.Sequential(OrderedDict(layers)))
@@ -69,7 +85,9 @@ def test_muon_takes_the_matrices_but_embeddings_and_heads(as_groups: bool) -> No
         config, chosen = without("optimizer"), {"optimizer": shardcore.Muon(groups)}
         if by_config:
             config["optimizer"] = {"type": "Muon", "params": params}
-            chosen = {"model_parameters": [{"params": model.parameters(), **decay}] if as_groups else None}
+            chosen = {
+                "model_parameters": [{"params": model.parameters(), **decay}] if as_groups else None
+            }
         engine, optimizer, _, _ = shardcore.initialize(model=model, config=config, **chosen)
         train(engine, 0, 2)
         hashes.add(hash_of(engine.module_state_dict().values()))
@@ -115,29 +133,48 @@ def test_a_class_is_a_function() -> None:
 
 def test_model_parameters_may_be_groups_or_any_iterable() -> None:
     model = make_net()
-    groups = [{"params": model.head.parameters(), "lr": 0.5}, {"params": [model.gain], "weight_decay": 0.3}]
+    groups = [
+        {"params": model.head.parameters(), "lr": 0.5},
+        {"params": [model.gain], "weight_decay": 0.3},
+    ]
     engine = start(ds_config(), model, model_parameters=groups)
     assert engine.get_lr() == [0.5, 1e-2]
     assert [group["weight_decay"] for group in engine.optimizer.param_groups] == [0.1, 0.3]
     model = make_net()
     model.head.requires_grad_(False)
-    engine = start(ds_config(), model, model_parameters=(p for p in model.parameters() if p.requires_grad))
+    engine = start(
+        ds_config(), model, model_parameters=(p for p in model.parameters() if p.requires_grad)
+    )
     assert len(engine.optimizer.param_groups[0]["params"]) == len(list(model.parameters())) - 1
     model = make_net()
     model.head.requires_grad_(False)
-    assert len(start(ds_config(), model).optimizer.param_groups[0]["params"]) == len(list(model.parameters())) - 1
+    assert (
+        len(start(ds_config(), model).optimizer.param_groups[0]["params"])
+        == len(list(model.parameters())) - 1
+    )
     model = make_net()
     optimizer = shardcore.FusedAdam(model.parameters())
-    assert start(without("optimizer"), model, optimizer=optimizer, model_parameters=model.parameters()).optimizer is optimizer
+    assert (
+        start(
+            without("optimizer"), model, optimizer=optimizer, model_parameters=model.parameters()
+        ).optimizer
+        is optimizer
+    )
 
 
-def _refused(kind: type[Exception], says: str, config: dict[str, Any] | None = None, **options: Any) -> None:
+def _refused(
+    kind: type[Exception], says: str, config: dict[str, Any] | None = None, **options: Any
+) -> None:
     with pytest.raises(kind, match=says):
         start(ds_config() if config is None else config, **options)
 
 
 def _forward_only(rank: int, world_size: int, stage: int, low: str) -> bool:
-    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}, "bf16": {"enabled": low == "bf16"}}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": stage},
+        "bf16": {"enabled": low == "bf16"},
+    }
     config["scheduler"] = {"type": "WarmupLR", "params": {}}
     model, plain = make_net(seed=rank), make_net(seed=0)
     data = TensorDataset(torch.zeros(4, 10))
@@ -151,14 +188,21 @@ def _forward_only(rank: int, world_size: int, stage: int, low: str) -> bool:
     x, _ = batch_of(0, 0, rank)
     with torch.no_grad():
         same = torch.equal(
-            engine.eval()(x), plain.to(torch.bfloat16 if low == "bf16" else torch.float32)(x.bfloat16() if low == "bf16" else x)
+            engine.eval()(x),
+            plain.to(torch.bfloat16 if low == "bf16" else torch.float32)(
+                x.bfloat16() if low == "bf16" else x
+            ),
         )
     for refused in (lambda: engine.backward(torch.ones(())), engine.step):
         with pytest.raises(ValueError, match="there is no optimizer"):
             refused()
     assert engine.train().module.training
     assert (engine.zero_optimization_stage(), engine.zero_optimization()) == (stage, stage > 0)
-    sizes = engine.train_batch_size(), engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
+    sizes = (
+        engine.train_batch_size(),
+        engine.train_micro_batch_size_per_gpu(),
+        engine.gradient_accumulation_steps(),
+    )
     assert sizes == (world_size, 1, 1)
     engine.destroy()
     return same
@@ -171,10 +215,14 @@ def test_without_an_optimizer_a_model_only_runs_forward(stage: int, low: str) ->
 
 def _evaluated(rank: int, world_size: int, folder: str, stage: int) -> None:
     trained = start(ds_config(stage=2))
-    assert shardcore.initialize(model=make_net(), config=without("optimizer"))[0].load_checkpoint(folder) == (None, {})
+    assert shardcore.initialize(model=make_net(), config=without("optimizer"))[0].load_checkpoint(
+        folder
+    ) == (None, {})
     train(trained, rank, 1)
     trained.save_checkpoint(folder, client_state={"seen": 3})
-    engine = shardcore.initialize(model=make_net(seed=1), config=without("optimizer", stage=stage))[0]
+    engine = shardcore.initialize(model=make_net(seed=1), config=without("optimizer", stage=stage))[
+        0
+    ]
     path, client_state = engine.load_checkpoint(folder, load_optimizer_states=False)
     assert (Path(path).name, client_state) == ("global_step1", {"seen": 3})
     expected = hash_of(trained.module_state_dict().values())
@@ -182,15 +230,24 @@ def _evaluated(rank: int, world_size: int, folder: str, stage: int) -> None:
     engine.save_checkpoint(folder, client_state={"seen": 4})
     engine.wait_for_checkpoint()
     assert engine.save_16bit_model(folder, "model.bin") is True
-    others = shardcore.initialize(model=make_net(seed=2), config=without("optimizer"))[0], start(ds_config(), make_net(seed=3))
+    others = (
+        shardcore.initialize(model=make_net(seed=2), config=without("optimizer"))[0],
+        start(ds_config(), make_net(seed=3)),
+    )
     for other in others:
         path, client_state = other.load_checkpoint(folder, load_optimizer_states=False)
-        assert (Path(path).name, client_state, other.global_steps) == ("global_step0", {"seen": 4}, 0)
+        assert (Path(path).name, client_state, other.global_steps) == (
+            "global_step0",
+            {"seen": 4},
+            0,
+        )
         assert hash_of(other.module_state_dict().values()) == expected
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_an_engine_that_only_runs_forward_loads_and_saves_weights(tmp_path: Path, stage: int) -> None:
+def test_an_engine_that_only_runs_forward_loads_and_saves_weights(
+    tmp_path: Path, stage: int
+) -> None:
     run_ranks(2, _evaluated, str(tmp_path), stage)
 
 
@@ -204,7 +261,12 @@ OURS: dict[str, dict[str, Any]] = {
 
 
 def _hash_by_section(rank: int, world_size: int, section: dict[str, Any]) -> str:
-    engine = start(ds_config(zero_optimization={"stage": 3, "offload_optimizer": {"device": "cpu"}}, shardcore=section))
+    engine = start(
+        ds_config(
+            zero_optimization={"stage": 3, "offload_optimizer": {"device": "cpu"}},
+            shardcore=section,
+        )
+    )
     train(engine, rank, 2)
     return hash_of_training(engine, engine.optimizer)
 
@@ -213,20 +275,37 @@ def test_the_section_of_shardcore_reaches_shard_and_the_optimizer() -> None:
     found = {name: run_ranks(4, _hash_by_section, section)[0] for name, section in OURS.items()}
     assert found["nothing"] == found["when"]
     assert found["nodes"] == found["mesh"], "ranks are added in the same order"
-    assert len({found[name] for name in ("nothing", "nodes", "states")}) == 3, "else nothing arrived"
+    assert len({found[name] for name in ("nothing", "nodes", "states")}) == 3, (
+        "else nothing arrived"
+    )
 
 
 @pytest.mark.parametrize(
     ("section", "says"),
     [
-        ({"overlap": True}, r"config shardcore\.overlap is not supported; expected one of overlap_step, "),
-        ({"offload": {"device": "cpu"}}, r"config shardcore\.offload\.device is not supported; expected one of gradients, "),
+        (
+            {"overlap": True},
+            r"config shardcore\.overlap is not supported; expected one of overlap_step, ",
+        ),
+        (
+            {"offload": {"device": "cpu"}},
+            r"config shardcore\.offload\.device is not supported; expected one of gradients, ",
+        ),
         ({"optimizer": 3}, r"config shardcore\.optimizer has 3; expected an object with keys"),
         ({"prefetch": -1}, r"shard: prefetch is -1"),
-        ({"mesh": 3}, r"config shardcore\.mesh has 3; expected two numbers of ranks: \[replicate, shard\]"),
+        (
+            {"mesh": 3},
+            r"config shardcore\.mesh has 3; expected two numbers of ranks: \[replicate, shard\]",
+        ),
         ({"mesh": [2, "8"]}, r"config shardcore\.mesh has \[2, '8'\]"),
-        ({"mesh": [2, 8]}, r"shardcore\.mesh has \[2, 8\]; expected numbers whose product is 1, the ranks"),
-        ({"state_dtype": "8bit"}, r"sync_each, offload, optimizer \(shardcore\.optimizer\.state_dtype\?\)"),
+        (
+            {"mesh": [2, 8]},
+            r"shardcore\.mesh has \[2, 8\]; expected numbers whose product is 1, the ranks",
+        ),
+        (
+            {"state_dtype": "8bit"},
+            r"sync_each, offload, optimizer \(shardcore\.optimizer\.state_dtype\?\)",
+        ),
     ],
 )
 def test_what_the_section_of_shardcore_may_not_have(section: dict[str, Any], says: str) -> None:
@@ -238,7 +317,9 @@ def test_a_mesh_of_one_rank_is_none() -> None:
     assert start(ds_config(shardcore={"mesh": [1, 1]})).world_size == 1
 
 
-def test_a_given_optimizer_takes_the_place_of_the_configurations(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_given_optimizer_takes_the_place_of_the_configurations(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     model = make_net()
     own = shardcore.FusedAdam(model.parameters(), lr=0.25)
     with caplog.at_level(logging.WARNING, "shardcore"):
@@ -251,14 +332,28 @@ def test_a_given_optimizer_takes_the_place_of_the_configurations(caplog: pytest.
     assert "takes its place" not in caplog.text
 
 
-def test_an_optimizer_of_some_parameters_updates_these_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_optimizer_of_some_parameters_updates_these_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     model = make_net()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     optimizer = torch.optim.AdamW(model.head.parameters(), **ADAM)
-    engine = start(without("optimizer", stage=0), model, optimizer=optimizer, model_parameters=model.parameters())
-    assert f"optimizer= has 1 of the {len(list(model.parameters()))} trainable parameters in model_parameters" in caplog.text
+    engine = start(
+        without("optimizer", stage=0),
+        model,
+        optimizer=optimizer,
+        model_parameters=model.parameters(),
+    )
+    assert (
+        f"optimizer= has 1 of the {len(list(model.parameters()))} trainable parameters in "
+        f"model_parameters" in caplog.text
+    )
     train(engine, 0, 2)
-    changed = {name for name, value in engine.module_state_dict().items() if not torch.equal(value, before[name])}
+    changed = {
+        name
+        for name, value in engine.module_state_dict().items()
+        if not torch.equal(value, before[name])
+    }
     assert changed == {"head.weight"}
 
 
@@ -277,7 +372,9 @@ class Normed(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_an_untested_optimizer_is_taken_after_a_trial(stage: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_untested_optimizer_is_taken_after_a_trial(
+    stage: int, caplog: pytest.LogCaptureFixture
+) -> None:
     hashes = set()
     config = without("optimizer", stage=stage)
     for cls, allowed in ((torch.optim.SGD, {}), (Halving, {"zero_allow_untested_optimizer": 1})):
@@ -288,9 +385,18 @@ def test_an_untested_optimizer_is_taken_after_a_trial(stage: int, caplog: pytest
     assert len(hashes) == 1
     model = make_net()
     before = hash_of(model.state_dict().values())
-    for allowed, says in ((True, "is a Normed, whose steps are not elementwise"), (False, "shard: optimizer is a Normed")):
+    for allowed, says in (
+        (True, "is a Normed, whose steps are not elementwise"),
+        (False, "shard: optimizer is a Normed"),
+    ):
         for optimizer in (functools.partial(Normed, lr=0.1), Normed(model.parameters(), lr=0.1)):
-            _refused(TypeError, says, config | {"zero_allow_untested_optimizer": allowed}, model=model, optimizer=optimizer)
+            _refused(
+                TypeError,
+                says,
+                config | {"zero_allow_untested_optimizer": allowed},
+                model=model,
+                optimizer=optimizer,
+            )
     assert hash_of(model.state_dict().values()) == before
 
 
@@ -299,13 +405,30 @@ def test_refused_optimizers() -> None:
     plain = without("optimizer")
     section = {"optimizer": {"state_dtype": "bf16"}}
     _refused(
-        ValueError, "config shardcore.optimizer is given, but", ds_config(shardcore=section), optimizer=shardcore.FusedAdam
+        ValueError,
+        "config shardcore.optimizer is given, but",
+        ds_config(shardcore=section),
+        optimizer=shardcore.FusedAdam,
     )
-    _refused(ValueError, "there is no optimizer", plain, model=model, lr_scheduler=lambda made: StepLR(made, 1))
+    _refused(
+        ValueError,
+        "there is no optimizer",
+        plain,
+        model=model,
+        lr_scheduler=lambda made: StepLR(made, 1),
+    )
     _refused(TypeError, r"optimizer\(\.\.\.\) returned a list", plain, optimizer=list)
     _refused(TypeError, "optimizer has type str", plain, optimizer="AdamW")
     _refused(TypeError, "optimizer is a NAdam", plain, optimizer=torch.optim.NAdam)
-    for wrong in (model.gain, 5, model, "head", set(model.parameters()), dict(model.named_parameters()), model.parameters):
+    for wrong in (
+        model.gain,
+        5,
+        model,
+        "head",
+        set(model.parameters()),
+        dict(model.named_parameters()),
+        model.parameters,
+    ):
         kind = type(wrong).__name__
         for config in (plain, None):
             says = f"model_parameters has type {kind}; expected a list"
@@ -321,7 +444,10 @@ def test_refused_optimizers() -> None:
         optimizer=optimizer,
         model_parameters=others,
     )
-    for items, text in (([[model.gain]], "can only optimize Tensors"), ([{"params": 5}], "'int' object is not iterable")):
+    for items, text in (
+        ([[model.gain]], "can only optimize Tensors"),
+        ([{"params": 5}], "'int' object is not iterable"),
+    ):
         for config, given in ((plain, optimizer), (None, None)):
             _refused(TypeError, text, config, model=model, optimizer=given, model_parameters=items)
 
@@ -344,7 +470,13 @@ def test_refused_schedulers() -> None:
     optimizer = shardcore.FusedAdam(model.parameters())
     scheduler = StepLR(shardcore.FusedAdam(make_net().parameters()), 1)
     options = {"model": model, "optimizer": optimizer}
-    _refused(ValueError, "drives another optimizer", without("optimizer"), lr_scheduler=scheduler, **options)
+    _refused(
+        ValueError,
+        "drives another optimizer",
+        without("optimizer"),
+        lr_scheduler=scheduler,
+        **options,
+    )
     _refused(ValueError, "drives another optimizer", lr_scheduler=StepLR(optimizer, 1), model=model)
     _refused(TypeError, "lr_scheduler has type int", lr_scheduler=3)
     bare = type("Bare", (), {"step": lambda self: None})()
@@ -355,10 +487,19 @@ def test_models_must_fit_the_configuration() -> None:
     _refused(TypeError, "model has type list", model=[])
     model = make_net()
     model.head.to(torch.bfloat16)
-    _refused(ValueError, r"head\.weight has dtype bfloat16 but config enables neither bf16 nor fp16", model=model)
+    _refused(
+        ValueError,
+        r"head\.weight has dtype bfloat16 but config enables neither bf16 nor fp16",
+        model=model,
+    )
     start(ds_config(bf16={"enabled": True}), model)
     model = make_net().to(torch.bfloat16)
-    _refused(ValueError, "config enables neither", ds_config(torch_autocast={"enabled": True, "dtype": "fp16"}), model=model)
+    _refused(
+        ValueError,
+        "config enables neither",
+        ds_config(torch_autocast={"enabled": True, "dtype": "fp16"}),
+        model=model,
+    )
 
 
 @pytest.mark.parametrize("low", ["bf16", "fp16"])
@@ -370,7 +511,11 @@ def test_buffers_are_cast_but_those_that_stay_in_float32(low: str) -> None:
         def __init__(self) -> None:
             super().__init__()
             self.linear = nn.Linear(2, 2)
-            for name, dtype in (("bias", torch.bfloat16), ("attribute", torch.float32), ("count", torch.int64)):
+            for name, dtype in (
+                ("bias", torch.bfloat16),
+                ("attribute", torch.float32),
+                ("count", torch.int64),
+            ):
                 self.register_buffer(name, torch.ones(2, dtype=dtype))
 
     def cast(**types: Any) -> list[torch.dtype]:
@@ -383,11 +528,16 @@ def test_buffers_are_cast_but_those_that_stay_in_float32(low: str) -> None:
     outer, *own = cast(buffer_dtype="fp16")
     assert [outer, *own] == [fp16, fp32, fp32 if low == "fp16" else fp16, torch.int64]
     assert cast() == [fp32, fp32, fp32, torch.int64]
-    assert cast(buffer_dtype="fp16", keep_in_fp32_modules=["^bias"]) == [fp32, fp16, fp16, torch.int64]
+    assert cast(buffer_dtype="fp16", keep_in_fp32_modules=["^bias"]) == [
+        fp32,
+        fp16,
+        fp16,
+        torch.int64,
+    ]
     assert cast(keep_in_fp32_modules=[]) == [fp32, torch.bfloat16, fp32, torch.int64]
 
 
-# --- data -------------------------------------------------------------------------------------------------------------
+# --- data -----------------------------------------------------------------------------------------
 
 
 class Stream(IterableDataset):
@@ -399,7 +549,9 @@ class Stream(IterableDataset):
 
 def test_collate_fn_and_refused_data() -> None:
     data = [1, 2, 3, 4, 5]
-    engine, _, loader, _ = shardcore.initialize(model=make_net(), config=ds_config(), training_data=data, collate_fn=sum)
+    engine, _, loader, _ = shardcore.initialize(
+        model=make_net(), config=ds_config(), training_data=data, collate_fn=sum
+    )
     assert isinstance(loader, DataLoader)
     assert sum(loader) == sum(engine.deepspeed_io(data)) == 15
     for config in (ds_config(), without("optimizer")):
@@ -410,7 +562,7 @@ def test_collate_fn_and_refused_data() -> None:
     _refused(TypeError, "training_data has type Stream", training_data=Stream())
 
 
-# --- ranks ------------------------------------------------------------------------------------------------------------
+# --- ranks ----------------------------------------------------------------------------------------
 
 
 def _message(rank: int, world_size: int, which: str) -> str:
@@ -434,7 +586,13 @@ def _message(rank: int, world_size: int, which: str) -> str:
     del config["optimizer"]
     data: Any = list(range(9 if rank == 1 and which == "data" else 8))
     try:
-        shardcore.initialize(model=model, config=config, optimizer=optimizer, lr_scheduler=scheduler, training_data=data)
+        shardcore.initialize(
+            model=model,
+            config=config,
+            optimizer=optimizer,
+            lr_scheduler=scheduler,
+            training_data=data,
+        )
     except (ValueError, RuntimeError) as error:
         assert not hasattr(model, "_shardcore_engine")
         assert dist.is_initialized(), "a group that was there before stays"
@@ -452,7 +610,9 @@ def test_ranks_fail_together() -> None:
     assert other == f"initialize: rank 1 failed, so no rank was changed: {own}"
     both = run_ranks(2, _message, "data")
     assert both[0] == both[1]
-    assert "training_data of 9 samples on rank 1 but training_data of 8 samples on rank 0" in both[0]
+    assert (
+        "training_data of 9 samples on rank 1 but training_data of 8 samples on rank 0" in both[0]
+    )
     for which in ("function", "scheduler"):
         other, own = run_ranks(2, _message, which)
         assert own == "planted"
@@ -462,7 +622,9 @@ def test_ranks_fail_together() -> None:
 
 def _refused_late(rank: int, world_size: int, folder: str) -> None:
     model = make_net()
-    optimizer = shardcore.FusedAdam([{"params": model.parameters(), "lr": torch.tensor(0.5)}], lr=0.5)
+    optimizer = shardcore.FusedAdam(
+        [{"params": model.parameters(), "lr": torch.tensor(0.5)}], lr=0.5
+    )
     config = without("optimizer", stage=3) | {"shardcore": {"prefetch": -1}}  # which shard refuses
     options = {"model": model, "optimizer": optimizer, "config": config}
     metrics = {"enabled": True, "output_path": folder}
@@ -489,7 +651,7 @@ def test_what_is_refused_leaves_learning_rates_and_begins_no_metrics(tmp_path: P
     run_ranks(2, _refused_late, str(tmp_path))
 
 
-# --- the environment --------------------------------------------------------------------------------------------------
+# --- the environment ------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -509,7 +671,12 @@ def test_without_a_launcher_the_world_is_this_process(environment: pytest.Monkey
 
 
 def test_a_world_of_one_from_the_environment(environment: pytest.MonkeyPatch) -> None:
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}.items():
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": free_port(),
+    }.items():
         environment.setenv(name, value)
     _refused(ValueError, "config amp is not supported", ds_config(amp=True))
     assert not dist.is_initialized()
@@ -526,11 +693,19 @@ def test_a_world_of_one_from_the_environment(environment: pytest.MonkeyPatch) ->
     ("variables", "says"),
     [
         ({"RANK": "0"}, "no WORLD_SIZE and no MASTER_ADDR and no MASTER_PORT"),
-        ({"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}, "the environment has no RANK; expected all of"),
-        ({"RANK": "x", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}, "RANK is 'x'; expected a whole"),
+        (
+            {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"},
+            "the environment has no RANK; expected all of",
+        ),
+        (
+            {"RANK": "x", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"},
+            "RANK is 'x'; expected a whole",
+        ),
     ],
 )
-def test_half_an_environment_is_refused(environment: pytest.MonkeyPatch, variables: dict[str, str], says: str) -> None:
+def test_half_an_environment_is_refused(
+    environment: pytest.MonkeyPatch, variables: dict[str, str], says: str
+) -> None:
     for name, value in variables.items():
         environment.setenv(name, value)
     _refused(ValueError, says)
@@ -544,7 +719,9 @@ def _hash(rank: int, world_size: int) -> str:
 
 
 def main() -> None:
-    """What torchrun runs: the environment is all that it gives. The first configuration has a mistake, then the parameters."""
+    """What torchrun runs: the environment is all that it gives. The first configuration has a
+    mistake, then the parameters.
+    """
     torch.set_num_threads(1)
     assert not dist.is_initialized()
     _refused(ValueError, "did you mean gradient_clipping", ds_config(2, gradient_cliping=1.0))
@@ -607,7 +784,10 @@ def _muon(rank: int, world_size: int) -> list[str]:
 def test_a_given_muon_offloads_its_states_too(stage: int) -> None:
     """In place of the configuration's AdamW, whose gradients would be in host memory."""
     model = nn.Sequential(nn.Linear(10, 8), nn.Linear(8, 5))
-    groups = [{"params": [layer.weight for layer in model]}, {"params": [layer.bias for layer in model], "use_muon": False}]
+    groups = [
+        {"params": [layer.weight for layer in model]},
+        {"params": [layer.bias for layer in model], "use_muon": False},
+    ]
     config = ds_config() | {"zero_optimization": {"stage": stage, **CPU}}
     engine = start(config, model, optimizer=shardcore.Muon(groups))
     before = engine.module_state_dict()["0.weight"]

@@ -1,4 +1,6 @@
-"""initialize a second time on the same module: what the first engine says, what is refused, and loops over configurations."""
+"""initialize a second time on the same module: what the first engine says, what is refused, and
+loops over configurations.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -30,7 +32,9 @@ def test_calls_of_the_first_engine_name_the_second_call(tmp_path: Any) -> None:
         "sharded_state_dict": lambda: shardcore.sharded_state_dict(optimizer),
     }
     for name, call in calls.items():
-        assert error_of(call).startswith(f"ValueError: {name}: initialize was called a second time with this model"), name
+        assert error_of(call).startswith(
+            f"ValueError: {name}: initialize was called a second time with this model"
+        ), name
     assert "a second time" in error_of(optimizer.step)
     engine.destroy()
 
@@ -55,7 +59,10 @@ def _again(rank: int, world_size: int) -> None:
     before = hash_of_training(engine, engine.optimizer)
     refused = {
         "config zero_optimization.stage has 7": {"config": ds_config(stage=7)},
-        "optimizer is a NAdam": {"config": FORWARD, "optimizer": torch.optim.NAdam(model.parameters())},
+        "optimizer is a NAdam": {
+            "config": FORWARD,
+            "optimizer": torch.optim.NAdam(model.parameters()),
+        },
         "the optimizer is already sharded": {"config": FORWARD, "optimizer": engine.optimizer},
         "ranks disagree": {"config": ds_config(gradient_clipping=float(rank))},
     }
@@ -75,6 +82,9 @@ def test_a_loop_over_configurations_goes_on_and_refusals_leave_the_engine_as_it_
 def test_weights_that_are_being_edited_are_refused() -> None:
     model = make_net()
     engine = start(ds_config(stage=3), model)
-    with shardcore.full_params(model), pytest.raises(ValueError, match="initialize: called inside full_params"):
+    with (
+        shardcore.full_params(model),
+        pytest.raises(ValueError, match="initialize: called inside full_params"),
+    ):
         start(ds_config(stage=3), model)
     train(engine, 0, 1)

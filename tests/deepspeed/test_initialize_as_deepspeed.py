@@ -1,4 +1,6 @@
-"""Calls of initialize that DeepSpeed takes: the same script has the same results under both names."""
+"""Calls of initialize that DeepSpeed takes: the same script has the same results under both
+names.
+"""
 
 import importlib.util
 import json
@@ -21,7 +23,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DS_ACCELERATOR", "cpu")
         for name in ("deepspeed", "shardcore"):
-            run_forked("tests.support.deepspeed_makes", name, str(folder / name), ranks=2, folder=ROOT)
+            run_forked(
+                "tests.support.deepspeed_makes", name, str(folder / name), ranks=2, folder=ROOT
+            )
     return {path.name: json.loads(path.read_text()) for path in folder.iterdir()}
 
 

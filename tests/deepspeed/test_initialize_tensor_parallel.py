@@ -1,4 +1,6 @@
-"""initialize with tensor_parallel.autotp_size: the bits of shard over the same mesh; data, checkpoints, refusals."""
+"""initialize with tensor_parallel.autotp_size: the bits of shard over the same mesh; data,
+checkpoints, refusals.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,12 +24,20 @@ from tests.support.slices import mesh_of
 
 transformers = pytest.importorskip("transformers")
 
-SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 22}
+SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 22,
+}
 
 
 def _llama(tied: bool = False) -> Any:
     torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, num_key_value_heads=2, tie_word_embeddings=tied))
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**SIZES, num_key_value_heads=2, tie_word_embeddings=tied)
+    )
 
 
 def _config(stage: int, size: int, **more: Any) -> dict[str, Any]:
@@ -35,10 +45,14 @@ def _config(stage: int, size: int, **more: Any) -> dict[str, Any]:
     return ds_config(2, stage, **section, **more) | {"gradient_clipping": 0.5}
 
 
-def _losses(model: Any, backward: Callable[[torch.Tensor], Any], step: Callable[[], Any], dp: int) -> list[float]:
+def _losses(
+    model: Any, backward: Callable[[torch.Tensor], Any], step: Callable[[], Any], dp: int
+) -> list[float]:
     losses = []
     for micro_step in range(4):
-        tokens = torch.randint(22, (3, 7), generator=torch.Generator().manual_seed(1009 * micro_step + dp))
+        tokens = torch.randint(
+            22, (3, 7), generator=torch.Generator().manual_seed(1009 * micro_step + dp)
+        )
         loss = model(input_ids=tokens, labels=tokens).loss
         backward(loss)
         step()
@@ -50,7 +64,9 @@ def _groups(model: nn.Module) -> list[dict[str, Any]]:
     """Two groups, of weights in another order than the model's: matrices decay."""
     params = list(model.parameters())[::-1]
     return [
-        {"params": [p for p in params if (p.dim() > 1) == of]} | ({} if of else {"weight_decay": 0.0}) for of in (True, False)
+        {"params": [p for p in params if (p.dim() > 1) == of]}
+        | ({} if of else {"weight_decay": 0.0})
+        for of in (True, False)
     ]
 
 
@@ -88,7 +104,13 @@ def _by_shard(rank: int, world: int, size: int, cases: list[tuple[str, int, bool
         model: Any = shardcore.tensor_parallel(_llama(tied), mesh["tp"])
         optimizer: Any = shardcore.FusedAdam(_groups(model), **ADAM)
         model, optimizer = shardcore.shard(
-            model, optimizer, stage, process_group=mesh["dp"], clip_grad_norm=0.5, accumulate=2, precision="fp32"
+            model,
+            optimizer,
+            stage,
+            process_group=mesh["dp"],
+            clip_grad_norm=0.5,
+            accumulate=2,
+            precision="fp32",
         )
         steps = iter(range(4))
 
@@ -107,8 +129,13 @@ CASES = [("parameters", 2, False), ("optimizer", 3, True)]
 
 def _wrong(rank: int, world: int, cases: list[tuple[str, int, bool]]) -> list[Found]:
     """Slices over ranks that are not adjacent, which get other batches."""
-    strided = DeviceMesh("cpu", torch.arange(world).reshape(2, -1).T.contiguous(), mesh_dim_names=("dp", "tp"))
-    with mock.patch.object(module, "make_tensor_mesh", return_value=strided), mock.patch.object(module, "_compare_inputs"):
+    strided = DeviceMesh(
+        "cpu", torch.arange(world).reshape(2, -1).T.contiguous(), mesh_dim_names=("dp", "tp")
+    )
+    with (
+        mock.patch.object(module, "make_tensor_mesh", return_value=strided),
+        mock.patch.object(module, "_compare_inputs"),
+    ):
         return _train(rank, world, 2, cases)
 
 
@@ -124,7 +151,9 @@ def test_training_has_the_bits_of_shard_and_the_losses_of_whole_models() -> None
 
 
 def _data(rank: int, world: int, folder: str) -> Any:
-    """What the loader has, after a checkpoint and a file of all weights; two models have one mesh."""
+    """What the loader has, after a checkpoint and a file of all weights; two models have one
+    mesh.
+    """
     groups = names.MODULES["utils.groups"]
     with pytest.raises(RuntimeError, match="no model is sliced over ranks; expected tp_model_init"):
         groups["get_tensor_model_parallel_group"]()
@@ -133,9 +162,17 @@ def _data(rank: int, world: int, folder: str) -> Any:
     samples = TensorDataset(torch.arange(24))
     config = _config(2, 1, train_batch_size=4 * 2 * 4, bf16={"enabled": True})
     engine, _, loader, _ = shardcore.initialize(model=model, training_data=samples, config=config)
-    assert (engine.train_batch_size(), engine.world_size, engine.dp_world_size, len(loader)) == (16, 4, 2, 3)
+    assert (engine.train_batch_size(), engine.world_size, engine.dp_world_size, len(loader)) == (
+        16,
+        4,
+        2,
+        3,
+    )
     _losses(engine, engine.backward, engine.step, rank // 2)
-    assert [groups[f"get_{what}_parallel_rank"]() for what in ("data", "tensor_model")] == [rank // 2, rank % 2]
+    assert [groups[f"get_{what}_parallel_rank"]() for what in ("data", "tensor_model")] == [
+        rank // 2,
+        rank % 2,
+    ]
     engine.save_checkpoint(folder, tag="t")
     engine.save_16bit_model(folder, "weights.bin")
     mesh = module.tensor_mesh()
@@ -151,7 +188,9 @@ def _load(rank: int, world: int, folder: str) -> set[str]:
     engine = shardcore.initialize(model=_llama(), config=_config(1, 1, bf16={"enabled": True}))[0]
     engine.load_checkpoint(folder)
     weights = torch.load(f"{folder}/weights.bin")
-    assert all(torch.equal(value, weights[name]) for name, value in engine.module.state_dict().items())
+    assert all(
+        torch.equal(value, weights[name]) for name, value in engine.module.state_dict().items()
+    )
     return {hash_of_training(engine, engine.optimizer)}
 
 
@@ -165,17 +204,28 @@ def test_data_and_checkpoints(tmp_path: Path) -> None:
 
 
 def _refusals(rank: int, world: int) -> None:
-    def refused(error: type[Exception], match: str, model: nn.Module, config: dict[str, Any], **given: Any) -> None:
+    def refused(
+        error: type[Exception], match: str, model: nn.Module, config: dict[str, Any], **given: Any
+    ) -> None:
         with pytest.raises(error, match=match):
             shardcore.initialize(model=model, config=config, **given)
         assert not any(map(is_dtensor, model.parameters()))
 
     refused(ValueError, "Net has no plan for its layers; expected plan=", make_net(), _config(2, 2))
     refused(ValueError, "has 3 with 2 ranks, which it does not divide", _llama(), _config(2, 3))
-    refused(ValueError, "has 2 with shardcore.mesh", _llama(), _config(2, 2, shardcore={"mesh": [1, 2]}))
-    refused(ValueError, "train_batch_size has 8; expected 16", _llama(), _config(2, 2, train_batch_size=8))
+    refused(
+        ValueError, "has 2 with shardcore.mesh", _llama(), _config(2, 2, shardcore={"mesh": [1, 2]})
+    )
+    refused(
+        ValueError,
+        "train_batch_size has 8; expected 16",
+        _llama(),
+        _config(2, 2, train_batch_size=8),
+    )
     muon = {"type": "Muon", "params": {"lr": 1e-3}}
-    refused(NotImplementedError, "is given with Muon", _llama(), _config(2, 2) | {"optimizer": muon})
+    refused(
+        NotImplementedError, "is given with Muon", _llama(), _config(2, 2) | {"optimizer": muon}
+    )
     model = names.tp_model_init(_llama(), 4, torch.float32)
     refused(ValueError, "has 2, and tp_model_init 4; expected the same", model, _config(2, 2))
     with pytest.raises(ValueError, match="tp_group is given"):
@@ -186,14 +236,19 @@ def _refusals(rank: int, world: int) -> None:
     config = _config(2, 2)
     del config["optimizer"]
     refused(NotImplementedError, "an optimizer that has states", model, config, optimizer=optimizer)
-    sliced = shardcore.tensor_parallel(make_net(), mesh_of(world, 2)["tp"], {"head": "colwise_gather_output"})
+    sliced = shardcore.tensor_parallel(
+        make_net(), mesh_of(world, 2)["tp"], {"head": "colwise_gather_output"}
+    )
     with pytest.raises(ValueError, match="has 4 with a model in 2 slices; expected"):
         shardcore.initialize(model=sliced, config=_config(2, 4))
-    engine = shardcore.initialize(model=sliced, config=_config(2, 2))[0]  # what has no plan is sliced before
+    # what has no plan is sliced before
+    engine = shardcore.initialize(model=sliced, config=_config(2, 2))[0]
     assert engine.dp_world_size == 1
     with pytest.raises(NotImplementedError, match="modifier_rank: not available yet"):
         names.gathered_parameters(sliced, 0).__enter__()
-    with pytest.raises(ValueError, match="slices of one model are given different inputs; expected the same"):
+    with pytest.raises(
+        ValueError, match="slices of one model are given different inputs; expected the same"
+    ):
         engine(torch.full((2, 10), float(rank)))
     wrapped = nn.ModuleDict({"model": names.tp_model_init(_llama(), 2, torch.float32)})
     refused(ValueError, "ModuleDict has no plan", wrapped, _config(2, 1))  # the mark is found

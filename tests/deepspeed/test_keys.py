@@ -52,23 +52,35 @@ def test_what_is_on_is_refused(key: str, value: Any) -> None:
 
 
 def test_notes_are_ignored_as_in_deepspeed() -> None:
-    assert all(map(is_note, ("_comment", "comment", "__why", "_Comment2", "comms_config", "monitor_config")))
+    assert all(
+        map(
+            is_note, ("_comment", "comment", "__why", "_Comment2", "comms_config", "monitor_config")
+        )
+    )
     assert not any(map(is_note, ("communication_data_type", "optimizer", "monitor")))
 
 
 def test_every_spelling_is_one_key() -> None:
-    assert canonical("zero_optimization.stage3_max_live_parameters") == "zero_optimization.max_live_parameters"
+    assert (
+        canonical("zero_optimization.stage3_max_live_parameters")
+        == "zero_optimization.max_live_parameters"
+    )
     assert canonical("bfloat16") == "bf16"
     assert canonical("zero_optimization.stage3_gather_fp16_weights_on_model_save") in KEYS
     assert all(canonical(path) == path for path in KEYS)
 
 
 def test_deepspeeds_own_keys_are_all_known() -> None:
-    """Fields of DeepSpeed's configuration classes: a new one of theirs is to be put in the table."""
+    """Fields of DeepSpeed's configuration classes: a new one of theirs is to be put in the
+    table.
+    """
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-    from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig, DeepSpeedZeroOffloadParamConfig
+    from deepspeed.runtime.zero.offload_config import (
+        DeepSpeedZeroOffloadOptimizerConfig,
+        DeepSpeedZeroOffloadParamConfig,
+    )
 
     old = {"cpu_offload", "cpu_offload_param", "cpu_offload_use_pin_memory"}  # see config.py
     zero = "zero_optimization"

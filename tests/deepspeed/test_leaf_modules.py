@@ -1,4 +1,6 @@
-"""Marks on modules by DeepSpeed's names: found by class, derived class, name and suffix, and taken away; what they do."""
+"""Marks on modules by DeepSpeed's names: found by class, derived class, name and suffix, and
+taken away; what they do.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -43,13 +45,20 @@ def test_a_class_means_what_is_derived_from_it_and_a_string_does_not() -> None:
     expert = Expert()
     assert utils.set_z3_leaf_modules(expert, [nn.Linear]) == [expert.inner, expert.outer]
     assert utils.set_z3_leaf_modules(expert, ["Linear"]) == [expert.outer]
-    assert utils.set_z3_leaf_modules(expert, [nn.Module]) == [expert.inner, expert.outer, expert], "children first"
+    assert utils.set_z3_leaf_modules(expert, [nn.Module]) == [expert.inner, expert.outer, expert], (
+        "children first"
+    )
 
 
 def test_modules_are_found_by_their_own_names() -> None:
     expert = Expert()
-    assert utils.set_z3_leaf_modules_by_name(expert, ["outer", "none"], raise_if_not_found=False) == ([expert.outer], ["none"])
-    assert utils.set_z3_leaf_modules_by_suffix(expert, ["er", "ner"]) == ([expert.inner, expert.outer], [])
+    assert utils.set_z3_leaf_modules_by_name(
+        expert, ["outer", "none"], raise_if_not_found=False
+    ) == ([expert.outer], ["none"])
+    assert utils.set_z3_leaf_modules_by_suffix(expert, ["er", "ner"]) == (
+        [expert.inner, expert.outer],
+        [],
+    )
     assert utils.get_z3_leaf_modules(expert) == [expert.inner, expert.outer]
     utils.set_z3_leaf_modules_by_name(expert, ["inner"], flag=False)
     assert utils.get_z3_leaf_modules(expert) == [expert.outer]
@@ -69,11 +78,17 @@ def test_what_is_not_there_is_refused_and_marks_nothing() -> None:
 
 def test_the_marks_are_deepspeeds() -> None:
     peer = pytest.importorskip("deepspeed.utils", reason="DeepSpeed is not installed")
-    for call, asked in (("set_z3_leaf_modules", [nn.Linear]), ("set_z3_leaf_modules_by_suffix", ["er"])):
+    for call, asked in (
+        ("set_z3_leaf_modules", [nn.Linear]),
+        ("set_z3_leaf_modules_by_suffix", ["er"]),
+    ):
         one, other = Expert(), Expert()
         getattr(utils, call)(one, asked)
         getattr(peer, call)(other, asked)
-        names = [[name for name, module in e.named_modules() if peer.z3_leaf_module(module)] for e in (one, other)]
+        names = [
+            [name for name, module in e.named_modules() if peer.z3_leaf_module(module)]
+            for e in (one, other)
+        ]
         assert names[0] == names[1]
         assert names[0]
 
@@ -99,7 +114,9 @@ def _model(where: str, rank: int) -> nn.Module:
     return nn.Sequential(nn.Linear(10, 10), Experts(rank), Experts(rank))
 
 
-def _losses(rank: int, model: nn.Module, stage: int, leaf: dict[str, Any], **own: Any) -> list[float]:
+def _losses(
+    rank: int, model: nn.Module, stage: int, leaf: dict[str, Any], **own: Any
+) -> list[float]:
     config = {
         "train_micro_batch_size_per_gpu": 4,
         "optimizer": {"type": "Adam", "params": {"lr": 1e-2}},
@@ -121,7 +138,10 @@ def _losses(rank: int, model: nn.Module, stage: int, leaf: dict[str, Any], **own
 MARKS: dict[str, tuple[Callable[[nn.Module], Any], dict[str, Any]]] = {
     "root": (lambda model: utils.set_z3_leaf_modules(model, [nn.Module]), {"classes": ["Experts"]}),
     "inside": (lambda model: utils.set_z3_leaf_modules(model, [Experts]), {"names": ["1.0"]}),
-    "repeated": (lambda model: utils.set_z3_leaf_modules_by_name(model, ["1", "2"]), {"name_suffixes": ["1", "2"]}),
+    "repeated": (
+        lambda model: utils.set_z3_leaf_modules_by_name(model, ["1", "2"]),
+        {"name_suffixes": ["1", "2"]},
+    ),
 }
 
 
@@ -145,10 +165,17 @@ def test_ranks_that_use_other_parts_of_a_marked_module_train_as_at_stage_2() -> 
             assert all(one == expected for one in losses), where
 
 
-def test_a_configuration_marks_what_it_names_and_says_what_is_not_there(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_configuration_marks_what_it_names_and_says_what_is_not_there(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     leaf = {"classes": "Derived", "names": ["outer", "none"], "name_suffixes": ["strange"]}
-    settings = read_config({"train_batch_size": 1, "zero_optimization": {"stage": 3, "leaf_module": leaf}})
+    settings = read_config(
+        {"train_batch_size": 1, "zero_optimization": {"stage": 3, "leaf_module": leaf}}
+    )
     expert = Expert()
     mark_configured(expert, settings, log=True)
     assert utils.get_z3_leaf_modules(expert) == [expert.inner, expert.outer]
-    assert [record.message.partition("has ")[2].partition(",")[0] for record in caplog.records] == ["['none']", "['strange']"]
+    assert [record.message.partition("has ")[2].partition(",")[0] for record in caplog.records] == [
+        "['none']",
+        "['strange']",
+    ]

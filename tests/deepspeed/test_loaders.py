@@ -36,7 +36,9 @@ def _loaders(rank: int, world_size: int) -> list[list[int]]:
     assert evaluation == [[rank + 2 * (3 * batch + i) for i in range(3)] for batch in range(3)]
     loader = engine.deepspeed_io(data)
     epochs = [[int(i) for batch in loader for i in batch] for _ in range(2)]
-    assert [len(batch) for batch in loader] == [4, 4], "micro-batches, without the last, smaller one"
+    assert [len(batch) for batch in loader] == [4, 4], (
+        "micro-batches, without the last, smaller one"
+    )
     sampled = engine.deepspeed_io(data, data_sampler=SequentialSampler(data), collate_fn=tuple)
     assert next(iter(sampled)) == (0, 1, 2, 3)
     return epochs

@@ -1,4 +1,6 @@
-"""DeepSpeed's schedules: every learning rate and momentum against DeepSpeed's own, and a table of values without it."""
+"""DeepSpeed's schedules: every learning rate and momentum against DeepSpeed's own, and a table
+of values without it.
+"""
 
 import copy
 import inspect
@@ -49,16 +51,24 @@ def adam(groups: int = 3, kind: Any = torch.optim.AdamW, **options: Any) -> Any:
 
 
 def test_constants_have_deepspeeds_values(theirs: Any) -> None:
-    expected = {name: value for name, value in vars(theirs).items() if name.isupper() and isinstance(value, str)}
+    expected = {
+        name: value
+        for name, value in vars(theirs).items()
+        if name.isupper() and isinstance(value, str)
+    }
     assert expected == lr_schedules.CONSTANTS
 
 
 def test_constants_are_names_of_the_module_that_scripts_import() -> None:
     module = shardcore.runtime.lr_schedules  # type: ignore[attr-defined]
-    assert (module.WARMUP_LR, module.WARMUP_MIN_LR, module.TOTAL_NUM_STEPS) == ("WarmupLR", "warmup_min_lr", "total_num_steps")
+    assert (module.WARMUP_LR, module.WARMUP_MIN_LR, module.TOTAL_NUM_STEPS) == (
+        "WarmupLR",
+        "warmup_min_lr",
+        "total_num_steps",
+    )
 
 
-# --- every parameter, drawn -----------------------------------------------------------------------------
+# --- every parameter, drawn -----------------------------------------------------------------------
 
 
 FROM = "last_batch_iteration"
@@ -72,7 +82,12 @@ def drawn(name: str, seed: int) -> dict[str, Any]:
     more = {FROM: rng.randint(0, 250)} if seed % 4 == 3 else {}
     rates = [rng.uniform(0, 1) for _ in range(3)]
     if name == "LRRangeTest":
-        found = {"min_lr": rates, "step_size": size, "step_rate": rng.uniform(0, 3), "staircase": rng.random() < 0.5}
+        found = {
+            "min_lr": rates,
+            "step_size": size,
+            "step_rate": rng.uniform(0, 3),
+            "staircase": rng.random() < 0.5,
+        }
         return {f"lr_range_test_{key}": value for key, value in found.items()} | more
     if name == "OneCycle":
         return {
@@ -101,7 +116,11 @@ def drawn(name: str, seed: int) -> dict[str, Any]:
 def seen(schedule: Any) -> tuple[Any, ...]:
     """What a step leaves, and what the methods return."""
     groups = [(group["lr"], group["betas"]) for group in schedule.optimizer.param_groups]
-    momenta = schedule.get_mom() if isinstance(schedule, OneCycle) or type(schedule).__name__ == "OneCycle" else None
+    momenta = (
+        schedule.get_mom()
+        if isinstance(schedule, OneCycle) or type(schedule).__name__ == "OneCycle"
+        else None
+    )
     last = schedule.get_last_lr() if getattr(schedule, "_last_lr", None) else None
     return groups, schedule.get_lr(), momenta, last, schedule.state_dict()
 
@@ -112,7 +131,8 @@ def trace(kind: Any, params: dict[str, Any], steps: int = STEPS) -> list[tuple[A
     for _ in range(steps):
         schedule.step()
         found.append(seen(schedule))
-    if type(schedule).__name__ == "OneCycle":  # DeepSpeed's get_last_lr raises before the first step
+    # DeepSpeed's get_last_lr raises before the first step
+    if type(schedule).__name__ == "OneCycle":
         found[0] = (*found[0][:3], None, found[0][4])
     return found
 
@@ -121,16 +141,22 @@ def trace(kind: Any, params: dict[str, Any], steps: int = STEPS) -> list[tuple[A
 def test_equals_deepspeed_for_drawn_parameters(name: str, theirs: Any) -> None:
     for seed in range(24):
         params = drawn(name, seed)
-        for key in [*params] if seed % 2 else ():  # half of them at their defaults, of which some are None
+        # half of them at their defaults, of which some are None
+        for key in [*params] if seed % 2 else ():
             if key not in REQUIRED and random.Random(f"{key} {seed}").random() < 0.5:
                 del params[key]
-        assert trace(getattr(lr_schedules, name), params) == trace(getattr(theirs, name), params), params
+        assert trace(getattr(lr_schedules, name), params) == trace(getattr(theirs, name), params), (
+            params
+        )
 
 
 @pytest.mark.parametrize("name", VALID_LR_SCHEDULES)
 def test_arguments_and_defaults_are_deepspeeds(name: str, theirs: Any) -> None:
     def arguments(function: Any) -> list[tuple[str, Any]]:
-        return [(argument.name, argument.default) for argument in inspect.signature(function).parameters.values()]
+        return [
+            (argument.name, argument.default)
+            for argument in inspect.signature(function).parameters.values()
+        ]
 
     ours = getattr(lr_schedules, name)
     assert arguments(ours.__init__) == arguments(getattr(theirs, name).__init__)
@@ -140,7 +166,10 @@ def test_arguments_and_defaults_are_deepspeeds(name: str, theirs: Any) -> None:
 @pytest.mark.parametrize("name", VALID_LR_SCHEDULES)
 def test_a_given_iteration_is_taken(name: str, theirs: Any) -> None:
     params = drawn(name, 0)
-    ours, reference = getattr(lr_schedules, name)(adam(), **params), getattr(theirs, name)(adam(), **params)
+    ours, reference = (
+        getattr(lr_schedules, name)(adam(), **params),
+        getattr(theirs, name)(adam(), **params),
+    )
     for iteration in (17, 3, 250, 0):
         ours.step(iteration)
         reference.step(iteration)
@@ -149,7 +178,9 @@ def test_a_given_iteration_is_taken(name: str, theirs: Any) -> None:
 
 @pytest.mark.parametrize("ours_first", [True, False])
 @pytest.mark.parametrize("name", VALID_LR_SCHEDULES)
-def test_state_dicts_go_both_ways_in_the_middle_of_a_run(name: str, ours_first: bool, theirs: Any) -> None:
+def test_state_dicts_go_both_ways_in_the_middle_of_a_run(
+    name: str, ours_first: bool, theirs: Any
+) -> None:
     kinds = [getattr(lr_schedules, name), getattr(theirs, name)]
     before, after = kinds if ours_first else reversed(kinds)
     for seed in range(4):
@@ -166,7 +197,7 @@ def test_state_dicts_go_both_ways_in_the_middle_of_a_run(name: str, ours_first: 
             assert seen(second) == whole[step], step
 
 
-# --- broken twins -----------------------------------------------------------------------------------------------------
+# --- broken twins ---------------------------------------------------------------------------------
 
 
 class Late(WarmupLR):
@@ -229,12 +260,20 @@ class Smooth(LRRangeTest):
 TWINS = [Late, OneGroup, EndsLate, LateCosine, KeepsBetas, NoDecay, Smooth]
 
 
-# schedule, arguments, {steps taken: (learning rate of a group whose own is 0.7, its first beta)}, by hand from the formulas.
+# schedule, arguments, {steps taken: (learning rate of a group whose own is 0.7, its first beta)},
+# by hand from the formulas.
 TABLE: list[tuple[Any, dict[str, Any], dict[int, tuple[float, float]]]] = [
     (
         WarmupLR,
         {"warmup_max_lr": 1.0, "warmup_num_steps": 8, "warmup_type": "linear"},
-        {0: (0.0, 0.9), 1: (0.0, 0.9), 2: (0.125, 0.9), 8: (0.875, 0.9), 9: (1.0, 0.9), 50: (1.0, 0.9)},
+        {
+            0: (0.0, 0.9),
+            1: (0.0, 0.9),
+            2: (0.125, 0.9),
+            8: (0.875, 0.9),
+            9: (1.0, 0.9),
+            50: (1.0, 0.9),
+        },
     ),
     (
         WarmupLR,
@@ -243,8 +282,20 @@ TABLE: list[tuple[Any, dict[str, Any], dict[int, tuple[float, float]]]] = [
     ),
     (
         WarmupDecayLR,
-        {"total_num_steps": 16, "warmup_max_lr": 1.0, "warmup_num_steps": 8, "warmup_type": "linear"},
-        {0: (0.0, 0.9), 5: (0.5, 0.9), 9: (1.0, 0.9), 13: (0.5, 0.9), 17: (0.0, 0.9), 30: (0.0, 0.9)},
+        {
+            "total_num_steps": 16,
+            "warmup_max_lr": 1.0,
+            "warmup_num_steps": 8,
+            "warmup_type": "linear",
+        },
+        {
+            0: (0.0, 0.9),
+            5: (0.5, 0.9),
+            9: (1.0, 0.9),
+            13: (0.5, 0.9),
+            17: (0.0, 0.9),
+            30: (0.0, 0.9),
+        },
     ),
     (
         WarmupCosineLR,
@@ -255,26 +306,67 @@ TABLE: list[tuple[Any, dict[str, Any], dict[int, tuple[float, float]]]] = [
             "warmup_type": "linear",
             "cos_min_ratio": 0.0,
         },
-        {0: (0.0, 0.9), 1: (0.35, 0.9), 5: (0.525, 0.9), 12: (0.35, 0.9), 16: (0.0, 0.9), 30: (0.0, 0.9)},
+        {
+            0: (0.0, 0.9),
+            1: (0.35, 0.9),
+            5: (0.525, 0.9),
+            12: (0.35, 0.9),
+            16: (0.0, 0.9),
+            30: (0.0, 0.9),
+        },
     ),
     (
         OneCycle,
-        {"cycle_min_lr": 1.0, "cycle_max_lr": 3.0, "cycle_first_step_size": 8, "decay_step_size": 4, "decay_lr_rate": 1.0},
-        {0: (1.0, 0.8), 4: (2.0, 0.85), 8: (3.0, 0.8), 12: (2.0, 0.85), 16: (1.0, 0.9), 17: (0.8, 0.9), 20: (0.5, 0.9)},
+        {
+            "cycle_min_lr": 1.0,
+            "cycle_max_lr": 3.0,
+            "cycle_first_step_size": 8,
+            "decay_step_size": 4,
+            "decay_lr_rate": 1.0,
+        },
+        {
+            0: (1.0, 0.8),
+            4: (2.0, 0.85),
+            8: (3.0, 0.8),
+            12: (2.0, 0.85),
+            16: (1.0, 0.9),
+            17: (0.8, 0.9),
+            20: (0.5, 0.9),
+        },
     ),
     (
         OneCycle,
-        {"cycle_min_lr": 1.0, "cycle_max_lr": 3.0, "cycle_first_step_size": 8, "cycle_first_stair_count": 2},
-        {4: (2.0, 0.85), 7: (2.0, 0.85), 8: (3.0, 0.8), 9: (2.0, 0.85), 12: (2.0, 0.85), 13: (1.0, 0.9)},
+        {
+            "cycle_min_lr": 1.0,
+            "cycle_max_lr": 3.0,
+            "cycle_first_step_size": 8,
+            "cycle_first_stair_count": 2,
+        },
+        {
+            4: (2.0, 0.85),
+            7: (2.0, 0.85),
+            8: (3.0, 0.8),
+            9: (2.0, 0.85),
+            12: (2.0, 0.85),
+            13: (1.0, 0.9),
+        },
     ),
     (
         LRRangeTest,
-        {"lr_range_test_min_lr": 0.25, "lr_range_test_step_size": 4, "lr_range_test_step_rate": 2.0},
+        {
+            "lr_range_test_min_lr": 0.25,
+            "lr_range_test_step_size": 4,
+            "lr_range_test_step_rate": 2.0,
+        },
         {0: (0.25, 0.9), 1: (0.375, 0.9), 4: (0.75, 0.9)},
     ),
     (
         LRRangeTest,
-        {"lr_range_test_min_lr": 0.25, "lr_range_test_step_size": 4, "lr_range_test_staircase": True},
+        {
+            "lr_range_test_min_lr": 0.25,
+            "lr_range_test_step_size": 4,
+            "lr_range_test_staircase": True,
+        },
         {0: (0.25, 0.9), 3: (0.25, 0.9), 4: (0.5, 0.9), 8: (0.75, 0.9)},
     ),
 ]
@@ -285,7 +377,11 @@ def wrong(kind: Any, params: dict[str, Any], expected: dict[int, tuple[float, fl
     schedule, found = kind(adam(), **params), []
     for steps in range(max(expected) + 1):
         group = schedule.optimizer.param_groups[1]
-        pair = zip((group["lr"], group["betas"][0]), expected.get(steps, (group["lr"], group["betas"][0])), strict=True)
+        pair = zip(
+            (group["lr"], group["betas"][0]),
+            expected.get(steps, (group["lr"], group["betas"][0])),
+            strict=True,
+        )
         if not all(math.isclose(one, other, rel_tol=1e-12, abs_tol=1e-15) for one, other in pair):
             found.append(steps)
         schedule.step()
@@ -293,19 +389,31 @@ def wrong(kind: Any, params: dict[str, Any], expected: dict[int, tuple[float, fl
 
 
 @pytest.mark.parametrize(("kind", "params", "expected"), TABLE)
-def test_values_by_hand(kind: Any, params: dict[str, Any], expected: dict[int, tuple[float, float]]) -> None:
+def test_values_by_hand(
+    kind: Any, params: dict[str, Any], expected: dict[int, tuple[float, float]]
+) -> None:
     assert wrong(kind, params, expected) == []
 
 
 @pytest.mark.parametrize("twin", TWINS)
 def test_a_broken_twin_differs_from_the_values_by_hand(twin: Any) -> None:
-    assert any(wrong(twin, params, expected) for kind, params, expected in TABLE if kind is twin.__bases__[0])
+    assert any(
+        wrong(twin, params, expected)
+        for kind, params, expected in TABLE
+        if kind is twin.__bases__[0]
+    )
 
 
-# --- over optimizers --------------------------------------------------------------------------------------------------
+# --- over optimizers ------------------------------------------------------------------------------
 
 
-CYCLE = {"cycle_min_lr": 1e-3, "cycle_max_lr": 0.1, "cycle_first_step_size": 4, "decay_step_size": 1, "decay_lr_rate": 0.5}
+CYCLE = {
+    "cycle_min_lr": 1e-3,
+    "cycle_max_lr": 0.1,
+    "cycle_first_step_size": 4,
+    "decay_step_size": 1,
+    "decay_lr_rate": 0.5,
+}
 
 
 def test_tensor_learning_rates_are_filled() -> None:
@@ -325,7 +433,10 @@ def test_tensor_learning_rates_are_filled() -> None:
 def test_an_optimizer_inside_another_object_is_found() -> None:
     inner = adam()
     assert WarmupLR(SimpleNamespace(optimizer=inner)).optimizer is inner
-    with pytest.raises(TypeError, match=r"WarmupLR: optimizer has type SimpleNamespace; expected a torch.optim.Optimizer"):
+    with pytest.raises(
+        TypeError,
+        match=r"WarmupLR: optimizer has type SimpleNamespace; expected a torch.optim.Optimizer",
+    ):
         WarmupLR(SimpleNamespace(optimizer=3))
 
 
@@ -348,7 +459,9 @@ def test_no_key_is_added_to_the_groups_and_no_step_is_taken() -> None:
 def test_the_last_learning_rates() -> None:
     schedule = WarmupLR(adam(1), 0.0, 1.0, 4, "linear", 2)
     assert schedule.optimizer.param_groups[0]["lr"] == LRS[0]  # it goes on, so nothing is set yet
-    with pytest.raises(ValueError, match="get_last_lr: this WarmupLR has set no learning rate yet; expected step"):
+    with pytest.raises(
+        ValueError, match="get_last_lr: this WarmupLR has set no learning rate yet; expected step"
+    ):
         schedule.get_last_lr()
     schedule.load_state_dict({FROM: 3})
     assert schedule.get_last_lr() == [0.75]
@@ -360,43 +473,116 @@ def test_the_last_learning_rates() -> None:
 def test_a_group_that_is_added_later_is_refused() -> None:
     schedule = WarmupLR(adam(2))
     schedule.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
-    with pytest.raises(ValueError, match="WarmupLR: optimizer has 3 param_groups; expected 2, as when the schedule was made"):
+    with pytest.raises(
+        ValueError,
+        match="WarmupLR: optimizer has 3 param_groups; expected 2, as when the schedule was made",
+    ):
         schedule.step()
 
 
-# --- refusals ---------------------------------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("kind", "params", "message"),
     [
-        (WarmupLR, {"warmup_num_steps": -1}, "WarmupLR: warmup_num_steps has -1; expected a finite number of at least 0"),
-        (WarmupLR, {"warmup_num_steps": 2.5}, "WarmupLR: warmup_num_steps has 2.5; expected a whole number"),
-        (WarmupLR, {"warmup_num_steps": "3"}, "WarmupLR: warmup_num_steps has '3'; expected a finite number"),
-        (WarmupLR, {"warmup_type": "cosine"}, 'WarmupLR: warmup_type has \'cosine\'; expected "log" or "linear"'),
+        (
+            WarmupLR,
+            {"warmup_num_steps": -1},
+            "WarmupLR: warmup_num_steps has -1; expected a finite number of at least 0",
+        ),
+        (
+            WarmupLR,
+            {"warmup_num_steps": 2.5},
+            "WarmupLR: warmup_num_steps has 2.5; expected a whole number",
+        ),
+        (
+            WarmupLR,
+            {"warmup_num_steps": "3"},
+            "WarmupLR: warmup_num_steps has '3'; expected a finite number",
+        ),
+        (
+            WarmupLR,
+            {"warmup_type": "cosine"},
+            'WarmupLR: warmup_type has \'cosine\'; expected "log" or "linear"',
+        ),
         (WarmupLR, {"warmup_type": []}, "WarmupLR: warmup_type has \\[\\]; expected"),
-        (WarmupLR, {"warmup_max_lr": [1.0]}, "WarmupLR: warmup_max_lr has 1 values; expected one number, or 3"),
-        (WarmupLR, {"warmup_max_lr": [1.0, 2.0, math.nan]}, r"WarmupLR: warmup_max_lr\[2\] has nan; expected a finite number"),
-        (WarmupLR, {"warmup_min_lr": -1e-3}, "WarmupLR: warmup_min_lr has -0.001; expected a finite number of at least 0"),
+        (
+            WarmupLR,
+            {"warmup_max_lr": [1.0]},
+            "WarmupLR: warmup_max_lr has 1 values; expected one number, or 3",
+        ),
+        (
+            WarmupLR,
+            {"warmup_max_lr": [1.0, 2.0, math.nan]},
+            r"WarmupLR: warmup_max_lr\[2\] has nan; expected a finite number",
+        ),
+        (
+            WarmupLR,
+            {"warmup_min_lr": -1e-3},
+            "WarmupLR: warmup_min_lr has -0.001; expected a finite number of at least 0",
+        ),
         (WarmupLR, {"warmup_min_lr": 10**400}, "WarmupLR: warmup_min_lr has 1000"),
-        (WarmupLR, {FROM: -2}, "WarmupLR: last_batch_iteration has -2; expected a finite number of at least -1"),
-        (WarmupDecayLR, {"total_num_steps": -1}, "WarmupDecayLR: total_num_steps has -1; expected a finite number"),
-        (WarmupDecayLR, {"total_num_steps": True}, "WarmupDecayLR: total_num_steps has True; expected a finite number"),
-        (WarmupCosineLR, {"total_num_steps": 9, "cos_min_ratio": [0.1]}, r"WarmupCosineLR: cos_min_ratio has \[0.1\]"),
-        (OneCycle, {"cycle_min_lr": 0.1, "cycle_max_lr": math.inf}, "OneCycle: cycle_max_lr has inf; expected a finite number"),
-        (OneCycle, {**CYCLE, "cycle_first_step_size": 0}, "OneCycle: cycle_first_step_size has 0; expected a number above 0"),
-        (OneCycle, {**CYCLE, "cycle_second_step_size": -1}, "OneCycle: cycle_second_step_size has -1; expected a finite"),
+        (
+            WarmupLR,
+            {FROM: -2},
+            "WarmupLR: last_batch_iteration has -2; expected a finite number of at least -1",
+        ),
+        (
+            WarmupDecayLR,
+            {"total_num_steps": -1},
+            "WarmupDecayLR: total_num_steps has -1; expected a finite number",
+        ),
+        (
+            WarmupDecayLR,
+            {"total_num_steps": True},
+            "WarmupDecayLR: total_num_steps has True; expected a finite number",
+        ),
+        (
+            WarmupCosineLR,
+            {"total_num_steps": 9, "cos_min_ratio": [0.1]},
+            r"WarmupCosineLR: cos_min_ratio has \[0.1\]",
+        ),
+        (
+            OneCycle,
+            {"cycle_min_lr": 0.1, "cycle_max_lr": math.inf},
+            "OneCycle: cycle_max_lr has inf; expected a finite number",
+        ),
+        (
+            OneCycle,
+            {**CYCLE, "cycle_first_step_size": 0},
+            "OneCycle: cycle_first_step_size has 0; expected a number above 0",
+        ),
+        (
+            OneCycle,
+            {**CYCLE, "cycle_second_step_size": -1},
+            "OneCycle: cycle_second_step_size has -1; expected a finite",
+        ),
         (
             OneCycle,
             {**CYCLE, "cycle_max_mom": 1.0},
             "OneCycle: cycle_max_mom has 1.0; expected a number of at least 0 and below 1",
         ),
-        (OneCycle, {**CYCLE, "cycle_momentum": "no"}, "OneCycle: cycle_momentum has 'no'; expected True or False"),
-        (LRRangeTest, {"lr_range_test_step_size": 0}, "LRRangeTest: lr_range_test_step_size has 0; expected a finite number"),
-        (LRRangeTest, {"lr_range_test_staircase": 1}, "LRRangeTest: lr_range_test_staircase has 1; expected True or False"),
+        (
+            OneCycle,
+            {**CYCLE, "cycle_momentum": "no"},
+            "OneCycle: cycle_momentum has 'no'; expected True or False",
+        ),
+        (
+            LRRangeTest,
+            {"lr_range_test_step_size": 0},
+            "LRRangeTest: lr_range_test_step_size has 0; expected a finite number",
+        ),
+        (
+            LRRangeTest,
+            {"lr_range_test_staircase": 1},
+            "LRRangeTest: lr_range_test_staircase has 1; expected True or False",
+        ),
     ],
 )
-def test_a_bad_value_is_named_and_changes_nothing(kind: Any, params: dict[str, Any], message: str) -> None:
+def test_a_bad_value_is_named_and_changes_nothing(
+    kind: Any, params: dict[str, Any], message: str
+) -> None:
     optimizer = adam()
     with pytest.raises((ValueError, TypeError), match=message):
         kind(optimizer, **params)
@@ -405,7 +591,9 @@ def test_a_bad_value_is_named_and_changes_nothing(kind: Any, params: dict[str, A
 
 
 def test_no_warmup_is_a_warmup_of_two_steps() -> None:
-    assert trace(WarmupLR, {"warmup_num_steps": 0}, 5) == trace(WarmupLR, {"warmup_num_steps": 2}, 5)
+    assert trace(WarmupLR, {"warmup_num_steps": 0}, 5) == trace(
+        WarmupLR, {"warmup_num_steps": 2}, 5
+    )
 
 
 def test_a_training_shorter_than_its_warmup_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
@@ -419,12 +607,14 @@ def test_the_state_of_another_scheduler_is_refused() -> None:
     schedule, other = WarmupLR(adam()), lr_scheduler.ConstantLR(adam())
     with pytest.raises(ValueError, match=r"load_state_dict: state_dict has the keys \['factor'"):
         schedule.load_state_dict(other.state_dict())
-    with pytest.raises(TypeError, match=r"load_state_dict: state_dict\['last_batch_iteration'\] has None"):
+    with pytest.raises(
+        TypeError, match=r"load_state_dict: state_dict\['last_batch_iteration'\] has None"
+    ):
         schedule.load_state_dict({FROM: None})
     assert schedule.state_dict() == {FROM: -1}
 
 
-# --- the section of a configuration -----------------------------------------------------------------------------------
+# --- the section of a configuration ---------------------------------------------------------------
 
 
 def test_a_section_makes_its_schedule() -> None:
@@ -436,11 +626,18 @@ def test_a_section_makes_its_schedule() -> None:
     assert isinstance(schedule, lr_scheduler.LRScheduler)
     assert (schedule.total_num_steps, schedule.warmup_num_steps) == (9, 3)
     assert check_scheduler("scheduler", {"type": "WarmupLR"}) == ("WarmupLR", {})
-    assert check_scheduler("scheduler", {}) is check_scheduler("scheduler", {"type": None, "params": {}}) is None
+    assert (
+        check_scheduler("scheduler", {})
+        is check_scheduler("scheduler", {"type": None, "params": {}})
+        is None
+    )
 
 
 def test_torchs_schedulers_go_by_their_names() -> None:
-    found, expected = make("CosineAnnealingLR", {"T_max": 7}, adam()), lr_scheduler.CosineAnnealingLR(adam(), T_max=7)
+    found, expected = (
+        make("CosineAnnealingLR", {"T_max": 7}, adam()),
+        lr_scheduler.CosineAnnealingLR(adam(), T_max=7),
+    )
     assert type(found) is lr_scheduler.CosineAnnealingLR
     for schedule in (found, expected) * 5:
         schedule.optimizer.step()
@@ -456,22 +653,39 @@ def test_torchs_schedulers_go_by_their_names() -> None:
         ("WarmupLR", "config scheduler has 'WarmupLR'; expected an object"),
         (
             {"type": "WarmupLr"},
-            "scheduler.type has 'WarmupLr'; expected one of LRRangeTest, .*WarmupLR, .*CosineAnnealingLR",
+            "scheduler.type has 'WarmupLr'; expected one of LRRangeTest, .*WarmupLR, "
+            ".*CosineAnnealingLR",
         ),
         ({"type": "Optimizer"}, "scheduler.type has 'Optimizer'"),
         ({"type": "ChainedScheduler"}, "scheduler.type has 'ChainedScheduler'"),
         ({"type": [3]}, r"scheduler.type has \[3\]; expected one of"),
-        ({"params": {"warmup_min_lr": 0.0}}, "scheduler.type has None; expected one of LRRangeTest, OneCycle"),
-        ({"type": "WarmupLR", "param": {}}, r"scheduler has \{.*; expected an object .* with no other keys"),
+        (
+            {"params": {"warmup_min_lr": 0.0}},
+            "scheduler.type has None; expected one of LRRangeTest, OneCycle",
+        ),
+        (
+            {"type": "WarmupLR", "param": {}},
+            r"scheduler has \{.*; expected an object .* with no other keys",
+        ),
         ({"type": "WarmupLR", "params": [1]}, r"scheduler.params has \[1\]; expected an object"),
         (
             {"type": "WarmupLR", "params": {"warmup_steps": 3}},
-            "scheduler.params: WarmupLR got an unexpected keyword argument 'warmup_steps'; expected .*, warmup_num_steps",
+            "scheduler.params: WarmupLR got an unexpected keyword argument 'warmup_steps'; "
+            "expected .*, warmup_num_steps",
         ),
-        ({"type": "WarmupLR", "params": {"optimizer": 3}}, "scheduler.params: WarmupLR .* 'optimizer'"),
+        (
+            {"type": "WarmupLR", "params": {"optimizer": 3}},
+            "scheduler.params: WarmupLR .* 'optimizer'",
+        ),
         ({"type": "StepLR", "params": {"step_sizes": 3}}, "scheduler.params: StepLR .*'step_size"),
-        ({"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}, 'scheduler.params.warmup_num_steps has "auto", which a'),
-        ({"type": "WarmupDecayLR"}, "scheduler.params: WarmupDecayLR missing a required argument: 'total_num_steps'"),
+        (
+            {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}},
+            'scheduler.params.warmup_num_steps has "auto", which a',
+        ),
+        (
+            {"type": "WarmupDecayLR"},
+            "scheduler.params: WarmupDecayLR missing a required argument: 'total_num_steps'",
+        ),
     ],
 )
 def test_a_bad_section_is_refused_by_name(section: Any, message: str) -> None:
@@ -482,5 +696,7 @@ def test_a_bad_section_is_refused_by_name(section: Any, message: str) -> None:
 def test_make_checks_names_and_values() -> None:
     with pytest.raises(ValueError, match=r"make: name has 'warmuplr'; expected one of .*WarmupLR"):
         make("warmuplr", {}, adam())
-    with pytest.raises(ValueError, match="WarmupLR: warmup_max_lr has 2 values; expected one number, or 3"):
+    with pytest.raises(
+        ValueError, match="WarmupLR: warmup_max_lr has 2 values; expected one number, or 3"
+    ):
         make("WarmupLR", {"warmup_max_lr": [0.1, 0.2]}, adam())

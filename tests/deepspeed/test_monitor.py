@@ -1,4 +1,6 @@
-"""Metrics of a training: CSV files against DeepSpeed's own, TensorBoard's read back, Weights & Biases by a stand-in."""
+"""Metrics of a training: CSV files against DeepSpeed's own, TensorBoard's read back, Weights &
+Biases by a stand-in.
+"""
 
 import csv
 import sys
@@ -27,7 +29,11 @@ def section(folder: Path, **options: Any) -> dict[str, Any]:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def written(folder: Path, events: Any = EVENTS, **options: Any) -> dict[str, bytes]:
@@ -38,7 +44,9 @@ def written(folder: Path, events: Any = EVENTS, **options: Any) -> dict[str, byt
 
 
 @pytest.mark.parametrize("options", [{}, {"job_name": "my job"}, {"job_name": "a/b"}])
-def test_csv_files_are_deepspeeds(options: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_csv_files_are_deepspeeds(
+    options: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("deepspeed", reason="comparisons with DeepSpeed need it")
     from deepspeed.monitor import config, csv_monitor
 
@@ -50,27 +58,43 @@ def test_csv_files_are_deepspeeds(options: dict[str, str], tmp_path: Path, monke
     assert len(expected) == 6
     assert written(tmp_path / "ours", **options) == expected
     assert written(tmp_path / "short", EVENTS[:2], **options) != expected
-    assert written(tmp_path / "other", [*EVENTS[:2], step_events(17, lr=0.1)], **options) != expected
+    assert (
+        written(tmp_path / "other", [*EVENTS[:2], step_events(17, lr=0.1)], **options) != expected
+    )
 
 
 def test_defaults_are_deepspeeds() -> None:
     pytest.importorskip("deepspeed", reason="comparisons with DeepSpeed need it")
     from deepspeed.monitor import config
 
-    theirs = {"tensorboard": config.TensorBoardConfig, "wandb": config.WandbConfig, "csv_monitor": config.CSVConfig}
+    theirs = {
+        "tensorboard": config.TensorBoardConfig,
+        "wandb": config.WandbConfig,
+        "csv_monitor": config.CSVConfig,
+    }
     for name, kind in theirs.items():
-        ours = {key: argument.default for key, argument in list(signature(_OPEN[name]).parameters.items())[1:]}
+        ours = {
+            key: argument.default
+            for key, argument in list(signature(_OPEN[name]).parameters.items())[1:]
+        }
         assert ours == kind().model_dump()
-        assert {f"{name}.{key}" for key in ours} == {path for path in KEYS if path.startswith(f"{name}.")}
+        assert {f"{name}.{key}" for key in ours} == {
+            path for path in KEYS if path.startswith(f"{name}.")
+        }
 
 
 def test_a_csv_file_by_hand_and_continued(tmp_path: Path) -> None:
     path = "DeepSpeedJobName/Train_Samples_lr.csv"
     assert written(tmp_path, [step_events(8, lr=0.25)])[path] == b"step,lr\r\n8,0.25\r\n"
-    assert written(tmp_path, [step_events(16, lr=torch.tensor(0.5))])[path] == b"step,lr\r\n8,0.25\r\n16,0.5\r\n"
+    assert (
+        written(tmp_path, [step_events(16, lr=torch.tensor(0.5))])[path]
+        == b"step,lr\r\n8,0.25\r\n16,0.5\r\n"
+    )
 
 
-def test_the_default_folder_is_in_the_current_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_folder_is_in_the_current_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     MonitorMaster({"csv_monitor": {"enabled": True}}).write_events(EVENTS[0])
     assert sorted(path.name for path in (tmp_path / "DeepSpeedJobName").iterdir()) == [
@@ -97,7 +121,8 @@ def test_tensorboard_has_the_events(tmp_path: Path) -> None:
 def test_wandb_gets_the_events(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
     stand_in = SimpleNamespace(
-        init=lambda **options: calls.append(options), log=lambda data, step: calls.append((dict(data), step))
+        init=lambda **options: calls.append(options),
+        log=lambda data, step: calls.append((dict(data), step)),
     )
     monkeypatch.setitem(sys.modules, "wandb", stand_in)
     writer = MonitorMaster({"wandb": {"enabled": True, "group": "g", "team": "t"}})
@@ -113,7 +138,10 @@ def test_a_missing_package_is_named_before_anything_is_opened(
     for module in (name, "torch.utils.tensorboard"):
         monkeypatch.setitem(sys.modules, module, None)
     sections = {"csv_monitor": section(tmp_path), name: {"enabled": True}}
-    message = rf"config {name}.enabled is true, and the package {name} cannot be imported .*pip install {name}\)"
+    message = (
+        rf"config {name}.enabled is true, and the package {name} cannot be imported .*pip "
+        rf"install {name}\)"
+    )
     with pytest.raises(ImportError, match=message):
         MonitorMaster(sections)
     assert list(tmp_path.iterdir()) == []
@@ -143,8 +171,16 @@ def test_rank_0_alone_writes(tmp_path: Path) -> None:
             {"jobname": "x"},
             r"config tensorboard.jobname is not supported; .*did you mean tensorboard.job_name\?",
         ),
-        ("wandb", {"output_path": "x"}, r"wandb.output_path is not supported; .*did you mean tensorboard.output_path or csv_"),
-        ("tensorboard", {"output_path": None}, "config tensorboard.output_path has None; expected text"),
+        (
+            "wandb",
+            {"output_path": "x"},
+            r"wandb.output_path is not supported; .*did you mean tensorboard.output_path or csv_",
+        ),
+        (
+            "tensorboard",
+            {"output_path": None},
+            "config tensorboard.output_path has None; expected text",
+        ),
         ("wandb", {"group": 3}, "config wandb.group has 3; expected text"),
     ],
 )
@@ -154,7 +190,9 @@ def test_what_is_wrong_is_named(name: str, value: Any, message: str) -> None:
 
 
 def test_what_a_caller_gives_wrong_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="sections has 'csv'; expected tensorboard, wandb, csv_monitor"):
+    with pytest.raises(
+        ValueError, match="sections has 'csv'; expected tensorboard, wandb, csv_monitor"
+    ):
         MonitorMaster({"csv": {"enabled": True}})
     with pytest.raises(TypeError, match="unexpected keyword argument 'jobname'"):
         MonitorMaster({"csv_monitor": section(tmp_path, jobname="x")})

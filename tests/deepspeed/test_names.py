@@ -1,4 +1,6 @@
-"""Scripts for DeepSpeed, with one word changed: its modules, functions and classes by their names."""
+"""Scripts for DeepSpeed, with one word changed: its modules, functions and classes by their
+names.
+"""
 
 import argparse
 import random
@@ -23,12 +25,29 @@ from tests.support.ranks import run_fresh, run_ranks
 
 def test_modules_have_deepspeeds_names() -> None:
     peer = pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
-    for name in ("initialize", "init_distributed", "add_config_arguments", "init_inference", "DeepSpeedEngine"):
+    for name in (
+        "initialize",
+        "init_distributed",
+        "add_config_arguments",
+        "init_inference",
+        "DeepSpeedEngine",
+    ):
         assert hasattr(peer, name)
         assert hasattr(deepspeed, name)
     for path in (
-        *("zero.Init", "zero.GatheredParameters", "ops.adam.DeepSpeedCPUAdam", "ops.adam.FusedAdam", "comm.all_reduce"),
-        *("zero.ZeroParamStatus.AVAILABLE", "zero.unwrap_model_for_generation", "logger.info", "checkpointing.reset"),
+        *(
+            "zero.Init",
+            "zero.GatheredParameters",
+            "ops.adam.DeepSpeedCPUAdam",
+            "ops.adam.FusedAdam",
+            "comm.all_reduce",
+        ),
+        *(
+            "zero.ZeroParamStatus.AVAILABLE",
+            "zero.unwrap_model_for_generation",
+            "logger.info",
+            "checkpointing.reset",
+        ),
         *("DeepSpeedConfigError", "runtime.config.DeepSpeedConfigError"),
     ):
         of_peer, ours = peer, deepspeed
@@ -37,9 +56,13 @@ def test_modules_have_deepspeeds_names() -> None:
 
 
 def _imported_again() -> bool:
-    """Import modules of a package that has DeepSpeed's names, too, as a script does that has not imported them."""
+    """Import modules of a package that has DeepSpeed's names, too, as a script does that has not
+    imported them.
+    """
     del sys.modules["shardcore.checkpoint.consolidate"], deepspeed.checkpoint.consolidate
-    return [import_module(f"shardcore.checkpoint.{name}") for name in ("consolidate", "utils")] != []
+    return [
+        import_module(f"shardcore.checkpoint.{name}") for name in ("consolidate", "utils")
+    ] != []
 
 
 def test_shardcores_own_packages_stay() -> None:
@@ -75,7 +98,9 @@ def test_tensors_are_made_on_a_device_and_in_a_dtype() -> None:
     assert deepspeed.OnDevice is deepspeed.utils.OnDevice
     with deepspeed.OnDevice(dtype=torch.float16, device="meta"):
         net = make_net()
-    assert {(param.device.type, param.dtype) for param in net.parameters()} == {("meta", torch.float16)}
+    assert {(param.device.type, param.dtype) for param in net.parameters()} == {
+        ("meta", torch.float16)
+    }
     with deepspeed.OnDevice(dtype=torch.float16, enabled=False):
         made = torch.zeros(1)
     assert (made.device.type, made.dtype) == ("cpu", torch.float32)
@@ -123,7 +148,11 @@ def test_the_optimizer_has_the_loss_scale_by_its_other_name() -> None:
 def test_a_configuration_is_read_alone() -> None:
     assert deepspeed.runtime.config.DeepSpeedConfig is deepspeed.DeepSpeedConfig
     config = deepspeed.DeepSpeedConfig(ds_config(accumulation=3))
-    assert (config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps) == (12, 4, 3)
+    assert (
+        config.train_batch_size,
+        config.train_micro_batch_size_per_gpu,
+        config.gradient_accumulation_steps,
+    ) == (12, 4, 3)
     assert config.zero_enabled
     with pytest.raises(ValueError, match="unknown_key"):
         deepspeed.DeepSpeedConfig({"unknown_key": 1})
@@ -131,7 +160,9 @@ def test_a_configuration_is_read_alone() -> None:
 
 def test_optimizers_that_are_not_built_are_refused_when_they_are_made() -> None:
     for kind in (deepspeed.ops.lamb.FusedLamb, deepspeed.runtime.fp16.onebit.OnebitAdam):
-        with pytest.raises(NotImplementedError, match=f"{kind.__name__}: not built; expected FusedAdam"):
+        with pytest.raises(
+            NotImplementedError, match=f"{kind.__name__}: not built; expected FusedAdam"
+        ):
             kind(make_net().parameters(), lr=1e-3)
 
 
@@ -149,11 +180,15 @@ def test_arguments_of_the_command_line() -> None:
     assert (given.deepspeed, given.deepspeed_config) == (True, "ds.json")
 
 
-@pytest.mark.parametrize(("kind", "mode"), [(DeepSpeedCPUAdam, "adamw_mode"), (FusedAdam, "adam_w_mode")])
+@pytest.mark.parametrize(
+    ("kind", "mode"), [(DeepSpeedCPUAdam, "adamw_mode"), (FusedAdam, "adam_w_mode")]
+)
 @pytest.mark.parametrize("decoupled", [True, False])
 def test_optimizers_take_deepspeeds_arguments(kind: Any, mode: str, decoupled: bool) -> None:
     model, other = make_net(), make_net()
-    optimizer = kind(model.parameters(), lr=1e-2, betas=(0.8, 0.9), weight_decay=0.1, **{mode: decoupled})
+    optimizer = kind(
+        model.parameters(), lr=1e-2, betas=(0.8, 0.9), weight_decay=0.1, **{mode: decoupled}
+    )
     expected = (torch.optim.AdamW if decoupled else torch.optim.Adam)(
         other.parameters(), lr=1e-2, betas=(0.8, 0.9), weight_decay=0.1
     )
@@ -206,15 +241,24 @@ def test_small_functions_have_deepspeeds_values() -> None:
     peer = pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
     for path, calls in (
         ("runtime.pipe.topology._prime_factors", [(number,) for number in (1, 2, 12, 97, 360)]),
-        ("utils.torch.required_torch_version", [("1.3",), (2.0, 2.1), (None, "99"), ("99",), ("2.0", "99.1")]),
+        (
+            "utils.torch.required_torch_version",
+            [("1.3",), (2.0, 2.1), (None, "99"), ("99",), ("2.0", "99.1")],
+        ),
         ("utils.recursive_getattr", [(torch, "nn.Linear"), (torch, "ones")]),
         ("accelerator.is_current_accelerator_supported", [()]),
     ):
         module, _, name = path.rpartition(".")
-        theirs, ours = (getattr(import_module(f"{package}.{module}"), name) for package in ("deepspeed", "shardcore"))
+        theirs, ours = (
+            getattr(import_module(f"{package}.{module}"), name)
+            for package in ("deepspeed", "shardcore")
+        )
         for call in calls:
             assert ours(*call) == theirs(*call), (path, call)
-    assert deepspeed.constants.TORCH_DISTRIBUTED_DEFAULT_PORT == peer.constants.TORCH_DISTRIBUTED_DEFAULT_PORT
+    assert (
+        deepspeed.constants.TORCH_DISTRIBUTED_DEFAULT_PORT
+        == peer.constants.TORCH_DISTRIBUTED_DEFAULT_PORT
+    )
     with pytest.raises(ValueError, match="number is 0"):
         deepspeed.runtime.pipe.topology._prime_factors(0)
     with pytest.raises(ValueError, match="no version is given"):
@@ -292,18 +336,33 @@ OFFLOAD = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "
 
 
 def _edited_behind_autograd(
-    rank: int, world_size: int, tiers: dict[str, Any], modifier: int | None, twin: bool, stage: int = 3
+    rank: int,
+    world_size: int,
+    tiers: dict[str, Any],
+    modifier: int | None,
+    twin: bool,
+    stage: int = 3,
 ) -> list[float]:
-    """Fill most of a weight through .data, as libraries do; returns what it is then, is saved as, and is after a step."""
+    """Fill most of a weight through .data, as libraries do; returns what it is then, is saved
+    as, and is after a step.
+    """
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 5))
     config = ds_config(bf16={"enabled": True}, zero_optimization={"stage": stage, **tiers})
     with pytest.MonkeyPatch.context() as patch:
         if twin:  # as if nothing had been edited
-            patch.setattr(Bucket, "changed", property(lambda bucket: False, lambda bucket, value: None), raising=False)
+            patch.setattr(
+                Bucket,
+                "changed",
+                property(lambda bucket: False, lambda bucket, value: None),
+                raising=False,
+            )
         engine = start(config, net)
         weight, other = net[0].weight, net[1].weight
-        first, rest = engine.module_state_dict()["0.weight"][0], engine.module_state_dict()["1.weight"]
+        first, rest = (
+            engine.module_state_dict()["0.weight"][0],
+            engine.module_state_dict()["1.weight"],
+        )
         with deepspeed.zero.GatheredParameters([weight, other], modifier_rank=modifier):
             if modifier in (rank, None):
                 weight.data[1:].fill_(2.0)
@@ -318,29 +377,43 @@ def _edited_behind_autograd(
 
 @pytest.mark.parametrize("modifier", [0, None])
 @pytest.mark.parametrize("tiers", [{}, OFFLOAD], ids=["device", "cpu"])
-def test_edits_behind_autograd_inside_gathered_parameters_stay(tiers: dict[str, Any], modifier: int | None) -> None:
-    assert run_ranks(2, _edited_behind_autograd, tiers, modifier, False) == [[2.0, pytest.approx(2.0, abs=0.02)]] * 2
+def test_edits_behind_autograd_inside_gathered_parameters_stay(
+    tiers: dict[str, Any], modifier: int | None
+) -> None:
+    assert (
+        run_ranks(2, _edited_behind_autograd, tiers, modifier, False)
+        == [[2.0, pytest.approx(2.0, abs=0.02)]] * 2
+    )
     assert run_ranks(2, _edited_behind_autograd, tiers, modifier, True)[0][0] != 2.0
 
 
 @pytest.mark.parametrize(("world", "stage"), [(1, 3), (2, 2)])
-def test_edits_behind_autograd_of_a_modifier_stay_where_nothing_is_gathered(world: int, stage: int) -> None:
+def test_edits_behind_autograd_of_a_modifier_stay_where_nothing_is_gathered(
+    world: int, stage: int
+) -> None:
     kept = [2.0, pytest.approx(2.0, abs=0.02)]
     assert run_ranks(world, _edited_behind_autograd, {}, 0, False, stage) == [kept] * world
     assert run_ranks(world, _edited_behind_autograd, {}, 0, True, stage)[0][0] != 2.0
 
 
 def _averaged(rank: int, world_size: int) -> None:
-    """DeepSpeed-Chat's and OpenRLHF's moving average: parameters of two engines gathered at once."""
+    """DeepSpeed-Chat's and OpenRLHF's moving average: parameters of two engines gathered at
+    once.
+    """
     trained, average = make_net(), make_net(1)
     start(ds_config(stage=3), trained)
     without = {key: value for key, value in ds_config(stage=3).items() if key != "optimizer"}
     start(without, average)
     expected = [
-        torch.lerp(one, other, 0.25) for one, other in zip(make_net().parameters(), make_net(1).parameters(), strict=True)
+        torch.lerp(one, other, 0.25)
+        for one, other in zip(make_net().parameters(), make_net(1).parameters(), strict=True)
     ]
     for param, mean in zip(trained.parameters(), average.parameters(), strict=True):
-        asked = [p for p in (param, mean) if hasattr(p, "ds_id") and p.ds_status == ZeroParamStatus.NOT_AVAILABLE]
+        asked = [
+            p
+            for p in (param, mean)
+            if hasattr(p, "ds_id") and p.ds_status == ZeroParamStatus.NOT_AVAILABLE
+        ]
         assert asked == [param, mean]
         with deepspeed.zero.GatheredParameters(asked), torch.no_grad():
             mean.data.copy_(torch.lerp(param.data, mean.data, 0.25))
@@ -354,13 +427,22 @@ def test_parameters_of_two_models_are_gathered_at_once() -> None:
 
 
 def _paused(rank: int, world_size: int) -> None:
-    kinds, devices = deepspeed.runtime.zero.offload_config.OffloadStateTypeEnum, deepspeed.runtime.zero.offload_config
+    kinds, devices = (
+        deepspeed.runtime.zero.offload_config.OffloadStateTypeEnum,
+        deepspeed.runtime.zero.offload_config,
+    )
     engine = start(ds_config(stage=3, bf16={"enabled": True}))
     train(engine, rank, 1)
     include = [kinds.optim_states, kinds.contiguous_grad_buffer, kinds.hp_params, kinds.lp_grads]
-    engine.optimizer.offload_states(include=include, device=devices.OffloadDeviceEnum.cpu, pin_memory=True, non_blocking=True)
+    engine.optimizer.offload_states(
+        include=include, device=devices.OffloadDeviceEnum.cpu, pin_memory=True, non_blocking=True
+    )
     engine.empty_partition_cache()
-    kept = {line.kind: line.bytes for line in deepspeed.memory_report(engine).lines if line.tier == "device" and line.bytes}
+    kept = {
+        line.kind: line.bytes
+        for line in deepspeed.memory_report(engine).lines
+        if line.tier == "device" and line.bytes
+    }
     assert list(kept) == ["weights"]
     engine.reload_states(non_blocking=True)
     train(engine, rank, 1)

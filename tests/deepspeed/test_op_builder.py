@@ -11,13 +11,18 @@ def test_an_operation_of_the_extension_is_there_and_names_its_counterpart() -> N
     assert CPUAdamBuilder().is_compatible()
     assert AsyncIOBuilder().is_compatible(verbose=True)
     loaded = CPUAdamBuilder().load()
-    with pytest.raises(AttributeError, match=r"create_adam: .* expected ops\.adam\.DeepSpeedCPUAdam"):
+    with pytest.raises(
+        AttributeError, match=r"create_adam: .* expected ops\.adam\.DeepSpeedCPUAdam"
+    ):
         loaded.create_adam(0)
 
 
 def test_another_operation_is_not_there() -> None:
     assert not FusedLambBuilder().is_compatible()
-    with pytest.raises(NotImplementedError, match="FusedLambBuilder: shardcore has no fused_lamb; expected one of cpu_adam"):
+    with pytest.raises(
+        NotImplementedError,
+        match="FusedLambBuilder: shardcore has no fused_lamb; expected one of cpu_adam",
+    ):
         FusedLambBuilder().load()
 
 
@@ -33,10 +38,15 @@ def test_names_and_values_are_deepspeeds() -> None:
     peer = pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
     builders = pytest.importorskip("deepspeed.ops.op_builder")
     names = {name for name in vars(builders) if name.endswith("Builder")}
-    assert names - vars(deepspeed.ops.op_builder).keys() <= {"FlashAttentionBuilder"}  # of another accelerator
+    # of another accelerator
+    assert names - vars(deepspeed.ops.op_builder).keys() <= {"FlashAttentionBuilder"}
     for name in names & vars(deepspeed.ops.op_builder).keys() - {"OpBuilder"}:
-        theirs = getattr(builders, name).NAME  # of those that a CPU does not have: deepspeed_not_implemented
-        assert theirs in (getattr(deepspeed.ops.op_builder, name).NAME, "deepspeed_not_implemented"), name
+        # of those that a CPU does not have: deepspeed_not_implemented
+        theirs = getattr(builders, name).NAME
+        assert theirs in (
+            getattr(deepspeed.ops.op_builder, name).NAME,
+            "deepspeed_not_implemented",
+        ), name
     assert peer.ops.__compatible_ops__.keys() <= deepspeed.ops.__compatible_ops__.keys()
     info, theirs = deepspeed.git_version_info, peer.git_version_info
     assert info.torch_info.keys() == theirs.torch_info.keys()

@@ -1,4 +1,6 @@
-"""train_batch and eval_batch of a PipelineModule: as the whole model, whatever the stages; checkpoints; what is refused."""
+"""train_batch and eval_batch of a PipelineModule: as the whole model, whatever the stages;
+checkpoints; what is refused.
+"""
 
 import hashlib
 import time
@@ -21,13 +23,16 @@ from tests.support.ranks import run_ranks
 from tools import nccl_standin
 
 WORDS, WIDTH, ROWS, LENGTH = 11, 6, 2, 5
-# At most 8 layers, forward and backward, whose products add up fewer than 30 terms, and as many micro-batches and ranks: 1,280
-# roundings of 2^-24, which are independent. Twice the root of their number, as a share of the largest gradient.
+# At most 8 layers, forward and backward, whose products add up fewer than 30 terms, and as many
+# micro-batches and ranks: 1,280 roundings of 2^-24, which are independent. Twice the root of their
+# number, as a share of the largest gradient.
 BOUND = 2 * 1280**0.5 * 2.0**-24
 
 
 class Embed(nn.Module):
-    """Embeds words; hands on which ones count, a tensor of booleans, and their places, of integers."""
+    """Embeds words; hands on which ones count, a tensor of booleans, and their places, of
+    integers.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +54,13 @@ class Layer(nn.Module):
 
     def forward(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         x, mask, places = inputs
-        return x + self.down(torch.tanh(self.up(x))) * (mask * self.scales[places])[..., None].to(x.dtype), mask, places
+        return (
+            x
+            + self.down(torch.tanh(self.up(x)))
+            * (mask * self.scales[places])[..., None].to(x.dtype),
+            mask,
+            places,
+        )
 
 
 class Head(nn.Module):
@@ -79,22 +90,36 @@ def make(stages: int, tied: bool, **options: Any) -> PipelineModule:
     return PipelineModule(layers, num_stages=stages, loss_fn=loss_of, seed_layers=True, **options)
 
 
-def batches(replica: int, count: int, start: int = 0, length: int = LENGTH) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def batches(
+    replica: int, count: int, start: int = 0, length: int = LENGTH
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     for number in range(start, start + count):
         made = torch.Generator().manual_seed(1000 * replica + number)
         words = torch.randint(0, WORDS, (ROWS, length), generator=made)
         yield words, (3 * words + 1) % WORDS
 
 
-def engine_of(stages: int, tied: bool = False, micro: int = 3, module: dict[str, Any] | None = None, **config: Any) -> Any:
-    settings = {**ds_config(micro, config.pop("stage", 1)), "train_micro_batch_size_per_gpu": ROWS, **config}
+def engine_of(
+    stages: int,
+    tied: bool = False,
+    micro: int = 3,
+    module: dict[str, Any] | None = None,
+    **config: Any,
+) -> Any:
+    settings = {
+        **ds_config(micro, config.pop("stage", 1)),
+        "train_micro_batch_size_per_gpu": ROWS,
+        **config,
+    }
     return shardcore.initialize(model=make(stages, tied, **(module or {})), config=settings)[0]
 
 
-# --- as the whole model -------------------------------------------------------------------------------------------------
+# --- as the whole model ---------------------------------------------------------------------------
 
 
-def _gradients(rank: int, world: int, stages: int, tied: bool, micro: int, stage: int, twin: bool) -> Any:
+def _gradients(
+    rank: int, world: int, stages: int, tied: bool, micro: int, stage: int, twin: bool
+) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         if twin:
             patch.setattr(TiedWeight, "add_gradients", lambda self: None)
@@ -102,7 +127,9 @@ def _gradients(rank: int, world: int, stages: int, tied: bool, micro: int, stage
         engine = engine_of(stages, tied, micro, stage=stage, **sgd)
         before = {name: value.clone() for name, value in engine.module_state_dict().items()}
         loss = engine.train_batch(batches(engine.grid.get_data_parallel_rank(), micro))
-    moved = {name: (before[name] - value).tolist() for name, value in engine.module_state_dict().items()}
+    moved = {
+        name: (before[name] - value).tolist() for name, value in engine.module_state_dict().items()
+    }
     for one in engine.module.tied:
         copies = [torch.empty_like(one.weight) for _ in range(2)]
         dist.all_gather(copies, one.weight.detach(), group=one._group)
@@ -110,8 +137,12 @@ def _gradients(rank: int, world: int, stages: int, tied: bool, micro: int, stage
     return loss.item(), moved
 
 
-def _error(world: int, stages: int, tied: bool, micro: int, stage: int, twin: bool = False) -> float:
-    """Return the largest error of losses and gradients, as shares, beside the whole model in float64."""
+def _error(
+    world: int, stages: int, tied: bool, micro: int, stage: int, twin: bool = False
+) -> float:
+    """Return the largest error of losses and gradients, as shares, beside the whole model in
+    float64.
+    """
     whole = make(1, tied).double()
     replicas = world // stages
     total = torch.zeros((), dtype=torch.float64)
@@ -123,20 +154,35 @@ def _error(world: int, stages: int, tied: bool, micro: int, stage: int, twin: bo
     found: dict[str, Any] = {}
     for _, moved in results:
         found = moved | found  # what is not tied of tied layers is in use in the first stage alone
-    expected = {name: param.grad for name, param in whole.named_parameters() if param.grad is not None}
+    expected = {
+        name: param.grad for name, param in whole.named_parameters() if param.grad is not None
+    }
     assert set(found) == {name for name, _ in whole.named_parameters()}
     errors = [abs(loss - total.item()) / total.item() for loss, _ in results]
     for name, grad in expected.items():
         # Weights of about 1 lose the gradient's last bits.
-        errors.append(((torch.tensor(found[name]) - grad).abs().max() / max(grad.abs().max().item(), 2.0**-3)).item())
+        errors.append(
+            (
+                (torch.tensor(found[name]) - grad).abs().max()
+                / max(grad.abs().max().item(), 2.0**-3)
+            ).item()
+        )
     return max(errors)
 
 
 @pytest.mark.parametrize(
     "world, stages, tied, micro, stage",
-    [(2, 2, True, 3, 0), (4, 2, True, 1, 1), (4, 4, False, 2, 2), (4, 4, True, 6, 1), (2, 2, False, 3, 3)],
+    [
+        (2, 2, True, 3, 0),
+        (4, 2, True, 1, 1),
+        (4, 4, False, 2, 2),
+        (4, 4, True, 6, 1),
+        (2, 2, False, 3, 3),
+    ],
 )
-def test_a_step_is_that_of_the_whole_model(world: int, stages: int, tied: bool, micro: int, stage: int) -> None:
+def test_a_step_is_that_of_the_whole_model(
+    world: int, stages: int, tied: bool, micro: int, stage: int
+) -> None:
     assert _error(world, stages, tied, micro, stage) < BOUND
 
 
@@ -146,7 +192,10 @@ def test_gradients_of_tied_weights_that_are_not_added_are_seen() -> None:
 
 def _hash(rank: int, world: int, stages: int, options: dict[str, Any]) -> tuple[str, list[float]]:
     engine = engine_of(stages, tied=True, bf16={"enabled": True}, gradient_clipping=0.5, **options)
-    losses = [engine.train_batch(batches(engine.grid.data_parallel_id, 3, 3 * step)).item() for step in range(3)]
+    losses = [
+        engine.train_batch(batches(engine.grid.data_parallel_id, 3, 3 * step)).item()
+        for step in range(3)
+    ]
     digest = hashlib.sha256()
     for _, value in sorted(engine.module_state_dict().items()):
         digest.update(value.contiguous().view(torch.uint8).numpy().tobytes())
@@ -156,7 +205,10 @@ def _hash(rank: int, world: int, stages: int, options: dict[str, Any]) -> tuple[
 def test_one_hash_over_stages_and_tiers() -> None:
     options: list[dict[str, Any]] = [{"stage": stage} for stage in (0, 2)]
     cpu = {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}
-    found = [run_ranks(4, _hash, 2, one) for one in [*options, cpu, {"stage": 1, "shardcore": {"overlap_step": True}}]]
+    found = [
+        run_ranks(4, _hash, 2, one)
+        for one in [*options, cpu, {"stage": 1, "shardcore": {"overlap_step": True}}]
+    ]
     assert all(one == found[0] for one in found)
     assert found[0][0][1][-1] < found[0][0][1][0]
 
@@ -174,7 +226,7 @@ def test_the_messages_pair_on_groups_that_behave_as_nccl() -> None:
     assert run_ranks(4, _over_standin) == run_ranks(4, _hash, 2, {"stage": 1})
 
 
-# --- batches ------------------------------------------------------------------------------------------------------------
+# --- batches --------------------------------------------------------------------------------------
 
 
 def _shapes(rank: int, world: int) -> None:
@@ -214,7 +266,9 @@ def _evaluate(rank: int, world: int) -> None:
     assert events == ([("Train/Samples/eval_loss", loss.item(), 0)] if rank == 0 else [])
     assert not engine.module.training
     losses = engine.eval_batch(iter(given), reduce_output=None)
-    result, logits = engine.eval_batch(iter(given), return_logits=True, bcast_loss=False, num_micro_batches=1)
+    result, logits = engine.eval_batch(
+        iter(given), return_logits=True, bcast_loss=False, num_micro_batches=1
+    )
     outputs = engine.eval_batch(iter(given), compute_loss=False, reduce_output=None)
     mean = engine.eval_batch(iter(given), compute_loss=False, bcast_loss=False)
     if rank == 0:
@@ -236,7 +290,9 @@ def _own_data(rank: int, world: int) -> list[float]:
     given = [pair for replica in range(2) for pair in batches(replica, 3)]
     data = TensorDataset(*(torch.cat(column) for column in zip(*given, strict=True)))
     settings = {**ds_config(3, 1), "train_micro_batch_size_per_gpu": ROWS}
-    engine, _, loader, _ = shardcore.initialize(model=make(2, False), config=settings, training_data=data)
+    engine, _, loader, _ = shardcore.initialize(
+        model=make(2, False), config=settings, training_data=data
+    )
     assert loader is engine.training_dataloader
     losses = [engine.train_batch().item() for _ in range(2)]
     again = engine_of(2)
@@ -245,7 +301,11 @@ def _own_data(rank: int, world: int) -> list[float]:
     again.set_batch_fn(lambda pair: (pair["words"], pair["labels"]))
     again.set_dataloader([{"words": x, "labels": y} for x, y in zip(words, labels, strict=True)])
     assert losses == [again.train_batch().item() for _ in range(2)]
-    assert (engine.global_steps, engine.micro_steps, engine.global_samples) == (2, 6, 2 * 3 * ROWS * 2)
+    assert (engine.global_steps, engine.micro_steps, engine.global_samples) == (
+        2,
+        6,
+        2 * 3 * ROWS * 2,
+    )
     return losses
 
 
@@ -274,8 +334,15 @@ def _more_micro_batches(rank: int, world: int) -> None:
     engines[0].set_train_batch_size(8 * ROWS)
     assert [engine.train_batch_size() for engine in engines] == [8 * ROWS] * 2
     assert engines[0].gradient_accumulation_steps() == 4
-    assert (engines[0].world_size, engines[0].dp_world_size, engines[0].get_mom()) == (4, 2, [(0.9, 0.999)])
-    losses = [[one.train_batch(batches(one.grid.data_parallel_id, 4)).item() for _ in range(3)] for one in engines]
+    assert (engines[0].world_size, engines[0].dp_world_size, engines[0].get_mom()) == (
+        4,
+        2,
+        [(0.9, 0.999)],
+    )
+    losses = [
+        [one.train_batch(batches(one.grid.data_parallel_id, 4)).item() for _ in range(3)]
+        for one in engines
+    ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     with pytest.raises(ValueError, match="train_batch_size is 6; expected a multiple of 4"):
         engines[0].set_train_batch_size(6)
@@ -310,8 +377,12 @@ class OfMegatron:
 
 def _dtypes(rank: int, world: int) -> None:
     first = [nn.Linear(4, 4), lambda x: (x, torch.full((1, 4), 1.001))]
-    module = PipelineModule([*first, Kept()], num_stages=2, partition_method="uniform", loss_fn=nn.functional.mse_loss)
-    config = ds_config(bf16={"enabled": True}, pipeline={"activation_checkpoint_interval": 2}, steps_per_print=1)
+    module = PipelineModule(
+        [*first, Kept()], num_stages=2, partition_method="uniform", loss_fn=nn.functional.mse_loss
+    )
+    config = ds_config(
+        bf16={"enabled": True}, pipeline={"activation_checkpoint_interval": 2}, steps_per_print=1
+    )
     engine = shardcore.initialize(model=module, config=config, lr_scheduler=OfMegatron)[0]
     assert engine.module.activation_checkpoint_interval == 2
     printed = []
@@ -320,7 +391,9 @@ def _dtypes(rank: int, world: int) -> None:
         loss = engine.train_batch(iter([(torch.ones(4, 4), torch.zeros(4, 4))]))
     assert engine.lr_scheduler.samples == engine.train_batch_size() == 4
     module = PipelineModule([nn.Linear(4, 4)], num_stages=1, activation_checkpoint_interval=3)
-    kept = shardcore.initialize(model=module, config=ds_config(pipeline={"activation_checkpoint_interval": 0}))[0]
+    kept = shardcore.initialize(
+        model=module, config=ds_config(pipeline={"activation_checkpoint_interval": 0})
+    )[0]
     assert kept.module.activation_checkpoint_interval == 3
     assert printed == ([f"step=1 skipped=0 lr=[0.01] loss={loss.item():.6g}"] if rank == 0 else [])
 
@@ -331,7 +404,13 @@ def test_dtypes_between_stages_the_interval_and_the_line_of_a_step() -> None:
 
 def _of_no_layer(rank: int, world: int) -> list[str]:
     frozen = nn.Linear(4, 4).requires_grad_(False)
-    layers = [frozen, nn.Linear(4, 4), TiedLayerSpec("one", nn.Linear, 4, 4), torch.tanh, TiedLayerSpec("one", nn.Linear, 4, 4)]
+    layers = [
+        frozen,
+        nn.Linear(4, 4),
+        TiedLayerSpec("one", nn.Linear, 4, 4),
+        torch.tanh,
+        TiedLayerSpec("one", nn.Linear, 4, 4),
+    ]
 
     class Cut(PipelineModule):
         def _partition_layers(self, method: str = "parameters") -> None:
@@ -342,7 +421,9 @@ def _of_no_layer(rank: int, world: int) -> list[str]:
     module = Cut(layers, num_stages=3, loss_fn=nn.functional.mse_loss)
     params = [param for param in module.parameters() if param.requires_grad]
     engine = shardcore.initialize(model=module, model_parameters=params, config=ds_config())[0]
-    losses = [engine.train_batch(iter([(torch.ones(4, 4), torch.zeros(4, 4))])).item() for _ in range(5)]
+    losses = [
+        engine.train_batch(iter([(torch.ones(4, 4), torch.zeros(4, 4))])).item() for _ in range(5)
+    ]
     assert losses[-1] < 0.9 * losses[0]
     return sorted(name for name, param in module.named_parameters() if param.requires_grad)
 
@@ -363,7 +444,9 @@ def _overflow(rank: int, world: int) -> None:
     assert engine.skipped_steps == 1
     assert not engine.was_step_applied()
     assert engine.optimizer.loss_scale == 128.0
-    assert all(torch.equal(value, before[name]) for name, value in engine.module_state_dict().items())
+    assert all(
+        torch.equal(value, before[name]) for name, value in engine.module_state_dict().items()
+    )
     engine.module.loss_fn = loss_of
     engine.train_batch(batches(0, 3))
     assert engine.skipped_steps == 1
@@ -373,7 +456,7 @@ def test_a_step_that_overflows_is_skipped_on_all_stages() -> None:
     run_ranks(2, _overflow)
 
 
-# --- checkpoints --------------------------------------------------------------------------------------------------------
+# --- checkpoints ----------------------------------------------------------------------------------
 
 
 def _resumed(rank: int, world: int, folder: str) -> None:
@@ -400,7 +483,9 @@ def _resumed(rank: int, world: int, folder: str) -> None:
     else:
         dist.barrier()
     dist.barrier()
-    with pytest.raises(ValueError, match=r"the stages are \['global_step1', None\]; expected one tag"):
+    with pytest.raises(
+        ValueError, match=r"the stages are \['global_step1', None\]; expected one tag"
+    ):
         other.load_checkpoint(folder)
     assert other.load_checkpoint(folder, tag="global_step1")[0] is not None
     for stages in (1, 4):
@@ -430,15 +515,19 @@ def test_a_load_waits_for_the_saves_of_all_stages(tmp_path: Path) -> None:
     run_ranks(2, _one_is_late, str(tmp_path))
 
 
-# --- refusals -----------------------------------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------
 
 
 def _refusals(rank: int, world: int) -> None:
     engine = engine_of(2)
     for call in (engine, engine.forward, engine.backward, engine.step):
-        with pytest.raises(PipelineError, match=r"is trained as a whole; expected engine\.train_batch"):
+        with pytest.raises(
+            PipelineError, match=r"is trained as a whole; expected engine\.train_batch"
+        ):
             call(torch.zeros(1))
-    with pytest.raises(PipelineError, match="are on the ranks of several stages; expected module_state_dict"):
+    with pytest.raises(
+        PipelineError, match="are on the ranks of several stages; expected module_state_dict"
+    ):
         engine.save_16bit_model("anywhere")
     with pytest.raises(ValueError, match="there is no data; expected train_batch"):
         engine.train_batch()
@@ -451,14 +540,20 @@ def _refusals(rank: int, world: int) -> None:
     for match, tied, config in [
         ("stage has 3 for a PipelineModule with weights tied", True, {"stage": 3}),
         ("shardcore.mesh is given for a PipelineModule", False, {"shardcore": {"mesh": [1, 2]}}),
-        ("gradient_accumulation has False for a PipelineModule", False, {"managed_gradient_accumulation": False}),
+        (
+            "gradient_accumulation has False for a PipelineModule",
+            False,
+            {"managed_gradient_accumulation": False},
+        ),
     ]:
         with pytest.raises(ValueError, match=match):
             engine_of(2, tied, **config)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "is_initialized", lambda: False)
         early = make(1, False)
-    with pytest.raises(ValueError, match=r"was made for 1 ranks, and there are 2; expected deepspeed\."):
+    with pytest.raises(
+        ValueError, match=r"was made for 1 ranks, and there are 2; expected deepspeed\."
+    ):
         shardcore.initialize(model=early, config=ds_config())
     with pytest.raises(ValueError, match="is given without an optimizer"):
         shardcore.initialize(model=make(2, False), config={"train_micro_batch_size_per_gpu": 1})
@@ -469,14 +564,25 @@ def test_refusals() -> None:
 
 
 def _bad_layers(rank: int, world: int) -> None:
-    module = PipelineModule([nn.Linear(2, 2), lambda x: [x], nn.Linear(2, 2)], num_stages=2, partition_method="uniform")
-    engine = shardcore.initialize(model=module, config={**ds_config(), "train_micro_batch_size_per_gpu": 1})[0]
+    module = PipelineModule(
+        [nn.Linear(2, 2), lambda x: [x], nn.Linear(2, 2)], num_stages=2, partition_method="uniform"
+    )
+    engine = shardcore.initialize(
+        model=module, config={**ds_config(), "train_micro_batch_size_per_gpu": 1}
+    )[0]
     if rank == 0:
-        with pytest.raises(TypeError, match=r"stage 0 returns \['list'\]; expected a tensor, or a tuple of tensors"):
+        with pytest.raises(
+            TypeError, match=r"stage 0 returns \['list'\]; expected a tensor, or a tuple of tensors"
+        ):
             engine.train_batch(iter([(torch.zeros(1, 2), None)]))
     alone = PipelineModule([nn.Linear(2, 2)], num_stages=1)
-    engine = shardcore.initialize(model=alone, config={**ds_config(), "train_micro_batch_size_per_gpu": 1})[0]
-    with pytest.raises(ValueError, match=r"the loss is a tensor of shape \(1, 2\); expected a tensor of one element"):
+    engine = shardcore.initialize(
+        model=alone, config={**ds_config(), "train_micro_batch_size_per_gpu": 1}
+    )[0]
+    with pytest.raises(
+        ValueError,
+        match=r"the loss is a tensor of shape \(1, 2\); expected a tensor of one element",
+    ):
         engine.train_batch(iter([(torch.zeros(1, 2), None)]))
 
 

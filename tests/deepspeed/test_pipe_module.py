@@ -11,7 +11,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardcore as deepspeed
-from shardcore.deepspeed.pipe_module import LayerSpec, PipelineModule, PipeModelDataParallelTopology, TiedLayerSpec, partition
+from shardcore.deepspeed.pipe_module import (
+    LayerSpec,
+    PipelineModule,
+    PipeModelDataParallelTopology,
+    TiedLayerSpec,
+    partition,
+)
 from shardcore.distributed.groups import group_beside
 from tests.support.ranks import run_ranks
 
@@ -40,10 +46,16 @@ def _grid(rank: int, world: int) -> None:
     assert topology.get_axis_comm_lists("pipe") == [[0, 2], [1, 3]]
     assert topology.get_axis_comm_lists("data") == [[0, 1], [2, 3]]
     assert topology.get_axis_list("pipe", 1) == topology.filter_match(pipe=1) == [2, 3]
-    assert (topology.get_rank_repr(1), topology.get_rank_repr(1, ["model"], "+", "/")) == ("model_00", "pipe+00/data+01")
+    assert (topology.get_rank_repr(1), topology.get_rank_repr(1, ["model"], "+", "/")) == (
+        "model_00",
+        "pipe+00/data+01",
+    )
     assert (topology.get_dim("data"), topology.get_dim("other"), topology.world_size()) == (2, 0, 4)
     grid = PipelineModule([nn.Linear(2, 2), nn.Linear(2, 2)], topology=topology).mpu()
-    assert (grid.pp_group, grid.dp_group) == ([rank % 2, rank % 2 + 2], [rank // 2 * 2, rank // 2 * 2 + 1])
+    assert (grid.pp_group, grid.dp_group) == (
+        [rank % 2, rank % 2 + 2],
+        [rank // 2 * 2, rank // 2 * 2 + 1],
+    )
     assert (grid.stage_to_global(1), grid.stage_to_global(1, data=0)) == (rank % 2 + 2, 2)
     assert (grid.get_pipe_parallel_rank(), grid.get_data_parallel_rank()) == (rank // 2, rank % 2)
 
@@ -53,7 +65,13 @@ def test_ranks_are_placed_as_in_a_mesh() -> None:
 
 
 def _layers() -> list[Any]:
-    return [LayerSpec(nn.Linear, 4, 8), torch.tanh, LayerSpec(nn.Linear, 8, 4), nn.LayerNorm(4), LayerSpec(nn.Linear, 4, 4)]
+    return [
+        LayerSpec(nn.Linear, 4, 8),
+        torch.tanh,
+        LayerSpec(nn.Linear, 8, 4),
+        nn.LayerNorm(4),
+        LayerSpec(nn.Linear, 4, 4),
+    ]
 
 
 def _made(rank: int, world: int, method: str) -> tuple[list[int], dict[str, list[float]]]:
@@ -62,14 +80,18 @@ def _made(rank: int, world: int, method: str) -> tuple[list[int], dict[str, list
     return module.parts, {name: param.tolist() for name, param in module.named_parameters()}
 
 
-@pytest.mark.parametrize("method, parts", [("uniform", [0, 3, 5]), ("parameters", [0, 2, 5]), ("type:linear", [0, 4, 5])])
+@pytest.mark.parametrize(
+    "method, parts", [("uniform", [0, 3, 5]), ("parameters", [0, 2, 5]), ("type:linear", [0, 4, 5])]
+)
 def test_layers_are_made_where_they_belong(method: str, parts: list[int]) -> None:
     ((_, whole),) = run_ranks(1, _made, method)
     found = run_ranks(2, _made, method)
     assert [bounds for bounds, _ in found] == [parts, parts]
     assert found[0][1] | found[1][1] == whole
     assert not found[0][1].keys() & found[1][1].keys()
-    assert set(whole) == {f"{layer}.{kind}" for layer in (0, 2, 3, 4) for kind in ("weight", "bias")}
+    assert set(whole) == {
+        f"{layer}.{kind}" for layer in (0, 2, 3, 4) for kind in ("weight", "bias")
+    }
 
 
 class Own(PipelineModule):
@@ -81,7 +103,9 @@ class Own(PipelineModule):
 
 
 def _own(rank: int, world: int) -> list[str]:
-    return [name for name, _ in Own(_layers(), num_stages=2, partition_method="manual").named_children()]
+    return [
+        name for name, _ in Own(_layers(), num_stages=2, partition_method="manual").named_children()
+    ]
 
 
 def test_a_subclass_may_cut() -> None:
@@ -89,9 +113,12 @@ def test_a_subclass_may_cut() -> None:
 
 
 @pytest.mark.parametrize(
-    "every, names, recomputed", [(0, None, 0), (1, None, 3), (2, None, 5), (5, None, 5), (1, ["Linear"], 3)]
+    "every, names, recomputed",
+    [(0, None, 0), (1, None, 3), (2, None, 5), (5, None, 5), (1, ["Linear"], 3)],
 )
-def test_activations_are_recomputed_in_backward(every: int, names: list[str] | None, recomputed: int) -> None:
+def test_activations_are_recomputed_in_backward(
+    every: int, names: list[str] | None, recomputed: int
+) -> None:
     torch.manual_seed(0)
     calls: list[int] = []
     layers: list[Any] = [nn.Linear(4, 4), torch.tanh, nn.Linear(4, 4), torch.tanh, nn.Linear(4, 4)]
@@ -116,7 +143,9 @@ def test_activations_are_recomputed_in_backward(every: int, names: list[str] | N
 
 def test_tied_layers_of_one_stage_are_one_module() -> None:
     embed = partial(TiedLayerSpec, "embed", nn.Embedding, 5, 3)
-    module = PipelineModule([embed(), embed(forward_fn=lambda layer, x: x @ layer.weight.t())], num_stages=1)
+    module = PipelineModule(
+        [embed(), embed(forward_fn=lambda layer, x: x @ layer.weight.t())], num_stages=1
+    )
     assert [name for name, _ in module.named_parameters()] == ["tied_modules.embed.weight"]
     weight = module.tied_modules["embed"].weight
     assert torch.equal(module(torch.tensor([1, 4])), weight[[1, 4]] @ weight.t())
@@ -128,7 +157,9 @@ def _beside(rank: int, world: int) -> None:
     assert len(module.tied) == (rank != 1)
     if rank < 2:  # as `shard` makes groups beside those that are given
         assert dist.group.WORLD is not None
-        beside = group_beside(dist.group.WORLD, [0, 1], torch.device("cpu"), timeout=timedelta(seconds=20))
+        beside = group_beside(
+            dist.group.WORLD, [0, 1], torch.device("cpu"), timeout=timedelta(seconds=20)
+        )
         dist.barrier(beside)
 
 
@@ -143,17 +174,41 @@ def _refusals(rank: int, world: int) -> None:
         ("num_stages and topology are both None", [linear], {}),
         ("num_stages is 3; expected a divisor of the 2 ranks", [linear], {"num_stages": 3}),
         ("layers has 1 for 2 stages", [linear], {"num_stages": 2}),
-        ("topology has 2 tensor-parallel ranks", [linear], {"topology": PipeModelDataParallelTopology(1, 2, 1)}),
+        (
+            "topology has 2 tensor-parallel ranks",
+            [linear],
+            {"topology": PipeModelDataParallelTopology(1, 2, 1)},
+        ),
         (
             r"of \[2, 2, 1\] ranks; expected pipe and data, for the 2",
             [linear],
             {"topology": PipeModelDataParallelTopology(2, 1, 2)},
         ),
-        ("partition_method is 'profile'", [linear], {"num_stages": 1, "partition_method": "profile"}),
-        ("no layer has a class with 'conv'", [linear], {"num_stages": 1, "partition_method": "type:conv"}),
-        (r"layers\[1\] shares its parameter weight with layers\[0\]", [linear, linear], {"num_stages": 2}),
-        ("tied_weight_attr has 'scale', which is no", [tied(tied_weight_attr="scale")] * 2, {"num_stages": 2}),
-        ("is a LayerNorm tied to a Linear", [tied(), TiedLayerSpec("key", nn.LayerNorm, 2)], {"num_stages": 1}),
+        (
+            "partition_method is 'profile'",
+            [linear],
+            {"num_stages": 1, "partition_method": "profile"},
+        ),
+        (
+            "no layer has a class with 'conv'",
+            [linear],
+            {"num_stages": 1, "partition_method": "type:conv"},
+        ),
+        (
+            r"layers\[1\] shares its parameter weight with layers\[0\]",
+            [linear, linear],
+            {"num_stages": 2},
+        ),
+        (
+            "tied_weight_attr has 'scale', which is no",
+            [tied(tied_weight_attr="scale")] * 2,
+            {"num_stages": 2},
+        ),
+        (
+            "is a LayerNorm tied to a Linear",
+            [tied(), TiedLayerSpec("key", nn.LayerNorm, 2)],
+            {"num_stages": 1},
+        ),
     ]:
         with pytest.raises(ValueError, match=match):
             PipelineModule(layers, **options)
@@ -168,4 +223,6 @@ def test_refusals() -> None:
 
 
 def test_names() -> None:
-    assert deepspeed.PipelineModule is deepspeed.runtime.pipe.module.PipelineModule is PipelineModule  # type: ignore[attr-defined]
+    assert (
+        deepspeed.PipelineModule is deepspeed.runtime.pipe.module.PipelineModule is PipelineModule
+    )  # type: ignore[attr-defined]

@@ -1,4 +1,6 @@
-"""What is printed of steps: times, memory, collectives and operations, where a configuration asks for them."""
+"""What is printed of steps: times, memory, collectives and operations, where a configuration
+asks for them.
+"""
 
 import contextlib
 import json
@@ -32,7 +34,9 @@ def test_what_is_asked_for_is_printed_by_rank_0_with_each_line_of_progress(tmp_p
     printed = (tmp_path / "out.0").read_text()
     assert (tmp_path / "out.1").read_text() == ""
     for step in (2, 4):
-        times = next(line for line in printed.splitlines() if line.startswith(f"step={step} time (ms)"))
+        times = next(
+            line for line in printed.splitlines() if line.startswith(f"step={step} time (ms)")
+        )
         parts = dict(part.split(": ") for part in times.split(" | ")[1:])
         waits = {"exposed reduce", "exposed gather", "exposed offload"}
         assert set(parts) == {"forward", "backward", "optimizer"} | waits
@@ -44,7 +48,9 @@ def test_what_is_asked_for_is_printed_by_rank_0_with_each_line_of_progress(tmp_p
 
 
 def _reported_by_stages(rank: int, world_size: int, path: str) -> None:
-    module = PipelineModule([nn.Linear(4, 4), nn.Linear(4, 4)], num_stages=2, loss_fn=nn.functional.mse_loss)
+    module = PipelineModule(
+        [nn.Linear(4, 4), nn.Linear(4, 4)], num_stages=2, loss_fn=nn.functional.mse_loss
+    )
     engine = start(ds_config(**EVERYTHING), module)
     batches = [(torch.ones(4, 4), torch.zeros(4, 4))] * 2
     with open(f"{path}.{rank}", "w") as file, contextlib.redirect_stdout(file):
@@ -63,15 +69,23 @@ def test_nothing_is_printed_unasked(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == ""
 
 
-def test_operations_of_one_step_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flops: dict[str, Any] = {"enabled": True, "profile_step": 2, "module_depth": 1, "output_file": str(tmp_path / "flops")}
+def test_operations_of_one_step_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flops: dict[str, Any] = {
+        "enabled": True,
+        "profile_step": 2,
+        "module_depth": 1,
+        "output_file": str(tmp_path / "flops"),
+    }
     engine = start(ds_config(2, flops_profiler=flops))
     train(engine, 0, 3)
     text = (tmp_path / "flops").read_text()
     assert text.startswith("step=2 floating-point operations on this rank: ")
     weights = sum(param.numel() for name, param in Net().named_parameters() if param.dim() == 2)
     total = int(text.split(": ")[1].split("\n")[0].replace(",", ""))
-    # Forward is 2 operations per weight and sample, backward twice that, less the gradient of the first layer's input.
+    # Forward is 2 operations per weight and sample, backward twice that, less the gradient of the
+    # first layer's input.
     assert 2 * 4 * (6 * weights - 2 * 10 * 24) * 0.99 <= total <= 2 * 4 * 6 * weights * 1.01
     assert capsys.readouterr().out == ""
     del flops["output_file"]
@@ -81,7 +95,13 @@ def test_operations_of_one_step_are_counted(tmp_path: Path, capsys: pytest.Captu
 
 def test_metrics_are_written_where_a_section_says(tmp_path: Path) -> None:
     section = {"enabled": True, "output_path": str(tmp_path), "job_name": "run"}
-    engine = start(ds_config(2, csv_monitor=section, scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 4}}))
+    engine = start(
+        ds_config(
+            2,
+            csv_monitor=section,
+            scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 4}},
+        )
+    )
     train(engine, 0, 3)
     rows = (tmp_path / "run" / "Train_Samples_lr.csv").read_text().split()
     assert rows[0] == "step,lr"

@@ -1,4 +1,6 @@
-"""Parts of a model that compute a piece of a sequence at a time: the same numbers as at once, and as DeepSpeed's."""
+"""Parts of a model that compute a piece of a sequence at a time: the same numbers as at once,
+and as DeepSpeed's.
+"""
 
 from typing import Any
 
@@ -37,7 +39,9 @@ class Model(nn.Module):
         if self.way == "mlp":
             return self.names.TiledMLP.apply(Mlp.forward, mlp, x, 4, weights)
         if self.way == "compute":
-            return self.names.sequence_tiled_compute(Mlp.forward, x.shape[1], 4, {"x": x}, {"self": mlp}, "x", weights, 1, None)
+            return self.names.sequence_tiled_compute(
+                Mlp.forward, x.shape[1], 4, {"x": x}, {"self": mlp}, "x", weights, 1, None
+            )
         return mlp(x)
 
     def _part(self, x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor | None = None) -> Any:
@@ -62,7 +66,9 @@ WAYS = ("mlp", "compute", "loss", "compute loss")
 
 def batch(seed: int, size: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
     made = torch.Generator().manual_seed(seed)
-    return torch.randn(size, TOKENS, WIDTH, generator=made), torch.randint(0, WORDS, (size, TOKENS), generator=made)
+    return torch.randn(size, TOKENS, WIDTH, generator=made), torch.randint(
+        0, WORDS, (size, TOKENS), generator=made
+    )
 
 
 def gradients(way: str, names: Any, size: int = 2) -> list[torch.Tensor]:
@@ -71,7 +77,11 @@ def gradients(way: str, names: Any, size: int = 2) -> list[torch.Tensor]:
     loss = model(x.requires_grad_(), y)
     loss.backward()
     assert x.grad is not None
-    return [loss.detach(), x.grad, *(param.grad for param in model.parameters() if param.grad is not None)]
+    return [
+        loss.detach(),
+        x.grad,
+        *(param.grad for param in model.parameters() if param.grad is not None),
+    ]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -85,7 +95,9 @@ def test_gradients_are_those_of_all_tokens_at_once(way: str) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_gradients_are_deepspeeds(way: str) -> None:
-    theirs = pytest.importorskip("deepspeed.runtime.sequence_parallel.ulysses_sp", reason="DeepSpeed is not installed")
+    theirs = pytest.importorskip(
+        "deepspeed.runtime.sequence_parallel.ulysses_sp", reason="DeepSpeed is not installed"
+    )
     torch.testing.assert_close(gradients(way, ours, 1), gradients(way, theirs, 1))
 
 
@@ -105,12 +117,16 @@ def test_a_mean_weighs_pieces_equally() -> None:
 def test_other_arguments_are_refused() -> None:
     head, (x, y) = nn.Linear(WIDTH, WORDS), batch(2)
     fused = ours.TiledFusedLogitsLoss.apply
-    with pytest.raises(ValueError, match="output_reduction is 'none'; expected one of 'mean', 'sum'"):
+    with pytest.raises(
+        ValueError, match="output_reduction is 'none'; expected one of 'mean', 'sum'"
+    ):
         fused(nn.Module.__call__, head, x, y, None, 2, None, "none")
     with pytest.raises(ValueError, match=r"mask \(2,\); expected the same batch and tokens"):
         fused(nn.Module.__call__, head, x, y, torch.ones(2), 2, None, "sum")
     with pytest.raises(ValueError, match="output_reduction is 'max'"):
-        ours.sequence_tiled_compute(Mlp.forward, TOKENS, 2, {"x": x}, {}, "x", output_reduction="max")
+        ours.sequence_tiled_compute(
+            Mlp.forward, TOKENS, 2, {"x": x}, {}, "x", output_reduction="max"
+        )
 
 
 def _train(rank: int, world_size: int) -> None:

@@ -1,4 +1,6 @@
-"""The engine that initialize returns: micro-steps and boundaries, schedulers, skips, norms, and shard's own bits."""
+"""The engine that initialize returns: micro-steps and boundaries, schedulers, skips, norms, and
+shard's own bits.
+"""
 
 import contextlib
 import io
@@ -17,30 +19,51 @@ from tests.support.models import Net, batch_of, hash_of, hash_of_training, loss_
 from tests.support.ranks import run_ranks
 
 
-def _by_shard(rank: int, steps: int, accumulation: int, stage: int, adam: dict[str, Any] = ADAM, **options: Any) -> str:
+def _by_shard(
+    rank: int,
+    steps: int,
+    accumulation: int,
+    stage: int,
+    adam: dict[str, Any] = ADAM,
+    **options: Any,
+) -> str:
     model = make_net()
     optimizer: Any = shardcore.FusedAdam(model.parameters(), **adam)
     model, optimizer = shardcore.shard(model, optimizer, stage, accumulate=accumulation, **options)
     for step in range(steps):
         for micro in range(accumulation):
-            optimizer.scale_loss(loss_of(model, batch_of(step, micro, rank)) / accumulation).backward()
+            optimizer.scale_loss(
+                loss_of(model, batch_of(step, micro, rank)) / accumulation
+            ).backward()
         optimizer.step()
         optimizer.zero_grad()
     return hash_of_training(model, optimizer)
 
 
-# --- the same as shard, and as torch ----------------------------------------------------------------------------------
+# --- the same as shard, and as torch --------------------------------------------------------------
 
 
 def _both(rank: int, world_size: int) -> list[tuple[str, str]]:
     hashes = []
-    for stage, device, bf16 in ((0, None, False), (1, "cpu", True), (1, "none", False), (2, None, True), (2, "cpu", False)):
-        zero = {"stage": stage} | ({} if device is None else {"offload_optimizer": {"device": device}})
-        engine = start(ds_config(2, zero_optimization=zero, bf16={"enabled": bf16}, gradient_clipping=0.3))
+    for stage, device, bf16 in (
+        (0, None, False),
+        (1, "cpu", True),
+        (1, "none", False),
+        (2, None, True),
+        (2, "cpu", False),
+    ):
+        zero = {"stage": stage} | (
+            {} if device is None else {"offload_optimizer": {"device": device}}
+        )
+        engine = start(
+            ds_config(2, zero_optimization=zero, bf16={"enabled": bf16}, gradient_clipping=0.3)
+        )
         assert engine._core.store.tier == ("cpu" if device == "cpu" else "device")
         train(engine, rank, 2)
         shard = {"precision": "bf16" if bf16 else "fp32", "clip_grad_norm": 0.3}
-        expected = _by_shard(rank, 2, 2, stage, offload={"optimizer": "cpu"} if device == "cpu" else None, **shard)
+        expected = _by_shard(
+            rank, 2, 2, stage, offload={"optimizer": "cpu"} if device == "cpu" else None, **shard
+        )
         hashes.append((hash_of_training(engine, engine.optimizer), expected))
     return hashes
 
@@ -48,10 +71,18 @@ def _both(rank: int, world_size: int) -> list[tuple[str, str]]:
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_same_bits_as_shard(world_size: int) -> None:
-    assert all(got == expected for hashes in run_ranks(world_size, _both) for got, expected in hashes)
+    assert all(
+        got == expected for hashes in run_ranks(world_size, _both) for got, expected in hashes
+    )
 
 
-FP16 = {"enabled": True, "auto_cast": True, "initial_scale_power": 19, "loss_scale_window": 1, "hysteresis": 1}
+FP16 = {
+    "enabled": True,
+    "auto_cast": True,
+    "initial_scale_power": 19,
+    "loss_scale_window": 1,
+    "hysteresis": 1,
+}
 
 
 def _fp16_both(rank: int, world_size: int) -> list[Any]:
@@ -61,7 +92,11 @@ def _fp16_both(rank: int, world_size: int) -> list[Any]:
         train(engine, rank, 6)
         scale = loss_scale or shardcore.LossScale(initial_power=19, window=1, hysteresis=1)
         expected = _by_shard(rank, 6, 2, stage, precision="fp16", loss_scale=scale)
-        skipped = (engine.skipped_steps, engine.optimizer.skipped_steps, engine.optimizer.loss_scale)
+        skipped = (
+            engine.skipped_steps,
+            engine.optimizer.skipped_steps,
+            engine.optimizer.loss_scale,
+        )
         found.append((hash_of_training(engine, engine.optimizer) == expected, *skipped))
     return found
 
@@ -87,7 +122,9 @@ def test_fp16_casts_inputs_only_when_asked() -> None:
 
 @pytest.mark.parametrize("accumulation", [1, 4])
 def test_losses_divide_as_in_plain_torch(accumulation: int) -> None:
-    engine = start(ds_config(accumulation, optimizer={"type": "AdamW", "params": ADAM | {"eps": 1e-3}}))
+    engine = start(
+        ds_config(accumulation, optimizer={"type": "AdamW", "params": ADAM | {"eps": 1e-3}})
+    )
     plain = make_net()
     optimizer = torch.optim.AdamW(plain.parameters(), **ADAM, eps=1e-3)
     for step in range(5):
@@ -99,7 +136,8 @@ def test_losses_divide_as_in_plain_torch(accumulation: int) -> None:
             engine.step()
             assert returned.item() == pytest.approx(loss.item(), rel=1e-5)
         norm = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()])
-        assert engine.get_global_grad_norm() == pytest.approx(norm.item(), rel=1e-5)  # 4 times as much if not divided
+        # 4 times as much if not divided
+        assert engine.get_global_grad_norm() == pytest.approx(norm.item(), rel=1e-5)
         optimizer.step()
         optimizer.zero_grad()
     for name, value in plain.state_dict().items():
@@ -117,7 +155,7 @@ def test_scale_wrt_gas_false_leaves_the_loss_alone() -> None:
     assert norms[1] == pytest.approx(2 * norms[0], rel=1e-6)
 
 
-# --- micro-steps, boundaries, schedulers, skips -----------------------------------------------------------------------
+# --- micro-steps, boundaries, schedulers, skips ---------------------------------------------------
 
 
 def _weights(engine: Any) -> str:
@@ -127,7 +165,10 @@ def _weights(engine: Any) -> str:
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_only_boundaries_step(stage: int) -> None:
-    engine = start(ds_config(3, stage), lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
+    engine = start(
+        ds_config(3, stage),
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
+    )
     before, seen = _weights(engine), []
     for micro_step in range(7):
         boundary = engine.is_gradient_accumulation_boundary()
@@ -135,7 +176,11 @@ def test_only_boundaries_step(stage: int) -> None:
         engine.step()
         after = _weights(engine)
         seen.append((boundary, after != before, engine.global_steps, engine.get_lr()[0]))
-        has_grad = shardcore.full_grad(engine.module.head.weight) is not None if micro_step % 3 != 0 or stage else not boundary
+        has_grad = (
+            shardcore.full_grad(engine.module.head.weight) is not None
+            if micro_step % 3 != 0 or stage
+            else not boundary
+        )
         assert has_grad != boundary, "gradients stay between boundaries and are zeroed after"
         before = after
     lrs = [1e-2, 1e-2, 5e-3, 5e-3, 5e-3, 2.5e-3, 2.5e-3]
@@ -144,7 +189,10 @@ def test_only_boundaries_step(stage: int) -> None:
 
 
 def _overflow(rank: int, world_size: int, stage: int) -> dict[str, Any]:
-    engine = start(ds_config(2, stage), lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
+    engine = start(
+        ds_config(2, stage),
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
+    )
     train(engine, rank, 1)
     before, lr = hash_of_training(engine, engine.optimizer), engine.get_lr()
     for micro in range(2):
@@ -170,7 +218,13 @@ def _overflow(rank: int, world_size: int, stage: int) -> dict[str, Any]:
 @pytest.mark.parametrize("stage", [0, 3])
 def test_an_overflow_on_one_rank_skips_the_step_and_the_scheduler_on_all(stage: int) -> None:
     for result in run_ranks(2, _overflow, stage):
-        assert result == {"kept": True, "counts": (2, 4, 1), "finite": False, "moved": True, "lr": [2.5e-3]}
+        assert result == {
+            "kept": True,
+            "counts": (2, 4, 1),
+            "finite": False,
+            "moved": True,
+            "lr": [2.5e-3],
+        }
 
 
 def test_lr_kwargs_reach_the_scheduler() -> None:
@@ -250,7 +304,9 @@ def test_misuse() -> None:
         engine.backward(loss_of(engine, batch_of(0, 0, 0)))
     assert (engine.micro_steps, engine.global_steps) == (0, 0)
     for unset in (None, ""):
-        with pytest.raises(ValueError, match=r"save_checkpoint: save_dir has .*; expected the path"):
+        with pytest.raises(
+            ValueError, match=r"save_checkpoint: save_dir has .*; expected the path"
+        ):
             engine.save_checkpoint(unset)
     engine.backward(loss_of(engine, batch_of(0, 0, 0)))
     engine.step()
@@ -266,7 +322,7 @@ def test_misuse() -> None:
     assert (engine.micro_steps, engine.global_steps) == (2, 1)
 
 
-# --- checkpoints ------------------------------------------------------------------------------------------------------
+# --- checkpoints ----------------------------------------------------------------------------------
 
 
 def _start(seed: int = 0, stage: int = 2, **config: Any) -> Any:
@@ -314,9 +370,13 @@ def _parts(rank: int, world_size: int, folder: str) -> None:
         other = _start(5)
         lr = other.get_lr()
         other.load_checkpoint(folder, "mine", **options)
-        assert all(torch.equal(value, weights[name]) for name, value in other.module.state_dict().items())
+        assert all(
+            torch.equal(value, weights[name]) for name, value in other.module.state_dict().items()
+        )
         found = other.optimizer.state_dict()["state"]
-        equal = len(found) == len(states) and all(torch.equal(found[i]["exp_avg"], states[i]["exp_avg"]) for i in states)
+        equal = len(found) == len(states) and all(
+            torch.equal(found[i]["exp_avg"], states[i]["exp_avg"]) for i in states
+        )
         assert equal == has_states
         assert other.global_steps == (2 if has_counters else 0)
         assert other.lr_scheduler.last_epoch == 0
@@ -352,7 +412,8 @@ def test_steps_begin_with_their_first_micro_step(tmp_path: Path) -> None:
     resumed.backward(loss_of(resumed, batch_of(5, 0, 0)))  # of a step that is given up
     resumed.step()
     resumed.load_checkpoint(tmp_path)
-    assert (engine.micro_steps, resumed.micro_steps) == (1, 0)  # the gradient of the first one is not saved
+    # the gradient of the first one is not saved
+    assert (engine.micro_steps, resumed.micro_steps) == (1, 0)
     train(resumed, 0, 1)
     assert resumed.global_steps == 1
     other = start(ds_config(2))
@@ -405,11 +466,13 @@ def test_16_bit_weights_are_saved(tmp_path: Path, stage: int) -> None:
     run_ranks(2, _saves_16bit, str(tmp_path), stage)
 
 
-# --- backward by other ways -------------------------------------------------------------------------------------------
+# --- backward by other ways -----------------------------------------------------------------------
 
 
 def _plainly(rank: int, world_size: int) -> list[tuple[str, str]]:
-    """(hash, that of engine.backward) with plain backward, with a gradient, with scale, and one loss over two engines."""
+    """(hash, that of engine.backward) with plain backward, with a gradient, with scale, and one
+    loss over two engines.
+    """
     found = []
     for stage, more in ((0, {}), (2, {}), (3, {}), (2, {"fp16": FP16})):
         engine, other = start(ds_config(2, stage, **more)), start(ds_config(2, stage, **more))
@@ -420,10 +483,16 @@ def _plainly(rank: int, world_size: int) -> list[tuple[str, str]]:
             if more or micro % 2:
                 other.scale(((out - y) ** 2).mean()).backward()
             else:
-                out.backward((out - y).detach() * 2 * (torch.ones(()) / y.numel()))  # as of the mean of squares
+                # as of the mean of squares
+                out.backward((out - y).detach() * 2 * (torch.ones(()) / y.numel()))
             other.step()
-        found.append((hash_of_training(other, other.optimizer), hash_of_training(engine, engine.optimizer)))
-    apart, both = [start(ds_config(2), make_net(seed)) for seed in (0, 1)], [start(ds_config(2), make_net(s)) for s in (0, 1)]
+        found.append(
+            (hash_of_training(other, other.optimizer), hash_of_training(engine, engine.optimizer))
+        )
+    apart, both = (
+        [start(ds_config(2), make_net(seed)) for seed in (0, 1)],
+        [start(ds_config(2), make_net(s)) for s in (0, 1)],
+    )
     for micro in range(4):
         batch = batch_of(micro // 2, micro % 2, rank)
         for engine in apart:
@@ -433,7 +502,10 @@ def _plainly(rank: int, world_size: int) -> list[tuple[str, str]]:
         both[0].backward(loss) if micro < 2 else loss.backward()
         for engine in both:
             engine.step()
-    found += [(hash_of_training(a, a.optimizer), hash_of_training(b, b.optimizer)) for a, b in zip(both, apart, strict=True)]
+    found += [
+        (hash_of_training(a, a.optimizer), hash_of_training(b, b.optimizer))
+        for a, b in zip(both, apart, strict=True)
+    ]
     return found
 
 
@@ -448,7 +520,9 @@ def test_other_ways_of_backward_give_the_bits_of_the_engines() -> None:
 def test_ways_of_backward_that_cannot_be_right_are_refused() -> None:
     engine = start(ds_config(fp16=FP16))
     loss_of(engine, batch_of(0, 0, 0)).backward()
-    with pytest.raises(ValueError, match=r"not of a scaled loss, which float16 needs; .*engine\.scale\(loss\)"):
+    with pytest.raises(
+        ValueError, match=r"not of a scaled loss, which float16 needs; .*engine\.scale\(loss\)"
+    ):
         engine.step()
     engine.zero_grad()
     engine.scale(loss_of(engine, batch_of(0, 0, 0))).backward()
@@ -469,7 +543,9 @@ def test_a_boundary_that_is_set_takes_the_place_of_the_count() -> None:
         engine.backward(loss_of(engine, batch_of(0, micro, 0)))
     engine.step()
     assert engine.was_step_applied()
-    assert hash_of_training(engine, engine.optimizer) == hash_of_training(expected, expected.optimizer)
+    assert hash_of_training(engine, engine.optimizer) == hash_of_training(
+        expected, expected.optimizer
+    )
     engine.set_gradient_accumulation_boundary(None)
     engine.backward(loss_of(engine, batch_of(1, 0, 0)))
     engine.step()
@@ -488,7 +564,10 @@ def test_autocast_runs_forward_in_the_low_dtype() -> None:
 
 
 def _scheduled(rank: int, world_size: int, folder: str) -> tuple[list[float], list[float]]:
-    section = {"type": "WarmupDecayLR", "params": {"total_num_steps": 8, "warmup_num_steps": 4, "warmup_max_lr": 0.1}}
+    section = {
+        "type": "WarmupDecayLR",
+        "params": {"total_num_steps": 8, "warmup_num_steps": 4, "warmup_max_lr": 0.1},
+    }
     engine = start(ds_config(2, scheduler=section))
     rates = []
     for step in range(6):
@@ -520,25 +599,32 @@ def test_dtypes_of_states_and_gradients_are_followed() -> None:
     low = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
     engine = start(ds_config(bf16=low, data_types={"grad_accum_dtype": "bf16"}))
     train(engine, 0, 2)
-    full, split = (shardcore.memory_report(one.module).by_kind for one in (start(ds_config(bf16={"enabled": True})), engine))
+    full, split = (
+        shardcore.memory_report(one.module).by_kind
+        for one in (start(ds_config(bf16={"enabled": True})), engine)
+    )
     assert split["master"] == full["master"] / 2, "2 bytes per parameter beside the weight"
     param = next(engine.module.parameters())
     assert shardcore.full_state(param, "exp_avg").dtype == torch.bfloat16
 
 
-def test_weights_are_not_gathered_to_save_where_that_is_off(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_weights_are_not_gathered_to_save_where_that_is_off(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     zero = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": False}
     assert start(ds_config(zero_optimization=zero)).save_16bit_model(tmp_path) is False
     assert "nothing was saved" in caplog.text
     assert list(tmp_path.iterdir()) == []
 
 
-# --- what can be asked ------------------------------------------------------------------------------------------------
+# --- what can be asked ----------------------------------------------------------------------------
 
 
 def test_attributes_pass_through_to_the_module() -> None:
     model = make_net()
-    engine, optimizer, loader, scheduler = shardcore.initialize(model=model, config=ds_config(2, stage=1))
+    engine, optimizer, loader, scheduler = shardcore.initialize(
+        model=model, config=ds_config(2, stage=1)
+    )
     assert (loader, scheduler) == (None, None)
     assert engine.module is model
     assert engine.optimizer is optimizer
@@ -579,7 +665,11 @@ def _logged(rank: int, world_size: int) -> list[str]:
         del (config := ds_config())["gradient_clipping"]
         start(config)
         with contextlib.redirect_stdout(printed := io.StringIO()):
-            train(start(ds_config(fp16={"enabled": True, "auto_cast": True}, steps_per_print=1)), rank, 1)
+            train(
+                start(ds_config(fp16={"enabled": True, "auto_cast": True}, steps_per_print=1)),
+                rank,
+                1,
+            )
         messages += printed.getvalue().splitlines()
     finally:
         logger.removeHandler(handler)
@@ -588,7 +678,9 @@ def _logged(rank: int, world_size: int) -> list[str]:
 
 def test_progress_is_printed_on_rank_0() -> None:
     first, second = run_ranks(2, _logged)
-    assert [message.split(" loss=")[0] for message in first[:2]] == [f"step={n} skipped=0 lr=[0.01]" for n in (2, 4)]
+    assert [message.split(" loss=")[0] for message in first[:2]] == [
+        f"step={n} skipped=0 lr=[0.01]" for n in (2, 4)
+    ]
     assert all(0 < float(message.split("loss=")[1]) < 10 for message in first[:2])
     assert "config has no gradient_clipping, so the global norm is clipped to 1.0" in first[2]
     assert first[3].startswith("step=1 skipped=0 lr=[0.01] loss=")

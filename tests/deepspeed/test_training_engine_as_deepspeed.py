@@ -1,4 +1,6 @@
-"""Keys and calls of the engine that mean what they mean in DeepSpeed, by themselves and beside DeepSpeed's answers."""
+"""Keys and calls of the engine that mean what they mean in DeepSpeed, by themselves and beside
+DeepSpeed's answers.
+"""
 
 import contextlib
 import importlib.util
@@ -50,7 +52,10 @@ def _skips_a_layer(rank: int, world_size: int) -> None:
         engine.step()
 
     micro_step("up")
-    with pytest.raises(ValueError, match=r"no rank has a gradient of down\.weight, down\.bias; expected all parameters in"):
+    with pytest.raises(
+        ValueError,
+        match=r"no rank has a gradient of down\.weight, down\.bias; expected all parameters in",
+    ):
         micro_step("up")
     assert engine.global_steps == 0
     engine.zero_grad()
@@ -83,7 +88,10 @@ def _tags(rank: int, world_size: int, folder: str) -> list[str]:
     assert path == str(Path(folder, "of 0"))
     strict = start(ds_config(checkpoint={"tag_validation": "FAIL"}))
     for call in (strict.save_checkpoint, strict.load_checkpoint):
-        with pytest.raises(ValueError, match=f"{call.__name__}: tag is 'of 1' on rank 1; expected 'of 0', as on rank 0"):
+        with pytest.raises(
+            ValueError,
+            match=f"{call.__name__}: tag is 'of 1' on rank 1; expected 'of 0', as on rank 0",
+        ):
             call(folder, tag=f"of {rank}")
     assert strict.load_checkpoint(folder, tag="of 0")[0] == path
     return said
@@ -108,16 +116,27 @@ def test_a_loop_that_decides_when_to_step_updates_at_every_step() -> None:
         assert engine.was_step_applied()
         assert _weights(engine) != before
     assert (engine.global_steps, engine.micro_steps, engine.global_samples) == (3, 3, 4 * 7)
-    with pytest.raises(ValueError, match="set_gradient_accumulation_boundary: config managed_gradient_accumulation has False"):
+    with pytest.raises(
+        ValueError,
+        match="set_gradient_accumulation_boundary: config managed_gradient_accumulation has False",
+    ):
         engine.set_gradient_accumulation_boundary(True)
-    with pytest.raises(ValueError, match="coalesce_grad_reduction: config managed"), engine.coalesce_grad_reduction():
+    with (
+        pytest.raises(ValueError, match="coalesce_grad_reduction: config managed"),
+        engine.coalesce_grad_reduction(),
+    ):
         pass
 
 
 def _summed(rank: int, world_size: int) -> list[list[tuple[str, str]]]:
     found = []
     low = {"enabled": True, "auto_cast": True, "initial_scale_power": 4, "loss_scale_window": 1}
-    for stage, more, forced in ((0, {}, False), (2, {}, False), (1, {"fp16": low}, False), (1, {"fp16": low}, True)):
+    for stage, more, forced in (
+        (0, {}, False),
+        (2, {}, False),
+        (1, {"fp16": low}, False),
+        (1, {"fp16": low}, True),
+    ):
         hashes = []
         for op, times in (("sum", 1), ("mean", world_size)):
             with device_decides(forced=forced):
@@ -136,25 +155,38 @@ def test_gradients_are_added_up_over_ranks() -> None:
     first, second = run_ranks(2, _summed)
     assert first == second
     assert all(summed[0] == averaged[0] for summed, averaged in first)
-    assert all(summed == averaged for summed, averaged in first[:2]), "float16 rounds larger losses otherwise"
+    assert all(summed == averaged for summed, averaged in first[:2]), (
+        "float16 rounds larger losses otherwise"
+    )
     assert first[2] == first[3], "where the device decides"
 
 
 @pytest.mark.more
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_calls_are_answered_as_deepspeed_answers_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
+def test_calls_are_answered_as_deepspeed_answers_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
     if importlib.util.find_spec("deepspeed") is None:
         pytest.skip("DeepSpeed's answers need deepspeed")
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     answers = []
     for module in ("deepspeed", "shardcore"):
-        run_forked("tests.support.deepspeed_calls", module, str(tmp_path / module), ranks=ranks, folder=ROOT)
+        run_forked(
+            "tests.support.deepspeed_calls",
+            module,
+            str(tmp_path / module),
+            ranks=ranks,
+            folder=ROOT,
+        )
         answers.append(json.loads((tmp_path / module).read_text()))
     expected, found = answers
     assert found.keys() == expected.keys()
     for call, cases in expected.items():
         for case, values in cases.items():
-            same = [pytest.approx(value, rel=1e-5) if isinstance(value, float) else value for value in values]
+            same = [
+                pytest.approx(value, rel=1e-5) if isinstance(value, float) else value
+                for value in values
+            ]
             assert found[call][case] == same, (call, case)
 
 
@@ -167,15 +199,24 @@ def test_autocast_to_float16_scales_the_loss() -> None:
         assert engine.optimizer.loss_scale == scale
     assert engine.skipped_steps == 1
     loss_of(engine, batch_of(0, 0, 0)).backward()
-    with pytest.raises(ValueError, match=r"was not of a scaled loss, which float16 needs; expected engine\.backward"):
+    with pytest.raises(
+        ValueError,
+        match=r"was not of a scaled loss, which float16 needs; expected engine\.backward",
+    ):
         engine.step()
 
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_autocast_runs_over_bfloat16_weights(stage: int) -> None:
-    engine = start(ds_config(stage=stage, torch_autocast={"enabled": True}), make_net().to(torch.bfloat16))
+    engine = start(
+        ds_config(stage=stage, torch_autocast={"enabled": True}), make_net().to(torch.bfloat16)
+    )
     for _ in range(4):
         engine.backward(loss_of(engine, batch_of(0, 0, 0)))
         engine.step()
     assert all(param.dtype == torch.bfloat16 for param in engine.module.parameters())
-    assert all(value.dtype == torch.float32 for value in engine.module_state_dict().values() if value.dim() > 1), "masters"
+    assert all(
+        value.dtype == torch.float32
+        for value in engine.module_state_dict().values()
+        if value.dim() > 1
+    ), "masters"

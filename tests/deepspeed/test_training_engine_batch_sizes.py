@@ -1,4 +1,6 @@
-"""Batch sizes that change while an engine trains: the same weights as of an engine that had them from the first."""
+"""Batch sizes that change while an engine trains: the same weights as of an engine that had them
+from the first.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,11 @@ def _changed(rank: int, world_size: int, stage: int, first: int, then: int) -> N
         config = {"zero_optimization": {"stage": stage, **options}}
         engine, expected = start(ds_config(first, **config)), start(ds_config(then, **config))
         engine.set_train_batch_size(4 * then * world_size)
-        sizes = engine.train_batch_size(), engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
+        sizes = (
+            engine.train_batch_size(),
+            engine.train_micro_batch_size_per_gpu(),
+            engine.gradient_accumulation_steps(),
+        )
         assert sizes == (4 * then * world_size, 4, then)
         for one in (engine, expected):
             train(one, rank, 2)
@@ -31,7 +37,9 @@ def _changed(rank: int, world_size: int, stage: int, first: int, then: int) -> N
 
 
 @pytest.mark.parametrize(("world_size", "stage", "first", "then"), [(1, 0, 1, 3), (2, 3, 3, 1)])
-def test_another_number_of_micro_batches(world_size: int, stage: int, first: int, then: int) -> None:
+def test_another_number_of_micro_batches(
+    world_size: int, stage: int, first: int, then: int
+) -> None:
     run_ranks(world_size, _changed, stage, first, then)
 
 
@@ -64,7 +72,9 @@ def test_another_number_of_samples_in_a_micro_batch() -> None:
 def test_sizes_that_cannot_be_are_refused() -> None:
     engine = start(ds_config(2))
     for wrong in (0, 6):
-        with pytest.raises(ValueError, match=f"train_batch_size is {wrong}; expected a multiple of 4"):
+        with pytest.raises(
+            ValueError, match=f"train_batch_size is {wrong}; expected a multiple of 4"
+        ):
             engine.set_train_batch_size(wrong)
     with pytest.raises(ValueError, match="micro_batch_size is 0"):
         engine.set_train_micro_batch_size(0)

@@ -25,7 +25,8 @@ def _read_alone(rank: int, world_size: int, stage: int) -> None:
             for name, value in read.items():
                 assert value.dtype == (torch.float32 if name == "offset" else torch.bfloat16), name
                 assert torch.equal(value, masters[name].to(value.dtype)), name
-                assert value.untyped_storage().nbytes() == value.nbytes, name  # for torch.save and safetensors
+                # for torch.save and safetensors
+                assert value.untyped_storage().nbytes() == value.nbytes, name
             assert all(torch.equal(value, read[name]) for name, value in of_part.items())
     assert hash_of_training(engine, engine.optimizer) == hash_of_training(other, other.optimizer)
 
@@ -47,7 +48,10 @@ def _read_masters(rank: int, world_size: int) -> None:
     engine = start(ds_config(2, 2, bf16=BF16, shardcore={"overlap_step": True}))
     train(engine, rank, 1)
     found, masters = engine.module.state_dict(), engine.module_state_dict()
-    assert all(torch.equal(value, masters[name]) and value.dtype == torch.float32 for name, value in found.items())
+    assert all(
+        torch.equal(value, masters[name]) and value.dtype == torch.float32
+        for name, value in found.items()
+    )
 
 
 def test_an_overlapped_step_has_masters_in_the_state_dict() -> None:

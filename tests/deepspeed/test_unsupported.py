@@ -1,7 +1,8 @@
-"""What public libraries import from DeepSpeed is there, or refused by a message that says what to use instead.
+"""What public libraries import from DeepSpeed is there, or refused by a message that says what to
+use instead.
 
-imported_names.json has these names, and which library, of which version, imports or calls them. It was collected from their
-sources: each `import` of deepspeed, and each attribute of what it binds.
+imported_names.json has these names, and which library, of which version, imports or calls them. It
+was collected from their sources: each `import` of deepspeed, and each attribute of what it binds.
 """
 
 import importlib.util
@@ -22,7 +23,9 @@ NOT_DEEPSPEEDS = {"utils.is_initialized"}  # nor has DeepSpeed 0.19.8 it
 
 
 def _refusal_of(name: str) -> str | None:
-    """Return what is said when a name below deepspeed is imported; None if it is there, or an attribute of what is."""
+    """Return what is said when a name below deepspeed is imported; None if it is there, or an
+    attribute of what is.
+    """
     module, _, own = f"deepspeed.{name}".rpartition(".")
     try:
         exec(f"from {module} import {own}")
@@ -35,7 +38,11 @@ def _refusal_of(name: str) -> str | None:
 
 def _install() -> None:
     """Call install_as_deepspeed in a process that imported what tests need."""
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("deepspeed", "accelerate", "transformers")]:
+    for name in [
+        name
+        for name in sys.modules
+        if name.partition(".")[0] in ("deepspeed", "accelerate", "transformers")
+    ]:
         del sys.modules[name]
     install_as_deepspeed()
 
@@ -46,8 +53,13 @@ def _refusals(names: list[str]) -> dict[str, str | None]:
 
 
 def test_names_that_public_libraries_import_are_there_or_refused_with_a_remedy() -> None:
-    with_transformers = "runtime.sequence_parallel.ulysses_sp.Ulysses"  # tests/integrations/test_ulysses.py imports these
-    names = [name for name in IMPORTED["names"] if name not in NOT_DEEPSPEEDS and not name.startswith(with_transformers)]
+    # tests/integrations/test_ulysses.py imports these
+    with_transformers = "runtime.sequence_parallel.ulysses_sp.Ulysses"
+    names = [
+        name
+        for name in IMPORTED["names"]
+        if name not in NOT_DEEPSPEEDS and not name.startswith(with_transformers)
+    ]
     missing = {name: said for name, said in run_fresh(_refusals, names).items() if said is not None}
     for name, said in missing.items():
         assert f"no counterpart of DeepSpeed's {name.split('.')[0]}" in said, name
@@ -93,5 +105,9 @@ def test_the_package_has_a_file_and_a_spec() -> None:
 
 def test_the_nearest_entry_is_the_one_that_counts() -> None:
     assert instead_of("ops.sparse_attention.FixedSparsityConfig") == INSTEAD["ops.sparse_attention"]
-    assert instead_of("runtime.zero.tiling.TiledLinear") == INSTEAD["runtime.zero.tiling"] != INSTEAD["runtime.zero"]
+    assert (
+        instead_of("runtime.zero.tiling.TiledLinear")
+        == INSTEAD["runtime.zero.tiling"]
+        != INSTEAD["runtime.zero"]
+    )
     assert instead_of("ops.sparse") is None

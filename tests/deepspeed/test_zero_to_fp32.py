@@ -1,4 +1,6 @@
-"""zero_to_fp32 under DeepSpeed's names: float32 weights from a checkpoint, in memory, in files and from the command line."""
+"""zero_to_fp32 under DeepSpeed's names: float32 weights from a checkpoint, in memory, in files
+and from the command line.
+"""
 
 import inspect
 import subprocess
@@ -31,7 +33,9 @@ def test_weights_are_float32(saved: tuple[Path, dict[str, torch.Tensor]]) -> Non
         assert value.dtype == torch.float32
         assert torch.equal(value, expected[name].float()), name
     assert found["blocks.2.up.weight"] is found["blocks.0.up.weight"]
-    trained = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(folder, "global_step1", exclude_frozen_parameters=True)
+    trained = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(
+        folder, "global_step1", exclude_frozen_parameters=True
+    )
     assert set(found) - set(trained) == {name for name in found if name.startswith("blocks.1.")}
     model = zero_to_fp32.load_state_dict_from_zero_checkpoint(Net(), folder)
     assert all(torch.equal(value, found[name]) for name, value in model.state_dict().items())
@@ -48,25 +52,47 @@ def test_lazy_tensors_are_read_one_by_one(saved: tuple[Path, dict[str, torch.Ten
 
 def test_the_arguments_are_deepspeeds() -> None:
     theirs = pytest.importorskip("deepspeed.utils.zero_to_fp32", reason="compares with DeepSpeed's")
-    for name in ("get_fp32_state_dict_from_zero_checkpoint", "convert_zero_checkpoint_to_fp32_state_dict"):
-        here, there = (list(inspect.signature(getattr(module, name)).parameters) for module in (zero_to_fp32, theirs))
+    for name in (
+        "get_fp32_state_dict_from_zero_checkpoint",
+        "convert_zero_checkpoint_to_fp32_state_dict",
+    ):
+        here, there = (
+            list(inspect.signature(getattr(module, name)).parameters)
+            for module in (zero_to_fp32, theirs)
+        )
         assert here == there
-    with pytest.raises(ValueError, match="safe_serialization has False; expected True, as by default"):
+    with pytest.raises(
+        ValueError, match="safe_serialization has False; expected True, as by default"
+    ):
         zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict("nothing", "out", "5GB", False)
 
 
-def test_files_without_frozen_parameters(saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+def test_files_without_frozen_parameters(
+    saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
     safetensors = pytest.importorskip("safetensors.torch", reason="needs the safetensors package")
     folder, expected = saved
-    zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(folder, tmp_path / "out", None, exclude_frozen_parameters=True)
+    zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(
+        folder, tmp_path / "out", None, exclude_frozen_parameters=True
+    )
     found = safetensors.load_file(tmp_path / "out" / "model.safetensors")
-    assert set(expected) - set(found) == {name for name in expected if name.startswith("blocks.1.")} | {"blocks.2.up.weight"}
+    assert set(expected) - set(found) == {
+        name for name in expected if name.startswith("blocks.1.")
+    } | {"blocks.2.up.weight"}
 
 
-def test_the_command_line_warns_of_nothing(saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+def test_the_command_line_warns_of_nothing(
+    saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
     """`python -m` warns of a module that importing its package has imported already."""
     safetensors = pytest.importorskip("safetensors.torch", reason="needs the safetensors package")
-    words = [str(saved[0]), str(tmp_path / "out"), "--max_shard_size", "1MB", "--safe_serialization"]
+    words = [
+        str(saved[0]),
+        str(tmp_path / "out"),
+        "--max_shard_size",
+        "1MB",
+        "--safe_serialization",
+    ]
     command = [sys.executable, "-m", "shardcore.deepspeed.zero_to_fp32", *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -1,4 +1,6 @@
-"""The time of a step's parts: with a clock of the test's own, and with events of a device that the test plays."""
+"""The time of a step's parts: with a clock of the test's own, and with events of a device that
+the test plays.
+"""
 
 from contextlib import suppress
 from types import SimpleNamespace
@@ -49,7 +51,9 @@ def now(monkeypatch: pytest.MonkeyPatch) -> Now:
 
 
 def step(clock: Clock, now: Now) -> None:
-    """10 s: 2 forward, of which 0.5 are a gather; 1 between; 6 backward, of which 2 and 1 are waits; 1 optimizer."""
+    """10 s: 2 forward, of which 0.5 are a gather; 1 between; 6 backward, of which 2 and 1 are
+    waits; 1 optimizer.
+    """
     with clock.part("forward"):
         now.s += 0.25
         with clock.part("exposed_gather"):
@@ -81,7 +85,9 @@ class Twice(Clock):
 
     def end(self, part: str) -> None:
         super().end(part)
-        self._over = type(self._over)((name, None, first, last) for name, _, first, last in self._over)
+        self._over = type(self._over)(
+            (name, None, first, last) for name, _, first, last in self._over
+        )
 
 
 @pytest.mark.parametrize("device", [CPU, CUDA])
@@ -125,7 +131,8 @@ def test_events_are_read_when_they_are_over_and_used_again(now: Now) -> None:
     clock.start(CUDA)
     for _ in range(50):
         step(clock, now)
-        now.done_s = now.s - 10  # the device is a step behind: an event that is read too early fails
+        # the device is a step behind: an event that is read too early fails
+        now.done_s = now.s - 10
     assert now.events <= 4 * 2 * len(PARTS)
     assert clock.totals() == {part: 50 * ms for part, ms in EXPECTED.items()}
 

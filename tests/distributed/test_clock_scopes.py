@@ -1,4 +1,6 @@
-"""What a trace shows of a step: the engine's scopes, by kind and unit, and the same names as NVTX ranges."""
+"""What a trace shows of a step: the engine's scopes, by kind and unit, and the same names as
+NVTX ranges.
+"""
 
 import os
 import resource
@@ -23,13 +25,19 @@ def _of_every_unit(*kinds: str) -> Counter[str]:
 
 
 STEP = Counter({"shardcore::step": 1})
-READ = _of_every_unit("read")  # of state_dict(): float32 weights are whole on every rank before stage 3
-# each block is gathered for its forward and its backward, but the last one, whose backward is next, and the root once
+# of state_dict(): float32 weights are whole on every rank before stage 3
+READ = _of_every_unit("read")
+# each block is gathered for its forward and its backward, but the last one, whose backward is next,
+# and the root once
 AGAIN = Counter({"shardcore::gather(blocks.0)": 1, "shardcore::gather(blocks.1)": 1})
 EXPECTED = {
     0: STEP + _of_every_unit("reduce", "sum", "gather_grad") + Counter({"shardcore::adam": 1}),
     2: STEP + _of_every_unit("reduce", "sum", "adam", "gather"),
-    3: STEP + READ + _of_every_unit("reduce", "sum", "gather") + AGAIN + Counter({"shardcore::adam": 1}),
+    3: STEP
+    + READ
+    + _of_every_unit("reduce", "sum", "gather")
+    + AGAIN
+    + Counter({"shardcore::adam": 1}),
 }
 
 
@@ -39,7 +47,9 @@ def _step(rank: int, stage: int) -> Counter[str]:
         loss_of(model, batch_of(2, 0, rank)).backward()
         optimizer.step()
         model.state_dict()
-    return Counter(event.name for event in recorded.events() if event.name.startswith("shardcore::"))
+    return Counter(
+        event.name for event in recorded.events() if event.name.startswith("shardcore::")
+    )
 
 
 def _scopes(rank: int, world_size: int, stage: int, twin: bool) -> Counter[str]:
@@ -74,7 +84,9 @@ def test_nvtx_ranges_have_the_same_names(monkeypatch: pytest.MonkeyPatch) -> Non
         loss_of(model, batch_of(2, 0, 0)).backward()
         optimizer.step()
     assert opened == []
-    assert marked == Counter(event.name for event in recorded.events() if event.name.startswith("shardcore::"))
+    assert marked == Counter(
+        event.name for event in recorded.events() if event.name.startswith("shardcore::")
+    )
     assert "shardcore::gather(blocks.1)" in marked
 
     def fails() -> Any:
@@ -87,7 +99,9 @@ def test_nvtx_ranges_have_the_same_names(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def _with_stack(stage: int, errors: str) -> None:
-    """Run forward under the profiler that reads weights; `errors`: the file that standard error goes to."""
+    """Run forward under the profiler that reads weights; `errors`: the file that standard error
+    goes to.
+    """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), 2)
     model, _, _ = train(0, Run(stage=stage, steps=1))
@@ -100,5 +114,8 @@ def test_at_stage_3_a_profiler_that_reads_weights_between_uses_is_named(tmp_path
     for stage in (2, 3):
         process = start(_with_stack, stage, str(tmp_path / "errors"))
         process.join()
-        said = "with_stack=True reads them elsewhere: leave it out" in (tmp_path / "errors").read_text()
+        said = (
+            "with_stack=True reads them elsewhere: leave it out"
+            in (tmp_path / "errors").read_text()
+        )
         assert (process.exitcode != 0, said) == (stage == 3, stage == 3)

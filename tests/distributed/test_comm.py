@@ -1,4 +1,6 @@
-"""Which device and backend a rank communicates over; errors at the start of a collective, and after the end of its group."""
+"""Which device and backend a rank communicates over; errors at the start of a collective, and
+after the end of its group.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -41,7 +43,9 @@ def test_the_gpu_over_which_the_first_message_goes(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of NCCL: the model's; else the bound one; else the current one, if it is not 0; else LOCAL_RANK's. It is made current."""
+    """Of NCCL: the model's; else the bound one; else the current one, if it is not 0; else
+    LOCAL_RANK's. It is made current.
+    """
     if chosen >= seen:
         pytest.skip("the rank sees no such GPU")
     if of_model is None and bound is None and chosen:
@@ -90,7 +94,10 @@ def test_a_local_rank_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda: shardcore.shard(model, shardcore.FusedAdam(model.parameters())),
         lambda: shardcore.initialize(model=model, config={}),
     ):
-        with pytest.raises(ValueError, match="LOCAL_RANK is 4 but this process sees 4 CUDA devices; expected one for each"):
+        with pytest.raises(
+            ValueError,
+            match="LOCAL_RANK is 4 but this process sees 4 CUDA devices; expected one for each",
+        ):
             start()
 
 
@@ -103,7 +110,8 @@ def test_nccl_that_torch_chose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         with monkeypatch.context() as patch:
             patch.setattr(torch.cuda, "is_available", lambda: True)
             assert not Comm().uses_nccl
-            patch.setattr(dist, "get_backend", lambda group: "undefined")  # as torch has it after init_process_group()
+            # as torch has it after init_process_group()
+            patch.setattr(dist, "get_backend", lambda group: "undefined")
             patch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
             comm = Comm()
             assert comm.uses_nccl
@@ -117,8 +125,13 @@ def _rows(rank: int, world_size: int, shift: int) -> bool:
     comm.acquire_group()
     with pytest.MonkeyPatch.context() as patch:
         roll = torch.Tensor.roll
-        patch.setattr(torch.Tensor, "roll", lambda rows, shifts, dim: roll(rows, shifts + shift, dim))
-        rows = [comm.all_gather_cpu(torch.tensor([rank, 7.0]), kind).tolist() for kind in (Traffic.STEP, Traffic.READ)]
+        patch.setattr(
+            torch.Tensor, "roll", lambda rows, shifts, dim: roll(rows, shifts + shift, dim)
+        )
+        rows = [
+            comm.all_gather_cpu(torch.tensor([rank, 7.0]), kind).tolist()
+            for kind in (Traffic.STEP, Traffic.READ)
+        ]
     return rows == [[[float(other), 7.0] for other in range(world_size)]] * 2
 
 
@@ -160,12 +173,19 @@ def _start_fails(rank: int, world_size: int) -> list[str]:
 def test_an_error_at_the_start_of_a_collective_is_explained() -> None:
     for said in run_ranks(2, _start_fails):
         for text in said:
-            assert text.startswith("RuntimeError: waiting for the other ranks failed; expected every rank to run the same")
-            assert text.endswith("The reason given, at the exchange: NCCL communicator was aborted on rank 1. True")
+            assert text.startswith(
+                "RuntimeError: waiting for the other ranks failed; expected every rank to run the "
+                "same"
+            )
+            assert text.endswith(
+                "The reason given, at the exchange: NCCL communicator was aborted on rank 1. True"
+            )
 
 
 def _ended_in_backward(rank: int, world_size: int) -> tuple[str, int]:
-    """The group is ended while gradients are in flight, as by the watchdog; what is waited for after that."""
+    """The group is ended while gradients are in flight, as by the watchdog; what is waited for
+    after that.
+    """
     with as_on_nccl() as patch:
         trained = train(rank, Run(steps=1))
         model: Any = trained[0]
@@ -185,4 +205,7 @@ def _ended_in_backward(rank: int, world_size: int) -> tuple[str, int]:
 
 
 def test_nothing_is_waited_for_after_the_watchdog_has_ended_a_group() -> None:
-    assert run_ranks(2, _ended_in_backward) == [("RuntimeError: ranks wait for different things", 0)] * 2
+    assert (
+        run_ranks(2, _ended_in_backward)
+        == [("RuntimeError: ranks wait for different things", 0)] * 2
+    )

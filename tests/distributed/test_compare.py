@@ -18,7 +18,16 @@ from shardcore.engine.engine import Engine
 from shardcore.engine.unshard import Unsharder
 from tests.support.choice import combinations
 from tests.support.logs import logged
-from tests.support.models import Net, Run, batch_of, error_of, hash_of_training, loss_of, make_net, train
+from tests.support.models import (
+    Net,
+    Run,
+    batch_of,
+    error_of,
+    hash_of_training,
+    loss_of,
+    make_net,
+    train,
+)
 from tests.support.ranks import run_ranks
 
 
@@ -26,7 +35,9 @@ def sharded(stage: int = 2, timeout_s: float = 60, **options: Any) -> tuple[nn.M
     group = dist.new_group(timeout=timedelta(seconds=timeout_s))
     model = make_net()
     options = {"precision": "bf16"} | options
-    return shardcore.shard(model, shardcore.FusedAdam(model.parameters()), stage, process_group=group, **options)
+    return shardcore.shard(
+        model, shardcore.FusedAdam(model.parameters()), stage, process_group=group, **options
+    )
 
 
 def _clips_differ(rank: int, world_size: int, stage: int) -> list[str]:
@@ -36,7 +47,9 @@ def _clips_differ(rank: int, world_size: int, stage: int) -> list[str]:
     return [
         error_of(lambda: shardcore.clip_grad_norm_(model, 1.0 + rank)),
         error_of(lambda: shardcore.clip_grad_norm_([head, gain][: 1 + rank], 1.0)),
-        error_of(lambda: shardcore.clip_grad_norm_(model if rank else list(model.parameters()), 1.0)),
+        error_of(
+            lambda: shardcore.clip_grad_norm_(model if rank else list(model.parameters()), 1.0)
+        ),
     ]
 
 
@@ -55,7 +68,9 @@ def _transformed(rank: int, world_size: int, stage: int) -> list[str]:
 
     def gradients() -> torch.Tensor:
         values = {name: torch.ones(param.shape) for name, param in model.named_parameters()}
-        return torch.func.grad(lambda v: torch.func.functional_call(model, v, (x,)).sum())(values)["head.weight"]
+        return torch.func.grad(lambda v: torch.func.functional_call(model, v, (x,)).sum())(values)[
+            "head.weight"
+        ]
 
     texts = [error_of(gradients)]
     with shardcore.full_params(model):
@@ -70,7 +85,9 @@ def test_transforms_of_torch_func_over_shards_are_refused(stage: int) -> None:
     for texts in run_ranks(2, _transformed, stage):
         for text in texts:
             assert ("forward: the weights of" in text) == (stage == 3)
-            assert ("which transforms of torch.func (grad, vmap, ...) do not support" in text) == (stage == 3)
+            assert ("which transforms of torch.func (grad, vmap, ...) do not support" in text) == (
+                stage == 3
+            )
             assert text == "no error" or stage == 3
 
 
@@ -86,7 +103,8 @@ def _steps_differ(rank: int, world_size: int, stage: int) -> list[str]:
         errors.append(error_of(optimizer.step))
         optimizer.zero_grad()
 
-    step_of_other(lambda: optimizer.param_groups[0].update(lr=0.5))  # a scheduler that looked at this rank's own loss
+    # a scheduler that looked at this rank's own loss
+    step_of_other(lambda: optimizer.param_groups[0].update(lr=0.5))
     optimizer.param_groups[0]["lr"] = 1e-2
     step_of_other(optimizer.zero_grad)
     assert hash_of_training(model, optimizer) == before
@@ -97,8 +115,14 @@ def _steps_differ(rank: int, world_size: int, stage: int) -> list[str]:
 @pytest.mark.parametrize("stage", [0, 3])
 def test_steps_that_differ_are_refused_on_all(stage: int) -> None:
     for lr, forgotten, same in run_ranks(2, _steps_differ, stage):
-        assert "step: ranks disagree: entry 4 is param_groups[0].lr=0.5 on rank 1 but param_groups[0].lr=0.01 on rank 0" in lr
-        assert "step: ranks disagree: entry 3 is backwards=0 on rank 1 but backwards=1 on rank 0" in forgotten
+        assert (
+            "step: ranks disagree: entry 4 is param_groups[0].lr=0.5 on rank 1 but "
+            "param_groups[0].lr=0.01 on rank 0" in lr
+        )
+        assert (
+            "step: ranks disagree: entry 3 is backwards=0 on rank 1 but backwards=1 on rank 0"
+            in forgotten
+        )
         assert same == "no error"
 
 
@@ -112,7 +136,9 @@ def _fails_once(param: nn.Parameter) -> None:
     handle = param.register_hook(fail)
 
 
-def _all_fail_in_backward(rank: int, world_size: int, stage: int, where: str, options: dict[str, Any]) -> list[Any]:
+def _all_fail_in_backward(
+    rank: int, world_size: int, stage: int, where: str, options: dict[str, Any]
+) -> list[Any]:
     model, optimizer = sharded(stage, **options)
     errors = []
     if where:
@@ -120,7 +146,9 @@ def _all_fail_in_backward(rank: int, world_size: int, stage: int, where: str, op
     for micro in range(4 if where else 2):  # of a pair, then of another
         if where and micro == 2:
             optimizer.zero_grad()
-        errors.append(error_of(lambda micro=micro: loss_of(model, batch_of(1, micro % 2, rank)).backward()))
+        errors.append(
+            error_of(lambda micro=micro: loss_of(model, batch_of(1, micro % 2, rank)).backward())
+        )
     optimizer.step()
     return [hash_of_training(model, optimizer), *errors]
 
@@ -131,14 +159,19 @@ def _all_fail_in_backward(rank: int, world_size: int, stage: int, where: str, op
     [
         (0, "blocks.0.up.weight", {}),
         (1, "head.weight", {"sync_each": True}),  # before anything was sent
-        (2, "blocks.0.up.weight", {"precision": "bf16"}),  # after the head's and the last block's gradients were sent
+        # after the head's and the last block's gradients were sent
+        (2, "blocks.0.up.weight", {"precision": "bf16"}),
         (3, "blocks.0.up.weight", {"offload": {"optimizer": "cpu", "gradients": "cpu"}}),
         (1, "blocks.0.up.weight", {"sync_each": False, "accumulate": 2}),  # while nothing is sent
     ],
 )
-def test_a_backward_that_fails_alike_on_all_ranks_is_dropped(stage: int, where: str, options: dict[str, Any]) -> None:
+def test_a_backward_that_fails_alike_on_all_ranks_is_dropped(
+    stage: int, where: str, options: dict[str, Any]
+) -> None:
     """What comes after has the bits of a training without that backward."""
-    failed, good = (run_ranks(2, _all_fail_in_backward, stage, place, options) for place in (where, ""))
+    failed, good = (
+        run_ranks(2, _all_fail_in_backward, stage, place, options) for place in (where, "")
+    )
     for _, first, *later in failed:
         assert first == "RuntimeError: planted"
         assert later == ["no error"] * 3
@@ -156,8 +189,12 @@ def _reads_differ(rank: int, world_size: int) -> list[str]:
 
 def test_reads_that_differ_or_fail_raise_on_every_rank() -> None:
     first, second = run_ranks(2, _reads_differ)
-    assert first[0].startswith("OtherCallError: state_dict: rank 1 calls optimizer.state_dict; expected every rank")
-    assert second[0].startswith("OtherCallError: optimizer.state_dict: rank 0 calls state_dict; expected every rank")
+    assert first[0].startswith(
+        "OtherCallError: state_dict: rank 1 calls optimizer.state_dict; expected every rank"
+    )
+    assert second[0].startswith(
+        "OtherCallError: optimizer.state_dict: rank 0 calls state_dict; expected every rank"
+    )
     assert first[1].startswith("ValueError: state_dict: rank 1 refused: ValueError: ")
     assert "head.weight no longer lies in shardcore's memory" in first[1]
     assert "head.weight no longer lies in shardcore's memory" in second[1]
@@ -172,7 +209,9 @@ REFUSALS: dict[str, Any] = {
 }
 
 
-def _one_refuses_its_arguments(rank: int, world_size: int, stage: int, how: str, with_grads: bool) -> tuple[str, bool, int]:
+def _one_refuses_its_arguments(
+    rank: int, world_size: int, stage: int, how: str, with_grads: bool
+) -> tuple[str, bool, int]:
     model, optimizer = sharded(stage, timeout_s=5, precision="fp32")
     if with_grads:
         loss_of(model, batch_of(0, 0, rank)).backward()
@@ -186,8 +225,12 @@ def _one_refuses_its_arguments(rank: int, world_size: int, stage: int, how: str,
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize(("with_grads", "how", "stage"), combinations([True, False], REFUSALS, [0, 2, 3], meet=1))
-def test_arguments_that_one_rank_refuses_raise_on_every_rank_at_once(stage: int, how: str, with_grads: bool) -> None:
+@pytest.mark.parametrize(
+    ("with_grads", "how", "stage"), combinations([True, False], REFUSALS, [0, 2, 3], meet=1)
+)
+def test_arguments_that_one_rank_refuses_raise_on_every_rank_at_once(
+    stage: int, how: str, with_grads: bool
+) -> None:
     other, own = run_ranks(2, _one_refuses_its_arguments, stage, how, with_grads)
     assert own[0].startswith(("ValueError: ", "TypeError: "))
     assert "rank 1 refused" not in own[0]
@@ -200,11 +243,17 @@ def _order_differs(rank: int, world_size: int) -> list[str]:
     model = make_net()
     params = list(model.parameters())
     errors = [
-        error_of(lambda: shardcore.shard(model, shardcore.FusedAdam(params[::-1] if rank else params), 1, precision="bf16"))
+        error_of(
+            lambda: shardcore.shard(
+                model, shardcore.FusedAdam(params[::-1] if rank else params), 1, precision="bf16"
+            )
+        )
     ]
     if rank:
         model.add_module("tail", model.head)
-    errors.append(error_of(lambda: shardcore.shard(model, shardcore.FusedAdam(params), 1, precision="bf16")))
+    errors.append(
+        error_of(lambda: shardcore.shard(model, shardcore.FusedAdam(params), 1, precision="bf16"))
+    )
     return errors
 
 
@@ -228,14 +277,17 @@ def _reads_a_part(rank: int, world_size: int) -> list[str]:
 
 def test_reads_of_the_model_and_of_a_part_of_it_are_not_mixed_up() -> None:
     part, whole = run_ranks(2, _reads_a_part)
-    assert "state_dict: rank 1 reads something else than that of blocks.1; expected the same" in part[0]
+    assert (
+        "state_dict: rank 1 reads something else than that of blocks.1; expected the same"
+        in part[0]
+    )
     assert "state_dict: rank 0 reads something else than that of the model" in whole[0]
     assert "rank 1 calls sharded_state_dict" in part[1]
     assert "rank 1 reads something else than that of the model" in part[2]
     assert part[3] == whole[3] == "no error"
 
 
-# --- groups -----------------------------------------------------------------------------------------------------------
+# --- groups ---------------------------------------------------------------------------------------
 
 
 def _in_group(rank: int, world_size: int) -> list[list[str]]:
@@ -254,7 +306,7 @@ def test_a_group_of_one_rank_among_many_is_warned_of() -> None:
         assert not everyone
 
 
-# --- values -----------------------------------------------------------------------------------------------------------
+# --- values ---------------------------------------------------------------------------------------
 
 
 def _edit(model: Any, optimizer: Any, value: float) -> None:
@@ -276,8 +328,14 @@ def _load_frozen(model: Any, optimizer: Any, value: float) -> None:
 
 
 def _load_states(model: Any, optimizer: Any, value: float) -> None:
-    state = {number: {"step": 1, "exp_avg": p + value, "exp_avg_sq": p} for number, p in enumerate(_shapes(model))}
-    groups = [group | {"params": list(range(len(group["params"])))} for group in optimizer.param_groups]  # there is one
+    state = {
+        number: {"step": 1, "exp_avg": p + value, "exp_avg_sq": p}
+        for number, p in enumerate(_shapes(model))
+    }
+    # there is one
+    groups = [
+        group | {"params": list(range(len(group["params"])))} for group in optimizer.param_groups
+    ]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
@@ -289,7 +347,8 @@ def _shapes(model: Any) -> list[torch.Tensor]:
 DOINGS: list[tuple[Callable[..., None], str]] = [
     (
         _load,
-        "head.weight with a gradient after 1 steps, loaded on rank 1 but head.weight with a gradient after 1 steps on rank 0",
+        "head.weight with a gradient after 1 steps, loaded on rank 1 but head.weight with a "
+        "gradient after 1 steps on rank 0",
     ),
     (_load_frozen, "inp.weight, which no step updates, loaded on rank 1 but nothing on rank 0"),
     (_load_states, "an optimizer state was loaded on rank 1 but nothing on rank 0"),
@@ -300,7 +359,8 @@ DOINGS: list[tuple[Callable[..., None], str]] = [
 
 def _with_values(rank: int, world_size: int, stage: int) -> list[tuple[str, str]]:
     found = []
-    for doing, _ in DOINGS[: 3 if stage == 3 else None]:  # at stage 3 no weight that is edited has replicas
+    # at stage 3 no weight that is edited has replicas
+    for doing, _ in DOINGS[: 3 if stage == 3 else None]:
         model = make_net()
         model.inp.weight.requires_grad_(False)
         model, optimizer, _ = train(rank, Run(stage=stage, steps=1), model)
@@ -311,7 +371,8 @@ def _with_values(rank: int, world_size: int, stage: int) -> list[tuple[str, str]
             optimizer.step()
         optimizer.zero_grad()
         hash_ = ""
-        if doing not in (_edit, _edit_frozen):  # nothing is held against a load that makes all equal again
+        # nothing is held against a load that makes all equal again
+        if doing not in (_edit, _edit_frozen):
             doing(model, optimizer, 0.5)
             loss_of(model, batch_of(1, 0, rank)).backward()
             optimizer.step()
@@ -341,11 +402,14 @@ def _loaded_alone(rank: int, world_size: int) -> str:
 
 def test_a_read_after_a_load_on_one_rank_is_refused() -> None:
     here, there = run_ranks(2, _loaded_alone)
-    assert "rank 1 reads something else than that of the model after 1 of its weights were loaded or edited" in here
+    assert (
+        "rank 1 reads something else than that of the model after 1 of its weights were loaded or "
+        "edited" in here
+    )
     assert "rank 0 reads something else than that of the model; expected the same" in there
 
 
-# --- failures ---------------------------------------------------------------------------------------------------------
+# --- failures -------------------------------------------------------------------------------------
 
 
 def _renewed(rank: int, world_size: int, fails: bool) -> tuple[list[str], int]:
@@ -377,7 +441,10 @@ def test_a_copy_that_fails_after_a_step_in_full_params_stops_all_ranks_and_undoe
     (_, steps), _ = run_ranks(2, _renewed, False)
     (others, other_steps), (own, own_steps) = run_ranks(2, _renewed, True)
     assert own == ["planted"]
-    assert "ranks wait for different things, which can never end: rank 0 for the weights of blocks.0" in others[0]
+    assert (
+        "ranks wait for different things, which can never end: rank 0 for the weights of blocks.0"
+        in others[0]
+    )
     assert other_steps == own_steps == steps == 2
 
 
@@ -385,7 +452,12 @@ def _out_of_memory(rank: int, world_size: int) -> list[tuple[str, bool]]:
     def fail(*_: Any, **__: Any) -> None:
         raise MemoryError("planted")
 
-    places: list[tuple[Any, str]] = [(build, "allocate"), (store, "allocate"), (Engine, "__init__"), (Unsharder, "__init__")]
+    places: list[tuple[Any, str]] = [
+        (build, "allocate"),
+        (store, "allocate"),
+        (Engine, "__init__"),
+        (Unsharder, "__init__"),
+    ]
     found = []
     for where, name in places:
         model = Net()
@@ -395,7 +467,8 @@ def _out_of_memory(rank: int, world_size: int) -> list[tuple[str, bool]]:
                 patch.setattr(where, name, fail)
             with pytest.raises(RuntimeError) as failure:
                 shardcore.shard(model, shardcore.FusedAdam(model.parameters()), 3, precision="fp32")
-        found.append((str(failure.value), time.monotonic() - begun < 30))  # the timeout is 60 seconds
+        # the timeout is 60 seconds
+        found.append((str(failure.value), time.monotonic() - begun < 30))
     return found
 
 

@@ -1,4 +1,6 @@
-"""Shards and tensor-parallel slices as one world: what ranks say comes in one order, and the first problem is everyone's."""
+"""Shards and tensor-parallel slices as one world: what ranks say comes in one order, and the
+first problem is everyone's.
+"""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -28,7 +30,10 @@ def _as_one(rank: int, world: int, shape: tuple[int, ...]) -> list[Any]:
     comm.slices = parts[:1]
     everyone = Everyone(comm, parts if len(parts) > 1 else None)
     said = everyone.gather_json(rank)
-    problems = [everyone.first_problem(ValueError(f"of {rank}") if rank in bad else None) for bad in ([], [2], [1, 2, 3])]
+    problems = [
+        everyone.first_problem(ValueError(f"of {rank}") if rank in bad else None)
+        for bad in ([], [2], [1, 2, 3])
+    ]
     return [everyone.rank, everyone.world_size, everyone.slices, said, problems]
 
 
@@ -79,7 +84,9 @@ def _calls(model: Any, optimizer: Any, folder: Path) -> dict[str, Callable[[], A
         "sharded_state_dict": lambda: shardcore.sharded_state_dict(model),
         "sharded_state_dict of the optimizer": lambda: shardcore.sharded_state_dict(optimizer),
         "load_sharded_state_dict": lambda: shardcore.load_sharded_state_dict(model, weights),
-        "load_sharded_state_dict of the optimizer": lambda: shardcore.load_sharded_state_dict(optimizer, states),
+        "load_sharded_state_dict of the optimizer": lambda: shardcore.load_sharded_state_dict(
+            optimizer, states
+        ),
         "EMA.swap": lambda: ema.swap().__enter__(),
         "EMA.state_dict": ema.state_dict,
         "EMA.load_state_dict": lambda: ema.load_state_dict(average),
@@ -92,7 +99,9 @@ def _calls(model: Any, optimizer: Any, folder: Path) -> dict[str, Callable[[], A
 
 @contextmanager
 def _planted(here: bool, kind: type[BaseException]) -> Iterator[None]:
-    """Let the first thing that most collectives do on each rank, which is to wait for its own step, fail `here`."""
+    """Let the first thing that most collectives do on each rank, which is to wait for its own
+    step, fail `here`.
+    """
 
     def fail(engine: Engine) -> None:
         raise kind("planted")
@@ -111,11 +120,15 @@ def _what_each_raises(call: Callable[[], Any]) -> str:
     return "no error"
 
 
-def _one_fails(rank: int, world_size: int, stage: int, folder: Path, fails: bool) -> tuple[dict[tuple[str, str], str], str]:
+def _one_fails(
+    rank: int, world_size: int, stage: int, folder: Path, fails: bool
+) -> tuple[dict[tuple[str, str], str], str]:
     model = make_net()
     model.inp.bias.requires_grad_(False)
     model.gain.requires_grad_(False)
-    optimizer: Any = shardcore.FusedAdam([param for param in model.parameters() if param is not model.gain], lr=1e-2)
+    optimizer: Any = shardcore.FusedAdam(
+        [param for param in model.parameters() if param is not model.gain], lr=1e-2
+    )
     model, optimizer = shardcore.shard(model, optimizer, stage, precision="fp32")
     stepped(model, optimizer, rank, 0)
     calls = _calls(model, optimizer, folder)
@@ -132,8 +145,12 @@ def _one_fails(rank: int, world_size: int, stage: int, folder: Path, fails: bool
                 change(key)
             said["step", key] = _what_each_raises(optimizer.step)
             group[key] = before
-        said["step", "max_norm"] = _what_each_raises(lambda: optimizer.step(max_norm=10**400 if rank == 1 else 1.0))
-        said["step", "closure"] = _what_each_raises(lambda: optimizer.step(lambda: [][rank] if rank == 1 else 0.0))
+        said["step", "max_norm"] = _what_each_raises(
+            lambda: optimizer.step(max_norm=10**400 if rank == 1 else 1.0)
+        )
+        said["step", "closure"] = _what_each_raises(
+            lambda: optimizer.step(lambda: [][rank] if rank == 1 else 0.0)
+        )
 
         def interrupted() -> float:
             if rank == 1:
@@ -148,12 +165,19 @@ def _one_fails(rank: int, world_size: int, stage: int, folder: Path, fails: bool
 
 
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.more), 3])
-def test_an_error_of_any_kind_before_the_first_write_is_one_on_every_rank(stage: int, tmp_path: Path) -> None:
-    """The rank where it is raises it, others one that names it, and the group is as whole as before."""
+def test_an_error_of_any_kind_before_the_first_write_is_one_on_every_rank(
+    stage: int, tmp_path: Path
+) -> None:
+    """The rank where it is raises it, others one that names it, and the group is as whole as
+    before.
+    """
     (others, trained), (own, _) = run_ranks(2, _one_fails, stage, tmp_path / "a", True)
     for (name, kind), said in own.items():
         if kind in [one.__name__ for one in ERRORS]:
-            assert said == f"{kind}: " + ("'planted'" if kind == "KeyError" else "planted"), (name, said)
+            assert said == f"{kind}: " + ("'planted'" if kind == "KeyError" else "planted"), (
+                name,
+                said,
+            )
         assert "rank 1" in others[name, kind], (name, kind, others[name, kind])
         assert said in others[name, kind], (name, kind, others[name, kind])
     assert own["step", "no text"].startswith("WithoutATextError")

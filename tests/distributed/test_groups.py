@@ -1,4 +1,6 @@
-"""Groups made beside the one that users give: gloo beside NCCL, of meshes, used again, and destroyed ones."""
+"""Groups made beside the one that users give: gloo beside NCCL, of meshes, used again, and
+destroyed ones.
+"""
 
 import gc
 import time
@@ -23,7 +25,16 @@ from shardcore.engine.device_step import decides_on_device
 from tests.support.choice import combinations
 from tests.support.groups import as_on_nccl, device_decides
 from tests.support.logs import logged
-from tests.support.models import Run, batch_of, error_of, hash_of_training, hashes_of_runs, loss_of, make_net, train
+from tests.support.models import (
+    Run,
+    batch_of,
+    error_of,
+    hash_of_training,
+    hashes_of_runs,
+    loss_of,
+    make_net,
+    train,
+)
 from tests.support.ranks import run_ranks
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
@@ -31,14 +42,20 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
 
 @contextmanager
 def nccl_alone(rank: int, world_size: int, store: str) -> Iterator[Counter[tuple[str, bool]]]:
-    """Replace the default group by one of NCCL's stand-in; counts gathers by backend, and those of `Comm.all_gather_cpu`."""
+    """Replace the default group by one of NCCL's stand-in; counts gathers by backend, and those
+    of `Comm.all_gather_cpu`.
+    """
     if not hasattr(dist.Backend, "STANDIN"):
         made = lambda *given: dist.ProcessGroupGloo(*given[:3], timeout=given[3])  # noqa: E731
         dist.Backend.register_backend("standin", made, devices=["cpu"])
     dist.barrier()  # or a rank that is still connecting would find this one gone
     dist.destroy_process_group()
     dist.init_process_group(
-        "standin", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=40)
+        "standin",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=40),
     )
     gather_cpu, all_gather = Comm.all_gather_cpu, comm_module._all_gather
     counted, compare = Counter[tuple[str, bool]](), [False]
@@ -76,7 +93,10 @@ def _needs_no_device(comm: Comm) -> bool:
 
 
 RUNS = [Run(stage=stage, steps=3, shard={"clip_grad_norm": 0.3}) for stage in range(4)]
-RUNS += [Run(precision="bf16"), Run(stage=1, shard={"offload": {"optimizer": "cpu"}, "overlap_step": True})]
+RUNS += [
+    Run(precision="bf16"),
+    Run(stage=1, shard={"offload": {"optimizer": "cpu"}, "overlap_step": True}),
+]
 
 
 def _all_told_by_gloo(rank: int, world_size: int, runs: list[Run], store: str) -> list[str]:
@@ -92,14 +112,18 @@ def _all_told_by_gloo(rank: int, world_size: int, runs: list[Run], store: str) -
                 optimizer.zero_grad()
                 hashes.append(hash_of_training(model, optimizer))
             assert counted["gloo", True] > 0
-            assert not counted["standin", True], "what the device's backend carries waits for the device"
+            assert not counted["standin", True], (
+                "what the device's backend carries waits for the device"
+            )
             assert not counted["gloo", False], "data stays where it is"
     return hashes
 
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(("world_size", "index"), combinations([2, 3], range(len(RUNS)), meet=1))
-def test_what_ranks_exchange_about_a_step_goes_over_gloo(world_size: int, index: int, tmp_path: Any) -> None:
+def test_what_ranks_exchange_about_a_step_goes_over_gloo(
+    world_size: int, index: int, tmp_path: Any
+) -> None:
     run = RUNS[index]
     more = Run(**{**vars(run), "steps": run.steps + 1})
     found = run_ranks(world_size, _all_told_by_gloo, [run], str(tmp_path / "store"))
@@ -151,7 +175,9 @@ def _part(rank: int, world_size: int, store: str, shape: list[list[int]]) -> str
 
 @pytest.mark.parametrize("shape", [[[0, 2]], [[0], [2]]])
 def test_a_mesh_over_part_of_the_world(shape: list[list[int]], tmp_path: Any) -> None:
-    """The others do not come: neither for the group, nor for a split of the communicator of a world with a bound device."""
+    """The others do not come: neither for the group, nor for a split of the communicator of a
+    world with a bound device.
+    """
     first, _, third = run_ranks(3, _part, str(tmp_path / "store"), shape)
     assert len(first) == 64
     assert first == third
@@ -168,11 +194,16 @@ def _cannot(rank: int, world_size: int, late: bool, store: str) -> tuple[str, li
             if made is not None:
                 dist.destroy_process_group(made)
             else:
-                dist.distributed_c10d._process_group_name(ranks, False)  # as torch does before it fails
+                # as torch does before it fails
+                dist.distributed_c10d._process_group_name(ranks, False)
             raise RuntimeError("no interface")
         return made
 
-    with nccl_alone(rank, world_size, store), pytest.MonkeyPatch.context() as patch, logged() as said:
+    with (
+        nccl_alone(rank, world_size, store),
+        pytest.MonkeyPatch.context() as patch,
+        logged() as said,
+    ):
         patch.setattr(dist, "new_group", fails)
         patch.setattr(process_groups, "MAKING", timedelta(seconds=1))
         began = time.monotonic()
@@ -181,7 +212,11 @@ def _cannot(rank: int, world_size: int, late: bool, store: str) -> tuple[str, li
         for _, optimizer, _ in models:
             assert not _needs_no_device(optimizer._engine.comm)
         hashes = [hash_of_training(model, optimizer) for model, optimizer, _ in models]
-        assert not [group for group in dist.distributed_c10d._world.pg_map if dist.get_backend(group) == "gloo"]
+        assert not [
+            group
+            for group in dist.distributed_c10d._world.pg_map
+            if dist.get_backend(group) == "gloo"
+        ]
     return "".join(said), hashes, attempts[0]
 
 
@@ -195,7 +230,11 @@ def test_where_one_rank_can_make_none_all_do_without(late: bool, tmp_path: Any) 
         assert hashes == expected[0]
         assert attempts == 1, "tried once, not for each model"
     assert found[1][0] == found[2][0] == ""
-    reason = "on 1 of 3 ranks; on rank 1: RuntimeError: no interface" if late else "on 3 of 3 ranks; on rank 0: RuntimeError: "
+    reason = (
+        "on 1 of 3 ranks; on rank 1: RuntimeError: no interface"
+        if late
+        else "on 3 of 3 ranks; on rank 0: RuntimeError: "
+    )
     assert reason in found[0][0]
     assert "GLOO_SOCKET_IFNAME" in found[0][0]
 
@@ -210,7 +249,9 @@ def _destroyed(rank: int, world_size: int, store: str) -> list[str]:
             with pytest.raises(RuntimeError) as error:
                 call()
             errors.append(str(error.value))
-    dist.init_process_group("gloo", init_method=f"file://{store}2", rank=rank, world_size=world_size)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}2", rank=rank, world_size=world_size
+    )
     dist.barrier()
     return errors
 
@@ -218,7 +259,9 @@ def _destroyed(rank: int, world_size: int, store: str) -> list[str]:
 def test_a_destroyed_group_of_nccl_is_named(tmp_path: Any) -> None:
     for errors in run_ranks(2, _destroyed, str(tmp_path / "store")):
         for error in errors:
-            assert "the process group of this sharded model is gone (destroy_process_group)" in error
+            assert (
+                "the process group of this sharded model is gone (destroy_process_group)" in error
+            )
 
 
 def _elsewhere(rank: int, world_size: int, store: str) -> str:
@@ -252,10 +295,14 @@ def test_gloo_beside_nccl_needs_no_other() -> None:
 
 
 def _late(rank: int, world_size: int, store: str) -> str:
-    """Rank 1 makes no step: the others' wait for it ends in an error, where NCCL would end the process."""
+    """Rank 1 makes no step: the others' wait for it ends in an error, where NCCL would end the
+    process.
+    """
     with nccl_alone(rank, world_size, store):
         group = dist.new_group(timeout=timedelta(seconds=3), backend="standin")
-        _, optimizer, _ = train(rank, Run(stage=1, steps=1, shard={"process_group": group}), make_net())
+        _, optimizer, _ = train(
+            rank, Run(stage=1, steps=1, shard={"process_group": group}), make_net()
+        )
         if rank == 1:
             time.sleep(5)
             return ""
@@ -273,9 +320,13 @@ def test_a_wait_for_other_ranks_ends_at_the_groups_timeout(tmp_path: Any) -> Non
 def _many_models(rank: int, world_size: int) -> tuple[int, int]:
     for _ in range(3):
         model = make_net()
-        model, optimizer = shardcore.shard(model, shardcore.FusedAdam(model.parameters()), 2, precision="bf16")
+        model, optimizer = shardcore.shard(
+            model, shardcore.FusedAdam(model.parameters()), 2, precision="bf16"
+        )
         second = make_net()
-        second, other = shardcore.shard(second, shardcore.FusedAdam(second.parameters()), 2, precision="bf16")
+        second, other = shardcore.shard(
+            second, shardcore.FusedAdam(second.parameters()), 2, precision="bf16"
+        )
         loss_of(second, batch_of(0, 0, rank)).backward()
         loss_of(model, batch_of(0, 0, rank)).backward()
         optimizer.step()
@@ -305,7 +356,10 @@ def _after_the_group(rank: int, world_size: int, stage: int, store: str) -> list
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_destroyed_group_is_named(stage: int, tmp_path: Path) -> None:
     for errors in run_ranks(2, _after_the_group, stage, str(tmp_path / "store")):
-        assert all("the process group of this sharded model is gone (destroy_process_group)" in error for error in errors)
+        assert all(
+            "the process group of this sharded model is gone (destroy_process_group)" in error
+            for error in errors
+        )
 
 
 def _group_of_a_left_backward(rank: int, world_size: int) -> list[bool]:

@@ -1,4 +1,6 @@
-"""Models in parts (model_parallel_group): one norm, one decision to skip and one error for all of them."""
+"""Models in parts (model_parallel_group): one norm, one decision to skip and one error for all
+of them.
+"""
 
 from contextlib import nullcontext
 from functools import partial
@@ -22,8 +24,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "overlapped": {"overlap_step": True, "offload": {"optimizer": "cpu"}},
     "fp16": {"precision": "fp16"},
 }
-# stage, options, the part that has no gradient in the second step (None: one part's gradients are not finite there), and
-# whether torch's function clips.
+# stage, options, the part that has no gradient in the second step (None: one part's gradients are
+# not finite there), and whether torch's function clips.
 CASES = [
     *((stage, "plain", None, False) for stage in range(4)),
     (1, "on the device", None, False),
@@ -49,8 +51,12 @@ def _net(part: int) -> Net:
     return Net(width=16 + 8 * part, depth=1)
 
 
-def _train(model: Any, nets: dict[int, Any], case: Case, rank: int, groups: dict[str, Any]) -> tuple[Any, list[float]]:
-    """Train a model of these nets, by their parts; returns its weights, its norms, its skipped steps and its loss scale."""
+def _train(
+    model: Any, nets: dict[int, Any], case: Case, rank: int, groups: dict[str, Any]
+) -> tuple[Any, list[float]]:
+    """Train a model of these nets, by their parts; returns its weights, its norms, its skipped
+    steps and its loss scale.
+    """
     stage, name, idle, by_torch = case
     options = {"precision": "fp32", "clip_grad_norm": None if by_torch else 0.5} | OPTIONS[name]
     optimizer: Any = shardcore.FusedAdam(model.parameters(), lr=1e-2)
@@ -87,7 +93,10 @@ def _in_parts(rank: int, world: int, cases: list[Case]) -> list[Any]:
 def _as_one(rank: int, world: int, cases: list[Case]) -> list[Any]:
     models = [Parts([_net(0), _net(1)]) for _ in cases]
     parts = [{part: partial(model, part) for part in (0, 1)} for model in models]
-    return [_train(model, nets, case, rank, {}) for model, nets, case in zip(models, parts, cases, strict=True)]
+    return [
+        _train(model, nets, case, rank, {})
+        for model, nets, case in zip(models, parts, cases, strict=True)
+    ]
 
 
 def _apart(rank: int, world: int, cases: list[Case]) -> list[Any]:
@@ -100,13 +109,19 @@ def test_parts_train_as_one_model_does() -> None:
     for number, (weights, said) in enumerate(expected):
         for rank, results in enumerate(found):
             start = f"{rank % 2}."
-            part = {key.removeprefix(start): value for key, value in weights.items() if key.startswith(start)}
+            part = {
+                key.removeprefix(start): value
+                for key, value in weights.items()
+                if key.startswith(start)
+            }
             assert results[number] == (part, said), CASES[number]
 
 
 def test_parts_that_did_not_hear_of_each_other_are_seen() -> None:
     cases = CASES[:1]
-    assert [said for ((_, said),) in run_ranks(2, _apart, cases)] != [said for ((_, said),) in run_ranks(2, _in_parts, cases)]
+    assert [said for ((_, said),) in run_ranks(2, _apart, cases)] != [
+        said for ((_, said),) in run_ranks(2, _in_parts, cases)
+    ]
 
 
 def _unlike(rank: int, world: int) -> list[float]:
@@ -115,7 +130,9 @@ def _unlike(rank: int, world: int) -> list[float]:
     groups = {"process_group": mesh["dp"], "model_parallel_group": mesh["parts"]}
     options = OPTIONS["overlapped"] if rank == 0 else {}
     net: Any = _net(rank)
-    net, optimizer = shardcore.shard(net, shardcore.FusedAdam(net.parameters(), lr=1e-2), 2, **groups, **options)
+    net, optimizer = shardcore.shard(
+        net, shardcore.FusedAdam(net.parameters(), lr=1e-2), 2, **groups, **options
+    )
     norms = []
     for step in range(2):
         loss_of(net, batch_of(step, 0, 0)).backward()
@@ -143,7 +160,8 @@ def _refused(rank: int, world: int) -> list[str]:
     net = _net(rank % 2)
     optimizer: Any = shardcore.FusedAdam(net.parameters())
     said = [
-        error_of(shardcore.shard, net, optimizer, 2 if rank else 4, **groups),  # of ranks of one part
+        # of ranks of one part
+        error_of(shardcore.shard, net, optimizer, 2 if rank else 4, **groups),
         error_of(shardcore.shard, net, optimizer, **{**groups, "process_group": None}),
         error_of(shardcore.shard, net, optimizer, **{**groups, "model_parallel_group": mesh}),
     ]
@@ -165,7 +183,9 @@ def test_an_error_of_one_rank_is_one_in_all_parts() -> None:
     found = run_ranks(4, _refused)
     stages, overlap, mesh, steps, clips, norms = zip(*found, strict=True)
     assert all("stage is 4" in stages[rank] for rank in (0, 2))
-    assert all("part 0 of the model was refused, so no rank was changed" in stages[rank] for rank in (1, 3))
+    assert all(
+        "part 0 of the model was refused, so no rank was changed" in stages[rank] for rank in (1, 3)
+    )
     assert all("process_group and model_parallel_group have the ranks" in text for text in overlap)
     assert all("a mesh of 2 dimensions; expected one of 1" in text for text in mesh)
     for said, op in ((steps, "step"), (clips, "clip_grad_norm_")):

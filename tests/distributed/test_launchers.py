@@ -1,4 +1,6 @@
-"""Ranks that mpirun or srun started, as their variables say; and environments that name several tasks but start no ranks."""
+"""Ranks that mpirun or srun started, as their variables say; and environments that name several
+tasks but start no ranks.
+"""
 
 import os
 from typing import Any
@@ -25,14 +27,27 @@ def of_open_mpi(rank: int, size: int, here: int | None = None) -> dict[str, str]
 
 
 def of_mpich(rank: int, size: int) -> dict[str, str]:
-    return {"PMI_RANK": f"{rank}", "PMI_SIZE": f"{size}", "MPI_LOCALRANKID": f"{rank}", "MPI_LOCALNRANKS": f"{size}"}
+    return {
+        "PMI_RANK": f"{rank}",
+        "PMI_SIZE": f"{size}",
+        "MPI_LOCALRANKID": f"{rank}",
+        "MPI_LOCALNRANKS": f"{size}",
+    }
 
 
 def of_srun(rank: int, size: int, nodes: int = 1) -> dict[str, str]:
     """What a task of `srun -n size` finds; the job has more tasks than this step."""
     job = {"SLURM_JOB_ID": "123456", "SLURM_NTASKS": "64", "SLURM_JOB_NODELIST": "n[01-08]"}
-    step = {"SLURM_STEP_ID": "3", "SLURM_STEP_NUM_TASKS": f"{size}", "SLURM_STEP_NUM_NODES": f"{nodes}"}
-    place = {"SLURM_STEP_NODELIST": "n[05-06]", "SLURM_PROCID": f"{rank}", "SLURM_LOCALID": f"{rank % (size // nodes)}"}
+    step = {
+        "SLURM_STEP_ID": "3",
+        "SLURM_STEP_NUM_TASKS": f"{size}",
+        "SLURM_STEP_NUM_NODES": f"{nodes}",
+    }
+    place = {
+        "SLURM_STEP_NODELIST": "n[05-06]",
+        "SLURM_PROCID": f"{rank}",
+        "SLURM_LOCALID": f"{rank % (size // nodes)}",
+    }
     return job | step | place
 
 
@@ -70,7 +85,14 @@ def test_initialize_starts_the_ranks_of_mpirun() -> None:
     answers = []
     for rank in range(2):
         ours, theirs = context.Pipe()
-        answers.append((start_process(_launched, theirs, of_open_mpi(rank, 2) | {"MASTER_PORT": port}, rank, 2), ours))
+        answers.append(
+            (
+                start_process(
+                    _launched, theirs, of_open_mpi(rank, 2) | {"MASTER_PORT": port}, rank, 2
+                ),
+                ours,
+            )
+        )
     try:
         for rank, (_, pipe) in enumerate(answers):
             assert pipe.poll(60), "no answer in time"
@@ -90,7 +112,10 @@ def test_initialize_starts_the_ranks_of_mpirun() -> None:
         (of_srun(3, 4), ("3", "4", "3", "127.0.0.1", "19563")),
         (of_srun(3, 4, nodes=2), ("3", "4", "1", "n05", "19563")),
         # srun --mpi=pmi2
-        (of_srun(3, 4, nodes=2) | {"PMI_RANK": "3", "PMI_SIZE": "4"}, ("3", "4", "1", "n05", "19563")),
+        (
+            of_srun(3, 4, nodes=2) | {"PMI_RANK": "3", "PMI_SIZE": "4"},
+            ("3", "4", "1", "n05", "19563"),
+        ),
         # mpirun over the nodes of a job: srun started one of its helpers on each node but the first
         (of_srun(1, 7, nodes=7) | of_open_mpi(9, 32, here=4), ("9", "32", "1", "n01", "19560")),
     ],
@@ -111,12 +136,24 @@ def test_what_torchrun_would_have_set(
         (of_srun(3, 8, nodes=2) | {"SLURM_STEP_TASKS_PER_NODE": "4(x2)"}, 4),
         (of_srun(3, 4) | {"SLURM_STEP_TASKS_PER_NODE": "4"}, 4),
         (of_srun(3, 8, nodes=2) | {"SLURM_STEP_TASKS_PER_NODE": "5,3"}, None),
-        (of_srun(1, 2, nodes=2) | {"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "LOCAL_WORLD_SIZE": "8"}, 8),  # torchrun on each node
-        (of_srun(1, 7, nodes=7) | {"SLURM_STEP_TASKS_PER_NODE": "1(x7)"} | of_open_mpi(9, 32, here=4), 4),
+        # torchrun on each node
+        (
+            of_srun(1, 2, nodes=2)
+            | {"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "LOCAL_WORLD_SIZE": "8"},
+            8,
+        ),
+        (
+            of_srun(1, 7, nodes=7)
+            | {"SLURM_STEP_TASKS_PER_NODE": "1(x7)"}
+            | of_open_mpi(9, 32, here=4),
+            4,
+        ),
         (of_mpich(1, 2), 2),
     ],
 )
-def test_ranks_of_a_machine(environment: pytest.MonkeyPatch, variables: dict[str, str], expected: int | None) -> None:
+def test_ranks_of_a_machine(
+    environment: pytest.MonkeyPatch, variables: dict[str, str], expected: int | None
+) -> None:
     for name, value in variables.items():
         environment.setenv(name, value)
     assert ranks_here() == expected
@@ -125,14 +162,23 @@ def test_ranks_of_a_machine(environment: pytest.MonkeyPatch, variables: dict[str
 @pytest.mark.parametrize(
     "variables",
     [
-        {"SLURM_JOB_ID": "123", "SLURM_NTASKS": "8", "SLURM_NPROCS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"},  # sbatch
+        # sbatch
+        {
+            "SLURM_JOB_ID": "123",
+            "SLURM_NTASKS": "8",
+            "SLURM_NPROCS": "8",
+            "SLURM_PROCID": "0",
+            "SLURM_LOCALID": "0",
+        },
         of_srun(0, 1),  # salloc's shell, where it is a step
         of_open_mpi(0, 1),
         of_open_mpi(1, 2) | {"WORLD_SIZE": "1"},  # each for itself
         of_srun(3, 4) | {"WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": "127.0.0.1"},
     ],
 )
-def test_one_process_of_a_job_trains_alone(environment: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
+def test_one_process_of_a_job_trains_alone(
+    environment: pytest.MonkeyPatch, variables: dict[str, str]
+) -> None:
     for name, value in variables.items():
         environment.setenv(name, value)
     if "RANK" in variables:
@@ -152,10 +198,18 @@ def test_one_process_of_a_job_trains_alone(environment: pytest.MonkeyPatch, vari
     [
         (
             {"OMPI_COMM_WORLD_SIZE": "2"},
-            "OMPI_COMM_WORLD_SIZE is 2 but the environment has no OMPI_COMM_WORLD_RANK; expected both",
+            "OMPI_COMM_WORLD_SIZE is 2 but the environment has no OMPI_COMM_WORLD_RANK; expected "
+            "both",
         ),
-        (of_open_mpi(1, 4, here=2), "is 4, over several nodes, but the environment has no MASTER_ADDR; expected the host name"),
-        ({"PMI_SIZE": "many"}, "the environment variable PMI_SIZE is 'many'; expected a whole number"),
+        (
+            of_open_mpi(1, 4, here=2),
+            "is 4, over several nodes, but the environment has no MASTER_ADDR; expected the host "
+            "name",
+        ),
+        (
+            {"PMI_SIZE": "many"},
+            "the environment variable PMI_SIZE is 'many'; expected a whole number",
+        ),
     ],
 )
 def test_ranks_that_cannot_find_each_other_are_refused(
@@ -172,16 +226,27 @@ def test_shard_without_a_group_is_refused(environment: pytest.MonkeyPatch) -> No
     for name, value in of_srun(1, 2).items():
         environment.setenv(name, value)
     model = make_net()
-    with pytest.raises(ValueError, match=r"is 2 but torch.distributed is not initialized .*call shardcore.initialize\(\) or"):
+    with pytest.raises(
+        ValueError,
+        match=r"is 2 but torch.distributed is not initialized .*call shardcore.initialize\(\) or",
+    ):
         shardcore.shard(model, shardcore.FusedAdam(model.parameters()))
 
 
 def test_the_first_host_of_a_list() -> None:
-    lists = {"n1": "n1", "n1,n2": "n1", "gpu[003-007,9],a": "gpu003", "r[2,4]-n[08-09]-x": "r2-n08-x", "a,b[1-2]": "a"}
+    lists = {
+        "n1": "n1",
+        "n1,n2": "n1",
+        "gpu[003-007,9],a": "gpu003",
+        "r[2,4]-n[08-09]-x": "r2-n08-x",
+        "a,b[1-2]": "a",
+    }
     assert {nodes: first_host(nodes) for nodes in lists} == lists
 
 
-def test_a_backend_that_is_named_is_started_in_the_same_way(environment: pytest.MonkeyPatch) -> None:
+def test_a_backend_that_is_named_is_started_in_the_same_way(
+    environment: pytest.MonkeyPatch,
+) -> None:
     shardcore.init_distributed("gloo")
     assert not dist.is_initialized(), "one process alone"
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():

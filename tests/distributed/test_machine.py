@@ -1,4 +1,6 @@
-"""What a rank finds on its machine: the cores and threads of its worker, and the memory that it may take."""
+"""What a rank finds on its machine: the cores and threads of its worker, and the memory that it
+may take.
+"""
 
 import logging
 import os
@@ -40,7 +42,16 @@ from shardcore.engine.bucket import BufferPool, ReducePolicy
 from shardcore.engine.host_gradients import HostGrads
 from shardcore.engine.overlap_step import WorkerThreads, make_worker, use_own_threads
 from shardcore.engine.reduce_scatter import ReduceScatter
-from tests.support.models import Run, batch_of, hash_of_training, loss_of, make_net, micro_steps, stepped, train
+from tests.support.models import (
+    Run,
+    batch_of,
+    hash_of_training,
+    loss_of,
+    make_net,
+    micro_steps,
+    stepped,
+    train,
+)
 from tests.support.ranks import run_fresh, run_ranks
 from tests.support.schedules import start
 from tests.support.tiers import CPU_TIER, tier_with
@@ -51,7 +62,9 @@ def test_each_rank_keeps_a_core_and_workers_share_the_rest() -> None:
     assert [worker_threads(cores, 0, None) for cores in (eight, shared, apart)] == [7, 3, 2]
     assert [worker_threads(cores, 0, 5.5) for cores in (eight, shared, apart)] == [4, 1, 1]
     assert worker_threads([[0]] * 4, 3, 0.5) == 1, "at least one"
-    assert [worker_threads([[0, 1, 2, 3], [4, 5]], rank, None) for rank in range(2)] == [3, 1], "each of its own cores"
+    assert [worker_threads([[0, 1, 2, 3], [4, 5]], rank, None) for rank in range(2)] == [3, 1], (
+        "each of its own cores"
+    )
     assert own_cores() == sorted(os.sched_getaffinity(0))
 
 
@@ -64,7 +77,9 @@ def test_workers_stay_on_the_cores_of_their_rank(tmp_path: Path) -> None:
     assert cores([eight] * 2, 3) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert cores([some] * 2, 1) == [[0, 1], [2, 5, 7]]
     assert cores([[0, 1, 2], [3, 4, 5]], 2) == [[0, 1, 2], [3, 4, 5]], "as the launcher said"
-    assert cores([[0, 1]] * 2, 1) == [[], []], "as many cores as ranks: a worker could only stand in its main thread's way"
+    assert cores([[0, 1]] * 2, 1) == [[], []], (
+        "as many cores as ranks: a worker could only stand in its main thread's way"
+    )
     assert cores([eight] * 2, 4) == [[], []], "no core more than threads"
     assert cores([[0, 1, 2], [2, 3, 4]], 1) == [[], []], "whose is core 2?"
     for core in eight:  # packages by turns, 0 and 4 are one physical core
@@ -73,7 +88,10 @@ def test_workers_stay_on_the_cores_of_their_rank(tmp_path: Path) -> None:
         (folder / "physical_package_id").write_text(f"{core % 2}\n")
         (folder / "thread_siblings_list").write_text(f"{core % 4},{core % 4 + 4}\n")
     assert cores([eight] * 4, 1) == [[0, 4], [2, 6], [1, 5], [3, 7]]
-    assert [cores_of_share(eight, index, 2, tmp_path) for index in range(2)] == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert [cores_of_share(eight, index, 2, tmp_path) for index in range(2)] == [
+        [0, 2, 4, 6],
+        [1, 3, 5, 7],
+    ]
     assert physical_cores([0, 4, 1], tmp_path) == 2
     assert physical_cores([0, 4, 1], tmp_path / "unknown") == 3
 
@@ -97,7 +115,9 @@ def test_numa_nodes_and_the_cores_near_a_device(tmp_path: Path) -> None:
     for node, cores in enumerate(["0-3,8-11\n", "\n", "4-7,12-15\n"]):  # node 1 has memory alone
         folder = tmp_path / f"sys/devices/system/node/node{2 * node % 3}"
         folder.mkdir(parents=True)
-        assert (numa_nodes(tmp_path), nodes_of(ALL, tmp_path)) == ({}, []), "one node: nothing to choose"
+        assert (numa_nodes(tmp_path), nodes_of(ALL, tmp_path)) == ({}, []), (
+            "one node: nothing to choose"
+        )
         assert near_cores("0000:3B:00.0", tmp_path) == []
         (folder / "cpulist").write_text(cores)
     assert numa_nodes(tmp_path) == {0: FIRST, 1: SECOND}
@@ -105,13 +125,23 @@ def test_numa_nodes_and_the_cores_near_a_device(tmp_path: Path) -> None:
     assert near_cores("0000:01:00.0", tmp_path) == [], "an unknown device"
     (device / "numa_node").write_text("-1\n")
     assert near_cores("0000:3b:00.0", tmp_path) == [], "a virtual machine"
-    assert [nodes_of(cores, tmp_path) for cores in (ALL, [3, 4], FIRST, [15], [16])] == [[0, 1], [0, 1], [0], [1], []]
+    assert [nodes_of(cores, tmp_path) for cores in (ALL, [3, 4], FIRST, [15], [16])] == [
+        [0, 1],
+        [0, 1],
+        [0],
+        [1],
+        [],
+    ]
 
 
-def test_ranks_with_the_same_cores_divide_them_by_the_nodes_of_their_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_with_the_same_cores_divide_them_by_the_nodes_of_their_gpus(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert divide_by_nodes([ALL], [SECOND]) == [ALL], "one rank: both sockets"
     assert divide_by_nodes([ALL] * 3, [SECOND, FIRST, SECOND]) == [SECOND, FIRST, SECOND]
-    assert divide_by_nodes([[2, 3, 4]] * 2, [FIRST, SECOND]) == [[2, 3], [4]], "a job that may use these only"
+    assert divide_by_nodes([[2, 3, 4]] * 2, [FIRST, SECOND]) == [[2, 3], [4]], (
+        "a job that may use these only"
+    )
     assert divide_by_nodes([[2, 3], [6, 7]], [SECOND, FIRST]) == [[2, 3], [6, 7]], "each was bound"
     for near in ([FIRST, []], [[], []]):
         assert divide_by_nodes([ALL] * 2, near) == [ALL] * 2, "an unknown node"
@@ -138,22 +168,35 @@ def test_ranks_with_the_same_cores_divide_them_by_the_nodes_of_their_gpus(monkey
             count, cores = plan_worker(comm, None, torch.device("cuda", rank))
             return count, list(cores)
 
-        monkeypatch.setattr("shardcore.distributed.machine.near_cores", lambda address: near[int(address)])
+        monkeypatch.setattr(
+            "shardcore.distributed.machine.near_cores", lambda address: near[int(address)]
+        )
         return [plan(rank) for rank in range(len(near))]
 
     monkeypatch.setattr("shardcore.distributed.machine.own_cores", lambda: ALL)
     monkeypatch.setattr("shardcore.distributed.machine.quota", lambda: None)
     monkeypatch.setattr("shardcore.distributed.machine.pci_address", str)
-    monkeypatch.setattr("shardcore.distributed.machine._topology_of", lambda core, root: (0, core, core))
+    monkeypatch.setattr(
+        "shardcore.distributed.machine._topology_of", lambda core, root: (0, core, core)
+    )
     uneven = [SECOND, FIRST, SECOND]
     assert planned(uneven) == [(3, [4, 5, 6, 7]), (7, FIRST), (3, [12, 13, 14, 15])]
     assert planned([SECOND]) == [(15, ALL)]
     assert planned([FIRST, SECOND], parts=2) == [(7, FIRST), (7, SECOND)]
-    assert sorted(planned([FIRST, FIRST, SECOND, SECOND], parts=2)) == sorted(planned([FIRST, FIRST, SECOND, SECOND]))
-    monkeypatch.setattr("shardcore.distributed.machine.divide_by_nodes", lambda of_ranks, near: of_ranks)
+    assert sorted(planned([FIRST, FIRST, SECOND, SECOND], parts=2)) == sorted(
+        planned([FIRST, FIRST, SECOND, SECOND])
+    )
+    monkeypatch.setattr(
+        "shardcore.distributed.machine.divide_by_nodes", lambda of_ranks, near: of_ranks
+    )
     assert {count for count, _ in planned(uneven)} == {4}, "the twin: as if there were no nodes"
-    monkeypatch.setattr("shardcore.distributed.machine._of_model", lambda comm, value: (comm.rank, comm.gather_json(value)))
-    assert planned([FIRST, SECOND], parts=2) == 2 * [(15, ALL)], "the twin: as if there were no other parts"
+    monkeypatch.setattr(
+        "shardcore.distributed.machine._of_model",
+        lambda comm, value: (comm.rank, comm.gather_json(value)),
+    )
+    assert planned([FIRST, SECOND], parts=2) == 2 * [(15, ALL)], (
+        "the twin: as if there were no other parts"
+    )
 
 
 def test_the_quota_is_the_least_of_the_groups(tmp_path: Path) -> None:
@@ -225,9 +268,12 @@ def test_kernels_of_the_worker_stay_on_its_cores(caplog: pytest.LogCaptureFixtur
     assert "cannot be kept on the cores 4095" in caplog.text
 
 
-def _worker_of(rank: int, world_size: int, started: Sequence[str] = ("once", "once")) -> WorkerThreads:
+def _worker_of(
+    rank: int, world_size: int, started: Sequence[str] = ("once", "once")
+) -> WorkerThreads:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shardcore.distributed.machine.own_cores", lambda: list(range(9000, 9006)))  # unknown here
+        # unknown here
+        patch.setattr("shardcore.distributed.machine.own_cores", lambda: list(range(9000, 9006)))
         patch.setattr("shardcore.distributed.machine.quota", lambda: None)
         patch.setattr("shardcore.distributed.machine.here", lambda: ["localhost", started[rank]])
         _, optimizer, _ = train(rank, Run(steps=0, shard={"overlap_step": True}))
@@ -236,16 +282,24 @@ def _worker_of(rank: int, world_size: int, started: Sequence[str] = ("once", "on
 
 
 def test_ranks_of_a_machine_have_workers_on_different_cores() -> None:
-    assert run_ranks(2, _worker_of) == [WorkerThreads(2, (9000, 9001, 9002)), WorkerThreads(2, (9003, 9004, 9005))]
-    assert run_ranks(2, _worker_of, ("on one", "on another")) == [WorkerThreads(5, tuple(range(9000, 9006)))] * 2, (
-        "machines of one name"
-    )
+    assert run_ranks(2, _worker_of) == [
+        WorkerThreads(2, (9000, 9001, 9002)),
+        WorkerThreads(2, (9003, 9004, 9005)),
+    ]
+    assert (
+        run_ranks(2, _worker_of, ("on one", "on another"))
+        == [WorkerThreads(5, tuple(range(9000, 9006)))] * 2
+    ), "machines of one name"
 
 
 def test_the_workers_use_the_device_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new thread's first call of CUDA would open another one, also to ask whether a copy is done."""
+    """A new thread's first call of CUDA would open another one, also to ask whether a copy is
+    done.
+    """
     used: list[tuple[torch.device, int]] = []
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: used.append((device, threading.get_ident())))
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda device: used.append((device, threading.get_ident()))
+    )
     device = torch.device("cuda", 3)
     worker = make_worker("test", WorkerThreads(1), device)
     idents = [worker.submit(threading.get_ident).result() for _ in range(2)]
@@ -264,19 +318,34 @@ def test_the_workers_use_the_device_of_the_model(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_worker_gets_cpu_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels on it would use them; a step of the cpu tier has a thread of its own with as many, on the same cores."""
+    """Kernels on it would use them; a step of the cpu tier has a thread of its own with as many,
+    on the same cores.
+    """
     given: list[tuple[str, int]] = []
     use = _C.use_threads
-    monkeypatch.setattr(_C, "use_threads", lambda count: (given.append((threading.current_thread().name, count)), use(count)))
+    monkeypatch.setattr(
+        _C,
+        "use_threads",
+        lambda count: (given.append((threading.current_thread().name, count)), use(count)),
+    )
     core = own_cores()[-1]
     kept = []  # or the threads of the first model would end some time after the second is made
     for cpu_threads in (1, 3):
         model, optimizer, _ = train(
-            0, Run(steps=0, shard={"offload": {"optimizer": "cpu", "cpu_threads": cpu_threads}, "overlap_step": True})
+            0,
+            Run(
+                steps=0,
+                shard={
+                    "offload": {"optimizer": "cpu", "cpu_threads": cpu_threads},
+                    "overlap_step": True,
+                },
+            ),
         )
         kept.append(model)
         threads = WorkerThreads(optimizer._engine.plan.threads.count, (core,))
-        optimizer._engine.overlap_step._worker = make_worker("shardcore-step", threads, torch.device("cpu"))
+        optimizer._engine.overlap_step._worker = make_worker(
+            "shardcore-step", threads, torch.device("cpu")
+        )
         before = _threads()
         loss_of(model, batch_of(0, 0, 0)).backward()
         after_backward = _threads()
@@ -284,7 +353,9 @@ def test_the_worker_gets_cpu_threads(monkeypatch: pytest.MonkeyPatch) -> None:
         optimizer.synchronize()
         started = _threads() - after_backward
         assert before <= after_backward
-        assert len(started) == 1 + cpu_threads + 2, "the worker, those of the step, and one for each direction of copies"
+        assert len(started) == 1 + cpu_threads + 2, (
+            "the worker, those of the step, and one for each direction of copies"
+        )
         assert all(os.sched_getaffinity(int(thread)) == {core} for thread in started)
     assert given == [("shardcore-step_0", 1), ("shardcore-step_0", 3)]
 
@@ -292,7 +363,8 @@ def test_the_worker_gets_cpu_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 def _why_no_thread_starts() -> str:
     values = torch.ones(1 << 20)
     taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (taken + (1 << 20), resource.RLIM_INFINITY))  # of all limits the one that binds root
+    # of all limits the one that binds root
+    resource.setrlimit(resource.RLIMIT_AS, (taken + (1 << 20), resource.RLIM_INFINITY))
     try:
         _C.use_threads(64)
         _C.sq_norm([values])
@@ -302,19 +374,26 @@ def _why_no_thread_starts() -> str:
 
 
 def test_threads_that_cannot_start_say_what_to_do() -> None:
-    expected = "a thread cannot start; expected the system to allow one more than run now (ulimit -u"
+    expected = (
+        "a thread cannot start; expected the system to allow one more than run now (ulimit -u"
+    )
     assert run_fresh(_why_no_thread_starts).startswith(expected)
 
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("own_thread", [True, False])
 def test_the_worker_needs_no_gil(own_thread: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the caller never releases the interpreter all buckets are updated; the twin gets no further than the first."""
+    """While the caller never releases the interpreter all buckets are updated; the twin gets no
+    further than the first.
+    """
     interval = sys.getswitchinterval()
-    tier_with(monkeypatch, gigabytes_per_second=2e-4)  # 20 ms and more a bucket: step() itself ends before
+    # 20 ms and more a bucket: step() itself ends before
+    tier_with(monkeypatch, gigabytes_per_second=2e-4)
     if not own_thread:
         monkeypatch.setattr(offload, "own_thread_count", lambda: 0)
-    model, optimizer = start(0, Run(stage=0, shard={"offload": {"optimizer": "cpu"}}), True, late=False)
+    model, optimizer = start(
+        0, Run(stage=0, shard={"offload": {"optimizer": "cpu"}}), True, late=False
+    )
     stepped(model, optimizer, 0, 0)
     optimizer.synchronize()
     pipeline = optimizer._engine.store._pipeline
@@ -323,7 +402,9 @@ def test_the_worker_needs_no_gil(own_thread: bool, monkeypatch: pytest.MonkeyPat
         sys.setswitchinterval(60)
         optimizer.step()
         deadline = time.monotonic() + (30 if own_thread else 1)
-        while (updated := [what for what, *_ in pipeline.events].count("adam")) < 4 and time.monotonic() < deadline:
+        while (
+            updated := [what for what, *_ in pipeline.events].count("adam")
+        ) < 4 and time.monotonic() < deadline:
             pass
     finally:
         sys.setswitchinterval(interval)
@@ -354,7 +435,7 @@ def test_a_step_needs_little_stack() -> None:
     assert here == there
 
 
-# --- RAM --------------------------------------------------------------------------------------------------------------
+# --- RAM ------------------------------------------------------------------------------------------
 
 
 def test_free_memory_is_the_least_of_what_machine_and_groups_have(tmp_path: Path) -> None:
@@ -365,7 +446,10 @@ def test_free_memory_is_the_least_of_what_machine_and_groups_have(tmp_path: Path
         return free_bytes(tmp_path)
 
     assert free_with("other", "") is None
-    assert free_with("proc/meminfo", "MemTotal:    64 kB\nMemFree:      1 kB\nMemAvailable:   40 kB\n") == 40 * 1024
+    assert (
+        free_with("proc/meminfo", "MemTotal:    64 kB\nMemFree:      1 kB\nMemAvailable:   40 kB\n")
+        == 40 * 1024
+    )
     free_with("proc/self/cgroup", "5:cpu:/a\n0::/jobs/mine\n")
     free_with("sys/fs/cgroup/jobs/mine/memory.max", "max\n")
     assert free_with("sys/fs/cgroup/jobs/mine/memory.current", "5000\n") == 40 * 1024
@@ -381,16 +465,27 @@ def _short(rank: int, world_size: int, share: float, offload: Any) -> str:
     with pytest.MonkeyPatch.context() as patch:
         needed = []
         host_bytes = shardcore.api.host_bytes
-        patch.setattr("shardcore.api.host_bytes", lambda *a, **k: needed.append(host_bytes(*a, **k)) or needed[-1])
-        patch.setattr("shardcore.distributed.machine.free_bytes", lambda: int(share * world_size * sum(needed)))
+        patch.setattr(
+            "shardcore.api.host_bytes",
+            lambda *a, **k: needed.append(host_bytes(*a, **k)) or needed[-1],
+        )
+        patch.setattr(
+            "shardcore.distributed.machine.free_bytes",
+            lambda: int(share * world_size * sum(needed)),
+        )
         model = make_net()
         before = [(id(p), p.data_ptr()) for p in model.parameters()]
         try:
-            shardcore.shard(model, shardcore.FusedAdam(model.parameters()), 2, offload=offload, precision="bf16")
+            shardcore.shard(
+                model, shardcore.FusedAdam(model.parameters()), 2, offload=offload, precision="bf16"
+            )
         except MemoryError as error:
             assert [(id(p), p.data_ptr()) for p in model.parameters()] == before
             text = str(error)
-            for part in (f"needs {world_size * needed[0]} bytes", f"for the {world_size} ranks of {socket.gethostname()}"):
+            for part in (
+                f"needs {world_size * needed[0]} bytes",
+                f"for the {world_size} ranks of {socket.gethostname()}",
+            ):
                 assert part in text
             assert f"has {int(share * world_size * needed[0])} bytes" in text
             return "short"
@@ -400,5 +495,9 @@ def _short(rank: int, world_size: int, share: float, offload: Any) -> str:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_too_little_memory_is_said_before_anything_is_changed(world_size: int) -> None:
     """The ranks of a machine share it: what is enough for one of two is too little."""
-    for share, offload_to, answer in ((1.0, CPU_TIER, "enough"), (0.9, CPU_TIER, "short"), (0.0, None, "enough")):
+    for share, offload_to, answer in (
+        (1.0, CPU_TIER, "enough"),
+        (0.9, CPU_TIER, "short"),
+        (0.0, None, "enough"),
+    ):
         assert run_ranks(world_size, _short, share, offload_to) == [answer] * world_size

@@ -1,4 +1,6 @@
-"""Ranks in nodes: gradients added over a node, then over nodes; hybrid sharding; weights kept by a few ranks."""
+"""Ranks in nodes: gradients added over a node, then over nodes; hybrid sharding; weights kept by
+a few ranks.
+"""
 
 from datetime import timedelta
 from pathlib import Path
@@ -19,7 +21,16 @@ from shardcore.distributed.topology import Topology
 from tests.support.choice import EVERY, part, some
 from tests.support.groups import as_on_nccl
 from tests.support.logs import logged
-from tests.support.models import Run, batch_of, hash_of, hash_of_training, loss_of, make_net, stepped, train
+from tests.support.models import (
+    Run,
+    batch_of,
+    hash_of,
+    hash_of_training,
+    loss_of,
+    make_net,
+    stepped,
+    train,
+)
 from tests.support.ranks import run_ranks
 
 MESH, NODES, FLAT = "mesh of 2 x 2", "2 ranks a node", "flat"
@@ -28,7 +39,10 @@ MESH, NODES, FLAT = "mesh of 2 x 2", "2 ranks a node", "flat"
 def _start(rank: int, layout: str, **run: Any) -> tuple[Any, Any]:
     shard = run.pop("shard", {})
     if layout == MESH:
-        shard = {**shard, "process_group": init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))}
+        shard = {
+            **shard,
+            "process_group": init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")),
+        }
     elif layout == NODES:
         shard = {**shard, "ranks_per_node": 2}
     model, optimizer, _ = train(rank, Run(shard={"clip_grad_norm": 0.5, **shard}, **run))
@@ -43,28 +57,47 @@ def _hashes(rank: int, world_size: int, layout: str, runs: list[dict[str, Any]])
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize(("accumulate", "sync_each"), some([(1, None), (3, True), (3, False)], [(1, None), (3, True)]))
+@pytest.mark.parametrize(
+    ("accumulate", "sync_each"), some([(1, None), (3, True), (3, False)], [(1, None), (3, True)])
+)
 @pytest.mark.parametrize("every", EVERY)
-def test_one_hash_for_every_stage_and_layout_of_nodes(accumulate: int, sync_each: bool | None, every: int) -> None:
-    """The way of adding is configuration, the sharding is not: hybrid or not, stage, tier, and what a few ranks keep."""
+def test_one_hash_for_every_stage_and_layout_of_nodes(
+    accumulate: int, sync_each: bool | None, every: int
+) -> None:
+    """The way of adding is configuration, the sharding is not: hybrid or not, stage, tier, and
+    what a few ranks keep.
+    """
     common = {"accumulate": accumulate, "steps": 2, "shard": {"sync_each": sync_each}}
     runs = [{"stage": stage, **common} for stage in (0, 1, 2, 3)]
     runs.append({"stage": 2, **common, "shard": {**common["shard"], "offload": LEAVING}})
     runs.append({"stage": 3, **common, "shard": {**common["shard"], "reshard_after_forward": 2}})
-    runs += [{"stage": stage, **common, "shard": {**common["shard"], "overlap_step": True}} for stage in (1, 3)]
+    runs += [
+        {"stage": stage, **common, "shard": {**common["shard"], "overlap_step": True}}
+        for stage in (1, 3)
+    ]
     hashes = set()
     for number, layout in enumerate((MESH, NODES)):
         of_layout = part(runs, min(every, 2) if accumulate == 1 else every, number)
-        hashes |= {value for of_rank in run_ranks(4, _hashes, layout, of_layout) for value in of_rank}
+        hashes |= {
+            value for of_rank in run_ranks(4, _hashes, layout, of_layout) for value in of_rank
+        }
     assert len(hashes) == 1
     flat = {value for of_rank in run_ranks(4, _hashes, FLAT, runs[:1]) for value in of_rank}
     assert hashes != flat, "else the test could not fail"
 
 
-def _as_on_nccl(rank: int, world_size: int, layout: str, runs: list[dict[str, Any]]) -> tuple[list[str], int, list[int]]:
-    """Return the hashes, how many batches of messages were sent, and the bytes that each run sends off the node."""
+def _as_on_nccl(
+    rank: int, world_size: int, layout: str, runs: list[dict[str, Any]]
+) -> tuple[list[str], int, list[int]]:
+    """Return the hashes, how many batches of messages were sent, and the bytes that each run
+    sends off the node.
+    """
     batches, off_node = 0, [0]
-    exchange, all_gather, all_to_all = dist.batch_isend_irecv, comm_module._all_gather, dist.all_to_all_single
+    exchange, all_gather, all_to_all = (
+        dist.batch_isend_irecv,
+        comm_module._all_gather,
+        dist.all_to_all_single,
+    )
 
     def counted_batch(calls: list[dist.P2POp]) -> Any:
         nonlocal batches
@@ -75,7 +108,9 @@ def _as_on_nccl(rank: int, world_size: int, layout: str, runs: list[dict[str, An
         others = [other for other in dist.get_process_group_ranks(group) if other // 2 != rank // 2]
         off_node[-1] += part * len(others)
 
-    def counted_gather(fulls: list[torch.Tensor], owns: list[torch.Tensor], group: dist.ProcessGroup) -> Any:
+    def counted_gather(
+        fulls: list[torch.Tensor], owns: list[torch.Tensor], group: dist.ProcessGroup
+    ) -> Any:
         count(group, sum(own.nbytes for own in owns))
         return all_gather(fulls, owns, group)
 
@@ -125,8 +160,12 @@ def _advice(rank: int, world_size: int, local: str, shard: dict[str, Any]) -> li
 
 
 @pytest.mark.cases(2)
-@pytest.mark.parametrize(("local", "shard", "says"), [("2", {}, 1), ("4", {}, 0), ("2", {"ranks_per_node": 2}, 0)])
-def test_flat_exchanges_over_nodes_are_advised_against_once(local: str, shard: dict[str, Any], says: int) -> None:
+@pytest.mark.parametrize(
+    ("local", "shard", "says"), [("2", {}, 1), ("4", {}, 0), ("2", {"ranks_per_node": 2}, 0)]
+)
+def test_flat_exchanges_over_nodes_are_advised_against_once(
+    local: str, shard: dict[str, Any], says: int
+) -> None:
     first, *others = run_ranks(4, _advice, local, shard)
     assert len(first) == says
     assert all("of which 2 share a node; expected ranks_per_node=2" in text for text in first)
@@ -143,7 +182,9 @@ def _grads(rank: int, world_size: int, layout: str, stage: int) -> list[tuple[bo
     loss_of(model, batch_of(0, 0, rank)).backward()
     return [
         (torch.equal(got, ((a + b) + (c + d)) * 0.25), torch.equal(got, (((a + b) + c) + d) * 0.25))
-        for got, a, b, c, d in zip(map(shardcore.full_grad, model.parameters()), *parts, strict=True)
+        for got, a, b, c, d in zip(
+            map(shardcore.full_grad, model.parameters()), *parts, strict=True
+        )
     ]
 
 
@@ -173,11 +214,17 @@ def _reads(rank: int, world_size: int, layout: str, stage: int) -> list[Any]:
 
 @pytest.mark.more
 def test_whole_values_edits_and_loading_are_the_same_in_every_layout() -> None:
-    seen = [of_rank for layout, stage in ((MESH, 3), (NODES, 1)) for of_rank in run_ranks(4, _reads, layout, stage)]
+    seen = [
+        of_rank
+        for layout, stage in ((MESH, 3), (NODES, 1))
+        for of_rank in run_ranks(4, _reads, layout, stage)
+    ]
     assert all(values == seen[0] for values in seen)
 
 
-def _saved_and_loaded(rank: int, world_size: int, layout: str, stage: int, folder: str) -> list[str]:
+def _saved_and_loaded(
+    rank: int, world_size: int, layout: str, stage: int, folder: str
+) -> list[str]:
     model, _ = _start(rank, layout, stage=stage)
     dcp.save(shardcore.sharded_state_dict(model), checkpoint_id=folder)
     other, _ = _start(rank, layout, stage=stage, seed=5, steps=1)
@@ -201,7 +248,9 @@ def _traffic(rank: int, world_size: int, layout: str, reshard: bool | int) -> di
     partners: list[list[int]] = []
     real = Comm._exchange
 
-    def recording(comm: Comm, sent: Any, received: Any, kind: Traffic, name: str, ranks: Any, of: Any) -> Any:
+    def recording(
+        comm: Comm, sent: Any, received: Any, kind: Traffic, name: str, ranks: Any, of: Any
+    ) -> Any:
         if kind == Traffic.WEIGHTS:
             partners.append(list(ranks))
         return real(comm, sent, received, kind, name, ranks, of)
@@ -214,7 +263,10 @@ def _traffic(rank: int, world_size: int, layout: str, reshard: bool | int) -> di
         loss.backward()
     report = shardcore.memory_report(model)
     owned = {
-        kind: sum(line.bytes for line in report.lines if line.kind == kind and line.unit != "shared") for kind in report.by_kind
+        kind: sum(
+            line.bytes for line in report.lines if line.kind == kind and line.unit != "shared"
+        )
+        for kind in report.by_kind
     }
     return {"forward": forward, "backward": partners, "owned": owned}
 
@@ -222,7 +274,9 @@ def _traffic(rank: int, world_size: int, layout: str, reshard: bool | int) -> di
 def test_hybrid_weights_never_leave_their_node() -> None:
     hybrid, flat = (run_ranks(4, _traffic, layout, True) for layout in (MESH, FLAT))
     for rank, seen in enumerate(hybrid):
-        assert seen["forward"] + seen["backward"] == [[0, 1] if rank < 2 else [2, 3]] * 7, "root, 3 blocks, 3 blocks"
+        assert seen["forward"] + seen["backward"] == [[0, 1] if rank < 2 else [2, 3]] * 7, (
+            "root, 3 blocks, 3 blocks"
+        )
         assert seen["owned"]["weights"] == 2 * flat[rank]["owned"]["weights"]
         assert seen["owned"]["states"] == 2 * flat[rank]["owned"]["states"]
 
@@ -256,7 +310,10 @@ def _refusal(rank: int, world_size: int, what: str) -> str:
     ("what", "message"),
     [
         ("three dimensions", "process_group is a mesh of 3 dimensions; expected 1, or 2"),
-        ("other order", "process_group is a mesh of the ranks [1, 0]; expected them in rising order"),
+        (
+            "other order",
+            "process_group is a mesh of the ranks [1, 0]; expected them in rising order",
+        ),
         ("no divisor", "ranks_per_node is 3; expected a divisor of the 2 ranks"),
         ("both", "ranks_per_node is 2; expected 1, the mesh's second dimension, or None"),
         ("ranks differ", "is ranks=Topology"),
@@ -272,7 +329,9 @@ def _outside(rank: int, world_size: int, names: tuple[str, str] | None) -> str:
 
     mesh = DeviceMesh("cpu", [[0], [1]], mesh_dim_names=names)
     try:
-        said = hash_of_training(*train(rank, Run(stage=3, steps=1, shard={"process_group": mesh}))[:2])
+        said = hash_of_training(
+            *train(rank, Run(stage=3, steps=1, shard={"process_group": mesh}))[:2]
+        )
         assert Comm(mesh).group is Comm(mesh).group, "a model more would take a group more"
     except ValueError as error:
         said = str(error)
@@ -284,11 +343,16 @@ def test_a_rank_outside_the_mesh_raises_and_the_others_train(names: tuple[str, s
     first, second, outside = run_ranks(3, _outside, names)
     assert first == second
     assert len(first) == 64
-    assert outside == "shard: process_group is a mesh without this rank; expected one that it belongs to"
+    assert (
+        outside
+        == "shard: process_group is a mesh without this rank; expected one that it belongs to"
+    )
 
 
 def _in_more_groups(rank: int, world_size: int, meshes: bool) -> list[str]:
-    """Train three models side by side, of all ranks (which are in different numbers of groups) or (meshes) of the first two."""
+    """Train three models side by side, of all ranks (which are in different numbers of groups)
+    or (meshes) of the first two.
+    """
     from torch.distributed.device_mesh import DeviceMesh
 
     for ranks in ([0, 2], [1, 2]) if meshes else ([0, 2], [1, 2], [1, 2]):
@@ -324,7 +388,9 @@ def test_a_group_of_all_ranks_can_be_made_after_one_of_some() -> None:
 
 @pytest.mark.parametrize(("nodes", "per_node"), [(1, 1), (1, 4), (4, 1), (2, 3), (3, 2), (5, 8)])
 @pytest.mark.parametrize("replicate", [False, True])
-def test_every_piece_is_reduced_once_and_owned_ranges_make_the_whole(nodes: int, per_node: int, replicate: bool) -> None:
+def test_every_piece_is_reduced_once_and_owned_ranges_make_the_whole(
+    nodes: int, per_node: int, replicate: bool
+) -> None:
     world = nodes * per_node
     topology = Topology(world, per_node, replicate)
     assert sorted(topology.piece_index(rank) for rank in range(world)) == list(range(world))
@@ -333,9 +399,13 @@ def test_every_piece_is_reduced_once_and_owned_ranges_make_the_whole(nodes: int,
         for ranks in topology.levels(rank):
             size = len(held) // len(ranks)
             held = held[ranks.index(rank) * size :][:size]
-        assert held == [topology.piece_index(rank)], "cutting level by level ends at the rank's piece"
+        assert held == [topology.piece_index(rank)], (
+            "cutting level by level ends at the rank's piece"
+        )
         ranges = [topology.owned_pieces(other) for other in topology.shard_ranks(rank)]
-        assert [piece for first, last in ranges for piece in range(first, last)] == list(range(world))
+        assert [piece for first, last in ranges for piece in range(first, last)] == list(
+            range(world)
+        )
         assert [topology.piece_index(other) for other in topology.replica_ranks(rank)] == list(
             range(*topology.owned_pieces(rank))
         )

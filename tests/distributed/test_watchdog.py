@@ -1,4 +1,6 @@
-"""Waits that can never end are errors that name ranks, operations and units; ranks that are late are named and waited for."""
+"""Waits that can never end are errors that name ranks, operations and units; ranks that are late
+are named and waited for.
+"""
 
 import gc
 import os
@@ -24,7 +26,17 @@ from shardcore.distributed.comm import Comm
 from shardcore.engine.bucket import BufferPool
 from tests.support.groups import as_on_nccl
 from tests.support.logs import logged
-from tests.support.models import Ordered, Run, batch_of, error_of, hash_of_training, loss_of, make_net, stepped, train
+from tests.support.models import (
+    Ordered,
+    Run,
+    batch_of,
+    error_of,
+    hash_of_training,
+    loss_of,
+    make_net,
+    stepped,
+    train,
+)
 from tests.support.ranks import context, free_port, run_ranks, start
 
 NEVER = "ranks wait for different things, which can never end: "
@@ -44,7 +56,9 @@ def _own_collective(model: Any, optimizer: Any, rank: int) -> None:
 
 
 def _seen_late(model: Any, optimizer: Any, rank: int) -> None:
-    """As above, and the thread of rank 2 looks after its second reduction was started, and before it waits for the first."""
+    """As above, and the thread of rank 2 looks after its second reduction was started, and
+    before it waits for the first.
+    """
     on_device = watchdog.on_device
 
     def slow(operation: watchdog.Operation, work: dist.Work, device: torch.device) -> None:
@@ -73,9 +87,17 @@ def _two_models(model: Any, optimizer: Any, rank: int) -> None:
 
 DIFFERENT: dict[str, tuple[Callable[[Any, Any, int], None], tuple[int, ...], tuple[str, ...]]] = {
     "a detached output": (_detached, (3,), ("the weights of", "the reduction of")),
-    "a collective of the user's": (_own_collective, (0, 1, 2, 3), ("torch.distributed.all_reduce",)),
+    "a collective of the user's": (
+        _own_collective,
+        (0, 1, 2, 3),
+        ("torch.distributed.all_reduce",),
+    ),
     "a collective of the user's, seen late": (_seen_late, (2,), ("torch.distributed.all_reduce",)),
-    "a read beside a barrier": (_read_beside_a_barrier, (1, 3), ("state_dict", "torch.distributed.barrier")),
+    "a read beside a barrier": (
+        _read_beside_a_barrier,
+        (1, 3),
+        ("state_dict", "torch.distributed.barrier"),
+    ),
     "two models": (_two_models, (1,), ("the reduction of",)),
 }
 
@@ -110,11 +132,16 @@ def test_what_can_never_end_is_an_error_that_names_it(what: str, stage: int, ncc
     for part in DIFFERENT[what][2]:
         assert part in named[0]
     assert "rank 0 for " in named[0]
-    assert re.search(r"ranks? (1|2|1, 2) for ", named[0])  # those that are known to wait when it is proved
+    # those that are known to wait when it is proved
+    assert re.search(r"ranks? (1|2|1, 2) for ", named[0])
 
 
-def _out_of_memory(rank: int, world_size: int, stage: int, where: str, point: int, nccl: bool) -> str:
-    """Rank 0 meets an error at the `point`-th buffer that it takes, catches it and trains on, as if nothing had been."""
+def _out_of_memory(
+    rank: int, world_size: int, stage: int, where: str, point: int, nccl: bool
+) -> str:
+    """Rank 0 meets an error at the `point`-th buffer that it takes, catches it and trains on, as
+    if nothing had been.
+    """
     with as_on_nccl() if nccl else nullcontext(), pytest.MonkeyPatch.context() as patch:
         model, optimizer, _ = train(rank, Run(stage=stage, steps=1))
         taken, take = [0], BufferPool.take
@@ -146,17 +173,30 @@ def _out_of_memory(rank: int, world_size: int, stage: int, where: str, point: in
             return str(error)
 
 
-# gloo's own collectives, which stand in for NCCL's, end the process where sizes differ: as they do at stage 3.
+# gloo's own collectives, which stand in for NCCL's, end the process where sizes differ: as they do
+# at stage 3.
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("where", "stage", "point", "nccl"),
-    [("reduction", 2, 3, True), ("reduction", 3, 5, False), ("state_dict", 1, 2, True), ("state_dict", 3, 2, False)],
+    [
+        ("reduction", 2, 3, True),
+        ("reduction", 3, 5, False),
+        ("state_dict", 1, 2, True),
+        ("state_dict", 3, 2, False),
+    ],
 )
-def test_an_error_that_one_rank_catches_ends_all(where: str, stage: int, point: int, nccl: bool) -> None:
-    """Or training goes on, where the messages that were left out are those of a whole pass: to one hash on all ranks."""
+def test_an_error_that_one_rank_catches_ends_all(
+    where: str, stage: int, point: int, nccl: bool
+) -> None:
+    """Or training goes on, where the messages that were left out are those of a whole pass: to
+    one hash on all ranks.
+    """
     answers = run_ranks(2, _out_of_memory, stage, where, point, nccl)
     for said in answers:
-        assert said.startswith((NEVER, "ranks went different ways", "step: ranks disagree")) or len(set(answers)) == 1, said
+        assert (
+            said.startswith((NEVER, "ranks went different ways", "step: ranks disagree"))
+            or len(set(answers)) == 1
+        ), said
 
 
 def _error_in_backward(rank: int, world_size: int, stage: int, nccl: bool) -> list[str]:
@@ -180,12 +220,17 @@ def _error_in_backward(rank: int, world_size: int, stage: int, nccl: bool) -> li
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize(("stage", "nccl"), [(0, False), (3, True), pytest.param(2, False, marks=pytest.mark.more)])
+@pytest.mark.parametrize(
+    ("stage", "nccl"), [(0, False), (3, True), pytest.param(2, False, marks=pytest.mark.more)]
+)
 def test_an_error_in_one_backward_is_named_where_it_is_waited_for(stage: int, nccl: bool) -> None:
     first, _, third = run_ranks(3, _error_in_backward, stage, nccl)
     for said in (*first, *third):
         assert said.startswith(f"RuntimeError: {NEVER}")
-        assert "rank 1 does not take part; the backward of rank 1 ended in an error: KeyError: 'planted'; expected each" in said
+        assert (
+            "rank 1 does not take part; the backward of rank 1 ended in an error: KeyError: "
+            "'planted'; expected each" in said
+        )
 
 
 def _uneven_errors(rank: int, world_size: int, stage: int) -> list[str]:
@@ -203,12 +248,17 @@ def _uneven_errors(rank: int, world_size: int, stage: int) -> list[str]:
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("stage", [0, 2])
-def test_a_backward_that_fails_on_all_ranks_at_other_places_is_named_in_the_next(stage: int) -> None:
+def test_a_backward_that_fails_on_all_ranks_at_other_places_is_named_in_the_next(
+    stage: int,
+) -> None:
     for first, *later in run_ranks(2, _uneven_errors, stage):
         assert first == "ValueError: planted"
         for said in later:
             assert said.startswith(f"RuntimeError: {NEVER}")
-            assert "the backward of rank 1 ended in an error: ValueError: planted; expected each backward to succeed" in said
+            assert (
+                "the backward of rank 1 ended in an error: ValueError: planted; expected each "
+                "backward to succeed" in said
+            )
             assert "start again" in said
 
 
@@ -251,7 +301,8 @@ def test_ranks_that_are_late_are_named_and_waited_for() -> None:
     assert second == third == []
     assert 1 <= len(first) <= 2  # once a LATE_S
     assert first[0].startswith(
-        "ranks 0, 2 have waited 1 s for the weights of the root (call 2), at which rank 1 has not arrived"
+        "ranks 0, 2 have waited 1 s for the weights of the root (call 2), at which rank 1 has not "
+        "arrived"
     )
     assert run_ranks(3, _late, False)[0] == ([], trained)
 
@@ -289,7 +340,9 @@ class _Seen(watchdog.Log):
     """A log of whose earlier engine all is said, when it gets the name of the next one."""
 
     def __init__(self) -> None:
-        self.group, self.left, self.failed = lambda: SimpleNamespace(group_name="group"), True, (3, "KeyError: 'a'")
+        self.group = lambda: SimpleNamespace(group_name="group")
+        self.left = True
+        self.failed = (3, "KeyError: 'a'")
 
     def __setattr__(self, key: str, value: Any) -> None:
         super().__setattr__(key, value)
@@ -347,7 +400,9 @@ else:
 
 @pytest.mark.more
 def test_processes_end_though_the_store_is_gone_or_the_watchdog_is_inside_of_one() -> None:
-    """Nothing of ours connects to the store at the end; without an end of the thread two of three of the others abort."""
+    """Nothing of ours connects to the store at the end; without an end of the thread two of
+    three of the others abort.
+    """
     subprocess.run([sys.executable, "-c", _ENDS, free_port()], check=True, timeout=100)
 
 
@@ -356,7 +411,11 @@ def test_the_thread_asks_about_collectives_on_their_device(monkeypatch: pytest.M
     used: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "set_device", used.append)
     group: Any = SimpleNamespace(name="of no group")
-    watch, operation, device = watchdog._Watch(), watchdog.Operation(group, "a gather", 1), torch.device("cuda", 3)
+    watch, operation, device = (
+        watchdog._Watch(),
+        watchdog.Operation(group, "a gather", 1),
+        torch.device("cuda", 3),
+    )
     watch.on_device(operation, dist.Work(), device)
     assert watch._longest() is None
     assert used == [device]
@@ -369,7 +428,9 @@ def test_collectives_that_were_started_in_another_order_are_found() -> None:
     assert watchdog._differ((103, ["x", "y"]), (103, ["x", "z"]))
 
 
-NEVER_ENDS = re.compile(r"ranks wait for different things, which can never end: .*ranks 0, 2 for .*expected every rank")
+NEVER_ENDS = re.compile(
+    r"ranks wait for different things, which can never end: .*ranks 0, 2 for .*expected every rank"
+)
 
 
 def _different(rank: int, world_size: int, what: str, trained: int, stage: int = 3) -> str:
@@ -403,7 +464,13 @@ def _different(rank: int, world_size: int, what: str, trained: int, stage: int =
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("what", "trained"),
-    [("skips a unit", 0), ("skips the last unit", 0), ("has no backward", 2), ("evaluates", 2), ("reads", 0)],
+    [
+        ("skips a unit", 0),
+        ("skips the last unit", 0),
+        ("has no backward", 2),
+        ("evaluates", 2),
+        ("reads", 0),
+    ],
 )
 def test_different_blocks_on_one_rank_are_an_error_on_every_rank(what: str, trained: int) -> None:
     """Before the order is known, and after."""
@@ -412,8 +479,12 @@ def test_different_blocks_on_one_rank_are_an_error_on_every_rank(what: str, trai
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize(("what", "odd", "stage"), [("has no backward", "a step", 0), ("reads", "state_dict", 2)])
-def test_a_missing_call_on_one_rank_is_an_error_on_every_rank_below_stage_3(what: str, odd: str, stage: int) -> None:
+@pytest.mark.parametrize(
+    ("what", "odd", "stage"), [("has no backward", "a step", 0), ("reads", "state_dict", 2)]
+)
+def test_a_missing_call_on_one_rank_is_an_error_on_every_rank_below_stage_3(
+    what: str, odd: str, stage: int
+) -> None:
     for error in run_ranks(3, _different, what, 1, stage):
         assert NEVER_ENDS.match(error), error
         assert f"rank 1 for {odd}" in error
@@ -421,10 +492,14 @@ def test_a_missing_call_on_one_rank_is_an_error_on_every_rank_below_stage_3(what
 
 
 def _in_another_order(rank: int, world_size: int) -> tuple[str, bool]:
-    """Units of one size, gathered as often on each rank: what is matched by its order alone takes one for another."""
+    """Units of one size, gathered as often on each rank: what is matched by its order alone
+    takes one for another.
+    """
     with as_on_nccl():
         torch.manual_seed(0)
-        model, optimizer, _ = train(rank, Run(stage=3, steps=0, shard={"reshard_after_forward": False}), Ordered())
+        model, optimizer, _ = train(
+            rank, Run(stage=3, steps=0, shard={"reshard_after_forward": False}), Ordered()
+        )
         before = hash_of_training(model, optimizer)
         model(torch.ones(2, 10), (0, 2, 1) if rank == 1 else (0, 1, 2)).sum().backward()
         with pytest.raises(ValueError) as refusal:
@@ -434,10 +509,14 @@ def _in_another_order(rank: int, world_size: int) -> tuple[str, bool]:
 
 
 def test_step_refuses_when_ranks_run_blocks_in_different_orders() -> None:
-    """With NCCL, for which gloo's own collectives stand in. It would update from gradients of wrong weights."""
+    """With NCCL, for which gloo's own collectives stand in. It would update from gradients of
+    wrong weights.
+    """
     for error, unchanged in run_ranks(2, _in_another_order):
         assert re.search(
-            r"step: ranks disagree: .* the weights of blocks\.2 on rank 1 but .* the weights of blocks\.1 on", error
+            r"step: ranks disagree: .* the weights of blocks\.2 on rank 1 but .* the weights of "
+            r"blocks\.1 on",
+            error,
         )
         assert unchanged
 
@@ -462,19 +541,28 @@ def _one_more(model: Any, optimizer: Any, rank: int, then: Callable[[Any, Any], 
 
 # By numbers of backwards, or by what each rank waits for.
 NAMED = re.compile(
-    "[12] backwards since the last step|can never end: .*equally many backwards per step|backwards=. on rank 1 but"
+    "[12] backwards since the last step|can never end: .*equally many backwards per "
+    "step|backwards=. on rank 1 but"
 )
 UNEVEN: dict[str, Callable[[Any, Any, int], None]] = {
     "no_sync once more": _no_sync_once_more,
     "one more, step": lambda *given: _one_more(*given, lambda model, optimizer: optimizer.step()),
-    "one more, clip": lambda *given: _one_more(*given, lambda model, optimizer: shardcore.clip_grad_norm_(model, 1.0)),
-    "one more, full_grad": lambda *given: _one_more(*given, lambda model, optimizer: shardcore.full_grad(model.head.weight)),
+    "one more, clip": lambda *given: _one_more(
+        *given, lambda model, optimizer: shardcore.clip_grad_norm_(model, 1.0)
+    ),
+    "one more, full_grad": lambda *given: _one_more(
+        *given, lambda model, optimizer: shardcore.full_grad(model.head.weight)
+    ),
 }
 
 
-def _uneven(rank: int, world_size: int, what: str, stage: int, precision: str, accumulate: int, nccl: bool) -> str:
+def _uneven(
+    rank: int, world_size: int, what: str, stage: int, precision: str, accumulate: int, nccl: bool
+) -> str:
     with as_on_nccl() if nccl else nullcontext():
-        run = Run(stage, steps=1, accumulate=accumulate, precision=precision, shard={"sync_each": False})
+        run = Run(
+            stage, steps=1, accumulate=accumulate, precision=precision, shard={"sync_each": False}
+        )
         model, optimizer, _ = train(rank, run)
         try:
             UNEVEN[what](model, optimizer, rank)
@@ -510,7 +598,9 @@ def _one_engine_backward_more(rank: int, world_size: int, stage: int) -> str:
         "zero_optimization": {"stage": stage},
         "optimizer": {"type": "Adam", "params": {"lr": 1e-2}},
     }
-    engine, *_ = shardcore.initialize(model=model, model_parameters=model.parameters(), config=config)
+    engine, *_ = shardcore.initialize(
+        model=model, model_parameters=model.parameters(), config=config
+    )
     try:
         for micro in range(2):
             engine.backward(loss_of(engine, batch_of(0, micro, rank)))
@@ -534,7 +624,13 @@ READS = 2  # of whole values, after the error
 
 def _rank(rank: int, store: str, stage: int, where: str, answer: Any) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=3, timeout=timedelta(seconds=60))
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=3,
+        timeout=timedelta(seconds=60),
+    )
 
     def die(*_: Any) -> None:
         if rank == 1:
@@ -569,7 +665,9 @@ def _rank(rank: int, store: str, stage: int, where: str, answer: Any) -> None:
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize(("stage", "where"), [(1, "shard"), (0, "backward"), (2, "step"), (3, "forward")])
+@pytest.mark.parametrize(
+    ("stage", "where"), [(1, "shard"), (0, "backward"), (2, "step"), (3, "forward")]
+)
 def test_the_other_ranks_raise(stage: int, where: str, tmp_path: Path) -> None:
     pipes, processes = [], []
     for rank in range(3):
@@ -583,7 +681,10 @@ def test_the_other_ranks_raise(stage: int, where: str, tmp_path: Path) -> None:
             assert pipes[rank].poll(90), f"rank {rank} still waits for the one that was killed"
             # So does what is read afterwards, instead of showing what lies in memory.
             for _ in range(1 + READS if where != "shard" else 1):
-                assert "waiting for the other ranks failed; expected every rank to run the same" in pipes[rank].recv()
+                assert (
+                    "waiting for the other ranks failed; expected every rank to run the same"
+                    in pipes[rank].recv()
+                )
         processes[1].join(30)
         assert processes[1].exitcode == -signal.SIGKILL
     finally:

@@ -25,7 +25,9 @@ def test_few_gradients_wait_in_a_model_of_small_weights(monkeypatch: pytest.Monk
         most = max(most, len(bucket._waiting))
 
     model = nn.Sequential(*(nn.Linear(10, 10) for _ in range(40)), nn.Linear(10, 5))
-    model, _, _ = train(0, Run(steps=0, accumulate=2, shard={"units": [], "sync_each": False}), model)
+    model, _, _ = train(
+        0, Run(steps=0, accumulate=2, shard={"units": [], "sync_each": False}), model
+    )
     monkeypatch.setattr(Bucket, "collect", collect)
     loss_of(model, batch_of(0, 0, 0)).backward()
     assert most == 31, "82 come in this backward, which reduces nothing"
@@ -43,16 +45,25 @@ def _collected(patch: pytest.MonkeyPatch, small_bytes: int, sync_each: bool, **t
     patch.setattr("shardcore.engine.bucket._SMALL_BYTES", small_bytes)
     for name, method in twin.items():
         patch.setattr(Bucket, name, method)
-    model, optimizer, _ = train(0, Run(steps=2, accumulate=2, precision="bf16", shard={"sync_each": sync_each}))
+    model, optimizer, _ = train(
+        0, Run(steps=2, accumulate=2, precision="bf16", shard={"sync_each": sync_each})
+    )
     return hash_of_training(model, optimizer)
 
 
 @pytest.mark.parametrize("sync_each", [True, False])
-def test_gradients_that_wait_to_be_copied_together_have_the_same_bits(sync_each: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_that_wait_to_be_copied_together_have_the_same_bits(
+    sync_each: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     alone = _collected(monkeypatch, -1, sync_each)
     assert _collected(monkeypatch, 100, sync_each) == alone  # norms and biases wait, others do not
     assert _collected(monkeypatch, 1 << 16, sync_each) == alone
-    assert _collected(monkeypatch, 100, sync_each, collect_waiting=lambda bucket: bucket._waiting.clear()) != alone
+    assert (
+        _collected(
+            monkeypatch, 100, sync_each, collect_waiting=lambda bucket: bucket._waiting.clear()
+        )
+        != alone
+    )
 
 
 def _large_gradients(rank: int, world_size: int, stage: int) -> tuple[bool, bool]:
@@ -64,7 +75,9 @@ def _large_gradients(rank: int, world_size: int, stage: int) -> tuple[bool, bool
         twin = copy.deepcopy(model)
         twin(batch).square().sum().backward()
         local.append(twin.weight.grad)
-    model, _ = shardcore.shard(model, shardcore.FusedAdam(model.parameters(), **ADAM), stage=stage, precision="fp32")
+    model, _ = shardcore.shard(
+        model, shardcore.FusedAdam(model.parameters(), **ADAM), stage=stage, precision="fp32"
+    )
     model(batches[rank]).square().sum().backward()
     grad = shardcore.full_grad(model.weight)
     return torch.equal(grad, (local[0] + local[1]) * 0.5), torch.equal(grad, local[rank])
@@ -76,7 +89,9 @@ def test_gradients_larger_than_caches_arrive_whole(stage: int) -> None:
 
 
 def _many_sizes(rank: int, world_size: int, stage: int) -> tuple[str, int, int, int]:
-    """Train units of many sizes; returns the hash and the bytes of communication, of gradients and of the largest unit."""
+    """Train units of many sizes; returns the hash and the bytes of communication, of gradients
+    and of the largest unit.
+    """
     torch.manual_seed(0)
     sizes = [64, 320, 128, 448, 192, 384, 256, 416, 96, 352, 160, 288, 224, 64]
     model = nn.Sequential(*(nn.Linear(a, b) for a, b in itertools.pairwise(sizes)))

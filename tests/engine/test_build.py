@@ -1,4 +1,6 @@
-"""Which models and optimizers `shard` refuses, on every rank, by name, with nothing changed; and what ranks compare."""
+"""Which models and optimizers `shard` refuses, on every rank, by name, with nothing changed; and
+what ranks compare.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +22,9 @@ def test_models_and_optimizers() -> None:
         shardcore.shard(model, torch.optim.NAdam(model.parameters()))
     with pytest.raises(ValueError, match="differentiable is True"):
         shardcore.shard(model, torch.optim.AdamW(model.parameters(), differentiable=True))
-    with pytest.raises(ValueError, match=r"param_groups\[0\] has parameter 0 .* that is not the model's"):
+    with pytest.raises(
+        ValueError, match=r"param_groups\[0\] has parameter 0 .* that is not the model's"
+    ):
         shardcore.shard(model, adam(make_net()))
     loss_of(model, batch_of(0, 0, 0)).backward()
     with pytest.raises(ValueError, match="already has a gradient; expected None"):
@@ -32,13 +36,19 @@ def test_models_and_optimizers() -> None:
 def test_batch_norms_on_a_cpu_stay_float32(kind: type[nn.Module], precision: str) -> None:
     model = nn.Sequential(nn.Linear(10, 4), kind(4), nn.Linear(4, 5))
     with pytest.raises(
-        ValueError, match=rf"1 would have b?float16 .* on a CPU; expected keep_fp32=\[torch.nn.{kind.__name__}\]"
+        ValueError,
+        match=rf"1 would have b?float16 .* on a CPU; expected "
+        rf"keep_fp32=\[torch.nn.{kind.__name__}\]",
     ):
         shardcore.shard(model, adam(model), precision=precision)
     model, _ = shardcore.shard(model, adam(model), precision=precision, keep_fp32=[kind])
     if kind is nn.BatchNorm1d:
         loss_of(model, batch_of(0, 0, 0)).backward()
-    others = [nn.BatchNorm1d(4, affine=False), nn.BatchNorm1d(4, track_running_stats=False), nn.InstanceNorm1d(4, affine=True)]
+    others = [
+        nn.BatchNorm1d(4, affine=False),
+        nn.BatchNorm1d(4, track_running_stats=False),
+        nn.InstanceNorm1d(4, affine=True),
+    ]
     for norm in (*others, nn.BatchNorm1d(4).bfloat16()):  # which torch runs
         model = nn.Sequential(nn.Linear(10, 4), norm, nn.Linear(4, 5))
         shardcore.shard(model, adam(model), precision=precision)
@@ -80,7 +90,9 @@ def test_twice() -> None:
     with pytest.raises(ValueError, match="the optimizer is already sharded"):
         shardcore.shard(make_net(), optimizer)
     outer = nn.Sequential(model, nn.Linear(5, 5))
-    with pytest.raises(ValueError, match="the module 0 is already sharded; expected to shard the whole model once"):
+    with pytest.raises(
+        ValueError, match="the module 0 is already sharded; expected to shard the whole model once"
+    ):
         shardcore.shard(outer, adam(outer))
     sharing = make_net()
     sharing.head.weight = model.head.weight
@@ -136,14 +148,22 @@ def _reordered(model: Any) -> None:
     model.blocks[1].up, model.blocks[1].down = model.blocks[1].down, model.blocks[1].up
 
 
-# What rank 1 has, alone: a change of its model, options of shard, options of its optimizer. And what all ranks say.
-DIFFERENCES: dict[str, tuple[Callable[[Any], Any] | None, dict[str, Any], dict[str, Any], list[str]]] = {
+# What rank 1 has, alone: a change of its model, options of shard, options of its optimizer. And
+# what all ranks say.
+DIFFERENCES: dict[
+    str, tuple[Callable[[Any], Any] | None, dict[str, Any], dict[str, Any], list[str]]
+] = {
     "shape": (
         lambda model: setattr(model, "head", nn.Linear(24, 6, bias=False)),
         *({}, {}, ["head.weight (6, 24)", "head.weight (5, 24)", "on rank 1"]),
     ),
     "name": (_renamed, {}, {}, ["tail.weight", "head.weight"]),
-    "dtype": (lambda model: model.blocks[1].down.bfloat16(), {}, {}, ["blocks.1.down.weight", "bfloat16", "float32"]),
+    "dtype": (
+        lambda model: model.blocks[1].down.bfloat16(),
+        {},
+        {},
+        ["blocks.1.down.weight", "bfloat16", "float32"],
+    ),
     "frozen": (
         lambda model: model.blocks[0].up.bias.requires_grad_(False),
         *({}, {}, ["blocks.0.up.bias", "frozen", "trainable"]),
@@ -155,9 +175,24 @@ DIFFERENCES: dict[str, tuple[Callable[[Any], Any] | None, dict[str, Any], dict[s
     ),
     "stage": (None, {"stage": 1}, {}, ["stage=1", "stage=2"]),
     "bad": (None, {"stage": 7}, {}, ["stage is 7"]),
-    "nodes": (None, {"ranks_per_node": 3}, {}, ["ranks_per_node is 3; expected a divisor of the 2 ranks"]),
-    "group": (None, {"process_group": "all"}, {}, ["process_group is 'all'; expected a process group"]),
-    "kept": (None, {"keep_fp32": [nn.LayerNorm]}, {}, ["blocks.0.norm.weight", "becoming float32", "becoming bfloat16"]),
+    "nodes": (
+        None,
+        {"ranks_per_node": 3},
+        {},
+        ["ranks_per_node is 3; expected a divisor of the 2 ranks"],
+    ),
+    "group": (
+        None,
+        {"process_group": "all"},
+        {},
+        ["process_group is 'all'; expected a process group"],
+    ),
+    "kept": (
+        None,
+        {"keep_fp32": [nn.LayerNorm]},
+        {},
+        ["blocks.0.norm.weight", "becoming float32", "becoming bfloat16"],
+    ),
     "tiers": (
         None,
         {"offload": {"optimizer": "cpu", "ratio": 0.5}},
@@ -175,15 +210,25 @@ def _disagree(rank: int, world_size: int, how: str) -> str:
     model: Any = make_net()
     given: dict[str, Any] = {"stage": 2, "precision": "bf16"}
     if how in ("lr", "tiers"):  # the same, in another order
-        given["offload"] = {"optimizer": "cpu", "ratio": 1} if rank == 0 else {"ratio": 1.0, "params": None, "optimizer": "cpu"}
+        given["offload"] = (
+            {"optimizer": "cpu", "ratio": 1}
+            if rank == 0
+            else {"ratio": 1.0, "params": None, "optimizer": "cpu"}
+        )
     if rank == 1 and change is not None:
         change(model)
-    optimizer = shardcore.FusedAdam(model.parameters(), **({"lr": 1e-2} | (adam_options if rank == 1 else {})))
+    optimizer = shardcore.FusedAdam(
+        model.parameters(), **({"lr": 1e-2} | (adam_options if rank == 1 else {}))
+    )
     if rank == 1 and how == "state":
         _steps(model, optimizer)
     before = [p.data_ptr() for p in model.parameters()]
     with pytest.raises((ValueError, TypeError)) as error:
-        shardcore.shard(None if (rank, how) == (1, "no module") else model, optimizer, **given | (options if rank == 1 else {}))
+        shardcore.shard(
+            None if (rank, how) == (1, "no module") else model,
+            optimizer,
+            **given | (options if rank == 1 else {}),
+        )
     assert [p.data_ptr() for p in model.parameters()] == before
     return str(error.value)
 
@@ -211,8 +256,12 @@ def _behind_another(model: Net) -> None:
 SHARES: list[Callable[[Any], Any]] = [
     lambda model: setattr(model.blocks[1].up.weight, "data", model.blocks[0].up.weight.data),
     lambda model: setattr(model, "part", nn.Parameter(model.head.weight.data[2:4])),
-    lambda model: setattr(model, "part", nn.Parameter(model.head.weight.data[:2], requires_grad=False)),
-    lambda model: setattr(model.requires_grad_(False), "part", nn.Parameter(model.head.weight.data[4:])),
+    lambda model: setattr(
+        model, "part", nn.Parameter(model.head.weight.data[:2], requires_grad=False)
+    ),
+    lambda model: setattr(
+        model.requires_grad_(False), "part", nn.Parameter(model.head.weight.data[4:])
+    ),
     lambda model: model.register_buffer("part", model.head.weight.detach()),
     lambda model: model.register_buffer("part", model.head.weight.detach().t()),
     _assigned,
@@ -228,8 +277,13 @@ def test_memory_that_two_have_is_refused(share: Callable[[Net], None], device: s
         share(model)
     before = hash_of(model.parameters()) if device == "cpu" else ""
     filled = {"materialize": lambda module: None} if device == "meta" else {}
-    with pytest.raises(ValueError, match=r"has memory that \S+ has, too; expected memory of its own, or one Parameter"):
-        shardcore.shard(model, shardcore.FusedAdam(model.parameters()), 3, precision="bf16", **filled)  # type: ignore[arg-type]
+    with pytest.raises(
+        ValueError,
+        match=r"has memory that \S+ has, too; expected memory of its own, or one Parameter",
+    ):
+        shardcore.shard(
+            model, shardcore.FusedAdam(model.parameters()), 3, precision="bf16", **filled
+        )  # type: ignore[arg-type]
     assert device == "meta" or hash_of(model.parameters()) == before
 
 
@@ -248,27 +302,44 @@ def test_memory_side_by_side_is_not() -> None:
 
 @pytest.mark.parametrize("make", [shardcore.FusedAdam, torch.optim.AdamW])
 @pytest.mark.parametrize("stage", [0, 3])
-def test_weights_in_another_order_of_memory_are_refused(make: Callable[..., torch.optim.Optimizer], stage: int) -> None:
+def test_weights_in_another_order_of_memory_are_refused(
+    make: Callable[..., torch.optim.Optimizer], stage: int
+) -> None:
     """The optimizers alone take them. Frozen ones may have any order."""
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 2, 3), nn.Linear(6, 5)).to(memory_format=torch.channels_last)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 2, 3), nn.Linear(6, 5)).to(
+        memory_format=torch.channels_last
+    )
     model[0].requires_grad_(False)
     before = hash_of(model.parameters())
-    with pytest.raises(ValueError, match=r"shard: 1.weight has strides \(36, 1, 12, 4\) for .* expected contiguous memory"):
-        shardcore.shard(model, make([p for p in model.parameters() if p.requires_grad]), stage, precision="bf16")
+    with pytest.raises(
+        ValueError,
+        match=r"shard: 1.weight has strides \(36, 1, 12, 4\) for .* expected contiguous memory",
+    ):
+        shardcore.shard(
+            model, make([p for p in model.parameters() if p.requires_grad]), stage, precision="bf16"
+        )
     assert hash_of(model.parameters()) == before
     model[1].weight.data = model[1].weight.data.contiguous()
     model[2].weight.data = model[2].weight.data.t().contiguous().t()
-    with pytest.raises(ValueError, match=r"shard: 2.weight has strides \(1, 5\) for shape \(5, 6\)"):
-        shardcore.shard(model, make([p for p in model.parameters() if p.requires_grad]), stage, precision="bf16")
+    with pytest.raises(
+        ValueError, match=r"shard: 2.weight has strides \(1, 5\) for shape \(5, 6\)"
+    ):
+        shardcore.shard(
+            model, make([p for p in model.parameters() if p.requires_grad]), stage, precision="bf16"
+        )
     model[2].weight.data = model[2].weight.data.contiguous()
-    shardcore.shard(model, make([p for p in model.parameters() if p.requires_grad]), stage, precision="bf16")
+    shardcore.shard(
+        model, make([p for p in model.parameters() if p.requires_grad]), stage, precision="bf16"
+    )
 
 
 def _normalizes(rank: int, world_size: int, bag: bool, stage: int) -> str:
     model = make_net()
     model.table = (nn.EmbeddingBag if bag else nn.Embedding)(8, 10, max_norm=0.5)
     try:
-        model, optimizer = shardcore.shard(model, shardcore.FusedAdam(model.parameters()), stage, precision="bf16")
+        model, optimizer = shardcore.shard(
+            model, shardcore.FusedAdam(model.parameters()), stage, precision="bf16"
+        )
     except ValueError as error:
         return str(error)
     rows = model.table(torch.tensor([[1, 2]]))
@@ -278,7 +349,12 @@ def _normalizes(rank: int, world_size: int, bag: bool, stage: int) -> str:
 
 
 @pytest.mark.parametrize(("bag", "stage"), [(False, 3), (False, 1), (True, 3)])
-def test_embeddings_that_normalize_their_rows_are_refused_over_several_ranks(bag: bool, stage: int) -> None:
+def test_embeddings_that_normalize_their_rows_are_refused_over_several_ranks(
+    bag: bool, stage: int
+) -> None:
     assert run_ranks(1, _normalizes, bag, stage) == ["trains"]
     for error in run_ranks(2, _normalizes, bag, stage):
-        assert "shard: table has max_norm=0.5, by which each rank's forward changes the rows that its own batch uses" in error
+        assert (
+            "shard: table has max_norm=0.5, by which each rank's forward changes the rows that its "
+            "own batch uses" in error
+        )

@@ -1,4 +1,6 @@
-"""Offload on a GPU, and on the CPU in its place: bits wherever things lie, the order of copies, pinned bytes, device memory."""
+"""Offload on a GPU, and on the CPU in its place: bits wherever things lie, the order of copies,
+pinned bytes, device memory.
+"""
 
 import gc
 import mmap
@@ -21,15 +23,22 @@ PLACES = [
     if fits(stage, offload or {})
 ]
 
-SLACK = 2**25  # bytes of activations, and of gradients as autograd makes them: two tensors of a block at most
+# bytes of activations, and of gradients as autograd makes them: two tensors of a block at most
+SLACK = 2**25
 
 
-def trained(device: torch.device, stage: int, offload: Any, streams: int = 0, **options: Any) -> str:
-    """Train with a step that is skipped; from the second step on each has the next of some streams as its current one."""
+def trained(
+    device: torch.device, stage: int, offload: Any, streams: int = 0, **options: Any
+) -> str:
+    """Train with a step that is skipped; from the second step on each has the next of some
+    streams as its current one.
+    """
     model: Any = make_net().to(device)
     optimizer: Any = shardcore.FusedAdam(model.parameters(), lr=1e-2, weight_decay=0.1)
     options = {"precision": "bf16"} | options
-    model, optimizer = shardcore.shard(model, optimizer, stage, offload=offload, clip_grad_norm=0.5, sync_each=True, **options)
+    model, optimizer = shardcore.shard(
+        model, optimizer, stage, offload=offload, clip_grad_norm=0.5, sync_each=True, **options
+    )
     others = [torch.cuda.Stream(device) for _ in range(streams)] if device.type == "cuda" else []
     for step in range(4):
         before, stream = None, others[step % streams] if others and step else None
@@ -50,11 +59,16 @@ def trained(device: torch.device, stage: int, offload: Any, streams: int = 0, **
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_one_hash_over_tiers_ratios_stages_and_overlapped_steps(device: torch.device, accumulate: int) -> None:
-    some = PLACES if device.type == "cuda" else PLACES[20 * accumulate :: 15]  # on the CPU other tests have the rest
+def test_one_hash_over_tiers_ratios_stages_and_overlapped_steps(
+    device: torch.device, accumulate: int
+) -> None:
+    # on the CPU other tests have the rest
+    some = PLACES if device.type == "cuda" else PLACES[20 * accumulate :: 15]
     expected = trained(device, 0, None, accumulate=accumulate)
     hashes = {
-        (stage, str(offload), overlap_step): trained(device, stage, offload, overlap_step=overlap_step, accumulate=accumulate)
+        (stage, str(offload), overlap_step): trained(
+            device, stage, offload, overlap_step=overlap_step, accumulate=accumulate
+        )
         for stage, offload, overlap_step in some
     }
     assert [place for place, found in hashes.items() if found != expected] == []
@@ -64,7 +78,9 @@ def test_steps_on_several_streams(device: torch.device) -> None:
     expected = trained(device, 0, None)
     for stage, offload in ((3, PARAMS | GRADS), (2, GRADS | {"ratio": 0.37})):
         for overlap_step in (True, False):
-            assert trained(device, stage, offload, streams=2, overlap_step=overlap_step) == expected, (stage, overlap_step)
+            assert (
+                trained(device, stage, offload, streams=2, overlap_step=overlap_step) == expected
+            ), (stage, overlap_step)
             if device.type == "cpu":  # has none
                 return
 
@@ -72,7 +88,11 @@ def test_steps_on_several_streams(device: torch.device) -> None:
 def test_copies_run_after_what_was_queued_and_before_what_waits(device: torch.device) -> None:
     on_gpu, numel = device.type == "cuda", 1 << 18
     tier = _C.HostTier(device, True)
-    there, here, back = tier.empty(numel, torch.float32), torch.zeros(numel, device=device), torch.zeros(numel, device=device)
+    there, here, back = (
+        tier.empty(numel, torch.float32),
+        torch.zeros(numel, device=device),
+        torch.zeros(numel, device=device),
+    )
 
     def be_late() -> None:
         """Let what is computed next be late, so that a copy which does not wait for it is early."""
@@ -106,12 +126,16 @@ def test_what_travels_is_pinned_and_counted_and_no_more(
     def sharded(limit: int | None = None) -> tuple[Any, Any]:
         model = make_net().to(device)
         place = offload if limit is None else offload | {"pin_memory_limit": limit}
-        return shardcore.shard(model, shardcore.FusedAdam(model.parameters()), stage, offload=place, precision="bf16")
+        return shardcore.shard(
+            model, shardcore.FusedAdam(model.parameters()), stage, offload=place, precision="bf16"
+        )
 
     model, optimizer = sharded()
     copies = optimizer._engine.store.copies
     lines = [line for line in shardcore.memory_report(model).lines if line.tier == "cpu"]
-    travelling = [line.bytes for line in lines if line.kind in ("gradients", "weights", "communication")]
+    travelling = [
+        line.bytes for line in lines if line.kind in ("gradients", "weights", "communication")
+    ]
     buffers = len(travelling) + 5  # places in staging share a line
     assert sum(travelling) <= copies.bytes_pinned < sum(travelling) + buffers * mmap.PAGESIZE
     assert copies.bytes_allocated == sum(line.bytes for line in lines)
@@ -128,19 +152,26 @@ def test_what_travels_is_pinned_and_counted_and_no_more(
 
 
 def _most_on_device(device: torch.device, offload: Any, depth: int) -> tuple[int, int]:
-    """Return the most bytes on the device while a model trains, without activations on the CPU; and those of a block."""
+    """Return the most bytes on the device while a model trains, without activations on the CPU;
+    and those of a block.
+    """
     width = 1024 if device.type == "cuda" else 64
     torch.manual_seed(0)
     model: Any = Net(width, 4 * width, depth)
     block = 2 * sum(param.numel() for param in model.blocks[0].parameters())
     if device.type == "cuda":
-        # cuBLAS takes its workspaces, of forward's thread and of backward's: they stay, and are nobody's here.
+        # cuBLAS takes its workspaces, of forward's thread and of backward's: they stay, and are
+        # nobody's here.
         x, y = batch_of(0, 0, 0)
-        loss_of(make_net().to(device, torch.bfloat16), (x.to(device, torch.bfloat16), y.to(device))).backward()
+        loss_of(
+            make_net().to(device, torch.bfloat16), (x.to(device, torch.bfloat16), y.to(device))
+        ).backward()
         gc.collect()
     before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
     optimizer: Any = shardcore.FusedAdam(model.parameters(), lr=1e-3)
-    model, optimizer = shardcore.shard(model, optimizer, 3, offload=offload, overlap_step=True, precision="bf16")
+    model, optimizer = shardcore.shard(
+        model, optimizer, 3, offload=offload, overlap_step=True, precision="bf16"
+    )
     for step in range(3):
         if step == 1 and device.type == "cuda":  # the order of units is known
             torch.cuda.reset_peak_memory_stats()
@@ -153,7 +184,9 @@ def _most_on_device(device: torch.device, offload: Any, depth: int) -> tuple[int
     if device.type == "cpu":
         return kept, block
     most = torch.cuda.max_memory_allocated() - before
-    assert most <= kept + SLACK, "beside a few activations nothing takes memory that the report leaves out"
+    assert most <= kept + SLACK, (
+        "beside a few activations nothing takes memory that the report leaves out"
+    )
     return most, block
 
 

@@ -1,4 +1,5 @@
-"""Steps that the device decides on: the bits, counts, scale and errors of those on which the host does, without a wait for it.
+"""Steps that the device decides on: the bits, counts, scale and errors of those on which the host
+does, without a wait for it.
 
 CPU tensors stand in for a GPU's (tests/support/groups.py); what is marked gpu runs the same on one.
 """
@@ -27,7 +28,9 @@ from tests.support.ranks import run_ranks
 
 
 def _both(rank: int, world_size: int, run: Run) -> tuple[Any, list[Any]]:
-    """What a run by the host leaves at stage 2, and one by the device at each stage, with its waits: in training, at all."""
+    """What a run by the host leaves at stage 2, and one by the device at each stage, with its
+    waits: in training, at all.
+    """
     found = []
     for stage in range(4):
         with device_decides() as waits:
@@ -42,10 +45,14 @@ ORDERS = [(1, None), (2, True), (2, False)]
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize(("world_size", "name", "order"), few([*product([2, 1, 3], RUNS, ORDERS)], meet=1))
+@pytest.mark.parametrize(
+    ("world_size", "name", "order"), few([*product([2, 1, 3], RUNS, ORDERS)], meet=1)
+)
 def test_the_bits_of_the_hosts_decision(world_size: int, name: str, order: tuple[int, Any]) -> None:
     accumulate, sync_each = order
-    run = replace(RUNS[name], accumulate=accumulate, shard={**RUNS[name].shard, "sync_each": sync_each})
+    run = replace(
+        RUNS[name], accumulate=accumulate, shard={**RUNS[name].shard, "sync_each": sync_each}
+    )
     found = run_ranks(world_size, _both, run)
     host = found[0][0]
     assert all(by_host == host for by_host, _ in found)
@@ -57,7 +64,9 @@ def _over_nodes(rank: int, world_size: int, stage: int) -> list[tuple[Any, ...]]
     said = []
     for forced in (False, True):
         mesh = init_device_mesh("cpu", (2, 2))
-        run = replace(RUNS["fp16"], stage=stage, steps=5, shard=RUNS["fp16"].shard | {"process_group": mesh})
+        run = replace(
+            RUNS["fp16"], stage=stage, steps=5, shard=RUNS["fp16"].shard | {"process_group": mesh}
+        )
         with device_decides(forced=forced):
             said.append(said_of(*train(rank, run)[:2]))
     return said
@@ -74,13 +83,21 @@ def _counts_for_all(patch: pytest.MonkeyPatch) -> None:
     """Moves on one count of each step, and not each parameter's."""
     step = _C.device_step
     patch.setattr(
-        _C, "device_step", lambda w, s, c, *more, **terms: step(w, s, [c[0], *(x.clone() for x in c[1:])], *more, **terms)
+        _C,
+        "device_step",
+        lambda w, s, c, *more, **terms: step(
+            w, s, [c[0], *(x.clone() for x in c[1:])], *more, **terms
+        ),
     )
 
 
 def _never_skips(patch: pytest.MonkeyPatch) -> None:
     step = _C.device_step
-    patch.setattr(_C, "device_step", lambda w, s, *more, **terms: step(w, s.nan_to_num(1.0, 1.0), *more, **terms))
+    patch.setattr(
+        _C,
+        "device_step",
+        lambda w, s, *more, **terms: step(w, s.nan_to_num(1.0, 1.0), *more, **terms),
+    )
 
 
 def _leaves_the_scale(patch: pytest.MonkeyPatch) -> None:
@@ -92,7 +109,9 @@ def _scales_as_the_host_knows(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LossScaler, "unscale", lambda scaler, ranks: 1.0 / (ranks * scaler.scale))
 
 
-@pytest.mark.parametrize("twin", [_counts_for_all, _never_skips, _leaves_the_scale, _scales_as_the_host_knows])
+@pytest.mark.parametrize(
+    "twin", [_counts_for_all, _never_skips, _leaves_the_scale, _scales_as_the_host_knows]
+)
 def test_twins_have_other_bits(twin: Any) -> None:
     run = RUNS["fp16"]
     expected = said_of(*train(0, run)[:2])
@@ -104,7 +123,7 @@ def test_twins_have_other_bits(twin: Any) -> None:
         assert said_of(*train(0, run)[:2]) == expected
 
 
-# --- parameters that have a gradient in some steps only ---------------------------------------------------------------
+# --- parameters that have a gradient in some steps only -------------------------------------------
 
 
 class Sometimes(nn.Module):
@@ -148,21 +167,31 @@ def test_a_twin_that_takes_one_count_for_all_has_other_bits() -> None:
 @pytest.mark.cases(2)
 @pytest.mark.parametrize(("world_size", "stage"), [(2, 0), (1, 2), (2, 3)])
 def test_each_parameter_has_its_own_count(world_size: int, stage: int) -> None:
-    for one, other in zip(*(run_ranks(world_size, _experts, stage, forced, 12) for forced in (False, True)), strict=True):
+    for one, other in zip(
+        *(run_ranks(world_size, _experts, stage, forced, 12) for forced in (False, True)),
+        strict=True,
+    ):
         assert one == other
         assert other[2:] == (2, 0)
 
 
-# --- capturable -------------------------------------------------------------------------------------------------------
+# --- capturable -----------------------------------------------------------------------------------
 
 
-def _steps(rank: int, stage: int, name: str, make: Any, before_step: Any = lambda step: None) -> tuple[Any, ...]:
+def _steps(
+    rank: int, stage: int, name: str, make: Any, before_step: Any = lambda step: None
+) -> tuple[Any, ...]:
     """Train with a learning rate and a scale that change."""
     run, model = RUNS[name], make_net()
     lr = torch.tensor(0.0, dtype=torch.float64)
-    groups = [{"params": list(model.parameters())[:3], "weight_decay": 0.3}, {"params": list(model.parameters())[3:]}]
+    groups = [
+        {"params": list(model.parameters())[:3], "weight_decay": 0.3},
+        {"params": list(model.parameters())[3:]},
+    ]
     optimizer: Any = make(groups, **{**run.adam, "lr": lr, "capturable": make is OnCpu})
-    model, optimizer = shardcore.shard(model, optimizer, stage, precision=run.precision, **run.shard)
+    model, optimizer = shardcore.shard(
+        model, optimizer, stage, precision=run.precision, **run.shard
+    )
     for step in range(run.steps):
         optimizer.scale_loss(loss_of(model, batch_of(step, 0, rank))).backward()
         lr.fill_(0.01 / (step + 1))
@@ -186,7 +215,9 @@ def _capturable(rank: int, world_size: int, name: str) -> list[Any]:
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(("world_size", "name"), few([*product([1, 2], RUNS)], meet=1))
 def test_capturable_has_the_bits_of_the_ordinary_step(world_size: int, name: str) -> None:
-    assert len({said for of_rank in run_ranks(world_size, _capturable, name) for said in of_rank}) == 1
+    assert (
+        len({said for of_rank in run_ranks(world_size, _capturable, name) for said in of_rank}) == 1
+    )
 
 
 @pytest.mark.parametrize("name", ["fp16", "fp32"])
@@ -217,34 +248,44 @@ def _captures(rank: int, world_size: int) -> str:
 
 def test_a_graph_takes_one_rank() -> None:
     for text in run_ranks(2, _captures):
-        assert "step: runs on several ranks while a CUDA graph is captured; expected one rank" in text
+        assert (
+            "step: runs on several ranks while a CUDA graph is captured; expected one rank" in text
+        )
 
 
 def test_capturable_and_offload_exclude_each_other() -> None:
     model = make_net()
     optimizer = OnCpu(model.parameters(), capturable=True)
-    with pytest.raises(ValueError, match=r"param_groups\[0\].capturable is True with offload; expected False"):
+    with pytest.raises(
+        ValueError, match=r"param_groups\[0\].capturable is True with offload; expected False"
+    ):
         shardcore.shard(model, optimizer, offload={"optimizer": "cpu"})
 
 
 def test_skipped_steps_of_before_shard_count() -> None:
     model = make_net()
     optimizer: Any = OnCpu(model.parameters(), capturable=True)
-    optimizer.step(grads=[torch.full_like(p, float("inf")) for p in model.parameters()], max_norm=1.0)
+    optimizer.step(
+        grads=[torch.full_like(p, float("inf")) for p in model.parameters()], max_norm=1.0
+    )
     model, optimizer = shardcore.shard(model, optimizer)
     loss_of(model, batch_of(0, 0, 0)).backward()
     optimizer.step()
     assert optimizer.skipped_steps == 1
 
 
-# --- on a GPU ---------------------------------------------------------------------------------------------------------
+# --- on a GPU -------------------------------------------------------------------------------------
 
 
 def _on(device: torch.device, run: Run, watched: bool) -> tuple[Any, ...]:
-    """Train; watched: torch raises at what waits for the GPU, and a step returns while that is busy with what came before."""
+    """Train; watched: torch raises at what waits for the GPU, and a step returns while that is
+    busy with what came before.
+    """
     model: Any = make_net().to(device)
     optimizer: Any = shardcore.FusedAdam(model.parameters(), **run.adam)
-    model, optimizer = shardcore.shard(model, optimizer, run.stage, precision=run.precision, **run.shard)
+    model, optimizer = shardcore.shard(
+        model, optimizer, run.stage, precision=run.precision, **run.shard
+    )
     batches = [tuple(t.to(device) for t in batch_of(step, 0, 0)) for step in range(8)]
     watched &= device.type == "cuda"
     for step, batch in enumerate(batches):
@@ -267,9 +308,12 @@ def _on(device: torch.device, run: Run, watched: bool) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize(("stage", "name"), combinations([0, 1, 2, 3], list(RUNS), meet=1))
-def test_on_a_gpu_no_step_waits_and_the_bits_are_the_hosts(device: torch.device, stage: int, name: str) -> None:
+def test_on_a_gpu_no_step_waits_and_the_bits_are_the_hosts(
+    device: torch.device, stage: int, name: str
+) -> None:
     """On the CPU the same bits, without a GPU to wait for."""
-    shard = {key: value for key, value in RUNS[name].shard.items() if key != "keep_fp32"}  # CUDA's layer norm takes one dtype
+    # CUDA's layer norm takes one dtype
+    shard = {key: value for key, value in RUNS[name].shard.items() if key != "keep_fp32"}
     run = replace(RUNS[name], stage=stage, shard=shard)
     with device_decides(late=None, forced=device.type == "cpu") as waits:
         got = _on(device, run, True)
@@ -280,12 +324,18 @@ def test_on_a_gpu_no_step_waits_and_the_bits_are_the_hosts(device: torch.device,
 
 
 def _of_graph(stage: int, name: str, graphed: bool) -> tuple[Any, ...]:
-    """Train by replays of a whole step, or without a graph, over equal batches; steps 0 and 1 run before the capture."""
+    """Train by replays of a whole step, or without a graph, over equal batches; steps 0 and 1
+    run before the capture.
+    """
     run, model = RUNS[name], make_net().cuda()
     shard_options = {key: value for key, value in run.shard.items() if key != "keep_fp32"}
     lr = torch.zeros((), dtype=torch.float64, device="cuda")
-    optimizer: Any = shardcore.FusedAdam(model.parameters(), **{**run.adam, "lr": lr, "capturable": graphed})
-    model, optimizer = shardcore.shard(model, optimizer, stage, precision=run.precision, **shard_options)
+    optimizer: Any = shardcore.FusedAdam(
+        model.parameters(), **{**run.adam, "lr": lr, "capturable": graphed}
+    )
+    model, optimizer = shardcore.shard(
+        model, optimizer, stage, precision=run.precision, **shard_options
+    )
     x, y = (t.cuda() for t in batch_of(0, 0, 0))
 
     def step() -> None:
@@ -318,5 +368,7 @@ def _of_graph(stage: int, name: str, graphed: bool) -> tuple[Any, ...]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", list(RUNS))
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_replays_of_a_whole_step_have_the_bits_of_steps_without_a_graph(stage: int, name: str) -> None:
+def test_replays_of_a_whole_step_have_the_bits_of_steps_without_a_graph(
+    stage: int, name: str
+) -> None:
     assert _of_graph(stage, name, True) == _of_graph(stage, name, False)

@@ -1,4 +1,6 @@
-"""Steps that the device decides on (tests/support/groups.py): overflows, what ranks refuse, states, initialize's scheduler."""
+"""Steps that the device decides on (tests/support/groups.py): overflows, what ranks refuse,
+states, initialize's scheduler.
+"""
 
 import copy
 import pickle
@@ -16,17 +18,23 @@ from tests.support.groups import LIVELY, PATIENT, RUNS, device_decides, lines_lo
 from tests.support.models import Run, batch_of, hash_of_training, loss_of, make_net, stepped, train
 from tests.support.ranks import run_ranks
 
-# --- overflows --------------------------------------------------------------------------------------------------------
+# --- overflows ------------------------------------------------------------------------------------
 
 
-def _at_the_minimum(rank: int, world_size: int, late: list[bool]) -> tuple[list[str], bool, int, str]:
+def _at_the_minimum(
+    rank: int, world_size: int, late: list[bool]
+) -> tuple[list[str], bool, int, str]:
     options = shardcore.LossScale(initial_power=1, hysteresis=1)
     with device_decides(late[rank]):
-        model, optimizer, _ = train(rank, Run(precision="fp16", steps=0, shard={"loss_scale": options}))
+        model, optimizer, _ = train(
+            rank, Run(precision="fp16", steps=0, shard={"loss_scale": options})
+        )
         before, found = hash_of_training(model, optimizer), []
         for step in range(5):
             x, y = batch_of(step, 0, rank)
-            optimizer.scale_loss(loss_of(model, (x / 0 if rank == 1 and step < 2 else x, y))).backward()
+            optimizer.scale_loss(
+                loss_of(model, (x / 0 if rank == 1 and step < 2 else x, y))
+            ).backward()
             try:
                 optimizer.step()
                 found.append("stepped")
@@ -46,18 +54,27 @@ def test_at_the_minimum_the_next_step_is_refused_on_every_rank(late: list[bool])
     assert first == second
     found, same, skipped, _ = first
     assert [text == "stepped" for text in found] == [True, True, False, True, True]
-    assert "gradients are not finite though the loss scale is at its minimum, 1; nothing was updated" in found[2]
+    assert (
+        "gradients are not finite though the loss scale is at its minimum, 1; nothing was updated"
+        in found[2]
+    )
     assert (same, skipped) == (True, 2)
 
 
 def _refuses(rank: int, world_size: int) -> tuple[list[str], bool, bool]:
     with device_decides():
-        model, optimizer, _ = train(rank, Run(precision="fp16", steps=3, shard={"loss_scale": LIVELY}))
+        model, optimizer, _ = train(
+            rank, Run(precision="fp16", steps=3, shard={"loss_scale": LIVELY})
+        )
         before, found = hash_of_training(model, optimizer), []
         for attempt in range(3):
             optimizer.scale_loss(loss_of(model, batch_of(attempt, 0, rank))).backward()
             try:
-                optimizer.step(max_norm=-1.0 if attempt == 0 and rank == 1 else (None, 1.0 + rank, 1.0)[attempt])
+                optimizer.step(
+                    max_norm=-1.0
+                    if attempt == 0 and rank == 1
+                    else (None, 1.0 + rank, 1.0)[attempt]
+                )
                 found.append("stepped")
             except ValueError as error:
                 found.append(str(error))
@@ -72,7 +89,9 @@ def test_what_a_rank_refuses_is_an_error_at_once() -> None:
     assert "rank 1 refused the step, so no rank was updated" in first[0][0]
     assert "max_norm has -1.0" in second[0][0]
     for found, same, changed in (first, second):
-        assert "max_norm=2.0 on rank 1 but max_norm=1.0 on rank 0; expected the same step" in found[1]
+        assert (
+            "max_norm=2.0 on rank 1 but max_norm=1.0 on rank 0; expected the same step" in found[1]
+        )
         assert (found[2], same, changed) == ("stepped", True, True)
 
 
@@ -88,10 +107,14 @@ def test_ranks_may_learn_at_different_times() -> None:
 
 def _differs(rank: int, world_size: int, what: str) -> str:
     with device_decides():
-        model, optimizer, _ = train(rank, Run(precision="fp16", steps=2, shard={"loss_scale": LIVELY}))
+        model, optimizer, _ = train(
+            rank, Run(precision="fp16", steps=2, shard={"loss_scale": LIVELY})
+        )
         if what == "scale":
             state = optimizer.state_dict()
-            optimizer.load_state_dict(state | {"loss_scale": state["loss_scale"] | {"scale": 4.0 + rank}})
+            optimizer.load_state_dict(
+                state | {"loss_scale": state["loss_scale"] | {"scale": 4.0 + rank}}
+            )
         elif rank == 1:
             next(iter(optimizer._engine.managed.values())).tried += 1
         optimizer.scale_loss(loss_of(model, batch_of(2, 0, rank))).backward()
@@ -102,17 +125,22 @@ def _differs(rank: int, world_size: int, what: str) -> str:
 
 @pytest.mark.parametrize(
     ("what", "texts"),
-    [("count", ["gradient after 3 steps on rank 1"]), ("scale", ["an optimizer state was loaded", "'scale': 5.0"])],
+    [
+        ("count", ["gradient after 3 steps on rank 1"]),
+        ("scale", ["an optimizer state was loaded", "'scale': 5.0"]),
+    ],
 )
 def test_ranks_that_count_or_scale_differently_are_refused(what: str, texts: list[str]) -> None:
     assert all(part in said for said in run_ranks(2, _differs, what) for part in texts)
 
 
-# --- state, losses, initialize ----------------------------------------------------------------------------------------
+# --- state, losses, initialize --------------------------------------------------------------------
 
 
 def _resume(rank: int, world_size: int, stage: int, forced: tuple[bool, bool]) -> bool:
-    """Whether going on from a state dict is the same as not to have stopped; saved and loaded by either kind of steps."""
+    """Whether going on from a state dict is the same as not to have stopped; saved and loaded by
+    either kind of steps.
+    """
     run = Run(stage=stage, precision="fp16", steps=5, shard={"loss_scale": PATIENT})
     found = []
     for first, second in ((forced[0], None), forced):
@@ -121,7 +149,8 @@ def _resume(rank: int, world_size: int, stage: int, forced: tuple[bool, bool]) -
         if second is not None:
             weights, saved = model.state_dict(), optimizer.state_dict()
             with device_decides(forced=second):
-                model, optimizer, _ = train(rank, Run(**{**vars(run), "steps": 2}), make_net(7))  # of which nobody asked
+                # of which nobody asked
+                model, optimizer, _ = train(rank, Run(**{**vars(run), "steps": 2}), make_net(7))
             model.load_state_dict(weights)
             optimizer.load_state_dict(saved)
         for step in range(5, 9):
@@ -132,15 +161,22 @@ def _resume(rank: int, world_size: int, stage: int, forced: tuple[bool, bool]) -
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize(("stage", "forced"), [(0, (True, True)), (2, (False, True)), (3, (True, False))])
+@pytest.mark.parametrize(
+    ("stage", "forced"), [(0, (True, True)), (2, (False, True)), (3, (True, False))]
+)
 def test_state_dicts_go_both_ways(stage: int, forced: tuple[bool, bool]) -> None:
     assert run_ranks(2, _resume, stage, forced) == [True, True]
 
 
 def test_a_scaled_loss_may_be_used_after_a_step_if_the_scale_stayed() -> None:
-    for options, error in ((shardcore.LossScale(initial_power=4, window=100), ""), (LIVELY, "not scaled by")):
+    for options, error in (
+        (shardcore.LossScale(initial_power=4, window=100), ""),
+        (LIVELY, "not scaled by"),
+    ):
         with device_decides():
-            model, optimizer, _ = train(0, Run(stage=1, precision="fp16", steps=0, shard={"loss_scale": options}))
+            model, optimizer, _ = train(
+                0, Run(stage=1, precision="fp16", steps=0, shard={"loss_scale": options})
+            )
             x = torch.ones(4, 10, requires_grad=True)
             early = optimizer.scale_loss(loss_of(nn.Linear(10, 5), (x, torch.ones(4, 5))))
             stepped(model, optimizer, 0, 0)
@@ -155,7 +191,9 @@ def test_a_scaled_loss_may_be_used_after_a_step_if_the_scale_stayed() -> None:
 
 def test_a_loss_scaled_before_another_scale_was_loaded_is_refused() -> None:
     with device_decides():
-        model, optimizer, _ = train(0, Run(stage=1, precision="fp16", steps=1, shard={"loss_scale": PATIENT}))
+        model, optimizer, _ = train(
+            0, Run(stage=1, precision="fp16", steps=1, shard={"loss_scale": PATIENT})
+        )
         state = optimizer.state_dict()
         state["loss_scale"] = state["loss_scale"] | {"scale": 4.0}
         early = optimizer.scale_loss(loss_of(model, batch_of(1, 0, 0)))
@@ -168,7 +206,9 @@ def test_a_loss_scaled_before_another_scale_was_loaded_is_refused() -> None:
 def _loads_after_the_minimum(rank: int, world_size: int) -> tuple[Any, ...]:
     with device_decides():
         options = shardcore.LossScale(initial_power=0, hysteresis=1)
-        model, optimizer, _ = train(rank, Run(stage=1, precision="fp16", steps=1, shard={"loss_scale": options}))
+        model, optimizer, _ = train(
+            rank, Run(stage=1, precision="fp16", steps=1, shard={"loss_scale": options})
+        )
         weights, state = model.state_dict(), optimizer.state_dict()
         with lines_logged() as messages:
             for step, factor in enumerate((float("inf"), 1.0)):
@@ -216,7 +256,9 @@ def _asks_from_two_threads(optimizer: Any) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PendingResult, "result", waits)
-        threads = [threading.Thread(target=lambda: found.append(optimizer.skipped_steps)) for _ in range(2)]
+        threads = [
+            threading.Thread(target=lambda: found.append(optimizer.skipped_steps)) for _ in range(2)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -238,10 +280,18 @@ def test_whoever_asks_first_the_others_learn_the_same(ask: Any) -> None:
 def test_a_copy_of_the_states_is_what_they_show(made: Any) -> None:
     with device_decides():
         _, optimizer, _ = train(0, Run(steps=2))
-        assert [entry["step"].item() for entry in made(optimizer.state).values()] == [2] * len(optimizer.state)
+        assert [entry["step"].item() for entry in made(optimizer.state).values()] == [2] * len(
+            optimizer.state
+        )
 
 
-FP16 = {"enabled": True, "auto_cast": True, "initial_scale_power": 18, "loss_scale_window": 2, "hysteresis": 1}
+FP16 = {
+    "enabled": True,
+    "auto_cast": True,
+    "initial_scale_power": 18,
+    "loss_scale_window": 2,
+    "hysteresis": 1,
+}
 
 
 def _initialize(rank: int, world_size: int, forced: bool, scheduler: bool) -> tuple[Any, ...]:
@@ -256,7 +306,9 @@ def _initialize(rank: int, world_size: int, forced: bool, scheduler: bool) -> tu
         engine, optimizer, _, _ = shardcore.initialize(
             model=make_net(),
             config=config,
-            lr_scheduler=(lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)) if scheduler else None,
+            lr_scheduler=(lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
+            if scheduler
+            else None,
         )
         rates = []
         for micro_step in range(12):

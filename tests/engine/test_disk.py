@@ -29,7 +29,11 @@ def test_a_disk_is_named(tmp_path: Path) -> None:
     said = disk.about(_C.FileEngine(backend="threads"), tmp_path)
     assert said.startswith(disk._mount_of(tmp_path))
     assert said.endswith(
-        ("the page cache (O_DIRECT) by threads", "through the page cache by threads", "tmpfs (memory) by threads")
+        (
+            "the page cache (O_DIRECT) by threads",
+            "through the page cache by threads",
+            "tmpfs (memory) by threads",
+        )
     )
 
 

@@ -1,4 +1,6 @@
-"""What a model costs and where it runs: work by the number of parameters, and a GPU with the CPU in its place."""
+"""What a model costs and where it runs: work by the number of parameters, and a GPU with the CPU
+in its place.
+"""
 
 import sys
 from collections.abc import Callable
@@ -20,18 +22,27 @@ SPLIT = OFFLOAD | {"ratio": 0.6}
 LEAVING = SPLIT | {"gradients": "cpu"}
 STREAMING = OFFLOAD | {"gradients": "cpu", "params": "cpu"}
 # By stage: what shard() takes there.
-OFFLOADS = [(SPLIT,), (LEAVING,), (LEAVING, OFFLOAD | {"gradients": "cpu"}), (STREAMING, STREAMING | {"ratio": 0.6})]
+OFFLOADS = [
+    (SPLIT,),
+    (LEAVING,),
+    (LEAVING, OFFLOAD | {"gradients": "cpu"}),
+    (STREAMING, STREAMING | {"ratio": 0.6}),
+]
 
 
 def trained(device: torch.device, stage: int, offload: Any, **options: Any) -> str:
     model = make_net().to(device)
     optimizer: Any = shardcore.FusedAdam(model.parameters(), lr=1e-2, weight_decay=0.1)
     accumulate, options = options.get("accumulate", 1), {"precision": "bf16"} | options
-    model, optimizer = shardcore.shard(model, optimizer, stage, offload=offload, clip_grad_norm=0.5, **options)
+    model, optimizer = shardcore.shard(
+        model, optimizer, stage, offload=offload, clip_grad_norm=0.5, **options
+    )
     for step in range(3):
         for micro in range(accumulate):
             x, y = batch_of(step, micro, 0)
-            optimizer.scale_loss(loss_of(model, (x.to(device), y.to(device))) / accumulate).backward()
+            optimizer.scale_loss(
+                loss_of(model, (x.to(device), y.to(device))) / accumulate
+            ).backward()
         optimizer.step()
         optimizer.zero_grad()
     assert all(param.device.type == device.type for param in model.parameters())
@@ -39,16 +50,31 @@ def trained(device: torch.device, stage: int, offload: Any, **options: Any) -> s
 
 
 @pytest.mark.cases(2)
-@pytest.mark.parametrize("options", [{"precision": "fp32"}, {"accumulate": 2}, {"precision": "fp16", "loss_scale": 256.0}])
-def test_one_hash_over_stages_and_over_where_states_are_stepped(device: torch.device, options: dict[str, Any]) -> None:
-    hashes = {trained(device, stage, offload, **options) for stage in range(4) for offload in (None, OFFLOAD, *OFFLOADS[stage])}
+@pytest.mark.parametrize(
+    "options",
+    [{"precision": "fp32"}, {"accumulate": 2}, {"precision": "fp16", "loss_scale": 256.0}],
+)
+def test_one_hash_over_stages_and_over_where_states_are_stepped(
+    device: torch.device, options: dict[str, Any]
+) -> None:
+    hashes = {
+        trained(device, stage, offload, **options)
+        for stage in range(4)
+        for offload in (None, OFFLOAD, *OFFLOADS[stage])
+    }
     assert len(hashes) == 1
 
 
-def test_a_step_on_the_cpu_that_forgets_a_copy_is_seen(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_on_the_cpu_that_forgets_a_copy_is_seen(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = trained(device, 2, None)
     steps = CpuStore.steps
-    monkeypatch.setattr(CpuStore, "steps", lambda store, parts, hypers: steps(store, [part[:-1] for part in parts], hypers))
+    monkeypatch.setattr(
+        CpuStore,
+        "steps",
+        lambda store, parts, hypers: steps(store, [part[:-1] for part in parts], hypers),
+    )
     assert trained(device, 2, OFFLOAD) != expected
     assert trained(device, 2, None) == expected
 
@@ -59,7 +85,10 @@ def test_a_gpu_without_a_build_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_C, "build_info", lambda: {"cuda": ""})
     model = make_net()
     before = hash_of(model.parameters())
-    with pytest.raises(ValueError, match=r"would train on cuda:0, but this shardcore is built without CUDA; expected"):
+    with pytest.raises(
+        ValueError,
+        match=r"would train on cuda:0, but this shardcore is built without CUDA; expected",
+    ):
         shardcore.shard(model, shardcore.FusedAdam(model.parameters()))
     assert hash_of(model.parameters()) == before
 
@@ -91,7 +120,9 @@ class Cells(nn.Module):
 
 
 def lines_of(call: Callable[[], Any]) -> tuple[int, Any]:
-    """How many lines of shardcore a call runs, rounds of loops within a line included; and what it returns."""
+    """How many lines of shardcore a call runs, rounds of loops within a line included; and what
+    it returns.
+    """
     count = 0
 
     def in_room(frame: FrameType, event: str, _: Any) -> Any:
@@ -137,8 +168,13 @@ def _work(count: int, units: bool, stage: int) -> dict[str, int]:
     for name, part in (("model", model), ("optimizer", optimizer)):
         state = run(f"{name}.state_dict", part.state_dict)
         run(f"{name}.load_state_dict", lambda part=part, state=state: part.load_state_dict(state))
-        shards = run(f"sharded_state_dict({name})", lambda part=part: shardcore.sharded_state_dict(part))
-        run(f"load_sharded_state_dict({name})", lambda p=part, s=shards: shardcore.load_sharded_state_dict(p, s))
+        shards = run(
+            f"sharded_state_dict({name})", lambda part=part: shardcore.sharded_state_dict(part)
+        )
+        run(
+            f"load_sharded_state_dict({name})",
+            lambda p=part, s=shards: shardcore.load_sharded_state_dict(p, s),
+        )
     return lines
 
 

@@ -1,4 +1,6 @@
-"""Models that nobody refers to any more give back all that they took at once, without Python's cyclic garbage collector."""
+"""Models that nobody refers to any more give back all that they took at once, without Python's
+cyclic garbage collector.
+"""
 
 import copy
 import gc
@@ -13,7 +15,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # torch imports it at its first optimizer, which leaves frames to the collector
+
+# torch imports it at its first optimizer, which leaves frames to the collector
+import torch._dynamo
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -47,9 +51,19 @@ def collector_off() -> Iterator[None]:
 def parts_of(model: nn.Module, optimizer: Any) -> dict[str, "weakref.ref[Any]"]:
     """The model, its optimizer and the largest of what they keep, without keeping it."""
     engine = optimizer._engine
-    parts = {"engine": engine, "reducer": engine.reducer, "store": engine.store, "comm": engine.comm}
+    parts = {
+        "engine": engine,
+        "reducer": engine.reducer,
+        "store": engine.store,
+        "comm": engine.comm,
+    }
     bucket = engine.buckets[-1]
-    parts |= {"model": model, "optimizer": optimizer, "parameter": next(model.parameters()), "weights": bucket.owned_weight}
+    parts |= {
+        "model": model,
+        "optimizer": optimizer,
+        "parameter": next(model.parameters()),
+        "weights": bucket.owned_weight,
+    }
     return {name: weakref.ref(part) for name, part in parts.items()}
 
 
@@ -62,7 +76,11 @@ def left(parts: dict[str, "weakref.ref[Any]"]) -> list[str]:
     kinds = {type(found) for found in gc.garbage}
     gc.garbage.clear()
     gc.collect()
-    return names + [kind.__name__ for kind in kinds if issubclass(kind, (torch.Tensor, nn.Module)) or "shardcore" in str(kind)]
+    return names + [
+        kind.__name__
+        for kind in kinds
+        if issubclass(kind, (torch.Tensor, nn.Module)) or "shardcore" in str(kind)
+    ]
 
 
 def trained(stage: int, **options: Any) -> tuple[nn.Module, Any]:
@@ -91,7 +109,7 @@ def use(model: nn.Module, optimizer: Any) -> None:
         model(batch_of(0, 0, 0)[0])
 
 
-# --- dropped ----------------------------------------------------------------------------------------------------------
+# --- dropped --------------------------------------------------------------------------------------
 
 
 def _train_and_use(stage: int, options: dict[str, Any]) -> dict[str, "weakref.ref[Any]"]:
@@ -102,7 +120,9 @@ def _train_and_use(stage: int, options: dict[str, Any]) -> dict[str, "weakref.re
     return parts_of(model, optimizer)
 
 
-@pytest.mark.parametrize(("stage", "place"), [*combinations((0, 1, 2, 3), range(4), meet=1), (1, 4), (2, 4), (3, 5)])
+@pytest.mark.parametrize(
+    ("stage", "place"), [*combinations((0, 1, 2, 3), range(4), meet=1), (1, 4), (2, 4), (3, 5)]
+)
 def test_a_dropped_model_is_gone_at_once(stage: int, place: int) -> None:
     assert left(_train_and_use(stage, [*PLACES, GRADS, PARAMS][place])) == []
 
@@ -110,7 +130,9 @@ def test_a_dropped_model_is_gone_at_once(stage: int, place: int) -> None:
 KINDS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     "units": lambda: trained(3, units=500),
     "meta": lambda: train(0, Run(stage=3, shard={"materialize": _init}), meta())[:2],
-    "auto": lambda: train(0, Run(steps=5, shard={"offload": {**CPU, "ratio": "auto", "device_memory_limit": 999}}))[:2],
+    "auto": lambda: train(
+        0, Run(steps=5, shard={"offload": {**CPU, "ratio": "auto", "device_memory_limit": 999}})
+    )[:2],
     "fp16": lambda: train(0, Run(stage=1, precision="fp16"))[:2],
     "accumulate": lambda: train(0, Run(stage=2, accumulate=2, shard=GRADS))[:2],
 }
@@ -122,7 +144,8 @@ def _init(module: nn.Module) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "decided_on_device"), [("units", False), ("meta", True), ("auto", False), ("fp16", True), ("accumulate", False)]
+    ("kind", "decided_on_device"),
+    [("units", False), ("meta", True), ("auto", False), ("fp16", True), ("accumulate", False)],
 )
 def test_it_is_so_however_it_was_made(kind: str, decided_on_device: bool) -> None:
     with device_decides(forced=decided_on_device):
@@ -139,19 +162,23 @@ def test_what_initialize_returns_is_gone_at_once() -> None:
                 "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
                 "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
             },
-            lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0),
+            lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(
+                optimizer, lambda step: 1.0
+            ),
             training_data=TensorDataset(*batch_of(0, 0, 0, 16)),
         )
         for batch in loader:
             engine.backward(loss_of(engine, batch))
             engine.step()
         others = {"engine object": engine, "loader": loader, "scheduler": scheduler}
-        return parts_of(engine.module, optimizer) | {name: weakref.ref(other) for name, other in others.items()}
+        return parts_of(engine.module, optimizer) | {
+            name: weakref.ref(other) for name, other in others.items()
+        }
 
     assert left(run()) == []
 
 
-# --- dropped after an error -------------------------------------------------------------------------------------------
+# --- dropped after an error -----------------------------------------------------------------------
 
 
 class _Fails(torch.autograd.Function):
@@ -179,9 +206,12 @@ def fail(model: nn.Module, rank: int, backward: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "options", "backward"), [(0, {}, True), (2, GRADS, True), (3, PLACES[3], False), (3, {}, True)]
+    ("stage", "options", "backward"),
+    [(0, {}, True), (2, GRADS, True), (3, PLACES[3], False), (3, {}, True)],
 )
-def test_a_model_whose_pass_failed_is_gone_at_once(stage: int, options: dict[str, Any], backward: bool) -> None:
+def test_a_model_whose_pass_failed_is_gone_at_once(
+    stage: int, options: dict[str, Any], backward: bool
+) -> None:
     def run() -> dict[str, "weakref.ref[Any]"]:
         model, optimizer = trained(stage, **options)
         fail(model, 0, backward)
@@ -200,9 +230,13 @@ REFUSED: dict[str, Callable[[nn.Module, Any], Any]] = {
     "step(grads=)": lambda model, optimizer: optimizer.step(grads=[1]),
     "step": _step_with_another_parameter,
     "clip_grad_norm_": lambda model, optimizer: shardcore.clip_grad_norm_(model, -1.0),
-    "clip_grad_value_": lambda model, optimizer: nn.utils.clip_grad_value_(model.parameters(), -1.0),
+    "clip_grad_value_": lambda model, optimizer: nn.utils.clip_grad_value_(
+        model.parameters(), -1.0
+    ),
     "full_state": lambda model, optimizer: shardcore.full_state(model.head.weight, "unknown"),
-    "load_sharded_state_dict": lambda model, optimizer: shardcore.load_sharded_state_dict(model, {}),
+    "load_sharded_state_dict": lambda model, optimizer: shardcore.load_sharded_state_dict(
+        model, {}
+    ),
 }
 
 
@@ -218,23 +252,52 @@ def test_a_model_whose_call_was_refused_is_gone_at_once(what: str) -> None:
 
 
 def test_a_model_that_was_refused_is_not_kept() -> None:
-    def refuse(make: Callable[[nn.Module], Any], build: Callable[[], nn.Module] = make_net) -> dict[str, "weakref.ref[Any]"]:
+    def refuse(
+        make: Callable[[nn.Module], Any], build: Callable[[], nn.Module] = make_net
+    ) -> dict[str, "weakref.ref[Any]"]:
         model = build()
         with pytest.raises((ValueError, TypeError, RuntimeError)):
             make(model)
         return {"model": weakref.ref(model), "parameter": weakref.ref(next(model.parameters()))}
 
     adam, config = shardcore.FusedAdam, {"train_batch_size": 4, "optimizer": {"type": "Adam"}}
-    assert left(refuse(lambda model: shardcore.shard(model, adam(model.parameters()), stage=7))) == []
-    assert left(refuse(lambda model: shardcore.shard(model, torch.optim.NAdam(model.parameters())))) == []
-    assert left(refuse(lambda model: shardcore.shard(model, adam(model.parameters()), materialize=_refuse), meta)) == []
-    for wrong in ({"zero_optimization": {"stage": 9}}, {"zero_optimization": {"stage": 9}, "unknown": 1}):
-        parts = refuse(lambda model, wrong=wrong: shardcore.initialize(model=model, config={**config, **wrong}))
+    assert (
+        left(refuse(lambda model: shardcore.shard(model, adam(model.parameters()), stage=7))) == []
+    )
+    assert (
+        left(refuse(lambda model: shardcore.shard(model, torch.optim.NAdam(model.parameters()))))
+        == []
+    )
+    assert (
+        left(
+            refuse(
+                lambda model: shardcore.shard(model, adam(model.parameters()), materialize=_refuse),
+                meta,
+            )
+        )
+        == []
+    )
+    for wrong in (
+        {"zero_optimization": {"stage": 9}},
+        {"zero_optimization": {"stage": 9}, "unknown": 1},
+    ):
+        parts = refuse(
+            lambda model, wrong=wrong: shardcore.initialize(model=model, config={**config, **wrong})
+        )
         assert left(parts) == []
-    assert left(refuse(lambda model: shardcore.initialize(model=model, config=config, model_parameters=model.gain))) == []
+    assert (
+        left(
+            refuse(
+                lambda model: shardcore.initialize(
+                    model=model, config=config, model_parameters=model.gain
+                )
+            )
+        )
+        == []
+    )
 
 
-# --- only a part of it is kept ----------------------------------------------------------------------------------------
+# --- only a part of it is kept --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("stage", "options"), [(0, {}), (1, PLACES[1]), (3, PLACES[3])])
@@ -273,7 +336,9 @@ def test_parameters_alone_are_plain_ones(stage: int, options: dict[str, Any]) ->
     parts = parts_of(model, optimizer)
     del parts["parameter"], parts["weights"], model, optimizer
     assert left(parts) == []
-    with pytest.raises(ValueError, match=r"full_grad: Parameter is left of a sharded model that is gone.*expected"):
+    with pytest.raises(
+        ValueError, match=r"full_grad: Parameter is left of a sharded model that is gone.*expected"
+    ):
         shardcore.full_grad(head)
     if stage < 3:
         assert torch.equal(head, whole)
@@ -299,7 +364,7 @@ def test_a_module_of_it_alone_still_trains() -> None:
     assert not torch.equal(before, blocks[0].up.weight)
 
 
-# --- many, one after the other ----------------------------------------------------------------------------------------
+# --- many, one after the other --------------------------------------------------------------------
 
 
 def _resident_bytes() -> int:
@@ -336,8 +401,12 @@ def _engines_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name != "shardcore-watchdog"]
 
 
-def _sharded_again(rank: int, world_size: int, run: Run, failing: str) -> tuple[list[str], list[tuple[int, int]]]:
-    """Train several models one after the other; returns what is left of the last, and threads and files after each."""
+def _sharded_again(
+    rank: int, world_size: int, run: Run, failing: str
+) -> tuple[list[str], list[tuple[int, int]]]:
+    """Train several models one after the other; returns what is left of the last, and threads
+    and files after each.
+    """
     gc.collect()
     gc.disable()
     try:
@@ -370,12 +439,15 @@ def _sharded_again(rank: int, world_size: int, run: Run, failing: str) -> tuple[
     ("world_size", "stage", "options"),
     [(2, 2, {**GRADS, "overlap_step": True}), (3, 1, PLACES[1]), (2, 3, PLACES[3])],
 )
-def test_ranks_take_the_threads_and_files_of_one_model(world_size: int, stage: int, options: dict[str, Any]) -> None:
+def test_ranks_take_the_threads_and_files_of_one_model(
+    world_size: int, stage: int, options: dict[str, Any]
+) -> None:
     for rest, counts in run_ranks(world_size, _sharded_again, Run(stage=stage, shard=options), ""):
         assert rest == []
         (threads, files), (threads_now, files_now) = counts[0], counts[-1]
         assert threads_now <= threads, counts
-        assert files_now <= files + 1, counts  # the watchdog's connection, which opens with its first long wait
+        # the watchdog's connection, which opens with its first long wait
+        assert files_now <= files + 1, counts
 
 
 @pytest.mark.cases(1)

@@ -1,4 +1,6 @@
-"""States that are in host memory between two phases of training: the same bits afterwards, and their device memory free."""
+"""States that are in host memory between two phases of training: the same bits afterwards, and
+their device memory free.
+"""
 
 from functools import partial
 from pathlib import Path
@@ -24,13 +26,21 @@ def _kinds_on_device(model: Any) -> dict[str, int]:
     return kept
 
 
-def _interrupted(rank: int, world: int, run: Run, folder: Path | None = None, twin: bool = False) -> tuple[str, str]:
-    """Train four steps with the states away after two; returns the hash, and what a step in between says."""
+def _interrupted(
+    rank: int, world: int, run: Run, folder: Path | None = None, twin: bool = False
+) -> tuple[str, str]:
+    """Train four steps with the states away after two; returns the hash, and what a step in
+    between says.
+    """
     with pytest.MonkeyPatch.context() as patch:
         if twin:  # the copies back are left out
-            patch.setattr(DeviceStore, "to_device", lambda store, tier: setattr(store, "away", False))
+            patch.setattr(
+                DeviceStore, "to_device", lambda store, tier: setattr(store, "away", False)
+            )
             moved = DeviceStore.to_host
-            patch.setattr(DeviceStore, "to_host", lambda store, tier: (moved(store, tier), _zero(store))[0])
+            patch.setattr(
+                DeviceStore, "to_host", lambda store, tier: (moved(store, tier), _zero(store))[0]
+            )
         model, optimizer, _ = train(rank, run)
         before, kept = hash_of_training(model, optimizer), _kinds_on_device(model)
         assert (kept.get("states", 0) > 0) == (run.shard.get("offload") != GRADS)
@@ -38,7 +48,9 @@ def _interrupted(rank: int, world: int, run: Run, folder: Path | None = None, tw
         optimizer.offload_states()  # nothing is left to move
         away = _kinds_on_device(model)
         assert away["weights"] <= kept["weights"]
-        assert {kind: size for kind, size in away.items() if size} == {"weights": away["weights"]}, away
+        assert {kind: size for kind, size in away.items() if size} == {
+            "weights": away["weights"]
+        }, away
         with torch.no_grad():
             assert torch.isfinite(loss_of(model, batch_of(0, 0, rank)))  # forwards run
         if not twin:
@@ -46,7 +58,8 @@ def _interrupted(rank: int, world: int, run: Run, folder: Path | None = None, tw
         if folder is not None:
             shardcore.save(folder, model, optimizer)
         loss_of(model, batch_of(9, 0, rank)).backward()
-        said = "" if run.shard.get("offload") == GRADS else error_of(optimizer.step)  # nothing was moved: a step would run
+        # nothing was moved: a step would run
+        said = "" if run.shard.get("offload") == GRADS else error_of(optimizer.step)
         optimizer.zero_grad()
         optimizer.reload_states()
         assert _kinds_on_device(model).get("states", 0) == kept.get("states", 0)
@@ -62,7 +75,9 @@ def _zero(store: DeviceStore) -> None:
 
 
 def _straight(rank: int, world: int, run: Run) -> str:
-    return hash_of_training(*train(rank, Run(run.stage, run.steps + 2, precision=run.precision, shard=run.shard))[:2])
+    return hash_of_training(
+        *train(rank, Run(run.stage, run.steps + 2, precision=run.precision, shard=run.shard))[:2]
+    )
 
 
 @pytest.mark.parametrize(
@@ -82,7 +97,9 @@ def test_the_same_bits_after_a_pause(world: int, stage: int, precision: str, off
     for found, said in run_ranks(world, _interrupted, run):
         assert found == expected[0]
         if offload != GRADS:
-            assert said.startswith("ValueError: step: the optimizer's states are in host memory since offload_states()")
+            assert said.startswith(
+                "ValueError: step: the optimizer's states are in host memory since offload_states()"
+            )
 
 
 def test_a_lost_state_shows() -> None:
@@ -108,7 +125,9 @@ def test_saves_while_states_are_away(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 def test_device_memory_is_free_meanwhile() -> None:
-    """16-bit weights of 2^20 elements a layer: masters and moments take 12 bytes an element, and leave the device."""
+    """16-bit weights of 2^20 elements a layer: masters and moments take 12 bytes an element, and
+    leave the device.
+    """
 
     def trained(pauses: bool) -> str:
         torch.manual_seed(0)
@@ -143,7 +162,10 @@ def _refusals(rank: int, world: int) -> list[str]:
     optimizer.offload_states()
     shardcore.unfreeze(model)  # brings them back itself
     stepped(model, optimizer, rank, 2)
-    said += [error_of(partial(optimizer.offload_states, include=[name])) for name in ("lp_params", "moments")]
+    said += [
+        error_of(partial(optimizer.offload_states, include=[name]))
+        for name in ("lp_params", "moments")
+    ]
     said += [error_of(lambda: optimizer.offload_states(device="nvme"))]
     return said
 
@@ -158,4 +180,6 @@ def test_refusals() -> None:
         assert "device has 'nvme'; expected \"cpu\"" in said[4]
     alone = shardcore.FusedAdam(torch.nn.Linear(2, 2).parameters())
     for call in (alone.offload_states, alone.reload_states):
-        assert "is not sharded; expected the optimizer that shardcore.shard returned" in error_of(call)
+        assert "is not sharded; expected the optimizer that shardcore.shard returned" in error_of(
+            call
+        )

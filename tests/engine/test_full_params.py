@@ -18,7 +18,8 @@ GatheredParameters: Any = shardcore.zero.GatheredParameters  # type: ignore[attr
 
 
 def _load(layer: nn.Linear) -> None:
-    layer.load_state_dict({"weight": torch.full(layer.weight.shape, 1.001)})  # bfloat16 rounds it to 1
+    # bfloat16 rounds it to 1
+    layer.load_state_dict({"weight": torch.full(layer.weight.shape, 1.001)})
 
 
 @torch.no_grad()
@@ -61,7 +62,11 @@ def _one_rank_modifies(rank: int, world_size: int) -> list[list[str]]:
         for stage in (0, 2, 3):
             model, optimizer = _model(rank, stage)
             with GatheredParameters(model.parameters(), modifier_rank=1):
-                with GatheredParameters(model.parameters()) if edit is _edit_inside else nullcontext():
+                with (
+                    GatheredParameters(model.parameters())
+                    if edit is _edit_inside
+                    else nullcontext()
+                ):
                     if rank == 1:
                         edit(model.head)
                 if rank == 0 and edit is not _edit_inside:  # is gone at the end
@@ -111,7 +116,10 @@ def _one_rank_saves(rank: int, world_size: int) -> list[str]:
             saved: dict[str, torch.Tensor] = {}
             with GatheredParameters(model.parameters(), modifier_rank=modifier):
                 if rank == 0:
-                    saved = {**model.state_dict(), **{f"block.{k}": v for k, v in model.blocks[0].state_dict().items()}}
+                    saved = {
+                        **model.state_dict(),
+                        **{f"block.{k}": v for k, v in model.blocks[0].state_dict().items()},
+                    }
             for name, value in model.state_dict().items():
                 assert not saved or torch.equal(saved[name], value.to(saved[name].dtype))
             assert not saved or saved["head.weight"].dtype == torch.bfloat16
@@ -136,8 +144,13 @@ def _leaves_otherwise(rank: int, world_size: int) -> tuple[list[str], str]:
     """Rank 0 alone asks for a state dict, or raises; then both train on."""
     model, optimizer = _model(rank, 3)
     errors = []
-    for block in (partial(shardcore.full_params, model), partial(GatheredParameters, [model.head.weight], modifier_rank=0)):
-        errors += [_error_of(block(), inside if rank == 0 else int) for inside in (model.state_dict, _fail)]
+    for block in (
+        partial(shardcore.full_params, model),
+        partial(GatheredParameters, [model.head.weight], modifier_rank=0),
+    ):
+        errors += [
+            _error_of(block(), inside if rank == 0 else int) for inside in (model.state_dict, _fail)
+        ]
     stepped(model, optimizer, rank, 1)
     return errors, hash_of_training(model, optimizer)
 
@@ -147,9 +160,14 @@ def test_a_rank_that_leaves_by_an_error_of_its_own_leaves_no_other_waiting() -> 
     for errors in (first, second):
         for text in errors[::2]:
             assert text.startswith("OtherCallError: ")
-            assert text.endswith("or one rank alone to save inside deepspeed.zero.GatheredParameters")
+            assert text.endswith(
+                "or one rank alone to save inside deepspeed.zero.GatheredParameters"
+            )
     assert "state_dict: rank 1 calls the end of full_params; expected" in first[0]
-    assert "the end of GatheredParameters(modifier_rank=0): rank 0 calls state_dict; expected" in second[2]
+    assert (
+        "the end of GatheredParameters(modifier_rank=0): rank 0 calls state_dict; expected"
+        in second[2]
+    )
     assert first[1::2] == ["KeyError: 'mine'"] * 2
     assert second[1::2] == [""] * 2
     assert trained == other == run_ranks(2, _trained)[0]
@@ -157,7 +175,9 @@ def test_a_rank_that_leaves_by_an_error_of_its_own_leaves_no_other_waiting() -> 
 
 def test_a_modifier_that_does_not_train_the_model_is_refused() -> None:
     model, _, _ = train(0, Run(stage=3, steps=0))
-    with pytest.raises(ValueError, match=r"got rank 5; expected one of the ranks that train this model: \[0\]"):
+    with pytest.raises(
+        ValueError, match=r"got rank 5; expected one of the ranks that train this model: \[0\]"
+    ):
         GatheredParameters(model.parameters(), modifier_rank=5).__enter__()
 
 

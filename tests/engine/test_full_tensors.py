@@ -13,21 +13,32 @@ from tests.support.ranks import run_ranks
 
 
 def _received(rank: int, world_size: int, stage: int) -> list[tuple[str, int, int]]:
-    """What reads of one parameter receive from other ranks, in bytes, and what the parameter has."""
+    """What reads of one parameter receive from other ranks, in bytes, and what the parameter
+    has.
+    """
     model = train(rank, Run(stage=stage, steps=1), Net(width=64, hidden=128))[0]
     loss_of(model, batch_of(1, 0, rank)).backward()
     received: list[int] = []
     exchange = Comm._exchange
 
-    def counting(comm: Comm, sent: Any, places: Any, kind: Any, name: str, ranks: Any, of: Any) -> Any:
-        received.append(sum(data.nbytes for data, other in zip(places, ranks, strict=True) if other != comm.rank))
+    def counting(
+        comm: Comm, sent: Any, places: Any, kind: Any, name: str, ranks: Any, of: Any
+    ) -> Any:
+        received.append(
+            sum(
+                data.nbytes for data, other in zip(places, ranks, strict=True) if other != comm.rank
+            )
+        )
         return exchange(comm, sent, places, kind, name, ranks, of)
 
     found = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Comm, "_exchange", counting)
         for name, param in model.named_parameters():
-            for what, read in (("grad", shardcore.full_grad), ("state", lambda p: shardcore.full_state(p, "exp_avg"))):
+            for what, read in (
+                ("grad", shardcore.full_grad),
+                ("state", lambda p: shardcore.full_state(p, "exp_avg")),
+            ):
                 received.clear()
                 read(param)
                 found.append((f"{what} of {name}", sum(received), 4 * param.numel()))
@@ -84,10 +95,19 @@ def _under_way(rank: int, world_size: int, stage: int) -> dict[str, list[int]]:
     ("stage", "expected"),
     [
         (2, {"optimizer.state_dict": [2] * 7 + [1], "load_sharded_state_dict": [4, 3, 2, 1]}),
-        (3, {"optimizer.state_dict": [2] * 7 + [1], "state_dict": [2, 2, 2, 1], "full_params": [4, 3, 2, 1]}),
+        (
+            3,
+            {
+                "optimizer.state_dict": [2] * 7 + [1],
+                "state_dict": [2, 2, 2, 1],
+                "full_params": [4, 3, 2, 1],
+            },
+        ),
     ],
 )
-def test_a_gather_is_under_way_while_another_is_waited_for(stage: int, expected: dict[str, list[int]]) -> None:
+def test_a_gather_is_under_way_while_another_is_waited_for(
+    stage: int, expected: dict[str, list[int]]
+) -> None:
     for found in run_ranks(2, _under_way, stage):
         assert {name: counts for name, counts in found.items() if counts} == expected
 
@@ -102,7 +122,10 @@ def test_whole_values_of_the_wrong_thing() -> None:
         pass
     with pytest.raises(ValueError, match="was frozen when shard"):
         shardcore.full_grad(model.inp.weight)
-    with pytest.raises(TypeError, match="got a Parameter; expected a module"), shardcore.full_params(model.head.weight):
+    with (
+        pytest.raises(TypeError, match="got a Parameter; expected a module"),
+        shardcore.full_params(model.head.weight),
+    ):
         pass
 
 
@@ -121,10 +144,16 @@ def _reads_of_different_things(rank: int, world_size: int) -> list[str]:
 def test_a_read_that_one_rank_refuses_or_that_differs_is_refused_on_all() -> None:
     other, own = run_ranks(2, _reads_of_different_things)
     assert "full_grad: got a Net; expected a parameter" in own[0]
-    assert "full_state: head.weight has no state 'momentum'; expected one of step, exp_avg, exp_avg_sq" in own[1]
+    assert (
+        "full_state: head.weight has no state 'momentum'; expected one of step, exp_avg, exp_avg_sq"
+        in own[1]
+    )
     assert "full_grad: rank 1 refused: TypeError: full_grad: got a Net" in other[0]
     assert "full_state: rank 1 refused: KeyError: " in other[1]
-    assert "full_state: rank 1 reads something else than exp_avg of head.weight; expected the same on every rank" in other[2]
+    assert (
+        "full_state: rank 1 reads something else than exp_avg of head.weight; expected the same on "
+        "every rank" in other[2]
+    )
     assert "full_state: rank 0 reads something else than step of head.weight" in own[2]
     assert "full_grad: rank 1 reads something else than head.weight" in other[3]
     assert "full_grad: rank 0 reads something else than gain" in own[3]

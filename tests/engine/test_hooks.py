@@ -1,4 +1,6 @@
-"""Stage 3 under what people do to models: the bits of stage 1, or an error that names the parameter and says what to do."""
+"""Stage 3 under what people do to models: the bits of stage 1, or an error that names the
+parameter and says what to do.
+"""
 
 import copy
 import pickle
@@ -13,12 +15,21 @@ from torch.utils.checkpoint import checkpoint
 
 import shardcore
 from shardcore.engine.bucket import Bucket
-from tests.support.models import Block, Net, Run, batch_of, hash_of_training, loss_of, stepped, train
+from tests.support.models import (
+    Block,
+    Net,
+    Run,
+    batch_of,
+    hash_of_training,
+    loss_of,
+    stepped,
+    train,
+)
 from tests.support.ranks import run_ranks
 from tests.support.schedules import recording
 from tests.support.tiers import PARAMS
 
-# --- models -----------------------------------------------------------------------------------------------------------
+# --- models ---------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -90,7 +101,9 @@ class PartlyCheckpointed(Net):
 
 
 class Hooked(Net):
-    """Users' hooks, weight norm, edits in place of outputs, low-precision buffers and frozen parameters of other dtypes."""
+    """Users' hooks, weight norm, edits in place of outputs, low-precision buffers and frozen
+    parameters of other dtypes.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,8 +113,12 @@ class Hooked(Net):
             block.exact = nn.Parameter(torch.ones(3, dtype=torch.float64), requires_grad=False)
             block.index = nn.Parameter(torch.arange(5), requires_grad=False)
             block.register_forward_pre_hook(lambda module, args: (args[0] * 0.9,))
-            block.register_forward_hook(lambda m, args, out: (out * m.slope * m.exact.sum() + m.index.sum() * 0.1).float())
-            block.down.register_full_backward_hook(lambda module, grad_in, grad_out: (grad_in[0] * 1.01,))
+            block.register_forward_hook(
+                lambda m, args, out: (out * m.slope * m.exact.sum() + m.index.sum() * 0.1).float()
+            )
+            block.down.register_full_backward_hook(
+                lambda module, grad_in, grad_out: (grad_in[0] * 1.01,)
+            )
         self.blocks[1].down.weight.register_hook(lambda grad: grad * 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -116,7 +133,9 @@ class Lists(Net):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([nn.ModuleList([Block(24, 37), nn.Linear(24, 24)]) for _ in range(3)])
+        self.blocks = nn.ModuleList(
+            [nn.ModuleList([Block(24, 37), nn.Linear(24, 24)]) for _ in range(3)]
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.inp(x)
@@ -138,7 +157,9 @@ MODELS: dict[str, Any] = {
 def _hash_of_model(rank: int, world_size: int, kind: str, stage: int) -> str:
     torch.manual_seed(0)
     model = MODELS[kind]()
-    optimizer: Any = shardcore.FusedAdam([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    optimizer: Any = shardcore.FusedAdam(
+        [p for p in model.parameters() if p.requires_grad], lr=1e-2
+    )
     model, optimizer = shardcore.shard(model, optimizer, stage, precision="fp32")
     for step in range(2):
         stepped(model, optimizer, rank, step)
@@ -148,20 +169,26 @@ def _hash_of_model(rank: int, world_size: int, kind: str, stage: int) -> str:
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", MODELS)
 def test_models_train_as_at_stage_1(kind: str) -> None:
-    assert len({hash_ for stage in (1, 3) for hash_ in run_ranks(2, _hash_of_model, kind, stage)}) == 1
+    assert (
+        len({hash_ for stage in (1, 3) for hash_ in run_ranks(2, _hash_of_model, kind, stage)}) == 1
+    )
 
 
-# --- what is done to them ---------------------------------------------------------------------------------------------
+# --- what is done to them -------------------------------------------------------------------------
 
 
 def children(model: Any, optimizer: Any, rank: int) -> Any:
-    """Modules that are no unit, called on their own: without gradients, in place of the model, beside it."""
+    """Modules that are no unit, called on their own: without gradients, in place of the model,
+    beside it.
+    """
     with torch.no_grad():
         said = model.head(torch.ones(2, 24)).sum().item()
     x = model.inp(torch.ones(3, 10))
     for block in model.blocks:
         x = block(x)
-    loss = model.head(x).sum() + model(torch.ones(2, 10)).sum() + model.head(torch.ones(2, 24)).sum()
+    loss = (
+        model.head(x).sum() + model(torch.ones(2, 10)).sum() + model.head(torch.ones(2, 24)).sum()
+    )
     loss.backward()
     optimizer.step()
     return said
@@ -197,7 +224,9 @@ def loads_after_a_failed_forward(model: Any, optimizer: Any, rank: int) -> Any:
 
 
 def wrappers(model: Any, optimizer: Any, rank: int) -> Any:
-    """Names in a state dict that are not those of parameters; a wrapper's state dict; loading it back."""
+    """Names in a state dict that are not those of parameters; a wrapper's state dict; loading it
+    back.
+    """
     for index in range(3):
         model.blocks[index] = checkpoint_wrapper(model.blocks[index])
     outer = nn.Sequential(model)
@@ -213,7 +242,9 @@ def graphs(model: Any, optimizer: Any, rank: int) -> Any:
     one = torch.autograd.grad(loss, model.blocks[2].up.weight, retain_graph=True)[0].sum().item()
     loss.backward(retain_graph=True)
     loss.backward()
-    loss_of(model, batch_of(6, 0, rank)).backward(inputs=[model.head.weight, model.blocks[1].up.weight])
+    loss_of(model, batch_of(6, 0, rank)).backward(
+        inputs=[model.head.weight, model.blocks[1].up.weight]
+    )
     x = torch.ones(3, 10, requires_grad=True)
     model(x).sum().backward(inputs=[x])
     optimizer.step()
@@ -224,7 +255,10 @@ def failures(model: Any, optimizer: Any, rank: int) -> Any:
     def fail(*_: Any) -> None:
         raise RuntimeError("planted")
 
-    for handle in (model.blocks[1].up.weight.register_hook(fail), model.blocks[1].register_forward_hook(fail)):
+    for handle in (
+        model.blocks[1].up.weight.register_hook(fail),
+        model.blocks[1].register_forward_hook(fail),
+    ):
         with pytest.raises(RuntimeError, match="planted"):
             loss_of(model, batch_of(5, 0, rank)).backward()
         handle.remove()
@@ -241,7 +275,9 @@ def toggled(model: Any, optimizer: Any, rank: int) -> Any:
 
 
 def copies(model: Any, optimizer: Any, rank: int) -> Any:
-    """An average in a copy, a pickle, a learning rate finder: state dicts saved, steps made, state dicts put back."""
+    """An average in a copy, a pickle, a learning rate finder: state dicts saved, steps made,
+    state dicts put back.
+    """
     with shardcore.full_params(model), torch.no_grad():
         average, twin = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
     state, adam = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
@@ -274,7 +310,11 @@ def other_defaults(model: Any, optimizer: Any, rank: int) -> Any:
         optimizer.load_state_dict({"state": {}, "param_groups": state["param_groups"]})
         optimizer.load_state_dict(state)
         model.load_state_dict(model.state_dict())
-        steps = [shardcore.full_state(model.gain, "step"), shardcore.sharded_state_dict(optimizer)["gain.step"], shown]
+        steps = [
+            shardcore.full_state(model.gain, "step"),
+            shardcore.sharded_state_dict(optimizer)["gain.step"],
+            shown,
+        ]
         norm = shardcore.clip_grad_norm_([], 1.0), shardcore.clip_grad_norm_(model, 1.0)
         optimizer.step()
     finally:
@@ -293,9 +333,18 @@ def autocast(model: Any, optimizer: Any, rank: int) -> Any:
 
 
 DOINGS = [
-    children, data_edits, steps_in_full_params, loads_after_a_failed_forward, wrappers, graphs, failures,
-    toggled, copies, other_defaults, autocast,
-]  # fmt: skip
+    children,
+    data_edits,
+    steps_in_full_params,
+    loads_after_a_failed_forward,
+    wrappers,
+    graphs,
+    failures,
+    toggled,
+    copies,
+    other_defaults,
+    autocast,
+]
 
 
 def _done(rank: int, world_size: int, stage: int, doing: Any) -> tuple[Any, str]:
@@ -314,12 +363,17 @@ def test_what_is_done_counts_as_at_stage_1(doing: Any) -> None:
 
 
 def test_a_state_dict_through_wrappers_is_from_the_masters() -> None:
-    """At every stage: what lies under another name than its parameter's was the rounded weight before."""
+    """At every stage: what lies under another name than its parameter's was the rounded weight
+    before.
+    """
     model, _, _ = train(0, Run(stage=1, precision="bf16"))
     masters = model.state_dict()
     model.blocks[1] = checkpoint_wrapper(model.blocks[1])
     state = model.state_dict()
-    assert all(torch.equal(masters[key], state[key]) and state[key].dtype == torch.float32 for key in masters)
+    assert all(
+        torch.equal(masters[key], state[key]) and state[key].dtype == torch.float32
+        for key in masters
+    )
 
 
 def test_a_state_dict_that_failed_is_forgotten() -> None:
@@ -346,8 +400,12 @@ class Recurrent(nn.Module):
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_cudnn_takes_no_weights_of_a_recurrent_network(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on CUDA flatten_parameters gives weights other memory; after shard it does not, and of a copy it does."""
+def test_cudnn_takes_no_weights_of_a_recurrent_network(
+    stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on CUDA flatten_parameters gives weights other memory; after shard it does not, and of
+    a copy it does.
+    """
 
     def flatten(module: nn.RNNBase) -> None:
         for weight in module._flat_weights:
@@ -366,19 +424,29 @@ def test_cudnn_takes_no_weights_of_a_recurrent_network(stage: int, monkeypatch: 
         copied = copy.deepcopy(model)
     before = [weight.data_ptr() for weight in copied.rnn.parameters()]
     copied(torch.ones(2, 5, 6))
-    assert all(weight.data_ptr() != old for weight, old in zip(copied.rnn.parameters(), before, strict=True))
+    assert all(
+        weight.data_ptr() != old
+        for weight, old in zip(copied.rnn.parameters(), before, strict=True)
+    )
 
 
-# --- interrupts -------------------------------------------------------------------------------------------------------
+# --- interrupts -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("what", "numbers", "offload"), [("to_unsharded", (0, 1, 2), None), ("to_sharded", (0, 1), PARAMS)])
-def test_an_interrupt_between_two_buckets_of_a_unit(what: str, numbers: tuple[int, ...], offload: Any) -> None:
+@pytest.mark.parametrize(
+    ("what", "numbers", "offload"),
+    [("to_unsharded", (0, 1, 2), None), ("to_sharded", (0, 1), PARAMS)],
+)
+def test_an_interrupt_between_two_buckets_of_a_unit(
+    what: str, numbers: tuple[int, ...], offload: Any
+) -> None:
     norms = {"keep_fp32": [nn.LayerNorm]}  # so units have two buckets each
     call = getattr(Bucket, what)
 
     def run(interrupted: int | None) -> str:
-        model, optimizer, _ = train(0, Run(stage=3, steps=1, precision="bf16", shard=norms | {"offload": offload}))
+        model, optimizer, _ = train(
+            0, Run(stage=3, steps=1, precision="bf16", shard=norms | {"offload": offload})
+        )
         count = iter(range(99))
 
         def swap(bucket: Bucket) -> None:
@@ -397,7 +465,7 @@ def test_an_interrupt_between_two_buckets_of_a_unit(what: str, numbers: tuple[in
     assert {run(number) for number in numbers} == {run(None)}
 
 
-# --- errors -----------------------------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 
 def test_memory_that_a_user_put_there_is_named_and_left_alone() -> None:
@@ -420,7 +488,10 @@ def test_memory_that_a_user_put_there_is_named_and_left_alone() -> None:
 
 def test_a_cast_in_full_params_is_named() -> None:
     model, _, _ = train(0, Run(stage=3))
-    with pytest.raises(ValueError, match=r"gain no longer lies in shardcore's memory.*cast"), shardcore.full_params(model):
+    with (
+        pytest.raises(ValueError, match=r"gain no longer lies in shardcore's memory.*cast"),
+        shardcore.full_params(model),
+    ):
         model.half()
 
 
@@ -432,7 +503,11 @@ def test_a_cast_in_full_params_is_named() -> None:
         pickle.dumps,
         lambda model: model.blocks[1].up(torch.ones(24)),
         lambda model: (
-            torch.autograd.grad(model(torch.ones(1, 10)).sum(), model.inp.weight, create_graph=True)[0].sum().backward()
+            torch.autograd.grad(
+                model(torch.ones(1, 10)).sum(), model.inp.weight, create_graph=True
+            )[0]
+            .sum()
+            .backward()
         ),
     ],
 )
@@ -444,11 +519,13 @@ def test_other_uses_name_a_parameter(use: Any) -> None:
     assert hash_of_training(model, optimizer) == before
 
 
-# --- memory -----------------------------------------------------------------------------------------------------------
+# --- memory ---------------------------------------------------------------------------------------
 
 
 def test_frozen_units_are_resharded_before_the_next_are_gathered() -> None:
-    """As trainable ones: the one in use, and the next. No gradient marks the end of a frozen unit's backward."""
+    """As trainable ones: the one in use, and the next. No gradient marks the end of a frozen
+    unit's backward.
+    """
     model = Net(depth=5)
     for block in model.blocks:
         block.up.requires_grad_(False)
@@ -474,7 +551,9 @@ class Queries(nn.Module):
 
 def test_hooks_of_an_input_that_stays_do_not_pile_up() -> None:
     model: Any = Queries()
-    model, optimizer = shardcore.shard(model, shardcore.FusedAdam(model.parameters()), 3, units=[model.net])
+    model, optimizer = shardcore.shard(
+        model, shardcore.FusedAdam(model.parameters()), 3, units=[model.net]
+    )
     counts = set()
     for _ in range(3):
         model().sum().backward()

@@ -1,4 +1,6 @@
-"""Inputs that are cast at every unit: the bits of a model with the casts written into its forward."""
+"""Inputs that are cast at every unit: the bits of a model with the casts written into its
+forward.
+"""
 
 import copy
 from typing import Any
@@ -25,7 +27,9 @@ class Router(nn.Module):
 
 
 class Mixed(Net):
-    """Its blocks get what a softmax in float32 has made, by keyword. written: with casts of its own."""
+    """Its blocks get what a softmax in float32 has made, by keyword. written: with casts of its
+    own.
+    """
 
     def __init__(self, written: bool = False) -> None:
         super().__init__()
@@ -93,7 +97,9 @@ class Cached(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
 
-    def forward(self, x: torch.Tensor, cache: dict[str, Any], losses: list[torch.Tensor]) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, cache: dict[str, Any], losses: list[torch.Tensor]
+    ) -> torch.Tensor:
         for block in self.blocks:
             x = block(x)
         cache["x"] = x

@@ -1,4 +1,6 @@
-"""A detached model is an ordinary one: full weights from the masters, hooks that do nothing, and it can be sharded anew."""
+"""A detached model is an ordinary one: full weights from the masters, hooks that do nothing, and
+it can be sharded anew.
+"""
 
 import copy
 
@@ -22,7 +24,9 @@ def _net() -> Net:
 
 def _detaches(rank: int, world_size: int, stage: int, precision: str | None) -> tuple[str, str]:
     options = {"precision": precision, "overlap_step": stage == 1}
-    model, optimizer = shardcore.shard(_net(), None, stage, precision=precision) if stage == 2 else (_net(), None)
+    model, optimizer = (
+        shardcore.shard(_net(), None, stage, precision=precision) if stage == 2 else (_net(), None)
+    )
     if stage != 2:  # which only ran forward
         model, optimizer = shardcore.shard(model, adam(model), stage, **options)
         stepped(model, optimizer, rank, 0)
@@ -32,7 +36,9 @@ def _detaches(rank: int, world_size: int, stage: int, precision: str | None) -> 
     for name, value in model.state_dict().items():
         assert torch.equal(value, weights[name]), name
     assert model.blocks[1].up.weight is model.blocks[0].up.weight
-    assert [name for name, param in model.named_parameters() if not param.requires_grad] == ["inp.weight"]
+    assert [name for name, param in model.named_parameters() if not param.requires_grad] == [
+        "inp.weight"
+    ]
     if rank == 0:  # no collective any more
         alone = copy.deepcopy(model).float()
         loss_of(alone, batch_of(1, 0, rank)).backward()

@@ -1,4 +1,6 @@
-"""Methods other than forward that use weights: the bits of a plain model, where stage 3 has no weights outside of them."""
+"""Methods other than forward that use weights: the bits of a plain model, where stage 3 has no
+weights outside of them.
+"""
 
 import copy
 import pickle
@@ -23,7 +25,9 @@ class Coder(Block):
 
 
 class Coded(Net):
-    """Its forward calls methods of its blocks; `embed` is what is trained, `forward` a part of that."""
+    """Its forward calls methods of its blocks; `embed` is what is trained, `forward` a part of
+    that.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +51,9 @@ def registered(model: Any, blocks: bool = True) -> Any:
     return model
 
 
-def trained(rank: int, options: dict[str, Any] | None, late: bool = False) -> tuple[Any, Any, list[torch.Tensor]]:
+def trained(
+    rank: int, options: dict[str, Any] | None, late: bool = False
+) -> tuple[Any, Any, list[torch.Tensor]]:
     torch.manual_seed(0)
     model: Any = Coded() if options is None or late else registered(Coded())
     optimizer = adam(model)
@@ -62,7 +68,9 @@ def trained(rank: int, options: dict[str, Any] | None, late: bool = False) -> tu
         optimizer.zero_grad()
         with torch.no_grad():
             outputs.append(model.embed(x))
-            outputs.append(model.blocks[1].encode(torch.ones(2, 24, dtype=outputs[0].dtype), scale=2.0))
+            outputs.append(
+                model.blocks[1].encode(torch.ones(2, 24, dtype=outputs[0].dtype), scale=2.0)
+            )
     return model, optimizer, outputs
 
 

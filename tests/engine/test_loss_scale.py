@@ -1,4 +1,6 @@
-"""When the loss scale moves: step by step, against the rule as DeepSpeed documents it, and against rules that are wrong."""
+"""When the loss scale moves: step by step, against the rule as DeepSpeed documents it, and
+against rules that are wrong.
+"""
 
 import math
 from typing import Any
@@ -18,20 +20,26 @@ def scales(scaler: LossScaler, steps: str) -> list[float]:
 
 
 CASES = [
-    # It doubles once `window` steps without an overflow lie behind it, at the next such step; then every `window` steps.
+    # It doubles once `window` steps without an overflow lie behind it, at the next such step; then
+    # every `window` steps.
     (LossScale(window=1), "....", [16, 17, 18, 19]),
     (LossScale(window=2), ".......", [16, 16, 17, 17, 18, 18, 19]),
     (LossScale(window=3), "........", [16, 16, 16, 17, 17, 17, 18, 18]),
     # An overflow begins the window anew, whatever it did to the scale.
     (LossScale(window=2, hysteresis=1), "..!...", [16, 16, 15, 15, 15, 16]),
     (LossScale(window=2, hysteresis=9), "..!...", [16, 16, 16, 16, 16, 17]),
-    # The overflow that halves is the one of that number; those after it halve, too, until the scale has doubled.
+    # The overflow that halves is the one of that number; those after it halve, too, until the scale
+    # has doubled.
     (LossScale(hysteresis=1), "!!!", [15, 14, 13]),
     (LossScale(hysteresis=2), "!!!", [16, 15, 14]),
     (LossScale(hysteresis=3), "!.!.!.!", [16, 16, 16, 16, 15, 15, 14]),
     (LossScale(window=2, hysteresis=2), "!!...!!", [16, 15, 15, 15, 16, 16, 15]),
     # With consecutive_hysteresis only overflows in a row count.
-    (LossScale(hysteresis=2, consecutive_hysteresis=True), "!.!.!!.!", [16, 16, 16, 16, 16, 15, 15, 15]),
+    (
+        LossScale(hysteresis=2, consecutive_hysteresis=True),
+        "!.!.!!.!",
+        [16, 16, 16, 16, 16, 15, 15, 15],
+    ),
     # The minimum need not be a power of two.
     (LossScale(initial_power=2, hysteresis=1, minimum=3.0), "!", [math.log2(3)]),
 ]
@@ -73,7 +81,9 @@ class _RefillsAfterHalving(LossScaler):
         return text
 
 
-@pytest.mark.parametrize("twin", [_GrowsTooEarly, _ForgetsToCountAnew, _NeverRefills, _RefillsAfterHalving])
+@pytest.mark.parametrize(
+    "twin", [_GrowsTooEarly, _ForgetsToCountAnew, _NeverRefills, _RefillsAfterHalving]
+)
 def test_rules_that_are_wrong_are_rejected(twin: type[LossScaler]) -> None:
     assert any(scales(twin(options), steps) != expected for options, steps, expected in CASES)
 
@@ -85,7 +95,9 @@ def test_at_its_minimum_it_says_what_to_do() -> None:
     assert scaler.after_overflow() == "; the loss scale goes from 1 to 0.5"
     for _ in range(2):
         with pytest.raises(
-            RuntimeError, match=r"the loss scale is at its minimum, 0\.5; nothing was updated.*LossScale\(minimum"
+            RuntimeError,
+            match=r"the loss scale is at its minimum, 0\.5; nothing was "
+            r"updated.*LossScale\(minimum",
         ):
             scaler.after_overflow()
     assert scaler.scale == 0.5
@@ -96,7 +108,9 @@ def test_it_stays_within_float32() -> None:
     assert scales(scaler, "....") == [126, 127, 127, 127]
 
 
-@pytest.mark.parametrize(("options", "scale", "active"), [(None, 1.0, False), (1.0, 1.0, False), (128, 128.0, True)])
+@pytest.mark.parametrize(
+    ("options", "scale", "active"), [(None, 1.0, False), (1.0, 1.0, False), (128, 128.0, True)]
+)
 def test_a_fixed_scale_never_moves(options: Any, scale: float, active: bool) -> None:
     scaler = LossScaler(options)
     assert (scaler.scale, scaler.active, scaler.state()) == (scale, active, None)
@@ -116,7 +130,12 @@ def test_a_fixed_scale_never_moves(options: Any, scale: float, active: bool) -> 
         ("minimum", float("nan"), ValueError, "minimum has nan"),
         ("minimum", 2.0**17, ValueError, "minimum has 131072.0"),
         ("minimum", "1", TypeError, "minimum has '1'; expected a number"),
-        ("consecutive_hysteresis", 1, TypeError, "consecutive_hysteresis has 1; expected True or False"),
+        (
+            "consecutive_hysteresis",
+            1,
+            TypeError,
+            "consecutive_hysteresis has 1; expected True or False",
+        ),
     ],
 )
 def test_bad_options(option: str, value: Any, kind: type[Exception], text: str) -> None:
@@ -135,13 +154,18 @@ def test_the_state_goes_on_where_it_was() -> None:
         assert scales(second, steps[cut:]) == expected[cut:]
 
 
-@pytest.mark.parametrize("state", [3, {"scale": 1.0}, {"scale": "1", "stable_steps": 0, "hysteresis_left": 1}])
+@pytest.mark.parametrize(
+    "state", [3, {"scale": 1.0}, {"scale": "1", "stable_steps": 0, "hysteresis_left": 1}]
+)
 def test_a_state_that_is_none(state: Any) -> None:
     with pytest.raises(TypeError, match=r"load: state_dict\[.loss_scale.\]"):
         LossScaler(LossScale()).check_state("load", state)
 
 
-@pytest.mark.parametrize(("key", "value"), [("scale", 0.0), ("scale", -1.0), ("stable_steps", -1), ("hysteresis_left", 0)])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("scale", 0.0), ("scale", -1.0), ("stable_steps", -1), ("hysteresis_left", 0)],
+)
 def test_a_state_that_no_scale_had(key: str, value: float) -> None:
     scaler = LossScaler(LossScale())
     state = scaler.state()

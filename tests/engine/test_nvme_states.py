@@ -1,4 +1,6 @@
-"""States in files: the same bits as anywhere else, bounded memory, no file left behind, damage and full disks named."""
+"""States in files: the same bits as anywhere else, bounded memory, no file left behind, damage
+and full disks named.
+"""
 
 import os
 import re
@@ -17,7 +19,18 @@ from shardcore._native import _C
 from shardcore.engine import disk, nvme_states
 from shardcore.estimate import predict
 from tests.support.choice import combinations
-from tests.support.models import Net, Run, batch_of, error_of, hash_of, hash_of_training, loss_of, make_net, stepped, train
+from tests.support.models import (
+    Net,
+    Run,
+    batch_of,
+    error_of,
+    hash_of,
+    hash_of_training,
+    loss_of,
+    make_net,
+    stepped,
+    train,
+)
 from tests.support.ranks import run_ranks
 from tests.support.tiers import FORMS, WAYS, in_memory, run_on_disk
 
@@ -38,7 +51,9 @@ def _hashes(rank: int, world_size: int, runs: list[Run]) -> list[str]:
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize(("stage", "form", "way"), combinations([0, 1, 2, 3], list(FORMS), list(WAYS), meet=1))
+@pytest.mark.parametrize(
+    ("stage", "form", "way"), combinations([0, 1, 2, 3], list(FORMS), list(WAYS), meet=1)
+)
 def test_one_hash_wherever_states_lie(stage: int, form: str, way: str, tmp_path: Path) -> None:
     run = _run(tmp_path, stage, form, way)
     runs = [in_memory(run), run]
@@ -46,7 +61,9 @@ def test_one_hash_wherever_states_lie(stage: int, form: str, way: str, tmp_path:
     assert list(tmp_path.iterdir()) == [], "no file has a name"
 
 
-def test_a_write_that_is_left_out_changes_the_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: None) -> None:
+def test_a_write_that_is_left_out_changes_the_hash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: None
+) -> None:
     run = _run(tmp_path)
     expected = hash_of_training(*train(0, run)[:2])
     after, left = nvme_states.NvmeStates.after, [3]
@@ -74,14 +91,21 @@ def _saves_and_loads(rank: int, world_size: int, folder: str, wait: bool) -> lis
         stepped(other, other_optimizer, rank, 4)
         plain, plain_optimizer, _ = train(rank, in_memory(run, stage=1))
         stepped(plain, plain_optimizer, rank, 4)
-        return [hash_of_training(*pair) for pair in ((model, optimizer), (other, other_optimizer), (plain, plain_optimizer))]
+        return [
+            hash_of_training(*pair)
+            for pair in ((model, optimizer), (other, other_optimizer), (plain, plain_optimizer))
+        ]
 
 
-def test_a_background_save_reads_files_when_it_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: None) -> None:
+def test_a_background_save_reads_files_when_it_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: None
+) -> None:
     model, optimizer, _ = train(0, _run(tmp_path / "nvme"))
     read: list[int] = []
     kept = nvme_states.NvmeStates.kept
-    monkeypatch.setattr(nvme_states.NvmeStates, "kept", lambda *args: read.append(args[3]) or kept(*args))
+    monkeypatch.setattr(
+        nvme_states.NvmeStates, "kept", lambda *args: read.append(args[3]) or kept(*args)
+    )
     monkeypatch.setattr(threading.Thread, "start", lambda thread: None)
     saving = shardcore.save(tmp_path / "saved", model, optimizer, wait=False)
     assert read == [], "nothing is kept in host memory until then"
@@ -102,12 +126,20 @@ def test_memory_is_bounded_and_predicted(tmp_path: Path, small: None) -> None:
     model, _, _ = train(0, run)
     found = shardcore.memory_report(model)
     twin = make_net()
-    expected = predict(twin, shardcore.FusedAdam(twin.parameters()), 2, world_size=1, precision="bf16", **run.shard).resting
-    assert found.by_tier["nvme"] == expected.by_tier["nvme"] >= 12 * sum(p.numel() for p in Net().parameters())
+    expected = predict(
+        twin, shardcore.FusedAdam(twin.parameters()), 2, world_size=1, precision="bf16", **run.shard
+    ).resting
+    assert (
+        found.by_tier["nvme"]
+        == expected.by_tier["nvme"]
+        >= 12 * sum(p.numel() for p in Net().parameters())
+    )
     assert found.by_tier["cpu"] == expected.by_tier["cpu"]
     place = 2 * 4096 + 4096  # a chunk in whole blocks, and what aligns it
     of_chunks = (nvme_states.PLACES + 1) * place + 5 * 512 * 4
-    assert found.by_tier["cpu"] == of_chunks + disk.ENGINE_BYTES, "as large as the largest chunk alone"
+    assert found.by_tier["cpu"] == of_chunks + disk.ENGINE_BYTES, (
+        "as large as the largest chunk alone"
+    )
 
 
 def test_nothing_grows(tmp_path: Path, small: None) -> None:
@@ -149,14 +181,25 @@ def test_a_full_disk_is_an_error_at_once(tmp_path: Path, monkeypatch: pytest.Mon
     assert list(tmp_path.iterdir()) == []
     run = _run(tmp_path, form="fp32")
     run.shard["offload"]["durable"] = True
-    with pytest.raises(RuntimeError, match=r"No space left on device.*make room, or ask for less; nothing was changed"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"No space left on device.*make room, or ask for less; nothing was changed",
+    ):
         train(0, run)
-    assert [path.name for path in tmp_path.iterdir()] == ["rank_00000.lock"], "what there is no room for takes none"
+    assert [path.name for path in tmp_path.iterdir()] == ["rank_00000.lock"], (
+        "what there is no room for takes none"
+    )
 
 
-def test_a_failed_step_is_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: None) -> None:
+def test_a_failed_step_is_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: None
+) -> None:
     model, optimizer, _ = train(0, _run(tmp_path, form="fp32"))
-    monkeypatch.setattr(nvme_states.NvmeStates, "_check", lambda self, chunk, place: (_ for _ in ()).throw(OSError(5, "bad")))
+    monkeypatch.setattr(
+        nvme_states.NvmeStates,
+        "_check",
+        lambda self, chunk, place: (_ for _ in ()).throw(OSError(5, "bad")),
+    )
     loss_of(model, batch_of(4, 0, 0)).backward()
     assert "updating the weights failed on its way" in error_of(optimizer.step)
     assert "some weights are new, some are not" in error_of(optimizer.step)
@@ -175,7 +218,9 @@ def test_parts_are_read_and_written_across_chunks(tmp_path: Path, small: None) -
     model, optimizer, _ = train(0, _run(tmp_path, 0, "fp32"))
     state = optimizer.state_dict()
     for entry in state["state"].values():
-        entry["exp_avg"] = torch.randn(entry["exp_avg"].shape, generator=torch.Generator().manual_seed(1))
+        entry["exp_avg"] = torch.randn(
+            entry["exp_avg"].shape, generator=torch.Generator().manual_seed(1)
+        )
     optimizer.load_state_dict(state)
     again = optimizer.state_dict()
     kept = hash_of([entry["exp_avg"] for entry in again["state"].values()])
@@ -184,8 +229,9 @@ def test_parts_are_read_and_written_across_chunks(tmp_path: Path, small: None) -
         assert shardcore.full_state(param, "exp_avg").equal(entry["exp_avg"])
 
 
-# 384 MiB of states; beside weights and gradients (4 bytes per parameter) the process may take a third of that, and 64 MiB. Or
-# 1.1 GiB of states and weights, all on disk: beside gradients (2 bytes per parameter) it may take a third of that.
+# 384 MiB of states; beside weights and gradients (4 bytes per parameter) the process may take a
+# third of that, and 64 MiB. Or 1.1 GiB of states and weights, all on disk: beside gradients (2
+# bytes per parameter) it may take a third of that.
 LARGE = """
 import re, resource, sys, torch, shardcore
 from shardcore.engine import nvme_states
@@ -223,20 +269,30 @@ print(hash_of_training(model, optimizer))
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("on_disk", "too_much"), [("states", "cpu"), ("weights", "only states")])
-def test_states_three_times_as_large_as_memory_train_to_the_same_bits(on_disk: str, too_much: str, tmp_path: Path) -> None:
+def test_states_three_times_as_large_as_memory_train_to_the_same_bits(
+    on_disk: str, too_much: str, tmp_path: Path
+) -> None:
     def ends(*arguments: str) -> Any:
         command = [sys.executable, "-c", LARGE, *arguments, str(tmp_path / arguments[1]), on_disk]
-        own = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}  # else glibc keeps what was freed between small allocations
+        # else glibc keeps what was freed between small allocations
+        own = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
         return subprocess.run(command, capture_output=True, text=True, check=False, env=own)
 
-    limited, free, too_large = ends("limited", "nvme"), ends("free", "cpu"), ends("limited", too_much)
+    limited, free, too_large = (
+        ends("limited", "nvme"),
+        ends("free", "cpu"),
+        ends("limited", too_much),
+    )
     assert limited.returncode == 0, limited.stderr
     assert limited.stdout == free.stdout
     assert too_large.returncode == 1
-    assert re.search("MemoryError|can't (allocate memory|start new thread)", too_large.stderr), too_large.stderr
+    assert re.search("MemoryError|can't (allocate memory|start new thread)", too_large.stderr), (
+        too_large.stderr
+    )
 
 
-# A small training first, so that threads, code and caches are there; then one whose memory is compared with what is predicted.
+# A small training first, so that threads, code and caches are there; then one whose memory is
+# compared with what is predicted.
 RESIDENT = """
 import ctypes, gc, sys, torch, shardcore
 from pathlib import Path
@@ -283,5 +339,6 @@ def test_resident_memory_is_what_is_predicted(durable: str, tmp_path: Path) -> N
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     grown, predicted = map(int, done.stdout.split())
-    unused = 0 if durable == "durable" else disk.ENGINE_BYTES  # is allocated, and resident where io_uring has locked it
+    # is allocated, and resident where io_uring has locked it
+    unused = 0 if durable == "durable" else disk.ENGINE_BYTES
     assert 0.98 * predicted - unused < grown < 1.02 * predicted

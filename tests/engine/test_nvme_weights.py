@@ -1,4 +1,6 @@
-"""Weights in files: the same bits as anywhere else, read ahead, never old ones; memory, disk and time predicted."""
+"""Weights in files: the same bits as anywhere else, read ahead, never old ones; memory, disk and
+time predicted.
+"""
 
 import gc
 import os
@@ -44,7 +46,12 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 def _run(form: str, folder: Path | str | None, **shard: Any) -> Run:
     precision, adam = FORMS[form]
     if folder is not None:
-        shard["offload"] = {"optimizer": "nvme", "params": "nvme", "path": str(folder), "durable": False}
+        shard["offload"] = {
+            "optimizer": "nvme",
+            "params": "nvme",
+            "path": str(folder),
+            "durable": False,
+        }
     return Run(3, 4, precision=precision, shard=shard, adam={"lr": 1e-2, **adam})
 
 
@@ -71,7 +78,9 @@ def test_one_hash_with_skipped_steps_edits_and_loads(form: str, way: str, tmp_pa
 
 
 @pytest.mark.parametrize("what", ["a write", "an edit"])
-def test_what_does_not_reach_the_file_changes_the_hash(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_reach_the_file_changes_the_hash(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = hashes_of(0, 1, [_run("masters", None)])
     if what == "a write":
         monkeypatch.setattr(NvmeWeights, "_start_write", lambda self, chunk, place: None)
@@ -81,7 +90,9 @@ def test_what_does_not_reach_the_file_changes_the_hash(what: str, tmp_path: Path
 
 
 class _OfAGpu(Wrapped):
-    """Copies of a tier whose device is another one than the CPU: there are no values here, only which tensors it is given."""
+    """Copies of a tier whose device is another one than the CPU: there are no values here, only
+    which tensors it is given.
+    """
 
     def to_tier(self, target: torch.Tensor, source: torch.Tensor) -> Any:
         assert source.device.type == "meta"
@@ -121,7 +132,9 @@ def _after_a_failed_forward(folder: Path | None) -> str:
     return hash_of_training(model, optimizer)
 
 
-def test_what_was_read_ahead_of_a_step_is_not_used_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_read_ahead_of_a_step_is_not_used_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = _after_a_failed_forward(None)
     assert _after_a_failed_forward(tmp_path) == expected
     monkeypatch.setattr(NvmeWeights, "_drop", lambda self, chunk: None)
@@ -146,7 +159,9 @@ def test_frozen_weights_and_units_used_twice(tmp_path: Path) -> None:
     assert found == expected
 
 
-def test_every_shard_is_read_once_per_use_and_ahead_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_shard_is_read_once_per_use_and_ahead_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
     model, _, _ = train(0, _run("masters", tmp_path), Net(depth=5))
     seen: list[str] = []
@@ -168,7 +183,9 @@ def test_every_shard_is_read_once_per_use_and_ahead_of_it(tmp_path: Path, monkey
     assert seen == ["use the root", "read the root", "use blocks.0", "read blocks.0", *ahead]
     seen.clear()
     loss.backward()
-    assert seen == [f"{what} blocks.{block}" for block in (3, 2, 1, 0) for what in ("read", "use")], "the last one stayed"
+    assert seen == [
+        f"{what} blocks.{block}" for block in (3, 2, 1, 0) for what in ("read", "use")
+    ], "the last one stayed"
 
 
 def test_a_step_reads_and_writes_what_is_predicted(tmp_path: Path) -> None:
@@ -179,10 +196,14 @@ def test_a_step_reads_and_writes_what_is_predicted(tmp_path: Path) -> None:
     stepped(model, optimizer, 0, 9)
     moved = {key: store.moved_bytes[key] - before[key] for key in before}
     twin = make_net()
-    disk = predict(twin, shardcore.FusedAdam(twin.parameters()), 3, world_size=1, precision="bf16", **run.shard).disk
+    disk = predict(
+        twin, shardcore.FusedAdam(twin.parameters()), 3, world_size=1, precision="bf16", **run.shard
+    ).disk
     assert disk is not None
     assert moved["to_nvme"] == disk.written
-    assert 0.7 * disk.read < moved["from_nvme"] <= disk.read, "the root and the last block are read once, not twice"
+    assert 0.7 * disk.read < moved["from_nvme"] <= disk.read, (
+        "the root and the last block are read once, not twice"
+    )
 
 
 @pytest.mark.more
@@ -191,7 +212,14 @@ def test_memory_is_bounded_and_predicted(tmp_path: Path) -> None:
         run = _run("masters", tmp_path, prefetch=prefetch)
         model, _, _ = train(0, run)
         found, twin = shardcore.memory_report(model), make_net()
-        expected = predict(twin, shardcore.FusedAdam(twin.parameters()), 3, world_size=1, precision="bf16", **run.shard).resting
+        expected = predict(
+            twin,
+            shardcore.FusedAdam(twin.parameters()),
+            3,
+            world_size=1,
+            precision="bf16",
+            **run.shard,
+        ).resting
         assert found.by_tier == expected.by_tier
         numel = sum(p.numel() for p in Net().parameters())
         assert found.by_tier["nvme"] >= 14 * numel
@@ -204,7 +232,9 @@ def test_memory_is_bounded_and_predicted(tmp_path: Path) -> None:
         ("write:EIO@4096", "write at offset 4096"),
     ],
 )
-def test_errors_name_file_and_offset(faults: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_name_file_and_offset(
+    faults: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made: list[bool] = []
 
     def engine() -> Any:
@@ -248,19 +278,33 @@ def test_nothing_grows(tmp_path: Path) -> None:
 def test_what_is_refused(stage: int, offload: dict[str, Any], says: str, tmp_path: Path) -> None:
     model = nn.Linear(4, 4)
     given = {"optimizer": "nvme", "params": "nvme", "path": str(tmp_path), **offload}
-    assert says in error_of(lambda: shardcore.shard(model, shardcore.FusedAdam(model.parameters()), stage, offload=given))
+    assert says in error_of(
+        lambda: shardcore.shard(
+            model, shardcore.FusedAdam(model.parameters()), stage, offload=given
+        )
+    )
 
 
 def test_prefetch_is_checked() -> None:
-    for stage, prefetch, says in ((2, 2, "at stage 2"), (3, -1, "0 or more"), (3, 1.5, "whole number")):
+    for stage, prefetch, says in (
+        (2, 2, "at stage 2"),
+        (3, -1, "0 or more"),
+        (3, 1.5, "whole number"),
+    ):
         model = nn.Linear(4, 4)
-        assert says in error_of(lambda m=model, s=stage, p=prefetch: shardcore.shard(m, None, s, prefetch=p))
+        assert says in error_of(
+            lambda m=model, s=stage, p=prefetch: shardcore.shard(m, None, s, prefetch=p)
+        )
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
-def test_units_are_gathered_as_far_ahead_as_prefetch_says(prefetch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_units_are_gathered_as_far_ahead_as_prefetch_says(
+    prefetch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
-    model, _, _ = train(0, Run(3, shard={"prefetch": prefetch, "offload": {"params": "cpu"}}), Net(depth=5))
+    model, _, _ = train(
+        0, Run(3, shard={"prefetch": prefetch, "offload": {"params": "cpu"}}), Net(depth=5)
+    )
     most = 0
     units = engine_behind("test", model).unsharder.units
 

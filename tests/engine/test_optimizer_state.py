@@ -1,4 +1,6 @@
-"""State dicts, options and states of a sharded model's optimizer: exact, exchangeable with torch, effective when loaded."""
+"""State dicts, options and states of a sharded model's optimizer: exact, exchangeable with
+torch, effective when loaded.
+"""
 
 import copy
 import itertools
@@ -10,7 +12,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 import shardcore
 from shardcore.engine.optimizer_state import OptimizerStateIO
@@ -22,11 +27,19 @@ ADAM = {"lr": 1e-2, "weight_decay": 0.1}
 CPU, PARAMS = {"optimizer": "cpu"}, {"optimizer": "cpu", "params": "cpu"}
 PLACES: list[tuple[int, str, Any]] = [
     (stage, precision, CPU if offloaded else None)
-    for stage, precision, offloaded in few([*itertools.product((0, 1, 2, 3), ("fp32", "bf16"), (False, True))])
+    for stage, precision, offloaded in few(
+        [*itertools.product((0, 1, 2, 3), ("fp32", "bf16"), (False, True))]
+    )
 ]
 PLACES += [(2, "bf16", CPU | {"ratio": 0.37}), (3, "fp32", PARAMS), (3, "bf16", PARAMS)]
-RUNS = [Run(stage=stage, precision=precision, shard={"offload": offload}, steps=3) for stage, precision, offload in PLACES]
-IDS = [f"stage{r.stage}-{r.precision}-{'-'.join(map(str, (r.shard['offload'] or {'device': ''}).values()))}" for r in RUNS]
+RUNS = [
+    Run(stage=stage, precision=precision, shard={"offload": offload}, steps=3)
+    for stage, precision, offload in PLACES
+]
+IDS = [
+    f"stage{r.stage}-{r.precision}-{'-'.join(map(str, (r.shard['offload'] or {'device': ''}).values()))}"
+    for r in RUNS
+]
 
 
 def _one_step(model: nn.Module, optimizer: Any, rank: int, step: int) -> None:
@@ -36,7 +49,9 @@ def _one_step(model: nn.Module, optimizer: Any, rank: int, step: int) -> None:
 
 
 def _resumed(rank: int, world_size: int, run: Run) -> list[str]:
-    """Train on; the second model starts elsewhere, loads the first one's state dicts and must end at the same bits."""
+    """Train on; the second model starts elsewhere, loads the first one's state dicts and must
+    end at the same bits.
+    """
     model, optimizer, _ = train(rank, run)
     saved = model.state_dict(), optimizer.state_dict()
     _are_whole(run, model, *saved)
@@ -50,19 +65,25 @@ def _resumed(rank: int, world_size: int, run: Run) -> list[str]:
 
 
 def _are_whole(run: Run, model: nn.Module, weights: dict[str, Any], adam: dict[str, Any]) -> None:
-    """Check that state dicts have ordinary tensors of full shapes, from the masters: bfloat16 weights hide what those know."""
+    """Check that state dicts have ordinary tensors of full shapes, from the masters: bfloat16
+    weights hide what those know.
+    """
     expected, state = make_net().state_dict(), adam["state"]
     assert list(weights) == list(expected)
     for key, value in weights.items():
         assert (value.shape, value.dtype) == (expected[key].shape, torch.float32)
-        assert value.untyped_storage().nbytes() <= value.numel() * 4, "ordinary tensors of their own memory"
+        assert value.untyped_storage().nbytes() <= value.numel() * 4, (
+            "ordinary tensors of their own memory"
+        )
     assert list(state) == list(range(len(list(model.parameters()))))
     for number, param in enumerate(model.parameters()):
         assert state[number]["exp_avg"].shape == param.shape
         assert state[number]["step"].item() == run.steps
         assert torch.equal(state[number]["exp_avg"], shardcore.full_state(param, "exp_avg"))
     with shardcore.full_params(model):
-        same = [torch.equal(param.float(), weights[name]) for name, param in model.named_parameters()]
+        same = [
+            torch.equal(param.float(), weights[name]) for name, param in model.named_parameters()
+        ]
     assert all(same) == (run.precision == "fp32")
 
 
@@ -100,7 +121,9 @@ def test_torch_continues_from_a_sharded_state_and_back(stage: int, kind: str) ->
 
 @pytest.mark.parametrize(("precision", "offload"), [("fp32", None), ("fp32", CPU), ("bf16", None)])
 def test_the_optimizers_state_is_carried_into_the_shards(precision: str, offload: Any) -> None:
-    """Two steps, shard, two steps: as four steps under the engine from the start (float32: also before it)."""
+    """Two steps, shard, two steps: as four steps under the engine from the start (float32: also
+    before it).
+    """
     model = make_net()
     optimizer: Any = shardcore.FusedAdam(model.parameters(), **ADAM)
     for step in range(2):
@@ -117,8 +140,12 @@ def test_the_optimizers_state_is_carried_into_the_shards(precision: str, offload
             assert torch.allclose(p, q, rtol=0.05, atol=5e-3)
 
 
-@pytest.mark.parametrize(("kind", "offload"), [(torch.optim.AdamW, CPU), (shardcore.FusedAdam, None)])
-def test_only_one_state_that_is_carried_is_there_twice(kind: Any, offload: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("kind", "offload"), [(torch.optim.AdamW, CPU), (shardcore.FusedAdam, None)]
+)
+def test_only_one_state_that_is_carried_is_there_twice(
+    kind: Any, offload: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = make_net()
     optimizer = kind(model.parameters())
     _one_step(model, optimizer, 0, 0)
@@ -137,13 +164,17 @@ def test_only_one_state_that_is_carried_is_there_twice(kind: Any, offload: Any, 
 
 @pytest.mark.parametrize("run", RUNS, ids=IDS)
 def test_load_state_dict_holds_through_the_next_step(run: Run) -> None:
-    """Weights loaded after shard must reach the masters: with lr 0 and no decay a step must leave them alone, exactly."""
+    """Weights loaded after shard must reach the masters: with lr 0 and no decay a step must
+    leave them alone, exactly.
+    """
     model, optimizer, _ = train(0, Run(**{**run.__dict__, "adam": {"lr": 1e-2}}))
     torch.manual_seed(77)
     given = {key: torch.randn_like(value) for key, value in model.state_dict().items()}
     optimizer.param_groups[0]["lr"] = 0.0
     model.load_state_dict(given)
-    model.blocks[1].load_state_dict({key: value + 1 for key, value in model.blocks[1].state_dict().items()})
+    model.blocks[1].load_state_dict(
+        {key: value + 1 for key, value in model.blocks[1].state_dict().items()}
+    )
     expected = {key: value.clone() for key, value in given.items()}
     for key, value in model.blocks[1].state_dict().items():
         expected[f"blocks.1.{key}"] = value.float()
@@ -198,7 +229,9 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
         model.load_state_dict(model.state_dict(), assign=True)
 
 
-def test_an_empty_read_lies_where_parts_of_both_tiers_are_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_read_lies_where_parts_of_both_tiers_are_put_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     _, optimizer, _ = train(0, Run(shard={"offload": {"optimizer": "cpu", "ratio": 0.5}}))
     engine = optimizer._engine
     bucket = next(bucket for bucket in engine.buckets if bucket.device_numel and bucket.host_numel)
@@ -206,7 +239,9 @@ def test_an_empty_read_lies_where_parts_of_both_tiers_are_put_together(monkeypat
     for name in ("on_device", "on_cpu"):
         store = getattr(engine.store, name)
         read = store.read
-        monkeypatch.setattr(store, "read", lambda *a, _read=read, _name=name: (asked.append(_name), _read(*a))[1])
+        monkeypatch.setattr(
+            store, "read", lambda *a, _read=read, _name=name: (asked.append(_name), _read(*a))[1]
+        )
     assert engine.store.read(bucket, "exp_avg", 0, 0).numel() == 0
     assert asked == ["on_cpu"]
 
@@ -215,17 +250,25 @@ def one_backward(model: nn.Module) -> None:
     loss_of(model, batch_of(9, 0, 0)).backward()
 
 
-@pytest.mark.parametrize(("stage", "key", "value"), [(0, "amsgrad", True), (2, "state_dtype", "bf16"), (2, "master", "fp32")])
+@pytest.mark.parametrize(
+    ("stage", "key", "value"),
+    [(0, "amsgrad", True), (2, "state_dtype", "bf16"), (2, "master", "fp32")],
+)
 def test_options_that_decide_which_states_there_are_stay(stage: int, key: str, value: Any) -> None:
     model, optimizer, _ = train(0, Run(stage=stage, steps=1))
     saved = optimizer.state_dict()
     before = hash_of(model.state_dict().values())
     optimizer.param_groups[0][key] = value
     one_backward(model)
-    with pytest.raises(ValueError, match=rf"step: param_groups\[0\].{key} is {value!r}; expected .*, as when shard\(\)"):
+    with pytest.raises(
+        ValueError,
+        match=rf"step: param_groups\[0\].{key} is {value!r}; expected .*, as when shard\(\)",
+    ):
         optimizer.step()
     assert hash_of(model.state_dict().values()) == before
-    optimizer.load_state_dict(saved) if key == "amsgrad" else optimizer.param_groups[0].update(saved["param_groups"][0])
+    optimizer.load_state_dict(saved) if key == "amsgrad" else optimizer.param_groups[0].update(
+        saved["param_groups"][0]
+    )
     optimizer.step()
 
 
@@ -233,15 +276,21 @@ def test_a_state_dict_of_amsgrad_is_refused_where_there_is_no_maximum() -> None:
     _, given, _ = train(0, Run(steps=1, adam={"amsgrad": True}))
     model, optimizer, _ = train(0, Run(steps=1))
     before = hash_of(model.state_dict().values())
-    with pytest.raises(ValueError, match=r"load_state_dict: param_groups\[0\].amsgrad is True; expected False"):
+    with pytest.raises(
+        ValueError, match=r"load_state_dict: param_groups\[0\].amsgrad is True; expected False"
+    ):
         optimizer.load_state_dict(given.state_dict())
     assert optimizer.param_groups[0]["amsgrad"] is False
     assert hash_of(model.state_dict().values()) == before
 
 
 @pytest.mark.parametrize("kind", [shardcore.FusedAdam, torch.optim.AdamW])
-@pytest.mark.parametrize("bad", [{"exp_avg": torch.zeros(3)}, {"ema": torch.zeros(5)}, {"step": torch.tensor(1.5)}])
-def test_a_bad_state_is_refused_before_anything_changes(kind: Any, bad: dict[str, torch.Tensor]) -> None:
+@pytest.mark.parametrize(
+    "bad", [{"exp_avg": torch.zeros(3)}, {"ema": torch.zeros(5)}, {"step": torch.tensor(1.5)}]
+)
+def test_a_bad_state_is_refused_before_anything_changes(
+    kind: Any, bad: dict[str, torch.Tensor]
+) -> None:
     model = make_net()
     optimizer = kind(model.parameters())
     one_backward(model)
@@ -249,7 +298,9 @@ def test_a_bad_state_is_refused_before_anything_changes(kind: Any, bad: dict[str
     optimizer.zero_grad()
     good = dict(optimizer.state[model.gain])
     optimizer.state[model.gain] = good | bad
-    with pytest.raises((ValueError, TypeError), match=r"shard: the optimizer's state of param_groups\[0\] params"):
+    with pytest.raises(
+        (ValueError, TypeError), match=r"shard: the optimizer's state of param_groups\[0\] params"
+    ):
         shardcore.shard(model, optimizer, 2, precision="bf16")
     assert model.gain.dtype == torch.float32
     assert not hasattr(model, "_shardcore_engine")
@@ -272,8 +323,12 @@ def test_zero_grad_forgets_what_a_user_assigned(stage: int) -> None:
 
 def test_after_a_sparse_gradient_training_goes_on() -> None:
     model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 4))
-    model, optimizer = shardcore.shard(model, shardcore.FusedAdam(model.parameters()), 2, precision="fp32")
-    with pytest.raises(ValueError, match=r"0.weight has layout torch.sparse_coo; expected a dense gradient"):
+    model, optimizer = shardcore.shard(
+        model, shardcore.FusedAdam(model.parameters()), 2, precision="fp32"
+    )
+    with pytest.raises(
+        ValueError, match=r"0.weight has layout torch.sparse_coo; expected a dense gradient"
+    ):
         model(torch.arange(3)).sum().backward()
     optimizer.zero_grad()
     model[0].sparse = False
@@ -309,7 +364,10 @@ def test_state_shows_parameters_and_step_counts() -> None:
     model, optimizer, _ = train(0, Run(steps=3))
     assert len(optimizer.state) == len(list(model.parameters()))
     assert optimizer.state[model.gain]["step"] == 3
-    with pytest.raises(KeyError, match=r"optimizer\.state: 'exp_avg' was read, but states are sharded; expected shardcore\."):
+    with pytest.raises(
+        KeyError,
+        match=r"optimizer\.state: 'exp_avg' was read, but states are sharded; expected shardcore\.",
+    ):
         optimizer.state[model.gain]["exp_avg"]
     with pytest.raises(TypeError):
         optimizer.state[model.gain] = {}
@@ -340,15 +398,26 @@ def _other_entries(rank: int, world_size: int, kind: Any) -> list[Any]:
         lambda: optimizer.state.clear(),
         lambda: setattr(optimizer, "state", {}),
     ):
-        with pytest.raises(TypeError, match=r"optimizer\.state: .* states are sharded; expected optimizer\.load_state_dict"):
+        with pytest.raises(
+            TypeError,
+            match=r"optimizer\.state: .* states are sharded; expected optimizer\.load_state_dict",
+        ):
             change()
     optimizer.param_groups.extend(optimizer.param_groups)
     twice = optimizer.state_dict()
     ids = twice["param_groups"][0]["params"]
     assert [group["params"] for group in twice["param_groups"]] == [ids, ids]
-    with pytest.raises(ValueError, match=r"load_state_dict: param_groups has 2 groups; expected 1, as shard\(\) found them"):
+    with pytest.raises(
+        ValueError,
+        match=r"load_state_dict: param_groups has 2 groups; expected 1, as shard\(\) found them",
+    ):
         optimizer.load_state_dict(twice)
-    return [saved["state"]["tokens"], saved["state"]["ema"], twice["state"]["tokens"], list(twice["state"])[:-1] == ids]
+    return [
+        saved["state"]["tokens"],
+        saved["state"]["ema"],
+        twice["state"]["tokens"],
+        list(twice["state"])[:-1] == ids,
+    ]
 
 
 @pytest.mark.parametrize("kind", [shardcore.FusedAdam, torch.optim.AdamW])
@@ -374,14 +443,20 @@ def test_parameters_that_no_optimizer_updates_are_named(caplog: pytest.LogCaptur
         caplog.clear()
         model = make_net()
         with caplog.at_level(logging.WARNING, "shardcore"):
-            shardcore.shard(model, shardcore.FusedAdam(model.blocks.parameters()), stage, precision="bf16")
+            shardcore.shard(
+                model, shardcore.FusedAdam(model.blocks.parameters()), stage, precision="bf16"
+            )
         said = [record.getMessage() for record in caplog.records]
-        assert [message.startswith("shard: no group of the optimizer has these") for message in said] == [True] * stage
+        assert [
+            message.startswith("shard: no group of the optimizer has these") for message in said
+        ] == [True] * stage
     assert all(name in said[0] for name in ("gain", "inp.weight", "inp.bias", "head.weight"))
 
 
 def _submodule(rank: int, world_size: int, stage: int) -> bool:
-    model, _, _ = train(rank, Run(stage=stage, precision="bf16", shard={"overlap_step": stage == 2}))
+    model, _, _ = train(
+        rank, Run(stage=stage, precision="bf16", shard={"overlap_step": stage == 2})
+    )
     whole, block = model.state_dict(), model.blocks[1].state_dict()
     with shardcore.full_params(model):
         copied = copy.deepcopy(model.blocks[1]).state_dict()
@@ -392,7 +467,10 @@ def _submodule(rank: int, world_size: int, stage: int) -> bool:
             prefixed = model.blocks[1].state_dict(prefix=prefix, **into)
             assert list(prefixed) == [prefix + key for key in block]
             assert all(prefixed[prefix + key].equal(value) for key, value in block.items())
-    for parts in ({"outer": model, "alias": model.blocks[1]}, {"alias": model.blocks[1], "outer": model}):
+    for parts in (
+        {"outer": model, "alias": model.blocks[1]},
+        {"alias": model.blocks[1], "outer": model},
+    ):
         prefixed = nn.ModuleDict(parts).state_dict()  # as a LightningModule has a part of its model
         assert all(prefixed[f"outer.{key}"].equal(value) for key, value in whole.items())
         assert all(prefixed[f"alias.{key}"].equal(value) for key, value in block.items())

@@ -1,4 +1,6 @@
-"""Muon: torch's own alone, the same on shards, one hash over stages and tiers, whole matrices whatever their cuts."""
+"""Muon: torch's own alone, the same on shards, one hash over stages and tiers, whole matrices
+whatever their cuts.
+"""
 
 import weakref
 from pathlib import Path
@@ -27,7 +29,9 @@ PLACES: list[tuple[int, dict[str, Any]]] = [
 def make_model() -> nn.Module:
     """A model of one unit: the shards of two ranks meet inside its second matrix."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(10, 24), nn.Tanh(), nn.Linear(24, 37), nn.Tanh(), nn.Linear(37, 5))
+    return nn.Sequential(
+        nn.Linear(10, 24), nn.Tanh(), nn.Linear(24, 37), nn.Tanh(), nn.Linear(37, 5)
+    )
 
 
 def _groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -58,13 +62,18 @@ def test_alone_it_is_torchs_muon_and_adamw_and_exchanges_states_with_shards() ->
     matrices, others = _groups(torchs)
     others.pop("use_muon")
     _train(plain, [optimizer], range(3))
-    _train(torchs, [torch.optim.Muon([matrices], weight_decay=0.1), torch.optim.AdamW([others])], range(3))
+    _train(
+        torchs,
+        [torch.optim.Muon([matrices], weight_decay=0.1), torch.optim.AdamW([others])],
+        range(3),
+    )
     for key, value in torchs.state_dict().items():
         assert torch.equal(plain.state_dict()[key], value)
     model, sharded = _sharded(3)
     _train(model, [sharded], range(3))
     for key, value in plain.state_dict().items():
-        # A step moves an element by at most lr * 0.2 * sqrt(37) * 1.3; both round it to bfloat16 at the same places.
+        # A step moves an element by at most lr * 0.2 * sqrt(37) * 1.3; both round it to bfloat16 at
+        # the same places.
         torch.testing.assert_close(model.state_dict()[key], value, rtol=0, atol=2**-20)
     theirs = optimizer.state_dict()
     sharded.load_state_dict(theirs)
@@ -73,7 +82,9 @@ def test_alone_it_is_torchs_muon_and_adamw_and_exchanges_states_with_shards() ->
             assert torch.equal(state[key], theirs["state"][number][key])
 
 
-def _hashes(rank: int, world_size: int, places: list[tuple[int, dict[str, Any]]], precision: str | None) -> list[str]:
+def _hashes(
+    rank: int, world_size: int, places: list[tuple[int, dict[str, Any]]], precision: str | None
+) -> list[str]:
     found = []
     for stage, options in places:
         with pytest.MonkeyPatch.context() as patch:
@@ -88,7 +99,10 @@ def _hashes(rank: int, world_size: int, places: list[tuple[int, dict[str, Any]]]
 @pytest.mark.parametrize(("world_size", "precision"), [(2, "bf16"), (4, None)])
 def test_one_hash_over_stages_and_tiers(world_size: int, precision: str | None) -> None:
     places = PLACES if world_size == 2 else PLACES[::2] + PLACES[-1:]
-    assert len({one for found in run_ranks(world_size, _hashes, places, precision) for one in found}) == 1
+    assert (
+        len({one for found in run_ranks(world_size, _hashes, places, precision) for one in found})
+        == 1
+    )
 
 
 def _without_gather(rank: int, world_size: int) -> list[str]:
@@ -109,7 +123,9 @@ def test_momentum_left_out_gives_another_hash(monkeypatch: pytest.MonkeyPatch) -
     assert _hashes(0, 1, [(2, {})], None) != expected
 
 
-def test_one_bucket_at_a_time_has_an_orthogonalized_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_bucket_at_a_time_has_an_orthogonalized_gradient(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     made: list[weakref.ref[torch.Tensor]] = []
     way = orthogonalize._way
 
@@ -151,7 +167,10 @@ def test_an_error_on_a_rank_lets_no_other_wait(stage: int, where: str) -> None:
     others, mine = run_ranks(2, _fails, stage, where)
     assert others[0] == "nothing"
     assert "rank 1 refused the step" in others[1]
-    assert all("StepError: step: updating the weights failed on its way (OSError: planted)" in text for text in mine)
+    assert all(
+        "StepError: step: updating the weights failed on its way (OSError: planted)" in text
+        for text in mine
+    )
 
 
 def test_nothing_is_updated_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,7 +203,10 @@ def _goes_on(rank: int, world_size: int, folder: str) -> list[str]:
 
 
 def test_a_checkpoint_goes_on_at_another_stage(tmp_path: Path) -> None:
-    assert len({one for found in run_ranks(2, _goes_on, str(tmp_path / "saved")) for one in found}) == 1
+    assert (
+        len({one for found in run_ranks(2, _goes_on, str(tmp_path / "saved")) for one in found})
+        == 1
+    )
 
 
 def test_what_muon_cannot_do_is_refused() -> None:

@@ -1,4 +1,6 @@
-"""The overlapped step: the same bits as a step that is complete when it returns, every read waits, one order of collectives."""
+"""The overlapped step: the same bits as a step that is complete when it returns, every read
+waits, one order of collectives.
+"""
 
 import copy
 import pickle
@@ -20,7 +22,16 @@ from shardcore.engine import engine as engine_module
 from shardcore.engine.overlap_step import OverlapStep, PendingGroup, PendingParams
 from tests.support.choice import combinations
 from tests.support.groups import LIVELY, as_on_nccl, device_decides
-from tests.support.models import Run, batch_of, hash_of, hash_of_training, loss_of, micro_steps, stepped, train
+from tests.support.models import (
+    Run,
+    batch_of,
+    hash_of,
+    hash_of_training,
+    loss_of,
+    micro_steps,
+    stepped,
+    train,
+)
 from tests.support.ranks import run_ranks
 from tests.support.schedules import LateStore, SlowStore, start
 
@@ -36,7 +47,9 @@ def _outcome(rank: int, world_size: int, run: Run, schedule: str | None) -> tupl
         optimizer._engine.overlap_step._worker_gathers = False
     losses = []
     for step in range(run.steps):
-        losses += micro_steps(model, optimizer, rank, step, run.accumulate, overflow=step == OVERFLOW and rank == 0)
+        losses += micro_steps(
+            model, optimizer, rank, step, run.accumulate, overflow=step == OVERFLOW and rank == 0
+        )
         optimizer.param_groups[0]["lr"] = 1e-2 / (step + 1)
         optimizer.step()
         optimizer.param_groups[0]["lr"] = float("nan")  # step() has read it
@@ -48,21 +61,37 @@ def _outcome(rank: int, world_size: int, run: Run, schedule: str | None) -> tupl
 
 
 SCHEDULES = ["one late", "both late", "the caller gathers"]
-GRID = combinations([0, 1, 2, 3], [None, "cpu"], ["fp32", "bf16", "fp16"], [(1, None), (3, True), (3, False)], SCHEDULES)
+GRID = combinations(
+    [0, 1, 2, 3],
+    [None, "cpu"],
+    ["fp32", "bf16", "fp16"],
+    [(1, None), (3, True), (3, False)],
+    SCHEDULES,
+)
 
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(("stage", "tier", "precision", "order", "schedule"), GRID)
-def test_the_same_bits_as_a_step_that_waits(stage: int, tier: Any, precision: str, order: Any, schedule: str) -> None:
-    """On one rank or both the weights come as late as the waits allow; a late rank alone must not change the collectives."""
-    options = {"offload": tier and {"optimizer": tier}, "clip_grad_norm": 0.5, "sync_each": order[1]}
+def test_the_same_bits_as_a_step_that_waits(
+    stage: int, tier: Any, precision: str, order: Any, schedule: str
+) -> None:
+    """On one rank or both the weights come as late as the waits allow; a late rank alone must
+    not change the collectives.
+    """
+    options = {
+        "offload": tier and {"optimizer": tier},
+        "clip_grad_norm": 0.5,
+        "sync_each": order[1],
+    }
     options |= {"loss_scale": shardcore.LossScale(initial_power=6)} if precision == "fp16" else {}
     run = Run(stage=stage, steps=STEPS, accumulate=order[0], precision=precision, shard=options)
     assert run_ranks(2, _outcome, run, schedule) == run_ranks(2, _outcome, run, None)
 
 
 def _without(rank: int, world_size: int, missing: str, stage: int, overlap: bool) -> str:
-    """Train while forward leaves out a wait for Adam (of one unit) or for gathers, which is then made at forward's end."""
+    """Train while forward leaves out a wait for Adam (of one unit) or for gathers, which is then
+    made at forward's end.
+    """
     wait, left = OverlapStep.wait_for, []
 
     def but_for_one(self: OverlapStep, buckets: Any) -> None:
@@ -90,17 +119,21 @@ def _without(rank: int, world_size: int, missing: str, stage: int, overlap: bool
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize(("missing", "stage"), [("wait", 0), ("wait", 2), ("wait", 3), ("gather", 1)])
+@pytest.mark.parametrize(
+    ("missing", "stage"), [("wait", 0), ("wait", 2), ("wait", 3), ("gather", 1)]
+)
 def test_a_wait_that_is_left_out_changes_the_losses(missing: str, stage: int) -> None:
     expected = run_ranks(2, _without, "nothing", stage, False)
     assert run_ranks(2, _without, missing, stage, True)[0] != expected[0]
 
 
-# --- without a worker, as on a GPU ------------------------------------------------------------------------------------
+# --- without a worker, as on a GPU ----------------------------------------------------------------
 
 
 def _as_on_a_gpu(rank: int, world_size: int, overlap: bool) -> tuple[str, list[list[str]], bool]:
-    """Return the hash, for each forward the units whose new weights were not waited for as a unit began, and a read's bits."""
+    """Return the hash, for each forward the units whose new weights were not waited for as a
+    unit began, and a read's bits.
+    """
     pending: list[str] = []
     seen: list[list[str]] = []
     all_gather = Comm.all_gather
@@ -149,7 +182,7 @@ def test_without_a_worker_each_forward_waits_for_its_own_gather() -> None:
         assert seen == [[names[1], names[2]], [names[2]], []]
 
 
-# --- reads ------------------------------------------------------------------------------------------------------------
+# --- reads ----------------------------------------------------------------------------------------
 
 
 def _in_full_params(model: Any, optimizer: Any, held: Any) -> list[torch.Tensor]:
@@ -181,9 +214,13 @@ READS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "parameters": lambda model, *_: list(model.parameters()),
     "named_parameters": lambda model, *_: [param for _, param in model.named_parameters()],
     "a submodule's parameters": lambda model, *_: list(model.blocks[2].parameters()),
-    "param_groups": lambda _, optimizer, __: [param for group in optimizer.param_groups for param in group["params"]],
+    "param_groups": lambda _, optimizer, __: [
+        param for group in optimizer.param_groups for param in group["params"]
+    ],
     "all of a group": lambda _, optimizer, __: dict(optimizer.param_groups[0])["params"],
-    "a copy of a module's dict": lambda model, *_: list(dict(model.blocks[2].down._parameters).values()),
+    "a copy of a module's dict": lambda model, *_: list(
+        dict(model.blocks[2].down._parameters).values()
+    ),
     "an attribute": lambda model, *_: [model.head.weight],
     "a layer inside a unit": lambda model, *_: [model.blocks[0].up(HIDDEN)],
     "deepcopy": lambda model, *_: list(copy.deepcopy(model).parameters()),
@@ -193,23 +230,39 @@ READS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "load_state_dict": _loaded,
     "train or eval": _after_mode,
     "optimizer.state_dict": lambda model, optimizer, _: [
-        entry[key] for _, entry in sorted(optimizer.state_dict()["state"].items()) for key in sorted(entry)
+        entry[key]
+        for _, entry in sorted(optimizer.state_dict()["state"].items())
+        for key in sorted(entry)
     ],
     "sharded_state_dict": lambda model, *_: [
-        part for value in shardcore.sharded_state_dict(model).values() for _, part in getattr(value, "ranges", [])
+        part
+        for value in shardcore.sharded_state_dict(model).values()
+        for _, part in getattr(value, "ranges", [])
     ],
     "full_params": _in_full_params,
     "full_state": lambda model, _, held: [shardcore.full_state(held[1], "exp_avg")],
     "synchronize": _synchronized,
 }
 AT_STAGE_3 = [
-    *("forward", "a unit's forward", "state_dict", "optimizer.state_dict", "sharded_state_dict", "full_params", "full_state")
+    *(
+        "forward",
+        "a unit's forward",
+        "state_dict",
+        "optimizer.state_dict",
+        "sharded_state_dict",
+        "full_params",
+        "full_state",
+    )
 ]
 
 
-def _around_steps(reads: Iterable[str], stage: int, offload: Any, overlap: bool) -> dict[str, tuple[list[Any], list[Any]]]:
+def _around_steps(
+    reads: Iterable[str], stage: int, offload: Any, overlap: bool
+) -> dict[str, tuple[list[Any], list[Any]]]:
     """What each of these reads returns before a step, and right after it."""
-    model, optimizer = start(0, Run(stage=stage, precision="bf16", shard={"offload": offload}), overlap)
+    model, optimizer = start(
+        0, Run(stage=stage, precision="bf16", shard={"offload": offload}), overlap
+    )
     held = list(model.parameters())
 
     def read(name: str) -> list[torch.Tensor]:
@@ -226,7 +279,10 @@ def _around_steps(reads: Iterable[str], stage: int, offload: Any, overlap: bool)
     return found
 
 
-@pytest.mark.parametrize(("stage", "offload", "reads"), [(2, OFFLOAD, READS), (3, None, AT_STAGE_3), (0, None, ["parameters"])])
+@pytest.mark.parametrize(
+    ("stage", "offload", "reads"),
+    [(2, OFFLOAD, READS), (3, None, AT_STAGE_3), (0, None, ["parameters"])],
+)
 def test_every_read_waits(stage: int, offload: Any, reads: Iterable[str]) -> None:
     found = _around_steps(reads, stage, offload, overlap=True)
     for name, (before, after) in _around_steps(reads, stage, offload, overlap=False).items():
@@ -239,13 +295,22 @@ def test_reads_see_old_weights_where_nothing_waits(monkeypatch: pytest.MonkeyPat
     """The broken twin of the test above."""
     monkeypatch.setattr(OverlapStep, "_defer_reads", lambda self, *_: None)
     monkeypatch.setattr(PendingGroup, "_waited", lambda group, key: group.own)
-    reads = ("parameters", "param_groups", "all of a group", "an attribute", "a layer inside a unit", "deepcopy")
+    reads = (
+        "parameters",
+        "param_groups",
+        "all of a group",
+        "an attribute",
+        "a layer inside a unit",
+        "deepcopy",
+    )
     for name, (before, after) in _around_steps(reads, 2, OFFLOAD, overlap=True).items():
         assert all(map(torch.equal, before, after)), name
 
 
 class _Recurrent(torch.nn.Module):
-    """An LSTM, which reads a list of its weights, and a hook of the user's that reads weights before the forward."""
+    """An LSTM, which reads a list of its weights, and a hook of the user's that reads weights
+    before the forward.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -253,7 +318,9 @@ class _Recurrent(torch.nn.Module):
         self.rnn, self.seen = torch.nn.LSTM(4, 4), []
         self.blocks = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2))
         self.blocks[1].held = [self.blocks[1].weight]
-        self.blocks[1].register_forward_pre_hook(lambda module, _: self.seen.append(module.held[0].sum().item()))
+        self.blocks[1].register_forward_pre_hook(
+            lambda module, _: self.seen.append(module.held[0].sum().item())
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.blocks[1](self.blocks[0](self.rnn(x)[0]))
@@ -278,7 +345,9 @@ def test_weights_behind_lists_and_hooks() -> None:
     reads: list[Callable[[Any], Any]] = [
         lambda model: model.rnn(torch.ones(3, 2, 4))[0],
         lambda model: model.blocks[1](torch.ones(4)),
-        lambda model: torch.func.functional_call(model, {"blocks.0.weight": torch.ones(4, 4)}, (torch.ones(3, 2, 4),)),
+        lambda model: torch.func.functional_call(
+            model, {"blocks.0.weight": torch.ones(4, 4)}, (torch.ones(3, 2, 4),)
+        ),
     ]
     for read in reads:
         assert _recurrent(True, read) == _recurrent(False, read)
@@ -308,7 +377,12 @@ def test_all_is_there_before_a_collective(monkeypatch: pytest.MonkeyPatch) -> No
     for name in ("all_gather_cpu", "gather_rows"):
         call = getattr(Comm, name)
         monkeypatch.setattr(
-            Comm, name, lambda *given, call=call, **o: (left.append(len(engine.overlap_step._pending)), call(*given, **o))[1]
+            Comm,
+            name,
+            lambda *given, call=call, **o: (
+                left.append(len(engine.overlap_step._pending)),
+                call(*given, **o),
+            )[1],
         )
     for step, call in enumerate((optimizer.step, model.state_dict)):
         stepped(model, optimizer, 0, step)
@@ -318,7 +392,9 @@ def test_all_is_there_before_a_collective(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_schedulers_do_not_wait_for_weights() -> None:
-    """Options of groups are read, set and added while a step is in flight; what holds "params" or all of a group waits."""
+    """Options of groups are read, set and added while a step is in flight; what holds "params"
+    or all of a group waits.
+    """
     model, optimizer = start(0, Run(stage=2), True)
     overlap, own = optimizer._engine.overlap_step, list(optimizer.param_groups)
     stepped(model, optimizer, 0, 0)
@@ -336,7 +412,12 @@ def test_schedulers_do_not_wait_for_weights() -> None:
         assert len(group) == len(list(group)) == len(group.keys()) > len(optimizer.defaults)
         assert "lr" in repr(optimizer)
         assert [type(entry) for entry in optimizer.param_groups] == [PendingGroup]
-        assert {bucket.unit for bucket in overlap._pending} == {"", "blocks.0", "blocks.1", "blocks.2"}
+        assert {bucket.unit for bucket in overlap._pending} == {
+            "",
+            "blocks.0",
+            "blocks.1",
+            "blocks.2",
+        }
         assert own[0]["lr"] == group["lr"]
         copied = way(group)  # a reference that is kept goes on, too
         assert type(copied) is dict
@@ -348,12 +429,15 @@ def test_schedulers_do_not_wait_for_weights() -> None:
 
 
 class _Backwards(torch.nn.Module):
-    """Uses its blocks from the last to the first, or on the `other` rank from the first to the last."""
+    """Uses its blocks from the last to the first, or on the `other` rank from the first to the
+    last.
+    """
 
     def __init__(self, other: bool) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.blocks, self.other = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(3)), other
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(3))
+        self.other = other
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks if self.other else reversed(self.blocks):
@@ -361,17 +445,27 @@ class _Backwards(torch.nn.Module):
         return x
 
 
-def _in_order(rank: int, world_size: int, stage: int, overlap: bool, differ: bool) -> tuple[list[str], str]:
+def _in_order(
+    rank: int, world_size: int, stage: int, overlap: bool, differ: bool
+) -> tuple[list[str], str]:
     model: Any = _Backwards(differ and rank == 1)
     model, optimizer = shardcore.shard(
-        model, shardcore.FusedAdam(model.parameters(), lr=0.1), stage, precision="fp32", overlap_step=overlap
+        model,
+        shardcore.FusedAdam(model.parameters(), lr=0.1),
+        stage,
+        precision="fp32",
+        overlap_step=overlap,
     )
     order = []
     for _ in range(3):
         model(torch.ones(2, 4) + rank).sum().backward()
         with shardcore.full_params(model) if stage == 3 else nullcontext():
             optimizer.step()
-            order = [bucket.unit for bucket in optimizer._engine.overlap_step._pending] if overlap and stage < 3 else []
+            order = (
+                [bucket.unit for bucket in optimizer._engine.overlap_step._pending]
+                if overlap and stage < 3
+                else []
+            )
             if stage == 3:  # held weights are brought in line by the step
                 order = [hash_of([param]) for param in optimizer.param_groups[0]["params"]]
         optimizer.zero_grad()
@@ -392,12 +486,14 @@ def test_weights_that_are_held_whole_are_new_after_the_step() -> None:
     assert run_ranks(2, _in_order, 3, True, False) == run_ranks(2, _in_order, 3, False, False)
 
 
-# --- gradients, averages ----------------------------------------------------------------------------------------------
+# --- gradients, averages --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stage", [0, 2])
 def test_gradients_in_use_are_left_alone(stage: int) -> None:
-    """Backward of a part alone, zeros, and clipping come after the step that still reads the gradients."""
+    """Backward of a part alone, zeros, and clipping come after the step that still reads the
+    gradients.
+    """
 
     def trained(overlap: bool) -> str:
         model, optimizer = start(0, Run(stage=stage), overlap)
@@ -416,7 +512,9 @@ def test_gradients_in_use_are_left_alone(stage: int) -> None:
 
 
 def test_an_average_of_the_weights() -> None:
-    """Over model.parameters() as it is; over references held before with synchronize(), and wrong without."""
+    """Over model.parameters() as it is; over references held before with synchronize(), and
+    wrong without.
+    """
 
     def averaged(overlap: bool, held: bool, synchronize: bool) -> list[torch.Tensor]:
         model, optimizer = start(0, Run(stage=2), overlap)
@@ -448,14 +546,18 @@ def test_an_old_graph_cannot_run_backward_on_new_weights() -> None:
 
 
 class _Streams:
-    """Stands in for torch.cuda: writes down what streams wait for, a current stream for each thread as torch has."""
+    """Stands in for torch.cuda: writes down what streams wait for, a current stream for each
+    thread as torch has.
+    """
 
     def __init__(self) -> None:
         self.log: list[str] = []
         self._current = threading.local()
 
     def current_stream(self, device: Any = None) -> "_Stream":
-        return getattr(self._current, "stream", None) or _Stream(self, threading.current_thread().name)
+        return getattr(self._current, "stream", None) or _Stream(
+            self, threading.current_thread().name
+        )
 
     @contextmanager
     def stream(self, stream: "_Stream") -> Iterator[None]:
@@ -482,7 +584,9 @@ class _Stream:
 
 
 def test_streams_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker's for what step() was called after, and that of who reads for each bucket; no GPU is needed to see it."""
+    """The worker's for what step() was called after, and that of who reads for each bucket; no
+    GPU is needed to see it.
+    """
     streams = _Streams()
     monkeypatch.setattr(torch.cuda, "current_stream", streams.current_stream)
     monkeypatch.setattr(torch.cuda, "stream", streams.stream)
@@ -518,7 +622,10 @@ def _logged(patch: pytest.MonkeyPatch) -> list[str]:
         call: Callable[..., Any] = getattr(owner, attribute)
 
         def logged(*args: Any, **options: Any) -> Any:
-            log.append(f"{name} of {[t.numel() for t in args[0]] if isinstance(args[0], list) else args[0].numel()}")
+            log.append(
+                f"{name} of "
+                f"{[t.numel() for t in args[0]] if isinstance(args[0], list) else args[0].numel()}"
+            )
             return call(*args, **options)
 
         patch.setattr(owner, attribute, logged)
@@ -558,7 +665,9 @@ ORDER_READS: dict[str, Callable[[Any, Any], Any]] = {
 
 def _read_on_one_rank(rank: int, world_size: int, read: str | None) -> tuple[list[str], str, str]:
     with as_on_nccl() as patch:
-        model, optimizer = start(rank, Run(shard={"offload": OFFLOAD}), read is not None, late=False)
+        model, optimizer = start(
+            rank, Run(shard={"offload": OFFLOAD}), read is not None, late=False
+        )
         log = _logged(patch)
         said = ""
         for step in range(3):

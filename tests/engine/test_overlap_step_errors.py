@@ -1,4 +1,6 @@
-"""The overlapped step when things go wrong: the worker fails, Ctrl-C, forks, exit; and two models at once."""
+"""The overlapped step when things go wrong: the worker fails, Ctrl-C, forks, exit; and two
+models at once.
+"""
 
 import gc
 import os
@@ -47,10 +49,16 @@ def _failing(rank: int, world_size: int, stage: int, overlap: bool) -> list[str]
     engine = optimizer._engine
     if rank == 0:
         _Failing(engine.overlap_step or engine.updater, "blocks.1", 2)
-    calls: list[Callable[[], Any]] = [lambda: stepped(model, optimizer, rank, 0), lambda: stepped(model, optimizer, rank, 1)]
+    calls: list[Callable[[], Any]] = [
+        lambda: stepped(model, optimizer, rank, 0),
+        lambda: stepped(model, optimizer, rank, 1),
+    ]
     calls += [optimizer.step, optimizer.step, model.state_dict, optimizer.state_dict]
     if rank == 0:
-        calls += [optimizer.synchronize, *([lambda: model(X), lambda: list(model.blocks[1].parameters())] if overlap else [])]
+        calls += [
+            optimizer.synchronize,
+            *([lambda: model(X), lambda: list(model.blocks[1].parameters())] if overlap else []),
+        ]
     said = []
     for call in calls:
         try:
@@ -64,7 +72,9 @@ def _failing(rank: int, world_size: int, stage: int, overlap: bool) -> list[str]
 
 @pytest.mark.parametrize(("stage", "overlap"), [(0, True), (2, True), (3, True), (2, False)])
 def test_an_error_on_the_way_of_a_step_surfaces_with_its_origin(stage: int, overlap: bool) -> None:
-    """An overlapped step's at the next call, else at once; and no other rank waits for the weights that do not come."""
+    """An overlapped step's at the next call, else at once; and no other rank waits for the
+    weights that do not come.
+    """
     mine, others = run_ranks(2, _failing, stage, overlap)
     assert mine[: 1 + overlap] == others[:2][: 1 + overlap] == ["nothing"] * (1 + overlap)
     for text in mine[1 + overlap :]:
@@ -80,7 +90,9 @@ def test_an_error_on_the_way_of_a_step_surfaces_with_its_origin(stage: int, over
 def test_nothing_is_updated_behind_a_gather_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """The cpu tier's steps go on by themselves, on a thread of their own: they have to be ended."""
     tier_with(monkeypatch, gigabytes_per_second=2e-4)  # 20 ms a unit and more
-    model, optimizer = start(0, Run(stage=2, shard={"offload": {"optimizer": "cpu"}}), True, late=False)
+    model, optimizer = start(
+        0, Run(stage=2, shard={"offload": {"optimizer": "cpu"}}), True, late=False
+    )
     overlap = optimizer._engine.overlap_step
     updated: list[int] = []
 
@@ -94,7 +106,10 @@ def test_nothing_is_updated_behind_a_gather_that_fails(monkeypatch: pytest.Monke
     monkeypatch.setattr(overlap, "_worker_gathers", True)
     monkeypatch.setattr(overlap.comm, "all_gather", gather)
     stepped(model, optimizer, 0, 0)
-    with pytest.raises(RuntimeError, match=r"updating the weights of .* failed after step.. had returned .OSError: planted"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"updating the weights of .* failed after step.. had returned .OSError: planted",
+    ):
         optimizer.synchronize()
     assert len(updated) == len(overlap.units)
     assert len(set(updated[1:])) == 1
@@ -109,7 +124,9 @@ def test_an_error_at_the_end_of_a_step_is_its_error() -> None:
         yield from steps(*arguments)
         raise OSError("planted")
 
-    optimizer._engine.overlap_step.store = type("FailsAtTheEnd", (), {"steps": staticmethod(fails_at_the_end)})()
+    optimizer._engine.overlap_step.store = type(
+        "FailsAtTheEnd", (), {"steps": staticmethod(fails_at_the_end)}
+    )()
     stepped(model, optimizer, 0, 0)
     with pytest.raises(RuntimeError, match=r"failed after step.. had returned .OSError: planted"):
         optimizer.synchronize()
@@ -135,7 +152,8 @@ def _fails_ahead(rank: int, world_size: int) -> list[str]:
     overlap.store = type("FailsLate", (), {"steps": staticmethod(fails_late)})()
     stepped(model, optimizer, rank, 2)
     said = []
-    # Rank 0's step is what rank 1 meets in its forward: with a step of its own it would be alone, to the group's timeout.
+    # Rank 0's step is what rank 1 meets in its forward: with a step of its own it would be alone,
+    # to the group's timeout.
     for call in (lambda: model(X), optimizer.step)[: 2 - rank]:
         try:
             call()
@@ -146,7 +164,9 @@ def _fails_ahead(rank: int, world_size: int) -> list[str]:
 
 @pytest.mark.more
 def test_a_worker_that_fails_behind_a_gather_is_an_error() -> None:
-    """At stage 3 the others wait for the weights that this rank owes; at its next call they learn that it goes elsewhere."""
+    """At stage 3 the others wait for the weights that this rank owes; at its next call they
+    learn that it goes elsewhere.
+    """
     mine, others = run_ranks(2, _fails_ahead)
     assert "updating the weights of blocks.2 failed" in mine[0]
     assert "ranks wait for different things, which can never end: " in others[0]
@@ -159,7 +179,9 @@ def test_ctrl_c_while_waiting_loses_nothing() -> None:
     model, optimizer = start(0, Run(stage=2), True, late=False)
     gate = threading.Event()
     steps = optimizer._engine.store.steps
-    optimizer._engine.overlap_step.store = type("Gate", (), {"steps": lambda self, *a: (gate.wait(30), steps(*a))[1]})()
+    optimizer._engine.overlap_step.store = type(
+        "Gate", (), {"steps": lambda self, *a: (gate.wait(30), steps(*a))[1]}
+    )()
     stepped(model, optimizer, 0, 0)
     main = threading.main_thread().ident
     assert main is not None
@@ -176,7 +198,9 @@ def test_ctrl_c_while_waiting_loses_nothing() -> None:
 
 
 def _with_a_handler(rank: int, world_size: int, overlap: bool) -> tuple[str, bool]:
-    """A signal handler reads all weights, as one that saves does, while the main thread waits for some."""
+    """A signal handler reads all weights, as one that saves does, while the main thread waits
+    for some.
+    """
     model, optimizer = start(rank, Run(stage=2), overlap, late=False)
     read: list[bool] = []
     main = threading.main_thread().ident
@@ -262,11 +286,21 @@ stepped(model, optimizer, 0, 1)
 @pytest.mark.slow
 def test_fork_and_exit_with_a_step_in_flight() -> None:
     # torch's own threads do not survive a fork; Python 3.12 and newer warn of it.
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore::DeprecationWarning"}
-    done = subprocess.run([sys.executable, "-c", _SCRIPT], capture_output=True, text=True, timeout=60, env=environment)
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore::DeprecationWarning",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", _SCRIPT], capture_output=True, text=True, timeout=60, env=environment
+    )
     assert (done.returncode, done.stderr) == (0, "")
     first, second, _, *lines = done.stdout.splitlines()
-    assert lines == [f"child {first}", f"at exit {second}", "step 3: updating the weights of the root"]
+    assert lines == [
+        f"child {first}",
+        f"at exit {second}",
+        "step 3: updating the weights of the root",
+    ]
 
 
 def _forks_alone(rank: int, world_size: int, overlap: bool) -> str:

@@ -13,7 +13,9 @@ def test_the_plan_that_an_engine_keeps_has_no_owners() -> None:
     plan = optimizer._engine.plan
     assert plan.model is None
     assert plan.optimizer is None
-    assert [*plan.members["blocks.0"]] == [f"blocks.0.{name}" for name, _ in model.blocks[0].named_parameters()]
+    assert [*plan.members["blocks.0"]] == [
+        f"blocks.0.{name}" for name, _ in model.blocks[0].named_parameters()
+    ]
     seen = weakref.ref(model)
     gc.disable()
     try:

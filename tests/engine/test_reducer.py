@@ -1,4 +1,6 @@
-"""What counts as a backward: partial accumulation, checkpointing, failures, other graphs, several models."""
+"""What counts as a backward: partial accumulation, checkpointing, failures, other graphs,
+several models.
+"""
 
 from contextlib import nullcontext
 from typing import Any
@@ -31,7 +33,9 @@ ADAM = {"lr": 1e-2, "weight_decay": 0.1}
 @pytest.mark.parametrize("stage", [0, 3])
 def test_gradients_with_graphs_are_added_locally_like_others(stage: int) -> None:
     def trained(create_graph: bool) -> str:
-        model, optimizer, _ = train(0, Run(stage=stage, steps=0, accumulate=2, shard={"sync_each": False}))
+        model, optimizer, _ = train(
+            0, Run(stage=stage, steps=0, accumulate=2, shard={"sync_each": False})
+        )
         for micro in range(2):
             loss_of(model, batch_of(0, micro, 0)).backward(create_graph=create_graph)
         optimizer.step()
@@ -50,7 +54,9 @@ def _accumulated(rank: int, world_size: int, declared: int, use_no_sync: bool) -
 
 
 @pytest.mark.parametrize(("declared", "use_no_sync"), [(4, False), (1, True)])
-def test_step_takes_what_is_there_and_no_sync_is_local_accumulation(declared: int, use_no_sync: bool) -> None:
+def test_step_takes_what_is_there_and_no_sync_is_local_accumulation(
+    declared: int, use_no_sync: bool
+) -> None:
     assert run_ranks(2, _accumulated, declared, use_no_sync) == run_ranks(2, _accumulated, 2, False)
 
 
@@ -93,17 +99,30 @@ def test_checkpointed_blocks_called_twice(reentrant: bool) -> None:
 
 
 def _reused(
-    rank: int, world_size: int, stage: int, units: Any, accumulate: int = 1, precision: str = "bf16", **options: Any
+    rank: int,
+    world_size: int,
+    stage: int,
+    units: Any,
+    accumulate: int = 1,
+    precision: str = "bf16",
+    **options: Any,
 ) -> str:
     torch.manual_seed(0)
-    run = Run(stage=stage, precision=precision, shard={"units": units, "sync_each": False, **options}, accumulate=accumulate)
+    run = Run(
+        stage=stage,
+        precision=precision,
+        shard={"units": units, "sync_each": False, **options},
+        accumulate=accumulate,
+    )
     model, optimizer, _ = train(rank, run, Reused())
     return hash_of_training(model, optimizer)
 
 
 @pytest.mark.more
 def test_units_do_not_show_where_gradients_arrive_in_parts() -> None:
-    """What comes second is added alike, sent bucket or not; and a unit inside a unit stays whole for the second part."""
+    """What comes second is added alike, sent bucket or not; and a unit inside a unit stays whole
+    for the second part.
+    """
     kinds = [(1, "auto"), (1, 10**9), (3, 500), (3, (Block, nn.Sequential))]
     assert len({hash_ for kind in kinds for hash_ in run_ranks(2, _reused, *kind)}) == 1
     few = [kinds[0], kinds[2], kinds[3]]
@@ -130,8 +149,12 @@ def _fails_alone(rank: int, world_size: int) -> str:
     return error_of(lambda: shardcore.clip_grad_norm_(model, 1.0))
 
 
-def test_a_local_backward_that_failed_on_one_rank_is_an_error_of_the_next_read_of_gradients() -> None:
-    """Rank 0 has dropped its gradients, so it would not take part in the reduction of the others'."""
+def test_a_local_backward_that_failed_on_one_rank_is_an_error_of_the_next_read_of_gradients() -> (
+    None
+):
+    """Rank 0 has dropped its gradients, so it would not take part in the reduction of the
+    others'.
+    """
     for text in run_ranks(2, _fails_alone):
         assert "rank 0: 0 backwards since the last step" in text
 
@@ -165,7 +188,9 @@ def test_closures_run() -> None:
         loss.backward()
         return loss
 
-    assert optimizer.step(closure).item() == pytest.approx(loss_of(make_net(), batch_of(0, 0, 0)).item())
+    assert optimizer.step(closure).item() == pytest.approx(
+        loss_of(make_net(), batch_of(0, 0, 0)).item()
+    )
     assert shardcore.full_state(model.gain, "step").item() == 1
 
 
@@ -186,8 +211,12 @@ def test_autograd_grad_is_no_backward(stage: int) -> None:
     assert hash_of_training(model, optimizer) == hash_of_training(expected, expected_optimizer)
 
 
-def test_gradients_that_nothing_cleared_after_a_step_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
-    """From stage 1 on `p.grad = None` clears nothing, which would otherwise show in the loss alone."""
+def test_gradients_that_nothing_cleared_after_a_step_are_named_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """From stage 1 on `p.grad = None` clears nothing, which would otherwise show in the loss
+    alone.
+    """
     for stage, clears, times in ((0, False, 0), (2, False, 1), (3, False, 1), (2, True, 0)):
         model, optimizer, _ = train(0, Run(steps=0, stage=stage))
         optimizer.step()  # there is nothing to clear
@@ -214,7 +243,9 @@ def test_a_failed_backward_is_named_by_the_step_and_training_goes_on(
         optimizer.step()
     assert "its gradients, and those it was to be added to, are dropped" in caplog.text
     for each, adam in ((model, optimizer), (other, its)):
-        loss = loss_of(each, batch_of(1, 0, 0)) if root_forward else each.head(torch.ones(2, 24)).sum()
+        loss = (
+            loss_of(each, batch_of(1, 0, 0)) if root_forward else each.head(torch.ones(2, 24)).sum()
+        )
         loss.backward()
         adam.step()
     assert hash_of_training(model, optimizer) == hash_of_training(other, its)
@@ -235,7 +266,9 @@ def _two_models(rank: int, world_size: int, stage: int) -> list[list[float]]:
     torch.manual_seed(0)
     made: list[Any] = [make_net(), Critic()]
     for model in made:
-        shardcore.shard(model, shardcore.FusedAdam(model.parameters()), stage, precision="fp32", units=1)
+        shardcore.shard(
+            model, shardcore.FusedAdam(model.parameters()), stage, precision="fp32", units=1
+        )
     x, y = batch_of(0, 0, rank)
     ((made[1](made[0](x), both=rank == 0) - y) ** 2).mean().backward()
     return [shardcore.full_grad(p).flatten().tolist() for model in made for p in model.parameters()]
@@ -257,7 +290,9 @@ def test_two_models_in_one_backward_with_a_branch_on_one_rank(stage: int) -> Non
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_branches_on_streams_of_their_own_have_the_bits_of_one_stream(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_branches_on_streams_of_their_own_have_the_bits_of_one_stream(
+    stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def trained() -> str:
         torch.manual_seed(0)
         model, optimizer, _ = train(0, Run(stage=stage, steps=0, accumulate=2), Branched().cuda())
@@ -274,7 +309,9 @@ def test_branches_on_streams_of_their_own_have_the_bits_of_one_stream(stage: int
 
 
 def _hooked(rank: int, world_size: int) -> None:
-    """Compare what hooks that are there before `shard`, and after a step, see with gradients of a plain model."""
+    """Compare what hooks that are there before `shard`, and after a step, see with gradients of
+    a plain model.
+    """
     for stage in range(4):
         plain, net = make_net(), make_net()
         seen: dict[str, list[torch.Tensor]] = {"before": [], "after": []}
@@ -287,7 +324,9 @@ def _hooked(rank: int, world_size: int) -> None:
 
         watch("before", net.parameters())
         options: dict[str, Any] = {"precision": "fp32", "accumulate": 2, "sync_each": stage > 1}
-        model, optimizer = shardcore.shard(net, shardcore.FusedAdam(net.parameters(), lr=0.0), stage, **options)
+        model, optimizer = shardcore.shard(
+            net, shardcore.FusedAdam(net.parameters(), lr=0.0), stage, **options
+        )
         handles: list[Any] = []
         for micro in range(4):
             if micro == 1:
@@ -301,9 +340,15 @@ def _hooked(rank: int, world_size: int) -> None:
                 optimizer.zero_grad()
             plain.zero_grad()
             loss_of(plain, batch_of(0, micro, rank)).backward()
-            expected = sorted(param.grad.norm().item() for param in plain.parameters() if param.grad is not None)
+            expected = sorted(
+                param.grad.norm().item() for param in plain.parameters() if param.grad is not None
+            )
             for name in ("before", "after") if micro in (1, 2) else ("before",):
-                assert sorted(grad.norm().item() for grad in seen[name]) == expected, (stage, micro, name)
+                assert sorted(grad.norm().item() for grad in seen[name]) == expected, (
+                    stage,
+                    micro,
+                    name,
+                )
             assert len(seen["after"]) == len(expected) * (micro in (1, 2))
             for grads in seen.values():
                 grads.clear()

@@ -1,4 +1,6 @@
-"""Weights that begin to train after shard: the bits of a plain training that unfreezes them at the same step."""
+"""Weights that begin to train after shard: the bits of a plain training that unfreezes them at
+the same step.
+"""
 
 from typing import Any
 
@@ -8,12 +10,22 @@ from torch import nn
 
 import shardcore
 from shardcore.engine import regroup
-from tests.support.models import Net, batch_of, hash_of, hash_of_training, loss_of, make_net, stepped
+from tests.support.models import (
+    Net,
+    batch_of,
+    hash_of,
+    hash_of_training,
+    loss_of,
+    make_net,
+    stepped,
+)
 from tests.support.ranks import run_ranks
 
 
 def made(grouped: bool) -> tuple[Net, Any]:
-    """A model of which the head and a norm of block 1 train. grouped: whether the optimizer has blocks 1 and 2 already."""
+    """A model of which the head and a norm of block 1 train. grouped: whether the optimizer has
+    blocks 1 and 2 already.
+    """
     model = make_net().requires_grad_(False)
     trained = [*model.head.parameters(), model.blocks[1].norm.weight]
     for param in trained:
@@ -29,7 +41,9 @@ def steps(model: Any, optimizer: Any, first: int) -> None:
 
 
 def trained(options: dict[str, Any] | None) -> tuple[Any, Any]:
-    """Unfreeze blocks 1 and 2, which a group has, then the rest, in a group of its own. Every rank has the same batches."""
+    """Unfreeze blocks 1 and 2, which a group has, then the rest, in a group of its own. Every
+    rank has the same batches.
+    """
     model, optimizer = made(grouped=True)
     if options is not None:
         model, optimizer = shardcore.shard(model, optimizer, **options)
@@ -38,7 +52,9 @@ def trained(options: dict[str, Any] | None) -> tuple[Any, Any]:
         block.requires_grad_(True) if options is None else shardcore.unfreeze(block)
     steps(model, optimizer, 2)
     model.blocks[1].norm.weight.requires_grad_(False)  # frozen again, for a while: its states stay
-    late = [param for param in model.requires_grad_(True).parameters() if param not in optimizer.state]
+    late = [
+        param for param in model.requires_grad_(True).parameters() if param not in optimizer.state
+    ]
     model.blocks[1].norm.weight.requires_grad_(False)
     optimizer.add_param_group({"params": late, "lr": 3e-3})
     steps(model, optimizer, 4)
@@ -63,7 +79,9 @@ def is_plain(rank: int, world_size: int, options: dict[str, Any], broken: bool) 
     plain, expected = trained(None)
     states = optimizer.state_dict()["state"]
     for number, state in expected.state_dict()["state"].items():
-        if any(not torch.equal(state[key].float(), states[number][key].cpu().float()) for key in state):
+        if any(
+            not torch.equal(state[key].float(), states[number][key].cpu().float()) for key in state
+        ):
             return False
     return hash_of(model.state_dict().values()) == hash_of(plain.state_dict().values())
 
@@ -136,7 +154,9 @@ def refuses(rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match="not the model's"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
     with pytest.raises(ValueError, match=r"rank 1 refused|lr"):
-        optimizer.add_param_group({"params": list(model.inp.parameters()), "lr": -1.0 if rank else 0.1})
+        optimizer.add_param_group(
+            {"params": list(model.inp.parameters()), "lr": -1.0 if rank else 0.1}
+        )
     with pytest.raises(ValueError, match="something else"):
         optimizer.add_param_group({"params": [[*model.inp.parameters()][rank]]})
     loss_of(model, batch_of(0, 0, rank)).backward()
@@ -152,15 +172,26 @@ def add_groups(rank: int, world_size: int, kind: str, stage: int) -> str:
     """Groups that the optimizer's own class completes and checks, which train."""
     model = make_net().requires_grad_(False)
     head = [*model.head.requires_grad_(True).parameters()]
-    made: Any = shardcore.Muon(head, lr=1e-2) if kind == "muon" else torch.optim.SGD(head, lr=1e-2, momentum=0.9)
+    made: Any = (
+        shardcore.Muon(head, lr=1e-2)
+        if kind == "muon"
+        else torch.optim.SGD(head, lr=1e-2, momentum=0.9)
+    )
     model, optimizer = shardcore.shard(model, made, stage)
     steps(model, optimizer, 0)
-    matrices, others = ([p for p in model.blocks.parameters() if (p.ndim == 2) == matrix] for matrix in (True, False))
-    for wrong in ({"lr": -1.0}, {"use_muon": True}) if kind == "muon" else ({"lr": -1.0}, {"momentum": -0.5}):
+    matrices, others = (
+        [p for p in model.blocks.parameters() if (p.ndim == 2) == matrix]
+        for matrix in (True, False)
+    )
+    for wrong in (
+        ({"lr": -1.0}, {"use_muon": True}) if kind == "muon" else ({"lr": -1.0}, {"momentum": -0.5})
+    ):
         with pytest.raises(ValueError, match=r"earning rate|lr|matrix|momentum"):
             optimizer.add_param_group({"params": others, **wrong})
     optimizer.add_param_group({"params": matrices, "weight_decay": 0.1})
-    optimizer.add_param_group({"params": others, **({"use_muon": False} if kind == "muon" else {"momentum": 0.5})})
+    optimizer.add_param_group(
+        {"params": others, **({"use_muon": False} if kind == "muon" else {"momentum": 0.5})}
+    )
     steps(model, optimizer, 2)
     return hash_of_training(model, optimizer)
 
@@ -188,7 +219,9 @@ def averages(rank: int, world_size: int) -> None:
         after = ema.state_dict()["averages"]
         assert all(torch.equal(after[name], value) for name, value in before.items())
         whole = model.state_dict()
-        assert all(torch.equal(value, whole[name]) for name, value in after.items() if name not in before)
+        assert all(
+            torch.equal(value, whole[name]) for name, value in after.items() if name not in before
+        )
         assert len(after) == len(before) + 11
         steps(model, optimizer, 2)
         ema.update()

@@ -1,4 +1,6 @@
-"""Models that `initialize` shards a second time: the values of masters move to new buckets, a few units at a time."""
+"""Models that `initialize` shards a second time: the values of masters move to new buckets, a
+few units at a time.
+"""
 
 import gc
 import weakref
@@ -15,7 +17,8 @@ from tests.support.ranks import run_ranks
 
 BF16 = {"bf16": {"enabled": True}}
 CPU, NVME = {"device": "cpu"}, {"device": "nvme"}
-FORMS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {  # stage, of zero_optimization, of the configuration
+# stage, of zero_optimization, of the configuration
+FORMS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "replicated": (0, {}, {}),
     "states": (1, {"offload_optimizer": CPU}, {}),
     "gradients": (2, {}, BF16),
@@ -24,19 +27,36 @@ FORMS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {  # stage, of ze
     "overlapped": (3, {"offload_optimizer": CPU, "offload_param": CPU}, BF16),
     "files": (3, {"offload_optimizer": NVME, "offload_param": NVME}, {}),
 }
-PAIRS = ["replicated weights", "weights split", "split overlapped", "overlapped gradients", "states files", "files states"]
+PAIRS = [
+    "replicated weights",
+    "weights split",
+    "split overlapped",
+    "overlapped gradients",
+    "states files",
+    "files states",
+]
 
 
 def _config(form: str, folder: str) -> dict[str, Any]:
     stage, zero, more = FORMS[form]
-    tiers = {key: {**tier, "nvme_path": folder} if tier is NVME else tier for key, tier in zero.items()}
+    tiers = {
+        key: {**tier, "nvme_path": folder} if tier is NVME else tier for key, tier in zero.items()
+    }
     return {**ds_config(**more), "zero_optimization": {"stage": stage, **tiers}}
 
 
 def _hooks(model: torch.nn.Module) -> int:
-    kinds = "_forward_pre_hooks", "_forward_hooks", "_state_dict_pre_hooks", "_state_dict_hooks", "_load_state_dict_pre_hooks"
+    kinds = (
+        "_forward_pre_hooks",
+        "_forward_hooks",
+        "_state_dict_pre_hooks",
+        "_state_dict_hooks",
+        "_load_state_dict_pre_hooks",
+    )
     of_params = [len(p._post_accumulate_grad_hooks or ()) for p in model.parameters()]  # type: ignore[attr-defined]
-    return sum(of_params) + sum(len(getattr(module, kind)) for module in model.modules() for kind in kinds)
+    return sum(of_params) + sum(
+        len(getattr(module, kind)) for module in model.modules() for kind in kinds
+    )
 
 
 def _moved(rank: int, world_size: int, first: str, second: str, folder: str) -> None:
@@ -47,7 +67,10 @@ def _moved(rank: int, world_size: int, first: str, second: str, folder: str) -> 
     train(before, rank, 2)
     masters = before.module_state_dict()
     before.backward(before(batch_of(2, 0, rank)[0]).float().square().mean())  # which no step uses
-    held = [weakref.ref(thing) for thing in (before._core.store, before._core.reducer, before.optimizer.state)]
+    held = [
+        weakref.ref(thing)
+        for thing in (before._core.store, before._core.reducer, before.optimizer.state)
+    ]
     after = start(_config(second, folder), model)
     assert not any(ref() for ref in held), "kept by cycles, or by the first engine"
     for name, value in after.module_state_dict().items():
@@ -58,7 +81,9 @@ def _moved(rank: int, world_size: int, first: str, second: str, folder: str) -> 
     assert _hooks(model) == _hooks(fresh)
     for engine in (after, expected):
         train(engine, rank, 2)
-    assert hash_of_training(after, after.optimizer) == hash_of_training(expected, expected.optimizer)
+    assert hash_of_training(after, after.optimizer) == hash_of_training(
+        expected, expected.optimizer
+    )
 
 
 @pytest.mark.cases(3)

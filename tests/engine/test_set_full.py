@@ -1,4 +1,6 @@
-"""Writes of full values: what they refuse, with nothing changed. (What they do: tests/deepspeed/test_fragments.py.)"""
+"""Writes of full values: what they refuse, with nothing changed. (What they do:
+tests/deepspeed/test_fragments.py.)
+"""
 
 import pytest
 import torch
@@ -15,7 +17,9 @@ def test_what_does_not_fit_is_refused() -> None:
     model.inp.requires_grad_(False)
     train(0, Run(stage=2, steps=1), model)
     engine, gain = engine_behind("a test", model), model.gain
-    with pytest.raises(KeyError, match="has no state 'momentum'; expected one of master, exp_avg, exp_avg_sq"):
+    with pytest.raises(
+        KeyError, match="has no state 'momentum'; expected one of master, exp_avg, exp_avg_sq"
+    ):
         set_full_state(engine, gain, "momentum", torch.tensor(0.0))
     with pytest.raises(ValueError, match=r"value has shape \(2,\); expected \(\), the parameter's"):
         set_full_state(engine, gain, "exp_avg", torch.zeros(2))
@@ -37,7 +41,9 @@ def _different(rank: int, world_size: int) -> list[str]:
         error_of(lambda: set_full_grad(engine, model.gain, value)),
     ]
     with shardcore.full_params(model):
-        errors.append(error_of(lambda: set_full_state(engine, model.gain, "master", torch.tensor(1.0))))
+        errors.append(
+            error_of(lambda: set_full_state(engine, model.gain, "master", torch.tensor(1.0)))
+        )
     after = shardcore.full_state(model.gain, "exp_avg"), shardcore.full_grad(model.gain)
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
     return errors

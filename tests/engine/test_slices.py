@@ -1,4 +1,6 @@
-"""Tensor-parallel models: the unsliced model within rounding, one hash over stages and tiers, full state dicts."""
+"""Tensor-parallel models: the unsliced model within rounding, one hash over stages and tiers,
+full state dicts.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -23,34 +25,51 @@ from tests.support.slices import WIDTH, lm_loss, make_lm, mesh_of, sharded_lm, s
 
 OFFLOAD: dict[str, Any] = {"optimizer": "cpu"}
 STREAMING = OFFLOAD | {"gradients": "cpu", "params": "cpu"}
-Case = tuple[int, bool, dict[str, Any]]  # stage, whether the stream is cut by positions, options of shard
+# stage, whether the stream is cut by positions, options of shard
+Case = tuple[int, bool, dict[str, Any]]
 PLAIN: Case = (2, True, {})
 LATE: Case = (1, True, {"offload": OFFLOAD, "overlap_step": True})
 STREAMED: Case = (3, True, {"offload": STREAMING, "overlap_step": True})
 
 
-def _train(rank: int, world: int, tp: int, cases: list[Case], steps: int = 2, adagrad: bool = False) -> list[Any]:
-    """For each case: the hash, the weights and the norms. Adagrad makes its states as it is made, not in its first step."""
+def _train(
+    rank: int, world: int, tp: int, cases: list[Case], steps: int = 2, adagrad: bool = False
+) -> list[Any]:
+    """For each case: the hash, the weights and the norms. Adagrad makes its states as it is
+    made, not in its first step.
+    """
     mesh, found = mesh_of(world, tp), []
     for stage, sequence, options in cases:
         if adagrad:
             model: Any = make_lm()
             if tp > 1:
                 slice_lm(model, mesh["tp"], sequence)
-            model, optimizer = shardcore.shard(model, torch.optim.Adagrad(model.parameters()), stage, process_group=mesh["dp"])
+            model, optimizer = shardcore.shard(
+                model, torch.optim.Adagrad(model.parameters()), stage, process_group=mesh["dp"]
+            )
         else:
             model, optimizer = sharded_lm(mesh, stage, sequence, **options)
         norms = train_lm(model, optimizer, mesh, range(steps))
         tier = (options.get("offload") or {}).get("optimizer", "device")
-        assert shardcore.memory_report(model).by_tier[tier] > 0, "the states are where they are to be"
-        found.append((hash_of_training(model, optimizer), {k: v.tolist() for k, v in model.state_dict().items()}, norms))
+        assert shardcore.memory_report(model).by_tier[tier] > 0, (
+            "the states are where they are to be"
+        )
+        found.append(
+            (
+                hash_of_training(model, optimizer),
+                {k: v.tolist() for k, v in model.state_dict().items()},
+                norms,
+            )
+        )
     return found
 
 
 def _error(found: Any, expected: Any) -> float:
     """The largest difference between two trainings' weights, relative to one, and norms."""
     assert list(found[1]) == list(expected[1])
-    pairs = [(torch.tensor(found[1][key]), torch.tensor(value)) for key, value in expected[1].items()]
+    pairs = [
+        (torch.tensor(found[1][key]), torch.tensor(value)) for key, value in expected[1].items()
+    ]
     pairs.append((torch.tensor(found[2]), torch.tensor(expected[2])))
     return max(((a - b).abs() / b.abs().clamp(1.0)).max().item() for a, b in pairs)
 
@@ -59,14 +78,17 @@ def _error(found: Any, expected: Any) -> float:
     ("dp", "cases"),
     [
         (1, [(0, True, {}), LATE, STREAMED, (2, False, {})]),
-        pytest.param(2, [(0, True, {}), PLAIN, (3, True, {}), (2, False, {})], marks=pytest.mark.more),
+        pytest.param(
+            2, [(0, True, {}), PLAIN, (3, True, {}), (2, False, {})], marks=pytest.mark.more
+        ),
     ],
 )
 def test_the_unsliced_model_within_rounding_and_one_hash(dp: int, cases: list[Case]) -> None:
     plain = run_ranks(dp, _train, 1, [PLAIN])[0][0]
     found = run_ranks(2 * dp, _train, 2, cases)
     for of_rank in found:
-        assert len({hashed for hashed, *_ in of_rank[:-1]}) == 1  # without positions the sums have another order
+        # without positions the sums have another order
+        assert len({hashed for hashed, *_ in of_rank[:-1]}) == 1
         assert all(_error(one, plain) < 2e-6 for one in of_rank)
     assert len({of_rank[0][0] for of_rank in found}) == 1
 
@@ -88,7 +110,12 @@ FORMS: dict[int, dict[str, Any]] = {
 @pytest.mark.more
 @pytest.mark.parametrize(("tp", "cases"), [(2, [PLAIN, STREAMED]), (4, [(0, True, {}), LATE])])
 def test_one_hash_over_forms(tp: int, cases: list[Case]) -> None:
-    found = run_ranks(4, _train, tp, [(stage, sequence, options | FORMS[tp]) for stage, sequence, options in cases])
+    found = run_ranks(
+        4,
+        _train,
+        tp,
+        [(stage, sequence, options | FORMS[tp]) for stage, sequence, options in cases],
+    )
     assert len({hashed for of_rank in found for hashed, *_ in of_rank}) == 1
 
 
@@ -96,7 +123,9 @@ def test_states_and_weights_on_nvme_have_the_same_hash(tmp_path: Any) -> None:
     nvme = OFFLOAD | {"optimizer": "nvme", "path": str(tmp_path), "durable": False}
     cases: list[Case] = [PLAIN, (1, True, {"offload": nvme, "overlap_step": True})]
     cases.append((3, True, {"offload": nvme | {"gradients": "cpu", "params": "nvme"}}))
-    assert len({hashed for of_rank in run_ranks(4, _train, 2, cases) for hashed, *_ in of_rank}) == 1
+    assert (
+        len({hashed for of_rank in run_ranks(4, _train, 2, cases) for hashed, *_ in of_rank}) == 1
+    )
 
 
 _local = Slice.local
@@ -119,7 +148,9 @@ def test_what_all_ranks_have_counts_once() -> None:
 
 
 class Beside(nn.Module):
-    """A sliced layer, and one that adds to its part of the outputs, as adapters do: a plain weight of local shape."""
+    """A sliced layer, and one that adds to its part of the outputs, as adapters do: a plain
+    weight of local shape.
+    """
 
     def __init__(self, base: nn.Module) -> None:
         super().__init__()
@@ -130,13 +161,17 @@ class Beside(nn.Module):
 
 
 def _unlike(rank: int, world: int, stages: list[int]) -> list[tuple[str, bool]]:
-    """What the first step says of gradients that differ between tensor-parallel ranks, and whether it wrote nothing."""
+    """What the first step says of gradients that differ between tensor-parallel ranks, and
+    whether it wrote nothing.
+    """
     mesh, found = mesh_of(world, 2), []
     for stage in stages:
         model: Any = make_lm()
         slice_lm(model, mesh["tp"], False)
         model.blocks[1].mlp.up = Beside(model.blocks[1].mlp.up)
-        model, optimizer = shardcore.shard(model, shardcore.FusedAdam(model.parameters()), stage, process_group=mesh["dp"])
+        model, optimizer = shardcore.shard(
+            model, shardcore.FusedAdam(model.parameters()), stage, process_group=mesh["dp"]
+        )
         before = hash_of_training(model, optimizer)
         text = error_of(partial(train_lm, model, optimizer, mesh, range(1)))
         found.append((text, hash_of_training(model, optimizer) == before))
@@ -147,7 +182,8 @@ def test_gradients_that_differ_between_tensor_parallel_ranks_are_named_at_the_fi
     for of_rank in run_ranks(4, _unlike, [0, 2, 3]):
         for text, kept in of_rank:
             assert text.startswith(
-                "ValueError: step: the gradient of blocks.1.mlp.up.adapter.bias, which every tensor-parallel"
+                "ValueError: step: the gradient of blocks.1.mlp.up.adapter.bias, which every "
+                "tensor-parallel"
             )
             assert "(none was updated)" in text
             assert kept
@@ -163,11 +199,13 @@ def test_a_gradient_whose_sum_over_the_mesh_is_not_taken_is_seen() -> None:
         assert text.startswith("ValueError: step: the gradient of "), text
 
 
-# --- state dicts ----------------------------------------------------------------------------------------------------------
+# --- state dicts ----------------------------------------------------------------------------------
 
 
 def _through_state_dicts(rank: int, world: int) -> list[bool]:
-    """From a model of dp x tp at stage 3 to a plain one, and one at stage 0, and on, by full state dicts."""
+    """From a model of dp x tp at stage 3 to a plain one, and one at stage 0, and on, by full
+    state dicts.
+    """
     mesh = mesh_of(world, 2)
     model, optimizer = sharded_lm(mesh, 3)
     train_lm(model, optimizer, mesh, range(2))
@@ -196,14 +234,20 @@ def _save_sharded(rank: int, world: int, tp: int, stage: int, folder: str) -> st
     mesh = mesh_of(world, tp)
     model, optimizer = sharded_lm(mesh, stage)
     train_lm(model, optimizer, mesh, range(2))
-    state = {"model": shardcore.sharded_state_dict(model), "optimizer": shardcore.sharded_state_dict(optimizer)}
+    state = {
+        "model": shardcore.sharded_state_dict(model),
+        "optimizer": shardcore.sharded_state_dict(optimizer),
+    }
     dcp.save(state, checkpoint_id=folder)
     return hash_of_training(model, optimizer)
 
 
 def _load_sharded(rank: int, world: int, tp: int, stage: int, folder: str) -> str:
     model, optimizer = sharded_lm(mesh_of(world, tp), stage)
-    state = {"model": shardcore.sharded_state_dict(model), "optimizer": shardcore.sharded_state_dict(optimizer)}
+    state = {
+        "model": shardcore.sharded_state_dict(model),
+        "optimizer": shardcore.sharded_state_dict(optimizer),
+    }
     dcp.load(state, checkpoint_id=folder)
     shardcore.load_sharded_state_dict(model, state["model"])
     shardcore.load_sharded_state_dict(optimizer, state["optimizer"])
@@ -215,14 +259,16 @@ SHAPES = [(4, 2), (4, 1), (2, 2), (1, 1)]  # ranks, and how many of them slice
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(("before", "after"), [(0, 1), (3, 2)])
-def test_sharded_state_dicts_reshard_over_both_dimensions(before: int, after: int, tmp_path: Any) -> None:
+def test_sharded_state_dicts_reshard_over_both_dimensions(
+    before: int, after: int, tmp_path: Any
+) -> None:
     (ranks, tp), (new_ranks, new_tp) = SHAPES[before], SHAPES[after]
     saved = run_ranks(ranks, _save_sharded, tp, before % 4, str(tmp_path))
     loaded = run_ranks(new_ranks, _load_sharded, new_tp, 3 - after % 4, str(tmp_path))
     assert len({*saved, *loaded}) == 1
 
 
-# --- gradients, edits and frozen weights ----------------------------------------------------------------------------------
+# --- gradients, edits and frozen weights ----------------------------------------------------------
 
 
 def _gradients(rank: int, world: int, stage: int) -> list[Any]:
@@ -285,11 +331,18 @@ def _frozen(rank: int, world: int, stages: list[int]) -> list[tuple[str, bool]]:
             model.get_parameter(name).requires_grad_(False)
         given = [param for param in model.parameters() if param.requires_grad]
         model, optimizer = shardcore.shard(
-            model, torch.optim.AdamW(given, lr=1e-2), stage, process_group=mesh["dp"], precision="bf16"
+            model,
+            torch.optim.AdamW(given, lr=1e-2),
+            stage,
+            process_group=mesh["dp"],
+            precision="bf16",
         )
         train_lm(model, optimizer, mesh, range(2))
         state = model.state_dict()
-        untouched = torch.equal(state["blocks.0.mlp.up.weight"].float(), make_lm().blocks[0].mlp.up.weight.bfloat16().float())
+        untouched = torch.equal(
+            state["blocks.0.mlp.up.weight"].float(),
+            make_lm().blocks[0].mlp.up.weight.bfloat16().float(),
+        )
         model.load_state_dict(state)
         found.append((hash_of(value.float() for value in model.state_dict().values()), untouched))
     return found
@@ -302,11 +355,13 @@ def test_frozen_slices_and_weights_that_differ_before() -> None:
     assert all(untouched for of_rank in found for _, untouched in of_rank)
 
 
-# --- what begins to train later, and what is no longer sharded -------------------------------------------------------------
+# --- what begins to train later, and what is no longer sharded ------------------------------------
 
 
 def _later(rank: int, world: int, tp: int, cases: list[Case], broken: bool = False) -> list[Any]:
-    """Train queries and keys after two steps, what else is frozen after three. Then detach, shard anew, and train on."""
+    """Train queries and keys after two steps, what else is frozen after three. Then detach,
+    shard anew, and train on.
+    """
     mesh, found, move = mesh_of(world, tp), [], regroup._move
 
     def forgets(engine: Any, gone: Any, made: list[Bucket]) -> None:
@@ -318,28 +373,45 @@ def _later(rank: int, world: int, tp: int, cases: list[Case], broken: bool = Fal
         model: Any = make_lm()
         if tp > 1:
             slice_lm(model, mesh["tp"], sequence)
-        attention, later = model.blocks[1].attention, [*model.blocks[1].attention.out.parameters(), *model.norm.parameters()]
+        attention, later = (
+            model.blocks[1].attention,
+            [*model.blocks[1].attention.out.parameters(), *model.norm.parameters()],
+        )
         for param in [*later, attention.query.weight, attention.key.weight]:
             param.requires_grad_(False)
         given = [param for param in model.parameters() if all(param is not one for one in later)]
         optimizer: Any = shardcore.FusedAdam(given, lr=1e-2)
-        model, optimizer = shardcore.shard(model, optimizer, stage, process_group=mesh["dp"], clip_grad_norm=0.5, **options)
+        model, optimizer = shardcore.shard(
+            model, optimizer, stage, process_group=mesh["dp"], clip_grad_norm=0.5, **options
+        )
         norms = train_lm(model, optimizer, mesh, range(2))
         with mock.patch.object(regroup, "_move", forgets):
             for module in (attention.query, attention.key):
                 shardcore.unfreeze(module)
             norms += train_lm(model, optimizer, mesh, range(2, 3))
-            optimizer.add_param_group({"params": [param.requires_grad_() for param in later], "lr": 3e-3})
+            optimizer.add_param_group(
+                {"params": [param.requires_grad_() for param in later], "lr": 3e-3}
+            )
         norms += train_lm(model, optimizer, mesh, range(3, 5))
         weights, hashed = model.state_dict(), hash_of_training(model, optimizer)
         detach(model)
         shown = {
-            name: value.full_tensor() if tp > 1 and is_dtensor(value) else value for name, value in model.state_dict().items()
+            name: value.full_tensor() if tp > 1 and is_dtensor(value) else value
+            for name, value in model.state_dict().items()
         }
         assert all(torch.equal(value, weights[name]) for name, value in shown.items())
-        model, optimizer = shardcore.shard(model, shardcore.FusedAdam(model.parameters()), 2, process_group=mesh["dp"])
+        model, optimizer = shardcore.shard(
+            model, shardcore.FusedAdam(model.parameters()), 2, process_group=mesh["dp"]
+        )
         train_lm(model, optimizer, mesh, range(1))
-        found.append((hashed, {k: v.tolist() for k, v in weights.items()}, norms, hash_of_training(model, optimizer)))
+        found.append(
+            (
+                hashed,
+                {k: v.tolist() for k, v in weights.items()},
+                norms,
+                hash_of_training(model, optimizer),
+            )
+        )
     return found
 
 
@@ -354,14 +426,19 @@ def test_slices_that_train_later_and_detached_ones() -> None:
 
 
 def test_lost_counts_of_slices_are_seen() -> None:
-    plain, found = run_ranks(2, _later, 1, LATER[:1])[0][0], run_ranks(4, _later, 2, LATER[:1], True)
+    plain, found = (
+        run_ranks(2, _later, 1, LATER[:1])[0][0],
+        run_ranks(4, _later, 2, LATER[:1], True),
+    )
     assert _error(found[0][0], plain) > 1e-4
 
 
 def _refused_on_one(rank: int, world: int) -> list[str]:
     model, optimizer = sharded_lm(mesh_of(world, 2), 2, frozen="blocks.1")
     late = [param.requires_grad_() for param in model.blocks[1].parameters()]
-    texts = [error_of(lambda: optimizer.add_param_group({"params": late, "lr": -1.0 if rank else 0.1}))]
+    texts = [
+        error_of(lambda: optimizer.add_param_group({"params": late, "lr": -1.0 if rank else 0.1}))
+    ]
     assert len(optimizer.param_groups) == 1
     return texts
 
@@ -372,7 +449,7 @@ def test_a_group_that_one_slice_refuses_is_in_none() -> None:
     assert "lr" in second[0]
 
 
-# --- what is refused ------------------------------------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 
 
 def _refusals(rank: int, world: int, folder: str) -> list[str]:
@@ -397,7 +474,11 @@ def _refusals(rank: int, world: int, folder: str) -> list[str]:
     refused(lambda: shardcore.shard(sliced, optimizer, process_group=mesh["dp"]))
     both = make_lm()
     slice_lm(both, init_device_mesh("cpu", (world,)), sequence=False)
-    refused(lambda: shardcore.shard(both, shardcore.FusedAdam(both.parameters()), process_group=mesh["dp"]))
+    refused(
+        lambda: shardcore.shard(
+            both, shardcore.FusedAdam(both.parameters()), process_group=mesh["dp"]
+        )
+    )
     return texts
 
 

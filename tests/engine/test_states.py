@@ -1,7 +1,8 @@
-"""Formats of states under shard: split masters, bfloat16 and 8-bit moments, weights rounded stochastically without a master.
+"""Formats of states under shard: split masters, bfloat16 and 8-bit moments, weights rounded
+stochastically without a master.
 
-Each format has one hash, that of the unsharded optimizer, over stages, tiers, worlds (whose ranks see the same batch) and ways
-to get there; broken twins must not have it.
+Each format has one hash, that of the unsharded optimizer, over stages, tiers, worlds (whose ranks
+see the same batch) and ways to get there; broken twins must not have it.
 """
 
 import warnings
@@ -41,8 +42,15 @@ MAX_NORM = 0.5
 STEPS = 3
 # (stage, offload, units, and perhaps overlap_step): what must not show in the bits
 PLACES = [
-    (stage, offload, "auto" if stage % 2 == i else 500) for stage in (0, 1, 2, 3) for i, offload in enumerate((None, CPU_TIER))
-] + [(1, PART, 500, True), (2, LEAVING, "auto"), (3, ALL_TIERS, 500, True), (3, CPU_TIER | {"params": "cpu"}, "auto")]
+    (stage, offload, "auto" if stage % 2 == i else 500)
+    for stage in (0, 1, 2, 3)
+    for i, offload in enumerate((None, CPU_TIER))
+] + [
+    (1, PART, 500, True),
+    (2, LEAVING, "auto"),
+    (3, ALL_TIERS, 500, True),
+    (3, CPU_TIER | {"params": "cpu"}, "auto"),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +73,9 @@ class Model(Net):
 
 
 def make(form: str) -> tuple[Model, Any]:
-    """A bfloat16 model and its optimizer; two groups, not in the model's order, and a frozen parameter among them."""
+    """A bfloat16 model and its optimizer; two groups, not in the model's order, and a frozen
+    parameter among them.
+    """
     torch.manual_seed(0)
     model = Model().bfloat16()
     model.blocks[1].up.weight.requires_grad_(False)
@@ -78,7 +88,15 @@ def make(form: str) -> tuple[Model, Any]:
 def sharded(form: str, place: tuple[Any, ...], **more: Any) -> tuple[Model, Any]:
     stage, offload, units, *overlap_step = place
     model, optimizer = make(form)
-    return shardcore.shard(model, optimizer, stage, offload=offload, units=units, overlap_step=overlap_step == [True], **more)
+    return shardcore.shard(
+        model,
+        optimizer,
+        stage,
+        offload=offload,
+        units=units,
+        overlap_step=overlap_step == [True],
+        **more,
+    )
 
 
 def go(model: nn.Module, optimizer: Any, start: int, end: int) -> None:
@@ -119,7 +137,9 @@ def _hash_of_form(form: str, place: tuple[Any, ...], **more: Any) -> str:
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(("form", "world_size"), combinations(FORMATS, [1, 2, 3], meet=1))
 @pytest.mark.parametrize("every", EVERY)
-def test_each_format_has_the_unsharded_bits_everywhere(form: str, world_size: int, every: int) -> None:
+def test_each_format_has_the_unsharded_bits_everywhere(
+    form: str, world_size: int, every: int
+) -> None:
     """Stages, tiers, units, cuts into shards; the ranks' gradients are equal."""
     expected = unsharded(form)
     places = PLACES if world_size == 1 else part(PLACES, every, list(FORMATS).index(form))
@@ -129,7 +149,10 @@ def test_each_format_has_the_unsharded_bits_everywhere(form: str, world_size: in
 
 def _hybrid(rank: int, world_size: int, forms: dict[str, int]) -> list[str]:
     mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("node", "rank"))
-    return [_hash_of_form(form, (stage, CPU_TIER, 500), process_group=mesh) for form, stage in forms.items()]
+    return [
+        _hash_of_form(form, (stage, CPU_TIER, 500), process_group=mesh)
+        for form, stage in forms.items()
+    ]
 
 
 @pytest.mark.more
@@ -139,14 +162,19 @@ def test_replicas_draw_the_same_random_bits() -> None:
 
 
 @pytest.mark.parametrize("overlap_step", [False, True])
-def test_a_share_that_is_chosen_late_keeps_the_bits(overlap_step: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_share_that_is_chosen_late_keeps_the_bits(
+    overlap_step: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("shardcore.engine.split_store.choose_ratio", lambda *_: 0.5)
     auto = CPU_TIER | {"ratio": "auto", "device_memory_limit": 1 << 30}
     model, optimizer = sharded("split 8bit", (2, auto, 500, overlap_step))
     go(model, optimizer, 0, MEASURED_STEPS + 3)
     optimizer.synchronize()
     store_now, buckets = optimizer._engine.store, optimizer._engine.buckets
-    assert {tier for bucket in buckets for tier, _, size in store_now.stored(bucket) if size} == {"device", "cpu"}
+    assert {tier for bucket in buckets for tier, _, size in store_now.stored(bucket) if size} == {
+        "device",
+        "cpu",
+    }
     assert fingerprint(model, optimizer) == unsharded("split 8bit", MEASURED_STEPS + 3)
 
 
@@ -158,7 +186,7 @@ def test_formats_differ_unless_they_are_lossless() -> None:
     assert len(set(hashes.values())) == len(FORMATS) - 2
 
 
-# --- broken twins -----------------------------------------------------------------------------------------------------
+# --- broken twins ---------------------------------------------------------------------------------
 
 
 def _replan(change: Callable[[Any], Any]) -> Callable[[pytest.MonkeyPatch], None]:
@@ -166,7 +194,10 @@ def _replan(change: Callable[[Any], Any]) -> Callable[[pytest.MonkeyPatch], None
         spans_of = Updater._spans_of
 
         def changed(*arguments: Any) -> Any:
-            return {bucket: [change(span) for span in spans] for bucket, spans in spans_of(*arguments).items()}
+            return {
+                bucket: [change(span) for span in spans]
+                for bucket, spans in spans_of(*arguments).items()
+            }
 
         patch.setattr(Updater, "_spans_of", changed)
 
@@ -186,12 +217,24 @@ def _forget_remainders(patch: pytest.MonkeyPatch) -> None:
 
 def _chunks_count_anew(patch: pytest.MonkeyPatch) -> None:
     part = store.Span.part
-    patch.setattr(store.Span, "part", lambda span, offset, numel: replace(part(span, offset, numel), key=span.key))
+    patch.setattr(
+        store.Span,
+        "part",
+        lambda span, offset, numel: replace(part(span, offset, numel), key=span.key),
+    )
 
 
 TWINS: dict[str, tuple[str, Any, Any]] = {
-    "elements counted in the shard": ("8bit", None, _replan(lambda span: replace(span, key=(span.key[0], span.start)))),
-    "parameters counted in the bucket": ("stochastic", None, _replan(lambda span: replace(span, key=(0, span.key[1])))),
+    "elements counted in the shard": (
+        "8bit",
+        None,
+        _replan(lambda span: replace(span, key=(span.key[0], span.start))),
+    ),
+    "parameters counted in the bucket": (
+        "stochastic",
+        None,
+        _replan(lambda span: replace(span, key=(0, span.key[1]))),
+    ),
     "spans over several parameters": (
         "8bit",
         None,
@@ -212,7 +255,7 @@ def test_a_broken_format_changes_the_hash(twin: str, monkeypatch: pytest.MonkeyP
     assert _hash_of_form(form, (2, offload, "auto")) != expected
 
 
-# --- state dicts ------------------------------------------------------------------------------------------------------
+# --- state dicts ----------------------------------------------------------------------------------
 
 SAVED, LOADED = (3, ALL_TIERS, 500, True), (2, None, "auto")
 
@@ -241,7 +284,9 @@ def _resumed(rank: int, world_size: int, form: str) -> dict[str, str]:
     end("whole into an unsharded one", plain, plain_optimizer)
     before, before_optimizer = make(form)
     go(before, before_optimizer, 0, 2)
-    before, before_optimizer = shardcore.shard(before, before_optimizer, LOADED[0], precision="bf16")
+    before, before_optimizer = shardcore.shard(
+        before, before_optimizer, LOADED[0], precision="bf16"
+    )
     end("carried into shards", before, before_optimizer)
     last, last_optimizer = sharded(form, (SAVED[0], None, SAVED[2]))
     shardcore.load_sharded_state_dict(last, shards[0])
@@ -266,7 +311,9 @@ def test_full_state_shows_what_state_dicts_show() -> None:
         for key, value in entry.items():
             assert torch.equal(shardcore.full_state(params[number], key), value)
             assert value.dtype == torch.float32
-    with pytest.raises(KeyError, match="no state 'remainder'; expected one of step, exp_avg, exp_avg_sq, master"):
+    with pytest.raises(
+        KeyError, match="no state 'remainder'; expected one of step, exp_avg, exp_avg_sq, master"
+    ):
         shardcore.full_state(params[0], "remainder")
 
 
@@ -274,16 +321,22 @@ def test_what_a_format_cannot_keep_is_warned_of() -> None:
     model, optimizer = sharded("fp32", SAVED)
     go(model, optimizer, 0, 2)
     state, shards = optimizer.state_dict(), shardcore.sharded_state_dict(optimizer)
-    for form, lost in (("8bit", "exp_avg is rounded from float32 to 8-bit codes"), ("stochastic", "master is left out")):
+    for form, lost in (
+        ("8bit", "exp_avg is rounded from float32 to 8-bit codes"),
+        ("stochastic", "master is left out"),
+    ):
         _, other = sharded(form, LOADED)
         with pytest.warns(UserWarning, match=lost):
             other.load_state_dict(state)
     _, other = sharded("8bit", SAVED)
-    with pytest.warns(UserWarning, match=r"load_sharded_state_dict: .*exp_avg is rounded to what .* \(and 4\d more like it\)"):
+    with pytest.warns(
+        UserWarning,
+        match=r"load_sharded_state_dict: .*exp_avg is rounded to what .* \(and 4\d more like it\)",
+    ):
         shardcore.load_sharded_state_dict(other, shards)
 
 
-# --- weights that others write ----------------------------------------------------------------------------------------
+# --- weights that others write --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("offload", [None, CPU_TIER, PART])
@@ -302,7 +355,10 @@ def test_edits_of_split_weights_keep_the_rest_and_zeros_are_zero(offload: Any) -
     assert torch.equal(new.bfloat16(), weight)
     weight.data.zero_()  # which no counter shows
     assert shardcore.full_state(weight, "master").abs().max() < 2.0**-126
-    given = {key: torch.randn_like(value, dtype=torch.float32) for key, value in model.state_dict().items()}
+    given = {
+        key: torch.randn_like(value, dtype=torch.float32)
+        for key, value in model.state_dict().items()
+    }
     model.load_state_dict(given)
     for key, value in model.state_dict().items():
         if key not in ("offset", "blocks.1.up.weight"):
@@ -310,14 +366,23 @@ def test_edits_of_split_weights_keep_the_rest_and_zeros_are_zero(offload: Any) -
     go(model, optimizer, 2, 3)
 
 
-@pytest.mark.parametrize(("form", "reason"), [("split", "master='split'"), ("stochastic", "stochastic_rounding=True")])
-def test_float16_weights_are_refused_where_the_format_needs_bfloat16(form: str, reason: str) -> None:
-    with pytest.raises(ValueError, match=f"shard: the sharded weight .* has dtype float16 with {reason}; expected bfloat16"):
+@pytest.mark.parametrize(
+    ("form", "reason"), [("split", "master='split'"), ("stochastic", "stochastic_rounding=True")]
+)
+def test_float16_weights_are_refused_where_the_format_needs_bfloat16(
+    form: str, reason: str
+) -> None:
+    with pytest.raises(
+        ValueError,
+        match=f"shard: the sharded weight .* has dtype float16 with {reason}; expected bfloat16",
+    ):
         sharded(form, SAVED, precision="fp16")
 
 
 def test_a_step_moves_only_what_its_format_needs() -> None:
-    """bfloat16 gradients to the tier, bfloat16 weights too unless a float32 master replaces them, bfloat16 weights back."""
+    """bfloat16 gradients to the tier, bfloat16 weights too unless a float32 master replaces
+    them, bfloat16 weights back.
+    """
     for form, bytes_in in (("8bit", 2), ("split 8bit", 4), ("stochastic 8bit", 4)):
         model, optimizer = sharded(form, (2, CPU_TIER, "auto"))
         copies = optimizer._engine.store.copies
@@ -344,7 +409,9 @@ def test_ranks_that_draw_other_random_bits_are_refused() -> None:
 
 
 def test_float32_models_take_any_format() -> None:
-    """Masters start from the weights as given; float32 weights have none and draw no random bits for themselves."""
+    """Masters start from the weights as given; float32 weights have none and draw no random bits
+    for themselves.
+    """
     torch.manual_seed(0)
     model = Model()
     given = {name: param.detach().clone() for name, param in model.named_parameters()}

@@ -1,4 +1,6 @@
-"""Parameters that were changed since the last step are named, and a step that Ctrl-C interrupts is whole, or made nowhere."""
+"""Parameters that were changed since the last step are named, and a step that Ctrl-C interrupts
+is whole, or made nowhere.
+"""
 
 import re
 import signal
@@ -19,7 +21,17 @@ from shardcore.engine.reducer import Reducer
 from shardcore.engine.states import DeviceStore
 from shardcore.engine.step import Updater, interrupts_held_back
 from tests.support.choice import few
-from tests.support.models import Net, Run, batch_of, hash_of, hash_of_training, loss_of, micro_steps, stepped, train
+from tests.support.models import (
+    Net,
+    Run,
+    batch_of,
+    hash_of,
+    hash_of_training,
+    loss_of,
+    micro_steps,
+    stepped,
+    train,
+)
 from tests.support.ranks import run_ranks
 from tests.support.schedules import start
 
@@ -38,7 +50,9 @@ class Adapted(nn.Module):
 
 
 class Listed(Net):
-    """Net with two tied weights, a list of parameters, a frozen one and one that no group of the optimizer has."""
+    """Net with two tied weights, a list of parameters, a frozen one and one that no group of the
+    optimizer has.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,9 +87,18 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda m: m.blocks[1].register_parameter("scale", nn.Parameter(torch.ones(1))),
         "blocks.1.scale was added",
     ),
-    "add_module": (lambda m: m.add_module("tail", nn.Linear(2, 2)), "tail.weight was added .*; tail.bias was added"),
-    "ParameterList": (lambda m: m.shifts.append(nn.Parameter(torch.zeros(5))), "shifts.1 was added"),
-    "replaced": (lambda m: _set_in(m.head, "weight", nn.Parameter(torch.ones(5, 24))), "head.weight was replaced"),
+    "add_module": (
+        lambda m: m.add_module("tail", nn.Linear(2, 2)),
+        "tail.weight was added .*; tail.bias was added",
+    ),
+    "ParameterList": (
+        lambda m: m.shifts.append(nn.Parameter(torch.zeros(5))),
+        "shifts.1 was added",
+    ),
+    "replaced": (
+        lambda m: _set_in(m.head, "weight", nn.Parameter(torch.ones(5, 24))),
+        "head.weight was replaced",
+    ),
     "adapters": (
         lambda m: _set_in(m.blocks[0], "up", Adapted(m.blocks[0].up)),
         r"blocks\.0\.up\.down was added .*; blocks\.0\.up\.up was added",
@@ -91,14 +114,19 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "removed": (lambda m: m.blocks.__delitem__(2), r"blocks\.2\.norm\.weight was removed"),
     "moved": (_meta_head, "head.weight was replaced"),
     "data": (lambda m: _data(m.head.weight), "head.weight no longer lies in shardcore's memory"),
-    "data of no group": (lambda m: _data(m.left_out), "left_out no longer lies in shardcore's memory"),
+    "data of no group": (
+        lambda m: _data(m.left_out),
+        "left_out no longer lies in shardcore's memory",
+    ),
 }
 
 
 def sharded(stage: int, **options: Any) -> tuple[Any, Any]:
     torch.manual_seed(0)
     model = Listed()
-    optimizer = shardcore.FusedAdam([p for p in model.parameters() if p.requires_grad and p is not model.left_out], lr=1e-2)
+    optimizer = shardcore.FusedAdam(
+        [p for p in model.parameters() if p.requires_grad and p is not model.left_out], lr=1e-2
+    )
     return shardcore.shard(model, optimizer, stage, precision="fp32", **options)
 
 
@@ -113,8 +141,12 @@ def test_the_next_step_names_what_changed(change: str, stage: int) -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("change", ["setattr", "add_module", "ParameterList", "replaced", "adapters"])
-def test_without_the_check_it_would_train_something_else(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "change", ["setattr", "add_module", "ParameterList", "replaced", "adapters"]
+)
+def test_without_the_check_it_would_train_something_else(
+    change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Membership, "check", lambda self, op: None)
     model, optimizer = sharded(2)
     known = set(model.parameters())
@@ -167,7 +199,9 @@ def _data_before_forward(rank: int, world_size: int, stage: int) -> str:
 def test_data_assigned_before_a_forward(stage: int) -> None:
     other, own = run_ranks(2, _data_before_forward, stage)
     assert "head.weight no longer lies in shardcore's memory" in own
-    assert ("rank 1 refused" if stage < 3 else "can never end: rank 0 for the weights of blocks.0") in other
+    assert (
+        "rank 1 refused" if stage < 3 else "can never end: rank 0 for the weights of blocks.0"
+    ) in other
 
 
 def _averaged_twice(rank: int, world_size: int, inside: str) -> str:
@@ -204,7 +238,9 @@ def test_modules_around_others_only_change_names() -> None:
 
 
 def _alone(rank: int, world_size: int, stage: int) -> tuple[list[str], list[str]]:
-    """Load weights, then an optimizer state, on rank 1 only, then on all; and on another model on all at once."""
+    """Load weights, then an optimizer state, on rank 1 only, then on all; and on another model
+    on all at once.
+    """
     texts, hashes = [], []
     for alone in (True, False):
         model, optimizer = sharded(stage)
@@ -276,7 +312,10 @@ def test_an_edit_through_data_that_is_lost_is_named_once(stage: int, offload: An
     for lost, *said in run_ranks(2, _through_data, run):
         assert lost == "True"
         for text in said:
-            assert re.match(r"UserWarning (sharded_)?state_dict: the weights of .* were edited behind autograd", text)
+            assert re.match(
+                r"UserWarning (sharded_)?state_dict: the weights of .* were edited behind autograd",
+                text,
+            )
             names["inp.weight" in text].update(re.findall(r"[\w.]+\.(?:weight|bias)", text))
         assert len(said) <= 2
     assert {"blocks.1.norm.weight", "blocks.1.up.weight", "blocks.1.down.weight"} <= names[0]
@@ -316,9 +355,17 @@ IN_STEP: dict[str, tuple[Any, str]] = {
 
 
 def _interrupted(
-    rank: int, world_size: int, stage: int, place: str, who: int, overlap: bool, by: signal.Signals = signal.SIGINT
+    rank: int,
+    world_size: int,
+    stage: int,
+    place: str,
+    who: int,
+    overlap: bool,
+    by: signal.Signals = signal.SIGINT,
 ) -> tuple[str, int]:
-    """Train two steps; in the first one rank `who` is interrupted, and goes on. A step that was refused is made once more."""
+    """Train two steps; in the first one rank `who` is interrupted, and goes on. A step that was
+    refused is made once more.
+    """
     model, optimizer = start(rank, Run(stage), overlap, late=False)
     owner, name = IN_STEP[place]
     call, count = getattr(owner, name), [0]
@@ -341,7 +388,9 @@ def _interrupted(
                 if place == "before it is decided":
                     optimizer.step()
             except ValueError as error:  # here, of the rank that was interrupted
-                if "rank 1 refused the step, so no rank was updated: KeyboardInterrupt" not in str(error):
+                if "rank 1 refused the step, so no rank was updated: KeyboardInterrupt" not in str(
+                    error
+                ):
                     raise
                 optimizer.step()
             optimizer.zero_grad()
@@ -355,10 +404,13 @@ def _interrupted(
     [
         *((2, place, False, signal.SIGINT) for place in IN_STEP),
         (3, "as it is decided", True, signal.SIGINT),
-        (2, "while the weights change", False, signal.SIGTERM),  # whose handler raises, as where jobs are preempted
+        # whose handler raises, as where jobs are preempted
+        (2, "while the weights change", False, signal.SIGTERM),
     ],
 )
-def test_a_step_that_is_interrupted_is_whole_or_made_nowhere(stage: int, place: str, overlap: bool, by: signal.Signals) -> None:
+def test_a_step_that_is_interrupted_is_whole_or_made_nowhere(
+    stage: int, place: str, overlap: bool, by: signal.Signals
+) -> None:
     expected = [hashed for hashed, _ in run_ranks(2, _interrupted, stage, place, -1, overlap)]
     (first, none), (second, interrupted) = run_ranks(2, _interrupted, stage, place, 1, overlap, by)
     assert [first, second] == expected
@@ -381,7 +433,10 @@ def test_every_signal_that_came_is_delivered() -> None:
     def mine(number: int, frame: Any) -> None:
         seen.append(number)
 
-    old = signal.signal(signal.SIGTERM, mine), signal.signal(signal.SIGINT, signal.default_int_handler)
+    old = (
+        signal.signal(signal.SIGTERM, mine),
+        signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
     try:
         with pytest.raises(KeyboardInterrupt):
             interrupted(signal.SIGINT, signal.SIGTERM, signal.SIGTERM)
@@ -401,8 +456,15 @@ class OnDevice(torch.Tensor):
     reads = 0
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function in (torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.__float__, torch.Tensor.__bool__):
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function in (
+            torch.Tensor.item,
+            torch.Tensor.tolist,
+            torch.Tensor.__float__,
+            torch.Tensor.__bool__,
+        ):
             OnDevice.reads += 1
         return super().__torch_function__(function, types, args, kwargs or {})
 
@@ -416,10 +478,14 @@ _READERS: dict[str, Callable[[list[Any], Any], Any]] = {
 
 
 def _reads_of_lr(rank: int, world_size: int, name: str, sharded: bool) -> tuple[list[int], bool]:
-    """Return how often each step reads a learning rate, and whether weights are those of a number."""
+    """Return how often each step reads a learning rate, and whether weights are those of a
+    number.
+    """
     reads, hashes = [], []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shardcore.optim.group_options.on_device", lambda value: isinstance(value, OnDevice))
+        patch.setattr(
+            "shardcore.optim.group_options.on_device", lambda value: isinstance(value, OnDevice)
+        )
         for lr in (torch.tensor(0.01).as_subclass(OnDevice), float(torch.tensor(0.01))):
             torch.manual_seed(0)
             model: Any = Net()
@@ -438,8 +504,16 @@ def _reads_of_lr(rank: int, world_size: int, name: str, sharded: bool) -> tuple[
 
 @pytest.mark.parametrize(
     ("world_size", "name", "sharded"),
-    [(1, "FusedAdam", False), (1, "SGD", True), (2, "FusedAdam", True), (2, "SGD", True), (2, "Lion", True)],
+    [
+        (1, "FusedAdam", False),
+        (1, "SGD", True),
+        (2, "FusedAdam", True),
+        (2, "SGD", True),
+        (2, "Lion", True),
+    ],
 )
-def test_a_step_reads_a_learning_rate_of_the_device_once(world_size: int, name: str, sharded: bool) -> None:
+def test_a_step_reads_a_learning_rate_of_the_device_once(
+    world_size: int, name: str, sharded: bool
+) -> None:
     run = run_ranks(world_size, _reads_of_lr, name, sharded)
     assert run == [([1, 1, 1], True)] * world_size

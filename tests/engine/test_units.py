@@ -48,38 +48,56 @@ def test_units_by_size_leave_small_rests_to_the_parent() -> None:
 
 
 def test_lists_are_no_units_as_nobody_calls_them() -> None:
-    """Their weights would never be gathered: lists in a list give their children, lists by size leave theirs to the parent."""
+    """Their weights would never be gathered: lists in a list give their children, lists by size
+    leave theirs to the parent.
+    """
     model = nn.Module()
-    model.layers = nn.ModuleList([nn.ModuleList([nn.Linear(4, 4), nn.LayerNorm(4)]) for _ in range(2)])
+    model.layers = nn.ModuleList(
+        [nn.ModuleList([nn.Linear(4, 4), nn.LayerNorm(4)]) for _ in range(2)]
+    )
     assert list(names(model)) == ["layers.0.0", "layers.0.1", "layers.1.0", "layers.1.1"]
     assert list(names(model, 25)) == [""]
     assert list(names(model, 20)) == ["", "layers.0.0", "layers.1.0"]
     for policy in (nn.ModuleList, [model.layers]):
-        with pytest.raises(ValueError, match="units has a ModuleList, which has no forward; expected modules that are called"):
+        with pytest.raises(
+            ValueError,
+            match="units has a ModuleList, which has no forward; expected modules that are called",
+        ):
             plan_units(model, policy)
 
 
 def test_what_torchs_modules_read_without_calling_it_is_theirs() -> None:
-    """MultiheadAttention never calls out_proj, and in evaluation TransformerEncoderLayer calls none of its parts."""
+    """MultiheadAttention never calls out_proj, and in evaluation TransformerEncoderLayer calls
+    none of its parts.
+    """
     model = nn.Module()
     model.layer = nn.TransformerEncoderLayer(8, 2, 16)
     model.attention = nn.MultiheadAttention(8, 2)
     model.head = nn.Linear(8, 8)
     assert list(names(model, 1)) == ["layer", "attention", "head"]
     assert list(names(model, nn.Linear)) == ["", "head"]
-    with pytest.raises(ValueError, match="units has a NonDynamicallyQuantizableLinear inside a module of torch's that reads"):
+    with pytest.raises(
+        ValueError,
+        match="units has a NonDynamicallyQuantizableLinear inside a module of torch's that reads",
+    ):
         plan_units(model, [model.attention.out_proj])
 
 
 def test_modules_listed_after_a_rule_stay_whole() -> None:
-    """So do marked ones. Where a module that stays whole is never called, its weights are those of the unit around it."""
+    """So do marked ones. Where a module that stays whole is never called, its weights are those
+    of the unit around it.
+    """
 
     def linears() -> list[nn.Module]:
         return [nn.Linear(4, 4), nn.Linear(4, 4)]
 
     model = nn.Sequential(nn.Sequential(*linears()), nn.ModuleList(linears()))
     for policy in ("auto", 20):
-        assert list(names(model, policy)) == list(names(model, [policy])) == ["0.0", "0.1", "1.0", "1.1"]
+        assert (
+            list(names(model, policy))
+            == list(names(model, [policy]))
+            == ["0.0", "0.1", "1.0", "1.1"]
+        )
         assert list(names(model, [policy, model[0]])) == ["0", "1.0", "1.1"]
         assert list(names(model, [policy, nn.Sequential])) == [""]
     assert list(names(Net(depth=2), ["auto", Block])) == ["", "blocks.0", "blocks.1"]

@@ -1,4 +1,6 @@
-"""Stage 3: weights are whole only around their use; what uses them, when, and what happens to those who come at other times."""
+"""Stage 3: weights are whole only around their use; what uses them, when, and what happens to
+those who come at other times.
+"""
 
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -10,7 +12,18 @@ from torch import nn
 
 import shardcore
 from shardcore.engine.unshard import Unsharder
-from tests.support.models import Net, Ordered, Run, batch_of, hash_of, hash_of_training, loss_of, make_net, stepped, train
+from tests.support.models import (
+    Net,
+    Ordered,
+    Run,
+    batch_of,
+    hash_of,
+    hash_of_training,
+    loss_of,
+    make_net,
+    stepped,
+    train,
+)
 from tests.support.ranks import run_ranks
 from tests.support.schedules import recording
 
@@ -19,7 +32,9 @@ ADAM = {"lr": 1e-2, "weight_decay": 0.1}
 
 @pytest.fixture
 def log() -> Iterator[list[str]]:
-    """What a world of one does with weights: "+blocks.0" when a unit's gather starts, "-blocks.0" when it is resharded."""
+    """What a world of one does with weights: "+blocks.0" when a unit's gather starts,
+    "-blocks.0" when it is resharded.
+    """
     with recording() as events:
         yield events
 
@@ -30,7 +45,7 @@ def taken(log: list[str]) -> list[str]:
     return events
 
 
-# --- when weights are whole -------------------------------------------------------------------------------------------
+# --- when weights are whole -----------------------------------------------------------------------
 
 
 def test_each_unit_is_gathered_ahead_and_resharded(log: list[str]) -> None:
@@ -38,8 +53,10 @@ def test_each_unit_is_gathered_ahead_and_resharded(log: list[str]) -> None:
     a, b, c = "blocks.0", "blocks.1", "blocks.2"
     for step in range(3):
         loss = loss_of(model, batch_of(step, 0, 0))
-        first = ["+root", f"+{a}", f"-{a}", f"+{b}", f"-{b}", f"+{c}", f"-{c}"]  # the order is not known yet
-        ahead = ["+root", f"+{a}", f"+{b}", f"-{a}", f"+{c}", f"-{b}"]  # the last unit stays: its backward is next
+        # the order is not known yet
+        first = ["+root", f"+{a}", f"-{a}", f"+{b}", f"-{b}", f"+{c}", f"-{c}"]
+        # the last unit stays: its backward is next
+        ahead = ["+root", f"+{a}", f"+{b}", f"-{a}", f"+{c}", f"-{b}"]
         assert taken(log) == (first if step == 0 else ahead)
         loss.backward()
         first = [f"+{c}", f"-{c}", f"+{b}", f"-{b}", f"+{a}", f"-{a}", "-root"]
@@ -51,7 +68,12 @@ def test_without_resharding_weights_are_gathered_once(log: list[str]) -> None:
     model, optimizer, _ = train(0, Run(stage=3, steps=2, shard={"reshard_after_forward": False}))
     log.clear()
     loss_of(model, batch_of(0, 0, 0)).backward()
-    assert sorted(event for event in taken(log) if event[0] == "+") == ["+blocks.0", "+blocks.1", "+blocks.2", "+root"]
+    assert sorted(event for event in taken(log) if event[0] == "+") == [
+        "+blocks.0",
+        "+blocks.1",
+        "+blocks.2",
+        "+root",
+    ]
     kept = hash_of_training(model, optimizer)
     assert kept == hash_of_training(*train(0, Run(stage=3, steps=2))[:2])
 
@@ -61,21 +83,37 @@ def test_evaluation_leaves_nothing_whole(log: list[str]) -> None:
     for _ in range(2):
         with torch.no_grad():
             model(torch.ones(2, 10))
-        assert not any(unit.unsharded or unit.gathers is not None for unit in model._shardcore_engine.unsharder.units)
+        assert not any(
+            unit.unsharded or unit.gathers is not None
+            for unit in model._shardcore_engine.unsharder.units
+        )
 
 
 def test_another_order_is_learned_anew(log: list[str]) -> None:
-    """A pass that leaves the known way gathers nothing ahead from there on; the next pass knows the new way."""
+    """A pass that leaves the known way gathers nothing ahead from there on; the next pass knows
+    the new way.
+    """
     torch.manual_seed(0)
     model, optimizer, _ = train(0, Run(stage=3, steps=0), Ordered())
     expected = Ordered()
     expected.load_state_dict(model.state_dict())
-    for order in [(0, 1, 2), (0, 1, 2), (0, 2, 1), (0, 2, 1), (1, 1, 0), (1, 1, 0), (2,), (0, 1, 2)]:
+    for order in [
+        (0, 1, 2),
+        (0, 1, 2),
+        (0, 2, 1),
+        (0, 2, 1),
+        (1, 1, 0),
+        (1, 1, 0),
+        (2,),
+        (0, 1, 2),
+    ]:
         log.clear()
         x = torch.ones(2, 10)
         model(x, order).sum().backward()
         expected(x, order).sum().backward()
-        for (name, param), twin in zip(model.named_parameters(), expected.parameters(), strict=True):
+        for (name, param), twin in zip(
+            model.named_parameters(), expected.parameters(), strict=True
+        ):
             got = shardcore.full_grad(param)
             assert (got is None) == (twin.grad is None), name
             assert got is None or torch.allclose(got, twin.grad, rtol=1e-5, atol=1e-6), name
@@ -88,7 +126,10 @@ def _pool_bytes(rank: int, world_size: int) -> list[int]:
     torch.manual_seed(0)
     model, _, _ = train(rank, Run(stage=3, steps=3), Net(depth=8))
     weights = model._shardcore_engine.unsharder
-    units = {unit.name: sum(b.layout.numel * b.weight.itemsize for b in unit.buckets) for unit in weights.units}
+    units = {
+        unit.name: sum(b.layout.numel * b.weight.itemsize for b in unit.buckets)
+        for unit in weights.units
+    }
     used = weights.pool.allocated_bytes
     with shardcore.full_params(model):
         assert weights.pool.allocated_bytes >= sum(units.values())
@@ -101,7 +142,7 @@ def test_no_more_than_two_units_and_the_root_are_whole_at_once() -> None:
         assert used_after_full_params <= limit
 
 
-# --- who reads at other times -----------------------------------------------------------------------------------------
+# --- who reads at other times ---------------------------------------------------------------------
 
 
 def test_reading_a_closed_weight_names_it() -> None:
@@ -132,7 +173,10 @@ def test_parameters_stay_the_same_objects() -> None:
     params = list(model.parameters())
     model, _, _ = train(0, Run(stage=3), model)
     assert all(p is q for p, q in zip(params, model.parameters(), strict=True))
-    assert all(p.shape == q.shape and p.requires_grad for p, q in zip(params, make_net().parameters(), strict=True))
+    assert all(
+        p.shape == q.shape and p.requires_grad
+        for p, q in zip(params, make_net().parameters(), strict=True)
+    )
 
 
 def _edited(rank: int, world_size: int, stage: int, precision: str) -> str:
@@ -164,7 +208,9 @@ def test_loading_a_module_while_it_is_whole() -> None:
 
 
 def _generate(rank: int, world_size: int, generates: bool, overlap: bool) -> str:
-    """Train; between steps each rank runs forward as often as its samples are long, one of them with gradients."""
+    """Train; between steps each rank runs forward as often as its samples are long, one of them
+    with gradients.
+    """
     model, optimizer, _ = train(rank, Run(stage=3, steps=2, shard={"overlap_step": overlap}))
     for step in range(2, 5):
         if generates:
@@ -209,13 +255,17 @@ def test_full_params_that_fails_on_its_way_holds_nothing() -> None:
     assert not any(unit.unsharded or unit.held for unit in model._shardcore_engine.unsharder.units)
     for step in range(1, 3):
         stepped(model, optimizer, 0, step)
-    assert hash_of_training(model, optimizer) == hash_of_training(*train(0, Run(stage=3, steps=3))[:2])
+    assert hash_of_training(model, optimizer) == hash_of_training(
+        *train(0, Run(stage=3, steps=3))[:2]
+    )
 
 
 def _load_after(rank: int, world_size: int, how: str) -> tuple[list[str], int, int]:
-    """Load shards while old weights may be on their way; returns the weights that are not new then, and the pool's bytes.
+    """Load shards while old weights may be on their way; returns the weights that are not new then,
+    and the pool's bytes.
 
-    how: a `full_params` that fails on its way in, or a gather that nobody used, as a failed forward leaves it.
+    how: a `full_params` that fails on its way in, or a gather that nobody used, as a failed forward
+    leaves it.
     """
     model, _, _ = train(rank, Run(stage=3, steps=1))
     weights = model._shardcore_engine.unsharder
@@ -233,7 +283,9 @@ def _load_after(rank: int, world_size: int, how: str) -> tuple[list[str], int, i
     shardcore.load_sharded_state_dict(model, shards)
     state = model.state_dict()
     with shardcore.full_params(model):
-        wrong = [name for name, param in model.named_parameters() if not torch.equal(param, state[name])]
+        wrong = [
+            name for name, param in model.named_parameters() if not torch.equal(param, state[name])
+        ]
     return wrong, before, pool
 
 
@@ -245,7 +297,9 @@ def test_shards_that_are_loaded_are_what_is_gathered_next(how: str) -> None:
 
 
 def _penalized(rank: int, world_size: int, stage: int) -> tuple[str, str]:
-    """Every rank has the same batches, so that sharded training has the bits of unsharded training."""
+    """Every rank has the same batches, so that sharded training has the bits of unsharded
+    training.
+    """
     hashes = []
     for shards in (True, False):
         model = make_net()

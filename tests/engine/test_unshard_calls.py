@@ -1,4 +1,6 @@
-"""On NCCL a unit's gathers are one call, whatever its groups and dtypes; the bits are those of gloo."""
+"""On NCCL a unit's gathers are one call, whatever its groups and dtypes; the bits are those of
+gloo.
+"""
 
 from typing import Any
 
@@ -12,7 +14,8 @@ from tests.support.groups import as_on_nccl
 from tests.support.models import hash_of_training, make_net, stepped
 from tests.support.ranks import run_ranks
 
-# How many calls a step has, with four units: three blocks and the root. Backward gathers neither the root nor the last block.
+# How many calls a step has, with four units: three blocks and the root. Backward gathers neither
+# the root nor the last block.
 LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
     "stage 3": ({"stage": 3}, 4 + 2),
     "parts kept": ({"stage": 3, "reshard_after_forward": 2}, 4 + 2),
@@ -23,10 +26,15 @@ LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
 
 
 def _trained(rank: int, layout: str) -> str:
-    """Train with and without weight decay, in bfloat16 but for the norms: a block has three buckets."""
+    """Train with and without weight decay, in bfloat16 but for the norms: a block has three
+    buckets.
+    """
     model = make_net()
     groups = [
-        {"params": [param for param in model.parameters() if (param.ndim > 1) == decayed], "weight_decay": 0.1 * decayed}
+        {
+            "params": [param for param in model.parameters() if (param.ndim > 1) == decayed],
+            "weight_decay": 0.1 * decayed,
+        }
         for decayed in (True, False)
     ]
     options = {"precision": "bf16", "keep_fp32": [nn.LayerNorm], **LAYOUTS[layout][0]}
@@ -43,8 +51,12 @@ def _trained(rank: int, layout: str) -> str:
 CALLS: list[int] = []  # how many tensors each call of the backend has gathered
 
 
-def _both(rank: int, world_size: int, layouts: list[str], lost: int = 0) -> list[tuple[str, str, list[int]]]:
-    """Return the hashes on gloo and on a group like NCCL's, and the tensors in each call of a step. lost: left out of each."""
+def _both(
+    rank: int, world_size: int, layouts: list[str], lost: int = 0
+) -> list[tuple[str, str, list[int]]]:
+    """Return the hashes on gloo and on a group like NCCL's, and the tensors in each call of a
+    step. lost: left out of each.
+    """
     gather, found = comm_module._all_gather, []
 
     def counted(fulls: list[torch.Tensor], owns: list[torch.Tensor], group: Any) -> Any:

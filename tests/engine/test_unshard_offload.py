@@ -1,4 +1,6 @@
-"""Weights in host memory (stage 3): when shards come, what edits and steps do to them, and twins that forget one."""
+"""Weights in host memory (stage 3): when shards come, what edits and steps do to them, and twins
+that forget one.
+"""
 
 from contextlib import nullcontext
 from datetime import timedelta
@@ -12,17 +14,31 @@ import shardcore
 from shardcore.engine.bucket import Bucket
 from shardcore.engine.split_store import SplitStore
 from tests.support.meta import init, meta
-from tests.support.models import Run, batch_of, error_of, hash_of_training, loss_of, make_net, stepped, train
+from tests.support.models import (
+    Run,
+    batch_of,
+    error_of,
+    hash_of_training,
+    loss_of,
+    make_net,
+    stepped,
+    train,
+)
 from tests.support.ranks import run_ranks
 from tests.support.tiers import GRADS, PARAMS, Watched, Wrapped, hashes_of, partly_frozen, tier_with
 
 
 def test_weights_stream_from_host_memory() -> None:
-    """On one rank: each unit comes for its forward and for its backward, the last one once; a step moves nothing at all."""
+    """On one rank: each unit comes for its forward and for its backward, the last one once; a
+    step moves nothing at all.
+    """
     run = Run(stage=3, steps=2, precision="bf16", shard={"offload": PARAMS | GRADS})
     model, optimizer, _ = train(0, run, partly_frozen())
     engine = optimizer._engine
-    sizes = {unit.name: sum(2 * bucket.layout.numel for bucket in unit.buckets) for unit in engine.unsharder.units}
+    sizes = {
+        unit.name: sum(2 * bucket.layout.numel for bucket in unit.buckets)
+        for unit in engine.unsharder.units
+    }
     in_weights = {"device": 0, "cpu": 0}
     for line in shardcore.memory_report(model).lines:
         if line.kind == "weights":
@@ -39,7 +55,9 @@ def test_weights_stream_from_host_memory() -> None:
     assert moved[3:] == moved[1:3]
 
 
-def test_a_shard_is_on_its_way_while_the_unit_before_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shard_is_on_its_way_while_the_unit_before_computes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     log: list[str] = []
     tier_with(monkeypatch, lambda tier: Watched(tier, log), late=True)
     model, _, _ = train(0, Run(stage=3, steps=2, shard={"offload": PARAMS}))
@@ -48,13 +66,29 @@ def test_a_shard_is_on_its_way_while_the_unit_before_computes(monkeypatch: pytes
     log.clear()
     model(batch_of(0, 0, 0)[0])
     starts, waits = "from_tier", "from_tier.wait"
-    assert log == [starts, starts, waits, starts, waits, "block 0", starts, waits, "block 1", waits, "block 2"]
+    assert log == [
+        starts,
+        starts,
+        waits,
+        starts,
+        waits,
+        "block 0",
+        starts,
+        waits,
+        "block 1",
+        waits,
+        "block 2",
+    ]
 
 
 @pytest.mark.parametrize("ratio", [0, 0.5, 1])
-def test_a_step_writes_no_weights_that_are_still_on_their_way(ratio: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_writes_no_weights_that_are_still_on_their_way(
+    ratio: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tier_with(monkeypatch, late=True)
-    model, optimizer, _ = train(0, Run(stage=3, steps=1, precision="bf16", shard={"offload": PARAMS | {"ratio": ratio}}))
+    model, optimizer, _ = train(
+        0, Run(stage=3, steps=1, precision="bf16", shard={"offload": PARAMS | {"ratio": ratio}})
+    )
     loss_of(model, batch_of(1, 0, 0)).backward()
     engine = optimizer._engine
     old = [bucket.owned_weight.clone() for bucket in engine.buckets]
@@ -64,11 +98,16 @@ def test_a_step_writes_no_weights_that_are_still_on_their_way(ratio: float, monk
     optimizer.step()
     engine.store.copies.synchronize()
     assert all(map(torch.equal, come, old))
-    assert not any(torch.equal(weight, bucket.owned_weight) for weight, bucket in zip(old, engine.buckets, strict=True))
+    assert not any(
+        torch.equal(weight, bucket.owned_weight)
+        for weight, bucket in zip(old, engine.buckets, strict=True)
+    )
 
 
 @pytest.mark.parametrize("what", ["swap", "load"])
-def test_no_average_and_no_load_writes_weights_that_are_still_on_their_way(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_average_and_no_load_writes_weights_that_are_still_on_their_way(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On a GPU the host is ahead of a forward, whose last units come after it has returned."""
     tier_with(monkeypatch, late=True)
     model, optimizer, _ = train(0, Run(stage=3, steps=1, shard={"offload": PARAMS}))
@@ -84,14 +123,23 @@ def test_no_average_and_no_load_writes_weights_that_are_still_on_their_way(what:
             shardcore.load_sharded_state_dict(model, state)
         engine.store.copies.synchronize()
         assert all(map(torch.equal, come, old))
-        assert not any(torch.equal(weight, bucket.owned_weight) for weight, bucket in zip(old, engine.buckets, strict=True))
+        assert not any(
+            torch.equal(weight, bucket.owned_weight)
+            for weight, bucket in zip(old, engine.buckets, strict=True)
+        )
 
 
-def test_the_device_s_share_is_in_host_memory_when_a_step_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host reads it there, and on a GPU `wait` is the stream's alone. One bucket, so that the scratch is taken once."""
+def test_the_device_s_share_is_in_host_memory_when_a_step_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The host reads it there, and on a GPU `wait` is the stream's alone. One bucket, so that
+    the scratch is taken once.
+    """
     run = Run(3, 2, shard={"offload": PARAMS | {"ratio": 0.6}, "units": 10**9})
     good = hash_of_training(*train(0, run)[:2])
-    tier_with(monkeypatch, lambda tier: Watched(tier, [], lambda made: made == "to_tier.wait"), late=True)
+    tier_with(
+        monkeypatch, lambda tier: Watched(tier, [], lambda made: made == "to_tier.wait"), late=True
+    )
     assert hash_of_training(*train(0, run)[:2]) == good
 
 
@@ -112,7 +160,9 @@ def _frozen(rank: int, world_size: int, offload: Any, late: bool) -> str:
 
 def _no_wait(patch: pytest.MonkeyPatch) -> None:
     """The unit's forward does not wait for its shard."""
-    tier_with(patch, lambda tier: Watched(tier, [], lambda made: made == "from_tier.wait"), late=True)
+    tier_with(
+        patch, lambda tier: Watched(tier, [], lambda made: made == "from_tier.wait"), late=True
+    )
 
 
 def _no_edit(patch: pytest.MonkeyPatch) -> None:
@@ -130,7 +180,9 @@ def _not_back(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("twin", [_no_wait, _no_edit, _not_back])
-def test_weights_in_host_memory_that_are_not_kept_up_change_the_hash(twin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_in_host_memory_that_are_not_kept_up_change_the_hash(
+    twin: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = Run(3, 2, precision="bf16", shard={"offload": PARAMS | {"ratio": 0.6}})
     good = hashes_of(0, 1, [run])
     twin(monkeypatch)
@@ -138,7 +190,9 @@ def test_weights_in_host_memory_that_are_not_kept_up_change_the_hash(twin: Any, 
 
 
 def _fails_to_come(rank: int, world_size: int, which: int) -> str:
-    """Of rank 0 a copy of weights fails, and all after it: the first, one ahead, or the last one of a pass (0)."""
+    """Of rank 0 a copy of weights fails, and all after it: the first, one ahead, or the last one
+    of a pass (0).
+    """
     run = Run(3, 1, precision="bf16", shard={"offload": PARAMS})
     log: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
@@ -160,7 +214,10 @@ def test_weights_that_one_rank_cannot_copy_are_an_error_on_all(which: int) -> No
     mine, others = run_ranks(2, _fails_to_come, which)
     assert mine.startswith("RuntimeError: HostTier.from_tier: copy ")
     assert "(a planted fault)" in mine
-    assert others.startswith("RuntimeError: ranks wait for different things, which can never end: rank 1 for the weights of ")
+    assert others.startswith(
+        "RuntimeError: ranks wait for different things, which can never end: rank 1 for the "
+        "weights of "
+    )
 
 
 def _fails_in_shard(rank: int, world_size: int, how: str) -> list[str]:
@@ -174,7 +231,14 @@ def _fails_in_shard(rank: int, world_size: int, how: str) -> list[str]:
         optimizer = shardcore.FusedAdam(model.parameters())
         if how == "with states":
             stepped(model, optimizer, 0, 0)
-        shardcore.shard(model, optimizer, 3, materialize=init if how == "meta" else None, precision="bf16", **shard)
+        shardcore.shard(
+            model,
+            optimizer,
+            3,
+            materialize=init if how == "meta" else None,
+            precision="bf16",
+            **shard,
+        )
 
     with pytest.MonkeyPatch.context() as patch:
         tier_with(patch, lambda tier: Watched(tier, log))
@@ -195,10 +259,15 @@ def _fails_in_shard(rank: int, world_size: int, how: str) -> list[str]:
         ("meta", "filling the root (Net)", "filling blocks.2.up (Linear)"),
     ],
 )
-def test_a_copy_that_fails_in_shard_is_the_error_of_every_rank(how: str, first: str, last: str) -> None:
+def test_a_copy_that_fails_in_shard_is_the_error_of_every_rank(
+    how: str, first: str, last: str
+) -> None:
     for said in run_ranks(2, _fails_in_shard, how):
         for text, doing in zip(said, (first, last), strict=True):
-            assert text.startswith(f"RuntimeError: shard: {doing} failed on rank 0: RuntimeError: HostTier.to_tier: copy ")
+            assert text.startswith(
+                f"RuntimeError: shard: {doing} failed on rank 0: RuntimeError: HostTier.to_tier: "
+                f"copy "
+            )
             assert "(a planted fault)" in text
 
 
@@ -217,21 +286,36 @@ class _Full(Wrapped):
 
 
 def _without_memory(rank: int, world_size: int) -> list[str]:
-    """Of rank 0 the first buffer cannot be had, one of the weights' shards, or the last; a model that was left alone trains."""
+    """Of rank 0 the first buffer cannot be had, one of the weights' shards, or the last; a model
+    that was left alone trains.
+    """
     offload = PARAMS | {"gradients": "cpu", "ratio": 0.5}
     group = dist.new_group(timeout=timedelta(seconds=15))
-    expected = hash_of_training(*train(rank, Run(3, 1, precision="bf16", shard={"process_group": group}))[:2])
+    expected = hash_of_training(
+        *train(rank, Run(3, 1, precision="bf16", shard={"process_group": group}))[:2]
+    )
     said, tiers = [], []
     for room in (1 << 30, 0, 12, -1):
         model = make_net()
         with pytest.MonkeyPatch.context() as patch:
             room = room if room >= 0 else tiers[0].taken - 1
-            tier_with(patch, lambda tier, room=room: tiers.append(_Full(tier, room if rank == 0 else 1 << 30)) or tiers[-1])
+            tier_with(
+                patch,
+                lambda tier, room=room: (
+                    tiers.append(_Full(tier, room if rank == 0 else 1 << 30)) or tiers[-1]
+                ),
+            )
             run = Run(3, 0, precision="bf16", shard={"offload": offload, "process_group": group})
             said.append(error_of(lambda model=model, run=run: train(rank, run, model)))
         if said[-1].endswith("nothing was changed)"):
             assert (
-                hash_of_training(*train(rank, Run(3, 1, precision="bf16", shard=run.shard | {"offload": None}), model)[:2])
+                hash_of_training(
+                    *train(
+                        rank,
+                        Run(3, 1, precision="bf16", shard=run.shard | {"offload": None}),
+                        model,
+                    )[:2]
+                )
                 == expected
             )
     return said
@@ -244,5 +328,7 @@ def test_memory_that_one_rank_cannot_have_is_the_error_of_every_rank() -> None:
             [("taking memory", "nothing was changed)")] * 2 + [("starting the engine", "anew)")],
             strict=True,
         ):
-            assert text.startswith(f"RuntimeError: shard: {doing} failed on rank 0: MemoryError: planted; expected ")
+            assert text.startswith(
+                f"RuntimeError: shard: {doing} failed on rank 0: MemoryError: planted; expected "
+            )
             assert text.endswith(then)

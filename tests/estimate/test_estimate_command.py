@@ -16,18 +16,55 @@ def test_estimate(capsys):
     assert assumed == "bf16 weights, fp32 masters, fp32 moments, fp32 reduced gradients"
     assert head.startswith("examples.llama:llama_7b: 6,738,415,616 parameters in 33 units")
     assert titles.split()[:3] == ["ranks", "stage", "weights"]
-    assert [row.split()[:2] for row in rows] == [[ranks, stage] for ranks in ("8", "64") for stage in "0123"]
-    assert cli.main(["estimate", "examples.llama:llama_7b", "--world-size", "8", "--stage", "2", "--offload", "cpu"]) == 0
+    assert [row.split()[:2] for row in rows] == [
+        [ranks, stage] for ranks in ("8", "64") for stage in "0123"
+    ]
+    assert (
+        cli.main(
+            [
+                "estimate",
+                "examples.llama:llama_7b",
+                "--world-size",
+                "8",
+                "--stage",
+                "2",
+                "--offload",
+                "cpu",
+            ]
+        )
+        == 0
+    )
     text = capsys.readouterr().out
     assert "exchange gradients" in text
     assert "gather weights after the step  33" in text
-    assert cli.main(["estimate", "examples.llama:llama_7b", "--stage", "1", "--precision", "fp32", "--json"]) == 0
+    assert (
+        cli.main(
+            ["estimate", "examples.llama:llama_7b", "--stage", "1", "--precision", "fp32", "--json"]
+        )
+        == 0
+    )
     (entry,) = json.loads(capsys.readouterr().out)
     numel = entry["parameters"]
-    sizes = {"weights": 4 * numel, "gradients": 4 * numel, "master": 0, "states": 8 * numel, "communication": 0}
+    sizes = {
+        "weights": 4 * numel,
+        "gradients": 4 * numel,
+        "master": 0,
+        "states": 8 * numel,
+        "communication": 0,
+    }
     assert entry["bytes"] == {"device": sizes}
     assert entry["transfers"] == []
-    tiers = ["--offload", "cpu", "--offload-gradients", "--offload-params", "--ratio", "0.5", "--stage", "3", "--json"]
+    tiers = [
+        "--offload",
+        "cpu",
+        "--offload-gradients",
+        "--offload-params",
+        "--ratio",
+        "0.5",
+        "--stage",
+        "3",
+        "--json",
+    ]
     assert cli.main(["estimate", "examples.llama:llama_7b", *tiers]) == 0
     (entry,) = json.loads(capsys.readouterr().out)
     assert entry["bytes"]["cpu"]["weights"] == 2 * numel
@@ -38,26 +75,66 @@ def test_estimate(capsys):
     assert cli.main(["estimate", "examples.llama:llama_7b", *everything, *reduced]) == 0
     _, assumed, titles, row, *_ = capsys.readouterr().out.splitlines()
     assert assumed == "bf16 weights, split masters, 8bit moments, bf16 reduced gradients"
-    cells = dict(zip(titles.replace("on ", "on_").split()[:10], map(float, row.split()[:10]), strict=True))
+    cells = dict(
+        zip(titles.replace("on ", "on_").split()[:10], map(float, row.split()[:10]), strict=True)
+    )
     assert cells["total"] == pytest.approx(cells["on_device"] + cells["on_cpu"], abs=0.02)
-    assert cells["on_cpu"] * 2**30 / numel == pytest.approx(8 + 8 / 256, rel=1e-3)  # 2 + 2 + 2 + 2, and scales of moments
-    assert cli.main(["estimate", "examples.llama:llama_7b", "--offload", "nvme", "--stage", "3", "--offload-params"]) == 0
+    # 2 + 2 + 2 + 2, and scales of moments
+    assert cells["on_cpu"] * 2**30 / numel == pytest.approx(8 + 8 / 256, rel=1e-3)
+    assert (
+        cli.main(
+            [
+                "estimate",
+                "examples.llama:llama_7b",
+                "--offload",
+                "nvme",
+                "--stage",
+                "3",
+                "--offload-params",
+            ]
+        )
+        == 0
+    )
     _, _, titles, row, *_ = capsys.readouterr().out.splitlines()
-    cells = dict(zip(titles.replace("on ", "on_").split()[:11], map(float, row.split()[:11]), strict=True))
+    cells = dict(
+        zip(titles.replace("on ", "on_").split()[:11], map(float, row.split()[:11]), strict=True)
+    )
     assert cells["on_nvme"] * 2**30 / numel == pytest.approx(12, rel=1e-3)
     assert cells["on_cpu"] * 2**30 / numel == pytest.approx(2, rel=0.05)
-    nodes = ["--world-size", "16", "--ranks-per-node", "4", "--hybrid", "--keep", "2", "--stage", "3", "--json"]
+    nodes = [
+        "--world-size",
+        "16",
+        "--ranks-per-node",
+        "4",
+        "--hybrid",
+        "--keep",
+        "2",
+        "--stage",
+        "3",
+        "--json",
+    ]
     assert cli.main(["estimate", "examples.llama:llama_7b", *nodes]) == 0
     (entry,) = json.loads(capsys.readouterr().out)
     assert entry["bytes"]["device"]["master"] == pytest.approx(4 * numel / 4, rel=0.01)
-    assert "gather weights in backward, of parts kept" in {transfer["purpose"] for transfer in entry["transfers"]}
+    assert "gather weights in backward, of parts kept" in {
+        transfer["purpose"] for transfer in entry["transfers"]
+    }
 
 
 def test_json_has_the_rates_of_a_disk_and_weights_in_files_mean_stage_3(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(disk, "measure", lambda *_: disk.Rates(2e3, 1e3, 1e3))
-    in_files = ["--offload", "nvme", "--offload-params", "nvme", "--disk", "/nvme0", "--disk", "/nvme1"]
+    in_files = [
+        "--offload",
+        "nvme",
+        "--offload-params",
+        "nvme",
+        "--disk",
+        "/nvme0",
+        "--disk",
+        "/nvme1",
+    ]
     assert cli.main(["estimate", "tests.support.models:Net", "--json", *in_files]) == 0
     (entry,) = json.loads(capsys.readouterr().out)
     assert entry["stage"] == 3
@@ -80,7 +157,9 @@ def test_a_model_of_transformers_is_estimated_from_its_configuration(capsys, tmp
 
 
 def test_a_function_may_import_its_neighbours_when_it_is_called(capsys, tmp_path, monkeypatch):
-    (tmp_path / "built_by.py").write_text("def build():\n    from neighbour_of import Linear\n    return Linear(2, 3)\n")
+    (tmp_path / "built_by.py").write_text(
+        "def build():\n    from neighbour_of import Linear\n    return Linear(2, 3)\n"
+    )
     (tmp_path / "neighbour_of.py").write_text("from torch.nn import Linear\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -96,18 +175,45 @@ def test_a_function_may_import_its_neighbours_when_it_is_called(capsys, tmp_path
         (["nope:f"], "nope:f was not found from"),
         (["examples.llama:nope"], "has no attribute 'nope'"),
         (["builtins:list"], "builtins:list returned a list; expected a torch.nn.Module"),
-        (["examples.gpt:PRESETS"], "examples.gpt:PRESETS is a dict; expected a function or class that makes a model"),
+        (
+            ["examples.gpt:PRESETS"],
+            "examples.gpt:PRESETS is a dict; expected a function or class that makes a model",
+        ),
         (["examples.llama:llama_7b", "--units", "x"], 'units is "x"; expected "auto"'),
         (["examples.llama:llama_7b", "--world-size", "0"], "world_size is 0; expected at least 1"),
-        (["examples.llama:llama_7b", "--hybrid"], "hybrid is True without ranks_per_node; expected the number of ranks"),
-        (["examples.llama:llama_7b", "--world-size", "8", "--ranks-per-node", "3"], "expected a divisor of the 8 ranks"),
-        (["examples.llama:llama_7b", "--world-size", "8", "--keep", "3"], "expected a divisor of 8, the ranks that share"),
-        (["examples.llama:llama_7b", "--grad-dtype", "fp16"], "argument --grad-dtype: invalid choice: 'fp16'"),
-        (["examples.llama:llama_7b", "--master", "split", "--precision", "fp32"], "--master is split with --precision fp32"),
-        (["examples.llama:llama_7b", "--keep", "1", "--stage", "2"], "reshard_after_forward is 1 at stage 2"),
+        (
+            ["examples.llama:llama_7b", "--hybrid"],
+            "hybrid is True without ranks_per_node; expected the number of ranks",
+        ),
+        (
+            ["examples.llama:llama_7b", "--world-size", "8", "--ranks-per-node", "3"],
+            "expected a divisor of the 8 ranks",
+        ),
+        (
+            ["examples.llama:llama_7b", "--world-size", "8", "--keep", "3"],
+            "expected a divisor of 8, the ranks that share",
+        ),
+        (
+            ["examples.llama:llama_7b", "--grad-dtype", "fp16"],
+            "argument --grad-dtype: invalid choice: 'fp16'",
+        ),
+        (
+            ["examples.llama:llama_7b", "--master", "split", "--precision", "fp32"],
+            "--master is split with --precision fp32",
+        ),
+        (
+            ["examples.llama:llama_7b", "--keep", "1", "--stage", "2"],
+            "reshard_after_forward is 1 at stage 2",
+        ),
         (["examples.llama:llama_7b", "--accumulate", "0"], "accumulate is 0; expected at least 1"),
-        (["tests.support.models:Net", "--offload", "cpu", "--disk", "/"], "--disk with --offload cpu; expected --offload nvme"),
-        (["tests.support.models:Net", "--offload", "nvme", "--disk", "/nonexist"], "No such file or directory: '/nonexist'\n"),
+        (
+            ["tests.support.models:Net", "--offload", "cpu", "--disk", "/"],
+            "--disk with --offload cpu; expected --offload nvme",
+        ),
+        (
+            ["tests.support.models:Net", "--offload", "nvme", "--disk", "/nonexist"],
+            "No such file or directory: '/nonexist'\n",
+        ),
     ],
 )
 def test_what_cannot_be_estimated_is_refused(capsys, arguments, message):

@@ -26,14 +26,23 @@ def model() -> torch.nn.Module:
 
 @cache
 def predicted(world: int, stage: int, *offload: Any) -> Prediction:
-    return predict(model(), None, stage, world_size=world, precision="bf16", offload=dict(offload) or None)
+    return predict(
+        model(), None, stage, world_size=world, precision="bf16", offload=dict(offload) or None
+    )
 
 
 def considered(
-    card: str, host_gib: float, disk_gib: float, world: int, stage: int | None, rates: fit.Rates = RATES
+    card: str,
+    host_gib: float,
+    disk_gib: float,
+    world: int,
+    stage: int | None,
+    rates: fit.Rates = RATES,
 ) -> list[fit.Candidate]:
     device = int(CARDS[card] * GIB)
-    machine = fit.Machine(device, device // 10, int(host_gib * GIB), int(disk_gib * GIB), min(world, 8))
+    machine = fit.Machine(
+        device, device // 10, int(host_gib * GIB), int(disk_gib * GIB), min(world, 8)
+    )
     of = lambda stage, offload: predicted(world, stage, *(offload or {}).items())  # noqa: E731
     return fit.fit(machine, rates, world, of, stage)
 
@@ -45,7 +54,8 @@ def considered(
         ("141 GB", 64, 0, 1, None, (2, None)),
         ("80 GB", 128, 0, 1, None, (2, CPU | GRADIENTS)),
         ("80 GB", 128, 0, 1, 0, (0, CPU)),
-        ("80 GB", 35, 0, 1, None, (2, CPU)),  # too little for gradients beside the states, and for all states
+        # too little for gradients beside the states, and for all states
+        ("80 GB", 35, 0, 1, None, (2, CPU)),
         ("24 GB", 128, 0, 1, None, (3, CPU | GRADIENTS | PARAMS)),
         ("24 GB", 128, 0, 1, 2, (2, CPU | GRADIENTS)),
         ("24 GB", 64, 200, 1, None, (2, NVME | GRADIENTS)),
@@ -61,7 +71,10 @@ def test_the_fewest_milliseconds_that_fit(
     best = fit.chosen_of(found)
     assert (None if best is None else (best.stage, best.offload)) == expected
     if best is not None and best.offload is not None and not best.on_disk:
-        assert best.argument == {**best.offload, "ratio": best.ratio if host_gib == 35 else "auto"}, "which starts as 1"
+        assert best.argument == {
+            **best.offload,
+            "ratio": best.ratio if host_gib == 35 else "auto",
+        }, "which starts as 1"
     assert fit.table(found).count("chosen") == (best is not None)
     for one in found:
         assert one.lacks or best is None or one.milliseconds >= best.milliseconds
@@ -71,7 +84,10 @@ def test_the_fewest_milliseconds_that_fit(
 
 def test_rates_decide_between_placements_that_fit() -> None:
     """Of a slow link the fewest bytes count, of a slow CPU the fewest elements there."""
-    for rates, expected in ((replace(RATES, to_host=2e9, from_host=2e9), CPU | GRADIENTS), (replace(RATES, adam=1e8), None)):
+    for rates, expected in (
+        (replace(RATES, to_host=2e9, from_host=2e9), CPU | GRADIENTS),
+        (replace(RATES, adam=1e8), None),
+    ):
         best = fit.chosen_of(considered("80 GB", 128, 0, 1, 3, rates))
         assert best is not None
         assert best.offload == (expected or CPU | GRADIENTS | PARAMS)
@@ -80,11 +96,15 @@ def test_rates_decide_between_placements_that_fit() -> None:
 
 def test_a_byte_too_few_is_too_few() -> None:
     def found(device: int, host: int) -> fit.Candidate:
-        predicted = lambda stage, offload: predict(model, None, stage, world_size=4, precision="bf16", offload=offload)  # noqa: E731
+        predicted = lambda stage, offload: predict(  # noqa: E731
+            model, None, stage, world_size=4, precision="bf16", offload=offload
+        )
         return fit.fit(fit.Machine(device, 1000, host, 0, 2), RATES, 4, predicted, 3)[1]
 
     model = torch.nn.Sequential(*(torch.nn.Linear(512, 512, device="meta") for _ in range(6)))
-    tight = predict(model, None, 3, world_size=4, precision="bf16", offload=CPU | {"ratio": 0.5}).resting.by_tier
+    tight = predict(
+        model, None, 3, world_size=4, precision="bf16", offload=CPU | {"ratio": 0.5}
+    ).resting.by_tier
     device, host = tight["device"] + 1000, 2 * tight["cpu"]
     fits = found(device, host)
     assert (fits.stage, fits.offload, fits.ratio, fits.lacks) == (3, CPU, 0.5, "")
@@ -98,7 +118,8 @@ def test_the_table_and_the_call(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*command, "--host-memory", "128"]) == 0
     said = capsys.readouterr().out
     assert said.endswith(
-        "shardcore.shard(model, optimizer, stage=3, precision='bf16', offload={'optimizer': 'cpu', 'gradients': 'cpu', "
+        "shardcore.shard(model, optimizer, stage=3, precision='bf16', offload={'optimizer': 'cpu', "
+        "'gradients': 'cpu', "
         "'params': 'cpu', 'ratio': 'auto'}, overlap_step=True)\n"
     )
     assert "device 102.6 of 22.3 GiB" in said
@@ -120,10 +141,13 @@ def test_the_table_and_the_call(capsys: pytest.CaptureFixture[str]) -> None:
     ]
     assert cli.main([*command, "--host-memory", "128", "--stage", "2", *asked]) == 0
     call, optimizer = capsys.readouterr().out.splitlines()[-2:]
-    assert "stage=2, precision='bf16', grad_dtype='bf16', accumulate=4, units=1000, offload=" in call, (
-        "nothing is gathered ahead"
+    assert (
+        "stage=2, precision='bf16', grad_dtype='bf16', accumulate=4, units=1000, offload=" in call
+    ), "nothing is gathered ahead"
+    assert (
+        optimizer
+        == "of optimizer = shardcore.FusedAdam(model.parameters(), state_dtype='8bit', ...)"
     )
-    assert optimizer == "of optimizer = shardcore.FusedAdam(model.parameters(), state_dtype='8bit', ...)"
     with pytest.raises(SystemExit):
         cli.main(["estimate", "examples.llama:llama_7b", "--host-memory", "16"])
     assert "without --fit; expected --fit" in capsys.readouterr().err

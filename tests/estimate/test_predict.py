@@ -1,7 +1,8 @@
-"""What shardcore.estimate says of a rank's memory and messages, beside what real ranks keep and send: equal to the byte.
+"""What shardcore.estimate says of a rank's memory and messages, beside what real ranks keep and
+send: equal to the byte.
 
-Three witnesses: memory_report, the tensors that Python's garbage collector finds alive (so what the report forgets is seen),
-and a count of the collectives that leave Comm.
+Three witnesses: memory_report, the tensors that Python's garbage collector finds alive (so what the
+report forgets is seen), and a count of the collectives that leave Comm.
 """
 
 import gc
@@ -34,14 +35,30 @@ CASES = [
 ] + [
     Run(precision="bf16", shard={"keep_fp32": nn.LayerNorm, "grad_dtype": "bf16"}),
     Run(precision="bf16", accumulate=2, shard={"sync_each": True}),
-    Run(precision="bf16", accumulate=2, shard={"sync_each": False, "offload": {"optimizer": "cpu"}}),
+    Run(
+        precision="bf16", accumulate=2, shard={"sync_each": False, "offload": {"optimizer": "cpu"}}
+    ),
     Run(precision="bf16", accumulate=2, shard={"sync_each": False, "reduce_dtype": "bf16"}),
-    Run(precision="bf16", shard={"reshard_after_forward": False}, adam={"lr": 1e-2, "amsgrad": True}),
-    Run(precision="bf16", shard={"offload": {"optimizer": "cpu"}}, adam={"master": "split", "state_dtype": "8bit"}),
-    Run(precision="bf16", shard={"keep_fp32": nn.LayerNorm}, adam={"stochastic_rounding": True, "state_dtype": "bf16"}),
+    Run(
+        precision="bf16", shard={"reshard_after_forward": False}, adam={"lr": 1e-2, "amsgrad": True}
+    ),
+    Run(
+        precision="bf16",
+        shard={"offload": {"optimizer": "cpu"}},
+        adam={"master": "split", "state_dtype": "8bit"},
+    ),
+    Run(
+        precision="bf16",
+        shard={"keep_fp32": nn.LayerNorm},
+        adam={"stochastic_rounding": True, "state_dtype": "bf16"},
+    ),
     Run(precision="bf16", shard={"offload": {"optimizer": "cpu", "ratio": 0.37}}),
     Run(precision="bf16", shard={"offload": {"optimizer": "cpu", "gradients": "cpu"}}),
-    Run(precision="fp32", accumulate=2, shard={"offload": {"optimizer": "cpu", "gradients": "cpu", "ratio": 0.37}}),
+    Run(
+        precision="fp32",
+        accumulate=2,
+        shard={"offload": {"optimizer": "cpu", "gradients": "cpu", "ratio": 0.37}},
+    ),
     Run(precision="bf16", shard={"offload": LEAVING}),
     Run(precision="bf16", shard={"offload": {"optimizer": "cpu", "params": "cpu"}}),
     Run(precision="fp32", shard={"offload": LEAVING | {"params": "cpu"}}),
@@ -51,22 +68,42 @@ CASES = [
 LAYOUTS = [
     Run(precision="bf16", shard={"ranks_per_node": 2}),
     Run(precision="fp32", shard={"ranks_per_node": 1, "offload": {"optimizer": "cpu"}}),
-    Run(precision="bf16", accumulate=2, shard={"ranks_per_node": 2, "hybrid": True, "keep_fp32": nn.LayerNorm}),
-    Run(precision="fp32", shard={"ranks_per_node": 2, "hybrid": True, "offload": {"optimizer": "cpu"}}),
+    Run(
+        precision="bf16",
+        accumulate=2,
+        shard={"ranks_per_node": 2, "hybrid": True, "keep_fp32": nn.LayerNorm},
+    ),
+    Run(
+        precision="fp32",
+        shard={"ranks_per_node": 2, "hybrid": True, "offload": {"optimizer": "cpu"}},
+    ),
     Run(precision="bf16", shard={"ranks_per_node": 1, "hybrid": True}),
     Run(precision="bf16", shard={"ranks_per_node": 4, "hybrid": True, "reshard_after_forward": 2}),
-    Run(precision="fp32", accumulate=2, shard={"reshard_after_forward": 2, "keep_fp32": nn.LayerNorm}),
+    Run(
+        precision="fp32",
+        accumulate=2,
+        shard={"reshard_after_forward": 2, "keep_fp32": nn.LayerNorm},
+    ),
     Run(precision="bf16", shard={"reshard_after_forward": 4}),
     Run(precision="bf16", shard={"reshard_after_forward": 1, "ranks_per_node": 2}),
     Run(precision="bf16", shard={"reduction": "nccl", "grad_dtype": "bf16"}),
     Run(precision="fp32", shard={"reduction": "nccl", "ranks_per_node": 2, "hybrid": True}),
-    Run(precision="bf16", accumulate=2, shard={"ranks_per_node": 2, "hybrid": True, "sync_each": True, "offload": LEAVING}),
-    Run(precision="bf16", shard={"ranks_per_node": 2, "hybrid": True, "offload": LEAVING | {"params": "cpu"}}),
+    Run(
+        precision="bf16",
+        accumulate=2,
+        shard={"ranks_per_node": 2, "hybrid": True, "sync_each": True, "offload": LEAVING},
+    ),
+    Run(
+        precision="bf16",
+        shard={"ranks_per_node": 2, "hybrid": True, "offload": LEAVING | {"params": "cpu"}},
+    ),
 ]
 
 
 class Model(Net):
-    """Net with a frozen layer in one block and uneven blocks, so that buffers of the pools have several sizes."""
+    """Net with a frozen layer in one block and uneven blocks, so that buffers of the pools have
+    several sizes.
+    """
 
     def __init__(self) -> None:
         super().__init__(depth=5)
@@ -85,7 +122,9 @@ def predicted(rank: int, world_size: int, run: Run) -> Prediction:
 
 
 def live_tensors() -> dict[int, int]:
-    """Bytes of every storage that a Python tensor holds, by storage; weights that are only in shards have none."""
+    """Bytes of every storage that a Python tensor holds, by storage; weights that are only in
+    shards have none.
+    """
     gc.collect()
     found = {}
     for thing in gc.get_objects():
@@ -106,7 +145,11 @@ def counting(method: Any, sent: Counter[str]) -> Any:
     def counted(comm: Comm, given: torch.Tensor | list[torch.Tensor], *rest: Any, **of: Any) -> Any:
         ranks = comm.world_size if isinstance(rest[-1], str | None) else len(rest[-1])
         tensors = [item for item in (given, *rest) if isinstance(item, torch.Tensor)]
-        nbytes = max(tensor.nbytes for tensor in tensors) if tensors else sum(full.nbytes for full in given)
+        nbytes = (
+            max(tensor.nbytes for tensor in tensors)
+            if tensors
+            else sum(full.nbytes for full in given)
+        )
         if ranks > 1 and nbytes:
             sent["collectives"] += 1
             sent["bytes"] += nbytes // ranks * (ranks - 1)
@@ -142,7 +185,9 @@ def _measured_one(rank: int, run: Run) -> tuple[Any, ...]:
         shard = {key: value for key, value in run.shard.items() if key != "hybrid"}
         if "hybrid" in run.shard:
             nodes = dist.get_world_size() // shard["ranks_per_node"]
-            shard["process_group"] = init_device_mesh("cpu", (nodes, shard["ranks_per_node"]), mesh_dim_names=("node", "rank"))
+            shard["process_group"] = init_device_mesh(
+                "cpu", (nodes, shard["ranks_per_node"]), mesh_dim_names=("node", "rank")
+            )
         patch.setattr(Comm, "backend_sums", True)  # gloo stands in for NCCL
         model, optimizer, _ = train(rank, replace(run, shard=shard, steps=3), Model())
         counted.clear()
@@ -164,8 +209,15 @@ def differences(prediction: Prediction, measured: tuple[Any, ...]) -> list[str]:
     for table, report in ((ours, prediction.resting.lines), (theirs, lines)):
         for line in report:
             table[line.unit, line.kind, line.tier] += line.bytes
-    found += [f"{key}: {ours[key]} != {theirs[key]}" for key in ours.keys() | theirs.keys() if ours[key] != theirs[key]]
-    counted = {"collectives": sum(t.collectives for t in prediction.transfers), "bytes": prediction.sent_bytes}
+    found += [
+        f"{key}: {ours[key]} != {theirs[key]}"
+        for key in ours.keys() | theirs.keys()
+        if ours[key] != theirs[key]
+    ]
+    counted = {
+        "collectives": sum(t.collectives for t in prediction.transfers),
+        "bytes": prediction.sent_bytes,
+    }
     if counted != {"collectives": 0, "bytes": 0} | sent:
         found.append(f"sent: {counted} != {sent}")
     total = sum(line.bytes for line in prediction.resting.lines)
@@ -177,7 +229,9 @@ def differences(prediction: Prediction, measured: tuple[Any, ...]) -> list[str]:
 def fits(run: Run) -> bool:
     """Whether `shard` takes such an offload at this stage."""
     offload = run.shard.get("offload") or {}
-    return ("params" not in offload or run.stage == 3) and ("gradients" not in offload or run.stage > 0)
+    return ("params" not in offload or run.stage == 3) and (
+        "gradients" not in offload or run.stage > 0
+    )
 
 
 @pytest.mark.cases(1)
@@ -186,7 +240,11 @@ def fits(run: Run) -> bool:
 def test_prediction_is_what_ranks_keep_and_send(stage: int, world_size: int, every: int) -> None:
     if world_size == 2:
         every = min(every, 2)
-    only_here = [run for run in CASES if "params" in (run.shard.get("offload") or {})] if world_size == 2 and stage == 3 else []
+    only_here = (
+        [run for run in CASES if "params" in (run.shard.get("offload") or {})]
+        if world_size == 2 and stage == 3
+        else []
+    )
     runs = [replace(run, stage=stage) for run in CASES[stage % every :: every] + only_here]
     runs = [run for run in runs if fits(run)]
     for rank, answers in enumerate(run_ranks(world_size, _measured, runs)):
@@ -196,7 +254,8 @@ def test_prediction_is_what_ranks_keep_and_send(stage: int, world_size: int, eve
 
 @pytest.mark.parametrize("stage", [0, 2])
 def test_one_rank_keeps_gradients_as_they_are(stage: int) -> None:
-    run = Run(stage=stage, precision="bf16", shard={"reduce_dtype": "fp32"})  # nothing travels, so this says nothing
+    # nothing travels, so this says nothing
+    run = Run(stage=stage, precision="bf16", shard={"reduce_dtype": "fp32"})
     [measured] = run_ranks(1, _measured, [run])
     assert differences(predicted(0, 1, run), measured[0]) == []
 
@@ -204,7 +263,11 @@ def test_one_rank_keeps_gradients_as_they_are(stage: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", range(4))
 def test_prediction_for_ranks_in_nodes_and_for_what_a_few_ranks_keep(stage: int) -> None:
-    runs = [replace(run, stage=stage) for run in LAYOUTS if stage == 3 or "reshard_after_forward" not in run.shard]
+    runs = [
+        replace(run, stage=stage)
+        for run in LAYOUTS
+        if stage == 3 or "reshard_after_forward" not in run.shard
+    ]
     runs = [run for run in runs if fits(run)]
     for rank, answers in enumerate(run_ranks(4, _measured, runs)):
         for run, measured in zip(runs, answers, strict=True):
@@ -212,19 +275,28 @@ def test_prediction_for_ranks_in_nodes_and_for_what_a_few_ranks_keep(stage: int)
 
 
 def test_another_order_of_use_costs_less_than_a_unit() -> None:
-    """`gain` is the first parameter of the model and the last one used; with "bf16" it has a buffer of its own here."""
+    """`gain` is the first parameter of the model and the last one used; with "bf16" it has a
+    buffer of its own here.
+    """
     runs = [Run(stage=stage, precision="bf16", shard={"keep_fp32": "gain"}) for stage in (2, 3)]
     unit = max(sum(p.numel() for p in block.parameters()) for block in Model().blocks) * 2
     for rank, answers in enumerate(run_ranks(2, _measured, runs)):
         for run, (lines, *_) in zip(runs, answers, strict=True):
-            ours, theirs = (sum(line.bytes for line in found) for found in (predicted(rank, 2, run).resting.lines, lines))
+            ours, theirs = (
+                sum(line.bytes for line in found)
+                for found in (predicted(rank, 2, run).resting.lines, lines)
+            )
             assert abs(ours - theirs) <= 0.02 * theirs + unit
 
 
-def _check_twins(world_size: int, twins: list[tuple[Callable[[pytest.MonkeyPatch], None], Run]]) -> None:
+def _check_twins(
+    world_size: int, twins: list[tuple[Callable[[pytest.MonkeyPatch], None], Run]]
+) -> None:
     """Predictions are right, and with what a twin forgets wrong."""
     runs = [run for _, run in twins]
-    for (forget, run), measured in zip(twins, run_ranks(world_size, _measured, runs)[0], strict=True):
+    for (forget, run), measured in zip(
+        twins, run_ranks(world_size, _measured, runs)[0], strict=True
+    ):
         assert differences(predicted(0, world_size, run), measured) == []
         with pytest.MonkeyPatch.context() as patch:
             forget(patch)
@@ -233,7 +305,11 @@ def _check_twins(world_size: int, twins: list[tuple[Callable[[pytest.MonkeyPatch
 
 def _forget_state(patch: pytest.MonkeyPatch) -> None:
     stored = _States.stored
-    patch.setattr(_States, "stored", lambda states, bucket: list(stored(states, bucket))[bucket.unit == "blocks.1" :])
+    patch.setattr(
+        _States,
+        "stored",
+        lambda states, bucket: list(stored(states, bucket))[bucket.unit == "blocks.1" :],
+    )
 
 
 def _one_in_flight(patch: pytest.MonkeyPatch) -> None:
@@ -242,11 +318,16 @@ def _one_in_flight(patch: pytest.MonkeyPatch) -> None:
 
 def _no_received(patch: pytest.MonkeyPatch) -> None:
     take = BufferPool.take
-    patch.setattr(BufferPool, "take", lambda pool, numel, dtype: take(pool, numel if pool._lent else 0, dtype))
+    patch.setattr(
+        BufferPool, "take", lambda pool, numel, dtype: take(pool, numel if pool._lent else 0, dtype)
+    )
 
 
 def _one_level(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("shardcore.distributed.topology.Topology.levels", lambda topology, rank: [range(topology.world_size)])
+    patch.setattr(
+        "shardcore.distributed.topology.Topology.levels",
+        lambda topology, rank: [range(topology.world_size)],
+    )
 
 
 def _nothing_kept(patch: pytest.MonkeyPatch) -> None:
@@ -262,7 +343,11 @@ def _all_share(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.more
 def test_a_prediction_that_forgets_nodes_is_rejected() -> None:
-    twins = [(_one_level, LAYOUTS[0], 2), (_nothing_kept, LAYOUTS[6], 3), (_all_share, LAYOUTS[2], 1)]
+    twins = [
+        (_one_level, LAYOUTS[0], 2),
+        (_nothing_kept, LAYOUTS[6], 3),
+        (_all_share, LAYOUTS[2], 1),
+    ]
     _check_twins(4, [(forget, replace(run, stage=stage)) for forget, run, stage in twins])
 
 
@@ -283,7 +368,13 @@ def test_a_prediction_that_forgets_a_buffer_is_rejected() -> None:
         *((_forget_state, 0, None), (_one_in_flight, 2, None), (_no_received, 2, None)),
         *((_no_gathers, 3, None), (_no_padding, 1, None), (_one_leaves, 2, LEAVING)),
     ]
-    _check_twins(2, [(forget, Run(stage=of, precision="bf16", shard={"offload": to})) for forget, of, to in twins])
+    _check_twins(
+        2,
+        [
+            (forget, Run(stage=of, precision="bf16", shard={"offload": to}))
+            for forget, of, to in twins
+        ],
+    )
 
 
 def _hoarding(rank: int, world_size: int, run: Run) -> tuple[Any, ...]:
@@ -309,17 +400,39 @@ def test_predict_changes_nothing_and_refuses_what_shard_refuses() -> None:
     model = Model()
     before = {name: (id(param), param.data_ptr()) for name, param in model.named_parameters()}
     predict(model, None, 3, world_size=7, rank=6, precision="bf16")
-    assert before == {name: (id(param), param.data_ptr()) for name, param in model.named_parameters()}
+    assert before == {
+        name: (id(param), param.data_ptr()) for name, param in model.named_parameters()
+    }
     for options, error, message in (
         ({"stage": 4}, ValueError, "stage is 4; expected 0, 1, 2 or 3"),
-        ({"world_size": 2, "rank": 2}, ValueError, "rank is 2 of 2; expected 0 <= rank < world_size"),
-        ({"prefetched": 3}, TypeError, "got the option 'prefetched'; expected one of shard's: units, offload"),
-        ({"process_group": object()}, ValueError, "process_group was given; expected world_size, and ranks_per_node with"),
+        (
+            {"world_size": 2, "rank": 2},
+            ValueError,
+            "rank is 2 of 2; expected 0 <= rank < world_size",
+        ),
+        (
+            {"prefetched": 3},
+            TypeError,
+            "got the option 'prefetched'; expected one of shard's: units, offload",
+        ),
+        (
+            {"process_group": object()},
+            ValueError,
+            "process_group was given; expected world_size, and ranks_per_node with",
+        ),
         ({"hybrid": True}, ValueError, "hybrid is True without ranks_per_node"),
-        ({"ranks_per_node": 3}, ValueError, "ranks_per_node is 3; expected a divisor of the 2 ranks"),
+        (
+            {"ranks_per_node": 3},
+            ValueError,
+            "ranks_per_node is 3; expected a divisor of the 2 ranks",
+        ),
         ({"units": "none"}, ValueError, 'units is "none"'),
         ({"optimizer": shardcore.FusedAdam(Net().parameters())}, ValueError, "not the model's"),
-        ({"optimizer": torch.optim.NAdam(model.parameters())}, TypeError, "a NAdam, which keeps numbers for each"),
+        (
+            {"optimizer": torch.optim.NAdam(model.parameters())},
+            TypeError,
+            "a NAdam, which keeps numbers for each",
+        ),
     ):
         with pytest.raises(error, match=message):
             predict(model, **{"world_size": 2, **options})
@@ -334,8 +447,11 @@ def test_predict_changes_nothing_and_refuses_what_shard_refuses() -> None:
         (3, 2, {"params": "cpu"}, "split"),
     ],
 )
-def test_copies_to_and_from_host_memory(stage: int, accumulate: int, offload: Any, master: str) -> None:
-    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))  # whole blocks: nothing is padded
+def test_copies_to_and_from_host_memory(
+    stage: int, accumulate: int, offload: Any, master: str
+) -> None:
+    # whole blocks: nothing is padded
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
     options = {"precision": "bf16", "accumulate": accumulate, "units": 1, "offload": offload}
     adam = lambda: shardcore.FusedAdam(model.parameters(), lr=1e-2, master=master)  # noqa: E731
     ours = predict(model, adam(), stage, world_size=1, **options).copies
@@ -347,5 +463,9 @@ def test_copies_to_and_from_host_memory(stage: int, accumulate: int, offload: An
         optimizer.step()
         optimizer.zero_grad()
     moved = optimizer._engine.store.moved_bytes
-    assert (ours.to_host, ours.from_host) == tuple(moved[way] - before[way] for way in ("to_host", "from_host"))
-    assert ours.updated == (0 if "optimizer" not in offload else round(offload["ratio"] * 4 * 64 * 64))
+    assert (ours.to_host, ours.from_host) == tuple(
+        moved[way] - before[way] for way in ("to_host", "from_host")
+    )
+    assert ours.updated == (
+        0 if "optimizer" not in offload else round(offload["ratio"] * 4 * 64 * 64)
+    )

@@ -1,7 +1,9 @@
-"""A world of 1,024 ranks that is not there: a 70B model planned on meta, and a small one trained over torch's fake backend.
+"""A world of 1,024 ranks that is not there: a 70B model planned on meta, and a small one trained
+over torch's fake backend.
 
-The fake backend runs this rank only: what it "receives" is a copy of what it sends, or nothing. So memory, order, number and
-size of messages are the real ones, and values are not (they are checked over real ranks, in the other tests of this folder).
+The fake backend runs this rank only: what it "receives" is a copy of what it sends, or nothing. So
+memory, order, number and size of messages are the real ones, and values are not (they are checked
+over real ranks, in the other tests of this folder).
 """
 
 import time
@@ -25,7 +27,7 @@ from shardcore.estimate import Prediction, predict
 WORLD = 1024
 
 
-# --- 70B, planned -----------------------------------------------------------------------------------------------------
+# --- 70B, planned ---------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -39,31 +41,49 @@ def shard_of(numel: int) -> int:
     return -(-numel // (256 * WORLD)) * 256
 
 
-BLOCK = 2 * 8192 * 8192 + 2 * 8192 * 1024 + 3 * 8192 * 28672 + 2 * 8192  # q and o, k and v, the MLP, two norms
+# q and o, k and v, the MLP, two norms
+BLOCK = 2 * 8192 * 8192 + 2 * 8192 * 1024 + 3 * 8192 * 28672 + 2 * 8192
 ROOT = 2 * 32000 * 8192 + 8192  # embedding and head, a norm
 SHARD_BLOCK, SHARD_ROOT = shard_of(BLOCK), shard_of(ROOT)
 WHOLE_BLOCK, WHOLE_ROOT = SHARD_BLOCK * WORLD, SHARD_ROOT * WORLD
 SHARD, WHOLE = 80 * SHARD_BLOCK + SHARD_ROOT, 80 * WHOLE_BLOCK + WHOLE_ROOT
 
-# bf16 weights and local gradients, float32 masters, moments and reduced gradients. At most two buckets are on their way, each
-# sent and received; from stage 2 on a third one's local gradient fills, and the root's does from the start (its head is first).
+# bf16 weights and local gradients, float32 masters, moments and reduced gradients. At most two
+# buckets are on their way, each sent and received; from stage 2 on a third one's local gradient
+# fills, and the root's does from the start (its head is first).
 BYTES = {
-    1: {"weights": 2 * WHOLE, "gradients": 2 * WHOLE + 4 * SHARD, "communication": 2 * 2 * WHOLE_BLOCK},
-    2: {"weights": 2 * WHOLE, "gradients": 4 * SHARD, "communication": 2 * (5 * WHOLE_BLOCK + WHOLE_ROOT)},
+    1: {
+        "weights": 2 * WHOLE,
+        "gradients": 2 * WHOLE + 4 * SHARD,
+        "communication": 2 * 2 * WHOLE_BLOCK,
+    },
+    2: {
+        "weights": 2 * WHOLE,
+        "gradients": 4 * SHARD,
+        "communication": 2 * (5 * WHOLE_BLOCK + WHOLE_ROOT),
+    },
     3: {
-        "weights": 2 * SHARD + 2 * (2 * WHOLE_BLOCK + WHOLE_ROOT),  # the unit in use, the next one, the root
+        # the unit in use, the next one, the root
+        "weights": 2 * SHARD + 2 * (2 * WHOLE_BLOCK + WHOLE_ROOT),
         "gradients": 4 * SHARD,
         "communication": 2 * (5 * WHOLE_BLOCK + WHOLE_ROOT),
     },
 }
 # (collectives, bytes sent): each sends a rank's part, or 1,023 of 1,024 parts.
 SENT = {
-    1: {"exchange gradients": (81, 2 * SHARD * 1023), "gather weights after the step": (81, 2 * SHARD * 1023)},
-    2: {"exchange gradients": (81, 2 * SHARD * 1023), "gather weights after the step": (81, 2 * SHARD * 1023)},
+    1: {
+        "exchange gradients": (81, 2 * SHARD * 1023),
+        "gather weights after the step": (81, 2 * SHARD * 1023),
+    },
+    2: {
+        "exchange gradients": (81, 2 * SHARD * 1023),
+        "gather weights after the step": (81, 2 * SHARD * 1023),
+    },
     3: {
         "exchange gradients": (81, 2 * SHARD * 1023),
         "gather weights in forward": (81, 2 * SHARD * 1023),
-        "gather weights in backward": (79, 2 * 79 * SHARD_BLOCK * 1023),  # not the root, nor the last block
+        # not the root, nor the last block
+        "gather weights in backward": (79, 2 * 79 * SHARD_BLOCK * 1023),
     },
 }
 
@@ -77,11 +97,16 @@ def test_a_70b_model_over_1024_ranks(big: torch.nn.Module, stage: int, rank: int
     assert prediction.numel == 80 * BLOCK + ROOT == 68_976_648_192
     assert prediction.units == 81
     assert prediction.resting.by_kind == BYTES[stage] | {"master": 4 * SHARD, "states": 8 * SHARD}
-    small = {"agree on used parameters": (1, (723 + 2) * 1023), "agree on the norm": (1, NORM_ROW_BYTES * 1023)}
-    assert {t.purpose: (t.collectives, t.bytes) for t in prediction.transfers} == SENT[stage] | small
+    small = {
+        "agree on used parameters": (1, (723 + 2) * 1023),
+        "agree on the norm": (1, NORM_ROW_BYTES * 1023),
+    }
+    assert {t.purpose: (t.collectives, t.bytes) for t in prediction.transfers} == SENT[
+        stage
+    ] | small
 
 
-# --- a small one, trained ---------------------------------------------------------------------------------------------
+# --- a small one, trained -------------------------------------------------------------------------
 
 
 def small() -> Llama:
@@ -99,14 +124,18 @@ def rank(request: pytest.FixtureRequest) -> Iterator[int]:
 def train(stage: int, counted: Counter[Any]) -> tuple[Any, Prediction]:
     """Train three steps; `counted` is left with the messages of the last one."""
     model = small()
-    model, optimizer = shardcore.shard(model, shardcore.FusedAdam(model.parameters()), stage, precision="bf16")
+    model, optimizer = shardcore.shard(
+        model, shardcore.FusedAdam(model.parameters()), stage, precision="bf16"
+    )
     for _ in range(3):
         counted.clear()
         model(torch.arange(8).view(1, 8)).float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     assert optimizer.skipped_steps == 0
-    return model, predict(small(), None, stage, world_size=WORLD, rank=dist.get_rank(), precision="bf16")
+    return model, predict(
+        small(), None, stage, world_size=WORLD, rank=dist.get_rank(), precision="bf16"
+    )
 
 
 PLACES = [(0, 0), (WORLD - 1, 1), (0, 2), (WORLD - 1, 3)]
@@ -117,7 +146,9 @@ def expected(prediction: Prediction) -> tuple[int, int]:
 
 
 def echo(monkeypatch: pytest.MonkeyPatch, counted: Counter[Any] | None = None) -> None:
-    """Let each message that is received be the one that is sent: the others do what this rank does."""
+    """Let each message that is received be the one that is sent: the others do what this rank
+    does.
+    """
     waiting: list[torch.Tensor] = []
     done = SimpleNamespace(wait=lambda: True)
     counted = Counter() if counted is None else counted
@@ -139,8 +170,12 @@ def echo(monkeypatch: pytest.MonkeyPatch, counted: Counter[Any] | None = None) -
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(("rank", "stage"), PLACES, indirect=["rank"])
-def test_collectives_as_nccl_would_run_them(rank: int, stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One collective of torch.distributed for each purpose and bucket, but what ranks compare, which goes over gloo."""
+def test_collectives_as_nccl_would_run_them(
+    rank: int, stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One collective of torch.distributed for each purpose and bucket, but what ranks compare,
+    which goes over gloo.
+    """
     counted: Counter[str] = Counter()
     init = Comm.__init__
 
@@ -171,8 +206,12 @@ def test_collectives_as_nccl_would_run_them(rank: int, stage: int, monkeypatch: 
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(("rank", "stage"), [(0, 0), (WORLD - 1, 3)], indirect=["rank"])
-def test_messages_as_gloo_would_send_them(rank: int, stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A message to each other rank for each purpose and bucket; comparisons take as many as 1,024 has digits."""
+def test_messages_as_gloo_would_send_them(
+    rank: int, stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A message to each other rank for each purpose and bucket; comparisons take as many as
+    1,024 has digits.
+    """
     counted: Counter[Any] = Counter()
     echo(monkeypatch, counted)
     model, prediction = train(stage, counted)

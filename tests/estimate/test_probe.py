@@ -18,7 +18,21 @@ def test_figures_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_least_of_all_ranks() -> None:
-    first = {"place": ["a"], "device": 100, "spare": 8, "host": 90, "to_host": 3.0, "from_host": 5.0, "adam": 7.0}
-    ranks = [first, {**first, "device": 80, "spare": 9, "adam": 6.0}, {**first, "place": ["b"], "host": 50, "to_host": 2.0}]
-    assert probe.agreed(ranks) == (Machine(80, 9, 45, 0, 1), Rates(2.0, 5.0, 6.0)), "two ranks share the 90 of a"
+    first = {
+        "place": ["a"],
+        "device": 100,
+        "spare": 8,
+        "host": 90,
+        "to_host": 3.0,
+        "from_host": 5.0,
+        "adam": 7.0,
+    }
+    ranks = [
+        first,
+        {**first, "device": 80, "spare": 9, "adam": 6.0},
+        {**first, "place": ["b"], "host": 50, "to_host": 2.0},
+    ]
+    assert probe.agreed(ranks) == (Machine(80, 9, 45, 0, 1), Rates(2.0, 5.0, 6.0)), (
+        "two ranks share the 90 of a"
+    )
     assert probe.agreed(ranks[:1]) == (Machine(100, 8, 90, 0, 1), Rates(3.0, 5.0, 7.0))

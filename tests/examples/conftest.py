@@ -11,18 +11,27 @@ from tests.support.ranks import preload
 
 @pytest.fixture
 def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let launch() fork its ranks from a process that has imported torch. What they print is not captured."""
+    """Let launch() fork its ranks from a process that has imported torch. What they print is not
+    captured.
+    """
     preload()
     start = mp.start_processes
-    monkeypatch.setattr(mp, "start_processes", lambda *args, **how: start(*args, **{**how, "start_method": "forkserver"}))
+    monkeypatch.setattr(
+        mp,
+        "start_processes",
+        lambda *args, **how: start(*args, **{**how, "start_method": "forkserver"}),
+    )
 
 
 @pytest.fixture
 def run_main(monkeypatch, capfd):
-    """Run a benchmark's main with arguments, in this process; returns what it printed. Threads are put back."""
+    """Run a benchmark's main with arguments, in this process; returns what it printed. Threads
+    are put back.
+    """
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    # As bench_cpu_adam wants it, so that it does not start itself again; both benchmarks set these for their ranks.
+    # As bench_cpu_adam wants it, so that it does not start itself again; both benchmarks set these
+    # for their ranks.
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     threads = torch.get_num_threads()

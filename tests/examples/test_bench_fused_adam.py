@@ -1,4 +1,6 @@
-"""The GPU benchmark without a GPU: its tables and byte counts, a run on the CPU, and peers that do not work."""
+"""The GPU benchmark without a GPU: its tables and byte counts, a run on the CPU, and peers that
+do not work.
+"""
 
 import itertools
 import json
@@ -23,7 +25,12 @@ def test_lists_of_shapes_are_the_models():
     assert (len(llama), numel_of(llama)) == (291, 6_738_415_616)
     assert numel_of(adam_kinds.shard(llama, 8)) * 8 == numel_of(llama)
     real = bench_fused_adam.workloads(1)
-    assert [numel_of(real[f"flat 1e{power}"]) for power in (6, 7, 8, 9)] == [10**6, 10**7, 10**8, 10**9]
+    assert [numel_of(real[f"flat 1e{power}"]) for power in (6, 7, 8, 9)] == [
+        10**6,
+        10**7,
+        10**8,
+        10**9,
+    ]
     assert len(real["20,000 tiny tensors"]) == 20_000
 
 
@@ -50,21 +57,33 @@ def test_bytes_that_are_held_are_those_of_the_optimizer(kind):
     param = torch.nn.Parameter(torch.ones(512, dtype=kind.weight))
     optimizer = FusedAdam([param], **kind.options)
     optimizer.step(grads=[torch.ones(512, dtype=kind.grad)])
-    held = [param, *(t for key, t in optimizer.state[param].items() if key != "step" and not key.endswith("scale"))]
+    held = [
+        param,
+        *(
+            t
+            for key, t in optimizer.state[param].items()
+            if key != "step" and not key.endswith("scale")
+        ),
+    ]
     assert kind.bytes_held == sum(t.nbytes for t in held) / 512
 
 
 def test_every_combination_that_differs_is_there():
     kinds = set()
     for weight, grad, master, state_dtype, stochastic in itertools.product(
-        (F32, BF16, F16), (F32, BF16, F16), (None, "fp32", "split"), ("fp32", "bf16", "8bit"), (False, True)
+        (F32, BF16, F16),
+        (F32, BF16, F16),
+        (None, "fp32", "split"),
+        ("fp32", "bf16", "8bit"),
+        (False, True),
     ):
         kind = Kind(weight, grad, master, state_dtype, stochastic)
         try:
             FusedAdam([torch.nn.Parameter(torch.ones(1, dtype=weight))], **kind.options)
         except ValueError:
             continue
-        if (weight != F32 or master is None) and (weight == BF16 or not stochastic):  # else it changes nothing
+        # else it changes nothing
+        if (weight != F32 or master is None) and (weight == BF16 or not stochastic):
             kinds.add(kind)
     assert kinds == set(every_kind())
     assert len(kinds) == len(list(every_kind())) == 63
@@ -72,29 +91,42 @@ def test_every_combination_that_differs_is_there():
 
 @pytest.mark.more
 def test_a_run_on_the_cpu(tmp_path, run_main):
-    printed = run_main(bench_fused_adam, *QUICK, "--only", "1e6", "GPT-2", "every", "--out", str(tmp_path))
+    printed = run_main(
+        bench_fused_adam, *QUICK, "--only", "1e6", "GPT-2", "every", "--out", str(tmp_path)
+    )
     assert "share of copy" in printed
     assert "share of reading" in printed
     report = json.loads((tmp_path / "fused_adam.json").read_text())
     assert report["device"] == "cpu"
     assert {"commit", "torch"} <= report["machine"].keys()
-    assert [w["workload"] for w in report["workloads"]] == ["flat 1e6", "GPT-2", "flat 256M, every combination"]
+    assert [w["workload"] for w in report["workloads"]] == [
+        "flat 1e6",
+        "GPT-2",
+        "flat 256M, every combination",
+    ]
     assert [w["workload"] for w in report["norm"]] == ["flat 1e6", "GPT-2"]
     first = report["workloads"][0]
     engines = [case["engine"] for case in first["cases"]]
-    assert engines[:3] == ["shardcore: fp32 weight, fp32 grad, fp32 states", "torch AdamW fused", "torch AdamW foreach"]
+    assert engines[:3] == [
+        "shardcore: fp32 weight, fp32 grad, fp32 states",
+        "torch AdamW fused",
+        "torch AdamW foreach",
+    ]
     assert first["weights_agree_to"] < 1e-4
     for workload in report["workloads"] + report["norm"]:
         for case in workload["cases"]:
             assert len(case["seconds"]) == 2
             assert case["share"]["low"] <= case["share"]["median"] <= case["share"]["high"]
     assert sum(case["ours"] for case in report["workloads"][2]["cases"]) == 63
-    assert [(h["workload"], h["us_per_tensor"].keys()) for h in report["host"]] == [("GPT-2", {"the same", "elsewhere"})]
+    assert [(h["workload"], h["us_per_tensor"].keys()) for h in report["host"]] == [
+        ("GPT-2", {"the same", "elsewhere"})
+    ]
     assert report["launches"][0]["engines"]["torch AdamW fused"] is None  # known on a GPU only
 
 
 def test_shares_are_of_the_same_round():
-    # The second round is ten times slower for both: 8 bytes in 1 s beside 4 bytes in 2 s is four times the rate, always.
+    # The second round is ten times slower for both: 8 bytes in 1 s beside 4 bytes in 2 s is four
+    # times the rate, always.
     result = harness.rates([1.0, 10.0], [2.0, 20.0], moved=8, limit_moved=4)
     assert result["share"] == {"median": 4.0, "low": 4.0, "high": 4.0}
 
@@ -121,7 +153,9 @@ def test_a_peer_that_does_not_work_or_does_other_work_is_left_out(monkeypatch, t
 
 
 @pytest.mark.more
-def test_a_peer_that_does_other_work_is_noticed_and_the_rest_is_kept(monkeypatch, tmp_path, run_main):
+def test_a_peer_that_does_other_work_is_noticed_and_the_rest_is_kept(
+    monkeypatch, tmp_path, run_main
+):
     other_way = Peer("other way", "torch.optim", "AdamW", [FP32], {"maximize": True}, on_cpu=True)
     monkeypatch.setattr(bench_fused_adam, "PEERS", [other_way])
     with pytest.raises(ValueError, match="bench_fused_adam: fp32 weights differ from every peer's"):

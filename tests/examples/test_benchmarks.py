@@ -1,4 +1,6 @@
-"""The benchmarks at sizes that say nothing about speed: they run, write what they measured, and notice who does other work."""
+"""The benchmarks at sizes that say nothing about speed: they run, write what they measured, and
+notice who does other work.
+"""
 
 import argparse
 import json
@@ -31,11 +33,25 @@ from examples import arguments, machine
 @pytest.mark.parametrize(("pages", "numel"), [("equal", 4096), ("own", 1001)])
 def test_cpu_adam(tmp_path, run_main, pages, numel, monkeypatch):
     monkeypatch.setattr(bench_cpu_adam, "DeepSpeedCPUAdam", None)  # it compiles for minutes
-    options = ["--sizes", str(numel), "--rounds", "2", "--threads", "1", "--pause", "0", "--pages", pages]
+    options = [
+        "--sizes",
+        str(numel),
+        "--rounds",
+        "2",
+        "--threads",
+        "1",
+        "--pause",
+        "0",
+        "--pages",
+        pages,
+    ]
     printed = run_main(bench_cpu_adam, *options, "--out", str(tmp_path))
     assert "shardcore reaches" in printed
     result = json.loads((tmp_path / "cpu_adam.json").read_text())
-    assert [(r["subject"], r["numel"]) for r in result["results"]] == [("fp32", numel), ("offload", numel)]
+    assert [(r["subject"], r["numel"]) for r in result["results"]] == [
+        ("fp32", numel),
+        ("offload", numel),
+    ]
     for subject in result["results"]:
         assert {"limit", "shardcore CPUAdam", "torch fused AdamW"} <= subject["engines"].keys()
         assert all(len(engine["seconds"]) == 2 for engine in subject["engines"].values())
@@ -54,7 +70,20 @@ def test_cpu_adam(tmp_path, run_main, pages, numel, monkeypatch):
     ],
 )
 def test_train_step(tmp_path, run_main, nproc, base, engines):
-    options = ["--preset", "tiny", "--batch", "1", "--rounds", "2", "--warmup", "1", "--pause", "0", "--nproc", str(nproc)]
+    options = [
+        "--preset",
+        "tiny",
+        "--batch",
+        "1",
+        "--rounds",
+        "2",
+        "--warmup",
+        "1",
+        "--pause",
+        "0",
+        "--nproc",
+        str(nproc),
+    ]
     options += ["--steps", "1"]
     printed = run_main(bench_train_step, *options, "--engines", *engines, "--out", str(tmp_path))
     assert f"time / {base}" in printed
@@ -71,7 +100,18 @@ def no_fio(monkeypatch):
 
 
 def io_options(folder) -> list[str]:
-    return ["--mib", "2", "--rounds", "2", "--pause", "0", "--dir", str(folder), "--out", str(folder)]
+    return [
+        "--mib",
+        "2",
+        "--rounds",
+        "2",
+        "--pause",
+        "0",
+        "--dir",
+        str(folder),
+        "--out",
+        str(folder),
+    ]
 
 
 def test_io(tmp_path, run_main, no_fio):
@@ -80,7 +120,10 @@ def test_io(tmp_path, run_main, no_fio):
     result = json.loads((tmp_path / "io.json").read_text())
     assert list(result["cases"]) == ["fresh", "read"]
     for engines in result["cases"].values():
-        assert {name: len(each["seconds"]) for name, each in engines.items()} == {"shardcore": 2, "threads": 2}
+        assert {name: len(each["seconds"]) for name, each in engines.items()} == {
+            "shardcore": 2,
+            "threads": 2,
+        }
     assert [path.name for path in tmp_path.iterdir()] == ["io.json"], "its files are gone"
 
 
@@ -90,23 +133,44 @@ def test_io_beside_fio(tmp_path, run_main):
     run_main(bench_io, *io_options(tmp_path))
     result = json.loads((tmp_path / "io.json").read_text())
     assert all(engines["fio"]["over_fio"]["median"] == 1 for engines in result["cases"].values())
-    slow = {"read": {"shardcore": {"over_fio": {"median": 0.9}}}, "fresh": {"shardcore": {"over_fio": {"median": 0.96}}}}
+    slow = {
+        "read": {"shardcore": {"over_fio": {"median": 0.9}}},
+        "fresh": {"shardcore": {"over_fio": {"median": 0.96}}},
+    }
     assert bench_io.shortfalls(slow) == ["read: 0.90 of fio's rate; expected 0.95"]
 
 
 @pytest.mark.more
 def test_checkpoint(tmp_path, run_main, no_fio):
-    printed = run_main(bench_checkpoint, "--mib", "16", "--rounds", "1", "--dir", str(tmp_path), "--out", str(tmp_path))
+    printed = run_main(
+        bench_checkpoint,
+        "--mib",
+        "16",
+        "--rounds",
+        "1",
+        "--dir",
+        str(tmp_path),
+        "--out",
+        str(tmp_path),
+    )
     assert "how many times faster than each" in printed
     (result,) = json.loads((tmp_path / "checkpoint.json").read_text())["sizes"]
     peers = {"torch.save", "dcp", "huggingface"}
-    assert set(result["save"]["times_faster_than"]) == set(result["load"]["times_faster_than"]) == peers
+    assert (
+        set(result["save"]["times_faster_than"])
+        == set(result["load"]["times_faster_than"])
+        == peers
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.json"], "its files are gone"
 
 
 def test_checkpoints_that_fall_short_are_named():
     times = {"fio": {"median": 0.8}, "dcp": {"median": 1.2}, "huggingface": {"median": 0.9}}
-    result = {"save": {"times_faster_than": times}, "load": {"times_faster_than": {}}, "pause": {"ratio": 0.2}}
+    result = {
+        "save": {"times_faster_than": times},
+        "load": {"times_faster_than": {}},
+        "pause": {"ratio": 0.2},
+    }
     assert bench_checkpoint.shortfalls(result) == [
         "save: 0.80 of the speed of fio; expected 0.9",
         "save: 0.90 of the speed of huggingface; expected 1",
@@ -116,7 +180,10 @@ def test_checkpoints_that_fall_short_are_named():
 
 @pytest.mark.more
 @pytest.mark.skipif(not shutil.which("fio"), reason="no fio")
-@pytest.mark.parametrize(("what", "names"), [("states", {"nvme", "scratch", "cpu"}), ("weights", {"nvme", "late", "cpu"})])
+@pytest.mark.parametrize(
+    ("what", "names"),
+    [("states", {"nvme", "scratch", "cpu"}), ("weights", {"nvme", "late", "cpu"})],
+)
 def test_nvme(tmp_path, run_main, what, names):
     options = ["--what", what, "--mib", "32", "--tokens", "2", "--rounds", "1", "--pause", "0"]
     printed = run_main(bench_nvme, *options, "--dir", str(tmp_path), "--out", str(tmp_path))
@@ -132,10 +199,24 @@ def test_nvme(tmp_path, run_main, what, names):
 
 @pytest.mark.more
 def test_activations(tmp_path, run_main):
-    printed = run_main(bench_activations, "--tiny", "--device", "cpu", "--rounds", "2", "--pause", "0", "--out", str(tmp_path))
+    printed = run_main(
+        bench_activations,
+        "--tiny",
+        "--device",
+        "cpu",
+        "--rounds",
+        "2",
+        "--pause",
+        "0",
+        "--out",
+        str(tmp_path),
+    )
     assert "ours, offload" in printed
     result = json.loads((tmp_path / "activations.json").read_text())
-    for part, names in {"blocks": {"plain", "torch checkpoint", "ours, offload"}, "head": {"all logits", "ours"}}.items():
+    for part, names in {
+        "blocks": {"plain", "torch checkpoint", "ours, offload"},
+        "head": {"all logits", "ours"},
+    }.items():
         assert names <= result[part]["seconds"].keys() == result[part]["peak_bytes"].keys()
     heads = bench_activations.heads(torch.device("cpu"), 8, 16, 32, 2**10)
     heads["ours"] = lambda: [grad + 0.1 for grad in heads["all logits"]()]
@@ -149,11 +230,19 @@ def test_fabric(tmp_path, run_main):
     result = json.loads((tmp_path / "fabric.json").read_text())
     assert result["fabric"]["nic"] == 45e9
     for each in result["results"]:
-        assert each["percent"] == pytest.approx(100 * sum(each["exposed_s"].values()) / each["compute_s"])
-        assert re.search(rf"^{re.escape(each['case'])} +{each['percent']:.1f}$", printed, re.MULTILINE)
+        assert each["percent"] == pytest.approx(
+            100 * sum(each["exposed_s"].values()) / each["compute_s"]
+        )
+        assert re.search(
+            rf"^{re.escape(each['case'])} +{each['percent']:.1f}$", printed, re.MULTILINE
+        )
     percents = {each["case"]: each["percent"] for each in result["results"]}
-    assert percents["stage 2, overlap_step"] < percents["stage 2"] / 4, "the gathers of new weights are hidden"
-    assert percents["FSDP2's schedule"] == pytest.approx(percents['stage 3, reduction="nccl"'], rel=0.1), "the same on one node"
+    assert percents["stage 2, overlap_step"] < percents["stage 2"] / 4, (
+        "the gathers of new weights are hidden"
+    )
+    assert percents["FSDP2's schedule"] == pytest.approx(
+        percents['stage 3, reduction="nccl"'], rel=0.1
+    ), "the same on one node"
 
 
 @pytest.mark.parametrize(
@@ -161,8 +250,14 @@ def test_fabric(tmp_path, run_main):
     [
         (["--world", "2048"], "argument --world: 2048; expected a power of two from 2 to 1024"),
         (["--world", "48"], "argument --world: 48; expected a power of two from 2 to 1024"),
-        (["--ranks-per-node", "3"], "argument --ranks-per-node: 3; expected a divisor of --world 8"),
-        (["--model", "torch.nn:Identity"], "argument --model: torch.nn:Identity has no repeated blocks; expected"),
+        (
+            ["--ranks-per-node", "3"],
+            "argument --ranks-per-node: 3; expected a divisor of --world 8",
+        ),
+        (
+            ["--model", "torch.nn:Identity"],
+            "argument --model: torch.nn:Identity has no repeated blocks; expected",
+        ),
         (["--nic", "0"], "argument --nic: 0; expected a number above 0"),
     ],
 )
@@ -181,7 +276,20 @@ def test_io_finds_other_bytes(tmp_path, run_main, no_fio, monkeypatch):
 
 def test_convergence_goes_on_where_it_stopped(tmp_path, run_main):
     kinds = ["bf16 weights, fp32 master", "bf16 weights, split master"]
-    options = ["--preset", "tiny", "--batch", "1", "--steps", "3", "--seeds", "1", "--threads", "1", "--out", str(tmp_path)]
+    options = [
+        "--preset",
+        "tiny",
+        "--batch",
+        "1",
+        "--steps",
+        "3",
+        "--seeds",
+        "1",
+        "--threads",
+        "1",
+        "--out",
+        str(tmp_path),
+    ]
     run_main(convergence, *options, "--kinds", kinds[0])
     first = json.loads((tmp_path / "convergence.json").read_text())["runs"]
     printed = run_main(convergence, *options, "--kinds", *kinds)
@@ -194,11 +302,15 @@ def test_convergence_goes_on_where_it_stopped(tmp_path, run_main):
 
 @pytest.mark.parametrize("module", [bench_cpu_adam, bench_train_step])
 def test_bad_arguments(monkeypatch, capsys, module):
-    monkeypatch.setattr(suite.os, "execve", lambda *_: pytest.fail("started again"))  # it would replace pytest
+    # it would replace pytest
+    monkeypatch.setattr(suite.os, "execve", lambda *_: pytest.fail("started again"))
     for given, message in (
         (["--rounds", "0"], "argument --rounds: 0; expected a whole number of at least 1"),
         (["--pause", "-1"], "argument --pause: -1; expected a finite number of at least 0"),
-        (["--out", __file__], f"argument --out: {__file__} cannot be written to (File exists); expected a folder"),
+        (
+            ["--out", __file__],
+            f"argument --out: {__file__} cannot be written to (File exists); expected a folder",
+        ),
     ):
         monkeypatch.setattr(sys, "argv", [module.__name__, *given])
         with pytest.raises(SystemExit) as stop:
@@ -213,26 +325,37 @@ def test_an_engine_that_trains_something_else_is_left_out_or_refused():
     assert list(alike) == ["DDP", "same"]
     assert alike["same"] < 1e-3
     assert others == {"peer": pytest.approx(0.1)}
-    with pytest.raises(ValueError, match=r"bench_train_step: shardcore 1 has losses that differ from DDP's by 1\.0e-01"):
+    with pytest.raises(
+        ValueError,
+        match=r"bench_train_step: shardcore 1 has losses that differ from DDP's by 1\.0e-01",
+    ):
         bench_train_step.check_losses(losses | {"shardcore 1": losses["peer"]}, "DDP")
 
 
 def test_an_engine_that_does_less_is_noticed():
     weight = torch.randn(4096)
-    assert check_same_work("fp32", {"ours": weight, "same": weight + 1e-7}, "ours", "bench_x") < 1e-5
+    assert (
+        check_same_work("fp32", {"ours": weight, "same": weight + 1e-7}, "ours", "bench_x") < 1e-5
+    )
     with pytest.raises(ValueError, match=r"bench_x: fp32 weights differ"):
         check_same_work("fp32", {"ours": weight, "idle": weight + 1e-3}, "ours", "bench_x")
 
 
 def test_sizes():
-    assert [arguments.elements(text) for text in ("4096", "64K", "2m", "3e7")] == [4096, 65536, 2 * 2**20, 30_000_000]
+    assert [arguments.elements(text) for text in ("4096", "64K", "2m", "3e7")] == [
+        4096,
+        65536,
+        2 * 2**20,
+        30_000_000,
+    ]
     for text in ("0", "-4K", "x", "", "1.5M", "3e", "2Ke3", "1e99"):
         with pytest.raises(argparse.ArgumentTypeError, match="expected a number of elements"):
             arguments.elements(text)
 
 
 def test_ratios_are_paired_by_round():
-    # The second round is ten times slower for both: a ratio of medians would not see that they are always 2 : 1.
+    # The second round is ten times slower for both: a ratio of medians would not see that they are
+    # always 2 : 1.
     assert harness.paired([2.0, 20.0, 2.0], [1.0, 10.0, 1.0]) == harness.Spread(2.0, 2.0, 2.0)
     assert harness.spread([4.0, 1.0, 3.0, 2.0, 5.0]) == harness.Spread(3.0, 2.0, 4.0)
     assert str(harness.Spread(1.0, 0.5, 2.0)) == "1.00 [0.50, 2.00]"
@@ -258,7 +381,9 @@ def test_repeats_may_differ_by_case_and_a_timer_may_be_given():
     calls: list[str] = []
     cases = {name: (lambda name=name: calls.append(name)) for name in ("a", "b")}
     timer = lambda call, n: sum(call() or 6.0 for _ in range(n))  # noqa: E731
-    seconds = harness.interleave(cases, rounds=2, repeats={"a": 1, "b": 3}, pause_s=0, warmup=1, timer=timer)
+    seconds = harness.interleave(
+        cases, rounds=2, repeats={"a": 1, "b": 3}, pause_s=0, warmup=1, timer=timer
+    )
     assert seconds == {"a": [6.0, 6.0], "b": [6.0, 6.0]}
     assert (calls.count("a"), calls.count("b")) == (3, 9)
 
@@ -271,7 +396,9 @@ def test_a_tree_inside_another_repository_is_none_of_its_commits(tmp_path, monke
     tree.mkdir()
     (tree / "pyproject.toml").touch()
     subprocess.run([*git, "init", "-q"], cwd=tmp_path, check=True)
-    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "another"], cwd=tmp_path, check=True)
+    subprocess.run(
+        [*git, "commit", "-q", "--allow-empty", "-m", "another"], cwd=tmp_path, check=True
+    )
     monkeypatch.setattr(machine, "ROOT", tree)
     assert machine.git_commit() == "unknown"
     subprocess.run([*git, "add", "."], cwd=tmp_path, check=True)
@@ -284,7 +411,18 @@ def test_a_tree_inside_another_repository_is_none_of_its_commits(tmp_path, monke
 
 @pytest.mark.more
 def test_elementwise(tmp_path, run_main):
-    options = ["--numel", "4K", "--rounds", "2", "--threads", "1", "--pause", "0", "--out", str(tmp_path)]
+    options = [
+        "--numel",
+        "4K",
+        "--rounds",
+        "2",
+        "--threads",
+        "1",
+        "--pause",
+        "0",
+        "--out",
+        str(tmp_path),
+    ]
     assert "time / ours" in run_main(bench_elementwise, *options)
     result = json.loads((tmp_path / "elementwise.json").read_text())
     assert [(r["optimizer"], r["subject"]) for r in result["results"]] == [

@@ -1,4 +1,6 @@
-"""The demo's text and model: the same data for equal keys, other data for others; a model that cannot look ahead."""
+"""The demo's text and model: the same data for equal keys, other data for others; a model that
+cannot look ahead.
+"""
 
 import math
 import random
@@ -57,7 +59,9 @@ def test_batches_depend_on_their_key_alone(corpus):
         assert not torch.equal(tokens, corpus.batch(**{**KEY, name: KEY[name] + 1})[0]), name
 
 
-@pytest.mark.parametrize("preset, millions", [("tiny", 0.13), ("cpu10m", 10.8), ("cpu26m", 25.5), ("gpu", 353)])
+@pytest.mark.parametrize(
+    "preset, millions", [("tiny", 0.13), ("cpu10m", 10.8), ("cpu26m", 25.5), ("gpu", 353)]
+)
 def test_preset_sizes(preset, millions):
     with torch.device("meta"):
         numel = sum(param.numel() for param in build_gpt(preset, 0).parameters())
@@ -68,7 +72,11 @@ def test_model_starts_near_the_uniform_loss_and_repeats_from_its_seed():
     state = torch.random.get_rng_state()
     model, same, other = build_gpt("tiny", 0), build_gpt("tiny", 0), build_gpt("tiny", 1)
     assert torch.equal(torch.random.get_rng_state(), state)
-    assert state_sha256(model.state_dict()) == state_sha256(same.state_dict()) != state_sha256(other.state_dict())
+    assert (
+        state_sha256(model.state_dict())
+        == state_sha256(same.state_dict())
+        != state_sha256(other.state_dict())
+    )
     tokens = torch.randint(256, (2, 64))
     assert next_byte_loss(model(tokens), tokens).item() == pytest.approx(math.log(256), abs=0.1)
 

@@ -1,11 +1,21 @@
-"""What the engine's schedule of one rank of many leaves exposed, in computed time (benchmarks/fabric.py)."""
+"""What the engine's schedule of one rank of many leaves exposed, in computed time
+(benchmarks/fabric.py).
+"""
 
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
-from benchmarks.fabric import Fabric, Large, Machine, Part, simulate, simulate_deepspeed, simulate_fsdp2
+from benchmarks.fabric import (
+    Fabric,
+    Large,
+    Machine,
+    Part,
+    simulate,
+    simulate_deepspeed,
+    simulate_fsdp2,
+)
 from shardcore.distributed.comm import Comm
 from shardcore.engine.reduce_scatter import ReduceScatter
 
@@ -23,10 +33,14 @@ def test_nodes_and_prefetch_hide_what_flat_or_late_gathers_expose():
     assert exposed(late, "weights") > 3 * exposed(flat, "weights")
 
 
-@pytest.mark.parametrize("options", [{"stage": 3}, pytest.param({"stage": 2, "overlap_step": True}, marks=pytest.mark.more)])
+@pytest.mark.parametrize(
+    "options",
+    [{"stage": 3}, pytest.param({"stage": 2, "overlap_step": True}, marks=pytest.mark.more)],
+)
 def test_with_a_unit_for_the_head_less_than_two_percent_are_exposed(options):
     together, apart = (
-        exposed(simulate(64, 4096, head_apart=head_apart, ranks_per_node=8, **options)) for head_apart in (False, True)
+        exposed(simulate(64, 4096, head_apart=head_apart, ranks_per_node=8, **options))
+        for head_apart in (False, True)
     )
     assert apart < 0.0172 < 0.02 < together
 
@@ -36,7 +50,8 @@ def test_units_go_across_nodes_while_the_next_one_computes(monkeypatch):
     at_half = simulate(64, 4096, stage=3, ranks_per_node=8)
     monkeypatch.setattr(ReduceScatter, "arrive", lambda *_: ())
     late = simulate(64, 4096, stage=3, ranks_per_node=8)
-    # Of the last unit but one: in float32 an eighth over the NIC; the last one's exchange in the node, beside it, stays.
+    # Of the last unit but one: in float32 an eighth over the NIC; the last one's exchange in the
+    # node, beside it, stays.
     across, within = 4 * 202e6 / 8 * 7 / 8 / 45e9, 2 * 202e6 * 7 / 8 / 350e9
     assert late["gradients"] - at_half["gradients"] == pytest.approx(across - within)
 
@@ -63,21 +78,28 @@ def fabric() -> Fabric:
 
 
 def test_durations(fabric):
-    # A ring passes 15 of 20 bytes on: all over NVLink, half of it over each NIC. An exchange sends 5 to each other rank.
+    # A ring passes 15 of 20 bytes on: all over NVLink, half of it over each NIC. An exchange sends
+    # 5 to each other rank.
     assert fabric.ring("all", 20).end == 1 + 4 * 7.5 / 10
     fabric.compute(4)
     assert fabric.exchange("all", 20).end == 4 + 1 + 4 * 10 / 10
     fabric.compute(5)
     assert fabric.ring(Part([0, 1]), 20).end == 9 + 1 + 4 * 10 / 100
-    assert fabric.exchange(Part([0, 2]), 20).end == 9 + 1 + 4 * 10 / 10  # over the NIC, at the same time
+    # over the NIC, at the same time
+    assert fabric.exchange(Part([0, 2]), 20).end == 9 + 1 + 4 * 10 / 10
 
 
 def test_the_order_on_communicators_and_links(fabric):
     within, across = Part([0, 1]), Part([0, 2])
-    first, second, beside = fabric.ring(within, 50), fabric.ring(within, 50), fabric.ring(across, 50)
+    first, second, beside = (
+        fabric.ring(within, 50),
+        fabric.ring(within, 50),
+        fabric.ring(across, 50),
+    )
     assert (first.end, second.end) == (2, 4)
     assert beside.end == 11  # over the NIC, from the beginning
-    assert fabric.ring("all", 20).end == 11 + 1 + 3  # a communicator of its own, but both links were busy
+    # a communicator of its own, but both links were busy
+    assert fabric.ring("all", 20).end == 11 + 1 + 3
     fabric.compute(3)
     fabric.kind = "late"
     late = fabric.exchange(across, 0)
@@ -89,16 +111,20 @@ def test_the_order_on_communicators_and_links(fabric):
 
 
 def test_fsdp2_by_hand():
-    # Two units of 30 parameters and a root of 20, each on 2 nodes of a rank: a gather takes 1 + numel / 10 seconds, a pass
-    # through a unit 6 forward and 12 backward, and the head 2 and 4.
+    # Two units of 30 parameters and a root of 20, each on 2 nodes of a rank: a gather takes 1 +
+    # numel / 10 seconds, a pass through a unit 6 forward and 12 backward, and the head 2 and 4.
     machine = Machine(ranks_per_node=1, nic=10, latency=1, flops=10, memory=1e12)
     seconds = simulate_fsdp2(2, 1, machine, Large(unit=30, root=20, units=2))
-    # The root, then the first unit, then nothing in forward: 3 + 4. In backward the head, as long as the last unit's gather,
-    # hides it. At the end the last unit's reduction and the root's: 4 + 3.
-    assert seconds == pytest.approx({"compute": 2 + 12 + 4 + 24, "weights": 3 + 4, "gradients": 4 + 3})
+    # The root, then the first unit, then nothing in forward: 3 + 4. In backward the head, as long
+    # as the last unit's gather, hides it. At the end the last unit's reduction and the root's: 4 +
+    # 3.
+    assert seconds == pytest.approx(
+        {"compute": 2 + 12 + 4 + 24, "weights": 3 + 4, "gradients": 4 + 3}
+    )
 
 
-# The model above, in buckets of 40: the first is full after both units' backward, the second at the end, as large.
+# The model above, in buckets of 40: the first is full after both units' backward, the second at the
+# end, as large.
 @pytest.mark.parametrize(
     ("stage", "exposed_seconds"),
     [

@@ -1,4 +1,6 @@
-"""The launcher: every rank runs, rank 0's result is the exit code, and the first failure is the one that is reported."""
+"""The launcher: every rank runs, rank 0's result is the exit code, and the first failure is the
+one that is reported.
+"""
 
 import os
 import re
@@ -59,9 +61,13 @@ def test_first_failure_is_reported(capfd):
 
 def test_killed_rank_ends_all_and_is_reported_first(capfd):
     assert launch(die_on_rank_1, 2, "cpu", 1) == 1
-    error = capfd.readouterr().err  # rank 0, whose barrier fails by it, may be seen before or after it
-    error = re.sub(r"^[IW]\d{4} .*torch/multiprocessing/.*\n", "", error, flags=re.MULTILINE)  # torch's log, since 2.14
-    assert error.startswith("launch: rank 1 of 2 was ended by SIGKILL (as the kernel does when memory runs out)\n")
+    # rank 0, whose barrier fails by it, may be seen before or after it
+    error = capfd.readouterr().err
+    # torch's log, since 2.14
+    error = re.sub(r"^[IW]\d{4} .*torch/multiprocessing/.*\n", "", error, flags=re.MULTILINE)
+    assert error.startswith(
+        "launch: rank 1 of 2 was ended by SIGKILL (as the kernel does when memory runs out)\n"
+    )
 
 
 def test_interrupted_single_rank_says_so(capfd):

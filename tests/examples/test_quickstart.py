@@ -11,7 +11,14 @@ from functools import cache
 
 import pytest
 
-from tests.support.scripts import ROOT, check_losses_fall, environment, losses_in, run_forked, to_digits
+from tests.support.scripts import (
+    ROOT,
+    check_losses_fall,
+    environment,
+    losses_in,
+    run_forked,
+    to_digits,
+)
 
 FOLDER = ROOT / "examples" / "quickstart"
 CONFIG = ["--deepspeed", "--deepspeed_config", str(FOLDER / "ds_config.json")]
@@ -21,7 +28,8 @@ TORCHRUN, EIGHT_RANKS, SHARDCORE_RUN, PYTHON = (
     "shardcore run",
     "python",
 )
-RANKS = {TORCHRUN: 2, SHARDCORE_RUN: 2, EIGHT_RANKS: 4, PYTHON: 0}  # four: one replica of the two that eight are
+# four: one replica of the two that eight are
+RANKS = {TORCHRUN: 2, SHARDCORE_RUN: 2, EIGHT_RANKS: 4, PYTHON: 0}
 # The script, its arguments, how it is started, the packages that it needs.
 SCRIPTS = {
     "ddp.py": ([], TORCHRUN, []),
@@ -54,7 +62,9 @@ def trained(tmp_path_factory):
 
     @cache
     def losses_of(name: str, *arguments: str) -> list[str]:
-        return losses_in(run_forked(FOLDER / name, *arguments, ranks=RANKS[SCRIPTS[name][1]], folder=folder))
+        return losses_in(
+            run_forked(FOLDER / name, *arguments, ranks=RANKS[SCRIPTS[name][1]], folder=folder)
+        )
 
     return losses_of
 
@@ -66,8 +76,12 @@ def code_of(name: str) -> list[str]:
 
 def test_every_script_is_run_and_listed():
     assert {path.name for path in FOLDER.glob("*.py")} == set(SCRIPTS)
-    listed = set(re.findall(r"`(\w+\.(?:py|json|ipynb))`", (ROOT / "examples" / "README.md").read_text()))
-    assert {path.name for path in FOLDER.iterdir() if path.is_file()} == listed - {"train_gpt.py"} - {"test_recipes.py"}
+    listed = set(
+        re.findall(r"`(\w+\.(?:py|json|ipynb))`", (ROOT / "examples" / "README.md").read_text())
+    )
+    assert {path.name for path in FOLDER.iterdir() if path.is_file()} == listed - {
+        "train_gpt.py"
+    } - {"test_recipes.py"}
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -113,7 +127,9 @@ def test_fsdp2_offloaded_has_the_losses_of_ddp(trained):
 @pytest.mark.more
 def test_a_killed_training_on_disk_has_the_losses_of_one_that_is_not(trained, tmp_path):
     script = FOLDER / "nvme_resume.py"
-    killed = run_forked(script, "--kill-after", "7", ranks=0, folder=tmp_path, status=-signal.SIGKILL)
+    killed = run_forked(
+        script, "--kill-after", "7", ranks=0, folder=tmp_path, status=-signal.SIGKILL
+    )
     went_on = run_forked(script, ranks=0, folder=tmp_path)
     assert "going on from step 6" in went_on
     assert losses_in(killed)[:6] + losses_in(went_on) == trained("nvme_resume.py")
@@ -130,11 +146,15 @@ def test_the_notebook_is_stripped():
 def test_the_notebook_trains(tmp_path):
     nbformat = pytest.importorskip("nbformat", reason="the notebook is run by nbclient")
     nbclient = pytest.importorskip("nbclient", reason="the notebook is run by nbclient")
-    pytest.importorskip("ipykernel", reason="the notebook is run by nbclient, in a kernel of ipykernel")
+    pytest.importorskip(
+        "ipykernel", reason="the notebook is run by nbclient, in a kernel of ipykernel"
+    )
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     client = nbclient.NotebookClient(notebook, timeout=240, kernel_name="python3")
     client.execute(cwd=str(tmp_path), env=environment())
-    printed = "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", []))
+    printed = "".join(
+        output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", [])
+    )
     check_losses_fall(losses_in(printed))
 
 
@@ -142,6 +162,9 @@ def test_the_page_shows_the_difference_that_there_is():
     files = ("ddp.py", "ddp_to_shardcore.py")
     page = (ROOT / "docs" / "recipes" / "ddp_in_three_lines.md").read_text()
     (shown,) = re.findall(r"^```diff\n(.*?)\n```$", page, re.DOTALL | re.MULTILINE)
-    assert shown == "\n".join(difflib.unified_diff(*map(code_of, files), *files, lineterm="", n=1)).rstrip("\n")
+    assert shown == "\n".join(
+        difflib.unified_diff(*map(code_of, files), *files, lineterm="", n=1)
+    ).rstrip("\n")
     statements = [line for line in shown.splitlines() if re.match(r"[-+](?![-+])\S", line)]
-    assert len(statements) == 4  # two lines go, two come: an import and a call for an import and a call
+    # two lines go, two come: an import and a call for an import and a call
+    assert len(statements) == 4

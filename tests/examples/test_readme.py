@@ -1,4 +1,6 @@
-"""The Python example of the README; those of the guide and the pages after it, which are one script; Hugging Face's."""
+"""The Python example of the README; those of the guide and the pages after it, which are one
+script; Hugging Face's.
+"""
 
 import re
 
@@ -15,7 +17,9 @@ def python_blocks(*pages):
     return [
         block
         for page in pages
-        for block in re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
+        for block in re.findall(
+            r"^```python\n(.*?)^```$", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE
+        )
     ]
 
 
@@ -24,7 +28,13 @@ def python_blocks(*pages):
     ("pages", "count"),
     [
         (["README.md"], 1),
-        ([f"docs/{page}.md" for page in ("guide", "checkpoints", "meta_models", "optimizers", "deepspeed")], 11),
+        (
+            [
+                f"docs/{page}.md"
+                for page in ("guide", "checkpoints", "meta_models", "optimizers", "deepspeed")
+            ],
+            11,
+        ),
         (["docs/huggingface.md"], 2),
     ],
 )
@@ -46,7 +56,9 @@ class Run:
     """A model in training, that the guide's functions save and resume."""
 
     def __init__(self, seed, stage):
-        (source,) = (block for block in python_blocks("docs/checkpoints.md") if "def resume" in block)
+        (source,) = (
+            block for block in python_blocks("docs/checkpoints.md") if "def resume" in block
+        )
         self.functions = {"shardcore": shardcore}
         exec(source.partition('\nsave("')[0], self.functions)
         model = make_net(seed)

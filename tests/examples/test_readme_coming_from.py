@@ -19,19 +19,31 @@ from tests.support.ranks import run_ranks
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "coming_from.md"
 COMMANDS = "shardcore "
-DS_CONFIG = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 2}}
+DS_CONFIG = {
+    "train_micro_batch_size_per_gpu": 4,
+    "optimizer": {"type": "AdamW"},
+    "zero_optimization": {"stage": 2},
+}
 
 
 def rows(text):
     """The cells of every row of the page's tables: theirs, ours, a note."""
-    lines = [line for line in text.splitlines() if line.startswith("| ") and " | shardcore | " not in line]
+    lines = [
+        line
+        for line in text.splitlines()
+        if line.startswith("| ") and " | shardcore | " not in line
+    ]
     return [[cell.strip() for cell in line[1:-1].split("|")] for line in lines]
 
 
 def ours(text):
-    """The code in the column "shardcore", without what a shell runs; and, as a second list, that."""
+    """The code in the column "shardcore", without what a shell runs; and, as a second list,
+    that.
+    """
     code = [span for row in rows(text) for span in re.findall(r"`([^`]+)`", row[1])]
-    return [s for s in code if not s.startswith(COMMANDS)], [s for s in code if s.startswith(COMMANDS)]
+    return [s for s in code if not s.startswith(COMMANDS)], [
+        s for s in code if s.startswith(COMMANDS)
+    ]
 
 
 class Encoder(Net):
@@ -41,7 +53,9 @@ class Encoder(Net):
 
 
 class Names:
-    """The names that a row uses, made when it uses them: a sharded model in training, an engine, what they take."""
+    """The names that a row uses, made when it uses them: a sharded model in training, an engine,
+    what they take.
+    """
 
     torch, nn, shardcore, Block = torch, nn, shardcore, Block
     ds_config = DS_CONFIG
@@ -99,7 +113,9 @@ def _run_all(rank, world_size, code, folder):
     trained, failed = Names(folder).trained, []
     shardcore.save(f"{folder}/checkpoints", *trained)
     for span in code:
-        placed = span.replace('"checkpoints"', f'"{folder}/checkpoints"').replace('"exported"', f'"{folder}/exported{rank}"')
+        placed = span.replace('"checkpoints"', f'"{folder}/checkpoints"').replace(
+            '"exported"', f'"{folder}/exported{rank}"'
+        )
         try:
             found = eval(placed, {}, Names(folder))
             with found if isinstance(found, AbstractContextManager) else nullcontext():
@@ -117,7 +133,10 @@ def test_what_is_ours_runs(tmp_path):
 
 
 def test_a_row_that_is_not_true_is_found(tmp_path):
-    text = "| `theirs` | `shard(stage=4)`, `shard(units_per_rank=3)`, `shardcore.gather(model)`, `optimizer.gather()` | |\n"
+    text = (
+        "| `theirs` | `shard(stage=4)`, `shard(units_per_rank=3)`, `shardcore.gather(model)`, "
+        "`optimizer.gather()` | |\n"
+    )
     code, _ = ours(text)
     for failed in run_ranks(2, _run_all, [*code, "shard(stage=1)"], str(tmp_path)):
         assert [span for span, _ in failed] == code
@@ -134,5 +153,6 @@ def test_commands_are_there(command, capsys):
 
 def test_a_row_without_ours_says_why():
     for theirs, here, note in rows(PAGE.read_text()):
-        assert here.startswith(("`", "-", "[")), theirs  # code, none, or a link to what has no line that runs
+        # code, none, or a link to what has no line that runs
+        assert here.startswith(("`", "-", "[")), theirs
         assert here != "-" or len(note) > 10, theirs

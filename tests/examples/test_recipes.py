@@ -1,4 +1,6 @@
-"""The recipes: their scripts with the tiny preset, and the figures of their pages, computed again."""
+"""The recipes: their scripts with the tiny preset, and the figures of their pages, computed
+again.
+"""
 
 import json
 import math
@@ -47,7 +49,9 @@ def row(prediction, tier, title):
     for line in prediction.resting.lines:
         if line.tier == tier:
             held[line.kind] += line.bytes
-    return f"| {title} | {' | '.join(gib(count) for count in [*held.values(), sum(held.values())])} |"
+    return (
+        f"| {title} | {' | '.join(gib(count) for count in [*held.values(), sum(held.values())])} |"
+    )
 
 
 def test_bytes_of_the_7b():
@@ -94,7 +98,9 @@ def test_the_commands_print_the_sums(name, capsys):
     text = page(name)
     (command,) = re.findall(r"`shardcore (estimate [^`]*)`", text)
     sums = {
-        line.split(" | ")[0].strip("| "): line.split(" | ")[-1].strip("| ") for line in text.splitlines() if line[:1] == "|"
+        line.split(" | ")[0].strip("| "): line.split(" | ")[-1].strip("| ")
+        for line in text.splitlines()
+        if line[:1] == "|"
     }
     for more, host in ("", "host"), (" --master split --state-dtype 8bit", "host, `--lean`"):
         assert cli.main((command + more).split()) == 0
@@ -107,7 +113,10 @@ def test_the_commands_print_the_sums(name, capsys):
     ("name", "recipe", "preset", "sequences", "length"),
     [
         ("7b_on_24_gb.md", llama_7b_one_gpu, "7b", 4, 2048),
-        pytest.param("70b_on_8x80_gb.md", llama_70b_eight_gpus, "70b", 2, 4096, marks=pytest.mark.slow),  # 80 blocks alike
+        # 80 blocks alike
+        pytest.param(
+            "70b_on_8x80_gb.md", llama_70b_eight_gpus, "70b", 2, 4096, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_activations(name, recipe, preset, sequences, length):
@@ -115,40 +124,61 @@ def test_activations(name, recipe, preset, sequences, length):
     tokens = torch.zeros(sequences, length, dtype=torch.int64, device="meta")
     peak = peak_bytes(model, lambda: model(input_ids=tokens, labels=tokens).loss)
     kept = predicted(recipe, preset, 8 if preset == "70b" else 1).resting.by_tier["device"]
-    assert f"{peak / GIB:.1f} GiB for {sequences} sequences of {length:,} tokens" in " ".join(page(name).split())
+    assert f"{peak / GIB:.1f} GiB for {sequences} sequences of {length:,} tokens" in " ".join(
+        page(name).split()
+    )
     assert f"{(peak + kept) / GIB:.1f} GiB in all" in page(name)
 
 
 @pytest.mark.more
 def test_activations_are_those_that_were_measured():
-    """The method of test_activations, on what the H200 ran: within 2%; with another kernel for attention not."""
+    """The method of test_activations, on what the H200 ran: within 2%; with another kernel for
+    attention not.
+    """
     found = json.loads((ROOT / "benchmarks/results/offload_train_7b_nvidia_h200.json").read_text())
     measured, peaks = found["measured"]["activation_bytes"], []
     for fused in True, False:
         with torch.device("meta"):
             model = GPT(PRESETS["7b"]).bfloat16()
         tokens = torch.zeros(4, 1024, dtype=torch.int64, device="meta")
-        peaks.append(peak_bytes(model, lambda: next_byte_loss(model(tokens), tokens), fused_attention=fused))  # noqa: B023
+        peaks.append(
+            peak_bytes(
+                model,
+                lambda: next_byte_loss(model(tokens), tokens),  # noqa: B023
+                fused_attention=fused,
+            )
+        )
     assert peaks[0] == pytest.approx(measured, rel=0.02)
     assert peaks[1] != pytest.approx(measured, rel=0.02)
     text = page("7b_on_24_gb.md")
-    assert f"{peaks[0] / GIB:.1f} GiB where {measured / GIB:.1f} were measured" in " ".join(text.split())
+    assert f"{peaks[0] / GIB:.1f} GiB where {measured / GIB:.1f} were measured" in " ".join(
+        text.split()
+    )
 
 
 def test_what_is_called_measured_is_in_the_file():
     text = page("7b_on_24_gb.md")
     found = json.loads((ROOT / "benchmarks/results/offload_train_7b_nvidia_h200.json").read_text())
     ours, plain = found["engines"]["shardcore 3, params, lazy"], found["engines"]["shardcore 2"]
-    assert f"{found['numel']:,} parameters, {found['tokens_a_step']:,} tokens" in " ".join(text.split())
+    assert f"{found['numel']:,} parameters, {found['tokens_a_step']:,} tokens" in " ".join(
+        text.split()
+    )
     tiers = [ours["peak_bytes"], ours["kept_bytes"]["device"], ours["kept_bytes"]["cpu"]]
     assert f"| measured, GiB | {' | '.join(f'{count / GIB:.1f}' for count in tiers)} |" in text
-    assert f"{ours['step']['median']:.2f} s per step of 4,096 tokens, {ours['over_bound']['median']:.2f} times" in text
+    assert (
+        f"{ours['step']['median']:.2f} s per step of 4,096 tokens, "
+        f"{ours['over_bound']['median']:.2f} times" in text
+    )
     assert f"{plain['step']['median']:.2f} s and {plain['peak_bytes'] / GIB:.1f} GiB" in text
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_bytes_per_parameter_beside_ddp(stage):
-    (line,) = (line for line in page("ddp_in_three_lines.md").splitlines() if line.startswith(f"| `stage={stage}`"))
+    (line,) = (
+        line
+        for line in page("ddp_in_three_lines.md").splitlines()
+        if line.startswith(f"| `stage={stage}`")
+    )
     with_8 = float(line.strip("| ").split(" | ")[-1])
     with torch.device("meta"):
         model = llama.llama_7b()
@@ -161,7 +191,9 @@ def test_bytes_per_parameter_beside_ddp(stage):
 
 @pytest.mark.more
 def test_the_7b_script_trains_its_tiny_preset(tmp_path):
-    printed = run_forked(FOLDER / "llama_7b_one_gpu.py", *TINY, "--lean", "--save", "saved", ranks=0, folder=tmp_path)
+    printed = run_forked(
+        FOLDER / "llama_7b_one_gpu.py", *TINY, "--lean", "--save", "saved", ranks=0, folder=tmp_path
+    )
     check_losses_fall(losses_in(printed))
     consolidate(tmp_path / "saved", tmp_path / "exported")
     names = llama_7b_one_gpu.make_model("tiny").state_dict().keys()
@@ -170,15 +202,21 @@ def test_the_7b_script_trains_its_tiny_preset(tmp_path):
 
 @pytest.mark.more
 def test_the_70b_script_trains_its_tiny_preset(tmp_path):
-    printed = run_forked(FOLDER / "llama_70b_eight_gpus.py", *TINY, "--save", "saved", ranks=2, folder=tmp_path)
+    printed = run_forked(
+        FOLDER / "llama_70b_eight_gpus.py", *TINY, "--save", "saved", ranks=2, folder=tmp_path
+    )
     check_losses_fall(losses_in(printed))
     assert (tmp_path / "saved" / "latest").exists()
 
 
 @pytest.mark.more
 def test_the_7b_script_reads_a_folder_of_weights(tmp_path):
-    """Whose head is zero, so that every token is as likely: the random weights' first loss is another."""
-    model = llama_7b_one_gpu.LlamaForCausalLM(llama_7b_one_gpu.LlamaConfig(**llama_7b_one_gpu.PRESETS["tiny"]))
+    """Whose head is zero, so that every token is as likely: the random weights' first loss is
+    another.
+    """
+    model = llama_7b_one_gpu.LlamaForCausalLM(
+        llama_7b_one_gpu.LlamaConfig(**llama_7b_one_gpu.PRESETS["tiny"])
+    )
     model.lm_head.weight.data.zero_()
     model.save_pretrained(tmp_path / "weights")
     arguments = [*TINY, "--steps", "1", "--weights", str(tmp_path / "weights")]

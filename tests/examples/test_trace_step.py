@@ -36,18 +36,25 @@ def test_spans_of_a_gpu():
     ]
     figures = trace_step.figures_of(spans)
     assert figures["step_us"] == pytest.approx(44)
-    assert figures["busy_us"] == pytest.approx({"communication": 20, "compute": 22, "copy": 4, "shardcore::gather": 2})
+    assert figures["busy_us"] == pytest.approx(
+        {"communication": 20, "compute": 22, "copy": 4, "shardcore::gather": 2}
+    )
     assert figures["hidden_share"] == pytest.approx({"communication": 0.35, "copy": 0.0})
 
 
 def test_spans_of_a_cpu_say_nothing_of_what_is_hidden():
-    spans = trace_step.spans_of([event("aten::mm", "cpu_op", 0, 10), event("gloo:send", "cpu_op", 2, 5)])
+    spans = trace_step.spans_of(
+        [event("aten::mm", "cpu_op", 0, 10), event("gloo:send", "cpu_op", 2, 5)]
+    )
     assert [span.kind for span in spans] == ["compute", "communication"]
     assert trace_step.figures_of(spans)["hidden_share"] == {"communication": None, "copy": None}
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize(("nproc", "options"), [(1, ["--stage", "2", "--offload", "gradients", "--overlap-step"]), (2, [])])
+@pytest.mark.parametrize(
+    ("nproc", "options"),
+    [(1, ["--stage", "2", "--offload", "gradients", "--overlap-step"]), (2, [])],
+)
 def test_a_run_on_the_cpu(tmp_path, run_main, forked_ranks, nproc, options):
     common = ["--preset", "tiny", "--batch", "1", "--nproc", str(nproc), "--out", str(tmp_path)]
     run_main(trace_step, *common, *options)

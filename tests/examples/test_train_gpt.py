@@ -1,4 +1,6 @@
-"""The demo program end to end with its smallest model: what it prints, writes and returns, and that its check can fail."""
+"""The demo program end to end with its smallest model: what it prints, writes and returns, and
+that its check can fail.
+"""
 
 import dataclasses
 import importlib.util
@@ -57,9 +59,22 @@ def alone(monkeypatch):
 @pytest.mark.more
 def test_demo_on_two_ranks(tmp_path, capfd, monkeypatch, alone):
     """As make demo starts it: it starts the ranks itself."""
-    arguments = ["--demo", "--device", "cpu", "--nproc", "2", "--preset", "tiny", "--steps", "20", "--out", str(tmp_path)]
+    arguments = [
+        "--demo",
+        "--device",
+        "cpu",
+        "--nproc",
+        "2",
+        "--preset",
+        "tiny",
+        "--steps",
+        "20",
+        "--out",
+        str(tmp_path),
+    ]
     arguments += ["--lr", "6e-3", "--batch", "4"]
-    arguments += ["--accumulate", "2", "--precision", "fp16"]  # sums that are not exact show their order
+    # sums that are not exact show their order
+    arguments += ["--accumulate", "2", "--precision", "fp16"]
     monkeypatch.setattr(sys, "argv", ["train_gpt", *arguments])
     code = train_gpt.main()
     printed, errors = capfd.readouterr()
@@ -84,7 +99,11 @@ def test_demo_on_two_ranks(tmp_path, capfd, monkeypatch, alone):
     assert plain["last_loss"] < 4.0
     for rank in (0, 1):  # half the states and masters on each rank, but for padding
         for kind in ("master", "states"):
-            assert 0.45 < offloaded["bytes_per_rank"][rank][kind] / plain["bytes_per_rank"][rank][kind] < 0.6
+            assert (
+                0.45
+                < offloaded["bytes_per_rank"][rank][kind] / plain["bytes_per_rank"][rank][kind]
+                < 0.6
+            )
     assert {"commit", "torch", "cpu"} <= result["machine"].keys()
     if importlib.util.find_spec("matplotlib"):
         assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
@@ -96,8 +115,30 @@ def test_one_rank_with_accumulation(tmp_path, capsys, alone):
     text = tmp_path / "text.txt"
     text.write_bytes(TEXT)
     options = parse(
-        *("--device", "cpu", "--nproc", "1", "--preset", "tiny", "--steps", "4", "--accumulate", "2"),
-        *("--text", str(text), "--stage", "1", "--offload", "cpu", "--clip", "0", "--out", str(tmp_path / "out")),
+        *(
+            "--device",
+            "cpu",
+            "--nproc",
+            "1",
+            "--preset",
+            "tiny",
+            "--steps",
+            "4",
+            "--accumulate",
+            "2",
+        ),
+        *(
+            "--text",
+            str(text),
+            "--stage",
+            "1",
+            "--offload",
+            "cpu",
+            "--clip",
+            "0",
+            "--out",
+            str(tmp_path / "out"),
+        ),
     )
     assert launch(train_gpt.train_on_rank, 1, "cpu", 1, options) == 0
     assert "stage 1, cpu offload" in capsys.readouterr().out
@@ -111,20 +152,42 @@ def test_demo_fails_when_weights_differ(monkeypatch, tmp_path, capsys, alone):
     def twin(rank, corpus, config, placement, on_step, checkpoints):
         """Trains the offloaded run one step less."""
         steps = config.steps - (placement.offload == "cpu")
-        return train(rank, corpus, train_gpt.dataclasses.replace(config, steps=steps), placement, on_step)
+        return train(
+            rank, corpus, train_gpt.dataclasses.replace(config, steps=steps), placement, on_step
+        )
 
     monkeypatch.setattr(train_gpt, "train", twin)
-    options = parse("--demo", "--device", "cpu", "--nproc", "1", "--preset", "tiny", "--steps", "2", "--out", str(tmp_path))
+    options = parse(
+        "--demo",
+        "--device",
+        "cpu",
+        "--nproc",
+        "1",
+        "--preset",
+        "tiny",
+        "--steps",
+        "2",
+        "--out",
+        str(tmp_path),
+    )
     assert launch(train_gpt.train_on_rank, 1, "cpu", 1, options) == 1
     assert "final weights DIFFER" in capsys.readouterr().out
     assert not json.loads((tmp_path / "result.json").read_text())["weights_equal"]
 
 
-# --- checkpoints --------------------------------------------------------------------------------------------------------
+# --- checkpoints ----------------------------------------------------------------------------------
 
 TEXT = b"to be or not to be, that is the question. " * 500
 CONFIG = TrainConfig(
-    preset="tiny", steps=6, batch=2, accumulate=2, lr=3e-3, weight_decay=0.1, clip=1.0, precision="fp16", seed=3
+    preset="tiny",
+    steps=6,
+    batch=2,
+    accumulate=2,
+    lr=3e-3,
+    weight_decay=0.1,
+    clip=1.0,
+    precision="fp16",
+    seed=3,
 )
 
 
@@ -133,9 +196,17 @@ class StoppedError(Exception):
 
 
 def training_on_rank(
-    rank: int, world_size: int, config: TrainConfig, stage: int, checkpoints: Checkpoints | None, stop_at: int, forgetful: bool
+    rank: int,
+    world_size: int,
+    config: TrainConfig,
+    stage: int,
+    checkpoints: Checkpoints | None,
+    stop_at: int,
+    forgetful: bool,
 ) -> tuple[list[int], Training | None]:
-    """Train, with an error at a step if it has that step; returns the steps that were made, and the outcome."""
+    """Train, with an error at a step if it has that step; returns the steps that were made, and
+    the outcome.
+    """
     steps = []
 
     def on_step(step: int, loss: float, seconds: float) -> None:
@@ -148,9 +219,13 @@ def training_on_rank(
     with pytest.MonkeyPatch.context() as patch:
         if forgetful:
             load = shardcore.load
-            patch.setattr(shardcore, "load", lambda folder, model, optimizer, scheduler: load(folder, model))
+            patch.setattr(
+                shardcore, "load", lambda folder, model, optimizer, scheduler: load(folder, model)
+            )
         try:
-            return steps, train(place, corpus, config, Placement(stage, "none"), on_step, checkpoints)
+            return steps, train(
+                place, corpus, config, Placement(stage, "none"), on_step, checkpoints
+            )
         except StoppedError:
             return steps, None
 
@@ -173,8 +248,12 @@ def test_a_training_goes_on_from_its_latest_checkpoint(tmp_path):
     for name in ("weights_sha256", "losses", "skipped_steps"):
         assert getattr(outcome, name) == getattr(expected, name), name
     assert len(outcome.step_seconds) == 6
-    assert trained(copy, forgetful=True)[1].weights_sha256 != expected.weights_sha256, "states matter"
-    with pytest.raises(AssertionError, match=r"step6 was saved with lr 0\.003; expected 0\.5, as here"):
+    assert trained(copy, forgetful=True)[1].weights_sha256 != expected.weights_sha256, (
+        "states matter"
+    )
+    with pytest.raises(
+        AssertionError, match=r"step6 was saved with lr 0\.003; expected 0\.5, as here"
+    ):
         trained(saved, config=dataclasses.replace(CONFIG, lr=0.5))
     steps, outcome = trained(dataclasses.replace(saved, resume=False), stop_at=1)
     assert steps == [0], "without resume it begins again"
@@ -195,7 +274,9 @@ def pid_of_rank(launcher: int, rank: int) -> int | None:
     for process in Path("/proc").glob("[0-9]*"):
         try:
             parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == launcher and f"RANK={rank}".encode() in (process / "environ").read_bytes().split(b"\0"):
+            if parent == launcher and f"RANK={rank}".encode() in (
+                process / "environ"
+            ).read_bytes().split(b"\0"):
                 return int(process.name)
         except (OSError, ValueError, IndexError):  # it has just ended
             pass
@@ -222,16 +303,59 @@ def kill_rank_at(launcher: subprocess.Popen, rank: int, folder: Path, step: int)
 @pytest.mark.skipif(sys.platform != "linux", reason="finds ranks in /proc")
 def test_torchrun_restarts_a_training_whose_rank_is_killed(tmp_path):
     (tmp_path / "text").write_bytes(TEXT)  # to read the standard library takes longer than to train
-    short = ("--device", "cpu", "--preset", "tiny", "--steps", "40", "--precision", "fp32", "--text", str(tmp_path / "text"))
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "2")
-    printed = run_forked("examples.train_gpt", *short, "--out", str(tmp_path / "undisturbed"), ranks=2, folder=tmp_path)
+    short = (
+        "--device",
+        "cpu",
+        "--preset",
+        "tiny",
+        "--steps",
+        "40",
+        "--precision",
+        "fp32",
+        "--text",
+        str(tmp_path / "text"),
+    )
+    launcher = (
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "--max-restarts",
+        "2",
+    )
+    printed = run_forked(
+        "examples.train_gpt",
+        *short,
+        "--out",
+        str(tmp_path / "undisturbed"),
+        ranks=2,
+        folder=tmp_path,
+    )
     assert printed.count("EQUAL, bit for bit, over all ranks") == 1
     assert "ranks      2 on cpu" in printed
     saved = tmp_path / "saved"
-    arguments = (*short, "--checkpoint-every", "5", "--resume", "--checkpoint-dir", str(saved), "--keep-last", "2")
+    arguments = (
+        *short,
+        "--checkpoint-every",
+        "5",
+        "--resume",
+        "--checkpoint-dir",
+        str(saved),
+        "--keep-last",
+        "2",
+    )
     with open(tmp_path / "said", "w") as said:
         process = subprocess.Popen(
-            [sys.executable, *launcher, "-m", "examples.train_gpt", *arguments, "--out", str(tmp_path / "killed")],
+            [
+                sys.executable,
+                *launcher,
+                "-m",
+                "examples.train_gpt",
+                *arguments,
+                "--out",
+                str(tmp_path / "killed"),
+            ],
             cwd=ROOT,
             env={name: value for name, value in os.environ.items() if name not in TORCHRUN_NAMES}
             | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
@@ -245,11 +369,21 @@ def test_torchrun_restarts_a_training_whose_rank_is_killed(tmp_path):
             process.terminate()  # which ends its ranks
             process.wait()
     undisturbed, killed = (
-        json.loads((tmp_path / name / "result.json").read_text())["trainings"][0] for name in ("undisturbed", "killed")
+        json.loads((tmp_path / name / "result.json").read_text())["trainings"][0]
+        for name in ("undisturbed", "killed")
     )
     assert killed["weights_sha256"] == undisturbed["weights_sha256"]
     assert killed["losses"] == undisturbed["losses"]
-    assert len(re.findall(rf"^going on from {re.escape(str(saved))}/step\d+$", (tmp_path / "said").read_text(), re.M)) == 1
+    assert (
+        len(
+            re.findall(
+                rf"^going on from {re.escape(str(saved))}/step\d+$",
+                (tmp_path / "said").read_text(),
+                re.M,
+            )
+        )
+        == 1
+    )
 
 
 @pytest.mark.parametrize(
@@ -257,14 +391,34 @@ def test_torchrun_restarts_a_training_whose_rank_is_killed(tmp_path):
     [
         (["--steps", "0"], "argument --steps: 0; expected a whole number of at least 1"),
         (["--lr", "x"], "argument --lr: x; expected a finite number of at least 0"),
-        (["--seed", "9" * 23], f"argument --seed: {'9' * 23}; expected a whole number from -9223372036854775808 to 1844"),
+        (
+            ["--seed", "9" * 23],
+            f"argument --seed: {'9' * 23}; expected a whole number from -9223372036854775808 to "
+            f"1844",
+        ),
         (["--text", os.devnull], f"argument --text: {os.devnull} is not a file"),
-        (["--out", __file__], f"argument --out: {__file__} cannot be written to (File exists); expected a folder"),
-        (["--out", f"{__file__}/x"], f"argument --out: {__file__}/x cannot be written to (Not a directory); expected a folder"),
+        (
+            ["--out", __file__],
+            f"argument --out: {__file__} cannot be written to (File exists); expected a folder",
+        ),
+        (
+            ["--out", f"{__file__}/x"],
+            f"argument --out: {__file__}/x cannot be written to (Not a directory); expected a "
+            f"folder",
+        ),
         (["--clip", "-1"], "argument --clip: -1; expected a finite number"),
-        (["--demo", "--resume"], "--demo has two trainings; expected no --checkpoint-every and no --resume"),
-        (["--keep-last", "2", "--resume"], "argument --keep-last: nothing is saved; expected --checkpoint-every with it"),
-        (["--checkpoint-dir", "x"], "argument --checkpoint-dir: nothing is saved or loaded; expected --checkpoint-every or"),
+        (
+            ["--demo", "--resume"],
+            "--demo has two trainings; expected no --checkpoint-every and no --resume",
+        ),
+        (
+            ["--keep-last", "2", "--resume"],
+            "argument --keep-last: nothing is saved; expected --checkpoint-every with it",
+        ),
+        (
+            ["--checkpoint-dir", "x"],
+            "argument --checkpoint-dir: nothing is saved or loaded; expected --checkpoint-every or",
+        ),
         (["--demo", "--stage", "1"], "--demo sets stage and offload itself"),
         (["--threads", "100000"], "argument --threads: 100000; expected at most "),
     ],
@@ -282,7 +436,9 @@ def test_short_text_is_refused_before_ranks_start(tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
         parse("--text", str(text))
     assert stop.value.code == 2
-    assert f"argument --text: {text} has 4000 bytes; expected at least 4096" in capsys.readouterr().err
+    assert (
+        f"argument --text: {text} has 4000 bytes; expected at least 4096" in capsys.readouterr().err
+    )
 
 
 def test_what_auto_chooses(monkeypatch):
@@ -312,9 +468,14 @@ def test_gpus_without_a_build_for_them(monkeypatch, capsys):
     options = parse("--precision", "fp32")
     assert (options.device, options.nproc, options.preset) == ("cpu", 2, "cpu10m")
     corpus = Corpus(b"a" * 4096, "a text")
-    config = TrainConfig(**{field.name: getattr(options, field.name) for field in dataclasses.fields(TrainConfig)})
+    config = TrainConfig(
+        **{field.name: getattr(options, field.name) for field in dataclasses.fields(TrainConfig)}
+    )
     said = train_gpt.introduction(options, config, corpus, Rank(0, 2, torch.device("cpu")))
     assert "shardcore was built without CUDA, so the GPUs here are not used" in said
     with pytest.raises(SystemExit):
         parse("--device", "cuda")
-    assert "argument --device: cuda; expected cpu here: shardcore was built without CUDA" in capsys.readouterr().err
+    assert (
+        "argument --device: cuda; expected cpu here: shardcore was built without CUDA"
+        in capsys.readouterr().err
+    )

@@ -1,4 +1,6 @@
-"""Wrapped modules give the gradients of plain ones, bit for bit, and keep what was asked for between forward and backward."""
+"""Wrapped modules give the gradients of plain ones, bit for bit, and keep what was asked for
+between forward and backward.
+"""
 
 import copy
 import pickle
@@ -21,7 +23,9 @@ X = torch.linspace(-1, 1, 640).view(64, 10)
 
 
 class Dropping(Net):
-    """With dropout, and blocks of whose inputs one is not contiguous, and one is no floating-point tensor."""
+    """With dropout, and blocks of whose inputs one is not contiguous, and one is no
+    floating-point tensor.
+    """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.inp(x)
@@ -94,7 +98,9 @@ def test_host_memory_is_that_of_the_longest_step() -> None:
             for module in (block.to(dtype), plain.to(dtype)):
                 module.zero_grad()
                 module(module(torch.ones(length, 24, dtype=dtype))).sum().backward()
-            assert hash_of(p.grad for p in block.parameters()) == hash_of(p.grad for p in plain.parameters())
+            assert hash_of(p.grad for p in block.parameters()) == hash_of(
+                p.grad for p in plain.parameters()
+            )
     # Two calls' inputs, of which one is kept in each buffer: not two buffers for each length.
     assert activations._offload_of(torch.device("cpu")).tier.bytes_allocated == 2 * 80 * 24 * 4
 
@@ -102,7 +108,9 @@ def test_host_memory_is_that_of_the_longest_step() -> None:
 class Named(nn.Linear):
     """Its forward has arguments of the names that functions on its way have."""
 
-    def forward(self, x: torch.Tensor, *, options: float, function: float, debug: bool) -> torch.Tensor:  # type: ignore[override]
+    def forward(
+        self, x: torch.Tensor, *, options: float, function: float, debug: bool
+    ) -> torch.Tensor:  # type: ignore[override]
         return super().forward(x) * options + function * debug
 
 
@@ -143,7 +151,9 @@ def test_a_graph_that_is_kept_gives_its_gradients_twice() -> None:
     loss.backward(retain_graph=True)
     model.zero_grad()
     loss.backward()
-    assert hash_of(param.grad for param in model.parameters() if param.grad is not None) == hash_of(expected)
+    assert hash_of(param.grad for param in model.parameters() if param.grad is not None) == hash_of(
+        expected
+    )
 
 
 class Joining(nn.Module):
@@ -186,8 +196,12 @@ def test_refusals() -> None:
         apply_activation_checkpointing(nn.Linear(2, 2))
 
 
-def _trained(rank: int, world_size: int, stage: int, options: dict[str, Any] | None, after: bool = False) -> str:
-    """Return the hash of three steps; options: of the checkpointing, which comes before or after `shard`."""
+def _trained(
+    rank: int, world_size: int, stage: int, options: dict[str, Any] | None, after: bool = False
+) -> str:
+    """Return the hash of three steps; options: of the checkpointing, which comes before or after
+    `shard`.
+    """
     model: Any = make_net()
     if options is not None and not after:
         apply_activation_checkpointing(model, **options)
@@ -208,13 +222,18 @@ def test_sharded_training_has_the_same_bits(world_size: int) -> None:
 
 
 def _with_parts(rank: int, world_size: int, offload_to_cpu: bool) -> tuple[bool, list[int]]:
-    """Return whether gradients are those without parts, and what is alive after forward without and with them."""
+    """Return whether gradients are those without parts, and what is alive after forward without
+    and with them.
+    """
     torch.manual_seed(0)
     model, plain = Net(depth=8), Net(depth=8)
     plain.load_state_dict(model.state_dict())
     apply_activation_checkpointing(plain)
     apply_activation_checkpointing(model, offload_to_cpu=offload_to_cpu, partition=dist.group.WORLD)
-    same = all(hash_of(gradients(one)) == hash_of(gradients(plain)) for one in (model, copy.deepcopy(model)))
+    same = all(
+        hash_of(gradients(one)) == hash_of(gradients(plain))
+        for one in (model, copy.deepcopy(model))
+    )
     return same, [alive_after_forward(one) for one in (plain, model)]
 
 
@@ -230,7 +249,11 @@ def test_ranks_with_the_same_inputs_keep_a_part_each(offload_to_cpu: bool) -> No
 @pytest.mark.gpu
 def test_on_a_gpu() -> None:
     torch.manual_seed(0)
-    plain = nn.Sequential(*(nn.Sequential(Block(1024, 4096), nn.Dropout(0.1)) for _ in range(12))).cuda().bfloat16()
+    plain = (
+        nn.Sequential(*(nn.Sequential(Block(1024, 4096), nn.Dropout(0.1)) for _ in range(12)))
+        .cuda()
+        .bfloat16()
+    )
     model = copy.deepcopy(plain)
     apply_activation_checkpointing(model, offload_to_cpu=True)
     x = torch.randn(8192, 1024, device="cuda", dtype=torch.bfloat16)
@@ -242,7 +265,9 @@ def test_on_a_gpu() -> None:
             torch.manual_seed(1)
             one.zero_grad()
             one(x).float().square().mean().backward()
-            found.append(hash_of(param.grad for param in one.parameters() if param.grad is not None))
+            found.append(
+                hash_of(param.grad for param in one.parameters() if param.grad is not None)
+            )
             peaks.append(torch.cuda.max_memory_allocated())
         assert found[0] == found[1]
     assert peaks[-1] < peaks[-2] - 11 * x.nbytes

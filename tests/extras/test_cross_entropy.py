@@ -14,27 +14,41 @@ from tests.support.activations import Live
 ROWS, FEATURES, CLASSES = 51, 32, 101
 
 
-def inputs(dtype: torch.dtype, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def inputs(
+    dtype: torch.dtype, device: str = "cpu"
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     torch.manual_seed(0)
-    hidden, weight, bias = torch.randn(3, ROWS // 3, FEATURES), torch.randn(CLASSES, FEATURES), torch.randn(CLASSES)
+    hidden, weight, bias = (
+        torch.randn(3, ROWS // 3, FEATURES),
+        torch.randn(CLASSES, FEATURES),
+        torch.randn(CLASSES),
+    )
     target = torch.randint(0, CLASSES, (3, ROWS // 3))
     target[0, :5] = -100
-    hidden, weight, bias = (tensor.to(device, dtype).requires_grad_() for tensor in (hidden, weight, bias))
+    hidden, weight, bias = (
+        tensor.to(device, dtype).requires_grad_() for tensor in (hidden, weight, bias)
+    )
     return hidden, weight, target.to(device), bias
 
 
 def errors(dtype: torch.dtype, reduction: str, chunk: int, device: str = "cpu") -> list[float]:
-    """Return the largest error of the loss and of each gradient, as a share of the largest value."""
+    """Return the largest error of the loss and of each gradient, as a share of the largest
+    value.
+    """
     hidden, weight, target, bias = inputs(dtype, device)
     given = [hidden, weight, bias]
-    loss = chunked_cross_entropy(hidden, weight, target, bias, reduction=reduction, chunk_bytes=4 * ROWS * chunk)
+    loss = chunked_cross_entropy(
+        hidden, weight, target, bias, reduction=reduction, chunk_bytes=4 * ROWS * chunk
+    )
     upstream = torch.linspace(0.5, 2, loss.numel(), device=device).view(loss.shape)
     got = [loss, *torch.autograd.grad(loss, given, upstream)]
     exact = [tensor.detach().double().requires_grad_() for tensor in given]
     logits = F.linear(exact[0], exact[1], exact[2]).flatten(0, 1)
     oracle = F.cross_entropy(logits, target.flatten(), reduction=reduction).view(loss.shape)
     expected = [oracle, *torch.autograd.grad(oracle, exact, upstream.double())]
-    return [((a - b).abs().max() / b.abs().max()).item() for a, b in zip(got, expected, strict=True)]
+    return [
+        ((a - b).abs().max() / b.abs().max()).item() for a, b in zip(got, expected, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("chunk", [7, 10, CLASSES, 1000])
@@ -72,11 +86,16 @@ def test_autocast_and_frozen_weights() -> None:
 def test_no_target_counts() -> None:
     hidden, weight, target, _ = inputs(torch.float32)
     assert chunked_cross_entropy(hidden, weight, torch.full_like(target, -100)).isnan()
-    assert chunked_cross_entropy(hidden, weight, torch.full_like(target, -100), reduction="sum") == 0
+    assert (
+        chunked_cross_entropy(hidden, weight, torch.full_like(target, -100), reduction="sum") == 0
+    )
 
 
 def test_memory_is_that_of_chunks() -> None:
-    hidden, weight = torch.randn(4096, 16, requires_grad=True), torch.randn(2048, 16, requires_grad=True)
+    hidden, weight = (
+        torch.randn(4096, 16, requires_grad=True),
+        torch.randn(2048, 16, requires_grad=True),
+    )
     target = torch.randint(0, 2048, (4096,))
     chunk = 1 << 20
     with Live([hidden, weight, target]) as live:
@@ -93,7 +112,9 @@ class Model(torch.nn.Module):
         self.head = torch.nn.Linear(FEATURES, CLASSES)
 
     def forward(self, x: torch.Tensor, target: torch.Tensor) -> Any:
-        return chunked_cross_entropy(self.body(x), self.head.weight, target, self.head.bias, chunk_bytes=4 * ROWS * 10)
+        return chunked_cross_entropy(
+            self.body(x), self.head.weight, target, self.head.bias, chunk_bytes=4 * ROWS * 10
+        )
 
 
 def test_sharded_weights() -> None:
@@ -101,7 +122,9 @@ def test_sharded_weights() -> None:
     weights = []
     for stage in (0, 3):
         torch.manual_seed(1)
-        model, optimizer = shardcore.shard(model := Model(), shardcore.FusedAdam(model.parameters()), stage)
+        model, optimizer = shardcore.shard(
+            model := Model(), shardcore.FusedAdam(model.parameters()), stage
+        )
         for _ in range(2):
             model(hidden.detach(), target).backward()
             optimizer.step()
@@ -119,7 +142,10 @@ def test_sharded_weights() -> None:
         ({"bias": torch.ones(3)}, r"bias has shape \(3,\)"),
         ({"reduction": "max"}, "reduction is 'max'"),
         ({"chunk_bytes": 0}, "chunk_bytes is 0"),
-        ({"weight": torch.ones(CLASSES, FEATURES, dtype=torch.bfloat16)}, "weight is torch.bfloat16"),
+        (
+            {"weight": torch.ones(CLASSES, FEATURES, dtype=torch.bfloat16)},
+            "weight is torch.bfloat16",
+        ),
         ({"target": torch.full((3, 17), CLASSES)}, "index out of range"),
     ],
 )

@@ -1,4 +1,6 @@
-"""The average of sharded weights is torch's AveragedModel's of an unsharded model; evaluation with it changes nothing."""
+"""The average of sharded weights is torch's AveragedModel's of an unsharded model; evaluation
+with it changes nothing.
+"""
 
 from typing import Any
 
@@ -30,7 +32,10 @@ def step(model: Any, optimizer: Any, number: int, rank: int = 0) -> None:
 
 def averaged_by_torch(steps: int) -> dict[str, torch.Tensor]:
     model = make_net()
-    optimizer, averaged = adam(model), AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+    optimizer, averaged = (
+        adam(model),
+        AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY)),
+    )
     for number in range(steps):
         step(model, optimizer, number)
         averaged.update_parameters(model)
@@ -39,11 +44,15 @@ def averaged_by_torch(steps: int) -> dict[str, torch.Tensor]:
 
 def equal(state: dict[str, Any], expected: dict[str, torch.Tensor]) -> bool:
     averages = state["averages"]
-    return averages.keys() == expected.keys() and all(torch.equal(averages[name], expected[name]) for name in expected)
+    return averages.keys() == expected.keys() and all(
+        torch.equal(averages[name], expected[name]) for name in expected
+    )
 
 
 def averages_on(rank: int, world_size: int, options: dict[str, Any], steps: int) -> bool:
-    """Whether they are those of the masters after each step, and torch's. Every rank has the same batches."""
+    """Whether they are those of the masters after each step, and torch's. Every rank has the
+    same batches.
+    """
     model = make_net()
     model, optimizer = shardcore.shard(model, adam(model), **options)
     ema = shardcore.EMA(model, DECAY, offload=True if options["stage"] == 1 else None)
@@ -54,10 +63,14 @@ def averages_on(rank: int, world_size: int, options: dict[str, Any], steps: int)
         masters = {name: value for name, value in model.state_dict().items() if name != "offset"}
         if number == 0:
             expected = masters
-        torch._foreach_lerp_([expected[name] for name in masters], list(masters.values()), 1 - DECAY)
+        torch._foreach_lerp_(
+            [expected[name] for name in masters], list(masters.values()), 1 - DECAY
+        )
     state = ema.state_dict()
     assert state["updates"] == steps
-    return equal(state, expected) and ("precision" in options or equal(state, averaged_by_torch(steps)))
+    return equal(state, expected) and (
+        "precision" in options or equal(state, averaged_by_torch(steps))
+    )
 
 
 @pytest.mark.cases(2)
@@ -77,7 +90,12 @@ def test_an_average_of_rounded_weights_is_noticed() -> None:
 
 
 def evaluates(rank: int, world_size: int, options: dict[str, Any], broken: bool) -> None:
-    run = Run(options["stage"], steps=3, precision=options.get("precision"), shard={"offload": options.get("offload")})
+    run = Run(
+        options["stage"],
+        steps=3,
+        precision=options.get("precision"),
+        shard={"offload": options.get("offload")},
+    )
     expected = hash_of_training(*train(rank, run)[:2])
     model = make_net()
     optimizer: Any = shardcore.FusedAdam(model.parameters(), **run.adam)
@@ -105,8 +123,12 @@ def evaluates(rank: int, world_size: int, options: dict[str, Any], broken: bool)
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize("options", [TIERS[0], TIERS[5], {"stage": 3, "offload": TIERS[4]["offload"]}], ids=str)
-def test_evaluation_has_the_averages_and_training_goes_on_as_if_it_had_not_been(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options", [TIERS[0], TIERS[5], {"stage": 3, "offload": TIERS[4]["offload"]}], ids=str
+)
+def test_evaluation_has_the_averages_and_training_goes_on_as_if_it_had_not_been(
+    options: dict[str, Any],
+) -> None:
     run_ranks(2, evaluates, options, False)
 
 
@@ -134,7 +156,9 @@ def saves(rank: int, world_size: int, folder: str, steps: int) -> None:
 
 def goes_on(rank: int, world_size: int, folder: str, steps: int) -> None:
     model, optimizer, ema = trained(rank, 3)
-    with pytest.raises(ValueError if rank == 0 else (ValueError, RuntimeError), match="no moving average"):
+    with pytest.raises(
+        ValueError if rank == 0 else (ValueError, RuntimeError), match="no moving average"
+    ):
         shardcore.load(folder, model, optimizer, ema=ema, tag="without")
     shardcore.load(folder, model, optimizer, ema=ema)
     again = trained(rank, 1)[2]
@@ -174,10 +198,16 @@ def refuses(rank: int, world_size: int, folder: str) -> None:
             with pytest.raises(ValueError, match="averaged weights"):
                 call()
         ema.state_dict()
-    with shardcore.full_params(model), pytest.raises(ValueError, match="swap: called inside full_params"), ema.swap():
+    with (
+        shardcore.full_params(model),
+        pytest.raises(ValueError, match="swap: called inside full_params"),
+        ema.swap(),
+    ):
         pass
     with pytest.raises(ValueError, match="gain has shape"):
-        ema.load_state_dict({"updates": 1, "averages": {**ema.state_dict()["averages"], "gain": torch.zeros(3)}})
+        ema.load_state_dict(
+            {"updates": 1, "averages": {**ema.state_dict()["averages"], "gain": torch.zeros(3)}}
+        )
     with pytest.raises(ValueError, match="ema is a EMA that is not"):
         shardcore.save(folder, trained(rank, 1)[0], ema=ema)
     with pytest.raises(ValueError, match="decay is 2"):
@@ -190,11 +220,13 @@ def test_what_is_refused(tmp_path: Any) -> None:
     run_ranks(2, refuses, str(tmp_path))
 
 
-# --- tensor-parallel models -----------------------------------------------------------------------------------------------
+# --- tensor-parallel models -----------------------------------------------------------------------
 
 
 def average_of_slices(rank: int, world: int, tp: int, stage: int, folder: str) -> dict[str, Any]:
-    """Averages after two steps, or on other slices those that were saved; an update more, and a swap."""
+    """Averages after two steps, or on other slices those that were saved; an update more, and a
+    swap.
+    """
     mesh = mesh_of(world, tp)
     model, optimizer = sharded_lm(mesh, stage, frozen="second")
     ema = shardcore.EMA(model, DECAY)
@@ -203,9 +235,15 @@ def average_of_slices(rank: int, world: int, tp: int, stage: int, folder: str) -
         for number in range(2):
             train_lm(model, optimizer, mesh, range(number, number + 1))
             ema.update()
-            masters = {name: value for name, value in model.state_dict().items() if "second" not in name}
+            masters = {
+                name: value for name, value in model.state_dict().items() if "second" not in name
+            }
             expected = expected or masters
-            torch._foreach_lerp_([*expected.values()], [masters[name] for name in expected], 0.0 if number == 0 else 1 - DECAY)
+            torch._foreach_lerp_(
+                [*expected.values()],
+                [masters[name] for name in expected],
+                0.0 if number == 0 else 1 - DECAY,
+            )
         assert equal(ema.state_dict(), expected)
         shardcore.save(folder, model, optimizer, ema=ema)
     shardcore.load(folder, model, optimizer, ema=ema)
@@ -218,7 +256,9 @@ def average_of_slices(rank: int, world: int, tp: int, stage: int, folder: str) -
     plain.load_state_dict(model.state_dict())
     plain.load_state_dict(state["averages"], strict=False)
     with ema.swap(), torch.no_grad():
-        losses = [lm_loss(one, 9, 0, sliced).item() for one, sliced in ((model, tp > 1), (plain, False))]
+        losses = [
+            lm_loss(one, 9, 0, sliced).item() for one, sliced in ((model, tp > 1), (plain, False))
+        ]
     assert losses[0] == pytest.approx(losses[1], abs=1e-6)
     return {name: value.tolist() for name, value in state["averages"].items()}
 

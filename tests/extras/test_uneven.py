@@ -1,4 +1,6 @@
-"""Ranks with different numbers of batches: the weights are those of a plain training over the batches that there are."""
+"""Ranks with different numbers of batches: the weights are those of a plain training over the
+batches that there are.
+"""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -47,7 +49,9 @@ class Loader(Stream):
         return self.count
 
 
-def train_plain(world_size: int, accumulate: int) -> tuple[list[torch.Tensor], list[list[torch.Tensor]]]:
+def train_plain(
+    world_size: int, accumulate: int
+) -> tuple[list[torch.Tensor], list[list[torch.Tensor]]]:
     """Weights, and each rank's statistics."""
     model = make()
     optimizer = adam(model)
@@ -86,12 +90,19 @@ def trains(rank: int, world_size: int, options: dict[str, Any], streams: bool) -
             optimizer.step()
             optimizer.zero_grad()
     counts = COUNTS[:world_size]
-    assert seen == [(number < counts[rank], sum(number < count for count in counts)) for number in range(max(counts))]
+    assert seen == [
+        (number < counts[rank], sum(number < count for count in counts))
+        for number in range(max(counts))
+    ]
     weights, statistics = train_plain(world_size, accumulate)
-    assert all(torch.equal(a, b) for a, b in zip(model.norm.buffers(), statistics[rank], strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.norm.buffers(), statistics[rank], strict=True)
+    )
     with shardcore.full_params(model):
         close = torch.equal if accumulate == 1 else torch.allclose
-        return optimizer.skipped_steps == 0 and all(close(a, b) for a, b in zip(model.parameters(), weights, strict=True))
+        return optimizer.skipped_steps == 0 and all(
+            close(a, b) for a, b in zip(model.parameters(), weights, strict=True)
+        )
 
 
 OFFLOADED = {"optimizer": "cpu", "gradients": "cpu", "params": "cpu"}
@@ -110,13 +121,20 @@ OFFLOADED = {"optimizer": "cpu", "gradients": "cpu", "params": "cpu"}
     ],
     ids=str,
 )
-def test_a_rank_without_batches_adds_nothing(options: dict[str, Any], streams: bool, world_size: int) -> None:
+def test_a_rank_without_batches_adds_nothing(
+    options: dict[str, Any], streams: bool, world_size: int
+) -> None:
     assert all(run_ranks(world_size, trains, options, streams))
 
 
 def trains_unmuted(rank: int, world_size: int) -> bool:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Reducer, "muted", property(lambda reducer: False, lambda reducer, value: None), raising=False)
+        patch.setattr(
+            Reducer,
+            "muted",
+            property(lambda reducer: False, lambda reducer, value: None),
+            raising=False,
+        )
         return trains(rank, world_size, {"stage": 2}, False)
 
 

@@ -1,4 +1,6 @@
-"""A loop of Accelerate's, with its own Accelerator under DDP and with ours: the same numbers, and one hash everywhere."""
+"""A loop of Accelerate's, with its own Accelerator under DDP and with ours: the same numbers,
+and one hash everywhere.
+"""
 
 import shutil
 from pathlib import Path
@@ -19,14 +21,23 @@ from safetensors.torch import load_file
 
 import shardcore
 from shardcore.integrations.accelerate import ShardcoreAccelerator
-from tests.support.huggingface import hash_of_state, launched, message_of, rows, seed_everything, tiny_gpt2
+from tests.support.huggingface import (
+    hash_of_state,
+    launched,
+    message_of,
+    rows,
+    seed_everything,
+    tiny_gpt2,
+)
 from tests.support.ranks import run_ranks
 
 MICRO_STEPS, CLIP = 8, 1e-3
 
 
 def prepared(accelerator: Any) -> Any:
-    """Return model, optimizer, loader and scheduler, of torch's kinds before. A large eps: else Adam would undo clipping."""
+    """Return model, optimizer, loader and scheduler, of torch's kinds before. A large eps: else
+    Adam would undo clipping.
+    """
     seed_everything(0)
     model = tiny_gpt2()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-2, weight_decay=0.0)
@@ -35,7 +46,9 @@ def prepared(accelerator: Any) -> Any:
     return accelerator.prepare(model, optimizer, loader, scheduler)
 
 
-def loop(accelerator: Any, things: Any, batches: Any, clip: float | None = CLIP) -> tuple[list[float], list[float]]:
+def loop(
+    accelerator: Any, things: Any, batches: Any, clip: float | None = CLIP
+) -> tuple[list[float], list[float]]:
     model, optimizer, _, scheduler = things
     losses, norms = [], []
     for batch in batches:
@@ -53,13 +66,24 @@ def loop(accelerator: Any, things: Any, batches: Any, clip: float | None = CLIP)
 
 def make(options: Any, **more: Any) -> Any:
     more = {"cpu": True, "gradient_accumulation_steps": 2, **more}
-    return Accelerator(**more) if options is None else ShardcoreAccelerator(shard_options=options, **more)
+    return (
+        Accelerator(**more)
+        if options is None
+        else ShardcoreAccelerator(shard_options=options, **more)
+    )
 
 
 def train(
-    rank: int, world_size: int, options: Any, save: str = "", load: str = "", clip: float | None = CLIP
+    rank: int,
+    world_size: int,
+    options: Any,
+    save: str = "",
+    load: str = "",
+    clip: float | None = CLIP,
 ) -> dict[str, Any]:
-    """Train for eight micro-steps: save after four; or load what was saved, and go on with the rest."""
+    """Train for eight micro-steps: save after four; or load what was saved, and go on with the
+    rest.
+    """
     with launched(rank, world_size):
         accelerator = make(options)
         things = prepared(accelerator)
@@ -99,8 +123,12 @@ STAGES: list[dict[str, Any]] = [
 
 
 def same(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
-    far = (ours["movement"] - theirs["movement"]).abs().max() > 1e-4 * theirs["movement"].abs().max()
-    close = [ours[key] == pytest.approx(theirs[key], rel=1e-5) for key in ("losses", "norms", "rate")]
+    far = (ours["movement"] - theirs["movement"]).abs().max() > 1e-4 * theirs[
+        "movement"
+    ].abs().max()
+    close = [
+        ours[key] == pytest.approx(theirs[key], rel=1e-5) for key in ("losses", "norms", "rate")
+    ]
     return all(close) and not far
 
 
@@ -117,7 +145,11 @@ def test_a_loop_with_accumulation_and_clipping_is_that_of_ddp(ddp: dict[str, Any
 
 def test_a_resumed_loop_has_the_bits_of_an_uninterrupted_one(tmp_path: Path) -> None:
     whole = run_ranks(2, train, {"stage": 2}, str(tmp_path))[0]
-    assert {path.name for path in tmp_path.iterdir()} >= {"model.safetensors", "scheduler.bin", "shardcore"}
+    assert {path.name for path in tmp_path.iterdir()} >= {
+        "model.safetensors",
+        "scheduler.bin",
+        "shardcore",
+    }
     assert not list(tmp_path.glob("optimizer*"))
     resumed = run_ranks(2, train, {"stage": 3}, "", str(tmp_path))
     assert {each["hash"] for each in resumed} == {whole["hash"]}
@@ -141,7 +173,9 @@ def test_a_plain_accelerators_state_is_loaded(tmp_path: Path) -> None:
 def _bf16(rank: int, world_size: int, out: str) -> Any:
     with launched(rank, world_size):
         accelerator = make(
-            {"stage": 3}, mixed_precision="bf16", project_config=ProjectConfiguration(out, automatic_checkpoint_naming=True)
+            {"stage": 3},
+            mixed_precision="bf16",
+            project_config=ProjectConfiguration(out, automatic_checkpoint_naming=True),
         )
         things = prepared(accelerator)
         batches = list(things[2])[:4]
@@ -167,14 +201,18 @@ def test_bf16_keeps_float32_masters_and_saves_them(tmp_path: Path, ddp: dict[str
     assert same_bits
     assert too
     assert (kinds, nothing) == ({"torch.bfloat16"}, set()), "whole on the main process alone"
-    assert load_file(tmp_path / "exported/model.safetensors")["transformer.wpe.weight"].dtype == torch.bfloat16
+    assert (
+        load_file(tmp_path / "exported/model.safetensors")["transformer.wpe.weight"].dtype
+        == torch.bfloat16
+    )
     assert (tmp_path / "checkpoints/checkpoint_0/shardcore/latest").exists()
 
 
 def _fp16(rank: int, world_size: int) -> Any:
     with launched(rank, world_size):
         accelerator = make(
-            {"stage": 1, "loss_scale": shardcore.LossScale(initial_power=22, hysteresis=1)}, mixed_precision="fp16"
+            {"stage": 1, "loss_scale": shardcore.LossScale(initial_power=22, hysteresis=1)},
+            mixed_precision="fp16",
         )
         things = prepared(accelerator)
         skipped = []
@@ -214,7 +252,9 @@ def _distill(rank: int, world_size: int, options: Any, manual: bool) -> str:
         teacher = accelerator.prepare_model(teacher, evaluation_mode=True)
         for step in range(3):
             for micro in range(2):
-                x = torch.randn(8, 8, generator=torch.Generator().manual_seed(2 * step + micro))[rank::world_size]
+                x = torch.randn(8, 8, generator=torch.Generator().manual_seed(2 * step + micro))[
+                    rank::world_size
+                ]
 
                 def backward(x: torch.Tensor = x) -> None:
                     with torch.no_grad():
@@ -244,7 +284,10 @@ def test_a_teacher_only_runs_forward_and_no_sync_adds_locally() -> None:
     [
         ({"mixed_precision": "fp8"}, "mixed_precision is 'fp8'; expected"),
         ({"deepspeed_plugin": object()}, "deepspeed_plugin is given; expected None"),
-        ({"kwargs_handlers": [GradScalerKwargs()]}, "kwargs_handlers has GradScalerKwargs; expected none"),
+        (
+            {"kwargs_handlers": [GradScalerKwargs()]},
+            "kwargs_handlers has GradScalerKwargs; expected none",
+        ),
     ],
 )
 def test_what_would_have_no_effect_is_refused(options: dict[str, Any], match: str) -> None:
@@ -256,7 +299,8 @@ def test_what_would_have_no_effect_is_refused(options: dict[str, Any], match: st
     ("name", "value", "match"),
     [
         ("ACCELERATE_USE_FSDP", "true", "the environment has ACCELERATE_USE_FSDP=true"),
-        ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR", "dynamo has the backend inductor; expected none"),  # accelerate launch's
+        # accelerate launch's
+        ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR", "dynamo has the backend inductor; expected none"),
     ],
 )
 def test_other_engines_of_the_environment_are_refused(
@@ -271,19 +315,31 @@ def test_other_engines_of_the_environment_are_refused(
 def test_ranks_that_accelerate_does_not_count_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with launched(0, 1):
         monkeypatch.setenv("WORLD_SIZE", "2")
-        with pytest.raises(ValueError, match=r"started 2 ranks, but Accelerate counts 1; expected as many \(cpu=True"):
+        with pytest.raises(
+            ValueError,
+            match=r"started 2 ranks, but Accelerate counts 1; expected as many \(cpu=True",
+        ):
             ShardcoreAccelerator()
 
 
 @pytest.mark.more
 def test_model_and_optimizer_are_prepared_together() -> None:
     with launched(0, 1):
-        accelerator = ShardcoreAccelerator(cpu=True, mixed_precision="bf16", shard_options={"precision": "fp32"})
+        accelerator = ShardcoreAccelerator(
+            cpu=True, mixed_precision="bf16", shard_options={"precision": "fp32"}
+        )
         model = Net(0)
-        optimizers = [torch.optim.AdamW(part.parameters()) for part in (model.blocks[0], model.blocks[2])]
+        optimizers = [
+            torch.optim.AdamW(part.parameters()) for part in (model.blocks[0], model.blocks[2])
+        ]
         with pytest.raises(ValueError, match=r"model args\[0\] has 2 optimizers; expected one"):
             accelerator.prepare(model, *optimizers)
-        with pytest.raises(ValueError, match=r"AdamW has no parameter of a model in this call; expected prepare\(model, opt"):
+        with pytest.raises(
+            ValueError,
+            match=r"AdamW has no parameter of a model in this call; expected prepare\(model, opt",
+        ):
             accelerator.prepare(optimizers[0])
-        with pytest.raises(ValueError, match="precision='fp32' with mixed_precision='bf16'; expected one"):
+        with pytest.raises(
+            ValueError, match="precision='fp32' with mixed_precision='bf16'; expected one"
+        ):
             accelerator.prepare(model, torch.optim.AdamW(model.parameters()))

@@ -1,6 +1,8 @@
-"""Real Trainers over gloo ranks: the bits of plain shard() loops at every stage and tier, and DDP's digits.
+"""Real Trainers over gloo ranks: the bits of plain shard() loops at every stage and tier, and DDP's
+digits.
 
-That Lightning's own launcher starts ranks, tests/examples/test_quickstart.py shows with lightning_trainer.py.
+That Lightning's own launcher starts ranks, tests/examples/test_quickstart.py shows with
+lightning_trainer.py.
 """
 
 from functools import partial
@@ -57,12 +59,21 @@ def test_fits_like_a_plain_loop_at_every_stage_and_tier(package):
 
 
 def _options(rank: int, world_size: int) -> Any:
-    overlapped = ours.ShardcoreStrategy(3, overlap_step=True, offload={"optimizer": "cpu"}, units=50)
+    overlapped = ours.ShardcoreStrategy(
+        3, overlap_step=True, offload={"optimizer": "cpu"}, units=50
+    )
     hashes = {
         "plain": hash_of_training(*plain_loop(rank, world_size, stage=2)[:2]),
         "overlapped": hash_of_fit(fit(rank, world_size, overlapped)),
         "of the trainer": hash_of_fit(
-            fit(rank, world_size, "shardcore_stage_2", sync_batchnorm=True, enable_model_summary=True, detect_anomaly=True)
+            fit(
+                rank,
+                world_size,
+                "shardcore_stage_2",
+                sync_batchnorm=True,
+                enable_model_summary=True,
+                detect_anomaly=True,
+            )
         ),
     }
     trainer = trainer_of(rank, world_size, "shardcore_stage_3", enable_model_summary=True)
@@ -83,9 +94,13 @@ def _accumulates(rank: int, world_size: int) -> Any:
     found = {}
     for sync_each, stage in ((False, 3), (True, 1), (None, 1), (None, 2)):
         strategy = ours.ShardcoreStrategy(stage, sync_each=sync_each)
-        found[sync_each, stage] = hash_of_fit(fit(rank, world_size, strategy, accumulate_grad_batches=3))
+        found[sync_each, stage] = hash_of_fit(
+            fit(rank, world_size, strategy, accumulate_grad_batches=3)
+        )
     for sync_each in (False, True):
-        found[sync_each] = hash_of_training(*plain_loop(rank, world_size, 3, stage=2, sync_each=sync_each)[:2])
+        found[sync_each] = hash_of_training(
+            *plain_loop(rank, world_size, 3, stage=2, sync_each=sync_each)[:2]
+        )
     return found
 
 
@@ -97,15 +112,21 @@ def test_accumulates_in_either_order():
 
 
 def _clips(rank: int, world_size: int) -> Any:
-    found = {"plain": hash_of_training(*plain_loop(rank, world_size, stage=2, clip_grad_norm=0.1)[:2])}
+    found = {
+        "plain": hash_of_training(*plain_loop(rank, world_size, stage=2, clip_grad_norm=0.1)[:2])
+    }
     for name in ("shardcore_stage_1", "shardcore_stage_3_offload"):
         trainer = fit(rank, world_size, name, **CLIP)
         found[name] = hash_of_fit(trainer)
 
-    def in_the_hook(self: Any, optimizer: Any, gradient_clip_val: Any, gradient_clip_algorithm: Any) -> None:
+    def in_the_hook(
+        self: Any, optimizer: Any, gradient_clip_val: Any, gradient_clip_algorithm: Any
+    ) -> None:
         self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
 
-    def by_torch(self: Any, optimizer: Any, gradient_clip_val: Any, gradient_clip_algorithm: Any) -> None:
+    def by_torch(
+        self: Any, optimizer: Any, gradient_clip_val: Any, gradient_clip_algorithm: Any
+    ) -> None:
         nn.utils.clip_grad_norm_(self.parameters(), 0.1)
 
     for name, hook in (("hook", in_the_hook), ("torch", by_torch)):
@@ -117,7 +138,9 @@ def _clips(rank: int, world_size: int) -> Any:
         torch.testing.assert_close(value, model[name], rtol=1e-4, atol=1e-5)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ours._TrainerPrecision, "clip_gradients", lambda *args, **kwargs: None)
-        assert hash_of_fit(fit(rank, world_size, "shardcore", **CLIP)) not in found.values(), "a twin that clips nothing"
+        assert hash_of_fit(fit(rank, world_size, "shardcore", **CLIP)) not in found.values(), (
+            "a twin that clips nothing"
+        )
     return found
 
 
@@ -143,9 +166,15 @@ def _manual(rank: int, world_size: int) -> Any:
     module = module_of(training_step=training_step, configure_optimizers=configure_optimizers)
     module.automatic_optimization = False
     expected = plain_loop(
-        rank, world_size, stage=3, clip_grad_norm=0.1, scheduled=lambda o: torch.optim.lr_scheduler.StepLR(o, 2, 0.5)
+        rank,
+        world_size,
+        stage=3,
+        clip_grad_norm=0.1,
+        scheduled=lambda o: torch.optim.lr_scheduler.StepLR(o, 2, 0.5),
     )
-    return hash_of_fit(fit(rank, world_size, "shardcore_stage_3", module)), hash_of_training(*expected[:2])
+    return hash_of_fit(fit(rank, world_size, "shardcore_stage_3", module)), hash_of_training(
+        *expected[:2]
+    )
 
 
 @pytest.mark.more
@@ -163,15 +192,22 @@ def _schedules(rank: int, world_size: int) -> Any:
         def configure_optimizers(self: Any, make: Any = make, interval: str = interval) -> Any:
             optimizer = adamw(self.parameters())
             self.rates: list[float] = []
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": make(optimizer), "interval": interval}}
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": make(optimizer), "interval": interval},
+            }
 
         def on_train_batch_start(self: Any, batch: Any, index: int) -> None:
             self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
 
-        module = module_of(configure_optimizers=configure_optimizers, on_train_batch_start=on_train_batch_start)
+        module = module_of(
+            configure_optimizers=configure_optimizers, on_train_batch_start=on_train_batch_start
+        )
         trainer = fit(rank, world_size, "shardcore_stage_3_offload", module, max_epochs=epochs)
         found[interval] = hash_of_fit(trainer), trainer.lightning_module.rates
-    return found, hash_of_training(*plain_loop(rank, world_size, scheduled=made["step"], stage=2)[:2])
+    return found, hash_of_training(
+        *plain_loop(rank, world_size, scheduled=made["step"], stage=2)[:2]
+    )
 
 
 @pytest.mark.more
@@ -182,7 +218,7 @@ def test_schedulers_drive_the_sharded_optimizer():
         assert found["epoch"][1] == [1e-2] * 6 + [5e-3] * 6
 
 
-# --- precision -----------------------------------------------------------------------------------------------------------
+# --- precision ------------------------------------------------------------------------------------
 
 
 def plain_autocast(rank: int, world_size: int, dtype: torch.dtype, **options: Any) -> str:
@@ -199,10 +235,14 @@ def plain_autocast(rank: int, world_size: int, dtype: torch.dtype, **options: An
 
 def _precisions(rank: int, world_size: int) -> Any:
     found = {}
-    half = PACKAGES["lightning"].pl.plugins.MixedPrecision("16-mixed", "cpu")  # Trainer(precision=) makes it bf16 on CPUs
+    # Trainer(precision=) makes it bf16 on CPUs
+    half = PACKAGES["lightning"].pl.plugins.MixedPrecision("16-mixed", "cpu")
     for precision, stage in (("bf16-mixed", 1), ("bf16-true", 3), ("16-true", 1)):
         trainer = fit(rank, world_size, f"shardcore_stage_{stage}", precision=precision)
-        found[precision] = hash_of_fit(trainer), str(next(trainer.lightning_module.parameters()).dtype)
+        found[precision] = (
+            hash_of_fit(trainer),
+            str(next(trainer.lightning_module.parameters()).dtype),
+        )
         if precision == "bf16-mixed":
             ddp = fit(rank, world_size, "ddp", precision=precision).lightning_module.losses
             torch.testing.assert_close(trainer.lightning_module.losses, ddp, rtol=1e-4, atol=0)
@@ -220,28 +260,43 @@ def _precisions(rank: int, world_size: int) -> Any:
 
 @pytest.mark.more
 def test_precisions():
-    seen = {"bf16-mixed": "torch.float32", "bf16-true": "torch.bfloat16", "16-true": "torch.float16", "16-mixed": 65536.0}
+    seen = {
+        "bf16-mixed": "torch.float32",
+        "bf16-true": "torch.bfloat16",
+        "16-true": "torch.float16",
+        "16-mixed": 65536.0,
+    }
     for found, expected in run_ranks(2, _precisions):
         assert found == {precision: (expected[precision], seen[precision]) for precision in seen}
         assert len(set(expected.values())) == 4
 
 
-# --- errors --------------------------------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.more
 def test_bad_options_are_refused_by_name():
     for options, text in (
         ({"precision": "bf16"}, r"precision was given; expected it in Trainer\(precision=\)"),
-        ({"clip_grad_norm": 1.0}, r"clip_grad_norm was given; expected it in Trainer\(gradient_clip_val=\)"),
+        (
+            {"clip_grad_norm": 1.0},
+            r"clip_grad_norm was given; expected it in Trainer\(gradient_clip_val=\)",
+        ),
         ({"stages": 2}, "stages is no option; expected save_distributed_checkpoint, stage, units"),
         ({"find_unused_parameters": True}, "find_unused_parameters is no option"),
     ):
         with pytest.raises(TypeError, match=text):
             ours.ShardcoreStrategy(**options)
-    with pytest.raises(TypeError, match=r"precision is a DoublePrecision \(64-true\); expected one of 32-true, bf16-mixed"):
-        PACKAGES["lightning"].pl.Trainer(accelerator="cpu", devices=1, strategy="shardcore", precision="64-true", logger=False)
-    plugin = PACKAGES["lightning"].pl.plugins.MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", growth_interval=7))
+    with pytest.raises(
+        TypeError,
+        match=r"precision is a DoublePrecision \(64-true\); expected one of 32-true, bf16-mixed",
+    ):
+        PACKAGES["lightning"].pl.Trainer(
+            accelerator="cpu", devices=1, strategy="shardcore", precision="64-true", logger=False
+        )
+    plugin = PACKAGES["lightning"].pl.plugins.MixedPrecision(
+        "16-mixed", "cpu", torch.amp.GradScaler("cpu", growth_interval=7)
+    )
     with pytest.raises(ValueError, match="has a GradScaler of its own"):
         ours.ShardcoreStrategy(precision_plugin=plugin)
 
@@ -249,9 +304,13 @@ def test_bad_options_are_refused_by_name():
 def _refuses(rank: int, world_size: int, folder: str) -> dict[str, str]:
     found = {}
     found["value"] = error_of(
-        lambda: fit(rank, world_size, "shardcore", gradient_clip_val=0.1, gradient_clip_algorithm="value")
+        lambda: fit(
+            rank, world_size, "shardcore", gradient_clip_val=0.1, gradient_clip_algorithm="value"
+        )
     )
-    two = module_of(configure_optimizers=lambda self: [adamw(self.parameters()), adamw(self.parameters())])
+    two = module_of(
+        configure_optimizers=lambda self: [adamw(self.parameters()), adamw(self.parameters())]
+    )
     two.automatic_optimization = False
     found["two"] = error_of(lambda: fit(rank, world_size, "shardcore", two))
     sgd = module_of(configure_optimizers=lambda self: torch.optim.NAdam(self.parameters()))
@@ -259,11 +318,20 @@ def _refuses(rank: int, world_size: int, folder: str) -> dict[str, str]:
     module = module_of()
     module.save_hyperparameters({"config": Made})
     found["hparams"] = error_of(
-        lambda: fit(rank, world_size, "shardcore", module, default_root_dir=folder, enable_checkpointing=True)
+        lambda: fit(
+            rank,
+            world_size,
+            "shardcore",
+            module,
+            default_root_dir=folder,
+            enable_checkpointing=True,
+        )
     )
     shards, optimizer, _ = plain_loop(rank, world_size, stage=2)
     shardcore.save(folder, shards, optimizer, tag="plain")
-    found["plain"] = error_of(lambda: fit(rank, world_size, "shardcore", ckpt_path=f"{folder}/plain"))
+    found["plain"] = error_of(
+        lambda: fit(rank, world_size, "shardcore", ckpt_path=f"{folder}/plain")
+    )
     trainer = fit(rank, world_size, "shardcore")
     found["file"] = error_of(lambda: trainer.save_checkpoint(f"{folder}/plain/manifest.json"))
     found["url"] = error_of(lambda: trainer.save_checkpoint("s3://bucket/last.ckpt"))
@@ -277,7 +345,14 @@ def _averages(rank: int, world_size: int) -> dict[str, str]:
         for name, options in averages.items():
             for stage in (2, 3) if package == "lightning" else (3,):
                 callbacks = [getattr(classes.pl.callbacks, name)(**options)]
-                run = partial(fit, rank, world_size, f"shardcore_stage_{stage}", package=package, callbacks=callbacks)
+                run = partial(
+                    fit,
+                    rank,
+                    world_size,
+                    f"shardcore_stage_{stage}",
+                    package=package,
+                    callbacks=callbacks,
+                )
                 found[f"{package} {name} {stage}"] = error_of(run)
 
     class Ours(PACKAGES["lightning"].pl.Callback):
@@ -303,7 +378,8 @@ def test_averages_of_whole_weights_are_refused_at_setup_and_ours_is_one():
             _, name, stage = run.split()
             if stage == "3":
                 assert said.startswith(
-                    f"ValueError: ShardcoreStrategy: callbacks has {name}, which reads weights that are sharded"
+                    f"ValueError: ShardcoreStrategy: callbacks has {name}, which reads weights "
+                    f"that are sharded"
                 )
                 assert "expected shardcore.EMA(module)" in said
             else:
@@ -313,7 +389,9 @@ def test_averages_of_whole_weights_are_refused_at_setup_and_ours_is_one():
 @pytest.mark.more
 def test_errors_name_what_to_do(tmp_path):
     for found in run_ranks(2, _refuses, str(tmp_path)):
-        assert found["value"].startswith('ValueError: clip_gradients: gradient_clip_algorithm is "value"; expected "norm"')
+        assert found["value"].startswith(
+            'ValueError: clip_gradients: gradient_clip_algorithm is "value"; expected "norm"'
+        )
         assert "configure_optimizers returned 2 optimizers; expected one" in found["two"]
         assert "optimizer is a NAdam, which keeps numbers" in found["sgd"]
         assert "hparams['config'] has type type; expected plain data" in found["hparams"]

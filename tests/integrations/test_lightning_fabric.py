@@ -1,4 +1,6 @@
-"""Real Fabrics over gloo ranks: the bits of plain shard() loops, clipping, checkpoints, accumulation."""
+"""Real Fabrics over gloo ranks: the bits of plain shard() loops, clipping, checkpoints,
+accumulation.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -10,13 +12,22 @@ pytest.importorskip("pytorch_lightning", reason="the other package needs pytorch
 import torch
 from torch import nn
 
-from tests.support.lightning import PACKAGES, Made, Plain, adamw, batches_of, fabric_of, ours, plain_loop
+from tests.support.lightning import (
+    PACKAGES,
+    Made,
+    Plain,
+    adamw,
+    batches_of,
+    fabric_of,
+    ours,
+    plain_loop,
+)
 from tests.support.models import error_of, hash_of_training
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.more
 
-# --- Fabric --------------------------------------------------------------------------------------------------------------
+# --- Fabric ---------------------------------------------------------------------------------------
 
 
 def train_fabric(
@@ -26,7 +37,9 @@ def train_fabric(
     for batch in [*batches_of(rank, world_size)][steps]:
         loss = ((model(batch[0]) - batch[1]) ** 2).mean()
         fabric.backward(loss)
-        norms.append(fabric.clip_gradients(model, optimizer, max_norm=0.1, error_if_nonfinite=False).item())
+        norms.append(
+            fabric.clip_gradients(model, optimizer, max_norm=0.1, error_if_nonfinite=False).item()
+        )
         optimizer.step()
         optimizer.zero_grad()
     return norms
@@ -47,7 +60,9 @@ def _fabric(rank: int, world_size: int, folder: str) -> Any:
     model, optimizer, _ = plain_loop(rank, world_size, stage=2, clip_grad_norm=0.1)
     hashes = {"plain": hash_of_training(model, optimizer)}
     norms = {}
-    for package, name in zip(PACKAGES, ("shardcore_stage_1", "shardcore_stage_3_offload"), strict=True):
+    for package, name in zip(
+        PACKAGES, ("shardcore_stage_1", "shardcore_stage_3_offload"), strict=True
+    ):
         fabric = fabric_of(rank, world_size, name, package)
         model, optimizer = set_up(fabric)
         norms[name] = train_fabric(fabric, rank, world_size, model, optimizer)
@@ -102,7 +117,9 @@ def _fabric_accumulates(rank: int, world_size: int) -> Any:
     errors = {
         "value": error_of(lambda: fabric.clip_gradients(model, optimizer, clip_val=1.0)),
         "alone": error_of(lambda: fabric.setup_optimizers(adamw([nn.Parameter(torch.zeros(1))]))),
-        "two": error_of(lambda: fabric.setup(Made(), *(adamw([nn.Parameter(torch.zeros(1))]) for _ in range(2)))),
+        "two": error_of(
+            lambda: fabric.setup(Made(), *(adamw([nn.Parameter(torch.zeros(1))]) for _ in range(2)))
+        ),
     }
     return errors, {str(param.dtype) for param in meta.parameters()}
 

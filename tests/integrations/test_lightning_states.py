@@ -1,4 +1,6 @@
-"""Checkpoints, resumed runs, evaluation and models on the meta device, with real Trainers over gloo ranks."""
+"""Checkpoints, resumed runs, evaluation and models on the meta device, with real Trainers over
+gloo ranks.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -32,7 +34,7 @@ from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.more
 
-# --- checkpoints ---------------------------------------------------------------------------------------------------------
+# --- checkpoints ----------------------------------------------------------------------------------
 
 
 def _resumes(rank: int, world_size: int, folder: str) -> Any:
@@ -42,7 +44,10 @@ def _resumes(rank: int, world_size: int, folder: str) -> Any:
     def configure_optimizers(self: Any) -> Any:
         optimizer = adamw(self.parameters())
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=3 * STEPS)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
 
     changes = {"training_step": training_step, "configure_optimizers": configure_optimizers}
     hashes = {}
@@ -52,13 +57,17 @@ def _resumes(rank: int, world_size: int, folder: str) -> Any:
     callback = PACKAGES["lightning"].pl.callbacks.ModelCheckpoint(
         folder, filename=f"{name}-{{epoch}}", monitor="val_loss", save_top_k=2, save_last=True
     )
-    trainer = trainer_of(rank, world_size, name, max_epochs=3, callbacks=[callback], enable_checkpointing=True)
+    trainer = trainer_of(
+        rank, world_size, name, max_epochs=3, callbacks=[callback], enable_checkpointing=True
+    )
     trainer.fit(module, loader(rank, world_size), loader(rank, world_size, 2))
     hashes[name] = hash_of_fit(trainer)
     best = callback.best_model_path
     assert (Path(best) / "manifest.json").exists(), best
     assert sum(Path(path).exists() for path in callback.best_k_models) == 2
-    (score,) = trainer.test(ckpt_path="best", dataloaders=loader(rank, world_size, 2), verbose=False)
+    (score,) = trainer.test(
+        ckpt_path="best", dataloaders=loader(rank, world_size, 2), verbose=False
+    )
     assert score["test_loss"] == float(callback.best_model_score)
     for other in EVERYWHERE[::3]:
         torch.manual_seed(1000 + rank)  # random states are resumed
@@ -82,16 +91,26 @@ def _whole_files(rank: int, world_size: int, folder: str) -> Any:
         trainer = fit(rank, world_size, strategy)
         trainer.save_checkpoint(f"{folder}/{name}.ckpt")
         half[name] = trainer.lightning_module
-        again = fit(rank, world_size, ours.ShardcoreStrategy(1, **whole), ckpt_path=f"{folder}/{name}.ckpt", max_epochs=2)
+        again = fit(
+            rank,
+            world_size,
+            ours.ShardcoreStrategy(1, **whole),
+            ckpt_path=f"{folder}/{name}.ckpt",
+            max_epochs=2,
+        )
         hashes[name] = hash_of_fit(again)
     assert hashes["shards"] != hashes["ddp"]  # the halves differ in the last digits
     hashes["at once"] = hash_of_fit(fit(rank, world_size, "shardcore_stage_2", max_epochs=2))
-    ddp = fit(rank, world_size, "ddp", ckpt_path=f"{folder}/shards.ckpt", max_epochs=2).lightning_module.state_dict()
+    ddp = fit(
+        rank, world_size, "ddp", ckpt_path=f"{folder}/shards.ckpt", max_epochs=2
+    ).lightning_module.state_dict()
     for name, value in again.lightning_module.state_dict().items():
         torch.testing.assert_close(value, ddp[name], rtol=1e-4, atol=1e-5)
     loaded = type(half["ddp"]).load_from_checkpoint(f"{folder}/shards.ckpt")
     weights = half["shards"].state_dict()
-    return hashes, all(torch.equal(value, weights[name]) for name, value in loaded.state_dict().items())
+    return hashes, all(
+        torch.equal(value, weights[name]) for name, value in loaded.state_dict().items()
+    )
 
 
 def test_whole_files_are_those_of_other_strategies(tmp_path):
@@ -101,7 +120,7 @@ def test_whole_files_are_those_of_other_strategies(tmp_path):
     assert (tmp_path / "shards.ckpt").is_file()
 
 
-# --- evaluation, and the same module again ---------------------------------------------------------------------------------
+# --- evaluation, and the same module again --------------------------------------------------------
 
 
 def _evaluates(rank: int, world_size: int, folder: str) -> Any:
@@ -110,7 +129,9 @@ def _evaluates(rank: int, world_size: int, folder: str) -> Any:
     trainer = trainer_of(rank, world_size, name)
     plain, batch = Plain(), next(iter(batches_of(rank, world_size)))
     (before,) = trainer.validate(module, loader(rank, world_size), verbose=False)
-    mean = torch.stack([plain.loss(batch) for r in range(world_size) for batch in batches_of(r, world_size)]).mean()
+    mean = torch.stack(
+        [plain.loss(batch) for r in range(world_size) for batch in batches_of(r, world_size)]
+    ).mean()
     torch.testing.assert_close(before["val_loss"], mean.item(), rtol=1e-5, atol=0)
     predicted = trainer.predict(module, loader(rank, world_size))
     assert torch.equal(predicted[0], plain(batch[0]))
@@ -121,7 +142,9 @@ def _evaluates(rank: int, world_size: int, folder: str) -> Any:
     assert first == hash_of_training(*expected[:2])
     (after,) = trainer.test(module, loader(rank, world_size), verbose=False)
     fresh = trainer_of(rank, world_size, "shardcore_stage_2")
-    (loaded,) = fresh.test(module_of(), loader(rank, world_size), ckpt_path=f"{folder}/{name}", verbose=False)
+    (loaded,) = fresh.test(
+        module_of(), loader(rank, world_size), ckpt_path=f"{folder}/{name}", verbose=False
+    )
     assert after == loaded
     # a second fit begins with these weights and a new optimizer
     again = trainer_of(rank, world_size, "shardcore_stage_3")
@@ -141,7 +164,7 @@ def test_evaluates_and_fits_again(tmp_path):
     assert run_ranks(2, _evaluates, str(tmp_path)) == [True, True]
 
 
-# --- models on the meta device ---------------------------------------------------------------------------------------------
+# --- models on the meta device --------------------------------------------------------------------
 
 
 def _configures(rank: int, world_size: int) -> Any:

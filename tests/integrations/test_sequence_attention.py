@@ -1,4 +1,6 @@
-"""Models of transformers over split sequences have the losses and gradients of whole ones, up to float32's rounding."""
+"""Models of transformers over split sequences have the losses and gradients of whole ones, up to
+float32's rounding.
+"""
 
 from typing import Any
 
@@ -33,29 +35,50 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward  # n
 from shardcore.integrations.sequence_attention import enable_sequence_parallel  # noqa: E402
 
 VOCABULARY, TOKENS = 48, 24
-# A gradient goes through at most 40 matrix products, norms and softmaxes (two layers, forward and backward), each of which adds
-# up at most 64 terms: through at most 2,560 roundings of 2^-24. They are independent, so their sum grows with the root of their
-# number: 3e-6 of the largest gradient. Twice that.
+# A gradient goes through at most 40 matrix products, norms and softmaxes (two layers, forward and
+# backward), each of which adds up at most 64 terms: through at most 2,560 roundings of 2^-24. They
+# are independent, so their sum grows with the root of their number: 3e-6 of the largest gradient.
+# Twice that.
 BOUND = 2 * 2560**0.5 * 2.0**-24
 
 
 def llama(attention: str = "sdpa", **options: Any) -> Any:
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "attn_implementation": attention, **options}
-    config, kind = (MistralConfig, MistralForCausalLM) if options else (LlamaConfig, LlamaForCausalLM)
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+    }
+    heads = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "attn_implementation": attention,
+        **options,
+    }
+    config, kind = (
+        (MistralConfig, MistralForCausalLM) if options else (LlamaConfig, LlamaForCausalLM)
+    )
     torch.manual_seed(0)
     return kind(config(**sizes, **heads))
 
 
 def gpt2() -> Any:
-    sizes = {"vocab_size": VOCABULARY, "n_positions": TOKENS, "n_embd": 32, "n_layer": 2, "n_head": 4}
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "n_positions": TOKENS,
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 4,
+    }
     torch.manual_seed(0)
     return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
 
 
 def lora() -> Any:
     peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(target_modules=["q_proj", "down_proj"], r=4, init_lora_weights=False, task_type="CAUSAL_LM")
+    config = peft.LoraConfig(
+        target_modules=["q_proj", "down_proj"], r=4, init_lora_weights=False, task_type="CAUSAL_LM"
+    )
     return peft.get_peft_model(llama(), config)
 
 
@@ -66,10 +89,21 @@ class Chunked(nn.Module):
         super().__init__()
         self.inside = llama()
 
-    def forward(self, labels: torch.Tensor, shift_labels: torch.Tensor, num_items_in_batch: Any = None, **batch: Any) -> Any:
+    def forward(
+        self,
+        labels: torch.Tensor,
+        shift_labels: torch.Tensor,
+        num_items_in_batch: Any = None,
+        **batch: Any,
+    ) -> Any:
         hidden = self.inside.model(**batch).last_hidden_state
         head, count = self.inside.lm_head.weight, num_items_in_batch
-        return shardcore.chunked_cross_entropy(hidden, head, shift_labels, reduction="sum", chunk_bytes=1 << 14) / count
+        return (
+            shardcore.chunked_cross_entropy(
+                hidden, head, shift_labels, reduction="sum", chunk_bytes=1 << 14
+            )
+            / count
+        )
 
 
 MODELS: dict[str, Any] = {
@@ -84,7 +118,9 @@ REFERENCES = {"llama, eager": "llama"}  # which has no softmax in float32
 
 
 def batch_of(sequence: int, kind: str) -> dict[str, torch.Tensor]:
-    """Two sequences, most of whose labels lie in the last parts; padded before them, or packed of documents."""
+    """Two sequences, most of whose labels lie in the last parts; padded before them, or packed
+    of documents.
+    """
     made = torch.Generator().manual_seed(sequence)
     ids = torch.randint(0, VOCABULARY, (2, TOKENS), generator=made)
     labels = ids.clone()
@@ -92,37 +128,51 @@ def batch_of(sequence: int, kind: str) -> dict[str, torch.Tensor]:
     batch = {"input_ids": ids, "labels": labels}
     if kind == "padded":
         mask = torch.ones_like(ids)
-        mask[0, :9], mask[1, :2], labels[1, :3] = 0, 0, -100  # what padding predicts differs between attentions
+        # what padding predicts differs between attentions
+        mask[0, :9], mask[1, :2], labels[1, :3] = 0, 0, -100
         return {**batch, "attention_mask": mask}
     if kind == "packed":  # one of the beginnings is that of a part
         lengths = torch.tensor([7, 5, 12])
-        return {**batch, "position_ids": torch.cat([torch.arange(n) for n in lengths]).expand(2, -1)}
+        return {
+            **batch,
+            "position_ids": torch.cat([torch.arange(n) for n in lengths]).expand(2, -1),
+        }
     return batch
 
 
-def whole(build: Any, batches: list[dict[str, torch.Tensor]]) -> tuple[float, dict[str, torch.Tensor]]:
+def whole(
+    build: Any, batches: list[dict[str, torch.Tensor]]
+) -> tuple[float, dict[str, torch.Tensor]]:
     """Return the loss and the gradients in float64, averaged over batches."""
     model = build().double()
     total = 0.0
     for batch in batches:
         if isinstance(model, Chunked):
             shifted = nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
-            loss = nn.functional.cross_entropy(model.inside(batch["input_ids"]).logits.flatten(0, 1), shifted.flatten())
+            loss = nn.functional.cross_entropy(
+                model.inside(batch["input_ids"]).logits.flatten(0, 1), shifted.flatten()
+            )
         else:
             loss = model(**batch, use_cache=False).loss
         (loss / len(batches)).backward()
         total += loss.item() / len(batches)
-    return total, {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+    return total, {
+        name: param.grad for name, param in model.named_parameters() if param.grad is not None
+    }
 
 
-def largest_error(rank: int, world_size: int, kind: str, data: str, sp: int, stage: int, twin: str = "") -> float:
+def largest_error(
+    rank: int, world_size: int, kind: str, data: str, sp: int, stage: int, twin: str = ""
+) -> float:
     """Return the largest error of loss and gradients, as a share of the largest value of each."""
     mesh = init_device_mesh("cpu", (world_size // sp, sp), mesh_dim_names=("dp", "sp"))
     model = MODELS[kind]()
     if stage:
         shardcore.apply_activation_checkpointing(model)
     optimizer = shardcore.FusedAdam([param for param in model.parameters() if param.requires_grad])
-    enable_sequence_parallel(getattr(model, "inside", model).model if kind == "chunked" else model, mesh["sp"])
+    enable_sequence_parallel(
+        getattr(model, "inside", model).model if kind == "chunked" else model, mesh["sp"]
+    )
     model, optimizer = shardcore.shard(model, optimizer, stage=stage)
     batch = batch_of(mesh["dp"].get_local_rank(), data)
     part = shardcore.split_sequences(batch, mesh["sp"])
@@ -133,14 +183,17 @@ def largest_error(rank: int, world_size: int, kind: str, data: str, sp: int, sta
         part["num_items_in_batch"] = (part["labels"] != -100).sum()
     with pytest.MonkeyPatch.context() as patch:
         if twin == "documents not told apart":
-            patch.setattr("transformers.masking_utils.find_packed_sequence_indices", lambda positions: None)
+            patch.setattr(
+                "transformers.masking_utils.find_packed_sequence_indices", lambda positions: None
+            )
         result = model(**part)
     loss = result if kind == "chunked" else result.loss
     loss.backward()
     mean = loss.detach().clone()
     dist.all_reduce(mean)
     expected_loss, expected = whole(
-        MODELS[REFERENCES.get(kind, kind)], [batch_of(index, data) for index in range(world_size // sp)]
+        MODELS[REFERENCES.get(kind, kind)],
+        [batch_of(index, data) for index in range(world_size // sp)],
     )
     errors = [abs(mean.item() / world_size - expected_loss) / expected_loss]
     for name, param in model.named_parameters():
@@ -164,23 +217,38 @@ CASES = [
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("kind, data, world_size, sp, stage", CASES)
-def test_gradients_are_those_of_whole_sequences(kind: str, data: str, world_size: int, sp: int, stage: int) -> None:
+def test_gradients_are_those_of_whole_sequences(
+    kind: str, data: str, world_size: int, sp: int, stage: int
+) -> None:
     assert max(run_ranks(world_size, largest_error, kind, data, sp, stage)) < BOUND
 
 
 @pytest.mark.cases(2)
-@pytest.mark.parametrize("twin", ["labels shifted after the split", "a mean per rank", "documents not told apart"])
+@pytest.mark.parametrize(
+    "twin", ["labels shifted after the split", "a mean per rank", "documents not told apart"]
+)
 def test_broken_twins_are_noticed(twin: str) -> None:
     assert min(run_ranks(2, largest_error, "llama", "packed", 2, 2, twin)) > 100 * BOUND
 
 
 def seen_inside(rank: int, world_size: int) -> bool:
-    """A flash attention gets positions of whole sequences, whole heads, and the name that it is called by."""
+    """A flash attention gets positions of whole sequences, whole heads, and the name that it is
+    called by.
+    """
 
     seen = []
 
-    def flash(module: Any, query: torch.Tensor, key: torch.Tensor, *rest: Any, **kwargs: Any) -> Any:
-        seen.append((module.config._attn_implementation, query.shape[1:3], key.shape[1:3], kwargs["position_ids"].tolist()))
+    def flash(
+        module: Any, query: torch.Tensor, key: torch.Tensor, *rest: Any, **kwargs: Any
+    ) -> Any:
+        seen.append(
+            (
+                module.config._attn_implementation,
+                query.shape[1:3],
+                key.shape[1:3],
+                kwargs["position_ids"].tolist(),
+            )
+        )
         return sdpa_attention_forward(module, query, key, *rest, **kwargs)
 
     AttentionInterface.register("my_flash", flash)
@@ -189,8 +257,14 @@ def seen_inside(rank: int, world_size: int) -> bool:
     enable_sequence_parallel(model, dist.group.WORLD)
     part = shardcore.split_sequences(batch_of(0, "packed"), dist.group.WORLD)
     model(**part)
-    assert seen[0] == ("my_flash", (1, TOKENS), (1, TOKENS), batch_of(0, "packed")["position_ids"].tolist())
-    assert other(input_ids=torch.zeros(1, 3, dtype=torch.int64)).logits.shape[1] == 3  # other models stay as they are
+    assert seen[0] == (
+        "my_flash",
+        (1, TOKENS),
+        (1, TOKENS),
+        batch_of(0, "packed")["position_ids"].tolist(),
+    )
+    # other models stay as they are
+    assert other(input_ids=torch.zeros(1, 3, dtype=torch.int64)).logits.shape[1] == 3
     assert model.config.use_cache is False
     with pytest.raises(ValueError, match="position_ids is missing"):
         model(input_ids=part["input_ids"])
@@ -206,27 +280,46 @@ def refusals(rank: int, world_size: int) -> bool:
 
     note(nn.Linear(1, 1), TypeError, "model is a Linear")
     note(
-        T5ForConditionalGeneration(T5Config(vocab_size=8, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)),
+        T5ForConditionalGeneration(
+            T5Config(vocab_size=8, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
+        ),
         ValueError,
         "an encoder-decoder",
     )
-    for head in (LlamaForTokenClassification, LlamaForSequenceClassification):  # labels of split_sequences are shifted
-        note(head(llama().config), ValueError, f"the {head.__name__} has a head whose labels are not the next tokens")
-    note(MambaForCausalLM(MambaConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1)), ValueError, "expected a decoder")
-    note(llama(num_attention_heads=3, num_key_value_heads=3, head_dim=8), ValueError, "has 3 attention heads")
+    # labels of split_sequences are shifted
+    for head in (LlamaForTokenClassification, LlamaForSequenceClassification):
+        note(
+            head(llama().config),
+            ValueError,
+            f"the {head.__name__} has a head whose labels are not the next tokens",
+        )
+    note(
+        MambaForCausalLM(MambaConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1)),
+        ValueError,
+        "expected a decoder",
+    )
+    note(
+        llama(num_attention_heads=3, num_key_value_heads=3, head_dim=8),
+        ValueError,
+        "has 3 attention heads",
+    )
     model = llama()
     enable_sequence_parallel(model, dist.group.WORLD)
     ids = torch.zeros(1, 2, dtype=torch.int64)
     with pytest.raises(ValueError, match="no tokens in a cache"):
         model(ids, position_ids=ids, attention_mask=torch.ones(1, 5))
     peft = pytest.importorskip("peft")
-    prompted = peft.get_peft_model(llama(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    prompted = peft.get_peft_model(
+        llama(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    )
     note(prompted, ValueError, "has a prompt that trains")
     return True
 
 
 def evaluated_before_backward(rank: int, world_size: int) -> None:
-    """Whole sequences of an evaluation between forward and backward: blocks are computed again as they were."""
+    """Whole sequences of an evaluation between forward and backward: blocks are computed again
+    as they were.
+    """
     model = llama()
     shardcore.apply_activation_checkpointing(model)
     enable_sequence_parallel(model, dist.group.WORLD, in_eval=False)

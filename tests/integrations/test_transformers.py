@@ -1,4 +1,6 @@
-"""The real Trainer over sharded models: its numbers are those of plain Trainer under DDP, and placement changes no bit."""
+"""The real Trainer over sharded models: its numbers are those of plain Trainer under DDP, and
+placement changes no bit.
+"""
 
 import copy
 import json
@@ -25,7 +27,15 @@ from shardcore.integrations.transformers import (  # noqa: E402
     ShardcoreTrainingArguments,
     values_of,
 )
-from tests.support.huggingface import VOCAB, hash_of_state, launched, message_of, rows, seed_everything, tiny_gpt2  # noqa: E402
+from tests.support.huggingface import (  # noqa: E402
+    VOCAB,
+    hash_of_state,
+    launched,
+    message_of,
+    rows,
+    seed_everything,
+    tiny_gpt2,
+)
 from tests.support.ranks import run_fresh, run_ranks  # noqa: E402
 
 STEPS = 4
@@ -36,15 +46,26 @@ Result = dict[str, Any]
 def arguments(out: str, kind: Any = TrainingArguments, **more: Any) -> Any:
     """Four steps of two micro-batches of two samples on each rank, clipped by the way."""
     defaults = {
-        "use_cpu": True, "max_steps": STEPS, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2,
-        "logging_steps": 1, "save_strategy": "no", "report_to": [], "disable_tqdm": True, "learning_rate": 1e-2,
-        "max_grad_norm": 0.5, "weight_decay": 0.1, "log_level": "error",
-    }  # fmt: skip
+        "use_cpu": True,
+        "max_steps": STEPS,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "learning_rate": 1e-2,
+        "max_grad_norm": 0.5,
+        "weight_decay": 0.1,
+        "log_level": "error",
+    }
     return kind(output_dir=out, **{**defaults, **more})
 
 
 def result_of(trainer: Any) -> Result:
-    """Return losses, norms and the hash of the whole weights, which every rank has to be able to make."""
+    """Return losses, norms and the hash of the whole weights, which every rank has to be able to
+    make.
+    """
     history = trainer.state.log_history
     return {
         "losses": [entry["loss"] for entry in history if "loss" in entry],
@@ -54,12 +75,26 @@ def result_of(trainer: Any) -> Result:
     }
 
 
-def train(rank: int, world_size: int, out: str, kind: Any, options: Any, changes: dict[str, Any], resume: Any = None) -> Result:
+def train(
+    rank: int,
+    world_size: int,
+    out: str,
+    kind: Any,
+    options: Any,
+    changes: dict[str, Any],
+    resume: Any = None,
+) -> Result:
     with launched(rank, world_size):
         seed_everything(0)
         sharded = {} if options is None else {"shard_options": options}
         args = arguments(out, **changes)
-        trainer = kind(model=tiny_gpt2(), args=args, train_dataset=rows(64), eval_dataset=rows(12, 2), **sharded)
+        trainer = kind(
+            model=tiny_gpt2(),
+            args=args,
+            train_dataset=rows(64),
+            eval_dataset=rows(12, 2),
+            **sharded,
+        )
         trainer.train(resume_from_checkpoint=resume)
         return result_of(trainer)
 
@@ -74,16 +109,26 @@ def close(ours: list[float], theirs: list[float]) -> bool:
     return ours == pytest.approx(theirs, rel=1e-5)
 
 
-# --- training ---------------------------------------------------------------------------------------------------------
+# --- training -------------------------------------------------------------------------------------
 
 
-def test_losses_and_norms_are_those_of_ddp_and_one_hash_at_every_stage_and_tier(tmp_path: Path, ddp: Result) -> None:
+def test_losses_and_norms_are_those_of_ddp_and_one_hash_at_every_stage_and_tier(
+    tmp_path: Path, ddp: Result
+) -> None:
     placements = [
         {"stage": 0, "sync_each": True},
         {"stage": 2, "offload": HOST},
-        {"stage": 3, "offload": {**HOST, "params": "cpu", "gradients": "cpu"}, "overlap_step": True},
+        {
+            "stage": 3,
+            "offload": {**HOST, "params": "cpu", "gradients": "cpu"},
+            "overlap_step": True,
+        },
     ]
-    found = [each for options in placements for each in run_ranks(2, train, str(tmp_path), ShardcoreTrainer, options, {})]
+    found = [
+        each
+        for options in placements
+        for each in run_ranks(2, train, str(tmp_path), ShardcoreTrainer, options, {})
+    ]
     for ours in found:
         assert len(ours["norms"]) == STEPS
         assert close(ours["losses"], ddp["losses"])
@@ -104,7 +149,9 @@ class NoClip(ShardcoreTrainer):
         return {**super()._options(options), "clip_grad_norm": None}
 
 
-def train_clipped(rank: int, world_size: int, out: str, kind: Any, options: Any) -> tuple[list[float], torch.Tensor]:
+def train_clipped(
+    rank: int, world_size: int, out: str, kind: Any, options: Any
+) -> tuple[list[float], torch.Tensor]:
     """A large epsilon: else Adam would undo a constant factor."""
     with launched(rank, world_size):
         sharded = {} if options is None else {"shard_options": options}
@@ -121,8 +168,13 @@ def test_clipping_at_a_thousandth_moves_weights_as_without_sharding(tmp_path: Pa
 
     def same(kind: Any, stage: int) -> bool:
         results = run_ranks(2, train_clipped, str(tmp_path), kind, {"stage": stage})
-        assert all(close(ours[:1], norms[:1]) for ours, _ in results), "the log has the norm from before"
-        return all((movement - expected).abs().max() < 1e-4 * expected.abs().max() for _, movement in results)
+        assert all(close(ours[:1], norms[:1]) for ours, _ in results), (
+            "the log has the norm from before"
+        )
+        return all(
+            (movement - expected).abs().max() < 1e-4 * expected.abs().max()
+            for _, movement in results
+        )
 
     assert same(ShardcoreTrainer, 3)
     assert not same(NoClip, 3), "a no-op clip"
@@ -130,10 +182,16 @@ def test_clipping_at_a_thousandth_moves_weights_as_without_sharding(tmp_path: Pa
 
 @pytest.mark.more
 def test_bf16_and_gradient_checkpointing(tmp_path: Path, ddp: Result) -> None:
-    """Weights in bfloat16 with float32 masters: near autocast's numbers, and checkpointing changes no bit."""
+    """Weights in bfloat16 with float32 masters: near autocast's numbers, and checkpointing
+    changes no bit.
+    """
     hashes = set()
     for kwargs in (None, {"use_reentrant": False}, {"use_reentrant": True}):
-        more = {"bf16": True, "gradient_checkpointing": kwargs is not None, "gradient_checkpointing_kwargs": kwargs}
+        more = {
+            "bf16": True,
+            "gradient_checkpointing": kwargs is not None,
+            "gradient_checkpointing_kwargs": kwargs,
+        }
         ours = run_ranks(2, train, str(tmp_path), ShardcoreTrainer, {"stage": 3}, more)
         hashes |= {each["hash"] for each in ours}
         assert ours[0]["losses"] == pytest.approx(ddp["losses"], rel=0.02)
@@ -147,23 +205,35 @@ def test_fp16_skips_overflows_and_holds_the_scheduler(tmp_path: Path) -> None:
     skipped, rates, norms = results[0]
     assert (skipped, rates) == results[1][:2]
     assert skipped == 2
-    assert rates == pytest.approx([1e-2, 1e-2, 1e-2, 0.75e-2]), "logged before each step; two did not count"
+    assert rates == pytest.approx([1e-2, 1e-2, 1e-2, 0.75e-2]), (
+        "logged before each step; two did not count"
+    )
     assert torch.tensor(norms).isfinite().tolist() == [False, False, True, True]
 
 
 def _fp16(rank: int, world_size: int, out: str) -> tuple[int, list[float], list[float]]:
     with launched(rank, world_size):
-        options = {"precision": "fp16", "loss_scale": shardcore.LossScale(initial_power=19, hysteresis=1)}
+        options = {
+            "precision": "fp16",
+            "loss_scale": shardcore.LossScale(initial_power=19, hysteresis=1),
+        }
         trainer = ShardcoreTrainer(
-            model=tiny_gpt2(), args=arguments(out), train_dataset=rows(64), shard_options={**options, "stage": 1}
+            model=tiny_gpt2(),
+            args=arguments(out),
+            train_dataset=rows(64),
+            shard_options={**options, "stage": 1},
         )
         trainer.train()
         history = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
         skipped = trainer.optimizer.optimizer.skipped_steps
-        return skipped, [entry["learning_rate"] for entry in history], [entry["grad_norm"] for entry in history]
+        return (
+            skipped,
+            [entry["learning_rate"] for entry in history],
+            [entry["grad_norm"] for entry in history],
+        )
 
 
-# --- checkpoints ------------------------------------------------------------------------------------------------------
+# --- checkpoints ----------------------------------------------------------------------------------
 
 SAVING = {"save_strategy": "steps", "save_steps": 2}
 
@@ -174,25 +244,36 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(tmp_path: Path) -> N
     whole = run_ranks(2, train, str(tmp_path), ShardcoreTrainer, {"stage": 2}, more)
     folder = tmp_path / "checkpoint-2"
     assert {path.name for path in folder.iterdir()} >= {
-        "model.safetensors", "config.json", "trainer_state.json", "rng_state_0.pth", "rng_state_1.pth", "latest",
+        "model.safetensors",
+        "config.json",
+        "trainer_state.json",
+        "rng_state_0.pth",
+        "rng_state_1.pth",
+        "latest",
         "global_step2",
-    }  # fmt: skip
+    }
     assert not list(folder.glob("optimizer*"))
     resumed = run_ranks(2, train, str(tmp_path), ShardcoreTrainer, {"stage": 3}, more, str(folder))
     assert resumed[0]["losses"][-2:] == whole[0]["losses"][-2:]
     assert {each["hash"] for each in resumed} == {whole[0]["hash"]}
-    last = run_ranks(2, train, str(tmp_path), ShardcoreTrainer, {"stage": 1, "sync_each": True}, more, True)
+    last = run_ranks(
+        2, train, str(tmp_path), ShardcoreTrainer, {"stage": 1, "sync_each": True}, more, True
+    )
     assert last[0]["hash"] == whole[0]["hash"], "resumed after the last step"
     shutil.rmtree(folder / "global_step2")
     more_args = (str(tmp_path), ShardcoreTrainer, {"stage": 2}, more, str(folder))
-    assert all("FileNotFoundError" in message for message in run_ranks(2, message_of, train, *more_args))
+    assert all(
+        "FileNotFoundError" in message for message in run_ranks(2, message_of, train, *more_args)
+    )
 
 
 @pytest.mark.more
 def test_a_checkpoint_of_plain_trainer_is_resumed(tmp_path: Path) -> None:
     ddp = run_ranks(2, train, str(tmp_path), Trainer, None, SAVING)[0]
     folder = str(tmp_path / "checkpoint-2")
-    ours = run_ranks(2, train, str(tmp_path / "ours"), ShardcoreTrainer, {"stage": 3}, SAVING, folder)
+    ours = run_ranks(
+        2, train, str(tmp_path / "ours"), ShardcoreTrainer, {"stage": 3}, SAVING, folder
+    )
     assert close(ours[0]["losses"][-2:], ddp["losses"][-2:])
     assert close(ours[0]["norms"][-2:], ddp["norms"][-2:])
 
@@ -207,7 +288,10 @@ def test_whole_weights_are_for_from_pretrained(tmp_path: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     assert model.dtype == torch.bfloat16
     assert model.lm_head.weight is model.transformer.wte.weight
-    assert moved({name: value.float() for name, value in model.state_dict().items()}).abs().max() > 1e-2
+    assert (
+        moved({name: value.float() for name, value in model.state_dict().items()}).abs().max()
+        > 1e-2
+    )
 
 
 class _SavesOnFirstRank:
@@ -225,7 +309,14 @@ class _OlderTrainer(ShardcoreTrainerMixin, _SavesOnFirstRank, Trainer):
 def _saves_with_older_transformers(rank: int, world_size: int, out: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("shardcore.integrations.transformers._SAVES_ON_FIRST_RANK", True)
-        train(rank, world_size, out, _OlderTrainer, {"stage": 3}, {"save_strategy": "steps", "save_steps": 2, "max_steps": 2})
+        train(
+            rank,
+            world_size,
+            out,
+            _OlderTrainer,
+            {"stage": 3},
+            {"save_strategy": "steps", "save_steps": 2, "max_steps": 2},
+        )
 
 
 @pytest.mark.more
@@ -240,7 +331,10 @@ def test_older_transformers_save_too(tmp_path: Path) -> None:
 def _saves_on_one_rank(rank: int, world_size: int, out: str) -> None:
     with launched(rank, world_size):
         trainer = ShardcoreTrainer(
-            model=tiny_gpt2(), args=arguments(out, max_steps=1), train_dataset=rows(64), shard_options={"stage": 2}
+            model=tiny_gpt2(),
+            args=arguments(out, max_steps=1),
+            train_dataset=rows(64),
+            shard_options={"stage": 2},
         )
         trainer.train()
         if rank == 0:
@@ -252,19 +346,26 @@ def _saves_on_one_rank(rank: int, world_size: int, out: str) -> None:
 @pytest.mark.more
 def test_a_save_on_one_rank_only_raises_on_all(tmp_path: Path) -> None:
     messages = run_ranks(2, message_of, _saves_on_one_rank, str(tmp_path))
-    assert any("ranks wait for different things" in message and "rank 0 for state_dict" in message for message in messages)
+    assert any(
+        "ranks wait for different things" in message and "rank 0 for state_dict" in message
+        for message in messages
+    )
     assert all(message.startswith("RuntimeError") for message in messages)
 
 
-# --- evaluation -------------------------------------------------------------------------------------------------------
+# --- evaluation -----------------------------------------------------------------------------------
 
 
 @pytest.mark.more
 def test_evaluation_and_the_best_model_at_the_end(tmp_path: Path) -> None:
     more = {
-        **SAVING, "eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "greater_is_better": True,
+        **SAVING,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "load_best_model_at_end": True,
+        "greater_is_better": True,
         "save_total_limit": 1,
-    }  # fmt: skip
+    }
     ddp = run_ranks(2, train, str(tmp_path / "ddp"), Trainer, None, more)[0]
     assert ddp["eval"][0] > ddp["eval"][1], "the best is not the last"
     ours = run_ranks(2, train, str(tmp_path), ShardcoreTrainer, {"stage": 3}, more)
@@ -273,7 +374,9 @@ def test_evaluation_and_the_best_model_at_the_end(tmp_path: Path) -> None:
     assert {each["hash"] for each in ours} == {hash_of_state(best.state_dict())}
 
 
-def _without_training(rank: int, world_size: int, out: str, kind: Any, options: Any, then_train: bool) -> Any:
+def _without_training(
+    rank: int, world_size: int, out: str, kind: Any, options: Any, then_train: bool
+) -> Any:
     with launched(rank, world_size):
         sharded = {} if options is None else {"shard_options": options}
         data = rows(64) if then_train else None
@@ -287,9 +390,13 @@ def _without_training(rank: int, world_size: int, out: str, kind: Any, options: 
 
 @pytest.mark.more
 def test_evaluate_and_predict_before_and_without_training(tmp_path: Path) -> None:
-    expected_loss, expected, start = run_ranks(2, _without_training, str(tmp_path), Trainer, None, False)[0]
+    expected_loss, expected, start = run_ranks(
+        2, _without_training, str(tmp_path), Trainer, None, False
+    )[0]
     for then_train in (False, True):
-        for loss, logits, after in run_ranks(2, _without_training, str(tmp_path), ShardcoreTrainer, {"stage": 3}, then_train):
+        for loss, logits, after in run_ranks(
+            2, _without_training, str(tmp_path), ShardcoreTrainer, {"stage": 3}, then_train
+        ):
             assert loss == pytest.approx(expected_loss, rel=1e-6)
             torch.testing.assert_close(logits, expected)
             assert (after == start) != then_train
@@ -302,17 +409,32 @@ class Generating(ShardcoreTrainerMixin, Seq2SeqTrainer):
 def _generate(rank: int, world_size: int, out: str, options: dict[str, Any]) -> Any:
     with launched(rank, world_size):
         config = transformers.T5Config(
-            vocab_size=VOCAB, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2, dropout_rate=0.0,
-            decoder_start_token_id=0, initializer_factor=8.0,
-        )  # fmt: skip
+            vocab_size=VOCAB,
+            d_model=32,
+            d_kv=16,
+            d_ff=64,
+            num_layers=2,
+            num_heads=2,
+            dropout_rate=0.0,
+            decoder_start_token_id=0,
+            initializer_factor=8.0,
+        )
         torch.manual_seed(0)
         model = transformers.T5ForConditionalGeneration(config)
-        args = arguments(out, Seq2SeqTrainingArguments, predict_with_generate=True, per_device_eval_batch_size=1)
-        data = [{"input_ids": torch.arange(8) * (3 + index) % VOCAB, "labels": torch.arange(7)} for index in range(6)]
+        args = arguments(
+            out, Seq2SeqTrainingArguments, predict_with_generate=True, per_device_eval_batch_size=1
+        )
+        data = [
+            {"input_ids": torch.arange(8) * (3 + index) % VOCAB, "labels": torch.arange(7)}
+            for index in range(6)
+        ]
         trainer = Generating(model=model, args=args, train_dataset=data, shard_options={"stage": 3})
         model.generation_config.eos_token_id = list(range(10, VOCAB, 2))
-        predictions = torch.as_tensor(trainer.predict(data, max_new_tokens=12, **options).predictions)
-        own = trainer.model.generate(data[rank]["input_ids"][None], max_new_tokens=12, **options)[0]  # as TRL's GRPO does
+        predictions = torch.as_tensor(
+            trainer.predict(data, max_new_tokens=12, **options).predictions
+        )
+        # as TRL's GRPO does
+        own = trainer.model.generate(data[rank]["input_ids"][None], max_new_tokens=12, **options)[0]
         with shardcore.full_params(trainer.model):
             copied = copy.deepcopy(trainer.model)
             if rank == 0:  # alone, as no forward gathers
@@ -326,7 +448,9 @@ def _generate(rank: int, world_size: int, out: str, options: dict[str, Any]) -> 
 def test_ranks_generate_until_all_are_done(tmp_path: Path) -> None:
     alone, _ = run_ranks(1, _generate, str(tmp_path), {})[0]
     lengths = [row.count_nonzero().item() for row in alone]
-    assert any(a != b for a, b in zip(lengths[::2], lengths[1::2], strict=True)), "ranks are done at different times"
+    assert any(a != b for a, b in zip(lengths[::2], lengths[1::2], strict=True)), (
+        "ranks are done at different times"
+    )
     for rank, (found, own) in enumerate(run_ranks(2, _generate, str(tmp_path), {})):
         assert torch.equal(found, alone)
         assert own == alone[rank, : len(own)].tolist()
@@ -335,7 +459,7 @@ def test_ranks_generate_until_all_are_done(tmp_path: Path) -> None:
     assert any("ranks wait for different things" in message for message in messages), messages
 
 
-# --- a DeepSpeed configuration ----------------------------------------------------------------------------------------
+# --- a DeepSpeed configuration --------------------------------------------------------------------
 
 CONFIG: dict[str, Any] = {
     "train_batch_size": "auto",
@@ -344,7 +468,10 @@ CONFIG: dict[str, Any] = {
     "gradient_clipping": "auto",
     "bf16": {"enabled": "auto"},
     "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
-    "optimizer": {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")},
+    "optimizer": {
+        "type": "AdamW",
+        "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto"),
+    },
 }
 
 
@@ -364,21 +491,33 @@ def _one_group(rank: int, world_size: int, out: str) -> Result:
         model = tiny_gpt2()
         optimizer = shardcore.FusedAdam(model.parameters(), lr=1e-2, weight_decay=0.1)
         trainer = ShardcoreTrainer(
-            model=model, args=arguments(out), train_dataset=rows(64), optimizers=(optimizer, None), shard_options={"stage": 2}
+            model=model,
+            args=arguments(out),
+            train_dataset=rows(64),
+            optimizers=(optimizer, None),
+            shard_options={"stage": 2},
         )
         trainer.train()
         return result_of(trainer)
 
 
 def test_a_deepspeed_configuration_says_how_to_shard(tmp_path: Path) -> None:
-    """As a file, and without its optimizer; of transformers' own arguments, too, which need DeepSpeed for it."""
+    """As a file, and without its optimizer; of transformers' own arguments, too, which need
+    DeepSpeed for it.
+    """
     expected = run_ranks(2, _one_group, str(tmp_path))[0]
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(CONFIG))
-    for decay, ours, options in run_ranks(2, _configured, str(tmp_path), ShardcoreTrainingArguments, str(path)):
+    for decay, ours, options in run_ranks(
+        2, _configured, str(tmp_path), ShardcoreTrainingArguments, str(path)
+    ):
         assert decay == [0.1], "as with DeepSpeed, whose optimizer knows of no groups"
         assert ours == expected
-        assert (options["stage"], options["offload"]["optimizer"], options["precision"]) == (2, "cpu", "fp32")
+        assert (options["stage"], options["offload"]["optimizer"], options["precision"]) == (
+            2,
+            "cpu",
+            "fp32",
+        )
         assert (options["accumulate"], options["clip_grad_norm"]) == (2, 0.5)
     without = {key: value for key, value in CONFIG.items() if key != "optimizer"}
     grouped = run_ranks(2, train, str(tmp_path), ShardcoreTrainer, {"stage": 2}, {})[0]
@@ -390,7 +529,9 @@ def test_a_deepspeed_configuration_says_how_to_shard(tmp_path: Path) -> None:
 
 def test_a_configurations_muon_has_its_groups(tmp_path: Path) -> None:
     config = {**CONFIG, "optimizer": {"type": "Muon", "params": {"lr": "auto", "adam_lr": 1e-3}}}
-    decay, ours, options = run_ranks(1, _configured, str(tmp_path), ShardcoreTrainingArguments, config)[0]
+    decay, ours, options = run_ranks(
+        1, _configured, str(tmp_path), ShardcoreTrainingArguments, config
+    )[0]
     assert decay == [0.0, 0.0], "matrices by Muon, the rest by Adam"
     assert len(ours["losses"]) == STEPS
     assert "gradients" not in options["offload"]
@@ -421,23 +562,41 @@ def test_no_deepspeed_is_needed_and_the_log_says_what_auto_is(tmp_path: Path) ->
 @pytest.mark.more
 def test_auto_is_resolved_as_transformers_does(tmp_path: Path) -> None:
     """Its own code: HfTrainerDeepSpeedConfig."""
-    pytest.importorskip("deepspeed", reason="compared with transformers' own code, which needs DeepSpeed")
-    from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig, unset_hf_deepspeed_config
+    pytest.importorskip(
+        "deepspeed", reason="compared with transformers' own code, which needs DeepSpeed"
+    )
+    from transformers.integrations.deepspeed import (
+        HfTrainerDeepSpeedConfig,
+        unset_hf_deepspeed_config,
+    )
 
-    buckets = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+    buckets = (
+        "reduce_bucket_size",
+        "stage3_prefetch_bucket_size",
+        "stage3_param_persistence_threshold",
+    )
     config = {
         **CONFIG,
         "fp16": {"enabled": "auto"},
         "scheduler": {
             "type": "WarmupDecayLR",
-            "params": dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"), "auto"),
+            "params": dict.fromkeys(
+                ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"), "auto"
+            ),
         },
         "zero_optimization": {"stage": 3, **dict.fromkeys(buckets, "auto")},
     }
     args = arguments(
-        str(tmp_path), bf16=True, adam_beta2=0.98, adam_epsilon=1e-7, warmup_steps=0.1, gradient_accumulation_steps=5
+        str(tmp_path),
+        bf16=True,
+        adam_beta2=0.98,
+        adam_epsilon=1e-7,
+        warmup_steps=0.1,
+        gradient_accumulation_steps=5,
     )
-    model: Any = type("Model", (), {"config": transformers.LlamaConfig(hidden_size=48, num_attention_heads=2)})()
+    model: Any = type(
+        "Model", (), {"config": transformers.LlamaConfig(hidden_size=48, num_attention_heads=2)}
+    )()
     try:
         theirs = HfTrainerDeepSpeedConfig(copy.deepcopy(config))
         theirs.trainer_config_process(args)
@@ -445,30 +604,53 @@ def test_auto_is_resolved_as_transformers_does(tmp_path: Path) -> None:
     finally:
         unset_hf_deepspeed_config()
     assert resolve(config, values_of(args, model, 120))[0] == theirs.config
-    assert resolve(config, {**values_of(args, model, 120), "scheduler.params.total_num_steps": 121})[0] != theirs.config
+    assert (
+        resolve(config, {**values_of(args, model, 120), "scheduler.params.total_num_steps": 121})[0]
+        != theirs.config
+    )
 
 
-# --- refusals ---------------------------------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------
 
 
 @pytest.mark.more
 @pytest.mark.parametrize(
     ("options", "changes", "match"),
     [
-        ({"accumulate": 2}, {}, "shard_options has accumulate; expected it as gradient_accumulation_steps"),
-        ({"stage": 2}, {"deepspeed": CONFIG}, "shard_options is given and the training arguments have deepspeed"),
-        (None, {"deepspeed": {**CONFIG, "gradient_clipping": 2.0}}, "gradient_clipping has 2.0; expected 0.5, as the training"),
-        (None, {"deepspeed": {**CONFIG, "zero_optimization": {"sub_groups": 1}}}, "sub_groups is not supported"),
+        (
+            {"accumulate": 2},
+            {},
+            "shard_options has accumulate; expected it as gradient_accumulation_steps",
+        ),
+        (
+            {"stage": 2},
+            {"deepspeed": CONFIG},
+            "shard_options is given and the training arguments have deepspeed",
+        ),
+        (
+            None,
+            {"deepspeed": {**CONFIG, "gradient_clipping": 2.0}},
+            "gradient_clipping has 2.0; expected 0.5, as the training",
+        ),
+        (
+            None,
+            {"deepspeed": {**CONFIG, "zero_optimization": {"sub_groups": 1}}},
+            "sub_groups is not supported",
+        ),
         ({}, {"auto_find_batch_size": True}, "have auto_find_batch_size=True; expected none"),
         ({}, {"bf16_full_eval": True}, "have bf16_full_eval=True; expected none"),
     ],
 )
-def test_contradictions_are_refused(tmp_path: Path, options: Any, changes: dict[str, Any], match: str) -> None:
+def test_contradictions_are_refused(
+    tmp_path: Path, options: Any, changes: dict[str, Any], match: str
+) -> None:
     with pytest.raises(ValueError, match=match):
         ShardcoreTrainer(
-            model=tiny_gpt2(), args=arguments(str(tmp_path), ShardcoreTrainingArguments, **changes), train_dataset=rows(4),
+            model=tiny_gpt2(),
+            args=arguments(str(tmp_path), ShardcoreTrainingArguments, **changes),
+            train_dataset=rows(4),
             shard_options=options,
-        )  # fmt: skip
+        )
 
 
 @pytest.mark.more

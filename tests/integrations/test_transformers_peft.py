@@ -16,15 +16,31 @@ from transformers import Trainer, TrainingArguments  # noqa: E402
 
 import shardcore  # noqa: E402
 from shardcore.integrations.transformers import ShardcoreTrainer  # noqa: E402
-from tests.support.huggingface import LORA, hash_of_state, launched, message_of, rows, seed_everything, tiny_gpt2  # noqa: E402
+from tests.support.huggingface import (  # noqa: E402
+    LORA,
+    hash_of_state,
+    launched,
+    message_of,
+    rows,
+    seed_everything,
+    tiny_gpt2,
+)
 from tests.support.ranks import run_ranks  # noqa: E402
 
 pytestmark = pytest.mark.more
 
 DEFAULTS = {
-    "use_cpu": True, "max_steps": 4, "per_device_train_batch_size": 2, "logging_steps": 1, "save_strategy": "steps",
-    "save_steps": 2, "report_to": [], "disable_tqdm": True, "learning_rate": 0.1, "log_level": "error",
-}  # fmt: skip
+    "use_cpu": True,
+    "max_steps": 4,
+    "per_device_train_batch_size": 2,
+    "logging_steps": 1,
+    "save_strategy": "steps",
+    "save_steps": 2,
+    "report_to": [],
+    "disable_tqdm": True,
+    "learning_rate": 0.1,
+    "log_level": "error",
+}
 
 
 def with_adapters() -> Any:
@@ -42,18 +58,26 @@ def kept_bytes(model: Any) -> int:
     return sum(line.bytes for line in lines if line.kind == "weights" and line.unit != "shared")
 
 
-def train(rank: int, world_size: int, out: str, kind: Any, options: Any, changes: Any, resume: Any = None) -> dict[str, Any]:
+def train(
+    rank: int, world_size: int, out: str, kind: Any, options: Any, changes: Any, resume: Any = None
+) -> dict[str, Any]:
     with launched(rank, world_size):
         seed_everything(0)
         model = with_adapters()
-        base = {name: value.clone() for name, value in model.state_dict().items() if "lora" not in name}
+        base = {
+            name: value.clone() for name, value in model.state_dict().items() if "lora" not in name
+        }
         args = TrainingArguments(output_dir=out, **{**DEFAULTS, **changes})
         sharded = {} if options is None else {"shard_options": options}
-        trainer = kind(model=model, args=args, train_dataset=rows(64), eval_dataset=rows(8, 2), **sharded)
+        trainer = kind(
+            model=model, args=args, train_dataset=rows(64), eval_dataset=rows(8, 2), **sharded
+        )
         trainer.train(resume_from_checkpoint=resume)
         after = model.state_dict()
         frozen = {name: after[name].to(value.dtype) for name, value in base.items()}
-        assert changes.get("bf16") or all(torch.equal(frozen[name], value) for name, value in base.items())
+        assert changes.get("bf16") or all(
+            torch.equal(frozen[name], value) for name, value in base.items()
+        )
         return {
             "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
             "hash": hash_of_state(adapters_of(model)),
@@ -87,14 +111,24 @@ def test_adapters_resume_to_the_bit(tmp_path: Path) -> None:
     changes = {"bf16": True, "gradient_checkpointing": True}
     whole = run_ranks(2, train, str(tmp_path), ShardcoreTrainer, {"stage": 3}, changes)[0]
     folder = str(tmp_path / "checkpoint-2")
-    resumed = run_ranks(2, train, str(tmp_path / "resumed"), ShardcoreTrainer, {"stage": 2}, changes, folder)
+    resumed = run_ranks(
+        2, train, str(tmp_path / "resumed"), ShardcoreTrainer, {"stage": 2}, changes, folder
+    )
     assert {each["hash"] for each in resumed} == {whole["hash"]}
 
 
 def test_the_best_adapters_come_back(tmp_path: Path) -> None:
-    best = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "greater_is_better": True}
+    best = {
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "load_best_model_at_end": True,
+        "greater_is_better": True,
+    }
     ours = run_ranks(2, train, str(tmp_path), ShardcoreTrainer, {"stage": 3}, best)[0]
-    chosen, last = (peft.PeftModel.from_pretrained(tiny_gpt2(), tmp_path / f"checkpoint-{step}") for step in (2, 4))
+    chosen, last = (
+        peft.PeftModel.from_pretrained(tiny_gpt2(), tmp_path / f"checkpoint-{step}")
+        for step in (2, 4)
+    )
     assert ours["hash"] == hash_of_state(adapters_of(chosen)) != hash_of_state(adapters_of(last))
 
 
@@ -109,13 +143,21 @@ def train_classifier(rank: int, world_size: int, out: str, stage: int) -> str:
     with launched(rank, world_size):
         data = [{**row, "labels": torch.tensor(index % 2)} for index, row in enumerate(rows(16))]
         args = TrainingArguments(output_dir=out, **{**DEFAULTS, "max_steps": 2, "bf16": True})
-        trainer = ShardcoreTrainer(model=classifier(), args=args, train_dataset=data, shard_options={"stage": stage})
+        trainer = ShardcoreTrainer(
+            model=classifier(), args=args, train_dataset=data, shard_options={"stage": stage}
+        )
         trainer.train()
         return hash_of_trained(trainer.model)
 
 
 def hash_of_trained(model: Any) -> str:
-    return hash_of_state({k: v.bfloat16() for k, v in model.state_dict().items() if "lora" in k or "modules_to_save" in k})
+    return hash_of_state(
+        {
+            k: v.bfloat16()
+            for k, v in model.state_dict().items()
+            if "lora" in k or "modules_to_save" in k
+        }
+    )
 
 
 def test_a_head_that_trains_beside_adapters_is_saved_with_them(tmp_path: Path) -> None:
@@ -132,9 +174,13 @@ def test_a_head_that_trains_beside_adapters_is_saved_with_them(tmp_path: Path) -
 
 
 def save_alone(rank: int, world_size: int, out: str) -> list[bool]:
-    """Rank 0 alone merges and saves adapters inside GatheredParameters, as scripts for DeepSpeed do; then all train."""
+    """Rank 0 alone merges and saves adapters inside GatheredParameters, as scripts for DeepSpeed
+    do; then all train.
+    """
     model = classifier()
-    model, optimizer = shardcore.shard(model, torch.optim.AdamW(model.parameters(), lr=0.1), stage=3, precision="bf16")
+    model, optimizer = shardcore.shard(
+        model, torch.optim.AdamW(model.parameters(), lr=0.1), stage=3, precision="bf16"
+    )
     gathered, found = shardcore.zero.GatheredParameters, []  # type: ignore[attr-defined]
     for modifier in (None, 0):
         with gathered(list(model.parameters()), modifier_rank=modifier):
@@ -142,36 +188,51 @@ def save_alone(rank: int, world_size: int, out: str) -> list[bool]:
                 model.save_pretrained(f"{out}/{modifier}")
                 if modifier == 0:
                     model.merge_adapter()
-                    model.get_base_model().save_pretrained(f"{out}/merged", state_dict=model.get_base_model().state_dict())
+                    model.get_base_model().save_pretrained(
+                        f"{out}/merged", state_dict=model.get_base_model().state_dict()
+                    )
                     model.unmerge_adapter()
         batch = rows(2)[rank]
         model(input_ids=batch["input_ids"][None], labels=torch.tensor([1])).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        found.append(bool((model.state_dict()["base_model.model.transformer.ln_f.weight"] == 1).all()))
+        found.append(
+            bool((model.state_dict()["base_model.model.transformer.ln_f.weight"] == 1).all())
+        )
     return found
 
 
 def test_one_rank_saves_and_merges_adapters_inside_gathered_parameters(tmp_path: Path) -> None:
     run_ranks(2, save_alone, str(tmp_path))
-    first, fresh = load_file(tmp_path / "None" / "adapter_model.safetensors"), classifier().state_dict()
+    first, fresh = (
+        load_file(tmp_path / "None" / "adapter_model.safetensors"),
+        classifier().state_dict(),
+    )
     assert len([name for name in first if "lora" in name or "score" in name]) == len(first) == 9
     for name, value in first.items():
-        old, new = (".weight", ".default.weight") if "lora" in name else ("score", "score.modules_to_save.default")
+        old, new = (
+            (".weight", ".default.weight")
+            if "lora" in name
+            else ("score", "score.modules_to_save.default")
+        )
         key = name.replace(old, new)
         assert torch.equal(value, fresh[key].bfloat16())
     assert (tmp_path / "merged" / "model.safetensors").exists()
 
 
-# --- quantized bases --------------------------------------------------------------------------------------------------
+# --- quantized bases ------------------------------------------------------------------------------
 
 
 class Quantized(nn.Module):
-    """Stands in for a layer of bitsandbytes: codes of one byte, frozen, and adapters of PEFT's kind over them."""
+    """Stands in for a layer of bitsandbytes: codes of one byte, frozen, and adapters of PEFT's
+    kind over them.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        codes = torch.randint(0, 256, (16, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+        codes = torch.randint(
+            0, 256, (16, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+        )
         self.weight = nn.Parameter(codes, requires_grad=False)
         self.lora_a, self.lora_b = nn.Linear(8, 2, bias=False), nn.Linear(2, 16, bias=False)
 
@@ -191,29 +252,52 @@ class QuantizedModel(nn.Module):
         return {"loss": (self.blocks(x) - 1).square().mean()}
 
 
-def train_quantized(rank: int, world_size: int, out: str, options: Any, bf16: bool, bits: int = 4) -> Any:
+def train_quantized(
+    rank: int, world_size: int, out: str, options: Any, bf16: bool, bits: int = 4
+) -> Any:
     with launched(rank, world_size):
         model = QuantizedModel()
         if bits == 8:
             model.blocks[0].weight.SCB = None  # as bitsandbytes' Int8Params have
         codes = model.blocks[0].weight.clone()
-        data = [{"x": torch.randn(8, generator=torch.Generator().manual_seed(index))} for index in range(32)]
-        args = TrainingArguments(output_dir=out, **{**DEFAULTS, "save_strategy": "no", "bf16": bf16})
+        data = [
+            {"x": torch.randn(8, generator=torch.Generator().manual_seed(index))}
+            for index in range(32)
+        ]
+        args = TrainingArguments(
+            output_dir=out, **{**DEFAULTS, "save_strategy": "no", "bf16": bf16}
+        )
         sharded = {} if options is None else {"shard_options": options}
-        trainer = (Trainer if options is None else ShardcoreTrainer)(model=model, args=args, train_dataset=data, **sharded)
+        trainer = (Trainer if options is None else ShardcoreTrainer)(
+            model=model, args=args, train_dataset=data, **sharded
+        )
         trainer.train()
         state = model.state_dict()
         assert torch.equal(state["blocks.0.weight"], codes)
-        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], hash_of_state(state)
+        return [
+            entry["loss"] for entry in trainer.state.log_history if "loss" in entry
+        ], hash_of_state(state)
 
 
 def test_a_quantized_base_trains_at_every_stage_and_one_of_8_bits_below_3(tmp_path: Path) -> None:
     expected, _ = run_ranks(2, train_quantized, str(tmp_path), None, False)[0]
-    found = [each for stage in (2, 3) for each in run_ranks(2, train_quantized, str(tmp_path), {"stage": stage}, False)]
+    found = [
+        each
+        for stage in (2, 3)
+        for each in run_ranks(2, train_quantized, str(tmp_path), {"stage": stage}, False)
+    ]
     for losses, _ in found:
         assert losses == pytest.approx(expected, rel=1e-5)
     assert len({hashed for _, hashed in found}) == 1
-    assert len({hashed for _, hashed in run_ranks(2, train_quantized, str(tmp_path), {"stage": 1}, True)}) == 1
+    assert (
+        len(
+            {
+                hashed
+                for _, hashed in run_ranks(2, train_quantized, str(tmp_path), {"stage": 1}, True)
+            }
+        )
+        == 1
+    )
     for message in run_ranks(2, message_of, train_quantized, str(tmp_path), {"stage": 3}, False, 8):
         assert "blocks.0.weight is quantized to 8 bits" in message
         assert "expected stage 0, 1 or 2" in message

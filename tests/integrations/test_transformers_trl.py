@@ -38,23 +38,40 @@ def _sft(rank: int, world_size: int, out: str, sharded: bool) -> list[list[float
         datasets.disable_progress_bars()
         words = {f"w{index}": index for index in range(VOCAB)}
         tokenizer = transformers.PreTrainedTokenizerFast(
-            tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w3")), eos_token="w1", pad_token="w2"
+            tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w3")),
+            eos_token="w1",
+            pad_token="w2",
         )
         args = (Arguments if sharded else trl.SFTConfig)(
-            output_dir=out, use_cpu=True, bf16=False, max_steps=4, per_device_train_batch_size=2, logging_steps=1,
-            save_strategy="steps", save_steps=2, report_to=[], disable_tqdm=True, learning_rate=0.1, log_level="error",
+            output_dir=out,
+            use_cpu=True,
+            bf16=False,
+            max_steps=4,
+            per_device_train_batch_size=2,
+            logging_steps=1,
+            save_strategy="steps",
+            save_steps=2,
+            report_to=[],
+            disable_tqdm=True,
+            learning_rate=0.1,
+            log_level="error",
             deepspeed=CONFIG if sharded else None,
-        )  # fmt: skip
+        )
         trainer = (Sharded if sharded else trl.SFTTrainer)(
             model=tiny_gpt2(),
             args=args,
-            train_dataset=datasets.Dataset.from_list([{"input_ids": row["input_ids"].tolist()} for row in rows(32)]),
+            train_dataset=datasets.Dataset.from_list(
+                [{"input_ids": row["input_ids"].tolist()} for row in rows(32)]
+            ),
             processing_class=tokenizer,
             peft_config=peft.LoraConfig(**LORA),
         )
         trainer.train()
         history = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
-        return [[entry[key] for entry in history] for key in ("loss", "grad_norm", "mean_token_accuracy")]
+        return [
+            [entry[key] for entry in history]
+            for key in ("loss", "grad_norm", "mean_token_accuracy")
+        ]
 
 
 @pytest.mark.more

@@ -1,4 +1,6 @@
-"""DeepSpeed's names for sequence parallelism: a loop as in its tutorial. (Trainer: tests/deepspeed/test_as_deepspeed.py.)"""
+"""DeepSpeed's names for sequence parallelism: a loop as in its tutorial. (Trainer:
+tests/deepspeed/test_as_deepspeed.py.)
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -42,7 +44,10 @@ def batches(start: int, step: int, count: int = 6) -> list[dict[str, torch.Tenso
     labels = ids.clone()
     labels[:, :, :5] = -100
     positions = torch.arange(TOKENS).expand(2, -1)
-    found = [{"input_ids": i, "labels": x, "position_ids": positions} for i, x in zip(ids, labels, strict=True)]
+    found = [
+        {"input_ids": i, "labels": x, "position_ids": positions}
+        for i, x in zip(ids, labels, strict=True)
+    ]
     return found[start::step]
 
 
@@ -65,10 +70,17 @@ def losses_of(parts: Iterator[dict[str, Any]], engine: Any, group: Any) -> list[
 def _alone(rank: int, world: int) -> list[float]:
     engine = deepspeed.initialize(model=llama(), config=ds_config())[0]
     shifted = [
-        {**batch, "shift_labels": nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:].contiguous()}
+        {
+            **batch,
+            "shift_labels": nn.functional.pad(batch["labels"], (0, 1), value=-100)[
+                :, 1:
+            ].contiguous(),
+        }
         for batch in batches(0, 1)
     ]
-    return losses_of(iter([{k: v for k, v in batch.items() if k != "labels"} for batch in shifted]), engine, None)
+    return losses_of(
+        iter([{k: v for k, v in batch.items() if k != "labels"} for batch in shifted]), engine, None
+    )
 
 
 def _tutorial(rank: int, world: int, stage: int, twin: bool) -> list[float]:
@@ -77,7 +89,10 @@ def _tutorial(rank: int, world: int, stage: int, twin: bool) -> list[float]:
             patch.setattr(SequenceParallelGroups, "enable", lambda self, model: None)
         model = llama()
         mpu = deepspeed.runtime.sequence_parallel.ulysses_sp.UlyssesSPAttentionHF.register_with_transformers(  # type: ignore[attr-defined]
-            model_name_or_path="a name", core_attn_implementation="sdpa", sequence_parallel_size=world, micro_batch_size=1
+            model_name_or_path="a name",
+            core_attn_implementation="sdpa",
+            sequence_parallel_size=world,
+            micro_batch_size=1,
         )
         config = ds_config(stage=stage, sequence_parallel_size=world)
         engine = deepspeed.initialize(model=model, config=config, mpu=mpu)[0]
@@ -119,7 +134,9 @@ def _evaluation(rank: int, world: int) -> None:
     mask[0, -3:] = 0
     for given in ({}, {"attention_mask": mask}):
         with torch.no_grad():
-            assert torch.equal(engine(input_ids=ids, **given).logits, whole(input_ids=ids, **given).logits)
+            assert torch.equal(
+                engine(input_ids=ids, **given).logits, whole(input_ids=ids, **given).logits
+            )
 
 
 def test_evaluation_has_whole_sequences() -> None:
@@ -129,17 +146,26 @@ def test_evaluation_has_whole_sequences() -> None:
 def _refusals(rank: int, world: int) -> None:
     register = UlyssesSPAttentionHF.register_with_transformers
     assert register(None, "sdpa", 1) is None
-    with pytest.raises(ValueError, match="sequence_parallel_size is 3; expected a divisor of 2 ranks"):
+    with pytest.raises(
+        ValueError, match="sequence_parallel_size is 3; expected a divisor of 2 ranks"
+    ):
         register(None, "sdpa", 3)
     with pytest.raises(NotImplementedError, match="register_with_transformers"):
         UlyssesSPAttentionHF()
     mpu = register(None, "eager", 2)
-    with pytest.raises(ValueError, match="the model has the attention 'sdpa', and register_with_transformers core_attn_impl"):
+    with pytest.raises(
+        ValueError,
+        match="the model has the attention 'sdpa', and register_with_transformers core_attn_impl",
+    ):
         deepspeed.initialize(model=llama(), config=ds_config(), mpu=mpu)
-    with pytest.raises(TypeError, match="mpu is for a model of transformers, and model is a Linear"):
+    with pytest.raises(
+        TypeError, match="mpu is for a model of transformers, and model is a Linear"
+    ):
         deepspeed.initialize(model=nn.Linear(2, 2), config=ds_config(), mpu=mpu)
 
-    with pytest.raises(ValueError, match="config sequence_parallel_size has 2, and mpu 1; expected the same"):
+    with pytest.raises(
+        ValueError, match="config sequence_parallel_size has 2, and mpu 1; expected the same"
+    ):
         deepspeed.initialize(model=llama(), config=ds_config(sequence_parallel_size=2))
     model, differ = llama(), ds_config(gradient_clipping=float(rank))
     with pytest.raises(ValueError, match="gradient_clipping"):
@@ -150,7 +176,9 @@ def _refusals(rank: int, world: int) -> None:
         def get_sequence_parallel_world_size(self) -> int:
             return 2
 
-    with pytest.raises(ValueError, match="mpu has sequences of 2 ranks; expected that of UlyssesSPAttentionHF"):
+    with pytest.raises(
+        ValueError, match="mpu has sequences of 2 ranks; expected that of UlyssesSPAttentionHF"
+    ):
         deepspeed.initialize(model=llama(), config=ds_config(), mpu=Other())
 
 

@@ -6,8 +6,13 @@ from pathlib import Path
 
 from shardcore.launch.failures import Failure, collect, first, report, without_ended
 
-CAUSE = Failure(3, 100, "ValueError: boom", "Traceback (most recent call last):\n  x\nValueError: boom\n", 1)
-LATER = [Failure(rank, 200 + rank, "RuntimeError: closed", "Traceback ...\nRuntimeError: closed\n", 1) for rank in (0, 1)]
+CAUSE = Failure(
+    3, 100, "ValueError: boom", "Traceback (most recent call last):\n  x\nValueError: boom\n", 1
+)
+LATER = [
+    Failure(rank, 200 + rank, "RuntimeError: closed", "Traceback ...\nRuntimeError: closed\n", 1)
+    for rank in (0, 1)
+]
 
 
 def test_the_earliest_traceback_is_last() -> None:
@@ -21,14 +26,22 @@ def test_the_earliest_traceback_is_last() -> None:
 
 
 def test_many_ranks_take_few_lines() -> None:
-    text = report([CAUSE, *(Failure(rank, 900, "E: " + "x" * 1000, "...", 1) for rank in range(10, 74))], 80, "run")
+    text = report(
+        [CAUSE, *(Failure(rank, 900, "E: " + "x" * 1000, "...", 1) for rank in range(10, 74))],
+        80,
+        "run",
+    )
     assert len(text.splitlines()) == 8 + 1 + 1 + 3
     assert "run: 56 more ranks failed" in text
     assert max(map(len, text.splitlines())) < 200
 
 
 def test_a_signal_comes_before_what_it_caused(tmp_path: Path) -> None:
-    told = {"time_ns": 5, "last": "RuntimeError: closed", "text": "Traceback\nRuntimeError: closed\n"}
+    told = {
+        "time_ns": 5,
+        "last": "RuntimeError: closed",
+        "text": "Traceback\nRuntimeError: closed\n",
+    }
     (tmp_path / "0.json").write_text(json.dumps(told))
     (tmp_path / "2.part").write_text("half")
     failures = collect(tmp_path, {0: 1, 1: -signal.SIGKILL, 2: -signal.SIGTERM, 3: 0})

@@ -1,4 +1,6 @@
-"""Hostfiles, --include and --exclude: what DeepSpeed's launcher makes of them, and clear errors for the rest."""
+"""Hostfiles, --include and --exclude: what DeepSpeed's launcher makes of them, and clear errors
+for the rest.
+"""
 
 from pathlib import Path
 
@@ -27,14 +29,18 @@ def test_filters(include: str, exclude: str, expected: dict[str, list[int]]) -> 
 @pytest.mark.slow
 def test_filters_are_those_of_deepspeed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    runner = pytest.importorskip("deepspeed.launcher.runner", reason="compares with DeepSpeed's launcher")
+    runner = pytest.importorskip(
+        "deepspeed.launcher.runner", reason="compares with DeepSpeed's launcher"
+    )
     pool = {host: len(slots) for host, slots in POOL.items()}
     for include, exclude, expected in FILTERS:
         assert dict(runner.parse_inclusion_exclusion(pool, include, exclude)) == expected
     lines = ["w0 slots=4\n", "# no\n", "\n", "  w1   slots=2\n"]
     path = tmp_path / "hosts"
     path.write_text("".join(lines))
-    assert dict(runner.fetch_hostfile(str(path))) == {host: len(slots) for host, slots in read_hostfile(path).items()}
+    assert dict(runner.fetch_hostfile(str(path))) == {
+        host: len(slots) for host, slots in read_hostfile(path).items()
+    }
 
 
 @pytest.mark.parametrize(

@@ -47,19 +47,36 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcom
 
 
 def test_ranks_and_their_environment(run: Callable[..., Outcome], capfd: Any) -> None:
-    names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "GLOO_SOCKET_IFNAME"]
-    outcome = run(f"print([os.environ[name] for name in {names}], sys.argv[1:])", "a b", "$x$$ ${local_rank}", local_rank=True)
+    names = [
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "GLOO_SOCKET_IFNAME",
+    ]
+    outcome = run(
+        f"print([os.environ[name] for name in {names}], sys.argv[1:])",
+        "a b",
+        "$x$$ ${local_rank}",
+        local_rank=True,
+    )
     assert outcome == Outcome()
     said = capfd.readouterr()
     args = "'a b', '$x$$ ${local_rank}'"
     assert sorted(said.out.splitlines()) == [
-        f"['{rank}', '{rank}', '2', '2', '127.0.0.1', 'lo'] ['--local_rank={rank}', {args}]" for rank in range(2)
+        f"['{rank}', '{rank}', '2', '2', '127.0.0.1', 'lo'] ['--local_rank={rank}', {args}]"
+        for rank in range(2)
     ]
     assert said.err == "shardcore run: torch finds no GPU on localhost: 2 on its CPU, over gloo\n"
 
 
-def test_the_rank_that_raised_first_is_the_cause(run: Callable[..., Outcome], capfd: Any, tmp_path: Path) -> None:
-    """Rank 1 raises and takes long to end; rank 0, which waits for it, raises later and ends at once."""
+def test_the_rank_that_raised_first_is_the_cause(
+    run: Callable[..., Outcome], capfd: Any, tmp_path: Path
+) -> None:
+    """Rank 1 raises and takes long to end; rank 0, which waits for it, raises later and ends at
+    once.
+    """
     outcome = run("""
         import atexit, pathlib
         if rank == 1:
@@ -69,9 +86,13 @@ def test_the_rank_that_raised_first_is_the_cause(run: Callable[..., Outcome], ca
             time.sleep(0.01)
         raise RuntimeError("Connection closed by peer")
     """)
-    assert [(failure.rank, failure.last) for failure in sorted(outcome.failures, key=lambda failure: failure.time_ns)] == [
-        (1, "ValueError: boom"), (0, "RuntimeError: Connection closed by peer"),
-    ]  # fmt: skip
+    assert [
+        (failure.rank, failure.last)
+        for failure in sorted(outcome.failures, key=lambda failure: failure.time_ns)
+    ] == [
+        (1, "ValueError: boom"),
+        (0, "RuntimeError: Connection closed by peer"),
+    ]
     said = capfd.readouterr()
     assert "Traceback" not in said.err + said.out, "ranks print none"
     assert "torch/distributed/elastic" not in said.err
@@ -80,7 +101,9 @@ def test_the_rank_that_raised_first_is_the_cause(run: Callable[..., Outcome], ca
 
 def test_other_ends(run: Callable[..., Outcome]) -> None:
     end = "if rank == 1: {}\ntime.sleep(60)"
-    assert [(f.rank, f.last, f.code) for f in run(end.format("sys.exit(7)")).failures] == [(1, "ended with exit status 7", 7)]
+    assert [(f.rank, f.last, f.code) for f in run(end.format("sys.exit(7)")).failures] == [
+        (1, "ended with exit status 7", 7)
+    ]
     killed = run(end.format("os.kill(os.getpid(), 9)")).failures
     assert [(failure.rank, failure.code) for failure in killed] == [(1, 137)]
     assert "SIGKILL" in killed[0].last
@@ -110,7 +133,8 @@ def test_a_used_port(run: Callable[..., Outcome]) -> None:
         port = other.getsockname()[1]
         outcome = run("", master_port=port)
     assert (
-        f"run: --master_port {port} cannot be used on localhost (Address already in use); expected a free port" in outcome.error
+        f"run: --master_port {port} cannot be used on localhost (Address already in use); expected "
+        f"a free port" in outcome.error
     )
     assert run("", master_port=port) == Outcome(), "now it is free"
 
@@ -119,10 +143,15 @@ def test_an_unknown_master_address_and_an_absent_program(
     run: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(node, "_NAME_S", 0.5)
-    outcome = run("", slots=[[0], [0]], node_rank=1, master_addr="no-such-host.invalid", master_port=29500)
+    outcome = run(
+        "", slots=[[0], [0]], node_rank=1, master_addr="no-such-host.invalid", master_port=29500
+    )
     assert "the master address no-such-host.invalid is unknown" in outcome.error
     outcome = run_node(NodePlan(slots=[[0]], node_rank=0, program=["absent.py"]))
-    assert outcome.error == f"run: localhost has no file absent.py in {tmp_path}; expected a Python program there"
+    assert (
+        outcome.error
+        == f"run: localhost has no file absent.py in {tmp_path}; expected a Python program there"
+    )
 
 
 def test_a_master_address_that_comes_with_its_container(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,9 +159,18 @@ def test_a_master_address_that_comes_with_its_container(monkeypatch: pytest.Monk
         if next(clock) < 60:
             raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
-    monkeypatch.setattr(node, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda seconds: None))
+    monkeypatch.setattr(
+        node, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda seconds: None)
+    )
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
-    plan = NodePlan(slots=[[0], [0]], node_rank=1, program=["x"], kind="module", master_addr="w0", master_port=29500)
+    plan = NodePlan(
+        slots=[[0], [0]],
+        node_rank=1,
+        program=["x"],
+        kind="module",
+        master_addr="w0",
+        master_port=29500,
+    )
     clock = itertools.count(0, 10)
     assert node._check(replace(plan, started_alone=True)) == 29500
     clock = itertools.count(0, 10)
@@ -141,7 +179,11 @@ def test_a_master_address_that_comes_with_its_container(monkeypatch: pytest.Monk
 
 
 def test_gpus(run: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3").split(",")))
+    monkeypatch.setattr(
+        torch.cuda,
+        "device_count",
+        lambda: len(os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3").split(",")),
+    )
     properties = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     outcome = run("", slots=[[0, 4]])
@@ -178,7 +220,9 @@ def test_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "quota", lambda: 4.5)
     assert placed()[1] == [1, 1, 1, 1]
     # Two GPUs a node; core 0 and 9 are not this job's.
-    monkeypatch.setattr(node, "_near", lambda slot: [0, 1, 2, 3, 4] if slot in (0, 3) else [5, 6, 7, 8, 9])
+    monkeypatch.setattr(
+        node, "_near", lambda slot: [0, 1, 2, 3, 4] if slot in (0, 3) else [5, 6, 7, 8, 9]
+    )
     first, second = [1, 2, 3, 4], [5, 6, 7, 8]
     assert placed()[0] == [first, second, second, first]
     assert placed(slots=[[1, 3]])[0] == [second, first]
@@ -193,4 +237,6 @@ def test_ranks_run_on_their_cores(run: Callable[..., Outcome], capfd: Any) -> No
         pytest.skip("needs two cores")
     show = "print(rank, os.sched_getaffinity(0), os.environ['OMP_NUM_THREADS'])"
     assert run(show, bind_cores=True, core_list=cores) == Outcome()
-    assert sorted(capfd.readouterr().out.splitlines()) == [f"{rank} {{{cores[rank]}}} 1" for rank in range(2)]
+    assert sorted(capfd.readouterr().out.splitlines()) == [
+        f"{rank} {{{cores[rank]}}} 1" for rank in range(2)
+    ]

@@ -1,4 +1,6 @@
-"""Several machines: ssh is a script on PATH that runs the command here, in the environment of a login without variables."""
+"""Several machines: ssh is a script on PATH that runs the command here, in the environment of a
+login without variables.
+"""
 
 import json
 import os
@@ -46,8 +48,25 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     def run(program: str, *options: str, hosts: str = "alpha slots=1\nbeta slots=1\n") -> Any:
         (tmp_path / "hosts").write_text(hosts)
         (tmp_path / "program.py").write_text(program)
-        given = ["--hostfile", "hosts", "--master_addr", "127.0.0.1", "--master_port", free_port(), *options]
-        command = [sys.executable, "-m", "shardcore", "run", *given, "--no_local_rank", "program.py", "a b"]
+        given = [
+            "--hostfile",
+            "hosts",
+            "--master_addr",
+            "127.0.0.1",
+            "--master_port",
+            free_port(),
+            *options,
+        ]
+        command = [
+            sys.executable,
+            "-m",
+            "shardcore",
+            "run",
+            *given,
+            "--no_local_rank",
+            "program.py",
+            "a b",
+        ]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         started.append(subprocess.Popen(command, cwd=tmp_path, text=True, **pipes))  # type: ignore[call-overload]
         return started[-1]
@@ -59,8 +78,12 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 
 
 @pytest.mark.slow
-def test_ranks_of_two_machines(start: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank order is that of hosts, variables arrive, and beta's traceback is the last thing on the screen, once."""
+def test_ranks_of_two_machines(
+    start: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank order is that of hosts, variables arrive, and beta's traceback is the last thing on
+    the screen, once.
+    """
     monkeypatch.setenv("NCCL_DEBUG", "WARN it")
     monkeypatch.setenv("MY_SECRET", "stays")
     (tmp_path / ".deepspeed_env").write_text("# mine\nTOKEN=a 'b' $c\n")
@@ -101,7 +124,9 @@ def test_an_unknown_host_ends_the_others(start: Callable[..., Any]) -> None:
     _, err = process.communicate(timeout=SOON_S)
     assert process.returncode == 2
     assert "ssh: Could not resolve hostname gamma" in err
-    assert err.splitlines()[-1].startswith("shardcore run: gamma cannot be reached, or its connection broke")
+    assert err.splitlines()[-1].startswith(
+        "shardcore run: gamma cannot be reached, or its connection broke"
+    )
     assert time.monotonic() - start_s < SOON_S
 
 
@@ -131,7 +156,9 @@ def test_restarts_take_all_machines(start: Callable[..., Any], tmp_path: Path) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_no_rank_outlives_the_command(start: Callable[..., Any], tmp_path: Path, number: int) -> None:
+def test_no_rank_outlives_the_command(
+    start: Callable[..., Any], tmp_path: Path, number: int
+) -> None:
     process = start("import os, time; os.write(1, b'%d\\n' % os.getpid()); time.sleep(100)")
     pids = [int(process.stdout.readline()) for _ in range(2)]
     process.send_signal(number)
@@ -147,35 +174,54 @@ def test_no_rank_outlives_the_command(start: Callable[..., Any], tmp_path: Path,
 
 
 @pytest.mark.slow
-def test_a_machine_without_shardcore(start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_machine_without_shardcore(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (tmp_path / "bin" / "ssh").write_text("#!/bin/sh\nexec sh -c 'exit 127'\n")
     process = start("")
     _, err = process.communicate(timeout=SOON_S)
     assert (
-        f"ended with status 127 without a report; expected {sys.executable}, shardcore and the folder {tmp_path} there" in err
+        f"ended with status 127 without a report; expected {sys.executable}, shardcore and the "
+        f"folder {tmp_path} there" in err
     )
 
 
 def outcome_of(folder: Path, monkeypatch: pytest.MonkeyPatch, ssh: str) -> Outcome:
-    """Run w1 and w2, which ssh pretends to reach: it has read the plan when it runs the given script."""
-    (folder / "ssh").write_text('#!/bin/sh\nread plan\nreport() { printf "\\036shardcore run: %s\\n" "$1" >&2; }\n' + ssh)
+    """Run w1 and w2, which ssh pretends to reach: it has read the plan when it runs the given
+    script.
+    """
+    (folder / "ssh").write_text(
+        '#!/bin/sh\nread plan\nreport() { printf "\\036shardcore run: %s\\n" "$1" >&2; }\n' + ssh
+    )
     (folder / "ssh").chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-    plans = [NodePlan(slots=[[0], [0]], node_rank=rank, program=["x.py"], host=f"w{rank + 1}") for rank in range(2)]
+    plans = [
+        NodePlan(slots=[[0], [0]], node_rank=rank, program=["x.py"], host=f"w{rank + 1}")
+        for rank in range(2)
+    ]
     return nodes.run_nodes(plans, {}, None)
 
 
-def test_an_agent_that_a_signal_ends_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_agent_that_a_signal_ends_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ended = json.dumps(asdict(Outcome(signal=signal.SIGTERM)))
     found = outcome_of(tmp_path, monkeypatch, f"case $* in *w1*) cat ;; esac\nreport '{ended}'\n")
-    assert found.error.startswith("run: the agent on w2 was ended by SIGTERM, which came from there")
+    assert found.error.startswith(
+        "run: the agent on w2 was ended by SIGTERM, which came from there"
+    )
     assert found.signal == 0
 
 
-def test_what_ranks_leave_behind_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_ranks_leave_behind_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Such a process holds standard error, and ssh stays as long as it does."""
     monkeypatch.setattr(nodes, "_LAST_S", 0.1)
-    left = f"sleep 60 &\necho $! >> {tmp_path}/left\nreport '{json.dumps(asdict(Outcome()))}'\necho more >&2\nexec sleep 60\n"
+    left = (
+        f"sleep 60 &\necho $! >> {tmp_path}/left\nreport "
+        f"'{json.dumps(asdict(Outcome()))}'\necho more >&2\nexec sleep 60\n"
+    )
     assert outcome_of(tmp_path, monkeypatch, left) == Outcome()
     for number in (tmp_path / "left").read_text().split():
         os.kill(int(number), signal.SIGKILL)  # it is there still
@@ -183,12 +229,16 @@ def test_what_ranks_leave_behind_is_not_waited_for(tmp_path: Path, monkeypatch: 
 
 def test_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "ssh").write_text(
-        '#!/bin/sh\ncase "$*" in *good*) echo "10.0.0.7 fd00::1" ;; *) echo "who?" >&2; exit 255 ;; esac\n'
+        '#!/bin/sh\ncase "$*" in *good*) echo "10.0.0.7 fd00::1" ;; *) echo "who?" >&2; exit 255 '
+        ";; esac\n"
     )
     (tmp_path / "ssh").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     assert nodes.address_of("good", 2222) == "10.0.0.7"
-    with pytest.raises(ValueError, match=r"bad cannot be reached.*-p 2222 bad hostname -I ended with status 255: who\?"):
+    with pytest.raises(
+        ValueError,
+        match=r"bad cannot be reached.*-p 2222 bad hostname -I ended with status 255: who\?",
+    ):
         nodes.address_of("bad", 2222)
     assert nodes.is_here("localhost")
     assert nodes.is_here("me@127.0.0.1")
@@ -222,13 +272,17 @@ def agent(pipe: Any, output: Path) -> None:
 def test_the_agent_ends_with_its_standard_input(tmp_path: Path) -> None:
     """As when ssh, or the process that started it, has died."""
     (tmp_path / "program.py").write_text(
-        "import os, sys, time; print(os.getpid(), os.environ['SECRET'], sys.stdin.read() == '', flush=True); time.sleep(60)"
+        "import os, sys, time; print(os.getpid(), os.environ['SECRET'], sys.stdin.read() == '', "
+        "flush=True); time.sleep(60)"
     )
     plan = NodePlan(slots=[[0]], node_rank=0, program=["program.py"], local_rank=False)
     output, (theirs, ours) = tmp_path / "out", context.Pipe(duplex=False)
     process = fork(agent, theirs, output)
     theirs.close()
-    os.write(ours.fileno(), json.dumps({"plan": asdict(plan), "environment": {"SECRET": "told"}}).encode() + b"\n")
+    os.write(
+        ours.fileno(),
+        json.dumps({"plan": asdict(plan), "environment": {"SECRET": "told"}}).encode() + b"\n",
+    )
     until = time.monotonic() + SOON_S
     while not output.exists() or not output.read_text().endswith("\n"):
         assert time.monotonic() < until

@@ -30,12 +30,18 @@ def train(steps: int) -> Any:
     dist.init_process_group()
     torch.manual_seed(3)
     model = torch.nn.Linear(40, 30)
-    model, optimizer = shardcore.shard(model, shardcore.FusedAdam(model.parameters(), lr=0.1), stage=3)
+    model, optimizer = shardcore.shard(
+        model, shardcore.FusedAdam(model.parameters(), lr=0.1), stage=3
+    )
     for _ in range(steps):
         model(torch.full((2, 40), 1.0 + dist.get_rank())).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return {"rank": dist.get_rank(), "world": dist.get_world_size(), "weights": model.state_dict()["weight"]}
+    return {
+        "rank": dist.get_rank(),
+        "world": dist.get_world_size(),
+        "weights": model.state_dict()["weight"],
+    }
 
 
 def environment() -> Any:
@@ -49,18 +55,23 @@ def stay() -> None:
 
 
 def test_the_result_is_that_of_rank_0() -> None:
-    (torch.randn(300, 300) @ torch.randn(300, 300)).sum()  # with OpenMP's threads, as a notebook may have before
+    # with OpenMP's threads, as a notebook may have before
+    (torch.randn(300, 300) @ torch.randn(300, 300)).sum()
     found = shardcore.notebook_launcher(train, (2,), num_processes=2)
     assert (found["rank"], found["world"]) == (0, 2)
     torch.manual_seed(3)
     model = torch.nn.Linear(40, 30)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.0)
     for _ in range(2):
-        (sum(model(torch.full((2, 40), value)).square().mean() for value in (1.0, 2.0)) / 2).backward()
+        (
+            sum(model(torch.full((2, 40), value)).square().mean() for value in (1.0, 2.0)) / 2
+        ).backward()
         optimizer.step()
         optimizer.zero_grad()
     torch.testing.assert_close(found["weights"], model.weight.detach())
-    assert not torch.allclose(shardcore.notebook_launcher(train, (1,), num_processes=2)["weights"], model.weight), "a step less"
+    assert not torch.allclose(
+        shardcore.notebook_launcher(train, (1,), num_processes=2)["weights"], model.weight
+    ), "a step less"
     assert not dist.is_initialized()
 
 
@@ -84,7 +95,10 @@ def test_an_error_comes_with_its_traceback(capfd: Any) -> None:
         shardcore.notebook_launcher(fail, num_processes=2)
     lines = str(error.value).splitlines()
     assert lines[0].startswith("notebook_launcher: rank 0 of 2 failed: ")
-    assert lines[1:3] == ["notebook_launcher: rank 1 of 2 failed:", "Traceback (most recent call last):"]
+    assert lines[1:3] == [
+        "notebook_launcher: rank 1 of 2 failed:",
+        "Traceback (most recent call last):",
+    ]
     assert lines[3].endswith("in fail"), "the launcher's own frames are left out"
     assert lines[-1] == "ValueError: boom"
     assert "boom" not in capfd.readouterr().err
@@ -96,12 +110,23 @@ def test_a_rank_that_dies_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> No
     start_s = time.monotonic()
     with pytest.raises(RuntimeError) as error:
         shardcore.notebook_launcher(
-            lambda: os.kill(os.getpid(), signal.SIGKILL) if os.environ["RANK"] == "1" else time.sleep(60), num_processes=2
+            lambda: (
+                os.kill(os.getpid(), signal.SIGKILL)
+                if os.environ["RANK"] == "1"
+                else time.sleep(60)
+            ),
+            num_processes=2,
         )
-    assert str(error.value) == "notebook_launcher: rank 1 of 2 was ended by SIGKILL (as the kernel does when memory runs out)"
+    assert (
+        str(error.value)
+        == "notebook_launcher: rank 1 of 2 was ended by SIGKILL (as the kernel does when memory "
+        "runs out)"
+    )
     assert time.monotonic() - start_s < 20
     with pytest.raises(RuntimeError) as error:  # ranks 0 and 1 would not end by themselves
-        shardcore.notebook_launcher(lambda: sys.exit(7) if os.environ["RANK"] == "2" else stay(), num_processes=3)
+        shardcore.notebook_launcher(
+            lambda: sys.exit(7) if os.environ["RANK"] == "2" else stay(), num_processes=3
+        )
     assert str(error.value) == "notebook_launcher: rank 2 of 3 ended with exit status 7"
     with pytest.raises(RuntimeError, match="rank 0 of 1 ended with exit status 7"):
         shardcore.notebook_launcher(lambda: sys.exit(7))
@@ -109,7 +134,9 @@ def test_a_rank_that_dies_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_results_that_cannot_come_back() -> None:
     with pytest.raises(
-        RuntimeError, match="TypeError: notebook_launcher: the function returned a function that cannot be copied"
+        RuntimeError,
+        match="TypeError: notebook_launcher: the function returned a function that cannot be "
+        "copied",
     ):
         shardcore.notebook_launcher(lambda: lambda: 0)
 
@@ -139,7 +166,10 @@ def test_cuda_that_was_used_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     here = os.getpid()
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: os.getpid() != here)
-    with pytest.raises(RuntimeError, match=r"CUDA has been used in this process.*restart the kernel.*start_method=\"spawn\""):
+    with pytest.raises(
+        RuntimeError,
+        match=r"CUDA has been used in this process.*restart the kernel.*start_method=\"spawn\"",
+    ):
         shardcore.notebook_launcher(environment)
     with pytest.raises(ValueError, match="num_processes is 3 but there are 2 GPUs"):
         shardcore.notebook_launcher(environment, num_processes=3)
@@ -157,7 +187,9 @@ class Aborts:
 
 
 def ends_late(folder: Path) -> Any:
-    """Leave a thread, an exit function, and what aborts the interpreter's end, as threads of torch's may."""
+    """Leave a thread, an exit function, and what aborts the interpreter's end, as threads of
+    torch's may.
+    """
     threading.Timer(0.5, (folder / "thread").touch).start()
     atexit.register((folder / "atexit").touch)
     globals()["kept"] = Aborts()
@@ -166,7 +198,9 @@ def ends_late(folder: Path) -> Any:
 
 @pytest.mark.slow
 def test_spawn_takes_functions_of_modules(tmp_path: Path) -> None:
-    given, threads, _ = shardcore.notebook_launcher(ends_late, (tmp_path,), num_processes=2, start_method="spawn")
+    given, threads, _ = shardcore.notebook_launcher(
+        ends_late, (tmp_path,), num_processes=2, start_method="spawn"
+    )
     assert {path.name for path in tmp_path.iterdir()} == {"thread", "atexit"}
     assert given == ["0", "0", "2", "2", "127.0.0.1"]
     assert threads == max(1, len(os.sched_getaffinity(0)) // 2) or "OMP_NUM_THREADS" in os.environ
@@ -180,7 +214,10 @@ def test_an_interrupt_ends_all_ranks() -> None:
         "shardcore.notebook_launcher(wait, num_processes=2)\n"
     )
     process = subprocess.Popen(
-        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout is not None
     numbers = [int(process.stdout.readline()) for _ in range(2)]

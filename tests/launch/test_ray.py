@@ -1,4 +1,6 @@
-"""Ray Train's TorchTrainer as the launcher: two workers train to the bits of two ranks without Ray, and the example resumes."""
+"""Ray Train's TorchTrainer as the launcher: two workers train to the bits of two ranks without
+Ray, and the example resumes.
+"""
 
 import hashlib
 import importlib.util
@@ -31,7 +33,9 @@ pytestmark = [
 
 def hash_of(model: torch.nn.Module) -> str:
     """A hash of the whole weights. Collective."""
-    return hashlib.sha256(b"".join(value.cpu().numpy().tobytes() for value in model.state_dict().values())).hexdigest()
+    return hashlib.sha256(
+        b"".join(value.cpu().numpy().tobytes() for value in model.state_dict().values())
+    ).hexdigest()
 
 
 def batches() -> Any:
@@ -44,7 +48,9 @@ def batches() -> Any:
 def with_shard() -> str:
     torch.manual_seed(1)
     model = Net()
-    model, optimizer = shardcore.shard(model, torch.optim.AdamW(model.parameters(), lr=1e-2), stage=3)
+    model, optimizer = shardcore.shard(
+        model, torch.optim.AdamW(model.parameters(), lr=1e-2), stage=3
+    )
     for batch in batches():
         model(batch.to(next(model.parameters()).device)).square().mean().backward()
         optimizer.step()
@@ -61,7 +67,9 @@ def with_initialize() -> str:
         "zero_optimization": {"stage": 2},
         "gradient_clipping": 0.5,
     }
-    engine, *_ = shardcore.initialize(model=model, model_parameters=model.parameters(), config=config)
+    engine, *_ = shardcore.initialize(
+        model=model, model_parameters=model.parameters(), config=config
+    )
     for batch in batches():
         engine.backward(engine(batch.to(engine.device)).square().mean())
         engine.step()
@@ -75,10 +83,15 @@ def both(*_: Any) -> list[Any]:
 
 
 def on_worker(config: dict[str, Any]) -> list[Any]:
-    """What Ray's worker runs: `both`, and what Ray has set in the environment, as torchrun would."""
+    """What Ray's worker runs: `both`, and what Ray has set in the environment, as torchrun
+    would.
+    """
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     rows: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(rows, [os.environ[name] for name in names] + ["MASTER_ADDR" in os.environ, dist.get_backend()])
+    dist.all_gather_object(
+        rows,
+        [os.environ[name] for name in names] + ["MASTER_ADDR" in os.environ, dist.get_backend()],
+    )
     return [*both(), rows]
 
 
@@ -96,30 +109,56 @@ def example_alone(rank: int, world_size: int, steps: int) -> str:
 
 
 def under_ray(folder: str) -> None:
-    """What the test's process runs: a Ray of two CPUs, `both` in it, then the example, for 2 steps and on to 4."""
+    """What the test's process runs: a Ray of two CPUs, `both` in it, then the example, for 2
+    steps and on to 4.
+    """
     import ray
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
     ray.init(num_cpus=2, include_dashboard=False, logging_level="error", log_to_driver=False)
     trainer = TorchTrainer(
-        on_worker, scaling_config=ScalingConfig(num_workers=2), run_config=RunConfig(storage_path=f"{folder}/results")
+        on_worker,
+        scaling_config=ScalingConfig(num_workers=2),
+        run_config=RunConfig(storage_path=f"{folder}/results"),
     )
     print("both", json.dumps(trainer.fit().return_value), flush=True)
     for steps in ("2", "4"):
-        sys.argv = ["ray_train.py", "--steps", steps, "--storage", f"{folder}/results", "--checkpoints", f"{folder}/saved"]
+        sys.argv = [
+            "ray_train.py",
+            "--steps",
+            steps,
+            "--storage",
+            f"{folder}/results",
+            "--checkpoints",
+            f"{folder}/saved",
+        ]
         runpy.run_path(str(EXAMPLE), run_name="__main__")
     ray.shutdown()
 
 
 def test_two_workers_train_as_two_ranks_do(tmp_path: Path) -> None:
     code = f"from tests.launch.test_ray import under_ray; under_ray({str(tmp_path)!r})"
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "HOME": str(tmp_path),
+        "OMP_NUM_THREADS": "1",
+    }
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=400, check=False
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    said = [line.split(" ", 1) for line in done.stdout.splitlines() if line.startswith(("both ", "weights "))]
+    said = [
+        line.split(" ", 1)
+        for line in done.stdout.splitlines()
+        if line.startswith(("both ", "weights "))
+    ]
     assert [name for name, _ in said] == ["both", "weights", "weights"]
     *hashes, rows = json.loads(said[0][1])
     assert rows == [[str(rank), "2", str(rank), "2", True, "gloo"] for rank in range(2)]

@@ -1,4 +1,6 @@
-"""shardcore run as users type it: what is planned, real ranks, SageMaker's variables, and errors that come at once."""
+"""shardcore run as users type it: what is planned, real ranks, SageMaker's variables, and errors
+that come at once.
+"""
 
 import argparse
 import json
@@ -25,14 +27,19 @@ from tests.support.scripts import ROOT, run_forked, run_here
 
 SOON_S = 90.0  # for what takes five seconds on a quiet machine
 HOSTS = "w0 slots=2\nw1 slots=4\n"
-# At the end of a program that ends well: while the interpreter ends a thread of gloo's may abort it (see scripts.finished).
+# At the end of a program that ends well: while the interpreter ends a thread of gloo's may abort it
+# (see scripts.finished).
 END = "os._exit(0)"
 
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """No launcher's variables, no hostfile of this machine."""
-    for name in [name for name in os.environ if name.startswith(("SM_", "SLURM_", "OMPI_", "PMI_", "CUDA_VISIBLE"))]:
+    for name in [
+        name
+        for name in os.environ
+        if name.startswith(("SM_", "SLURM_", "OMPI_", "PMI_", "CUDA_VISIBLE"))
+    ]:
         monkeypatch.delenv(name)
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
@@ -59,16 +66,26 @@ def slots(*words: str) -> dict[str, list[int]]:
     return {plan.host: list(plan.own_slots) for plan in plans("--master_addr", "w0", *words)}
 
 
-# --- what is planned --------------------------------------------------------------------------------------------------
+# --- what is planned ------------------------------------------------------------------------------
 
 
 def test_this_machine() -> None:
     (plan,) = plans()
-    assert plan == NodePlan(slots=[[0]], node_rank=0, program=["train.py", "--num_gpus", "9", "x"]), "the program's own option"
+    assert plan == NodePlan(
+        slots=[[0]], node_rank=0, program=["train.py", "--num_gpus", "9", "x"]
+    ), "the program's own option"
     assert plans("--num_gpus", "3")[0].slots == [[0, 1, 2]]
     assert plans("--num_accelerators=3")[0].slots == [[0, 1, 2]]
     assert plans("--include", "localhost:1")[0].slots == [[1]]
-    (plan,) = plans("-m", "--max-restarts", "2", "--bind_cores_to_rank", "--bind_core_list", "0-2,5", "--no_numa_binding")
+    (plan,) = plans(
+        "-m",
+        "--max-restarts",
+        "2",
+        "--bind_cores_to_rank",
+        "--bind_core_list",
+        "0-2,5",
+        "--no_numa_binding",
+    )
     assert (plan.kind, plan.max_restarts, plan.bind_cores, plan.core_list, plan.numa) == (
         "module",
         2,
@@ -80,14 +97,21 @@ def test_this_machine() -> None:
     with pytest.raises(ValueError, match="--as_deepspeed and --no_python are both given"):
         plans("--as-deepspeed", "--no_python")
     (plan,) = plans("--no_python", "--no-local-rank", "--master_port", "1234", "--num_nodes", "1")
-    assert (plan.kind, plan.local_rank, plan.master_port, plan.as_deepspeed) == ("program", False, 1234, False)
+    assert (plan.kind, plan.local_rank, plan.master_port, plan.as_deepspeed) == (
+        "program",
+        False,
+        1234,
+        False,
+    )
 
 
 def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert plans()[0].slots == [[0, 1, 2, 3]]
     assert plans("--exclude", "localhost:0,2")[0].slots == [[1, 3]]
-    with pytest.raises(ValueError, match="--include names slot 4 of localhost; expected one of 0 to 3"):
+    with pytest.raises(
+        ValueError, match="--include names slot 4 of localhost; expected one of 0 to 3"
+    ):
         plans("--include", "localhost:4")
 
 
@@ -97,7 +121,12 @@ def test_hostfiles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert slots("-H", "hosts", "--num_nodes", "1") == {"w0": [0, 1]}
     assert slots("-H", "hosts", "--num_gpus", "1") == {"w0": [0], "w1": [0]}
     first, second = plans("-H", "hosts", "--master_addr", "a")
-    assert (first.node_rank, second.node_rank, second.slots, second.world_size) == (0, 1, [[0, 1], [0, 1, 2, 3]], 6)
+    assert (first.node_rank, second.node_rank, second.slots, second.world_size) == (
+        0,
+        1,
+        [[0, 1], [0, 1, 2, 3]],
+        6,
+    )
     assert (second.master_addr, second.master_port) == ("a", command.PORT)
     monkeypatch.setattr(command, "address_of", lambda host, port: f"of {host} {port}")
     assert plans("-H", "hosts", "--ssh_port", "7")[1].master_addr == "of w0 7"
@@ -110,10 +139,19 @@ def test_hostfiles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_sagemaker(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"HOSTS": '["algo-1", "algo-2"]', "CURRENT_HOST": "algo-2", "NUM_GPUS": "4"}.items():
+    for name, value in {
+        "HOSTS": '["algo-1", "algo-2"]',
+        "CURRENT_HOST": "algo-2",
+        "NUM_GPUS": "4",
+    }.items():
         monkeypatch.setenv(f"SM_{name}", value)
     (plan,) = plans()
-    assert (plan.slots, plan.node_rank, plan.master_addr, plan.host) == ([[0, 1, 2, 3]] * 2, 1, "algo-1", "algo-2")
+    assert (plan.slots, plan.node_rank, plan.master_addr, plan.host) == (
+        [[0, 1, 2, 3]] * 2,
+        1,
+        "algo-1",
+        "algo-2",
+    )
     assert plan.started_alone
     assert plan.master_port == command.PORT, "each machine plans by itself: one port for all"
     assert plans("--num_gpus", "2")[0].slots == [[0, 1]] * 2
@@ -127,7 +165,9 @@ def test_sagemaker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SM_NUM_GPUS", "0")
     assert plans()[0].slots == [[0]] * 2, "on the CPU"
     monkeypatch.setenv("SM_CURRENT_HOST", "algo-3")
-    with pytest.raises(ValueError, match="SM_CURRENT_HOST 'algo-3'; expected a JSON list of hosts, and one of them"):
+    with pytest.raises(
+        ValueError, match="SM_CURRENT_HOST 'algo-3'; expected a JSON list of hosts, and one of them"
+    ):
         plans()
     assert list(slots("-H", "hosts")) == ["w0", "w1"], "a hostfile comes first"
 
@@ -138,18 +178,30 @@ def test_sagemaker(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--num_gpus", "0"], "--num_gpus is 0; expected at least 1"),
         (["--max_restarts", "-1"], "--max_restarts is -1; expected at least 0"),
         (["--master_port", "70000"], "--master_port is 70000; expected at most 65535"),
-        (["--num_nodes", "2"], "--num_nodes is 2 but there is no hostfile; expected --hostfile, or --node_rank"),
+        (
+            ["--num_nodes", "2"],
+            "--num_nodes is 2 but there is no hostfile; expected --hostfile, or --node_rank",
+        ),
         (["-m", "--no_python"], "--module and --no_python are both given"),
         (["--bind_core_list", "0"], "--bind_core_list is given without --bind_cores_to_rank"),
-        (["--bind_cores_to_rank", "--bind_core_list", "3-1"], "'3-1' has '3-1'; expected numbers and ranges"),
+        (
+            ["--bind_cores_to_rank", "--bind_core_list", "3-1"],
+            "'3-1' has '3-1'; expected numbers and ranges",
+        ),
         (["--include", "localhost", "--num_gpus", "1"], "expected one way to choose"),
         (["--include", "w7"], "--include names the host 'w7'; expected one of localhost"),
         (["--hostfile", "nowhere"], "nowhere"),
         (["--no_ssh"], "--no_ssh is given without --node_rank"),
         (["--ssh_port", "22"], "nothing is reached by ssh"),
         (["--node_rank", "1", "--num_nodes", "2"], "--node_rank is given without --master_addr"),
-        (["--node_rank", "2", "--num_nodes", "2", "--master_addr", "a"], "but there are 2 nodes; expected 0 to 1"),
-        (["--node_rank", "0", "--num_nodes", "2", "--master_addr", "a", "--max_restarts", "1"], "was started by itself"),
+        (
+            ["--node_rank", "2", "--num_nodes", "2", "--master_addr", "a"],
+            "but there are 2 nodes; expected 0 to 1",
+        ),
+        (
+            ["--node_rank", "0", "--num_nodes", "2", "--master_addr", "a", "--max_restarts", "1"],
+            "was started by itself",
+        ),
     ],
 )
 def test_what_is_refused(words: list[str], text: str, capsys: Any) -> None:
@@ -170,29 +222,46 @@ def test_without_a_program(capsys: Any) -> None:
 
 def test_inside_another_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
-    with pytest.raises(ValueError, match=r"one of 4 that another launcher has started \(SLURM_STEP_NUM_TASKS\)"):
+    with pytest.raises(
+        ValueError, match=r"one of 4 that another launcher has started \(SLURM_STEP_NUM_TASKS\)"
+    ):
         plans()
     assert plans("--node_rank", "0", "--num_nodes", "4", "--master_addr", "a")[0].slots == [[0]] * 4
 
 
-# --- real ranks -------------------------------------------------------------------------------------------------------
+# --- real ranks -----------------------------------------------------------------------------------
 
 
 class Command:
-    """`shardcore run` in a process that has imported torch already; what it and its ranks print goes to files."""
+    """`shardcore run` in a process that has imported torch already; what it and its ranks print
+    goes to files.
+    """
 
-    def __init__(self, program: str, *words: str, arguments: tuple[str, ...] = (), **environment: str) -> None:
+    def __init__(
+        self, program: str, *words: str, arguments: tuple[str, ...] = (), **environment: str
+    ) -> None:
         folder = Path(tempfile.mkdtemp(dir=Path.cwd()))
         (folder / "train.py").write_text(textwrap.dedent(program))
         self.output = folder / "out"
         given = os.environ | {"PYTHONPATH": str(ROOT)} | environment
-        self.process = start(run_here, "shardcore", ("run", *words, "train.py", *arguments), given, folder, self.output)
+        self.process = start(
+            run_here,
+            "shardcore",
+            ("run", *words, "train.py", *arguments),
+            given,
+            folder,
+            self.output,
+        )
 
     def ended(self) -> tuple[int, str, str]:
         """Wait for its end; return its exit status, standard output and standard error."""
         self.process.join(SOON_S)
         self.process.kill()
-        return self.process.exitcode, self.output.read_text(), self.output.with_suffix(".err").read_text()
+        return (
+            self.process.exitcode,
+            self.output.read_text(),
+            self.output.with_suffix(".err").read_text(),
+        )
 
 
 TRAINING = """
@@ -220,7 +289,9 @@ TRAINING = """
 
 
 @pytest.mark.more
-def test_ranks_train_as_with_torchruns_variables_and_a_traceback_is_the_last_thing_on_the_screen_once() -> None:
+def test_ranks_train_as_with_torchruns_variables_and_a_traceback_is_the_last_thing_on_the_screen_once() -> (
+    None
+):
     status, out, err = Command(TRAINING, "--num_gpus", "2", arguments=("--steps", "2")).ended()
     hashes = sorted(out.splitlines())
     assert len({line[2:] for line in hashes}) == 2, "each step changes the weights"
@@ -236,7 +307,14 @@ def test_ranks_train_as_with_torchruns_variables_and_a_traceback_is_the_last_thi
     assert (status, err.count("boom"), err.count("Traceback")) == (1, 2, 1)
     assert len(lines) <= 7, "one line of the machine's, one of rank 0's, which waited for rank 1"
     Path("train.py").write_text(textwrap.dedent(TRAINING).replace("options.local_rank ==", "0 <="))
-    assert sorted(run_forked(Path("train.py"), "--steps", "2", ranks=2, folder=Path.cwd(), status=1).splitlines()) == hashes
+    assert (
+        sorted(
+            run_forked(
+                Path("train.py"), "--steps", "2", ranks=2, folder=Path.cwd(), status=1
+            ).splitlines()
+        )
+        == hashes
+    )
 
 
 @pytest.mark.more
@@ -254,7 +332,9 @@ def test_sagemakers_two_machines() -> None:
     """
     given = {"SM_HOSTS": json.dumps(hosts), "SM_NUM_GPUS": "0", "SM_MODEL_DIR": "/opt/ml/model"}
     options = ("--no_local_rank", "--master_port", port)
-    started = [Command(program, *options, SM_CURRENT_HOST=host, **given) for host in reversed(hosts)]
+    started = [
+        Command(program, *options, SM_CURRENT_HOST=host, **given) for host in reversed(hosts)
+    ]
     second, first = (command.ended() for command in started)
     assert first[:2] == (0, f"{[(host, '0', '/opt/ml/model') for host in hosts]}\n"), first
     assert second[:2] == (0, ""), second
@@ -273,32 +353,55 @@ def test_statuses_and_restarts(capfd: Any) -> None:
     assert "shardcore run: localhost has no file absent.py in " in capfd.readouterr().err
     Path("train.py").write_text("import sys; sys.exit(7)")
     assert run_in_this_process("train.py") == 7
-    assert capfd.readouterr().err.splitlines()[-1] == "shardcore run: rank 0 of 1 ended with exit status 7"
+    assert (
+        capfd.readouterr().err.splitlines()[-1]
+        == "shardcore run: rank 0 of 1 ended with exit status 7"
+    )
     Path("train.py").write_text("import argparse; argparse.ArgumentParser().parse_args()")
     assert run_in_this_process("--num_gpus", "2", "train.py") == 2
     said = capfd.readouterr().err.splitlines()[-1]
-    assert said.endswith("ended with exit status 2 (if the program does not take --local_rank: shardcore run --no_local_rank)")
+    assert said.endswith(
+        "ended with exit status 2 (if the program does not take --local_rank: shardcore run "
+        "--no_local_rank)"
+    )
     Path("train.py").write_text(
-        "import os; n = int(os.environ['TORCHELASTIC_RESTART_COUNT']); print(n, flush=True); assert n == 2, f'attempt {n}'"
+        "import os; n = int(os.environ['TORCHELASTIC_RESTART_COUNT']); print(n, flush=True); "
+        "assert n == 2, f'attempt {n}'"
     )
     assert run_in_this_process("--max_restarts", "3", "train.py") == 0
     said = capfd.readouterr()
     assert said.out.split() == ["0", "1", "2"]
     assert [line for line in said.err.splitlines() if "attempt" in line and "Error" in line] == [
-        "AssertionError: attempt 0", "AssertionError: attempt 1",
-    ]  # fmt: skip
-    assert run_in_this_process("--max_restarts", "1", "train.py") == 1, "each failed, and so does the last"
+        "AssertionError: attempt 0",
+        "AssertionError: attempt 1",
+    ]
+    assert run_in_this_process("--max_restarts", "1", "train.py") == 1, (
+        "each failed, and so does the last"
+    )
 
 
 @pytest.mark.more
 def test_nohup_is_respected_and_ctrl_c_ends_the_ranks() -> None:
     """torchrun ends at SIGHUP even where it is to be ignored."""
     Path("nohup.py").write_text(
-        "import runpy, signal; signal.signal(signal.SIGHUP, signal.SIG_IGN); runpy.run_module('shardcore', run_name='__main__')"
+        "import runpy, signal; signal.signal(signal.SIGHUP, signal.SIG_IGN); "
+        "runpy.run_module('shardcore', run_name='__main__')"
     )
-    Path("train.py").write_text("import time; print('here\\n', end='', flush=True); time.sleep(100)")
-    output, words = Path("out").absolute(), ("run", "--num_gpus", "2", "--no_local_rank", "train.py")
-    process = start(run_here, Path("nohup.py"), words, os.environ | {"PYTHONPATH": str(ROOT)}, Path.cwd(), output)
+    Path("train.py").write_text(
+        "import time; print('here\\n', end='', flush=True); time.sleep(100)"
+    )
+    output, words = (
+        Path("out").absolute(),
+        ("run", "--num_gpus", "2", "--no_local_rank", "train.py"),
+    )
+    process = start(
+        run_here,
+        Path("nohup.py"),
+        words,
+        os.environ | {"PYTHONPATH": str(ROOT)},
+        Path.cwd(),
+        output,
+    )
     until = time.monotonic() + SOON_S
     while not output.exists() or output.read_text() != "here\nhere\n":
         assert time.monotonic() < until
@@ -308,12 +411,18 @@ def test_nohup_is_respected_and_ctrl_c_ends_the_ranks() -> None:
         time.sleep(0.2)
     process.join(SOON_S)
     assert process.exitcode == 130
-    assert output.with_suffix(".err").read_text().splitlines()[1:] == ["shardcore run: ended by SIGINT"]
+    assert output.with_suffix(".err").read_text().splitlines()[1:] == [
+        "shardcore run: ended by SIGINT"
+    ]
 
 
 @pytest.mark.more
-def test_a_restart_finds_nothing_of_the_attempt_before(capfd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchrun's ranks may read the addresses of dead ones (torch's issue 135712); here each attempt has a store of its own."""
+def test_a_restart_finds_nothing_of_the_attempt_before(
+    capfd: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun's ranks may read the addresses of dead ones (torch's issue 135712); here each
+    attempt has a store of its own.
+    """
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     Path("train.py").write_text(
         textwrap.dedent(f"""
@@ -325,11 +434,16 @@ def test_a_restart_finds_nothing_of_the_attempt_before(capfd: Any, monkeypatch: 
         {END}
     """)
     )
-    assert run_in_this_process("--max_restarts", "1", "--master_port", free_port(), "--no_local_rank", "train.py") == 0
+    assert (
+        run_in_this_process(
+            "--max_restarts", "1", "--master_port", free_port(), "--no_local_rank", "train.py"
+        )
+        == 0
+    )
     assert capfd.readouterr().out.splitlines() == ["0 False", "1 False"]
 
 
-# --- examples/cluster ---------------------------------------------------------------------------------------------------
+# --- examples/cluster -----------------------------------------------------------------------------
 
 
 RECORDS = """
@@ -341,9 +455,13 @@ with open("run." + os.environ["NODE"], "w") as file:
 
 @pytest.fixture
 def planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """Run a command with these scripts on PATH, and return what each `shardcore run` of its would run, by node."""
+    """Run a command with these scripts on PATH, and return what each `shardcore run` of its
+    would run, by node.
+    """
 
-    def run(command: list[str], environments: list[dict[str, str]], **scripts: str) -> list[NodePlan]:
+    def run(
+        command: list[str], environments: list[dict[str, str]], **scripts: str
+    ) -> list[NodePlan]:
         (tmp_path / "bin").mkdir(exist_ok=True)
         scripts["shardcore"] = f"#!{sys.executable} -S\n{RECORDS}"
         for name, text in scripts.items():
@@ -365,8 +483,12 @@ def planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     return run
 
 
-def check_two_nodes(plans: list[NodePlan], gpus: int, program: list[str], address: tuple[str, int]) -> None:
-    """Raise AssertionError unless two nodes run the program, with one address; that ranks meet there, SageMaker's show."""
+def check_two_nodes(
+    plans: list[NodePlan], gpus: int, program: list[str], address: tuple[str, int]
+) -> None:
+    """Raise AssertionError unless two nodes run the program, with one address; that ranks meet
+    there, SageMaker's show.
+    """
     first, second = plans
     assert (first.node_rank, second.node_rank) == (0, 1)
     assert replace(first, node_rank=1) == second
@@ -381,19 +503,39 @@ def test_the_slurm_batch_file(planned: Any, monkeypatch: pytest.MonkeyPatch) -> 
     srun = """#!/bin/bash
         [ "$1 $2" = "--kill-on-bad-exit=1 --cpus-per-task=64" ] && shift 2
         for node in 1 0; do SLURM_NODEID=$node NODE=$node SLURM_STEP_NUM_TASKS=2 SLURM_PROCID=$node "$@"; done"""
-    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NNODES": "2", "SLURM_CPUS_PER_TASK": "64"}
+    job = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "node[1-2]",
+        "SLURM_NNODES": "2",
+        "SLURM_CPUS_PER_TASK": "64",
+    }
     command = ["bash", str(ROOT / "examples/cluster/slurm.sbatch"), "train.py", "a b"]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    check_two_nodes(planned(command, [job], scontrol=scontrol, srun=srun), 8, ["train.py", "a b"], ("node1", 15007))
+    check_two_nodes(
+        planned(command, [job], scontrol=scontrol, srun=srun),
+        8,
+        ["train.py", "a b"],
+        ("node1", 15007),
+    )
 
 
 def test_the_kubernetes_manifest(planned: Any) -> None:
     yaml = pytest.importorskip("yaml", reason="reads the manifest")
-    replicas = yaml.safe_load((ROOT / "examples/cluster/pytorchjob.yaml").read_text())["spec"]["pytorchReplicaSpecs"]
+    replicas = yaml.safe_load((ROOT / "examples/cluster/pytorchjob.yaml").read_text())["spec"][
+        "pytorchReplicaSpecs"
+    ]
     assert [replicas[name]["replicas"] for name in ("Master", "Worker")] == [1, 1]
     found = []
     for rank, part in enumerate((replicas["Master"], replicas["Worker"])):
         (container,) = part["template"]["spec"]["containers"]
-        pod = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456", "NODE": str(rank)}
+        pod = {
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "job-master-0",
+            "MASTER_PORT": "23456",
+            "NODE": str(rank),
+        }
         found = planned(container["command"], [pod])
-    check_two_nodes(found, 8, ["train.py", "--checkpoints", "/checkpoints"], ("job-master-0", 23456))
+    check_two_nodes(
+        found, 8, ["train.py", "--checkpoints", "/checkpoints"], ("job-master-0", 23456)
+    )

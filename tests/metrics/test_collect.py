@@ -1,4 +1,6 @@
-"""Metrics of trainings beside what is computed without them: losses, norms, speed, operations, bytes and memory."""
+"""Metrics of trainings beside what is computed without them: losses, norms, speed, operations,
+bytes and memory.
+"""
 
 import csv
 import gc
@@ -36,11 +38,19 @@ HEAD = (
 
 def sharded(stage: int = 2, **options: Any) -> tuple[Any, Any]:
     model = make_net()
-    return shardcore.shard(model, shardcore.FusedAdam(model.parameters(), lr=1e-2), stage, **options)
+    return shardcore.shard(
+        model, shardcore.FusedAdam(model.parameters(), lr=1e-2), stage, **options
+    )
 
 
 def train(
-    rank: int, steps: int, model: Any, optimizer: Any, metrics: Any, scale: float = 1.0, accumulate: int = 1
+    rank: int,
+    steps: int,
+    model: Any,
+    optimizer: Any,
+    metrics: Any,
+    scale: float = 1.0,
+    accumulate: int = 1,
 ) -> tuple[list[Any], list[float]]:
     """Return the rows and this rank's losses; the learning rate halves after each step."""
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
@@ -63,7 +73,9 @@ def train(
 def norm_of(world_size: int) -> float:
     """The norm of the averaged gradients at the first step, by torch alone."""
     model = make_net()
-    (sum(loss_of(model, batch_of(0, 0, rank)) for rank in range(world_size)) / world_size).backward()
+    (
+        sum(loss_of(model, batch_of(0, 0, rank)) for rank in range(world_size)) / world_size
+    ).backward()
     return float(nn.utils.get_total_norm([param.grad.double() for param in model.parameters()]))
 
 
@@ -73,7 +85,9 @@ OFFLOADS: list[Any] = [None, {"optimizer": "cpu"}]
 def _own_loss(patch: pytest.MonkeyPatch) -> None:
     gathered = Comm.all_gather_cpu
 
-    def own(comm: Comm, row: torch.Tensor, kind: Traffic | None = None, name: str = "") -> torch.Tensor:
+    def own(
+        comm: Comm, row: torch.Tensor, kind: Traffic | None = None, name: str = ""
+    ) -> torch.Tensor:
         rows = gathered(comm, row, kind, name)
         return row.unsqueeze(0) if name == "the metrics" else rows
 
@@ -91,18 +105,24 @@ def _late_rate(patch: pytest.MonkeyPatch) -> None:
 
 def _no_steps(patch: pytest.MonkeyPatch) -> None:
     counts = collect.Metrics._counts
-    patch.setattr(collect.Metrics, "_counts", lambda metrics: counts(metrics) | {"sent_weights_bytes": 0})
+    patch.setattr(
+        collect.Metrics, "_counts", lambda metrics: counts(metrics) | {"sent_weights_bytes": 0}
+    )
 
 
 TWINS = {"loss": _own_loss, "lr": _late_rate, "bytes": _no_steps}
 
 
-def _measured(rank: int, world_size: int, stage: int, offload: Any, folder: str, twin: str | None) -> tuple[Any, ...]:
+def _measured(
+    rank: int, world_size: int, stage: int, offload: Any, folder: str, twin: str | None
+) -> tuple[Any, ...]:
     with pytest.MonkeyPatch.context() as patch:
         if twin is not None:
             TWINS[twin](patch)
         model, optimizer = sharded(stage, offload=offload)
-        metrics = shardcore.Metrics(model, Path(folder, f"{stage}{offload}{twin}"), every=2, log=False)
+        metrics = shardcore.Metrics(
+            model, Path(folder, f"{stage}{offload}{twin}"), every=2, log=False
+        )
         rows, losses = train(rank, 4, model, optimizer, metrics)
         report = shardcore.memory_report(model)
     return rows, losses, report.lines
@@ -149,16 +169,22 @@ def test_rows_are_what_is_computed_without_them(stage: int, tmp_path: Path) -> N
             parts = {part: row[f"{part}_ms"] for part in collect.writers.PARTS}
             assert all(ms >= 0 for ms in parts.values())
             assert sum(parts.values()) <= row["step_ms"]
-            assert all(parts[part] > 0 for part in ("forward", "backward", "optimizer", "exposed_reduce"))
+            assert all(
+                parts[part] > 0 for part in ("forward", "backward", "optimizer", "exposed_reduce")
+            )
             assert (parts["exposed_gather"] > 0) == (stage > 0)
             assert (parts["exposed_offload"] > 0) == (offload is not None)
-            assert (row["to_host_bytes"] > 0) == (row["from_host_bytes"] > 0) == (offload is not None)
+            assert (
+                (row["to_host_bytes"] > 0) == (row["from_host_bytes"] > 0) == (offload is not None)
+            )
         (folder,) = tmp_path.glob(f"{stage}{offload}None")
         text = (folder / "metrics.csv").read_text().splitlines()
         assert text[0] == HEAD
         written = list(csv.DictReader(text))
         row = results[0][0][3]
-        assert written[1] == {name: "" if value is None else str(value) for name, value in row.items()}
+        assert written[1] == {
+            name: "" if value is None else str(value) for name, value in row.items()
+        }
         assert [line["step"] for line in written] == ["2", "4"]
 
 
@@ -182,7 +208,9 @@ def test_the_norm_is_torchs(stage: int) -> None:
 
 
 def test_overflows_show_in_loss_scale_and_skipped_steps() -> None:
-    model, optimizer = sharded(precision="fp16", loss_scale=shardcore.LossScale(initial_power=8, hysteresis=1))
+    model, optimizer = sharded(
+        precision="fp16", loss_scale=shardcore.LossScale(initial_power=8, hysteresis=1)
+    )
     rows, _ = train(0, 3, model, optimizer, shardcore.Metrics(model, log=False), scale=float("inf"))
     assert [row["skipped_steps"] for row in rows] == [0, 1, 1]
     assert [row["loss_scale"] for row in rows] == [256.0, 128.0, 128.0]
@@ -222,7 +250,9 @@ def test_speed_is_of_all_ranks_over_the_steps_of_a_row() -> None:
 def test_operations_of_a_linear_layer_by_hand(micros: int, monkeypatch: pytest.MonkeyPatch) -> None:
     time = Time(monkeypatch)
     model: Any = nn.Linear(6, 5)
-    model, optimizer = shardcore.shard(model, shardcore.FusedAdam(model.parameters()), 3, accumulate=micros)
+    model, optimizer = shardcore.shard(
+        model, shardcore.FusedAdam(model.parameters()), 3, accumulate=micros
+    )
     metrics = shardcore.Metrics(model, log=False)
     rows = []
     for _ in range(2):
@@ -233,8 +263,11 @@ def test_operations_of_a_linear_layer_by_hand(micros: int, monkeypatch: pytest.M
         optimizer.zero_grad()
         time.s += 2.0
         rows.append(metrics.step())
-    # 7 * 6 * 5 products and as many sums in forward; the same for the weight's gradient, and none for the input's.
-    assert [row["tflops_per_s"] for row in rows] == [pytest.approx(micros * 2 * 2 * 7 * 6 * 5 / 2.0 / 1e12, rel=1e-12)] * 2
+    # 7 * 6 * 5 products and as many sums in forward; the same for the weight's gradient, and none
+    # for the input's.
+    assert [row["tflops_per_s"] for row in rows] == [
+        pytest.approx(micros * 2 * 2 * 7 * 6 * 5 / 2.0 / 1e12, rel=1e-12)
+    ] * 2
 
 
 class _Reads(TorchDispatchMode):
@@ -319,7 +352,10 @@ def test_a_training_goes_on_in_its_directory(tmp_path: Path) -> None:
     assert steps() == ["1", "2", "3", "4", "5"]
     shardcore.Metrics(model, tmp_path, start=3, log=False)
     assert steps() == ["1", "2", "3"]
-    with pytest.raises(FileExistsError, match=r"metrics.csv is there already; expected another directory, or start=N"):
+    with pytest.raises(
+        FileExistsError,
+        match=r"metrics.csv is there already; expected another directory, or start=N",
+    ):
         shardcore.Metrics(model, tmp_path, log=False)
 
 
@@ -385,7 +421,9 @@ def test_what_cannot_be_measured_is_refused() -> None:
     with pytest.raises(TypeError, match="step: tokens has type float"):
         metrics.step(tokens=1.0)  # type: ignore[arg-type]
     del optimizer, metrics
-    with pytest.raises(ValueError, match="Metrics: the model was sharded without an optimizer, or that is gone"):
+    with pytest.raises(
+        ValueError, match="Metrics: the model was sharded without an optimizer, or that is gone"
+    ):
         shardcore.Metrics(model)
 
 
@@ -400,7 +438,12 @@ def _without_key() -> None:
 def _fails(rank: int, world_size: int, folder: str) -> list[str]:
     model, _ = sharded()
     said = []
-    for options in ({"every": 1 + rank}, {"every": 0 if rank == 1 else 1}, {"directory": folder}, {"wandb": True}):
+    for options in (
+        {"every": 1 + rank},
+        {"every": 0 if rank == 1 else 1},
+        {"directory": folder},
+        {"wandb": True},
+    ):
         with pytest.MonkeyPatch.context() as patch:
             patch.setitem(sys.modules, "wandb", SimpleNamespace(init=_without_key))
             try:
@@ -414,8 +457,14 @@ def _fails(rank: int, world_size: int, folder: str) -> list[str]:
 def test_an_error_on_one_rank_is_one_on_all(tmp_path: Path) -> None:
     (tmp_path / "metrics.csv").touch()
     first, second = run_ranks(2, _fails, str(tmp_path))
-    assert first[0] == second[0] == "ValueError: Metrics: every or start differ between ranks; expected the same on all"
-    assert first[1].startswith("RuntimeError: Metrics: rank 1 failed: ValueError: Metrics: every has 0")
+    assert (
+        first[0]
+        == second[0]
+        == "ValueError: Metrics: every or start differ between ranks; expected the same on all"
+    )
+    assert first[1].startswith(
+        "RuntimeError: Metrics: rank 1 failed: ValueError: Metrics: every has 0"
+    )
     assert second[1].startswith("ValueError: Metrics: every has 0")
     assert first[2].startswith("FileExistsError: Metrics: ")
     assert second[2].startswith("RuntimeError: Metrics: rank 0 failed: FileExistsError: ")
@@ -436,9 +485,15 @@ def test_one_rank_writes_of_a_model_in_parts(tmp_path: Path) -> None:
     results = run_ranks(4, _in_parts, str(tmp_path))
     for row, said in results:
         assert row["loss"] == 2.0, "of ranks 1 and 3"
-        assert row["tokens_per_s"] * row["step_ms"] / 1000 == pytest.approx(10 + 11), "once for all parts"
-        assert row["tflops_per_s"] * row["step_ms"] / 1000 == pytest.approx(2.5), "the mean of ranks"
+        assert row["tokens_per_s"] * row["step_ms"] / 1000 == pytest.approx(10 + 11), (
+            "once for all parts"
+        )
+        assert row["tflops_per_s"] * row["step_ms"] / 1000 == pytest.approx(2.5), (
+            "the mean of ranks"
+        )
         assert "metrics.csv is there already" in said
     (written,) = csv.DictReader((tmp_path / "metrics.csv").open())
-    assert written == {name: "" if value is None else str(value) for name, value in results[0][0].items()}
+    assert written == {
+        name: "" if value is None else str(value) for name, value in results[0][0].items()
+    }
     assert json.loads((tmp_path / "run.json").read_text())["ranks"] == 4

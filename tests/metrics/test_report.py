@@ -1,4 +1,6 @@
-"""The page that `shardcore report` writes: every plot, with the values of the table, and nothing from elsewhere."""
+"""The page that `shardcore report` writes: every plot, with the values of the table, and nothing
+from elsewhere.
+"""
 
 import json
 import re
@@ -22,12 +24,20 @@ def write(folder: Path, rows: list[dict[str, Any]]) -> None:
     folder.mkdir(exist_ok=True)
     table = Table(folder, 0)
     for row in rows:
-        quiet = {"step_ms": 1.0, "skipped_steps": 0, "loss_scale": 1.0, **{f"{part}_ms": 0.0 for part in PARTS}}
+        quiet = {
+            "step_ms": 1.0,
+            "skipped_steps": 0,
+            "loss_scale": 1.0,
+            **{f"{part}_ms": 0.0 for part in PARTS},
+        }
         table.write(dict.fromkeys(COLUMNS) | quiet | row)
 
 
 def everything(step: int) -> dict[str, Any]:
-    return {name: 1.0 + number * 0.5 + step for number, name in enumerate(COLUMNS)} | {"step": step, "step_ms": 200.0}
+    return {name: 1.0 + number * 0.5 + step for number, name in enumerate(COLUMNS)} | {
+        "step": step,
+        "step_ms": 200.0,
+    }
 
 
 def titles(text: str) -> list[str]:
@@ -48,7 +58,10 @@ def test_a_page_has_every_plot_and_nothing_from_elsewhere(tmp_path: Path) -> Non
 
 
 def test_what_is_not_known_has_no_plot(tmp_path: Path) -> None:
-    write(tmp_path, [{"step": step, "loss": 1.0 / step, "weights_device_bytes": 0} for step in (1, 2, 3)])
+    write(
+        tmp_path,
+        [{"step": step, "loss": 1.0 / step, "weights_device_bytes": 0} for step in (1, 2, 3)],
+    )
     text = report.page(tmp_path)
     assert titles(text) == ["Loss", "Time of a step"]
     assert re.findall("<b>(.*?)</b>", text) == ["0.3333", "1 ms", "0"]
@@ -58,7 +71,9 @@ def drawn(monkeypatch: pytest.MonkeyPatch, folder: Path, title: str) -> Any:
     """Return the axes on which a plot of the page was drawn."""
     figures = []
     kind = pytest.importorskip("matplotlib.figure").Figure
-    monkeypatch.setattr("matplotlib.figure.Figure", lambda **options: figures.append(kind(**options)) or figures[-1])
+    monkeypatch.setattr(
+        "matplotlib.figure.Figure", lambda **options: figures.append(kind(**options)) or figures[-1]
+    )
     text = report.page(folder)
     monkeypatch.undo()
     return figures[titles(text).index(title)].axes[0]
@@ -67,13 +82,24 @@ def drawn(monkeypatch: pytest.MonkeyPatch, folder: Path, title: str) -> Any:
 def test_lines_and_areas_have_the_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = {"forward_ms": 10.0, "backward_ms": 20.0, "exposed_reduce_ms": 5.0}
     losses = [4.0, 2.0, float("nan"), 0.0]
-    write(tmp_path, [{"step": step, "loss": loss, "step_ms": 50.0, **parts} for step, loss in enumerate(losses, 1)])
+    write(
+        tmp_path,
+        [
+            {"step": step, "loss": loss, "step_ms": 50.0, **parts}
+            for step, loss in enumerate(losses, 1)
+        ],
+    )
     (line,) = drawn(monkeypatch, tmp_path, "Loss").lines
     assert [*line.get_xdata()] == [1, 2, 3, 4]
     assert [*line.get_ydata()] == pytest.approx(losses, nan_ok=True)
     assert line.get_markevery() == [3], "a value that stands alone"
     areas = drawn(monkeypatch, tmp_path, "Time of a step").collections
-    assert [max(y for _, y in area.get_paths()[0].vertices) for area in areas] == [10, 30, 35, 50], "15 ms are in no part"
+    assert [max(y for _, y in area.get_paths()[0].vertices) for area in areas] == [
+        10,
+        30,
+        35,
+        50,
+    ], "15 ms are in no part"
 
 
 def test_one_row_is_a_dot_or_a_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +107,9 @@ def test_one_row_is_a_dot_or_a_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert len(titles(report.page(tmp_path))) == 13
     assert drawn(monkeypatch, tmp_path, "Loss").lines[0].get_markevery() == [0]
     bars = drawn(monkeypatch, tmp_path, "Time of a step").patches
-    assert [above.get_y() for above in bars[1:]] == pytest.approx([bar.get_y() + bar.get_height() for bar in bars[:-1]])
+    assert [above.get_y() for above in bars[1:]] == pytest.approx(
+        [bar.get_y() + bar.get_height() for bar in bars[:-1]]
+    )
 
 
 def test_many_rows_are_drawn_as_means(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +127,9 @@ def test_numbers_for_readers() -> None:
 
 def test_a_real_training_has_a_page(tmp_path: Path) -> None:
     model: Any = make_net()
-    model, optimizer = shardcore.shard(model, shardcore.FusedAdam(model.parameters()), offload={"optimizer": "cpu"})
+    model, optimizer = shardcore.shard(
+        model, shardcore.FusedAdam(model.parameters()), offload={"optimizer": "cpu"}
+    )
     metrics = shardcore.Metrics(model, tmp_path, log=False)
     for step in range(3):
         with metrics.count_flops():
@@ -110,7 +140,15 @@ def test_a_real_training_has_a_page(tmp_path: Path) -> None:
         metrics.step(loss=loss, tokens=4)
     assert cli.main(["report", str(tmp_path), "--output", str(tmp_path / "page.html")]) == 0
     text = (tmp_path / "page.html").read_text()
-    shown = {"Loss", "Learning rate", "Gradient norm", "Tokens per second", "TFLOP/s", "Time of a step", "Memory: host"}
+    shown = {
+        "Loss",
+        "Learning rate",
+        "Gradient norm",
+        "Tokens per second",
+        "TFLOP/s",
+        "Time of a step",
+        "Memory: host",
+    }
     assert shown <= set(titles(text))
     assert "offload optimizer: cpu" in text
     assert "<h1>Net</h1>" in text
@@ -124,11 +162,16 @@ def test_without_matplotlib_it_says_so(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("content", [None, ",".join(COLUMNS) + "\n", "step,loss\n1,2\n"])
-def test_a_directory_without_metrics_is_named(content: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_directory_without_metrics_is_named(
+    content: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     if content is not None:
         (tmp_path / "metrics.csv").write_text(content)
     with pytest.raises(SystemExit) as stop:
         cli.main(["report", str(tmp_path)])
     assert stop.value.code == 2
-    assert re.search(r"report: .*(has no metrics.csv|has no rows|has other columns); expected", capsys.readouterr().err)
+    assert re.search(
+        r"report: .*(has no metrics.csv|has no rows|has other columns); expected",
+        capsys.readouterr().err,
+    )
     assert not (tmp_path / "report.html").exists()

@@ -39,12 +39,17 @@ def test_tensorboard_has_what_is_known(tmp_path: Path) -> None:
     found = EventAccumulator(str(tmp_path / "tensorboard"))
     found.Reload()
     assert [(event.step, event.value) for event in found.Scalars("loss")] == [(1, 2.0), (2, 1.5)]
-    assert set(found.Tags()["scalars"]) == {name for name in COLUMNS if name != "step" and rows[0][name] is not None}
+    assert set(found.Tags()["scalars"]) == {
+        name for name in COLUMNS if name != "step" and rows[0][name] is not None
+    }
 
 
 def test_wandb_gets_rows_with_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
-    stand_in = SimpleNamespace(init=lambda **options: calls.append(options), log=lambda data, step: calls.append((data, step)))
+    stand_in = SimpleNamespace(
+        init=lambda **options: calls.append(options),
+        log=lambda data, step: calls.append((data, step)),
+    )
     monkeypatch.setitem(sys.modules, "wandb", stand_in)
     _, metrics = watched(None, wandb={"project": "p", "name": "n"})
     row = metrics.step(loss=2.0)
@@ -59,7 +64,10 @@ def test_a_missing_package_is_named_before_anything_is_written(
 ) -> None:
     for module in (name, "torch.utils.tensorboard"):
         monkeypatch.setitem(sys.modules, module, None)
-    message = rf"Metrics: {name} is True, and the package {name} cannot be imported .*pip install {name}\), or {name} False"
+    message = (
+        rf"Metrics: {name} is True, and the package {name} cannot be imported .*pip install "
+        rf"{name}\), or {name} False"
+    )
     with pytest.raises(ImportError, match=message):
         watched(tmp_path / "new", **{name: True})
     assert list(tmp_path.iterdir()) == []
@@ -69,7 +77,9 @@ def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
     Table(tmp_path, 0).write(ROW)
     (row,) = read_table(tmp_path, "op")
     assert row == {name: "" if value is None else str(value) for name, value in ROW.items()}
-    with pytest.raises(ValueError, match="dict contains fields not in fieldnames: 'weights_tape_bytes'"):
+    with pytest.raises(
+        ValueError, match="dict contains fields not in fieldnames: 'weights_tape_bytes'"
+    ):
         Table(tmp_path, 20).write(ROW | {"weights_tape_bytes": 1})
     with open(tmp_path / "metrics.csv", "a") as file:
         file.write("40,1.5")  # a job that was killed while it wrote
@@ -78,7 +88,9 @@ def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert [row["step"] for row in read_table(tmp_path, "op")] == ["20", "31"]
 
 
-def test_rows_stay_if_the_disk_is_full_when_a_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_stay_if_the_disk_is_full_when_a_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(writer: Any, rows: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 

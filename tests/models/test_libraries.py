@@ -1,7 +1,7 @@
 """Trainer, Accelerate and Lightning: clipping over sharded models, and our optimizers under FSDP2.
 
-Over a sharded model each rank runs the library as if it were alone, on its own part of the data: the engine is what joins the
-ranks.
+Over a sharded model each rank runs the library as if it were alone, on its own part of the data:
+the engine is what joins the ranks.
 """
 
 import logging
@@ -24,7 +24,8 @@ from tests.support.fsdp2 import whole, whole_state
 from tests.support.ranks import run_ranks
 
 STEPS, BATCH, CLIP = 3, 8, 1e-3
-Trained = tuple[list[float], dict[str, torch.Tensor]]  # norms, where the library returns them; weights
+# norms, where the library returns them; weights
+Trained = tuple[list[float], dict[str, torch.Tensor]]
 
 
 class Model(nn.Module):
@@ -39,32 +40,58 @@ class Model(nn.Module):
 
 
 def _start(stage: int | None) -> tuple[Any, Any]:
-    """Return a model and its optimizer, sharded if there is a stage. A large eps: else Adam would undo a constant factor."""
+    """Return a model and its optimizer, sharded if there is a stage. A large eps: else Adam
+    would undo a constant factor.
+    """
     torch.manual_seed(0)
     model: Any = Model()
     optimizer: Any = shardcore.FusedAdam(model.parameters(), lr=1e-2, eps=1e-2)
-    return (model, optimizer) if stage is None else shardcore.shard(model, optimizer, stage, precision="fp32")
+    return (
+        (model, optimizer)
+        if stage is None
+        else shardcore.shard(model, optimizer, stage, precision="fp32")
+    )
 
 
 def _batches(rank: int, world_size: int) -> list[torch.Tensor]:
-    return [torch.randn(BATCH, 8, generator=torch.Generator().manual_seed(step))[rank::world_size] for step in range(STEPS)]
+    return [
+        torch.randn(BATCH, 8, generator=torch.Generator().manual_seed(step))[rank::world_size]
+        for step in range(STEPS)
+    ]
 
 
-def _trainer(model: Any, optimizer: Any, batches: list[torch.Tensor], clip: float, out: str) -> list[float]:
+def _trainer(
+    model: Any, optimizer: Any, batches: list[torch.Tensor], clip: float, out: str
+) -> list[float]:
     from transformers import Trainer, TrainingArguments
 
     args = TrainingArguments(
-        output_dir=out, use_cpu=True, max_grad_norm=clip, num_train_epochs=1, logging_steps=1, save_strategy="no", report_to=[],
-        disable_tqdm=True, per_device_train_batch_size=len(batches[0]),
-    )  # fmt: skip
+        output_dir=out,
+        use_cpu=True,
+        max_grad_norm=clip,
+        num_train_epochs=1,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        per_device_train_batch_size=len(batches[0]),
+    )
     rows = [{"x": row} for batch in batches for row in batch]
-    trainer = Trainer(model=model, args=args, train_dataset=rows, optimizers=(optimizer, LambdaLR(optimizer, lambda step: 1.0)))
-    trainer.get_train_dataloader = lambda: DataLoader(rows, len(batches[0]))  # its own would shuffle
+    trainer = Trainer(
+        model=model,
+        args=args,
+        train_dataset=rows,
+        optimizers=(optimizer, LambdaLR(optimizer, lambda step: 1.0)),
+    )
+    # its own would shuffle
+    trainer.get_train_dataloader = lambda: DataLoader(rows, len(batches[0]))
     trainer.train()
     return [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
 
 
-def _accelerate(model: Any, optimizer: Any, batches: list[torch.Tensor], by_value: bool, clip: float) -> list[float]:
+def _accelerate(
+    model: Any, optimizer: Any, batches: list[torch.Tensor], by_value: bool, clip: float
+) -> list[float]:
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
@@ -83,7 +110,9 @@ def _accelerate(model: Any, optimizer: Any, batches: list[torch.Tensor], by_valu
     return norms
 
 
-def _lightning(model: Any, optimizer: Any, batches: list[torch.Tensor], algorithm: str, clip: float) -> list[float]:
+def _lightning(
+    model: Any, optimizer: Any, batches: list[torch.Tensor], algorithm: str, clip: float
+) -> list[float]:
     import lightning
 
     class Module(lightning.LightningModule):
@@ -99,14 +128,23 @@ def _lightning(model: Any, optimizer: Any, batches: list[torch.Tensor], algorith
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     trainer = lightning.Trainer(
-        accelerator="cpu", devices=1, max_epochs=1, gradient_clip_val=clip, gradient_clip_algorithm=algorithm, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        gradient_clip_val=clip,
+        gradient_clip_algorithm=algorithm,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
     trainer.fit(Module(), DataLoader(batches, batch_size=None))
     return []
 
 
-def _fabric(model: Any, optimizer: Any, batches: list[torch.Tensor], options: dict[str, float]) -> list[float]:
+def _fabric(
+    model: Any, optimizer: Any, batches: list[torch.Tensor], options: dict[str, float]
+) -> list[float]:
     import lightning
 
     fabric = lightning.Fabric(accelerator="cpu", devices=1)
@@ -121,7 +159,9 @@ def _fabric(model: Any, optimizer: Any, batches: list[torch.Tensor], options: di
     return norms
 
 
-def _train(rank: int, world_size: int, stage: int | None, train: Callable[..., list[float]], *options: Any) -> Trained:
+def _train(
+    rank: int, world_size: int, stage: int | None, train: Callable[..., list[float]], *options: Any
+) -> Trained:
     model, optimizer = _start(stage)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the libraries' own, of few workers and steps
@@ -142,7 +182,11 @@ def _train(rank: int, world_size: int, stage: int | None, train: Callable[..., l
     ],
 )
 def test_sharded_models_are_clipped_as_plain_ones(
-    package: str, stage: int, train: Callable[..., list[float]], options: tuple[Any, ...], tmp_path: Path
+    package: str,
+    stage: int,
+    train: Callable[..., list[float]],
+    options: tuple[Any, ...],
+    tmp_path: Path,
 ) -> None:
     pytest.importorskip(package, reason=f"tests with {package}")
     pytest.importorskip("accelerate", reason="tests with Accelerate and Trainer")
@@ -160,7 +204,7 @@ def test_sharded_models_are_clipped_as_plain_ones(
         assert min(norms) > 100 * CLIP, "so that not to clip is another training"
 
 
-# --- FSDP2, where Accelerate swaps an optimizer's parameters for DTensors -----------------------------------------------
+# --- FSDP2, where Accelerate swaps an optimizer's parameters for DTensors -------------------------
 
 
 @contextmanager
@@ -179,7 +223,9 @@ def _fsdp2_on_cpus(rank: int, world_size: int) -> Iterator[None]:
         }.items():
             patch.setenv(name, str(value))
         patch.setenv("ACCELERATE_USE_FSDP", "false")  # both libraries set it, and leave it
-        patch.setattr(PartialState, "_prepare_backend", lambda *_, **__: ("gloo", DistributedType.MULTI_GPU))
+        patch.setattr(
+            PartialState, "_prepare_backend", lambda *_, **__: ("gloo", DistributedType.MULTI_GPU)
+        )
         yield
     AcceleratorState._reset_state(reset_partial_state=True)
 
@@ -196,7 +242,9 @@ def _fsdp2_by_hand(rank: int, world_size: int, kind: Any, options: dict[str, Any
     return [*whole(model.parameters()), *(value for _, _, value in whole_state(optimizer))]
 
 
-def _fsdp2_by_accelerate(rank: int, world_size: int, kind: Any, options: dict[str, Any]) -> list[Any]:
+def _fsdp2_by_accelerate(
+    rank: int, world_size: int, kind: Any, options: dict[str, Any]
+) -> list[Any]:
     """The optimizer, then fully_shard and Accelerate's own fsdp2_switch_optimizer_parameters."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
@@ -213,7 +261,9 @@ def _fsdp2_by_accelerate(rank: int, world_size: int, kind: Any, options: dict[st
             prepared.zero_grad()
     params = list(model.parameters())
     assert all(isinstance(param, DTensor) for param in params)
-    assert list(map(id, optimizer.state)) == list(map(id, params)), "no state of a parameter that was swapped"
+    assert list(map(id, optimizer.state)) == list(map(id, params)), (
+        "no state of a parameter that was swapped"
+    )
     return [*whole(params), *(value for _, _, value in whole_state(optimizer))]
 
 
@@ -226,25 +276,39 @@ def _fsdp2_by_accelerate(rank: int, world_size: int, kind: Any, options: dict[st
         (shardcore.FusedAdam, {"state_dtype": "bf16"}),
     ],
 )
-def test_optimizers_step_the_dtensors_that_accelerate_swaps_in(kind: Any, options: dict[str, Any]) -> None:
+def test_optimizers_step_the_dtensors_that_accelerate_swaps_in(
+    kind: Any, options: dict[str, Any]
+) -> None:
     pytest.importorskip("accelerate", reason="tests with Accelerate and Trainer")
     by_hand = run_ranks(2, _fsdp2_by_hand, kind, options)
-    for expected, found in zip(by_hand, run_ranks(2, _fsdp2_by_accelerate, kind, options), strict=True):
+    for expected, found in zip(
+        by_hand, run_ranks(2, _fsdp2_by_accelerate, kind, options), strict=True
+    ):
         assert len(found) == len(expected) > 4
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def _fsdp2_trainer(rank: int, world_size: int, kind: Any, clip: float, out: str) -> tuple[list[float], list[torch.Tensor]]:
+def _fsdp2_trainer(
+    rank: int, world_size: int, kind: Any, clip: float, out: str
+) -> tuple[list[float], list[torch.Tensor]]:
     from transformers import Trainer, TrainingArguments
 
     torch.manual_seed(0)
     model: Any = Model()
     with _fsdp2_on_cpus(rank, world_size):
         args = TrainingArguments(
-            output_dir=out, use_cpu=True, max_grad_norm=clip, num_train_epochs=1, logging_steps=1, save_strategy="no",
-            report_to=[], disable_tqdm=True, per_device_train_batch_size=BATCH // world_size, fsdp="full_shard",
+            output_dir=out,
+            use_cpu=True,
+            max_grad_norm=clip,
+            num_train_epochs=1,
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            per_device_train_batch_size=BATCH // world_size,
+            fsdp="full_shard",
             fsdp_config={"version": 2, "fsdp_version": 2},
-        )  # fmt: skip
+        )
         rows = [{"x": row} for batch in _batches(0, 1) for row in batch]
         trainer = Trainer(
             model=model,
@@ -254,14 +318,18 @@ def _fsdp2_trainer(rank: int, world_size: int, kind: Any, clip: float, out: str)
         )
         assert trainer.accelerator.is_fsdp2
         trainer.train()
-    return [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry], whole(model.parameters())
+    return [
+        entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry
+    ], whole(model.parameters())
 
 
 @pytest.mark.more
 def test_trainer_with_fsdp2_trains_as_with_torchs_adam(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="tests with transformers")
     pytest.importorskip("accelerate", reason="tests with Accelerate and Trainer")
-    expected_norms, expected = run_ranks(2, _fsdp2_trainer, torch.optim.AdamW, CLIP, str(tmp_path))[0]
+    expected_norms, expected = run_ranks(2, _fsdp2_trainer, torch.optim.AdamW, CLIP, str(tmp_path))[
+        0
+    ]
     for norms, weights in run_ranks(2, _fsdp2_trainer, shardcore.FusedAdam, CLIP, str(tmp_path)):
         assert norms == pytest.approx(expected_norms, rel=1e-5)
         assert len(norms) == STEPS

@@ -1,4 +1,6 @@
-"""Models of the transformers package on the meta device: from their own folders as from_pretrained, and from nothing."""
+"""Models of the transformers package on the meta device: from their own folders as
+from_pretrained, and from nothing.
+"""
 
 import json
 import logging
@@ -48,7 +50,15 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, torch.Tensor]]] = {
     "t5": (
         "T5ForConditionalGeneration",
         "T5Config",
-        {"vocab_size": VOCAB, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2, "dropout_rate": 0},
+        {
+            "vocab_size": VOCAB,
+            "d_model": 32,
+            "d_kv": 16,
+            "d_ff": 64,
+            "num_layers": 2,
+            "num_heads": 2,
+            "dropout_rate": 0,
+        },
         {**_TOKENS, "decoder_input_ids": torch.arange(14).view(2, 7)},
     ),
     "mixtral": ("MixtralForCausalLM", "MixtralConfig", {**_LLAMA, "num_local_experts": 4}, _TOKENS),
@@ -61,11 +71,21 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, torch.Tensor]]] = {
             "num_mel_bins": 8,
             "max_source_positions": 20,
             "max_target_positions": 16,
-            **{f"{side}_{what}": 2 for side in ("encoder", "decoder") for what in ("layers", "attention_heads")},
+            **{
+                f"{side}_{what}": 2
+                for side in ("encoder", "decoder")
+                for what in ("layers", "attention_heads")
+            },
             **{f"{side}_ffn_dim": 64 for side in ("encoder", "decoder")},
-            **{f"{name}_token_id": index for index, name in enumerate(("pad", "bos", "eos", "decoder_start"))},
+            **{
+                f"{name}_token_id": index
+                for index, name in enumerate(("pad", "bos", "eos", "decoder_start"))
+            },
         },
-        {"input_features": torch.linspace(-1, 1, 2 * 8 * 40).view(2, 8, 40), "decoder_input_ids": torch.arange(14).view(2, 7)},
+        {
+            "input_features": torch.linspace(-1, 1, 2 * 8 * 40).view(2, 8, 40),
+            "decoder_input_ids": torch.arange(14).view(2, 7),
+        },
     ),
     "vit": (
         "ViTForImageClassification",
@@ -73,7 +93,12 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, torch.Tensor]]] = {
         {**_ENCODER, "image_size": 16, "patch_size": 4, "num_labels": 10},
         {"pixel_values": torch.linspace(-1, 1, 2 * 3 * 256).view(2, 3, 16, 16)},
     ),
-    "bert": ("BertForMaskedLM", "BertConfig", {**_ENCODER, "vocab_size": VOCAB, "max_position_embeddings": 32}, _TOKENS),
+    "bert": (
+        "BertForMaskedLM",
+        "BertConfig",
+        {**_ENCODER, "vocab_size": VOCAB, "max_position_embeddings": 32},
+        _TOKENS,
+    ),
 }
 
 
@@ -89,7 +114,9 @@ def _on_meta(name: str, folder: str | None) -> Any:
 
 
 def _saved(name: str, folder: Path, **options: Any) -> str:
-    """A folder in which every weight has values of its own: also those that are built as zeros or ones."""
+    """A folder in which every weight has values of its own: also those that are built as zeros
+    or ones.
+    """
     torch.manual_seed(3)
     model = _build(name)
     with torch.no_grad():
@@ -108,11 +135,15 @@ def _compared(rank: int, world_size: int, name: str, folder: str, stage: int) ->
     """What differs from from_pretrained."""
     torch.manual_seed(7)
     model = _on_meta(name, folder)
-    model, _ = shardcore.shard(model, shardcore.FusedAdam(model.parameters()), stage, precision="fp32", materialize=folder)
+    model, _ = shardcore.shard(
+        model, shardcore.FusedAdam(model.parameters()), stage, precision="fp32", materialize=folder
+    )
     theirs = getattr(transformers, MODELS[name][0]).from_pretrained(folder, dtype=torch.float32)
     ours, expected = model.state_dict(), theirs.state_dict()
     assert list(ours) == list(expected)
-    assert [key for key, _ in model.named_parameters()] == [key for key, _ in theirs.named_parameters()]
+    assert [key for key, _ in model.named_parameters()] == [
+        key for key, _ in theirs.named_parameters()
+    ]
     buffers = dict(theirs.named_buffers())
     assert [key for key, _ in model.named_buffers()] == list(buffers)
     differ = [key for key, value in ours.items() if not torch.equal(value, expected[key])]
@@ -121,8 +152,12 @@ def _compared(rank: int, world_size: int, name: str, folder: str, stage: int) ->
 
 
 @pytest.mark.cases(2)
-@pytest.mark.parametrize(("name", "world_size", "stage"), [("llama", 1, 0), *((name, 2, 3) for name in MODELS)])
-def test_a_folder_gives_what_from_pretrained_gives(tmp_path: Path, name: str, world_size: int, stage: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "world_size", "stage"), [("llama", 1, 0), *((name, 2, 3) for name in MODELS)]
+)
+def test_a_folder_gives_what_from_pretrained_gives(
+    tmp_path: Path, name: str, world_size: int, stage: int
+) -> None:
     folder = _saved(name, tmp_path)
     assert run_ranks(world_size, _compared, name, folder, stage) == [[]] * world_size
 
@@ -145,7 +180,9 @@ def _elements_read(rank: int, world_size: int, name: str, folder: str) -> int:
     shardcore.checkpoint.safetensors.TensorFiles.read = counting  # type: ignore[method-assign]
     try:
         model = _on_meta(name, folder)
-        shardcore.shard(model, shardcore.FusedAdam(model.parameters()), 3, precision="fp32", materialize=folder)
+        shardcore.shard(
+            model, shardcore.FusedAdam(model.parameters()), 3, precision="fp32", materialize=folder
+        )
     finally:
         shardcore.checkpoint.safetensors.TensorFiles.read = original  # type: ignore[method-assign]
     return read
@@ -162,11 +199,14 @@ def test_each_rank_reads_its_part_of_what_is_only_renamed(tmp_path: Path, name: 
     assert sum(sizes.values()) <= sum(read) <= sum(sizes.values()) + fused
 
 
-# --- from nothing -----------------------------------------------------------------------------------------------------
+# --- from nothing ---------------------------------------------------------------------------------
 
 
 # Computed, not drawn.
-FIXED = ("model.encoder.embed_positions.weight", *(f"model.rotary_emb.{key}inv_freq" for key in ("", "original_")))
+FIXED = (
+    "model.encoder.embed_positions.weight",
+    *(f"model.rotary_emb.{key}inv_freq" for key in ("", "original_")),
+)
 
 
 def _from_nothing(rank: int, world_size: int, name: str) -> dict[str, Any]:
@@ -186,7 +226,12 @@ def test_from_nothing_weights_have_the_distributions_of_building(name: str) -> N
     for key, expected in {**built.state_dict(), **dict(built.named_buffers())}.items():
         value = made[key]
         assert torch.equal(value, other[key]), key
-        if not expected.is_floating_point() or expected.numel() == 1 or expected.std() == 0 or key in FIXED:
+        if (
+            not expected.is_floating_point()
+            or expected.numel() == 1
+            or expected.std() == 0
+            or key in FIXED
+        ):
             assert torch.equal(value, expected), key
             continue
         drawn += 1
@@ -201,7 +246,9 @@ def test_gpt2s_projections_are_scaled_by_depth() -> None:
     """What a module around the one that has the weight does."""
     (made,) = run_ranks(1, _from_nothing, "gpt2")
     for layer in range(2):
-        assert made[f"transformer.h.{layer}.mlp.c_proj.weight"].std() == pytest.approx(0.02 / 4**0.5, rel=0.05)
+        assert made[f"transformer.h.{layer}.mlp.c_proj.weight"].std() == pytest.approx(
+            0.02 / 4**0.5, rel=0.05
+        )
         assert made[f"transformer.h.{layer}.mlp.c_fc.weight"].std() == pytest.approx(0.02, rel=0.05)
 
 
@@ -221,26 +268,34 @@ def test_a_transformers_model_inside_another_module_fills_itself() -> None:
     state = model.state_dict()
     assert state["body.model.norm.weight"].eq(1).all()
     assert state["body.lm_head.weight"].std() == pytest.approx(0.02, rel=0.05)
-    assert torch.equal(model.body.model.rotary_emb.inv_freq, _build("llama").model.rotary_emb.inv_freq)
+    assert torch.equal(
+        model.body.model.rotary_emb.inv_freq, _build("llama").model.rotary_emb.inv_freq
+    )
     assert 0 < state["head.weight"].abs().max() <= VOCAB**-0.5
 
 
-# --- what folders lack ------------------------------------------------------------------------------------------------
+# --- what folders lack ----------------------------------------------------------------------------
 
 
 def test_a_new_head_over_a_base_models_folder_is_asked_for(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    base = transformers.BertModel(transformers.BertConfig(**MODELS["bert"][2]), add_pooling_layer=True)
+    base = transformers.BertModel(
+        transformers.BertConfig(**MODELS["bert"][2]), add_pooling_layer=True
+    )
     base.save_pretrained(tmp_path)
     make = transformers.BertForSequenceClassification
     with torch.device("meta"):
         model: Any = make(base.config)
     optimizer = shardcore.FusedAdam(model.parameters())
     with pytest.raises(
-        ValueError, match=r"classifier\.weight \(and 1 more: classifier\.bias\) is on the meta device and not in"
+        ValueError,
+        match=r"classifier\.weight \(and 1 more: classifier\.bias\) is on the meta device and not "
+        r"in",
     ):
         shardcore.shard(model, optimizer, 3, materialize=tmp_path)
-    model, _ = shardcore.shard(model, optimizer, 3, precision="fp32", materialize=[tmp_path, model._init_weights])
+    model, _ = shardcore.shard(
+        model, optimizer, 3, precision="fp32", materialize=[tmp_path, model._init_weights]
+    )
     state = model.state_dict()
     assert all(torch.equal(state[f"bert.{key}"], value) for key, value in base.state_dict().items())
     assert 0 < state["classifier.weight"].std() < 0.05
@@ -248,13 +303,21 @@ def test_a_new_head_over_a_base_models_folder_is_asked_for(tmp_path: Path) -> No
 
 
 _HEADS = [
-    ("BertForPreTraining", "BertForSequenceClassification", "bert", "classifier", "cls.seq_relationship.weight"),
+    (
+        "BertForPreTraining",
+        "BertForSequenceClassification",
+        "bert",
+        "classifier",
+        "cls.seq_relationship.weight",
+    ),
     ("LlamaForCausalLM", "LlamaForSequenceClassification", "llama", "score", "lm_head.weight"),
     ("LlamaForCausalLM", "LlamaModel", "llama", None, "lm_head.weight"),
 ]
 
 
-def _another_head(rank: int, world_size: int, made: str, of: str, head: str | None, folder: str) -> list[str]:
+def _another_head(
+    rank: int, world_size: int, made: str, of: str, head: str | None, folder: str
+) -> list[str]:
     config = getattr(transformers, MODELS[of][1]).from_pretrained(folder)
     with torch.device("meta"):
         model: Any = getattr(transformers, made)(config)
@@ -275,7 +338,9 @@ def _another_head(rank: int, world_size: int, made: str, of: str, head: str | No
 def test_an_old_head_is_dropped_with_a_warning(
     tmp_path: Path, old: str, made: str, of: str, head: str | None, dropped: str
 ) -> None:
-    getattr(transformers, old)(getattr(transformers, MODELS[of][1])(**MODELS[of][2])).save_pretrained(tmp_path)
+    getattr(transformers, old)(
+        getattr(transformers, MODELS[of][1])(**MODELS[of][2])
+    ).save_pretrained(tmp_path)
     (message,), nothing = run_ranks(2, _another_head, made, of, head, str(tmp_path))
     assert "which the model does not; dropped, as from_pretrained does" in message
     assert dropped in message
@@ -285,22 +350,37 @@ def test_an_old_head_is_dropped_with_a_warning(
 def test_files_of_another_model_are_refused(tmp_path: Path) -> None:
     folder = _saved("mixtral", tmp_path)
     other = _on_meta("llama", None)
-    match = r"0\.mlp\.down_proj.* not in .* \(where model\.layers\.0\.block_sparse_moe.* is not of the model\); expected its"
+    match = (
+        r"0\.mlp\.down_proj.* not in .* \(where model\.layers\.0\.block_sparse_moe.* is not "
+        r"of "
+        r"the model\); expected its"
+    )
     with pytest.raises(ValueError, match=match):
         shardcore.shard(other, shardcore.FusedAdam(other.parameters()), 3, materialize=folder)
     config = json.loads((tmp_path / "config.json").read_text())
     with torch.device("meta"):
-        larger: Any = transformers.MixtralForCausalLM(transformers.MixtralConfig(**{**config, "intermediate_size": 47}))
-    with pytest.raises(ValueError, match=r"experts\.gate_up_proj has shape \(4, 96, 32\) in .*; expected \(4, 94, 32\)"):
+        larger: Any = transformers.MixtralForCausalLM(
+            transformers.MixtralConfig(**{**config, "intermediate_size": 47})
+        )
+    with pytest.raises(
+        ValueError,
+        match=r"experts\.gate_up_proj has shape \(4, 96, 32\) in .*; expected \(4, 94, 32\)",
+    ):
         shardcore.shard(larger, shardcore.FusedAdam(larger.parameters()), 3, materialize=folder)
     assert all(p.is_meta for p in larger.parameters())
 
 
 def test_what_init_weights_leaves_is_an_error_that_names_it() -> None:
     """CLIP's scale is made by its constructor alone."""
-    sides = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sides = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     config = transformers.CLIPConfig(
-        text_config={**sides, "vocab_size": VOCAB}, vision_config={**sides, "image_size": 16, "patch_size": 4}
+        text_config={**sides, "vocab_size": VOCAB},
+        vision_config={**sides, "image_size": 16, "patch_size": 4},
     )
 
     def on_meta() -> Any:
@@ -308,7 +388,9 @@ def test_what_init_weights_leaves_is_an_error_that_names_it() -> None:
             return transformers.CLIPModel(config)
 
     model = on_meta()
-    with pytest.raises(RuntimeError, match=r"logit_scale has NaN .* or the tensor in memory before shard"):
+    with pytest.raises(
+        RuntimeError, match=r"logit_scale has NaN .* or the tensor in memory before shard"
+    ):
         shardcore.shard(model, shardcore.FusedAdam(model.parameters()), 3)
     model = on_meta()
     model.logit_scale = nn.Parameter(torch.tensor(2.5))
@@ -328,11 +410,18 @@ def test_what_a_constructor_leaves_in_memory_is_named(caplog: pytest.LogCaptureF
         assert "transformer.layer.0.rel_attn.q" in names
         if moved:
             model.to("meta")
-        model, _ = shardcore.shard(model, shardcore.FusedAdam(model.parameters()), 3, precision="fp32")
-        warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+        model, _ = shardcore.shard(
+            model, shardcore.FusedAdam(model.parameters()), 3, precision="fp32"
+        )
+        warned = [
+            record.getMessage() for record in caplog.records if record.levelno == logging.WARNING
+        ]
         if not moved:
             assert len(warned) == 1
-            assert f"kept as it is and not filled: {', '.join(names)}. If nothing has set it" in warned[0]
+            assert (
+                f"kept as it is and not filled: {', '.join(names)}. If nothing has set it"
+                in warned[0]
+            )
     assert warned == []
     state = model.state_dict()
     assert all(state[name].std() == pytest.approx(0.02, rel=0.5) for name in names)

@@ -1,4 +1,6 @@
-"""AdamStepper: keys of random bits, and steps that repeat the last one. Its bits and oracle: tests/cpp, tests/optim."""
+"""AdamStepper: keys of random bits, and steps that repeat the last one. Its bits and oracle:
+tests/cpp, tests/optim.
+"""
 
 import gc
 import itertools
@@ -10,7 +12,8 @@ import torch
 from shardcore._native import _C
 from tests.support.kernels import DTYPES, Lists, bits, make_hyper, nothing_written
 
-MIXES = list(itertools.product(DTYPES, DTYPES, (False, True), (False, True)))  # param, grad, master, amsgrad
+# param, grad, master, amsgrad
+MIXES = list(itertools.product(DTYPES, DTYPES, (False, True), (False, True)))
 
 
 def test_stochastic_rounding_is_keyed_by_the_whole_parameter():
@@ -20,7 +23,9 @@ def test_stochastic_rounding_is_keyed_by_the_whole_parameter():
         index, first = changes.pop("index", 0), changes.pop("first", 0)
         names = ("params", "grads", "exp_avgs", "exp_avg_sqs")
         pieces = Lists(
-            *([t for t in getattr(lists, name)[0].split([cut, 3000 - cut])] for name in names), [None] * 2, [None] * 2
+            *([t for t in getattr(lists, name)[0].split([cut, 3000 - cut])] for name in names),
+            [None] * 2,
+            [None] * 2,
         )
         keys = [(index, first), (index, first + cut)]
         pieces.step([make_hyper(stochastic_rounding=True, **({"seed": 3} | changes))], keys=keys)
@@ -50,20 +55,30 @@ STATES = ("exp_avgs", "exp_avg_sqs", "masters", "max_exp_avg_sqs")
 def some_lists():
     lists = Lists()
     for i, master in enumerate((True, False, True)):
-        lists.add(100 * i + 3, torch.bfloat16, torch.float32, master, amsgrad=i > 0, seed=i, misalign=i)
+        lists.add(
+            100 * i + 3, torch.bfloat16, torch.float32, master, amsgrad=i > 0, seed=i, misalign=i
+        )
     return lists
 
 
 def read(lists, index=(0, 1, 0)):
     keys = [(i, 0) for i in range(len(lists.params))]
-    return _C.AdamLists(lists.params, hyper_index=list(index), keys=keys, **{key: getattr(lists, key) for key in STATES})
+    return _C.AdamLists(
+        lists.params,
+        hyper_index=list(index),
+        keys=keys,
+        **{key: getattr(lists, key) for key in STATES},
+    )
 
 
 HYPERS = {"lr": 0.1, "stochastic_rounding": True}
 
 
 def hypers_at(step, **changes):
-    return [make_hyper(**{**HYPERS, **changes, "step": step}), make_hyper(**{**HYPERS, **changes, "step": step + 3})]
+    return [
+        make_hyper(**{**HYPERS, **changes, "step": step}),
+        make_hyper(**{**HYPERS, **changes, "step": step + 3}),
+    ]
 
 
 @pytest.mark.parametrize("twin", [None, "step", "lists"])
@@ -112,7 +127,10 @@ def test_tensors_that_changed_since_are_refused(change):
     change(lists)
     rest = [t for t in lists.all() if t.untyped_storage().nbytes()]
     for _ in range(2):  # a refusal is not remembered as good
-        with nothing_written(*rest), pytest.raises((ValueError, TypeError), match=rf"^AdamStepper.step: {CHANGED[change]}"):
+        with (
+            nothing_written(*rest),
+            pytest.raises((ValueError, TypeError), match=rf"^AdamStepper.step: {CHANGED[change]}"),
+        ):
             stepper.repeat(kept, lists.grads, hypers_at(3))
 
 
@@ -135,8 +153,12 @@ NOT_PLAIN = {
     "not contiguous": lambda params, idle: setattr(params[1], "grad", torch.ones(3, 4, 2)[..., 0]),
     "transposed": lambda params, idle: setattr(params[1], "grad", torch.ones(4, 3).t()),
     "params transposed": transposed,
-    "negative": lambda params, idle: setattr(params[1], "grad", torch.ones(3, 4, dtype=torch.complex64).conj().imag),
-    "negative, contiguous": lambda params, idle: setattr(params[1], "grad", torch._neg_view(torch.ones(3, 4))),
+    "negative": lambda params, idle: setattr(
+        params[1], "grad", torch.ones(3, 4, dtype=torch.complex64).conj().imag
+    ),
+    "negative, contiguous": lambda params, idle: setattr(
+        params[1], "grad", torch._neg_view(torch.ones(3, 4))
+    ),
     "idle": lambda params, idle: setattr(idle[0], "grad", torch.ones(1)),
     "weights' dtype": other_weights,
 }

@@ -1,4 +1,6 @@
-"""_C.device_step on CPU tensors: the bits of the host's scalars and loss scale; wrong arguments are refused."""
+"""_C.device_step on CPU tensors: the bits of the host's scalars and loss scale; wrong arguments
+are refused.
+"""
 
 import math
 
@@ -31,7 +33,10 @@ def number(value, dtype=torch.float32):
 def words_of(scaler=None, ranks=1):
     words = torch.zeros(6, dtype=torch.int64)
     if scaler is not None:
-        words.view(torch.float64)[SCALE], words.view(torch.float64)[UNSCALE] = scaler.scale, 1.0 / (ranks * scaler.scale)
+        words.view(torch.float64)[SCALE], words.view(torch.float64)[UNSCALE] = (
+            scaler.scale,
+            1.0 / (ranks * scaler.scale),
+        )
         words[STABLE], words[LEFT] = scaler.stable_steps, scaler.hysteresis_left
     return words
 
@@ -47,7 +52,9 @@ def squares(*norms):
 def decide(words=None, parts=None, counts=None, hypers=None, index=None, **terms):
     words = words_of() if words is None else words
     counts = counters(2) if counts is None else counts
-    return _C.device_step(words, parts, counts, index or [0] * len(counts), hypers or [make_hyper()], **terms)
+    return _C.device_step(
+        words, parts, counts, index or [0] * len(counts), hypers or [make_hyper()], **terms
+    )
 
 
 def update(made, scalars, index=None):
@@ -61,13 +68,23 @@ def test_one_step_is_the_step_with_the_hosts_numbers(scaled):
     parts = torch.stack([_C.sq_norm(want.grads[:2]), _C.sq_norm(want.grads[2:])])
     factor, terms = 1.0, {}
     if scaled:
-        terms = {"grad_scale": number(-0.75, torch.float64), "loss_scale": number(8.0), "max_norm": 0.3}
+        terms = {
+            "grad_scale": number(-0.75, torch.float64),
+            "loss_scale": number(8.0),
+            "max_norm": 0.3,
+        }
         norm = _C.norm_from_sq(_C.sq_norm_add(parts))
         factor = _C.clipped_scale(-0.75 / 8.0, norm, 0.3)
-    hypers = [make_hyper(lr=number(0.05, torch.float64), step=1, grad_scale=7.0), make_hyper(lr=0.2, beta1=0.5)]
+    hypers = [
+        make_hyper(lr=number(0.05, torch.float64), step=1, grad_scale=7.0),
+        make_hyper(lr=0.2, beta1=0.5),
+    ]
     update(got, decide(words, parts if scaled else None, counts, hypers, [0, 0, 1], **terms))
     same = {"grad_scale": factor}
-    want.step([make_hyper(step=5, **same), make_hyper(lr=0.2, beta1=0.5, step=2**24 + 1, **same)], [0, 0, 1])
+    want.step(
+        [make_hyper(step=5, **same), make_hyper(lr=0.2, beta1=0.5, step=2**24 + 1, **same)],
+        [0, 0, 1],
+    )
     assert bits(got) == bits(want)
     assert [count.item() for count in counts] == [5, 5, 2**24 + 1]
     assert read(words)[NORM:] == [norm * 0.75 / 8.0 if scaled else 0.0, 0]
@@ -75,7 +92,13 @@ def test_one_step_is_the_step_with_the_hosts_numbers(scaled):
 
 @pytest.mark.parametrize(
     "terms",
-    [{"found_inf": number(1.0)}, {"bad": math.inf}, {"bad": math.nan}, {"bad": 1e39}, {"loss_scale": number(0.0)}],
+    [
+        {"found_inf": number(1.0)},
+        {"bad": math.inf},
+        {"bad": math.nan},
+        {"bad": 1e39},
+        {"loss_scale": number(0.0)},
+    ],
     ids=str,
 )
 def test_a_skipped_step_only_counts(terms):
@@ -120,12 +143,18 @@ BAD = [
     ({"hypers": [make_hyper(lr=META)]}, ValueError, "hypers.lr[0] has device meta; expected cpu"),
     ({"grad_scale": "1"}, TypeError, "grad_scale has type str; expected a number"),
     ({"grad_scale": META}, ValueError, "grad_scale has device meta; expected cpu"),
-    ({"found_inf": torch.tensor(1)}, TypeError, "found_inf has dtype Long; expected Float or Double"),
+    (
+        {"found_inf": torch.tensor(1)},
+        TypeError,
+        "found_inf has dtype Long; expected Float or Double",
+    ),
     ({"loss_scale": torch.ones(2)}, ValueError, "loss_scale has 2 elements; expected 1"),
 ]
 
 
-@pytest.mark.parametrize("arguments, error, message", BAD, ids=[message[:50] for *_, message in BAD])
+@pytest.mark.parametrize(
+    "arguments, error, message", BAD, ids=[message[:50] for *_, message in BAD]
+)
 def test_wrong_arguments_are_refused(arguments, error, message):
     with pytest.raises(error) as raised:
         decide(**arguments)
@@ -134,7 +163,10 @@ def test_wrong_arguments_are_refused(arguments, error, message):
 
 def test_a_call_with_these_scalars_is_checked_as_always():
     made = lists()
-    with nothing_written(*made.all()), pytest.raises(ValueError, match=r"hypers\[0\] has a tensor as lr; expected a number"):
+    with (
+        nothing_written(*made.all()),
+        pytest.raises(ValueError, match=r"hypers\[0\] has a tensor as lr; expected a number"),
+    ):
         made.step([make_hyper(lr=number(0.1))])
     with pytest.raises(TypeError, match="lr has dtype BFloat16"):
         make_hyper(lr=torch.ones((), dtype=torch.bfloat16))
@@ -144,5 +176,7 @@ def test_a_call_with_these_scalars_is_checked_as_always():
 def test_a_sum_takes_its_scale_from_a_tensor(value):
     pieces, out, want = torch.randn(3 * 700), torch.empty(700), torch.empty(700)
     scale = torch.tensor([7.0, value], dtype=torch.float64)[1]
-    assert torch.equal(_C.ordered_sum(pieces, 3, scale, out), _C.ordered_sum(pieces, 3, value, want))
+    assert torch.equal(
+        _C.ordered_sum(pieces, 3, scale, out), _C.ordered_sum(pieces, 3, value, want)
+    )
     assert torch.equal(out, want)

@@ -1,4 +1,6 @@
-"""The kernel of SGD, Adagrad and Lion: float64 oracles, every dtype and size, the same bits at every place."""
+"""The kernel of SGD, Adagrad and Lion: float64 oracles, every dtype and size, the same bits at
+every place.
+"""
 
 import itertools
 from functools import partial
@@ -9,7 +11,14 @@ import torch
 from shardcore._native import _C
 from tests.support.choice import few
 from tests.support.kernels import DTYPES, SIZES, UNIT, tensor
-from tests.support.placement import device_of, each_place, first_difference, moved, running_at, storage_of
+from tests.support.placement import (
+    device_of,
+    each_place,
+    first_difference,
+    moved,
+    running_at,
+    storage_of,
+)
 
 OPTIONS = {
     "grad_scale": 0.6,
@@ -21,19 +30,27 @@ OPTIONS = {
     "eps": 1e-3,
 }
 FORMULAS = ("sgd", "momentum", "nesterov", "adagrad", "lion")
-# A formula, dtypes of weight, gradient and state, and whether there is a float32 master: any two of these values are together.
+# A formula, dtypes of weight, gradient and state, and whether there is a float32 master: any two of
+# these values are together.
 MIXES = few([*itertools.product(FORMULAS, DTYPES, DTYPES, DTYPES, (False, True))])
 
 
 def _lists(mix, sizes, seed=0):
-    """Parameters, gradients, states and masters of these sizes, not aligned, with room around them."""
+    """Parameters, gradients, states and masters of these sizes, not aligned, with room around
+    them.
+    """
     formula, param, grad, state, master = mix
     rng = torch.Generator().manual_seed(seed)
-    lists = [[tensor(n, dtype, rng, misalign=n % 4) for n in sizes] for dtype in (param, grad, state)]
+    lists = [
+        [tensor(n, dtype, rng, misalign=n % 4) for n in sizes] for dtype in (param, grad, state)
+    ]
     for one in lists[2]:
         one.abs_()  # Adagrad's root
     lists[2] = [None] * len(sizes) if formula == "sgd" else lists[2]
-    return [*lists, [tensor(n, torch.float32, rng, misalign=n % 3) if master else None for n in sizes]]
+    return [
+        *lists,
+        [tensor(n, torch.float32, rng, misalign=n % 3) if master else None for n in sizes],
+    ]
 
 
 def _flat(lists):
@@ -41,7 +58,9 @@ def _flat(lists):
 
 
 def _moved(lists, device="cpu"):
-    return [[None if t is None else moved(t, torch.device(device)) for t in items] for items in lists]
+    return [
+        [None if t is None else moved(t, torch.device(device)) for t in items] for items in lists
+    ]
 
 
 def _step(formula, lists, **changes):
@@ -62,7 +81,8 @@ def test_every_place_gives_the_same_bits_and_writes_nothing_else(place, mix):
             _step(mix[0], there)
     finally:
         torch.set_num_threads(threads)
-    assert first_difference(_flat(there), _flat(lists)) is None  # whole storages: what lies around the tensors, too
+    # whole storages: what lies around the tensors, too
+    assert first_difference(_flat(there), _flat(lists)) is None
     for new, old in zip(_flat(lists), _flat(before), strict=True):
         inside = slice(new.storage_offset(), new.storage_offset() + new.numel())
         whole, was = storage_of(new), storage_of(old).clone()
@@ -73,7 +93,8 @@ def test_every_place_gives_the_same_bits_and_writes_nothing_else(place, mix):
 
 
 def _oracle(formula, weight, grad, state):
-    """Return weight and state after a step, and bounds of a float32 step's errors of both, from float64 inputs.
+    """Return weight and state after a step, and bounds of a float32 step's errors of both, from
+    float64 inputs.
 
     A bound: each rounded operation has UNIT of its result, options have UNIT each.
     """
@@ -91,7 +112,12 @@ def _oracle(formula, weight, grad, state):
         new = o["decay"] * weight - lr * direction.sign()
         off = UNIT * (3 * (o["decay"] * weight).abs() + 2 * lr)
         after = a2 * state + b2 * g
-        return new, after, torch.where(unclear, torch.inf, off), 4 * UNIT * ((a2 * state).abs() + b2 * scale) + b2 * off_g
+        return (
+            new,
+            after,
+            torch.where(unclear, torch.inf, off),
+            4 * UNIT * ((a2 * state).abs() + b2 * scale) + b2 * off_g,
+        )
     if formula == "adagrad":
         after = state + g * g
         off_after = 2 * UNIT * after + 2 * g.abs() * off_g
@@ -99,13 +125,25 @@ def _oracle(formula, weight, grad, state):
         move = lr * scale / (after.sqrt() + o["eps"])
         return new, after, UNIT * new.abs() + 16 * UNIT * move + off_after / after * move, off_after
     if formula == "sgd":
-        return weight - lr * g, state, UNIT * (2 * weight.abs() + 3 * lr * scale) + lr * off_g, torch.zeros_like(state)
+        return (
+            weight - lr * g,
+            state,
+            UNIT * (2 * weight.abs() + 3 * lr * scale) + lr * off_g,
+            torch.zeros_like(state),
+        )
     after = a2 * state + b2 * g
     off_after = 4 * UNIT * ((a2 * state).abs() + b2 * scale) + b2 * off_g
     move, off = (
-        (g + a1 * after, off_g + off_after + 3 * UNIT * (scale + after.abs())) if formula == "nesterov" else (after, off_after)
+        (g + a1 * after, off_g + off_after + 3 * UNIT * (scale + after.abs()))
+        if formula == "nesterov"
+        else (after, off_after)
     )
-    return weight - lr * move, after, UNIT * (2 * weight.abs() + 3 * lr * move.abs()) + lr * off, off_after
+    return (
+        weight - lr * move,
+        after,
+        UNIT * (2 * weight.abs() + 3 * lr * move.abs()) + lr * off,
+        off_after,
+    )
 
 
 def _broken(formula, lists, inputs):
@@ -153,9 +191,16 @@ def test_a_master_is_what_is_stepped_and_the_weight_its_rounding():
 
 
 def test_a_nan_stays_and_the_sign_of_nothing_is_nothing():
-    for formula, expected in (("lion", [1.0, 0.5]), ("momentum", [1.0, 0.5]), ("sgd", [1.0, 0.5]), ("adagrad", [1.0, 0.5])):
+    for formula, expected in (
+        ("lion", [1.0, 0.5]),
+        ("momentum", [1.0, 0.5]),
+        ("sgd", [1.0, 0.5]),
+        ("adagrad", [1.0, 0.5]),
+    ):
         weight, state = torch.ones(3), torch.zeros(3)
-        scalars = _C.ElementScalars(formula, lr=0.5, of_direction=(0.9, 0.1), of_state=(0.9, 1.0), eps=1e-30)
+        scalars = _C.ElementScalars(
+            formula, lr=0.5, of_direction=(0.9, 0.1), of_state=(0.9, 1.0), eps=1e-30
+        )
         grad = torch.tensor([float("nan"), 0.0, 1.0])
         _C.element_step([weight], [grad], [None if formula == "sgd" else state], [None], scalars)
         assert weight[0].isnan()

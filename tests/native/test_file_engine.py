@@ -1,4 +1,6 @@
-"""Files written and read by the engine, and each thing that can go wrong there: detected, and named by file and offset."""
+"""Files written and read by the engine, and each thing that can go wrong there: detected, and
+named by file and offset.
+"""
 
 import errno
 import io
@@ -40,7 +42,9 @@ def path(tmp_path) -> Path:
 
 
 def random_bytes(size: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def write(engine: _C.FileEngine, path: Path, data: torch.Tensor, direct: bool = True) -> int:
@@ -91,7 +95,9 @@ def test_checksums_are_castagnoli():
     for data, crc in KNOWN.items():
         tensor = torch.tensor(list(data), dtype=torch.uint8)
         assert _C.crc32c(tensor) == crc == slow_crc32c(data)
-    assert zlib.crc32(b"123456789") != 0xE3069283 == slow_crc32c(b"123456789"), "another polynomial is another checksum"
+    assert zlib.crc32(b"123456789") != 0xE3069283 == slow_crc32c(b"123456789"), (
+        "another polynomial is another checksum"
+    )
 
 
 @pytest.mark.parametrize("size", [1, 7, 8, 9, 1000, 23_999, 24_000, 24_001, 100_003])
@@ -102,22 +108,32 @@ def test_checksums_of_any_size_and_dtype(size):
     data[size // 2] ^= 1
     assert _C.crc32c(data) != crc
     values = torch.randn(3, 5, dtype=torch.bfloat16)
-    assert _C.crc32c(values) == _C.crc32c(values.view(torch.uint8)) == slow_crc32c(values.view(torch.uint8).numpy().tobytes())
+    assert (
+        _C.crc32c(values)
+        == _C.crc32c(values.view(torch.uint8))
+        == slow_crc32c(values.view(torch.uint8).numpy().tobytes())
+    )
 
 
 def test_tensors_without_plain_memory_are_refused(path):
     two = torch.zeros(4, 4)
-    with pytest.raises(ValueError, match=r"crc32c: tensor has shape .*; expected a contiguous tensor"):
+    with pytest.raises(
+        ValueError, match=r"crc32c: tensor has shape .*; expected a contiguous tensor"
+    ):
         _C.crc32c(two.t()[:2])
     writer = _C.FileWriter(_C.FileEngine("threads"), path, 8)
-    with pytest.raises(ValueError, match=r"FileWriter\.append: tensor has device meta; expected cpu"):
+    with pytest.raises(
+        ValueError, match=r"FileWriter\.append: tensor has device meta; expected cpu"
+    ):
         writer.append(torch.zeros(2, device="meta"))
 
 
 # Files that come back
 
 
-@pytest.mark.parametrize(("size", "direct"), [(size, number % 2 == 0) for number, size in enumerate(SIZES)])
+@pytest.mark.parametrize(
+    ("size", "direct"), [(size, number % 2 == 0) for number, size in enumerate(SIZES)]
+)
 def test_files_of_any_size(backend, path, size, direct):
     engine = _C.FileEngine(backend, depth=3)
     assert engine.backend == backend
@@ -163,7 +179,9 @@ def test_appended_tensors_may_change_at_once(backend, path):
         writer.append(data)
         data += 1
     writer.finish()
-    values = _C.FileReader(engine, path).start(0, 3 * data.nbytes).wait().view(torch.int32).view(3, -1)
+    values = (
+        _C.FileReader(engine, path).start(0, 3 * data.nbytes).wait().view(torch.int32).view(3, -1)
+    )
     assert torch.equal(values, torch.stack([data - 3, data - 2, data - 1]))
 
 
@@ -208,7 +226,10 @@ def test_a_wait_leaves_python_to_other_threads(backend, path):
 # What goes wrong
 
 
-@pytest.mark.parametrize("faults", ["short", "write:EINTR,read:EINTR", "write:EAGAIN,read:EAGAIN", "write:EINVAL,read:EINVAL"])
+@pytest.mark.parametrize(
+    "faults",
+    ["short", "write:EINTR,read:EINTR", "write:EAGAIN,read:EAGAIN", "write:EINVAL,read:EINVAL"],
+)
 def test_transfers_are_continued_and_tried_again(backend, path, faults):
     engine = _C.FileEngine(backend, faults=faults)
     data = random_bytes(3_000_001)
@@ -217,14 +238,22 @@ def test_transfers_are_continued_and_tried_again(backend, path, faults):
     assert torch.equal(_C.FileReader(engine, path).start(1, 3_000_000).wait(), data[1:])
 
 
-@pytest.mark.parametrize(("name", "at"), [("EIO", 0), ("ENOSPC", MIB), ("EROFS", 2 * MIB + 17), ("EIO", 5 * MIB + 2)])
+@pytest.mark.parametrize(
+    ("name", "at"), [("EIO", 0), ("ENOSPC", MIB), ("EROFS", 2 * MIB + 17), ("EIO", 5 * MIB + 2)]
+)
 def test_a_failed_write_is_named_by_file_and_offset(backend, path, name, at):
     engine = _C.FileEngine(backend, depth=2, faults=f"write:{name}@{at}")
     data = random_bytes(5 * MIB + 3)
     writer = _C.FileWriter(engine, path, data.nbytes)
     begin = at - at % MIB
-    for attempt in (lambda: (writer.append(data), writer.finish()), writer.finish, lambda: writer.append(data[:0])):
-        with pytest.raises(OSError, match=rf"write at offset {begin} failed: \d+ bytes asked at {begin}, 0 done") as raised:
+    for attempt in (
+        lambda: (writer.append(data), writer.finish()),
+        writer.finish,
+        lambda: writer.append(data[:0]),
+    ):
+        with pytest.raises(
+            OSError, match=rf"write at offset {begin} failed: \d+ bytes asked at {begin}, 0 done"
+        ) as raised:
             attempt()
         assert (raised.value.errno, raised.value.filename) == (getattr(errno, name), str(path))
         assert str(path) in str(raised.value)
@@ -240,7 +269,9 @@ def test_a_failed_read_is_named_by_file_and_offset(backend, path, faults):
     engine = _C.FileEngine(backend, depth=1, faults=faults)
     reader = _C.FileReader(engine, path)
     bad, good = reader.start(2 * MIB, 2 * MIB), reader.start(0, MIB)
-    with pytest.raises(OSError, match="read at offset 2097152 failed: 1048576 bytes asked at 2097152, 0 done") as raised:
+    with pytest.raises(
+        OSError, match="read at offset 2097152 failed: 1048576 bytes asked at 2097152, 0 done"
+    ) as raised:
         bad.wait()
     assert (raised.value.errno, raised.value.filename) == (errno.EIO, str(path))
     if faults != "stuck":
@@ -273,8 +304,13 @@ def test_flipped_bits_are_found_by_the_checksum(backend, path, op):
     assert (path.read_bytes() == data.numpy().tobytes()) == (op == "read")
 
 
-@pytest.mark.parametrize(("faults", "number", "text"), [("reserve:ENOSPC", errno.ENOSPC, "reserve 2097152 bytes"),
-                                                        ("sync:EIO", errno.EIO, "fdatasync")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("faults", "number", "text"),
+    [
+        ("reserve:ENOSPC", errno.ENOSPC, "reserve 2097152 bytes"),
+        ("sync:EIO", errno.EIO, "fdatasync"),
+    ],
+)
 def test_space_and_durability_are_checked(backend, path, faults, number, text):
     with pytest.raises(OSError, match=text) as raised:
         write(_C.FileEngine(backend, faults=faults), path, random_bytes(2 * MIB))
@@ -283,7 +319,9 @@ def test_space_and_durability_are_checked(backend, path, faults, number, text):
 
 @pytest.mark.more
 def test_a_full_disk_is_found_when_the_file_is_made(backend, path):
-    """The system's own error: a limit of file sizes, which the space of a file is taken from as well."""
+    """The system's own error: a limit of file sizes, which the space of a file is taken from as
+    well.
+    """
     script = """
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
@@ -343,7 +381,9 @@ def test_sizes_and_ranges_are_checked(backend, path):
         reader.start(0, 0)
 
 
-@pytest.mark.parametrize("faults", ["write", "write:EFOO", "flip:read", "delay:", "shorter", "sync:EIO@x", ","])
+@pytest.mark.parametrize(
+    "faults", ["write", "write:EFOO", "flip:read", "delay:", "shorter", "sync:EIO@x", ","]
+)
 def test_faults_and_backends_are_checked(faults):
     with pytest.raises(ValueError, match=r"faults has .*; expected rules such as"):
         _C.FileEngine(faults=faults)
@@ -470,7 +510,9 @@ def test_where_io_uring_is_forbidden_threads_take_its_place(path):
         "threads|io_uring is not used: io_uring_setup: Operation not permitted\n"
     )
     script = "try:\n    _C.FileEngine('io_uring')\nexcept OSError as error:\n    print(error)"
-    assert "io_uring is not used: io_uring_setup: Operation not permitted" in run(FORBID + script, path)
+    assert "io_uring is not used: io_uring_setup: Operation not permitted" in run(
+        FORBID + script, path
+    )
 
 
 def resident_kib() -> int:
@@ -478,7 +520,9 @@ def resident_kib() -> int:
 
 
 def many_requests(backend: str, path: Path, count: int) -> tuple[int, int]:
-    """Make small reads and writes by one engine; returns how many descriptors and KiB of memory they cost."""
+    """Make small reads and writes by one engine; returns how many descriptors and KiB of memory
+    they cost.
+    """
     engine = _C.FileEngine(backend, depth=8)
     data = random_bytes(10_000)
     write(engine, path, data)
@@ -493,7 +537,9 @@ def many_requests(backend: str, path: Path, count: int) -> tuple[int, int]:
             if first % 1000 == 0:
                 _C.FileWriter(engine, path.with_name("other"), 5000).append(data[:5000])
                 with pytest.raises(OSError, match="No such file"):
-                    _C.FileReader(engine, path / "none" if path.is_dir() else path.with_name("none"))
+                    _C.FileReader(
+                        engine, path / "none" if path.is_dir() else path.with_name("none")
+                    )
 
     some(2000)  # what is kept is there now
     files, memory = len(os.listdir("/proc/self/fd")), resident_kib()
@@ -504,9 +550,11 @@ def many_requests(backend: str, path: Path, count: int) -> tuple[int, int]:
 @pytest.mark.more
 @pytest.mark.parametrize("count", [20_000, pytest.param(300_000, marks=pytest.mark.slow)])
 def test_many_requests_leak_nothing(backend, path, count):
-    files, memory = ranks.run_fresh(many_requests, backend, path, count)  # of a process that does nothing else
+    # of a process that does nothing else
+    files, memory = ranks.run_fresh(many_requests, backend, path, count)
     assert files == 0
-    assert memory < 8 * 1024  # 0.4 KiB for a request would be; of 300,000, the smallest piece that malloc gives (32 bytes)
+    # 0.4 KiB for a request would be; of 300,000, the smallest piece that malloc gives (32 bytes)
+    assert memory < 8 * 1024
 
 
 # Names

@@ -1,4 +1,6 @@
-"""Blocks of a file that are read and written in place: what comes back, what is refused, what fails."""
+"""Blocks of a file that are read and written in place: what comes back, what is refused, what
+fails.
+"""
 
 import errno
 from pathlib import Path
@@ -19,7 +21,9 @@ def _aligned(size: int) -> torch.Tensor:
 
 def _random(seed: int) -> torch.Tensor:
     memory = _aligned(BLOCKS * BLOCK)
-    return memory.copy_(torch.randint(0, 256, memory.shape, generator=torch.Generator().manual_seed(seed)))
+    return memory.copy_(
+        torch.randint(0, 256, memory.shape, generator=torch.Generator().manual_seed(seed))
+    )
 
 
 def test_blocks_come_back_and_unwritten_ones_are_zero(tmp_path: Path) -> None:
@@ -48,7 +52,9 @@ def test_what_is_not_in_whole_blocks_of_the_file_is_refused(tmp_path: Path) -> N
     file = _C.BlockFile(_C.FileEngine(), tmp_path / "file", BLOCKS * BLOCK)
     memory = _aligned(2 * BLOCK)
     for refused, offset in ((memory, BLOCKS * BLOCK - BLOCK), (memory, -BLOCK), (memory[:0], 0)):
-        with pytest.raises(ValueError, match=r"expected whole blocks of \d+ inside of .*file, which has 1228800"):
+        with pytest.raises(
+            ValueError, match=r"expected whole blocks of \d+ inside of .*file, which has 1228800"
+        ):
             file.read(refused, offset)
     if file.block_bytes > 1:
         for refused, offset in ((memory[1 : 1 + BLOCK], 0), (memory[: BLOCK + 1], 0), (memory, 1)):

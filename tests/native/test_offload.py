@@ -75,13 +75,34 @@ def test_a_buffer_outlives_its_tier():
             lambda t, b: t.from_tier(torch.zeros(8), torch.ones(8)),
             r"HostTier.from_tier: src has memory that this tier did not make",
         ),
-        (lambda t, b: t.to_tier(b, torch.ones(7)), r"HostTier.to_tier: src has 7 elements; expected 8 \(as dst\)"),
-        (lambda t, b: t.to_tier(b[::2], torch.ones(4)), r"to_tier: dst has shape .* strides .*; expected a contiguous tensor"),
-        (lambda t, b: t.to_tier(b[:4], b[2:6]), r"to_tier: src has memory that dst has too; expected two distinct buffers"),
-        (lambda t, b: t.to_tier(b, torch.ones(8, device="meta")), r"to_tier: src has device meta; expected cpu"),
-        (lambda t, b: t.empty(-1, torch.float32), r"HostTier.empty: numel has -1; expected 0 or more"),
-        (lambda t, b: t.empty(2**62, torch.float32), r"HostTier.empty: numel has 4611686018427387904; expected at most"),
-        (lambda t, b: _C.HostTier(torch.device("meta")), r"HostTier: device has device meta; expected cpu or cuda"),
+        (
+            lambda t, b: t.to_tier(b, torch.ones(7)),
+            r"HostTier.to_tier: src has 7 elements; expected 8 \(as dst\)",
+        ),
+        (
+            lambda t, b: t.to_tier(b[::2], torch.ones(4)),
+            r"to_tier: dst has shape .* strides .*; expected a contiguous tensor",
+        ),
+        (
+            lambda t, b: t.to_tier(b[:4], b[2:6]),
+            r"to_tier: src has memory that dst has too; expected two distinct buffers",
+        ),
+        (
+            lambda t, b: t.to_tier(b, torch.ones(8, device="meta")),
+            r"to_tier: src has device meta; expected cpu",
+        ),
+        (
+            lambda t, b: t.empty(-1, torch.float32),
+            r"HostTier.empty: numel has -1; expected 0 or more",
+        ),
+        (
+            lambda t, b: t.empty(2**62, torch.float32),
+            r"HostTier.empty: numel has 4611686018427387904; expected at most",
+        ),
+        (
+            lambda t, b: _C.HostTier(torch.device("meta")),
+            r"HostTier: device has device meta; expected cpu or cuda",
+        ),
     ],
 )
 def test_refusals(make, message):
@@ -95,25 +116,38 @@ def test_refusals(make, message):
 def test_type_refusals():
     tier = _C.HostTier(CPU)
     buffer = tier.empty(8, torch.float32)
-    with pytest.raises(TypeError, match=r"to_tier: src has dtype Half; expected Float \(as dst: copies do not cast\)"):
+    with pytest.raises(
+        TypeError,
+        match=r"to_tier: src has dtype Half; expected Float \(as dst: copies do not cast\)",
+    ):
         tier.to_tier(buffer, torch.ones(8, dtype=torch.float16))
 
 
 @pytest.mark.skipif(_C.build_info()["cuda"] != "", reason="this build has CUDA")
 def test_cuda_without_a_cuda_build():
-    with pytest.raises(ValueError, match=r"HostTier: device has device cuda; expected cpu \(this build has no CUDA: "):
+    with pytest.raises(
+        ValueError,
+        match=r"HostTier: device has device cuda; expected cpu \(this build has no CUDA: ",
+    ):
         _C.HostTier(torch.device("cuda"))
 
 
 def test_no_memory_is_a_memory_error():
-    with pytest.raises(MemoryError, match=r"empty_huge: numel has \d+ bytes; expected what this machine can give"):
+    with pytest.raises(
+        MemoryError, match=r"empty_huge: numel has \d+ bytes; expected what this machine can give"
+    ):
         _C.empty_huge(2**55, torch.float32)
     with pytest.raises(MemoryError, match=r"HostTier.empty: numel has \d+ bytes"):
         _C.HostTier(CPU).empty(2**55, torch.float32)
 
 
 def test_empty_huge():
-    for numel, dtype in [(0, torch.float32), (1, torch.int8), (1000, torch.bfloat16), (3_000_000, torch.float32)]:
+    for numel, dtype in [
+        (0, torch.float32),
+        (1, torch.int8),
+        (1000, torch.bfloat16),
+        (3_000_000, torch.float32),
+    ]:
         t = _C.empty_huge(numel, dtype)
         assert (t.shape, t.dtype) == ((numel,), dtype)
         assert not t.any()
@@ -160,7 +194,8 @@ def test_synchronize_waits_for_both_directions():
 def test_tensors_of_a_copy_in_flight_are_kept_alive():
     tier, buffer = late_tier(100_000)
     event = tier.to_tier(buffer, torch.full((100_000,), 7.0))
-    others = [torch.full((100_000,), -1.0) for _ in range(20)]  # takes the memory of a source that was freed
+    # takes the memory of a source that was freed
+    others = [torch.full((100_000,), -1.0) for _ in range(20)]
     event.synchronize()
     assert buffer.eq(7.0).all()
     del others
@@ -198,9 +233,18 @@ def test_a_failed_copy_surfaces_at_the_next_wait_with_its_origin():
     buffer, back = tier.empty(8, torch.float32), torch.zeros(8)
     tier.to_tier(buffer, torch.ones(8)).synchronize()
     event = tier.from_tier(back, buffer)
-    message = r"HostTier.from_tier: copy 1 of 32 bytes failed \(a planted fault\); no later copy in this direction is made"
+    message = (
+        r"HostTier.from_tier: copy 1 of 32 bytes failed \(a planted fault\); no later copy "
+        r"in this direction is made"
+    )
     tier.drain()  # waits, and says nothing
-    for wait in (event.synchronize, event.wait, event.query, tier.synchronize, lambda: tier.from_tier(back, buffer)):
+    for wait in (
+        event.synchronize,
+        event.wait,
+        event.query,
+        tier.synchronize,
+        lambda: tier.from_tier(back, buffer),
+    ):
         with pytest.raises(RuntimeError, match=message):
             wait()
     assert not back.any()
@@ -208,7 +252,9 @@ def test_a_failed_copy_surfaces_at_the_next_wait_with_its_origin():
 
 
 def test_another_backend_is_handed_over_in_a_capsule():
-    with pytest.raises(ValueError, match="PyCapsule_GetPointer called with invalid PyCapsule object"):
+    with pytest.raises(
+        ValueError, match="PyCapsule_GetPointer called with invalid PyCapsule object"
+    ):
         _C.HostTier(torch.device("cpu"), backend="late")
 
 
@@ -222,7 +268,8 @@ class Case:
         self.tier = _C.HostTier(CPU) if tier is None else tier
         self.pipeline = _C.OffloadPipeline(self.tier, 3)
         dtype = KINDS[kind]
-        self.grads = [torch.randn(10 + numel).to(dtype) for _ in range(2)]  # of which the last elements are meant
+        # of which the last elements are meant
+        self.grads = [torch.randn(10 + numel).to(dtype) for _ in range(2)]
         values = [torch.randn(numel) for _ in range(2)]
         self.chunk = {
             "params": list(self.tier.empty(2 * numel, dtype).split(numel)),
@@ -243,7 +290,9 @@ class Case:
         self.hypers = [make_hyper()]
 
     def step(self, num_threads: int) -> None:
-        self.pipeline.begin([self.pipeline.chunk(**self.chunk)], self.grads, self.hypers, num_threads)
+        self.pipeline.begin(
+            [self.pipeline.chunk(**self.chunk)], self.grads, self.hypers, num_threads
+        )
         left = self.pipeline.wait_updated(0, 1)
         if left is not None:
             left.wait()
@@ -252,18 +301,33 @@ class Case:
 
 @pytest.mark.parametrize("num_threads", [0, 2])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_step_through_places_has_the_same_bits_and_counts_its_copies(kind: str, num_threads: int) -> None:
+def test_a_step_through_places_has_the_same_bits_and_counts_its_copies(
+    kind: str, num_threads: int
+) -> None:
     case = Case(kind, 50_000)
-    plain = {name: [t.clone() for t in case.chunk[name]] for name in ("exp_avgs", "exp_avg_sqs", "masters") if case.chunk[name]}
+    plain = {
+        name: [t.clone() for t in case.chunk[name]]
+        for name in ("exp_avgs", "exp_avg_sqs", "masters")
+        if case.chunk[name]
+    }
     plain["params"] = [weight.clone() for weight in case.chunk["weights"]]
     versions = [weight._version for weight in case.chunk["weights"]]
-    _C.AdamStepper().step(**plain, grads=[grad[10:] for grad in case.grads], hypers=case.hypers, hyper_index=[0, 0])
+    _C.AdamStepper().step(
+        **plain, grads=[grad[10:] for grad in case.grads], hypers=case.hypers, hyper_index=[0, 0]
+    )
     case.step(num_threads)
     for name, values in plain.items():
-        assert all(map(torch.equal, case.chunk["weights" if name == "params" else name], values)), name
+        assert all(map(torch.equal, case.chunk["weights" if name == "params" else name], values)), (
+            name
+        )
     nbytes = sum(param.nbytes for param in case.chunk["params"])
-    assert (case.tier.bytes_to_tier, case.tier.bytes_from_tier) == (nbytes * (2 if kind == "fp32" else 1), nbytes)
-    assert [weight._version for weight in case.chunk["weights"]] == [version + 1 for version in versions]
+    assert (case.tier.bytes_to_tier, case.tier.bytes_from_tier) == (
+        nbytes * (2 if kind == "fp32" else 1),
+        nbytes,
+    )
+    assert [weight._version for weight in case.chunk["weights"]] == [
+        version + 1 for version in versions
+    ]
 
 
 def test_copies_in_flight_outlive_their_chunk() -> None:

@@ -1,4 +1,6 @@
-"""What a step and copies in flight find in their process: its end, a fork, other threads, SHARDCORE_CPU_ISA."""
+"""What a step and copies in flight find in their process: its end, a fork, other threads,
+SHARDCORE_CPU_ISA.
+"""
 
 import hashlib
 import os
@@ -30,45 +32,62 @@ def begin(**how):
     return tier, buffer, events
 """
 ENDS = {
-    "all at once, many, never waited for": "held = [begin(**SLOW) for _ in range(50)]; tier, *others = begin(late=True)",
-    "one of three first": "held = [[x for i, x in enumerate(begin(**SLOW)) if i != first] for first in range(3)]",
+    "all at once, many, never waited for": "held = [begin(**SLOW) for _ in range(50)]; tier, "
+    "*others = begin(late=True)",
+    "one of three first": "held = [[x for i, x in enumerate(begin(**SLOW)) if i != first] for "
+    "first in range(3)]",
     "only a buffer, only events are left": "buffer, events = begin(**SLOW)[1], begin(**SLOW)[2]",
     "in a circle": "things = list(begin(**SLOW)); things.append(things); del things",
-    "at exit": "import atexit; atexit.register(lambda: setattr(sys, 'held', begin(**SLOW))); sys.exit(0)",
+    "at exit": "import atexit; atexit.register(lambda: setattr(sys, 'held', begin(**SLOW))); "
+    "sys.exit(0)",
     "a thread's own": "t = threading.Thread(target=lambda: begin(**SLOW)); t.start(); t.join()",
 }
 
 
 def run(script: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", HEAD + script], capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        [sys.executable, "-c", HEAD + script], capture_output=True, text=True, timeout=300
+    )
 
 
 @pytest.mark.more
 def test_an_interpreter_ends_whatever_is_in_flight():
     """Each end in a child of one process: importing torch takes longer than ending."""
     script = "signal.alarm(0)  # each child has its own\n"
-    script += "gc.collect(); gc.freeze()  # or each child would copy what was imported, to look whether it is garbage\n"
+    script += (
+        "gc.collect(); gc.freeze()  # or each child would copy what was imported, to look "
+        "whether it is garbage\n"
+    )
     for end in ENDS:
         script += f"pid = os.fork()\nif pid == 0:\n    signal.alarm(120)\n    {ENDS[end]}\n"
-        script += f"else:\n    assert os.waitpid(pid, 0)[1] == 0, {end!r}\n" + "if pid:\n    pass\nelse:\n    sys.exit(0)\n"
+        script += (
+            f"else:\n    assert os.waitpid(pid, 0)[1] == 0, {end!r}\n"
+            + "if pid:\n    pass\nelse:\n    sys.exit(0)\n"
+        )
     result = run(script)
     assert (result.returncode, result.stderr) == (0, "")
 
 
 @pytest.mark.more
 def test_a_first_interpreter_ends_as_well():
-    result = run("sys.modules['torch'].held = begin(**SLOW); sys.held = begin(**SLOW); tier, buffer, events = begin(**SLOW)")
+    result = run(
+        "sys.modules['torch'].held = begin(**SLOW); sys.held = begin(**SLOW); tier, buffer, events "
+        "= begin(**SLOW)"
+    )
     assert (result.returncode, result.stderr) == (0, "")
 
 
 def _steps_of_a_child_and_its_parent():
-    """Hashes after a step of the forked child, which copies meanwhile, and after the same step of the parent."""
+    """Hashes after a step of the forked child, which copies meanwhile, and after the same step
+    of the parent.
+    """
     model, optimizer, _ = train(0, Run(steps=2, shard={"offload": {"optimizer": "cpu"}}))
     tier = _C.HostTier(torch.device("cpu"))
     buffer = tier.empty(1 << 20, torch.float32)
     tier.to_tier(buffer, torch.ones(1 << 20)).synchronize()
     back = torch.zeros(1 << 20)
-    done, *_, running = [tier.from_tier(back, buffer) for _ in range(500)]  # 4 MiB each: the last is in flight at the fork
+    # 4 MiB each: the last is in flight at the fork
+    done, *_, running = [tier.from_tier(back, buffer) for _ in range(500)]
 
     def step():
         loss_of(model, batch_of(2, 0, 0)).backward()
@@ -80,7 +99,9 @@ def _steps_of_a_child_and_its_parent():
     child = os.fork()
     if child == 0:
         signal.alarm(60)
-        with pytest.raises(RuntimeError, match="from_tier: copy 500 was in flight when this process was forked"):
+        with pytest.raises(
+            RuntimeError, match="from_tier: copy 500 was in flight when this process was forked"
+        ):
             running.synchronize()
         mine = torch.zeros(1 << 20)
         tier.from_tier(mine, buffer).synchronize()
@@ -125,7 +146,9 @@ def test_two_threads_free_tensors_whose_end_hands_the_gil_over():
 
 
 def _steps_of_a_child_and_its_parent_adam() -> tuple[bytes, bytes, bytes]:
-    """Digests of the weight: after a step of the forked child; of the parent before and after the same step."""
+    """Digests of the weight: after a step of the forked child; of the parent before and after
+    the same step.
+    """
     torch.set_num_threads(2)
     p = torch.nn.Parameter(torch.linspace(-1, 1, 1 << 20))
     optimizer = shardcore.CPUAdam([p], lr=0.1)

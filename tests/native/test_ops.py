@@ -1,4 +1,6 @@
-"""sq_norm, ordered_sum and cast against exact or float64 oracles, on every instruction set and thread count."""
+"""sq_norm, ordered_sum and cast against exact or float64 oracles, on every instruction set and
+thread count.
+"""
 
 import math
 import os
@@ -25,11 +27,15 @@ def block_sums(x):
 
 def random_list(seed):
     rng = torch.Generator().manual_seed(seed)
-    return [tensor(n, DTYPES[(n + seed) % 3], rng, misalign=n % 4) for n in [0, 70_000, 1, *SIZES, 0, 100_001, 0]]
+    return [
+        tensor(n, DTYPES[(n + seed) % 3], rng, misalign=n % 4)
+        for n in [0, 70_000, 1, *SIZES, 0, 100_001, 0]
+    ]
 
 
 def test_norm_is_exact_to_double_double_on_every_isa_and_thread_count():
-    large = tensor((1 << 20) + 5, torch.float32, torch.Generator().manual_seed(2))  # up to 512 Ki elements one thread reads
+    # up to 512 Ki elements one thread reads
+    large = tensor((1 << 20) + 5, torch.float32, torch.Generator().manual_seed(2))
     tensors = [*random_list(1), large]
     exact = sum((Fraction(float(s)) for t in tensors for s in block_sums(t)), Fraction(0))
     results = []
@@ -58,7 +64,9 @@ def test_any_grouping_of_a_list_gives_the_same_norm():
     tensors = random_list(2)
     whole = _C.norm_from_sq(_C.sq_norm(tensors))
     for step in (1, 2, 5):
-        parts = torch.stack([_C.sq_norm(tensors[i : i + step]) for i in range(0, len(tensors), step)])
+        parts = torch.stack(
+            [_C.sq_norm(tensors[i : i + step]) for i in range(0, len(tensors), step)]
+        )
         assert _C.norm_from_sq(_C.sq_norm_add(parts)) == whole
         assert _C.norm_from_sq(_C.sq_norm_add(parts.flip(0).contiguous())) == whole
     big = tensors[1]
@@ -118,10 +126,15 @@ def test_ordered_sum_takes_the_own_piece_from_where_it_lies(dtype, rank):
 
 def test_cast_rounds_as_documented_and_every_isa_agrees():
     rng = torch.Generator().manual_seed(4)
-    float32 = torch.cat([torch.randn(5000, generator=rng) * 10.0**e for e in (-42, -38, -8, -5, 0, 4, 37)])
+    float32 = torch.cat(
+        [torch.randn(5000, generator=rng) * 10.0**e for e in (-42, -38, -8, -5, 0, 4, 37)]
+    )
     with each_isa() as isas:
         for _isa in isas():
-            bf16, half = torch.empty_like(float32, dtype=torch.bfloat16), torch.empty_like(float32, dtype=torch.float16)
+            bf16, half = (
+                torch.empty_like(float32, dtype=torch.bfloat16),
+                torch.empty_like(float32, dtype=torch.float16),
+            )
             _C.cast([bf16, half], [float32, float32])
             assert torch.equal(bf16, round_bf16_away(float32))
             assert torch.equal(half, float32.half())
@@ -161,7 +174,11 @@ def test_environment_forces_an_isa_or_says_what_is_wrong():
 def test_threads_are_torchs_own():
     """The extension must not bring a second OpenMP runtime into the process."""
     with open("/proc/self/maps") as maps:
-        runtimes = {line.split()[-1] for line in maps if "libgomp" in line or "libomp" in line or "libiomp" in line}
+        runtimes = {
+            line.split()[-1]
+            for line in maps
+            if "libgomp" in line or "libomp" in line or "libiomp" in line
+        }
     assert len(runtimes) <= 1, runtimes
 
 

@@ -1,7 +1,9 @@
-"""sq_norm, ordered_sum and cast at every place, the host tier beside CUDA, and all kernels beyond 2^31 elements.
+"""sq_norm, ordered_sum and cast at every place, the host tier beside CUDA, and all kernels beyond
+2^31 elements.
 
-The large tests run with few elements where there is no GPU, so that they are tested themselves. They compare windows of the
-large result (its ends, and around 2^31) with the CPU kernel on the same elements alone, which the random keys allow.
+The large tests run with few elements where there is no GPU, so that they are tested themselves.
+They compare windows of the large result (its ends, and around 2^31) with the CPU kernel on the same
+elements alone, which the random keys allow.
 """
 
 import itertools
@@ -51,7 +53,9 @@ def test_norm(place):
 def test_ordered_sum(place, pieces_dtype, out_dtype):
     generator = torch.Generator().manual_seed(3)
     device = device_of(place)
-    cases = itertools.product((1, 2, 5), [0, *SIZES[:40:7], 257, 70_001], (False, True), (False, True))
+    cases = itertools.product(
+        (1, 2, 5), [0, *SIZES[:40:7], 257, 70_001], (False, True), (False, True)
+    )
     for world_size, numel, accumulate, with_own in cases:
         pieces = tensor(world_size * numel, pieces_dtype, generator, misalign=1)
         out = tensor(numel, out_dtype, generator, misalign=3)
@@ -61,7 +65,9 @@ def test_ordered_sum(place, pieces_dtype, out_dtype):
         arguments = (world_size, 0.37 / world_size)
         sq = _C.ordered_sum(pieces, *arguments, out, accumulate, own, world_size - 1)
         with running_at(place):
-            sq_there = _C.ordered_sum(pieces_there, *arguments, out_there, accumulate, own_there, world_size - 1)
+            sq_there = _C.ordered_sum(
+                pieces_there, *arguments, out_there, accumulate, own_there, world_size - 1
+            )
         assert first_difference([out_there], [out]) is None
         assert _C.norm_from_sq(sq_there.cpu()) == _C.norm_from_sq(sq)
 
@@ -78,25 +84,39 @@ def test_ordered_sum_of_many_pieces(place, world_size):
         pieces_there, own_there, out_there = (moved(t, device) for t in (pieces, own, out))
         sq = _C.ordered_sum(pieces, world_size, 1 / world_size, out, False, own, world_size // 2)
         with running_at(place):
-            sq_there = _C.ordered_sum(pieces_there, world_size, 1 / world_size, out_there, False, own_there, world_size // 2)
+            sq_there = _C.ordered_sum(
+                pieces_there,
+                world_size,
+                1 / world_size,
+                out_there,
+                False,
+                own_there,
+                world_size // 2,
+            )
         assert first_difference([out_there], [out]) is None
         assert _C.norm_from_sq(sq_there.cpu()) == _C.norm_from_sq(sq)
-        turned = pieces.view(world_size, numel).flip(0).reshape(-1)  # a twin: the same pieces in another order
-        _C.ordered_sum(turned, world_size, 1 / world_size, out, False, own, world_size - 1 - world_size // 2)
+        # a twin: the same pieces in another order
+        turned = pieces.view(world_size, numel).flip(0).reshape(-1)
+        _C.ordered_sum(
+            turned, world_size, 1 / world_size, out, False, own, world_size - 1 - world_size // 2
+        )
         if dtype == torch.float32:  # sums of a few 16-bit numbers may be exact
             assert first_difference([out_there], [out]) is not None
 
 
 @pytest.mark.gpu
 def test_norms_on_several_streams_and_in_graphs_at_once():
-    """Each counts its own CUDA blocks: replays of two graphs run beside each other and beside norms on three streams."""
+    """Each counts its own CUDA blocks: replays of two graphs run beside each other and beside
+    norms on three streams.
+    """
     lists = [[torch.randn(3_000_001 * (i + 1), device="cuda")] for i in range(5)]
     want = [_C.sq_norm(tensors).cpu() for tensors in lists]
     streams = [torch.cuda.Stream() for _ in lists]
     graphs, outs = [torch.cuda.CUDAGraph() for _ in range(2)], [torch.empty(0)] * 5
     torch.cuda.synchronize()
     for i, graph in enumerate(graphs):
-        with torch.cuda.graph(graph, stream=streams[4]):  # captured on the stream that then runs the last list's norm
+        # captured on the stream that then runs the last list's norm
+        with torch.cuda.graph(graph, stream=streams[4]):
             outs[i] = _C.sq_norm(lists[i])
     for _ in range(50):
         for i, stream in enumerate(streams):
@@ -144,16 +164,24 @@ def test_host_tier(pin_memory):
     assert torch.equal(buffer, source)
     tier.from_tier(back, buffer).wait()
     assert torch.equal(back.cpu(), source)
-    assert (tier.bytes_pinned, tier.bytes_refused) == ((70_001 * 4 + 4095) // 4096 * 4096 if pin_memory else 0, 0)
+    assert (tier.bytes_pinned, tier.bytes_refused) == (
+        (70_001 * 4 + 4095) // 4096 * 4096 if pin_memory else 0,
+        0,
+    )
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("pin_memory", [False, True])
 def test_copies_keep_the_order_of_the_compute_stream(pin_memory):
-    """A copy comes after the kernels queued before it; kernels queued after wait() come after it. No host wait in between."""
+    """A copy comes after the kernels queued before it; kernels queued after wait() come after
+    it. No host wait in between.
+    """
     device, numel = torch.device("cuda"), 1 << 22
     tier = _C.HostTier(device, pin_memory)
-    places, x = [tier.empty(numel, torch.float32) for _ in range(2)], torch.zeros(numel, device=device)
+    places, x = (
+        [tier.empty(numel, torch.float32) for _ in range(2)],
+        torch.zeros(numel, device=device),
+    )
     for side in (torch.cuda.current_stream(), torch.cuda.Stream()):
         x.zero_()
         side.wait_stream(torch.cuda.current_stream())
@@ -176,17 +204,23 @@ def need_bytes(device: torch.device, wanted: int) -> None:
         torch.cuda.empty_cache()
         free = torch.cuda.mem_get_info(device)[0]
         if free < wanted:
-            pytest.skip(f"{free / 2**30:.0f} GiB of GPU memory are free; expected {wanted / 2**30:.0f} GiB")
+            pytest.skip(
+                f"{free / 2**30:.0f} GiB of GPU memory are free; expected {wanted / 2**30:.0f} GiB"
+            )
 
 
 def windows(numel: int) -> list[tuple[int, int]]:
-    """Ranges that start on a block: both ends, and around 2^31 and 2^32 bytes or elements where there are as many."""
+    """Ranges that start on a block: both ends, and around 2^31 and 2^32 bytes or elements where
+    there are as many.
+    """
     starts = {0, (numel - WINDOW) // BLOCK * BLOCK}
     starts |= {2**power - WINDOW // 2 for power in range(28, 32) if 2**power + WINDOW < numel}
     return [(start, min(start + WINDOW, numel)) for start in sorted(starts)]
 
 
-def fill(numel: int, dtype: torch.dtype, device: torch.device, seed: int, scale: float = 1.0) -> torch.Tensor:
+def fill(
+    numel: int, dtype: torch.dtype, device: torch.device, seed: int, scale: float = 1.0
+) -> torch.Tensor:
     generator = torch.Generator(device).manual_seed(seed)
     return torch.empty(numel, dtype=dtype, device=device).normal_(generator=generator).mul_(scale)
 
@@ -194,7 +228,10 @@ def fill(numel: int, dtype: torch.dtype, device: torch.device, seed: int, scale:
 def large_lists(numel: int, kind: str, device: torch.device) -> dict[str, torch.Tensor]:
     """The tensors of one Adam step over ``numel`` elements, by name."""
     weight = torch.float32 if kind == "fp32" else torch.bfloat16
-    lists = {"params": fill(numel, weight, device, 1), "grads": fill(numel, torch.bfloat16, device, 2)}
+    lists = {
+        "params": fill(numel, weight, device, 1),
+        "grads": fill(numel, torch.bfloat16, device, 2),
+    }
     if kind != "8bit":
         lists["exp_avgs"] = fill(numel, torch.float32, device, 3, 0.3)
         lists["exp_avg_sqs"] = fill(numel, torch.float32, device, 4, 0.3).square_()
@@ -220,9 +257,14 @@ def adam_steps(lists: dict[str, torch.Tensor], first: int, drop_tail: int = 0) -
 
 
 def cut_out(lists: dict[str, torch.Tensor], begin: int, end: int) -> dict[str, torch.Tensor]:
-    """Copies on the CPU of the elements begin to end (begin on a block), and of their blocks' scales."""
+    """Copies on the CPU of the elements begin to end (begin on a block), and of their blocks'
+    scales.
+    """
     scaled = (begin // BLOCK, -(-end // BLOCK))
-    return {name: t[slice(*scaled if name.endswith("scales") else (begin, end))].cpu().clone() for name, t in lists.items()}
+    return {
+        name: t[slice(*scaled if name.endswith("scales") else (begin, end))].cpu().clone()
+        for name, t in lists.items()
+    }
 
 
 BYTES_EACH = {"fp32": 4 + 2 + 8, "split": 2 + 2 + 2 + 8, "8bit": 2 + 2 + 2 + 0.04}
@@ -254,7 +296,10 @@ def test_every_element_beyond_two_to_the_31_is_updated_once(place):
     device = device_of(place)
     numel = LARGE if place == "cuda" else SMALL
     need_bytes(device, 14 * numel + 2**31)
-    lists = {"params": torch.ones(numel, device=device), "grads": torch.ones(numel, dtype=torch.bfloat16, device=device)}
+    lists = {
+        "params": torch.ones(numel, device=device),
+        "grads": torch.ones(numel, dtype=torch.bfloat16, device=device),
+    }
     lists |= {name: torch.zeros(numel, device=device) for name in ("exp_avgs", "exp_avg_sqs")}
     with running_at(place):
         adam_steps(lists, 0)
@@ -282,7 +327,9 @@ def test_norm_and_cast_beyond_two_to_the_31(place):
     widened = torch.empty(numel, dtype=torch.float32, device=device)
     with running_at(place):
         _C.cast([widened], [whole])
-    assert all(torch.equal(widened[begin:end], whole[begin:end].float()) for begin, end in windows(numel))
+    assert all(
+        torch.equal(widened[begin:end], whole[begin:end].float()) for begin, end in windows(numel)
+    )
 
 
 @each_place

@@ -1,4 +1,6 @@
-"""closed, lend, withdraw: memory that comes and goes behind a tensor, and errors that name it in between."""
+"""closed, lend, withdraw: memory that comes and goes behind a tensor, and errors that name it in
+between.
+"""
 
 import pytest
 import torch
@@ -93,8 +95,16 @@ def test_lent_memory_lives_until_it_is_taken_back():
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda p, m: _C.lend([p], m.double(), [0]), TypeError, r"lend: tensors\[0\] has dtype Float on cpu; expected Double"),
-        (lambda p, m: _C.lend([p[1:]], m, [0]), ValueError, r"lend: tensors\[0\] has no storage of its own"),
+        (
+            lambda p, m: _C.lend([p], m.double(), [0]),
+            TypeError,
+            r"lend: tensors\[0\] has dtype Float on cpu; expected Double",
+        ),
+        (
+            lambda p, m: _C.lend([p[1:]], m, [0]),
+            ValueError,
+            r"lend: tensors\[0\] has no storage of its own",
+        ),
     ],
 )
 def test_refusals(call, error, message):
@@ -108,7 +118,9 @@ def test_refusals(call, error, message):
 def test_memory_of_someone_else_is_neither_hidden_nor_given_up():
     param, memory, theirs = closed_param(4, 6), torch.zeros(24), torch.ones(4, 6)
     param.data = theirs
-    with pytest.raises(ValueError, match=r"lend: tensors\[0\] has memory of someone else; expected a sharded param"):
+    with pytest.raises(
+        ValueError, match=r"lend: tensors\[0\] has memory of someone else; expected a sharded param"
+    ):
         _C.lend([param], memory, [0])
     with pytest.raises(ValueError, match=r"withdraw: tensors\[0\] has memory of someone else"):
         _C.withdraw([param], ["away"])

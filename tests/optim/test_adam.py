@@ -10,7 +10,15 @@ import torch
 
 from shardcore._native import _C
 from shardcore.optim import CPUAdam, FusedAdam
-from tests.support.params import grads_of, make_params, params_of, run_steps, same, snapshot, torch_adam
+from tests.support.params import (
+    grads_of,
+    make_params,
+    params_of,
+    run_steps,
+    same,
+    snapshot,
+    torch_adam,
+)
 
 pytestmark = pytest.mark.parametrize("make", [CPUAdam, FusedAdam])
 
@@ -59,7 +67,12 @@ def test_schedulers_drive_it(make, tensor_lr):
 def test_groups_have_their_own_options(make):
     a, b, c = params_of(6, 7, 8)
     d, e, f = params_of(6, 7, 8)
-    one = make([{"params": [a], "lr": 0.1}, {"params": iter([b]), "weight_decay": 0.5, "adam_w_mode": False, "amsgrad": True}])
+    one = make(
+        [
+            {"params": [a], "lr": 0.1},
+            {"params": iter([b]), "weight_decay": 0.5, "adam_w_mode": False, "amsgrad": True},
+        ]
+    )
     one.add_param_group({"params": c, "betas": (0.5, 0.5), "maximize": True})
     others = [
         make([d], lr=0.1),
@@ -145,7 +158,8 @@ def test_stochastic_rounding(make):
         return [p.detach().double() for p in ps]
 
     (w,) = rounded()
-    # lr is a quarter of the step from 1 down to the next bfloat16, 1 - 2^-8: one in four goes there.
+    # lr is a quarter of the step from 1 down to the next bfloat16, 1 - 2^-8: one in four goes
+    # there.
     assert set(w.tolist()) == {1.0, 1.0 - 2.0**-8}
     share = (w != 1.0).double().mean().item()
     assert abs(share - 0.25) < 5 * math.sqrt(0.25 * 0.75 / n)
@@ -181,7 +195,9 @@ def test_master_starts_from_the_weights_as_given(make):
 
 
 def test_large_states_have_their_own_pages(make):
-    """States from 4 MiB on are allocated apart; the bits, copies and state dicts are those of small ones."""
+    """States from 4 MiB on are allocated apart; the bits, copies and state dicts are those of
+    small ones.
+    """
     n = (1 << 20) + 3
     (large,) = params_of(n, dtype=torch.bfloat16)
     small = [torch.nn.Parameter(x.clone()) for x in large.detach().split(100_000)]
@@ -217,7 +233,11 @@ def test_zero_grad(make):
 def test_states_that_the_user_puts_there(make):
     (p,), (q,) = params_of(4), params_of(4)
     optimizer, reference = make([p]), make([q])
-    optimizer.state[p] = {"step": torch.tensor(0.0), "exp_avg": torch.zeros(4), "exp_avg_sq": torch.zeros(4)}
+    optimizer.state[p] = {
+        "step": torch.tensor(0.0),
+        "exp_avg": torch.zeros(4),
+        "exp_avg_sq": torch.zeros(4),
+    }
     mine = optimizer.state[p]["exp_avg"]
     optimizer.step(grads=grads_of([p]))
     reference.step(grads=grads_of([p]))

@@ -1,4 +1,6 @@
-"""Both optimizers against the float64 oracle: every mix of dtypes, the cross product of options; and broken twins."""
+"""Both optimizers against the float64 oracle: every mix of dtypes, the cross product of options;
+and broken twins.
+"""
 
 import itertools
 import re
@@ -15,7 +17,11 @@ from tests.support.oracle import Interval, Oracle, violations
 from tests.support.params import plant_scalars
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MIXES = [(p, g, m) for p, g in itertools.product(DTYPES, DTYPES) for m in ((None, "fp32") if p != torch.float32 else (None,))]
+MIXES = [
+    (p, g, m)
+    for p, g in itertools.product(DTYPES, DTYPES)
+    for m in ((None, "fp32") if p != torch.float32 else (None,))
+]
 W = 16  # the widest vector: float32 lanes of AVX-512
 SIZES = [*range(2 * W + 4), 255, 256, 257, 0, 1000, 0]
 PAD = 8
@@ -28,7 +34,9 @@ def mix_id(value):
 
 
 class Views:
-    """Tensors that are views into larger buffers, at offsets that no vector is aligned to, with sentinels around."""
+    """Tensors that are views into larger buffers, at offsets that no vector is aligned to, with
+    sentinels around.
+    """
 
     def __init__(self) -> None:
         self.buffers: list[tuple[torch.Tensor, torch.Tensor, slice]] = []
@@ -53,7 +61,9 @@ class Views:
 class Run:
     """A list of tensors of all SIZES, stepped by an optimizer and by oracles side by side."""
 
-    def __init__(self, mix, steps=3, grad_scale=1.0 / 3.0, make=CPUAdam, stepper=None, sizes=SIZES, **options):
+    def __init__(
+        self, mix, steps=3, grad_scale=1.0 / 3.0, make=CPUAdam, stepper=None, sizes=SIZES, **options
+    ):
         p_dtype, self.g_dtype, master = mix
         options = {"lr": 0.02, "betas": (0.85, 0.97), "eps": 1e-6, "weight_decay": 0.3, **options}
         self.random = torch.Generator().manual_seed(5)
@@ -64,12 +74,16 @@ class Run:
         if stepper is not None:
             self.optimizer._steppers[torch.device("cpu")] = stepper
         for i, p in enumerate(self.params):
-            state = {key: self.views.view(torch.zeros(p.numel()), (i + k) % 5) for k, key in enumerate(STATES[:3])}
+            state = {
+                key: self.views.view(torch.zeros(p.numel()), (i + k) % 5)
+                for k, key in enumerate(STATES[:3])
+            }
             if master and p_dtype != torch.float32:
                 state["master"] = self.views.view(p.detach().float(), (i + 3) % 5)
             self.optimizer.state[p] = {"step": 0, **state}
         self.oracles = [
-            Oracle(Interval.of(p), p_dtype, bool(master) and p_dtype != torch.float32, **options) for p in self.params
+            Oracle(Interval.of(p), p_dtype, bool(master) and p_dtype != torch.float32, **options)
+            for p in self.params
         ]
         for _ in range(steps):
             grads = [self.grad(i, p.numel()) for i, p in enumerate(self.params)]
@@ -88,7 +102,9 @@ class Run:
         for p, oracle in zip(self.params, self.oracles, strict=True):
             state = self.optimizer.state[p]
             count += violations(p, oracle.param)
-            count += violations(state["exp_avg"], oracle.exp_avg) + violations(state["exp_avg_sq"], oracle.exp_avg_sq)
+            count += violations(state["exp_avg"], oracle.exp_avg) + violations(
+                state["exp_avg_sq"], oracle.exp_avg_sq
+            )
             count += violations(state["max_exp_avg_sq"], oracle.max_exp_avg_sq)
             if oracle.master:
                 count += violations(state["master"], oracle.weight)
@@ -100,14 +116,23 @@ class Run:
 @pytest.mark.parametrize("mix", MIXES, ids=lambda m: "-".join(map(mix_id, m)))
 @pytest.mark.parametrize(
     "options",
-    [{}, {"adam_w_mode": False}, {"amsgrad": True, "maximize": True}, {"adam_w_mode": False, "bias_correction": False}],
+    [
+        {},
+        {"adam_w_mode": False},
+        {"amsgrad": True, "maximize": True},
+        {"adam_w_mode": False, "bias_correction": False},
+    ],
     ids=["adamw", "adam", "amsgrad-maximize", "adam-uncorrected"],
 )
 def test_every_mix_is_inside_the_oracle(mix, options):
     assert Run(mix, **options).wrong() == 0
 
 
-@pytest.mark.parametrize("longer", [{"sizes": [9, 0, 200_003, 33]}, {"sizes": [33], "steps": 100}], ids=["large", "100 steps"])
+@pytest.mark.parametrize(
+    "longer",
+    [{"sizes": [9, 0, 200_003, 33]}, {"sizes": [33], "steps": 100}],
+    ids=["large", "100 steps"],
+)
 def test_large_lists_and_many_steps_are_inside_the_oracle(longer, monkeypatch):
     assert Run(MIXES[0], **longer).wrong() == 0
     monkeypatch.setattr(Oracle, "step", without_last(Oracle.step))
@@ -118,7 +143,9 @@ def without_last(step):
     """Return a step that leaves the last element of what it updates out."""
 
     def broken(oracle, grad, grad_scale):
-        return step(oracle, torch.cat([grad[:-1], torch.zeros(1)]) if grad.numel() else grad, grad_scale)
+        return step(
+            oracle, torch.cat([grad[:-1], torch.zeros(1)]) if grad.numel() else grad, grad_scale
+        )
 
     return broken
 
@@ -140,13 +167,16 @@ def test_large_tensors_over_threads(make, keep_threads):
 
 
 def test_oracle_is_narrow():
-    """The check means something: before cancellation could matter the bound is a few ulps, and 16-bit weights are exact."""
+    """The check means something: before cancellation could matter the bound is a few ulps, and
+    16-bit weights are exact.
+    """
     first = Run((torch.float32, torch.float32, None), steps=1, sizes=[4096]).oracles[0]
-    # Roundings on the way, each half an ulp (a full one where the product falls to the bottom of its binade):
-    # m: scale, scale*g, 1-beta1, product, sum = 5; v: the same with g twice = 8.
+    # Roundings on the way, each half an ulp (a full one where the product falls to the bottom of
+    # its binade): m: scale, scale*g, 1-beta1, product, sum = 5; v: the same with g twice = 8.
     assert first.exp_avg.width_ulps().max() <= 5
     assert first.exp_avg_sq.width_ulps().max() <= 8
-    # p: its own two (decay, product) and the sum, plus the update's ten or so, at 0.02 of the size of a typical weight.
+    # p: its own two (decay, product) and the sum, plus the update's ten or so, at 0.02 of the size
+    # of a typical weight.
     assert np.median(first.weight.width_ulps()) <= 3
     third = Run((torch.bfloat16, torch.float32, None), sizes=[4096]).oracles[0].param
     assert (third.lo == third.hi).mean() > 0.95
@@ -156,7 +186,9 @@ def changed_group(**change):
     """A twin of hyper_of that reads other options than it was given."""
 
     def twin(group, step, grad_scale):
-        return hyper_of({**group, **{key: f(group[key]) for key, f in change.items()}}, step, grad_scale)
+        return hyper_of(
+            {**group, **{key: f(group[key]) for key, f in change.items()}}, step, grad_scale
+        )
 
     return twin
 
@@ -187,7 +219,9 @@ class DroppedTail(Twin):
     """Leaves what is past the last whole vector as it was."""
 
     def step(self, params, grads, exp_avgs, exp_avg_sqs, *args, **kwargs):
-        tails = [t[t.numel() // W * W :] for tensors in (params, exp_avgs, exp_avg_sqs) for t in tensors]
+        tails = [
+            t[t.numel() // W * W :] for tensors in (params, exp_avgs, exp_avg_sqs) for t in tensors
+        ]
         before = [t.clone() for t in tails]
         _C.AdamStepper().step(params, grads, exp_avgs, exp_avg_sqs, *args, **kwargs)
         for tail, old in zip(tails, before, strict=True):
@@ -217,7 +251,9 @@ STEPPER_TWINS = [NoOp, DroppedTail, WritesPastTheEnd, Truncates]
 
 
 @pytest.mark.cases(9)
-@pytest.mark.parametrize("mix", [MIXES[0], MIXES[4], MIXES[-1]], ids=lambda m: "-".join(map(mix_id, m)))
+@pytest.mark.parametrize(
+    "mix", [MIXES[0], MIXES[4], MIXES[-1]], ids=lambda m: "-".join(map(mix_id, m))
+)
 @pytest.mark.parametrize("twin", HYPER_TWINS)
 def test_broken_scalars_are_rejected(monkeypatch, mix, twin):
     plant_scalars(monkeypatch, HYPER_TWINS[twin])
@@ -232,12 +268,21 @@ def test_broken_kernels_are_rejected(monkeypatch, twin):
 
 
 def test_stochastic_rounding_goes_to_a_neighbour():
-    assert Run((torch.bfloat16, torch.bfloat16, None), steps=1, stochastic_rounding=True).wrong() == 0
+    assert (
+        Run((torch.bfloat16, torch.bfloat16, None), steps=1, stochastic_rounding=True).wrong() == 0
+    )
 
 
 OPTIONS_SIZES = (1, 0, 31, 255, 257, 600)
 STORAGE = list(
-    itertools.product(DTYPES, (None, "fp32", "split"), ("fp32", "bf16", "8bit"), (False, True), (False, True), (False, True))
+    itertools.product(
+        DTYPES,
+        (None, "fp32", "split"),
+        ("fp32", "bf16", "8bit"),
+        (False, True),
+        (False, True),
+        (False, True),
+    )
 )
 MODES = list(itertools.product(DTYPES, (False, True), (False, True), (False, True)))
 FEW_MODES = few(MODES)
@@ -269,9 +314,17 @@ def conflicts(dtype, master, state_dtype, amsgrad, stochastic_rounding, capturab
 def wrong(dtype, options, modes, steps=2):
     """How many elements lie outside the oracle."""
     grad_dtype, adam_w_mode, maximize, bias_correction = modes
-    options = {**COMMON, **options, "adam_w_mode": adam_w_mode, "maximize": maximize, "bias_correction": bias_correction}
+    options = {
+        **COMMON,
+        **options,
+        "adam_w_mode": adam_w_mode,
+        "maximize": maximize,
+        "bias_correction": bias_correction,
+    }
     generator = torch.Generator().manual_seed(3)
-    params = [torch.nn.Parameter(torch.randn(n, generator=generator).to(dtype)) for n in OPTIONS_SIZES]
+    params = [
+        torch.nn.Parameter(torch.randn(n, generator=generator).to(dtype)) for n in OPTIONS_SIZES
+    ]
     optimizer = FusedAdam(params, **options)
     has_master = options["master"] is not None and dtype is not torch.float32
     known = {key: value for key, value in options.items() if key not in ("master", "capturable")}
@@ -285,7 +338,9 @@ def wrong(dtype, options, modes, steps=2):
     for i, oracle in enumerate(oracles):
         state = optimizer.state_dict()["state"][i]
         count += violations(params[i], oracle.param)
-        count += violations(state["exp_avg"], oracle.exp_avg) + violations(state["exp_avg_sq"], oracle.exp_avg_sq)
+        count += violations(state["exp_avg"], oracle.exp_avg) + violations(
+            state["exp_avg_sq"], oracle.exp_avg_sq
+        )
         if has_master:
             count += violations(state["master"], oracle.weight)
         if options["amsgrad"]:
@@ -317,7 +372,9 @@ def test_each_combination_steps_or_is_refused(storage):
         with pytest.raises(ValueError, match="expected") as caught:
             make([p], **options)
         assert any(all(word in str(caught.value) for word in pair) for pair in pairs), caught.value
-        with pytest.raises(ValueError, match=re.escape(str(caught.value).split("has")[1].split(";")[0])):
+        with pytest.raises(
+            ValueError, match=re.escape(str(caught.value).split("has")[1].split(";")[0])
+        ):
             make([{"params": [p], **options}])
         # The same options set later are refused before a step writes.
         optimizer = make([p])
@@ -329,7 +386,9 @@ def test_each_combination_steps_or_is_refused(storage):
 
 
 def test_how_many_combinations_step():
-    """float32 and bfloat16: 12 without stochastic rounding, 4 with; float16: no split, no stochastic rounding."""
+    """float32 and bfloat16: 12 without stochastic rounding, 4 with; float16: no split, no
+    stochastic rounding.
+    """
     assert sum(not conflicts(*storage) for storage in STORAGE) == 2 * (12 + 4) + 8
 
 
@@ -342,15 +401,26 @@ TWINS = {
 
 
 def twin_of_each():
-    """Every storage with one of the twins, so that each of them meets each dtype and each option."""
+    """Every storage with one of the twins, so that each of them meets each dtype and each
+    option.
+    """
     storages = [s for s in STORAGE if not conflicts(*s)]
-    return [(storage, list(TWINS)[(number + number // 4) % len(TWINS)]) for number, storage in enumerate(storages)]
+    return [
+        (storage, list(TWINS)[(number + number // 4) % len(TWINS)])
+        for number, storage in enumerate(storages)
+    ]
 
 
-@pytest.mark.parametrize(("storage", "twin"), twin_of_each(), ids=lambda value: value if value in TWINS else storage_id(value))
+@pytest.mark.parametrize(
+    ("storage", "twin"),
+    twin_of_each(),
+    ids=lambda value: value if value in TWINS else storage_id(value),
+)
 def test_broken_scalars_are_rejected_in_every_combination(monkeypatch, storage, twin):
     dtype, *rest = storage
-    plant_scalars(monkeypatch, lambda group, step, scale: hyper_of({**group, **TWINS[twin]}, step, scale))
+    plant_scalars(
+        monkeypatch, lambda group, step, scale: hyper_of({**group, **TWINS[twin]}, step, scale)
+    )
     assert wrong(dtype, options_of(*rest), (torch.float32, True, True, True)) > 0
 
 

@@ -1,4 +1,6 @@
-"""Parameters that are dense but not contiguous (channels_last, transposed): every plain kind, states, norms, refusals."""
+"""Parameters that are dense but not contiguous (channels_last, transposed): every plain kind,
+states, norms, refusals.
+"""
 
 import copy
 import io
@@ -21,7 +23,9 @@ ORDERS = {
     "transposed": lambda x: x.t().contiguous().t(),
     "rolled": lambda x: x.permute(2, 0, 3, 1).contiguous().permute(1, 3, 0, 2),
 }
-SHAPES = (  # with tails behind whole vectors and blocks; of one channel or one pixel memory is in two orders at once
+# with tails behind whole vectors and blocks; of one channel or one pixel memory is in two orders at
+# once
+SHAPES = (
     ((7, 5, 3, 3), "channels_last"),
     ((64, 33, 1, 1), "channels_last"),
     ((9, 1, 5, 5), "channels_last"),
@@ -45,7 +49,9 @@ each_kind = pytest.mark.parametrize("kind", KINDS)
 GRADS = {  # strides of a gradient
     "as the parameter": lambda grad, p: torch.empty_like(p).copy_(grad),
     "contiguous": lambda grad, p: grad.contiguous(),
-    "backwards": lambda grad, p: grad.permute(*range(grad.dim())[::-1]).contiguous().permute(*range(grad.dim())[::-1]),
+    "backwards": lambda grad, p: (
+        grad.permute(*range(grad.dim())[::-1]).contiguous().permute(*range(grad.dim())[::-1])
+    ),
     "gaps": lambda grad, p: torch.stack([grad, grad], -1)[..., 0],
 }
 
@@ -89,13 +95,20 @@ def parameters(optimizer):
 def elements(optimizer):
     """Parameters and states, by the elements' numbers."""
     tensors = [p.detach() for p in parameters(optimizer)]
-    tensors += [value for p in parameters(optimizer) for key, value in sorted(optimizer.state[p].items()) if key != "step"]
+    tensors += [
+        value
+        for p in parameters(optimizer)
+        for key, value in sorted(optimizer.state[p].items())
+        if key != "step"
+    ]
     return [t.contiguous() for t in tensors]
 
 
 def same(a, b):
     first, second = elements(a), elements(b)
-    return len(first) == len(second) > len(SHAPES) and all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+    return len(first) == len(second) > len(SHAPES) and all(
+        torch.equal(x, y) for x, y in zip(first, second, strict=True)
+    )
 
 
 def in_order(optimizer):
@@ -113,7 +126,9 @@ def wrong(kind, grads, steps=3):
     optimizer = made(kind)
     dtype, options = KINDS[kind]
     mastered = options.get("master") is not None
-    more = OPTIONS | {key: value for key, value in options.items() if key not in ("master", "stochastic_rounding")}
+    more = OPTIONS | {
+        key: value for key, value in options.items() if key not in ("master", "stochastic_rounding")
+    }
     oracles = [Oracle(Interval.of(p), dtype, mastered, **more) for p in parameters(optimizer)]
     for found in steps_of(parameters(optimizer), steps, grads):
         optimizer.step(grads=found)
@@ -123,7 +138,9 @@ def wrong(kind, grads, steps=3):
     for p, oracle in zip(parameters(optimizer), oracles, strict=True):
         state = optimizer.state[p]
         count += violations(p, oracle.param)
-        count += violations(state["exp_avg"], oracle.exp_avg) + violations(state["exp_avg_sq"], oracle.exp_avg_sq)
+        count += violations(state["exp_avg"], oracle.exp_avg) + violations(
+            state["exp_avg_sq"], oracle.exp_avg_sq
+        )
         if "max_exp_avg_sq" in state:
             count += violations(state["max_exp_avg_sq"], oracle.max_exp_avg_sq)
         if "master" in state:
@@ -139,7 +156,10 @@ def test_every_plain_kind_is_inside_the_oracle(kind, grads):
 
 def memory_as_it_lies(tensors, likes=None):
     """A twin that hands the kernel contiguous gradients' memory for the parameter's order."""
-    return [t.contiguous().as_strided(p.shape, p.stride()) for t, p in zip(tensors, likes or tensors, strict=True)]
+    return [
+        t.contiguous().as_strided(p.shape, p.stride())
+        for t, p in zip(tensors, likes or tensors, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("kind", ["fp32", "split"])
@@ -164,7 +184,9 @@ def test_the_bits_are_those_of_contiguous_parameters(kind, make):
         assert same(ours, train(made(kind, make=make), grads=grads, grad_scale=0.5)), grads
     twin = made(kind, contiguous=True, make=make)
     assert same(ours, train(twin, grads="contiguous", grad_scale=0.5))
-    assert same(ours, train(made(kind, contiguous=True, make=make), grads="backwards", grad_scale=0.5))
+    assert same(
+        ours, train(made(kind, contiguous=True, make=make), grads="backwards", grad_scale=0.5)
+    )
     assert not same(ours, train(made(kind), steps=2, grad_scale=0.5))
     assert [p.stride() for p in parameters(ours)] == [p.stride() for p in params_of(torch.float32)]
 
@@ -185,22 +207,29 @@ def test_a_repeated_step_takes_the_short_way(kind, monkeypatch):
 def test_states_on_pages_of_their_own():
     """Large ones, whose memory comes another way."""
     weights = torch.randn(1025, 1025, generator=torch.Generator().manual_seed(0))
-    ours, twin = (CPUAdam([torch.nn.Parameter(value)]) for value in (ORDERS["transposed"](weights), weights.clone()))
+    ours, twin = (
+        CPUAdam([torch.nn.Parameter(value)])
+        for value in (ORDERS["transposed"](weights), weights.clone())
+    )
     for _ in range(2):
         for optimizer in (ours, twin):
             optimizer.step(grads=[weights.cos()])
     (p,), (q,) = parameters(ours), parameters(twin)
     assert in_order(ours)
     assert torch.equal(p, q)
-    assert all(torch.equal(ours.state[p][key], twin.state[q][key]) for key in ("exp_avg", "exp_avg_sq"))
+    assert all(
+        torch.equal(ours.state[p][key], twin.state[q][key]) for key in ("exp_avg", "exp_avg_sq")
+    )
 
 
-# --- norms -----------------------------------------------------------------------------------------------------------
+# --- norms ----------------------------------------------------------------------------------------
 
 
 def test_the_norm_goes_through_memory():
     generator = torch.Generator().manual_seed(3)
-    x = torch.randn(16, 24, 3, 3, generator=generator) * 10.0 ** torch.randint(-9, 9, (16, 24, 3, 3), generator=generator)
+    x = torch.randn(16, 24, 3, 3, generator=generator) * 10.0 ** torch.randint(
+        -9, 9, (16, 24, 3, 3), generator=generator
+    )
     for order in (ORDERS["channels_last"], ORDERS["rolled"]):
         turned = order(x)
         assert _C.sq_norm([turned]).equal(_C.sq_norm([in_memory(turned)]))
@@ -210,7 +239,9 @@ def test_the_norm_goes_through_memory():
 
 @pytest.mark.parametrize("grads", GRADS)
 def test_clipping_takes_the_parameters_order(grads, monkeypatch):
-    """step(max_norm=) and clip_grad_norm_ sum the same blocks, those of contiguous parameters of the same memory."""
+    """step(max_norm=) and clip_grad_norm_ sum the same blocks, those of contiguous parameters of
+    the same memory.
+    """
     seen = []
     monkeypatch.setattr("shardcore.optim.clip._C", Recorder(seen))
     optimizer = made("fp32")
@@ -218,7 +249,10 @@ def test_clipping_takes_the_parameters_order(grads, monkeypatch):
     flat = [torch.nn.Parameter(in_memory(p.detach()).clone()) for p in params]
     twin = CPUAdam(flat, **OPTIONS)
     for found in steps_of(params, 3, grads):
-        plain = [in_memory(torch.empty_like(p).copy_(grad)) for p, grad in zip(params, found, strict=True)]
+        plain = [
+            in_memory(torch.empty_like(p).copy_(grad))
+            for p, grad in zip(params, found, strict=True)
+        ]
         optimizer.step(grads=found, max_norm=0.7)
         twin.step(grads=plain, max_norm=0.7)
         for p, grad in zip(params, found, strict=True):
@@ -249,12 +283,14 @@ class Recorder:
         return getattr(_C, name)
 
 
-# --- states ----------------------------------------------------------------------------------------------------------
+# --- states ---------------------------------------------------------------------------------------
 
 
 @each_kind
 @pytest.mark.parametrize(
-    "ways", [(False, True), (True, False), (False, False)], ids=["to contiguous", "from contiguous", "same"]
+    "ways",
+    [(False, True), (True, False), (False, False)],
+    ids=["to contiguous", "from contiguous", "same"],
 )
 def test_state_dicts_mean_elements(kind, ways):
     """What one order saved another loads, and trains on to the same bits."""
@@ -265,7 +301,8 @@ def test_state_dicts_mean_elements(kind, ways):
     loader = made(kind, contiguous=ways[1])
     with torch.no_grad():
         for p, q in zip(parameters(loader), parameters(saver), strict=True):
-            p.copy_(torch.zeros_like(q) if "split" in kind else q)  # a split master sets its weights
+            # a split master sets its weights
+            p.copy_(torch.zeros_like(q) if "split" in kind else q)
     loader.load_state_dict(torch.load(written))
     assert same(loader, saver)
     assert in_order(loader)
@@ -322,7 +359,9 @@ def test_an_order_that_changes_between_steps(kind):
         p.grad = None
         p.data = ORDERS[order](p.detach())
     with pytest.raises(
-        ValueError, match=r"exp_avgs\[0\] has strides .* load_state_dict\(state_dict\(\)\) makes its states anew"
+        ValueError,
+        match=r"exp_avgs\[0\] has strides .* load_state_dict\(state_dict\(\)\) makes its states "
+        r"anew",
     ):
         train(ours, first=3)
     assert same(ours, want)
@@ -331,7 +370,7 @@ def test_an_order_that_changes_between_steps(kind):
     assert same(train(ours, first=3), train(want, first=3))
 
 
-# --- torch's manners -------------------------------------------------------------------------------------------------
+# --- torch's manners ------------------------------------------------------------------------------
 
 
 @each_kind
@@ -345,12 +384,19 @@ def test_a_model_with_a_grad_scaler():
     models, losses = [], []
     for make in (torch.optim.AdamW, FusedAdam):
         torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Conv2d(8, 4, 3))
+        model = torch.nn.Sequential(
+            torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Conv2d(8, 4, 3)
+        )
         model = model.to(memory_format=torch.channels_last)
-        optimizer, scaler = make(model.parameters(), **OPTIONS), torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        optimizer, scaler = (
+            make(model.parameters(), **OPTIONS),
+            torch.amp.GradScaler("cpu", init_scale=2.0**10),
+        )
         for step in range(4):
             optimizer.zero_grad()
-            x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(step)).to(memory_format=torch.channels_last)
+            x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(step)).to(
+                memory_format=torch.channels_last
+            )
             loss = model(x).square().mean() * (float("inf") if step == 2 else 1.0)
             scaler.scale(loss).backward()
             scaler.step(optimizer)
@@ -363,12 +409,24 @@ def test_a_model_with_a_grad_scaler():
         torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
 
 
-# --- refusals --------------------------------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------
 
 NUMBERED = {
-    "8bit": (torch.float32, {"state_dtype": "8bit"}, "with state_dtype='8bit'; .* a group with state_dtype='fp32' for it"),
-    "bf16 states": (torch.bfloat16, {"state_dtype": "bf16", "master": "split"}, "with state_dtype='bf16'; expected contiguous"),
-    "stochastic": (torch.bfloat16, {"stochastic_rounding": True}, "with stochastic_rounding=True; .*stochastic_rounding=False"),
+    "8bit": (
+        torch.float32,
+        {"state_dtype": "8bit"},
+        "with state_dtype='8bit'; .* a group with state_dtype='fp32' for it",
+    ),
+    "bf16 states": (
+        torch.bfloat16,
+        {"state_dtype": "bf16", "master": "split"},
+        "with state_dtype='bf16'; expected contiguous",
+    ),
+    "stochastic": (
+        torch.bfloat16,
+        {"stochastic_rounding": True},
+        "with stochastic_rounding=True; .*stochastic_rounding=False",
+    ),
 }
 
 
@@ -377,7 +435,11 @@ NUMBERED = {
 def test_kinds_that_number_elements(case, make):
     dtype, options, match = NUMBERED[case]
     params = params_of(dtype)
-    match = rf"param_groups\[0\].params\[0\] has strides \(45, 1, 15, 5\) for shape \(7, 5, 3, 3\) {match}"
+    match = (
+        rf"param_groups\[0\].params\[0\] has strides \(45, 1, 15, 5\) for shape \(7, 5, 3, "
+        rf"3\) "
+        rf"{match}"
+    )
     with pytest.raises(ValueError, match=match):
         make(params, **options)
     optimizer = make([torch.nn.Parameter(torch.ones(3, dtype=dtype))], **options)

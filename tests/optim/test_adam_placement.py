@@ -1,4 +1,6 @@
-"""A step has the same bits wherever it runs, in one large tensor or in 100,000 tiny ones, compiled around or not."""
+"""A step has the same bits wherever it runs, in one large tensor or in 100,000 tiny ones,
+compiled around or not.
+"""
 
 import functools
 import itertools
@@ -24,7 +26,9 @@ STEPS = 4
 
 def combinations():
     """(weight dtype, options): all that the constructor takes."""
-    for weight, state_dtype, master in itertools.product(DTYPES, ("fp32", "bf16", "8bit"), (None, "fp32", "split")):
+    for weight, state_dtype, master in itertools.product(
+        DTYPES, ("fp32", "bf16", "8bit"), (None, "fp32", "split")
+    ):
         if weight == torch.float16 and master == "split":
             continue
         options = {"state_dtype": state_dtype, "master": master}
@@ -43,7 +47,10 @@ FORMULAS = [
     {"bias_correction": False},
     {"adam_w_mode": False, "maximize": True},
 ]
-CASES = [(weight, options, FORMULAS[i % len(FORMULAS)]) for i, (weight, options) in enumerate(combinations())]
+CASES = [
+    (weight, options, FORMULAS[i % len(FORMULAS)])
+    for i, (weight, options) in enumerate(combinations())
+]
 each_case = pytest.mark.parametrize(("weight", "options", "formula"), CASES, ids=str)
 
 
@@ -55,7 +62,9 @@ def starting_weights(dtype):
 
 @functools.cache
 def gradients(step, index=None):
-    """Gradients, not to be written to, of changing dtype over many magnitudes, with exact zeros and subnormal numbers."""
+    """Gradients, not to be written to, of changing dtype over many magnitudes, with exact zeros
+    and subnormal numbers.
+    """
     generator = torch.Generator().manual_seed(100 + step)
     grads = []
     for i, n in enumerate(SIZES):
@@ -88,7 +97,9 @@ class Run:
     def tensors(self):
         """Weights and states, with what lies around them."""
         states = [self.optimizer.state[p] for p in self.params]
-        return [p.detach() for p in self.params] + [s[key] for s in states for key in sorted(s) if key != "step"]
+        return [p.detach() for p in self.params] + [
+            s[key] for s in states for key in sorted(s) if key != "step"
+        ]
 
 
 @pytest.mark.cases(36)
@@ -107,7 +118,9 @@ def test_every_combination_has_the_same_bits(place, weight, options, formula):
 @pytest.mark.parametrize("grad", range(3), ids=[str(d) for d in DTYPES])
 @pytest.mark.parametrize("weight", DTYPES, ids=str)
 def test_every_mix_of_dtypes_has_the_same_bits(place, weight, grad):
-    """With gradients of one dtype, given to step: the whole list takes one path through the kernel."""
+    """With gradients of one dtype, given to step: the whole list takes one path through the
+    kernel.
+    """
 
     def run(device):
         run = Run(device, weight, master="fp32")
@@ -122,10 +135,20 @@ def test_every_mix_of_dtypes_has_the_same_bits(place, weight, grad):
 
 @each_place
 def test_the_comparison_sees_one_bit(place):
-    expected = Run(torch.device("cpu"), torch.bfloat16, master="split", state_dtype="8bit").steps().tensors()
+    expected = (
+        Run(torch.device("cpu"), torch.bfloat16, master="split", state_dtype="8bit")
+        .steps()
+        .tensors()
+    )
     for broken in ("stale step", "other seed", "a bit", "behind the end"):
         with running_at(place):
-            run = Run(device_of(place), torch.bfloat16, master="split", state_dtype="8bit", seed=int(broken == "other seed"))
+            run = Run(
+                device_of(place),
+                torch.bfloat16,
+                master="split",
+                state_dtype="8bit",
+                seed=int(broken == "other seed"),
+            )
             run.steps(STEPS - (broken == "stale step"))
         last = run.params[-1].detach()
         if broken == "a bit":
@@ -226,7 +249,9 @@ def tiny(dtype, seed, count=COUNT):
 
 
 def stepped(dtype, options, left_out=None, count=COUNT):
-    """Steps in one call each; the last with gradients of its own. left_out: a tensor without gradient there."""
+    """Steps in one call each; the last with gradients of its own. left_out: a tensor without
+    gradient there.
+    """
     flat, views = tiny(dtype, 0, count)
     params = [torch.nn.Parameter(v) for v in views]
     optimizer = CPUAdam(params, **OPTIONS, **options)
@@ -235,7 +260,10 @@ def stepped(dtype, options, left_out=None, count=COUNT):
             p.grad = grad
         optimizer.step(grad_scale=0.5)
     optimizer.step(
-        grads=[None if i == left_out else g for i, g in enumerate(tiny(dtype, TINY_STEPS, count)[1])], grad_scale=0.5
+        grads=[
+            None if i == left_out else g for i, g in enumerate(tiny(dtype, TINY_STEPS, count)[1])
+        ],
+        grad_scale=0.5,
     )
     return flat, params, optimizer
 
@@ -249,14 +277,18 @@ def flat_step(dtype, options, count=COUNT):
 
 
 @pytest.mark.more
-@pytest.mark.parametrize(("kind", "count"), some(product(FLAT, (COUNT, COUNT // 20)), [("bf16-split", COUNT // 20)]))
+@pytest.mark.parametrize(
+    ("kind", "count"), some(product(FLAT, (COUNT, COUNT // 20)), [("bf16-split", COUNT // 20)])
+)
 def test_elementwise_kinds_have_the_bits_of_one_flat_tensor(kind, count):
     dtype, options = FLAT[kind]
     flat, params, optimizer = stepped(dtype, options, count=count)
     whole, state = flat_step(dtype, options, count)
     assert torch.equal(flat, whole)
     for key in state.keys() - {"step"}:
-        assert torch.equal(torch.cat([optimizer.state[p].stored(key) for p in params]), state[key]), key
+        assert torch.equal(
+            torch.cat([optimizer.state[p].stored(key) for p in params]), state[key]
+        ), key
     assert {optimizer.state[p].count.value for p in params} == {TINY_STEPS}
 
 
@@ -264,11 +296,15 @@ def test_elementwise_kinds_have_the_bits_of_one_flat_tensor(kind, count):
 def test_one_left_out_is_rejected(count):
     views = tiny(torch.float32, 0, count)[1]
     tail = next(i for i in range(count - 1, 0, -1) if views[i].numel())
-    assert not torch.equal(stepped(torch.float32, {}, tail, count)[0], flat_step(torch.float32, {}, count)[0])
+    assert not torch.equal(
+        stepped(torch.float32, {}, tail, count)[0], flat_step(torch.float32, {}, count)[0]
+    )
 
 
 @pytest.mark.more
-@pytest.mark.parametrize(("kind", "count"), some(product(KEYED, (COUNT, COUNT // 50)), [("8bit-states", COUNT // 50)]))
+@pytest.mark.parametrize(
+    ("kind", "count"), some(product(KEYED, (COUNT, COUNT // 50)), [("8bit-states", COUNT // 50)])
+)
 def test_keyed_kinds_have_the_bits_of_each_tensor_alone(kind, count):
     dtype, options = KEYED[kind]
     flat, params, optimizer = stepped(dtype, options, count=count)
@@ -277,8 +313,15 @@ def test_keyed_kinds_have_the_bits_of_each_tensor_alone(kind, count):
     scalars = {key: OPTIONS[key] for key in ("lr", "eps", "weight_decay")}
     rounding = options.get("stochastic_rounding", False)
     state_dtype = options.get("state_dtype", "fp32")
-    dtypes = {"fp32": (torch.float32,) * 2, "bf16": (torch.bfloat16,) * 2, "8bit": (torch.int8, torch.uint8)}[state_dtype]
-    states = [[torch.zeros(expected.numel(), dtype=d) for d in dtypes], [torch.zeros(count), torch.zeros(count)]]
+    dtypes = {
+        "fp32": (torch.float32,) * 2,
+        "bf16": (torch.bfloat16,) * 2,
+        "8bit": (torch.int8, torch.uint8),
+    }[state_dtype]
+    states = [
+        [torch.zeros(expected.numel(), dtype=d) for d in dtypes],
+        [torch.zeros(count), torch.zeros(count)],
+    ]
     sizes = [v.numel() for v in views]
     moments = [list(t.split(sizes)) for t in states[0]]
     scales = [[t[i : i + 1] if n else t[:0] for i, n in enumerate(sizes)] for t in states[1]]
@@ -287,17 +330,30 @@ def test_keyed_kinds_have_the_bits_of_each_tensor_alone(kind, count):
     for step in range(TINY_STEPS):
         hypers = [
             _C.AdamHyper(
-                beta1=beta1, beta2=beta2, step=step + 1, grad_scale=0.5, stochastic_rounding=rounding, **scalars
+                beta1=beta1,
+                beta2=beta2,
+                step=step + 1,
+                grad_scale=0.5,
+                stochastic_rounding=rounding,
+                **scalars,
             )
-        ]  # fmt: skip
+        ]
         for i, (view, grad) in enumerate(zip(views, tiny(dtype, step + 1, count)[1], strict=True)):
-            more = {"exp_avg_scales": [scales[0][i]], "exp_avg_sq_scales": [scales[1][i]]} if state_dtype == "8bit" else {}
+            more = (
+                {"exp_avg_scales": [scales[0][i]], "exp_avg_sq_scales": [scales[1][i]]}
+                if state_dtype == "8bit"
+                else {}
+            )
             if "master" in options:
                 more["masters"] = [remainders[i]]
-            stepper.step([view], [grad], [moments[0][i]], [moments[1][i]], hypers, [0], keys=[(i, 0)], **more)
+            stepper.step(
+                [view], [grad], [moments[0][i]], [moments[1][i]], hypers, [0], keys=[(i, 0)], **more
+            )
     assert torch.equal(flat, expected)
     for key, kept in zip(("exp_avg", "exp_avg_sq"), moments, strict=True):
-        assert torch.equal(torch.cat([optimizer.state[p].stored(key) for p in params]), torch.cat(kept))
+        assert torch.equal(
+            torch.cat([optimizer.state[p].stored(key) for p in params]), torch.cat(kept)
+        )
     if kind == "8bit-states":  # the twin: another seed
         assert not torch.equal(stepped(dtype, {**options, "seed": 1}, count=count)[0], expected)
 
@@ -305,7 +361,8 @@ def test_keyed_kinds_have_the_bits_of_each_tensor_alone(kind, count):
 NUMEL = (1 << 31) + 1000
 PERIOD = 1 << 20
 WINDOW = 5120
-# Where to look (multiples of 256): both ends, and around the places where 31 and 32 bits of elements or bytes end.
+# Where to look (multiples of 256): both ends, and around the places where 31 and 32 bits of
+# elements or bytes end.
 STARTS = (0, (1 << 29) - 2560, (1 << 30) - 2560, (1 << 31) - 2560, NUMEL // 256 * 256 - 4096)
 # name: options and bytes an element, with bfloat16 weights and gradients
 KINDS = {
@@ -331,7 +388,10 @@ def window(period, first):
 def small_step(options, weight, grad, first, seed=1):
     """The step of one window alone, keyed by its place. Returns weights, moments and the rest."""
     eight = options["state_dtype"] == "8bit"
-    moments = [torch.zeros(weight.numel(), dtype=d) for d in ((torch.int8, torch.uint8) if eight else (torch.bfloat16,) * 2)]
+    moments = [
+        torch.zeros(weight.numel(), dtype=d)
+        for d in ((torch.int8, torch.uint8) if eight else (torch.bfloat16,) * 2)
+    ]
     more = {}
     if eight:
         scales = [torch.zeros(-(-weight.numel() // 256)) for _ in range(2)]
@@ -340,11 +400,18 @@ def small_step(options, weight, grad, first, seed=1):
         more["masters"] = [torch.zeros(weight.numel(), dtype=torch.int16)]
     rounding = options.get("stochastic_rounding", False)
     hyper = _C.AdamHyper(
-        lr=0.01, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, step=1, stochastic_rounding=rounding, seed=seed
+        lr=0.01,
+        beta1=0.9,
+        beta2=0.999,
+        eps=1e-8,
+        weight_decay=0.1,
+        step=1,
+        stochastic_rounding=rounding,
+        seed=seed,
     )
     _C.AdamStepper().step(
         [weight], [grad], [moments[0]], [moments[1]], [hyper], [0], keys=[(0, first)], **more
-    )  # fmt: skip
+    )
     return [weight, *moments, *more.get("masters", [])]
 
 
@@ -356,7 +423,10 @@ def test_more_than_2_to_the_31_elements(kind):
     if (free_bytes() or need) < need:
         pytest.skip(f"needs {need >> 30} GiB of free memory")
     grad, grad_period = periodic(1)
-    exact = math.sqrt((1 << 31) / PERIOD * grad_period.double().square().sum().item() + grad[1 << 31 :].double().square().sum())
+    exact = math.sqrt(
+        (1 << 31) / PERIOD * grad_period.double().square().sum().item()
+        + grad[1 << 31 :].double().square().sum()
+    )
     assert global_norm([grad]) == torch.tensor(exact).float().item()
     param, weight_period = periodic(0)
     optimizer = CPUAdam([param], lr=0.01, weight_decay=0.1, seed=1, **options)
@@ -368,8 +438,14 @@ def test_more_than_2_to_the_31_elements(kind):
         got = [t[part] for t in (param, *(state[key] for key in keys))]
         want = small_step(options, window(weight_period, first), window(grad_period, first), first)
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), first
-        # The twin: an index cut to 31 bits keys other random bits, one that was never reached leaves the weights.
-        other = small_step(options, window(weight_period, first), window(grad_period, first), (first + (1 << 31)) % (1 << 32))
+        # The twin: an index cut to 31 bits keys other random bits, one that was never reached
+        # leaves the weights.
+        other = small_step(
+            options,
+            window(weight_period, first),
+            window(grad_period, first),
+            (first + (1 << 31)) % (1 << 32),
+        )
         assert not all(torch.equal(a, b) for a, b in zip(got, other, strict=True))
         assert not torch.equal(got[0], window(weight_period, first))
 
@@ -378,7 +454,9 @@ X = torch.linspace(-1, 1, 24).view(4, 6)
 
 
 def train(compile_step, steps=2):
-    """The weights after some steps, and whether each step's bookkeeping was traced (seen from functions that it calls)."""
+    """The weights after some steps, and whether each step's bookkeeping was traced (seen from
+    functions that it calls).
+    """
     torch.manual_seed(0)
     model = torch.nn.Linear(6, 3)
     optimizer = shardcore.CPUAdam(model.parameters(), lr=0.1)

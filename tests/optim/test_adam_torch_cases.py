@@ -1,4 +1,6 @@
-"""torch's own Adam and AdamW cases (torch.testing._internal.common_optimizers), held to our float64 intervals."""
+"""torch's own Adam and AdamW cases (torch.testing._internal.common_optimizers), held to our
+float64 intervals.
+"""
 
 import pytest
 import torch
@@ -11,7 +13,11 @@ pytest.importorskip("expecttest", reason="torch.testing._internal needs expectte
 from torch.testing._internal.common_optimizers import optim_db
 
 OURS = [FusedAdam, CPUAdam]
-INFOS = {info.optim_cls: info for info in optim_db if info.optim_cls in (torch.optim.Adam, torch.optim.AdamW)}
+INFOS = {
+    info.optim_cls: info
+    for info in optim_db
+    if info.optim_cls in (torch.optim.Adam, torch.optim.AdamW)
+}
 # What torch refuses only because of its foreach and fused ways, which are no arguments here.
 NOT_OURS = ("foreach", "fused", "betas must be either both floats or both Tensors")
 STEPS = 11  # so that StepLR has made its first step
@@ -19,34 +25,55 @@ STEPS = 11  # so that StepLR has made its first step
 
 def cases():
     for cls, info in INFOS.items():
-        for device in ("cpu", "cuda"):  # the kwargs only: the CUDA list has capturable, and tensors as lr and betas
+        # the kwargs only: the CUDA list has capturable, and tensors as lr and betas
+        for device in ("cpu", "cuda"):
             for case in info.optim_inputs_func(device=device):
                 for make in [OnCpu] if case.kwargs.get("capturable") else OURS:
-                    yield pytest.param(make, cls, case.kwargs, id=f"{make.__name__}-{cls.__name__}-{device}-{case.desc}")
+                    yield pytest.param(
+                        make,
+                        cls,
+                        case.kwargs,
+                        id=f"{make.__name__}-{cls.__name__}-{device}-{case.desc}",
+                    )
 
 
 def scheduler_cases():
     for cls, info in INFOS.items():
         for i, schedulers in enumerate(info.scheduler_inputs):
             for make in OURS:
-                yield pytest.param(make, cls, schedulers, id=f"{make.__name__}-{cls.__name__}-schedulers{i}")
+                yield pytest.param(
+                    make, cls, schedulers, id=f"{make.__name__}-{cls.__name__}-schedulers{i}"
+                )
 
 
 def oracle_options(cls, kwargs):
-    options = {key: float(value) if key == "lr" else value for key, value in kwargs.items() if key != "capturable"}
+    options = {
+        key: float(value) if key == "lr" else value
+        for key, value in kwargs.items()
+        if key != "capturable"
+    }
     if "betas" in options:
         options["betas"] = tuple(float(beta) for beta in options["betas"])
     defaults = cls([torch.zeros(1)]).defaults
-    return {"weight_decay": defaults["weight_decay"], "adam_w_mode": cls is torch.optim.AdamW, **options}
+    return {
+        "weight_decay": defaults["weight_decay"],
+        "adam_w_mode": cls is torch.optim.AdamW,
+        **options,
+    }
 
 
 def check_inside_the_oracle(make, cls, kwargs, schedulers=()):
-    """Run the optimizer beside an oracle for each weight; returns every learning rate that there was."""
+    """Run the optimizer beside an oracle for each weight; returns every learning rate that there
+    was.
+    """
     options, rates = oracle_options(cls, kwargs), set()
     generator = torch.Generator().manual_seed(0)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         shapes = [(10, 5), (10,), (0,), ()]
-        params = [torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
+        params = [
+            torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
+            for shape in shapes
+        ]
         ours = {**kwargs, "weight_decay": options["weight_decay"]}
         optimizer = make(params, adam_w_mode=options["adam_w_mode"], **ours)
         running = [scheduler(optimizer) for scheduler in schedulers]
@@ -62,7 +89,9 @@ def check_inside_the_oracle(make, cls, kwargs, schedulers=()):
                     oracle.step(grad)
             optimizer.step()
             for scheduler in running:
-                scheduler.step(*[1.0] * isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau))
+                scheduler.step(
+                    *[1.0] * isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+                )
         for p, oracle in zip(params, oracles, strict=True):
             assert violations(p, oracle.param) == 0
             if p.numel():
@@ -89,7 +118,9 @@ def test_torchs_cases_can_fail(cls):
     """A twin: the other class's decay, a wrong beta."""
     p = torch.nn.Parameter(torch.ones(50))
     optimizer = FusedAdam([p], lr=0.01, weight_decay=0.1, adam_w_mode=cls is not torch.optim.AdamW)
-    oracle = Oracle(Interval.of(p), p.dtype, False, **oracle_options(cls, {"lr": 0.01, "weight_decay": 0.1}))
+    oracle = Oracle(
+        Interval.of(p), p.dtype, False, **oracle_options(cls, {"lr": 0.01, "weight_decay": 0.1})
+    )
     for step in range(STEPS):
         grad = torch.full((50,), 0.1 * (step + 1))
         p.grad = grad
@@ -103,7 +134,9 @@ def test_torchs_cases_can_fail(cls):
 def test_torchs_error_inputs_are_errors(make, cls):
     seen = 0
     for case in INFOS[cls].optim_error_inputs_func("cpu", torch.float32):
-        if any(word in case.error_regex for word in NOT_OURS) or issubclass(case.error_type, Warning):
+        if any(word in case.error_regex for word in NOT_OURS) or issubclass(
+            case.error_type, Warning
+        ):
             continue
         given = case.optimizer_error_input
         params = [torch.nn.Parameter(torch.ones(2))] if given.params is None else given.params

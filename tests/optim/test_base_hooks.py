@@ -34,6 +34,8 @@ def test_hooks_and_the_profiler_see_a_step_once(make, name):
 
 def test_a_pre_hook_may_change_the_arguments():
     optimizer = CPUAdam(params_of(3))
-    optimizer.register_step_pre_hook(lambda self, args, kwargs: (args, {**kwargs, "max_norm": 1.0, "grad_scale": float("inf")}))
+    optimizer.register_step_pre_hook(
+        lambda self, args, kwargs: (args, {**kwargs, "max_norm": 1.0, "grad_scale": float("inf")})
+    )
     with pytest.raises(ValueError, match="grad_scale has inf"):
         optimizer.step()

@@ -49,12 +49,16 @@ def test_a_norm_that_is_not_finite_leaves_what_torchs_leaves(bad):
 @pytest.mark.parametrize("norm_type", [1, 1.5, 2, 3.0, math.inf, "inf"])
 def test_norms_of_other_types_are_torchs(norm_type):
     for dtype in (torch.float32, torch.bfloat16):
-        params, reference = ([torch.nn.Parameter(torch.ones(size)) for size in (3, 0, 700)] for _ in range(2))
+        params, reference = (
+            [torch.nn.Parameter(torch.ones(size)) for size in (3, 0, 700)] for _ in range(2)
+        )
         for p, q in zip(params, reference, strict=True):
             grad = torch.randn(p.shape).to(dtype)
             p.data, p.grad, q.grad = p.data.to(dtype), grad.clone(), grad.float()
         norm = clip_grad_norm_(params, 0.5, norm_type)
-        torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(reference[::2], 0.5, norm_type))
+        torch.testing.assert_close(
+            norm, torch.nn.utils.clip_grad_norm_(reference[::2], 0.5, norm_type)
+        )
         for p, q in zip(params[::2], reference[::2], strict=True):
             torch.testing.assert_close(p.grad, q.grad.to(dtype))
     assert clip_grad_norm_([], 1.0, norm_type) == 0.0
@@ -64,7 +68,8 @@ def test_error_if_nonfinite_raises_before_anything_is_scaled():
     param = torch.nn.Parameter(torch.ones(2))
     param.grad = torch.tensor([math.inf, 1.0])
     with pytest.raises(
-        RuntimeError, match="the gradients' norm is inf; expected a finite one, as error_if_nonfinite=True says"
+        RuntimeError,
+        match="the gradients' norm is inf; expected a finite one, as error_if_nonfinite=True says",
     ):
         clip_grad_norm_(param, 1.0, error_if_nonfinite=True)
     assert param.grad.tolist() == [math.inf, 1.0]
@@ -87,7 +92,9 @@ def test_norm_types_that_are_none_are_refused(norm_type, error, message):
 
 def test_norm_does_not_depend_on_grouping():
     x = torch.randn(5 * 256) * 10.0 ** torch.randint(-10, 10, (5 * 256,))
-    assert global_norm([x]) == global_norm(list(x.split(256))) == global_norm(list(x.split(512))[::-1])
+    assert (
+        global_norm([x]) == global_norm(list(x.split(256))) == global_norm(list(x.split(512))[::-1])
+    )
     assert global_norm([]) == 0.0
     assert global_norm([x]) == pytest.approx(x.double().norm().item(), rel=2**-23)
 
@@ -103,11 +110,23 @@ def test_clip_coefficient():
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
-        (5, TypeError, "model_or_params has type int; expected a module, a parameter or parameters"),
+        (
+            5,
+            TypeError,
+            "model_or_params has type int; expected a module, a parameter or parameters",
+        ),
         ([5], TypeError, r"params\[0\] has type int; expected a tensor"),
         ({"a": 1}, TypeError, r"params\[0\] has type str; expected a tensor"),
-        (torch.float64, TypeError, r"grads\[0\] has dtype float64; expected float32, bfloat16 or float16"),
-        (torch.sparse_coo, ValueError, r"grads\[0\] has layout torch.sparse_coo; expected a dense gradient"),
+        (
+            torch.float64,
+            TypeError,
+            r"grads\[0\] has dtype float64; expected float32, bfloat16 or float16",
+        ),
+        (
+            torch.sparse_coo,
+            ValueError,
+            r"grads\[0\] has layout torch.sparse_coo; expected a dense gradient",
+        ),
     ],
 )
 def test_clip_grad_norm_refuses_what_it_cannot_scale(given, error, message):

@@ -1,4 +1,6 @@
-"""torch's own clipping functions over sharded parameters, beside the same calls over a plain model."""
+"""torch's own clipping functions over sharded parameters, beside the same calls over a plain
+model.
+"""
 
 import math
 import warnings
@@ -27,7 +29,9 @@ TIERS: list[tuple[int, int, dict[str, Any]]] = [  # stage, accumulate, options o
 
 
 def _norm(norm_type: Any, **options: Any) -> Callable[[nn.Module], float]:
-    return lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.05, norm_type, **options).item()
+    return lambda model: nn.utils.clip_grad_norm_(
+        model.parameters(), 0.05, norm_type, **options
+    ).item()
 
 
 def _only_some(model: nn.Module) -> float:
@@ -71,7 +75,9 @@ CLIPS: dict[str, Callable[[nn.Module], float]] = {
 }
 
 
-def _plain(clip: Callable[[nn.Module], float] | None, accumulate: int = 1) -> tuple[list[float], dict[str, torch.Tensor]]:
+def _plain(
+    clip: Callable[[nn.Module], float] | None, accumulate: int = 1
+) -> tuple[list[float], dict[str, torch.Tensor]]:
     """The whole batch in one process; returns the norms and the weights."""
     model = make_net()
     optimizer = shardcore.FusedAdam(model.parameters(), **ADAM)
@@ -87,7 +93,14 @@ def _plain(clip: Callable[[nn.Module], float] | None, accumulate: int = 1) -> tu
     return norms, model.state_dict()
 
 
-def _sharded(rank: int, world_size: int, clips: list[str], stage: int, accumulate: int, options: dict[str, Any]) -> list[Any]:
+def _sharded(
+    rank: int,
+    world_size: int,
+    clips: list[str],
+    stage: int,
+    accumulate: int,
+    options: dict[str, Any],
+) -> list[Any]:
     """The same over ranks, for each way to clip."""
     results = []
     for clip in (CLIPS[name] for name in clips):
@@ -125,11 +138,15 @@ def test_torchs_clipping_does_to_shards_what_it_does_to_gradients(
         assert _worst(unclipped, expected) > 1e-4
 
 
-# --- lists of parameters of several models ----------------------------------------------------------------------------
+# --- lists of parameters of several models --------------------------------------------------------
 
 
-def _mixed(rank: int, world_size: int, stages: tuple[int | None, ...], norm_type: float) -> tuple[float, float, list[Any]]:
-    """One net a stage (None: plain, averaged by hand) clipped together; returns the norms before and after, and the weights."""
+def _mixed(
+    rank: int, world_size: int, stages: tuple[int | None, ...], norm_type: float
+) -> tuple[float, float, list[Any]]:
+    """One net a stage (None: plain, averaged by hand) clipped together; returns the norms before
+    and after, and the weights.
+    """
     nets: list[Any] = []
     for seed, stage in enumerate(stages):
         model = make_net(seed)
@@ -150,8 +167,13 @@ def _mixed(rank: int, world_size: int, stages: tuple[int | None, ...], norm_type
 
 
 @pytest.mark.cases(2)
-@pytest.mark.parametrize(("stages", "norm_type"), [((None, 2), 2.0), ((3, None, 1), 2.0), ((0, 3), 1.5), ((2, None), math.inf)])
-def test_parameters_of_several_models_are_clipped_to_their_joint_norm(stages: tuple[int | None, ...], norm_type: float) -> None:
+@pytest.mark.parametrize(
+    ("stages", "norm_type"),
+    [((None, 2), 2.0), ((3, None, 1), 2.0), ((0, 3), 1.5), ((2, None), math.inf)],
+)
+def test_parameters_of_several_models_are_clipped_to_their_joint_norm(
+    stages: tuple[int | None, ...], norm_type: float
+) -> None:
     before, after, weights = _mixed(0, WORLD, (None,) * len(stages), norm_type)
     for theirs in run_ranks(WORLD, _mixed, stages, norm_type):
         assert theirs[0] == pytest.approx(before, rel=1e-5)
@@ -164,7 +186,9 @@ def _idle(rank: int, world_size: int, stage: int | None) -> float:
     """The norm of a model of which the optimizer has the head alone."""
     model: Any = make_net()
     if stage is not None:
-        model, _ = shardcore.shard(model, shardcore.FusedAdam([model.head.weight]), stage, precision="fp32")
+        model, _ = shardcore.shard(
+            model, shardcore.FusedAdam([model.head.weight]), stage, precision="fp32"
+        )
     loss_of(model, batch_of(0, 0, 0)).backward()
     return nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
 
@@ -173,10 +197,12 @@ def test_parameters_that_no_optimizer_has_count_as_in_torch() -> None:
     assert run_ranks(WORLD, _idle, 2) == [pytest.approx(_idle(0, 1, None), rel=1e-5)] * 2
 
 
-# --- what is not finite -----------------------------------------------------------------------------------------------
+# --- what is not finite ---------------------------------------------------------------------------
 
 
-def _overflow(rank: int, world_size: int, stage: int, precision: str) -> tuple[int, list[str], bool]:
+def _overflow(
+    rank: int, world_size: int, stage: int, precision: str
+) -> tuple[int, list[str], bool]:
     model, optimizer, _ = train(rank, Run(stage, 0, precision=precision))
     start = {name: value.clone() for name, value in model.state_dict().items()}
     said = []
@@ -192,14 +218,16 @@ def _overflow(rank: int, world_size: int, stage: int, precision: str) -> tuple[i
 
 
 @pytest.mark.parametrize(("stage", "precision"), [(1, "fp32"), (3, "fp16")])
-def test_gradients_that_are_not_finite_skip_the_step_all_the_same(stage: int, precision: str) -> None:
+def test_gradients_that_are_not_finite_skip_the_step_all_the_same(
+    stage: int, precision: str
+) -> None:
     for skipped, said, same in run_ranks(WORLD, _overflow, stage, precision):
         assert skipped == 1
         assert "norm is nan; expected a finite one, as error_if_nonfinite=True says" in said[0]
         assert same
 
 
-# --- what is refused, and what cannot be reached ----------------------------------------------------------------------
+# --- what is refused, and what cannot be reached --------------------------------------------------
 
 
 def _refused(rank: int, world_size: int) -> list[str]:
@@ -218,17 +246,28 @@ def _refused(rank: int, world_size: int) -> list[str]:
             said.append("")
         except (ValueError, TypeError) as error:
             said.append(str(error))
-    for op, *more in (("get_total_norm",), ("clip_grad_norm_", 1.0), ("clip_grad_value_", 1.0)):  # a habit of many loops
-        with pytest.warns(UserWarning, match=f"{op}: nothing was given, .* give clip_grad_norm_ all parameters"):
+    # a habit of many loops
+    for op, *more in (("get_total_norm",), ("clip_grad_norm_", 1.0), ("clip_grad_value_", 1.0)):
+        with pytest.warns(
+            UserWarning, match=f"{op}: nothing was given, .* give clip_grad_norm_ all parameters"
+        ):
             assert not getattr(nn.utils, op)([p for p in params if p.grad is not None], *more)
     return said
 
 
 def test_what_clipping_refuses() -> None:
     first, second = run_ranks(WORLD, _refused)
-    assert first[0] == second[0] == "clip_grad_norm_: norm_type has 0.0; expected a number above 0, or inf"
+    assert (
+        first[0]
+        == second[0]
+        == "clip_grad_norm_: norm_type has 0.0; expected a number above 0, or inf"
+    )
     assert "rank 1 reads something else than max_norm=1.0 norm_type=1.0 over" in first[1]
-    assert first[2] == second[2] == "clip_grad_value_: clip_value has -1.0; expected a number of at least 0"
+    assert (
+        first[2]
+        == second[2]
+        == "clip_grad_value_: clip_value has -1.0; expected a number of at least 0"
+    )
     assert "clip_grads_with_norm_: rank 1 reads something else than" in first[3]
 
 
@@ -244,8 +283,10 @@ def _plain_calls(stage: int) -> tuple[bool, list[Any]]:
     nn.utils.clip_grads_with_norm_(net.parameters(), 0.05, torch.tensor(total))
     nn.utils.clip_grad_value_(net.gain, 1e-3)
     return theirs is nn.utils.clip_grad_norm_, [
-        norm, total, *(p.grad.sum().item() for p in net.parameters())
-    ]  # fmt: skip
+        norm,
+        total,
+        *(p.grad.sum().item() for p in net.parameters()),
+    ]
 
 
 def test_plain_parameters_go_to_torchs_own_functions() -> None:
@@ -257,7 +298,9 @@ def test_plain_parameters_go_to_torchs_own_functions() -> None:
 
 
 def _imported_early(stage: int) -> tuple[str, float]:
-    """What a clip_grad_norm_ from before shard says of sharded parameters, and what it returns for plain ones."""
+    """What a clip_grad_norm_ from before shard says of sharded parameters, and what it returns
+    for plain ones.
+    """
     from torch.nn.utils import clip_grad_norm_
 
     model, net = make_net(), make_net(1)

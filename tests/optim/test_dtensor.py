@@ -1,4 +1,6 @@
-"""FSDP2's DTensors in FusedAdam and CPUAdam on gloo ranks: bits, norms over the mesh, state dicts, refusals; broken twins."""
+"""FSDP2's DTensors in FusedAdam and CPUAdam on gloo ranks: bits, norms over the mesh, state
+dicts, refusals; broken twins.
+"""
 
 import math
 import tempfile
@@ -53,8 +55,15 @@ def _train(rank, world_size, kind, shapes, steps=4, twin=None):
     optimizer = FusedAdam(net.parameters(), **OPTIONS, **options)
     reference = [nn.Parameter(w) for w in whole(net.parameters())]
     expected = CPUAdam(reference, **OPTIONS, **options)
-    oracles = [Oracle(Interval.of(p), dtype, options.get("master") is not None, **OPTIONS) for p in reference]
-    with mock.patch.object(dtensor.Rows, "first_element", 0) if twin == "keyed by the shard" else nullcontext():
+    oracles = [
+        Oracle(Interval.of(p), dtype, options.get("master") is not None, **OPTIONS)
+        for p in reference
+    ]
+    with (
+        mock.patch.object(dtensor.Rows, "first_element", 0)
+        if twin == "keyed by the shard"
+        else nullcontext()
+    ):
         for step in range(steps):
             backward(net, rank, step)
             grads = whole_grads(net)
@@ -62,17 +71,39 @@ def _train(rank, world_size, kind, shapes, steps=4, twin=None):
             expected.step(grads=grads, grad_scale=0.5)
             for oracle, grad in zip(oracles[:-1], grads[:-1], strict=True):
                 oracle.step(grad, 0.5)
-    weights = [i for i, (a, b) in enumerate(zip(whole(net.parameters()), reference, strict=True)) if not torch.equal(a, b)]
+    weights = [
+        i
+        for i, (a, b) in enumerate(zip(whole(net.parameters()), reference, strict=True))
+        if not torch.equal(a, b)
+    ]
     exact = options.get("state_dtype", "fp32") == "fp32" and set(options) <= {"master"}
-    outside = sum(violations(w, o.param) for w, o in zip(whole(net.parameters()), oracles, strict=True)) if exact else 0
+    outside = (
+        sum(violations(w, o.param) for w, o in zip(whole(net.parameters()), oracles, strict=True))
+        if exact
+        else 0
+    )
     empty = sum(p.to_local().numel() == 0 for p in net.parameters())
-    kinds = {type(v).__name__ for entry in optimizer.state_dict()["state"].values() for k, v in entry.items() if k != "step"}
+    kinds = {
+        type(v).__name__
+        for entry in optimizer.state_dict()["state"].values()
+        for k, v in entry.items()
+        if k != "step"
+    }
     unused = len(reference) - 1 in optimizer.state_dict()["state"]
-    return weights, state_differs(whole_state(optimizer), whole_state(expected)), outside, empty, kinds, unused
+    return (
+        weights,
+        state_differs(whole_state(optimizer), whole_state(expected)),
+        outside,
+        empty,
+        kinds,
+        unused,
+    )
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize(("kind", "world_size"), [(kind, 2 + number % 2) for number, kind in enumerate(KINDS)])
+@pytest.mark.parametrize(
+    ("kind", "world_size"), [(kind, 2 + number % 2) for number, kind in enumerate(KINDS)]
+)
 def test_fsdp2_trains_to_the_bits_of_the_unsharded_step(kind, world_size):
     results = run_ranks(world_size, _train, kind, SHAPES)
     for weights, states, outside, _, kinds, unused in results:
@@ -103,10 +134,14 @@ def _eight_bit_shards(rank, world_size):
     net = sharded_net(SHAPES, F32)
     optimizer = FusedAdam(net.parameters(), **OPTIONS, state_dtype="8bit", seed=3)
     alone = [p.detach().to_local().clone() for p in net.parameters()][:-1]
-    codes = [torch.zeros_like(p, dtype=torch.int8) for p in alone], [torch.zeros_like(p, dtype=torch.uint8) for p in alone]
+    codes = (
+        [torch.zeros_like(p, dtype=torch.int8) for p in alone],
+        [torch.zeros_like(p, dtype=torch.uint8) for p in alone],
+    )
     scales = [[torch.zeros(-(-p.numel() // 256)) for p in alone] for _ in range(2)]
     firsts = []
-    for p in list(net.parameters())[:-1]:  # counted, not computed: whole indices, cut as the parameter is
+    # counted, not computed: whole indices, cut as the parameter is
+    for p in list(net.parameters())[:-1]:
         numbers = torch.arange(p.numel(), dtype=torch.float32).view(p.shape)
         local = distribute_tensor(numbers, p.device_mesh, p.placements).to_local().flatten()
         firsts.append(int(local[0]) if local.numel() else 0)
@@ -118,10 +153,19 @@ def _eight_bit_shards(rank, world_size):
         hyper = {key: OPTIONS[key] for key in ("lr", "eps", "weight_decay")}
         hypers = [_C.AdamHyper(beta1=beta1, beta2=beta2, step=step + 1, seed=3, **hyper)]
         _C.AdamStepper().step(
-            alone, grads, *codes, hypers, [0] * len(alone), keys=list(enumerate(firsts)), exp_avg_scales=scales[0],
+            alone,
+            grads,
+            *codes,
+            hypers,
+            [0] * len(alone),
+            keys=list(enumerate(firsts)),
+            exp_avg_scales=scales[0],
             exp_avg_sq_scales=scales[1],
-        )  # fmt: skip
-    return all(torch.equal(p.to_local(), a) for p, a in zip(list(net.parameters())[:-1], alone, strict=True))
+        )
+    return all(
+        torch.equal(p.to_local(), a)
+        for p, a in zip(list(net.parameters())[:-1], alone, strict=True)
+    )
 
 
 def test_8_bit_shards_are_blocks_of_their_own_keyed_by_the_whole():
@@ -172,17 +216,26 @@ def _refusals(rank, world_size):
 
 def test_what_cannot_work_is_refused_and_nothing_is_written():
     expected = [
-        "ValueError: FusedAdam: params[0] has placements (Shard(dim=1),); expected Replicate() and Shard(0) only",
-        "ValueError: FusedAdam: params[0] has placements (Partial(sum),); expected Replicate() and Shard(0) only",
-        "ValueError: FusedAdam: params[0] has a local part with strides (1, 4) for shape (4, 6); expected contiguous",
+        "ValueError: FusedAdam: params[0] has placements (Shard(dim=1),); expected Replicate() and "
+        "Shard(0) only",
+        "ValueError: FusedAdam: params[0] has placements (Partial(sum),); expected Replicate() and "
+        "Shard(0) only",
+        "ValueError: FusedAdam: params[0] has a local part with strides (1, 4) for shape (4, 6); "
+        "expected contiguous",
         *["ValueError: FusedAdam: grads[0] has placements (Partial(sum),)"] * 2,
         *["ValueError: FusedAdam: grads[0] has placements (Replicate(),)"] * 2,
-        *["TypeError: FusedAdam: grads[0] has type Tensor; expected a DTensor, as its parameter is one"] * 2,
+        *[
+            "TypeError: FusedAdam: grads[0] has type Tensor; expected a DTensor, as its parameter "
+            "is one"
+        ]
+        * 2,
         *["ValueError: FusedAdam: grads[0] has shape (5, 6); expected (4, 6), the parameter's"] * 2,
-        *["TypeError: FusedAdam: grads[0] has dtype float64; expected float32, bfloat16 or float16"] * 2,
+        *["TypeError: FusedAdam: grads[0] has dtype float64; expected float32, bfloat16 or float16"]
+        * 2,
         "ValueError: AdamStepper.step: grads[1] has no memory of its own",
         "ValueError: FusedAdam: state[0].exp_avg has placements (Replicate(),)",
-        "ValueError: FusedAdam: state[0].exp_avg has shape (2, 6); expected (4, 6), the parameter's",
+        "ValueError: FusedAdam: state[0].exp_avg has shape (2, 6); expected (4, 6), the "
+        "parameter's",
     ]
     for texts, same in run_ranks(3, _refusals):
         assert same
@@ -200,7 +253,13 @@ def _replicated(rank, world_size):
         for v, s in zip(values[1:], [Replicate(), Shard(0)], strict=True)
     ]
     optimizer = FusedAdam(params)
-    grads = [values[0], *(distribute_tensor(v, mesh, p.placements) for v, p in zip(values[1:], params[1:], strict=True))]
+    grads = [
+        values[0],
+        *(
+            distribute_tensor(v, mesh, p.placements)
+            for v, p in zip(values[1:], params[1:], strict=True)
+        ),
+    ]
     optimizer.step(grads=grads, max_norm=1.0)
     reference = [nn.Parameter(torch.zeros(v.shape)) for v in values]
     CPUAdam(reference).step(grads=values, max_norm=1.0)
@@ -215,7 +274,9 @@ def test_plain_and_replicated_parameters_beside_sharded_ones():
 
 
 def _clip(rank, world_size, shape, max_norm, twin=None):
-    """Return the norms by all ways, what float64 says, and whether both ways of clipping have the expected weights."""
+    """Return the norms by all ways, what float64 says, and whether both ways of clipping have
+    the expected weights.
+    """
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     net, other = (sharded_net(SHAPES, BF16, mesh) for _ in range(2))
     optimizer = FusedAdam(net.parameters(), **OPTIONS, master="fp32")
@@ -229,7 +290,10 @@ def _clip(rank, world_size, shape, max_norm, twin=None):
 
     def wrong_rows(op, name, p):
         rows = rows_of(op, name, p)
-        groups = {"replicas added": tuple(mesh.get_group(i) for i in range(mesh.ndim)), "own shard only": ()}[twin]
+        groups = {
+            "replicas added": tuple(mesh.get_group(i) for i in range(mesh.ndim)),
+            "own shard only": (),
+        }[twin]
         return dtensor.Rows(**{**rows.__dict__, "groups": groups})
 
     with mock.patch.object(dtensor, "rows_of", wrong_rows) if twin else nullcontext():
@@ -238,13 +302,21 @@ def _clip(rank, world_size, shape, max_norm, twin=None):
     optimizer.step(max_norm=max_norm)
     coefficient = _C.clip_coefficient(norm, max_norm)
     expected.step(grads=grads, grad_scale=coefficient)
-    same_weights = all(torch.equal(a, b) for a, b in zip(whole(net.parameters()), reference, strict=True))
+    same_weights = all(
+        torch.equal(a, b) for a, b in zip(whole(net.parameters()), reference, strict=True)
+    )
     clipped = [g.clone() for g in grads if g is not None]
     if coefficient != 1.0:
         torch._foreach_mul_(clipped, coefficient)
     scaled = all(torch.equal(a, b) for a, b in zip(whole_grads(other)[:-1], clipped, strict=True))
-    torch_norm = nn.utils.get_total_norm([p.grad for p in net.parameters() if p.grad is not None]).full_tensor().item()
-    untouched = all(torch.equal(a, b) for a, b in zip(whole_grads(net)[:-1], grads[:-1], strict=True))
+    torch_norm = (
+        nn.utils.get_total_norm([p.grad for p in net.parameters() if p.grad is not None])
+        .full_tensor()
+        .item()
+    )
+    untouched = all(
+        torch.equal(a, b) for a, b in zip(whole_grads(net)[:-1], grads[:-1], strict=True)
+    )
     return norm, exact, torch_norm, same_weights, scaled, untouched
 
 
@@ -275,7 +347,10 @@ def _other_norms(rank, world_size, shape):
     backward(net, rank, 0)
     grads = [grad for grad in whole_grads(net) if grad is not None]
     return [
-        (shardcore.clip_grad_norm_(net.parameters(), math.inf, kind).item(), nn.utils.get_total_norm(grads, kind).item())
+        (
+            shardcore.clip_grad_norm_(net.parameters(), math.inf, kind).item(),
+            nn.utils.get_total_norm(grads, kind).item(),
+        )
         for kind in (1, 1.5, math.inf)
     ]
 
@@ -308,7 +383,9 @@ def _not_finite(rank, world_size):
     if rank == 1:
         next(net.parameters()).grad.to_local()[0, 0] = math.inf
     optimizer.step(max_norm=1.0)
-    return optimizer.skipped_steps, all(torch.equal(a, b) for a, b in zip(whole(net.parameters()), before, strict=True))
+    return optimizer.skipped_steps, all(
+        torch.equal(a, b) for a, b in zip(whole(net.parameters()), before, strict=True)
+    )
 
 
 def test_a_gradient_that_is_not_finite_on_one_rank_skips_on_all():
@@ -344,7 +421,9 @@ def test_grad_scaler_skips_on_all_ranks():
 
 
 def _capturable(rank, world_size):
-    """A capturable step of DTensors beside the ordinary one; then one that clips, which cannot be."""
+    """A capturable step of DTensors beside the ordinary one; then one that clips, which cannot
+    be.
+    """
     net, other = (sharded_net(SHAPES, F32) for _ in range(2))
     optimizer, plain = OnCpu(net.parameters(), **OPTIONS), FusedAdam(other.parameters(), **OPTIONS)
     for step in range(2):
@@ -352,9 +431,14 @@ def _capturable(rank, world_size):
         backward(other, rank, step)
         optimizer.step()
         plain.step()
-    same = all(torch.equal(a, b) for a, b in zip(whole(net.parameters()), whole(other.parameters()), strict=True))
+    same = all(
+        torch.equal(a, b)
+        for a, b in zip(whole(net.parameters()), whole(other.parameters()), strict=True)
+    )
     before = [w.clone() for w in whole(net.parameters())]
-    with pytest.raises(ValueError, match=r"max_norm has 1\.0 for capturable DTensors.*clip_grad_norm_ before"):
+    with pytest.raises(
+        ValueError, match=r"max_norm has 1\.0 for capturable DTensors.*clip_grad_norm_ before"
+    ):
         optimizer.step(max_norm=1.0)
     untouched = all(torch.equal(a, b) for a, b in zip(whole(net.parameters()), before, strict=True))
     return same, untouched, optimizer.skipped_steps
@@ -390,7 +474,10 @@ def _save(rank, world_size, kind, folder):
     optimizer = FusedAdam(net.parameters(), **OPTIONS, **options)
     for step in range(3):
         optimizer.step(grads=placed_grads(net, step))
-    dcp.save({"model": get_model_state_dict(net), "optimizer": get_optimizer_state_dict(net, optimizer)}, checkpoint_id=folder)
+    dcp.save(
+        {"model": get_model_state_dict(net), "optimizer": get_optimizer_state_dict(net, optimizer)},
+        checkpoint_id=folder,
+    )
 
 
 def _resume(rank, world_size, kind, folder):
@@ -401,22 +488,35 @@ def _resume(rank, world_size, kind, folder):
     with torch.no_grad():
         for p in net.parameters():
             p.to_local().zero_()
-    state = {"model": get_model_state_dict(net), "optimizer": get_optimizer_state_dict(net, optimizer)}
+    state = {
+        "model": get_model_state_dict(net),
+        "optimizer": get_optimizer_state_dict(net, optimizer),
+    }
     dcp.load(state, checkpoint_id=folder)
     set_model_state_dict(net, state["model"])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         set_optimizer_state_dict(net, optimizer, state["optimizer"])
-        full = get_optimizer_state_dict(net, optimizer, options=StateDictOptions(full_state_dict=True))
-        set_optimizer_state_dict(net, optimizer, full, options=StateDictOptions(full_state_dict=True))
+        full = get_optimizer_state_dict(
+            net, optimizer, options=StateDictOptions(full_state_dict=True)
+        )
+        set_optimizer_state_dict(
+            net, optimizer, full, options=StateDictOptions(full_state_dict=True)
+        )
     plain = Net(SHAPES, dtype)
     expected = CPUAdam(plain.parameters(), **OPTIONS, **options)
     for step in range(5):
         expected.step(grads=whole(placed_grads(net, step)))
         if step >= 3:
             optimizer.step(grads=placed_grads(net, step))
-    weights = [torch.equal(a, b) for a, b in zip(whole(net.parameters()), plain.parameters(), strict=True)]
-    return all(weights), state_differs(whole_state(optimizer), whole_state(expected)), optimizer.param_groups[0]["lr"]
+    weights = [
+        torch.equal(a, b) for a, b in zip(whole(net.parameters()), plain.parameters(), strict=True)
+    ]
+    return (
+        all(weights),
+        state_differs(whole_state(optimizer), whole_state(expected)),
+        optimizer.param_groups[0]["lr"],
+    )
 
 
 @pytest.mark.cases(1)
@@ -442,10 +542,17 @@ def _exchange(rank, world_size):
     again.load_state_dict(theirs.state_dict())
     differs = state_differs(whole_state(again), whole_state(theirs))
     saved = again.state_dict()
-    saved["state"] = {i: {key: whole([value])[0] for key, value in entry.items()} for i, entry in saved["state"].items()}
+    saved["state"] = {
+        i: {key: whole([value])[0] for key, value in entry.items()}
+        for i, entry in saved["state"].items()
+    }
     third = CPUAdam(net.parameters())
     third.load_state_dict(saved)
-    return differs, state_differs(whole_state(third), whole_state(theirs)), int(again.state_dict()["state"][0]["step"])
+    return (
+        differs,
+        state_differs(whole_state(third), whole_state(theirs)),
+        int(again.state_dict()["state"][0]["step"]),
+    )
 
 
 def test_states_go_to_torch_and_back():

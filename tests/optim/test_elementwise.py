@@ -1,4 +1,6 @@
-"""Elementwise optimizers of torch.optim on shards: torch's own bits, one hash over stages and tiers, states in torch's form."""
+"""Elementwise optimizers of torch.optim on shards: torch's own bits, one hash over stages and
+tiers, states in torch's form.
+"""
 
 from functools import partial
 from pathlib import Path
@@ -18,11 +20,17 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.1, "weight_decay": 0.1}),
     "momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
     "dampening": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.3}),
-    "adagrad": (torch.optim.Adagrad, {"lr": 0.1, "lr_decay": 0.1, "initial_accumulator_value": 0.5}),
+    "adagrad": (
+        torch.optim.Adagrad,
+        {"lr": 0.1, "lr_decay": 0.1, "initial_accumulator_value": 0.5},
+    ),
     "rmsprop": (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.9, "centered": True}),
     "adadelta": (torch.optim.Adadelta, {"weight_decay": 0.1}),
     "adamax": (torch.optim.Adamax, {}),
-    "radam": (torch.optim.RAdam, {"lr": 0.01, "weight_decay": 0.1, "decoupled_weight_decay": True, "maximize": True}),
+    "radam": (
+        torch.optim.RAdam,
+        {"lr": 0.01, "weight_decay": 0.1, "decoupled_weight_decay": True, "maximize": True},
+    ),
     "rprop": (torch.optim.Rprop, {}),
     "lion": (shardcore.Lion, {"lr": 0.01, "weight_decay": 0.1}),
 }
@@ -33,7 +41,15 @@ TIERS: dict[str, dict[str, Any]] = {
     "weights": {"offload": {"optimizer": "cpu", "gradients": "cpu", "params": "cpu"}},
     "overlapped": {"offload": {"optimizer": "cpu"}, "overlap_step": True},
 }
-PLACES = [(0, "device"), (1, "cpu"), (2, "device"), (2, "gradients, share"), (3, "device"), (3, "weights"), (3, "overlapped")]
+PLACES = [
+    (0, "device"),
+    (1, "cpu"),
+    (2, "device"),
+    (2, "gradients, share"),
+    (3, "device"),
+    (3, "weights"),
+    (3, "overlapped"),
+]
 
 
 def _sharded(name: str, stage: int = 2, **options: Any) -> tuple[nn.Module, Any]:
@@ -64,7 +80,10 @@ def test_a_rank_alone_has_torchs_bits_and_exchanges_states_with_torch(name: str)
         ours, theirs = optimizer.state_dict(), torchs.state_dict()
         for number, state in theirs["state"].items():
             for key, value in state.items():
-                if value is not None and (key != "step" or cls not in (torch.optim.SGD, shardcore.Lion)):  # they count none
+                # they count none
+                if value is not None and (
+                    key != "step" or cls not in (torch.optim.SGD, shardcore.Lion)
+                ):
                     assert same(ours["state"][number][key], value), key
         optimizer.load_state_dict(theirs)
         torchs.load_state_dict(ours)
@@ -74,14 +93,19 @@ def test_a_rank_alone_has_torchs_bits_and_exchanges_states_with_torch(name: str)
         _train(plain, torchs, range(4, 6))
 
 
-def _hashes(rank: int, world_size: int, name: str, places: list[tuple[int, str]], precision: str | None) -> list[str]:
+def _hashes(
+    rank: int, world_size: int, name: str, places: list[tuple[int, str]], precision: str | None
+) -> list[str]:
     found = []
     for number, (stage, tier) in enumerate(places):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch, "get_num_threads", lambda: 1)  # of which each takes a piece
-            patch.setattr(elementwise, "PIECE_NUMEL", (112, 10**6)[number % 2])  # several pieces of each bucket, or one
+            # several pieces of each bucket, or one
+            patch.setattr(elementwise, "PIECE_NUMEL", (112, 10**6)[number % 2])
             patch.setattr(cpu_store, "CHUNK_NUMEL", 512)  # several chunks per bucket
-            model, optimizer = _sharded(name, stage, precision=precision, clip_grad_norm=0.3, **TIERS[tier])
+            model, optimizer = _sharded(
+                name, stage, precision=precision, clip_grad_norm=0.3, **TIERS[tier]
+            )
             _train(model, optimizer, range(4), rank)
             optimizer.synchronize()
         found.append(hash_of_training(model, optimizer))
@@ -90,10 +114,14 @@ def _hashes(rank: int, world_size: int, name: str, places: list[tuple[int, str]]
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(
-    ("ranks", "name", "precision"), [(4, "lion", "bf16"), (4, "rmsprop", None), (2, "momentum", "bf16"), (2, "adagrad", None)]
+    ("ranks", "name", "precision"),
+    [(4, "lion", "bf16"), (4, "rmsprop", None), (2, "momentum", "bf16"), (2, "adagrad", None)],
 )
 def test_one_hash_over_stages_and_tiers(ranks: int, name: str, precision: str | None) -> None:
-    assert len({one for found in run_ranks(ranks, _hashes, name, PLACES, precision) for one in found}) == 1
+    assert (
+        len({one for found in run_ranks(ranks, _hashes, name, PLACES, precision) for one in found})
+        == 1
+    )
 
 
 @pytest.mark.cases(2)
@@ -107,7 +135,9 @@ def test_faults_of_a_step_change_the_hash(fault: str, monkeypatch: pytest.Monkey
     expected = _hashes(0, 1, "radam", [(2, "device")], "bf16")
     run = elementwise.ElementKind.run
     if fault == "scale":
-        monkeypatch.setattr(elementwise.ElementStep, "_scaled", lambda self, grad, scratch: grad.to(torch.float32))
+        monkeypatch.setattr(
+            elementwise.ElementStep, "_scaled", lambda self, grad, scratch: grad.to(torch.float32)
+        )
     elif fault == "step":
         monkeypatch.setattr(
             elementwise.ElementKind,
@@ -117,11 +147,15 @@ def test_faults_of_a_step_change_the_hash(fault: str, monkeypatch: pytest.Monkey
     elif fault == "piece":
         update = elementwise.ElementStep._update
         monkeypatch.setattr(
-            elementwise.ElementStep, "_update", lambda self, *lists: lists[0][0].numel() < 112 or update(self, *lists)
+            elementwise.ElementStep,
+            "_update",
+            lambda self, *lists: lists[0][0].numel() < 112 or update(self, *lists),
         )
     else:
         monkeypatch.setattr(
-            elementwise._C, "cast", lambda to, source: [a.copy_(b * 1.01) for a, b in zip(to, source, strict=True)]
+            elementwise._C,
+            "cast",
+            lambda to, source: [a.copy_(b * 1.01) for a, b in zip(to, source, strict=True)],
         )
     assert _hashes(0, 1, "radam", [(2, "device")], "bf16") != expected
 
@@ -143,19 +177,33 @@ def _saved_and_loaded(rank: int, world_size: int, folder: str, name: str) -> lis
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("name", ["momentum", "rmsprop"])
 def test_a_checkpoint_goes_on_at_another_stage(name: str, tmp_path: Path) -> None:
-    assert len({one for found in run_ranks(2, _saved_and_loaded, str(tmp_path / "saved"), name) for one in found}) == 1
+    assert (
+        len(
+            {
+                one
+                for found in run_ranks(2, _saved_and_loaded, str(tmp_path / "saved"), name)
+                for one in found
+            }
+        )
+        == 1
+    )
 
 
 @pytest.mark.parametrize("other", [torch.optim.AdamW, torch.optim.RAdam])
 def test_a_checkpoint_of_another_optimizer_changes_nothing(other: Any, tmp_path: Path) -> None:
-    """One that keeps part of what is needed, too: Lion's exp_avg without exp_avg_sq would let Adam divide by zeros."""
+    """One that keeps part of what is needed, too: Lion's exp_avg without exp_avg_sq would let
+    Adam divide by zeros.
+    """
     model, optimizer = _sharded("lion")
     _train(model, optimizer, range(1))
     shardcore.save(tmp_path, model, optimizer)
     net = make_net(1)
     model, optimizer = shardcore.shard(net, other(net.parameters()))
     before = hash_of_training(model, optimizer)
-    with pytest.raises(ValueError, match=r"has no 'exp_avg_sq' of gain, so another optimizer saved it; expected .*exp_avg_sq"):
+    with pytest.raises(
+        ValueError,
+        match=r"has no 'exp_avg_sq' of gain, so another optimizer saved it; expected .*exp_avg_sq",
+    ):
         shardcore.load(tmp_path, model, optimizer)
     assert hash_of_training(model, optimizer) == before
     shardcore.load(tmp_path, model)
@@ -164,7 +212,10 @@ def test_a_checkpoint_of_another_optimizer_changes_nothing(other: Any, tmp_path:
 def test_the_options_of_another_optimizer_are_named_beside_those_expected() -> None:
     _, optimizer = _sharded("sgd")
     other = torch.optim.AdamW(make_net().parameters())
-    with pytest.raises(ValueError, match=r"has lr, betas, eps, .*'betas' is an unknown key; expected lr, mom.*, as SGD has"):
+    with pytest.raises(
+        ValueError,
+        match=r"has lr, betas, eps, .*'betas' is an unknown key; expected lr, mom.*, as SGD has",
+    ):
         optimizer.load_state_dict(other.state_dict())
     assert repr(optimizer).startswith("SGD (")
 
@@ -176,12 +227,16 @@ def test_grad_scaler_at_stage_0_alone() -> None:
     for net, steps in ((plain, torchs), (model, optimizer)):
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
         for step in range(3):
-            scaler.scale(loss_of(net, batch_of(step, 0, 0)) * (torch.inf if step == 1 else 1.0)).backward()
+            scaler.scale(
+                loss_of(net, batch_of(step, 0, 0)) * (torch.inf if step == 1 else 1.0)
+            ).backward()
             scaler.step(steps)
             scaler.update()
             steps.zero_grad()
     assert optimizer.skipped_steps == 1
-    assert all(torch.equal(model.state_dict()[key], value) for key, value in plain.state_dict().items())
+    assert all(
+        torch.equal(model.state_dict()[key], value) for key, value in plain.state_dict().items()
+    )
     model, optimizer = _sharded("sgd", 2)
     scaler.scale(loss_of(model, batch_of(0, 0, 0))).backward()
     with pytest.raises(ValueError, match="called by a GradScaler"):
@@ -225,7 +280,9 @@ def test_what_no_sharded_step_can_use_is_refused_on_every_rank() -> None:
         "1 skipped",
     ]
     for found in (first, second):
-        assert all(text in str(message) for text, message in zip(expected, found, strict=True)), found
+        assert all(text in str(message) for text, message in zip(expected, found, strict=True)), (
+            found
+        )
 
 
 def test_a_class_says_that_it_is_elementwise_and_its_other_states_are_refused() -> None:
@@ -233,7 +290,10 @@ def test_a_class_says_that_it_is_elementwise_and_its_other_states_are_refused() 
         elementwise = True
 
     model = make_net()
-    with pytest.raises(NotImplementedError, match=r"a Mine keeps mu_product=.*; expected states of the parameter's shape"):
+    with pytest.raises(
+        NotImplementedError,
+        match=r"a Mine keeps mu_product=.*; expected states of the parameter's shape",
+    ):
         shardcore.shard(model, Mine(model.parameters()))
 
 
@@ -266,7 +326,9 @@ class Layered(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for param in group["params"]:
-                param.sub_(param.grad, alpha=group["lr"] * float(group["factors"][group["layer_id"]]))
+                param.sub_(
+                    param.grad, alpha=group["lr"] * float(group["factors"][group["layer_id"]])
+                )
 
 
 def _own_keys(rank: int, world_size: int) -> None:
@@ -275,7 +337,12 @@ def _own_keys(rank: int, world_size: int) -> None:
         for sharded in (True, False):
             model = make_net()
             given = [p for p in model.parameters() if p.ndim == 2 or cls is not shardcore.Muon]
-            own = {"layer_id": -1, "factors": torch.tensor([1.0, 2.0, 3.0]), "name": f"of {rank}", "note": _own_keys}
+            own = {
+                "layer_id": -1,
+                "factors": torch.tensor([1.0, 2.0, 3.0]),
+                "name": f"of {rank}",
+                "note": _own_keys,
+            }
             optimizer = cls([{"params": given, **own}], lr=0.01)
             if sharded:
                 model.requires_grad_(False)
@@ -285,9 +352,13 @@ def _own_keys(rank: int, world_size: int) -> None:
             for step in range(2):
                 optimizer.zero_grad()
                 for one in [rank] if sharded else range(world_size):
-                    (loss_of(model, batch_of(step, 0, one)) / (1 if sharded else world_size)).backward()
+                    (
+                        loss_of(model, batch_of(step, 0, one)) / (1 if sharded else world_size)
+                    ).backward()
                 optimizer.step()
-                optimizer.param_groups[0].update(layer_id=-2, name=f"after {step} of {rank}", flag=True)
+                optimizer.param_groups[0].update(
+                    layer_id=-2, name=f"after {step} of {rank}", flag=True
+                )
             assert torch.equal(optimizer.param_groups[0]["factors"], own["factors"])
             optimizer.load_state_dict(optimizer.state_dict())
             trained.append(model.state_dict())
@@ -306,7 +377,9 @@ def test_a_step_may_read_attributes_of_its_optimizer() -> None:
     model, ours = shardcore.shard(net, Signed(net.parameters(), 0.5))
     _train(plain, theirs, range(3))
     _train(model, ours, range(3))
-    assert all(torch.equal(model.state_dict()[key], value) for key, value in plain.state_dict().items())
+    assert all(
+        torch.equal(model.state_dict()[key], value) for key, value in plain.state_dict().items()
+    )
 
 
 def test_groups_may_read_attributes_of_their_optimizer() -> None:
@@ -322,7 +395,9 @@ def test_groups_may_read_attributes_of_their_optimizer() -> None:
 
     model: Any = make_net()
     model.head.requires_grad_(False)
-    model, optimizer = shardcore.shard(model, Scaled([p for p in model.parameters() if p.requires_grad], 0.5))
+    model, optimizer = shardcore.shard(
+        model, Scaled([p for p in model.parameters() if p.requires_grad], 0.5)
+    )
     model.head.requires_grad_(True)
     optimizer.add_param_group({"params": list(model.head.parameters())})
     assert optimizer.param_groups[1]["lr"] == 0.05
@@ -331,7 +406,10 @@ def test_groups_may_read_attributes_of_their_optimizer() -> None:
 
 def _muon(params: Any) -> Any:
     given = [*params]
-    groups = [{"params": [p for p in given if (p.ndim == 2) == of], "use_muon": of} for of in (True, False)]
+    groups = [
+        {"params": [p for p in given if (p.ndim == 2) == of], "use_muon": of}
+        for of in (True, False)
+    ]
     return shardcore.Muon(groups)
 
 
@@ -366,7 +444,9 @@ def test_states_of_adagrads_constructor_on_the_meta_device() -> None:
         if device == "cpu":
             fill(model)
         optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1, initial_accumulator_value=0.5)
-        model, sharded = shardcore.shard(model, optimizer, 3, materialize=fill if device == "meta" else None)
+        model, sharded = shardcore.shard(
+            model, optimizer, 3, materialize=fill if device == "meta" else None
+        )
         _train(model, sharded, range(2))
         found.append(hash_of_training(model, sharded))
     assert found[0] == found[1]
@@ -387,11 +467,15 @@ class Averaged(torch.optim.Optimizer):
             for param in group["params"]:
                 state = self.state[param]
                 if not state:
-                    state.update(step=0, average=torch.zeros_like(param), square=torch.zeros_like(param))
+                    state.update(
+                        step=0, average=torch.zeros_like(param), square=torch.zeros_like(param)
+                    )
                 state["step"] += 1
                 state["average"].lerp_(param.grad, 0.1)
                 state["square"].mul_(0.99).addcmul_(param.grad, param.grad, value=0.01)
-                scale = group["lr"] * (1.0 - 0.99 ** state["step"]) ** 0.5 * self.factor(group, param)
+                scale = (
+                    group["lr"] * (1.0 - 0.99 ** state["step"]) ** 0.5 * self.factor(group, param)
+                )
                 param.addcdiv_(state["average"], state["square"].sqrt().add_(1e-8), value=-scale)
 
 
@@ -423,12 +507,28 @@ class Idle(Averaged):
 
 def test_a_trial_finds_steps_that_are_not_elementwise() -> None:
     params = [nn.Parameter(torch.ones(3, 4))]
-    for cls in (Averaged, torch.optim.SGD, torch.optim.RMSprop, torch.optim.RAdam, torch.optim.Rprop, torch.optim.AdamW):
+    for cls in (
+        Averaged,
+        torch.optim.SGD,
+        torch.optim.RMSprop,
+        torch.optim.RAdam,
+        torch.optim.Rprop,
+        torch.optim.AdamW,
+    ):
         optimizer = cls([{"params": params, "lr": 0.0}])
         assert elementwise.not_elementwise(optimizer) is None, cls
         assert not optimizer.state
-    refused = {Trusting: "other weights", Counting: "other weights", Random: "other weights", Idle: "changed nothing"}
-    refused |= {torch.optim.Adafactor: "other weights", torch.optim.NAdam: "mu_product", torch.optim.LBFGS: "'closure'"}
+    refused = {
+        Trusting: "other weights",
+        Counting: "other weights",
+        Random: "other weights",
+        Idle: "changed nothing",
+    }
+    refused |= {
+        torch.optim.Adafactor: "other weights",
+        torch.optim.NAdam: "mu_product",
+        torch.optim.LBFGS: "'closure'",
+    }
     for cls, says in refused.items():
         optimizer = cls(params)
         assert says in (elementwise.not_elementwise(optimizer) or ""), cls
@@ -446,4 +546,6 @@ def test_a_class_that_counts_steps_by_an_int_has_the_bits_of_its_own_step() -> N
     model, optimizer = shardcore.shard(model, Mine(model.parameters()), 3)
     _train(model, optimizer, range(3))
     _train(plain, torchs, range(3))
-    assert all(torch.equal(model.state_dict()[key], value) for key, value in plain.state_dict().items())
+    assert all(
+        torch.equal(model.state_dict()[key], value) for key, value in plain.state_dict().items()
+    )

@@ -1,4 +1,6 @@
-"""Bad options, parameters, gradients and states: an error in one wording, and nothing has changed."""
+"""Bad options, parameters, gradients and states: an error in one wording, and nothing has
+changed.
+"""
 
 import math
 
@@ -58,7 +60,11 @@ BAD_OPTIONS = [
 
 
 def option_id(value):
-    return "-".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else value.__name__
+    return (
+        "-".join(f"{k}={v}" for k, v in value.items())
+        if isinstance(value, dict)
+        else value.__name__
+    )
 
 
 @OURS
@@ -87,27 +93,59 @@ BAD_PARAMS = [
     (lambda: torch.ones(2), TypeError, "iterable of Tensors"),
     (lambda: [{"params": [param()]}, param()], TypeError, "must be a dict"),
     (lambda: [{"params": {param()}}], TypeError, "ordered collections"),
-    (lambda: [{"params": [param()], "differentiable": True}], ValueError, r"param_groups\[0\].differentiable has True"),
+    (
+        lambda: [{"params": [param()], "differentiable": True}],
+        ValueError,
+        r"param_groups\[0\].differentiable has True",
+    ),
     (
         lambda: [{"params": [param()], "adam_w_mode": True, "decoupled_weight_decay": False}],
         ValueError,
         r"param_groups\[0\].adam_w_mode has True, and decoupled_weight_decay False",
     ),
-    (lambda: [param(dtype=torch.float64)], TypeError, r"params\[0\] has dtype float64; expected float32, bfloat16 or float16"),
-    (lambda: [param(), param(dtype=torch.complex64)], TypeError, r"params\[1\] has dtype complex64"),
+    (
+        lambda: [param(dtype=torch.float64)],
+        TypeError,
+        r"params\[0\] has dtype float64; expected float32, bfloat16 or float16",
+    ),
+    (
+        lambda: [param(), param(dtype=torch.complex64)],
+        TypeError,
+        r"params\[1\] has dtype complex64",
+    ),
     (lambda: [torch.ones(3, dtype=torch.int32)], TypeError, "has dtype int32"),
     (
         lambda: [torch.nn.Parameter(torch.ones(8)[::2])],
         ValueError,
         r"strides \(2,\) for .* without gaps or overlaps .*contiguous",
     ),
-    (lambda: [torch.nn.Parameter(torch.ones(6, 4).t()[:3])], ValueError, r"strides \(1, 4\) .* without gaps or overlaps"),
-    (lambda: [torch.nn.Parameter(torch.ones(4, 1).expand(4, 6))], ValueError, r"strides \(1, 0\) .* without gaps or overlaps"),
-    (lambda: [torch.ones(5).as_strided((3, 3), (1, 1))], ValueError, r"strides \(1, 1\) .* without gaps or overlaps"),
-    (lambda: [torch.ones(3, 3).to_sparse()], ValueError, "layout torch.sparse_coo; expected a dense"),
+    (
+        lambda: [torch.nn.Parameter(torch.ones(6, 4).t()[:3])],
+        ValueError,
+        r"strides \(1, 4\) .* without gaps or overlaps",
+    ),
+    (
+        lambda: [torch.nn.Parameter(torch.ones(4, 1).expand(4, 6))],
+        ValueError,
+        r"strides \(1, 0\) .* without gaps or overlaps",
+    ),
+    (
+        lambda: [torch.ones(5).as_strided((3, 3), (1, 1))],
+        ValueError,
+        r"strides \(1, 1\) .* without gaps or overlaps",
+    ),
+    (
+        lambda: [torch.ones(3, 3).to_sparse()],
+        ValueError,
+        "layout torch.sparse_coo; expected a dense",
+    ),
     (lambda: [p := param(), p], ValueError, r"params\[1\] is given twice"),
     (lambda: [param(), param() * 2], ValueError, "non-leaf"),
-    (lambda: [{"params": [p := param()]}, {"params": [p]}], ValueError, "more than one parameter group"),
+    (
+        lambda: [{"params": [p := param()]}, {"params": [p]}],
+        ValueError,
+        "more than one parameter group",
+    ),
 ]
 
 
@@ -125,7 +163,10 @@ class SaysCuda(torch.nn.Parameter):
 
 
 def test_cuda_parameters_are_not_for_cpu_adam():
-    with pytest.raises(ValueError, match=r"CPUAdam: params\[0\] has device cuda:0; expected cpu \(use shardcore.FusedAdam"):
+    with pytest.raises(
+        ValueError,
+        match=r"CPUAdam: params\[0\] has device cuda:0; expected cpu \(use shardcore.FusedAdam",
+    ):
         CPUAdam([SaysCuda(torch.ones(2))])
 
 
@@ -164,7 +205,11 @@ BAD_ARGUMENTS = [
     ({"grads": iter([None, None])}, TypeError, "grads has type list_iterator"),
     ({"grad_scale": math.nan}, ValueError, "grad_scale has nan"),
     ({"grad_scale": math.inf}, ValueError, "grad_scale has inf"),
-    ({"grad_scale": 1e39}, ValueError, "grad_scale has 1e\\+39 .*; expected finite numbers, and a quotient that float32 holds"),
+    (
+        {"grad_scale": 1e39},
+        ValueError,
+        "grad_scale has 1e\\+39 .*; expected finite numbers, and a quotient that float32 holds",
+    ),
     ({"grad_scale": torch.ones(2)}, TypeError, "grad_scale has a float32 tensor of shape"),
     ({"grad_scale": "1"}, TypeError, "grad_scale has type str"),
     ({"max_norm": -1.0}, ValueError, "max_norm has -1.0"),
@@ -174,7 +219,9 @@ BAD_ARGUMENTS = [
 
 
 @OURS
-@pytest.mark.parametrize("arguments, error, match", BAD_ARGUMENTS, ids=[m for _, _, m in BAD_ARGUMENTS])
+@pytest.mark.parametrize(
+    "arguments, error, match", BAD_ARGUMENTS, ids=[m for _, _, m in BAD_ARGUMENTS]
+)
 def test_bad_step_arguments(make, arguments, error, match):
     optimizer = make([param(), param()])
     optimizer.step(grads=[torch.ones(4)] * 2)
@@ -229,7 +276,12 @@ def test_a_parameter_whose_dtype_or_device_changed(make):
 def test_parameters_that_share_memory_are_refused(make):
     buffer = torch.ones(12)
     optimizer = make([torch.nn.Parameter(buffer[:8]), torch.nn.Parameter(buffer[4:])])
-    with nothing_written(buffer), pytest.raises(ValueError, match=r"params\[1\] has memory that params\[0\] has too; expected"):
+    with (
+        nothing_written(buffer),
+        pytest.raises(
+            ValueError, match=r"params\[1\] has memory that params\[0\] has too; expected"
+        ),
+    ):
         optimizer.step(grads=[torch.ones(8)] * 2)
 
 
@@ -257,7 +309,11 @@ def add_again(optimizer):
 
 EDITS = [
     (add_again, ValueError, r"params\[4\] has memory that params\[2\] has too"),
-    (lambda o: o.param_groups.append(o.param_groups[1]), ValueError, r"params\[[45]\] has memory that params\[[23]\] has too"),
+    (
+        lambda o: o.param_groups.append(o.param_groups[1]),
+        ValueError,
+        r"params\[[45]\] has memory that params\[[23]\] has too",
+    ),
 ]
 
 
@@ -298,7 +354,10 @@ def test_errors_number_parameters_as_the_groups_do(make, repeats):
         optimizer.step()
     own = params[3].grad
     params[3].grad = optimizer.state[params[3]]["exp_avg"]
-    with pytest.raises(ValueError, match=r"exp_avgs\[3\] has memory that grads\[3\] has too|grads\[3\] has .* exp_avgs\[3\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"exp_avgs\[3\] has memory that grads\[3\] has too|grads\[3\] has .* exp_avgs\[3\]",
+    ):
         optimizer.step()
     params[3].grad = own
     params[2].untyped_storage().resize_(0)

@@ -85,5 +85,7 @@ def test_a_file_of_sharded_parameters_is_loaded_by_torch(tmp_path):
     assert torch.equal(loaded["weight"], model.weight)
     assert engine_of(loaded["weight"]) is None
     other = torch.nn.Linear(3, 2)
-    shardcore.load(tmp_path / "params.pt", *shardcore.shard(other, FusedAdam(other.parameters()), 2)[:1])
+    shardcore.load(
+        tmp_path / "params.pt", *shardcore.shard(other, FusedAdam(other.parameters()), 2)[:1]
+    )
     assert torch.equal(other.weight, model.weight)

@@ -1,4 +1,6 @@
-"""Lion beside its paper's algorithm in float64; alone, what it takes. Its kernel: tests/native/test_elements.py."""
+"""Lion beside its paper's algorithm in float64; alone, what it takes. Its kernel:
+tests/native/test_elements.py.
+"""
 
 import pytest
 import torch
@@ -6,7 +8,9 @@ import torch
 import shardcore
 
 
-def _lion(weight: torch.Tensor, grads: list[torch.Tensor], lr: float, decay: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _lion(
+    weight: torch.Tensor, grads: list[torch.Tensor], lr: float, decay: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Algorithm 2 of arXiv:2302.06675, in the precision of its inputs."""
     average = torch.zeros_like(weight)
     for grad in grads:
@@ -17,7 +21,9 @@ def _lion(weight: torch.Tensor, grads: list[torch.Tensor], lr: float, decay: flo
 
 
 def _farthest(got: torch.Tensor, wanted: torch.Tensor) -> float:
-    """The largest distance of a float32 tensor from a float64 one, in units of 2**-23 of the latter's largest."""
+    """The largest distance of a float32 tensor from a float64 one, in units of 2**-23 of the
+    latter's largest.
+    """
     return float((got.double() - wanted).abs().max() / wanted.abs().max() * 2**23)
 
 
@@ -31,7 +37,8 @@ def test_lion_is_its_paper_in_float64() -> None:
         weight.grad = grad
         optimizer.step()
     wanted, average = _lion(start.double(), [grad.double() for grad in grads], 0.01, 0.1)
-    assert _farthest(weight.detach(), wanted) <= 2 * len(grads)  # two rounded operations on a weight in each step
+    # two rounded operations on a weight in each step
+    assert _farthest(weight.detach(), wanted) <= 2 * len(grads)
     assert _farthest(optimizer.state[weight]["exp_avg"], average) <= 2 * len(grads)
     twin, _ = _lion(start.double(), [grad.double() for grad in grads[:-1]], 0.01, 0.1)
     assert _farthest(weight.detach(), twin) > 2 * len(grads)
@@ -46,12 +53,24 @@ def test_alone_it_takes_what_torchs_take():
         torch.randn(6, 5, generator=rng).t().requires_grad_(),
         torch.randn(3, 4, generator=rng).bfloat16().requires_grad_(),
     ]
-    grads = [torch.randn(5, 6, generator=rng), torch.randn(1, 4, generator=rng).bfloat16().expand(3, 4)]
-    wanted = [_lion(w.detach().double(), [-g.double()], 0.01, 0.0)[0] for w, g in zip(weights, grads, strict=True)]
-    optimizer = shardcore.Lion([{"params": [weights[0]]}, {"params": [weights[1]]}], lr=0.01, maximize=True)
+    grads = [
+        torch.randn(5, 6, generator=rng),
+        torch.randn(1, 4, generator=rng).bfloat16().expand(3, 4),
+    ]
+    wanted = [
+        _lion(w.detach().double(), [-g.double()], 0.01, 0.0)[0]
+        for w, g in zip(weights, grads, strict=True)
+    ]
+    optimizer = shardcore.Lion(
+        [{"params": [weights[0]]}, {"params": [weights[1]]}], lr=0.01, maximize=True
+    )
     for weight, grad in zip(weights, grads, strict=True):
         weight.grad = grad
     optimizer.step()
     for weight, target in zip(weights, wanted, strict=True):
-        assert torch.allclose(weight.detach().double(), target, rtol=2**-8 if weight.dtype == torch.bfloat16 else 2**-22)
+        assert torch.allclose(
+            weight.detach().double(),
+            target,
+            rtol=2**-8 if weight.dtype == torch.bfloat16 else 2**-22,
+        )
         assert optimizer.state[weight]["exp_avg"].dtype == weight.dtype

@@ -10,16 +10,27 @@ import shardcore
 
 def test_groups_have_the_options_of_torchs_optimizers_and_muon_takes_matrices() -> None:
     matrix, bias = (torch.zeros(shape, requires_grad=True) for shape in ((3, 2), (3,)))
-    optimizer = shardcore.Muon([{"params": [matrix]}, {"params": [bias], "use_muon": False}], lr=0.1)
+    optimizer = shardcore.Muon(
+        [{"params": [matrix]}, {"params": [bias], "use_muon": False}], lr=0.1
+    )
     muon, adam = optimizer.param_groups
-    for group, torchs in ((muon, torch.optim.Muon([matrix], lr=0.1)), (adam, torch.optim.AdamW([bias], lr=0.1))):
+    for group, torchs in (
+        (muon, torch.optim.Muon([matrix], lr=0.1)),
+        (adam, torch.optim.AdamW([bias], lr=0.1)),
+    ):
         expected = {**torchs.param_groups[0], "weight_decay": 0.1}
-        assert all(group[key] == expected[key] for key in group if key not in ("params", "use_muon"))
-    with pytest.raises(ValueError, match=r"param_groups\[1\]\.params\[0\] has shape \(3,\); expected a matrix"):
+        assert all(
+            group[key] == expected[key] for key in group if key not in ("params", "use_muon")
+        )
+    with pytest.raises(
+        ValueError, match=r"param_groups\[1\]\.params\[0\] has shape \(3,\); expected a matrix"
+    ):
         shardcore.Muon([{"params": [matrix]}, {"params": [bias]}])
 
 
-@pytest.mark.parametrize("options", [{"adjust_lr_fn": "match_rms_adam"}, {"use_muon": False, "betas": (0.9, 1.0)}])
+@pytest.mark.parametrize(
+    "options", [{"adjust_lr_fn": "match_rms_adam"}, {"use_muon": False, "betas": (0.9, 1.0)}]
+)
 def test_options_that_torchs_optimizers_refuse(options: dict[str, Any]) -> None:
     matrix, other = (torch.zeros(3, 2, requires_grad=True) for _ in range(2))
     optimizer = shardcore.Muon([matrix])
@@ -33,8 +44,14 @@ def test_options_that_torchs_optimizers_refuse(options: dict[str, Any]) -> None:
     [
         ({"ns_steps": 100}, r"ns_steps has 100; expected a whole number from 0 to 99"),
         ({"ns_steps": 5.0}, r"ns_steps has 5\.0; expected a whole"),
-        ({"ns_coefficients": (1.0, 2.0)}, r"ns_coefficients has \(1\.0, 2\.0\); expected three finite numbers"),
-        ({"ns_coefficients": (1.0, 2.0, float("nan"))}, r"ns_coefficients has .*nan\); expected three finite"),
+        (
+            {"ns_coefficients": (1.0, 2.0)},
+            r"ns_coefficients has \(1\.0, 2\.0\); expected three finite numbers",
+        ),
+        (
+            {"ns_coefficients": (1.0, 2.0, float("nan"))},
+            r"ns_coefficients has .*nan\); expected three finite",
+        ),
     ],
 )
 def test_iterations_that_no_step_can_make(options: dict[str, Any], message: str) -> None:

@@ -1,4 +1,6 @@
-"""ParamState behaves as the plain dict that torch.optim keeps, whatever way it is read, written or copied."""
+"""ParamState behaves as the plain dict that torch.optim keeps, whatever way it is read, written
+or copied.
+"""
 
 import copy
 import pickle

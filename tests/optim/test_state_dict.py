@@ -9,7 +9,17 @@ import pytest
 import torch
 
 from shardcore.optim import CPUAdam, FusedAdam
-from tests.support.params import Snapshot, digest, each_kind, made, make_params, param, release, run_steps, torch_adam
+from tests.support.params import (
+    Snapshot,
+    digest,
+    each_kind,
+    made,
+    make_params,
+    param,
+    release,
+    run_steps,
+    torch_adam,
+)
 
 pytestmark = pytest.mark.filterwarnings("error")  # "silent" means silent
 OURS = [FusedAdam, CPUAdam]
@@ -35,7 +45,8 @@ def test_state_goes_to_torch_and_continues(make, adam_w_mode, amsgrad, through_f
     torch_optimizer.load_state_dict(state_dict)
     assert torch_optimizer.param_groups[0]["lr"] == 0.01
     assert torch_optimizer.param_groups[0]["decoupled_weight_decay"] is adam_w_mode
-    if not through_file:  # torch keeps the tensors of a state dict; ours must not share them from here on
+    # torch keeps the tensors of a state dict; ours must not share them from here on
+    if not through_file:
         for state in torch_optimizer.state.values():
             for key, value in state.items():
                 state[key] = value.clone()
@@ -48,7 +59,9 @@ def test_state_goes_to_torch_and_continues(make, adam_w_mode, amsgrad, through_f
 
 @pytest.mark.parametrize("make", OURS)
 @pytest.mark.parametrize("adam_w_mode", [True, False], ids=["adamw", "adam"])
-@pytest.mark.parametrize("how", [{}, {"fused": True}, {"foreach": True}], ids=["plain", "fused", "foreach"])
+@pytest.mark.parametrize(
+    "how", [{}, {"fused": True}, {"foreach": True}], ids=["plain", "fused", "foreach"]
+)
 def test_state_comes_from_torch_and_continues(make, adam_w_mode, how):
     options = {"lr": 0.01, "weight_decay": 0.1, "amsgrad": True}
     reference = make_params()
@@ -69,7 +82,9 @@ def test_state_comes_from_torch_and_continues(make, adam_w_mode, how):
 @pytest.mark.parametrize("master", [None, "fp32"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bit_weights_keep_float32_moments(dtype, master):
-    """Loaded by ours the moments are the very float32 numbers; torch's own loading would have cut them to 16 bits."""
+    """Loaded by ours the moments are the very float32 numbers; torch's own loading would have
+    cut them to 16 bits.
+    """
     ours = make_params(dtype)
     optimizer = FusedAdam(ours, lr=0.01, master=master)
     run_steps(optimizer, ours, 0, 3)
@@ -82,7 +97,10 @@ def test_16_bit_weights_keep_float32_moments(dtype, master):
             assert again.state[q][key].dtype == torch.float32
             assert torch.equal(again.state[q][key], value)
             assert value.numel() == 0 or again.state[q][key].data_ptr() != value.data_ptr()
-    assert any((optimizer.state[p]["exp_avg"] != optimizer.state[p]["exp_avg"].to(dtype)).any() for p in ours)
+    assert any(
+        (optimizer.state[p]["exp_avg"] != optimizer.state[p]["exp_avg"].to(dtype)).any()
+        for p in ours
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -92,10 +110,13 @@ def test_16_bit_weights_exchange_with_torch(dtype):
     run_steps(torch_optimizer, reference, 0, 3)
     ours = [torch.nn.Parameter(p.detach().clone()) for p in reference]
     optimizer = FusedAdam(ours)
-    optimizer.load_state_dict(torch_optimizer.state_dict())  # upcasts are silent: warnings are errors here
+    # upcasts are silent: warnings are errors here
+    optimizer.load_state_dict(torch_optimizer.state_dict())
     for p, q in zip(ours, reference, strict=True):
         assert optimizer.state[p]["exp_avg"].dtype == torch.float32
-        assert torch.equal(optimizer.state[p]["exp_avg"], torch_optimizer.state[q]["exp_avg"].float())
+        assert torch.equal(
+            optimizer.state[p]["exp_avg"], torch_optimizer.state[q]["exp_avg"].float()
+        )
     back = torch.optim.AdamW([torch.nn.Parameter(p.detach().clone()) for p in ours])
     back.load_state_dict(optimizer.state_dict())
     params = back.param_groups[0]["params"]
@@ -120,7 +141,9 @@ def test_a_master_that_went_through_torch_is_stale():
     before = [p.detach().float() for p in params]
     again.param_groups[0]["lr"] = 0.0
     run_steps(again, params, 10, 11)
-    assert all(torch.equal(again.state[p]["master"], b) for p, b in zip(params, before, strict=True))
+    assert all(
+        torch.equal(again.state[p]["master"], b) for p, b in zip(params, before, strict=True)
+    )
 
 
 def test_downcasts_warn():
@@ -128,7 +151,9 @@ def test_downcasts_warn():
     torch_optimizer = torch.optim.Adam(reference)
     run_steps(torch_optimizer, reference, 0, 2)
     optimizer = FusedAdam(make_params())
-    with pytest.warns(UserWarning, match=r"state\[0\].exp_avg is rounded from float64 to float32 \(and \d+ more"):
+    with pytest.warns(
+        UserWarning, match=r"state\[0\].exp_avg is rounded from float64 to float32 \(and \d+ more"
+    ):
         optimizer.load_state_dict(torch_optimizer.state_dict())
 
 
@@ -145,10 +170,14 @@ def test_a_master_that_nobody_keeps_warns():
 
 def test_loading_keeps_the_groups_and_their_order():
     params = make_params()
-    optimizer = FusedAdam([{"params": params[:2], "lr": 0.1}, {"params": params[2:], "name": "rest"}])
+    optimizer = FusedAdam(
+        [{"params": params[:2], "lr": 0.1}, {"params": params[2:], "name": "rest"}]
+    )
     groups = list(optimizer.param_groups)
     other = make_params()
-    source = torch.optim.AdamW([{"params": other[:2], "lr": 0.3}, {"params": other[2:], "betas": (0.5, 0.6)}])
+    source = torch.optim.AdamW(
+        [{"params": other[:2], "lr": 0.3}, {"params": other[2:], "betas": (0.5, 0.6)}]
+    )
     run_steps(source, other, 0, 1)
     optimizer.load_state_dict(source.state_dict())
     assert all(a is b for a, b in zip(optimizer.param_groups, groups, strict=True))
@@ -165,7 +194,9 @@ def test_state_dict_hooks_run():
     seen = []
     optimizer.register_state_dict_pre_hook(lambda opt: seen.append("pre"))
     optimizer.register_state_dict_post_hook(lambda opt, sd: {**sd, "extra": 1})
-    optimizer.register_load_state_dict_pre_hook(lambda opt, sd: {k: v for k, v in sd.items() if k != "extra"})
+    optimizer.register_load_state_dict_pre_hook(
+        lambda opt, sd: {k: v for k, v in sd.items() if k != "extra"}
+    )
     optimizer.register_load_state_dict_post_hook(lambda opt: seen.append("loaded"))
     state_dict = optimizer.state_dict()
     assert state_dict["extra"] == 1
@@ -222,7 +253,9 @@ def test_a_group_that_is_listed_twice_has_the_same_parameters(make):
     for optimizer in (ours, reference):
         optimizer.param_groups.extend(optimizer.param_groups[:1])
     saved, expected = ours.state_dict(), reference.state_dict()
-    assert [group["params"] for group in saved["param_groups"]] == [group["params"] for group in expected["param_groups"]]
+    assert [group["params"] for group in saved["param_groups"]] == [
+        group["params"] for group in expected["param_groups"]
+    ]
     assert list(saved["state"]) == list(expected["state"])
     for source in (saved, expected):
         ours.load_state_dict(source)
@@ -250,42 +283,111 @@ def broken_state_dicts():
             TypeError,
             r'params"\] has \[0\]; expected a number',
         ),
-        ("twice", lambda sd: sd["param_groups"][0].update(params=[0, 0]), ValueError, "names a parameter twice"),
+        (
+            "twice",
+            lambda sd: sd["param_groups"][0].update(params=[0, 0]),
+            ValueError,
+            "names a parameter twice",
+        ),
         (
             "group key",
             lambda sd: sd["param_groups"][0].update(momentum_x=1),
             ValueError,
             "'momentum_x' is an unknown key; expected lr, betas",
         ),
-        ("state key", lambda sd: sd["state"][1].update(momentum=torch.ones(4)), ValueError, r"state\[1\] has the unknown key"),
-        ("missing", lambda sd: sd["state"][1].pop("exp_avg"), ValueError, r"state\[1\] has no 'exp_avg'"),
+        (
+            "state key",
+            lambda sd: sd["state"][1].update(momentum=torch.ones(4)),
+            ValueError,
+            r"state\[1\] has the unknown key",
+        ),
+        (
+            "missing",
+            lambda sd: sd["state"][1].pop("exp_avg"),
+            ValueError,
+            r"state\[1\] has no 'exp_avg'",
+        ),
         ("no step", lambda sd: sd["state"][1].pop("step"), ValueError, r"state\[1\] has no 'step'"),
         ("id", lambda sd: sd["state"].update({7: sd["state"][0]}), ValueError, "has the key 7"),
-        ("shape", lambda sd: sd["state"][1].update(exp_avg=torch.ones(5)), ValueError, r"state\[1\].exp_avg has shape \(5,\)"),
+        (
+            "shape",
+            lambda sd: sd["state"][1].update(exp_avg=torch.ones(5)),
+            ValueError,
+            r"state\[1\].exp_avg has shape \(5,\)",
+        ),
         (
             "dtype",
             lambda sd: sd["state"][1].update(exp_avg=torch.ones(4).int()),
             TypeError,
             r"state\[1\].exp_avg has dtype int32",
         ),
-        ("memory", lambda sd: sd["state"][1]["exp_avg"].untyped_storage().resize_(15), ValueError, "exp_avg has no memory"),
-        ("type", lambda sd: sd["state"][1].update(exp_avg=[1.0] * 4), TypeError, r"state\[1\].exp_avg has type list"),
-        ("step", lambda sd: sd["state"][1].update(step=1.5), ValueError, r"state\[1\].step has 1.5"),
-        ("step 2**60", lambda sd: sd["state"][1].update(step=2**60), ValueError, r"state\[1\].step has 1.15.*at most 2\*\*53"),
-        ("step nan", lambda sd: sd["state"][1].update(step=torch.tensor(math.nan)), ValueError, r"state\[1\].step has nan"),
-        ("lr", lambda sd: sd["param_groups"][0].update(lr=-1.0), ValueError, r"param_groups\[0\].lr has -1.0"),
-        ("betas", lambda sd: sd["param_groups"][0].update(betas=(2.0, 0.9)), ValueError, r"betas\[0\] has 2.0"),
+        (
+            "memory",
+            lambda sd: sd["state"][1]["exp_avg"].untyped_storage().resize_(15),
+            ValueError,
+            "exp_avg has no memory",
+        ),
+        (
+            "type",
+            lambda sd: sd["state"][1].update(exp_avg=[1.0] * 4),
+            TypeError,
+            r"state\[1\].exp_avg has type list",
+        ),
+        (
+            "step",
+            lambda sd: sd["state"][1].update(step=1.5),
+            ValueError,
+            r"state\[1\].step has 1.5",
+        ),
+        (
+            "step 2**60",
+            lambda sd: sd["state"][1].update(step=2**60),
+            ValueError,
+            r"state\[1\].step has 1.15.*at most 2\*\*53",
+        ),
+        (
+            "step nan",
+            lambda sd: sd["state"][1].update(step=torch.tensor(math.nan)),
+            ValueError,
+            r"state\[1\].step has nan",
+        ),
+        (
+            "lr",
+            lambda sd: sd["param_groups"][0].update(lr=-1.0),
+            ValueError,
+            r"param_groups\[0\].lr has -1.0",
+        ),
+        (
+            "betas",
+            lambda sd: sd["param_groups"][0].update(betas=(2.0, 0.9)),
+            ValueError,
+            r"betas\[0\] has 2.0",
+        ),
         ("no groups", lambda sd: sd.pop("param_groups"), ValueError, "has no 'param_groups'"),
         ("no state", lambda sd: sd.pop("state"), ValueError, "has no 'state'"),
-        ("params type", lambda sd: sd["param_groups"][0].update(params=None), TypeError, 'with a list "params"'),
+        (
+            "params type",
+            lambda sd: sd["param_groups"][0].update(params=None),
+            TypeError,
+            'with a list "params"',
+        ),
         ("groups type", lambda sd: sd.update(param_groups=3), TypeError, "no list of dicts"),
         ("state type", lambda sd: sd.update(state=[]), TypeError, "has type list"),
-        ("param type", lambda sd: sd["state"].update({1: 5}), TypeError, r"state\[1\] has type int"),
+        (
+            "param type",
+            lambda sd: sd["state"].update({1: 5}),
+            TypeError,
+            r"state\[1\] has type int",
+        ),
     ]
 
 
 @pytest.mark.parametrize("make", OURS)
-@pytest.mark.parametrize("what, damage, error, match", broken_state_dicts(), ids=[case[0] for case in broken_state_dicts()])
+@pytest.mark.parametrize(
+    "what, damage, error, match",
+    broken_state_dicts(),
+    ids=[case[0] for case in broken_state_dicts()],
+)
 def test_loading_is_all_or_nothing(make, what, damage, error, match):
     source = make([param(), param()], lr=0.5, betas=(0.1, 0.2))
     source.step(grads=[torch.ones(4)] * 2)
@@ -319,13 +421,21 @@ def released_copy(t):
 
 
 BAD_VALUES = {
-    "shape": (lambda t: t.reshape(6, 4), ValueError, r"has shape \(6, 4\); expected \(4, 6\), the parameter's"),
+    "shape": (
+        lambda t: t.reshape(6, 4),
+        ValueError,
+        r"has shape \(6, 4\); expected \(4, 6\), the parameter's",
+    ),
     "flat": (lambda t: t.reshape(-1), ValueError, r"has shape \(24,\)"),
     "int64": (lambda t: t.long(), TypeError, "has dtype int64; expected a floating dtype"),
     "int8": (lambda t: t.to(torch.int8), TypeError, "has dtype int8; expected a floating dtype"),
     "bool": (lambda t: t.bool(), TypeError, "has dtype bool; expected a floating dtype"),
     "complex64": (lambda t: t + 0j, TypeError, "has dtype complex64; expected a floating dtype"),
-    "sparse": (lambda t: t.to_sparse(), ValueError, "has layout torch.sparse_coo; expected a dense tensor"),
+    "sparse": (
+        lambda t: t.to_sparse(),
+        ValueError,
+        "has layout torch.sparse_coo; expected a dense tensor",
+    ),
     "meta": (lambda t: t.to("meta"), ValueError, "has no memory"),
     "released": (released_copy, ValueError, "has no memory"),
     "a list": (lambda t: t.tolist(), TypeError, "has type list; expected a tensor"),
@@ -336,7 +446,9 @@ BAD_VALUES = {
 @each_kind
 @pytest.mark.parametrize("bad", BAD_VALUES)
 def test_state_dicts_that_do_not_fit(kind, bad):
-    """Every tensor of the first parameter's entry in turn; the entry of the last one is good and must not arrive either."""
+    """Every tensor of the first parameter's entry in turn; the entry of the last one is good and
+    must not arrive either.
+    """
     make, error, match = BAD_VALUES[bad]
     good = made(kind, steps=3)[1].state_dict()
     for key in [key for key in good["state"][0] if key != "step"]:
@@ -359,6 +471,8 @@ def test_floating_dtypes_are_converted_and_losses_are_named(dtype):
         warnings.simplefilter("always")
         optimizer.load_state_dict(saved)
     assert [str(w.message).split(";")[0] for w in caught] == (
-        ["FusedAdam: state[0].exp_avg is rounded from float64 to float32"] if dtype is torch.float64 else []
+        ["FusedAdam: state[0].exp_avg is rounded from float64 to float32"]
+        if dtype is torch.float64
+        else []
     )
     assert torch.equal(optimizer.state[params[0]]["exp_avg"], exact.to(dtype).float())

@@ -1,4 +1,6 @@
-"""Reduced states: the split master, bfloat16 and 8-bit moments, against float32 ones and through state dicts."""
+"""Reduced states: the split master, bfloat16 and 8-bit moments, against float32 ones and through
+state dicts.
+"""
 
 import copy
 import io
@@ -6,7 +8,11 @@ import warnings
 
 import pytest
 import torch
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from shardcore._native import _C
 from shardcore.optim import CPUAdam, FusedAdam
@@ -21,7 +27,9 @@ KINDS = [
     {"state_dtype": "8bit", "stochastic_rounding": True},
 ]
 SIZES = (1, 255, 256, 257, 0, 3000)
-each_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(map(str, kind.values())))
+each_kind = pytest.mark.parametrize(
+    "kind", KINDS, ids=lambda kind: "-".join(map(str, kind.values()))
+)
 
 
 def made(kind, dtype=torch.bfloat16, **options):
@@ -55,18 +63,31 @@ FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def flat_state(source, target):
-    """Load source's state in torch.distributed.checkpoint's flattened form, which knows each optimizer's own keys only."""
-    models = [torch.nn.ParameterList(optimizer.param_groups[0]["params"]) for optimizer in (source, target)]
-    set_optimizer_state_dict(models[1], target, get_optimizer_state_dict(models[0], source, options=FLAT), options=FLAT)
+    """Load source's state in torch.distributed.checkpoint's flattened form, which knows each
+    optimizer's own keys only.
+    """
+    models = [
+        torch.nn.ParameterList(optimizer.param_groups[0]["params"])
+        for optimizer in (source, target)
+    ]
+    set_optimizer_state_dict(
+        models[1], target, get_optimizer_state_dict(models[0], source, options=FLAT), options=FLAT
+    )
 
 
-@pytest.mark.parametrize("kind", [{"state_dtype": "8bit"}, {"state_dtype": "bf16"}, {"state_dtype": "8bit", "master": "fp32"}])
+@pytest.mark.parametrize(
+    "kind",
+    [{"state_dtype": "8bit"}, {"state_dtype": "bf16"}, {"state_dtype": "8bit", "master": "fp32"}],
+)
 def test_flattened_states_are_restored(kind):
     params, optimizer = made(kind)
     train(optimizer, params, 3)
     _, other = made(kind)
     flat_state(optimizer, other)
-    saved = [[entry[key] for entry in o.state_dict()["state"].values() for key in sorted(entry)] for o in (optimizer, other)]
+    saved = [
+        [entry[key] for entry in o.state_dict()["state"].values() for key in sorted(entry)]
+        for o in (optimizer, other)
+    ]
     assert same(*saved)
 
 
@@ -74,7 +95,10 @@ def test_a_flattened_state_without_its_master_is_refused():
     (params, split), (_, float32) = made({"master": "split"}), made({"master": "fp32"})
     train(split, params, 3)
     flat_state(split, float32)
-    masters = [[entry["master"] for entry in optimizer.state_dict()["state"].values()] for optimizer in (split, float32)]
+    masters = [
+        [entry["master"] for entry in optimizer.state_dict()["state"].values()]
+        for optimizer in (split, float32)
+    ]
     assert same(*masters)
     other_params, other = made({"master": "split"})
     before = [p.detach().clone() for p in other_params]
@@ -118,7 +142,8 @@ def test_what_states_keep():
     }
     params, optimizer = made({"state_dtype": "bf16", "master": "split"}, dtype=torch.float32)
     train(optimizer, params, 1)
-    assert set(optimizer.state[params[0]]) == {"step", "exp_avg", "exp_avg_sq"}  # a float32 weight is its own master
+    # a float32 weight is its own master
+    assert set(optimizer.state[params[0]]) == {"step", "exp_avg", "exp_avg_sq"}
     assert optimizer.state[params[0]]["exp_avg_sq"].dtype == torch.bfloat16
 
 
@@ -130,19 +155,27 @@ def test_reduced_moments_are_the_float32_ones_within_one_step_of_their_map(state
         params, optimizer = made({"state_dtype": kept}, dtype=dtype)
         train(optimizer, params, 1)
         results[kept] = [
-            [entry[key] for entry in optimizer.state_dict()["state"].values()] for key in ("exp_avg", "exp_avg_sq")
+            [entry[key] for entry in optimizer.state_dict()["state"].values()]
+            for key in ("exp_avg", "exp_avg_sq")
         ]
         results[kept, "params"] = [p.detach() for p in params]
     # The weights of the first step come from unrounded moments.
     assert same(results["fp32", "params"], results[state_dtype, "params"])
-    for lowest, exact_list, kept_list in zip((2.0**-17, 2.0**-33), results["fp32"], results[state_dtype], strict=True):
+    for lowest, exact_list, kept_list in zip(
+        (2.0**-17, 2.0**-33), results["fp32"], results[state_dtype], strict=True
+    ):
         for exact, kept in zip(exact_list, kept_list, strict=True):
             exact, kept = exact.double(), kept.double()
             if state_dtype == "bf16":
                 limit = exact.abs() * 2.0**-7
             else:
-                largest = torch.cat([b.abs().max().expand_as(b) for b in exact.split(256)]) if exact.numel() else exact
-                limit = torch.maximum(exact.abs() * 2.0**-3, 2 * largest * lowest)  # 3 bits of mantissa, then equal steps
+                largest = (
+                    torch.cat([b.abs().max().expand_as(b) for b in exact.split(256)])
+                    if exact.numel()
+                    else exact
+                )
+                # 3 bits of mantissa, then equal steps
+                limit = torch.maximum(exact.abs() * 2.0**-3, 2 * largest * lowest)
             assert ((kept - exact).abs() <= limit).all()
             assert exact.numel() < 100 or not torch.equal(kept, exact)
 
@@ -160,7 +193,9 @@ def test_training_goes_on_from_a_state_dict_with_the_same_bits(kind):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         other.load_state_dict(saved)
-    for entry, again in zip(optimizer.state_dict()["state"].values(), other.state_dict()["state"].values(), strict=True):
+    for entry, again in zip(
+        optimizer.state_dict()["state"].values(), other.state_dict()["state"].values(), strict=True
+    ):
         assert entry.keys() == again.keys()
         assert all(torch.equal(entry[key], again[key]) for key in entry)
     train(optimizer, params, 5, start=5)
@@ -192,7 +227,8 @@ def test_exchange_with_torch_both_ways(state_dtype):
     theirs.step()
     kept = "bfloat16|8-bit codes"
     with pytest.warns(
-        UserWarning, match=rf"state\[[01]\].exp_avg.* is rounded from float32 to ({kept}) \(and \d+ more"
+        UserWarning,
+        match=rf"state\[[01]\].exp_avg.* is rounded from float32 to ({kept}) \(and \d+ more",
     ) as caught:
         optimizer.load_state_dict(theirs.state_dict())
     assert caught[0].filename == __file__
@@ -263,12 +299,16 @@ def test_a_nan_stays_in_its_block():
 
 def test_bad_combinations_are_refused():
     half = params_of(4, dtype=torch.float16)
-    with pytest.raises(ValueError, match=r"params\[0\] has dtype float16 with master='split'; expected bfloat16"):
+    with pytest.raises(
+        ValueError, match=r"params\[0\] has dtype float16 with master='split'; expected bfloat16"
+    ):
         CPUAdam(half, master="split")
     params, optimizer = made({})
     train(optimizer, params, 1)
     optimizer.param_groups[0]["state_dtype"] = "8bit"
     before = snapshot(optimizer)
-    with pytest.raises(TypeError, match=r"exp_avg has dtype float32; expected int8 for state_dtype='8bit'"):
+    with pytest.raises(
+        TypeError, match=r"exp_avg has dtype float32; expected int8 for state_dtype='8bit'"
+    ):
         train(optimizer, params, 1)
     assert same(before, snapshot(optimizer))

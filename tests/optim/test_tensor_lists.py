@@ -1,4 +1,6 @@
-"""What a step takes: scales, norms, signs; and tensors that change between steps. Dtypes and strides: test_adam_*.py."""
+"""What a step takes: scales, norms, signs; and tensors that change between steps. Dtypes and
+strides: test_adam_*.py.
+"""
 
 import logging
 import math
@@ -9,7 +11,16 @@ import torch
 
 from shardcore._native import _C
 from shardcore.optim import CPUAdam, FusedAdam
-from tests.support.params import digest, each_kind, grads_of, made, params_of, release, same, snapshot
+from tests.support.params import (
+    digest,
+    each_kind,
+    grads_of,
+    made,
+    params_of,
+    release,
+    same,
+    snapshot,
+)
 
 each_step = pytest.mark.parametrize("make", [CPUAdam, FusedAdam])
 
@@ -17,7 +28,13 @@ each_step = pytest.mark.parametrize("make", [CPUAdam, FusedAdam])
 @each_step
 def test_grad_scale_multiplies(make):
     runs = []
-    for scale, factor in [(0.25, 1.0), (torch.tensor(0.25), 1.0), (torch.tensor([0.5]), 0.5), (None, 0.25), (1, 0.25)]:
+    for scale, factor in [
+        (0.25, 1.0),
+        (torch.tensor(0.25), 1.0),
+        (torch.tensor([0.5]), 0.5),
+        (None, 0.25),
+        (1, 0.25),
+    ]:
         params = params_of(20, 3)
         make(params).step(grads=[g * factor for g in grads_of(params)], grad_scale=scale)
         runs.append(params)
@@ -26,7 +43,9 @@ def test_grad_scale_multiplies(make):
 
 @each_step
 def test_max_norm_clips_after_the_scale(make):
-    """step(max_norm=) is step(grad_scale=) with the coefficient of the scaled norm, and rewrites no gradient."""
+    """step(max_norm=) is step(grad_scale=) with the coefficient of the scaled norm, and rewrites
+    no gradient.
+    """
     a, b, c = params_of(300, 7), params_of(300, 7), params_of(300, 7)
     grads = grads_of(a)
     kept = [g.clone() for g in grads]
@@ -73,7 +92,9 @@ def test_grad_scaler(make, unscale):
     optimizer, reference = make(ours, lr=0.1), torch.optim.AdamW(theirs, lr=0.1, weight_decay=0.0)
     scalers = [torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2) for _ in range(2)]
     for step in range(5):
-        for scaler, opt, params in zip(scalers, (optimizer, reference), (ours, theirs), strict=True):
+        for scaler, opt, params in zip(
+            scalers, (optimizer, reference), (ours, theirs), strict=True
+        ):
             opt.zero_grad()
             factor = math.inf if step == 1 else float(step + 1)
             scaler.scale(sum((p * p).sum() for p in params) * factor).backward()
@@ -102,7 +123,9 @@ def test_grad_scaler_with_max_norm(make):
 
 
 @each_step
-@pytest.mark.parametrize("found", [1.0, 0.5, -1.0, math.nan, torch.tensor(1.0), torch.tensor([math.nan])])
+@pytest.mark.parametrize(
+    "found", [1.0, 0.5, -1.0, math.nan, torch.tensor(1.0), torch.tensor([math.nan])]
+)
 def test_any_found_inf_but_zero_skips(make, found):
     (p,) = params = params_of(5)
     optimizer = make(params, lr=0.1)
@@ -125,7 +148,8 @@ def refused(params, optimizer, error, match):
         assert digest(params, optimizer) == before
 
 
-STEPS = pytest.mark.parametrize("steps", [0, 1, 2])  # before the first, before and after the short way is taken
+# before the first, before and after the short way is taken
+STEPS = pytest.mark.parametrize("steps", [0, 1, 2])
 
 
 @each_kind
@@ -134,16 +158,28 @@ def test_a_parameter_whose_memory_was_released(kind, steps):
     params, optimizer = made(kind, steps)
     params[1].grad = torch.ones_like(params[1])
     release(params[1].data)
-    refused(params, optimizer, ValueError, r"params\[[01]\] has (a storage of 0 bytes|no memory).*restore it")
+    refused(
+        params,
+        optimizer,
+        ValueError,
+        r"params\[[01]\] has (a storage of 0 bytes|no memory).*restore it",
+    )
 
 
 @each_kind
 def test_a_gradient_whose_memory_was_released(kind):
     for transposed in (False, True):
         params, optimizer = made(kind)
-        params[0].grad = torch.ones(6, 4).to(params[0].dtype).t() if transposed else torch.ones_like(params[0])
+        params[0].grad = (
+            torch.ones(6, 4).to(params[0].dtype).t() if transposed else torch.ones_like(params[0])
+        )
         release(params[0].grad)
-        refused(params, optimizer, ValueError, r"\[0\] has a storage of 0 bytes; expected \d+ .*restore it")
+        refused(
+            params,
+            optimizer,
+            ValueError,
+            r"\[0\] has a storage of 0 bytes; expected \d+ .*restore it",
+        )
 
 
 @each_kind
@@ -152,7 +188,12 @@ def test_a_state_whose_memory_was_released(kind):
     for key in [key for key in optimizer.state[params[1]] if key != "step"]:
         params, optimizer = made(kind)
         release(optimizer.state[params[1]][key])
-        refused(params, optimizer, ValueError, r"\[1\] has a storage of 0 bytes; expected \d+ .*restore it")
+        refused(
+            params,
+            optimizer,
+            ValueError,
+            r"\[1\] has a storage of 0 bytes; expected \d+ .*restore it",
+        )
 
 
 @each_kind
@@ -176,7 +217,8 @@ class Elsewhere(torch.nn.Parameter):
 
 @pytest.mark.parametrize("make", [FusedAdam, CPUAdam])
 def test_a_parameter_that_moved_to_another_device(make, monkeypatch):
-    monkeypatch.setattr("shardcore.optim.adam.capturing", lambda device: False)  # torch without CUDA cannot be asked
+    # torch without CUDA cannot be asked
+    monkeypatch.setattr("shardcore.optim.adam.capturing", lambda device: False)
     p = Elsewhere(torch.ones(4))
     optimizer = make([p])
     for _ in range(2):
@@ -206,14 +248,19 @@ CHANGES = {
         lambda p: p.t().contiguous().t(),
         ValueError,
         r"exp_avgs\[0\] has strides \[6, 1\]; expected \[1, 4\] .*load_state_dict|"
-        r"params\[0\] has strides \(1, 4\) .* with (state_dtype|stochastic_rounding)=.* expected contiguous",
+        r"params\[0\] has strides \(1, 4\) .* with (state_dtype|stochastic_rounding)=.* expected "
+        r"contiguous",
     ),
     "gaps": (
         lambda p: torch.ones(6, 8).to(p.dtype).t()[::2],
         ValueError,
         r"params\[0\] has strides \(2, 8\).*(without gaps|contiguous)",
     ),
-    "float64": (lambda p: p.double(), TypeError, r"params\[0\] has dtype float64; expected float32, bfloat16 or float16"),
+    "float64": (
+        lambda p: p.double(),
+        TypeError,
+        r"params\[0\] has dtype float64; expected float32, bfloat16 or float16",
+    ),
 }
 
 
@@ -242,25 +289,45 @@ def test_a_mastered_parameter_that_became_float32(kind, key):
         params,
         optimizer,
         TypeError,
-        rf"state\[params\[0\]\].{key} has dtype \w+; expected none for a float32 parameter with master=",
+        rf"state\[params\[0\]\].{key} has dtype \w+; expected none for a float32 parameter with "
+        rf"master=",
     )
 
 
 MASTERS = {
-    ("master", "split"): "master has dtype float32; expected none for a bfloat16 parameter with master='split'",
-    ("master", None): "master has dtype float32; expected none for a bfloat16 parameter with master=None",
-    ("split", "fp32"): "remainder has dtype int16; expected none for a bfloat16 parameter with master='fp32'",
-    ("split", None): "remainder has dtype int16; expected none for a bfloat16 parameter with master=None",
+    (
+        "master",
+        "split",
+    ): "master has dtype float32; expected none for a bfloat16 parameter with master='split'",
+    (
+        "master",
+        None,
+    ): "master has dtype float32; expected none for a bfloat16 parameter with master=None",
+    (
+        "split",
+        "fp32",
+    ): "remainder has dtype int16; expected none for a bfloat16 parameter with master='fp32'",
+    (
+        "split",
+        None,
+    ): "remainder has dtype int16; expected none for a bfloat16 parameter with master=None",
 }
 
 
 @pytest.mark.parametrize("kind, master", MASTERS)
 @pytest.mark.parametrize("steps", [1, 2])
 def test_another_kind_of_master_than_the_states_have(kind, master, steps):
-    """It would go on from rounded weights, and leave the old master behind. load_state_dict converts."""
+    """It would go on from rounded weights, and leave the old master behind. load_state_dict
+    converts.
+    """
     params, optimizer = made(kind, steps)
     optimizer.param_groups[0]["master"] = master
-    refused(params, optimizer, TypeError, rf"state\[params\[0\]\].{MASTERS[kind, master]} .*load_state_dict")
+    refused(
+        params,
+        optimizer,
+        TypeError,
+        rf"state\[params\[0\]\].{MASTERS[kind, master]} .*load_state_dict",
+    )
     exact = {i: entry["master"].clone() for i, entry in optimizer.state_dict()["state"].items()}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -269,18 +336,33 @@ def test_another_kind_of_master_than_the_states_have(kind, master, steps):
         [["FusedAdam", " state[0].master is left out"]] if master is None else []
     )
     if master is not None:
-        assert all(torch.equal(optimizer.state_dict()["state"][i]["master"], values) for i, values in exact.items())
+        assert all(
+            torch.equal(optimizer.state_dict()["state"][i]["master"], values)
+            for i, values in exact.items()
+        )
     before = [p.detach().clone() for p in params]
     optimizer.step()
     assert not any(torch.equal(a, b) for a, b in zip(before, params, strict=True))
 
 
 BAD_STATES = {
-    ("fp32", "exp_avg"): (None, "exp_avg has type NoneType; expected float32 for state_dtype='fp32'"),
+    ("fp32", "exp_avg"): (
+        None,
+        "exp_avg has type NoneType; expected float32 for state_dtype='fp32'",
+    ),
     ("8bit", "exp_avg"): ([1.0], "exp_avg has type list; expected int8 for state_dtype='8bit'"),
-    ("master", "master"): (torch.zeros(300, dtype=torch.int16), "master has dtype int16; expected float32 for a bfloat16"),
-    ("split", "remainder"): (torch.zeros(300), "remainder has dtype float32; expected int16 for a bfloat16"),
-    ("fp32", "remainder"): (torch.zeros(300, dtype=torch.int16), "remainder has dtype int16; expected none for a float32"),
+    ("master", "master"): (
+        torch.zeros(300, dtype=torch.int16),
+        "master has dtype int16; expected float32 for a bfloat16",
+    ),
+    ("split", "remainder"): (
+        torch.zeros(300),
+        "remainder has dtype float32; expected int16 for a bfloat16",
+    ),
+    ("fp32", "remainder"): (
+        torch.zeros(300, dtype=torch.int16),
+        "remainder has dtype int16; expected none for a float32",
+    ),
 }
 
 
@@ -294,7 +376,9 @@ def test_states_that_are_something_else(kind, key):
     assert all(torch.equal(a, b) for a, b in zip(before, params, strict=True))
 
 
-@pytest.mark.parametrize("kind, option", [("split", "master='split'"), ("stochastic", "stochastic_rounding=True")])
+@pytest.mark.parametrize(
+    "kind, option", [("split", "master='split'"), ("stochastic", "stochastic_rounding=True")]
+)
 @STEPS
 def test_a_bfloat16_parameter_that_became_float16(kind, option, steps):
     params, optimizer = made(kind, steps)
@@ -306,7 +390,9 @@ def test_a_bfloat16_parameter_that_became_float16(kind, option, steps):
 
 
 def test_what_is_put_right_again_goes_on():
-    """After each refusal the optimizer is as before: restored, it ends at the bits of one that was never disturbed."""
+    """After each refusal the optimizer is as before: restored, it ends at the bits of one that
+    was never disturbed.
+    """
     (params, optimizer), (others, undisturbed) = made("split"), made("split")
     kept = params[1].detach().clone()
     release(params[1].data)

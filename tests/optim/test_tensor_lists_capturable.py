@@ -1,4 +1,6 @@
-"""capturable: the bits of the ordinary step with counts and skips on the device, and CUDA graphs of it (these need a GPU)."""
+"""capturable: the bits of the ordinary step with counts and skips on the device, and CUDA graphs
+of it (these need a GPU).
+"""
 
 import copy
 import math
@@ -31,7 +33,9 @@ def captured(monkeypatch):
 
 
 def run(make, kind, steps=8):
-    """Steps with scales, clipping, skips and changing sets of gradients; returns everything, and the skipped steps."""
+    """Steps with scales, clipping, skips and changing sets of gradients; returns everything, and
+    the skipped steps.
+    """
     kind = dict(kind)
     params = params_of(3, 300, 5, 1000, 0, dtype=kind.pop("dtype", torch.float32))
     groups = [{"params": params[:2]}, {"params": params[2:], "lr": 0.05, "betas": (0.8, 0.97)}]
@@ -44,7 +48,11 @@ def run(make, kind, steps=8):
             p.grad = grad if (i + step // 3) % 4 else None
         optimizer.param_groups[0]["lr"].fill_(0.1 / (step + 1))
         optimizer.step(grad_scale=0.5, max_norm=1.5 if step % 2 else None)
-    return snapshot(optimizer), [optimizer.state[p]["step"].item() for p in params], optimizer.skipped_steps
+    return (
+        snapshot(optimizer),
+        [optimizer.state[p]["step"].item() for p in params],
+        optimizer.skipped_steps,
+    )
 
 
 @pytest.mark.parametrize("kind", CAPTURABLE_KINDS, ids=str)
@@ -54,8 +62,12 @@ def test_the_bits_are_the_ordinary_steps(kind, cpu_is_a_device):
 
 def assert_same_run(got, want):
     assert got[1:] == want[1:]
-    assert all(torch.equal(a, b) or (a != a).equal(b != b) for a, b in zip(got[0], want[0], strict=True))
-    assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(got[0], want[0], strict=True))
+    assert all(
+        torch.equal(a, b) or (a != a).equal(b != b) for a, b in zip(got[0], want[0], strict=True)
+    )
+    assert all(
+        torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(got[0], want[0], strict=True)
+    )
 
 
 def test_twins_are_rejected(cpu_is_a_device, monkeypatch):
@@ -66,7 +78,13 @@ def test_twins_are_rejected(cpu_is_a_device, monkeypatch):
         return real(state, None, *lists, **terms)
 
     def counts_one_for_all(state, squares, counters, *lists, **terms):
-        return real(state, squares, [counter if i else counter.clone() for i, counter in enumerate(counters)], *lists, **terms)
+        return real(
+            state,
+            squares,
+            [counter if i else counter.clone() for i, counter in enumerate(counters)],
+            *lists,
+            **terms,
+        )
 
     for twin in (forgets_the_norm, counts_one_for_all):
         monkeypatch.setattr(_C, "device_step", twin)
@@ -89,7 +107,13 @@ def test_grad_scaler(unscale, cpu_is_a_device):
                 scaler.unscale_(optimizer)
             scaler.step(optimizer, max_norm=0.5 if step % 2 else None)
             scaler.update()
-        runs.append((snapshot(optimizer), optimizer.skipped_steps, optimizer.state[params[0]]["step"].item()))
+        runs.append(
+            (
+                snapshot(optimizer),
+                optimizer.skipped_steps,
+                optimizer.state[params[0]]["step"].item(),
+            )
+        )
     assert same(runs[0][0], runs[1][0])
     assert runs[0][1:] == runs[1][1:] == (2, 4)
 
@@ -135,22 +159,36 @@ def test_numbers_are_still_checked(cpu_is_a_device):
     for grad_scale in (math.nan, math.inf):
         with pytest.raises(ValueError, match="grad_scale has"):
             optimizer.step(grads=grads_of(params), grad_scale=grad_scale)
-    for bad in (torch.ones(2), torch.ones(1, dtype=torch.int64), torch.ones(1, dtype=torch.bfloat16)):
-        with pytest.raises(TypeError, match=r"grad_scale has a .* tensor .*expected one float32 or float64 number"):
+    for bad in (
+        torch.ones(2),
+        torch.ones(1, dtype=torch.int64),
+        torch.ones(1, dtype=torch.bfloat16),
+    ):
+        with pytest.raises(
+            TypeError, match=r"grad_scale has a .* tensor .*expected one float32 or float64 number"
+        ):
             optimizer.step(grads=grads_of(params), grad_scale=bad)
         with pytest.raises(TypeError, match=r"param_groups\[0\].lr has a .* tensor"):
             OnCpu(params, lr=bad)
     with pytest.raises(TypeError, match="max_norm has a tensor on the device; expected a number"):
         optimizer.step(grads=grads_of(params), max_norm=torch.ones(()))
-    for name, value in (("eps", torch.ones(())), ("weight_decay", torch.ones(())), ("betas", (0.9, torch.tensor(0.9)))):
-        with pytest.raises(TypeError, match=rf"param_groups\[0\].{name}.* has a tensor on cpu; expected a number"):
+    for name, value in (
+        ("eps", torch.ones(())),
+        ("weight_decay", torch.ones(())),
+        ("betas", (0.9, torch.tensor(0.9))),
+    ):
+        with pytest.raises(
+            TypeError, match=rf"param_groups\[0\].{name}.* has a tensor on cpu; expected a number"
+        ):
             OnCpu(params, **{name: value})
     assert not optimizer.state
     assert torch.equal(p, params_of(4)[0])
 
 
 def test_each_parameter_has_a_counter_of_its_own():
-    """A graph goes on counting the parameters that it was captured with, so no two may share one."""
+    """A graph goes on counting the parameters that it was captured with, so no two may share
+    one.
+    """
     params = params_of(4, 5, 6)
     optimizer = OnCpu(params)
     optimizer.step(grads=grads_of(params))
@@ -160,7 +198,10 @@ def test_each_parameter_has_a_counter_of_its_own():
     optimizer.step(grads=[a, None, c])
     optimizer.step(grads=grads_of(params))
     assert [counter.item() for counter in counters] == [3, 2, 3]
-    assert all(optimizer.state[p].count.counter is counter for p, counter in zip(params, counters, strict=True))
+    assert all(
+        optimizer.state[p].count.counter is counter
+        for p, counter in zip(params, counters, strict=True)
+    )
     step = optimizer.state[params[0]]["step"]
     assert (step.dtype, step.shape) == (torch.float32, ())
     step.fill_(7)  # a copy, as always
@@ -203,7 +244,10 @@ def test_state_dicts_are_exchanged_with_torch():
     back.load_state_dict(copy.deepcopy(reference.state_dict()))
     ordinary = FusedAdam(params_of(4, 300), lr=0.1)
     ordinary.load_state_dict(copy.deepcopy(reference.state_dict()))
-    assert [group["capturable"] for group in (back.param_groups[0], ordinary.param_groups[0])] == [True, False]
+    assert [group["capturable"] for group in (back.param_groups[0], ordinary.param_groups[0])] == [
+        True,
+        False,
+    ]
     for made in (back, ordinary):
         for p, q in zip(made.param_groups[0]["params"], ours, strict=True):
             p.data.copy_(q)
@@ -214,7 +258,9 @@ def test_state_dicts_are_exchanged_with_torch():
     assert same(snapshot(ordinary), snapshot(optimizer))
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"]
+)
 def test_copies_count_for_themselves(copied):
     params = params_of(4, 5)
     optimizer = OnCpu(params)
@@ -234,20 +280,25 @@ def test_a_capture_needs_states_that_exist(captured):
     a, b, c = grads_of(params)
     optimizer = OnCpu(params)
     captured.append(True)
-    with pytest.raises(ValueError, match=r"params\[0\] has a gradient and no state yet, while a CUDA graph is captured"):
+    with pytest.raises(
+        ValueError,
+        match=r"params\[0\] has a gradient and no state yet, while a CUDA graph is captured",
+    ):
         optimizer.step(grads=[a, None, c])
     assert not optimizer.state
     captured.clear()
     optimizer.step(grads=[a, None, c])
     before = snapshot(optimizer)
     captured.append(True)
-    with pytest.raises(ValueError, match=r"params\[1\] has a gradient and no state yet"):  # appeared
+    # appeared
+    with pytest.raises(ValueError, match=r"params\[1\] has a gradient and no state yet"):
         optimizer.step(grads=[a, b, c])
     optimizer.param_groups[0]["amsgrad"] = True
     with pytest.raises(ValueError, match=r"params\[0\] has a gradient and no state yet"):
         optimizer.step(grads=[a, None, c])
     optimizer.param_groups[0]["amsgrad"] = False
-    optimizer.state[params[2]]["step"] = 1  # on the host: its copy to the device would be part of the graph
+    # on the host: its copy to the device would be part of the graph
+    optimizer.state[params[2]]["step"] = 1
     with pytest.raises(ValueError, match=r"params\[2\] has a gradient and no state yet"):
         optimizer.step(grads=[a, None, c])
     assert same(snapshot(optimizer), before)
@@ -270,11 +321,16 @@ def test_an_ordinary_step_is_no_part_of_a_graph(captured):
     params = params_of(4)
     optimizer = FusedAdam(params)
     captured.append(True)
-    with pytest.raises(ValueError, match="step runs while a CUDA graph is captured; expected capturable=True"):
+    with pytest.raises(
+        ValueError, match="step runs while a CUDA graph is captured; expected capturable=True"
+    ):
         optimizer.step(grads=grads_of(params), grad_scale=torch.tensor(0.5))
     late = OnCpu(params, capturable=False)
     late.param_groups[0]["capturable"] = True
-    with pytest.raises(ValueError, match="capturable was set after construction; expected a step before the capture"):
+    with pytest.raises(
+        ValueError,
+        match="capturable was set after construction; expected a step before the capture",
+    ):
         late.step(grads=grads_of(params))
     assert not optimizer.state
     assert late.skipped_steps == 0
@@ -283,11 +339,15 @@ def test_an_ordinary_step_is_no_part_of_a_graph(captured):
 def test_groups_are_all_capturable_or_none():
     a, b = params_of(4, 5)
     for first in (True, False):
-        with pytest.raises(ValueError, match=r"param_groups\[1\].capturable has .*expected the same for all groups"):
+        with pytest.raises(
+            ValueError, match=r"param_groups\[1\].capturable has .*expected the same for all groups"
+        ):
             OnCpu([{"params": [a], "capturable": first}, {"params": [b], "capturable": not first}])
     optimizer = OnCpu([{"params": [a]}, {"params": [b]}])
     optimizer.param_groups[1]["capturable"] = False
-    with pytest.raises(ValueError, match=r"param_groups\[1\].capturable has False, and param_groups\[0\] True"):
+    with pytest.raises(
+        ValueError, match=r"param_groups\[1\].capturable has False, and param_groups\[0\] True"
+    ):
         optimizer.step(grads=grads_of([a, b]))
     assert not optimizer.state
 
@@ -300,17 +360,25 @@ def test_cpu_parameters_and_several_devices_are_refused():
         device = torch.device("cuda:0")
 
     for make in (FusedAdam, CPUAdam):
-        with pytest.raises(ValueError, match=r"param_groups\[0\].capturable has True for CPU parameters; expected False"):
+        with pytest.raises(
+            ValueError,
+            match=r"param_groups\[0\].capturable has True for CPU parameters; expected False",
+        ):
             make(params_of(3), capturable=True)
     group = {"params": [SaysCuda0(torch.ones(2)), SaysCuda1(torch.ones(2))], "capturable": True}
-    with pytest.raises(ValueError, match="has True for parameters on cuda:0 and cuda:1; expected one device"):
+    with pytest.raises(
+        ValueError, match="has True for parameters on cuda:0 and cuda:1; expected one device"
+    ):
         options.check_capturable("FusedAdam", [group], "cuda")
 
 
 def test_shard_takes_it_without_offload():
     optimizer = OnCpu(params_of(3))
     assert accept_optimizer(optimizer) is optimizer
-    with pytest.raises(ValueError, match=r"shard: param_groups\[0\].capturable is True with offload; expected False"):
+    with pytest.raises(
+        ValueError,
+        match=r"shard: param_groups\[0\].capturable is True with offload; expected False",
+    ):
         accept_optimizer(optimizer, {"optimizer": "cpu"})
 
 
@@ -321,7 +389,9 @@ def test_the_short_way_is_taken(monkeypatch):
         for p, grad in zip(params, grads_of(params, seed=step), strict=True):
             p.grad = grad
         if step == 2:
-            monkeypatch.setattr("shardcore.optim.adam.Update", lambda *args: pytest.fail("the long way"))
+            monkeypatch.setattr(
+                "shardcore.optim.adam.Update", lambda *args: pytest.fail("the long way")
+            )
         optimizer.step(max_norm=1.0)
     assert optimizer.state[params[0]]["step"] == 3
 
@@ -369,7 +439,10 @@ def everything(optimizer):
     """Weights and states on the CPU, with split masters joined."""
     saved = optimizer.state_dict()["state"]
     states = [state[key] for state in saved.values() for key in sorted(state)]
-    return [t.detach().cpu() for t in [*(p for g in optimizer.param_groups for p in g["params"]), *states]]
+    return [
+        t.detach().cpu()
+        for t in [*(p for g in optimizer.param_groups for p in g["params"]), *states]
+    ]
 
 
 def cpu_steps(kind, steps, **arguments):
@@ -441,7 +514,8 @@ def test_replays_have_the_bits_of_the_cpus_steps(kind):
 def test_other_steps_and_other_memory_between_replays_disturb_nothing():
     captured = Captured({})
     for step in range(1, 8):
-        if step in (2, 5):  # gradients somewhere else, not in the graph; the tables of this step are made and dropped
+        # gradients somewhere else, not in the graph; the tables of this step are made and dropped
+        if step in (2, 5):
             kept = [p.grad for p in captured.params]
             for p in captured.params:
                 p.grad = None

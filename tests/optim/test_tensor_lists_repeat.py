@@ -1,4 +1,6 @@
-"""The short way of a step that repeats the last one: taken when it may be, and never when anything but values changed."""
+"""The short way of a step that repeats the last one: taken when it may be, and never when
+anything but values changed.
+"""
 
 import collections
 import copy
@@ -24,9 +26,13 @@ def refuse_the_long_way(patch):
 
 
 def check_both_ways(trained):
-    """Assert that `trained(make)`, an optimizer and its parameters, has the same bits with FusedAdam and with LongWay."""
+    """Assert that `trained(make)`, an optimizer and its parameters, has the same bits with
+    FusedAdam and with LongWay.
+    """
     short, long = (trained(make) for make in (FusedAdam, LongWay))
-    assert same(*(snapshot(optimizer) + [p.detach() for p in params] for optimizer, params in (short, long)))
+    assert same(
+        *(snapshot(optimizer) + [p.detach() for p in params] for optimizer, params in (short, long))
+    )
 
 
 def give(params, step):
@@ -64,13 +70,19 @@ CHANGES = {
     "lr": lambda optimizer, params: optimizer.param_groups[0].update(lr=0.5),
     "amsgrad": lambda optimizer, params: optimizer.param_groups[0].update(amsgrad=True),
     "master": lambda optimizer, params: optimizer.param_groups[0].update(master="fp32"),
-    "group dict": lambda optimizer, params: optimizer.param_groups.__setitem__(0, dict(optimizer.param_groups[0], lr=0.2)),
+    "group dict": lambda optimizer, params: optimizer.param_groups.__setitem__(
+        0, dict(optimizer.param_groups[0], lr=0.2)
+    ),
     "params list": lambda optimizer, params: optimizer.param_groups[0]["params"].reverse(),
     "fewer params": lambda optimizer, params: optimizer.param_groups[0]["params"].pop(),
     "step": lambda optimizer, params: optimizer.state[params[3]].update(step=7),
-    "moment": lambda optimizer, params: optimizer.state[params[3]].update(exp_avg=torch.ones_like(params[3])),
+    "moment": lambda optimizer, params: optimizer.state[params[3]].update(
+        exp_avg=torch.ones_like(params[3])
+    ),
     "moment in place": lambda optimizer, params: optimizer.state[params[3]]["exp_avg"].fill_(0.25),
-    "plain state": lambda optimizer, params: optimizer.state.update({params[3]: dict(optimizer.state[params[3]], step=2)}),
+    "plain state": lambda optimizer, params: optimizer.state.update(
+        {params[3]: dict(optimizer.state[params[3]], step=2)}
+    ),
     "state cleared": lambda optimizer, params: optimizer.state[params[3]].clear(),
     "state gone": lambda optimizer, params: optimizer.state.pop(params[3]),
     "all states gone": lambda optimizer, params: optimizer.state.clear(),
@@ -78,7 +90,9 @@ CHANGES = {
     "dtype": other_dtype,
     "not contiguous": not_contiguous,
     "load": load,
-    "load nothing": lambda optimizer, params: optimizer.load_state_dict({**optimizer.state_dict(), "state": {}}),
+    "load nothing": lambda optimizer, params: optimizer.load_state_dict(
+        {**optimizer.state_dict(), "state": {}}
+    ),
     "other states": lambda optimizer, params: setattr(optimizer, "state", type(optimizer.state)()),
     "add group": add_group,
 }
@@ -102,21 +116,27 @@ def test_a_change_between_steps_has_the_bits_of_the_long_way(change):
 
 
 def test_copies_that_share_their_states_count_together():
-    """A shallow copy, as of torch's optimizers, has the same states: each sees what steps of the other did to the counts."""
+    """A shallow copy, as of torch's optimizers, has the same states: each sees what steps of the
+    other did to the counts.
+    """
 
     def trained(make):
         params = params_of(3, 300)
         optimizer = make(params, lr=0.1)
         other, grads = copy.copy(optimizer), grads_of(params)
         for step in range(8):
-            (other if step in (3, 5) else optimizer).step(grads=[None, grads[1]] if step == 3 else grads)
+            (other if step in (3, 5) else optimizer).step(
+                grads=[None, grads[1]] if step == 3 else grads
+            )
         assert [optimizer.state[p]["step"].item() for p in params] == [7.0, 8.0]
         return optimizer, params
 
     check_both_ways(trained)
 
 
-@pytest.mark.parametrize("take", [lambda state: state.__delitem__("exp_avg_sq"), lambda state: state.pop("exp_avg_sq")])
+@pytest.mark.parametrize(
+    "take", [lambda state: state.__delitem__("exp_avg_sq"), lambda state: state.pop("exp_avg_sq")]
+)
 def test_a_moment_that_was_taken_away_is_missed(take):
     params = params_of(3, 300)
     optimizer = FusedAdam(params)
@@ -212,7 +232,8 @@ def test_optimizers_that_take_turns_take_the_short_way(monkeypatch):
         for p in optimizer.param_groups[0]["params"]:
             p.grad = torch.ones_like(p)
 
-    for _ in range(2):  # the others' first steps make states; the second round notices that nothing changes any more
+    # the others' first steps make states; the second round notices that nothing changes any more
+    for _ in range(2):
         for optimizer in optimizers:
             optimizer.step()
     refuse_the_long_way(monkeypatch)
@@ -241,7 +262,9 @@ def test_gradients_with_a_graph_of_their_own_take_the_short_way():
         params = params_of(3, 300)
         optimizer = make(params, lr=0.1)
         for _ in range(4):
-            grads = torch.autograd.grad(sum((p**4).sum() for p in params), params, create_graph=True)
+            grads = torch.autograd.grad(
+                sum((p**4).sum() for p in params), params, create_graph=True
+            )
             for p, grad in zip(params, grads, strict=True):
                 p.grad = grad
             assert params[0].grad.requires_grad

@@ -1,4 +1,6 @@
-"""What ranks of a sequence exchange is moved, not changed; batches are cut as the losses of whole sequences need them."""
+"""What ranks of a sequence exchange is moved, not changed; batches are cut as the losses of
+whole sequences need them.
+"""
 
 from functools import partial
 from typing import Any
@@ -17,11 +19,16 @@ BATCH, TOKENS, FEATURES = 2, 8, 4
 
 def inputs(heads: int, kv_heads: int) -> list[torch.Tensor]:
     made = torch.Generator().manual_seed(0)
-    return [torch.randn(BATCH, count, TOKENS, FEATURES, generator=made) for count in (heads, kv_heads, kv_heads)]
+    return [
+        torch.randn(BATCH, count, TOKENS, FEATURES, generator=made)
+        for count in (heads, kv_heads, kv_heads)
+    ]
 
 
 def exchanged(rank: int, world_size: int, heads: int, kv_heads: int) -> bool:
-    """Attention that adds keys and values to queries: whole heads come in, and parts of sequences go out, bit for bit."""
+    """Attention that adds keys and values to queries: whole heads come in, and parts of
+    sequences go out, bit for bit.
+    """
     group: Any = dist.group.WORLD
     whole = [x.requires_grad_() for x in inputs(heads, kv_heads)]
     parts = [x.detach().chunk(world_size, 2)[rank].requires_grad_() for x in whole]
@@ -39,14 +46,19 @@ def exchanged(rank: int, world_size: int, heads: int, kv_heads: int) -> bool:
     expected.backward(upstream)
     got.backward(upstream.chunk(world_size, 2)[rank])
     assert torch.equal(got, expected.chunk(world_size, 2)[rank])
-    # Each query has one gradient; those of keys and values are sums over the queries of a group, in another order.
+    # Each query has one gradient; those of keys and values are sums over the queries of a group, in
+    # another order.
     assert torch.equal(parts[0].grad, query.grad.chunk(world_size, 2)[rank])
     for part, x in zip(parts[1:], whole[1:], strict=True):
-        torch.testing.assert_close(part.grad, x.grad.chunk(world_size, 2)[rank], rtol=0, atol=times * 2.0**-23 * 4)
+        torch.testing.assert_close(
+            part.grad, x.grad.chunk(world_size, 2)[rank], rtol=0, atol=times * 2.0**-23 * 4
+        )
     return True
 
 
-@pytest.mark.parametrize("world_size, heads, kv_heads", [(2, 4, 4), (2, 6, 2), (4, 8, 2), (4, 12, 3)])
+@pytest.mark.parametrize(
+    "world_size, heads, kv_heads", [(2, 4, 4), (2, 6, 2), (4, 8, 2), (4, 12, 3)]
+)
 def test_whole_heads_come_in_and_parts_go_out(world_size: int, heads: int, kv_heads: int) -> None:
     assert all(run_ranks(world_size, exchanged, heads, kv_heads))
 
@@ -55,7 +67,9 @@ def attended(rank: int, world_size: int) -> float:
     attention = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
     whole = inputs(8, 2)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))
-    got = ulysses_attention(attention, *(x.chunk(2, 2)[mesh["sp"].get_local_rank()] for x in whole), mesh["sp"])
+    got = ulysses_attention(
+        attention, *(x.chunk(2, 2)[mesh["sp"].get_local_rank()] for x in whole), mesh["sp"]
+    )
     expected = attention(*(x.double() for x in whole)).chunk(2, 2)[mesh["sp"].get_local_rank()]
     return (got - expected).abs().max().item()
 
@@ -82,7 +96,10 @@ def test_batches_are_split_with_the_labels_of_whole_sequences() -> None:
     ranks = run_ranks(2, loaded)
     for step in range(2):
         parts, whole = [rank[step] for rank in ranks], batches(step)
-        joined = {name: torch.cat([part[name] for part in parts], 1) for name in ("input_ids", "labels", "position_ids")}
+        joined = {
+            name: torch.cat([part[name] for part in parts], 1)
+            for name in ("input_ids", "labels", "position_ids")
+        }
         assert torch.equal(joined["input_ids"], whole["input_ids"])
         assert torch.equal(joined["position_ids"], torch.arange(TOKENS).expand(BATCH, TOKENS))
         assert torch.equal(joined["labels"][:, :-1], whole["labels"][:, 1:])
@@ -113,5 +130,9 @@ def refusals(rank: int, world_size: int) -> list[str]:
 def test_refusals() -> None:
     for said in run_ranks(2, refusals):
         assert len(said) == 4
-        for text, part in zip(said, ("different batches", "7 tokens for 2 ranks", "3 heads", "group is 'sp'"), strict=True):
+        for text, part in zip(
+            said,
+            ("different batches", "7 tokens for 2 ranks", "3 heads", "group is 'sp'"),
+            strict=True,
+        ):
             assert part in text

@@ -1,4 +1,6 @@
-"""tensor_parallel: models of transformers by their plans, within rounding of the unsliced ones, and full state dicts."""
+"""tensor_parallel: models of transformers by their plans, within rounding of the unsliced ones,
+and full state dicts.
+"""
 
 import copy
 import re
@@ -22,17 +24,45 @@ from tests.support.slices import mesh_of
 
 transformers = pytest.importorskip("transformers")
 
-SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 22}
+SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 22,
+}
 LLAMA = SIZES | {"num_key_value_heads": 2, "max_position_embeddings": 16}
-GPT2 = {"n_embd": 16, "n_layer": 2, "n_head": 4, "vocab_size": 22, "n_positions": 16, "bos_token_id": 0, "eos_token_id": 0}
+GPT2 = {
+    "n_embd": 16,
+    "n_layer": 2,
+    "n_head": 4,
+    "vocab_size": 22,
+    "n_positions": 16,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 EXPERTS = LLAMA | {"moe_intermediate_size": 8, "num_experts_per_tok": 2, "num_key_value_heads": 4}
-LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4}
-GROUPS = {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+LATENT = {
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 4,
+}
+GROUPS = {
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
 
 
 def _of(name: str, **config: Any) -> Callable[[], Any]:
-    return lambda: getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**config))
+    return lambda: getattr(transformers, f"{name}ForCausalLM")(
+        getattr(transformers, f"{name}Config")(**config)
+    )
 
 
 MODELS: dict[str, Callable[[], Any]] = {
@@ -41,10 +71,13 @@ MODELS: dict[str, Callable[[], Any]] = {
     "qwen3": _of("Qwen3", **LLAMA, head_dim=4),
     "gemma": _of("Gemma", **LLAMA, head_dim=4),  # a buffer in what is sliced
     "mixtral": _of("Mixtral", **EXPERTS, num_local_experts=4),
-    "qwen3 moe": _of("Qwen3Moe", **EXPERTS, num_experts=4, head_dim=4),  # it has no modules of some names in its plan
+    # it has no modules of some names in its plan
+    "qwen3 moe": _of("Qwen3Moe", **EXPERTS, num_experts=4, head_dim=4),
     "deepseek": _of("DeepseekV2", **EXPERTS, **LATENT, **GROUPS, topk_method="greedy"),
-    "apertus": _of("Apertus", **LLAMA, hidden_act="xielu"),  # norms of heads and activations with parameters, in no plan
-    "granite": _of("GraniteMoeSWA", **EXPERTS, num_local_experts=4),  # sinks, a parameter of attention itself
+    # norms of heads and activations with parameters, in no plan
+    "apertus": _of("Apertus", **LLAMA, hidden_act="xielu"),
+    # sinks, a parameter of attention itself
+    "granite": _of("GraniteMoeSWA", **EXPERTS, num_local_experts=4),
     "gpt2": lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2, **NO_DROPOUT)),
 }
 Found = tuple[str, dict[str, Any], list[float]]
@@ -56,14 +89,19 @@ def _make(name: str, mesh: Any, stage: int, **options: Any) -> tuple[Any, Any]:
     if mesh["tp"].size() > 1:
         assert shardcore.tensor_parallel(model, mesh["tp"]) is model
         model = copy.deepcopy(model)  # as users may before they train
-    optimizer: Any = shardcore.FusedAdam(model.parameters(), lr=1e-2, eps=1e-4)  # so that steps show the sizes of gradients
-    return shardcore.shard(model, optimizer, stage, process_group=mesh["dp"], clip_grad_norm=0.5, **options)
+    # so that steps show the sizes of gradients
+    optimizer: Any = shardcore.FusedAdam(model.parameters(), lr=1e-2, eps=1e-4)
+    return shardcore.shard(
+        model, optimizer, stage, process_group=mesh["dp"], clip_grad_norm=0.5, **options
+    )
 
 
 def _steps(model: Any, optimizer: Any, rank: int, steps: range) -> list[float]:
     losses = []
     for step in steps:
-        tokens = torch.randint(22, (3, 7), generator=torch.Generator().manual_seed(1009 * step + rank))
+        tokens = torch.randint(
+            22, (3, 7), generator=torch.Generator().manual_seed(1009 * step + rank)
+        )
         loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
         optimizer.step()
@@ -84,12 +122,31 @@ def _train(rank: int, world: int, tp: int, cases: list[tuple[str, int]]) -> list
 
 def _error(found: Found, expected: Found) -> float:
     assert list(found[1]) == list(expected[1])
-    pairs = [(torch.tensor(found[1][key]), torch.tensor(value)) for key, value in expected[1].items()]
-    return max((a - b).abs().max().item() for a, b in [*pairs, (torch.tensor(found[2]), torch.tensor(expected[2]))])
+    pairs = [
+        (torch.tensor(found[1][key]), torch.tensor(value)) for key, value in expected[1].items()
+    ]
+    return max(
+        (a - b).abs().max().item()
+        for a, b in [*pairs, (torch.tensor(found[2]), torch.tensor(expected[2]))]
+    )
 
 
-CASES = [("llama, tied", 1), ("llama, tied", 3), ("qwen3", 2), ("gpt2", 0), ("gpt2", 3), ("gemma", 2)]
-OF_EXPERTS = [("mixtral", 0), ("mixtral", 3), ("qwen3 moe", 2), ("deepseek", 1), ("granite", 2), ("apertus", 3)]
+CASES = [
+    ("llama, tied", 1),
+    ("llama, tied", 3),
+    ("qwen3", 2),
+    ("gpt2", 0),
+    ("gpt2", 3),
+    ("gemma", 2),
+]
+OF_EXPERTS = [
+    ("mixtral", 0),
+    ("mixtral", 3),
+    ("qwen3 moe", 2),
+    ("deepseek", 1),
+    ("granite", 2),
+    ("apertus", 3),
+]
 
 
 @pytest.mark.more
@@ -112,7 +169,11 @@ FAULTS: dict[str, tuple[str, Callable[[], Any], str]] = {
         lambda: mock.patch.object(slicing, "_columns", _as_one(slicing._columns)),
         "",
     ),
-    "heads' gradients are not added": ("qwen3", lambda: mock.patch.object(slicing, "_sum_gradients", None), "k_norm.weight"),
+    "heads' gradients are not added": (
+        "qwen3",
+        lambda: mock.patch.object(slicing, "_sum_gradients", None),
+        "k_norm.weight",
+    ),
     "what experts are given gets no sums of gradients": (
         "mixtral",
         lambda: mock.patch.object(slicing, "_copied", lambda x, _: x),
@@ -149,7 +210,11 @@ def test_faults_are_seen(fault: str) -> None:
     found = run_ranks(2, _with_fault, fault)
     if param:
         for text in found:
-            assert re.search(rf"step: the gradient of \S+{param}, which every tensor-parallel rank has in full, differs", text)
+            assert re.search(
+                rf"step: the gradient of \S+{param}, which every tensor-parallel rank has in full, "
+                rf"differs",
+                text,
+            )
     else:
         (expected,) = run_ranks(1, _train, 1, [(name, 2)])[0]
         assert _error(found[0], expected) > 1e-3
@@ -160,7 +225,10 @@ def _save(rank: int, world: int, tp: int, folder: str) -> list[str]:
     model, optimizer = _make("gpt2", mesh, 2)
     _steps(model, optimizer, mesh["dp"].get_local_rank(), range(2))
     dcp.save(
-        {"model": shardcore.sharded_state_dict(model), "optimizer": shardcore.sharded_state_dict(optimizer)},
+        {
+            "model": shardcore.sharded_state_dict(model),
+            "optimizer": shardcore.sharded_state_dict(optimizer),
+        },
         checkpoint_id=folder,
     )
     shardcore.save(f"{folder}/own", model, optimizer)
@@ -173,7 +241,10 @@ def _save(rank: int, world: int, tp: int, folder: str) -> list[str]:
 
 def _load(rank: int, world: int, tp: int, folder: str) -> list[str]:
     model, optimizer = _make("gpt2", mesh_of(world, tp), 3)
-    state = {"model": shardcore.sharded_state_dict(model), "optimizer": shardcore.sharded_state_dict(optimizer)}
+    state = {
+        "model": shardcore.sharded_state_dict(model),
+        "optimizer": shardcore.sharded_state_dict(optimizer),
+    }
     dcp.load(state, checkpoint_id=folder)
     shardcore.load_sharded_state_dict(model, state["model"])
     shardcore.load_sharded_state_dict(optimizer, state["optimizer"])
@@ -184,17 +255,21 @@ def _load(rank: int, world: int, tp: int, folder: str) -> list[str]:
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(("before", "after"), [((2, 2), (1, 1)), ((1, 1), (2, 2))])
-def test_fused_weights_load_anywhere(before: tuple[int, int], after: tuple[int, int], tmp_path: Any) -> None:
+def test_fused_weights_load_anywhere(
+    before: tuple[int, int], after: tuple[int, int], tmp_path: Any
+) -> None:
     saved = run_ranks(before[0], _save, before[1], str(tmp_path))
     loaded = run_ranks(after[0], _load, after[1], str(tmp_path))
     assert len({hashed for of_rank in [*saved, *loaded] for hashed in of_rank}) == 1
 
 
-# --- models on the meta device --------------------------------------------------------------------------------------------
+# --- models on the meta device --------------------------------------------------------------------
 
 
 def _on_meta(rank: int, world: int, name: str, stage: int, folder: str) -> list[str]:
-    """Hashes of a training from a folder, beside one from the model in memory; and of new weights, beside unsliced ones."""
+    """Hashes of a training from a folder, beside one from the model in memory; and of new
+    weights, beside unsliced ones.
+    """
     mesh, hashes = mesh_of(world, 2), []
     torch.manual_seed(0)
     made = MODELS[name]()
@@ -208,7 +283,9 @@ def _on_meta(rank: int, world: int, name: str, stage: int, folder: str) -> list[
         model = _empty(name) if materialize else made
         params = list(shardcore.tensor_parallel(model, mesh["tp"]).parameters())
         optimizer: Any = shardcore.FusedAdam(params, lr=1e-2)
-        model, optimizer = shardcore.shard(model, optimizer, stage, process_group=mesh["dp"], materialize=materialize)
+        model, optimizer = shardcore.shard(
+            model, optimizer, stage, process_group=mesh["dp"], materialize=materialize
+        )
         assert all(old is new for old, new in zip(params, model.parameters(), strict=True))
         losses = _steps(model, optimizer, mesh["dp"].get_local_rank(), range(2))
         hashes.append(f"{hash_of_training(model, optimizer)} {hash_of(model.buffers())} {losses}")
@@ -216,7 +293,9 @@ def _on_meta(rank: int, world: int, name: str, stage: int, folder: str) -> list[
         torch.manual_seed(rank * (tp - 1))
         model = _empty(name) if tp == 1 else shardcore.tensor_parallel(_empty(name), mesh["tp"])
         alone = mesh["dp"] if tp == 2 else dist.new_subgroups(1)[0]
-        model, _ = shardcore.shard(model, shardcore.FusedAdam(model.parameters()), stage, process_group=alone)
+        model, _ = shardcore.shard(
+            model, shardcore.FusedAdam(model.parameters()), stage, process_group=alone
+        )
         hashes.append(hash_of(value for _, value in sorted(model.state_dict().items())))
     return hashes
 
@@ -227,14 +306,18 @@ def _empty(name: str) -> Any:
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize(("name", "stage"), [("llama, tied", 2), ("gpt2", 3), ("gemma", 1), ("deepseek", 3)])
-def test_models_on_the_meta_device_get_the_same_weights(name: str, stage: int, tmp_path: Any) -> None:
+@pytest.mark.parametrize(
+    ("name", "stage"), [("llama, tied", 2), ("gpt2", 3), ("gemma", 1), ("deepseek", 3)]
+)
+def test_models_on_the_meta_device_get_the_same_weights(
+    name: str, stage: int, tmp_path: Any
+) -> None:
     for in_memory, from_files, whole, sliced in run_ranks(4, _on_meta, name, stage, str(tmp_path)):
         assert in_memory == from_files
         assert whole == sliced
 
 
-# --- adapters -------------------------------------------------------------------------------------------------------------
+# --- adapters -------------------------------------------------------------------------------------
 
 TARGETS = {
     "llama": ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj", "lm_head"],
@@ -251,26 +334,42 @@ def _with_lora(rank: int, world: int, tp: int, name: str, stage: int, first: str
     torch.manual_seed(0)
     model = MODELS[name]()
     calls: list[Callable[[Any], Any]] = [
-        lambda model: peft.get_peft_model(model, peft.LoraConfig(target_modules=TARGETS[name], r=4)),
+        lambda model: peft.get_peft_model(
+            model, peft.LoraConfig(target_modules=TARGETS[name], r=4)
+        ),
         lambda model: shardcore.tensor_parallel(model, mesh["tp"]) if tp > 1 else model,
     ]
     for call in calls if first == "peft" else calls[::-1]:
         model = copy.deepcopy(call(model))
-    optimizer: Any = shardcore.FusedAdam([p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=1e-4)
-    model, optimizer = shardcore.shard(model, optimizer, stage, process_group=mesh["dp"], clip_grad_norm=0.5)
+    optimizer: Any = shardcore.FusedAdam(
+        [p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=1e-4
+    )
+    model, optimizer = shardcore.shard(
+        model, optimizer, stage, process_group=mesh["dp"], clip_grad_norm=0.5
+    )
     state = model.state_dict()
     drawn = torch.Generator().manual_seed(1)
     for value in [state[key] for key in sorted(state) if "lora_" in key]:
         value.normal_(std=0.3, generator=drawn)
     model.load_state_dict(state)
     losses = _steps(model, optimizer, mesh["dp"].get_local_rank(), range(2))
-    return hash_of_training(model, optimizer), {k: v.tolist() for k, v in model.state_dict().items()}, losses
+    return (
+        hash_of_training(model, optimizer),
+        {k: v.tolist() for k, v in model.state_dict().items()},
+        losses,
+    )
 
 
 @pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("name", "stage", "first"),
-    [("llama", 3, "slices"), ("gpt2", 2, "peft"), ("llama", 0, "peft"), ("gpt2", 1, "slices"), ("deepseek", 2, "slices")],
+    [
+        ("llama", 3, "slices"),
+        ("gpt2", 2, "peft"),
+        ("llama", 0, "peft"),
+        ("gpt2", 1, "slices"),
+        ("deepseek", 2, "slices"),
+    ],
 )
 def test_adapters_train_as_on_the_unsliced_model(name: str, stage: int, first: str) -> None:
     pytest.importorskip("peft")
@@ -290,15 +389,21 @@ def _refused_adapters(rank: int, world: int) -> list[str]:
     lora: Any = {"target_modules": ["q_proj"], "r": 2}
 
     def sharded(model: Any) -> Any:
-        optimizer = shardcore.FusedAdam([param for param in model.parameters() if param.requires_grad])
+        optimizer = shardcore.FusedAdam(
+            [param for param in model.parameters() if param.requires_grad]
+        )
         return shardcore.shard(model, optimizer, process_group=mesh["dp"])
 
     by_torch = MODELS["llama"]()
     for layer in by_torch.model.layers:
         parallelize_module(layer.self_attn.q_proj, mesh["tp"], ColwiseParallel())
     sliced = shardcore.tensor_parallel(MODELS["llama"](), mesh["tp"])
-    rescales = peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])
-    embeds = peft.get_peft_model(MODELS["llama"](), peft.LoraConfig(target_modules=["embed_tokens", "q_proj"]))
+    rescales = peft.IA3Config(
+        target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]
+    )
+    embeds = peft.get_peft_model(
+        MODELS["llama"](), peft.LoraConfig(target_modules=["embed_tokens", "q_proj"])
+    )
     dora = peft.get_peft_model(MODELS["llama"](), peft.LoraConfig(**lora, use_dora=True))
     return [
         error_of(lambda: shardcore.tensor_parallel(embeds, mesh["tp"])),
@@ -311,8 +416,13 @@ def _refused_adapters(rank: int, world: int) -> list[str]:
 def test_adapters_that_cannot_be_sliced_are_named() -> None:
     pytest.importorskip("peft")
     for texts in run_ranks(2, _refused_adapters):
-        for text, names in zip(texts, ["lora_embedding_A", "lora_", "ia3_l", "lora_A"], strict=True):
-            assert re.search(f" has the adapter {names}\\S* beside a slice of its layer; expected plain LoRA", text), text
+        for text, names in zip(
+            texts, ["lora_embedding_A", "lora_", "ia3_l", "lora_A"], strict=True
+        ):
+            assert re.search(
+                f" has the adapter {names}\\S* beside a slice of its layer; expected plain LoRA",
+                text,
+            ), text
 
 
 class _SentError(Exception):
@@ -330,7 +440,9 @@ def _sent(rank: int, world: int) -> str:
         pytest.raises(_SentError) as seen,
     ):
         shardcore.tensor_parallel(
-            MODELS["gpt2"]().transformer.h[0].mlp, mesh, {"c_fc": slicing._columns(1), "c_proj": slicing._rows}
+            MODELS["gpt2"]().transformer.h[0].mlp,
+            mesh,
+            {"c_fc": slicing._columns(1), "c_proj": slicing._rows},
         )
     return str(seen.value)
 
@@ -339,8 +451,17 @@ def test_weights_in_host_memory_are_sent_from_the_meshs_device() -> None:
     assert run_ranks(2, _sent) == ["meta", "meta"]
 
 
-ACROSS = {"experts.gate_up_proj": "colwise", "experts.down_proj": "rowwise", "experts": "moe_tp_experts"}
-GPT_OSS = SIZES | {"num_local_experts": 2, "num_key_value_heads": 2, "head_dim": 4, "num_experts_per_tok": 1}
+ACROSS = {
+    "experts.gate_up_proj": "colwise",
+    "experts.down_proj": "rowwise",
+    "experts": "moe_tp_experts",
+}
+GPT_OSS = SIZES | {
+    "num_local_experts": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "num_experts_per_tok": 1,
+}
 
 
 class Scaled(nn.Module):
@@ -365,15 +486,23 @@ def _refusals(rank: int, world: int) -> list[str]:
         lambda: shardcore.tensor_parallel(llama(), mesh),
         lambda: shardcore.tensor_parallel(MODELS["gpt2"](), mesh),
         lambda: shardcore.tensor_parallel(nn.Sequential(nn.Linear(4, 4)), mesh, {"1": "colwise"}),
-        lambda: shardcore.tensor_parallel(nn.Sequential(nn.Linear(4, 4)), mesh, {"0": "moe_identity_expert"}),
-        lambda: shardcore.tensor_parallel(nn.Sequential(Scaled()), mesh, {"0.up": "colwise", "0": "moe_tp_experts"}),
-        lambda: shardcore.tensor_parallel(nn.Sequential(Scaled()), mesh, {"0.up": "colwise_gather_output"}),
+        lambda: shardcore.tensor_parallel(
+            nn.Sequential(nn.Linear(4, 4)), mesh, {"0": "moe_identity_expert"}
+        ),
+        lambda: shardcore.tensor_parallel(
+            nn.Sequential(Scaled()), mesh, {"0.up": "colwise", "0": "moe_tp_experts"}
+        ),
+        lambda: shardcore.tensor_parallel(
+            nn.Sequential(Scaled()), mesh, {"0.up": "colwise_gather_output"}
+        ),
         lambda: shardcore.tensor_parallel(nn.Sequential(Scaled()), mesh, {"0.scale": "colwise"}),
         lambda: shardcore.tensor_parallel(MODELS["mixtral"]().model.layers[0].mlp, mesh, ACROSS),
         lambda: shardcore.tensor_parallel(_of("GptOss", **GPT_OSS)(), mesh),
         lambda: shardcore.tensor_parallel(sparse, mesh),
         lambda: shardcore.tensor_parallel(tied.base_model, mesh, {}),
-        lambda: shardcore.chunked_cross_entropy(torch.ones(1, 4), head, torch.zeros(1, dtype=torch.int64)),
+        lambda: shardcore.chunked_cross_entropy(
+            torch.ones(1, 4), head, torch.zeros(1, dtype=torch.int64)
+        ),
     ]
     for call in calls:
         with pytest.raises((ValueError, TypeError, NotImplementedError)) as raised:
@@ -395,14 +524,17 @@ def test_what_cannot_be_sliced_is_named() -> None:
         "tensor_parallel: plan has '1', which is no module or parameter of the model",
         "tensor_parallel: 0 has the style 'moe_identity_expert', which is not supported",
         "tensor_parallel: Scaled has scale, which the plan does not slice",
-        "tensor_parallel: 0.up is a parameter with the style 'colwise_gather_output'; expected ['colwise', 'rowwise', ",
+        "tensor_parallel: 0.up is a parameter with the style 'colwise_gather_output'; expected "
+        "['colwise', 'rowwise', ",
         "tensor_parallel: a weight has the shape (4,); expected 1 x 3 equal parts of dimension 0",
-        'tensor_parallel: MixtralExperts.gate_up_proj is cut across gates and inputs; expected "packed_colwise"',
+        "tensor_parallel: MixtralExperts.gate_up_proj is cut across gates and inputs; expected "
+        '"packed_colwise"',
         "tensor_parallel: GptOssForCausalLM has no plan for its layers",
         "tensor_parallel: activation_sparsity_pattern is set",
         "tensor_parallel: LlamaModel has no plan",
         "chunked_cross_entropy: weight is a DTensor",
-        "tensor_parallel: model.embed_tokens.weight and lm_head.weight are one weight, which the plan slices differently",
+        "tensor_parallel: model.embed_tokens.weight and lm_head.weight are one weight, which the "
+        "plan slices differently",
     ]
     for texts in run_ranks(3, _refusals):
         for text, start in zip(texts, expected, strict=True):

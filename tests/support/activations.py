@@ -1,4 +1,6 @@
-"""The most memory that forward and backward take beside the weights, from a run on the meta device, which takes none."""
+"""The most memory that forward and backward take beside the weights, from a run on the meta
+device, which takes none.
+"""
 
 import weakref
 from collections.abc import Callable, Iterable
@@ -20,10 +22,17 @@ class Live(TorchDispatchMode):
         self._known = {tensor.untyped_storage()._cdata for tensor in known}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {tensor.untyped_storage()._cdata for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, torch.Tensor)}
+        given = {
+            tensor.untyped_storage()._cdata
+            for tensor in tree_leaves((args, kwargs))
+            if isinstance(tensor, torch.Tensor)
+        }
         results = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(results):
-            if isinstance(tensor, torch.Tensor) and (storage := tensor.untyped_storage())._cdata not in self._known | given:
+            if (
+                isinstance(tensor, torch.Tensor)
+                and (storage := tensor.untyped_storage())._cdata not in self._known | given
+            ):
                 self._known.add(storage._cdata)
                 self.alive_bytes += storage.nbytes()
                 self.peak_bytes = max(self.peak_bytes, self.alive_bytes)
@@ -35,30 +44,49 @@ class Live(TorchDispatchMode):
         self.alive_bytes -= count
 
 
-def peak_bytes(model: nn.Module, loss_of: Callable[[], torch.Tensor], *, fused_attention: bool = True) -> int:
-    """Return the peak of activations and of passing gradients in a forward and backward of a model on meta.
+def peak_bytes(
+    model: nn.Module, loss_of: Callable[[], torch.Tensor], *, fused_attention: bool = True
+) -> int:
+    """Return the peak of activations and of passing gradients in a forward and backward of a model
+    on meta.
 
-    Each weight's gradient is freed at once, as the engine's reduction does. fused_attention: as on GPUs (FlashAttention, which
-    keeps query, key, value, output and a row of sums); else as meta does it by default, which keeps the probabilities.
+    Each weight's gradient is freed at once, as the engine's reduction does. fused_attention: as on
+    GPUs (FlashAttention, which keeps query, key, value, output and a row of sums); else as meta
+    does it by default, which keeps the probabilities.
     """
     for param in model.parameters():
         param.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
-    with pytest.MonkeyPatch.context() as patch, Live([*model.parameters(), *model.buffers()]) as live:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        Live([*model.parameters(), *model.buffers()]) as live,
+    ):
         if fused_attention:
             patch.setattr(torch.nn.functional, "scaled_dot_product_attention", _fused_attention)
-        # transformers 5.24 looks into the positions for packed sequences; there are no values on meta.
-        patch.setattr("transformers.masking_utils.find_packed_sequence_indices", lambda *_, **__: None, raising=False)
+        # transformers 5.24 looks into the positions for packed sequences; there are no values on
+        # meta.
+        patch.setattr(
+            "transformers.masking_utils.find_packed_sequence_indices",
+            lambda *_, **__: None,
+            raising=False,
+        )
         loss_of().backward()
     return live.peak_bytes
 
 
 def _fused_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: None = None, dropout_p: float = 0.0, **how: Any
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: None = None,
+    dropout_p: float = 0.0,
+    **how: Any,
 ) -> torch.Tensor:
     assert attn_mask is None
     how.pop("enable_gqa", None)
     groups = query.shape[1] // key.shape[1]
-    key, value = (tensor.repeat_interleave(groups, 1) if groups > 1 else tensor for tensor in (key, value))
+    key, value = (
+        tensor.repeat_interleave(groups, 1) if groups > 1 else tensor for tensor in (key, value)
+    )
     is_causal, scale = how.pop("is_causal", False), how.pop("scale", None)
     assert not how
     attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

@@ -1,4 +1,6 @@
-"""Real architectures of the transformers package, small and with random weights, each with a batch and a loss."""
+"""Real architectures of the transformers package, small and with random weights, each with a
+batch and a loss.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,7 +26,9 @@ VOCAB = 97
 
 @dataclass(frozen=True)
 class Architecture:
-    """make: builds the model. batch: keyword inputs of `size` samples from a generator, labels included."""
+    """make: builds the model. batch: keyword inputs of `size` samples from a generator, labels
+    included.
+    """
 
     make: Callable[[], nn.Module]
     batch: Callable[[torch.Generator, int], dict[str, torch.Tensor]]
@@ -73,9 +77,18 @@ def gpt2() -> nn.Module:
 
 
 def t5() -> nn.Module:
-    """T5: encoder and decoder share an embedding with the head; the decoder's blocks all read the encoder's output."""
+    """T5: encoder and decoder share an embedding with the head; the decoder's blocks all read
+    the encoder's output.
+    """
     config = T5Config(
-        vocab_size=VOCAB, d_model=32, d_kv=16, d_ff=64, num_layers=3, num_heads=2, dropout_rate=0, decoder_start_token_id=0
+        vocab_size=VOCAB,
+        d_model=32,
+        d_kv=16,
+        d_ff=64,
+        num_layers=3,
+        num_heads=2,
+        dropout_rate=0,
+        decoder_start_token_id=0,
     )
     return T5ForConditionalGeneration(config)
 
@@ -127,14 +140,18 @@ class Expert(nn.Module):
 
 
 class SeparateExperts(nn.ModuleList):
-    """Experts as modules: one that no token chose has no gradient (transformers itself keeps all of a layer in one tensor)."""
+    """Experts as modules: one that no token chose has no gradient (transformers itself keeps all
+    of a layer in one tensor).
+    """
 
     def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         out = torch.zeros_like(x)
         for index, expert in enumerate(self):
             tokens, place = torch.where(chosen == index)
             if len(tokens):
-                out = out.index_add(0, tokens, expert(x[tokens]) * weights[tokens, place, None].to(x.dtype))
+                out = out.index_add(
+                    0, tokens, expert(x[tokens]) * weights[tokens, place, None].to(x.dtype)
+                )
         return out
 
 

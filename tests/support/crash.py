@@ -1,4 +1,6 @@
-"""How often the tests marked crash do what they do: a few times in make test, as often as make crash-test says there."""
+"""How often the tests marked crash do what they do: a few times in make test, as often as make
+crash-test says there.
+"""
 
 import os
 

@@ -23,7 +23,9 @@ def ds_config(accumulation: int = 1, stage: int = 2, **more: Any) -> dict[str, A
 
 
 def start(config: dict[str, Any], model: nn.Module | None = None, **options: Any) -> Any:
-    return shardcore.initialize(model=make_net() if model is None else model, config=config, **options)[0]
+    return shardcore.initialize(
+        model=make_net() if model is None else model, config=config, **options
+    )[0]
 
 
 def train(engine: Any, rank: int, steps: int) -> None:
@@ -36,4 +38,10 @@ def train(engine: Any, rank: int, steps: int) -> None:
 
 def config_of(train: Any = None, micro: Any = None, steps: Any = None) -> Any:
     keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    return read_config({key: value for key, value in zip(keys, (train, micro, steps), strict=True) if value is not None})
+    return read_config(
+        {
+            key: value
+            for key, value in zip(keys, (train, micro, steps), strict=True)
+            if value is not None
+        }
+    )

@@ -1,7 +1,9 @@
-"""Calls that DeepSpeed and shardcore answer alike, and what they answer: one script, under both names.
+"""Calls that DeepSpeed and shardcore answer alike, and what they answer: one script, under both
+names.
 
-Run once per rank: python -m tests.support.deepspeed_calls MODULE FILE, with RANK, WORLD_SIZE and so on set. MODULE: deepspeed
-or shardcore. Rank 0 writes the answers of `CALLS` for so many ranks to FILE, by their names, as JSON.
+Run once per rank: python -m tests.support.deepspeed_calls MODULE FILE, with RANK, WORLD_SIZE and so
+on set. MODULE: deepspeed or shardcore. Rank 0 writes the answers of `CALLS` for so many ranks to
+FILE, by their names, as JSON.
 """
 
 import json
@@ -46,11 +48,16 @@ def _engine(
     **more: Any,
 ) -> Any:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(10, 7), nn.Tanh(), _Scaled()).to(torch.bfloat16 if low else torch.float32)
+    model = nn.Sequential(nn.Linear(10, 7), nn.Tanh(), _Scaled()).to(
+        torch.bfloat16 if low else torch.float32
+    )
     if spare:
         model[2].spare = nn.Linear(3, 2)
     # torch's Adam: DeepSpeed compiles its own.
-    adam = {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1, "eps": 0.1, "torch_adam": True}}
+    adam = {
+        "type": "AdamW",
+        "params": {"lr": 0.01, "weight_decay": 0.1, "eps": 0.1, "torch_adam": True},
+    }
     config = ds_config(accumulation, stage, optimizer=adam, **more)
     options = {"model": model, "model_parameters": model.parameters(), "config": config}
     return deepspeed.initialize(**options, lr_scheduler=scheduler)[0]
@@ -82,10 +89,19 @@ class _Watched(torch.optim.lr_scheduler.StepLR):
 
 
 def unmanaged(deepspeed: Any) -> dict[str, Any]:
-    """Four micro-steps of a loop that decides itself when to step, with two backwards per step configured."""
+    """Four micro-steps of a loop that decides itself when to step, with two backwards per step
+    configured.
+    """
     found = {}
     for stage in (0, 1, 2, 3):
-        engine = _engine(deepspeed, 2, stage, _Watched, managed_gradient_accumulation=False, gradient_clipping=0.1)
+        engine = _engine(
+            deepspeed,
+            2,
+            stage,
+            _Watched,
+            managed_gradient_accumulation=False,
+            gradient_clipping=0.1,
+        )
         engine.lr_scheduler.engine = engine
         seen: list[Any] = []
         for micro_step in range(4):
@@ -95,8 +111,16 @@ def unmanaged(deepspeed: Any) -> dict[str, Any]:
             seen.append(engine.is_gradient_accumulation_boundary())
             if micro_step != 1:
                 engine.step()
-                seen += [engine.global_steps, engine.global_samples, engine.was_step_applied(), engine.lr_scheduler.said]
-                seen += [engine.get_global_grad_norm() if stage else 0.0, engine.is_gradient_accumulation_boundary()]
+                seen += [
+                    engine.global_steps,
+                    engine.global_samples,
+                    engine.was_step_applied(),
+                    engine.lr_scheduler.said,
+                ]
+                seen += [
+                    engine.get_global_grad_norm() if stage else 0.0,
+                    engine.is_gradient_accumulation_boundary(),
+                ]
         found[stage] = [*seen, engine.managed_gradient_accumulation(), *_weights(deepspeed, engine)]
     return {str(stage): answers for stage, answers in found.items()}
 
@@ -107,7 +131,9 @@ def losses(deepspeed: Any) -> dict[str, Any]:
     for dtype in (torch.float32, torch.bfloat16):
         engine = _engine(deepspeed, 3, 1)
         loss = _loss(engine, 0).to(dtype)
-        found[f"several {dtype}"] = _tried(lambda engine=engine: engine.scale(engine(torch.ones(2, 10))))
+        found[f"several {dtype}"] = _tried(
+            lambda engine=engine: engine.scale(engine(torch.ones(2, 10)))
+        )
         found[f"no gradient {dtype}"] = _tried(lambda engine=engine: engine.scale(torch.ones(())))
         returned = engine.backward(loss)
         found[f"returned {dtype}"] = [str(returned.dtype), returned.item()]
@@ -117,13 +143,20 @@ def losses(deepspeed: Any) -> dict[str, Any]:
 def kinds(deepspeed: Any) -> dict[str, Any]:
     """What engines and optimizers are instances of."""
     engine, model = _engine(deepspeed), nn.Linear(2, 2)
-    found = {"training": [type(engine) is deepspeed.DeepSpeedEngine, isinstance(engine, deepspeed.DeepSpeedEngine)]}
+    found = {
+        "training": [
+            type(engine) is deepspeed.DeepSpeedEngine,
+            isinstance(engine, deepspeed.DeepSpeedEngine),
+        ]
+    }
     config = {"train_micro_batch_size_per_gpu": 1}
     engine = deepspeed.initialize(model=model, config=config)[0]
     found["evaluated"] = [isinstance(engine, deepspeed.DeepSpeedEngine)]
     for of in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD):
         model = nn.Linear(2, 2)
-        engine = deepspeed.initialize(model=model, optimizer=of(model.parameters(), lr=0.1), config=config)[0]
+        engine = deepspeed.initialize(
+            model=model, optimizer=of(model.parameters(), lr=0.1), config=config
+        )[0]
         others = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Optimizer)
         found[of.__name__] = [isinstance(engine.optimizer, other) for other in others]
     return found
@@ -136,7 +169,10 @@ def tags(deepspeed: Any) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as own:
             folder: list[Any] = [own]
             dist.broadcast_object_list(folder)
-            engine = _engine(deepspeed, **({} if validation is None else {"checkpoint": {"tag_validation": validation}}))
+            engine = _engine(
+                deepspeed,
+                **({} if validation is None else {"checkpoint": {"tag_validation": validation}}),
+            )
             try:
                 saved = engine.save_checkpoint(folder[0], tag=f"of {dist.get_rank()}")
             except (AssertionError, ValueError):
@@ -181,7 +217,10 @@ def autocast(deepspeed: Any) -> dict[str, Any]:
             seen = []
             for step in range(2):
                 loss = _loss(engine, step, autocast=True)
-                seen += [engine.scale(loss).item() / loss.item(), engine.backward(loss).item() / loss.item()]
+                seen += [
+                    engine.scale(loss).item() / loss.item(),
+                    engine.backward(loss).item() / loss.item(),
+                ]
                 engine.step()
             dtype = str(next(engine.module.parameters()).dtype)
             found[f"{section['dtype']} at {stage}"] = [*seen, dtype, *_weights(deepspeed, engine)]
@@ -197,13 +236,16 @@ def dtypes(deepspeed: Any) -> dict[str, Any]:
         "buffers": {"data_types": {"buffer_dtype": "bf16"}},
         "low": low | {"data_types": {"param_dtype": "bf16"}},
         "low buffers": low | {"data_types": {"buffer_dtype": "bf16"}},
-        "listed": low | {"data_types": {"buffer_dtype": "fp16", "keep_in_fp32_modules": ["2.sc*e"]}},
+        "listed": low
+        | {"data_types": {"buffer_dtype": "fp16", "keep_in_fp32_modules": ["2.sc*e"]}},
         "nothing kept": low | {"data_types": {"buffer_dtype": "bf16", "keep_in_fp32_modules": []}},
         "other weights": low | {"data_types": {"param_dtype": "fp16"}},
         "weights alone": {"data_types": {"param_dtype": "bf16"}},
     }.items():
         engine = _tried(lambda more=more: _engine(deepspeed, stage=1, **more))
-        tensors = [] if engine == ["refused"] else [*engine.module.parameters(), *engine.module.buffers()]
+        tensors = (
+            [] if engine == ["refused"] else [*engine.module.parameters(), *engine.module.buffers()]
+        )
         found[case] = [str(tensor.dtype) for tensor in tensors] or engine
     return found
 
@@ -213,7 +255,11 @@ def unused(deepspeed: Any) -> dict[str, Any]:
     found = {}
     for stage, device in ((0, "none"), (1, "cpu"), (2, "cpu"), (2, "none"), (3, "none")):
         for ignored in (True, False):
-            more = {"stage": stage, "offload_optimizer": {"device": device}, "ignore_unused_parameters": ignored}
+            more = {
+                "stage": stage,
+                "offload_optimizer": {"device": device},
+                "ignore_unused_parameters": ignored,
+            }
             engine = _engine(
                 deepspeed,
                 stage=stage,
@@ -223,7 +269,9 @@ def unused(deepspeed: Any) -> dict[str, Any]:
                 gradient_clipping=1.0,
             )
             engine.backward(_loss(engine, 0))
-            found[f"{stage} {device} {ignored}"] = _tried(lambda engine=engine: [engine.step(), engine.global_steps])
+            found[f"{stage} {device} {ignored}"] = _tried(
+                lambda engine=engine: [engine.step(), engine.global_steps]
+            )
     return found
 
 

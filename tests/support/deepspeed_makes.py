@@ -1,7 +1,8 @@
 """What DeepSpeed and shardcore make of the same calls of initialize: one script, under both names.
 
-Run once per rank: python -m tests.support.deepspeed_makes MODULE FILE, with RANK, WORLD_SIZE and so on set. MODULE: deepspeed
-or shardcore. Rank 0 writes what `CALLS` return to FILE, by their names, as JSON.
+Run once per rank: python -m tests.support.deepspeed_makes MODULE FILE, with RANK, WORLD_SIZE and so
+on set. MODULE: deepspeed or shardcore. Rank 0 writes what `CALLS` return to FILE, by their names,
+as JSON.
 """
 
 import json
@@ -22,7 +23,9 @@ from tests.support.models import batch_of
 
 def _model(seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(10, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 5))
+    return nn.Sequential(
+        nn.Linear(10, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 5)
+    )
 
 
 def _plain(stage: int = 0, **more: Any) -> dict[str, Any]:
@@ -49,7 +52,10 @@ def some_parameters(deepspeed: Any) -> list[Any]:
         model = _model()
         optimizer = torch.optim.AdamW([*model[0].parameters(), model[4].bias], **ADAM)
         engine = deepspeed.initialize(
-            model=model, optimizer=optimizer, model_parameters=model.parameters(), config=_plain(stage)
+            model=model,
+            optimizer=optimizer,
+            model_parameters=model.parameters(),
+            config=_plain(stage),
         )[0]
         _train(engine, 2)
         found.append([_norms(deepspeed, engine.module), engine.global_steps])
@@ -64,7 +70,12 @@ class Untested(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for param in (param for group in self.param_groups for param in group["params"] if param.grad is not None):
+        for param in (
+            param
+            for group in self.param_groups
+            for param in group["params"]
+            if param.grad is not None
+        ):
             average = self.state[param].setdefault("average", torch.zeros_like(param))
             param.sub_(average.lerp_(param.grad, 0.1).sign(), alpha=1e-2)
 
@@ -74,14 +85,18 @@ def untested(deepspeed: Any) -> list[Any]:
     found = []
     for stage in (1, 3):
         config, model = _plain(stage, zero_allow_untested_optimizer=True), _model()
-        engine = deepspeed.initialize(model=model, optimizer=Untested(model.parameters()), config=config)[0]
+        engine = deepspeed.initialize(
+            model=model, optimizer=Untested(model.parameters()), config=config
+        )[0]
         _train(engine, 3)
         found.append(_norms(deepspeed, model))
     return found
 
 
 def again(deepspeed: Any) -> list[Any]:
-    """Initialize again on the same module, at the same stage and another one: new states, over the trained weights."""
+    """Initialize again on the same module, at the same stage and another one: new states, over
+    the trained weights.
+    """
     found = []
     for stages in ((0, 0, 1), (1, 1, 2), (2, 2, 0)):
         model = _model()
@@ -96,7 +111,9 @@ def again(deepspeed: Any) -> list[Any]:
 def no_optimizer(deepspeed: Any) -> list[Any]:
     """Parameters alone: forward, and a checkpoint that another model loads."""
     model = _model()
-    engine, *others = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=_plain())
+    engine, *others = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=_plain()
+    )
     found = [other is None for other in others]
     with torch.no_grad():
         found.append(engine(batch_of(0, 0, 0)[0]).norm().item())
@@ -105,7 +122,9 @@ def no_optimizer(deepspeed: Any) -> list[Any]:
         dist.broadcast_object_list(shared)
         engine.save_checkpoint(shared[0], client_state={"seen": 3})
         other = _model(seed=1)
-        again = deepspeed.initialize(model=other, model_parameters=other.parameters(), config=_plain())[0]
+        again = deepspeed.initialize(
+            model=other, model_parameters=other.parameters(), config=_plain()
+        )[0]
         path, client_state = again.load_checkpoint(shared[0])
         found += [
             Path(path).relative_to(shared[0]).parts[0],

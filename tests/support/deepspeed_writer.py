@@ -1,8 +1,8 @@
 """Writes checkpoints with DeepSpeed itself, each beside the values that its writer had.
 
-Run once per rank: python -m tests.support.deepspeed_writer DIR, with RANK, WORLD_SIZE and so on set. In DIR/<case> is
-the checkpoint, in DIR/<case>.pt what the engine had when it wrote it: full float32 weights and states by DeepSpeed's own
-calls, and what zero_to_fp32 makes of the files.
+Run once per rank: python -m tests.support.deepspeed_writer DIR, with RANK, WORLD_SIZE and so on
+set. In DIR/<case> is the checkpoint, in DIR/<case>.pt what the engine had when it wrote it: full
+float32 weights and states by DeepSpeed's own calls, and what zero_to_fp32 makes of the files.
 """
 
 import os
@@ -19,8 +19,12 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 
 from tests.support.foreign import Model
 
-BF16, FP16 = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "loss_scale_window": 2, "initial_scale_power": 8}}
-CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {  # stage, of zero_optimization, of the configuration
+BF16, FP16 = (
+    {"bf16": {"enabled": True}},
+    {"fp16": {"enabled": True, "loss_scale_window": 2, "initial_scale_power": 8}},
+)
+# stage, of zero_optimization, of the configuration
+CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "zero0_fp32": (0, {}, {}),
     "zero1_fp32": (1, {}, {}),
     "zero1_bf16": (1, {}, BF16),
@@ -53,41 +57,65 @@ def write(case: str, folder: Path) -> None:
     }
     names = {id(param): name for name, param in model.named_parameters()}
     optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.8, 0.99))
-    in_groups = [[names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
+    in_groups = [
+        [names[id(param)] for param in group["params"]] for group in optimizer.param_groups
+    ]
     engine, _, _, scheduler = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     dtype = next(engine.module.parameters()).dtype
     for step in range(3):
-        x = torch.randn(2, 7, generator=torch.Generator().manual_seed(10 * step + engine.global_rank))
+        x = torch.randn(
+            2, 7, generator=torch.Generator().manual_seed(10 * step + engine.global_rank)
+        )
         engine.backward(engine(x.to(dtype)).float().pow(2).mean())
         engine.step()
-    client_state = {"epoch": 3, "best": float("inf"), "rng": torch.get_rng_state(), "args": Namespace(lr=0.1)}
+    client_state = {
+        "epoch": 3,
+        "best": float("inf"),
+        "rng": torch.get_rng_state(),
+        "args": Namespace(lr=0.1),
+    }
     engine.save_checkpoint(str(folder / case), client_state=client_state)
     has = {
-        "weights": {}, "states": {}, "buffers": dict(engine.module.named_buffers()), "names": in_groups,
-        "groups": [{k: v for k, v in group.items() if k != "params"} for group in engine.optimizer.param_groups],
+        "weights": {},
+        "states": {},
+        "buffers": dict(engine.module.named_buffers()),
+        "names": in_groups,
+        "groups": [
+            {k: v for k, v in group.items() if k != "params"}
+            for group in engine.optimizer.param_groups
+        ],
         "scheduler": scheduler.state_dict(),
         "counters": {"global_steps": engine.global_steps, "skipped_steps": engine.skipped_steps},
-    }  # fmt: skip
-    if stage in (1, 2) and case != "zero1_bf16_optimizer":  # with two groups DeepSpeed links states before the second has any
+    }
+    # with two groups DeepSpeed links states before the second has any
+    if stage in (1, 2) and case != "zero1_bf16_optimizer":
         engine.optimizer._hp_optimizer_states_linked = False
         engine.optimizer._lazy_init_hp_params_optimizer_state()
     for name, param in engine.module.named_parameters():
         if stage == 0:
             has["weights"][name] = param.detach()
-            has["states"][name] = {key: value for key, value in optimizer.state[param].items() if key != "step"}
+            has["states"][name] = {
+                key: value for key, value in optimizer.state[param].items() if key != "step"
+            }
         elif param.requires_grad:
             has["weights"][name] = safe_get_full_fp32_param(param)
-            has["states"][name] = {key: safe_get_full_optimizer_state(param, key) for key in ("exp_avg", "exp_avg_sq")}
+            has["states"][name] = {
+                key: safe_get_full_optimizer_state(param, key) for key in ("exp_avg", "exp_avg_sq")
+            }
         else:
             with deepspeed.zero.GatheredParameters([param], enabled=stage == 3):
                 has["weights"][name] = param.detach().clone()
     scaler = getattr(engine.optimizer, "loss_scaler", None)
     has["scaler"] = None if scaler is None or not scaler.dynamic else vars(scaler) | {"dtype": None}
     if engine.global_rank == 0:
-        has["consolidated"] = {} if stage == 0 or case == "zero1_bf16_optimizer" else consolidated(folder / case)
+        has["consolidated"] = (
+            {} if stage == 0 or case == "zero1_bf16_optimizer" else consolidated(folder / case)
+        )
         torch.save(has, folder / f"{case}.pt")
         if case in UNIVERSAL:
-            to_universal(folder / case / "global_step3", folder / f"{case}_universal" / "global_step3")
+            to_universal(
+                folder / case / "global_step3", folder / f"{case}_universal" / "global_step3"
+            )
     deepspeed.comm.barrier()
 
 
@@ -97,15 +125,27 @@ def consolidated(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def to_universal(given: Path, out: Path) -> None:
-    options = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
-    ds_to_universal.main(Namespace(input_folder=str(given), output_folder=str(out), inject_missing_state=True, **options))
+    options = {
+        "num_extract_workers": 1,
+        "num_merge_workers": 1,
+        "keep_temp_folder": False,
+        "strict": True,
+    }
+    ds_to_universal.main(
+        Namespace(
+            input_folder=str(given), output_folder=str(out), inject_missing_state=True, **options
+        )
+    )
 
 
 def vary(folder: Path) -> None:
-    """Write files as other optimizers or layouts of DeepSpeed's would be: variants of zero1_bf16, by the objects they hold."""
+    """Write files as other optimizers or layouts of DeepSpeed's would be: variants of
+    zero1_bf16, by the objects they hold.
+    """
     given = folder / "zero1_bf16" / "global_step3"
 
-    def count_in_state(held: dict[str, Any]) -> None:  # DeepSpeedCPUAdam, and FusedAdam, count in Python's numbers
+    # DeepSpeedCPUAdam, and FusedAdam, count in Python's numbers
+    def count_in_state(held: dict[str, Any]) -> None:
         for state in held["base_optimizer_state"]["state"].values():
             state["step"] = int(state["step"])
 
@@ -132,8 +172,10 @@ def vary(folder: Path) -> None:
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
-    deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True  # slow on CPUs, and exact
-    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # a faster all-reduce, which would be compiled now
+    # slow on CPUs, and exact
+    deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
+    # a faster all-reduce, which would be compiled now
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
     for case in CASES:
         write(case, folder)
     if os.environ["RANK"] == "0":

@@ -17,20 +17,30 @@ from shardcore.checkpoint.source import Source
 def whole(source: Source, name: str, key: str, chunk: int = 37) -> torch.Tensor:
     """Read a tensor in ranges of `chunk` elements."""
     numel = prod(source.shapes[name])
-    parts = [source.read(name, key, start, min(chunk, numel - start)) for start in range(0, numel, chunk)]
+    parts = [
+        source.read(name, key, start, min(chunk, numel - start)) for start in range(0, numel, chunk)
+    ]
     return torch.cat(parts).view(source.shapes[name]) if parts else torch.empty(source.shapes[name])
 
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    return left.shape == right.shape and left.dtype == right.dtype and torch.equal(_bytes(left), _bytes(right))
+    return (
+        left.shape == right.shape
+        and left.dtype == right.dtype
+        and torch.equal(_bytes(left), _bytes(right))
+    )
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
 
 
-def differences(source: Source, weights: Mapping[str, torch.Tensor], states: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return which tensors differ in a bit, or are of one side only. Every range of 37 elements is read."""
+def differences(
+    source: Source, weights: Mapping[str, torch.Tensor], states: Mapping[str, Mapping[str, Any]]
+) -> list[str]:
+    """Return which tensors differ in a bit, or are of one side only. Every range of 37 elements
+    is read.
+    """
     found = [f"{name} of one side" for name in set(weights) ^ set(source.shapes)]
     for name, weight in weights.items():
         if name in source.shapes and not same_bits(whole(source, name, "weight"), weight):
@@ -40,12 +50,18 @@ def differences(source: Source, weights: Mapping[str, torch.Tensor], states: Map
         if keys != set(states.get(name, {})):
             found.append(f"{name} has {keys}")
         else:
-            found += [f"{name}.{key}" for key in keys if not same_bits(whole(source, name, key), states[name][key])]
+            found += [
+                f"{name}.{key}"
+                for key in keys
+                if not same_bits(whole(source, name, key), states[name][key])
+            ]
     return found
 
 
 def damaged(path: Path, count: int, seed: int = 0) -> list[tuple[str, bytes]]:
-    """Return versions of a file: cut off, with a byte or a range of bytes changed, or with a part removed."""
+    """Return versions of a file: cut off, with a byte or a range of bytes changed, or with a
+    part removed.
+    """
     raw = path.read_bytes()
     draw = torch.Generator().manual_seed(seed)
 
@@ -58,10 +74,17 @@ def damaged(path: Path, count: int, seed: int = 0) -> list[tuple[str, bytes]]:
         if what == 0:
             found.append((f"cut at {at}", raw[:at]))
         elif what == 1:
-            found.append((f"byte {at}", raw[:at] + bytes([raw[at] ^ (1 << below(8))]) + raw[at + 1 :]))
+            found.append(
+                (f"byte {at}", raw[:at] + bytes([raw[at] ^ (1 << below(8))]) + raw[at + 1 :])
+            )
         elif what == 2:
             end = min(len(raw), at + 1 + below(16))
-            found.append((f"bytes {at} to {end}", raw[:at] + bytes(below(256) for _ in range(end - at)) + raw[end:]))
+            found.append(
+                (
+                    f"bytes {at} to {end}",
+                    raw[:at] + bytes(below(256) for _ in range(end - at)) + raw[end:],
+                )
+            )
         else:
             end = min(len(raw), at + 1 + below(64))
             found.append((f"without {at} to {end}", raw[:at] + raw[end:]))
@@ -69,7 +92,9 @@ def damaged(path: Path, count: int, seed: int = 0) -> list[tuple[str, bytes]]:
 
 
 def read_damaged(path: Path, count: int, read: Callable[[], None], seed: int = 0) -> int:
-    """Call `read` for versions of the file at `path`; returns how many were refused. Any other error than those is raised."""
+    """Call `read` for versions of the file at `path`; returns how many were refused. Any other
+    error than those is raised.
+    """
     raw = path.read_bytes()
     refused = 0
     try:
@@ -95,13 +120,41 @@ def read_all(source: Source | None) -> None:
 
 
 _WRONG = (
-    *(None, 3, -1, 0.5, float("nan"), True, 1 << 70, "x", "", b"x", [], {}, (), [[]], {0: {}}, {"a": 1}, (5.0,), (-1,)),
-    *(torch.float16, torch.Size([5]), torch.Size([1 << 60]), torch.ones(2), torch.ones(()), torch.zeros(0)),
+    *(
+        None,
+        3,
+        -1,
+        0.5,
+        float("nan"),
+        True,
+        1 << 70,
+        "x",
+        "",
+        b"x",
+        [],
+        {},
+        (),
+        [[]],
+        {0: {}},
+        {"a": 1},
+        (5.0,),
+        (-1,),
+    ),
+    *(
+        torch.float16,
+        torch.Size([5]),
+        torch.Size([1 << 60]),
+        torch.ones(2),
+        torch.ones(()),
+        torch.zeros(0),
+    ),
 )
 
 
 def replaced(tree: Any, count: int, seed: int = 0) -> Iterator[tuple[str, Any]]:
-    """Yield copies of a tree of dicts, lists, tuples and dataclasses, in each of which something is other, or gone."""
+    """Yield copies of a tree of dicts, lists, tuples and dataclasses, in each of which something
+    is other, or gone.
+    """
     draw = random.Random(seed)
     ways = [way for way in _ways(tree, ()) if way]
     for _ in range(count):

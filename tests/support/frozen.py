@@ -1,4 +1,6 @@
-"""Imported last by the process that others are forked from: what it has imported is left out of collections of garbage."""
+"""Imported last by the process that others are forked from: what it has imported is left out of
+collections of garbage.
+"""
 
 import gc
 

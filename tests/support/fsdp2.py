@@ -1,4 +1,6 @@
-"""What the tests of DTensors share: models sharded by FSDP2, their whole values, and the kinds of optimizer to try."""
+"""What the tests of DTensors share: models sharded by FSDP2, their whole values, and the kinds
+of optimizer to try.
+"""
 
 import torch
 import torch.distributed as dist
@@ -10,7 +12,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 # Rows that divide no world, fewer rows than ranks (empty local shards), one element.
 SHAPES = ((7, 33), (2, 5), (1,), (40, 3), (5, 16, 2), (1, 300))
-ALIGNED = ((6, 256), (12, 512), (24, 128))  # every shard of 1, 2, 3 ranks starts on a 256-element block
+# every shard of 1, 2, 3 ranks starts on a 256-element block
+ALIGNED = ((6, 256), (12, 512), (24, 128))
 OPTIONS = {"lr": 0.02, "weight_decay": 0.1, "betas": (0.8, 0.95), "eps": 1e-6}
 KINDS = {
     "fp32": (F32, {}),
@@ -35,7 +38,9 @@ class Net(nn.Module):
         self.weights = nn.ParameterList(nn.Parameter(value) for value in values)
 
     def forward(self, x):
-        return sum((w.float() * x[: w.numel()].view(w.shape)).sin().sum() for w in self.weights[:-1])
+        return sum(
+            (w.float() * x[: w.numel()].view(w.shape)).sin().sum() for w in self.weights[:-1]
+        )
 
 
 def sharded_net(shapes, dtype, mesh=None):
@@ -61,12 +66,18 @@ def whole_grads(net):
 def whole_state(optimizer):
     """(parameter's number, key, whole tensor) for everything in the state dict."""
     state = optimizer.state_dict()["state"]
-    return [(i, key, *whole([value])) for i, entry in state.items() for key, value in sorted(entry.items())]
+    return [
+        (i, key, *whole([value]))
+        for i, entry in state.items()
+        for key, value in sorted(entry.items())
+    ]
 
 
 def state_differs(a, b):
     return [
-        (i, key) for (i, key, x), (j, other, y) in zip(a, b, strict=True) if (i, key) != (j, other) or not torch.equal(x, y)
+        (i, key)
+        for (i, key, x), (j, other, y) in zip(a, b, strict=True)
+        if (i, key) != (j, other) or not torch.equal(x, y)
     ]
 
 
@@ -74,7 +85,10 @@ def placed_grads(net, step):
     generator = torch.Generator().manual_seed(step)
     return [
         distribute_tensor(
-            torch.randn(p.shape, generator=generator).to(p.dtype), p.device_mesh, p.placements, src_data_rank=None
+            torch.randn(p.shape, generator=generator).to(p.dtype),
+            p.device_mesh,
+            p.placements,
+            src_data_rank=None,
         )
         for p in net.parameters()
     ]

@@ -1,4 +1,6 @@
-"""Trainer and Accelerate over the CPU ranks of tests/support/ranks.py, with a tiny model and data made from numbers."""
+"""Trainer and Accelerate over the CPU ranks of tests/support/ranks.py, with a tiny model and
+data made from numbers.
+"""
 
 import os
 import random
@@ -15,19 +17,32 @@ import torch.distributed as dist
 from tests.support.models import hash_of
 
 VOCAB, LENGTH = 40, 8
-LORA = {"r": 4, "target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True, "task_type": "CAUSAL_LM"}  # of tiny_gpt2
+# of tiny_gpt2
+LORA = {
+    "r": 4,
+    "target_modules": ["c_attn", "c_fc"],
+    "fan_in_fan_out": True,
+    "task_type": "CAUSAL_LM",
+}
 
 
 @contextmanager
 def launched(rank: int, world_size: int) -> Iterator[None]:
-    """Be a rank that torchrun has started, for Accelerate, if there is a process group, or a single process."""
+    """Be a rank that torchrun has started, for Accelerate, if there is a process group, or a
+    single process.
+    """
     from accelerate.state import AcceleratorState, GradientState
 
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the libraries' own, of few workers and steps
-        ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+        ranks = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": world_size,
+            "LOCAL_WORLD_SIZE": world_size,
+        }
         settings = {
             "MASTER_ADDR": "localhost",
             "OMP_NUM_THREADS": 1,
@@ -36,7 +51,8 @@ def launched(rank: int, world_size: int) -> Iterator[None]:
         }  # CI: TRL sends nothing
         for name, value in {**(ranks if dist.is_initialized() else {}), **settings}.items():
             patch.setenv(name, str(value))
-        patch.setattr("accelerate.utils.other.is_deepspeed_available", lambda: False)  # else each rank imports it, for seconds
+        # else each rank imports it, for seconds
+        patch.setattr("accelerate.utils.other.is_deepspeed_available", lambda: False)
         yield
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
@@ -44,7 +60,9 @@ def launched(rank: int, world_size: int) -> Iterator[None]:
 
 
 def message_of(rank: int, world_size: int, function: Callable[..., Any], *args: Any) -> str:
-    """Return the error that `function(rank, world_size, *args)` raises; the ranks are not lost, as by an error in run_ranks."""
+    """Return the error that `function(rank, world_size, *args)` raises; the ranks are not lost,
+    as by an error in run_ranks.
+    """
     try:
         function(rank, world_size, *args)
     except Exception as error:
@@ -59,11 +77,15 @@ def tiny_gpt2(seed: int = 0) -> Any:
     torch.manual_seed(seed)
     sizes = {"vocab_size": VOCAB, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 2}
     ends = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
-    return GPT2LMHeadModel(GPT2Config(**sizes, **ends, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+    return GPT2LMHeadModel(
+        GPT2Config(**sizes, **ends, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    )
 
 
 def rows(count: int, seed: int = 1) -> list[dict[str, torch.Tensor]]:
-    """Return samples for a language model; some labels are left out, so that ranks have unequal numbers of them."""
+    """Return samples for a language model; some labels are left out, so that ranks have unequal
+    numbers of them.
+    """
     made = torch.Generator().manual_seed(seed)
     samples = []
     for index in range(count):

@@ -1,4 +1,6 @@
-"""What the tests of shardcore._C share: data, float64 oracles, and a way to see that a refused call wrote nothing."""
+"""What the tests of shardcore._C share: data, float64 oracles, and a way to see that a refused
+call wrote nothing.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,14 +17,23 @@ SIZES = [*range(2 * 16 + 4), 255, 256, 257, 1000]
 
 def make_hyper(**changes: object) -> "_C.AdamHyper":
     """An AdamHyper with values that make mistakes large."""
-    options: dict[str, object] = dict(lr=0.05, beta1=0.8, beta2=0.97, eps=1e-6, weight_decay=0.2, step=3, grad_scale=0.6)
+    options: dict[str, object] = dict(
+        lr=0.05, beta1=0.8, beta2=0.97, eps=1e-6, weight_decay=0.2, step=3, grad_scale=0.6
+    )
     return _C.AdamHyper(**(options | changes))
 
 
 def tensor(
-    numel: int, dtype: torch.dtype, generator: torch.Generator, *, misalign: int = 0, scale: float = 1.0
+    numel: int,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+    *,
+    misalign: int = 0,
+    scale: float = 1.0,
 ) -> torch.Tensor:
-    """Normal values (numel,) of dtype, starting `misalign` elements into its storage, with room behind."""
+    """Normal values (numel,) of dtype, starting `misalign` elements into its storage, with room
+    behind.
+    """
     storage = torch.full((misalign + numel + 8,), 7.0, dtype=dtype)
     view = storage[misalign : misalign + numel]
     view.copy_(torch.randn(numel, generator=generator) * scale)
@@ -41,18 +52,38 @@ class Lists:
     max_exp_avg_sqs: list[torch.Tensor | None] = field(default_factory=list)
 
     def add(
-        self, numel: int, param: torch.dtype, grad: torch.dtype, master: bool, amsgrad: bool, seed: int, misalign: int = 0
+        self,
+        numel: int,
+        param: torch.dtype,
+        grad: torch.dtype,
+        master: bool,
+        amsgrad: bool,
+        seed: int,
+        misalign: int = 0,
     ) -> None:
         rng = torch.Generator().manual_seed(seed)
         self.params.append(tensor(numel, param, rng, misalign=misalign))
         self.grads.append(tensor(numel, grad, rng, misalign=misalign))
         self.exp_avgs.append(tensor(numel, torch.float32, rng, misalign=misalign, scale=0.3))
-        self.exp_avg_sqs.append(tensor(numel, torch.float32, rng, misalign=misalign, scale=0.3).abs_().add_(1e-3))
-        self.masters.append(tensor(numel, torch.float32, rng, misalign=misalign) if master else None)
-        self.max_exp_avg_sqs.append(tensor(numel, torch.float32, rng, misalign=misalign).abs_() if amsgrad else None)
+        self.exp_avg_sqs.append(
+            tensor(numel, torch.float32, rng, misalign=misalign, scale=0.3).abs_().add_(1e-3)
+        )
+        self.masters.append(
+            tensor(numel, torch.float32, rng, misalign=misalign) if master else None
+        )
+        self.max_exp_avg_sqs.append(
+            tensor(numel, torch.float32, rng, misalign=misalign).abs_() if amsgrad else None
+        )
 
     def all(self) -> list[torch.Tensor]:
-        lists = (self.params, self.grads, self.exp_avgs, self.exp_avg_sqs, self.masters, self.max_exp_avg_sqs)
+        lists = (
+            self.params,
+            self.grads,
+            self.exp_avgs,
+            self.exp_avg_sqs,
+            self.masters,
+            self.max_exp_avg_sqs,
+        )
         return [t for items in lists for t in items if t is not None]
 
     def clone(self) -> "Lists":
@@ -67,17 +98,29 @@ class Lists:
         names = ("params", "grads", "exp_avgs", "exp_avg_sqs", "masters", "max_exp_avg_sqs")
         return Lists(*([copy(t) for t in getattr(self, name)] for name in names))
 
-    def step(self, hypers: "list[_C.AdamHyper]", index: list[int] | None = None, **more: object) -> None:
+    def step(
+        self, hypers: "list[_C.AdamHyper]", index: list[int] | None = None, **more: object
+    ) -> None:
         _C.AdamStepper().step(
-            self.params, self.grads, self.exp_avgs, self.exp_avg_sqs, hypers, index or [0] * len(self.params),
-            masters=self.masters, max_exp_avg_sqs=self.max_exp_avg_sqs, **more,
-        )  # fmt: skip
+            self.params,
+            self.grads,
+            self.exp_avgs,
+            self.exp_avg_sqs,
+            hypers,
+            index or [0] * len(self.params),
+            masters=self.masters,
+            max_exp_avg_sqs=self.max_exp_avg_sqs,
+            **more,
+        )
 
 
 def bits(tensors: "list[torch.Tensor] | Lists") -> list[bytes]:
     """The bytes of the whole storages, so that writes past an end show."""
     items = tensors.all() if isinstance(tensors, Lists) else tensors
-    return [torch.tensor([], dtype=torch.uint8).set_(t.untyped_storage()).numpy().tobytes() for t in items]
+    return [
+        torch.tensor([], dtype=torch.uint8).set_(t.untyped_storage()).numpy().tobytes()
+        for t in items
+    ]
 
 
 @contextmanager
@@ -107,7 +150,9 @@ def each_isa() -> Iterator[Callable[[], Iterator[str]]]:
 
 
 def round_bf16_away(x: torch.Tensor) -> torch.Tensor:
-    """float32 -> bfloat16, to nearest, ties away from zero, by comparing float64 distances to both neighbours."""
+    """float32 -> bfloat16, to nearest, ties away from zero, by comparing float64 distances to
+    both neighbours.
+    """
     low = (x.contiguous().view(torch.int32) & -65536).view(torch.float32)  # towards zero
     high = (low.view(torch.int32) + 65536).view(torch.float32)
     to_low, to_high = (x.double() - low.double()).abs(), (high.double() - x.double()).abs()

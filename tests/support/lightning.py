@@ -1,4 +1,6 @@
-"""Trainers and Fabrics over the ranks of a test, and the plain loops whose bits they have to have. Needs both packages."""
+"""Trainers and Fabrics over the ranks of a test, and the plain loops whose bits they have to
+have. Needs both packages.
+"""
 
 import os
 from collections.abc import Iterator
@@ -28,7 +30,9 @@ EVERYWHERE = [name for name in ours.STRATEGIES if "stage" in name and "nvme" not
 def samples(world_size: int, batches: int = STEPS) -> TensorDataset:
     generator = torch.Generator().manual_seed(1)
     numel = world_size * BATCH * batches
-    return TensorDataset(torch.randn(numel, 10, generator=generator), torch.randn(numel, 5, generator=generator))
+    return TensorDataset(
+        torch.randn(numel, 10, generator=generator), torch.randn(numel, 5, generator=generator)
+    )
 
 
 def batches_of(rank: int, world_size: int, batches: int = STEPS) -> Iterator[list[torch.Tensor]]:
@@ -91,7 +95,8 @@ def module_of(package: str = "lightning", **changes: Any) -> Any:
 
 
 def environment(package: str, rank: int, world_size: int) -> Any:
-    # Lightning sets the number of threads otherwise, and a matrix product over others has other bits.
+    # Lightning sets the number of threads otherwise, and a matrix product over others has other
+    # bits.
     os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())
     base = PACKAGES[package].fabric.plugins.environments.LightningEnvironment
     methods = {
@@ -105,8 +110,20 @@ def environment(package: str, rank: int, world_size: int) -> Any:
     return type("Ranks", (base,), methods)()
 
 
-def trainer_of(rank: int, world_size: int, strategy: Any, package: str = "lightning", plugins: Any = (), **options: Any) -> Any:
-    defaults = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+def trainer_of(
+    rank: int,
+    world_size: int,
+    strategy: Any,
+    package: str = "lightning",
+    plugins: Any = (),
+    **options: Any,
+) -> Any:
+    defaults = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
     return PACKAGES[package].pl.Trainer(
         accelerator="cpu",
         devices=world_size,
@@ -118,10 +135,19 @@ def trainer_of(rank: int, world_size: int, strategy: Any, package: str = "lightn
 
 def loader(rank: int, world_size: int, batches: int = STEPS) -> Any:
     data = samples(world_size, batches)
-    return DataLoader(data, batch_size=BATCH, sampler=DistributedSampler(data, world_size, rank, shuffle=False))
+    return DataLoader(
+        data, batch_size=BATCH, sampler=DistributedSampler(data, world_size, rank, shuffle=False)
+    )
 
 
-def fit(rank: int, world_size: int, strategy: Any, module: Any = None, package: str = "lightning", **options: Any) -> Any:
+def fit(
+    rank: int,
+    world_size: int,
+    strategy: Any,
+    module: Any = None,
+    package: str = "lightning",
+    **options: Any,
+) -> Any:
     module = module_of(package) if module is None else module
     path = options.pop("ckpt_path", None)
     trainer = trainer_of(rank, world_size, strategy, package, **options)
@@ -145,7 +171,10 @@ def plain_loop(
     for index, batch in enumerate(batches_of(rank, world_size)):
         if options.get("precision") is not None:  # Lightning casts whole batches
             batch = [
-                tensor.to(getattr(torch, {"bf16": "bfloat16", "fp16": "float16"}[options["precision"]])) for tensor in batch
+                tensor.to(
+                    getattr(torch, {"bf16": "bfloat16", "fp16": "float16"}[options["precision"]])
+                )
+                for tensor in batch
             ]
         loss = model.loss(batch)
         losses.append(loss.item())
@@ -169,7 +198,14 @@ class Made(nn.Module):
         return self.layers(x)
 
 
-def fabric_of(rank: int, world_size: int, strategy: Any, package: str = "lightning", plugins: Any = (), **options: Any) -> Any:
+def fabric_of(
+    rank: int,
+    world_size: int,
+    strategy: Any,
+    package: str = "lightning",
+    plugins: Any = (),
+    **options: Any,
+) -> Any:
     fabric = PACKAGES[package].fabric.Fabric(
         accelerator="cpu",
         devices=world_size,

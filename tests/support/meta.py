@@ -1,4 +1,6 @@
-"""What tests of models on the meta device share: building them, filling them, and writing files for them."""
+"""What tests of models on the meta device share: building them, filling them, and writing files
+for them.
+"""
 
 import json
 import struct
@@ -12,7 +14,13 @@ from torch import nn
 from examples.gpt import GPT, rotary_angles
 from tests.support.models import Net
 
-_TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64", torch.int64: "I64"}
+_TYPES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float64: "F64",
+    torch.int64: "I64",
+}
 
 
 def save(path: Path, tensors: dict[str, torch.Tensor]) -> Path:
@@ -30,7 +38,9 @@ def save(path: Path, tensors: dict[str, torch.Tensor]) -> Path:
 
 
 def init(module: nn.Module) -> None:
-    """What building does: reset_parameters, and what the tests' Net and the example make themselves."""
+    """What building does: reset_parameters, and what the tests' Net and the example make
+    themselves.
+    """
     if isinstance(module, Net):
         module.gain.fill_(1.0)
         module.offset.zero_()

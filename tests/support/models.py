@@ -27,7 +27,9 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Embedding-like input, repeated blocks, a head: the shape of a transformer, with odd sizes and a scalar parameter."""
+    """Embedding-like input, repeated blocks, a head: the shape of a transformer, with odd sizes
+    and a scalar parameter.
+    """
 
     def __init__(self, width: int = 24, hidden: int = 37, depth: int = 3) -> None:
         super().__init__()
@@ -77,7 +79,9 @@ def loss_of(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch
     return ((model(batch[0]).float() - batch[1]) ** 2).mean()
 
 
-def train(rank: int, run: Run, model: nn.Module | None = None) -> tuple[nn.Module, Any, list[float]]:
+def train(
+    rank: int, run: Run, model: nn.Module | None = None
+) -> tuple[nn.Module, Any, list[float]]:
     """Shard and train; returns the model, the optimizer and this rank's losses."""
     model = make_net(run.seed) if model is None else model
     optimizer: Any = shardcore.FusedAdam(model.parameters(), **run.adam)
@@ -98,12 +102,16 @@ def train(rank: int, run: Run, model: nn.Module | None = None) -> tuple[nn.Modul
 def hash_of(tensors: Iterable[torch.Tensor]) -> str:
     digest = hashlib.sha256()
     for tensor in tensors:
-        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(
+            tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        )
     return digest.hexdigest()
 
 
 def hash_of_training(model: Any, optimizer: Any) -> str:
-    """A hash over the whole master weights of a model (or engine), and the whole optimizer state. Collective."""
+    """A hash over the whole master weights of a model (or engine), and the whole optimizer
+    state. Collective.
+    """
     read = model.state_dict if isinstance(model, nn.Module) else model.module_state_dict
     weights = [value for _, value in sorted(read().items())]
     state = optimizer.state_dict()["state"]
@@ -112,7 +120,9 @@ def hash_of_training(model: Any, optimizer: Any) -> str:
 
 
 class Reused(Net):
-    """Blocks recomputed by nested backwards, the first one used outside of that, too; modules that can be units inside."""
+    """Blocks recomputed by nested backwards, the first one used outside of that, too; modules
+    that can be units inside.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,11 +157,16 @@ class Ramp(nn.Module):
         return (self.weight * slope).sum()
 
 
-def micro_steps(model: Any, optimizer: Any, rank: int, step: int, accumulate: int, overflow: bool = False) -> list[float]:
+def micro_steps(
+    model: Any, optimizer: Any, rank: int, step: int, accumulate: int, overflow: bool = False
+) -> list[float]:
     losses = []
     for micro in range(accumulate):
         x, y = batch_of(step, micro, rank)
-        loss = loss_of(model, (x * float("inf") if overflow and micro == accumulate - 1 else x, y)) / accumulate
+        loss = (
+            loss_of(model, (x * float("inf") if overflow and micro == accumulate - 1 else x, y))
+            / accumulate
+        )
         optimizer.scale_loss(loss).backward()
         losses.append(loss.item())
     return losses
@@ -193,7 +208,9 @@ def hashes_of_runs(rank: int, world_size: int, runs: Iterable[Run]) -> list[str]
 
 
 class Branch(nn.Module):
-    """Two linear layers side by side, or one twice; on a GPU one runs on a stream of its own, forked and joined."""
+    """Two linear layers side by side, or one twice; on a GPU one runs on a stream of its own,
+    forked and joined.
+    """
 
     forks: ClassVar[bool] = True
     streams: ClassVar[list[Any]] = []  # the one of all branches
@@ -204,7 +221,9 @@ class Branch(nn.Module):
         self.aside = self.main if shared else nn.Linear(width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        fork, join = self._streams(x) if self.forks and x.is_cuda else (nullcontext(), lambda y: None)
+        fork, join = (
+            self._streams(x) if self.forks and x.is_cuda else (nullcontext(), lambda y: None)
+        )
         if not self.side_first:
             z = self.main(x)
         with fork:
@@ -229,14 +248,20 @@ class Branch(nn.Module):
 
 
 class Branched(nn.Module):
-    """Blocks of two branches: side streams first and last in backward, gradients above and below 64 KiB."""
+    """Blocks of two branches: side streams first and last in backward, gradients above and below
+    64 KiB.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.inp = nn.Linear(10, 160)
-        self.blocks = nn.Sequential(Branch(160, True), Branch(160, False), Branch(160, True, shared=True))
+        self.blocks = nn.Sequential(
+            Branch(160, True), Branch(160, False), Branch(160, True, shared=True)
+        )
         self.down = nn.Linear(160, 24)
-        self.small = nn.Sequential(Branch(24, False), Branch(24, True), Branch(24, False, shared=True))
+        self.small = nn.Sequential(
+            Branch(24, False), Branch(24, True), Branch(24, False, shared=True)
+        )
         self.head = nn.Linear(24, 5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,13 +1,16 @@
-"""Adam in float64 interval arithmetic: what a correct float32 kernel may return, element by element.
+"""Adam in float64 interval arithmetic: what a correct float32 kernel may return, element by
+element.
 
-The bound is reasoned, not measured. The kernel works in IEEE float32, round to nearest: each scalar and each result of
-+, *, fma, /, sqrt is off by at most half an ulp of its own value, that is by a factor within 1 +- 2^-24 (and by 2^-150
-where it is subnormal). So every value here is an interval [lo, hi] of float64; each operation is done on the ends and then
-widened by exactly that (``rounded``). What the kernel computes lies inside, whatever it fuses less or more than this.
+The bound is reasoned, not measured. The kernel works in IEEE float32, round to nearest: each scalar
+and each result of +, *, fma, /, sqrt is off by at most half an ulp of its own value, that is by a
+factor within 1 +- 2^-24 (and by 2^-150 where it is subnormal). So every value here is an interval
+[lo, hi] of float64; each operation is done on the ends and then widened by exactly that
+(``rounded``). What the kernel computes lies inside, whatever it fuses less or more than this.
 
-Where a value is stored in bfloat16 or float16 the ends are rounded as the storage rounds (a monotone map), so the interval
-is one number, and the check is for equal bits, unless a tie lies between the ends. Intervals go on from step to step and
-are never re-synchronized with what is tested.
+Where a value is stored in bfloat16 or float16 the ends are rounded as the storage rounds (a
+monotone map), so the interval is one number, and the check is for equal bits, unless a tie lies
+between the ends. Intervals go on from step to step and are never re-synchronized with what is
+tested.
 """
 
 from collections.abc import Callable
@@ -33,7 +36,10 @@ class Interval:
         return Interval(exact, exact)
 
     def rounded(self) -> "Interval":
-        return Interval(self.lo - U * np.abs(self.lo) - HALF_SUBNORMAL, self.hi + U * np.abs(self.hi) + HALF_SUBNORMAL)
+        return Interval(
+            self.lo - U * np.abs(self.lo) - HALF_SUBNORMAL,
+            self.hi + U * np.abs(self.hi) + HALF_SUBNORMAL,
+        )
 
     def stored(self, dtype: torch.dtype, stochastic: bool = False) -> "Interval":
         """As the storage rounds; stochastic rounding may go to either neighbour."""
@@ -47,7 +53,9 @@ class Interval:
         return Interval(self.lo + other.lo, self.hi + other.hi)
 
     def __mul__(self, other: "Interval") -> "Interval":
-        ends = np.stack([self.lo * other.lo, self.lo * other.hi, self.hi * other.lo, self.hi * other.hi])
+        ends = np.stack(
+            [self.lo * other.lo, self.lo * other.hi, self.hi * other.lo, self.hi * other.hi]
+        )
         return Interval(ends.min(0), ends.max(0))
 
     def __neg__(self) -> "Interval":
@@ -73,13 +81,18 @@ def ties_away(x: np.ndarray) -> np.ndarray:
     return np.sign(x) * np.floor(np.abs(x) + 0.5)
 
 
-def store(x: np.ndarray, dtype: torch.dtype, to_integer: Callable[[np.ndarray], np.ndarray] = ties_away) -> np.ndarray:
-    """Round float64 to bfloat16 (to nearest, ties away from zero, or as to_integer) or float16 (to nearest, ties to even)."""
+def store(
+    x: np.ndarray, dtype: torch.dtype, to_integer: Callable[[np.ndarray], np.ndarray] = ties_away
+) -> np.ndarray:
+    """Round float64 to bfloat16 (to nearest, ties away from zero, or as to_integer) or float16
+    (to nearest, ties to even).
+    """
     if dtype is torch.float16:
         with np.errstate(over="ignore"):
             return x.astype(np.float16).astype(np.float64)
     _, exponent = np.frexp(x)  # |x| in [2^(e-1), 2^e)
-    unit = np.ldexp(1.0, np.maximum(exponent, -125) - 8)  # eight bits of mantissa; the subnormals share one unit
+    # eight bits of mantissa; the subnormals share one unit
+    unit = np.ldexp(1.0, np.maximum(exponent, -125) - 8)
     return to_integer(x / unit) * unit
 
 
@@ -89,7 +102,9 @@ def scalar(x: float) -> Interval:
 
 @dataclass
 class Oracle:
-    """Adam over one flat tensor. ``weight`` is the master where there is one, else the parameter itself."""
+    """Adam over one flat tensor. ``weight`` is the master where there is one, else the parameter
+    itself.
+    """
 
     weight: Interval
     dtype: torch.dtype  # of the parameter
@@ -130,20 +145,26 @@ class Oracle:
             g = ((scalar(self.weight_decay) * p).rounded() + g).rounded()
         m = (scalar(beta1) * m + (scalar(1 - beta1) * g).rounded()).rounded()
         v = (scalar(beta2) * v + ((scalar(1 - beta2) * g).rounded() * g).rounded()).rounded()
-        self.exp_avg, self.exp_avg_sq = kept_moment(m, self.state_dtype, True), kept_moment(v, self.state_dtype, False)
+        self.exp_avg, self.exp_avg_sq = (
+            kept_moment(m, self.state_dtype, True),
+            kept_moment(v, self.state_dtype, False),
+        )
         if self.amsgrad:
             self.max_exp_avg_sq = v = self.max_exp_avg_sq.maximum(v)
-        denominator = ((v.sqrt().rounded() * scalar(1 / np.sqrt(bias2))).rounded() + scalar(self.eps)).rounded()
+        denominator = (
+            (v.sqrt().rounded() * scalar(1 / np.sqrt(bias2))).rounded() + scalar(self.eps)
+        ).rounded()
         update = (scalar(self.lr / bias1) * (m / denominator).rounded()).rounded()
         p = ((p * decay).rounded() + -update).rounded()
         self.weight = p if self.master else p.stored(self.dtype, self.stochastic_rounding)
 
 
 def kept_moment(x: Interval, state_dtype: str, signed: bool) -> Interval:
-    """As reduced moments are kept: bfloat16 (the second stochastically), or 8-bit codes, of which either neighbour may come.
+    """As reduced moments are kept: bfloat16 (the second stochastically), or 8-bit codes, of which
+    either neighbour may come.
 
-    A code has 3 bits of mantissa, and below 2^-17 (first) and 2^-33 (second moment) of the block's largest equal steps; the
-    scale is less than twice the largest.
+    A code has 3 bits of mantissa, and below 2^-17 (first) and 2^-33 (second moment) of the block's
+    largest equal steps; the scale is less than twice the largest.
     """
     if state_dtype == "fp32":
         return x
@@ -151,7 +172,12 @@ def kept_moment(x: Interval, state_dtype: str, signed: bool) -> Interval:
         return x.stored(torch.bfloat16, stochastic=not signed)
     magnitude = np.maximum(np.abs(x.lo), np.abs(x.hi))
     largest = np.concatenate(
-        [np.full_like(b, b.max()) for b in np.split(magnitude, range(256, len(x.lo), 256)) if len(b)] or [x.lo]
+        [
+            np.full_like(b, b.max())
+            for b in np.split(magnitude, range(256, len(x.lo), 256))
+            if len(b)
+        ]
+        or [x.lo]
     )
     step = np.maximum(magnitude * 2.0**-3, 2 * largest * 2.0 ** (-17 if signed else -33))
     lo = x.lo - step

@@ -1,4 +1,6 @@
-"""Small lists of parameters and gradients, optimizers of every kind after some steps, and comparisons of them."""
+"""Small lists of parameters and gradients, optimizers of every kind after some steps, and
+comparisons of them.
+"""
 
 import copy
 import hashlib
@@ -44,7 +46,9 @@ def snapshot(optimizer):
 
 
 def plant_scalars(monkeypatch, hyper):
-    """Let every step on the host, the long way and the short one, make its scalars by hyper(group, step, grad_scale)."""
+    """Let every step on the host, the long way and the short one, make its scalars by
+    hyper(group, step, grad_scale).
+    """
     monkeypatch.setattr(step_of_adam, "hyper_of", hyper)
 
 
@@ -62,7 +66,9 @@ SHAPES = [(7, 5), (33,), (), (0, 4), (2, 3, 4)]
 
 def make_params(dtype=torch.float32, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    return [torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
+    return [
+        torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES
+    ]
 
 
 def step_grads(params, step):
@@ -123,7 +129,10 @@ def made(kind, steps=2, make=FusedAdam):
     """Return parameters and an optimizer of KINDS after some steps."""
     dtype, options = KINDS[kind]
     generator = torch.Generator().manual_seed(0)
-    params = [torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in ((4, 6), (300,), (2, 3, 4))]
+    params = [
+        torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
+        for shape in ((4, 6), (300,), (2, 3, 4))
+    ]
     optimizer = make(params, lr=0.1, **options)
     for _ in range(steps):
         for p in params:
@@ -138,7 +147,9 @@ def digest(params, optimizer):
     tensors += [value for state in optimizer.state.values() for value in state.values()]
     hashed = hashlib.sha256()
     for t in tensors:
-        hashed.update(storage_of(t).view(torch.uint8).clone().numpy().tobytes() if not t.is_meta else b"meta")
+        hashed.update(
+            storage_of(t).view(torch.uint8).clone().numpy().tobytes() if not t.is_meta else b"meta"
+        )
     hashed.update(str(optimizer.skipped_steps).encode())
     return hashed.hexdigest()
 

@@ -1,7 +1,9 @@
-"""What tests of "the same bits wherever it runs" share: the places, tensors moved there, and bits to compare.
+"""What tests of "the same bits wherever it runs" share: the places, tensors moved there, and bits
+to compare.
 
-A place is compared with the CPU's default instruction set. Besides CUDA (marked gpu) there is a place that every machine
-has, the CPU's plainest instruction set, so that these tests run, and can fail, without a GPU too.
+A place is compared with the CPU's default instruction set. Besides CUDA (marked gpu) there is a
+place that every machine has, the CPU's plainest instruction set, so that these tests run, and can
+fail, without a GPU too.
 """
 
 from collections.abc import Iterable, Iterator
@@ -41,7 +43,9 @@ def storage_of(t: torch.Tensor) -> torch.Tensor:
 
 
 def moved(t: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy of a one-dimensional tensor and of what lies around it in its storage, so with its misalignment."""
+    """A copy of a one-dimensional tensor and of what lies around it in its storage, so with its
+    misalignment.
+    """
     storage = storage_of(t).to(device, copy=True)
     return storage[t.storage_offset() : t.storage_offset() + t.numel()]
 
@@ -50,7 +54,9 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def bits(t: torch.Tensor) -> torch.Tensor:
-    """The bits of a tensor's whole storage as integers on the CPU; every NaN is one and the same."""
+    """The bits of a tensor's whole storage as integers on the CPU; every NaN is one and the
+    same.
+    """
     whole = storage_of(t).cpu()
     if whole.is_floating_point():
         whole = torch.where(whole.isnan(), torch.tensor(float("nan"), dtype=whole.dtype), whole)
@@ -65,7 +71,9 @@ class Difference:
     element: int
 
 
-def first_difference(ours: Iterable[torch.Tensor], theirs: Iterable[torch.Tensor]) -> Difference | None:
+def first_difference(
+    ours: Iterable[torch.Tensor], theirs: Iterable[torch.Tensor]
+) -> Difference | None:
     """Compare storages bit by bit; None if they are equal."""
     for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         x, y = bits(a), bits(b)

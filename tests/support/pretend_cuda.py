@@ -1,14 +1,18 @@
-"""A pretended GPU in host memory, of torch's device type "cuda", by which a machine without one finds what would fail there.
+"""A pretended GPU in host memory, of torch's device type "cuda", by which a machine without one
+finds what would fail there.
 
-What CUDA, NCCL and the kernels refuse raises here: operations on tensors of two devices, a CPU tensor given to NCCL (or one
-with gaps), tensors of two devices given to a kernel, a tensor on the wrong side of a copy to or from host memory. A race of
-streams raises, too (pretend_cuda.cpp): torch's operations, kernels, collectives and the tier's copies each use memory on their
-stream, and waits order these. What comes to host memory comes as late as may be.
+What CUDA, NCCL and the kernels refuse raises here: operations on tensors of two devices, a CPU
+tensor given to NCCL (or one with gaps), tensors of two devices given to a kernel, a tensor on the
+wrong side of a copy to or from host memory. A race of streams raises, too (pretend_cuda.cpp):
+torch's operations, kernels, collectives and the tier's copies each use memory on their stream, and
+waits order these. What comes to host memory comes as late as may be.
 
-Not pretended: how kernels run, and time; the waits inside of csrc, which are taken to be there; uses of host memory outside of
-a tier; that a wait of one host thread orders nothing for another; an event that is not done when it is asked.
+Not pretended: how kernels run, and time; the waits inside of csrc, which are taken to be there;
+uses of host memory outside of a tier; that a wait of one host thread orders nothing for another; an
+event that is not done when it is asked.
 
-torch learns of its devices once for a process, so it is there in processes of their own alone (`run_pretended`).
+torch learns of its devices once for a process, so it is there in processes of their own alone
+(`run_pretended`).
 """
 
 import multiprocessing
@@ -66,11 +70,16 @@ def why_not() -> str | None:
     if torch.version.cuda is not None:
         return "this torch has CUDA itself"
     compiler = os.environ.get("CXX", "c++")
-    return None if shutil.which(compiler) else f"{compiler}, which compiles the pretended GPU, is not on PATH"
+    return (
+        None
+        if shutil.which(compiler)
+        else f"{compiler}, which compiles the pretended GPU, is not on PATH"
+    )
 
 
 def run_pretended(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """Run `function(rank, world_size, *args)` on ranks that have the device, in a process group of NCCL alone; see run_ranks.
+    """Run `function(rank, world_size, *args)` on ranks that have the device, in a process group of
+    NCCL alone; see run_ranks.
 
     The ranks are new, since torch must find the device when it is imported, and end here.
     """
@@ -80,13 +89,21 @@ def run_pretended(world_size: int, function: Callable[..., Any], *args: Any) -> 
         patch.setenv("LD_PRELOAD", library)
         patch.setattr(ranks, "context", multiprocessing.get_context("spawn"))
         try:
-            return ranks.run_ranks(world_size, _run, library, ranks.store_port(), next(_calls), function, args)
+            return ranks.run_ranks(
+                world_size, _run, library, ranks.store_port(), next(_calls), function, args
+            )
         finally:
             ranks.stop_ranks()
 
 
 def _run(
-    rank: int, world_size: int, library: str, port: int, call: int, function: Callable[..., Any], args: tuple[Any, ...]
+    rank: int,
+    world_size: int,
+    library: str,
+    port: int,
+    call: int,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
 ) -> Any:
     os.environ.pop("LD_PRELOAD", None)  # of programs that this one starts
     torch.ops.load_library(library)
@@ -103,7 +120,9 @@ def _run(
     dist.destroy_process_group()
     store = dist.PrefixStore(f"pretended {call}", dist.TCPStore("127.0.0.1", port, is_master=False))
     backend = nccl_standin.backend("cpu", alone=True)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
+    )
     return function(rank, world_size, *args)
 
 
@@ -112,7 +131,9 @@ def _library() -> str:
     flags = ["-std=c++20", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
     flags += [f"-I{path}" for path in include_paths()]
     flags += [part for path in library_paths() for part in (f"-L{path}", f"-Wl,-rpath,{path}")]
-    return str(compiled(SOURCE, [*flags, "-lc10", "-ltorch_cpu", "-ltorch"], version=torch.__version__))
+    return str(
+        compiled(SOURCE, [*flags, "-lc10", "-ltorch_cpu", "-ltorch"], version=torch.__version__)
+    )
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -125,7 +146,9 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def host_views(value: Any) -> Any:
-    """Return lists, tuples and dicts with CPU tensors over the same memory in place of those on the device."""
+    """Return lists, tuples and dicts with CPU tensors over the same memory in place of those on
+    the device.
+    """
     if isinstance(value, torch.Tensor):
         return _ops.host_view(value.detach()) if value.is_cuda else value
     if isinstance(value, dict):
@@ -133,7 +156,7 @@ def host_views(value: Any) -> Any:
     return type(value)(map(host_views, value)) if type(value) in (list, tuple) else value
 
 
-# --- torch.cuda ---------------------------------------------------------------------------------------------------------
+# --- torch.cuda -----------------------------------------------------------------------------------
 
 
 class Stream:
@@ -171,7 +194,9 @@ class Stream:
 class Event:
     """A point of a stream."""
 
-    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
+    def __init__(
+        self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
+    ) -> None:
         self.clock: list[int] = []
 
     def record(self, stream: Stream | None = None) -> None:
@@ -207,13 +232,17 @@ def on_stream(stream: Stream | None) -> Iterator[None]:
 
 
 def _record_stream(tensor: torch.Tensor, stream: Stream) -> None:
-    torch.ops.aten.record_stream(tensor, torch.Stream(stream_id=stream.number, device_index=0, device_type=1))
+    torch.ops.aten.record_stream(
+        tensor, torch.Stream(stream_id=stream.number, device_index=0, device_type=1)
+    )
 
 
 def pretend_torch_cuda(patch: pytest.MonkeyPatch) -> None:
     """Let torch.cuda's functions be those of the pretended GPU."""
     pci = dict.fromkeys(("pci_domain_id", "pci_bus_id", "pci_device_id"), 0)
-    properties = SimpleNamespace(name="pretended", total_memory=80 << 30, multi_processor_count=132, major=9, minor=0, **pci)
+    properties = SimpleNamespace(
+        name="pretended", total_memory=80 << 30, multi_processor_count=132, major=9, minor=0, **pci
+    )
     pretended: dict[str, Any] = {
         "Stream": Stream,
         "Event": Event,
@@ -229,11 +258,22 @@ def pretend_torch_cuda(patch: pytest.MonkeyPatch) -> None:
         "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
         "nvtx": SimpleNamespace(range_push=lambda name: 0, range_pop=lambda: 0),
     }
-    pretended |= dict.fromkeys(("is_available", "is_initialized", "is_bf16_supported", "_is_compiled"), lambda *_: True)
+    pretended |= dict.fromkeys(
+        ("is_available", "is_initialized", "is_bf16_supported", "_is_compiled"), lambda *_: True
+    )
     pretended |= dict.fromkeys(("is_current_stream_capturing", "_is_in_bad_fork"), lambda: False)
-    pretended |= dict.fromkeys(("_lazy_init", "empty_cache", "set_device", "reset_peak_memory_stats", "init"), lambda *_: None)
+    pretended |= dict.fromkeys(
+        ("_lazy_init", "empty_cache", "set_device", "reset_peak_memory_stats", "init"),
+        lambda *_: None,
+    )
     pretended |= dict.fromkeys(("manual_seed", "manual_seed_all", "ipc_collect"), lambda *_: None)
-    zeros = "current_device", "memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"
+    zeros = (
+        "current_device",
+        "memory_allocated",
+        "max_memory_allocated",
+        "memory_reserved",
+        "max_memory_reserved",
+    )
     pretended |= dict.fromkeys((*zeros, "_exchange_device", "_maybe_exchange_device"), lambda *_: 0)
     pretended["device_count"] = lambda: 1
     for name, value in pretended.items():
@@ -241,11 +281,13 @@ def pretend_torch_cuda(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch.Tensor, "record_stream", _record_stream)
 
 
-# --- uses of memory -----------------------------------------------------------------------------------------------------
+# --- uses of memory -------------------------------------------------------------------------------
 
 
 def uses(what: str, reads: Any, writes: Any) -> None:
-    """Note that an operation on the current stream begins, and which tensors it reads and writes."""
+    """Note that an operation on the current stream begins, and which tensors it reads and
+    writes.
+    """
     _ops.launch(what)
     for tensors, written in ((reads, False), (writes, True)):
         for tensor in tensors_in(tensors):
@@ -271,7 +313,7 @@ def after(end: list[int]) -> None:
     _ops.wait(_ops.current_stream(), end)
 
 
-# --- kernels ------------------------------------------------------------------------------------------------------------
+# --- kernels --------------------------------------------------------------------------------------
 
 
 def _kernel(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -280,10 +322,17 @@ def _kernel(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
     def call(*arguments: Any, **named: Any) -> Any:
         devices = {tensor.device for tensor in tensors_in((arguments, named))}
         if len(devices) > 1:
-            raise TypeError(f"pretended GPU: {name} got tensors on {sorted(map(str, devices))}; expected one device")
+            raise TypeError(
+                f"pretended GPU: {name} got tensors on {sorted(map(str, devices))}; expected one "
+                f"device"
+            )
         given = {**dict(enumerate(arguments)), **named}
         if devices == {DEVICE}:
-            uses(name, [given.get(key) for key in READ[name]], [given[key] for key in given if key not in READ[name]])
+            uses(
+                name,
+                [given.get(key) for key in READ[name]],
+                [given[key] for key in given if key not in READ[name]],
+            )
         made = kernel(*host_views(arguments), **host_views(named))
         return made.to(*devices) if isinstance(made, torch.Tensor) else made
 
@@ -315,13 +364,15 @@ class _Stepper:
         return getattr(self._stepper, name)
 
 
-# --- host memory --------------------------------------------------------------------------------------------------------
+# --- host memory ----------------------------------------------------------------------------------
 
 
 def _expect(what: str, tensors: Any, type_of_device: str) -> None:
     for tensor in tensors_in(tensors):
         if tensor.device.type != type_of_device:
-            raise TypeError(f"pretended GPU: {what} is on {tensor.device}; expected {type_of_device}")
+            raise TypeError(
+                f"pretended GPU: {what} is on {tensor.device}; expected {type_of_device}"
+            )
 
 
 class _Copy:
@@ -360,7 +411,9 @@ class _Tier(Wrapped):
     def from_tier(self, dst: torch.Tensor, src: torch.Tensor) -> Any:
         _expect("dst of from_tier", dst, "cuda")
         _expect("src of from_tier", src, "cpu")
-        return _Copy(self._tier.from_tier(host_views(dst), src), self.inward.do("from_tier", (), dst))
+        return _Copy(
+            self._tier.from_tier(host_views(dst), src), self.inward.do("from_tier", (), dst)
+        )
 
     def synchronize(self) -> None:
         self._tier.synchronize()
@@ -379,29 +432,43 @@ class _Tier(Wrapped):
 
 
 class _Pipeline(Wrapped):
-    """The pipeline of such a tier: weights, and gradients that come, are on the device, all else in host memory."""
+    """The pipeline of such a tier: weights, and gradients that come, are on the device, all else
+    in host memory.
+    """
 
     def __init__(self, pipeline: Any, tier: _Tier) -> None:
         super().__init__(pipeline)
         self._of = tier
-        self._ends: list[tuple[list[int], list[int]]] = []  # of each chunk: of its copies in, and out
+        # of each chunk: of its copies in, and out
+        self._ends: list[tuple[list[int], list[int]]] = []
 
     def chunk(self, *, weights: Any, grads_come: bool, **lists: Any) -> Any:
         _expect("a weight of a chunk", weights, "cuda")
         _expect("a list of a chunk", lists, "cpu")
         self._grads_on = "cuda" if grads_come else "cpu"
-        return _Chunk(self._tier.chunk(weights=host_views(list(weights)), grads_come=grads_come, **lists), list(weights))
+        return _Chunk(
+            self._tier.chunk(weights=host_views(list(weights)), grads_come=grads_come, **lists),
+            list(weights),
+        )
 
-    def begin(self, chunks: Any, grads: Any, *arguments: Any, arrivals: Any = (), **named: Any) -> Any:
+    def begin(
+        self, chunks: Any, grads: Any, *arguments: Any, arrivals: Any = (), **named: Any
+    ) -> Any:
         _expect("a gradient of a step", grads, self._grads_on)
         self._ends, left = [], list(grads)
         for chunk in chunks:
             mine, left = left[: len(chunk.weights)], left[len(chunk.weights) :]
-            fetched = self._of.outward.do("the copies in of a step", mine if self._grads_on == "cuda" else (), ())
-            self._ends.append((fetched, self._of.inward.do("the copies out of a step", (), chunk.weights)))
+            fetched = self._of.outward.do(
+                "the copies in of a step", mine if self._grads_on == "cuda" else (), ()
+            )
+            self._ends.append(
+                (fetched, self._of.inward.do("the copies out of a step", (), chunk.weights))
+            )
         arrivals = [event.event if isinstance(event, _Copy) else event for event in arrivals]
         inner = [chunk.chunk for chunk in chunks]
-        return self._tier.begin(inner, host_views(list(grads)), *arguments, arrivals=arrivals, **named)
+        return self._tier.begin(
+            inner, host_views(list(grads)), *arguments, arrivals=arrivals, **named
+        )
 
     def wait_updated(self, first: int, last: int) -> Any:
         event = self._tier.wait_updated(first, last)
@@ -415,7 +482,7 @@ class _Chunk:
         self.chunk, self.weights = chunk, weights
 
 
-# --- NCCL ---------------------------------------------------------------------------------------------------------------
+# --- NCCL -----------------------------------------------------------------------------------------
 
 
 def _line_of(group: Any) -> _Line:
@@ -426,7 +493,9 @@ def _line_of(group: Any) -> _Line:
 
 
 def _start(group: Any, what: str, sent: Any, received: Any, start: Callable[[], Any]) -> Any:
-    """Start a collective on the group's stream; like NCCL's group in torch it keeps its tensors until someone waits for it."""
+    """Start a collective on the group's stream; like NCCL's group in torch it keeps its tensors
+    until someone waits for it.
+    """
     end = _line_of(group).do(what, sent, received)
     flight = start()
     flight.end, flight.kept = end, (sent, received)
@@ -434,33 +503,52 @@ def _start(group: Any, what: str, sent: Any, received: Any, start: Callable[[], 
 
 
 def _as_nccl(name: str, collective: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a collective of the stand-in that takes what NCCL takes: tensors on the device, without gaps."""
+    """Return a collective of the stand-in that takes what NCCL takes: tensors on the device,
+    without gaps.
+    """
 
     def call(group: dist.ProcessGroup, *arguments: Any) -> Any:
         for tensor in tensors_in(arguments):
             if not tensor.is_cuda or not tensor.is_contiguous():
                 raise TypeError(
-                    f"pretended GPU: {collective.__name__} of NCCL got a tensor on {tensor.device} with strides "
+                    f"pretended GPU: {collective.__name__} of NCCL got a tensor on {tensor.device} "
+                    f"with strides "
                     f"{tensor.stride()}; expected cuda and no gaps"
                 )
         what = COLLECTIVES[name]
-        return _start(group, what, arguments[1:], arguments[0], lambda: collective(group, *host_views(arguments)))
+        return _start(
+            group,
+            what,
+            arguments[1:],
+            arguments[0],
+            lambda: collective(group, *host_views(arguments)),
+        )
 
     return call
 
 
-def _batch(group: Any, ops: Sequence[Any], batch: Callable[..., Any] = nccl_standin.StandIn.batch) -> Any:
+def _batch(
+    group: Any, ops: Sequence[Any], batch: Callable[..., Any] = nccl_standin.StandIn.batch
+) -> Any:
     tensors: dict[bool, list[torch.Tensor]] = {True: [], False: []}
     for op in ops:
         _expect("a message of NCCL", op.tensor, "cuda")
         tensors[op.op is dist.isend].append(op.tensor)
         op.tensor = host_views(op.tensor)
-    return _start(group, "a batch of messages", tensors[True], tensors[False], lambda: batch(group, ops))
+    return _start(
+        group, "a batch of messages", tensors[True], tensors[False], lambda: batch(group, ops)
+    )
 
 
 def _one_message(sends: bool) -> Callable[..., Any]:
     def call(group: Any, tensors: Any, peer: int, tag: int) -> Any:
-        return group.batch([dist.P2POp(dist.isend if sends else dist.irecv, tensors[0], group=group, group_peer=peer)])
+        return group.batch(
+            [
+                dist.P2POp(
+                    dist.isend if sends else dist.irecv, tensors[0], group=group, group_peer=peer
+                )
+            ]
+        )
 
     return call
 
@@ -485,7 +573,9 @@ def _pretend_nccl(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(nccl_standin, "Flight", _Flight)
     patch.setattr(dist.distributed_c10d, "_get_object_coll_device", lambda group=None: "cuda")
     for name in COLLECTIVES:
-        patch.setattr(nccl_standin.StandIn, name, _as_nccl(name, getattr(nccl_standin.StandIn, name)))
+        patch.setattr(
+            nccl_standin.StandIn, name, _as_nccl(name, getattr(nccl_standin.StandIn, name))
+        )
     patch.setattr(nccl_standin.StandIn, "batch", _batch)
     for name in ("send", "recv"):
         patch.setattr(nccl_standin.StandIn, name, _one_message(name == "send"), raising=False)

@@ -1,4 +1,6 @@
-"""Real ranks for tests: processes that stay alive between tests and form a gloo group of the size that each test asks for."""
+"""Real ranks for tests: processes that stay alive between tests and form a gloo group of the
+size that each test asks for.
+"""
 
 import atexit
 import multiprocessing
@@ -16,18 +18,20 @@ from typing import Any
 import torch.distributed as dist
 
 _TIMEOUT_S = 120
-# Processes are forked from one that has imported torch and the collected test modules and done nothing else, so no thread is
-# lost in the fork.
+# Processes are forked from one that has imported torch and the collected test modules and done
+# nothing else, so no thread is lost in the fork.
 context = multiprocessing.get_context("forkserver")
 _workers: list[tuple[Any, Connection]] = []
 _calls = count()
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """Run `function(rank, world_size, *args)` on every rank of a fresh gloo group; returns the results in rank order.
+    """Run `function(rank, world_size, *args)` on every rank of a fresh gloo group; returns the
+    results in rank order.
 
-    `function` and the results must be picklable (a function of a test module; plain values). An error on any rank raises
-    here with that rank's traceback; a rank that hangs ends the test after two minutes. The workers are then replaced.
+    `function` and the results must be picklable (a function of a test module; plain values). An
+    error on any rank raises here with that rank's traceback; a rank that hangs ends the test after
+    two minutes. The workers are then replaced.
     """
     while len(_workers) < world_size:
         _workers.append(_start())
@@ -55,7 +59,9 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list
                 errors[rank] = value
     if errors:
         stop_ranks()
-        raise AssertionError("\n".join(f"--- rank {rank} ---\n{text}" for rank, text in sorted(errors.items())))
+        raise AssertionError(
+            "\n".join(f"--- rank {rank} ---\n{text}" for rank, text in sorted(errors.items()))
+        )
     for _, pipe in _workers[:world_size]:
         pipe.send(None)
     return results
@@ -75,7 +81,9 @@ atexit.register(stop_ranks)
 
 @cache
 def _store() -> dist.TCPStore:
-    """Where all ranks meet, served by this process on a port of the system's choice (a file would be polled)."""
+    """Where all ranks meet, served by this process on a port of the system's choice (a file
+    would be polled).
+    """
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
@@ -100,12 +108,16 @@ def free_port() -> str:
 
 def join_group(rank: int, world_size: int, port: str) -> None:
     """Join the gloo group of processes that `start` started."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=str(rank), WORLD_SIZE=str(world_size))
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=str(rank), WORLD_SIZE=str(world_size)
+    )
     dist.init_process_group("gloo")
 
 
 def run_fresh(function: Callable[..., Any], *args: Any) -> Any:
-    """Return `function(*args)` of a process that has done nothing but imports; both and the result must be picklable."""
+    """Return `function(*args)` of a process that has done nothing but imports; both and the
+    result must be picklable.
+    """
     ours, theirs = context.Pipe()
     process = start(_send, theirs, function, args)
     theirs.close()
@@ -123,9 +135,15 @@ def _send(pipe: Connection, function: Callable[..., Any], args: tuple[Any, ...])
 
 def preload() -> None:
     """Name what the process has imported from which others are forked."""
-    using = [name for name, module in sys.modules.items() if name.startswith("tests.") and hasattr(module, "run_ranks")]
+    using = [
+        name
+        for name, module in sys.modules.items()
+        if name.startswith("tests.") and hasattr(module, "run_ranks")
+    ]
     # Read at the first start only.
-    context.set_forkserver_preload(["torch", "torch._dynamo", "shardcore", *using, "tests.support.frozen"])
+    context.set_forkserver_preload(
+        ["torch", "torch._dynamo", "shardcore", *using, "tests.support.frozen"]
+    )
 
 
 def start(function: Callable[..., Any], *args: Any, daemon: bool = False) -> Any:
@@ -142,7 +160,8 @@ def _serve(pipe: Connection) -> None:
     from shardcore.distributed import watchdog
 
     torch.set_num_threads(1)
-    watchdog.LONG_S, watchdog.USERS_LONG_S, watchdog.PAUSE_S = 0.5, 1.0, 0.1  # as seldom as users look tests would take long
+    # as seldom as users look tests would take long
+    watchdog.LONG_S, watchdog.USERS_LONG_S, watchdog.PAUSE_S = 0.5, 1.0, 0.1
     store: dist.TCPStore | None = None
     while True:
         try:
@@ -163,10 +182,13 @@ def _serve(pipe: Connection) -> None:
         except BaseException:
             answer = (False, traceback.format_exc())
         os.environ.clear()
-        os.environ.update(environment)  # libraries leave variables, such as Accelerate, which its next user would find
+        # libraries leave variables, such as Accelerate, which its next user would find
+        os.environ.update(environment)
         pipe.send(answer)
         try:
-            pipe.recv()  # until every rank has answered: those that wait for this one are to find the difference, not its end
+            # until every rank has answered: those that wait for this one are to find the
+            # difference, not its end
+            pipe.recv()
         except EOFError:
             return
         if dist.is_initialized():

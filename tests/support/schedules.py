@@ -1,4 +1,6 @@
-"""Schedules of the overlapped step's worker that tests choose, so that a wait that is missing shows in the bits."""
+"""Schedules of the overlapped step's worker that tests choose, so that a wait that is missing
+shows in the bits.
+"""
 
 import threading
 import time
@@ -29,7 +31,9 @@ class _OnTheWorker:
 
 
 class LateStore:
-    """A store on whose worker a bucket is updated only when someone waits for it, or for one behind it: as late as allowed."""
+    """A store on whose worker a bucket is updated only when someone waits for it, or for one
+    behind it: as late as allowed.
+    """
 
     def __init__(self, overlap: OverlapStep) -> None:
         self._overlap, self._store, self._wait = overlap, overlap.store, overlap._wait_for_adam
@@ -79,7 +83,9 @@ class SlowStore:
             yield left
 
 
-def start(rank: int, run: Run, overlap: bool, late: bool = True, model: nn.Module | None = None) -> tuple[Any, Any]:
+def start(
+    rank: int, run: Run, overlap: bool, late: bool = True, model: nn.Module | None = None
+) -> tuple[Any, Any]:
     """Shard a model without training it."""
     run = Run(**{**vars(run), "steps": 0, "shard": {**run.shard, "overlap_step": overlap}})
     model, optimizer, _ = train(rank, run, model)

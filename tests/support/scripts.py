@@ -1,4 +1,6 @@
-"""Example scripts in processes of their own, on CPUs, that their launchers start or that are forked; the losses they print."""
+"""Example scripts in processes of their own, on CPUs, that their launchers start or that are
+forked; the losses they print.
+"""
 
 import os
 import re
@@ -14,41 +16,67 @@ import torch
 from tests.support.ranks import free_port, start
 
 ROOT = Path(__file__).resolve().parents[2]
-# What a user's shell does not have: torchrun's variables, GPUs (the tests are about CPUs), the network.
+# What a user's shell does not have: torchrun's variables, GPUs (the tests are about CPUs), the
+# network.
 _REMOVED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_SET = {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "CI": "true", "OMP_NUM_THREADS": "1"}
+_SET = {
+    "PYTHONPATH": str(ROOT),
+    "CUDA_VISIBLE_DEVICES": "",
+    "HF_HUB_OFFLINE": "1",
+    "CI": "true",
+    "OMP_NUM_THREADS": "1",
+}
 
 
 def environment() -> dict[str, str]:
-    """Return the variables of this process without those of ranks, for a script on CPUs without a network."""
+    """Return the variables of this process without those of ranks, for a script on CPUs without
+    a network.
+    """
     return {name: value for name, value in os.environ.items() if name not in _REMOVED} | _SET
 
 
 def finished(
     command: Sequence[str], folder: Path, env: dict[str, str] | None = None, timeout_s: float = 300
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command in `folder` to its end, and return what it printed; again where a thread of gloo's aborted a rank's end.
+    """Run a command in `folder` to its end, and return what it printed; again where a thread of
+    gloo's aborted a rank's end.
 
-    ProcessGroupGloo's threads in torch 2.13 may drop a tensor's last reference while the interpreter ends, for which they take
-    its lock: that ends the thread in C++ code, and so the process. examples/quickstart/ddp.py, which does not import
-    shardcore, ends so in about one of fifteen runs on a busy machine.
+    ProcessGroupGloo's threads in torch 2.13 may drop a tensor's last reference while the
+    interpreter ends, for which they take its lock: that ends the thread in C++ code, and so the
+    process. examples/quickstart/ddp.py, which does not import shardcore, ends so in about one of
+    fifteen runs on a busy machine.
     """
     for _ in range(3):
         done = subprocess.run(
-            command, cwd=folder, env=env or environment(), capture_output=True, text=True, timeout=timeout_s, check=False
+            command,
+            cwd=folder,
+            env=env or environment(),
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
         )
         if "terminate called without an active exception" not in done.stderr:
             break
     return done
 
 
-def run_forked(script: Path | str, *arguments: str, ranks: int, folder: Path, status: int = 0, timeout_s: float = 300) -> str:
-    """Run a script, or a module by its name, on so many ranks, or for 0 as `python script` does, in `folder`.
+def run_forked(
+    script: Path | str,
+    *arguments: str,
+    ranks: int,
+    folder: Path,
+    status: int = 0,
+    timeout_s: float = 300,
+) -> str:
+    """Run a script, or a module by its name, on so many ranks, or for 0 as `python script` does, in
+    `folder`.
 
     Returns what they printed (stdout), in their order; each must exit with `status`.
 
-    Their processes are new and have torchrun's variables, but come from one that has imported torch, and in a run of all
-    tests other libraries: to start an interpreter and import them takes longer than the script.
+    Their processes are new and have torchrun's variables, but come from one that has imported
+    torch, and in a run of all tests other libraries: to start an interpreter and import them takes
+    longer than the script.
     """
     variables = environment()
     if ranks:
@@ -72,8 +100,16 @@ def run_forked(script: Path | str, *arguments: str, ranks: int, folder: Path, st
     return "".join(printed)
 
 
-def run_here(script: Path | str, arguments: Sequence[str], variables: dict[str, str], folder: Path, output: Path) -> None:
-    """Become a script, or a module by its name, in a process of `start`'s; it prints to `output` and to its .err file."""
+def run_here(
+    script: Path | str,
+    arguments: Sequence[str],
+    variables: dict[str, str],
+    folder: Path,
+    output: Path,
+) -> None:
+    """Become a script, or a module by its name, in a process of `start`'s; it prints to `output`
+    and to its .err file.
+    """
     for stream, file in ((1, output), (2, output.with_suffix(".err"))):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), stream)
     os.chdir(folder)
@@ -88,12 +124,16 @@ def run_here(script: Path | str, arguments: Sequence[str], variables: dict[str, 
 
 
 def losses_in(printed: str) -> list[str]:
-    """Return the losses of a run, as printed: `step 3 loss 1.25`, or Trainer's `{'loss': '1.25', ...}`."""
+    """Return the losses of a run, as printed: `step 3 loss 1.25`, or Trainer's `{'loss': '1.25',
+    ...}`.
+    """
     return re.findall(r"^(?:step \d+ loss |\{'loss': ')([\d.]+)", printed, re.MULTILINE)
 
 
 def check_losses_fall(losses: Sequence[str]) -> None:
-    """Raise AssertionError unless there are at least ten losses, and the last one is below 0.9 of the first."""
+    """Raise AssertionError unless there are at least ten losses, and the last one is below 0.9
+    of the first.
+    """
     assert len(losses) >= 10, losses
     assert float(losses[-1]) < 0.9 * float(losses[0]), losses
 

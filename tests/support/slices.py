@@ -23,8 +23,13 @@ class Attention(nn.Module):
         self.out = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        heads = (part(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for part in (self.query, self.key, self.value))
-        return self.out(F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2))
+        heads = (
+            part(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
+            for part in (self.query, self.key, self.value)
+        )
+        return self.out(
+            F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2)
+        )
 
 
 class Mlp(nn.Module):
@@ -73,7 +78,9 @@ def make_lm() -> Lm:
 
 
 def slice_lm(model: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
-    """Slice the model over a mesh: columns and rows, and the vocabulary; `sequence`: the residual stream by positions, too."""
+    """Slice the model over a mesh: columns and rows, and the vocabulary; `sequence`: the
+    residual stream by positions, too.
+    """
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -86,15 +93,24 @@ def slice_lm(model: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
     stream = Shard(1) if sequence else Replicate()
     plan: dict[str, Any] = {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=stream),
-        "head": ColwiseParallel(input_layouts=stream, output_layouts=Shard(-1), use_local_output=False),
+        "head": ColwiseParallel(
+            input_layouts=stream, output_layouts=Shard(-1), use_local_output=False
+        ),
     }
     for index in range(2):
         block = f"blocks.{index}"
-        plan |= {f"{block}.attention.{name}": ColwiseParallel() for name in ("query", "key", "value")}
-        plan |= {f"{block}.attention.out": RowwiseParallel(output_layouts=stream), f"{block}.mlp.up": ColwiseParallel()}
+        plan |= {
+            f"{block}.attention.{name}": ColwiseParallel() for name in ("query", "key", "value")
+        }
+        plan |= {
+            f"{block}.attention.out": RowwiseParallel(output_layouts=stream),
+            f"{block}.mlp.up": ColwiseParallel(),
+        }
         plan |= {f"{block}.mlp.down": RowwiseParallel(output_layouts=stream)}
         if sequence:
-            gather = PrepareModuleInput(input_layouts=(stream,), desired_input_layouts=(Replicate(),))
+            gather = PrepareModuleInput(
+                input_layouts=(stream,), desired_input_layouts=(Replicate(),)
+            )
             plan |= {f"{block}.{name}": gather for name in ("attention", "mlp")}
             plan |= {f"{block}.{name}": SequenceParallel() for name in ("first", "second")}
     if sequence:
@@ -130,10 +146,14 @@ def sharded_lm(
 
 
 def lm_loss(model: nn.Module, step: int, rank: int, sliced: bool) -> torch.Tensor:
-    """Run a step's forward, the loss over slices of the vocabulary. `step` and `rank` choose the batch."""
+    """Run a step's forward, the loss over slices of the vocabulary. `step` and `rank` choose the
+    batch.
+    """
     from torch.distributed.tensor.parallel import loss_parallel
 
-    tokens = torch.randint(VOCAB, (3, LENGTH + 1), generator=torch.Generator().manual_seed(1009 * step + rank))
+    tokens = torch.randint(
+        VOCAB, (3, LENGTH + 1), generator=torch.Generator().manual_seed(1009 * step + rank)
+    )
     tokens = tokens.to(next(model.parameters()).device)
     logits = model(tokens[:, :-1])
     with loss_parallel() if sliced else nullcontext():

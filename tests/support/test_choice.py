@@ -1,4 +1,6 @@
-"""What `make test` leaves to the slow tests: never a value, nor, where pairs are asked for, a pair."""
+"""What `make test` leaves to the slow tests: never a value, nor, where pairs are asked for, a
+pair.
+"""
 
 import itertools
 from typing import Any

@@ -1,6 +1,8 @@
-"""Trainings on a pretended GPU (pretend_cuda.py): nothing is refused there, and the bits are those of CPU ranks.
+"""Trainings on a pretended GPU (pretend_cuda.py): nothing is refused there, and the bits are those
+of CPU ranks.
 
-Twins: what a GPU, NCCL or a copy would refuse is refused, and a fault of shardcore's that only showed on GPUs is found.
+Twins: what a GPU, NCCL or a copy would refuse is refused, and a fault of shardcore's that only
+showed on GPUs is found.
 """
 
 import traceback
@@ -22,7 +24,16 @@ from shardcore.engine.host_gradients import HostGrads
 from shardcore.engine.nvme_weights import WEIGHT, NvmeWeights
 from shardcore.engine.unshard import Gatherer
 from tests.support.groups import device_decides
-from tests.support.models import Branched, Net, batch_of, error_of, hash_of, hash_of_training, loss_of, make_net
+from tests.support.models import (
+    Branched,
+    Net,
+    batch_of,
+    error_of,
+    hash_of,
+    hash_of_training,
+    loss_of,
+    make_net,
+)
 from tests.support.pretend_cuda import DEVICE, run_pretended, why_not
 from tests.support.ranks import run_ranks
 from tests.support.slices import mesh_of, sharded_lm, train_lm
@@ -40,7 +51,9 @@ def _muon(model: Net) -> Any:
 
 OPTIMIZERS: dict[str, Callable[[Net], Any]] = {
     "adam": lambda model: shardcore.FusedAdam(model.parameters(), lr=1e-2, weight_decay=0.1),
-    "8bit": lambda model: shardcore.FusedAdam(model.parameters(), lr=1e-2, state_dtype="8bit", master="split"),
+    "8bit": lambda model: shardcore.FusedAdam(
+        model.parameters(), lr=1e-2, state_dtype="8bit", master="split"
+    ),
     "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9),
     "muon": _muon,
 }
@@ -51,7 +64,9 @@ FILES = {"optimizer": "nvme", "durable": False}
 
 @dataclass(frozen=True)
 class Case:
-    """A training: what shard is told. decides: steps are decided on as on a GPU; activations: are kept in host memory."""
+    """A training: what shard is told. decides: steps are decided on as on a GPU; activations:
+    are kept in host memory.
+    """
 
     stage: int
     offload: dict[str, Any] = field(default_factory=dict)
@@ -103,8 +118,14 @@ def _step(model: Any, optimizer: Any, rank: int, step: int, device: torch.device
 
 
 def _trained(rank: int, case: Case, folder: Path, device: torch.device) -> list[Any]:
-    """Train, and use on the way what reads or writes weights and states; returns what must not depend on the device."""
-    offload = {**case.offload, "path": folder / "states"} if case.offload.get("optimizer") == "nvme" else case.offload
+    """Train, and use on the way what reads or writes weights and states; returns what must not
+    depend on the device.
+    """
+    offload = (
+        {**case.offload, "path": folder / "states"}
+        if case.offload.get("optimizer") == "nvme"
+        else case.offload
+    )
     model: Any = make_net()
     for number, block in enumerate(model.blocks if case.activations else ()):
         model.blocks[number] = shardcore.checkpoint_wrapper(block, offload_to_cpu=True)
@@ -139,7 +160,10 @@ def _trained(rank: int, case: Case, folder: Path, device: torch.device) -> list[
     with shardcore.no_sync(model):
         optimizer.scale_loss(loss_of(model, (-x, y))).backward()
     optimizer.scale_loss(loss_of(model, (x, y))).backward()
-    said += [float(shardcore.clip_grad_norm_(model, 0.1)), hash_of([shardcore.full_grad(next(model.parameters()))])]
+    said += [
+        float(shardcore.clip_grad_norm_(model, 0.1)),
+        hash_of([shardcore.full_grad(next(model.parameters()))]),
+    ]
     optimizer.step()
     optimizer.zero_grad()
     said += [optimizer.skipped_steps, optimizer.loss_scale, hash_of_training(model, optimizer)]
@@ -151,7 +175,10 @@ def _all(rank: int, cases: list[Case], folder: Path, device: torch.device) -> di
     found = {}
     for number, case in enumerate(cases):
         try:
-            with device_decides() if case.decides else nullcontext(), pytest.MonkeyPatch.context() as patch:
+            with (
+                device_decides() if case.decides else nullcontext(),
+                pytest.MonkeyPatch.context() as patch,
+            ):
                 small_chunks(patch)
                 found[str(case)] = _trained(rank, case, folder / str(number), device)
         except Exception:
@@ -165,12 +192,16 @@ def _on_cpu(rank: int, world_size: int, cases: list[Case], folder: Path) -> dict
     return _all(rank, cases, folder, torch.device("cpu"))
 
 
-def _on_the_device(rank: int, world_size: int, cases: list[Case], folder: Path) -> dict[str, list[Any]]:
+def _on_the_device(
+    rank: int, world_size: int, cases: list[Case], folder: Path
+) -> dict[str, list[Any]]:
     return _all(rank, cases, folder, DEVICE)
 
 
 @pytest.mark.parametrize(("world_size", "cases"), [(1, ONE_RANK), (2, TWO_RANKS), (4, FOUR_RANKS)])
-def test_trainings_have_the_bits_of_cpu_ranks(world_size: int, cases: list[Case], tmp_path: Path) -> None:
+def test_trainings_have_the_bits_of_cpu_ranks(
+    world_size: int, cases: list[Case], tmp_path: Path
+) -> None:
     expected = run_ranks(world_size, _on_cpu, cases, tmp_path / "cpu")
     found = run_pretended(world_size, _on_the_device, cases, tmp_path / "device")
     for of_rank, wanted in zip(found, expected, strict=True):
@@ -218,7 +249,9 @@ BRANCHES: list[tuple[int, dict[str, Any]]] = [
 
 
 def _branched(rank: int, world_size: int, device_type: str) -> list[str]:
-    """Train models with branches; on the device backward and step run on another stream than forward."""
+    """Train models with branches; on the device backward and step run on another stream than
+    forward.
+    """
     device, found = torch.device(device_type), []
     for stage, options in BRANCHES:
         torch.manual_seed(0)
@@ -251,7 +284,7 @@ def test_branches_on_streams_of_their_own_train_without_races() -> None:
     assert run_pretended(2, _branched, "cuda") == expected
 
 
-# --- twins --------------------------------------------------------------------------------------------------------------
+# --- twins ----------------------------------------------------------------------------------------
 
 
 def _wrong_calls(rank: int, world_size: int) -> list[str]:
@@ -281,7 +314,9 @@ def _wrong_calls(rank: int, world_size: int) -> list[str]:
 
 def test_what_a_gpu_refuses_is_refused() -> None:
     for found in run_pretended(2, _wrong_calls):
-        assert all("pretended GPU: " in error or "on the same device" in error for error in found), found
+        assert all(
+            "pretended GPU: " in error or "on the same device" in error for error in found
+        ), found
 
 
 def _races(rank: int, world_size: int) -> dict[str, str]:
@@ -323,10 +358,20 @@ def _races(rank: int, world_size: int) -> dict[str, str]:
 
     ways: dict[str, Callable[[], Any]] = {
         "reads": lambda: (x.add_(1), on_side(lambda: x.sum())),
-        "reads after a wait for the stream": lambda: on_side(x.sum, lambda: side.wait_stream(torch.cuda.current_stream())),
+        "reads after a wait for the stream": lambda: on_side(
+            x.sum, lambda: side.wait_stream(torch.cuda.current_stream())
+        ),
         "writes": lambda: (x.sum(), on_side(lambda: x.add_(1))),
-        "writes after a wait for an event": lambda: (event.record(), side.wait_event(event), on_side(lambda: x.add_(1))),
-        "writes after the host waited": lambda: (x.sum(), torch.cuda.synchronize(), on_side(lambda: x.add_(1))),
+        "writes after a wait for an event": lambda: (
+            event.record(),
+            side.wait_event(event),
+            on_side(lambda: x.add_(1)),
+        ),
+        "writes after the host waited": lambda: (
+            x.sum(),
+            torch.cuda.synchronize(),
+            on_side(lambda: x.add_(1)),
+        ),
         "frees": freed,
         "copies": lambda: copied("query"),
         "copies and waits": lambda: copied("wait"),
@@ -348,9 +393,13 @@ def test_races_of_streams_are_found() -> None:
         assert {error for name, error in found.items() if name not in races} == {"no error"}, found
 
 
-def _assign_from_the_host(files: NvmeWeights, bucket: Bucket, start: int, values: torch.Tensor) -> None:
+def _assign_from_the_host(
+    files: NvmeWeights, bucket: Bucket, start: int, values: torch.Tensor
+) -> None:
     for first, numel, kept in files.change(bucket, start, values.numel()):
-        files._copies.to_tier(kept[WEIGHT], values[first - start : first - start + numel].contiguous()).synchronize()
+        files._copies.to_tier(
+            kept[WEIGHT], values[first - start : first - start + numel].contiguous()
+        ).synchronize()
 
 
 def _release_at_once(gradients: HostGrads, count: int) -> None:
@@ -359,10 +408,29 @@ def _release_at_once(gradients: HostGrads, count: int) -> None:
         pending.release(pending.source)
 
 
-FAULTS: dict[str, tuple[Case, Any, str, Any, str]] = {  # training, what is replaced by what, what is said
-    "values of the host": (ON_DISK, NvmeWeights, "assign", _assign_from_the_host, "src of to_tier is on cpu"),
-    "nobody waits for weights": (GATHERED, Gatherer, "wait", lambda self, gathers: None, "reads what from_tier"),
-    "memory is given back while it is copied": (LEAVING, HostGrads, "_release", _release_at_once, "what to_tier"),
+# training, what is replaced by what, what is said
+FAULTS: dict[str, tuple[Case, Any, str, Any, str]] = {
+    "values of the host": (
+        ON_DISK,
+        NvmeWeights,
+        "assign",
+        _assign_from_the_host,
+        "src of to_tier is on cpu",
+    ),
+    "nobody waits for weights": (
+        GATHERED,
+        Gatherer,
+        "wait",
+        lambda self, gathers: None,
+        "reads what from_tier",
+    ),
+    "memory is given back while it is copied": (
+        LEAVING,
+        HostGrads,
+        "_release",
+        _release_at_once,
+        "what to_tier",
+    ),
 }
 
 

@@ -33,20 +33,35 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def run_on_disk(path: Any, stage: int = 2, form: str = "masters", way: str = "states", **offload: Any) -> Run:
-    """Return a training with states in files at `path`, of a form and in a way, without what its stage cannot offload."""
+def run_on_disk(
+    path: Any, stage: int = 2, form: str = "masters", way: str = "states", **offload: Any
+) -> Run:
+    """Return a training with states in files at `path`, of a form and in a way, without what its
+    stage cannot offload.
+    """
     precision, adam = FORMS[form]
     shard: dict[str, Any] = {**WAYS[way]}
     tiers = {"optimizer": "nvme", "path": path, **shard.pop("offload", {}), **offload}
     shard["offload"] = {
-        key: value for key, value in tiers.items() if (key != "params" or stage == 3) and (key != "gradients" or stage > 0)
+        key: value
+        for key, value in tiers.items()
+        if (key != "params" or stage == 3) and (key != "gradients" or stage > 0)
     }
-    return Run(stage, 0, accumulate=shard.pop("accumulate", 1), precision=precision, shard=shard, adam={"lr": 1e-2, **adam})
+    return Run(
+        stage,
+        0,
+        accumulate=shard.pop("accumulate", 1),
+        precision=precision,
+        shard=shard,
+        adam={"lr": 1e-2, **adam},
+    )
 
 
 def in_memory(run: Run, **changes: Any) -> Run:
     """Return the same training with its states in memory, and with other changes."""
-    shard = {key: value for key, value in run.shard.items() if key not in ("offload", "overlap_step")}
+    shard = {
+        key: value for key, value in run.shard.items() if key not in ("offload", "overlap_step")
+    }
     return Run(**{**run.__dict__, "shard": shard, **changes})
 
 
@@ -64,15 +79,27 @@ class Wrapped:
         return pipeline
 
 
-def tier_with(patch: pytest.MonkeyPatch, wrap: Callable[[Any], Any] = lambda tier: tier, **simulated: Any) -> None:
-    """Let every CpuStore made from now on have a tier of the CPU, simulated if asked; what `wrap` returns may be Wrapped."""
+def tier_with(
+    patch: pytest.MonkeyPatch, wrap: Callable[[Any], Any] = lambda tier: tier, **simulated: Any
+) -> None:
+    """Let every CpuStore made from now on have a tier of the CPU, simulated if asked; what
+    `wrap` returns may be Wrapped.
+    """
     tier_of, pipeline_of = _C.HostTier, _C.OffloadPipeline
 
     def make(device: torch.device, *arguments: Any, **named: Any) -> Any:
-        return wrap(simulated_tier(*arguments, **named, **simulated) if simulated else tier_of(device, *arguments, **named))
+        return wrap(
+            simulated_tier(*arguments, **named, **simulated)
+            if simulated
+            else tier_of(device, *arguments, **named)
+        )
 
     def make_pipeline(tier: Any, places: int) -> Any:
-        return tier.pipeline(pipeline_of(tier._tier, places)) if isinstance(tier, Wrapped) else pipeline_of(tier, places)
+        return (
+            tier.pipeline(pipeline_of(tier._tier, places))
+            if isinstance(tier, Wrapped)
+            else pipeline_of(tier, places)
+        )
 
     patch.setattr(_C, "HostTier", make)
     patch.setattr(_C, "OffloadPipeline", make_pipeline)
@@ -84,9 +111,13 @@ def small_chunks(patch: pytest.MonkeyPatch) -> None:
 
 
 class Watched(Wrapped):
-    """A tier whose copies and waits are written down; `unwaited` events, of copies outside of steps, wait for nothing."""
+    """A tier whose copies and waits are written down; `unwaited` events, of copies outside of
+    steps, wait for nothing.
+    """
 
-    def __init__(self, tier: Any, log: list[str], leave_out: Callable[[str], bool] = lambda _: False) -> None:
+    def __init__(
+        self, tier: Any, log: list[str], leave_out: Callable[[str], bool] = lambda _: False
+    ) -> None:
         super().__init__(tier)
         self._log, self._leave_out, self._count = log, leave_out, 0
 
@@ -118,7 +149,9 @@ class WatchedPipeline:
         return getattr(self._pipeline, name)
 
     def begin(self, *arguments: Any, arrivals: Any = (), **options: Any) -> None:
-        arrivals = [event._event if isinstance(event, WatchedEvent) else event for event in arrivals]
+        arrivals = [
+            event._event if isinstance(event, WatchedEvent) else event for event in arrivals
+        ]
         self._pipeline.begin(*arguments, arrivals=arrivals, **options)
         self._told = 0
 
@@ -138,7 +171,9 @@ class WatchedPipeline:
 
 
 class WatchedEvent:
-    def __init__(self, event: Any, which: str, log: list[str], leave_out: Callable[[str], bool]) -> None:
+    def __init__(
+        self, event: Any, which: str, log: list[str], leave_out: Callable[[str], bool]
+    ) -> None:
         self._event, self._which, self._log, self._leave_out = event, which, log, leave_out
 
     def _wait(self, how: str) -> None:
@@ -160,7 +195,12 @@ class WatchedEvent:
 GRADS = CPU_TIER | {"gradients": "cpu"}
 PARAMS = CPU_TIER | {"params": "cpu"}
 TIERS: list[dict[str, Any]] = [CPU_TIER, GRADS, PARAMS, PARAMS | GRADS]
-SPLITS = [tiers | {"ratio": ratio} for tiers in TIERS for ratio in (0, 0.37, 1) if ratio or "gradients" not in tiers]
+SPLITS = [
+    tiers | {"ratio": ratio}
+    for tiers in TIERS
+    for ratio in (0, 0.37, 1)
+    if ratio or "gradients" not in tiers
+]
 
 
 def fits(stage: int, offload: dict[str, Any]) -> bool:
@@ -176,7 +216,9 @@ def partly_frozen() -> Any:
 
 
 def hashes_of(rank: int, world_size: int, runs: list[Run]) -> list[str]:
-    """Of each training: weights and states after a step that was skipped, a clipping, edited weights and loaded states."""
+    """Of each training: weights and states after a step that was skipped, a clipping, edited
+    weights and loaded states.
+    """
     found = []
     for run in runs:
         model, optimizer, _ = train(rank, run)
@@ -190,10 +232,12 @@ def hashes_of(rank: int, world_size: int, runs: list[Run]) -> list[str]:
         with shardcore.full_params(model), torch.no_grad():
             model.blocks[1].up.weight[3:20].mul_(1.5)
             model.gain.add_(0.25)
-        backward(model, optimizer, batch_of(9, 0, rank))  # added to the gradients that the last step used
+        # added to the gradients that the last step used
+        backward(model, optimizer, batch_of(9, 0, rank))
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
-        with shardcore.no_sync(model):  # float32 sums, where the last gradients may have been bfloat16 as they were
+        # float32 sums, where the last gradients may have been bfloat16 as they were
+        with shardcore.no_sync(model):
             backward(model, optimizer, batch_of(10, 0, rank))
         backward(model, optimizer, batch_of(10, 1, rank))
         grad = shardcore.full_grad(model.blocks[0].down.weight)

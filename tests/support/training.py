@@ -1,4 +1,6 @@
-"""Training of real architectures: plain, in one process on the whole batch, and sharded over ranks."""
+"""Training of real architectures: plain, in one process on the whole batch, and sharded over
+ranks.
+"""
 
 import functools
 from collections.abc import Callable
@@ -40,7 +42,9 @@ def make(run: Training) -> Any:
 
 
 def batch_of(run: Training, step: int) -> dict[str, torch.Tensor]:
-    """The whole batch of a step (-1: one for evaluation). A task that can be learned: a few samples come again and again."""
+    """The whole batch of a step (-1: one for evaluation). A task that can be learned: a few
+    samples come again and again.
+    """
     generator = torch.Generator().manual_seed(1000 * run.seed + (step + 1) % 4)
     return ARCHITECTURES[run.name].batch(generator, BATCH)
 
@@ -53,10 +57,16 @@ def part_of(batch: dict[str, torch.Tensor], rank: int, world_size: int) -> dict[
 def train(
     rank: int, world_size: int, run: Training, between: Callable[[Any], None] | None = None
 ) -> tuple[Any, Any, list[float]]:
-    """Shard and train on this rank's part of every batch, with `between(model)` after each step; returns the rank's losses."""
+    """Shard and train on this rank's part of every batch, with `between(model)` after each step;
+    returns the rank's losses.
+    """
     model = make(run)
-    optimizer: Any = shardcore.FusedAdam(model.parameters(), lr=run.lr, weight_decay=ADAM["weight_decay"])
-    model, optimizer = shardcore.shard(model, optimizer, run.stage, precision=run.precision, **run.shard)
+    optimizer: Any = shardcore.FusedAdam(
+        model.parameters(), lr=run.lr, weight_decay=ADAM["weight_decay"]
+    )
+    model, optimizer = shardcore.shard(
+        model, optimizer, run.stage, precision=run.precision, **run.shard
+    )
     losses = []
     for step in range(run.steps):
         loss = model(**part_of(batch_of(run, step), rank, world_size)).loss
@@ -69,7 +79,9 @@ def train(
     return model, optimizer, losses
 
 
-def losses_and_hash(rank: int, world_size: int, runs: list[Training], between: Any = None) -> list[tuple[list[float], str]]:
+def losses_and_hash(
+    rank: int, world_size: int, runs: list[Training], between: Any = None
+) -> list[tuple[list[float], str]]:
     """For each run: this rank's losses, and a hash of all weights and states after it."""
     results = []
     for run in runs:
@@ -82,7 +94,9 @@ def losses_and_hash(rank: int, world_size: int, runs: list[Training], between: A
 def _plain(name: str, seed: int, lr: float, steps: int) -> tuple[list[float], nn.Module]:
     run = Training(name, seed=seed, lr=lr, steps=steps)
     model = make(run)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr, weight_decay=ADAM["weight_decay"])
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=lr, weight_decay=ADAM["weight_decay"]
+    )
     losses = []
     for step in range(steps):
         loss = model(**batch_of(run, step)).loss
@@ -94,11 +108,15 @@ def _plain(name: str, seed: int, lr: float, steps: int) -> tuple[list[float], nn
 
 
 def plain_losses(run: Training) -> list[float]:
-    """The losses of ordinary training on whole batches (`prepare` and everything about sharding left out)."""
+    """The losses of ordinary training on whole batches (`prepare` and everything about sharding
+    left out).
+    """
     return _plain(run.name, run.seed, run.lr, run.steps)[0]
 
 
 def worst_difference(expected: list[float], parts: list[list[float]]) -> float:
-    """The largest relative difference between losses and the mean of the ranks' losses, over steps."""
+    """The largest relative difference between losses and the mean of the ranks' losses, over
+    steps.
+    """
     means = [sum(losses) / len(parts) for losses in zip(*parts, strict=True)]
     return max(abs(a - b) / abs(a) for a, b in zip(expected, means, strict=True))

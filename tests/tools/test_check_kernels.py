@@ -1,4 +1,6 @@
-"""The check of compiled CUDA kernels reads machine code rightly, and rejects what it is there for."""
+"""The check of compiled CUDA kernels reads machine code rightly, and rejects what it is there
+for.
+"""
 
 import dataclasses
 import re
@@ -26,7 +28,8 @@ Resource usage:
   REG:22 STACK:0 SHARED:1152 LOCAL:0 CONSTANT[0]:552 TEXTURE:0 SURFACE:0 SAMPLER:0
 """
 
-# A table entry; a vector loop with a branch in it, and a slow path that lies behind the exit; a scalar loop; the exit.
+# A table entry; a vector loop with a branch in it, and a slow path that lies behind the exit; a
+# scalar loop; the exit.
 CODE = """
 LDG.E.64 R2, desc[UR4][R2.64]
 BSSY B0, {after}
@@ -46,13 +49,19 @@ end: BRA {end}
 
 
 def sass(code: str = CODE, name: str = MANGLED) -> str:
-    """A disassembly as cuobjdump prints it. ``label:`` names a line and ``{label}`` is its address."""
+    """A disassembly as cuobjdump prints it. ``label:`` names a line and ``{label}`` is its
+    address.
+    """
     lines = [line for line in code.splitlines() if line]
     labels = {line.partition(": ")[0]: hex(16 * i) for i, line in enumerate(lines) if ": " in line}
     text = f'\tcode for sm_90\n\t\tFunction : {name}\n\t.headerflags\t@"EF_CUDA_SM90"\n'
     for i, line in enumerate(lines):
         instruction = line.partition(": ")[2] or line
-        text += f"        /*{16 * i:04x}*/                   {instruction.format(**labels)} ;   /* 0x00000a00ff017624 */\n"
+        text += (
+            f"        /*{16 * i:04x}*/                   {instruction.format(**labels)} ;   "
+            f"/* "
+            f"0x00000a00ff017624 */\n"
+        )
         text += " " * 88 + "/* 0x000fe400078e00ff */\n"
     return text + "\t\t..........\n"
 
@@ -63,7 +72,10 @@ def found(code: str = CODE, resources: str = RESOURCES, rules=RULES) -> list[str
 
 def test_names():
     assert kernel_name(MANGLED) == "copy_kernel"
-    assert kernel_name("_ZN9shardcore3abc11adam_kernelILb0EEEvPKNS_11AdamSegmentE") == "adam_kernel<false>"
+    assert (
+        kernel_name("_ZN9shardcore3abc11adam_kernelILb0EEEvPKNS_11AdamSegmentE")
+        == "adam_kernel<false>"
+    )
     assert kernel_name("_ZN9shardcore3abc11some_kernelILb0ELb1EEEvPf") == "some_kernel<false, true>"
     assert kernel_name("_ZN9shardcore3abc11some_kernelILi12EEEvPf") == "some_kernel<12>"
     assert kernel_name("plain") == "plain"
@@ -71,8 +83,15 @@ def test_names():
 
 def test_reads_registers_and_loops():
     (kernel,) = read_kernels(RESOURCES, sass())
-    assert (kernel.name, kernel.arch, kernel.registers, kernel.spill_bytes) == ("copy_kernel", "sm_90", 22, 0)
-    assert kernel.loops == (Loop(Counter({("load", 16): 1, ("store", 16): 1}), instructions=4, integer=0),)
+    assert (kernel.name, kernel.arch, kernel.registers, kernel.spill_bytes) == (
+        "copy_kernel",
+        "sm_90",
+        22,
+        0,
+    )
+    assert kernel.loops == (
+        Loop(Counter({("load", 16): 1, ("store", 16): 1}), instructions=4, integer=0),
+    )
     assert kernel.outside == Counter({("load", 8): 1, ("load", 2): 1, ("store", 4): 1})
     assert found() == []
 
@@ -80,12 +99,25 @@ def test_reads_registers_and_loops():
 @pytest.mark.parametrize(
     ("old", "new", "problem"),
     [
-        ("IMAD.MOV.U32 R1,", "LDG.E R1,", "a loop has 1 loads of 4 bytes; expected at most 0"),  # in the slow path of the loop
-        ("STG.E.128 desc", "STG.E.64 desc", "a loop has 0 stores of 16 bytes; expected at least 1, 1 stores of 8 bytes"),
-        ("LDG.E.128 R4", "LD.E.U8 R4", "a loop has 0 loads of 16 bytes; expected at least 1, 1 loads of 1 bytes"),
+        # in the slow path of the loop
+        ("IMAD.MOV.U32 R1,", "LDG.E R1,", "a loop has 1 loads of 4 bytes; expected at most 0"),
+        (
+            "STG.E.128 desc",
+            "STG.E.64 desc",
+            "a loop has 0 stores of 16 bytes; expected at least 1, 1 stores of 8 bytes",
+        ),
+        (
+            "LDG.E.128 R4",
+            "LD.E.U8 R4",
+            "a loop has 0 loads of 16 bytes; expected at least 1, 1 loads of 1 bytes",
+        ),
         (".128", "", "0 loops with 16-byte accesses; expected 1"),  # all of the loop is scalar
         ("LDG.E.U16", "LDG.E.128", "2 loops with 16-byte accesses; expected 1"),
-        ("IMAD.MOV.U32 R1,", "STL [R1],", "0 bytes of stack and local memory, 1 accesses to it; expected none"),
+        (
+            "IMAD.MOV.U32 R1,",
+            "STL [R1],",
+            "0 bytes of stack and local memory, 1 accesses to it; expected none",
+        ),
     ],
 )
 def test_twins_are_rejected(old, new, problem):
@@ -101,13 +133,19 @@ def test_a_spill_is_rejected(old, new):
 
 
 def test_a_tail_inside_the_vector_loop_is_rejected():
-    assert "1 loads of 2 bytes; expected at most 0" in found(CODE.replace("@P1 BRA {after}", "@P1 BRA {vector}"))[0]
+    assert (
+        "1 loads of 2 bytes; expected at most 0"
+        in found(CODE.replace("@P1 BRA {after}", "@P1 BRA {vector}"))[0]
+    )
 
 
 def test_narrower_accesses_that_a_rule_names_pass():
     code = CODE.replace("IMAD.MOV.U32 R1,", "LDG.E R1,")
     assert found(code, rules={"copy_kernel": [LoopRule(1, 1, {("load", 4): 1})]}) == []
-    assert found(code, rules={"copy_kernel": [LoopRule(1, 1, {("store", 4): 1, ("load", 8): 1})]}) != []
+    assert (
+        found(code, rules={"copy_kernel": [LoopRule(1, 1, {("store", 4): 1, ("load", 8): 1})]})
+        != []
+    )
 
 
 def test_each_loop_needs_a_rule_of_its_own():
@@ -118,12 +156,18 @@ def test_each_loop_needs_a_rule_of_its_own():
 
 
 def test_a_round_of_more_instructions_than_the_rule_allows_is_rejected():
-    code = CODE.replace("@P0 BRA {slow}", "LOP3.LUT R5, R5, R6, RZ, 0xc0, !PT\nFFMA R5, R5, R6, RZ\n@P0 BRA {slow}")
+    code = CODE.replace(
+        "@P0 BRA {slow}", "LOP3.LUT R5, R5, R6, RZ, 0xc0, !PT\nFFMA R5, R5, R6, RZ\n@P0 BRA {slow}"
+    )
     (kernel,) = read_kernels(RESOURCES, sass(code))
-    assert (kernel.loops[0].instructions, kernel.loops[0].integer) == (6, 1)  # without the slow path
+    # without the slow path
+    assert (kernel.loops[0].instructions, kernel.loops[0].integer) == (6, 1)
     assert found(code, rules={"copy_kernel": [LoopRule(1, 1, instructions=6, integer=1)]}) == []
     (text,) = found(code, rules={"copy_kernel": [LoopRule(1, 1, instructions=5, integer=0)]})
-    assert "6 instructions a round; expected at most 5, 1 instructions of the integer pipe a round; expected at most 0" in text
+    assert (
+        "6 instructions a round; expected at most 5, 1 instructions of the integer pipe a round; "
+        "expected at most 0" in text
+    )
 
 
 def test_unknown_and_missing_kernels_are_problems():
@@ -147,7 +191,8 @@ def test_a_call_may_leave_a_loop():
 
 
 def test_barriers_lead_to_where_they_were_set():
-    code = CODE.replace("BSYNC B0", "BRA {far}").replace("end: BRA {end}", "far: BSYNC B0")  # then the scalar loop follows
+    # then the scalar loop follows
+    code = CODE.replace("BSYNC B0", "BRA {far}").replace("end: BRA {end}", "far: BSYNC B0")
     assert found(code) == []
     (kernel,) = read_kernels(RESOURCES, sass(code))
     assert len(kernel.loops) == 1
@@ -167,4 +212,7 @@ def test_a_library_without_cuda_code_is_named(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as stop:
         check_kernels.main()
     assert stop.value.code == 2
-    assert f"{library} has no CUDA code; expected a library that was built with SHARDCORE_CUDA=1" in capsys.readouterr().err
+    assert (
+        f"{library} has no CUDA code; expected a library that was built with SHARDCORE_CUDA=1"
+        in capsys.readouterr().err
+    )

@@ -1,4 +1,6 @@
-"""tools/check_ranks.py over gloo ranks, and over the stand-in for NCCL: what it finds equal, and that it finds what is not."""
+"""tools/check_ranks.py over gloo ranks, and over the stand-in for NCCL: what it finds equal, and
+that it finds what is not.
+"""
 
 import json
 from pathlib import Path
@@ -34,21 +36,30 @@ def test_layouts_that_have_other_bits_are_named(tmp_path: Path) -> None:
     options = ["--device", "cpu", "--only", ", offload", "--sizes", "1", "--out", str(tmp_path)]
     run_forked(script(tmp_path, BROKEN), *options, ranks=2, folder=tmp_path, status=1)
     result = json.loads((tmp_path / "ranks.json").read_text())
-    names = {f"stage {stage}, offload{more}" for stage in (1, 2, 3) for more in ("", ", overlapped")}
+    names = {
+        f"stage {stage}, offload{more}" for stage in (1, 2, 3) for more in ("", ", overlapped")
+    }
     assert set(result["hashes"]["flat"]) == names
     assert len(set(result["hashes"]["flat"].values())) == 2
-    assert {problem.partition(":")[0] for problem in result["problems"]} == {"stage 2, offload", "stage 2, offload, overlapped"}
+    assert {problem.partition(":")[0] for problem in result["problems"]} == {
+        "stage 2, offload",
+        "stage 2, offload, overlapped",
+    }
 
 
 @pytest.mark.more
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_one_hash_over_all_layouts_on_groups_that_behave_as_nccl(ranks: int, tmp_path: Path) -> None:
+def test_one_hash_over_all_layouts_on_groups_that_behave_as_nccl(
+    ranks: int, tmp_path: Path
+) -> None:
     options = ["--device", "cpu", "--standin", "--sizes", "1", "--out", str(tmp_path)]
     run_forked(script(tmp_path), *options, ranks=ranks, folder=tmp_path, timeout_s=900)
     result = json.loads((tmp_path / "ranks.json").read_text())
     assert result["over"] == "nccl_standin"
     hashes = {order: list(found.values()) for order, found in result["hashes"].items()}
-    assert {order: len(found) for order, found in hashes.items()} == ({"flat": 22} if ranks == 2 else {"flat": 26, "nodes": 26})
+    assert {order: len(found) for order, found in hashes.items()} == (
+        {"flat": 22} if ranks == 2 else {"flat": 26, "nodes": 26}
+    )
     assert all(len(set(found)) == 1 for found in hashes.values())
     assert len({found[0] for found in hashes.values()}) == len(hashes)
 

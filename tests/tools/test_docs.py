@@ -1,4 +1,6 @@
-"""The documentation site is built from good pages, and refused for a link, an anchor or a page that is wrong."""
+"""The documentation site is built from good pages, and refused for a link, an anchor or a page
+that is wrong.
+"""
 
 import shutil
 import subprocess
@@ -19,11 +21,15 @@ FAULTS = {  # by what is written at the end of a page: what mkdocs says of it
 
 def build(root):
     command = [VENV / "bin" / "python", "-m", "mkdocs", "build", "--strict"]
-    return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(
+        command, cwd=root, capture_output=True, text=True, timeout=120, check=False
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not (VENV / "packages").exists(), reason="mkdocs is not there: run make docs first")
+@pytest.mark.skipif(
+    not (VENV / "packages").exists(), reason="mkdocs is not there: run make docs first"
+)
 def test_what_is_wrong_with_a_page_is_found(tmp_path):
     for name in ("docs", "benchmarks", "examples", "tools", ".github"):
         shutil.copytree(ROOT / name, tmp_path / name)
@@ -31,7 +37,8 @@ def test_what_is_wrong_with_a_page_is_found(tmp_path):
         shutil.copy(path, tmp_path)
     done = build(tmp_path)
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "build" / "site" / "examples" / "cluster" / "slurm.sbatch.html").exists()  # a page that shows a file
+    # a page that shows a file
+    assert (tmp_path / "build" / "site" / "examples" / "cluster" / "slurm.sbatch.html").exists()
     page = tmp_path / "docs" / "install.md"
     good = page.read_text()
     for fault, said in FAULTS.items():

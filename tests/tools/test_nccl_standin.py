@@ -1,4 +1,6 @@
-"""tools/nccl_standin.py on CPU tensors: what its collectives give, and that those which differ between ranks never end."""
+"""tools/nccl_standin.py on CPU tensors: what its collectives give, and that those which differ
+between ranks never end.
+"""
 
 import time
 from collections.abc import Callable
@@ -20,7 +22,9 @@ def _group() -> dist.ProcessGroup:
 
 def _collectives(rank: int, world_size: int) -> dict[str, list[float]]:
     group, own = _group(), torch.tensor([1.0, 2.0]) + 10 * rank
-    found: dict[str, torch.Tensor] = {name: torch.zeros(2 * world_size) for name in ("gathered", "exchanged", "second", "list")}
+    found: dict[str, torch.Tensor] = {
+        name: torch.zeros(2 * world_size) for name in ("gathered", "exchanged", "second", "list")
+    }
     found |= {
         "sum": own.clone(),
         "largest": own.clone(),
@@ -36,16 +40,27 @@ def _collectives(rank: int, world_size: int) -> dict[str, list[float]]:
     works = [  # all are under way at once
         comm._all_gather([found["gathered"]], [own], group),
         dist.all_to_all_single(found["exchanged"], full, group=group, async_op=True),
-        group.allgather_into_tensor_coalesced([found["second"], ints], [own, torch.tensor([rank], dtype=torch.int32)]),
+        group.allgather_into_tensor_coalesced(
+            [found["second"], ints], [own, torch.tensor([rank], dtype=torch.int32)]
+        ),
         dist.all_gather(list(found["list"].chunk(world_size)), own, group=group, async_op=True),
         dist.all_reduce(found["sum"], group=group, async_op=True),
         dist.all_reduce(found["largest"], dist.ReduceOp.MAX, group=group, async_op=True),
         comm._reduce_scatter(found["scattered"], full, group=group, async_op=True),
         dist.broadcast(found["from 1"], 1, group=group, async_op=True),
         dist.reduce(found["sum at 1"], 1, group=group, async_op=True),
-        dist.scatter(found["part of 1's"], list(full.chunk(world_size)) if rank == 1 else None, 1, group, async_op=True),
+        dist.scatter(
+            found["part of 1's"],
+            list(full.chunk(world_size)) if rank == 1 else None,
+            1,
+            group,
+            async_op=True,
+        ),
         *dist.batch_isend_irecv(
-            [dist.P2POp(dist.irecv, found["next"], following, group), dist.P2POp(dist.isend, own.clone(), before, group)]
+            [
+                dist.P2POp(dist.irecv, found["next"], following, group),
+                dist.P2POp(dist.isend, own.clone(), before, group),
+            ]
         ),
     ]
     for work in works:
@@ -83,7 +98,9 @@ def _exchange(group: dist.ProcessGroup) -> dist.Work:
     return dist.all_to_all_single(torch.zeros(16), torch.ones(16), group=group, async_op=True)
 
 
-def _mismatch(rank: int, world_size: int, calls: list[list[Callable[[Any], Any]]]) -> tuple[bool, str]:
+def _mismatch(
+    rank: int, world_size: int, calls: list[list[Callable[[Any], Any]]]
+) -> tuple[bool, str]:
     group = _group()
     works = [call(group) for call in calls[rank]]
     time.sleep(0.5)
@@ -98,9 +115,15 @@ def _mismatch(rank: int, world_size: int, calls: list[list[Callable[[Any], Any]]
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize("calls", [[_sum, _exchange], [_sum, _longer]], ids=["other collectives", "other sizes"])
-def test_what_ranks_start_in_other_order_never_ends_until_it_is_aborted(calls: list[Callable[[Any], Any]]) -> None:
-    """In another order, since neither would wait for the other if messages were paired by name or size alone."""
+@pytest.mark.parametrize(
+    "calls", [[_sum, _exchange], [_sum, _longer]], ids=["other collectives", "other sizes"]
+)
+def test_what_ranks_start_in_other_order_never_ends_until_it_is_aborted(
+    calls: list[Callable[[Any], Any]],
+) -> None:
+    """In another order, since neither would wait for the other if messages were paired by name
+    or size alone.
+    """
     for done, said in run_ranks(2, _mismatch, [calls, calls[::-1]]):
         assert not done
         assert said

@@ -24,14 +24,24 @@ if count is not None:
 
 @pytest.fixture
 def run(monkeypatch, tmp_path, capsys):
-    """Run main with a compute-sanitizer that reports given counts for the planted fault and for our kernels."""
+    """Run main with a compute-sanitizer that reports given counts for the planted fault and for
+    our kernels.
+    """
     monkeypatch.setattr(sanitize, "compile_cuda", lambda source, output: None)
-    monkeypatch.setattr(sanitize, "find_nvcc", lambda env: type("Nvcc", (), {"cuda_home": str(tmp_path)}))
+    monkeypatch.setattr(
+        sanitize, "find_nvcc", lambda env: type("Nvcc", (), {"cuda_home": str(tmp_path)})
+    )
     monkeypatch.setenv("PATH", str(tmp_path))
 
     def run(tool, planted=1, ours=0, finishes=True, installed=True):
         stand_in = tmp_path / "compute-sanitizer"
-        text = STAND_IN.format(python=sys.executable, done=run_kernels.DONE, planted=planted, ours=ours, finishes=finishes)
+        text = STAND_IN.format(
+            python=sys.executable,
+            done=run_kernels.DONE,
+            planted=planted,
+            ours=ours,
+            finishes=finishes,
+        )
         stand_in.write_text(text)
         stand_in.chmod(0o755 if installed else 0o644)
         monkeypatch.setattr(sys, "argv", ["sanitize", tool])
@@ -42,14 +52,26 @@ def run(monkeypatch, tmp_path, capsys):
 
 @pytest.mark.parametrize("tool", list(sanitize.TOOLS))
 def test_exit_status(run, tool):
-    assert run(tool) == (0, f"sanitize: {tool}: 0 found in our kernels; its planted fault was found")
-    assert run(tool, ours=2) == (1, f"sanitize: {tool}: 2 found in our kernels; its planted fault was found")
-    assert run(tool, finishes=False) == (1, f"sanitize: {tool}: the kernels did not run to their end")
+    assert run(tool) == (
+        0,
+        f"sanitize: {tool}: 0 found in our kernels; its planted fault was found",
+    )
+    assert run(tool, ours=2) == (
+        1,
+        f"sanitize: {tool}: 2 found in our kernels; its planted fault was found",
+    )
+    assert run(tool, finishes=False) == (
+        1,
+        f"sanitize: {tool}: the kernels did not run to their end",
+    )
     assert run(tool, ours=None) == (1, f"sanitize: {tool}: the kernels did not run to their end")
     for blind in (0, None):
         status, line = run(tool, planted=blind)
         assert (status, "does not find the fault that was planted for it" in line) == (3, True)
-    assert run(tool, installed=False) == (3, f"sanitize: compute-sanitizer was not found; {tool} was not done")
+    assert run(tool, installed=False) == (
+        3,
+        f"sanitize: compute-sanitizer was not found; {tool} was not done",
+    )
 
 
 def test_without_nvcc(run, monkeypatch):
@@ -82,5 +104,7 @@ def test_tensors_end_where_their_memory_ends(numel):
 def test_planted_faults_compile(tmp_path):
     if shutil.which("nvcc", path=os.environ["PATH"]) is None:
         pytest.skip("nvcc is not on PATH")
-    compile_cuda(sanitize.ROOT / "tools/planted_faults.cu", tmp_path / "planted_faults", arch="sm_90")
+    compile_cuda(
+        sanitize.ROOT / "tools/planted_faults.cu", tmp_path / "planted_faults", arch="sm_90"
+    )
     assert (tmp_path / "planted_faults").exists()

@@ -44,14 +44,23 @@ def test_build_again_when_sources_or_settings_change(checkout, monkeypatch):
     seen.append(setup_env.fingerprint(sys.executable))
     (checkout / "csrc/core/new.cpp").write_text("")
     seen.append(setup_env.fingerprint(sys.executable))
-    for name in ("SHARDCORE_CUDA", "SHARDCORE_IO_URING", "CPPFLAGS", "NVCC_APPEND_FLAGS", "LDSHARED"):
+    for name in (
+        "SHARDCORE_CUDA",
+        "SHARDCORE_IO_URING",
+        "CPPFLAGS",
+        "NVCC_APPEND_FLAGS",
+        "LDSHARED",
+    ):
         monkeypatch.setenv(name, "0")
         seen.append(setup_env.fingerprint(sys.executable))
     assert len(set(seen)) == len(seen)
 
 
 def test_build_again_when_what_was_missing_is_there(monkeypatch):
-    record = {"line": "because nvcc was not found on PATH", "files": "because liburing 2.0 or newer was not found"}
+    record = {
+        "line": "because nvcc was not found on PATH",
+        "files": "because liburing 2.0 or newer was not found",
+    }
     monkeypatch.setattr(setup_env, "find_nvcc", lambda env: None)
     monkeypatch.setattr(setup_env, "find_liburing", lambda env: ("", "threads only"))
     assert not setup_env.found_since(record)
@@ -59,21 +68,26 @@ def test_build_again_when_what_was_missing_is_there(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(setup_env, name, lambda env, found=found: found)
             assert setup_env.found_since(record)
-            assert not setup_env.found_since({"line": "built for CPU and CUDA", "files": "by io_uring"})
+            assert not setup_env.found_since(
+                {"line": "built for CPU and CUDA", "files": "by io_uring"}
+            )
 
 
 def test_failing_command_shows_the_end_of_its_output(tmp_path, monkeypatch):
     monkeypatch.setattr(setup_env, "BUILD", tmp_path)
     command = [sys.executable, "-c", "print('first'); print('the reason'); raise SystemExit(3)"]
     with pytest.raises(
-        setup_env.SetupError, match=r"(?s)the reason.*setup: it failed \(exit status 3; all output: .*setup\.log\)"
+        setup_env.SetupError,
+        match=r"(?s)the reason.*setup: it failed \(exit status 3; all output: .*setup\.log\)",
     ):
         setup_env.run(command, "it failed", quiet=True)
 
 
 def test_python_without_setuptools_says_so(monkeypatch):
     monkeypatch.setattr(setup_env.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(setup_env.SetupError, match=r"torch 2\.13\.0 but not setuptools.*install setuptools"):
+    with pytest.raises(
+        setup_env.SetupError, match=r"torch 2\.13\.0 but not setuptools.*install setuptools"
+    ):
         setup_env.use_machine_python("2.13.0")
 
 
@@ -86,7 +100,9 @@ def test_python_without_venv_names_the_package(tmp_path, monkeypatch):
 
 @pytest.fixture
 def made(checkout, monkeypatch):
-    """Runs use_venv over a .venv that costs no download: its Python is this one. What was run is in `commands`."""
+    """Runs use_venv over a .venv that costs no download: its Python is this one. What was run is
+    in `commands`.
+    """
     venv, commands = checkout / ".venv", []
     monkeypatch.setattr(setup_env, "VENV", venv)
     monkeypatch.setattr(setup_env, "dev_requirements", lambda: ["pytest"])
@@ -117,7 +133,10 @@ def test_ready_venv_is_left_alone_and_others_are_made_anew(made, monkeypatch, ca
     assert "again" not in capsys.readouterr().out
     assert made() == []
     assert "--clear" in made("torch==2.11.0")[0]
-    assert "again, because it was made from another Python or other requirements" in capsys.readouterr().out
+    assert (
+        "again, because it was made from another Python or other requirements"
+        in capsys.readouterr().out
+    )
     for name, value in (("base_prefix", "/another"), ("version_info", (3, 99, 0))):
         monkeypatch.setattr(setup_env.sys, name, value)
         assert "--clear" in made("torch==2.11.0")[0], name
@@ -146,13 +165,23 @@ def test_venv_that_lost_torch_is_made_again(made, monkeypatch):
 
 def run_setup_env(before: str) -> subprocess.CompletedProcess[str]:
     """Run tools/setup_env.py --help in a Python that did `before`, without site-packages."""
-    main = "sys.argv = ['setup_env', '--help']; runpy.run_path('tools/setup_env.py', {}, '__main__')"
+    main = (
+        "sys.argv = ['setup_env', '--help']; runpy.run_path('tools/setup_env.py', {}, '__main__')"
+    )
     code = f"import runpy, sys; {before}; {main}"
-    return subprocess.run([sys.executable, "-S", "-c", code], cwd=setup_env.ROOT, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, "-S", "-c", code],
+        cwd=setup_env.ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 def test_an_old_python_is_named_before_what_it_lacks_is_missed():
-    lacks = "; ".join(f"sys.modules[{name!r}] = None" for name in ("importlib.metadata", "tomllib", "dataclasses"))
+    lacks = "; ".join(
+        f"sys.modules[{name!r}] = None" for name in ("importlib.metadata", "tomllib", "dataclasses")
+    )
     old = run_setup_env(f"sys.version_info = (3, 6, 15); {lacks}")
     assert old.returncode == 1
     assert "; expected 3.11 or newer (make PYTHON=python3.12 ...)" in old.stderr
@@ -170,13 +199,16 @@ def test_make_test_names_what_all_tests_need(tmp_path, missing):
     python.chmod(0o755)
     (tmp_path / "build").mkdir()
     (tmp_path / "build/python").write_text(f"{python}\n")
-    done = subprocess.run(["make", "-o", "setup", "test"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["make", "-o", "setup", "test"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 2
     assert f"pytest or numpy is not installed for {python}; expected both there" in done.stderr
 
 
 def test_pip_installs_into_the_venv_though_it_is_configured_for_another_place(made):
-    assert "--no-user" in made()[1]  # under PIP_USER=1 pip refuses an install into a virtual environment
+    # under PIP_USER=1 pip refuses an install into a virtual environment
+    assert "--no-user" in made()[1]
 
 
 def test_what_pip_installed_is_compiled(made):
@@ -191,11 +223,16 @@ def test_what_pip_installed_is_compiled(made):
 @pytest.mark.slow
 def test_the_command_is_in_the_venv(made, tmp_path):
     made()
-    assert (made.venv / "lib/python3/site-packages/shardcore.pth").read_text() == f"{setup_env.ROOT}\n"
+    assert (
+        made.venv / "lib/python3/site-packages/shardcore.pth"
+    ).read_text() == f"{setup_env.ROOT}\n"
     found = subprocess.run(
         ["shardcore", "--version"],
         cwd=tmp_path,
-        env={"PATH": f"{made.venv}/bin:/usr/bin:/bin", "PYTHONPATH": str(Path(__file__).parents[2])},
+        env={
+            "PATH": f"{made.venv}/bin:/usr/bin:/bin",
+            "PYTHONPATH": str(Path(__file__).parents[2]),
+        },
         capture_output=True,
         text=True,
         check=True,

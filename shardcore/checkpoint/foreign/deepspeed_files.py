@@ -2,13 +2,16 @@
 
 Files of a tag's folder, for ranks of data parallelism r (written by DeepSpeed 0.19.8):
 
-- [bf16_]zero_pp_rank_<r>_mp_rank_00_optim_states.pt: rank r's part of each group's masters and states, flattened.
-- mp_rank_00_model_states.pt (ZeRO 1 and 2), zero_pp_rank_<r>_mp_rank_00_model_states.pt (ZeRO 3): names and shapes in the order
-  in which groups were flattened, buffers, frozen parameters, schedulers, client_state.
-- zero/<name>/fp32.pt, exp_avg.pt, exp_avg_sq.pt, step.pt and zero/optimizer_state.pt: universal checkpoints.
+- [bf16_]zero_pp_rank_<r>_mp_rank_00_optim_states.pt: rank r's part of each group's masters and
+  states, flattened.
+- mp_rank_00_model_states.pt (ZeRO 1 and 2), zero_pp_rank_<r>_mp_rank_00_model_states.pt (ZeRO 3):
+  names and shapes in the order in which groups were flattened, buffers, frozen parameters,
+  schedulers, client_state.
+- zero/<name>/fp32.pt, exp_avg.pt, exp_avg_sq.pt, step.pt and zero/optimizer_state.pt: universal
+  checkpoints.
 
-ZeRO 1 and 2 cut a flat group into equal parts, one per rank; ZeRO 3 cuts each parameter, padded, so that rank r's part of a
-group has rank r's part of each parameter, one after the other.
+ZeRO 1 and 2 cut a flat group into equal parts, one per rank; ZeRO 3 cuts each parameter, padded, so
+that rank r's part of a group has rank r's part of each parameter, one after the other.
 """
 
 import logging
@@ -20,8 +23,22 @@ from pathlib import Path
 from reprlib import repr as short
 from typing import Any
 
-from shardcore.checkpoint.file_tensors import FileTensor, ForeignSource, JoinedTensor, Stored, is_stored, step_of
-from shardcore.checkpoint.foreign.torch_files import STATES, extra_states, is_extra, open_torch, scheduler_tree, source_of
+from shardcore.checkpoint.file_tensors import (
+    FileTensor,
+    ForeignSource,
+    JoinedTensor,
+    Stored,
+    is_stored,
+    step_of,
+)
+from shardcore.checkpoint.foreign.torch_files import (
+    STATES,
+    extra_states,
+    is_extra,
+    open_torch,
+    scheduler_tree,
+    source_of,
+)
 from shardcore.checkpoint.foreign.unpickle import StandIn, load_file, plain
 from shardcore.checkpoint.format import MANIFEST
 from shardcore.checkpoint.source import Source, reporting
@@ -34,37 +51,67 @@ _MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_(\d{1,6})_model_states
 _COUNTERS = ("global_steps", "skipped_steps", "global_samples")
 _OWN_KEYS = frozenset(  # of a model file; the rest is client_state
     (
-        *("module", "buffer_names", "optimizer", "param_shapes", "shared_params", "frozen_param_shapes"),
-        *("frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "dp_world_size", *_COUNTERS),
-        *("mp_world_size", "checkpoint_parallel_dimensions", "ds_config", "ds_version", "sparse_tensor_module_names"),
+        *(
+            "module",
+            "buffer_names",
+            "optimizer",
+            "param_shapes",
+            "shared_params",
+            "frozen_param_shapes",
+        ),
+        *(
+            "frozen_param_fragments",
+            "lr_scheduler",
+            "data_sampler",
+            "random_ltd",
+            "dp_world_size",
+            *_COUNTERS,
+        ),
+        *(
+            "mp_world_size",
+            "checkpoint_parallel_dimensions",
+            "ds_config",
+            "ds_version",
+            "sparse_tensor_module_names",
+        ),
         *("universal_checkpoint_info", "pipeline_metadata"),
     )
 )
 
 
 def open_foreign(path: Path, names: Collection[str]) -> Source | None:
-    """Return the checkpoint at `path` that DeepSpeed or torch wrote; None if it is none that is known.
+    """Return the checkpoint at `path` that DeepSpeed or torch wrote; None if it is none that is
+    known.
 
-    path: a folder of DeepSpeed's (with "latest", or a tag's), of torch.distributed.checkpoint, or with files of the usual
-    names (model.safetensors, optimizer.pt); or a file of torch.save's. names: the optimizer's parameters in the order of its
-    groups, as in model.state_dict() (if a mapping, each with its other names). They tell which dict is the model, and name
-    what an optimizer has by number. Empty: weights alone are read, of the one model that there is.
-    No code of a file is run. Raises OSError, or ValueError for files that are damaged, incomplete or refused.
+    path: a folder of DeepSpeed's (with "latest", or a tag's), of torch.distributed.checkpoint, or
+    with files of the usual names (model.safetensors, optimizer.pt); or a file of torch.save's.
+    names: the optimizer's parameters in the order of its groups, as in model.state_dict() (if a
+    mapping, each with its other names). They tell which dict is the model, and name what an
+    optimizer has by number. Empty: weights alone are read, of the one model that there is. No code
+    of a file is run. Raises OSError, or ValueError for files that are damaged, incomplete or
+    refused.
     """
-    with reporting(f"{path} is damaged or of another form", "a checkpoint that DeepSpeed or torch wrote"):
+    with reporting(
+        f"{path} is damaged or of another form", "a checkpoint that DeepSpeed or torch wrote"
+    ):
         if not path.exists():
             return None
         folder = _folder(path)
         if folder is not None:
             source = None if (folder / MANIFEST).exists() else _open_folder(folder, names)
-            if source is not None and source.scheduler is None:  # Trainer has it beside the tag's folder
-                source.scheduler = plain(scheduler_tree(folder.parent).get("scheduler"), f"{folder.parent}: scheduler")
+            # Trainer has it beside the tag's folder
+            if source is not None and source.scheduler is None:
+                source.scheduler = plain(
+                    scheduler_tree(folder.parent).get("scheduler"), f"{folder.parent}: scheduler"
+                )
             return source
         return None if (path / MANIFEST).exists() else open_torch(path, names)
 
 
 def _folder(path: Path) -> Path | None:
-    """Return the folder of the tag that is meant, if `path` is one of DeepSpeed's, or has its "latest"."""
+    """Return the folder of the tag that is meant, if `path` is one of DeepSpeed's, or has its
+    "latest".
+    """
     if not path.is_dir():
         return None
     if any(_OPTIM.fullmatch(file.name) or _MODEL.fullmatch(file.name) for file in path.iterdir()):
@@ -73,15 +120,27 @@ def _folder(path: Path) -> Path | None:
         if (path / name).is_file():
             with open(path / name, "rb") as file:
                 tag = file.read(1025).decode("utf-8", "replace").strip()
-            if not tag or len(tag) > 255 or tag in (".", "..") or not tag.isprintable() or "/" in tag or "\\" in tag:
-                raise ValueError(f"load: {path / name} has {tag[:50]!r}; expected the name of a folder beside it")
+            if (
+                not tag
+                or len(tag) > 255
+                or tag in (".", "..")
+                or not tag.isprintable()
+                or "/" in tag
+                or "\\" in tag
+            ):
+                raise ValueError(
+                    f"load: {path / name} has {tag[:50]!r}; expected the name of a folder beside it"
+                )
             if (path / tag).is_dir():
                 return path / tag
-            raise FileNotFoundError(f"load: {path / name} names {tag}, which is not there; expected the folder {path / tag}")
+            raise FileNotFoundError(
+                f"load: {path / name} names {tag}, which is not there; expected the folder "
+                f"{path / tag}"
+            )
     return None
 
 
-# --- the files of a folder --------------------------------------------------------------------------------------------------
+# --- the files of a folder ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -116,15 +175,22 @@ def _open_folder(folder: Path, names: Collection[str]) -> Source | None:
     if not optims and not models:
         return None
     if len({prefix for prefix, _ in optims}) > 1:
-        raise ValueError(f"load: {folder} has optimizer files with and without bf16_; expected those of one save")
+        raise ValueError(
+            f"load: {folder} has optimizer files with and without bf16_; expected those of one save"
+        )
     ranks = sorted(rank for _, rank in optims)
     if ranks != list(range(len(ranks))) or sorted(models) != list(range(len(models))) or not models:
         raise ValueError(
-            f"load: {folder} has optimizer files of the ranks {ranks}, and model files of {sorted(models)}; expected one "
-            "of each rank, from 0 on: copy the missing ones"
+            f"load: {folder} has optimizer files of the ranks {ranks}, and model files of "
+            f"{sorted(models)}; expected one of each rank, from 0 on: copy the missing ones"
         )
     loaded = _mapping(load_file(models[0]), models[0], "module")
-    files = _Files(folder, [optims[key] for key in sorted(optims)], [models[rank] for rank in sorted(models)], loaded)
+    files = _Files(
+        folder,
+        [optims[key] for key in sorted(optims)],
+        [models[rank] for rank in sorted(models)],
+        loaded,
+    )
     _check_parallelism(files)
     if (folder / "zero").is_dir() and not optims:
         return _open_universal(files)
@@ -135,8 +201,8 @@ def _open_folder(folder: Path, names: Collection[str]) -> Source | None:
 
 def _refused(path: Path, what: str) -> ValueError:
     return ValueError(
-        f"load: {path} is {what}, which is not read; expected ZeRO 1, 2 or 3 over data parallelism alone (consolidate it with "
-        "DeepSpeed's zero_to_fp32 first, which keeps the weights)"
+        f"load: {path} is {what}, which is not read; expected ZeRO 1, 2 or 3 over data parallelism "
+        f"alone (consolidate it with DeepSpeed's zero_to_fp32 first, which keeps the weights)"
     )
 
 
@@ -153,23 +219,27 @@ def _check_parallelism(files: _Files) -> None:
         raise _refused(path, "of model parallelism above 1")
     if dimensions.get("pp_degree", 1) != 1 or not isinstance(model["module"], dict):
         raise _refused(path, "of a pipeline")
-    if any(model.get(key) is not None for key in ("ds_autoep_layers", "autoep_layers", "num_experts")):
+    if any(
+        model.get(key) is not None for key in ("ds_autoep_layers", "autoep_layers", "num_experts")
+    ):
         raise _refused(path, "of a mixture of experts")
     for key in ("data_sampler", "random_ltd"):
         if model.get(key) is not None:
             logger.warning("load: %s has %s of DeepSpeed's, which is left out", path, key)
 
 
-# --- what is the same in all of them ----------------------------------------------------------------------------------------
+# --- what is the same in all of them --------------------------------------------------------------
 
 
 def _shape_groups(files: _Files) -> list[dict[str, tuple[int, ...]]]:
-    """Return names and shapes of the parameters of each flat group, in the order in which it was flattened."""
+    """Return names and shapes of the parameters of each flat group, in the order in which it was
+    flattened.
+    """
     groups = files.model.get("param_shapes")
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
         raise ValueError(
-            f"load: {files.model_path} has no param_shapes; expected a checkpoint of ZeRO 1, 2 or 3 (stage 0 in 16 bits "
-            "keeps no names of its masters)"
+            f"load: {files.model_path} has no param_shapes; expected a checkpoint of ZeRO 1, 2 or "
+            f"3 (stage 0 in 16 bits keeps no names of its masters)"
         )
     return groups
 
@@ -181,7 +251,9 @@ def _source(
     groups: Sequence[Mapping[str, Any]] | None,
     scaler: Any,
 ) -> ForeignSource:
-    """Add what is not in the optimizer's files: frozen parameters, buffers, names that share a tensor, and plain data."""
+    """Add what is not in the optimizer's files: frozen parameters, buffers, names that share a
+    tensor, and plain data.
+    """
     model, path = files.model, files.model_path
     shared = model.get("shared_params") or {}
     extra = set(filter(is_extra, model["module"]))
@@ -191,11 +263,18 @@ def _source(
     for alias, name in shared.items():
         if name in tensors:
             tensors[alias] = tensors[name]
-    source = ForeignSource(files.folder, {name: tensors[name] for name in _in_order(model["module"], tensors)})
-    source.steps = {**steps, **{alias: steps[name] for alias, name in shared.items() if name in steps}}
+    source = ForeignSource(
+        files.folder, {name: tensors[name] for name in _in_order(model["module"], tensors)}
+    )
+    source.steps = {
+        **steps,
+        **{alias: steps[name] for alias, name in shared.items() if name in steps},
+    }
     source.groups = groups
     trained = (name for group in _shape_groups(files) for name in group)
-    source.frozen = set(model["module"]).difference(trained, shared, extra, model.get("buffer_names") or ())
+    source.frozen = set(model["module"]).difference(
+        trained, shared, extra, model.get("buffer_names") or ()
+    )
     source.tied = {alias: name for alias, name in shared.items() if name in tensors}
     source.world_size = len(files.optims)
     source.loss_scale = _loss_scale(scaler)
@@ -207,40 +286,65 @@ def _source(
 def _beside(files: _Files) -> tuple[Any, dict[str, Any] | None, dict[str, int]]:
     """Return the scheduler's state, what the user gave, and the counters of the training loop."""
     model, path = files.model, files.model_path
-    given = {key: plain(value, f"{path}: {key}") for key, value in model.items() if key not in _OWN_KEYS}
-    counters = {key: step_of(model[key], f"{path}: {key}") for key in _COUNTERS if model.get(key) is not None}
+    given = {
+        key: plain(value, f"{path}: {key}") for key, value in model.items() if key not in _OWN_KEYS
+    }
+    counters = {
+        key: step_of(model[key], f"{path}: {key}")
+        for key in _COUNTERS
+        if model.get(key) is not None
+    }
     return plain(model.get("lr_scheduler"), f"{path}: lr_scheduler"), given or None, counters
 
 
 def _in_order(module: Mapping[str, Any], tensors: Mapping[str, Any]) -> list[str]:
-    return [*(name for name in module if name in tensors), *(name for name in tensors if name not in module)]
+    return [
+        *(name for name in module if name in tensors),
+        *(name for name in tensors if name not in module),
+    ]
 
 
 def _loss_scale(scaler: Any) -> dict[str, Any] | None:
-    """Return DeepSpeed's dynamic loss scale as that of a loss scale here (engine/loss_scale.py); None if it never moves."""
+    """Return DeepSpeed's dynamic loss scale as that of a loss scale here (engine/loss_scale.py);
+    None if it never moves.
+    """
     if not isinstance(scaler, StandIn) or not scaler.get("dynamic"):
         return None
     state = scaler.state
-    stable = int(state["cur_iter"] - state["last_overflow_iter"] - 1)  # counted from 0, before which is an overflow
-    return {"scale": float(state["cur_scale"]), "stable_steps": stable, "hysteresis_left": int(state["cur_hysteresis"])}
+    # counted from 0, before which is an overflow
+    stable = int(state["cur_iter"] - state["last_overflow_iter"] - 1)
+    return {
+        "scale": float(state["cur_scale"]),
+        "stable_steps": stable,
+        "hysteresis_left": int(state["cur_hysteresis"]),
+    }
 
 
 def _options(groups: Any, where: str) -> list[dict[str, Any]]:
     """Return the options of param_groups, with "params" as they are there."""
-    return [{key: plain(value, f"{where}: {key}") for key, value in group.items()} for group in groups]
+    return [
+        {key: plain(value, f"{where}: {key}") for key, value in group.items()} for group in groups
+    ]
 
 
-def _named_groups(options: Sequence[Mapping[str, Any]], flat: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _named_groups(
+    options: Sequence[Mapping[str, Any]], flat: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
     """Return options with the names of parameters; "params" there are numbers of flat groups."""
     named = []
     for group in options:
-        options_of = {key: value for key, value in group.items() if key != "step"}  # old FusedAdam counts in its groups
-        named.append({**options_of, "params": [name for index in group["params"] for name in flat[index]]})
+        # old FusedAdam counts in its groups
+        options_of = {key: value for key, value in group.items() if key != "step"}
+        named.append(
+            {**options_of, "params": [name for index in group["params"] for name in flat[index]]}
+        )
     return named
 
 
 def _adam_parts(state: Any, where: str) -> dict[str, Any]:
-    """Return the states of a flat group; {} if it has had no step. Raises ValueError for another optimizer's."""
+    """Return the states of a flat group; {} if it has had no step. Raises ValueError for another
+    optimizer's.
+    """
     if not isinstance(state, dict):
         raise ValueError(f"load: {where} is no dict; expected Adam's states")
     parts = {key: value for key, value in state.items() if key != "step"}
@@ -249,18 +353,23 @@ def _adam_parts(state: Any, where: str) -> dict[str, Any]:
     if not {"exp_avg", "exp_avg_sq"} <= set(parts) <= set(STATES) or not all(
         isinstance(value, FileTensor) for value in parts.values()
     ):
-        raise ValueError(f"load: {where} has {', '.join(map(str, state))}; expected Adam's step, exp_avg and exp_avg_sq")
+        raise ValueError(
+            f"load: {where} has {', '.join(map(str, state))}; expected Adam's step, exp_avg and "
+            f"exp_avg_sq"
+        )
     return parts
 
 
-# --- ZeRO 1, 2 and 3 --------------------------------------------------------------------------------------------------------
+# --- ZeRO 1, 2 and 3 ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Rank:
-    """A rank's part of each flat group. states: of each group, Adam's; {} without any. steps: of each group; None: unknown.
+    """A rank's part of each flat group. states: of each group, Adam's; {} without any. steps: of
+    each group; None: unknown.
 
-    groups: param_groups, with numbers of flat groups. paddings: of each group, what follows each parameter; None: nothing.
+    groups: param_groups, with numbers of flat groups. paddings: of each group, what follows each
+    parameter; None: nothing.
     """
 
     path: Path
@@ -276,7 +385,10 @@ class _Rank:
         """Return how many elements follow each parameter of a group before the next."""
         found = [0] * len(shapes) if self.paddings is None else self.paddings[group]
         if len(found) != len(shapes) or any(type(gap) is not int or gap < 0 for gap in found):
-            raise ValueError(f"load: {self.path} has paddings {short(found)} of group {group}; expected {len(shapes)} counts")
+            raise ValueError(
+                f"load: {self.path} has paddings {short(found)} of group {group}; expected "
+                f"{len(shapes)} counts"
+            )
         return found
 
 
@@ -285,7 +397,10 @@ def _open_zero(files: _Files) -> Source:
     ranks = [_rank_of(path, files, len(flat)) for path in files.optims]
     first = ranks[0]
     if any(rank.stage != first.stage for rank in ranks):
-        raise ValueError(f"load: {files.folder} has files of ZeRO {sorted({rank.stage for rank in ranks})}; expected one stage")
+        raise ValueError(
+            f"load: {files.folder} has files of ZeRO {sorted({rank.stage for rank in ranks})}; "
+            f"expected one stage"
+        )
     tensors: dict[str, dict[str, Stored]] = {}
     steps: dict[str, int] = {}
     for index, shapes in enumerate(flat):
@@ -293,28 +408,41 @@ def _open_zero(files: _Files) -> Source:
         lengths = [rank.masters[index].shape[0] for rank in ranks]
         held = {key for rank in ranks for key in rank.states[index]}
         for key in ("weight", *(key for key in STATES if key in held)):
-            pieces = [rank.masters[index] if key == "weight" else rank.states[index].get(key) for rank in ranks]
+            pieces = [
+                rank.masters[index] if key == "weight" else rank.states[index].get(key)
+                for rank in ranks
+            ]
             for piece, length in zip(pieces, lengths, strict=True):
                 # States may have padding that masters lack.
                 if piece is None or len(piece.shape) != 1 or piece.shape[0] < length:
                     there = "nothing" if piece is None else f"shape {piece.shape}"
-                    raise ValueError(f"load: {where}: {key} has {there} on a rank; expected {length} elements, as the masters")
+                    raise ValueError(
+                        f"load: {where}: {key} has {there} on a rank; expected {length} elements, "
+                        f"as the masters"
+                    )
             parts = [piece for piece in pieces if piece is not None]
             if first.stage == 3:
                 cut = _cut_by_param(f"{where}: {key}", shapes, parts, lengths)
             else:
-                cut = _cut_by_group(f"{where}: {key}", shapes, first.gaps(index, shapes), parts, lengths)
+                cut = _cut_by_group(
+                    f"{where}: {key}", shapes, first.gaps(index, shapes), parts, lengths
+                )
             for name, tensor in cut.items():
                 tensors.setdefault(name, {})[key] = tensor
         counts = {rank.steps[index] for rank in ranks}
         if held and (len(counts) != 1 or None in counts):
-            raise ValueError(f"load: {where} has the step counts {counts} on its ranks; expected one")
+            raise ValueError(
+                f"load: {where} has the step counts {counts} on its ranks; expected one"
+            )
         if held:
             steps.update(dict.fromkeys(shapes, int(next(iter(counts)) or 0)))
     if first.stage == 3:
         _add_frozen(files, tensors, len(ranks))
     if first.groups is None:
-        logger.warning("load: %s is elastic and has no options of groups: this optimizer's stay as they are", files.folder)
+        logger.warning(
+            "load: %s is elastic and has no options of groups: this optimizer's stay as they are",
+            files.folder,
+        )
     groups = None if first.groups is None else _named_groups(first.groups, flat)
     return _source(files, tensors, steps, groups, first.scaler)
 
@@ -325,14 +453,20 @@ def _check_count(count: Any, files: _Files, path: Path) -> None:
         raise _refused(path, f"of a mixture of experts (groups over {sorted(counts)} ranks)")
     if counts != {len(files.optims)}:
         raise ValueError(
-            f"load: {path} was written by {', '.join(map(str, counts))} ranks, and {files.folder} has {len(files.optims)} "
-            "optimizer files; expected one of each rank: copy the missing ones, or remove those of another save"
+            f"load: {path} was written by {', '.join(map(str, counts))} ranks, and {files.folder} "
+            f"has {len(files.optims)} "
+            "optimizer files; expected one of each rank: copy the missing ones, or remove those of "
+            "another save"
         )
 
 
 def _rank_of(path: Path, files: _Files, count: int) -> _Rank:
     """Return what a rank's file has of `count` flat groups."""
-    held = _mapping(_mapping(load_file(path), path, "optimizer_state_dict")["optimizer_state_dict"], path, "partition_count")
+    held = _mapping(
+        _mapping(load_file(path), path, "optimizer_state_dict")["optimizer_state_dict"],
+        path,
+        "partition_count",
+    )
     stage = held.get("zero_stage", 1)  # BF16_Optimizer's files, which are of stage 1, have none
     if stage not in (1, 2, 3):
         raise ValueError(f"load: {path} has ZeRO stage {short(stage)}; expected 1, 2 or 3")
@@ -345,10 +479,13 @@ def _rank_of(path: Path, files: _Files, count: int) -> _Rank:
         isinstance(master, FileTensor) and len(master.shape) == 1 for master in masters
     ):
         raise ValueError(
-            f"load: {path} has no flat float32 masters; expected them (DeepSpeed's checkpoints lack states on NVMe)"
+            f"load: {path} has no flat float32 masters; expected them (DeepSpeed's checkpoints "
+            f"lack states on NVMe)"
         )
     if len(masters) != count:
-        raise ValueError(f"load: {path} has {len(masters)} flat groups; expected {count}, as {files.model_path}")
+        raise ValueError(
+            f"load: {path} has {len(masters)} flat groups; expected {count}, as {files.model_path}"
+        )
     if isinstance(base, list):  # elastic checkpoints have states only
         states, groups = dict(enumerate(base)), None
     else:
@@ -362,29 +499,54 @@ def _rank_of(path: Path, files: _Files, count: int) -> _Rank:
         of_group = next((group for group in groups or () if index in group["params"]), {})
         step = state.get("step", of_group.get("step", held.get("base_optimizer_state_step")))
         steps.append(None if step is None else step_of(step, f"{path}: step of group {index}"))
-    return _Rank(path, stage, masters, parts, steps, groups, held.get("param_alignment_paddings"), held.get("loss_scaler"))
+    return _Rank(
+        path,
+        stage,
+        masters,
+        parts,
+        steps,
+        groups,
+        held.get("param_alignment_paddings"),
+        held.get("loss_scaler"),
+    )
 
 
 def _cut_by_group(
-    where: str, shapes: Mapping[str, tuple[int, ...]], gaps: Sequence[int], pieces: Sequence[FileTensor], lengths: Sequence[int]
+    where: str,
+    shapes: Mapping[str, tuple[int, ...]],
+    gaps: Sequence[int],
+    pieces: Sequence[FileTensor],
+    lengths: Sequence[int],
 ) -> dict[str, Stored]:
-    """ZeRO 1 and 2: the ranks' pieces in order are the flat group, in which parameters follow each other, each before a gap."""
+    """ZeRO 1 and 2: the ranks' pieces in order are the flat group, in which parameters follow
+    each other, each before a gap.
+    """
     found: dict[str, Stored] = {}
     total = sum(lengths)
     at = 0
     for (name, shape), gap in zip(shapes.items(), gaps, strict=True):
         numel = prod(shape)
         if at + numel > total:
-            raise ValueError(f"load: {where} has {total} elements over all ranks; expected {at + numel} or more, for {name}")
-        found[name] = JoinedTensor(f"{where} of {name}", shape, pieces[0].dtype, _range_of(pieces, lengths, at, numel))
+            raise ValueError(
+                f"load: {where} has {total} elements over all ranks; expected {at + numel} or "
+                f"more, for {name}"
+            )
+        found[name] = JoinedTensor(
+            f"{where} of {name}", shape, pieces[0].dtype, _range_of(pieces, lengths, at, numel)
+        )
         at += numel + gap
     unit = 2 * len(pieces)  # what DeepSpeed pads a group to, in some files
     if -(-at // unit) != -(-total // unit):
-        raise ValueError(f"load: {where} has {total} elements over all ranks; expected {at}, as its names and shapes have")
+        raise ValueError(
+            f"load: {where} has {total} elements over all ranks; expected {at}, as its names and "
+            f"shapes have"
+        )
     return found
 
 
-def _range_of(pieces: Sequence[FileTensor], lengths: Sequence[int], at: int, numel: int) -> list[tuple[Stored, int, int]]:
+def _range_of(
+    pieces: Sequence[FileTensor], lengths: Sequence[int], at: int, numel: int
+) -> list[tuple[Stored, int, int]]:
     found: list[tuple[Stored, int, int]] = []
     begin = 0
     for piece, length in zip(pieces, lengths, strict=True):
@@ -396,67 +558,99 @@ def _range_of(pieces: Sequence[FileTensor], lengths: Sequence[int], at: int, num
 
 
 def _cut_by_param(
-    where: str, shapes: Mapping[str, tuple[int, ...]], pieces: Sequence[FileTensor], lengths: Sequence[int]
+    where: str,
+    shapes: Mapping[str, tuple[int, ...]],
+    pieces: Sequence[FileTensor],
+    lengths: Sequence[int],
 ) -> dict[str, Stored]:
-    """ZeRO 3: each rank's piece has its part of each parameter, which is padded to as many elements for each rank."""
+    """ZeRO 3: each rank's piece has its part of each parameter, which is padded to as many
+    elements for each rank.
+    """
     found: dict[str, Stored] = {}
     at = 0
     for name, shape in shapes.items():
         part = -(-prod(shape) // len(pieces))
         if any(at + part > length for length in lengths):
-            raise ValueError(f"load: {where} has {min(lengths)} elements on a rank; expected {at + part} or more, for {name}")
+            raise ValueError(
+                f"load: {where} has {min(lengths)} elements on a rank; expected {at + part} or "
+                f"more, for {name}"
+            )
         found[name] = _joined_parts(f"{where} of {name}", shape, pieces, at)
         at += part
     if any(length != at for length in lengths):
         raise ValueError(
-            f"load: {where} has {lengths} elements on its ranks; expected {at}: parameters are missing from its names"
+            f"load: {where} has {lengths} elements on its ranks; expected {at}: parameters are "
+            f"missing from its names"
         )
     return found
 
 
-def _joined_parts(where: str, shape: tuple[int, ...], pieces: Sequence[FileTensor], at: int) -> JoinedTensor:
+def _joined_parts(
+    where: str, shape: tuple[int, ...], pieces: Sequence[FileTensor], at: int
+) -> JoinedTensor:
     numel = prod(shape)
     part = -(-numel // len(pieces))
-    ranges = [(piece, at, max(0, min(part, numel - rank * part))) for rank, piece in enumerate(pieces)]
+    ranges = [
+        (piece, at, max(0, min(part, numel - rank * part))) for rank, piece in enumerate(pieces)
+    ]
     return JoinedTensor(where, shape, pieces[0].dtype, [item for item in ranges if item[2] > 0])
 
 
 def _add_frozen(files: _Files, tensors: dict[str, dict[str, Stored]], ranks: int) -> None:
-    """Add frozen parameters of ZeRO 3, of which each rank's model file has a part; and drop the empty ones of the rest."""
+    """Add frozen parameters of ZeRO 3, of which each rank's model file has a part; and drop the
+    empty ones of the rest.
+    """
     shapes = files.model.get("frozen_param_shapes") or {}
     if len(files.models) != ranks:
-        raise ValueError(f"load: {files.folder} has {len(files.models)} model files; expected {ranks}, one per rank")
+        raise ValueError(
+            f"load: {files.folder} has {len(files.models)} model files; expected {ranks}, one per "
+            f"rank"
+        )
     fragments = [files.model.get("frozen_param_fragments") or {}]
     if shapes:
         fragments += [
-            _mapping(load_file(path), path, "module").get("frozen_param_fragments") or {} for path in files.models[1:]
+            _mapping(load_file(path), path, "module").get("frozen_param_fragments") or {}
+            for path in files.models[1:]
         ]
     for name, shape in shapes.items():
         pieces = [of_rank.get(name) for of_rank in fragments]
-        if not isinstance(shape, tuple) or not all(isinstance(piece, FileTensor) and len(piece.shape) == 1 for piece in pieces):
-            raise ValueError(f"load: {files.folder} lacks parts of the frozen {name}; expected one of each rank")
+        if not isinstance(shape, tuple) or not all(
+            isinstance(piece, FileTensor) and len(piece.shape) == 1 for piece in pieces
+        ):
+            raise ValueError(
+                f"load: {files.folder} lacks parts of the frozen {name}; expected one of each rank"
+            )
         tensors[name] = {"weight": _joined_parts(f"{files.folder}: {name}", shape, pieces, 0)}  # type: ignore[arg-type]
     shared, buffers = files.model.get("shared_params") or {}, files.model.get("buffer_names") or []
     for name, tensor in files.model["module"].items():
         empty = is_stored(tensor) and prod(tensor.shape) == 0
         if empty and name not in tensors and name not in shared and name not in buffers:
-            raise ValueError(f"load: {files.folder} has no values of {name}; expected a checkpoint with frozen parameters")
+            raise ValueError(
+                f"load: {files.folder} has no values of {name}; expected a checkpoint with frozen "
+                f"parameters"
+            )
 
 
-# --- stage 0 and universal checkpoints --------------------------------------------------------------------------------------
+# --- stage 0 and universal checkpoints ------------------------------------------------------------
 
 
 def _open_unsharded(files: _Files, names: Collection[str]) -> Source:
     """Stage 0 in float32: torch's own state dicts."""
     optimizer = files.model.get("optimizer")
     if files.model.get("param_shapes") is not None:
-        raise FileNotFoundError(f"load: {files.folder} has no *_optim_states.pt; expected one of each rank: copy them")
-    if optimizer is not None and (not isinstance(optimizer, dict) or "param_groups" not in optimizer):
-        raise ValueError(
-            f"load: {files.model_path} has an optimizer of stage 0 in 16 bits, which has no names; expected ZeRO 1, 2 or 3, or "
-            "float32"
+        raise FileNotFoundError(
+            f"load: {files.folder} has no *_optim_states.pt; expected one of each rank: copy them"
         )
-    tree = {"module": files.model["module"]} | ({} if optimizer is None else {"optimizer": optimizer})
+    if optimizer is not None and (
+        not isinstance(optimizer, dict) or "param_groups" not in optimizer
+    ):
+        raise ValueError(
+            f"load: {files.model_path} has an optimizer of stage 0 in 16 bits, which has no names; "
+            f"expected ZeRO 1, 2 or 3, or float32"
+        )
+    tree = {"module": files.model["module"]} | (
+        {} if optimizer is None else {"optimizer": optimizer}
+    )
     found = source_of(files.model_path, tree, names)
     found.path = files.folder
     found.scheduler, found.client_state, found.counters = _beside(files)
@@ -475,13 +669,17 @@ def _open_universal(files: _Files) -> Source:
     for index, shapes in enumerate(flat):
         for name, shape in shapes.items():
             if name not in there:
-                raise FileNotFoundError(f"load: {folder} has no {name}; expected a folder of each parameter")
+                raise FileNotFoundError(
+                    f"load: {folder} has no {name}; expected a folder of each parameter"
+                )
             tensors[name] = {"weight": _universal(folder / name / "fp32.pt", shape)}
             for key in STATES:
                 if (folder / name / f"{key}.pt").is_file():
                     tensors[name][key] = _universal(folder / name / f"{key}.pt", shape)
             if "exp_avg" in tensors[name]:
-                steps[name] = _universal_step(folder / name / "step.pt", state.get("state", {}).get(index, {}), path)
+                steps[name] = _universal_step(
+                    folder / name / "step.pt", state.get("state", {}).get(index, {}), path
+                )
     if held.get("zero_stage") == 3:
         _add_frozen(files, tensors, len(files.models))
     else:
@@ -507,5 +705,8 @@ def _universal_step(path: Path, state: Mapping[str, Any], optimizer_path: Path) 
     if path.is_file():
         return step_of(load_file(path), str(path))
     if "step" not in state:
-        raise ValueError(f"load: {path} is not there, nor a step in {optimizer_path}; expected how many steps there were")
+        raise ValueError(
+            f"load: {path} is not there, nor a step in {optimizer_path}; expected how many steps "
+            f"there were"
+        )
     return step_of(state["step"], f"{optimizer_path}: step")

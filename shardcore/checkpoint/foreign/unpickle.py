@@ -1,14 +1,16 @@
-"""Files that torch.save wrote: plain data, and tensors that stay on disk until a range of them is read.
+"""Files that torch.save wrote: plain data, and tensors that stay on disk until a range of them is
+read.
 
-A pickle is a program. This module runs it with `pickle.Unpickler`, which finds nothing but the fixed list `_KNOWN`: it never
-imports what a pickle names, and calls only the functions and classes below, which make plain data, a FileTensor, or a StandIn,
-the inert record of an object's attributes. Anything else is refused by its name.
+A pickle is a program. This module runs it with `pickle.Unpickler`, which finds nothing but the
+fixed list `_KNOWN`: it never imports what a pickle names, and calls only the functions and classes
+below, which make plain data, a FileTensor, or a StandIn, the inert record of an object's
+attributes. Anything else is refused by its name.
 
-Note [Hostile files]
-No code of a file runs. What pickle does without `find_class` is closed, too: extension codes are refused before it sees them,
-and whatever BUILD may be applied to has a `__setstate__` of its own, or no attributes. Sizes are compared with the file before
-memory is taken. A file that damage has changed is a ValueError or an OSError that names it; one that somebody has made to end
-the process or to fill its memory may do so, as in torch.
+Note [Hostile files] No code of a file runs. What pickle does without `find_class` is closed, too:
+extension codes are refused before it sees them, and whatever BUILD may be applied to has a
+`__setstate__` of its own, or no attributes. Sizes are compared with the file before memory is
+taken. A file that damage has changed is a ValueError or an OSError that names it; one that somebody
+has made to end the process or to fill its memory may do so, as in torch.
 """
 
 import io
@@ -35,7 +37,7 @@ _MAX_DEPTH = 50  # of plain data
 _LOCAL_HEADER = 30  # bytes of a zip's header of an entry, before its name
 
 
-# --- torch.save's zip ----------------------------------------------------------------------------------------------------
+# --- torch.save's zip -----------------------------------------------------------------------------
 
 
 class _Stream(io.RawIOBase):
@@ -48,7 +50,9 @@ class _Stream(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._window.size}[whence]
+        at = (
+            offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._window.size}[whence]
+        )
         if at < 0:
             raise io.UnsupportedOperation("seek before the start")
         self._at = at
@@ -63,37 +67,65 @@ class _Stream(io.RawIOBase):
 
 
 class _Archive:
-    """The zip that torch.save writes: <name>/data.pkl, and a storage in each <name>/data/<key>, none compressed."""
+    """The zip that torch.save writes: <name>/data.pkl, and a storage in each <name>/data/<key>,
+    none compressed.
+    """
 
     def __init__(self, window: Window) -> None:
         self.window = window
         with reporting(f"{window} is torn or no file of torch.save's", "its zip: copy it again"):
-            self._entries = {info.filename: info for info in zipfile.ZipFile(_Stream(window)).infolist()}
-        roots = [name.removesuffix("data.pkl") for name in self._entries if name.endswith("/data.pkl") and name.count("/") == 1]
+            self._entries = {
+                info.filename: info for info in zipfile.ZipFile(_Stream(window)).infolist()
+            }
+        roots = [
+            name.removesuffix("data.pkl")
+            for name in self._entries
+            if name.endswith("/data.pkl") and name.count("/") == 1
+        ]
         if len(roots) != 1:
-            raise ValueError(f"load: {window} is a zip without data.pkl; expected a file of torch.save's")
+            raise ValueError(
+                f"load: {window} is a zip without data.pkl; expected a file of torch.save's"
+            )
         self._root = roots[0]
         if f"{self._root}constants.pkl" in self._entries:
-            raise ValueError(f"load: {window} is a TorchScript program; expected tensors and plain data that torch.save wrote")
+            raise ValueError(
+                f"load: {window} is a TorchScript program; expected tensors and plain data that "
+                f"torch.save wrote"
+            )
         if f"{self._root}byteorder" in self._entries:
             order = bytes(self.entry("byteorder").read()).decode("ascii", "replace")
             if order != sys.byteorder:
-                raise ValueError(f"load: {window} has byte order {order!r}; expected {sys.byteorder!r}, as this machine")
+                raise ValueError(
+                    f"load: {window} has byte order {order!r}; expected {sys.byteorder!r}, as this "
+                    f"machine"
+                )
 
     def entry(self, name: str) -> Window:
         """Return the bytes of an entry. Raises ValueError if there is none, or it is compressed."""
         info = self._entries.get(self._root + name)
         if info is None:
-            raise ValueError(f"load: {self.window} has no entry {name}; expected a complete file: copy it again")
-        if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size or info.flag_bits & 1:
-            raise ValueError(f"load: {self.window} has a compressed or encrypted {name}; expected it as torch.save writes it")
+            raise ValueError(
+                f"load: {self.window} has no entry {name}; expected a complete file: copy it again"
+            )
+        if (
+            info.compress_type != zipfile.ZIP_STORED
+            or info.compress_size != info.file_size
+            or info.flag_bits & 1
+        ):
+            raise ValueError(
+                f"load: {self.window} has a compressed or encrypted {name}; expected it as "
+                f"torch.save writes it"
+            )
         header = bytes(self.window.read(info.header_offset, _LOCAL_HEADER))
         magic, name_size, extra_size = struct.unpack("<4s22xHH", header)
         if magic != b"PK\x03\x04":
             raise ValueError(
-                f"load: {self.window} has no header of {name} at {info.header_offset}; expected one: copy the file again"
+                f"load: {self.window} has no header of {name} at {info.header_offset}; expected "
+                f"one: copy the file again"
             )
-        return self.window.part(info.header_offset + _LOCAL_HEADER + name_size + extra_size, info.file_size)
+        return self.window.part(
+            info.header_offset + _LOCAL_HEADER + name_size + extra_size, info.file_size
+        )
 
     def pickle(self) -> bytes:
         """Return data.pkl. Raises ValueError if it is damaged."""
@@ -102,8 +134,8 @@ class _Archive:
         expected = self._entries[f"{self._root}data.pkl"].CRC
         if zlib.crc32(raw) != expected:
             raise ValueError(
-                f"load: {window}, data.pkl, is damaged: its crc32 is {zlib.crc32(raw):08x}; expected {expected:08x} (copy it "
-                "again)"
+                f"load: {window}, data.pkl, is damaged: its crc32 is {zlib.crc32(raw):08x}; "
+                f"expected {expected:08x} (copy it again)"
             )
         return raw
 
@@ -112,13 +144,14 @@ class _NotTakenError(ValueError):
     """What a file has is none of its damage: it is of a kind that is not taken."""
 
 
-# --- what a pickle may name -------------------------------------------------------------------------------------------------
+# --- what a pickle may name -----------------------------------------------------------------------
 
 
 class StandIn:
     """An object of a class that was not made: the class's name, and the attributes that it had.
 
-    There is a subclass for each name. pickle makes an object by __new__ alone, and gives it attributes by __setstate__.
+    There is a subclass for each name. pickle makes an object by __new__ alone, and gives it
+    attributes by __setstate__.
     """
 
     name: str
@@ -141,9 +174,16 @@ class StandIn:
 
 
 class _Named:
-    """A function or class that a pickle names. call: makes what stands for its result, from plain data; None: nothing does."""
+    """A function or class that a pickle names. call: makes what stands for its result, from
+    plain data; None: nothing does.
+    """
 
-    def __init__(self, call: Callable[..., Any] | None = None, dtype: torch.dtype | None = None, untyped: bool = False) -> None:
+    def __init__(
+        self,
+        call: Callable[..., Any] | None = None,
+        dtype: torch.dtype | None = None,
+        untyped: bool = False,
+    ) -> None:
         """dtype, untyped: of a storage's class."""
         self._call, self.dtype, self.untyped = call, dtype, untyped
 
@@ -227,14 +267,17 @@ def _tensor(
         raise ValueError("a tensor is made from something else than a storage")
     if any(isinstance(item, Mapping) and any(item.values()) for item in more):
         raise ValueError(
-            "a tensor is marked conjugate or negative; expected plain values: save tensor.resolve_conj().resolve_neg()"
+            "a tensor is marked conjugate or negative; expected plain values: save "
+            "tensor.resolve_conj().resolve_neg()"
         )
     if storage.untyped and dtype is None:
         raise ValueError("a tensor has no dtype")
     return FileTensor(storage.window, dtype or storage.dtype, offset, _size(size), _size(stride))
 
 
-def _tensor_v3(storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, *more: Any) -> FileTensor:
+def _tensor_v3(
+    storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, *more: Any
+) -> FileTensor:
     if not isinstance(dtype, torch.dtype):
         raise ValueError("a tensor's dtype is none")
     return _tensor(storage, offset, size, stride, grad, hooks, *more, dtype=dtype)
@@ -245,7 +288,9 @@ def _parameter(data: Any, *attributes: Any) -> Any:
 
 
 def _of_type(rebuild: Any, kind: Any, args: Any, state: Any) -> Any:
-    """Stand for torch._tensor._rebuild_from_type_v2: a tensor with attributes, which are left out."""
+    """Stand for torch._tensor._rebuild_from_type_v2: a tensor with attributes, which are left
+    out.
+    """
     return rebuild(*args)
 
 
@@ -279,8 +324,16 @@ class _ArrayDtype(StandIn):
     name = "numpy.dtype"
 
     def __new__(cls, code: Any, align: Any = False, copy: Any = True) -> Any:
-        if not isinstance(code, str) or code[:1] not in "biufc" or not code[1:].isdecimal() or len(code) > 3:
-            raise _NotTakenError(f"a NumPy value of dtype {code!r}; expected numbers: save text, dates, objects without NumPy")
+        if (
+            not isinstance(code, str)
+            or code[:1] not in "biufc"
+            or not code[1:].isdecimal()
+            or len(code) > 3
+        ):
+            raise _NotTakenError(
+                f"a NumPy value of dtype {code!r}; expected numbers: save text, dates, objects "
+                f"without NumPy"
+            )
         made = super().__new__(cls)
         made.state.update(code=code, order="=")
         return made
@@ -308,8 +361,12 @@ def _numpy_array(dtype: Any, shape: Any, raw: Any, columns_first: bool = False) 
     try:
         numpy = import_module("numpy")
     except ModuleNotFoundError as error:
-        raise ValueError("there is a NumPy array, and NumPy is missing; expected it (pip install numpy)") from error
-    made = numpy.frombuffer(_bytes_of(raw), dtype=numpy.dtype(dtype.state["code"]).newbyteorder(dtype.state["order"]))
+        raise ValueError(
+            "there is a NumPy array, and NumPy is missing; expected it (pip install numpy)"
+        ) from error
+    made = numpy.frombuffer(
+        _bytes_of(raw), dtype=numpy.dtype(dtype.state["code"]).newbyteorder(dtype.state["order"])
+    )
     return made.reshape(_size(shape), order="F" if columns_first else "C").copy()
 
 
@@ -352,7 +409,15 @@ _CALLED: Mapping[str, Callable[..., Any]] = {
     "builtins.bytearray": _bytes_of,
     "builtins.complex": complex,
     "_codecs.encode": _bytes_of,
-    **dict.fromkeys(("pathlib.PosixPath", "pathlib.WindowsPath", "pathlib.PurePosixPath", "pathlib._local.PosixPath"), _path),
+    **dict.fromkeys(
+        (
+            "pathlib.PosixPath",
+            "pathlib.WindowsPath",
+            "pathlib.PurePosixPath",
+            "pathlib._local.PosixPath",
+        ),
+        _path,
+    ),
     "deepspeed.runtime.zero.config.ZeroStageEnum": _value,
     "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING": _value,
     "torch.Size": _size,
@@ -373,7 +438,13 @@ _CALLED: Mapping[str, Callable[..., Any]] = {
 }
 _UNCALLED = (
     *("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.Parameter"),
-    *("numpy.ndarray", *(f"builtins.{name}" for name in ("bool", "dict", "float", "int", "list", "long", "str", "unicode"))),
+    *(
+        "numpy.ndarray",
+        *(
+            f"builtins.{name}"
+            for name in ("bool", "dict", "float", "int", "list", "long", "str", "unicode")
+        ),
+    ),
 )
 _KNOWN: Mapping[str, Any] = {
     **{name: _Named(call) for name, call in _CALLED.items()},
@@ -385,16 +456,25 @@ _KNOWN: Mapping[str, Any] = {
         for kind, dtype in _STORAGES.items()
         for name in (f"torch.{kind}Storage", f"torch.storage.{kind}Storage")
     },
-    **{name: _Named(dtype=torch.uint8, untyped=True) for name in ("torch.UntypedStorage", "torch.storage.UntypedStorage")},
-    **{f"torch.{name}": value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
+    **{
+        name: _Named(dtype=torch.uint8, untyped=True)
+        for name in ("torch.UntypedStorage", "torch.storage.UntypedStorage")
+    },
+    **{
+        f"torch.{name}": value
+        for name, value in vars(torch).items()
+        if isinstance(value, torch.dtype)
+    },
 }
 
 
-# --- running a pickle -------------------------------------------------------------------------------------------------------
+# --- running a pickle -----------------------------------------------------------------------------
 
 
 class _Unpickler(pickle.Unpickler):
-    """Runs a pickle with what `_KNOWN` has. storage: returns what stands for a persistent id (torch.save's storages)."""
+    """Runs a pickle with what `_KNOWN` has. storage: returns what stands for a persistent id
+    (torch.save's storages).
+    """
 
     def __init__(self, raw: bytes, where: str, storage: Callable[[Any], Any]) -> None:
         super().__init__(io.BytesIO(raw))
@@ -404,10 +484,15 @@ class _Unpickler(pickle.Unpickler):
         module = "builtins" if module == "__builtin__" else module  # its name in protocol 2
         found = _KNOWN.get(f"{module}.{name}")
         if found is None:
-            hint = " (save full tensors: get_state_dict with full_state_dict=True, or torch.distributed.checkpoint)"
+            hint = (
+                " (save full tensors: get_state_dict with full_state_dict=True, or "
+                "torch.distributed.checkpoint)"
+            )
             raise ValueError(
-                f"load: {self._where} names {module[:100]}.{name[:100]}, which is refused, since it may run code; expected "
-                "tensors, plain data, and what DeepSpeed and torch.optim save: load it where you trust it, take that out, and "
+                f"load: {self._where} names {module[:100]}.{name[:100]}, which is refused, since "
+                f"it may run code; expected "
+                "tensors, plain data, and what DeepSpeed and torch.optim save: load it where you "
+                "trust it, take that out, and "
                 f"save it again{hint if 'DTensor' in f'{module}.{name}' else ''}"
             )
         return found
@@ -421,7 +506,8 @@ def _run(raw: bytes, where: str, storage: Callable[[Any], Any]) -> Any:
         for code, argument, _ in pickletools.genops(raw):
             if code.name in ("EXT1", "EXT2", "EXT4"):
                 raise ValueError("it has an extension code, which may name anything")
-            if code.name.endswith("PUT") and int(argument or 0) > len(raw):  # memory is taken for all places before it
+            # memory is taken for all places before it
+            if code.name.endswith("PUT") and int(argument or 0) > len(raw):
                 raise ValueError(f"it puts a value in the place {argument}")
         try:
             return _Unpickler(raw, where, storage).load()
@@ -429,11 +515,13 @@ def _run(raw: bytes, where: str, storage: Callable[[Any], Any]) -> Any:
             raise ValueError(f"load: {where} has {error}") from None
 
 
-# --- entry points -----------------------------------------------------------------------------------------------------------
+# --- entry points ---------------------------------------------------------------------------------
 
 
 def load_pickle(window: Window) -> Any:
-    """Return what a file of plain pickle has: plain data and StandIns. Raises OSError or ValueError."""
+    """Return what a file of plain pickle has: plain data and StandIns. Raises OSError or
+    ValueError.
+    """
 
     def refuse(_: Any) -> Any:
         raise ValueError("it refers to a storage; expected none in such a file")
@@ -442,17 +530,26 @@ def load_pickle(window: Window) -> Any:
 
 
 def load_torch(window: Window) -> Any:
-    """Return what torch.save wrote: plain data, StandIns, and tensors as FileTensors. Raises OSError or ValueError."""
+    """Return what torch.save wrote: plain data, StandIns, and tensors as FileTensors. Raises
+    OSError or ValueError.
+    """
     if window.size < 4 or bytes(window.read(0, 4)) != b"PK\x03\x04":
         raise ValueError(
-            f"load: {window} is no file of torch.save's, or one from before torch 1.6; expected its zip: save it again"
+            f"load: {window} is no file of torch.save's, or one from before torch 1.6; expected "
+            f"its zip: save it again"
         )
     archive = _Archive(window)
     entries: dict[str, Window] = {}
 
     def storage(pid: Any) -> _Storage:
         kind, named, key, _, numel = pid
-        if kind != "storage" or not isinstance(named, _Named) or named.dtype is None or type(numel) is not int or numel < 0:
+        if (
+            kind != "storage"
+            or not isinstance(named, _Named)
+            or named.dtype is None
+            or type(numel) is not int
+            or numel < 0
+        ):
             raise ValueError("refers to something else than a storage")
         if not isinstance(key, str) or not key.isdecimal():
             raise ValueError(f"a storage is named {str(key)[:100]!r}; expected a number")
@@ -460,7 +557,9 @@ def load_torch(window: Window) -> Any:
             entries[key] = archive.entry(f"data/{key}")
         found = entries[key]
         if found.size != numel * named.dtype.itemsize:
-            raise ValueError(f"storage {key} has {found.size} bytes; expected {numel * named.dtype.itemsize}")
+            raise ValueError(
+                f"storage {key} has {found.size} bytes; expected {numel * named.dtype.itemsize}"
+            )
         return _Storage(found, named.dtype, named.untyped)
 
     return _run(archive.pickle(), str(window), storage)
@@ -472,7 +571,8 @@ def load_file(path: Path) -> Any:
 
 
 def plain(value: Any, where: str) -> Any:
-    """Return a value as plain data in memory: tensors are read, and objects become dicts of their attributes.
+    """Return a value as plain data in memory: tensors are read, and objects become dicts of their
+    attributes.
 
     Raises OSError or ValueError, the latter also for data that contain themselves, and for classes.
     """
@@ -482,7 +582,9 @@ def plain(value: Any, where: str) -> Any:
 def _plain(value: Any, where: str, done: dict[int, Any], depth: int) -> Any:
     """Return plain data. done: what was converted, by id, so that what is shared stays shared."""
     if depth > _MAX_DEPTH:
-        raise ValueError(f"load: {where} is nested more than {_MAX_DEPTH} levels deep; expected plain data")
+        raise ValueError(
+            f"load: {where} is nested more than {_MAX_DEPTH} levels deep; expected plain data"
+        )
     if isinstance(value, _Named | _Storage | type):
         raise ValueError(f"load: {where} is a class or a storage; expected plain data")
     if isinstance(value, _Array):
@@ -494,9 +596,13 @@ def _plain(value: Any, where: str, done: dict[int, Any], depth: int) -> Any:
         if is_stored(held):
             done[id(value)] = whole(held)
         elif isinstance(held, dict):
-            made = {k: _plain(item, f"{where}[{short(k)}]", done, depth + 1) for k, item in held.items()}
+            made = {
+                k: _plain(item, f"{where}[{short(k)}]", done, depth + 1) for k, item in held.items()
+            }
             done[id(value)] = Counter(made) if isinstance(held, _Counter) else made
         else:
             kind = list if isinstance(held, list) else tuple
-            done[id(value)] = kind(_plain(item, f"{where}[{i}]", done, depth + 1) for i, item in enumerate(held))
+            done[id(value)] = kind(
+                _plain(item, f"{where}[{i}]", done, depth + 1) for i, item in enumerate(held)
+            )
     return done[id(value)]

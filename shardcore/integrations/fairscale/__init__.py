@@ -1,8 +1,10 @@
-"""FairScale's names, so that its scripts change their imports: `shardcore.integrations.fairscale` in place of `fairscale`.
+"""FairScale's names, so that its scripts change their imports: `shardcore.integrations.fairscale`
+in place of `fairscale`.
 
-FairScale's paths work (`from shardcore.integrations.fairscale.nn.data_parallel import FullyShardedDataParallel`), as
-`from shardcore.integrations.fairscale import FullyShardedDataParallel` does. What there is instead of a name that is not here
-is in the error that its call raises. Source: the public API of FairScale 0.4.13 (https://fairscale.readthedocs.io).
+FairScale's paths work (`from shardcore.integrations.fairscale.nn.data_parallel import
+FullyShardedDataParallel`), as `from shardcore.integrations.fairscale import
+FullyShardedDataParallel` does. What there is instead of a name that is not here is in the error
+that its call raises. Source: the public API of FairScale 0.4.13 (https://fairscale.readthedocs.io).
 """
 
 import sys

@@ -1,8 +1,9 @@
 """AdaScale of FairScale: learning rates that follow the gain of a larger batch (arXiv:2007.05105).
 
-Of every backward each rank adds up the squared norms of its own gradients, in hooks of the parameters, which see them before
-they are averaged. After the last backward of a step the averaged gradient's norm is taken by shardcore.clip_grad_norm_ with no
-limit: so it is the same for a plain model, DistributedDataParallel and each stage of `shard`, where no p.grad may be.
+Of every backward each rank adds up the squared norms of its own gradients, in hooks of the
+parameters, which see them before they are averaged. After the last backward of a step the averaged
+gradient's norm is taken by shardcore.clip_grad_norm_ with no limit: so it is the same for a plain
+model, DistributedDataParallel and each stage of `shard`, where no p.grad may be.
 """
 
 import math
@@ -20,7 +21,9 @@ _STATE = ("grad_sqr_avg", "grad_var_avg")
 
 
 class AdaScale(torch.optim.Optimizer):
-    """An optimizer over `optimizer`, whose steps multiply each group's learning rate by its gain."""
+    """An optimizer over `optimizer`, whose steps multiply each group's learning rate by its
+    gain.
+    """
 
     def __init__(
         self,
@@ -36,15 +39,20 @@ class AdaScale(torch.optim.Optimizer):
 
         Args:
             world_size: ranks whose gradients are averaged (default: all).
-            scale: the batch of a step over that of scale 1 (default: world_size * num_gradients_to_accumulate).
-            smoothing: of the moving averages (default: 1 - world_size * num_gradients_to_accumulate / 1000, at least 0).
+            scale: the batch of a step over that of scale 1 (default: world_size *
+            num_gradients_to_accumulate).
+            smoothing: of the moving averages (default: 1 - world_size * num_gradients_to_accumulate
+            / 1000, at least 0).
             num_gradients_to_accumulate: backwards per step.
-            is_scaled_loss: losses are divided by that; else call scale_grad_by_num_grads_to_accum before each step.
+            is_scaled_loss: losses are divided by that; else call scale_grad_by_num_grads_to_accum
+            before each step.
             debias_ewma: averages without bias; False for the paper's appendix B.3.
 
-        Raises RuntimeError for one rank with one backward per step, where a variance cannot be estimated.
+        Raises RuntimeError for one rank with one backward per step, where a variance cannot be
+        estimated.
         """
-        # torch.optim's constructor is not run: groups, states and hooks are those of the optimizer inside
+        # torch.optim's constructor is not run: groups, states and hooks are those of the optimizer
+        # inside
         self._optimizer = optimizer
         self._world_size = world_size or (dist.get_world_size() if dist.is_initialized() else 1)
         self._is_scaled_loss, self._debias = is_scaled_loss, debias_ewma
@@ -57,8 +65,8 @@ class AdaScale(torch.optim.Optimizer):
             self._smoothing = smoothing
         if self._world_size * self._num_grads_to_accum <= 1:
             raise RuntimeError(
-                "AdaScale: one rank with num_gradients_to_accumulate=1 has one gradient per step; expected two or more, to "
-                "estimate their variance"
+                "AdaScale: one rank with num_gradients_to_accumulate=1 has one gradient per step; "
+                "expected two or more, to estimate their variance"
             )
         count = len(optimizer.param_groups)
         self._estimates: dict[str, torch.Tensor] = {
@@ -66,7 +74,10 @@ class AdaScale(torch.optim.Optimizer):
             "grad_var_avg": torch.zeros(count, dtype=torch.float64, device="cpu"),
         }
         self._scale = 1.0
-        self.set_scale(self._world_size * self._num_grads_to_accum if scale is None else scale, update_estimate=False)
+        self.set_scale(
+            self._world_size * self._num_grads_to_accum if scale is None else scale,
+            update_estimate=False,
+        )
         self._hook()
 
     def _hook(self) -> None:
@@ -74,7 +85,9 @@ class AdaScale(torch.optim.Optimizer):
         for index, group in enumerate(self.param_groups):
             for param in group["params"]:
                 if param.requires_grad:
-                    self._handles.append(param.register_hook(lambda grad, index=index: self._on_grad(index, grad)))
+                    self._handles.append(
+                        param.register_hook(lambda grad, index=index: self._on_grad(index, grad))
+                    )
 
     def unhook(self) -> None:
         """Remove the hooks from the parameters: from then on gains stay as they are."""
@@ -98,7 +111,7 @@ class AdaScale(torch.optim.Optimizer):
         """That of the optimizer inside."""
         return self._optimizer.state
 
-    # --- what is estimated ----------------------------------------------------------------------------------------------
+    # --- what is estimated ------------------------------------------------------------------------
 
     @property
     def scale(self) -> float:
@@ -111,7 +124,9 @@ class AdaScale(torch.optim.Optimizer):
         return self._smoothing
 
     def set_scale(self, scale: float, update_estimate: bool = True) -> None:
-        """Set the scale, between steps. update_estimate: adjust the estimated variance, which depends on it."""
+        """Set the scale, between steps. update_estimate: adjust the estimated variance, which
+        depends on it.
+        """
         self._between_steps("set_scale")
         if scale < 1:
             raise ValueError(f"set_scale: scale is {scale}; expected at least 1")
@@ -120,20 +135,24 @@ class AdaScale(torch.optim.Optimizer):
                 value *= self._scale / scale
         self._scale = float(scale)
 
-    def set_num_gradients_to_accumulate(self, num_gradients_to_accumulate: int, update_smoothing: bool = True) -> None:
+    def set_num_gradients_to_accumulate(
+        self, num_gradients_to_accumulate: int, update_smoothing: bool = True
+    ) -> None:
         """Set how many backwards a step has, between steps; usually `set_scale` follows."""
         self._between_steps("set_num_gradients_to_accumulate")
         if num_gradients_to_accumulate < 1:
             raise ValueError(
-                f"set_num_gradients_to_accumulate: num_gradients_to_accumulate is {num_gradients_to_accumulate}; expected at "
-                "least 1"
+                f"set_num_gradients_to_accumulate: num_gradients_to_accumulate is "
+                f"{num_gradients_to_accumulate}; expected at least 1"
             )
         self._num_grads_to_accum = num_gradients_to_accumulate
         if update_smoothing:
             self._smoothing = max(1 - self._world_size * num_gradients_to_accumulate / 1000, 0.0)
 
     def gain(self, pg_idx: int | None = None) -> float:
-        """Return by how much the learning rate grows: of one group, or of all together. From 1 to `scale`; not collective."""
+        """Return by how much the learning rate grows: of one group, or of all together. From 1
+        to `scale`; not collective.
+        """
         sqr, var = (self._estimates[name] for name in _STATE)
         mean, noise = (float(x.sum() if pg_idx is None else x[pg_idx]) for x in (sqr, var))
         return (noise + mean) / (noise / self._scale + mean)
@@ -141,22 +160,30 @@ class AdaScale(torch.optim.Optimizer):
     def _between_steps(self, op: str) -> None:
         if self._backwards:
             raise RuntimeError(
-                f"{op}: {self._backwards} of {self._num_grads_to_accum} backwards of a step have run; expected it between steps"
+                f"{op}: {self._backwards} of {self._num_grads_to_accum} backwards of a step have "
+                f"run; expected it between steps"
             )
 
-    # --- gradients ------------------------------------------------------------------------------------------------------
+    # --- gradients --------------------------------------------------------------------------------
 
     def _on_grad(self, index: int, grad: torch.Tensor) -> None:
-        """Add a gradient of this rank; at the end of this backward, and of all that averages gradients there, go on."""
+        """Add a gradient of this rank; at the end of this backward, and of all that averages
+        gradients there, go on.
+        """
         if grad.device not in self._local:
-            self._local[grad.device] = torch.zeros(len(self.param_groups), dtype=torch.float64, device=grad.device)
-        self._local[grad.device][index] += torch.linalg.vector_norm(grad, dtype=torch.float32).double().square()
+            self._local[grad.device] = torch.zeros(
+                len(self.param_groups), dtype=torch.float64, device=grad.device
+            )
+        self._local[grad.device][index] += (
+            torch.linalg.vector_norm(grad, dtype=torch.float32).double().square()
+        )
         assert in_backward()
         task = torch._C._current_graph_task_id()
         if task != self._task:
             self._task = task
             queue = torch.autograd.Variable._execution_engine.queue_callback
-            queue(lambda: queue(self._after_backward))  # those of a DDP, or of an engine, are queued by then
+            # those of a DDP, or of an engine, are queued by then
+            queue(lambda: queue(self._after_backward))
 
     def _after_backward(self) -> None:
         """Estimate anew after the last backward of a step. Collective then."""
@@ -164,7 +191,9 @@ class AdaScale(torch.optim.Optimizer):
         if self._backwards % self._num_grads_to_accum:
             return
         self._backwards = 0
-        local = torch.zeros(len(self.param_groups), dtype=torch.float64, device=next(iter(self._local)))
+        local = torch.zeros(
+            len(self.param_groups), dtype=torch.float64, device=next(iter(self._local))
+        )
         for value in self._local.values():
             local += value.to(local.device)
         self._local = {}
@@ -189,7 +218,9 @@ class AdaScale(torch.optim.Optimizer):
         kept, factor = self._estimates, self._smoothing
         zeros = torch.zeros_like(value)
         if self._debias:
-            kept[f"{name}_biased"] = factor * kept.get(f"{name}_biased", zeros) + (1 - factor) * value
+            kept[f"{name}_biased"] = (
+                factor * kept.get(f"{name}_biased", zeros) + (1 - factor) * value
+            )
             kept[f"{name}_unbias"] = factor * kept.get(f"{name}_unbias", zeros) + (1 - factor)
             kept[name] = kept[f"{name}_biased"] / kept[f"{name}_unbias"]
             return
@@ -201,7 +232,8 @@ class AdaScale(torch.optim.Optimizer):
             kept[name] = factor * kept[name] + (1 - factor) * value
 
     def scale_grad_by_num_grads_to_accum(self) -> None:
-        """Divide gradients by the number of backwards, after the last one, where losses are not divided. Collective.
+        """Divide gradients by the number of backwards, after the last one, where losses are not
+        divided. Collective.
 
         Raises RuntimeError if losses are (is_scaled_loss=True), or with one backward per step.
         """
@@ -209,16 +241,19 @@ class AdaScale(torch.optim.Optimizer):
         if self._is_scaled_loss or self._num_grads_to_accum == 1:
             raise RuntimeError(
                 f"scale_grad_by_num_grads_to_accum: is_scaled_loss is {self._is_scaled_loss} with "
-                f"num_gradients_to_accumulate={self._num_grads_to_accum}; expected False, and 2 or more"
+                f"num_gradients_to_accumulate={self._num_grads_to_accum}; expected False, and 2 or "
+                f"more"
             )
         params = [param for group in self.param_groups for param in group["params"]]
         for engine, sharded in by_engine(params).items():
-            engine.own_grads("scale_grad_by_num_grads_to_accum", sharded, lambda: "all").scale(1 / self._num_grads_to_accum)
+            engine.own_grads("scale_grad_by_num_grads_to_accum", sharded, lambda: "all").scale(
+                1 / self._num_grads_to_accum
+            )
         for param in params:
             if engine_of(param) is None and param.grad is not None:
                 param.grad.div_(self._num_grads_to_accum)
 
-    # --- the optimizer --------------------------------------------------------------------------------------------------
+    # --- the optimizer ----------------------------------------------------------------------------
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Step with the learning rates times the gains; afterwards they are as before."""
@@ -243,14 +278,22 @@ class AdaScale(torch.optim.Optimizer):
         self._optimizer.add_param_group(param_group)
         for name, value in self._estimates.items():
             if not name.endswith("_count"):
-                self._estimates[name] = torch.cat([value, value.new_full((1,), name == "grad_sqr_avg")])
+                self._estimates[name] = torch.cat(
+                    [value, value.new_full((1,), name == "grad_sqr_avg")]
+                )
         self._hook()
 
     def state_dict(self, **kwargs: Any) -> dict[str, Any]:
         """Return the optimizer's state dict, with the estimates as state["adascale"]."""
         self._between_steps("state_dict")
         found = self._optimizer.state_dict(**kwargs)
-        return {**found, "state": {**found["state"], "adascale": {k: v.clone() for k, v in self._estimates.items()}}}
+        return {
+            **found,
+            "state": {
+                **found["state"],
+                "adascale": {k: v.clone() for k, v in self._estimates.items()},
+            },
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what state_dict returned, here or in FairScale."""
@@ -259,7 +302,10 @@ class AdaScale(torch.optim.Optimizer):
         estimates = state.pop("adascale", {})
         self._optimizer.load_state_dict({**state_dict, "state": state})
         self._estimates.update(
-            {name: torch.as_tensor(value, dtype=torch.float64, device="cpu").clone() for name, value in estimates.items()}
+            {
+                name: torch.as_tensor(value, dtype=torch.float64, device="cpu").clone()
+                for name, value in estimates.items()
+            }
         )
 
 
@@ -279,4 +325,6 @@ class AdaScaleWrapper(AdaScale):
     ) -> None:
         """See AdaScale."""
         made = optim_cls(params, **additional_optim_args)
-        super().__init__(made, world_size, scale, smoothing, num_gradients_to_accumulate, debias_ewma=debias_ewma)
+        super().__init__(
+            made, world_size, scale, smoothing, num_gradients_to_accumulate, debias_ewma=debias_ewma
+        )

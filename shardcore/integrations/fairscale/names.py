@@ -1,4 +1,6 @@
-"""Which names of FairScale's are where, and the ones that raise an error which says what to use instead."""
+"""Which names of FairScale's are where, and the ones that raise an error which says what to use
+instead.
+"""
 
 import sys
 from types import ModuleType
@@ -6,8 +8,8 @@ from typing import Any
 
 _SCALE = (
     "expected FullyShardedDataParallel(..., mixed_precision=True), or ShardedDataParallel(..., "
-    "loss_scale=shardcore.LossScale()), with optimizer.scale_loss(loss).backward() and optimizer.step(), which unscales, skips "
-    "and moves the scale"
+    "loss_scale=shardcore.LossScale()), with optimizer.scale_loss(loss).backward() and "
+    "optimizer.step(), which unscales, skips and moves the scale"
 )
 # Names whose call raises, and what there is instead.
 REFUSED = {
@@ -29,7 +31,9 @@ REFUSED = {
 
 def _refusing(name: str) -> Any:
     def refuse(*args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError(f"{name}: shardcore.integrations.fairscale has no {name}; {REFUSED[name]}")
+        raise NotImplementedError(
+            f"{name}: shardcore.integrations.fairscale has no {name}; {REFUSED[name]}"
+        )
 
     refuse.__name__, refuse.__doc__ = name, f"Refuse: {REFUSED[name]}."
     return refuse
@@ -39,7 +43,14 @@ _refusals = {name: _refusing(name) for name in REFUSED}
 # FairScale's modules, by path below the package.
 PATHS = {
     "nn": [
-        *("FullyShardedDataParallel", "ShardedDataParallel", "Pipe", "checkpoint_wrapper", "FlattenParamsWrapper", "MOELayer"),
+        *(
+            "FullyShardedDataParallel",
+            "ShardedDataParallel",
+            "Pipe",
+            "checkpoint_wrapper",
+            "FlattenParamsWrapper",
+            "MOELayer",
+        ),
         *(
             "PipeRPCWrapper",
             "Top2Gate",
@@ -51,10 +62,21 @@ PATHS = {
         ),
     ],
     "nn.checkpoint": ["checkpoint_wrapper"],
-    "nn.data_parallel": ["FullyShardedDataParallel", "ShardedDataParallel", "auto_wrap_bn", "get_fsdp_instances"],
+    "nn.data_parallel": [
+        "FullyShardedDataParallel",
+        "ShardedDataParallel",
+        "auto_wrap_bn",
+        "get_fsdp_instances",
+    ],
     "nn.misc": ["FlattenParamsWrapper"],
     "nn.pipe": ["Pipe", "PipeRPCWrapper"],
-    "nn.wrap": ["auto_wrap", "config_auto_wrap_policy", "default_auto_wrap_policy", "enable_wrap", "wrap"],
+    "nn.wrap": [
+        "auto_wrap",
+        "config_auto_wrap_policy",
+        "default_auto_wrap_policy",
+        "enable_wrap",
+        "wrap",
+    ],
     "optim": ["OSS", "AdaScale", "AdaScaleWrapper", "Adam", "Precision", "GradScaler"],
     "optim.adascale": ["AdaScale", "AdaScaleWrapper"],
     "optim.grad_scaler": ["GradScaler", "ShardedGradScaler"],
@@ -69,10 +91,14 @@ PATHS = {
 
 
 def install(package: ModuleType) -> None:
-    """Register the modules of PATHS under a package, which has their names already. Its `nn` and `optim` become attributes."""
+    """Register the modules of PATHS under a package, which has their names already. Its `nn` and
+    `optim` become attributes.
+    """
     names = vars(package) | _refusals
     for path, own in PATHS.items():
-        module = ModuleType(f"{package.__name__}.{path}", f"Names of FairScale's {path}, over shardcore.")
+        module = ModuleType(
+            f"{package.__name__}.{path}", f"Names of FairScale's {path}, over shardcore."
+        )
         vars(module).update({name: names[name] for name in own}, __path__=[])
         sys.modules[module.__name__] = module
         above, _, last = path.rpartition(".")

@@ -1,6 +1,7 @@
 """OSS and ShardedDataParallel of FairScale, on shardcore.shard at stage 2.
 
-An OSS holds the optimizer that it is asked for, which has all the parameters. ShardedDataParallel shards it with its module.
+An OSS holds the optimizer that it is asked for, which has all the parameters. ShardedDataParallel
+shards it with its module.
 """
 
 import logging
@@ -23,7 +24,9 @@ logger = logging.getLogger("shardcore")
 
 @contextmanager
 def optimizer_goes_on() -> Iterator[None]:
-    """Leave out shard's warning that the optimizer which was given does nothing any more: here it does."""
+    """Leave out shard's warning that the optimizer which was given does nothing any more: here
+    it does.
+    """
 
     def others(record: logging.LogRecord) -> bool:
         return not record.getMessage().startswith("shard: made a ")
@@ -36,7 +39,9 @@ def optimizer_goes_on() -> Iterator[None]:
 
 
 class OSS(torch.optim.Optimizer):
-    """An optimizer whose states ShardedDataParallel shards: `optim(params, **default)`, which is the attribute `optim`."""
+    """An optimizer whose states ShardedDataParallel shards: `optim(params, **default)`, which is
+    the attribute `optim`.
+    """
 
     def __init__(
         self,
@@ -53,8 +58,8 @@ class OSS(torch.optim.Optimizer):
         Args:
             optim: a class of optimizers that shardcore.shard takes.
             group: the ranks that share the states (default: all).
-            broadcast_buffer_size, broadcast_fp16, force_broadcast_object: accepted; weights are sent in the dtype that they
-                train in.
+            broadcast_buffer_size, broadcast_fp16, force_broadcast_object: accepted; weights are
+                sent in the dtype that they train in.
             default: what `optim` is made with.
         """
         self.optim: Any = optim(params, **default)
@@ -76,39 +81,50 @@ class OSS(torch.optim.Optimizer):
         """
         if not self.is_sharded and dist.is_initialized() and dist.get_world_size(self.group) > 1:
             raise RuntimeError(
-                "OSS.step: no ShardedDataParallel has this optimizer; expected ShardedDataParallel(model, optimizer) before "
+                "OSS.step: no ShardedDataParallel has this optimizer; expected "
+                "ShardedDataParallel(model, optimizer) before "
                 "the first forward, in place of DistributedDataParallel, too"
             )
         return self.optim.step(**kwargs) if closure is None else self.optim.step(closure, **kwargs)
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss to call backward of, where ShardedDataParallel got a loss_scale, or the model is float16."""
+        """Return the loss to call backward of, where ShardedDataParallel got a loss_scale, or
+        the model is float16.
+        """
         return self.optim.scale_loss(loss)  # type: ignore[no-any-return]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients, or set them to zero."""
         self.optim.zero_grad(set_to_none)
 
-    def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0, filter_params_fn: Any = None) -> torch.Tensor:
-        """Scale gradients so that their norm over all ranks is at most max_norm; returns the norm from before. Collective.
+    def clip_grad_norm(
+        self, max_norm: float, norm_type: float = 2.0, filter_params_fn: Any = None
+    ) -> torch.Tensor:
+        """Scale gradients so that their norm over all ranks is at most max_norm; returns the norm
+        from before. Collective.
 
         filter_params_fn: None; NotImplementedError for anything else.
         """
         if filter_params_fn is not None:
             raise NotImplementedError(
-                "OSS.clip_grad_norm: filter_params_fn was given; expected shardcore.clip_grad_norm_(params, max_norm) of the "
-                "parameters to clip"
+                "OSS.clip_grad_norm: filter_params_fn was given; expected "
+                "shardcore.clip_grad_norm_(params, max_norm) of the parameters to clip"
             )
-        return clip_grad_norm_([param for group in self.param_groups for param in group["params"]], max_norm, norm_type)
+        return clip_grad_norm_(
+            [param for group in self.param_groups for param in group["params"]], max_norm, norm_type
+        )
 
     def consolidate_state_dict(self, recipient_rank: int = 0) -> None:
-        """Gather all states, for a following state_dict() on recipient_rank (-1: on every rank). Collective."""
+        """Gather all states, for a following state_dict() on recipient_rank (-1: on every rank).
+        Collective.
+        """
         found = self.optim.state_dict()
         rank = dist.get_rank(self.group) if dist.is_initialized() else 0
         self._consolidated = found if recipient_rank in (-1, rank) else None
 
     def state_dict(self, all_ranks: bool = False) -> dict[str, Any]:
-        """Return what was consolidated last, in torch.optim's format; with all_ranks gather it now, which is collective.
+        """Return what was consolidated last, in torch.optim's format; with all_ranks gather it now,
+        which is collective.
 
         Raises RuntimeError if nothing was consolidated on this rank.
         """
@@ -116,8 +132,8 @@ class OSS(torch.optim.Optimizer):
             self.consolidate_state_dict(-1)
         if self._consolidated is None:
             raise RuntimeError(
-                "OSS.state_dict: this rank has not consolidated; expected consolidate_state_dict(recipient_rank) on all ranks "
-                "before it, or all_ranks=True"
+                "OSS.state_dict: this rank has not consolidated; expected "
+                "consolidate_state_dict(recipient_rank) on all ranks before it, or all_ranks=True"
             )
         return self._consolidated
 
@@ -138,7 +154,9 @@ class OSS(torch.optim.Optimizer):
 
 
 class ShardedDataParallel(nn.Module):
-    """Wraps a module whose gradients and optimizer states are sharded: `module` is what shardcore.shard returned."""
+    """Wraps a module whose gradients and optimizer states are sharded: `module` is what
+    shardcore.shard returned.
+    """
 
     def __init__(
         self,
@@ -161,26 +179,33 @@ class ShardedDataParallel(nn.Module):
             broadcast_buffers: send rank 0's buffers before each forward.
             sync_models_at_startup: take rank 0's weights.
             auto_refresh_trainable: call refresh_trainable before each forward.
-            reduce_buffer_size, warn_on_trainable_params_changed: accepted; gradients are reduced a unit at a time.
+            reduce_buffer_size, warn_on_trainable_params_changed: accepted; gradients are reduced a
+            unit at a time.
             reduce_fp16: send gradients in float16; sums are float32.
             options: of shardcore.shard: stage, units, offload, loss_scale, ...
 
         Raises ValueError, TypeError or NotImplementedError, as `shard`, on every rank.
         """
         super().__init__()
-        given = [*sharded_optimizer] if isinstance(sharded_optimizer, Sequence) else [sharded_optimizer]
+        given = (
+            [*sharded_optimizer] if isinstance(sharded_optimizer, Sequence) else [sharded_optimizer]
+        )
         if len(given) != 1:
             raise ValueError(
-                f"ShardedDataParallel: sharded_optimizer has {len(given)} optimizers; expected one for a model (parameters "
-                "that differ in their options are groups of it)"
+                f"ShardedDataParallel: sharded_optimizer has {len(given)} optimizers; expected one "
+                f"for a model (parameters that differ in their options are groups of it)"
             )
         optimizer = given[0]._optimizer if isinstance(given[0], AdaScale) else given[0]
         if not isinstance(optimizer, OSS):
             raise TypeError(
-                f"ShardedDataParallel: sharded_optimizer is a {type(optimizer).__name__}; expected an OSS or AdaScale(OSS(...))"
+                f"ShardedDataParallel: sharded_optimizer is a {type(optimizer).__name__}; expected "
+                f"an OSS or AdaScale(OSS(...))"
             )
         if None not in (process_group, optimizer.group) and process_group is not optimizer.group:
-            raise ValueError("ShardedDataParallel: process_group is another one than the OSS's group; expected the same")
+            raise ValueError(
+                "ShardedDataParallel: process_group is another one than the OSS's group; expected "
+                "the same"
+            )
         self._group = process_group or optimizer.group
         self._broadcasts = broadcast_buffers and dist.is_initialized()
         wanted = {
@@ -194,7 +219,9 @@ class ShardedDataParallel(nn.Module):
             self.module, made = shard(module, optimizer.optim, **wanted)
         optimizer.take(made)
         optimizer.is_sharded = True
-        self.device_type, self.is_multi_device_module = optimizer.param_groups[0]["params"][0].device.type, False  # as DDP
+        # as DDP
+        self.device_type = optimizer.param_groups[0]["params"][0].device.type
+        self.is_multi_device_module = False
         self._optimizer, self._auto_refresh = optimizer, auto_refresh_trainable
 
     def __getattr__(self, name: str) -> Any:
@@ -207,7 +234,9 @@ class ShardedDataParallel(nn.Module):
             return getattr(self.module, name)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module. Collective with broadcast_buffers, and where parameters begin to train."""
+        """Run the module. Collective with broadcast_buffers, and where parameters begin to
+        train.
+        """
         if self._auto_refresh:
             self.refresh_trainable()
         if self._broadcasts:
@@ -226,7 +255,9 @@ class ShardedDataParallel(nn.Module):
         self.module.zero_grad(set_to_none)
 
     def reduce(self) -> None:
-        """Do nothing: what no_sync only added locally is averaged by what needs it (the step, a norm)."""
+        """Do nothing: what no_sync only added locally is averaged by what needs it (the step, a
+        norm).
+        """
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -239,9 +270,16 @@ class ShardedDataParallel(nn.Module):
             self._broadcasts = broadcasts
 
     def refresh_trainable(self) -> None:
-        """Let parameters train that were frozen, and require gradients now. Collective then: see shardcore.unfreeze."""
+        """Let parameters train that were frozen, and require gradients now. Collective then: see
+        shardcore.unfreeze.
+        """
         engine = engine_behind("refresh_trainable", self.module)
-        trained = {managed.param for bucket in engine.buckets if bucket.trainable for managed in bucket.params}
+        trained = {
+            managed.param
+            for bucket in engine.buckets
+            if bucket.trainable
+            for managed in bucket.params
+        }
         if any(param.requires_grad and param not in trained for param in self.module.parameters()):
             regroup(engine, self._optimizer.optim, None, "unfreeze")
             self._optimizer.take(self._optimizer.optim)

@@ -1,4 +1,6 @@
-"""OffloadModel and Pipe of FairScale: an nn.Sequential with weights in host memory, or on several devices of a process."""
+"""OffloadModel and Pipe of FairScale: an nn.Sequential with weights in host memory, or on
+several devices of a process.
+"""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,11 +28,15 @@ class _Slice(nn.Sequential):
     def forward(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         run: Any = super().forward
         kept = CheckpointOptions(offload_to_cpu=True)
-        return [run_checkpointed(kept, run, part) if self._checkpoint else run(part) for part in parts]
+        return [
+            run_checkpointed(kept, run, part) if self._checkpoint else run(part) for part in parts
+        ]
 
 
 class OffloadModel(ShardedLater):
-    """Trains an nn.Sequential on one device, slice by slice; weights, gradients and optimizer states are in host memory."""
+    """Trains an nn.Sequential on one device, slice by slice; weights, gradients and optimizer
+    states are in host memory.
+    """
 
     def __init__(
         self,
@@ -42,42 +48,54 @@ class OffloadModel(ShardedLater):
         num_microbatches: int = 1,
         **options: Any,
     ) -> None:
-        """Cut the model. The first forward that trains finds its optimizer, as with FullyShardedDataParallel.
+        """Cut the model. The first forward that trains finds its optimizer, as with
+        FullyShardedDataParallel.
 
         Args:
             model: an nn.Sequential, or a list of slices.
             device: where it computes. offload_device: the CPU.
             num_slices: of about as many parameters each.
-            checkpoint_activation: keep only the inputs of slices for backward, in host memory, and compute the rest again.
-            num_microbatches: parts of a batch that a slice computes one after another, with checkpoint_activation.
+            checkpoint_activation: keep only the inputs of slices for backward, in host memory, and
+            compute the rest again.
+            num_microbatches: parts of a batch that a slice computes one after another, with
+            checkpoint_activation.
             options: of shardcore.shard.
 
-        Raises TypeError, ValueError or RuntimeError for arguments that cannot be followed, or on several ranks.
+        Raises TypeError, ValueError or RuntimeError for arguments that cannot be followed, or on
+        several ranks.
         """
         super().__init__()
         if not isinstance(model, nn.Sequential | list) or not len(model):
-            raise TypeError(f"OffloadModel: model is a {type(model).__name__}; expected an nn.Sequential with layers")
+            raise TypeError(
+                f"OffloadModel: model is a {type(model).__name__}; expected an nn.Sequential with "
+                f"layers"
+            )
         if device is None or torch.device(offload_device).type != "cpu":
             raise TypeError(
-                f"OffloadModel: device is {device}, offload_device {offload_device}; expected a device, and the CPU"
+                f"OffloadModel: device is {device}, offload_device {offload_device}; expected a "
+                f"device, and the CPU"
             )
         self.device = torch.device(device)
         if (self.device.type == "cuda") != torch.cuda.is_available():
             raise ValueError(
-                f"OffloadModel: device is {device} with {torch.cuda.device_count()} GPUs; expected a GPU where there is one, "
-                "else the CPU"
+                f"OffloadModel: device is {device} with {torch.cuda.device_count()} GPUs; expected "
+                f"a GPU where there is one, else the CPU"
             )
         if num_microbatches > 1 and not checkpoint_activation:
             raise RuntimeError(
-                f"OffloadModel: num_microbatches is {num_microbatches} without checkpoint_activation; expected it to be True"
+                f"OffloadModel: num_microbatches is {num_microbatches} without "
+                f"checkpoint_activation; expected it to be True"
             )
         if dist.is_initialized() and dist.get_world_size() > 1:
             raise ValueError(
-                f"OffloadModel: there are {dist.get_world_size()} ranks; expected one process, or FullyShardedDataParallel("
+                f"OffloadModel: there are {dist.get_world_size()} ranks; expected one process, or "
+                f"FullyShardedDataParallel("
                 "model, move_params_to_cpu=True), which offloads on each rank"
             )
         slices = [[part] for part in model] if isinstance(model, list) else cut(model, num_slices)
-        self.model_slices = nn.ModuleList([_Slice(layers, checkpoint_activation) for layers in slices])
+        self.model_slices = nn.ModuleList(
+            [_Slice(layers, checkpoint_activation) for layers in slices]
+        )
         self._num_microbatches, self._options = num_microbatches, options
 
     def shard_options(self) -> dict[str, Any]:
@@ -86,14 +104,18 @@ class OffloadModel(ShardedLater):
         return {"stage": 3, "units": [*self.model_slices], "offload": offload, **self._options}
 
     def shard_now(self) -> None:
-        """Shard on the model's device, which need not be the current one, that `shard` takes for weights in host memory."""
+        """Shard on the model's device, which need not be the current one, that `shard` takes for
+        weights in host memory.
+        """
         with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
             super().shard_now()
 
     def forward(self, *inputs: torch.Tensor, **_: Any) -> torch.Tensor:
         """Return the output for one batch, a tensor (batch, ...) that is moved to the device."""
         if len(inputs) != 1 or not isinstance(inputs[0], torch.Tensor):
-            raise TypeError(f"OffloadModel: it was called with {len(inputs)} arguments; expected one tensor")
+            raise TypeError(
+                f"OffloadModel: it was called with {len(inputs)} arguments; expected one tensor"
+            )
         device = self.device if engine_of(self) is not None else next(self.parameters()).device
         parts: Sequence[torch.Tensor] = inputs[0].to(device).chunk(self._num_microbatches)
         for one in self.model_slices:
@@ -102,7 +124,9 @@ class OffloadModel(ShardedLater):
 
 
 def cut(model: nn.Sequential, number: int) -> list[list[nn.Module]]:
-    """Cut the layers into at most `number` slices of about as many parameters each, in their order."""
+    """Cut the layers into at most `number` slices of about as many parameters each, in their
+    order.
+    """
     sizes = [sum(param.numel() for param in layer.parameters()) for layer in model]
     goal = sum(sizes) / min(number, len(model))
     slices: list[list[nn.Module]] = [[]]
@@ -117,10 +141,12 @@ def cut(model: nn.Sequential, number: int) -> list[list[nn.Module]]:
 
 
 class Pipe(nn.Module):
-    """Runs an nn.Sequential on several devices of one process, micro-batch by micro-batch (arXiv:1811.06965).
+    """Runs an nn.Sequential on several devices of one process, micro-batch by micro-batch
+    (arXiv:1811.06965).
 
-    Micro-batch i is on device j in cycle i + j. Work on GPUs is queued, so different devices compute at the same time. For a
-    pipeline over ranks see torch.distributed.pipelining, whose stages shardcore.shard takes.
+    Micro-batch i is on device j in cycle i + j. Work on GPUs is queued, so different devices
+    compute at the same time. For a pipeline over ranks see torch.distributed.pipelining, whose
+    stages shardcore.shard takes.
     """
 
     def __init__(
@@ -139,36 +165,48 @@ class Pipe(nn.Module):
             balance: how many layers each partition has.
             devices: of the partitions (default: all GPUs).
             chunks: micro-batches of a batch.
-            checkpoint: which of them keep only their inputs for backward, while training: "always" all, "except_last", "never".
+            checkpoint: which of them keep only their inputs for backward, while training: "always"
+            all, "except_last", "never".
             deferred_batch_norm: False; NotImplementedError for True.
 
-        Raises TypeError unless module is an nn.Sequential, ValueError for other arguments, IndexError for too few devices.
+        Raises TypeError unless module is an nn.Sequential, ValueError for other arguments,
+        IndexError for too few devices.
         """
         super().__init__()
         if not isinstance(module, nn.Sequential):
             raise TypeError(f"Pipe: module is a {type(module).__name__}; expected an nn.Sequential")
         if deferred_batch_norm:
             raise NotImplementedError(
-                "Pipe: deferred_batch_norm is True; expected False, or norms without statistics of batches"
+                "Pipe: deferred_batch_norm is True; expected False, or norms without statistics of "
+                "batches"
             )
         layers, sizes = list(module.named_children()), [*(() if balance is None else balance)]
         if len(layers) != len(module):
             raise ValueError(
-                "Pipe: module has a layer twice; expected distinct layers (which may share parameters on one device)"
+                "Pipe: module has a layer twice; expected distinct layers (which may share "
+                "parameters on one device)"
             )
         if balance is None or sum(sizes) != len(layers) or any(size <= 0 for size in sizes):
             raise ValueError(
-                f"Pipe: balance is {None if balance is None else sizes} for {len(layers)} layers; expected positive numbers of "
-                "this sum"
+                f"Pipe: balance is {None if balance is None else sizes} for {len(layers)} layers; "
+                f"expected positive numbers of this sum"
             )
         self.chunks, self.checkpoint, self.balance = int(chunks), str(checkpoint), sizes
         if self.chunks < 1:
             raise ValueError(f"Pipe: chunks is {chunks}; expected at least 1")
         if self.checkpoint not in ("always", "except_last", "never"):
-            raise ValueError(f"Pipe: checkpoint is {checkpoint!r}; expected 'always', 'except_last', or 'never'")
-        found = [torch.device(one) for one in (range(torch.cuda.device_count()) if devices is None else devices)]
+            raise ValueError(
+                f"Pipe: checkpoint is {checkpoint!r}; expected 'always', 'except_last', or 'never'"
+            )
+        found = [
+            torch.device(one)
+            for one in (range(torch.cuda.device_count()) if devices is None else devices)
+        ]
         if len(found) < len(sizes):
-            raise IndexError(f"Pipe: there are {len(found)} devices for {len(sizes)} partitions; expected one for each")
+            raise IndexError(
+                f"Pipe: there are {len(found)} devices for {len(sizes)} partitions; expected one "
+                f"for each"
+            )
         self.devices = found[: len(sizes)]
         places: dict[nn.Parameter, torch.device] = {}
         self.partitions = nn.ModuleList()
@@ -176,7 +214,9 @@ class Pipe(nn.Module):
             partition = nn.Sequential(OrderedDict(layers[:size]))
             del layers[:size]
             if any(places.setdefault(param, device) != device for param in partition.parameters()):
-                raise ValueError("Pipe: a parameter is in partitions on different devices; expected it on one")
+                raise ValueError(
+                    "Pipe: a parameter is in partitions on different devices; expected it on one"
+                )
             self.partitions.append(partition.to(device))
 
     def __len__(self) -> int:
@@ -196,25 +236,44 @@ class Pipe(nn.Module):
         before = [param.device for param in self.parameters()]
         moved = [fn(torch.empty(0, device=device)).device for device in before]
         if moved != before:
-            raise TypeError("Pipe: it was to be moved to another device; expected devices= to say where partitions are")
+            raise TypeError(
+                "Pipe: it was to be moved to another device; expected devices= to say where "
+                "partitions are"
+            )
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     def forward(self, input: Tensors) -> Tensors:
-        """Return the output for a batch: a tensor (batch, ...), or a tuple of some, on the last device."""
+        """Return the output for a batch: a tensor (batch, ...), or a tuple of some, on the last
+        device.
+        """
         whole = (input,) if isinstance(input, torch.Tensor) else input
         if not isinstance(whole, tuple) or not all(isinstance(one, torch.Tensor) for one in whole):
-            raise TypeError(f"Pipe: input is a {type(input).__name__}; expected a tensor, or a tuple of tensors")
+            raise TypeError(
+                f"Pipe: input is a {type(input).__name__}; expected a tensor, or a tuple of tensors"
+            )
         if not self.devices:
             return input
         chunked = zip(*(one.chunk(self.chunks) for one in whole), strict=True)
-        parts: list[Tensors] = [part[0] if isinstance(input, torch.Tensor) else part for part in chunked]
-        stop = {"always": len(parts), "except_last": self.chunks - 1, "never": 0}[self.checkpoint] if self.training else 0
+        parts: list[Tensors] = [
+            part[0] if isinstance(input, torch.Tensor) else part for part in chunked
+        ]
+        stop = (
+            {"always": len(parts), "except_last": self.chunks - 1, "never": 0}[self.checkpoint]
+            if self.training
+            else 0
+        )
         for cycle in range(len(parts) + len(self.devices) - 1):
-            for index in reversed(range(max(0, cycle - len(self.devices) + 1), min(cycle + 1, len(parts)))):
+            for index in reversed(
+                range(max(0, cycle - len(self.devices) + 1), min(cycle + 1, len(parts)))
+            ):
                 partition, device = self.partitions[cycle - index], self.devices[cycle - index]
                 part = _to(parts[index], device)
                 checkpointed = index < stop
-                parts[index] = run_checkpointed(CheckpointOptions(), partition, part) if checkpointed else partition(part)
+                parts[index] = (
+                    run_checkpointed(CheckpointOptions(), partition, part)
+                    if checkpointed
+                    else partition(part)
+                )
         if isinstance(parts[0], torch.Tensor):
             return torch.cat(parts)  # type: ignore[arg-type]
         return tuple(torch.cat(some) for some in zip(*parts, strict=True))

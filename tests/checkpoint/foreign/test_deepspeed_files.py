@@ -1,4 +1,6 @@
-"""Checkpoints that DeepSpeed 0.19.8 writes in the test, compared bit for bit with what its engine had; and refused ones."""
+"""Checkpoints that DeepSpeed 0.19.8 writes in the test, compared bit for bit with what its
+engine had; and refused ones.
+"""
 
 import fcntl
 import importlib.util
@@ -18,16 +20,35 @@ from tests.support.scripts import ROOT, run_forked
 
 pytestmark = pytest.mark.more  # two processes of DeepSpeed's write all cases
 ZERO = (
-    *("zero1_fp32", "zero1_bf16", "zero1_bf16_optimizer", "zero2_bf16", "zero2_fp16", "zero2_round_robin", "zero2_aligned"),
+    *(
+        "zero1_fp32",
+        "zero1_bf16",
+        "zero1_bf16_optimizer",
+        "zero2_bf16",
+        "zero2_fp16",
+        "zero2_round_robin",
+        "zero2_aligned",
+    ),
     *("zero2_elastic", "zero3_bf16", "zero3_fp16"),
 )
-NAMES = ("inp.weight", "mid.weight", "head.weight", "inp.bias", "norm.weight", "norm.bias", "mid.bias")  # the optimizer's order
+# the optimizer's order
+NAMES = (
+    "inp.weight",
+    "mid.weight",
+    "head.weight",
+    "inp.bias",
+    "norm.weight",
+    "norm.bias",
+    "mid.bias",
+)
 UNIVERSAL = ("zero1_bf16", "zero2_fp16", "zero3_bf16")
 
 
 @pytest.fixture(scope="session")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of DeepSpeed's checkpoints, written once by two ranks: see tests/support/deepspeed_writer.py."""
+    """A folder of DeepSpeed's checkpoints, written once by two ranks: see
+    tests/support/deepspeed_writer.py.
+    """
     if importlib.util.find_spec("deepspeed") is None:
         pytest.skip("DeepSpeed's checkpoints need deepspeed")
     base = tmp_path_factory.getbasetemp()
@@ -46,7 +67,8 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _had(written: Path, case: str) -> dict[str, Any]:
     """What the engine had; full names, buffers and weights that share memory as in a state dict."""
     found: dict[str, Any] = torch.load(written / f"{case}.pt", weights_only=True)
-    if case in ("zero2_round_robin", "zero2_aligned"):  # the same training; DeepSpeed's own calls find states by a wrong order
+    # the same training; DeepSpeed's own calls find states by a wrong order
+    if case in ("zero2_round_robin", "zero2_aligned"):
         found |= {key: _had(written, "zero2_bf16")[key] for key in ("weights", "states")}
     for of in (found["weights"], found["states"]):
         of["tied.weight"] = of["head.weight"]
@@ -65,7 +87,9 @@ def test_every_value_is_what_the_engine_had(written: Path, case: str) -> None:
     for name, weight in had["consolidated"].items():  # zero_to_fp32's, from the same files
         assert torch.equal(whole(source, name, "weight").float(), weight), name
     left_out = {"zero1": 2, "zero2": 0, "zero3": 0}[case[:5]]  # frozen parameters, of stage 1
-    assert len(had["consolidated"]) == (0 if case == "zero1_bf16_optimizer" else len(had["weights"]) - left_out)
+    assert len(had["consolidated"]) == (
+        0 if case == "zero1_bf16_optimizer" else len(had["weights"]) - left_out
+    )
 
 
 @pytest.mark.parametrize("case", ZERO)
@@ -95,7 +119,11 @@ def test_options_counts_and_plain_data(written: Path, case: str) -> None:
     assert (scaler is not None) == ("fp16" in case or case == "zero2_elastic")
     if scaler is not None:
         stable = scaler["cur_iter"] - scaler["last_overflow_iter"] - 1
-        assert source.loss_scale == {"scale": scaler["cur_scale"], "stable_steps": stable, "hysteresis_left": 2}
+        assert source.loss_scale == {
+            "scale": scaler["cur_scale"],
+            "stable_steps": stable,
+            "hysteresis_left": 2,
+        }
         assert source.loss_scale["scale"] == 512.0  # it began at 256 and has doubled
     else:
         assert source.loss_scale is None
@@ -108,9 +136,20 @@ def test_frozen_parameters_are_known(written: Path) -> None:
         assert source.frozen == {"frozen.weight", "frozen.bias"}, case
 
 
-def test_groups_without_options_are_said_once(written: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_groups_without_options_are_said_once(
+    written: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     open_foreign(written / "zero2_elastic", NAMES)
-    assert len([record for record in caplog.records if "has no options of groups" in record.getMessage()]) == 1
+    assert (
+        len(
+            [
+                record
+                for record in caplog.records
+                if "has no options of groups" in record.getMessage()
+            ]
+        )
+        == 1
+    )
 
 
 def test_trainers_scheduler_is_beside_the_tag(written: Path, tmp_path: Path) -> None:
@@ -162,11 +201,13 @@ def test_steps_of_other_optimizers_of_deepspeed(written: Path, variant: str) -> 
     assert all("step" not in group for group in source.groups)
 
 
-# --- twins: what a wrong reader would return ----------------------------------------------------------------------------
+# --- twins: what a wrong reader would return ------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", ["zero1_bf16", "zero2_fp16", "zero3_bf16"])
-def test_the_comparison_notices_exchanged_ranks_and_a_changed_bit(written: Path, tmp_path: Path, case: str) -> None:
+def test_the_comparison_notices_exchanged_ranks_and_a_changed_bit(
+    written: Path, tmp_path: Path, case: str
+) -> None:
     had = _had(written, case)
     folder = Path(shutil.copytree(written / case / "global_step3", tmp_path / "exchanged"))
     first, second = sorted(folder.glob("*_optim_states.pt"))
@@ -183,7 +224,7 @@ def test_the_comparison_notices_exchanged_ranks_and_a_changed_bit(written: Path,
     assert not same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
 
 
-# --- refusals -----------------------------------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------
 
 
 def _changed(written: Path, tmp_path: Path, how: str) -> Path:
@@ -218,17 +259,25 @@ def _changed(written: Path, tmp_path: Path, how: str) -> Path:
             "pp_degree": {"checkpoint_parallel_dimensions": {"pp_degree": 2, "tp_degree": 1}},
             "no module": {"module": None},
             "a shape": {
-                "param_shapes": [{**held["param_shapes"][0], "mid.weight": torch.Size([13, 14])}, held["param_shapes"][1]]
+                "param_shapes": [
+                    {**held["param_shapes"][0], "mid.weight": torch.Size([13, 14])},
+                    held["param_shapes"][1],
+                ]
             },
             "a group less": {"param_shapes": held["param_shapes"][:1]},
-            "a name less": {"param_shapes": [held["param_shapes"][0], {"inp.bias": torch.Size([13])}]},
+            "a name less": {
+                "param_shapes": [held["param_shapes"][0], {"inp.bias": torch.Size([13])}]
+            },
         }[how]
         torch.save(held | change, model)
     return folder
 
 
 REFUSED = [
-    ("tensor parallel", "mp_rank_01_model_states.pt is of model parallelism above 1, which is not read"),
+    (
+        "tensor parallel",
+        "mp_rank_01_model_states.pt is of model parallelism above 1, which is not read",
+    ),
     ("mp_world_size", "is of model parallelism above 1"),
     ("pp_degree", "is of a pipeline"),
     ("no module", "is of a pipeline"),
@@ -247,13 +296,16 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("how, text", REFUSED, ids=[how for how, _ in REFUSED])
-def test_other_layouts_and_incomplete_checkpoints_are_refused(written: Path, tmp_path: Path, how: str, text: str) -> None:
+def test_other_layouts_and_incomplete_checkpoints_are_refused(
+    written: Path, tmp_path: Path, how: str, text: str
+) -> None:
     with pytest.raises((ValueError, OSError), match=text):
         open_foreign(_changed(written, tmp_path, how), NAMES)
 
 
 @pytest.mark.parametrize(
-    "variant, text", [("experts", "mixture of experts"), ("sgd", "momentum_buffer.*; expected Adam's step")]
+    "variant, text",
+    [("experts", "mixture of experts"), ("sgd", "momentum_buffer.*; expected Adam's step")],
 )
 def test_other_optimizers_are_refused(written: Path, variant: str, text: str) -> None:
     with pytest.raises(ValueError, match=text):
@@ -263,7 +315,13 @@ def test_other_optimizers_are_refused(written: Path, variant: str, text: str) ->
 def test_latest(written: Path, tmp_path: Path) -> None:
     assert open_foreign(tmp_path / "nothing", NAMES) is None
     assert open_foreign(tmp_path, NAMES) is None
-    for text in ("../elsewhere", "", "a\nb", "x" * 2000, "\udcff".encode("utf-8", "surrogateescape").decode("latin1") + "\0"):
+    for text in (
+        "../elsewhere",
+        "",
+        "a\nb",
+        "x" * 2000,
+        "\udcff".encode("utf-8", "surrogateescape").decode("latin1") + "\0",
+    ):
         (tmp_path / "latest").write_text(text)
         with pytest.raises(ValueError, match="expected the name of a folder beside it"):
             open_foreign(tmp_path, NAMES)
@@ -279,9 +337,15 @@ def test_latest(written: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", ["zero1_bf16", "zero3_fp16", "zero0_fp32"])
-def test_files_with_other_things_in_them_are_errors(written: Path, tmp_path: Path, case: str) -> None:
+def test_files_with_other_things_in_them_are_errors(
+    written: Path, tmp_path: Path, case: str
+) -> None:
     folder = Path(shutil.copytree(written / case / "global_step3", tmp_path / "folder"))
-    (path,) = folder.glob("*mp_rank_00_model_states.pt") if case != "zero3_fp16" else folder.glob("*rank_0_*_model_states.pt")
+    (path,) = (
+        folder.glob("*mp_rank_00_model_states.pt")
+        if case != "zero3_fp16"
+        else folder.glob("*rank_0_*_model_states.pt")
+    )
     opened = 0
     for what, version in replaced(torch.load(path, weights_only=False), 40):
         torch.save(version, path)
@@ -302,7 +366,10 @@ def test_training_goes_on_from_it(written: Path, folder: str) -> None:
     torch.manual_seed(1)
     model = Model()
     params = [param for param in model.parameters() if param.requires_grad]
-    groups = [{"params": [p for p in params if p.ndim > 1]}, {"params": [p for p in params if p.ndim <= 1]}]
+    groups = [
+        {"params": [p for p in params if p.ndim > 1]},
+        {"params": [p for p in params if p.ndim <= 1]},
+    ]
     optimizer: Any = shardcore.FusedAdam(groups, lr=1.0)
     model, optimizer = shardcore.shard(model, optimizer, 3, precision="bf16")
     loaded = shardcore.load(written / folder, model, optimizer)
@@ -317,7 +384,10 @@ def test_training_goes_on_from_it(written: Path, folder: str) -> None:
     state = optimizer.state_dict()
     for number, name in enumerate(NAMES):
         for key in ("exp_avg", "exp_avg_sq"):
-            assert torch.equal(state["state"][number][key], had["states"][name][key].float()), (name, key)
+            assert torch.equal(state["state"][number][key], had["states"][name][key].float()), (
+                name,
+                key,
+            )
         assert state["state"][number]["step"] == 3
     assert [group["weight_decay"] for group in state["param_groups"]] == [0.1, 0.0]
     assert optimizer.param_groups[0]["betas"] == (0.8, 0.99)

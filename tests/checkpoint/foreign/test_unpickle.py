@@ -1,4 +1,6 @@
-"""Files of torch.save's: values bit for bit; hostile and damaged pickles are refused, and nothing of them is run."""
+"""Files of torch.save's: values bit for bit; hostile and damaged pickles are refused, and
+nothing of them is run.
+"""
 
 import collections
 import copyreg
@@ -32,14 +34,33 @@ def _back(folder: Path, value: Any) -> Any:
 
 
 DTYPES = (
-    *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2),
-    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.bool, torch.complex64),
+    *(
+        torch.float64,
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+    ),
+    *(
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+        torch.uint16,
+        torch.uint32,
+        torch.bool,
+        torch.complex64,
+    ),
 )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_tensors_of_every_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
-    raw = torch.randint(0, 2 if dtype == torch.bool else 256, (17 * dtype.itemsize,), dtype=torch.uint8)
+    raw = torch.randint(
+        0, 2 if dtype == torch.bool else 256, (17 * dtype.itemsize,), dtype=torch.uint8
+    )
     for tensor in (
         raw.view(dtype),
         raw.view(dtype)[3:12],
@@ -54,13 +75,34 @@ def test_tensors_of_every_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
 def test_plain_data(tmp_path: Path) -> None:
     shared = [1, 2]
     value = {
-        "numbers": [0, -1, 255, 65536, -(1 << 31), 1 << 80, 0.1, float("inf"), True, False, None, 1 + 2j],
+        "numbers": [
+            0,
+            -1,
+            255,
+            65536,
+            -(1 << 31),
+            1 << 80,
+            0.1,
+            float("inf"),
+            True,
+            False,
+            None,
+            1 + 2j,
+        ],
         "text": ["", "a", "\u00e9\n" * 300, "x" * 70_000],
         "bytes": [b"", b"abc\xff", bytearray(b"\0\xfe")],
         "tuples": ((), (1,), (1, 2), (1, 2, 3), tuple(range(10))),
         "sets": [{1, "a"}, frozenset({2, (3, 4)})],
-        "dicts": [{}, {1: 2, (1, "b"): 3}, collections.OrderedDict(a=1), collections.Counter("aab")],
-        "default": [collections.defaultdict(kind, {"a": kind()}) for kind in (list, int, dict, float, str, bool)],
+        "dicts": [
+            {},
+            {1: 2, (1, "b"): 3},
+            collections.OrderedDict(a=1),
+            collections.Counter("aab"),
+        ],
+        "default": [
+            collections.defaultdict(kind, {"a": kind()})
+            for kind in (list, int, dict, float, str, bool)
+        ],
         "torch": [torch.Size([2, 3]), torch.float16, torch.device("cpu")],
         "shared": [shared, shared],
     }
@@ -71,11 +113,16 @@ def test_plain_data(tmp_path: Path) -> None:
     for key in set(value) - {"torch"}:
         assert back[key] == value[key], key
     for protocol in (2, 3, 4, 5):
-        (tmp_path / "plain.pkl").write_bytes(pickle.dumps({k: v for k, v in value.items() if k != "torch"}, protocol))
+        (tmp_path / "plain.pkl").write_bytes(
+            pickle.dumps({k: v for k, v in value.items() if k != "torch"}, protocol)
+        )
         found = plain(load_pickle(Window.of(tmp_path / "plain.pkl")), "file")
         assert found["numbers"] == value["numbers"]
         assert found["default"] == value["default"]
-    objects = _back(tmp_path, {"args": Namespace(lr=0.1, sizes=[1]), "simple": types.SimpleNamespace(a=torch.ones(2))})
+    objects = _back(
+        tmp_path,
+        {"args": Namespace(lr=0.1, sizes=[1]), "simple": types.SimpleNamespace(a=torch.ones(2))},
+    )
     assert objects["args"] == {"lr": 0.1, "sizes": [1]}
     assert torch.equal(objects["simple"]["a"], torch.ones(2))
 
@@ -85,7 +132,10 @@ def test_arrays_of_numpy(tmp_path: Path) -> None:
     given = {
         "state": numpy.random.default_rng(0).bit_generator.state,
         "legacy": numpy.random.RandomState(3).get_state(),
-        "arrays": [numpy.arange(6, dtype=">i4").reshape(2, 3), numpy.asfortranarray(numpy.arange(6.0).reshape(2, 3))],
+        "arrays": [
+            numpy.arange(6, dtype=">i4").reshape(2, 3),
+            numpy.asfortranarray(numpy.arange(6.0).reshape(2, 3)),
+        ],
         "empty": numpy.zeros((0, 3), dtype=bool),
         "scalar": numpy.float64(0.1),
     }
@@ -93,12 +143,20 @@ def test_arrays_of_numpy(tmp_path: Path) -> None:
     assert back["scalar"] == 0.1
     assert back["state"] == given["state"]
     assert (back["legacy"][1] == given["legacy"][1]).all()
-    for got, expected in zip([*back["arrays"], back["empty"]], [*given["arrays"], given["empty"]], strict=True):
+    for got, expected in zip(
+        [*back["arrays"], back["empty"]], [*given["arrays"], given["empty"]], strict=True
+    ):
         assert got.dtype == expected.dtype
         assert got.shape == expected.shape
         assert (got == expected).all()
-    for bad in (numpy.array(["text"]), numpy.array([print], dtype=object), numpy.array(["2020-01-01"], dtype="datetime64[D]")):
-        with pytest.raises(ValueError, match=r"file\.pt has a NumPy value of dtype '[^']*'; expected numbers"):
+    for bad in (
+        numpy.array(["text"]),
+        numpy.array([print], dtype=object),
+        numpy.array(["2020-01-01"], dtype="datetime64[D]"),
+    ):
+        with pytest.raises(
+            ValueError, match=r"file\.pt has a NumPy value of dtype '[^']*'; expected numbers"
+        ):
             load_file(_saved(tmp_path, bad))
     for protocol in (2, 3, 4, 5):
         torch.save(
@@ -111,7 +169,7 @@ def test_arrays_of_numpy(tmp_path: Path) -> None:
         assert (back["b"] == numpy.eye(2, 3)).all()
 
 
-# --- hostile pickles ----------------------------------------------------------------------------------------------------
+# --- hostile pickles ------------------------------------------------------------------------------
 
 
 class _Reduced:
@@ -152,7 +210,10 @@ HERE = __name__
 RUN = _global(HERE, "run")
 HOSTILE: dict[str, bytes] = {
     "os.system": b"\x80\x02" + _global("posix", "system") + _text("true") + b"\x85R.",
-    "eval": b"\x80\x02" + _global("builtins", "eval") + _text(f"__import__({HERE!r}, fromlist=['x']).run()") + b"\x85R.",
+    "eval": b"\x80\x02"
+    + _global("builtins", "eval")
+    + _text(f"__import__({HERE!r}, fromlist=['x']).run()")
+    + b"\x85R.",
     "eval of protocol 2": b"\x80\x02" + _global("__builtin__", "eval") + _text("1") + b"\x85R.",
     "stack global": b"\x80\x04" + _text(HERE) + _text("run") + b"\x93)R.",
     "a function of ours": b"\x80\x02" + RUN + b")R.",
@@ -160,8 +221,15 @@ HOSTILE: dict[str, bytes] = {
     "object": b"(" + RUN + b"o.",
     "new object": b"\x80\x02" + RUN + b")\x81.",
     "new object with keywords": b"\x80\x04" + RUN + b")}\x92.",
-    "getattr": b"\x80\x02" + _global("builtins", "getattr") + _global("os", "path") + _text("sep") + b"\x86R.",
-    "a dotted name": b"\x80\x04" + _text("collections") + _text("OrderedDict.__init__.__globals__") + b"\x93.",
+    "getattr": b"\x80\x02"
+    + _global("builtins", "getattr")
+    + _global("os", "path")
+    + _text("sep")
+    + b"\x86R.",
+    "a dotted name": b"\x80\x04"
+    + _text("collections")
+    + _text("OrderedDict.__init__.__globals__")
+    + b"\x93.",
     "a dotted name of torch": b"\x80\x04" + _text("torch") + _text("Size.__class__") + b"\x93.",
     "torch.load": b"\x80\x02" + _global("torch.serialization", "load") + _text("x") + b"\x85R.",
     "torch.hub": b"\x80\x02" + _global("torch", "hub.load") + _text("x") + b"\x85R.",
@@ -169,12 +237,28 @@ HOSTILE: dict[str, bytes] = {
     "extension 1": b"\x80\x02\x82\xf0)R.",
     "extension 2": b"\x80\x02\x83\xf0\x00)R.",
     "extension 4": b"\x80\x02\x84\xf0\x00\x00\x00)R.",
-    "memo of a class": b"\x80\x02" + _global("collections", "OrderedDict") + b"q\x000" + RUN + b"q\x00h\x00)R.",
+    "memo of a class": b"\x80\x02"
+    + _global("collections", "OrderedDict")
+    + b"q\x000"
+    + RUN
+    + b"q\x00h\x00)R.",
     "memo beyond": b"\x80\x02h\x07.",
     "a huge memo index": b"\x80\x02Nr\xff\xff\xff\x7f0j\xfe\xff\xff\x7f.",
-    "attributes of a class": b"\x80\x02" + _global("torch", "FloatStorage") + b"}" + _text("a") + b"K\x01sb.",
-    "attributes of a function": b"\x80\x02" + _global("torch", "Size") + b"}" + _text("a") + b"K\x01sb.",
-    "attributes of a stand-in's class": b"\x80\x02" + _global("argparse", "Namespace") + b"}" + _text("a") + b"K\x01sb.",
+    "attributes of a class": b"\x80\x02"
+    + _global("torch", "FloatStorage")
+    + b"}"
+    + _text("a")
+    + b"K\x01sb.",
+    "attributes of a function": b"\x80\x02"
+    + _global("torch", "Size")
+    + b"}"
+    + _text("a")
+    + b"K\x01sb.",
+    "attributes of a stand-in's class": b"\x80\x02"
+    + _global("argparse", "Namespace")
+    + b"}"
+    + _text("a")
+    + b"K\x01sb.",
     "attributes of a list": b"\x80\x02]}" + _text("a") + b"K\x01sb.",
     "a called stand-in": b"\x80\x02" + _global("argparse", "Namespace") + b")\x81)R.",
     "a called number": b"\x80\x02K\x01)R.",
@@ -185,7 +269,9 @@ HOSTILE: dict[str, bytes] = {
     "a persistent id": b"\x80\x02" + _text("x") + b"Q.",
     "a textual persistent id": b"Px\n.",
     "a buffer": b"\x80\x05\x97.",
-    "gigabytes of zeros": b"\x80\x02" + _global("builtins", "bytearray") + b"J\xff\xff\xff\x7f\x85R.",
+    "gigabytes of zeros": b"\x80\x02"
+    + _global("builtins", "bytearray")
+    + b"J\xff\xff\xff\x7f\x85R.",
     "bytes that are not there": b"\x80\x04\x8e" + struct.pack("<Q", 1 << 62) + b"x.",
     "text that is not there": b"\x80\x04\x8d" + struct.pack("<Q", 1 << 40) + b"x.",
     "a long that is not there": b"\x80\x02\x8b\xff\xff\xff\x7f\x01.",
@@ -198,11 +284,21 @@ HOSTILE: dict[str, bytes] = {
     "unknown instruction": b"\x80\x02\xff.",
     "a number of no digits": b"Iabc\n.",
     "a huge number": b"L" + b"9" * 10_000 + b"L\n.",
-    "a tensor of a number": b"\x80\x02" + _global("torch._utils", "_rebuild_tensor_v2") + b"(K\x01K\x00))\x89NtR.",
+    "a tensor of a number": b"\x80\x02"
+    + _global("torch._utils", "_rebuild_tensor_v2")
+    + b"(K\x01K\x00))\x89NtR.",
     "a size below 0": b"\x80\x02" + _global("torch", "Size") + b"(J\xff\xff\xff\xfft\x85R.",
-    "a layout": b"\x80\x02" + _global("torch.serialization", "_get_layout") + _text("torch.sparse_coo") + b"\x85R.",
+    "a layout": b"\x80\x02"
+    + _global("torch.serialization", "_get_layout")
+    + _text("torch.sparse_coo")
+    + b"\x85R.",
     "set of a list": b"\x80\x02" + _global("builtins", "set") + b"(]l\x85R.",
-    "a typed tensor": b"\x80\x02" + _global("torch._tensor", "_rebuild_from_type_v2") + b"(" + RUN + RUN + b")NtR.",
+    "a typed tensor": b"\x80\x02"
+    + _global("torch._tensor", "_rebuild_from_type_v2")
+    + b"("
+    + RUN
+    + RUN
+    + b")NtR.",
     "codecs": b"\x80\x02" + _global("_codecs", "encode") + _text("x") + _text("rot13") + b"\x86R.",
 }
 
@@ -234,7 +330,9 @@ def test_hostile_pickles_are_refused_and_not_run(tmp_path: Path, what: str) -> N
         copyreg.remove_extension(HERE, "run", 0xF0)
 
 
-@pytest.mark.parametrize("what", ["a function of ours", "stack global", "instance", "object", "memo of a class", "eval"])
+@pytest.mark.parametrize(
+    "what", ["a function of ours", "stack global", "instance", "object", "memo of a class", "eval"]
+)
 def test_pickle_itself_runs_them(what: str) -> None:
     """A reader that is no more careful than pickle would fail the test above."""
     _ran.clear()
@@ -246,11 +344,15 @@ def test_refusals_name_the_class_the_file_and_what_to_do(tmp_path: Path) -> None
     for value in (_Other(), _Reduced(run, ("x",)), {"a": [_Other]}, _Reduced(os.getenv, ("HOME",))):
         path = _saved(tmp_path, {"model": {}, "x": value})
         _ran.clear()
-        with pytest.raises(ValueError, match=r"file\.pt.* names [\w.]+\.(_Other|run|getenv), which is refused") as caught:
+        with pytest.raises(
+            ValueError, match=r"file\.pt.* names [\w.]+\.(_Other|run|getenv), which is refused"
+        ) as caught:
             load_file(path)
         assert "load it where you trust it, take that out, and save it again" in str(caught.value)
         assert _ran == []
-    with pytest.raises(ValueError, match=r"names torch\._utils\._rebuild_sparse_tensor, which is refused"):
+    with pytest.raises(
+        ValueError, match=r"names torch\._utils\._rebuild_sparse_tensor, which is refused"
+    ):
         load_file(_saved(tmp_path, torch.eye(3).to_sparse()))
     with pytest.raises(ValueError, match="marked conjugate or negative"):
         load_file(_saved(tmp_path, torch.ones(2, dtype=torch.complex64).conj()))
@@ -270,14 +372,27 @@ def test_data_that_contain_themselves_or_are_deep(tmp_path: Path) -> None:
         plain(load_file(_saved(tmp_path, torch.Tensor)), "file")
 
 
-def _tensor_pickle(numel: int, offset: int, size: tuple[int, ...], stride: tuple[int, ...], key: str = "0") -> bytes:
+def _tensor_pickle(
+    numel: int, offset: int, size: tuple[int, ...], stride: tuple[int, ...], key: str = "0"
+) -> bytes:
     class Id(pickle.Pickler):
         def persistent_id(self, given: Any) -> Any:
-            return ("storage", torch.FloatStorage, key, "cpu", numel) if isinstance(given, _Other) else None
+            return (
+                ("storage", torch.FloatStorage, key, "cpu", numel)
+                if isinstance(given, _Other)
+                else None
+            )
 
     class Tensor:
         def __reduce__(self) -> Any:
-            return torch._utils._rebuild_tensor_v2, (_Other(), offset, size, stride, False, collections.OrderedDict())
+            return torch._utils._rebuild_tensor_v2, (
+                _Other(),
+                offset,
+                size,
+                stride,
+                False,
+                collections.OrderedDict(),
+            )
 
     out = io.BytesIO()
     Id(out, 2).dump(Tensor())
@@ -285,7 +400,10 @@ def _tensor_pickle(numel: int, offset: int, size: tuple[int, ...], stride: tuple
 
 
 def test_tensors_beyond_their_storage_are_refused(tmp_path: Path) -> None:
-    assert load_file(_as_file(tmp_path, _tensor_pickle(16, 0, (16,), (1,)))).read(0, 16).tolist() == [0.0] * 16
+    assert (
+        load_file(_as_file(tmp_path, _tensor_pickle(16, 0, (16,), (1,)))).read(0, 16).tolist()
+        == [0.0] * 16
+    )
     cases: list[tuple[int, int, tuple[int, ...], tuple[int, ...], str]] = [
         (17, 0, (1,), (1,), "has 64 bytes; expected 68"),
         (16, 1, (16,), (1,), "expected 68 for shape"),
@@ -302,7 +420,8 @@ def test_tensors_beyond_their_storage_are_refused(tmp_path: Path) -> None:
     for key in ("1", "../0", "0/../0", "", "x"):
         with pytest.raises(ValueError, match=r"has no entry data/1|expected a number"):
             load_file(_as_file(tmp_path, _tensor_pickle(16, 0, (1,), (1,), key)))
-    huge = load_file(_as_file(tmp_path, _tensor_pickle(16, 0, (1 << 50,), (0,))))  # 4 PB, of one element
+    # 4 PB, of one element
+    huge = load_file(_as_file(tmp_path, _tensor_pickle(16, 0, (1 << 50,), (0,))))
     assert huge.read(1 << 49, 3).tolist() == [0.0] * 3
 
 
@@ -338,7 +457,11 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
 
 
 def test_damaged_files_are_errors(tmp_path: Path) -> None:
-    value = {"model": {"a": torch.randn(5, 7), "b": torch.randn(3).bfloat16()}, "epoch": 3, "args": Namespace(a=1)}
+    value = {
+        "model": {"a": torch.randn(5, 7), "b": torch.randn(3).bfloat16()},
+        "epoch": 3,
+        "args": Namespace(a=1),
+    }
     path = _saved(tmp_path, value)
 
     def read() -> None:
@@ -356,19 +479,39 @@ def test_damaged_files_are_errors(tmp_path: Path) -> None:
 def test_damaged_pickles_are_errors(tmp_path: Path) -> None:
     """Without a checksum, each changed byte reaches pickle."""
     path = tmp_path / "plain.pkl"
-    path.write_bytes(pickle.dumps({"a": [1, (2, 3.5)], "b": {"c": Namespace(x={4, 5})}, "d": b"x" * 300, "e": 1 << 70}, 4))
+    path.write_bytes(
+        pickle.dumps(
+            {"a": [1, (2, 3.5)], "b": {"c": Namespace(x={4, 5})}, "d": b"x" * 300, "e": 1 << 70}, 4
+        )
+    )
     refused = read_damaged(path, 2000, lambda: plain(load_pickle(Window.of(path)), "file"))
     assert 500 < refused < 2000
 
 
 def test_attributes_are_data_only(tmp_path: Path) -> None:
-    """Those that would change how a live object behaves are only entries of a dict, or left out, or refused."""
+    """Those that would change how a live object behaves are only entries of a dict, or left out,
+    or refused.
+    """
     for name in ("__class__", "__setstate__", "state", "get"):
-        raw = b"\x80\x02" + _global("argparse", "Namespace") + b")\x81}" + _text(name) + _text("x") + b"sb."
+        raw = (
+            b"\x80\x02"
+            + _global("argparse", "Namespace")
+            + b")\x81}"
+            + _text(name)
+            + _text("x")
+            + b"sb."
+        )
         found = load_file(_as_file(tmp_path, raw))
         assert isinstance(found, StandIn)
         assert found.state == {name: "x"}
-    raw = b"\x80\x02" + _global("collections", "OrderedDict") + b")R}" + _text("items") + _text("x") + b"sb."
+    raw = (
+        b"\x80\x02"
+        + _global("collections", "OrderedDict")
+        + b")R}"
+        + _text("items")
+        + _text("x")
+        + b"sb."
+    )
     assert load_file(_as_file(tmp_path, raw)).items() == {}.items()
     raw = _tensor_pickle(16, 0, (16,), (1,))[:-1] + b"}" + _text("offset") + b"K\x99sb."
     with pytest.raises(ValueError, match="a tensor is given attributes"):

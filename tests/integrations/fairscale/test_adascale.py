@@ -1,17 +1,27 @@
-"""AdaScale: the paper's estimate in float64, the same one for plain models, DDP and every stage of shard."""
+"""AdaScale: the paper's estimate in float64, the same one for plain models, DDP and every stage
+of shard.
+"""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
 
 import shardcore
-from shardcore.integrations.fairscale import OSS, AdaScale, AdaScaleWrapper, FullyShardedDataParallel, ShardedDataParallel
+from shardcore.integrations.fairscale import (
+    OSS,
+    AdaScale,
+    AdaScaleWrapper,
+    FullyShardedDataParallel,
+    ShardedDataParallel,
+)
 from shardcore.integrations.fairscale import adascale as fairscale_adascale
 from tests.support.ranks import run_ranks
 
-# Inputs of a step, one per micro-batch or rank, and the gains that FairScale's tests state for a Linear(2, 2).
+# Inputs of a step, one per micro-batch or rank, and the gains that FairScale's tests state for a
+# Linear(2, 2).
 GAINS = [
     ([[1.0, 0.0], [0.0, 1.0]], 4.0 / 3),
     ([[1.0, 1.0], [1.0, 1.0]], 1.0000001249999846),
@@ -44,7 +54,9 @@ class Oracle:
 def test_gains_of_fairscales_tests(inputs, gain, is_scaled_loss):
     model, count = nn.Linear(2, 2), len(inputs)
     optimizer = AdaScale(
-        torch.optim.SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=count, is_scaled_loss=is_scaled_loss
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        num_gradients_to_accumulate=count,
+        is_scaled_loss=is_scaled_loss,
     )
     for x in inputs:
         loss = model(torch.tensor(x)).sum()
@@ -78,7 +90,9 @@ def _groups(model):
 
 def _wrap(kind, model):
     if kind == "ddp":
-        return nn.parallel.DistributedDataParallel(model), torch.optim.AdamW(_groups(model), lr=1e-2)
+        return nn.parallel.DistributedDataParallel(model), torch.optim.AdamW(
+            _groups(model), lr=1e-2
+        )
     if kind == "oss":
         optimizer = OSS(_groups(model), lr=1e-2)  # SGD
         return ShardedDataParallel(model, optimizer), optimizer
@@ -100,7 +114,9 @@ def _trains(rank, world_size, steps=2, micros=3):
         for step in range(steps):
             if kind != "ddp":  # every single gradient, of the weights as they are
                 plain = _net()
-                plain.load_state_dict(model.module.state_dict() if kind == "oss" else model.state_dict())
+                plain.load_state_dict(
+                    model.module.state_dict() if kind == "oss" else model.state_dict()
+                )
                 rows = [[], []]
                 for x in batches[step].flatten(0, 1):
                     grads = torch.autograd.grad(plain(x).square().mean(), list(plain.parameters()))
@@ -109,13 +125,11 @@ def _trains(rank, world_size, steps=2, micros=3):
                 oracles = [oracle.step(row) for oracle, row in zip(wanted, rows, strict=True)]
             for micro in range(micros):
                 last = micro == micros - 1
-                sync = model.no_sync() if kind in ("ddp", "oss", "fsdp") else shardcore.no_sync(model)
-                loss = lambda step=step, micro=micro: (model(batches[step, micro, rank]).square().mean() / micros).backward()  # noqa: E731, B023
-                if last:
-                    loss()
-                else:
-                    with sync:
-                        loss()
+                sync = (
+                    model.no_sync() if kind in ("ddp", "oss", "fsdp") else shardcore.no_sync(model)
+                )
+                with nullcontext() if last else sync:
+                    (model(batches[step, micro, rank]).square().mean() / micros).backward()
             gains.append([optimizer.gain(0), optimizer.gain(1), optimizer.gain()])
             if kind != "ddp":
                 assert gains[-1][:2] == pytest.approx(oracles, rel=1e-4), kind
@@ -138,7 +152,9 @@ def test_gains_are_the_papers_and_the_same_sharded():
 
 
 def _twin(rank, world_size):
-    fairscale_adascale.clip_grad_norm_ = lambda params, limit: sum(p.grad.square().sum() for p in params if p.grad is not None)
+    fairscale_adascale.clip_grad_norm_ = lambda params, limit: sum(
+        p.grad.square().sum() for p in params if p.grad is not None
+    )
     try:  # the norm of what p.grad has: nothing, in shards
         _trains(rank, world_size, steps=1)
     except AssertionError:
@@ -162,7 +178,9 @@ def test_states_scales_and_groups():
         return optimizer.gain()
 
     model = _net()
-    optimizer = AdaScale(shardcore.CPUAdam(model.parameters(), lr=0.1), num_gradients_to_accumulate=3)
+    optimizer = AdaScale(
+        shardcore.CPUAdam(model.parameters(), lr=0.1), num_gradients_to_accumulate=3
+    )
     train(optimizer, model, 1)
     states = {
         "model": {k: v.clone() for k, v in model.state_dict().items()},
@@ -174,14 +192,19 @@ def test_states_scales_and_groups():
     again.load_state_dict(states["model"])
     other.load_state_dict(states["optimizer"])
     assert train(other, again, 2) == gain
-    var, sqr = (float(other.state_dict()["state"]["adascale"][name]) for name in ("grad_var_avg", "grad_sqr_avg"))
+    var, sqr = (
+        float(other.state_dict()["state"]["adascale"][name])
+        for name in ("grad_var_avg", "grad_sqr_avg")
+    )
     other.set_scale(6.0)
     assert other.gain() == pytest.approx((var / 2 + sqr) / (var / 12 + sqr))
     other.set_num_gradients_to_accumulate(6)
     assert (other.scale, other.smoothing) == (6.0, 1 - 6 / 1000)
     other.set_num_gradients_to_accumulate(3)
     assert 1.0 <= train(other, again, 3) <= 6.0
-    wrapped = AdaScaleWrapper(_net().parameters(), num_gradients_to_accumulate=2, optim_cls=torch.optim.SGD, lr=0.1)
+    wrapped = AdaScaleWrapper(
+        _net().parameters(), num_gradients_to_accumulate=2, optim_cls=torch.optim.SGD, lr=0.1
+    )
     wrapped.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
     assert wrapped.gain(1) == 1.0
     assert wrapped.defaults["lr"] == 0.1

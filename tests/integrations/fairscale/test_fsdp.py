@@ -1,4 +1,6 @@
-"""FullyShardedDataParallel and the wrap functions: the bits of shardcore.shard at stage 3, with the script's own optimizer."""
+"""FullyShardedDataParallel and the wrap functions: the bits of shardcore.shard at stage 3, with
+the script's own optimizer.
+"""
 
 import copy
 import io
@@ -43,7 +45,9 @@ def _loop(rank, model, optimizer, scheduler, no_sync, clip, steps=range(4)):
 
 def _shard(rank, optim=shardcore.FusedAdam, **options):
     model = make_net()
-    model, optimizer = shardcore.shard(model, optim(model.parameters(), **ADAMW), 3, units=Block, **options)
+    model, optimizer = shardcore.shard(
+        model, optim(model.parameters(), **ADAMW), 3, units=Block, **options
+    )
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     clip = lambda: shardcore.clip_grad_norm_(model, 0.5)  # noqa: E731
     _loop(rank, model, optimizer, scheduler, lambda: shardcore.no_sync(model), clip)
@@ -53,7 +57,8 @@ def _shard(rank, optim=shardcore.FusedAdam, **options):
 def _wrapped(part_options=None, **options):
     model = make_net()
     for index in range(3):
-        inside = {name: value for name, value in options.items() if name != "loss_scale"}  # the model's alone
+        # the model's alone
+        inside = {name: value for name, value in options.items() if name != "loss_scale"}
         model.blocks[index] = FSDP(model.blocks[index], **{**inside, **(part_options or {})})
     return FSDP(model, **options)
 
@@ -72,7 +77,13 @@ def _trains(rank, world_size):
     mixed = {"mixed_precision": True, "compute_dtype": torch.bfloat16, "fp32_reduce_scatter": True}
     bf16 = {"precision": "bf16", "reduce_dtype": "fp32"}
     pairs = {
-        "plain": (_shard(rank), [{"move_params_to_cpu": True}, {"reshard_after_forward": False, "optim": shardcore.FusedAdam}]),
+        "plain": (
+            _shard(rank),
+            [
+                {"move_params_to_cpu": True},
+                {"reshard_after_forward": False, "optim": shardcore.FusedAdam},
+            ],
+        ),
         "mixed": (_shard(rank, **bf16), [mixed]),
         "SGD": (_shard(rank, SGD), [{"optim": SGD, "late": True}]),
     }
@@ -80,7 +91,10 @@ def _trains(rank, world_size):
         for options in cases:
             assert hash_of_training(*_fsdp(rank, **options)) == wanted, (name, options)
     assert pairs["plain"][0] != pairs["mixed"][0]
-    keeps, fairscale_fsdp.keep_working = fairscale_fsdp.keep_working, lambda old, made: old.__dict__.update(step=made.step)
+    keeps, fairscale_fsdp.keep_working = (
+        fairscale_fsdp.keep_working,
+        lambda old, made: old.__dict__.update(step=made.step),
+    )
     try:  # the twin: load_state_dict and zero_grad go on, the learning rate's steps do not
         with pytest.raises(AttributeError):
             _fsdp(rank, late=True)
@@ -115,7 +129,15 @@ def _states(rank, world_size):
     again.load_state_dict(held[0])
     optimizer.load_state_dict(again.get_shard_from_optim_state_dict(held[1]))
     scheduler.last_epoch = 2
-    _loop(rank, again, optimizer, scheduler, again.no_sync, lambda: again.clip_grad_norm_(0.5), range(2, 4))
+    _loop(
+        rank,
+        again,
+        optimizer,
+        scheduler,
+        again.no_sync,
+        lambda: again.clip_grad_norm_(0.5),
+        range(2, 4),
+    )
     assert hash_of_training(again, optimizer) == whole
     again.load_local_state_dict(shards)
     doubled = {**held[0], "head.weight": held[0]["head.weight"] * 2}
@@ -123,7 +145,9 @@ def _states(rank, world_size):
     assert all(torch.equal(value, doubled[name]) for name, value in again.state_dict().items())
     with again.summon_full_params():
         plain = copy.deepcopy(again)  # an ordinary model, which is not sharded
-    assert [name for name, _ in plain.named_parameters()] == [name for name, _ in Net().named_parameters()]
+    assert [name for name, _ in plain.named_parameters()] == [
+        name for name, _ in Net().named_parameters()
+    ]
     with torch.no_grad():
         plain(batch_of(0, 0, rank)[0])
     assert pickle.loads(pickle.dumps(plain)).gain == plain.gain
@@ -174,7 +198,10 @@ def test_what_cannot_be_followed_is_refused_by_name():
     }.items():
         with pytest.raises(ValueError, match=options):
             FSDP(nn.Linear(2, 2), **{options: says})
-    assert FSDP(nn.Linear(2, 2).half(), compute_dtype=torch.float16).shard_options()["precision"] is None
+    assert (
+        FSDP(nn.Linear(2, 2).half(), compute_dtype=torch.float16).shard_options()["precision"]
+        is None
+    )
     with pytest.raises(ValueError, match="wrapped already"):
         FSDP(FSDP(nn.Linear(2, 2)))
     with pytest.raises(TypeError, match="module is a list"):
@@ -208,16 +235,20 @@ def test_parts_without_mixed_precision_keep_float32():
     model = _wrapped({"mixed_precision": False}, mixed_precision=True)
     options = model.shard_options()
     assert options["precision"] == "fp16"
-    assert set(options["keep_fp32"]) == {param for block in model.blocks for param in block.parameters()}
+    assert set(options["keep_fp32"]) == {
+        param for block in model.blocks for param in block.parameters()
+    }
     assert options["units"] == [*model.blocks]
     assert get_fsdp_instances(model) == [model, *model.blocks]
 
 
-# --- wrap: what FairScale's tests say ---------------------------------------------------------------------------------
+# --- wrap: what FairScale's tests say -------------------------------------------------------------
 
 
 def _nested():
-    return nn.Sequential(nn.Linear(5, 5), nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)), nn.Linear(5, 5))
+    return nn.Sequential(
+        nn.Linear(5, 5), nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)), nn.Linear(5, 5)
+    )
 
 
 def test_wrap_is_for_enable_wrap_alone():
@@ -231,28 +262,47 @@ def test_wrap_is_for_enable_wrap_alone():
     assert isinstance(made, nn.Linear)
     assert not made.shard_options()["reshard_after_forward"]
     assert other.shard_options()["reshard_after_forward"]
-    assert (made.reshard_after_forward, made.mixed_precision, other.reshard_after_forward) == (False, False, True)
+    assert (made.reshard_after_forward, made.mixed_precision, other.reshard_after_forward) == (
+        False,
+        False,
+        True,
+    )
     assert not isinstance(wrap(nn.Linear(5, 5)), FSDP)
 
 
 def test_auto_wrap_by_size():
     with enable_wrap(wrapper_cls=FSDP):
-        model = auto_wrap(_nested(), auto_wrap_policy=partial(default_auto_wrap_policy, min_num_params=40))
-        assert [isinstance(part, FSDP) for part in (model, model.module[0], model.module[1])] == [True, False, True]
+        model = auto_wrap(
+            _nested(), auto_wrap_policy=partial(default_auto_wrap_policy, min_num_params=40)
+        )
+        assert [isinstance(part, FSDP) for part in (model, model.module[0], model.module[1])] == [
+            True,
+            False,
+            True,
+        ]
         assert not any(isinstance(part, FSDP) for part in model.module[1].module)
         with pytest.raises(ValueError, match="has wrapped parts"):
             auto_wrap(nn.Sequential(model))
-        small = partial(default_auto_wrap_policy, min_num_params=40, skip_params_check_for_root=True)
-        assert isinstance(auto_wrap(nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)), auto_wrap_policy=small), FSDP)
+        small = partial(
+            default_auto_wrap_policy, min_num_params=40, skip_params_check_for_root=True
+        )
+        assert isinstance(
+            auto_wrap(nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)), auto_wrap_policy=small), FSDP
+        )
         lists = auto_wrap(
-            nn.ModuleList([nn.Linear(10, 10)]), auto_wrap_policy=partial(default_auto_wrap_policy, min_num_params=40)
+            nn.ModuleList([nn.Linear(10, 10)]),
+            auto_wrap_policy=partial(default_auto_wrap_policy, min_num_params=40),
         )
         assert [isinstance(part, FSDP) for part in (lists, lists[0])] == [False, True]
         leaf = auto_wrap(
             nn.Sequential(nn.Linear(10, 10), nn.MultiheadAttention(100, 1)),
             auto_wrap_policy=partial(default_auto_wrap_policy, min_num_params=40),
         )
-        assert [isinstance(part, FSDP) for part in (leaf[0], leaf[1], leaf[1].out_proj)] == [True, False, False]
+        assert [isinstance(part, FSDP) for part in (leaf[0], leaf[1], leaf[1].out_proj)] == [
+            True,
+            False,
+            False,
+        ]
 
 
 def test_auto_wrap_by_configuration():

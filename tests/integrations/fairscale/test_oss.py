@@ -1,4 +1,6 @@
-"""OSS and ShardedDataParallel, over gloo ranks: the bits of shardcore.shard, and what FairScale's tests say of them."""
+"""OSS and ShardedDataParallel, over gloo ranks: the bits of shardcore.shard, and what
+FairScale's tests say of them.
+"""
 
 import copy
 from contextlib import nullcontext
@@ -67,7 +69,9 @@ def _trains(rank, world_size):
     model, oss = _ours(rank, shardcore.FusedAdam)
     hashes["FusedAdam"] = hash_of_training(model.module, oss.optim)
     copied = OSS.take  # the twin: an OSS whose groups are others than those of what steps
-    OSS.take = lambda self, optim: self.__dict__.update(optim=optim, param_groups=copy.copy(self.param_groups), state={})
+    OSS.take = lambda self, optim: self.__dict__.update(
+        optim=optim, param_groups=copy.copy(self.param_groups), state={}
+    )
     try:
         model = make_net()
         oss = OSS(model.parameters(), torch.optim.AdamW, **ADAMW)
@@ -188,7 +192,9 @@ def _reduces(rank, world_size):
             with ddp.no_sync() if micro == 0 else nullcontext():
                 loss_of(ddp, batch_of(step, micro, rank)).backward()
         model.reduce()
-        torch.testing.assert_close(oss.clip_grad_norm(0.5), nn.utils.clip_grad_norm_(nets[1].parameters(), 0.5))
+        torch.testing.assert_close(
+            oss.clip_grad_norm(0.5), nn.utils.clip_grad_norm_(nets[1].parameters(), 0.5)
+        )
         for optimizer in (oss, plain):
             optimizer.step()
             optimizer.zero_grad()

@@ -41,7 +41,9 @@ def _train(model, optimizer, steps=4):
 ADAMW = {"lr": 1e-2, "weight_decay": 0.1}
 
 
-@pytest.mark.parametrize("options", [{}, {"num_slices": 2, "checkpoint_activation": True, "num_microbatches": 3}])
+@pytest.mark.parametrize(
+    "options", [{}, {"num_slices": 2, "checkpoint_activation": True, "num_microbatches": 3}]
+)
 def test_offload_model_trains_as_the_plain_model(options):
     plain = _layers()
     expected = _train(plain, torch.optim.AdamW(plain.parameters(), **ADAMW))
@@ -80,7 +82,10 @@ def _evaluate(model):
 
 
 def test_offload_model_cuts_by_parameters():
-    sizes = [[sum(p.numel() for p in layer.parameters()) for layer in one] for one in fairscale_sequential.cut(_layers(), 3)]
+    sizes = [
+        [sum(p.numel() for p in layer.parameters()) for layer in one]
+        for one in fairscale_sequential.cut(_layers(), 3)
+    ]
     assert sizes == [[112, 0], [272, 0], [272, 0, 51]], sizes
     assert len(fairscale_sequential.cut(_layers(), 100)) <= 7
 
@@ -107,15 +112,23 @@ def test_offload_model_refuses_by_name():
 def test_pipe_trains_as_the_plain_model(checkpoint, chunks):
     plain = _layers()
     expected = _train(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
-    model = Pipe(_layers(), balance=[2, 3, 2], devices=["cpu"] * 3, chunks=chunks, checkpoint=checkpoint)
-    assert torch.allclose(_train(model, torch.optim.SGD(model.parameters(), lr=0.1)), expected, rtol=1e-5, atol=1e-6)
+    model = Pipe(
+        _layers(), balance=[2, 3, 2], devices=["cpu"] * 3, chunks=chunks, checkpoint=checkpoint
+    )
+    assert torch.allclose(
+        _train(model, torch.optim.SGD(model.parameters(), lr=0.1)), expected, rtol=1e-5, atol=1e-6
+    )
 
 
 def test_pipe_runs_each_micro_batch_on_the_next_partition_in_its_cycle():
     order = []
-    model = Pipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1], devices=["cpu", "cpu"], chunks=3)
+    model = Pipe(
+        nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1], devices=["cpu", "cpu"], chunks=3
+    )
     for index, partition in enumerate(model.partitions):
-        partition.register_forward_pre_hook(lambda module, args, index=index: order.append((index, int(args[0][0, 0]))))
+        partition.register_forward_pre_hook(
+            lambda module, args, index=index: order.append((index, int(args[0][0, 0])))
+        )
     with torch.no_grad():
         model[0].weight.copy_(torch.eye(2))
         model[0].bias.zero_()
@@ -138,8 +151,17 @@ def test_pipe_is_a_sequence_and_takes_tuples():
         def forward(self, pair):
             return pair[0] + pair[1], pair[0] - pair[1]
 
-    assert set(Pipe(nn.Sequential(OrderedDict(a=first, b=second)), [1, 1], devices=["cpu"] * 2).state_dict()) == {
-        *("partitions.0.a.weight", "partitions.0.a.bias", "partitions.1.b.weight", "partitions.1.b.bias"),
+    assert set(
+        Pipe(
+            nn.Sequential(OrderedDict(a=first, b=second)), [1, 1], devices=["cpu"] * 2
+        ).state_dict()
+    ) == {
+        *(
+            "partitions.0.a.weight",
+            "partitions.0.a.bias",
+            "partitions.1.b.weight",
+            "partitions.1.b.bias",
+        ),
     }
     with pytest.raises(ValueError, match="has a layer twice"):
         Pipe(nn.Sequential(first, first), [1, 1], devices=["cpu"] * 2)
@@ -157,7 +179,11 @@ def test_pipe_is_a_sequence_and_takes_tuples():
         ({"balance": [0, 2]}, ValueError, "positive numbers"),
         ({"balance": [1, 1], "devices": ["cpu"]}, IndexError, "1 devices for 2 partitions"),
         ({"balance": [2], "chunks": 0}, ValueError, "chunks is 0"),
-        ({"balance": [2], "checkpoint": "sometimes"}, ValueError, "'always', 'except_last', or 'never'"),
+        (
+            {"balance": [2], "checkpoint": "sometimes"},
+            ValueError,
+            "'always', 'except_last', or 'never'",
+        ),
         ({"balance": [2], "deferred_batch_norm": True}, NotImplementedError, "deferred_batch_norm"),
     ],
 )

@@ -1,4 +1,6 @@
-"""shardcore under DeepSpeed's names (shardcore.deepspeed.names): `import deepspeed` after install_as_deepspeed."""
+"""shardcore under DeepSpeed's names (shardcore.deepspeed.names): `import deepspeed` after
+install_as_deepspeed.
+"""
 
 import sys
 
