@@ -31,8 +31,6 @@ from shardcore.engine.engine import Engine, engine_behind
 from shardcore.engine.slices import held_by, slice_of
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-# not as checkpoints end until they are whole: a save removes what has such a name
-_WRITING = ".writing"
 _PART = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 MAX_SHARD_BYTES = 5_000_000_000
 Tensors: TypeAlias = Mapping[str, torch.Tensor]  # what is written, on the meta device
@@ -170,7 +168,7 @@ def write(
     try:
         return _write(tensors, values, output, max_shard_bytes)
     except BaseException:
-        for left in set(folder.glob(f".*{_WRITING}")) - before:
+        for left in set(folder.glob(f".*{_writing()}")) - before:
             left.unlink()
         raise
 
@@ -222,14 +220,23 @@ def _cut_into_files(tensors: Tensors, max_shard_bytes: int) -> list[list[str]]:
     return files
 
 
+def _writing() -> str:
+    """Return the end of an unfinished file's name.
+
+    It is not a checkpoint's, whose unfinished files a save removes. It is of one process, because
+    all ranks of a program may write one folder (deepspeed.zero_to_fp32).
+    """
+    return f".{os.getpid()}.writing"
+
+
 def _unfinished(path: Path) -> Path:
-    return path.with_name(f".{path.name}{_WRITING}")
+    return path.with_name(f".{path.name}{_writing()}")
 
 
 def _publish(folder: Path, names: list[str], stale: list[str] | None = None) -> None:
     """Remove what an older model left, and give the files their names."""
     for name in stale or ():
-        (folder / name).unlink()
+        (folder / name).unlink(missing_ok=True)  # another rank may have removed it
     for name in names:
         os.rename(_unfinished(folder / name), folder / name)
     sync_directory(folder)

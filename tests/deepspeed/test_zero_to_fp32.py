@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import shardcore
 from shardcore.deepspeed import zero_to_fp32
 from tests.support.models import Net, Run, make_net, train
+from tests.support.ranks import run_ranks
 
 
 @pytest.fixture
@@ -79,6 +81,23 @@ def test_files_without_frozen_parameters(
     assert set(expected) - set(found) == {
         name for name in expected if name.startswith("blocks.1.")
     } | {"blocks.2.up.weight"}
+
+
+def _converted(rank: int, world_size: int, folder: Path, output: Path) -> None:
+    """Let every rank write one folder at once."""
+    dist.barrier()
+    zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(folder, output)
+
+
+def test_all_ranks_may_write_one_folder(
+    saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    safetensors = pytest.importorskip("safetensors.torch", reason="needs the safetensors package")
+    folder, expected = saved
+    run_ranks(2, _converted, folder, tmp_path / "out")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
+    for name, value in safetensors.load_file(tmp_path / "out" / "model.safetensors").items():
+        assert torch.equal(value, expected[name].float()), name
 
 
 def test_the_command_line_warns_of_nothing(
