@@ -1,6 +1,7 @@
 # make demo    train a real model on real text over two ranks, with and without offload, and compare the bits
 # make test    run the tests but those marked slow or more, two files at a time where pytest-xdist is installed (WORKERS=0: one
-#              after the other). ARGS="-k adam" goes to pytest; ARGS="-m more" runs what CI adds, ARGS="-m slow" the longest
+#              after the other). ARGS="-k adam" goes to pytest; ARGS="-m more" and ARGS="-m slow" run the others, as
+#              bash .ci/run nightly does
 # make quick   tests of one process, in less than a minute: no ranks, no builds, no examples, no other libraries
 # make test-all    all tests, those marked more and slow, too
 # make crash-test  kill, fill, damage: checkpoints and commits lose nothing. KILLS=300 COMMITS=500 MUTATIONS=20000 FAULTS=200

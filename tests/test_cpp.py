@@ -35,7 +35,7 @@ def skip_or_fail(reason: str) -> None:
     pytest.skip(reason)
 
 
-@pytest.mark.slow  # two minutes to compile; CI runs them under sanitizers as well
+@pytest.mark.slow  # two minutes to compile; .ci/run has them under sanitizers
 def test_ctest():
     if shutil.which("cmake") is None:
         skip_or_fail("cmake is not installed (apt-get install cmake)")

@@ -132,7 +132,7 @@ def copy_of(wheel: Path, folder: Path, *, without: str = "", plus: str = "") -> 
 )
 def test_a_wheel_works_where_there_is_no_compiler(tmp_path, capsys):
     """Compiles only what `make setup` has not: build/ is that of this checkout. CI runs it where
-    it has no CUDA's wheel.
+    nvcc is not.
     """
     stale = ROOT / "build/lib.linux-stale/shardcore/gone.py"
     stale.parent.mkdir(parents=True, exist_ok=True)
