@@ -242,17 +242,15 @@ void check_overlap(const AdamLists& lists, const std::vector<AdamSegment>& segme
   enum Name { params, grads, exp_avgs, exp_avg_sqs, masters, max_exp_avg_sqs, exp_avg_scales, exp_avg_sq_scales };
   constexpr const char* kNames[] = {"params",  "grads",           "exp_avgs",       "exp_avg_sqs",
                                     "masters", "max_exp_avg_sqs", "exp_avg_scales", "exp_avg_sq_scales"};
-  constexpr int kIndexBits = 40;  // of a tag; above them the name
-  const auto count = static_cast<int64_t>(segments.size());
   std::vector<MemoryRange> ranges;
   ranges.reserve(4 * segments.size());
-  const auto add = [&](Name name, int64_t i, const void* data, int64_t size_bytes) {
+  const auto add = [&](Name name, size_t i, const void* data, int64_t size_bytes) {
     if (data == nullptr) return;
     const auto begin = reinterpret_cast<uintptr_t>(data);
-    ranges.push_back({begin, begin + static_cast<uintptr_t>(size_bytes), (int64_t{name} << kIndexBits) | i, name != grads});
+    ranges.push_back({begin, begin + static_cast<uintptr_t>(size_bytes), {name, i}, name != grads});
   };
-  for (int64_t i = 0; i < count; ++i) {
-    const AdamSegment& t = segments[static_cast<size_t>(i)];
+  for (size_t i = 0; i < segments.size(); ++i) {
+    const AdamSegment& t = segments[i];
     if (t.numel == 0) continue;
     add(params, i, t.param, t.numel * itemsize(t.param_dtype));
     add(grads, i, t.grad, t.numel * itemsize(t.grad_dtype));
@@ -264,16 +262,13 @@ void check_overlap(const AdamLists& lists, const std::vector<AdamSegment>& segme
     add(exp_avg_sq_scales, i, t.exp_avg_sq_scale, blocks_of(t.numel) * 4);
   }
   if (const auto found = find_shared(std::move(ranges))) {
-    const auto index_of = [](int64_t tag) { return static_cast<size_t>(tag & ((int64_t{1} << kIndexBits) - 1)); };
-    const size_t first = index_of(found->first_tag), second = index_of(found->second_tag);
+    const auto& [first, second] = *found;
     // A parameter that is there twice shares all its memory; the error says so, and not which of its tensors was found.
-    const bool twice =
-        first != second && std::max(first, second) < segments.size() && segments[first].param == segments[second].param;
-    const auto at = [&](int64_t tag) {
-      const size_t i = index_of(tag);
-      return Where{kStepOp, kNames[twice ? params : tag >> kIndexBits], i < segments.size() ? lists.place_of(i) : -1};
+    const bool twice = first.index != second.index && segments[first.index].param == segments[second.index].param;
+    const auto where = [&](const MemoryOwner& owner) {
+      return Where{kStepOp, kNames[twice ? params : owner.list], lists.place_of(owner.index)};
     };
-    refuse_shared(at(found->second_tag), at(found->first_tag));
+    refuse_shared(where(second), where(first));
   }
 }
 

@@ -10,7 +10,7 @@ std::optional<SharedMemory> find_shared(std::vector<MemoryRange> ranges) {
   for (const MemoryRange& range : ranges) {
     for (const MemoryRange* const before : {written, range.written ? read : nullptr}) {
       if (before == nullptr || before->end <= range.begin) continue;
-      return SharedMemory{std::min(before->tag, range.tag), std::max(before->tag, range.tag)};
+      return SharedMemory{std::min(before->owner, range.owner), std::max(before->owner, range.owner)};
     }
     const MemoryRange*& furthest = range.written ? written : read;
     if (furthest == nullptr || furthest->end < range.end) furthest = &range;

@@ -1,20 +1,29 @@
 // Which ranges of memory share bytes that a call writes: kernels read and write through __restrict__ pointers, on many threads.
 #pragma once
 
+#include <compare>
 #include <cstdint>
 #include <optional>
 #include <vector>
 
 namespace shardcore {
 
+// Whose memory a range is: tensor `index` of the caller's list number `list`.
+struct MemoryOwner {
+  int list;
+  size_t index;
+
+  auto operator<=>(const MemoryOwner&) const = default;
+};
+
 struct MemoryRange {
   uintptr_t begin, end;  // bytes [begin, end), not empty
-  int64_t tag;           // the caller's number of their owner
+  MemoryOwner owner;
   bool written;
 };
 
 struct SharedMemory {
-  int64_t first_tag, second_tag;  // first_tag < second_tag
+  MemoryOwner first, second;  // first < second
 };
 
 // Two ranges that share bytes of which at least one is written, or nothing. Ranges that are only read may overlap.
