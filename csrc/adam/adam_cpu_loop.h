@@ -37,7 +37,7 @@ SHARDCORE_HD Ahead ahead_of(const AdamSegment& t, int64_t first) {
 }
 
 // Always inline: GCC 12 drops calls of functions that only prefetch.
-SHARDCORE_HD void ask(const Ahead& ahead, int64_t i) {
+SHARDCORE_HD void prefetch(const Ahead& ahead, int64_t i) {
   for (const Ahead::Stream& stream : ahead.streams)
     __builtin_prefetch(reinterpret_cast<const void*>(stream.start + i * stream.itemsize));
 }
@@ -48,7 +48,7 @@ SHARDCORE_HD void for_each_element(const Ahead& ahead, int64_t n, const Element&
   constexpr int64_t kLine = 64 / sizeof(float);
   int64_t i = 0;
   for (; i + kLine <= n; i += kLine) {
-    ask(ahead, i);
+    prefetch(ahead, i);
     for (int64_t j = i; j < i + kLine; ++j) element(j);
   }
   for (; i < n; ++i) element(i);
@@ -199,12 +199,8 @@ void run_tile(const AdamSegment& t, const AdamScalars& s, uint64_t moments_key, 
 // The float32 weights of a tile: where they are, or in `tile`.
 float* load_weight(const AdamSegment& t, int64_t i, int64_t n, float* tile) {
   if (t.master_kind == Master::f32) return static_cast<float*>(t.master) + i;
-  if (t.param_dtype == DType::f32) return static_cast<float*>(t.param) + i;
-  if (t.master_kind == Master::split) {
-    load_split(tile, static_cast<const uint16_t*>(t.param) + i, static_cast<const int16_t*>(t.master) + i, n);
-  } else {
-    load_tile(tile, t.param, t.param_dtype, i, n);
-  }
+  if (t.master_kind != Master::split) return values_or_tile(t.param, t.param_dtype, i, n, tile);
+  load_split(tile, static_cast<const uint16_t*>(t.param) + i, static_cast<const int16_t*>(t.master) + i, n);
   return tile;
 }
 
@@ -225,14 +221,8 @@ void adam_span(const AdamSegment& t, const AdamScalars& s, int64_t first, int64_
   const uint64_t moments_key = state_key(param_key);
   alignas(64) float grad_tile[kBlock];
   alignas(64) float weight_tile[kBlock];
-  for (int64_t i = first; i < last; i += kBlock) {
-    const int64_t n = last - i < kBlock ? last - i : kBlock;
-    const float* g = grad_tile;
-    if (t.grad_dtype == DType::f32) {
-      g = static_cast<const float*>(t.grad) + i;
-    } else {
-      load_tile(grad_tile, t.grad, t.grad_dtype, i, n);
-    }
+  for_each_tile(first, last, [&](int64_t i, int64_t n) {
+    const float* const g = values_or_tile(t.grad, t.grad_dtype, i, n, grad_tile);
     float* const weight = load_weight(t, i, n, weight_tile);
     run_tile(t, s, moments_key, g, weight, i, n, tiles);
     if (stochastic) {
@@ -244,7 +234,7 @@ void adam_span(const AdamSegment& t, const AdamScalars& s, int64_t first, int64_
     } else {
       store_weight(t, i, n, weight);
     }
-  }
+  });
 }
 
 }  // namespace SHARDCORE_ISA

@@ -42,4 +42,21 @@ static inline void store_tile(void* data, DType dtype, int64_t first, int64_t n,
   }
 }
 
+// data[first : first + n] as float32: in place where they are float32, else converted into `tile`.
+static inline const float* values_or_tile(const void* data, DType dtype, int64_t first, int64_t n, float* tile) {
+  if (dtype == DType::f32) return static_cast<const float*>(data) + first;
+  load_tile(tile, data, dtype, first, n);
+  return tile;
+}
+
+static inline float* values_or_tile(void* data, DType dtype, int64_t first, int64_t n, float* tile) {
+  return const_cast<float*>(values_or_tile(static_cast<const void*>(data), dtype, first, n, tile));
+}
+
+// Calls update(i, n) for each tile of elements [first, last): elements [i, i + n).
+template <typename Update>
+SHARDCORE_HD void for_each_tile(int64_t first, int64_t last, const Update& update) {
+  for (int64_t i = first; i < last; i += kBlock) update(i, last - i < kBlock ? last - i : kBlock);
+}
+
 }  // namespace shardcore

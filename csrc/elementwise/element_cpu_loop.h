@@ -31,33 +31,26 @@ decltype(&run_elements<Formula::sgd, kL2>) choose_elements(Formula formula) {
   }
 }
 
-// Elements [first, first + n) as float32: where they are, or copied into `tile` if they are read.
-float* element_tile(void* data, DType dtype, int64_t first, int64_t n, float* tile, bool read = true) {
-  if (dtype == DType::f32) return static_cast<float*>(data) + first;
-  if (read) load_tile(tile, data, dtype, first, n);
-  return tile;
+// The float32 weights of a tile: where they are, or in `tile`, which a cast does not read.
+float* element_weight(const ElementSegment& t, Formula formula, int64_t i, int64_t n, float* tile) {
+  if (t.master != nullptr) return t.master + i;
+  if (formula == Formula::assign && t.param_dtype != DType::f32) return tile;
+  return values_or_tile(t.param, t.param_dtype, i, n, tile);
 }
 
 }  // namespace
 
 void element_span(const ElementSegment& t, const ElementScalars& s, int64_t first, int64_t last) {
   const auto run = s.l2 != 0.0f ? choose_elements<true>(s.formula) : choose_elements<false>(s.formula);
-  const bool reads = s.formula != Formula::assign;
   alignas(64) float grad_tile[kBlock], weight_tile[kBlock], state_tile[kBlock] = {};
-  for (int64_t i = first; i < last; i += kBlock) {
-    const int64_t n = last - i < kBlock ? last - i : kBlock;
-    const float* g = grad_tile;
-    if (t.grad_dtype == DType::f32) {
-      g = static_cast<const float*>(t.grad) + i;
-    } else {
-      load_tile(grad_tile, t.grad, t.grad_dtype, i, n);
-    }
-    float* const state = t.state != nullptr ? element_tile(t.state, t.state_dtype, i, n, state_tile) : state_tile;
-    float* const p = t.master != nullptr ? t.master + i : element_tile(t.param, t.param_dtype, i, n, weight_tile, reads);
+  for_each_tile(first, last, [&](int64_t i, int64_t n) {
+    const float* const g = values_or_tile(t.grad, t.grad_dtype, i, n, grad_tile);
+    float* const state = t.state != nullptr ? values_or_tile(t.state, t.state_dtype, i, n, state_tile) : state_tile;
+    float* const p = element_weight(t, s.formula, i, n, weight_tile);
     run(s, g, p, state, n);
     if (t.state != nullptr && state == state_tile) store_tile(t.state, t.state_dtype, i, n, state);
     if (t.master != nullptr || p == weight_tile) store_tile(t.param, t.param_dtype, i, n, p);
-  }
+  });
 }
 
 }  // namespace SHARDCORE_ISA
