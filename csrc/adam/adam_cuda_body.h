@@ -122,7 +122,7 @@ struct AdamScalarsArg {
   AdamScalars few[kFew] = {};
 
   // Makes them arguments of the launch; false if they are too many.
-  bool take(const std::vector<AdamScalars>& scalars) {
+  bool try_assign(const std::vector<AdamScalars>& scalars) {
     if (scalars.size() > kFew) return false;
     std::copy(scalars.begin(), scalars.end(), few);
     return true;

@@ -40,21 +40,21 @@ struct AdamChunkView {
 template <int kForm>
 SHARDCORE_HD AdamChunkView adam_chunk_view(const AdamSegment& t, int64_t first, const AdamScalars& s) {
   constexpr AdamForm form = kAdamForms[kForm];
-  const auto moved = [first](void* data, int64_t size) { return data ? static_cast<char*>(data) + first * size : nullptr; };
-  const auto moved_f32 = [](float* data, int64_t count) { return data ? data + count : nullptr; };
+  const auto offset = [first](void* data, int64_t size) { return data ? static_cast<char*>(data) + first * size : nullptr; };
+  const auto offset_f32 = [](float* data, int64_t count) { return data ? data + count : nullptr; };
   AdamChunkView view;
   view.param_dtype = form.any_dtypes ? t.param_dtype : form.param;
   view.grad_dtype = form.any_dtypes ? t.grad_dtype : form.grad;
   view.master_kind = form.any_dtypes ? t.master_kind : form.master;
   view.state_dtype = form.any_dtypes ? t.state_dtype : form.state;
-  view.param = moved(t.param, itemsize(view.param_dtype));
+  view.param = offset(t.param, itemsize(view.param_dtype));
   view.grad = static_cast<const char*>(t.grad) + first * itemsize(view.grad_dtype);
-  view.exp_avg = moved(t.exp_avg, itemsize(view.state_dtype));
-  view.exp_avg_sq = moved(t.exp_avg_sq, itemsize(view.state_dtype));
-  view.master = moved(t.master, view.master_kind == Master::split ? 2 : 4);
-  view.max_exp_avg_sq = form.any_dtypes ? moved_f32(t.max_exp_avg_sq, first) : nullptr;
-  view.exp_avg_scale = moved_f32(t.exp_avg_scale, first / kBlock);
-  view.exp_avg_sq_scale = moved_f32(t.exp_avg_sq_scale, first / kBlock);
+  view.exp_avg = offset(t.exp_avg, itemsize(view.state_dtype));
+  view.exp_avg_sq = offset(t.exp_avg_sq, itemsize(view.state_dtype));
+  view.master = offset(t.master, view.master_kind == Master::split ? 2 : 4);
+  view.max_exp_avg_sq = form.any_dtypes ? offset_f32(t.max_exp_avg_sq, first) : nullptr;
+  view.exp_avg_scale = offset_f32(t.exp_avg_scale, first / kBlock);
+  view.exp_avg_sq_scale = offset_f32(t.exp_avg_sq_scale, first / kBlock);
   view.numel = static_cast<int>(t.numel - first < kAdamChunk ? t.numel - first : kAdamChunk);
   view.any_f32 = view.param_dtype == DType::f32 || view.grad_dtype == DType::f32 || view.master_kind == Master::f32 ||
                  view.state_dtype == StateDType::f32;

@@ -107,7 +107,7 @@ class __attribute__((visibility("hidden"))) AdamStepper {
       check_overlap(lists, segments);
       last_ = segments;
     }
-    for (size_t i = 0; i < count; ++i) mark_written(lists.params[i]);  // states are not part of any graph
+    for (size_t i = 0; i < count; ++i) bump_version(lists.params[i]);  // states are not part of any graph
     const py::gil_scoped_release no_gil;
     if (device.is_cpu()) {
       if (made != nullptr) scalars = scalars_in(*made);
@@ -126,7 +126,7 @@ class __attribute__((visibility("hidden"))) AdamStepper {
     const cudaStream_t stream = current_stream(device);
     at::Tensor bytes = made == nullptr ? at::Tensor() : made->bytes;
     AdamScalarsArg arg;
-    if (made == nullptr && !arg.take(scalars)) bytes = upload({bytes_of(scalars)}, device);
+    if (made == nullptr && !arg.try_assign(scalars)) bytes = upload({bytes_of(scalars)}, device);
     if (is_capturing(stream) || !tabled_ || stream != stream_) {
       table_ = DeviceTable<AdamSegment>(segments, kAdamChunk, device);
       stream_ = stream;

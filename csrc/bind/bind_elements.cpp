@@ -68,8 +68,8 @@ void element_step(const py::handle& params, const py::handle& grads, const py::h
     if (state.defined()) t.state = state.data_ptr(), t.state_dtype = float_dtype(where, state);
     if (master.defined()) t.master = static_cast<float*>(master.data_ptr());
     segments.push_back(t);
-    mark_written(param);
-    if (state.defined()) mark_written(state);
+    bump_version(param);
+    if (state.defined()) bump_version(state);
   }
   run(segments, scalars, device);
 }
@@ -91,7 +91,7 @@ void cast(const py::handle& dsts, const py::handle& srcs) {
     segments.push_back(
         assignment(dst.data_ptr(), float_dtype(dst_at, dst), src.const_data_ptr(), float_dtype(src_at, src), dst.numel()));
   }
-  for (size_t i = 0; i < dst_list.size(); ++i) mark_written(dst_list[i]);
+  for (size_t i = 0; i < dst_list.size(); ++i) bump_version(dst_list[i]);
   run(segments, kAssign, device);
 }
 

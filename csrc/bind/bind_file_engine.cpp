@@ -84,7 +84,7 @@ class PyFileRead {
       const py::gil_scoped_release no_gil;
       result = read_->wait();
     }
-    const auto release = [pool = result.pool, buffer = result.buffer](void*) { pool->give(buffer); };
+    const auto release = [pool = result.pool, buffer = result.buffer](void*) { pool->release(buffer); };
     return at::from_blob(result.data, {bytes_}, release, options);
   }
 
@@ -98,7 +98,7 @@ class PyFileTransfer {
  public:
   PyFileTransfer(BlockFile& file, FileOp op, at::Tensor memory, int64_t offset) : memory_(std::move(memory)) {
     check_layout({"BlockFile", "memory"}, memory_, at::kCPU);
-    if (op == FileOp::read) mark_written(memory_);
+    if (op == FileOp::read) bump_version(memory_);
     void* const data = op == FileOp::read ? memory_.mutable_data_ptr() : const_cast<void*>(memory_.const_data_ptr());
     const py::gil_scoped_release no_gil;
     transfer_ = file.start(op, data, offset, static_cast<int64_t>(memory_.nbytes()));

@@ -216,7 +216,7 @@ class PyHostTier {
     const auto size_bytes = static_cast<int64_t>(dst.nbytes());
     if (size_bytes == 0) return {copies_, direction, 0};
     const at::Tensor& ours = direction == Direction::to_tier ? dst : src;
-    mark_written(dst);
+    bump_version(dst);
     copies_->release();
     int64_t number = 0;
     {
@@ -290,8 +290,8 @@ class PyOffloadChunk {
     return chunk;
   }
 
-  void mark() const {
-    for (size_t i = 0; i < size(); ++i) mark_written(weights_[i].defined() ? weights_[i] : lists_.params[i]);
+  void bump_versions() const {
+    for (size_t i = 0; i < size(); ++i) bump_version(weights_[i].defined() ? weights_[i] : lists_.params[i]);
   }
 
  private:
@@ -338,7 +338,7 @@ class PyOffloadPipeline {
       first += chunk.size();
     }
     pipeline_.end();  // with the GIL: at once, if all was waited for
-    for (const py::handle chunk : kept) chunk.cast<const PyOffloadChunk&>().mark();
+    for (const py::handle chunk : kept) chunk.cast<const PyOffloadChunk&>().bump_versions();
     chunks_ = std::move(kept);
     grads_ = std::move(grads);
     pipeline_.begin(std::move(step), num_threads);

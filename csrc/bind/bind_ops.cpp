@@ -98,7 +98,7 @@ at::Tensor ordered_sum(const at::Tensor& pieces, int64_t world_size, const py::h
   op.scale_at = device.is_cpu() ? nullptr : static_cast<const double*>(number.data);
   op.out = out.data_ptr();
   op.accumulate = accumulate;
-  mark_written(out);
+  bump_version(out);
   const py::gil_scoped_release no_gil;
 #ifdef SHARDCORE_WITH_CUDA
   if (device.is_cuda()) {

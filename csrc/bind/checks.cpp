@@ -175,7 +175,7 @@ void refuse_shared(const Where& where, const Where& other) {
   value_error(where, "memory that ", whose.str(), " has too; expected memory of its own (this call writes there)");
 }
 
-void mark_written(const at::Tensor& tensor) {
+void bump_version(const at::Tensor& tensor) {
   if (tensor.defined() && !tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
 }
 

@@ -92,8 +92,8 @@ DType float_dtype(const Where& where, const at::Tensor& tensor);
 // `where` shares bytes with `other`, and the call writes one of them.
 [[noreturn]] void refuse_shared(const Where& where, const Where& other);
 
-// Marks an in-place write for autograd.
-void mark_written(const at::Tensor& tensor);
+// Counts an in-place write in the version that autograd checks.
+void bump_version(const at::Tensor& tensor);
 
 // at::parallel_for, where torch.set_num_threads holds, unless the calling thread has threads of its own.
 Executor& torch_executor();

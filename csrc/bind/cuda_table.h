@@ -123,7 +123,7 @@ struct NormTable {
   NormTable(const std::vector<NormSegment>& segments, at::Device device) {
     const NormPlan plan(segments);
     num_chunks = plan.num_chunks;
-    if (items.take(plan.items)) return;
+    if (items.try_assign(plan.items)) return;
     bytes = upload({bytes_of(plan.items)}, device);
     items.table = static_cast<const NormItem*>(bytes.const_data_ptr());
     items.count = static_cast<int32_t>(plan.items.size());

@@ -77,7 +77,7 @@ class CudaStream final : public CopyStream {
       const auto compute = static_cast<cudaStream_t>(stream);
       refuse_capture(compute);
       reap();
-      in_flight_.push_back({number, take_event(), 0});
+      in_flight_.push_back({number, acquire_event(), 0});
       const cudaEvent_t done = in_flight_.back().done.get();
       // Hand-over: what is queued on the compute stream so far, and nothing later, precedes the copy.
       SHARDCORE_CUDA_CHECK(cudaEventRecord(ready_->get(), compute));
@@ -199,7 +199,7 @@ class CudaStream final : public CopyStream {
     }
   }
 
-  Event take_event() {
+  Event acquire_event() {
     if (spare_.empty()) return {};
     Event event = std::move(spare_.back());
     spare_.pop_back();

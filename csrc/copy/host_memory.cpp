@@ -10,6 +10,8 @@
 #include <fstream>
 #include <new>
 
+#include "core/round_up.h"
+
 namespace shardcore {
 namespace {
 
@@ -17,8 +19,6 @@ constexpr int64_t kHugePageBytes = int64_t{2} << 20;
 constexpr int kMaxNodes = 1024;  // the kernel's own bound
 // Of linux/mempolicy.h: MPOL_DEFAULT, MPOL_PREFERRED, MPOL_INTERLEAVE.
 constexpr int kDefault = 0, kPreferred = 1, kInterleave = 3;
-
-int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
 
 }  // namespace
 

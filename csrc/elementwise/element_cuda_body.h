@@ -43,14 +43,14 @@ SHARDCORE_HD void element_body(const ChunkTable<ElementSegment>& table, const El
                                int thread) {
   const Chunk chunk = chunk_at(table, block_index, kElementChunk);
   const ElementSegment t = table.segments[chunk.tensor];
-  const auto moved = [&](void* data, DType dtype) {
+  const auto offset = [&](void* data, DType dtype) {
     return data != nullptr ? static_cast<char*>(data) + chunk.first * itemsize(dtype) : nullptr;
   };
   const char* const grad = static_cast<const char*>(t.grad) + chunk.first * itemsize(t.grad_dtype);
-  char* const param = moved(t.param, t.param_dtype);
-  char* const state = kIsCast ? nullptr : moved(t.state, t.state_dtype);
+  char* const param = offset(t.param, t.param_dtype);
+  char* const state = kIsCast ? nullptr : offset(t.state, t.state_dtype);
   const bool mastered = !kIsCast && t.master != nullptr;
-  char* const weight = mastered ? moved(t.master, DType::f32) : param;
+  char* const weight = mastered ? offset(t.master, DType::f32) : param;
   const DType weight_dtype = mastered ? DType::f32 : t.param_dtype;
   SHARDCORE_ASSUME_GLOBAL(grad);
   SHARDCORE_ASSUME_GLOBAL(param);

@@ -14,7 +14,7 @@ BufferPool::~BufferPool() {
   for (const Buffer& buffer : free_) free_pages(buffer.data, buffer.size_bytes);
 }
 
-BufferPool::Buffer BufferPool::take(int64_t size_bytes) {
+BufferPool::Buffer BufferPool::acquire(int64_t size_bytes) {
   if (getpid() == pid_) {
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto fits = [&](const Buffer& b) { return b.size_bytes >= size_bytes && b.size_bytes / 2 <= size_bytes; };
@@ -30,7 +30,7 @@ BufferPool::Buffer BufferPool::take(int64_t size_bytes) {
   return {static_cast<char*>(allocate_pages(mapped)), mapped};
 }
 
-void BufferPool::give(Buffer buffer) noexcept {
+void BufferPool::release(Buffer buffer) noexcept {
   if (getpid() != pid_ || buffer.size_bytes > keep_bytes_) return free_pages(buffer.data, buffer.size_bytes);
   std::vector<Buffer> dropped;  // the oldest, to stay within keep_bytes
   {

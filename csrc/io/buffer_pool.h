@@ -24,8 +24,8 @@ class BufferPool {
     int64_t size_bytes = 0;  // as it was made
   };
   // At least size_bytes (> 0). Throws std::bad_alloc.
-  Buffer take(int64_t size_bytes);
-  void give(Buffer buffer) noexcept;
+  Buffer acquire(int64_t size_bytes);
+  void release(Buffer buffer) noexcept;
 
  private:
   const int64_t keep_bytes_;

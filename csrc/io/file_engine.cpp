@@ -64,7 +64,7 @@ class ThreadsBackend final : public IoBackend {
       queued_.pop_front();
       ++busy_;
       lock.unlock();
-      while (!take_result(request, transfer(request))) {
+      while (!handle_result(request, transfer(request))) {
       }
       request.owner->finished(request);
       lock.lock();
@@ -76,11 +76,11 @@ class ThreadsBackend final : public IoBackend {
     const int64_t injected = begin(request);
     if (injected != 0 || moves_nothing()) return injected;
     char* const data = request.data + request.done_bytes;
-    const auto size = static_cast<size_t>(request.asked);
+    const auto size = static_cast<size_t>(request.transfer_bytes);
     const off_t at = request.offset + request.done_bytes;
-    const ssize_t moved =
+    const ssize_t result =
         request.op == FileOp::read ? pread(request.file->fd(), data, size, at) : pwrite(request.file->fd(), data, size, at);
-    return moved < 0 ? -errno : moved;
+    return result < 0 ? -errno : result;
   }
 
   const size_t depth_;
@@ -105,12 +105,12 @@ int64_t IoBackend::begin(IoRequest& request) const {
   if (faults_.delay_ms() > 0) std::this_thread::sleep_for(std::chrono::milliseconds(faults_.delay_ms()));
   if (request.attempts > 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
   const int64_t left = request.size_bytes - request.done_bytes;
-  request.asked = faults_.shortened(left, request.file->block_bytes());
+  request.transfer_bytes = faults_.shortened(left, request.file->block_bytes());
   request.direct = request.file->direct();
   return -faults_.error(request.op, request.offset + request.done_bytes, left, request.attempts == 0, request.direct);
 }
 
-bool IoBackend::take_result(IoRequest& request, int64_t result) const {
+bool IoBackend::handle_result(IoRequest& request, int64_t result) const {
   if (result == -EINVAL && request.direct && request.file->stop_direct()) return false;
   const bool again = result == -EINTR || result == -EAGAIN;
   if (result < 0 && !again) {

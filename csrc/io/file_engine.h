@@ -53,9 +53,9 @@ struct IoRequest {
   int error = 0;  // errno
 
   // The engine's.
-  int attempts = 0;     // since bytes were moved last
-  int64_t asked = 0;    // by the transfer that is being made
-  bool direct = false;  // whether that transfer is
+  int attempts = 0;            // since bytes were transferred last
+  int64_t transfer_bytes = 0;  // of the current transfer
+  bool direct = false;         // whether it is
 
   // "write at offset 1048576 failed: 1048576 bytes asked, 0 done: Input/output error"
   IoError failure() const;
@@ -71,12 +71,12 @@ class IoBackend {
  protected:
   explicit IoBackend(const Faults& faults) : faults_(faults) {}
 
-  // Before each transfer: sets request.asked and request.direct, and returns 0, or a result that takes the transfer's place
-  // (an injected -errno). Waits, if transfers are to be delayed, or if this request is tried again.
+  // Before each transfer: sets request.transfer_bytes and request.direct, and returns 0, or a result that takes the transfer's
+  // place (an injected -errno). Waits, if transfers are to be delayed, or if this request is tried again.
   int64_t begin(IoRequest& request) const;
   bool moves_nothing() const { return faults_.stuck(); }
-  // Takes a transfer's result (bytes, or -errno). Returns whether the request is over; else it needs another transfer.
-  bool take_result(IoRequest& request, int64_t result) const;
+  // Handles a transfer's result (bytes, or -errno). Returns whether the request is over; else it needs another transfer.
+  bool handle_result(IoRequest& request, int64_t result) const;
 
  private:
   const Faults& faults_;

@@ -3,14 +3,10 @@
 #include <algorithm>
 #include <cstring>
 
+#include "core/round_up.h"
 #include "io/crc32c.h"
 
 namespace shardcore {
-namespace {
-
-int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
-
-}  // namespace
 
 FileWriter::FileWriter(std::shared_ptr<FileEngine> engine, const std::string& path, int64_t size_bytes, bool direct,
                        bool overwrite)
@@ -39,7 +35,7 @@ void FileWriter::throw_error() {
 }
 
 // Makes a buffer the current one. Waits for one if all are queued.
-void FileWriter::take_buffer() {
+void FileWriter::acquire_buffer() {
   std::unique_lock<std::mutex> lock(signal_->mutex);
   if (free_.empty() && requests_.size() < static_cast<size_t>(engine_->writer_buffers())) {
     requests_.reserve(static_cast<size_t>(engine_->writer_buffers()));
@@ -47,7 +43,7 @@ void FileWriter::take_buffer() {
     free_.reserve(static_cast<size_t>(engine_->writer_buffers()));  // finished() cannot allocate
     auto request = std::make_unique<IoRequest>();
     request->op = FileOp::write, request->file = file_.get(), request->owner = this;
-    buffers_.push_back(engine_->buffers()->take(FileEngine::kTransferBytes));
+    buffers_.push_back(engine_->buffers()->acquire(FileEngine::kTransferBytes));
     request->data = buffers_.back().data;
     requests_.push_back(std::move(request));
     current_ = requests_.back().get();
@@ -95,7 +91,7 @@ uint32_t FileWriter::append(const void* data, int64_t bytes) {
   uint32_t crc = 0;
   const char* src = static_cast<const char*>(data);
   while (bytes > 0) {
-    if (current_ == nullptr) take_buffer();
+    if (current_ == nullptr) acquire_buffer();
     const int64_t part = std::min(bytes, FileEngine::kTransferBytes - filled_);
     crc = copy_crc32c(current_->data + filled_, src, part, crc);
     src += part, bytes -= part, filled_ += part, appended_ += part;
@@ -136,7 +132,7 @@ void FileWriter::close() noexcept {
   const std::lock_guard<std::mutex> one(calls_);
   if (file_ == nullptr) return;
   drain();
-  for (const BufferPool::Buffer& buffer : buffers_) engine_->buffers()->give(buffer);
+  for (const BufferPool::Buffer& buffer : buffers_) engine_->buffers()->release(buffer);
   buffers_.clear();
   requests_.clear();
   free_.clear();
@@ -202,12 +198,12 @@ FileRead::FileRead(std::shared_ptr<FileEngine> engine, std::shared_ptr<File> fil
   const int64_t block = file->block_bytes();
   const int64_t begin = offset - offset % block, end = round_up(offset + bytes, block);
   start_ = offset - begin;
-  buffer_ = pool_->take(end - begin);
+  buffer_ = pool_->acquire(end - begin);
   try {
     transfer_ = std::make_unique<FileTransfer>(engine_, std::move(file), FileOp::read, buffer_.data, begin, end - begin,
                                                offset + bytes - begin);
   } catch (...) {  // nothing was queued
-    pool_->give(buffer_);
+    pool_->release(buffer_);
     throw;
   }
 }
@@ -215,7 +211,7 @@ FileRead::FileRead(std::shared_ptr<FileEngine> engine, std::shared_ptr<File> fil
 FileRead::~FileRead() {
   if (engine_->orphaned()) return;  // the transfer's destructor waits for nothing there, either
   transfer_.reset();
-  if (buffer_.data != nullptr) pool_->give(buffer_);
+  if (buffer_.data != nullptr) pool_->release(buffer_);
 }
 
 FileRead::Result FileRead::wait() {

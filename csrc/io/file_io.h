@@ -46,7 +46,7 @@ class FileWriter : public IoOwner {
  private:
   void check_usable(const char* op) const;
   void throw_error();
-  void take_buffer();
+  void acquire_buffer();
   void submit();
   void drain() noexcept;
 

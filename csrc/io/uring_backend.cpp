@@ -105,7 +105,7 @@ class UringBackend final : public IoBackend {
       bool any = false;
       for (io_uring_cqe* entry; io_uring_peek_cqe(&ring_->raw, &entry) == 0; any = true) {
         auto* const request = static_cast<IoRequest*>(io_uring_cqe_get_data(entry));
-        const int64_t moved = entry->res;
+        const int64_t transferred = entry->res;
         io_uring_cqe_seen(&ring_->raw, entry);
         if (request == nullptr) {
           eventfd_t count;
@@ -114,7 +114,7 @@ class UringBackend final : public IoBackend {
           continue;
         }
         --in_flight_;
-        if (!end(*request, moved)) ready.push_back(request);
+        if (!end(*request, transferred)) ready.push_back(request);
       }
       // The kernel is short of memory; what was not submitted is, with the next call.
       if (result < 0 && result != -EINTR && !any) std::this_thread::sleep_for(std::chrono::milliseconds(1));
@@ -130,7 +130,7 @@ class UringBackend final : public IoBackend {
     }
     io_uring_sqe* const entry = io_uring_get_sqe(&ring_->raw);  // there are more than requests in flight
     char* const data = request.data + request.done_bytes;
-    const auto size = static_cast<unsigned>(request.asked);
+    const auto size = static_cast<unsigned>(request.transfer_bytes);
     const auto at = static_cast<uint64_t>(request.offset + request.done_bytes);
     if (request.op == FileOp::read) {
       io_uring_prep_read(entry, request.file->fd(), data, size, at);
@@ -142,7 +142,7 @@ class UringBackend final : public IoBackend {
   }
 
   bool end(IoRequest& request, int64_t result) const {
-    const bool over = take_result(request, result);
+    const bool over = handle_result(request, result);
     if (over) request.owner->finished(request);
     return over;
   }

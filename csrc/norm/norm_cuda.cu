@@ -37,7 +37,7 @@ int multiprocessors() {
 void sq_norm_cuda(const NormItems& items, int64_t num_chunks, DoubleDouble* partial, DoubleDouble* out, cudaStream_t stream) {
   static auto& book = *new NormCounters(kCounters);
   grid_size("sq_norm", num_chunks);  // raises where NormItem::first_chunk cannot count them
-  const int32_t counter = book.take(stream, is_capturing(stream));
+  const int32_t counter = book.acquire(stream, is_capturing(stream));
   const auto grid = static_cast<unsigned>(norm_grid(num_chunks, multiprocessors()));
   sq_norm_kernel<<<grid, kNormThreads, 0, stream>>>(items, num_chunks, partial, out, counter);
   SHARDCORE_CUDA_CHECK(cudaGetLastError());

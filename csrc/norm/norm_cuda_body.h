@@ -70,7 +70,7 @@ struct NormItems {
   NormItem few[kFew] = {};
 
   // Makes them arguments of the launch; false if they are too many.
-  bool take(const std::vector<NormItem>& items) {
+  bool try_assign(const std::vector<NormItem>& items) {
     if (items.size() > kFew) return false;
     std::copy(items.begin(), items.end(), few);
     count = static_cast<int32_t>(items.size());

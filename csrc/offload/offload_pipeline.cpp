@@ -27,7 +27,7 @@ struct OffloadPipeline::State {
   State(std::shared_ptr<HostTier> its_tier, std::vector<int64_t> last_copies)
       : tier(std::move(its_tier)), place_copy(std::move(last_copies)) {}
 
-  // Used by the thread that runs the step, one at a time; it alone writes `fetched`, `updated` and `taken`.
+  // Used by the thread that runs the step, one at a time; it alone writes the counts of chunks.
   const std::shared_ptr<HostTier> tier;
   Step step;
   std::vector<int64_t> place_copy;  // the last copy from the tier of each place; 0: it is free
@@ -35,8 +35,8 @@ struct OffloadPipeline::State {
 
   mutable std::mutex mutex;  // guards what follows
   std::condition_variable changed;
-  int64_t fetched = 0, updated = 0, taken = 0;  // chunks; taken: updated from the end, without being fetched
-  std::vector<int64_t> chunk_copy;              // the last copy from the tier of each chunk; 0: none
+  int64_t fetched = 0, updated = 0, updated_from_end = 0;  // chunks; see the diagram in the header
+  std::vector<int64_t> chunk_copy;                         // the last copy from the tier of each chunk; 0: none
   std::vector<OffloadEvent> events;
   std::exception_ptr error;
   bool running = false, abandoned = false, quit = false;  // running: on the thread
@@ -46,11 +46,11 @@ struct OffloadPipeline::State {
   pid_t pid = 0;  // that started the thread; 0: none
 
   int64_t count() const { return static_cast<int64_t>(step.chunks.size()); }
-  int64_t left() const { return count() - taken; }
+  int64_t left() const { return count() - updated_from_end; }
 
   void begin(Step next);
   void advance(Executor& executor);
-  bool takes_last() const;
+  bool last_chunk_is_next() const;
   void fetch(int64_t number);
   void update(int64_t number, Executor& executor);
   void work();
@@ -76,7 +76,7 @@ void OffloadPipeline::State::begin(Step next) {
     for (const OffloadSpan& span : chunk.spans) step.any_order = step.any_order && !span.grad_comes && !weight_comes(span);
   }
   events.reserve(most);
-  fetched = updated = taken = 0;
+  fetched = updated = updated_from_end = 0;
   error = nullptr;
   abandoned = false;
 }
@@ -87,8 +87,8 @@ void OffloadPipeline::State::advance(Executor& executor) {
   if (fetched < std::min(updated + 2, left())) {
     advanced = &fetched;
     fetch(fetched);
-  } else if (takes_last()) {
-    advanced = &taken;
+  } else if (last_chunk_is_next()) {
+    advanced = &updated_from_end;
     update(left() - 1, executor);
   } else {
     update(updated, executor);
@@ -99,7 +99,7 @@ void OffloadPipeline::State::advance(Executor& executor) {
 }
 
 // Whether the last chunk that is left comes sooner than the next one, which is not there yet.
-bool OffloadPipeline::State::takes_last() const {
+bool OffloadPipeline::State::last_chunk_is_next() const {
   if (!step.any_order || left() <= fetched) return false;
   const int64_t next = arrival[static_cast<size_t>(updated)], last = arrival[static_cast<size_t>(left() - 1)];
   return last < next && !tier->stream(Direction::to_tier).query(next);

@@ -8,6 +8,12 @@
 // Gradients that are copied to the tier outside of the step may be on their way when it begins: each chunk waits for its own
 // alone. Where nothing else is copied in, and the order is free, chunks from the end are updated while the next one's gradients
 // are not there: backward makes those of the last chunks first.
+//
+//   a chunk     waiting --fetch--> fetched --update--> updated    in order, at most one fetched that is not being updated
+//                  `-----update without a fetch------> updated    from the end (any_order); counted by updated_from_end
+//   a step      begin --> running --all chunks updated--> over    an error ends it, too; the next wait throws the error
+//                            `--end: abandoned----------> over    after the chunk being updated; the others are left out
+//   the thread  starts in begin --> waits for running, runs the step --> waits ... --stop: quit--> joined
 #pragma once
 
 #include <cstdint>

@@ -117,7 +117,7 @@ TEST(adam_cuda_body, reads_few_scalars_from_the_launch_and_many_from_a_table) {
   for (const size_t count : {kFew + 1, kFew}) {
     hypers.resize(count);
     specs.resize(count);
-    EXPECT_EQ(AdamScalarsArg().take(AdamProblem::scalars_of(hypers)), count == kFew);
+    EXPECT_EQ(AdamScalarsArg().try_assign(AdamProblem::scalars_of(hypers)), count == kFew);
     AdamProblem problem(specs, 44);
     EXPECT_TRUE(has_the_cpu_bits(problem, hypers));
     const auto want = problem.result();

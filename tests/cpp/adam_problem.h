@@ -124,7 +124,7 @@ class AdamProblem {
   void run_cuda_form(const std::vector<AdamScalars>& scalars) {
     const HostTable table(segments_, kAdamChunk);
     AdamScalarsArg arg;
-    if (!arg.take(scalars)) arg.table = scalars.data();
+    if (!arg.try_assign(scalars)) arg.table = scalars.data();
     const auto body = [&](int64_t block_index, int thread, const HostBlock& block) {
       adam_cuda_body<kForm>(table.get(), arg, block_index, thread, Block(block));
     };

@@ -44,8 +44,8 @@ class copy_cuda : public ::testing::Test {
 
   // A kernel on the compute stream.
   void launch(std::function<void()> kernel) { compute->push(std::move(kernel)); }
-  int64_t bring(Values& dst, const Values& src) { return in->copy(dst.data(), src.data(), kBytes, compute); }
-  int64_t send(Values& dst, const Values& src) { return out->copy(dst.data(), src.data(), kBytes, compute); }
+  int64_t copy_in(Values& dst, const Values& src) { return in->copy(dst.data(), src.data(), kBytes, compute); }
+  int64_t copy_out(Values& dst, const Values& src) { return out->copy(dst.data(), src.data(), kBytes, compute); }
 
   cudaStream_t compute = nullptr;
   std::unique_ptr<CopyBackend> backend;
@@ -54,13 +54,13 @@ class copy_cuda : public ::testing::Test {
 };
 
 TEST_F(copy_cuda, a_copy_comes_after_what_was_queued_before_it_and_not_after_what_came_later) {
-  fake_cuda::Mark before, after;
+  fake_cuda::Marker before, after;
   Values device(kSize, 0), host(kSize, -1);
   launch([&] {
     before.wait();
     device.assign(kSize, 1);
   });
-  const int64_t number = bring(host, device);
+  const int64_t number = copy_in(host, device);
   launch([&] { after.wait(); });
   EXPECT_EQ(in->completed(), 0);
   EXPECT_FALSE(in->query(number));
@@ -105,7 +105,7 @@ TEST_F(copy_cuda, without_the_waits_of_streams_the_values_are_wrong) {
 TEST_F(copy_cuda, events_are_used_again_and_belong_to_the_queue) {
   Values device(kSize, 3), host(kSize, 0);
   for (int i = 0; i < 500; ++i) {
-    const int64_t number = bring(host, device);
+    const int64_t number = copy_in(host, device);
     if (i % 4 == 3) in->synchronize(number);
   }
   EXPECT_LE(fake_cuda::runtime().events_made, 2 + 8) << "one for hand-over each way, and those of copies in flight";
@@ -122,7 +122,7 @@ TEST_F(copy_cuda, threads_may_wait_while_others_queue) {
     threads.emplace_back([&, t] {
       for (int i = 0; i < 100; ++i) {
         hosts[t].assign(kSize, 0);
-        const int64_t number = bring(hosts[t], device);
+        const int64_t number = copy_in(hosts[t], device);
         if (i % 2 == 0) in->completed();
         in->synchronize(number);
         ASSERT_EQ(hosts[t][kSize - 1], 3);
@@ -138,7 +138,7 @@ TEST_F(copy_cuda, a_call_that_fails_is_reported_with_the_copy) {
   for (const std::string call : {"cudaMemcpyAsync", "cudaEventRecord", "cudaStreamWaitEvent", "cudaStreamIsCapturing"}) {
     fake_cuda::runtime().failing_call = call;
     try {
-      bring(host, device);
+      copy_in(host, device);
       ADD_FAILURE() << call;
     } catch (const CopyError& error) {
       const std::string text = error.what();
@@ -148,7 +148,7 @@ TEST_F(copy_cuda, a_call_that_fails_is_reported_with_the_copy) {
     fake_cuda::runtime().failing_call.clear();
     EXPECT_EQ(in->queued(), 0);
   }
-  const int64_t number = bring(host, device);
+  const int64_t number = copy_in(host, device);
   EXPECT_EQ(number, 1);
   fake_cuda::runtime().failing_call = "cudaEventSynchronize";
   EXPECT_THROW(in->synchronize(number), CopyError);
@@ -163,17 +163,17 @@ TEST_F(copy_cuda, a_call_that_fails_is_reported_with_the_copy) {
 TEST_F(copy_cuda, copies_in_a_graph_are_refused) {
   Values device(kSize, 3), host(kSize, 0);
   compute->capturing = true;
-  EXPECT_THROW(bring(host, device), CopyError);
+  EXPECT_THROW(copy_in(host, device), CopyError);
   compute->capturing = false;
-  in->synchronize(bring(host, device));
+  in->synchronize(copy_in(host, device));
 }
 
 TEST_F(copy_cuda, an_end_with_copies_in_flight_waits_for_them) {
   Values device(kSize, 3), host(kSize, 0), other(kSize, 0);
-  fake_cuda::Mark before;
+  fake_cuda::Marker before;
   launch([&] { before.wait(); });
-  bring(host, device);
-  send(other, device);
+  copy_in(host, device);
+  copy_out(other, device);
   std::thread opener([&] {
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
     before.set();
@@ -270,14 +270,14 @@ TEST_F(copy_cuda, a_forked_child_has_no_pinned_pages) {
 
 TEST_F(copy_cuda, a_forked_child_gets_an_error_and_calls_nothing) {
   Values device(kSize, 3), host(kSize, 0);
-  const int64_t number = bring(host, device);
+  const int64_t number = copy_in(host, device);
   const pid_t child = fork();
   if (child == 0) {
     alarm(60);
     const int calls = fake_cuda::runtime().calls;
     int refused = 0;
     for (const std::function<void()>& use :
-         {std::function<void()>([&] { bring(host, device); }), std::function<void()>([&] { in->synchronize(number); }),
+         {std::function<void()>([&] { copy_in(host, device); }), std::function<void()>([&] { in->synchronize(number); }),
           std::function<void()>([&] { in->wait(number, compute); })}) {
       try {
         use();

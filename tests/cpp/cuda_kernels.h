@@ -82,7 +82,7 @@ DoubleDouble sq_norm_cuda_body(const std::vector<NormSegment>& segments, int64_t
   const NormPlan plan(segments);
   if (plan.num_chunks == 0) return {};
   NormItems items;
-  if (!items.take(plan.items)) items.table = plan.items.data(), items.count = static_cast<int32_t>(plan.items.size());
+  if (!items.try_assign(plan.items)) items.table = plan.items.data(), items.count = static_cast<int32_t>(plan.items.size());
   int64_t blocks = first_chunk == 0 ? norm_grid(plan.num_chunks, 1) : plan.num_chunks;
   if (order.empty()) {
     for (int64_t block = first_chunk; block < blocks; ++block) order.push_back(block);

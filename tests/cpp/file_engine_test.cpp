@@ -64,7 +64,7 @@ struct file_engine : ::testing::Test {
     const FileRead::Result result = read.wait();
     const auto* const data = reinterpret_cast<const uint8_t*>(result.data);
     const FileBytes bytes(data, data + size);
-    result.pool->give(result.buffer);
+    result.pool->release(result.buffer);
     return bytes;
   }
 

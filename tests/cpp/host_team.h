@@ -109,16 +109,16 @@ class FiberTeam : public HostTeam {
     work_ = &work;
     for (Fiber& fiber : fibers_) fiber.done = false;
     for (size_t left = fibers_.size(); left != 0;) {
-      bool moved = false;
+      bool progressed = false;
       std::shuffle(order_.begin(), order_.end(), random_);
       for (Fiber* fiber : order_) {
         if (fiber->done || (fiber->waits != nullptr && fiber->waits->meeting == fiber->meeting)) continue;
         fiber->waits = nullptr;
         resume(*fiber);
-        moved = true;
+        progressed = true;
         left -= fiber->done;
       }
-      if (!moved) throw std::logic_error("threads of a CUDA block wait at a barrier that others do not reach");
+      if (!progressed) throw std::logic_error("threads of a CUDA block wait at a barrier that others do not reach");
     }
   }
   std::unique_ptr<HostBarrier> make_barrier(int count) override { return std::make_unique<Barrier>(*this, count); }

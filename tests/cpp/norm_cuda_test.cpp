@@ -74,12 +74,12 @@ TEST(norm_cuda, every_chunk_finds_its_tensor) {
       {nullptr, chunk + 1, DType::f32}, {nullptr, 5, DType::f32},       {nullptr, 0, DType::bf16}};
   const NormPlan plan(list);
   NormItems few, many;
-  EXPECT_TRUE(few.take(plan.items));
+  EXPECT_TRUE(few.try_assign(plan.items));
   many.table = plan.items.data(), many.count = few.count;
   const std::vector<int64_t> numels = {1, chunk16, 2 * chunk16 + 1, 2 * chunk16 + 1, 2 * chunk16 + 1, chunk + 1, chunk + 1, 5};
   for (const NormItems* items : {&few, &many}) EXPECT_EQ(numel_of_chunks(*items, plan.num_chunks), numels);
-  EXPECT_TRUE(NormItems().take(std::vector<NormItem>(NormItems::kFew)));
-  EXPECT_FALSE(NormItems().take(std::vector<NormItem>(NormItems::kFew + 1)));
+  EXPECT_TRUE(NormItems().try_assign(std::vector<NormItem>(NormItems::kFew)));
+  EXPECT_FALSE(NormItems().try_assign(std::vector<NormItem>(NormItems::kFew + 1)));
 }
 
 TEST(norm_cuda, every_chunk_finds_its_tensor_in_a_long_table) {
@@ -167,16 +167,16 @@ TEST(norm_cuda, a_launch_has_as_many_cuda_blocks_as_run_at_once) {
 TEST(norm_cuda, launches_that_may_run_at_once_count_apart) {
   NormCounters counters(5);
   const int streams[3] = {};
-  EXPECT_EQ(counters.take(nullptr, false), 0);
-  EXPECT_EQ(counters.take(&streams[0], false), 1);
-  EXPECT_EQ(counters.take(nullptr, false), 0);     // a stream's launches run one after the other
-  EXPECT_EQ(counters.take(&streams[0], true), 2);  // a graph's may run beside the stream's, and beside another graph's
-  EXPECT_EQ(counters.take(&streams[0], true), 3);
-  EXPECT_EQ(counters.take(&streams[0], false), 1);
-  EXPECT_EQ(counters.take(&streams[1], true), 4);
-  EXPECT_EQ(counters.take(&streams[1], false), NormCounters::kNone);
-  EXPECT_EQ(counters.take(&streams[2], true), NormCounters::kNone);
-  EXPECT_EQ(counters.take(nullptr, false), 0);
+  EXPECT_EQ(counters.acquire(nullptr, false), 0);
+  EXPECT_EQ(counters.acquire(&streams[0], false), 1);
+  EXPECT_EQ(counters.acquire(nullptr, false), 0);     // a stream's launches run one after the other
+  EXPECT_EQ(counters.acquire(&streams[0], true), 2);  // a graph's may run beside the stream's, and beside another graph's
+  EXPECT_EQ(counters.acquire(&streams[0], true), 3);
+  EXPECT_EQ(counters.acquire(&streams[0], false), 1);
+  EXPECT_EQ(counters.acquire(&streams[1], true), 4);
+  EXPECT_EQ(counters.acquire(&streams[1], false), NormCounters::kNone);
+  EXPECT_EQ(counters.acquire(&streams[2], true), NormCounters::kNone);
+  EXPECT_EQ(counters.acquire(nullptr, false), 0);
 }
 
 TEST(norm_cuda, what_is_not_finite_shows) {

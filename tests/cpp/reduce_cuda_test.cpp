@@ -33,7 +33,7 @@ TEST(reduce_cuda, has_the_bits_of_the_definition_and_the_norm_of_what_it_stored)
     const auto want = definition(problem);
     const DoubleDouble norm = norm_of_result(problem.op);
     problem.op.own_rank = c.world_size / 2;
-    if (c.own && c.numel != 0) problem.take_own();
+    if (c.own && c.numel != 0) problem.use_own();
     problem.out.set_bytes(problem.initial);
     const DoubleDouble got = ordered_sum_cuda_body(problem.op);
     ASSERT_EQ(problem.out.bytes(), want) << c.numel << " elements, " << c.world_size << " ranks";
@@ -80,7 +80,7 @@ TEST(reduce_cuda, the_result_may_take_the_place_of_the_own_piece) {
   for (const int64_t numel : {1000, 1003}) {
     ReduceProblem problem({numel, 3, DType::f32, DType::f32, false, 0, false, 1.0});
     const auto want = definition(problem);
-    problem.take_own();
+    problem.use_own();
     problem.out.set_bytes(problem.own);
     problem.op.own = problem.op.out;
     ordered_sum_cuda_body(problem.op);

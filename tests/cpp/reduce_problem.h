@@ -33,7 +33,7 @@ struct ReduceProblem {
   }
 
   // The last rank's piece moves to `own`; what the pieces hold in its place is garbage.
-  void take_own() {
+  void use_own() {
     const auto size = static_cast<size_t>(op.numel * itemsize(op.piece_dtype));
     uint8_t* const place = pieces.as<uint8_t>() + static_cast<size_t>(op.own_rank) * size;
     own.assign(place, place + size);

@@ -32,7 +32,7 @@ TEST(reduce, has_the_bits_of_the_definition_and_the_norm_of_what_it_stored) {
   for (const SumCase& c : cases) {
     ReduceProblem problem(c);
     const auto want = definition(problem);
-    if (c.own && c.numel != 0) problem.take_own();
+    if (c.own && c.numel != 0) problem.use_own();
     SerialExecutor serial;
     const NormSegment stored{problem.out.data(), c.numel, c.out};
     const DoubleDouble norm = sq_norm_cpu(&stored, 1, serial);
@@ -100,7 +100,7 @@ TEST(reduce, scales_that_float32_holds_round_once_as_others_do) {
 TEST(reduce, the_result_may_take_the_place_of_the_own_piece) {
   ReduceProblem problem({1000, 3, DType::f32, DType::f32, false, 0, false, 1.0});
   const auto want = definition(problem);
-  problem.take_own();
+  problem.use_own();
   SerialExecutor serial;
   for_each_isa([&](const std::string&) {
     problem.out.set_bytes(problem.own);

@@ -1,5 +1,5 @@
 // CUDA's runtime as far as csrc/copy/copy_cuda.cu uses it, on host threads: so that backend runs in tests without a GPU, under
-// the sanitizers too. A stream is a thread that works off its queue; an event recorded is a mark in one; nothing else orders
+// the sanitizers too. A stream is a thread that works off its queue; an event recorded is a marker in one; nothing else orders
 // anything, so an order that is missing is a race here as well. Written from CUDA's documentation of these calls.
 #pragma once
 
@@ -29,7 +29,7 @@ constexpr unsigned cudaEventDisableTiming = 2, cudaStreamNonBlocking = 1, cudaHo
 namespace fake_cuda {
 
 // What a recorded event stands for: a place in a stream.
-class Mark {
+class Marker {
  public:
   void set() {
     {
@@ -84,10 +84,10 @@ class Stream {
     more_.notify_one();
   }
 
-  std::shared_ptr<Mark> mark() {
-    auto made = std::make_shared<Mark>();
-    push([made] { made->set(); });
-    return made;
+  std::shared_ptr<Marker> record() {
+    auto marker = std::make_shared<Marker>();
+    push([marker] { marker->set(); });
+    return marker;
   }
 
   bool capturing = false;
@@ -115,12 +115,12 @@ class Stream {
 };
 
 struct Event {
-  std::mutex mutex;  // guards mark
-  std::shared_ptr<Mark> mark;
+  std::mutex mutex;  // guards marker
+  std::shared_ptr<Marker> marker;
 
-  std::shared_ptr<Mark> current() {
+  std::shared_ptr<Marker> current() {
     const std::lock_guard<std::mutex> lock(mutex);
-    return mark;
+    return marker;
   }
 };
 
@@ -164,7 +164,7 @@ inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned /*fl
 }
 inline cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
   FAKE_CUDA_CALLED();
-  stream->mark()->wait();
+  stream->record()->wait();
   return cudaSuccess;
 }
 inline cudaError_t cudaStreamDestroy(cudaStream_t stream) {
@@ -193,23 +193,23 @@ inline cudaError_t cudaEventDestroy(cudaEvent_t event) {
 inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   FAKE_CUDA_CALLED();
   const std::lock_guard<std::mutex> lock(event->mutex);
-  event->mark = stream->mark();
+  event->marker = stream->record();
   return cudaSuccess;
 }
 inline cudaError_t cudaEventQuery(cudaEvent_t event) {
   FAKE_CUDA_CALLED();
-  const auto mark = event->current();
-  return mark == nullptr || mark->reached() ? cudaSuccess : cudaErrorNotReady;
+  const auto marker = event->current();
+  return marker == nullptr || marker->reached() ? cudaSuccess : cudaErrorNotReady;
 }
 inline cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   FAKE_CUDA_CALLED();
-  if (const auto mark = event->current()) mark->wait();
+  if (const auto marker = event->current()) marker->wait();
   return cudaSuccess;
 }
 inline cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned /*flags*/) {
   FAKE_CUDA_CALLED();
-  const auto mark = event->current();
-  if (mark != nullptr && fake_cuda::runtime().streams_wait) stream->push([mark] { mark->wait(); });
+  const auto marker = event->current();
+  if (marker != nullptr && fake_cuda::runtime().streams_wait) stream->push([marker] { marker->wait(); });
   return cudaSuccess;
 }
 
