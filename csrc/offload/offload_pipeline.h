@@ -9,11 +9,11 @@
 // alone. Where nothing else is copied in, and the order is free, chunks from the end are updated while the next one's gradients
 // are not there: backward makes those of the last chunks first.
 //
-//   a chunk     waiting --fetch--> fetched --update--> updated    in order, at most one fetched that is not being updated
-//                  `-----update without a fetch------> updated    from the end (any_order); counted by updated_from_end
-//   a step      begin --> running --all chunks updated--> over    an error ends it, too; the next wait throws the error
-//                            `--end: abandoned----------> over    after the chunk being updated; the others are left out
-//   the thread  starts in begin --> waits for running, runs the step --> waits ... --stop: quit--> joined
+//   chunk   waiting --fetch--> fetched --update--> updated            in their order
+//              `-------------update--------------> updated_from_end   any_order; it is not fetched
+//   step    begin --> running --all updated, or an error--> over      the next wait throws the error
+//                        `------end: abandoned------------> over      after the chunk that is being updated
+//   thread  begin --> idle --running--> step --over--> idle --quit--> joined; without a thread a step runs in the waits
 #pragma once
 
 #include <cstdint>
