@@ -230,8 +230,8 @@ def test_parts_are_read_and_written_across_chunks(tmp_path: Path, small: None) -
 
 
 # 384 MiB of states; beside weights and gradients (4 bytes per parameter) the process may take a
-# third of that, and 64 MiB. Or 1.1 GiB of states and weights, all on disk: beside gradients (2
-# bytes per parameter) it may take a third of that.
+# third of that, and 64 MiB. Or 1.1 GiB of states and weights, all on disk: the process may take a
+# third of that, and 48 MiB, gradients included. Weights in memory do not fit then.
 LARGE = """
 import re, resource, sys, torch, shardcore
 from shardcore.engine import nvme_states
@@ -250,7 +250,7 @@ warm.zero_grad()
 limit, hard = resource.getrlimit(resource.RLIMIT_DATA)
 if limited == "limited":
     held = int(re.search(r"VmData:\\s+(\\d+)", open("/proc/self/status").read())[1]) << 10
-    limit = held + (2 * numel + 14 * numel // 3 if weights == "weights" else 4 * numel + 12 * numel // 3 + (64 << 20))
+    limit = held + (14 * numel // 3 + (48 << 20) if weights == "weights" else 4 * numel + 12 * numel // 3 + (64 << 20))
 resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
 offload = {"optimizer": "cpu"} if tier == "cpu" else {"optimizer": "nvme", "path": folder}
 if weights == "weights":
