@@ -20,6 +20,7 @@ from shardcore.optim.adam import AdamKind
 from shardcore.optim.elementwise import ELEMENTWISE, ElementKind, is_elementwise
 from shardcore.optim.group_options import check_capturable
 from shardcore.optim.muon import Muon, MuonKind
+from shardcore.torch_private import mark_stepped, share_optimizer_hooks
 
 logger = logging.getLogger("shardcore")
 
@@ -527,21 +528,13 @@ def replace_optimizer(old: torch.optim.Optimizer, new: ShardableOptimizer, speak
         shared = old.param_groups[index]
         shared.update({key: value for key, value in group.items() if key not in shared})
         new.param_groups[index] = shared
-    for when in (
-        "step_pre",
-        "step_post",
-        "state_dict_pre",
-        "state_dict_post",
-        "load_state_dict_pre",
-        "load_state_dict_post",
-    ):
-        setattr(new, f"_optimizer_{when}_hooks", getattr(old, f"_optimizer_{when}_hooks"))
+    share_optimizer_hooks(new, old)
     kind = type(old).__name__
     for method in ("step", "add_param_group", "state_dict", "load_state_dict"):
         old.__dict__[method] = _Replaced(kind, method)
     old.__dict__["zero_grad"] = new.zero_grad
     # schedulers of the old one ask whether it has stepped; the new one does
-    old.__dict__["_opt_called"] = True
+    mark_stepped(old)
     if speak:
         logger.warning(
             "shard: made %s from %s; use the optimizer that shard() returns (it shares "
@@ -553,8 +546,6 @@ def replace_optimizer(old: torch.optim.Optimizer, new: ShardableOptimizer, speak
 
 class _Replaced:
     """What is left of a method of an optimizer that a new one replaced."""
-
-    _wrapped_by_lr_sched = True  # schedulers look for this name on `step`
 
     def __init__(self, kind: str, method: str) -> None:
         self.kind, self.method = kind, method

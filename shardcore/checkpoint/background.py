@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
 
 from shardcore._native import _C
 from shardcore.checkpoint.write import Item
@@ -73,9 +72,11 @@ class Mailbox:
         self.rank, self._size = comm.rank, comm.world_size
         self._said: Any = None
         if self._size > 1:
-            default: Any = dist.distributed_c10d._get_default_store()
-            self._keep = default  # it may serve the other ranks
-            self._store: Any = PrefixStore(f"shardcore/save/{token}", default.clone())
+            assert dist.group.WORLD is not None
+            world_store: Any = dist.group.WORLD.get_group_store()
+            self._keep = world_store  # it may serve the other ranks
+            store: Any = dist.PrefixStore(f"shardcore/save/{token}", world_store.clone())  # type: ignore[attr-defined]
+            self._store = store
 
     def put(self, said: Any) -> None:
         """Send rank 0 a message, of JSON values."""

@@ -52,6 +52,7 @@ from shardcore.engine.engine import Engine
 from shardcore.layout import BLOCK, Columns, round_up
 from shardcore.optim.state import MAX_STEP
 from shardcore.optim.state_format import SCALES, joined_master
+from shardcore.torch_private import WRAPPERS, is_persistent
 
 FORMAT, VERSION, SLICED = "shardcore checkpoint", 1, 2
 MANIFEST, CLIENT_STATE = "manifest.json", "client_state.json"
@@ -77,14 +78,13 @@ _FILE = re.compile(
 )
 _MAX_JSON_BYTES, _MAX_PLAIN_BYTES = 1 << 30, 1 << 28
 _MAX_OPEN = 256  # files at once: a process may usually have 1,024
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
 
 
 def plain_name(name: str) -> str:
     """Return a parameter's name as the plain model has it: without wrappers (activation
     checkpointing, torch.compile).
     """
-    for wrapper in _WRAPPERS:
+    for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")
     return name
 
@@ -93,7 +93,7 @@ def named_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the persistent buffers of a model, shared ones under each name."""
     for prefix, module in model.named_modules(remove_duplicate=False):
         for key, buffer in module._buffers.items():
-            if buffer is not None and key not in module._non_persistent_buffers_set:
+            if buffer is not None and is_persistent(module, key):
                 yield plain_name(f"{prefix}.{key}").lstrip("."), buffer
 
 

@@ -37,6 +37,7 @@ from shardcore.engine.slices import held_by, slice_of
 from shardcore.engine.states import StateStore, part_of, set_weights
 from shardcore.layout import Columns
 from shardcore.optim.dtensor import is_dtensor
+from shardcore.torch_private import is_persistent, use_count_of
 
 
 def _is_pretrained(module: nn.Module) -> bool:
@@ -83,7 +84,7 @@ class OwnInit:
             for owner, _ in self._calls[module]
             for pattern in owner._keys_to_ignore_on_load_missing or ()
         ]
-        made = key in module._non_persistent_buffers_set or any(
+        made = not is_persistent(module, key) or any(
             re.search(pattern, name) for pattern in patterns
         )
         return bool(self._calls[module]) and made
@@ -334,7 +335,7 @@ def _check_replaceable(name: str, tensor: torch.Tensor) -> None:
     """Raise ValueError if something refers to the meta tensor itself, so that it cannot be
     swapped for another.
     """
-    if tensor._use_count() > 1 or weakref.getweakrefs(tensor):  # type: ignore[attr-defined]
+    if use_count_of(tensor) > 1 or weakref.getweakrefs(tensor):
         raise ValueError(
             f"shard: {name} is on the meta device and is held by something else (the graph of a "
             f"forward that ran on it, or a weak reference); expected a model that was only built"

@@ -31,6 +31,7 @@ from shardcore.optim.group_options import dtype_name
 from shardcore.optim.state import step_count, step_tensor
 from shardcore.optim.state_dict import warn_of_lost
 from shardcore.optim.state_format import SCALES
+from shardcore.torch_private import make_wrapper_subclass
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -68,7 +69,7 @@ class Shards(torch.Tensor):
             if cut is None or cut.dim is None
             else cut.cut(torch.empty(shape, device="meta")).shape
         )
-        made: Shards = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)
+        made: Shards = make_wrapper_subclass(cls, shape, dtype=dtype)
         made.ranges, made.boxes = ranges, {}
         for start, values in ranges:
             cursor = 0
@@ -78,8 +79,6 @@ class Shards(torch.Tensor):
                     made.boxes[torch.Size(at)] = box
                 cursor += prod(sizes)
         return made
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, *_: Any) -> Any:

@@ -40,7 +40,7 @@ from shardcore.deepspeed.pipe_engine import PipelineEngine
 from shardcore.deepspeed.pipe_module import PipelineModule
 from shardcore.deepspeed.training_engine import ForwardEngine, TrainingEngine, supersede
 from shardcore.distributed.comm import Comm
-from shardcore.distributed.groups import timeout_of, use_own_gpu
+from shardcore.distributed.groups import use_own_gpu
 from shardcore.distributed.joining import agree
 from shardcore.distributed.launchers import env_int, follow_launcher, launched_world_size
 from shardcore.engine.engine import Engine
@@ -52,6 +52,7 @@ from shardcore.optim.group_options import dtype_name
 from shardcore.optim.interface import engine_of
 from shardcore.options import DTYPES
 from shardcore.parallel.tensor import tensor_parallel
+from shardcore.torch_private import timeout_of
 
 logger = logging.getLogger("shardcore")
 

@@ -23,6 +23,8 @@ from typing import Any
 
 import torch
 
+from shardcore.torch_private import record_function_enter, record_function_exit
+
 # Parts of a step: what is computed, and what that waits for (reduced gradients; gathered weights;
 # host memory and the update of what is there). The first ones are in none, the others in one of
 # these.
@@ -134,7 +136,7 @@ class scope:  # noqa: N801
 
     def __enter__(self) -> None:
         """Begin."""
-        self._record = torch._C._autograd._record_function_with_args_enter(self._name)
+        self._record = record_function_enter(self._name)
         if _has_nvtx():
             torch.cuda.nvtx.range_push(self._name)  # type: ignore[no-untyped-call]
 
@@ -142,7 +144,7 @@ class scope:  # noqa: N801
         """End, also in an error."""
         if _has_nvtx():
             torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
-        torch._C._autograd._record_function_with_args_exit(self._record)
+        record_function_exit(self._record)
 
 
 @functools.cache

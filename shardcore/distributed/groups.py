@@ -8,18 +8,18 @@ import os
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardcore.distributed.compare import in_words
 from shardcore.distributed.launchers import env_int
+from shardcore.torch_private import group_named, set_timeout, timeout_of
 
 logger = logging.getLogger("shardcore")
 
@@ -122,20 +122,13 @@ def taken_slots() -> Iterator[GroupSlot]:
     return (slot for slots in _slots.values() for slot in slots if slot.taken)
 
 
-def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
-    """Return the timeout of collectives of `group` on `device`."""
-    timeout: timedelta = group._get_backend(device).options._timeout
-    return timeout
-
-
 # How many groups of the same ranks, a part of the world, were made here.
 _parts: "weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]]" = (
     weakref.WeakKeyDictionary()
 )
 
 
-@contextmanager
-def _named(world: dist.ProcessGroup, ranks: Sequence[int]) -> Iterator[None]:
+def _named(world: dist.ProcessGroup, ranks: Sequence[int]) -> AbstractContextManager[None]:
     """Let torch name the next group by its ranks, and by how many groups of the same ranks were
     made before.
 
@@ -145,14 +138,7 @@ def _named(world: dist.ProcessGroup, ranks: Sequence[int]) -> Iterator[None]:
     key, made = tuple(sorted(ranks)), _parts.setdefault(world, Counter())
     name = hashlib.sha1(f"shardcore {key} {made[key]}".encode(), usedforsecurity=False).hexdigest()
     made[key] += 1
-    torchs: Any = c10d
-    # private: torch 2.11 to 2.13 call it once for each group that they make
-    theirs = torchs._process_group_name
-    torchs._process_group_name = lambda ranks, use_hashed_name: name
-    try:
-        yield
-    finally:
-        torchs._process_group_name = theirs
+    return group_named(name)
 
 
 def group_beside(
@@ -202,8 +188,7 @@ def host_group_beside(
     # must not fire first
     try:
         group = group_beside(like, ranks, device, "gloo", min(timeout / 2, MAKING))
-        backend: Any = group._get_backend(torch.device("cpu"))
-        getattr(backend, "wrapped_pg", backend)._set_default_timeout(timeout)
+        set_timeout(group, torch.device("cpu"), timeout)
     except Exception as error:  # of any kind: the other ranks are waiting
         problem = in_words(error)
     problems = gather_json(problem)

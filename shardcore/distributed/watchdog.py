@@ -36,14 +36,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
 
 from shardcore._native import _C
 from shardcore.distributed.compare import name_ranks
+from shardcore.torch_private import is_group_alive, sequence_number_of
 
 logger = logging.getLogger("shardcore")
 
@@ -80,6 +80,7 @@ _PACKAGE, _TORCH = (
     f"{Path(torch.__file__).parent}{os.sep}",
 )
 _C10D = dist.distributed_c10d.__file__
+_Store: TypeAlias = Any  # a dist.Store, which is no type in torch's stubs
 
 
 class Log:
@@ -229,7 +230,7 @@ class _Watch:
         self._thread: threading.Thread | None = None
         self._ends = threading.Event()
         self._world: weakref.ref[dist.ProcessGroup] | None = None
-        self._clone: PrefixStore | None = None
+        self._clone: _Store | None = None
         self._written: Wait | None = None
         self._examined_s = 0.0  # how long that wait had lasted when other ranks were last examined
         self._stuck: dict[int, int] = {}  # ranks that were found stuck, with their beat then
@@ -282,7 +283,7 @@ class _Watch:
 
     # --- the store --------------------------------------------------------------------------------
 
-    def _store(self) -> PrefixStore | None:
+    def _store(self) -> _Store | None:
         """Return the thread's own connection, since others block the group's; None while there is
         no default group.
 
@@ -295,8 +296,8 @@ class _Watch:
             if world is None:
                 return None
             self._world = weakref.ref(world)
-            store: Any = dist.distributed_c10d._get_default_store()
-            self._clone = PrefixStore("shardcore/watchdog", store.clone())
+            store: _Store = world.get_group_store()
+            self._clone = dist.PrefixStore("shardcore/watchdog", store.clone())  # type: ignore[attr-defined]
         return self._clone
 
     def reason_of(self, wait: Wait) -> str | None:
@@ -370,8 +371,7 @@ class _Watch:
         if name not in _SYMMETRIC or ours or not isinstance(group, dist.ProcessGroup):
             return None
         # of anything on this group
-        started: int = group._get_sequence_number_for_group()  # type: ignore[attr-defined]
-        found = group.group_name, name, started
+        found = group.group_name, name, sequence_number_of(group)
         self._by_user = seen if seen is not None and seen[0] == found else (found, now)
         wait = Operation(log_of(group), _BY_USER, 0).as_wait(f"torch.distributed.{name}")
         return wait, now - self._by_user[1] - (USERS_LONG_S - LONG_S)
@@ -421,7 +421,7 @@ class _Watch:
         counts, order = {log.name: dict(log.counts) for log in _logs_now()}, self._order(wait.group)
         if self._written is None:
             store.set(f"log/{rank}", json.dumps([counts, order]))
-            store.append(f"at/{wait.key}", f"{rank} ")  # type: ignore[attr-defined]
+            store.append(f"at/{wait.key}", f"{rank} ")
             self._written, self._lines, self._examined_s, self._stuck = wait, 0, 0.0, {}
         self._beat += 1
         store.set(f"wait/{rank}", json.dumps([self._beat, vars(wait)]))
@@ -461,13 +461,13 @@ class _Watch:
             )
 
     @staticmethod
-    def _at(store: PrefixStore, wait: Wait) -> list[int]:
+    def _at(store: _Store, wait: Wait) -> list[int]:
         """Return the ranks that have waited long for the same collective."""
         key = f"at/{wait.key}"
         return sorted({*map(int, store.get(key).split())}) if store.check([key]) else []
 
     @staticmethod
-    def _waits_for(store: PrefixStore, rank: int) -> tuple[int, Wait | None]:
+    def _waits_for(store: _Store, rank: int) -> tuple[int, Wait | None]:
         """Return what a rank waits for, and its beat."""
         written = store.get(f"wait/{rank}").decode() if store.check([f"wait/{rank}"]) else ""
         if not written:
@@ -477,7 +477,7 @@ class _Watch:
 
     def _never(
         self,
-        store: PrefixStore,
+        store: _Store,
         wait: Wait,
         here: Sequence[int],
         counts: Any,
@@ -541,7 +541,7 @@ class _Watch:
         ), waits
 
     @staticmethod
-    def _errors(store: PrefixStore, group: str, other: int) -> dict[int, tuple[int, str]]:
+    def _errors(store: _Store, group: str, other: int) -> dict[int, tuple[int, str]]:
         """Return the failed backwards of this rank and another one, by rank: their numbers and
         errors.
         """
@@ -601,9 +601,7 @@ def _reason(found: str, errors: Mapping[int, tuple[int, str]] | None = None) -> 
 
 def _logs_now() -> list[Log]:
     """Return the logs of groups that were not destroyed (whose names later groups may have)."""
-    return [
-        log for group, log in list(_logs.items()) if group in dist.distributed_c10d._world.pg_map
-    ]
+    return [log for group, log in list(_logs.items()) if is_group_alive(group)]
 
 
 def _log_named(group: str) -> Log | None:

@@ -18,6 +18,7 @@ from shardcore.engine.slices import Slice, held_by, slice_of
 from shardcore.layout import Columns, FlatLayout, Piece
 from shardcore.optim.group_options import PARAM_DTYPES
 from shardcore.optim.state_format import NO_STATES, StateFormat
+from shardcore.torch_private import storage_id
 
 # CPU buffers of this size or more (one huge page) ask for huge pages; smaller ones would waste the
 # rest of theirs.
@@ -94,7 +95,7 @@ class BufferPool:
                     max((memory.numel(), index) for index, memory in enumerate(self._free))[1]
                 )
             memory = as_bytes(self.keep(numel, dtype))
-        self._lent[memory.untyped_storage()._cdata] = memory
+        self._lent[storage_id(memory.untyped_storage())] = memory
         return memory[:size].view(dtype)
 
     def keep(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -110,7 +111,7 @@ class BufferPool:
     def give(self, buffer: torch.Tensor) -> None:
         """Take a buffer back; the caller must not touch it again."""
         if buffer.numel():
-            storage = buffer.untyped_storage()._cdata
+            storage = storage_id(buffer.untyped_storage())
             self._free.append(self._lent.pop(storage, as_bytes(buffer)))
             if (stream := stream_now(self.device)) is not None:
                 self._given_on[storage] = stream
@@ -122,12 +123,12 @@ class BufferPool:
 
     def _pop(self, index: int) -> torch.Tensor:
         memory = self._free.pop(index)
-        follow(self._given_on.pop(memory.untyped_storage()._cdata, None), self.device)
+        follow(self._given_on.pop(storage_id(memory.untyped_storage()), None), self.device)
         return memory
 
     def _drop(self, index: int) -> None:
         memory = self._free.pop(index)
-        if (stream := self._given_on.pop(memory.untyped_storage()._cdata, None)) is not None:
+        if (stream := self._given_on.pop(storage_id(memory.untyped_storage()), None)) is not None:
             # torch's allocator knows the stream that it was allocated on alone
             memory.record_stream(stream)
         self.allocated_bytes -= memory.numel()
@@ -265,7 +266,7 @@ class Managed:
         """Return the parameter's storage and offset: what changes when its `.data` is
         re-assigned, moved or cast.
         """
-        return self.local.untyped_storage()._cdata, int(self.local.storage_offset())
+        return storage_id(self.local.untyped_storage()), int(self.local.storage_offset())
 
     @property
     def version_now(self) -> int:
@@ -478,9 +479,8 @@ class Bucket:
         """Bring the owned weights in line with full ones that were perhaps edited, and note
         whether they were (`changed`).
         """
-        if (
-            self.weight.numel() == 0
-            or self.weight.untyped_storage()._cdata == self.owned_weight.untyped_storage()._cdata
+        if self.weight.numel() == 0 or storage_id(self.weight.untyped_storage()) == storage_id(
+            self.owned_weight.untyped_storage()
         ):
             return
         edited, old = self.owned_slice(self.weight), self.owned_weight

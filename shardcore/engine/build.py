@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
 
 from shardcore._native import _C
@@ -36,6 +35,15 @@ from shardcore.optim.group_options import PARAM_DTYPES, check_dtype, dtype_name,
 from shardcore.optim.interface import engine_of
 from shardcore.optim.state_dict import export_state
 from shardcore.optim.state_format import NO_STATES
+from shardcore.torch_private import (
+    can_assign_data,
+    is_traceable_wrapper_subclass,
+    replicated_type,
+    restore_hooks,
+    storage_id,
+)
+
+_BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
 
 def check_unwrapped(op: str, model: nn.Module) -> None:
@@ -43,8 +51,7 @@ def check_unwrapped(op: str, model: nn.Module) -> None:
     ranks by itself.
     """
     wrappers: tuple[type, ...] = (nn.parallel.DistributedDataParallel,)
-    # torch's replicate() makes the module's class one of these, if it was ever imported.
-    composable = getattr(sys.modules.get("torch.distributed._composable.replicate"), "DDP", None)
+    composable = replicated_type()
     if composable is not None:
         wrappers += (composable,)
     for name, module in model.named_modules():
@@ -197,7 +204,8 @@ def check_model(model: nn.Module, alone: bool) -> None:
                 f"autograd can use"
             )
         other = is_traceable_wrapper_subclass(param.data) and slice_of(name, param) is None
-        if other or hasattr(param, "_is_flat_param"):  # FSDP1's flat parameter
+        flat = getattr(sys.modules.get("torch.distributed.fsdp"), "FlatParameter", ())  # FSDP1's
+        if other or isinstance(param, flat):
             raise ValueError(
                 f"shard: {name} is a {type(param.data).__name__}, which is sharded already, or "
                 f"quantized; expected an ordinary parameter (bitsandbytes' 4-bit weights are)"
@@ -249,7 +257,7 @@ def _check_apart(model: nn.Module) -> None:
             start = int(tensor.storage_offset()) * tensor.itemsize
             held.append(
                 (
-                    tensor.untyped_storage()._cdata,
+                    storage_id(tensor.untyped_storage()),
                     start,
                     start + tensor.nbytes,
                     name,
@@ -275,7 +283,7 @@ def check_norms(model: nn.Module, builder: "Builder") -> None:
     dtype than their statistics.
     """
     for name, module in model.named_modules() if builder.device.type == "cpu" else ():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.weight is not None:
+        if isinstance(module, _BATCH_NORMS) and module.weight is not None:
             dtype, statistics = builder.dtype_of(module.weight), module.running_mean
             if (
                 statistics is not None
@@ -700,7 +708,7 @@ def become(tensor: torch.Tensor, data: torch.Tensor) -> None:
     """Give `tensor` (a Parameter, a buffer) the data; by swapping what it is where torch has no
     other way: on the meta device and others unlike the data's, and for DTensors. Its hooks stay.
     """
-    if is_dtensor(tensor) or not torch._has_compatible_shallow_copy_type(tensor, data):
+    if is_dtensor(tensor) or not can_assign_data(tensor, data):
         twin = data if is_dtensor(data) else torch.empty(0, dtype=data.dtype, device=data.device)
         twin = (
             nn.Parameter(twin, tensor.requires_grad)
@@ -710,10 +718,7 @@ def become(tensor: torch.Tensor, data: torch.Tensor) -> None:
         twin.__class__ = tensor.__class__
         torch.utils.swap_tensors(tensor, twin)  # type: ignore[no-untyped-call]
         tensor.__dict__.update(twin.__dict__)  # the attributes were swapped, too
-        # these were not, and autograd has lost them
-        for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-            if getattr(tensor, hooks, None):
-                setattr(tensor, hooks, getattr(tensor, hooks))
+        restore_hooks(tensor)  # which were not, and which autograd has lost
     if not is_dtensor(tensor):
         tensor.data = data
 

@@ -43,6 +43,7 @@ from shardcore.optim.group_options import capturing
 from shardcore.optim.interface import EngineRef, Superseded, engine_of
 from shardcore.optim.state import step_tensor
 from shardcore.optim.tensor_lists import DeviceScale, DeviceState
+from shardcore.torch_private import IS_REPLICA, active_ddp
 
 
 class Engine:
@@ -273,9 +274,9 @@ class Engine:
 
         torch's replicate() has a DistributedDataParallel, too, over a list of the parameters.
         """
-        ddp = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
+        ddp = active_ddp()
         inside_ddp = ddp is not None and any(param in self.managed for param in ddp.parameters())
-        if inside_ddp or getattr(module, "_is_replica", False):
+        if inside_ddp or getattr(module, IS_REPLICA, False):
             wrapper = "DistributedDataParallel or replicate()" if inside_ddp else "DataParallel"
             raise RuntimeError(
                 f"forward: the sharded model runs inside {wrapper}; expected it on its own, as "

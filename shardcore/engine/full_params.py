@@ -22,6 +22,7 @@ from shardcore.engine.engine import Engine
 from shardcore.engine.full_tensors import OtherCallError, agree_on_read
 from shardcore.engine.units import Unit
 from shardcore.optim.dtensor import is_dtensor
+from shardcore.torch_private import storage_id
 
 _END = "the end of"
 
@@ -88,7 +89,7 @@ def _keeping_memory(params: Iterable[nn.Parameter]) -> Iterator[None]:
         for param, data in own.items():
             given = param.data
             alike = (given.shape, given.dtype) == (data.shape, data.dtype)
-            if alike and given.untyped_storage()._cdata != data.untyped_storage()._cdata:
+            if alike and storage_id(given.untyped_storage()) != storage_id(data.untyped_storage()):
                 data.copy_(given)
                 param.data = data
                 torch.autograd.graph.increment_version(param)

@@ -23,6 +23,7 @@ from shardcore.distributed.everyone import Everyone, raise_both
 from shardcore.engine.bucket import Bucket, Managed
 from shardcore.engine.slices import held_by, slice_of
 from shardcore.engine.states import ReadPart
+from shardcore.torch_private import storage_id
 
 
 class OtherCallError(RuntimeError):
@@ -118,7 +119,7 @@ def keys_of(
             and value.layout == torch.strided
             and key.startswith(prefix)
         ):
-            at = value.untyped_storage()._cdata, int(value.storage_offset()), value.shape
+            at = storage_id(value.untyped_storage()), int(value.storage_offset()), value.shape
             if at in param_at:
                 keys.setdefault(param_at[at], []).append(key)
     return keys

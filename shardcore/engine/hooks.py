@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from shardcore.engine.engine import Engine, engine_behind
 from shardcore.engine.slices import slice_of
 from shardcore.engine.units import callable_parts, in_backward
+from shardcore.torch_private import forward_hooks, forward_pre_hooks, pytree, state_dict_pre_hooks
 
 
 def attach(model: nn.Module, engine: Engine, casts: Mapping[str, torch.dtype]) -> None:
@@ -37,7 +37,7 @@ def attach(model: nn.Module, engine: Engine, casts: Mapping[str, torch.dtype]) -
         for index, unit in enumerate(engine.unsharder.units):
             module = model.get_submodule(unit.name)
             # the user's, which may read weights (weight_norm's do)
-            if module._forward_pre_hooks and module is not model:
+            if forward_pre_hooks(module) and module is not model:
                 keep(
                     module.register_forward_pre_hook(
                         _UnitHook(engine, index, "before_hooks"), prepend=True
@@ -80,9 +80,7 @@ def attach_state_dicts(model: nn.Module, engine: Engine) -> None:
     keep = engine.handles.append
     for name, module in model.named_modules():
         hooks = [
-            hook
-            for hook in module._state_dict_pre_hooks.values()
-            if isinstance(hook, _BeforeStateDict)
+            hook for hook in state_dict_pre_hooks(module) if isinstance(hook, _BeforeStateDict)
         ]
         there = any(hook.engine is engine for hook in hooks)
         if not there and any(param in engine.managed for param in module.parameters()):
@@ -314,16 +312,15 @@ class _ForwardMethod:
         module = self._module()
         if module is None:
             raise ReferenceError(f"the module of {self._name} is gone; expected it to be kept")
-        before, after = module._forward_pre_hooks, module._forward_hooks.values()
+        before, after = forward_pre_hooks(module), forward_hooks(module)
         ours: list[Any] = [
             hook
-            for hook in (*before.values(), *after)
+            for hook in (*(hook for hook, _ in before), *after)
             if isinstance(hook, _EngineHook) and hook.engine is not None
         ]
         engines = [hook.engine for hook in ours]
-        for number, hook in before.items():
+        for hook, with_kwargs in before:
             if hook in ours:
-                with_kwargs = number in module._forward_pre_hooks_with_kwargs
                 changed = hook(module, args, kwargs) if with_kwargs else hook(module, args)
                 args, kwargs = changed or (args, kwargs)
         try:

@@ -64,6 +64,7 @@ from shardcore.engine.reduce_scatter import Parts, ReduceScatter
 from shardcore.engine.units import in_fake_mode
 from shardcore.engine.unshard import Unsharder
 from shardcore.optim.interface import weakly
+from shardcore.torch_private import accumulate_hooks_of, graph_task_id, queue_callback
 
 logger = logging.getLogger("shardcore")
 
@@ -79,7 +80,7 @@ class Boundary:
         """Let autograd call `end` when the backward that is under way ends."""
         callback = partial(end)  # an object that nobody else holds
         self._callback = weakref.ref(callback)
-        torch.autograd.Variable._execution_engine.queue_callback(callback)
+        queue_callback(callback)
 
     def clear(self) -> None:
         """Forget the backward: it ended, or what it left has been dropped."""
@@ -118,7 +119,7 @@ def watch_for_errors() -> None:
             inner(*given, **options)
         except BaseException as error:
             # else it is nested in another one, which may catch the error
-            if torch._C._current_graph_task_id() == -1:
+            if graph_task_id() == -1:
                 for reducer in list(_reducers):
                     reducer.note_error(error)
             raise
@@ -328,7 +329,7 @@ class Reducer:
         def before(grad: torch.Tensor) -> None:
             if (reducer := weak()) is not None:
                 reducer.begin_backward()
-                hooks = reducer.buckets[order].params[slot].param._post_accumulate_grad_hooks
+                hooks = accumulate_hooks_of(reducer.buckets[order].params[slot].param)
                 # ours clears p.grad, which later hooks are to see
                 if next(reversed(hooks)) != handle.id:
                     hooks[handle.id] = hooks.pop(handle.id)

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardcore.layout import Columns
 from shardcore.optim.dtensor import is_dtensor, local_part
+from shardcore.torch_private import local_tensor_of, split_factor_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
@@ -162,7 +163,7 @@ def slice_of(name: str, param: torch.Tensor) -> Slice | None:
     shape, stride = param.shape, param.stride()
     if type(placements[0]) is tensor.Replicate:
         return Slice(mesh, placements, shape, stride, None, 0, 0)
-    blocks = placements[0].split_factor if type(placements[0]).__name__ == "_StridedShard" else 1
+    blocks = split_factor_of(placements[0])
     if blocks == 1 and type(placements[0]) is not tensor.Shard:
         raise ValueError(
             f"shard: {name} has the placement {placements[0]}; expected Shard(dim) or Replicate()"
@@ -187,7 +188,7 @@ def held_by(param: torch.Tensor) -> torch.Tensor:
     """Return the tensor that a DTensor holds, itself: memory that is given to it is the
     parameter's. Any other as it is.
     """
-    return param._local_tensor if is_dtensor(param) else param  # type: ignore[attr-defined]
+    return local_tensor_of(param) if is_dtensor(param) else param
 
 
 def slice_mesh(model: nn.Module) -> DeviceMesh | None:

@@ -18,9 +18,10 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from shardcore.engine.bucket import Bucket
+from shardcore.torch_private import fake_mode, graph_task_id, pytree
 
 UnitPolicy: TypeAlias = (
     str | int | type[nn.Module] | Sequence[str | int | type[nn.Module] | nn.Module]
@@ -304,29 +305,25 @@ class Order:
 
 def in_backward() -> bool:
     """Whether autograd is running a backward on this thread."""
-    return bool(torch._C._current_graph_task_id() != -1)
+    return bool(graph_task_id() != -1)
 
 
 def tracer() -> str | None:
     """Return the name of what records operations on this thread, or runs them on fake tensors;
     None without.
     """
-    if torch._C._get_tracing_state() is not None:
+    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         return "torch.jit.trace"
     if torch.compiler.is_exporting():
         return "torch.export"
-    proxy = torch._C._TorchDispatchModeKey.PROXY
-    if (
-        torch._C._get_dispatch_mode(proxy) is not None
-        or torch._ops._get_dispatch_mode_pre_dispatch(proxy) is not None  # type: ignore[no-untyped-call]
-    ):
+    if get_proxy_mode() is not None:
         return "make_fx"
     return "FakeTensorMode" if in_fake_mode() else None
 
 
 def in_fake_mode() -> bool:
     """Whether operations on this thread make fake tensors, which have no memory."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+    return fake_mode() is not None
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -43,6 +43,13 @@ from shardcore.engine.bucket import Bucket, BufferPool, Managed, closed_message,
 from shardcore.engine.overlap_step import OverlapStep
 from shardcore.engine.units import Order, Unit, in_backward, tensors_in, tracer
 from shardcore.optim.interface import keep_uncompiled
+from shardcore.torch_private import (
+    base_of,
+    functorch_level,
+    graph_task_id,
+    next_sequence_nr,
+    sequence_nr_of,
+)
 
 
 class Gatherer:
@@ -190,7 +197,7 @@ class Unsharder:
         )
 
     def _use(self, unit: Unit) -> None:
-        if self._gatherer.apart and torch._C._functorch.peek_interpreter_stack() is not None:
+        if self._gatherer.apart and functorch_level() is not None:
             raise NotImplementedError(
                 f"forward: the weights of {unit.name or 'the root'} are sharded (stage 3), which "
                 f"transforms of torch.func "
@@ -262,13 +269,13 @@ class Unsharder:
     def before_forward(self, index: int, module: nn.Module, *inputs: Any) -> None:
         """Unshard unit `index`, and watch for the end of this call's backward."""
         unit = self.units[index]
-        unit.guest, unit.began = 0, torch._C._autograd._get_sequence_nr()
+        unit.guest, unit.began = 0, next_sequence_nr()
         self._use(unit)
         if unit.stays or not torch.is_grad_enabled():
             return
         watched = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
         made = [
-            (leaf.grad_fn._sequence_nr(), i)
+            (sequence_nr_of(leaf.grad_fn), i)
             for i, leaf in enumerate(watched)
             if leaf.grad_fn is not None
         ]
@@ -306,15 +313,16 @@ class Unsharder:
 
         def begin(grads: Any) -> None:
             nonlocal last
-            task = torch._C._current_graph_task_id()
+            task = graph_task_id()
             if task != last:
                 last = task
                 unit.calls += 1
                 self._use(unit)
 
         for tensor in tensors_in(output):
-            viewed = None if tensor._base is None else tensor._base.grad_fn
-            if viewed is not None and viewed._sequence_nr() >= unit.began:
+            base = base_of(tensor)
+            viewed = None if base is None else base.grad_fn
+            if viewed is not None and sequence_nr_of(viewed) >= unit.began:
                 viewed.register_prehook(begin)
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(begin)
@@ -325,7 +333,7 @@ class Unsharder:
         """
         unit = self.units[index]
         if not unit.unsharded:
-            unit.guest, unit.began = id(part), torch._C._autograd._get_sequence_nr()
+            unit.guest, unit.began = id(part), next_sequence_nr()
             self._use(unit)
 
     def after_part(self, index: int, part: nn.Module, inputs: Any, output: Any) -> None:

@@ -12,11 +12,11 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from shardcore.distributed.comm import Traffic
 from shardcore.distributed.everyone import attempt_together
 from shardcore.engine.engine import engine_behind
+from shardcore.torch_private import pytree
 
 Batch = TypeVar("Batch")
 

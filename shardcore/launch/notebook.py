@@ -22,6 +22,7 @@ import torch
 from shardcore.distributed import machine
 from shardcore.launch.failures import collect, report
 from shardcore.launch.rank import end_with_parent, record
+from shardcore.torch_private import is_in_bad_fork
 
 _OP = "notebook_launcher"
 _GRACE_S = 5.0  # in which ranks fail by themselves, or end, once one has failed
@@ -162,7 +163,7 @@ def _fork_lacks_cuda() -> bool:
     """
     child = os.fork()
     if child == 0:
-        os._exit(torch.cuda._is_in_bad_fork())
+        os._exit(is_in_bad_fork())
     return os.waitpid(child, 0)[1] != 0
 
 

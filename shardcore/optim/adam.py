@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._compile import _disable_dynamo
 from torch.autograd.graph import increment_version
 
 from shardcore._native import _C
@@ -52,6 +51,7 @@ from shardcore.optim.tensor_lists import (
     check_new_params,
     device_scale,
 )
+from shardcore.torch_private import disable_dynamo
 
 logger = logging.getLogger("shardcore")
 
@@ -190,7 +190,7 @@ class AdamOptimizer(ShardableOptimizer):
             self._device_state = DeviceState(torch.zeros(6, dtype=torch.int64, device=device))
         return self._device_state
 
-    @_disable_dynamo  # torch.compile calls it as it is, as torch's own steps (a graph break)
+    @disable_dynamo  # torch.compile calls it as it is, as torch's own steps (a graph break)
     def step(  # type: ignore[override]
         self,
         closure: Callable[[], float] | None = None,

@@ -17,6 +17,7 @@ from shardcore.optim.group_options import check_max_norm, host_scale
 from shardcore.optim.interface import Gradients, engine_of
 from shardcore.optim.state_format import StateFormat
 from shardcore.optim.tensor_lists import DeviceScale, DeviceState
+from shardcore.torch_private import optimizer_hooks
 
 Group = Mapping[str, Any]
 
@@ -344,10 +345,10 @@ class ShardableOptimizer(torch.optim.Optimizer):
         Step tensors are new. The other tensors are the live ones, as in torch, except 8-bit moments
         and split masters: these are float32 copies, and loading them back is exact.
         """
-        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+        for pre_hook in optimizer_hooks(self, "state_dict_pre").values():
             pre_hook(self)
         state_dict = self._own_state_dict() if self._engine is None else self._engine.state_dict()
-        for post_hook in self._optimizer_state_dict_post_hooks.values():
+        for post_hook in optimizer_hooks(self, "state_dict_post").values():
             changed = post_hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
         return state_dict
@@ -368,14 +369,14 @@ class ShardableOptimizer(torch.optim.Optimizer):
                 f"{self._op}: state_dict has type {type(state_dict).__name__}; expected a dict"
             )
         state_dict = state_dict.copy()
-        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+        for pre_hook in optimizer_hooks(self, "load_state_dict_pre").values():
             changed = pre_hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
         if self._engine is None:
             self._load_own(state_dict)
         else:
             self._engine.load_state_dict(state_dict)
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+        for post_hook in optimizer_hooks(self, "load_state_dict_post").values():
             post_hook(self)
 
     def _load_own(self, state_dict: dict[str, Any]) -> None:

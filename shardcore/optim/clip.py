@@ -11,8 +11,8 @@ nothing and return 0 silently, and torch has no public hook for parameters here.
 `shard` at stage 1, 2 or 3 replaces the functions in torch.nn.utils and torch.nn.utils.clip_grad:
 they pass sharded parameters to their engine, and all others to torch's function. Functions imported
 by name before that (`from torch.nn.utils import clip_grad_norm_` at the top of a script) are not
-replaced. torch's clip_grad_norm_ calls `_clip_grads_with_norm_` of its module, which is given the
-parameters but not norm_type; so it is replaced by an error where any of them is sharded.
+replaced. What torch's clip_grad_norm_ multiplies by is given the parameters but not norm_type; so
+it is replaced by an error where any of them is sharded (torch_private.replace_clipping).
 clip_grad_value_ calls nothing that sees parameters.
 
 A list that leaves out parameters without a gradient, `[p for p in ... if p.grad is not None]`, is
@@ -30,7 +30,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._compile import _disable_dynamo
 
 from shardcore._native import _C
 from shardcore.distributed.comm import Comm
@@ -38,6 +37,7 @@ from shardcore.optim.dtensor import Groups, Rows, find_rows, grouped
 from shardcore.optim.group_options import PARAM_DTYPES, check_max_norm, number
 from shardcore.optim.interface import engine_of
 from shardcore.optim.tensor_lists import bad_grad
+from shardcore.torch_private import disable_dynamo, replace_clipping
 
 # Local gradients by the ranks that hold the rest of them (shardcore.optim.dtensor.grouped).
 ShardedGradients = Mapping[Groups, Sequence[torch.Tensor]]
@@ -149,7 +149,7 @@ def by_engine(params: Iterable[object]) -> dict[Any, list[torch.Tensor]]:
     return engines
 
 
-@_disable_dynamo
+@disable_dynamo
 def clip_grad_norm_(
     model_or_params: torch.nn.Module | torch.Tensor | Iterable[torch.Tensor],
     max_norm: float,
@@ -239,7 +239,6 @@ def clip_grad_norm_(
 
 _Tensors = torch.Tensor | Iterable[torch.Tensor]
 _torchs: dict[str, Callable[..., Any]] = {}  # what was replaced, by name
-_OF_EARLY_IMPORTS = "_clip_grads_with_norm_"  # what torch's clip_grad_norm_ clips by
 
 
 def reach_shards() -> None:
@@ -259,8 +258,7 @@ def reach_shards() -> None:
         for module in (nn.utils, nn.utils.clip_grad):
             if hasattr(module, name):
                 setattr(module, name, function)
-    if hasattr(nn.utils.clip_grad, _OF_EARLY_IMPORTS):
-        setattr(nn.utils.clip_grad, _OF_EARLY_IMPORTS, _refuse_early_imports)
+    replace_clipping(_refuse_early_imports)
 
 
 def _listed(tensors: _Tensors) -> Sequence[torch.Tensor]:

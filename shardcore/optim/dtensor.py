@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardcore.optim.group_options import check_param
 from shardcore.optim.state import check_tensor
+from shardcore.torch_private import is_traceable_wrapper_subclass
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

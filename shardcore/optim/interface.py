@@ -7,6 +7,7 @@ hooks and the optimizer keep it; it keeps parameters, which refer to it by `Engi
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, NoReturn
 
 import torch
@@ -71,6 +72,7 @@ def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+@cache  # once per class
 def keep_uncompiled(kind: type, *names: str, reason: str | None = None) -> None:
     """Make torch.compile call these methods of a class without tracing them. Imports torch._dynamo.
 
@@ -78,6 +80,4 @@ def keep_uncompiled(kind: type, *names: str, reason: str | None = None) -> None:
     reference cycle.)
     """
     for name in names:
-        method = vars(kind)[name]
-        if not hasattr(method, "_torchdynamo_disable"):
-            setattr(kind, name, torch.compiler.disable(method, reason=reason))  # type: ignore[no-untyped-call]
+        setattr(kind, name, torch.compiler.disable(vars(kind)[name], reason=reason))  # type: ignore[no-untyped-call]

@@ -15,10 +15,10 @@ from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequenc
 from typing import Any, Self
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardcore.optim.group_options import dtype_name, number
 from shardcore.optim.state_format import zeros
+from shardcore.torch_private import is_traceable_wrapper_subclass
 
 # As state dicts have them (shardcore.optim.state_format: what else a state may keep).
 TENSOR_KEYS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master")

@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardcore.engine.slices import divided
 from shardcore.optim.dtensor import is_dtensor, local_part
 from shardcore.optim.interface import engine_of
+from shardcore.torch_private import split_factor_of, strided_shard
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -427,7 +428,7 @@ def _experts(module: Any, mesh: DeviceMesh) -> None:
         module._parameters.get("gate_up_proj"),
         getattr(module, "is_concatenated", None),
     )
-    blocks = fused is not None and type(fused.placements[0]).__name__ == "_StridedShard"
+    blocks = fused is not None and split_factor_of(fused.placements[0]) > 1
     if fused is not None and getattr(module, "has_gate", False) and in_halves not in (None, blocks):
         expected = '"packed_colwise"' if in_halves else '"colwise"'
         raise NotImplementedError(
@@ -550,8 +551,7 @@ def _slice(param: nn.Parameter, mesh: DeviceMesh, dim: int, blocks: int) -> nn.P
         .select(dim + 1, mesh.get_local_rank())
         .flatten(dim, dim + 1)
     )
-    strided = _torch(".placement_types")._StridedShard
-    placement = _torch().Shard(dim) if blocks == 1 else strided(dim, split_factor=blocks)
+    placement = _torch().Shard(dim) if blocks == 1 else strided_shard(dim, blocks)
     # of memory of its own: the whole weight's is freed
     mine = mine.clone(memory_format=torch.contiguous_format)
     sliced = _torch().DTensor.from_local(

@@ -20,8 +20,9 @@ import shardcore
 from shardcore.distributed import comm as comm_module
 from shardcore.distributed import groups as process_groups
 from shardcore.distributed.comm import Comm
-from shardcore.distributed.groups import slots_of, taken_slots, timeout_of
+from shardcore.distributed.groups import slots_of, taken_slots
 from shardcore.engine.device_step import decides_on_device
+from shardcore.torch_private import timeout_of
 from tests.support.choice import combinations
 from tests.support.groups import as_on_nccl, device_decides
 from tests.support.logs import logged

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from shardcore.engine.units import in_backward
 from shardcore.optim.clip import by_engine, clip_grad_norm_
 from shardcore.optim.interface import engine_of
+from shardcore.torch_private import graph_task_id, queue_callback
 
 _STATE = ("grad_sqr_avg", "grad_var_avg")
 
@@ -178,12 +179,11 @@ class AdaScale(torch.optim.Optimizer):
             torch.linalg.vector_norm(grad, dtype=torch.float32).double().square()
         )
         assert in_backward()
-        task = torch._C._current_graph_task_id()
+        task = graph_task_id()
         if task != self._task:
             self._task = task
-            queue = torch.autograd.Variable._execution_engine.queue_callback
             # those of a DDP, or of an engine, are queued by then
-            queue(lambda: queue(self._after_backward))
+            queue_callback(lambda: queue_callback(self._after_backward))
 
     def _after_backward(self) -> None:
         """Estimate anew after the last backward of a step. Collective then."""

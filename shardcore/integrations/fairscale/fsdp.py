@@ -27,6 +27,7 @@ from shardcore.api import full_params, load_sharded_state_dict, no_sync, shard, 
 from shardcore.integrations.fairscale.oss import OSS, optimizer_goes_on
 from shardcore.optim.clip import clip_grad_norm_
 from shardcore.optim.interface import engine_of
+from shardcore.torch_private import mark_stepped
 
 # --- the optimizer that comes later ---------------------------------------------------------------
 
@@ -82,10 +83,9 @@ def keep_working(old: torch.optim.Optimizer, made: Any) -> None:
         "scale_loss",
     ):
         if hasattr(made, name):
-            method: Any = partial(getattr(made, name))
-            # schedulers would put the step of old's class in its place
-            method._wrapped_by_lr_sched = True
-            old.__dict__[name] = method
+            old.__dict__[name] = partial(getattr(made, name))
+    # schedulers would put the step of old's class in its place
+    mark_stepped(old)
     old.param_groups, old.state = made.param_groups, made.state
 
 

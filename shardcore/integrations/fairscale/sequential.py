@@ -3,7 +3,7 @@ several devices of a process.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import nn
 from shardcore.extras.activations import CheckpointOptions, run_checkpointed
 from shardcore.integrations.fairscale.fsdp import ShardedLater
 from shardcore.optim.interface import engine_of
+from shardcore.torch_private import ChecksMoves
 
 Tensors = torch.Tensor | tuple[torch.Tensor, ...]
 
@@ -140,7 +141,7 @@ def cut(model: nn.Sequential, number: int) -> list[list[nn.Module]]:
     return slices
 
 
-class Pipe(nn.Module):
+class Pipe(ChecksMoves):
     """Runs an nn.Sequential on several devices of one process, micro-batch by micro-batch
     (arXiv:1811.06965).
 
@@ -232,7 +233,8 @@ class Pipe(nn.Module):
         layers = [*iter(self)]
         return layers[index]
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+    def before_move(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Refuse other devices."""
         before = [param.device for param in self.parameters()]
         moved = [fn(torch.empty(0, device=device)).device for device in before]
         if moved != before:
@@ -240,7 +242,6 @@ class Pipe(nn.Module):
                 "Pipe: it was to be moved to another device; expected devices= to say where "
                 "partitions are"
             )
-        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     def forward(self, input: Tensors) -> Tensors:
         """Return the output for a batch: a tensor (batch, ...), or a tuple of some, on the last
