@@ -7,6 +7,10 @@
 - Each test file is named after a module of the package that its folder mirrors, and imports from no
   other test file.
 - Each module of the package has such a test file.
+- Private names of torch stand in shardcore/torch_private.py alone. All files may use
+  `torch._foreach_*`, `Tensor._version`, `torch._dynamo.disable`, and `_parameters`, `_modules` and
+  `_buffers` of a module. A private name that the package does not define itself counts as
+  torch's, unless it is one of OTHERS.
 """
 
 from __future__ import annotations
@@ -50,6 +54,21 @@ UNTESTED = {"__init__", "__main__", "version", "_native"}
 BIND_ONLY = re.compile(r"^(torch|ATen|c10|pybind11|caffe2)/|^Python\.h$")
 # two thread runtimes disturb each other, and TSan cannot see OpenMP
 NOWHERE = re.compile(r"^omp\.h$")
+TORCH_PRIVATE = Path("shardcore", "torch_private.py")
+# names that begin with one underscore, of which these are allowed in all files
+PRIVATE = re.compile(r"_(?!_)\w+")
+ALLOWED = re.compile(r"_foreach_\w+|_version|_parameters|_modules|_buffers|_shardcore_\w+")
+# private names of Python and of libraries other than torch, and our marks on modules
+OTHERS = {
+    *("_current_frames", "_exit", "_run_exitfuncs", "_shutdown"),
+    # transformers, accelerate and lightning
+    *("_adjust_missing_and_unexpected_keys", "_attn_implementation", "_init_weights"),
+    *("_keys_to_ignore_on_load_missing", "_n_gpu", "_supports_attention_backend", "_tp_plan"),
+    *("_is_accelerate_prepared", "_models", "_optimizers"),
+    *("_after_closure", "_forward_redirection", "_layer_sync"),
+    # DeepSpeed, and ours
+    *("_autotp_size", "_z3_leaf", "_of_adapters", "_sliced_over"),
+}
 CPP_SUFFIXES = {".h", ".cpp", ".cu", ".cuh"}
 SOURCE_FOLDERS = ("csrc", "shardcore", "tests", "benchmarks", "examples", "tools")
 
@@ -156,8 +175,60 @@ def check_tested(path: Path, text: str, root: Path) -> Iterator[str]:
         )
 
 
+def own_names(trees: Iterable[ast.AST]) -> set[str]:
+    """The names that the package gives to functions, classes, variables and attributes."""
+    names = set()
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        match node:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                names.add(name)
+            case ast.Name(id=name, ctx=ast.Store()):
+                names.add(name)
+            case ast.Attribute(value=ast.Name("self" | "cls"), attr=name, ctx=ast.Store()):
+                names.add(name)
+    return names
+
+
+def check_private(path: Path, text: str, own: set[str], torchs: set[str]) -> Iterator[str]:
+    """Private names of others in one file. own: the package's; torchs: those in TORCH_PRIVATE,
+    which count as the package's after "self." alone.
+    """
+    tree = ast.parse(text.replace("torch._dynamo.disable", "disable"))  # the lines stay the same
+    for node in ast.walk(tree):
+        of_self = False
+        match node:
+            case ast.Attribute(value=value, attr=name):
+                found, of_self = [name], ast.unparse(value) in ("self", "cls", "super()")
+            case ast.Import(names=names):
+                torch = [each.name for each in names if each.name.startswith("torch")]
+                found = [part for name in torch for part in name.split(".")]
+            case ast.ImportFrom(module=str(module), names=names) if module.startswith("torch"):
+                found = [*module.split("."), *(each.name for each in names)]
+            case ast.Call(args=[*_, ast.Constant(str(name))] | [_, ast.Constant(str(name)), _]):
+                # getattr and the like; sys.modules.get and import_module
+                found = name.split(".") if name.startswith("torch.") else [name]
+            case ast.Subscript(value=ast.Attribute(attr="__dict__"), slice=ast.Constant(str(name))):
+                found = [name]
+            case _:
+                continue
+        for name in found:
+            known = own if of_self else own - torchs
+            if (
+                PRIVATE.fullmatch(name)
+                and not ALLOWED.fullmatch(name)
+                and name not in known | OTHERS
+            ):
+                yield (
+                    f"{path}:{node.lineno}: uses the private name {name}; expected torch's names "
+                    f"in {TORCH_PRIVATE} (other libraries': in OTHERS of {Path(__file__).name})"
+                )
+
+
 def problems(root: Path = ROOT) -> Iterable[str]:
     """All problems of a checkout, sorted by file."""
+    package = {file.relative_to(root): file.read_text() for file in root.glob("shardcore/**/*.py")}
+    own = own_names(map(ast.parse, package.values()))
+    torchs = set(re.findall(rf"\b{PRIVATE.pattern}", package.get(TORCH_PRIVATE, "")))
     for folder in SOURCE_FOLDERS:
         for file in sorted((root / folder).rglob("*")):
             path = file.relative_to(root)
@@ -172,6 +243,8 @@ def problems(root: Path = ROOT) -> Iterable[str]:
                 yield from check_room(path, text)
             if folder == "shardcore" and file.suffix == ".py":
                 yield from check_tested(path, text, root)
+                if path != TORCH_PRIVATE:
+                    yield from check_private(path, text, own, torchs)
             if folder == "tests" and file.match("test_*.py"):
                 yield from check_test(path, text, root)
 

@@ -38,6 +38,62 @@ def test_a_clean_checkout_passes(checkout):
     assert list(check_includes.problems(checkout("csrc/adam/adam_cpu.h", ""))) == []
 
 
+ALLOWED = """
+import os
+import torch
+
+class Own:
+    def __init__(self, module, param):
+        self._kept = self._base = torch._foreach_mul([param], 2.0)
+        self._version = param._version
+        self.all = module._parameters, module._modules, module._buffers
+
+    @torch._dynamo.disable
+    def _end(self, other):
+        other._kept, self._base = other._end(self), self._base
+        getattr(other, "_shardcore_engine", None)
+        os._exit(0)
+"""
+
+
+def test_private_names_of_torch_stand_in_one_file(checkout):
+    checkout("tests/test_torch_private.py", "")
+    checkout("shardcore/torch_private.py", "base_of = lambda x: x._base\nid = torch._C._id\n")
+    assert list(check_includes.problems(checkout("shardcore/layout.py", ALLOWED))) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ("torch._C", "_C"),
+        ("torch._foreign_mul(x)", "_foreign_mul"),
+        ("x.grad_fn._sequence_nr()", "_sequence_nr"),
+        ("x._base", "_base"),  # a name that Own has, too, but for itself
+        ("self._backward_hooks", "_backward_hooks"),
+        ("x._opt_called = True", "_opt_called"),
+        ("x.__dict__['_opt_called'] = True", "_opt_called"),
+        ("torch._dynamo.reset()", "_dynamo"),
+        ("getattr(x, '_is_replica')", "_is_replica"),
+        ("getattr(x, '_is_replica', False)", "_is_replica"),
+        ("setattr(x, '_is_replica', False)", "_is_replica"),
+        ("sys.modules.get('torch.distributed._composable')", "_composable"),
+        ("import torch.utils._pytree as pytree", "_pytree"),
+        ("from torch.utils import _pytree", "_pytree"),
+        ("from torch._compile import disable", "_compile"),
+    ],
+)
+def test_other_private_names_are_found(checkout, line, name):
+    checkout("tests/test_torch_private.py", "")
+    checkout("shardcore/torch_private.py", "base_of = lambda x: x._base\n")
+    found = list(check_includes.problems(checkout("shardcore/layout.py", f"{ALLOWED}\n{line}\n")))
+    number = len(ALLOWED.splitlines()) + 2
+    start = (
+        f"shardcore/layout.py:{number}: uses the private name {name}; expected torch's names in "
+    )
+    assert [problem[: len(start)] for problem in found] == [start]
+    assert "shardcore/torch_private.py" in found[0]
+
+
 @pytest.mark.parametrize(
     ("path", "text", "problem"),
     [
