@@ -10,11 +10,13 @@ Source: Python's import protocol, https://docs.python.org/3/reference/import.htm
 
 import importlib
 import sys
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any
 
 from shardcore.deepspeed.names import MODULES, VERSION, install
 from shardcore.deepspeed.params import name_sharded_params
@@ -47,8 +49,13 @@ def _why(name: str) -> str:
     return why if instead is None else f"{why}; expected {instead}"
 
 
-def _absent(module: str, name: str) -> NoReturn:
-    """Say so of an attribute of a module; its `__getattr__`."""
+def _attribute(module: str, late: Callable[[str], Any] | None, name: str) -> Any:
+    """Return what `late` has by a name, or say that it is not there; the `__getattr__` of a
+    module.
+    """
+    if late is not None:
+        with suppress(AttributeError):
+            return late(name)
     raise AttributeError(f"module {module!r} has no attribute {name!r}: {_why(f'{module}.{name}')}")
 
 
@@ -60,14 +67,11 @@ class _Finder:
         """Return None, for other finders; raise ModuleNotFoundError for a module of DeepSpeed that
         is not in `MODULES`.
 
-        `from deepspeed import X` comes here, too, where X is not there. It forgets an error that
-        has X as its name: so one that says what to use instead has none.
+        `from deepspeed.utils import X` comes here, too, where X is not there: every module of these
+        is a package. It forgets an error that has X as its `name`, so this one has none.
         """
         if name.startswith("deepspeed."):
-            known = instead_of(name.removeprefix("deepspeed.")) is not None
-            raise ModuleNotFoundError(
-                f"No module named {name!r}: {_why(name)}", name=None if known else name
-            )
+            raise ModuleNotFoundError(f"No module named {name!r}: {_why(name)}")
         return None
 
 
@@ -105,10 +109,14 @@ def register(package: ModuleType) -> None:
     """Give these names to the package that is being imported: deepspeed of the stand-in, which
     has a file and a spec.
     """
+    parts = zip(("major", "minor", "patch"), map(int, VERSION.split(".")), strict=True)
+    vars(package).update({f"__version_{part}__": number for part, number in parts})
     vars(package).update(__version__=VERSION, version=VERSION)
     install(package)
+    vars(package)["dist"] = vars(package)["comm"]
     for module in (package, *(sys.modules[f"deepspeed.{path}"] for path in MODULES)):
-        vars(module).setdefault("__getattr__", partial(_absent, module.__name__))
+        late = vars(module).get("__getattr__")
+        vars(module)["__getattr__"] = partial(_attribute, module.__name__, late)
     name_sharded_params()
     ShardableOptimizer.parameter_offload = _NO_HOOKS  # type: ignore[attr-defined]
     sys.meta_path.insert(0, _Finder)

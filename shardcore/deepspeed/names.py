@@ -42,11 +42,16 @@ from shardcore.deepspeed import (
     pipe_module,
     tiled,
 )
-from shardcore.deepspeed.accelerator import get_accelerator, is_current_accelerator_supported
+from shardcore.deepspeed.accelerator import (
+    Accelerator,
+    get_accelerator,
+    is_current_accelerator_supported,
+)
 from shardcore.deepspeed.checkpointing import checkpoint, configure, is_configured, reset
 from shardcore.deepspeed.config import read_config
 from shardcore.deepspeed.initialize import initialize, make_tensor_mesh, start_process_group
 from shardcore.deepspeed.loaders import RepeatingLoader
+from shardcore.deepspeed.monitor import MonitorMaster
 from shardcore.deepspeed.params import ZeroParamStatus
 from shardcore.deepspeed.training_engine import TrainingEngine
 from shardcore.distributed.comm import Comm
@@ -526,6 +531,13 @@ def is_model_parallel_parameter(p: torch.Tensor) -> bool:
     return bool(getattr(p, "model_parallel", False) or getattr(p, "tensor_model_parallel", False))
 
 
+def instrument_w_nvtx(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function as it is: parts of a step have NVTX ranges of their own
+    (distributed/clock.py).
+    """
+    return func
+
+
 def log_dist(message: str, ranks: Iterable[int] | None = None, level: int = logging.INFO) -> None:
     """Log a message on some ranks (None, or -1 among them: on all)."""
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -602,7 +614,12 @@ def _late(module: str) -> Callable[[str], Any]:
 
 # --- the modules ----------------------------------------------------------------------------------
 
-_ADAMS = {"DeepSpeedCPUAdam": DeepSpeedCPUAdam, "FusedAdam": DeepSpeedFusedAdam}
+_CPU_ADAM = {"DeepSpeedCPUAdam": DeepSpeedCPUAdam}
+_FUSED_ADAM = {"FusedAdam": DeepSpeedFusedAdam}
+_CPU_ADAGRAD = {"DeepSpeedCPUAdagrad": cpu_adagrad}
+_CPU_LION = {"DeepSpeedCPULion": cpu_lion}
+_FUSED_LION = {"FusedLion": fused_lion}
+_FUSED_LAMB = {"FusedLamb": _refused("FusedLamb")}
 _SCHEDULES = {name: getattr(lr_schedules, name) for name in lr_schedules.VALID_LR_SCHEDULES} | {
     "VALID_LR_SCHEDULES": list(lr_schedules.VALID_LR_SCHEDULES),
     **lr_schedules.CONSTANTS,
@@ -633,7 +650,18 @@ _TOPOLOGY = (
     pipe_module.PipeModelDataParallelTopology,
     pipe_module.PipelineParallelGrid,
 )
+_ABSTRACT_ACCELERATOR = {"DeepSpeedAccelerator": Accelerator}
 _ACCELERATOR = {f.__name__: f for f in (get_accelerator, is_current_accelerator_supported)}
+_NVTX = {"instrument_w_nvtx": instrument_w_nvtx}
+# DeepSpeed's type aliases: what `initialize` takes as optimizer and lr_scheduler
+_CALLABLES = {
+    "DeepSpeedOptimizerCallable": Callable[
+        [Iterable[nn.Parameter] | dict[str, Iterable[Any]]], torch.optim.Optimizer
+    ],
+    "DeepSpeedSchedulerCallable": Callable[
+        [torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler
+    ],
+}
 _TILED = (tiled.TiledMLP, tiled.TiledFusedLogitsLoss, tiled.sequence_tiled_compute)
 _RECURSIVE = {"recursive_getattr": recursive_getattr, "recursive_setattr": recursive_setattr}
 # by path below the package; a module comes before what is in it
@@ -642,7 +670,8 @@ MODULES: dict[str, dict[str, Any]] = {
     "checkpoint": {},
     "checkpoint.utils": {"clone_tensors_for_torch_save": clone_tensors_for_torch_save},
     "checkpointing": _CHECKPOINTING,
-    "accelerator": _ACCELERATOR,
+    "accelerator": {**_ACCELERATOR, **_ABSTRACT_ACCELERATOR},
+    "accelerator.abstract_accelerator": _ABSTRACT_ACCELERATOR,
     "accelerator.real_accelerator": _ACCELERATOR,
     "compression": {},
     "compression.helper": _RECURSIVE,
@@ -665,14 +694,22 @@ MODULES: dict[str, dict[str, Any]] = {
             split_params_into_different_moe_groups_for_optimizer,
         )
     },
+    "monitor": {},
+    "monitor.monitor": {"MonitorMaster": MonitorMaster},
     "ops": {"__compatible_ops__": op_builder.compatible_ops()},
     "ops.op_builder": op_builder.NAMES,
     "ops.op_builder.all_ops": {"ALL_OPS": op_builder.ALL_OPS},
     "ops.op_builder.builder": {"OpBuilder": op_builder.OpBuilder},
-    "ops.adam": _ADAMS,
-    "ops.adagrad": {"DeepSpeedCPUAdagrad": cpu_adagrad},
-    "ops.lamb": {"FusedLamb": _refused("FusedLamb")},
-    "ops.lion": {"FusedLion": fused_lion, "DeepSpeedCPULion": cpu_lion},
+    "ops.adam": {**_CPU_ADAM, **_FUSED_ADAM},
+    "ops.adam.cpu_adam": _CPU_ADAM,
+    "ops.adam.fused_adam": _FUSED_ADAM,
+    "ops.adagrad": _CPU_ADAGRAD,
+    "ops.adagrad.cpu_adagrad": _CPU_ADAGRAD,
+    "ops.lamb": _FUSED_LAMB,
+    "ops.lamb.fused_lamb": _FUSED_LAMB,
+    "ops.lion": {**_CPU_LION, **_FUSED_LION},
+    "ops.lion.cpu_lion": _CPU_LION,
+    "ops.lion.fused_lion": _FUSED_LION,
     "pipe": _PIPE,
     "profiling": {},
     "profiling.flops_profiler": {"__getattr__": _late("shardcore.deepspeed.flops_profiler")},
@@ -694,7 +731,7 @@ MODULES: dict[str, dict[str, Any]] = {
     "runtime.fp16.onebit": {
         name: _refused(name) for name in ("OnebitAdam", "OnebitLamb", "ZeroOneAdam")
     },
-    "runtime.engine": {"DeepSpeedEngine": TrainingEngine},
+    "runtime.engine": {"DeepSpeedEngine": TrainingEngine, **_CALLABLES},
     "runtime.lr_schedules": _SCHEDULES,
     "runtime.sequence_parallel": {},
     "runtime.sequence_parallel.ulysses_sp": {f.__name__: f for f in _TILED}
@@ -722,12 +759,18 @@ MODULES: dict[str, dict[str, Any]] = {
         "OnDevice": OnDevice,
         "RepeatingLoader": RepeatingLoader,
         **_RECURSIVE,
+        **_NVTX,
         **fragments.NAMES,
         **leaf_modules.NAMES,
     },
     "utils.groups": groups.NAMES,
+    "utils.init_on_device": {"OnDevice": OnDevice},
     "utils.logging": {"logger": logger, "log_dist": log_dist},
+    "utils.module_utils": _RECURSIVE,
+    "utils.nvtx": _NVTX,
+    "utils.tensor_fragment": fragments.NAMES,
     "utils.torch": {"required_torch_version": required_torch_version},
+    "utils.z3_leaf_module": leaf_modules.NAMES,
     # else `python -m` warns
     "utils.zero_to_fp32": {"__getattr__": _late("shardcore.deepspeed.zero_to_fp32")},
 }
@@ -748,6 +791,8 @@ TOP: dict[str, Any] = {
     "OnDevice": OnDevice,
     "PipelineEngine": pipe_engine.PipelineEngine,
     "PipelineModule": pipe_module.PipelineModule,
+    "DeepSpeedOptimizer": ShardableOptimizer,
+    **_CALLABLES,
 }
 
 

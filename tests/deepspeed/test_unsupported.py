@@ -69,22 +69,120 @@ def test_names_that_public_libraries_import_are_there_or_refused_with_a_remedy()
     assert not set(common) & missing.keys(), "what two libraries use"
 
 
-def _attributes() -> list[str]:
+def _public_modules() -> list[str]:
+    """Return the modules of the installed DeepSpeed, by their names below it, from their files."""
+    spec = importlib.util.find_spec("deepspeed")
+    if spec is None or spec.origin is None:
+        pytest.skip("DeepSpeed is not installed")
+    root = Path(spec.origin).parent
+    paths = [file.relative_to(root).with_suffix("").parts for file in root.rglob("*.py")]
+    modules = {path[:-1] if path[-1] == "__init__" else path for path in paths}
+    return sorted(
+        ".".join(path)
+        for path in modules
+        if path and not any(part.startswith("_") for part in path)
+    )
+
+
+def _modules_refused(names: list[str]) -> dict[str, str]:
     _install()
-    package, found = import_module("deepspeed"), []
-    for module, name in ((package, "inference"), (package.utils, "no_such")):
-        assert not hasattr(module, name)
-        with pytest.raises(AttributeError) as error:
-            getattr(module, name)
-        found.append(str(error.value))
+    refused = {}
+    for name in names:
+        try:
+            import_module(f"deepspeed.{name}")
+        except ModuleNotFoundError as error:
+            refused[name] = str(error)
+    return refused
+
+
+def test_each_public_module_is_there_or_refused_with_a_remedy() -> None:
+    names = _public_modules()
+    refused = run_fresh(_modules_refused, names)
+    assert len(names) > len(refused) > 100
+    without = [name for name, said in refused.items() if "; expected " not in said]
+    assert without == []
+
+
+ALIASES = {
+    "accelerator.abstract_accelerator.DeepSpeedAccelerator": "accelerator.DeepSpeedAccelerator",
+    "ops.adagrad.cpu_adagrad.DeepSpeedCPUAdagrad": "ops.adagrad.DeepSpeedCPUAdagrad",
+    "ops.adam.cpu_adam.DeepSpeedCPUAdam": "ops.adam.DeepSpeedCPUAdam",
+    "ops.adam.fused_adam.FusedAdam": "ops.adam.FusedAdam",
+    "ops.lamb.fused_lamb.FusedLamb": "ops.lamb.FusedLamb",
+    "ops.lion.cpu_lion.DeepSpeedCPULion": "ops.lion.DeepSpeedCPULion",
+    "ops.lion.fused_lion.FusedLion": "ops.lion.FusedLion",
+    "runtime.engine.DeepSpeedOptimizerCallable": "DeepSpeedOptimizerCallable",
+    "runtime.engine.DeepSpeedSchedulerCallable": "DeepSpeedSchedulerCallable",
+    "utils.init_on_device.OnDevice": "utils.OnDevice",
+    "utils.module_utils.recursive_getattr": "utils.recursive_getattr",
+    "utils.nvtx.instrument_w_nvtx": "utils.instrument_w_nvtx",
+    "utils.tensor_fragment.safe_get_full_grad": "utils.safe_get_full_grad",
+    "utils.z3_leaf_module.set_z3_leaf_modules": "utils.set_z3_leaf_modules",
+}
+
+
+def _aliases() -> None:
+    _install()
+    package = import_module("deepspeed")
+    for alias, name in ALIASES.items():
+        module, _, own = alias.rpartition(".")
+        above, _, same = f"deepspeed.{name}".rpartition(".")
+        found = getattr(import_module(f"deepspeed.{module}"), own)
+        assert found is getattr(import_module(above), same), alias
+    parts = [getattr(package, f"__version_{part}__") for part in ("major", "minor", "patch")]
+    assert ".".join(map(str, parts)) == package.__version__
+    assert package.dist is package.comm
+    assert package.utils.instrument_w_nvtx(_aliases) is _aliases
+    accelerator = package.accelerator
+    assert isinstance(accelerator.get_accelerator(), accelerator.DeepSpeedAccelerator)
+
+
+def test_a_class_is_in_the_module_where_deepspeed_defines_it_too() -> None:
+    run_fresh(_aliases)
+
+
+def _attributes(names: list[str]) -> list[tuple[str, str]]:
+    """Return what getattr and import say of names that are not there."""
+    _install()
+    found = []
+    for name in names:
+        above, _, own = name.rpartition(".")
+        module = import_module(above)
+        assert not hasattr(module, own)
+        assert getattr(module, own, 3) == 3
+        with pytest.raises(AttributeError) as attribute:
+            getattr(module, own)
+        with pytest.raises(ImportError) as imported:
+            exec(f"from {above} import {own}")
+        with pytest.raises(ImportError) as as_module:
+            exec(f"import {name}")
+        assert str(as_module.value) == str(imported.value)
+        found.append((str(attribute.value), str(imported.value)))
     return found
 
 
-def test_an_attribute_that_is_not_there_says_the_same() -> None:
-    known, unknown = run_fresh(_attributes)
-    assert known.startswith("module 'deepspeed' has no attribute 'inference'")
-    assert known.endswith("an inference engine of your choice")
-    assert unknown.endswith("which has no counterpart of DeepSpeed's utils.no_such")
+# of these three kinds of modules: with names of their own, those of another module, and torch's
+MISSING = ("utils.no_such", "profiling.flops_profiler.no_such", "comm.no_such", "inference")
+
+
+def test_a_name_that_is_not_there_says_so() -> None:
+    said = run_fresh(_attributes, [f"deepspeed.{name}" for name in MISSING])
+    for name, (attribute, imported) in zip(MISSING, said, strict=True):
+        above, _, own = f"deepspeed.{name}".rpartition(".")
+        assert attribute.startswith(f"module '{above}' has no attribute '{own}': ")
+        assert attribute.endswith(imported.split(": ", 1)[1])
+        assert "deepspeed is shardcore in this process" in imported
+        assert f"no counterpart of DeepSpeed's {name}" in imported
+    assert said[0][1].endswith("utils.no_such")
+    assert said[3][1].endswith("an inference engine of your choice")
+
+
+def test_what_is_said_of_a_module_that_is_there_names_something_else() -> None:
+    assert "DistributedAttention" not in str(instead_of("sequence.layer.single_all_to_all"))
+    tiled = "runtime.sequence_parallel.ulysses_sp.SequenceTiledCompute"
+    assert str(instead_of(tiled)).startswith("sequence_tiled_compute")
+    modules = ("stage3", "config", "utils", "linear", "mics")
+    assert len({instead_of(f"runtime.zero.{name}") for name in modules}) == len(modules)
 
 
 def _files() -> list[str]:
