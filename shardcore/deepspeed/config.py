@@ -66,9 +66,9 @@ class Config:
     or None, for weights. scheduler: (type, arguments). autocast: the dtype of torch.autocast around
     forward, None for none.
     steps_per_print: None for never. tensorboard and so on: these sections, None if off.
-    flops_profiler: whether to count operations; profile_step, module_depth, profile_file: its other
-    keys. given: dotted paths that the user wrote. accepted: of the keys that mean nothing here, a
-    line for each reason. source: the configuration as it was given.
+    flops_profiler: whether to count operations; profile_step, module_depth, top_modules, detailed,
+    profile_file: its other keys. given: dotted paths that the user wrote. accepted: of the keys
+    that mean nothing here, a line for each reason. source: the configuration as it was given.
     """
 
     train_batch_size: int | None = None
@@ -118,6 +118,8 @@ class Config:
     flops_profiler: bool = False
     profile_step: int = 1
     module_depth: int = -1
+    top_modules: int = 1
+    detailed: bool = True
     profile_file: str | None = None
     activation_checkpoint_interval: int = 0
     sequence_parallel_size: int = 1
@@ -193,6 +195,8 @@ _FIELDS = {
     "flops_profiler.enabled": "flops_profiler",
     "flops_profiler.profile_step": "profile_step",
     "flops_profiler.module_depth": "module_depth",
+    "flops_profiler.top_modules": "top_modules",
+    "flops_profiler.detailed": "detailed",
     "flops_profiler.output_file": "profile_file",
     "pipeline.activation_checkpoint_interval": "activation_checkpoint_interval",
     "tensor_parallel.autotp_size": "autotp_size",

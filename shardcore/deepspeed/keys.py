@@ -697,17 +697,18 @@ KEYS: dict[str, Key] = {
         "flops_profiler",
         {
             "enabled": _honoured(
-                _flag, "count the floating-point operations of one step, with torch's counter"
+                _flag, "print what FlopsProfiler of profiling.flops_profiler counts in one forward"
             ),
-            "profile_step": _honoured(_count, "which step"),
+            "profile_step": _honoured(
+                _integer(0, math.inf, "at least 0"), "how many steps come before, as in DeepSpeed"
+            ),
             "module_depth": _honoured(
-                _integer(-1, math.inf, "at least -1"), "depth of modules in the table; -1 for all"
+                _integer(-1, math.inf, "at least -1"), "how deep modules are listed; -1 for all"
             ),
-            "output_file": _honoured(_or_none(_text), "a file instead of the log"),
-            **dict.fromkeys(
-                ("recompute_fwd_factor", "top_modules", "detailed"),
-                _accepted("all modules are in the table"),
-            ),
+            "top_modules": _honoured(_count, "how many classes of modules are named at each depth"),
+            "detailed": _honoured(_flag, "whether each module is listed"),
+            "output_file": _honoured(_or_none(_text), "a file instead of the output"),
+            "recompute_fwd_factor": _accepted("backward is not counted"),
         },
     ),
     **_below(

@@ -334,9 +334,8 @@ class PipelineEngine(TrainingEngine):
         grads: None: of a loss.
         """
         roots = [output for output in outputs if output.requires_grad]
-        with self._report.operations(self.global_steps + 1):
-            if roots:
-                torch.autograd.backward(roots, grads)
+        if roots:
+            torch.autograd.backward(roots, grads)
         if self.is_first_stage():
             return []
         return [

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
-from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,32 +33,39 @@ class StepReport:
             comm.clock.start(device)
         self._ms: dict[str, float] = {}
         self._collectives: Counter[str] = Counter()
-        self._flops: dict[str, Counter[str]] = {}  # by module, by operation
+        self._profiler: Any = None  # a FlopsProfiler
 
     @contextmanager
-    def operations(self, step: int) -> Iterator[None]:
-        """Count the floating-point operations inside, if `step` (from 1) is the one to be
-        profiled.
+    def forward(self, steps: int) -> Iterator[None]:
+        """Profile the forward inside, if it is the one to be profiled after so many steps; of
+        several micro-steps the last one stays.
         """
-        if not self._config.flops_profiler or step != self._config.profile_step:
+        if not self._config.flops_profiler or steps != self._config.profile_step:
             yield
             return
         # `import shardcore` leaves it out
-        mode = import_module("torch.utils.flop_counter").FlopCounterMode
-        with mode(display=False) as counter:  # which counts from 0 whenever it is entered
+        profiler = import_module("shardcore.deepspeed.flops_profiler").FlopsProfiler(self._module)
+        profiler.start_profile()
+        try:
             yield
-        for module, counts in counter.get_flop_counts().items():
-            self._flops.setdefault(module, Counter()).update(
-                {str(op): count for op, count in counts.items()}
-            )
+        finally:
+            profiler.stop_profile()
+        self._profiler = profiler
 
     def end_step(self, step: int, every: int | None) -> None:
         """Print what is due after `step` (from 1); every: steps between two lines of progress,
         None for a line after each.
         """
         lines = []
-        if self._flops:
-            lines += self._operations(step)
+        if self._profiler is not None and self._speaks:
+            self._profiler.print_model_profile(
+                self._config.profile_step,
+                self._config.module_depth,
+                self._config.top_modules,
+                self._config.detailed,
+                self._config.profile_file,
+            )
+        self._profiler = None
         if step % (every or 1) == 0:
             if self._config.wall_clock_breakdown:
                 lines.append(self._times())
@@ -82,20 +89,3 @@ class StepReport:
         return "collectives | " + (
             " | ".join(f"{name}: {count}" for name, count in sorted(new.items())) or "none"
         )
-
-    def _operations(self, step: int) -> list[str]:
-        depth = self._config.module_depth
-        total = sum(self._flops.get("Global", {}).values())
-        lines = [f"floating-point operations on this rank: {total:,}"]
-        for module, counts in self._flops.items():
-            if depth < 0 or module.count(".") <= depth:
-                lines.append(
-                    f"  {module}: " + ", ".join(f"{op} {count:,}" for op, count in counts.items())
-                )
-        text = "\n".join(lines)
-        self._flops = {}
-        if self._config.profile_file is None:
-            return [text]
-        if self._speaks:
-            Path(self._config.profile_file).write_text(f"step={step} {text}\n")
-        return []

@@ -459,7 +459,7 @@ class TrainingEngine(ForwardEngine):
         """Run the module's forward, with its hooks; under torch.autocast if the configuration
         says so.
         """
-        with self._report.operations(self.global_steps + 1):
+        with self._report.forward(self.global_steps):
             return super().__call__(*inputs, **kwargs)
 
     forward = __call__
@@ -480,8 +480,7 @@ class TrainingEngine(ForwardEngine):
                 loss.float() if loss.dtype in (torch.bfloat16, torch.float16) else loss
             ) / self._sizes.accumulation
         before = {engine: engine._core.reducer.backwards for engine in _engines}
-        with self._report.operations(self.global_steps + 1):
-            self.scale(loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        self.scale(loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         for engine, count in before.items():
             engine._divided += engine._core.reducer.backwards - count
         self._ran = True

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from shardcore.deepspeed.flops_profiler import FlopsProfiler
 from shardcore.deepspeed.pipe_module import PipelineModule
 from tests.support.deepspeed import ds_config, start, train
 from tests.support.models import Net
@@ -69,28 +70,39 @@ def test_nothing_is_printed_unasked(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == ""
 
 
-def test_operations_of_one_step_are_counted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_the_forward_of_one_step_is_profiled(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    asked = []
+
+    class Watched(FlopsProfiler):
+        def print_model_profile(self, *args: Any) -> None:
+            asked.append((*args, engine.global_steps, self.get_total_flops()))
+            super().print_model_profile(*args)
+
+    monkeypatch.setattr("shardcore.deepspeed.flops_profiler.FlopsProfiler", Watched)
     flops: dict[str, Any] = {
         "enabled": True,
         "profile_step": 2,
         "module_depth": 1,
+        "top_modules": 3,
+        "detailed": False,
         "output_file": str(tmp_path / "flops"),
     }
     engine = start(ds_config(2, flops_profiler=flops))
-    train(engine, 0, 3)
+    train(engine, 0, 4)
+    weights = sum(param.numel() for param in Net().parameters() if param.dim() == 2)
+    # a forward of one micro-batch: 2 operations per weight and sample
+    file = str(tmp_path / "flops")
+    assert asked == [(2, 1, 3, False, file, 3, 2 * 4 * weights)]
     text = (tmp_path / "flops").read_text()
-    assert text.startswith("step=2 floating-point operations on this rank: ")
-    weights = sum(param.numel() for name, param in Net().named_parameters() if param.dim() == 2)
-    total = int(text.split(": ")[1].split("\n")[0].replace(",", ""))
-    # Forward is 2 operations per weight and sample, backward twice that, less the gradient of the
-    # first layer's input.
-    assert 2 * 4 * (6 * weights - 2 * 10 * 24) * 0.99 <= total <= 2 * 4 * 6 * weights * 1.01
+    assert text.startswith("profile of step 2, ")
+    assert "(model)" not in text
     assert capsys.readouterr().out == ""
-    del flops["output_file"]
-    train(start(ds_config(flops_profiler=flops)), 0, 2)
-    assert "step=2 floating-point operations" in capsys.readouterr().out
+    train(start(ds_config(flops_profiler={"enabled": True})), 0, 2)
+    printed = capsys.readouterr().out
+    assert printed.count("profile of step 1, ") == 1
+    assert "(model)" in printed
 
 
 def test_metrics_are_written_where_a_section_says(tmp_path: Path) -> None:
