@@ -107,6 +107,7 @@ def main() -> None:
         os.sched_setaffinity(0, cores)
     if threads := options["threads"][local_rank]:
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    os.environ["LOCAL_SIZE"] = os.environ["LOCAL_WORLD_SIZE"]  # as DeepSpeed's launcher sets it
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(options["restart"])
     os.environ["TORCHELASTIC_MAX_RESTARTS"] = str(options["max_restarts"])
     if options["local_rank"]:

@@ -42,7 +42,8 @@ def run(tmp_path: Path) -> Any:
         if isinstance(program, str):
             (tmp_path / "program.py").write_text(textwrap.dedent(program))
         given = json.dumps(BASE | {"failures": str(tmp_path / "failures")} | options)
-        known = {"PATH": os.environ["PATH"], "RANK": "1", "LOCAL_RANK": "1"} | (environment or {})
+        known = {"PATH": os.environ["PATH"], "RANK": "1", "LOCAL_RANK": "1"}
+        known |= {"LOCAL_WORLD_SIZE": "2"} | (environment or {})
         command = [sys.executable, "-u", rank.__file__, given, *words, *arguments]
         done: Any = subprocess.run(
             command,
@@ -69,7 +70,7 @@ def test_a_script_finds_what_python_gives(run: Any, tmp_path: Path) -> None:
         if __name__ == "__main__":
             assert sys.modules["__main__"].work is work and __file__ == sys.argv[0]
             print(sys.argv[1:], sys.path[0], os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["TORCHELASTIC_MAX_RESTARTS"])
-            print(os.environ["OMP_NUM_THREADS"], "torch" in sys.modules, "shardcore" in sys.modules)
+            print(os.environ["OMP_NUM_THREADS"], os.environ["LOCAL_SIZE"], "torch" in sys.modules, "shardcore" in sys.modules)
             with multiprocessing.get_context("spawn").Pool(1) as pool:
                 print(pool.map(work, [3]))
     """
@@ -77,7 +78,7 @@ def test_a_script_finds_what_python_gives(run: Any, tmp_path: Path) -> None:
     assert done.stderr == ""
     assert done.stdout.splitlines() == [
         f"['--x', '$y ${{local_rank}}'] {tmp_path} 2 4",
-        "3 False False",
+        "3 2 False False",
         "[15]",
     ]
     plain = subprocess.run(
@@ -89,6 +90,7 @@ def test_a_script_finds_what_python_gives(run: Any, tmp_path: Path) -> None:
             "TORCHELASTIC_RESTART_COUNT": "2",
             "TORCHELASTIC_MAX_RESTARTS": "4",
             "OMP_NUM_THREADS": "3",
+            "LOCAL_SIZE": "2",
         },
     )
     assert plain.stdout == done.stdout, "as without the launcher"
