@@ -689,7 +689,8 @@ def _fill(
         if bucket.group is None and bucket.trainable
         for m in bucket.params
     ]
-    if idle and not builder.lifetimes.owns_everything and first:
+    told = getattr(given, "leaves_others", False)  # by initialize
+    if idle and not told and not builder.lifetimes.owns_everything and first:
         logger.warning(
             "shard: no group of the optimizer has these trainable parameters, so nothing updates "
             "them (from stage 1 on their "

@@ -653,7 +653,10 @@ def _compare_parameters(params: list[Any], optimizer: torch.optim.Optimizer, log
             f"{_OP}: model_parameters lacks parameters of optimizer; expected all of them, or only "
             f"optimizer=..."
         )
-    if log and updated != wanted:
+    if updated == wanted:
+        return
+    optimizer.leaves_others = True  # type: ignore[attr-defined]
+    if log:
         logger.warning(
             "initialize: optimizer= has %d of the %d trainable parameters in model_parameters; the "
             "others stay as they are",

@@ -14,7 +14,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from shardcore.optim.group_options import check_max_norm, host_scale
-from shardcore.optim.interface import Gradients, engine_of
+from shardcore.optim.interface import Gradients, Superseded, engine_of
 from shardcore.optim.state_format import StateFormat
 from shardcore.optim.tensor_lists import DeviceScale, DeviceState
 from shardcore.torch_private import optimizer_hooks
@@ -121,6 +121,11 @@ class ShardableOptimizer(torch.optim.Optimizer):
     # and found_inf (skips) during one step. They must not be class attributes: GradScaler
     # multiplies what it finds.
     _step_supports_amp_scaling = True
+
+    def __repr__(self) -> str:
+        """Return torch's text, or what became of it where `initialize` was called again."""
+        engine = self.__dict__.get("_engine")
+        return repr(engine) if isinstance(engine, Superseded) else super().__repr__()
 
     @property
     def _op(self) -> str:

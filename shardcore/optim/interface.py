@@ -43,6 +43,10 @@ class Superseded:
             raise AttributeError(name)
         self.refuse(name)
 
+    def __repr__(self) -> str:
+        """Say what became of it."""
+        return "<superseded: initialize was called a second time with this model>"
+
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse a forward."""
         self.refuse("forward")

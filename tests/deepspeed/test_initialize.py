@@ -348,6 +348,7 @@ def test_an_optimizer_of_some_parameters_updates_these_alone(
         f"optimizer= has 1 of the {len(list(model.parameters()))} trainable parameters in "
         f"model_parameters" in caplog.text
     )
+    assert "no group of the optimizer" not in caplog.text
     train(engine, 0, 2)
     changed = {
         name

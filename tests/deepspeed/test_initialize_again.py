@@ -36,6 +36,8 @@ def test_calls_of_the_first_engine_name_the_second_call(tmp_path: Any) -> None:
             f"ValueError: {name}: initialize was called a second time with this model"
         ), name
     assert "a second time" in error_of(optimizer.step)
+    assert "a second time" in repr(engine)
+    assert "a second time" in repr(optimizer)
     engine.destroy()
 
 
