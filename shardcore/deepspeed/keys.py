@@ -716,7 +716,7 @@ KEYS: dict[str, Key] = {
         {
             "tag_validation": _honoured(
                 _word("ignore", "warn", "fail", expected='"Ignore", "Warn" or "Fail"'),
-                "Fail: tags that differ by rank are an error; else rank 0's holds, with a warning",
+                "of tags that differ by rank rank 0's holds; Warn: with a warning; Fail: an error",
             ),
             **dict.fromkeys(
                 ("load_universal", "parallel_write.pipeline_stage"), _accepted(_ONE_CHECKPOINT)

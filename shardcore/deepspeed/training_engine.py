@@ -85,7 +85,6 @@ class ForwardEngine(Described, metaclass=_Kind):
 
     optimizer: Any = None
     lr_scheduler: Any = None
-    global_steps: int = 0
     collate_fn: Callable[[list[Any]], Any] | None = None
     sparse_tensor_module_names: frozenset[str] = frozenset()  # gradients of embeddings are dense
     _shuffles = True  # loaders of training data that are made here
@@ -105,6 +104,12 @@ class ForwardEngine(Described, metaclass=_Kind):
         self.module, self.training_dataloader = module, training_dataloader
         self._sizes, self._replicas, self._core, self._config = sizes, replicas, core, config
         self.device: torch.device = core.device
+        self.global_steps = self.micro_steps = self.global_samples = 0
+        self._counted_from = 0  # micro_steps when the count of the accumulation began
+        self._skipped_loaded = 0  # skipped steps of the training that a checkpoint goes on with
+        # What set_gradient_accumulation_boundary said; of a loop that decides itself when to step,
+        # whether step() is running.
+        self._is_boundary: bool | None = None if config.managed_gradient_accumulation else False
         _wrappers.add(self)
 
     def __getattr__(self, name: str) -> Any:
@@ -132,6 +137,30 @@ class ForwardEngine(Described, metaclass=_Kind):
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """Refuse: there is nothing to train."""
         raise ValueError(_NO_OPTIMIZER.format("step"))
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the next step() updates the weights; of a loop that decides when to step,
+        whether step() is running.
+        """
+        counted = (self.micro_steps + 1 - self._counted_from) % self._sizes.accumulation == 0
+        return counted if self._is_boundary is None else self._is_boundary
+
+    def was_step_applied(self) -> bool:
+        """Return False: there was no step."""
+        return False
+
+    @property
+    def skipped_steps(self) -> int:
+        """Return how many steps the training of the loaded checkpoint had skipped."""
+        return self._skipped_loaded
+
+    def get_lr(self) -> list[Any]:
+        """Return no learning rate."""
+        return []
+
+    def get_global_grad_norm(self) -> float | None:
+        """Return None: there are no gradients."""
+        return None
 
     def train(self, mode: bool = True) -> Self:
         """Set the module's training mode."""
@@ -244,12 +273,12 @@ class ForwardEngine(Described, metaclass=_Kind):
         """Save model, optimizer, scheduler, counters and random states to `save_dir`/`tag`; returns
         True. Collective.
 
-        Without an optimizer: the model and random states.
+        Without an optimizer: the model, counters and random states.
         Of the data loader that initialize made, its epoch is saved: after a load its next iteration
         is the epoch after the one that was begun. The position within an epoch is yours to save
         (client_state) and to skip to.
         tag: default "global_step" and the optimizer steps so far. Where it differs by rank rank 0's
-        holds, with a warning, or with checkpoint.tag_validation Fail ValueError.
+        holds, with a warning unless checkpoint.tag_validation is Ignore; with Fail ValueError.
         The other arguments, errors and what a crash leaves: see shardcore.save. ValueError, too, if
         save_dir is None or empty.
         """
@@ -269,7 +298,33 @@ class ForwardEngine(Described, metaclass=_Kind):
 
     def _counters(self) -> dict[str, int]:
         """Return what a checkpoint has of the loop, by name."""
-        return {}
+        return {
+            "global_steps": self.global_steps,
+            "micro_steps": self.micro_steps,
+            "skipped_steps": self.skipped_steps,
+            "global_samples": self.global_samples,
+            **(
+                {}
+                if self.training_dataloader is None
+                else {"epoch": self.training_dataloader.epoch}
+            ),
+        }
+
+    def _restore_counters(self, counters: Mapping[str, int], steps: Mapping[Any, int]) -> None:
+        """Go on from the counters of a checkpoint; steps: those of its optimizer."""
+        self.global_steps = counters.get(
+            "global_steps", max(steps.values(), default=self.global_steps)
+        )
+        micro_steps = counters.get("micro_steps", self.micro_steps)
+        started = (
+            micro_steps % self._sizes.accumulation if self.managed_gradient_accumulation() else 0
+        )
+        self.micro_steps = micro_steps - started  # gradients are not saved
+        self._counted_from = 0
+        self.global_samples = counters.get("global_samples", self.global_steps * self._sizes.train)
+        self._skipped_loaded = counters.get("skipped_steps", 0)
+        if self.training_dataloader is not None and "epoch" in counters:
+            self.training_dataloader.set_epoch(counters["epoch"])
 
     def wait_for_checkpoint(self) -> None:
         """Wait for a save_checkpoint(wait=False), and raise its error. Collective."""
@@ -284,8 +339,8 @@ class ForwardEngine(Described, metaclass=_Kind):
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
     ) -> tuple[str | None, dict[str, Any]]:
-        """Load the weights of a checkpoint, as TrainingEngine.load_checkpoint; there is nothing
-        else to load them into.
+        """Load the weights and counters of a checkpoint, as TrainingEngine.load_checkpoint; there
+        is nothing to load the rest into.
         """
         source = self._open_checkpoint(load_dir, tag)
         if source is None:
@@ -294,12 +349,13 @@ class ForwardEngine(Described, metaclass=_Kind):
             loaded = load_from(source, self._core, Wanted(load_module_strict, False, None))
         finally:
             source.close()
+        if not load_module_only:
+            self._restore_counters(source.counters, source.steps)
         return str(loaded.path), dict(loaded.client_state)
 
     def _agree_on_tag(self, op: str, tag: str | None) -> str | None:
-        """Return rank 0's tag, with a warning where ranks have others. Collective.
-
-        With checkpoint.tag_validation Fail it raises ValueError there.
+        """Return rank 0's tag. Where ranks have others checkpoint.tag_validation decides: Warn
+        logs a warning each time, as DeepSpeed does, Fail raises ValueError. Collective.
         """
         ranks = Everyone(self._core.comm, self._core.comm.across)
         tags = ranks.gather_json(None if tag is None else str(tag))
@@ -311,7 +367,7 @@ class ForwardEngine(Described, metaclass=_Kind):
                 f"{op}: tag is {others[0]}; expected {tags[0]!r}, as on rank 0 (config "
                 f"checkpoint.tag_validation has Fail)"
             )
-        if others and ranks.rank == 0:
+        if others and ranks.rank == 0 and self._config.tag_validation == "warn":
             logger.warning(
                 "%s: tag is %s; every rank takes that of rank 0, %r", op, others[0], tags[0]
             )
@@ -434,9 +490,7 @@ class TrainingEngine(ForwardEngine):
         super().__init__(module, core, config, sizes, replicas, training_dataloader)
         self.optimizer: ShardableOptimizer = optimizer
         self.lr_scheduler = lr_scheduler
-        self.global_steps = self.micro_steps = self.global_samples = 0
-        self._counted_from = 0  # micro_steps when the count of the accumulation began
-        self._skipped_before = optimizer.skipped_steps
+        self._skipped_before = optimizer.skipped_steps  # at the last load, or the start
         # how many of the core's backwards, which gave this rank a gradient, there were at the last
         # step()
         self._seen = 0
@@ -445,9 +499,6 @@ class TrainingEngine(ForwardEngine):
         # another's
         self._divided = 0
         self._scaled = 0  # how many times scale() or backward() has scaled a loss since then
-        # What set_gradient_accumulation_boundary said; of a loop that decides itself when to step,
-        # whether step() is running.
-        self._is_boundary: bool | None = None if config.managed_gradient_accumulation else False
         self._stepped = False  # the last step() was at a boundary
         _engines.add(self)
         self._report = StepReport(config, module, core.comm, self.device)
@@ -614,7 +665,7 @@ class TrainingEngine(ForwardEngine):
         """Return how many steps were skipped since a gradient was not finite. Waits for the last
         norm.
         """
-        return self.optimizer.skipped_steps - self._skipped_before
+        return self._skipped_loaded + self.optimizer.skipped_steps - self._skipped_before
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -650,13 +701,6 @@ class TrainingEngine(ForwardEngine):
         self._seen = self._divided = self._scaled = 0
         self._ran = False
 
-    def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the next step() updates the weights; of a loop that decides when to step,
-        whether step() is running.
-        """
-        counted = (self.micro_steps + 1 - self._counted_from) % self._sizes.accumulation == 0
-        return counted if self._is_boundary is None else self._is_boundary
-
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Decide whether the next step() updates the weights, instead of counting; None: count
         again.
@@ -670,7 +714,8 @@ class TrainingEngine(ForwardEngine):
         if not self.managed_gradient_accumulation():
             raise ValueError(
                 f"{op}: config managed_gradient_accumulation has False, with which every step() "
-                f"updates the weights; expected step() alone, or true"
+                f"updates the weights; expected step() alone, or true, which Trainer and "
+                f"Accelerate need"
             )
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
@@ -759,19 +804,6 @@ class TrainingEngine(ForwardEngine):
 
     # --- checkpoints ------------------------------------------------------------------------------
 
-    def _counters(self) -> dict[str, int]:
-        return {
-            "global_steps": self.global_steps,
-            "micro_steps": self.micro_steps,
-            "skipped_steps": self.skipped_steps,
-            "global_samples": self.global_samples,
-            **(
-                {}
-                if self.training_dataloader is None
-                else {"epoch": self.training_dataloader.epoch}
-            ),
-        }
-
     def load_checkpoint(
         self,
         load_dir: str | os.PathLike[str],
@@ -811,24 +843,7 @@ class TrainingEngine(ForwardEngine):
         finally:
             source.close()
         if not load_module_only:
-            self.global_steps = source.counters.get(
-                "global_steps", max(source.steps.values(), default=self.global_steps)
-            )
-            micro_steps = source.counters.get("micro_steps", self.micro_steps)
-            started = (
-                micro_steps % self._sizes.accumulation
-                if self.managed_gradient_accumulation()
-                else 0
-            )
-            self.micro_steps = micro_steps - started  # gradients are not saved
-            self._counted_from = 0
-            self.global_samples = source.counters.get(
-                "global_samples", self.global_steps * self._sizes.train
-            )
-            self._skipped_before = self.optimizer.skipped_steps - source.counters.get(
-                "skipped_steps", 0
-            )
-            if self.training_dataloader is not None and "epoch" in source.counters:
-                self.training_dataloader.set_epoch(source.counters["epoch"])
+            self._restore_counters(source.counters, source.steps)
+            self._skipped_before = self.optimizer.skipped_steps
         self.zero_grad()
         return str(loaded.path), dict(loaded.client_state)

@@ -75,8 +75,8 @@ def test_the_returned_loss_has_the_dtype_of_the_loss() -> None:
     assert torch.equal(returned, loss / 3)
 
 
-def _tags(rank: int, world_size: int, folder: str) -> list[str]:
-    engine = start(ds_config())
+def _tags(rank: int, world_size: int, folder: str, **config: Any) -> list[str]:
+    engine = start(ds_config(**config))
     train(engine, rank, 1)
     with contextlib.closing(io.StringIO()) as log:
         handler = logging.StreamHandler(log)
@@ -105,6 +105,37 @@ def test_of_tags_that_differ_by_rank_the_first_holds_or_none(tmp_path: Path) -> 
     assert [path.name for path in tmp_path.glob("of*")] == ["of 0"]
 
 
+def _tags_ignored(rank: int, world_size: int, folder: str) -> list[str]:
+    return _tags(rank, world_size, folder, checkpoint={"tag_validation": "Ignore"})
+
+
+def test_ignored_tags_are_not_warned_of(tmp_path: Path) -> None:
+    assert run_ranks(2, _tags_ignored, str(tmp_path)) == [[], []]
+
+
+def test_an_engine_without_an_optimizer_has_the_counters_of_what_it_loads(tmp_path: Path) -> None:
+    trained = start(ds_config(2))
+    train(trained, 0, 3)
+    trained.save_checkpoint(tmp_path)
+    config = ds_config(2)
+    del config["optimizer"]
+    engine, again = start(config), start(config)
+    names = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+    assert [getattr(engine, name) for name in names] == [0, 0, 0, 0]
+    assert (engine.get_lr(), engine.get_global_grad_norm()) == ([], None)
+    assert not engine.is_gradient_accumulation_boundary()
+    assert not engine.was_step_applied()
+    engine.load_checkpoint(tmp_path, load_module_only=True)
+    assert engine.global_steps == 0
+    engine.load_checkpoint(tmp_path)
+    assert [getattr(engine, name) for name in names] == [3, 24, 6, 0]
+    engine.save_checkpoint(tmp_path / "again")
+    assert again.load_checkpoint(tmp_path / "again")[0] == str(tmp_path / "again" / "global_step3")
+    assert [getattr(again, name) for name in names] == [3, 24, 6, 0]
+    del config["gradient_accumulation_steps"]
+    assert start(config).is_gradient_accumulation_boundary()
+
+
 def test_a_loop_that_decides_when_to_step_updates_at_every_step() -> None:
     engine = start(ds_config(3, managed_gradient_accumulation=False))
     for backwards in (1, 2, 4):
@@ -118,7 +149,8 @@ def test_a_loop_that_decides_when_to_step_updates_at_every_step() -> None:
     assert (engine.global_steps, engine.micro_steps, engine.global_samples) == (3, 3, 4 * 7)
     with pytest.raises(
         ValueError,
-        match="set_gradient_accumulation_boundary: config managed_gradient_accumulation has False",
+        match=r"set_gradient_accumulation_boundary: config managed_gradient_accumulation has False"
+        ".*Trainer and Accelerate",
     ):
         engine.set_gradient_accumulation_boundary(True)
     with (
