@@ -7,12 +7,10 @@ shrinks while it is mapped would end the process.
 
 import errno
 import os
-import threading
-from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from math import prod
+from operator import add, gt, lt, mul, sub
 from pathlib import Path
 from reprlib import repr as short
 from stat import S_ISDIR, S_ISREG
@@ -22,7 +20,7 @@ import torch
 
 from shardcore.checkpoint.source import Source
 
-_MAX_INDICES = 1 << 20  # of elements of a tensor that is not contiguous, read at once
+_AT_ONCE = 1 << 22  # elements of a tensor that is not contiguous, read at once
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -62,13 +60,8 @@ class Window:
 
     def part(self, start: int, size: int) -> "Window":
         """Return bytes [start, start + size) of this window. Raises ValueError beyond its end."""
-        if (
-            type(start) is not int
-            or type(size) is not int
-            or start < 0
-            or size < 0
-            or start + size > self.size
-        ):
+        counts = type(start) is int and type(size) is int
+        if not counts or not 0 <= start <= start + size <= self.size:
             raise ValueError(
                 f"load: {self} has {self.size} bytes; expected {size} at offset {start} (is it cut "
                 f"off? copy it again)"
@@ -79,23 +72,20 @@ class Window:
         """Return bytes [start, start + size), or all. Raises OSError or ValueError."""
         part = self.part(start, self.size - start if size is None else size)
         found = bytearray(part.size)
-        done = 0
         with open_regular(self.path) as file:
-            descriptor = file.fileno()
-            now = os.fstat(descriptor).st_size
+            now = os.fstat(file.fileno()).st_size
             if now != self.file_size:
                 raise ValueError(
                     f"load: {self.path} has {now} bytes; expected {self.file_size}, as when it was "
                     f"opened"
                 )
-            while done < part.size:
-                count = os.preadv(descriptor, [memoryview(found)[done:]], part.start + done)
-                if count == 0:
-                    raise ValueError(
-                        f"load: {self.path} ends at {part.start + done}; expected "
-                        f"{part.size - done} bytes more"
-                    )
-                done += count
+            file.seek(part.start)
+            count = file.readinto(found)  # type: ignore[attr-defined]
+        if count != part.size:
+            raise ValueError(
+                f"load: {self.path} ends at {part.start + count}; expected {part.size - count} "
+                f"bytes more"
+            )
         return found
 
     def __str__(self) -> str:
@@ -119,6 +109,77 @@ class Stored(Protocol):
     def read(self, start: int, numel: int) -> torch.Tensor: ...
 
 
+def is_stored(value: Any) -> bool:
+    """Return whether a value is a tensor on disk."""
+    return hasattr(value, "read") and hasattr(value, "dtype") and hasattr(value, "shape")
+
+
+def whole(tensor: Stored) -> torch.Tensor:
+    """Return all of a tensor. Raises OSError or ValueError."""
+    return tensor.read(0, prod(tensor.shape)).view(tensor.shape)
+
+
+def are_counts(values: object) -> bool:
+    """Return whether a value is a tuple of counts, as a shape is."""
+    return isinstance(values, tuple) and all(type(one) is int and one >= 0 for one in values)
+
+
+def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the stride of a contiguous tensor."""
+    return tuple(prod(shape[index + 1 :]) for index in range(len(shape)))
+
+
+def _check_shape(where: str, shape: tuple[int, ...]) -> None:
+    if not are_counts(shape):
+        raise ValueError(f"load: {where} has shape {short(shape)}; expected counts")
+
+
+def _check_range(where: object, shape: tuple[int, ...], start: int, numel: int) -> None:
+    """Raise ValueError unless [start, start + numel) is inside a tensor of that shape."""
+    if not 0 <= start <= start + numel <= prod(shape):
+        raise ValueError(
+            f"load: {where}: asked for elements {start} to {start + numel}; expected at most "
+            f"{prod(shape)}"
+        )
+
+
+@dataclass(frozen=True)
+class Box:
+    """A part of a tensor: where it begins in each dimension, and its shape."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Where it ends in each dimension."""
+        return tuple(map(add, self.offsets, self.sizes))
+
+
+def _cut(
+    found: torch.Tensor, shape: tuple[int, ...], start: int
+) -> Iterator[tuple[torch.Tensor, Box]]:
+    """Cut a range of a flattened tensor, from element `start` on, into boxes of a bounded size.
+    Yield each with its place in `found`, which is as long as the range.
+    """
+    if not shape:
+        yield found.view(()), Box((), ())
+        return
+    row = prod(shape[1:])
+    while found.numel() > 0:
+        index, skipped = divmod(start, row)
+        rows = min(found.numel(), _AT_ONCE) // row
+        if skipped or rows == 0:
+            numel = min(found.numel(), row - skipped)
+            for part, box in _cut(found[:numel], shape[1:], skipped):
+                yield part[None], Box((index, *box.offsets), (1, *box.sizes))
+        else:
+            numel = rows * row
+            sizes = (rows, *shape[1:])
+            yield found[:numel].view(sizes), Box((index, *[0] * (len(shape) - 1)), sizes)
+        found, start = found[numel:], start + numel
+
+
 @dataclass(frozen=True, eq=False)
 class FileTensor:
     """A strided view of a storage in a file. offset, stride: in elements, as torch's."""
@@ -131,18 +192,15 @@ class FileTensor:
 
     def __post_init__(self) -> None:
         """Raise ValueError unless every element is inside the storage."""
-        values = (self.offset, *self.shape, *self.stride)
-        if len(self.shape) != len(self.stride) or any(
-            type(value) is not int or value < 0 for value in values
+        if len(self.shape) != len(self.stride) or not are_counts(
+            (self.offset, *self.shape, *self.stride)
         ):
             raise ValueError(
                 f"load: {self.window} has a tensor of shape {self.shape}, stride {self.stride}; "
                 f"expected counts"
             )
-        last = self.offset + sum(
-            (size - 1) * step for size, step in zip(self.shape, self.stride, strict=True)
-        )
-        needed = (last + 1) * self.dtype.itemsize if prod(self.shape) > 0 else 0
+        end = self.offset + _span(self.shape, self.stride)
+        needed = end * self.dtype.itemsize if prod(self.shape) > 0 else 0
         if needed > self.window.size:
             raise ValueError(
                 f"load: {self.window} has {self.window.size} bytes of a tensor; expected {needed} "
@@ -155,74 +213,31 @@ class FileTensor:
 
     def read(self, start: int, numel: int) -> torch.Tensor:
         """See Stored."""
-        check_range(str(self.window), self.shape, start, numel)
-        if numel == 0:
-            return torch.empty(0, dtype=self.dtype, device="cpu")
-        if _is_contiguous(self.shape, self.stride):
-            return self._span(self.offset + start, numel)
+        _check_range(self.window, self.shape, start, numel)
+        dims = zip(self.shape, self.stride, row_major(self.shape), strict=True)
+        if numel > 0 and all(size == 1 or step == usual for size, step, usual in dims):
+            return self._elements(self.offset + start, numel)
         found = torch.empty(numel, dtype=self.dtype, device="cpu")
-        for done in range(0, numel, _MAX_INDICES):
-            part = found[done : done + _MAX_INDICES]
-            at = torch.full_like(part, self.offset, dtype=torch.int64)
-            for index, step in zip(
-                coordinates(self.shape, start + done, part.numel()), self.stride, strict=True
-            ):
-                at += index * step
-            first, last = int(at.min()), int(at.max())
-            part.copy_(self._span(first, last + 1 - first)[at - first])
+        for part, box in _cut(found, self.shape, start):
+            part.copy_(self.part(box))
         return found
 
-    def _span(self, first: int, numel: int) -> torch.Tensor:
+    def part(self, box: Box) -> torch.Tensor:
+        """Return a part of it, which has elements. Raises OSError or ValueError."""
+        first = self.offset + sum(map(mul, box.offsets, self.stride))
+        elements = self._elements(first, _span(box.sizes, self.stride))
+        return elements.as_strided(box.sizes, self.stride)
+
+    def _elements(self, first: int, numel: int) -> torch.Tensor:
         raw = self.window.read(first * self.dtype.itemsize, numel * self.dtype.itemsize)
         if self.dtype == torch.bool:  # other bytes than 0 and 1 are no bool
             return torch.frombuffer(raw, dtype=torch.uint8) != 0
         return torch.frombuffer(raw, dtype=self.dtype)
 
 
-def check_shape(where: str, shape: tuple[int, ...]) -> None:
-    """Raise ValueError unless a shape is a tuple of counts."""
-    if not isinstance(shape, tuple) or any(type(size) is not int or size < 0 for size in shape):
-        raise ValueError(f"load: {where} has shape {short(shape)}; expected counts")
-
-
-def check_range(where: str, shape: tuple[int, ...], start: int, numel: int) -> None:
-    """Raise ValueError unless [start, start + numel) is inside a tensor of that shape."""
-    if not 0 <= start <= start + numel <= prod(shape):
-        raise ValueError(
-            f"load: {where}: asked for elements {start} to {start + numel}; expected at most "
-            f"{prod(shape)}"
-        )
-
-
-def coordinates(shape: tuple[int, ...], start: int, numel: int) -> list[torch.Tensor]:
-    """Return the index in each dimension of elements [start, start + numel) of a flattened
-    tensor: int64, (numel,) each.
-    """
-    left = torch.arange(start, start + numel, device="cpu")
-    found = []
-    for size in reversed(shape):
-        found.append(left % size)
-        left = left // size
-    return found[::-1]
-
-
-def _is_contiguous(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    expected = 1
-    for size, step in zip(reversed(shape), reversed(stride), strict=True):
-        if size != 1 and step != expected:
-            return False
-        expected *= size
-    return True
-
-
-def whole(tensor: Stored) -> torch.Tensor:
-    """Return all of a tensor. Raises OSError or ValueError."""
-    return tensor.read(0, prod(tensor.shape)).view(tensor.shape)
-
-
-def is_stored(value: Any) -> bool:
-    """Return whether a value is a tensor on disk."""
-    return hasattr(value, "read") and hasattr(value, "dtype") and hasattr(value, "shape")
+def _span(sizes: tuple[int, ...], stride: tuple[int, ...]) -> int:
+    """Return how many elements there are from a box's first to its last in the storage."""
+    return 1 + sum((size - 1) * step for size, step in zip(sizes, stride, strict=True))
 
 
 @dataclass(frozen=True, eq=False)
@@ -238,9 +253,9 @@ class JoinedTensor:
 
     def __post_init__(self) -> None:
         """Raise ValueError unless the pieces have one dtype and make up the tensor."""
-        check_shape(self.where, self.shape)
+        _check_shape(self.where, self.shape)
         for tensor, start, numel in self.pieces:
-            check_range(self.where, tensor.shape, start, numel)
+            _check_range(self.where, tensor.shape, start, numel)
             if tensor.dtype != self.dtype:
                 raise ValueError(
                     f"load: {self.where} has pieces of {tensor.dtype} and of {self.dtype}; "
@@ -255,59 +270,37 @@ class JoinedTensor:
 
     def read(self, start: int, numel: int) -> torch.Tensor:
         """See Stored."""
-        check_range(self.where, self.shape, start, numel)
-        begins = list(accumulate((piece[2] for piece in self.pieces), initial=0))
-        index = max(0, bisect_right(begins, start) - 1)
-        found = []
-        while numel > 0:
-            tensor, first, length = self.pieces[index]
-            skipped = start - begins[index]
-            taken = min(numel, length - skipped)
-            if taken > 0:
-                found.append(tensor.read(first + skipped, taken))
-            start, numel, index = start + taken, numel - taken, index + 1
-        return (
-            found[0]
-            if len(found) == 1
-            else torch.cat(found)
-            if found
-            else torch.empty(0, dtype=self.dtype, device="cpu")
-        )
-
-
-@dataclass(frozen=True)
-class Box:
-    """A part of a tensor: where it begins in each dimension, and its shape."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+        _check_range(self.where, self.shape, start, numel)
+        found = [torch.empty(0, dtype=self.dtype, device="cpu")]
+        begin = 0
+        for tensor, first, length in self.pieces:
+            low, high = max(start, begin), min(start + numel, begin + length)
+            if low < high:
+                found.append(tensor.read(first + low - begin, high - low))
+            begin += length
+        return found[-1] if len(found) <= 2 else torch.cat(found)
 
 
 class BoxTensor:
-    """A tensor in boxes that do not overlap, each of which is found (by `open_box`) when it is
-    first read.
-    """
+    """A tensor in boxes that do not overlap. `open_box` opens one, when it is first read."""
 
     def __init__(
         self,
         where: str,
         shape: tuple[int, ...],
         dtype: torch.dtype,
-        boxes: Mapping[Box, Callable[[], Stored]],
+        boxes: Collection[Box],
+        open_box: Callable[[Box], FileTensor],
     ) -> None:
         """Raise ValueError unless the boxes are inside the tensor and have as many elements as
         it.
         """
-        check_shape(where, shape)
         self.where, self.shape, self.dtype = where, shape, dtype
+        for given in (shape, *(part for box in boxes for part in (box.offsets, box.sizes))):
+            _check_shape(where, given)
         for box in boxes:
-            check_shape(where, box.offsets)
-            check_shape(where, box.sizes)
-            inside = len(box.offsets) == len(box.sizes) == len(shape) and all(
-                offset + size <= limit
-                for offset, size, limit in zip(box.offsets, box.sizes, shape, strict=True)
-            )
-            if not inside:
+            ranks = {len(box.offsets), len(box.sizes), len(shape)}
+            if len(ranks) > 1 or any(map(gt, box.ends, shape)):
                 raise ValueError(
                     f"load: {where} has a part at {box.offsets} of shape {box.sizes}; expected it "
                     f"inside shape {shape}"
@@ -318,68 +311,45 @@ class BoxTensor:
                 f"load: {where} has parts of {found} elements; expected {prod(shape)}, for shape "
                 f"{shape} (is a rank's file missing, or did parts overwrite each other?)"
             )
-        self._boxes = [(box, open_box) for box, open_box in boxes.items() if prod(box.sizes) > 0]
-        self._boxes.sort(key=lambda item: item[0].offsets)
-        self._open: dict[Box, Stored] = {}
-        self._lock = threading.Lock()
+        self._boxes, self._open_box = boxes, open_box
+        self._open: dict[Box, FileTensor] = {}
 
     def read(self, start: int, numel: int) -> torch.Tensor:
         """See Stored."""
-        check_range(self.where, self.shape, start, numel)
+        _check_range(self.where, self.shape, start, numel)
         found = torch.empty(numel, dtype=self.dtype, device="cpu")
-        filled = 0
-        for done in range(0, numel, _MAX_INDICES):
-            part = found[done : done + _MAX_INDICES]
-            filled += self._fill(part, start + done)
-        if filled != numel:
+        missing = 0
+        for part, within in _cut(found, self.shape, start):
+            reached = torch.zeros(part.shape, dtype=torch.bool, device="cpu")
+            for box in self._boxes:
+                low = tuple(map(max, box.offsets, within.offsets))
+                high = tuple(map(min, box.ends, within.ends))
+                if all(map(lt, low, high)):
+                    local = Box(tuple(map(sub, low, box.offsets)), tuple(map(sub, high, low)))
+                    where = tuple(
+                        map(slice, map(sub, low, within.offsets), map(sub, high, within.offsets))
+                    )
+                    part[where] = self._box(box).part(local)
+                    reached[where] = True
+            missing += part.numel() - int(reached.sum())
+        if missing > 0:
             raise ValueError(
-                f"load: {self.where}: parts overlap, and {numel - filled} elements of those from "
-                f"{start} on are in none"
+                f"load: {self.where}: parts overlap, and {missing} elements of those from {start} "
+                f"on are in none"
             )
         return found
 
-    def _fill(self, part: torch.Tensor, start: int) -> int:
-        """Fill `part` with elements from `start` on; return how many there are."""
-        at: list[torch.Tensor] | None = None
-        reached = torch.zeros(part.numel(), dtype=torch.bool, device="cpu")
-        for box, open_box in self._boxes:
-            # rows: one range of the flattened tensor, as FSDP2's shards are
-            if box.sizes[1:] == self.shape[1:]:
-                row = prod(self.shape[1:])
-                first = (box.offsets[0] if self.shape else 0) * row
-                begin, end = max(start, first), min(start + part.numel(), first + prod(box.sizes))
-                if begin < end:
-                    part[begin - start : end - start] = self._box(box, open_box).read(
-                        begin - first, end - begin
-                    )
-                    reached[begin - start : end - start] = True
-                continue
-            if at is None:
-                at = coordinates(self.shape, start, part.numel())
-            inside = torch.ones(part.numel(), dtype=torch.bool, device="cpu")
-            local = torch.zeros(part.numel(), dtype=torch.int64, device="cpu")
-            for index, offset, size in zip(at, box.offsets, box.sizes, strict=True):
-                inside &= (index >= offset) & (index < offset + size)
-                local = local * size + (index - offset)
-            where = inside.nonzero().view(-1)
-            if where.numel() > 0:
-                local = local[where]
-                low, high = int(local[0]), int(local[-1])
-                part[where] = self._box(box, open_box).read(low, high + 1 - low)[local - low]
-                reached[where] = True
-        return int(reached.sum())
-
-    def _box(self, box: Box, open_box: Callable[[], Stored]) -> Stored:
-        with self._lock:
-            if box not in self._open:
-                tensor = open_box()
-                if tuple(tensor.shape) != box.sizes or tensor.dtype != self.dtype:
-                    raise ValueError(
-                        f"load: {self.where}: the part at {box.offsets} has shape {tensor.shape} "
-                        f"and {tensor.dtype}; expected {box.sizes} and {self.dtype}"
-                    )
-                self._open[box] = tensor
-            return self._open[box]
+    def _box(self, box: Box) -> FileTensor:
+        """Open a box once; threads that do so together find the same."""
+        if box not in self._open:
+            tensor = self._open_box(box)
+            if tensor.shape != box.sizes or tensor.dtype != self.dtype:
+                raise ValueError(
+                    f"load: {self.where}: the part at {box.offsets} has shape {tensor.shape} "
+                    f"and {tensor.dtype}; expected {box.sizes} and {self.dtype}"
+                )
+            self._open[box] = tensor
+        return self._open[box]
 
 
 class ForeignSource(Source):

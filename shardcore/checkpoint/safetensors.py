@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from shardcore.checkpoint.file_tensors import FileTensor, Window, open_regular
+from shardcore.checkpoint.file_tensors import FileTensor, Window, open_regular, row_major
 
 PathLike: TypeAlias = str | os.PathLike[str]
 
@@ -53,12 +53,12 @@ def open_file(op: str, path: Path) -> tuple[dict[str, FileTensor], Mapping[str, 
                 unknown.append(f"{name} as {entry['dtype']}")
                 continue
             dtype = DTYPES[entry["dtype"]]
-            stride = tuple(prod(shape[index + 1 :]) for index in range(len(shape)))
             if prod(shape) * dtype.itemsize != end - begin:
                 raise ValueError(
                     f"{name} has {end - begin} bytes; expected {prod(shape) * dtype.itemsize}"
                 )
-            found[name] = FileTensor(data.part(begin, end - begin), dtype, 0, shape, stride)
+            part = data.part(begin, end - begin)
+            found[name] = FileTensor(part, dtype, 0, shape, row_major(shape))
     except OSError:
         raise
     except Exception as error:  # of whatever kind damaged bytes cause

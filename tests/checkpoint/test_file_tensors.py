@@ -4,51 +4,71 @@ and sources that hold them.
 
 import os
 import re
+from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from shardcore.checkpoint import file_tensors
 from shardcore.checkpoint.file_tensors import (
     Box,
     BoxTensor,
     FileTensor,
     JoinedTensor,
+    Stored,
     Window,
     step_of,
 )
 from shardcore.checkpoint.foreign.unpickle import load_file
 
+BASE = torch.arange(2 * 3 * 5 * 7.0).view(2, 3, 5, 7)
+VIEWS = {
+    "whole": BASE,
+    "transposed": BASE.transpose(1, 3),
+    "channels_last": torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
+    "strided": BASE[:, 1:, ::2, 3],
+    "expanded": torch.randn(3, 1).expand(3, 9),
+    "scalar": torch.tensor(3.0),
+    "empty": torch.empty(0, 4),
+    "ones": BASE[:1, :1].transpose(0, 1),
+}
 
-def _saved(folder: Path, value: Any) -> Path:
-    torch.save(value, folder / "file.pt")
-    return folder / "file.pt"
+
+def _saved(folder: Path, value: Any, name: str = "file.pt") -> Path:
+    torch.save(value, folder / name)
+    return folder / name
 
 
-def test_views_are_read_by_ranges(tmp_path: Path) -> None:
-    base = torch.arange(2 * 3 * 5 * 7.0).view(2, 3, 5, 7)
-    views = {
-        "whole": base,
-        "transposed": base.transpose(1, 3),
-        "channels_last": torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
-        "strided": base[:, 1:, ::2, 3],
-        "expanded": torch.randn(3, 1).expand(3, 9),
-        "scalar": torch.tensor(3.0),
-        "empty": torch.empty(0, 4),
-        "ones": base[:1, :1].transpose(0, 1),
-    }
-    held = load_file(_saved(tmp_path, views))
-    for name, tensor in views.items():
-        assert held[name].shape == tensor.shape, name
-        for start in range(0, tensor.numel(), 11):
-            numel = min(11, tensor.numel() - start)
-            assert torch.equal(
-                held[name].read(start, numel), tensor.reshape(-1)[start : start + numel]
-            ), name
-        for start, numel in ((-1, 1), (0, tensor.numel() + 1), (tensor.numel(), 1)):
-            with pytest.raises(ValueError, match="expected at most"):
-                held[name].read(start, numel)
+def _stored(folder: Path, tensor: torch.Tensor, name: str = "file.pt") -> FileTensor:
+    held = load_file(_saved(folder, tensor, name))
+    assert isinstance(held, FileTensor)
+    return held
+
+
+def _check(held: Stored, tensor: torch.Tensor, numel: int) -> None:
+    """Compare ranges of a tensor from each element on, and none beyond its ends."""
+    assert held.shape == tensor.shape
+    flat = tensor.reshape(-1)
+    for start in range(len(flat)):
+        end = min(start + numel, len(flat))
+        assert torch.equal(held.read(start, end - start), flat[start:end])
+    for start, beyond in ((-1, 1), (0, len(flat) + 1), (len(flat), 1)):
+        with pytest.raises(ValueError, match="expected at most"):
+            held.read(start, beyond)
+
+
+@pytest.mark.parametrize("at_once", [1, 4, 1 << 22])
+@pytest.mark.parametrize("view", VIEWS)
+def test_views_are_read_by_ranges(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, view: str, at_once: int
+) -> None:
+    monkeypatch.setattr(file_tensors, "_AT_ONCE", at_once)
+    held = _stored(tmp_path, VIEWS[view])
+    _check(held, VIEWS[view], 11)
+    assert torch.equal(held.read(0, VIEWS[view].numel()), VIEWS[view].reshape(-1))
 
 
 def test_only_the_range_is_read(tmp_path: Path) -> None:
@@ -78,62 +98,87 @@ def _bytes_read() -> int:
     return int(found[1])
 
 
-def _stored(folder: Path, tensor: torch.Tensor, name: str) -> FileTensor:
-    torch.save(tensor, folder / name)
-    held = load_file(folder / name)
-    assert isinstance(held, FileTensor)
-    return held
+SHAPE = (7, 5, 3)
+BOXES = [
+    Box((0, 0, 0), (3, 2, 3)),
+    Box((0, 2, 0), (3, 3, 3)),
+    Box((3, 0, 0), (4, 5, 2)),
+    Box((3, 0, 2), (4, 5, 1)),
+]
 
 
-def test_boxes_and_pieces(tmp_path: Path) -> None:
-    tensor = torch.randn(7, 5, 3)
-    boxes = [
-        ((0, 0, 0), (3, 2, 3)),
-        ((0, 2, 0), (3, 3, 3)),
-        ((3, 0, 0), (4, 5, 2)),
-        ((3, 0, 2), (4, 5, 1)),
-    ]
+def _boxed(*boxes: Box, shape: Any = SHAPE) -> BoxTensor:
+    """A tensor of boxes that are never opened."""
+    return BoxTensor("x", shape, torch.float32, boxes, lambda _: pytest.fail("opened"))
+
+
+@pytest.mark.parametrize("at_once", [1, 4, 1 << 22])
+def test_boxes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
+    monkeypatch.setattr(file_tensors, "_AT_ONCE", at_once)
+    tensor = torch.randn(SHAPE)
     held = {}
-    for index, (offsets, sizes) in enumerate(boxes):
-        part = tensor[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))]
-        stored = _stored(tmp_path, part.clone(), f"box{index}")
-        held[Box(offsets, sizes)] = lambda stored=stored: stored
-    whole = BoxTensor("x", (7, 5, 3), torch.float32, held)
-    for start in range(0, 105, 13):
-        numel = min(13, 105 - start)
-        assert torch.equal(whole.read(start, numel), tensor.view(-1)[start : start + numel])
-    with pytest.raises(ValueError, match=r"parts of \d+ elements; expected 105"):
-        BoxTensor("x", (7, 5, 3), torch.float32, dict(list(held.items())[1:]))
+    for box in BOXES:
+        where = tuple(slice(first, end) for first, end in zip(box.offsets, box.ends, strict=True))
+        held[box] = _stored(tmp_path, tensor[where].clone(), f"{len(held)}")
+    _check(BoxTensor("x", SHAPE, torch.float32, held, held.__getitem__), tensor, 13)
+
+
+def test_only_boxes_of_the_range_are_opened(tmp_path: Path) -> None:
+    part = torch.randn(4, 5, 1)
+    opened = []
+
+    def open_box(box: Box) -> FileTensor:
+        opened.append(box)
+        return _stored(tmp_path, part)
+
+    held = BoxTensor("x", SHAPE, torch.float32, BOXES, open_box)
+    for row in range(2):
+        assert held.read(3 * 15 + 2 + 3 * row, 1) == part[0, row]
+    assert opened == BOXES[3:], "once"
+
+
+def test_boxes_that_do_not_make_up_the_tensor_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"parts of 87 elements; expected 105"):
+        _boxed(*BOXES[1:])
+    for box in (Box((5, 0, 0), (3, 5, 3)), Box((0, 0), (7, 15)), Box((0, 0), SHAPE)):
+        with pytest.raises(ValueError, match="inside shape"):
+            _boxed(box)
     for bad in ((7.0, 5, 3), [7, 5, 3], (7, 5, -3), (True,), None):
+        for box in (Box(bad, SHAPE), Box((0, 0, 0), bad)):  # type: ignore[arg-type]
+            with pytest.raises(ValueError, match="expected counts"):
+                _boxed(box)
         with pytest.raises(ValueError, match="expected counts"):
-            BoxTensor("x", bad, torch.float32, {})  # type: ignore[arg-type]
+            _boxed(shape=bad)
         with pytest.raises(ValueError, match="expected counts"):
             JoinedTensor("x", bad, torch.float32, [])  # type: ignore[arg-type]
-    (first, other), shape = list(held.items())[:2], (7, 5, 3)
-    with pytest.raises(ValueError, match="inside shape"):
-        BoxTensor("x", shape, torch.float32, {Box((5, 0, 0), (3, 5, 3)): first[1]})
-    overlapping = {Box((0, 0, 0), (4, 5, 3)): held[first[0]], Box((1, 0, 0), (3, 5, 3)): other[1]}
-    stored = (
-        _stored(tmp_path, torch.zeros(4, 5, 3), "a"),
-        _stored(tmp_path, torch.zeros(3, 5, 3), "b"),
-    )
-    overlapping = dict(zip(overlapping, [lambda: stored[0], lambda: stored[1]], strict=True))
+    overlapping = (Box((0, 0, 0), (4, 5, 3)), Box((1, 0, 0), (3, 5, 3)))
+    held = {box: _stored(tmp_path, torch.zeros(box.sizes), str(box.sizes)) for box in overlapping}
     with pytest.raises(ValueError, match="parts overlap, and 45 elements"):
-        BoxTensor("x", shape, torch.float32, overlapping).read(0, 105)
+        BoxTensor("x", SHAPE, torch.float32, held, held.__getitem__).read(0, 105)
+    stored = held[overlapping[0]]
+    other = BoxTensor("x", SHAPE, torch.float16, [Box((0, 0, 0), SHAPE)], lambda _: stored)
     with pytest.raises(
         ValueError,
         match=r"has shape \(4, 5, 3\) and torch.float32; expected \(7, 5, 3\) and torch.float16",
     ):
-        BoxTensor("x", shape, torch.float16, {Box((0, 0, 0), shape): lambda: stored[0]}).read(0, 1)
-    pieces = [
-        (_stored(tmp_path, tensor.view(-1)[:40].clone(), "c"), 0, 40),
-        (_stored(tmp_path, tensor.clone(), "d"), 40, 65),
-    ]
-    joined = JoinedTensor("x", shape, torch.float32, pieces)
-    for start in range(105):
-        assert torch.equal(joined.read(start, 105 - start), tensor.view(-1)[start:])
-    with pytest.raises(ValueError, match="has 104 elements; expected 105"):
-        JoinedTensor("x", shape, torch.float32, [pieces[0], (pieces[1][0], 40, 64)])
+        other.read(0, 1)
+
+
+def test_pieces(tmp_path: Path) -> None:
+    tensor = torch.randn(SHAPE)
+    first = _stored(tmp_path, tensor.view(-1)[:40].clone(), "a")
+    rest = _stored(tmp_path, tensor.clone(), "b")
+    joined = partial(JoinedTensor, "x", SHAPE, torch.float32)
+    for numel in (1, 13, prod(SHAPE)):
+        _check(joined([(first, 0, 40), (rest, 40, 65)]), tensor, numel)
+    half = _stored(tmp_path, tensor.half(), "c")
+    for pieces, text in (
+        ([(first, 0, 40), (rest, 40, 64)], "has 104 elements; expected 105"),
+        ([(first, 0, 41), (rest, 40, 64)], "asked for elements 0 to 41; expected at most 40"),
+        ([(first, 0, 40), (half, 40, 65)], "has pieces of torch.float16 and of torch.float32"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            joined(pieces)
 
 
 def test_windows(tmp_path: Path) -> None:

@@ -36,8 +36,8 @@ from shardcore.checkpoint.foreign.torch_files import (
     extra_states,
     is_extra,
     open_torch,
-    scheduler_tree,
     source_of,
+    usual_file,
 )
 from shardcore.checkpoint.foreign.unpickle import StandIn, load_file, plain
 from shardcore.checkpoint.format import MANIFEST
@@ -101,9 +101,8 @@ def open_foreign(path: Path, names: Collection[str]) -> Source | None:
             source = None if (folder / MANIFEST).exists() else _open_folder(folder, names)
             # Trainer has it beside the tag's folder
             if source is not None and source.scheduler is None:
-                source.scheduler = plain(
-                    scheduler_tree(folder.parent).get("scheduler"), f"{folder.parent}: scheduler"
-                )
+                beside = usual_file(folder.parent, "scheduler").get("scheduler")
+                source.scheduler = plain(beside, f"{folder.parent}: scheduler")
             return source
         return None if (path / MANIFEST).exists() else open_torch(path, names)
 

@@ -13,7 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache
 from math import prod
 from pathlib import Path
 from reprlib import repr as short
@@ -28,6 +28,7 @@ from shardcore.checkpoint.file_tensors import (
     ForeignSource,
     Stored,
     Window,
+    are_counts,
     is_stored,
     open_regular,
     step_of,
@@ -40,9 +41,11 @@ from shardcore.checkpoint.source import reporting
 logger = logging.getLogger("shardcore")
 
 METADATA = ".metadata"  # of torch.distributed.checkpoint
-_MODELS = ("model.pt", "model.pth", "model.bin", "pytorch_model.bin")
-_OPTIMIZERS = ("optimizer.pt", "optimizer.pth", "optimizer.bin", "optim.pt")
-_SCHEDULERS = ("scheduler.pt", "scheduler.bin", "lr_scheduler.pt")
+_USUAL = {  # names of files in a folder
+    "model": ("model.pt", "model.pth", "model.bin", "pytorch_model.bin"),
+    "optimizer": ("optimizer.pt", "optimizer.pth", "optimizer.bin", "optim.pt"),
+    "scheduler": ("scheduler.pt", "scheduler.bin", "lr_scheduler.pt"),
+}
 _BIN_INDEX = "pytorch_model.bin.index.json"
 # folders of torch.distributed.checkpoint, for FSDP
 _ACCELERATE = ("pytorch_model_fsdp_0", "optimizer_0")
@@ -464,24 +467,12 @@ def _unflattened(found: Mapping[str, Any], where: str) -> dict[str, Any]:
     for name, given in options.items():
         of_name = plain(given, f"{where}.param_groups.{name}")
         for group in groups:
-            if _equal(_without(group, ("params",)), of_name):
+            if _without(group, ("params",)) == of_name:
                 group["params"].append(name)
                 break
         else:
             groups.append({**of_name, "params": [name]})
     return {"state": state, "param_groups": groups}
-
-
-def _equal(left: Any, right: Any) -> bool:
-    if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
-        return (
-            isinstance(left, torch.Tensor)
-            and isinstance(right, torch.Tensor)
-            and torch.equal(left, right)
-        )
-    if isinstance(left, Mapping) and isinstance(right, Mapping):
-        return left.keys() == right.keys() and all(_equal(left[key], right[key]) for key in left)
-    return bool(left == right)
 
 
 # --- files and folders ----------------------------------------------------------------------------
@@ -491,13 +482,13 @@ def open_torch(path: Path, names: Collection[str]) -> ForeignSource | None:
     """Return the checkpoint of torch's at `path`; None if it is none. See
     deepspeed_files.open_foreign.
     """
-    if path.is_dir():
-        if (path / METADATA).is_file():
-            return source_of(path, _distributed_tree(path), names)
-        tree = _folder_tree(path)
-        return None if tree is None else source_of(path, tree, names)
+    tree = _folder_tree(path) if path.is_dir() else _file_tree(path)
+    return None if tree is None else source_of(path, tree, names)
+
+
+def _file_tree(path: Path) -> Mapping[str, Any] | None:
     if path.suffix == ".safetensors":
-        return source_of(path, {"model": safetensors_tree([path])}, names)
+        return {"model": safetensors_tree([path])}
     with open_regular(path) as file:
         magic = file.read(4)
     if not magic.startswith((b"PK\x03\x04", b"\x80")):
@@ -507,106 +498,76 @@ def open_torch(path: Path, names: Collection[str]) -> ForeignSource | None:
         raise ValueError(
             f"load: {path} has a {type(tree).__name__}; expected a dict with a model's state dict"
         )
-    return source_of(path, tree, names)
+    return tree
 
 
 def _folder_tree(path: Path) -> dict[str, Any] | None:
-    """Return what a folder has in files of the usual names (as Trainer and Accelerate write
-    them); None without a model.
+    """Return what a folder of torch.distributed.checkpoint has, or one with files of the usual
+    names (as Trainer and Accelerate write them); None without a model.
     """
-
-    def first(files: Sequence[str]) -> Path | None:
-        return next((path / file for file in files if (path / file).is_file()), None)
-
+    if (path / METADATA).is_file():
+        return _distributed_tree(path)
     if (path / _ACCELERATE[0] / METADATA).is_file():
-        tree = {
-            name: _distributed_tree(path / name)
-            for name in _ACCELERATE
-            if (path / name / METADATA).is_file()
-        }
-        return tree | scheduler_tree(path)
-    model, parts = first(_MODELS), sorted(path.glob("*.safetensors"))
+        there = [name for name in _ACCELERATE if (path / name / METADATA).is_file()]
+        tree = {name: _distributed_tree(path / name) for name in there}
+        return tree | usual_file(path, "scheduler")
+    if (path / _BIN_INDEX).is_file():
+        parts = map(load_file, indexed("load", path / _BIN_INDEX))
+        tree = {"model": {key: value for part in parts for key, value in part.items()}}
+    else:
+        tree = usual_file(path, "model") or _safetensors_in(path)
+    if not tree:
+        return None
+    return tree | usual_file(path, "optimizer") | usual_file(path, "scheduler")
+
+
+def usual_file(path: Path, role: str) -> dict[str, Any]:
+    """Return what the file of a usual name in the folder `path` has, by its role ("model",
+    "optimizer", "scheduler"); {} if there is none.
+    """
+    found = (path / name for name in _USUAL[role] if (path / name).is_file())
+    return next(({role: load_file(file)} for file in found), {})
+
+
+def _safetensors_in(path: Path) -> dict[str, Any]:
+    parts = sorted(path.glob("*.safetensors"))
     if (path / SINGLE).is_file():
         parts = [path / SINGLE]  # others are an adapter's, or another form of it
     elif (path / INDEX).is_file():
         parts = indexed("load", path / INDEX)
-    if (path / _BIN_INDEX).is_file():
-        found: Any = {
-            key: value
-            for file in indexed("load", path / _BIN_INDEX)
-            for key, value in load_file(file).items()
-        }
-    elif model is None and not parts:
-        return None
-    else:
-        found = safetensors_tree(parts) if model is None else load_file(model)
-    optimizer = first(_OPTIMIZERS)
-    return (
-        {"model": found}
-        | ({} if optimizer is None else {"optimizer": load_file(optimizer)})
-        | scheduler_tree(path)
-    )
-
-
-def scheduler_tree(path: Path) -> dict[str, Any]:
-    """Return the scheduler's state in a file of a usual name in the folder `path`, under
-    "scheduler"; {} if there is none.
-    """
-    return next(
-        ({"scheduler": load_file(path / name)} for name in _SCHEDULERS if (path / name).is_file()),
-        {},
-    )
+    return {"model": safetensors_tree(parts)} if parts else {}
 
 
 def safetensors_tree(paths: Sequence[Path]) -> dict[str, Stored]:
     """Return the tensors of safetensors files; those that HuggingFaceStorageWriter cut into
     boxes are whole.
     """
-    boxes: dict[str, list[tuple[Box, FileTensor]]] = {}
+    boxes: dict[str, dict[Box, FileTensor]] = {}
     for path in paths:
-        for name, box, tensor in _boxes_in(path):
-            boxes.setdefault(name, []).append((box, tensor))
-    found: dict[str, Stored] = {}
-    for name, parts in boxes.items():
-        if len(parts) == 1 and not any(parts[0][0].offsets):
-            found[name] = parts[0][1]
-            continue
-        first = parts[0][1]
-        if (
-            len({box for box, _ in parts}) != len(parts)
-            or len({len(box.sizes) for box, _ in parts}) != 1
-        ):
-            raise ValueError(
-                f"load: {name} is in {parts[0][1].window.path} and elsewhere, in the same place; "
-                f"expected it once"
-            )
-        ends = (
-            [offset + size for offset, size in zip(box.offsets, box.sizes, strict=True)]
-            for box, _ in parts
-        )
-        shape = tuple(map(max, zip(*ends, strict=True)))
-        of_name = {box: partial(_itself, tensor) for box, tensor in parts}
-        found[name] = BoxTensor(f"{first.window.path.parent}: {name}", shape, first.dtype, of_name)
-    return found
+        tensors, metadata = open_file("load", path)
+        sharded = json.loads(metadata.get("DCP_SHARDING_INFO", "{}"))
+        for name, tensor in tensors.items():
+            info = sharded.get(name, {"saved_offsets": [0] * len(tensor.shape)})
+            box = Box(tuple(info["saved_offsets"]), tensor.shape)
+            if len(box.offsets) != len(tensor.shape) or not are_counts(box.offsets):
+                raise ValueError(f"{path} has {name} at {box.offsets} of a tensor")
+            of_name = boxes.setdefault(name, {})
+            if box in of_name or any(len(one.sizes) != len(box.sizes) for one in of_name):
+                raise ValueError(
+                    f"load: {name} is in {next(iter(of_name.values())).window.path} and elsewhere, "
+                    f"in the same place; expected it once"
+                )
+            of_name[box] = tensor
+    return {name: _joined(name, of_name) for name, of_name in boxes.items()}
 
 
-def _itself(tensor: FileTensor) -> Stored:
-    return tensor
-
-
-def _boxes_in(path: Path) -> Iterator[tuple[str, Box, FileTensor]]:
-    """Yield the tensors of a file, each with where it is in the whole tensor."""
-    tensors, metadata = open_file("load", path)
-    sharded = json.loads(metadata.get("DCP_SHARDING_INFO", "{}"))
-    for name, tensor in tensors.items():
-        offsets = (
-            tuple(sharded[name]["saved_offsets"]) if name in sharded else (0,) * len(tensor.shape)
-        )
-        if len(offsets) != len(tensor.shape) or any(
-            type(value) is not int or value < 0 for value in offsets
-        ):
-            raise ValueError(f"{path} has {name} at {offsets} of a tensor")
-        yield name, Box(offsets, tensor.shape), tensor
+def _joined(name: str, of_name: Mapping[Box, FileTensor]) -> Stored:
+    first, tensor = next(iter(of_name.items()))
+    if len(of_name) == 1 and not any(first.offsets):
+        return tensor
+    shape = tuple(map(max, zip(*(box.ends for box in of_name), strict=True)))
+    where = f"{tensor.window.path.parent}: {name}"
+    return BoxTensor(where, shape, tensor.dtype, of_name, of_name.__getitem__)
 
 
 # --- torch.distributed.checkpoint -----------------------------------------------------------------
@@ -627,95 +588,76 @@ def tree_of(items: Iterable[tuple[Sequence[Any], Any]]) -> dict[str, Any]:
     """Return the tree that a planner has cut into items, each with the keys that led to it.
     ValueError if it is no tree.
     """
-    tree = _Branch()
-    for way, value in items:
-        _put(tree, way, value)
-    listed = _listed(tree)
-    if not isinstance(listed, dict):
+    tree = _grown(items)
+    if not isinstance(tree, dict):
         raise ValueError("its names are numbers")
-    return listed
+    return tree
+
+
+def _grown(items: Iterable[tuple[Sequence[Any], Any]]) -> Any:
+    below: dict[Any, list[tuple[Sequence[Any], Any]]] = {}
+    for way, value in items:
+        below.setdefault(way[0], []).append((way[1:], value))
+    tree: dict[Any, Any] = {}
+    for key, parts in below.items():
+        ends = [value for way, value in parts if not way]
+        if ends and len(parts) > 1:
+            raise ValueError(f"an item is below another one, {short(key)}")
+        tree[key] = ends[0] if ends else _grown(parts)
+    if tree and tree.keys() == set(range(len(tree))):  # a list was saved as
+        return [tree[index] for index in range(len(tree))]
+    return tree
 
 
 def _items_of(path: Path, metadata: StandIn) -> Iterator[tuple[Sequence[Any], Any]]:
-    places: dict[str, dict[tuple[int, ...], Window]] = {}
-    files: dict[str, Window] = {}
+    window_of = cache(Window.of)
+    places: dict[tuple[str, tuple[int, ...]], Window] = {}
     for index, info in metadata.state["storage_data"].items():
-        places.setdefault(index.state["fqn"], {})[tuple(index.get("offset") or ())] = _place(
-            path, info, files
-        )
+        file = info.state["relative_path"]
+        if not is_file_name(file):
+            raise ValueError(f"it names the file {short(file)}")
+        if info.get("transform_descriptors"):
+            raise ValueError(
+                f"load: {path / file} is transformed by "
+                f"{short(info.get('transform_descriptors'))}; expected a checkpoint that was saved "
+                f"without extensions of the storage"
+            )
+        place = window_of(path / file).part(info.state["offset"], info.state["length"])
+        places[index.state["fqn"], tuple(index.get("offset") or ())] = place
     ways = metadata.get("planner_data") or {}
     for name, entry in metadata.state["state_dict_metadata"].items():
         way = ways.get(name, (name,)) if isinstance(ways, Mapping) else (name,)
-        here = places.get(name, {})
         if entry.name.endswith(".TensorStorageMetadata"):
-            value: Any = _boxes(f"{path}: {name}", entry, here)
+            yield way, _boxes(path, name, entry, places)
         else:
-            ((_, window),) = here.items()
-            value = load_torch(window)
-        yield way, value
+            yield way, load_torch(places[name, ()])
 
 
-def _place(path: Path, info: StandIn, files: dict[str, Window]) -> Window:
-    """Return where an item is. files: those that were seen before, by name."""
-    file = info.state["relative_path"]
-    if not is_file_name(file):
-        raise ValueError(f"it names the file {short(file)}")
-    if info.get("transform_descriptors"):
-        raise ValueError(
-            f"load: {path / file} is transformed by {short(info.get('transform_descriptors'))}; "
-            f"expected a checkpoint that was saved without extensions of the storage"
-        )
-    if file not in files:
-        files[file] = Window.of(path / file)
-    return files[file].part(info.state["offset"], info.state["length"])
-
-
-def _boxes(where: str, entry: StandIn, places: Mapping[tuple[int, ...], Window]) -> BoxTensor:
-    boxes: dict[Box, Callable[[], Stored]] = {}
-    dtype = entry.state["properties"].state["dtype"]
+def _boxes(
+    path: Path, name: str, entry: StandIn, places: Mapping[tuple[str, tuple[int, ...]], Window]
+) -> BoxTensor:
+    """places: of parts, by the tensor's name and each offset."""
+    where, dtype = f"{path}: {name}", entry.state["properties"].state["dtype"]
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{where} has no dtype")
-    for chunk in entry.state["chunks"]:
-        box = Box(chunk.state["offsets"], chunk.state["sizes"])
-        if box.offsets not in places:
+    chunks = (chunk.state for chunk in entry.state["chunks"])
+    boxes = {Box(chunk["offsets"], chunk["sizes"]): None for chunk in chunks}
+    for box in boxes:
+        place = places.get((name, box.offsets))
+        if place is None:
             raise ValueError(
                 f"load: {where} has no file for the part at {box.offsets}; expected one"
             )
-        boxes[box] = partial(_tensor_at, places[box.offsets])
-        if prod(box.sizes) * dtype.itemsize > places[box.offsets].size:
+        if prod(box.sizes) * dtype.itemsize > place.size:
             raise ValueError(
-                f"load: {places[box.offsets]} has {places[box.offsets].size} bytes; expected "
-                f"{where} at {box} in it"
+                f"load: {place} has {place.size} bytes; expected {where} at {box} in it"
             )
-    return BoxTensor(where, entry.state["size"], dtype, boxes)
 
+    def open_box(box: Box) -> FileTensor:
+        place = places[name, box.offsets]
+        found = load_torch(place)
+        if not isinstance(found, FileTensor):
+            raise ValueError(f"load: {place} has a {type(found).__name__}; expected a tensor")
+        return found
 
-def _tensor_at(window: Window) -> Stored:
-    found = load_torch(window)
-    if not isinstance(found, FileTensor):
-        raise ValueError(f"load: {window} has a {type(found).__name__}; expected a tensor")
-    return found
-
-
-class _Branch(dict[Any, Any]):
-    """A dict that is no item itself: items are below it."""
-
-
-def _put(tree: _Branch, way: Sequence[Any], value: Any) -> None:
-    for key in way[:-1]:
-        tree = tree.setdefault(key, _Branch())
-        if not isinstance(tree, _Branch):
-            raise ValueError(f"an item is below another one, {short(key)}")
-    tree[way[-1]] = value
-
-
-def _listed(tree: Any) -> Any:
-    """Return a tree in which dicts of the keys 0, 1, 2 and on, which lists were saved as, are
-    lists again.
-    """
-    if not isinstance(tree, _Branch):
-        return tree
-    made = {key: _listed(value) for key, value in tree.items()}
-    if made and all(type(key) is int for key in made) and sorted(made) == list(range(len(made))):
-        return [made[index] for index in range(len(made))]
-    return made
+    return BoxTensor(where, entry.state["size"], dtype, boxes, open_box)
