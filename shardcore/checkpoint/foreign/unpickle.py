@@ -17,6 +17,7 @@ import io
 import os
 import pickle
 import pickletools
+import re
 import struct
 import sys
 import zipfile
@@ -30,11 +31,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardcore.checkpoint.file_tensors import FileTensor, Window, is_stored, whole
+from shardcore.checkpoint.file_tensors import FileTensor, Window, are_counts, is_stored, whole
 from shardcore.checkpoint.source import reporting
 
 _MAX_DEPTH = 50  # of plain data
-_LOCAL_HEADER = 30  # bytes of a zip's header of an entry, before its name
+_MAGIC = b"PK\x03\x04"  # of a zip, and of the header of each of its entries
 
 
 # --- torch.save's zip -----------------------------------------------------------------------------
@@ -46,13 +47,8 @@ class _Stream(io.RawIOBase):
     def __init__(self, window: Window) -> None:
         self._window, self._at = window, 0
 
-    def seekable(self) -> bool:
-        return True
-
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        at = (
-            offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._window.size}[whence]
-        )
+        at = offset + (0, self._at, self._window.size)[whence]
         if at < 0:
             raise io.UnsupportedOperation("seek before the start")
         self._at = at
@@ -66,6 +62,11 @@ class _Stream(io.RawIOBase):
         return bytes(found)
 
 
+class _Storage(NamedTuple):
+    window: Window
+    dtype: torch.dtype
+
+
 class _Archive:
     """The zip that torch.save writes: <name>/data.pkl, and a storage in each <name>/data/<key>,
     none compressed.
@@ -74,13 +75,12 @@ class _Archive:
     def __init__(self, window: Window) -> None:
         self.window = window
         with reporting(f"{window} is torn or no file of torch.save's", "its zip: copy it again"):
-            self._entries = {
-                info.filename: info for info in zipfile.ZipFile(_Stream(window)).infolist()
-            }
+            infos = zipfile.ZipFile(_Stream(window)).infolist()
+        self._entries = {info.filename: info for info in infos}
         roots = [
             name.removesuffix("data.pkl")
             for name in self._entries
-            if name.endswith("/data.pkl") and name.count("/") == 1
+            if name.partition("/")[1:] == ("/", "data.pkl")
         ]
         if len(roots) != 1:
             raise ValueError(
@@ -93,7 +93,7 @@ class _Archive:
                 f"torch.save wrote"
             )
         if f"{self._root}byteorder" in self._entries:
-            order = bytes(self.entry("byteorder").read()).decode("ascii", "replace")
+            order = self.entry("byteorder").read().decode("ascii", "replace")
             if order != sys.byteorder:
                 raise ValueError(
                     f"load: {window} has byte order {order!r}; expected {sys.byteorder!r}, as this "
@@ -107,37 +107,45 @@ class _Archive:
             raise ValueError(
                 f"load: {self.window} has no entry {name}; expected a complete file: copy it again"
             )
-        if (
-            info.compress_type != zipfile.ZIP_STORED
-            or info.compress_size != info.file_size
-            or info.flag_bits & 1
-        ):
+        stored = info.compress_type == zipfile.ZIP_STORED and info.compress_size == info.file_size
+        if not stored or info.flag_bits & 1:
             raise ValueError(
                 f"load: {self.window} has a compressed or encrypted {name}; expected it as "
                 f"torch.save writes it"
             )
-        header = bytes(self.window.read(info.header_offset, _LOCAL_HEADER))
-        magic, name_size, extra_size = struct.unpack("<4s22xHH", header)
-        if magic != b"PK\x03\x04":
+        header = struct.Struct("<4s22xHH")
+        magic, *sizes = header.unpack(self.window.read(info.header_offset, header.size))
+        if magic != _MAGIC:
             raise ValueError(
                 f"load: {self.window} has no header of {name} at {info.header_offset}; expected "
                 f"one: copy the file again"
             )
-        return self.window.part(
-            info.header_offset + _LOCAL_HEADER + name_size + extra_size, info.file_size
-        )
+        return self.window.part(info.header_offset + header.size + sum(sizes), info.file_size)
 
     def pickle(self) -> bytes:
         """Return data.pkl. Raises ValueError if it is damaged."""
         window = self.entry("data.pkl")
         raw = bytes(window.read())
-        expected = self._entries[f"{self._root}data.pkl"].CRC
-        if zlib.crc32(raw) != expected:
+        found, expected = zlib.crc32(raw), self._entries[f"{self._root}data.pkl"].CRC
+        if found != expected:
             raise ValueError(
-                f"load: {window}, data.pkl, is damaged: its crc32 is {zlib.crc32(raw):08x}; "
-                f"expected {expected:08x} (copy it again)"
+                f"load: {window}, data.pkl, is damaged: its crc32 is {found:08x}; expected "
+                f"{expected:08x} (copy it again)"
             )
         return raw
+
+    def storage(self, pid: Any) -> _Storage:
+        """Return what stands for a persistent id."""
+        kind, named, key, _, numel = pid
+        dtype = named.dtype if isinstance(named, _Named) else None
+        if kind != "storage" or dtype is None or not are_counts((numel,)):
+            raise ValueError("refers to something else than a storage")
+        if not isinstance(key, str) or not key.isdecimal():
+            raise ValueError(f"a storage is named {str(key)[:100]!r}; expected a number")
+        found, needed = self.entry(f"data/{key}"), numel * dtype.itemsize
+        if found.size != needed:
+            raise ValueError(f"storage {key} has {found.size} bytes; expected {needed}")
+        return _Storage(found, dtype)
 
 
 class _NotTakenError(ValueError):
@@ -175,17 +183,13 @@ class StandIn:
 
 class _Named:
     """A function or class that a pickle names. call: makes what stands for its result, from
-    plain data; None: nothing does.
+    plain data; None: nothing does. dtype: of a storage's class.
     """
 
     def __init__(
-        self,
-        call: Callable[..., Any] | None = None,
-        dtype: torch.dtype | None = None,
-        untyped: bool = False,
+        self, call: Callable[..., Any] | None = None, dtype: torch.dtype | None = None
     ) -> None:
-        """dtype, untyped: of a storage's class."""
-        self._call, self.dtype, self.untyped = call, dtype, untyped
+        self._call, self.dtype = call, dtype
 
     def __call__(self, *args: Any) -> Any:
         if self._call is None:
@@ -194,12 +198,6 @@ class _Named:
 
     def __setstate__(self, state: Any) -> None:
         raise ValueError("a function or class is given attributes")
-
-
-class _Storage(NamedTuple):
-    window: Window
-    dtype: torch.dtype
-    untyped: bool
 
 
 class _Dict(dict[Any, Any]):
@@ -224,10 +222,6 @@ def _value(value: Any = None) -> Any:
     return value
 
 
-def _default_dict(factory: Any = None, items: Any = ()) -> dict[Any, Any]:
-    return _Dict(items)
-
-
 def _bytes_of(value: Any = b"", encoding: Any = None) -> bytes:
     if isinstance(value, str) and encoding in ("latin1", "latin-1"):
         return value.encode("latin1")
@@ -236,13 +230,9 @@ def _bytes_of(value: Any = b"", encoding: Any = None) -> bytes:
     return bytes(value)
 
 
-def _path(*parts: Any) -> str:
-    return os.path.join("", *parts)
-
-
 def _size(given: Any) -> tuple[int, ...]:
-    sizes: tuple[int, ...] = tuple(given)
-    if any(type(size) is not int or size < 0 for size in sizes):
+    sizes = tuple(given)
+    if not are_counts(sizes):
         raise ValueError("a size is no count")
     return sizes
 
@@ -254,15 +244,9 @@ def _layout(name: Any) -> str:
 
 
 def _tensor(
-    storage: Any,
-    offset: Any,
-    size: Any,
-    stride: Any,
-    requires_grad: Any = False,
-    hooks: Any = None,
-    *more: Any,
-    dtype: torch.dtype | None = None,
+    storage: Any, offset: Any, size: Any, stride: Any, *more: Any, dtype: Any = None
 ) -> FileTensor:
+    """more: requires_grad, hooks, and marks."""
     if not isinstance(storage, _Storage):
         raise ValueError("a tensor is made from something else than a storage")
     if any(isinstance(item, Mapping) and any(item.values()) for item in more):
@@ -270,28 +254,13 @@ def _tensor(
             "a tensor is marked conjugate or negative; expected plain values: save "
             "tensor.resolve_conj().resolve_neg()"
         )
-    if storage.untyped and dtype is None:
-        raise ValueError("a tensor has no dtype")
     return FileTensor(storage.window, dtype or storage.dtype, offset, _size(size), _size(stride))
 
 
-def _tensor_v3(
-    storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, *more: Any
-) -> FileTensor:
-    if not isinstance(dtype, torch.dtype):
+def _tensor_v3(*args: Any) -> FileTensor:
+    if not isinstance(args[6], torch.dtype):
         raise ValueError("a tensor's dtype is none")
-    return _tensor(storage, offset, size, stride, grad, hooks, *more, dtype=dtype)
-
-
-def _parameter(data: Any, *attributes: Any) -> Any:
-    return data
-
-
-def _of_type(rebuild: Any, kind: Any, args: Any, state: Any) -> Any:
-    """Stand for torch._tensor._rebuild_from_type_v2: a tensor with attributes, which are left
-    out.
-    """
-    return rebuild(*args)
+    return _tensor(*args[:6], *args[7:], dtype=args[6])
 
 
 class _Properties(StandIn):
@@ -303,6 +272,27 @@ class _Properties(StandIn):
         self.state["dtype"] = state[0]
 
 
+class _ArrayDtype(StandIn):
+    """Stands for a NumPy dtype: of numbers only."""
+
+    name = "numpy.dtype"
+
+    def __new__(cls, code: Any, align: Any = False, copy: Any = True) -> Any:
+        if not re.fullmatch("[biufc][0-9]{1,2}", str(code)):
+            raise _NotTakenError(
+                f"a NumPy value of dtype {code!r}; expected numbers: save text, dates, objects "
+                f"without NumPy"
+            )
+        made = super().__new__(cls)
+        made.state["code"] = code
+        return made
+
+    def __setstate__(self, state: Any) -> None:
+        if state[1] not in ("<", ">", "=", "|"):
+            raise ValueError("a byte order is none")
+        self.state["code"] = state[1] + self.state["code"]
+
+
 class _Array(StandIn):
     """Stands for a NumPy array."""
 
@@ -310,52 +300,18 @@ class _Array(StandIn):
 
     def __setstate__(self, state: Any) -> None:
         _, shape, dtype, columns_first, raw = state
-        self.state["array"] = _numpy_array(dtype, shape, raw, bool(columns_first))
+        array = _numpy_array(dtype, raw).reshape(_size(shape), order="F" if columns_first else "C")
+        self.state["array"] = array.copy()
 
 
-def _array(kind: Any, shape: Any, code: Any) -> StandIn:
-    made: StandIn = _Array()
-    return made
-
-
-class _ArrayDtype(StandIn):
-    """Stands for a NumPy dtype: of numbers only."""
-
-    name = "numpy.dtype"
-
-    def __new__(cls, code: Any, align: Any = False, copy: Any = True) -> Any:
-        if (
-            not isinstance(code, str)
-            or code[:1] not in "biufc"
-            or not code[1:].isdecimal()
-            or len(code) > 3
-        ):
-            raise _NotTakenError(
-                f"a NumPy value of dtype {code!r}; expected numbers: save text, dates, objects "
-                f"without NumPy"
-            )
-        made = super().__new__(cls)
-        made.state.update(code=code, order="=")
-        return made
-
-    def __setstate__(self, state: Any) -> None:
-        if state[1] not in ("<", ">", "=", "|"):
-            raise ValueError("a byte order is none")
-        self.state["order"] = state[1]
-
-
-def _array_of_buffer(raw: Any, dtype: Any, shape: Any, order: Any) -> StandIn:
+def _array_of_buffer(raw: Any, dtype: Any, shape: Any, order: Any) -> _Array:
     """Stand for numpy's _frombuffer, of pickle's protocol 5."""
-    made: StandIn = _Array()
-    made.state["array"] = _numpy_array(dtype, shape, raw, order == "F")
+    made: _Array = _Array()
+    made.__setstate__((1, shape, dtype, order == "F", raw))
     return made
 
 
-def _array_scalar(dtype: Any, raw: Any) -> Any:
-    return _numpy_array(dtype, (), raw).item()
-
-
-def _numpy_array(dtype: Any, shape: Any, raw: Any, columns_first: bool = False) -> Any:
+def _numpy_array(dtype: Any, raw: Any) -> Any:
     if not isinstance(dtype, _ArrayDtype):
         raise ValueError("a NumPy array without a dtype")
     try:
@@ -364,10 +320,7 @@ def _numpy_array(dtype: Any, shape: Any, raw: Any, columns_first: bool = False) 
         raise ValueError(
             "there is a NumPy array, and NumPy is missing; expected it (pip install numpy)"
         ) from error
-    made = numpy.frombuffer(
-        _bytes_of(raw), dtype=numpy.dtype(dtype.state["code"]).newbyteorder(dtype.state["order"])
-    )
-    return made.reshape(_size(shape), order="F" if columns_first else "C").copy()
+    return numpy.frombuffer(_bytes_of(raw), dtype=dtype.state["code"])
 
 
 _STORAGES = {
@@ -383,87 +336,80 @@ _STORAGES = {
     "Bool": torch.bool,
     "ComplexFloat": torch.complex64,
     "ComplexDouble": torch.complex128,
+    "Untyped": torch.uint8,
 }
-_STAND_INS = (  # classes of which only attributes are taken
-    "argparse.Namespace",
-    "types.SimpleNamespace",
-    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
-    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
-    "deepspeed.utils.tensor_fragment.fragment_address",
-    "torch.distributed.checkpoint.metadata.Metadata",
-    "torch.distributed.checkpoint.metadata.TensorStorageMetadata",
-    "torch.distributed.checkpoint.metadata.BytesStorageMetadata",
-    "torch.distributed.checkpoint.metadata.ChunkStorageMetadata",
-    "torch.distributed.checkpoint.metadata.MetadataIndex",
-    "torch.distributed.checkpoint.metadata.StorageMeta",
-    "torch.distributed.checkpoint.filesystem._StorageInfo",
-    "torch.distributed.checkpoint.filesystem._StoragePrefix",
-)
-_CALLED: Mapping[str, Callable[..., Any]] = {
-    "collections.OrderedDict": _Dict,
-    "collections.Counter": _Counter,
-    "collections.defaultdict": _default_dict,
-    "builtins.set": set,
-    "builtins.frozenset": frozenset,
-    "builtins.bytes": _bytes_of,
-    "builtins.bytearray": _bytes_of,
-    "builtins.complex": complex,
-    "_codecs.encode": _bytes_of,
-    **dict.fromkeys(
-        (
-            "pathlib.PosixPath",
-            "pathlib.WindowsPath",
-            "pathlib.PurePosixPath",
-            "pathlib._local.PosixPath",
-        ),
-        _path,
+# classes of which only attributes are taken
+_STAND_INS = """
+    argparse.Namespace
+    types.SimpleNamespace
+    deepspeed.runtime.fp16.loss_scaler.LossScaler
+    deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler
+    deepspeed.utils.tensor_fragment.fragment_address
+    torch.distributed.checkpoint.metadata.Metadata
+    torch.distributed.checkpoint.metadata.TensorStorageMetadata
+    torch.distributed.checkpoint.metadata.BytesStorageMetadata
+    torch.distributed.checkpoint.metadata.ChunkStorageMetadata
+    torch.distributed.checkpoint.metadata.MetadataIndex
+    torch.distributed.checkpoint.metadata.StorageMeta
+    torch.distributed.checkpoint.filesystem._StorageInfo
+    torch.distributed.checkpoint.filesystem._StoragePrefix
+"""
+# by how what stands for a result is made
+_CALLED: tuple[tuple[Callable[..., Any], str], ...] = (
+    (_Dict, "collections.OrderedDict"),
+    (_Counter, "collections.Counter"),
+    (lambda factory=None, items=(): _Dict(items), "collections.defaultdict"),
+    (set, "builtins.set"),
+    (frozenset, "builtins.frozenset"),
+    (complex, "builtins.complex"),
+    (_bytes_of, "builtins.bytes builtins.bytearray _codecs.encode"),
+    (
+        lambda *parts: os.path.join("", *parts),
+        "pathlib.PosixPath pathlib.WindowsPath pathlib.PurePosixPath pathlib._local.PosixPath",
     ),
-    "deepspeed.runtime.zero.config.ZeroStageEnum": _value,
-    "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING": _value,
-    "torch.Size": _size,
-    "torch.device": lambda kind, index=None: str(kind) if index is None else f"{kind}:{index}",
-    "torch.serialization._get_layout": _layout,
-    "torch._utils._rebuild_tensor": _tensor,
-    "torch._utils._rebuild_tensor_v2": _tensor,
-    "torch._utils._rebuild_tensor_v3": _tensor_v3,
-    "torch._utils._rebuild_parameter": _parameter,
-    "torch._utils._rebuild_parameter_with_state": _parameter,
-    "torch._tensor._rebuild_from_type_v2": _of_type,
-    "numpy.core.multiarray._reconstruct": _array,
-    "numpy._core.multiarray._reconstruct": _array,
-    "numpy.core.numeric._frombuffer": _array_of_buffer,
-    "numpy._core.numeric._frombuffer": _array_of_buffer,
-    "numpy.core.multiarray.scalar": _array_scalar,
-    "numpy._core.multiarray.scalar": _array_scalar,
-}
-_UNCALLED = (
-    *("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.Parameter"),
-    *(
-        "numpy.ndarray",
-        *(
-            f"builtins.{name}"
-            for name in ("bool", "dict", "float", "int", "list", "long", "str", "unicode")
-        ),
+    (
+        _value,
+        "deepspeed.runtime.zero.config.ZeroStageEnum "
+        "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING",
+    ),
+    (_size, "torch.Size"),
+    (lambda kind, index=None: str(kind) if index is None else f"{kind}:{index}", "torch.device"),
+    (_layout, "torch.serialization._get_layout"),
+    (_tensor, "torch._utils._rebuild_tensor torch._utils._rebuild_tensor_v2"),
+    (_tensor_v3, "torch._utils._rebuild_tensor_v3"),
+    (
+        lambda data, *attributes: data,
+        "torch._utils._rebuild_parameter torch._utils._rebuild_parameter_with_state",
+    ),
+    # a tensor with attributes, which are left out
+    (lambda rebuild, kind, args, state: rebuild(*args), "torch._tensor._rebuild_from_type_v2"),
+    (
+        lambda kind, shape, code: _Array(),
+        "numpy.core.multiarray._reconstruct numpy._core.multiarray._reconstruct",
+    ),
+    (_array_of_buffer, "numpy.core.numeric._frombuffer numpy._core.numeric._frombuffer"),
+    (
+        lambda dtype, raw: _numpy_array(dtype, raw).reshape(()).item(),
+        "numpy.core.multiarray.scalar numpy._core.multiarray.scalar",
     ),
 )
+_UNCALLED = """
+    torch.Tensor torch.nn.parameter.Parameter torch.nn.Parameter numpy.ndarray
+    builtins.bool builtins.dict builtins.float builtins.int builtins.list builtins.long
+    builtins.str builtins.unicode
+"""
 _KNOWN: Mapping[str, Any] = {
-    **{name: _Named(call) for name, call in _CALLED.items()},
-    **{name: _Named() for name in _UNCALLED},
-    **{name: type(name, (StandIn,), {"name": name}) for name in _STAND_INS},
+    **{name: _Named(call) for call, names in _CALLED for name in names.split()},
+    **{name: _Named() for name in _UNCALLED.split()},
+    **{name: type(name, (StandIn,), {"name": name}) for name in _STAND_INS.split()},
     **{kind.name: kind for kind in (_Properties, _ArrayDtype)},
     **{
-        name: _Named(dtype=dtype)
+        f"{module}.{kind}Storage": _Named(dtype=dtype)
         for kind, dtype in _STORAGES.items()
-        for name in (f"torch.{kind}Storage", f"torch.storage.{kind}Storage")
+        for module in ("torch", "torch.storage")
     },
     **{
-        name: _Named(dtype=torch.uint8, untyped=True)
-        for name in ("torch.UntypedStorage", "torch.storage.UntypedStorage")
-    },
-    **{
-        f"torch.{name}": value
-        for name, value in vars(torch).items()
-        if isinstance(value, torch.dtype)
+        f"torch.{name}": kind for name, kind in vars(torch).items() if isinstance(kind, torch.dtype)
     },
 }
 
@@ -533,36 +479,13 @@ def load_torch(window: Window) -> Any:
     """Return what torch.save wrote: plain data, StandIns, and tensors as FileTensors. Raises
     OSError or ValueError.
     """
-    if window.size < 4 or bytes(window.read(0, 4)) != b"PK\x03\x04":
+    if window.read(0, min(window.size, 4)) != _MAGIC:
         raise ValueError(
             f"load: {window} is no file of torch.save's, or one from before torch 1.6; expected "
             f"its zip: save it again"
         )
     archive = _Archive(window)
-    entries: dict[str, Window] = {}
-
-    def storage(pid: Any) -> _Storage:
-        kind, named, key, _, numel = pid
-        if (
-            kind != "storage"
-            or not isinstance(named, _Named)
-            or named.dtype is None
-            or type(numel) is not int
-            or numel < 0
-        ):
-            raise ValueError("refers to something else than a storage")
-        if not isinstance(key, str) or not key.isdecimal():
-            raise ValueError(f"a storage is named {str(key)[:100]!r}; expected a number")
-        if key not in entries:
-            entries[key] = archive.entry(f"data/{key}")
-        found = entries[key]
-        if found.size != numel * named.dtype.itemsize:
-            raise ValueError(
-                f"storage {key} has {found.size} bytes; expected {numel * named.dtype.itemsize}"
-            )
-        return _Storage(found, named.dtype, named.untyped)
-
-    return _run(archive.pickle(), str(window), storage)
+    return _run(archive.pickle(), str(window), archive.storage)
 
 
 def load_file(path: Path) -> Any:
@@ -589,20 +512,21 @@ def _plain(value: Any, where: str, done: dict[int, Any], depth: int) -> Any:
         raise ValueError(f"load: {where} is a class or a storage; expected plain data")
     if isinstance(value, _Array):
         return value.get("array")
-    if not is_stored(value) and not isinstance(value, dict | list | tuple | StandIn):
+    if id(value) in done:
+        return done[id(value)]
+    held: Any = value.state if isinstance(value, StandIn) else value
+    if is_stored(held):
+        made: Any = whole(held)
+    elif isinstance(held, dict):
+        made = {
+            k: _plain(item, f"{where}[{short(k)}]", done, depth + 1) for k, item in held.items()
+        }
+        made = Counter(made) if isinstance(held, _Counter) else made
+    elif isinstance(held, list | tuple):
+        made = type(held)(
+            _plain(item, f"{where}[{i}]", done, depth + 1) for i, item in enumerate(held)
+        )
+    else:
         return value
-    if id(value) not in done:
-        held: Any = value.state if isinstance(value, StandIn) else value
-        if is_stored(held):
-            done[id(value)] = whole(held)
-        elif isinstance(held, dict):
-            made = {
-                k: _plain(item, f"{where}[{short(k)}]", done, depth + 1) for k, item in held.items()
-            }
-            done[id(value)] = Counter(made) if isinstance(held, _Counter) else made
-        else:
-            kind = list if isinstance(held, list) else tuple
-            done[id(value)] = kind(
-                _plain(item, f"{where}[{i}]", done, depth + 1) for i, item in enumerate(held)
-            )
-    return done[id(value)]
+    done[id(value)] = made
+    return made
