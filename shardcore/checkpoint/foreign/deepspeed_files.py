@@ -33,6 +33,7 @@ from shardcore.checkpoint.file_tensors import (
 )
 from shardcore.checkpoint.foreign.torch_files import (
     STATES,
+    adam_parts,
     extra_states,
     is_extra,
     open_torch,
@@ -340,25 +341,6 @@ def _named_groups(
     return named
 
 
-def _adam_parts(state: Any, where: str) -> dict[str, Any]:
-    """Return the states of a flat group; {} if it has had no step. Raises ValueError for another
-    optimizer's.
-    """
-    if not isinstance(state, dict):
-        raise ValueError(f"load: {where} is no dict; expected Adam's states")
-    parts = {key: value for key, value in state.items() if key != "step"}
-    if not parts:
-        return {}
-    if not {"exp_avg", "exp_avg_sq"} <= set(parts) <= set(STATES) or not all(
-        isinstance(value, FileTensor) for value in parts.values()
-    ):
-        raise ValueError(
-            f"load: {where} has {', '.join(map(str, state))}; expected Adam's step, exp_avg and "
-            f"exp_avg_sq"
-        )
-    return parts
-
-
 # --- ZeRO 1, 2 and 3 ------------------------------------------------------------------------------
 
 
@@ -494,7 +476,10 @@ def _rank_of(path: Path, files: _Files, count: int) -> _Rank:
     steps: list[int | None] = []
     for index in range(count):
         state = states.get(index, {})
-        parts.append(_adam_parts(state, f"{path}: state {index}"))
+        where = f"{path}: state {index}"
+        if not isinstance(state, dict):
+            raise ValueError(f"load: {where} is no dict; expected Adam's states")
+        parts.append(adam_parts(state, where, STATES[:2]) if set(state) - {"step"} else {})
         of_group = next((group for group in groups or () if index in group["params"]), {})
         step = state.get("step", of_group.get("step", held.get("base_optimizer_state_step")))
         steps.append(None if step is None else step_of(step, f"{path}: step of group {index}"))

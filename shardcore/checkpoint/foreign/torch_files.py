@@ -11,8 +11,7 @@ import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from math import prod
 from pathlib import Path
@@ -69,16 +68,6 @@ _MAX_BESIDE_BYTES = 16 << 20  # of tensors in an entry of client_state
 # --- from a tree to a source ----------------------------------------------------------------------
 
 
-@dataclass
-class Adam:
-    """What an optimizer's state dict has, by name."""
-
-    states: dict[str, dict[str, Stored]] = field(default_factory=dict)
-    steps: dict[str, int] = field(default_factory=dict)
-    groups: list[dict[str, Any]] | None = None
-    numbered: bool = False
-
-
 def source_of(path: Path, tree: Mapping[str, Any], names: Collection[str]) -> ForeignSource:
     """Return the checkpoint that a tree holds. Raises OSError or ValueError, also for a tree
     without the model's names.
@@ -93,20 +82,16 @@ def source_of(path: Path, tree: Mapping[str, Any], names: Collection[str]) -> Fo
             next((one for one in (name, *others) if one in weights), name)
             for name, others in names.items()
         ]
-    optimizer_at, optimizer = _find_optimizer(path, tree, at)
-    adam = (
-        Adam()
-        if optimizer is None
-        else adam_of(optimizer, weights, names, prefix, f"{path}: {_dotted(optimizer_at)}")
-    )
     tensors = {name: {"weight": weight} for name, weight in weights.items()}
-    for name, states in adam.states.items():
-        tensors[name].update(
-            {"weight": states.get("master", weights[name]), **_without(states, ("master",))}
-        )
+    optimizer_at, optimizer = _find_optimizer(path, tree, at)
+    steps, groups, numbered = (
+        ({}, None, False)
+        if optimizer is None
+        else _add_adam(optimizer, tensors, names, prefix, f"{path}: {_dotted(optimizer_at)}")
+    )
     source = ForeignSource(path, tensors)
     source.tied = _tied(tensors)
-    source.steps, source.groups, source.numbered = adam.steps, adam.groups, adam.numbered
+    source.steps, source.groups, source.numbered = steps, groups, numbered
     source.extra_state = extra_states(model, path)
     rest = _without_paths(tree, [at, optimizer_at])
     if not at:
@@ -117,9 +102,13 @@ def source_of(path: Path, tree: Mapping[str, Any], names: Collection[str]) -> Fo
     for key in at[:-1]:
         if isinstance(beside[-1].get(key), dict):
             beside.append(beside[-1][key])
-    source.scheduler = _taken(path, beside, _SCHEDULER_KEYS, lambda found: True)
-    scaler = _taken(path, beside, _SCALER_KEYS, lambda found: set(found) == _SCALER_STATE)
-    source.loss_scale = None if scaler is None else _loss_scale(scaler)
+    source.scheduler = _taken(path, beside, _SCHEDULER_KEYS)
+    scaler = _taken(path, beside, _SCALER_KEYS, _SCALER_STATE)
+    source.loss_scale = scaler and {  # as of a loss scale here (engine/loss_scale.py)
+        "scale": float(scaler["scale"]),
+        "stable_steps": int(scaler["_growth_tracker"]),
+        "hysteresis_left": 1,
+    }
     large = [key for key, value in rest.items() if _nbytes(value) > _MAX_BESIDE_BYTES]
     if large:  # each rank would read all of it
         logger.warning(
@@ -147,18 +136,15 @@ def extra_states(model: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
 def _tied(tensors: Mapping[str, Mapping[str, Stored]]) -> dict[str, str]:
     """Return names whose weight is the memory of an earlier one's, by which."""
-    weights = {
-        name: of_name["weight"]
-        for name, of_name in tensors.items()
-        if prod(of_name["weight"].shape) > 0
-    }
-    places = {
-        name: tuple(vars(weight).values())
-        for name, weight in weights.items()
-        if isinstance(weight, FileTensor)
-    }
-    first = {place: name for name, place in reversed(places.items())}
-    return {name: first[place] for name, place in places.items() if first[place] != name}
+    first: dict[Any, str] = {}
+    tied = {}
+    for name, of_name in tensors.items():
+        weight = of_name["weight"]
+        if isinstance(weight, FileTensor) and prod(weight.shape) > 0:
+            one = first.setdefault(tuple(vars(weight).values()), name)
+            if one != name:
+                tied[name] = one
+    return tied
 
 
 def _nbytes(entry: Any) -> int:
@@ -178,17 +164,17 @@ def _taken(
     path: Path,
     beside: Sequence[dict[str, Any]],
     keys: Sequence[str],
-    fits: Callable[[Mapping[str, Any]], bool],
+    entries: set[str] | None = None,
 ) -> Mapping[str, Any] | None:
-    """Take a dict of one of the names out of the first of `beside` that has one; None if none
-    does.
+    """Take a dict of one of the names (with these entries) out of the first of `beside` that has
+    one; None if none does.
     """
     for within in beside:
         for key in keys:
             found = within.get(key)
             # Lightning has lists
             found = found[0] if isinstance(found, list) and len(found) == 1 else found
-            if isinstance(found, Mapping) and fits(found):
+            if isinstance(found, Mapping) and entries in (None, set(found)):
                 del within[key]
                 return plain(found, f"{path}: {key}")  # type: ignore[no-any-return]
     return None
@@ -209,22 +195,16 @@ def _branches(
     before.
     """
     seen = set() if seen is None else seen
-    if isinstance(tree, dict | list):
-        if id(tree) in seen:
-            return
-        seen.add(id(tree))
-    if isinstance(tree, Mapping):
-        yield at, tree
-        if len(at) < _DEEP and not (at and _is_optimizer(tree)):
-            for key, value in tree.items():
-                yield from _branches(value, (*at, key), seen)
-    elif (
-        isinstance(tree, list)
-        and len(at) < _DEEP
-        and any(isinstance(item, Mapping) for item in tree)
-    ):
-        for index, item in enumerate(tree):
-            yield from _branches(item, (*at, index), seen)
+    listed = isinstance(tree, list) and any(isinstance(item, Mapping) for item in tree)
+    within = dict(enumerate(tree)) if listed else tree
+    if not isinstance(within, Mapping) or id(tree) in seen:
+        return
+    seen.add(id(tree))
+    if not listed:
+        yield at, within
+    if len(at) < _DEEP and not (at and _is_optimizer(within)):
+        for key, value in within.items():
+            yield from _branches(value, (*at, key), seen)
 
 
 def _prefixes(branch: Mapping[str, Any], names: Collection[str]) -> Counter[str]:
@@ -324,54 +304,41 @@ def _without_paths(tree: Any, paths: Sequence[tuple[Any, ...] | None]) -> Any:
     return rest if isinstance(tree, Mapping) else list(rest.values())
 
 
-def _loss_scale(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of torch's GradScaler as that of a loss scale here
-    (engine/loss_scale.py).
-    """
-    return {
-        "scale": float(state["scale"]),
-        "stable_steps": int(state["_growth_tracker"]),
-        "hysteresis_left": 1,
-    }
-
-
 # --- optimizers -----------------------------------------------------------------------------------
 
 
-def adam_of(
+def _add_adam(
     found: Mapping[str, Any],
-    weights: Mapping[str, Stored],
+    tensors: Mapping[str, dict[str, Stored]],
     names: Collection[str],
     prefix: str,
     where: str,
-) -> Adam:
-    """Return the state dict of torch's Adam or AdamW by name. Raises OSError or ValueError.
+) -> tuple[dict[str, int], list[dict[str, Any]] | None, bool]:
+    """Add the states of torch's Adam or AdamW to weights. Return steps, param_groups by name, and
+    whether parameters were numbers. Raises OSError or ValueError.
 
     A parameter that it has by number is named by "param_names" of its group, else by the order of
     `names`, which then has the optimizer's parameters in the order of its groups.
     """
     if "param_groups" not in found:
         found = _unflattened(found, where)
-    groups = found["param_groups"]
+    groups, states = found["param_groups"], found["state"]
     name_of, numbered = _names_of(groups, names, where)
     if numbered and not names:  # weights alone are wanted
-        if any(
-            isinstance(state, Mapping) and "master" in state for state in found["state"].values()
-        ):
+        if any(isinstance(state, Mapping) and "master" in state for state in states.values()):
             logger.warning(
                 "load: %s has float32 masters by number, which are left out: the weights are used",
                 where,
             )
-        return Adam()
+        return {}, None, False
     name_of = {key: plain_name(name).removeprefix(prefix) for key, name in name_of.items()}
+    steps: dict[str, int] = {}
     named: list[dict[str, Any]] = []
-    adam = Adam(groups=named, numbered=numbered)
     for index, group in enumerate(groups):
-        options = plain(
-            _without(group, ("params", "param_names")), f"{where}.param_groups[{index}]"
-        )
-        named.append({**options, "params": [name_of[key] for key in group["params"]]})
-    for key, state in found["state"].items():
+        options = _without(group, ("params", "param_names"))
+        params = [name_of[key] for key in group["params"]]
+        named.append(plain(options, f"{where}.param_groups[{index}]") | {"params": params})
+    for key, state in states.items():
         if isinstance(key, str) and key.isdecimal() and key not in name_of:
             key = int(key)  # torch.distributed.checkpoint makes texts of numbers
         if key not in name_of or not isinstance(state, Mapping):
@@ -380,40 +347,43 @@ def adam_of(
                 f"of param_groups"
             )
         name = name_of[key]
-        if name not in weights:
+        if name not in tensors:
             raise ValueError(
                 f"load: {where} has a state of {name}, and the model beside it does not; expected "
                 f"it there"
             )
-        if state:
-            adam.steps[name], adam.states[name] = _state_of(
-                state, f"{where}.state[{key!r}] ({name})"
-            )
-            for part, tensor in adam.states[name].items():
-                if tuple(tensor.shape) != tuple(weights[name].shape):
-                    raise ValueError(
-                        f"load: {where}: {part} number {key!r} has shape {tensor.shape}, and "
-                        f"{name} has {weights[name].shape}; "
-                        "expected one shape: give names in the order in which the optimizer has "
-                        "its parameters, or save param_names"
-                    )
-    return adam
+        if not state:
+            continue
+        here, shape = f"{where}.state[{key!r}] ({name})", tuple(tensors[name]["weight"].shape)
+        parts = adam_parts(state, here, ("step", *STATES[:2]), ("master",))
+        steps[name] = step_of(state["step"], f"{here}.step")
+        for part, tensor in parts.items():
+            if tuple(tensor.shape) != shape:
+                raise ValueError(
+                    f"load: {where}: {part} number {key!r} has shape {tensor.shape}, and "
+                    f"{name} has {shape}; "
+                    "expected one shape: give names in the order in which the optimizer has "
+                    "its parameters, or save param_names"
+                )
+        tensors[name]["weight"] = parts.pop("master", tensors[name]["weight"])
+        tensors[name].update(parts)
+    return steps, named, numbered
 
 
-def _state_of(state: Mapping[str, Any], where: str) -> tuple[int, dict[str, Stored]]:
-    unknown = [key for key in state if key not in (*STATES, "step", "master")]
-    tensors = {key: value for key, value in state.items() if key != "step"}
-    if (
-        unknown
-        or "step" not in state
-        or not {"exp_avg", "exp_avg_sq"} <= set(state)
-        or not all(map(is_stored, tensors.values()))
-    ):
+def adam_parts(
+    state: Mapping[str, Any], where: str, needed: Collection[str], more: Collection[str] = ()
+) -> dict[str, Any]:
+    """Return the tensors of a state of Adam's. more: what it may have beside STATES and its step.
+    Raises ValueError for another optimizer's.
+    """
+    parts = _without(state, ("step",))
+    known = set(needed) <= set(state) <= {"step", *STATES, *more}
+    if not known or not all(map(is_stored, parts.values())):
         raise ValueError(
             f"load: {where} has {', '.join(map(str, state))}; expected Adam's step, exp_avg and "
             f"exp_avg_sq"
         )
-    return step_of(state["step"], f"{where}.step"), tensors
+    return parts
 
 
 def _names_of(
@@ -425,17 +395,12 @@ def _names_of(
     found: dict[Any, str] = {}
     numbers: list[int] = []
     for group in groups:
-        given = group.get("param_names")
-        given = (
-            given
-            if isinstance(given, list | tuple) and len(given) == len(group["params"])
-            else None
-        )
-        for index, key in enumerate(group["params"]):
-            if given is not None and isinstance(given[index], str):
-                found[key] = given[index]
-            elif isinstance(key, str):
-                found[key] = key
+        params, given = group["params"], group.get("param_names")
+        if not isinstance(given, list | tuple) or len(given) != len(params):
+            given = params
+        for key, name in zip(params, given, strict=True):
+            if isinstance(name, str) or isinstance(key, str):
+                found[key] = name if isinstance(name, str) else key
             else:
                 numbers.append(key)
     if numbers and names and (found or len(numbers) != len(names)):
@@ -452,27 +417,24 @@ def _unflattened(found: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return a state dict that get_optimizer_state_dict flattened; names with equal options form
     a group.
     """
-    state: dict[str, dict[str, Any]] = {}
-    options: dict[str, dict[str, Any]] = {}
+    of_kind: dict[str, dict[str, dict[str, Any]]] = {"state": {}, "param_groups": {}}
     for key, value in found.items():
         kind, _, rest = key.partition(".")
         name, _, last = rest.rpartition(".")
-        if kind not in ("state", "param_groups") or not name:
+        if kind not in of_kind or not name:
             raise ValueError(
                 f"load: {where} has {short(key)}; expected state.<name>.<key> and "
                 f"param_groups.<name>.<option>"
             )
-        (state if kind == "state" else options).setdefault(name, {})[last] = value
+        of_kind[kind].setdefault(name, {})[last] = value
     groups: list[dict[str, Any]] = []
-    for name, given in options.items():
-        of_name = plain(given, f"{where}.param_groups.{name}")
-        for group in groups:
-            if _without(group, ("params",)) == of_name:
-                group["params"].append(name)
-                break
-        else:
-            groups.append({**of_name, "params": [name]})
-    return {"state": state, "param_groups": groups}
+    for name, given in of_kind["param_groups"].items():
+        options = plain(given, f"{where}.param_groups.{name}")
+        equal = [group for group in groups if _without(group, ("params",)) == options]
+        if not equal:
+            groups.append({**options, "params": []})
+        (equal or groups)[-1]["params"].append(name)
+    return {"state": of_kind["state"], "param_groups": groups}
 
 
 # --- files and folders ----------------------------------------------------------------------------
