@@ -33,39 +33,20 @@ def _back(folder: Path, value: Any) -> Any:
     return plain(load_file(_saved(folder, value)), "file")
 
 
-DTYPES = (
-    *(
-        torch.float64,
-        torch.float32,
-        torch.bfloat16,
-        torch.float16,
-        torch.float8_e4m3fn,
-        torch.float8_e5m2,
-    ),
-    *(
-        torch.int64,
-        torch.int32,
-        torch.int16,
-        torch.int8,
-        torch.uint8,
-        torch.uint16,
-        torch.uint32,
-        torch.bool,
-        torch.complex64,
-    ),
-)
+DTYPES = "float64 float32 bfloat16 float16 float8_e4m3fn float8_e5m2 int64 int32 int16 int8 uint8"
+DTYPES += " uint16 uint32 bool complex64"
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_tensors_of_every_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
-    raw = torch.randint(
-        0, 2 if dtype == torch.bool else 256, (17 * dtype.itemsize,), dtype=torch.uint8
-    )
+@pytest.mark.parametrize("name", DTYPES.split())
+def test_tensors_of_every_dtype(tmp_path: Path, name: str) -> None:
+    dtype = getattr(torch, name)
+    raw = torch.randint(0, 2 if name == "bool" else 256, (17 * dtype.itemsize,), dtype=torch.uint8)
+    values = raw.view(dtype)
     for tensor in (
-        raw.view(dtype),
-        raw.view(dtype)[3:12],
-        raw.view(dtype)[5:5],
-        nn.Parameter(raw.view(dtype), requires_grad=False),
+        values,
+        values[3:12],
+        values[5:5],
+        nn.Parameter(values, requires_grad=False),
     ):
         held = load_file(_saved(tmp_path, {"tensor": tensor}))["tensor"]
         assert held.shape == tensor.shape
@@ -74,21 +55,9 @@ def test_tensors_of_every_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
 
 def test_plain_data(tmp_path: Path) -> None:
     shared = [1, 2]
+    numbers = [0, -1, 255, 65536, -(1 << 31), 1 << 80, 0.1, float("inf"), True, False, None, 1 + 2j]
     value = {
-        "numbers": [
-            0,
-            -1,
-            255,
-            65536,
-            -(1 << 31),
-            1 << 80,
-            0.1,
-            float("inf"),
-            True,
-            False,
-            None,
-            1 + 2j,
-        ],
+        "numbers": numbers,
         "text": ["", "a", "\u00e9\n" * 300, "x" * 70_000],
         "bytes": [b"", b"abc\xff", bytearray(b"\0\xfe")],
         "tuples": ((), (1,), (1, 2), (1, 2, 3), tuple(range(10))),
@@ -103,70 +72,50 @@ def test_plain_data(tmp_path: Path) -> None:
             collections.defaultdict(kind, {"a": kind()})
             for kind in (list, int, dict, float, str, bool)
         ],
-        "torch": [torch.Size([2, 3]), torch.float16, torch.device("cpu")],
         "shared": [shared, shared],
     }
-    back = _back(tmp_path, value)
+    of_torch = {"torch": [torch.Size([2, 3]), torch.float16, torch.device("cpu")]}
+    back = _back(tmp_path, value | of_torch)
     assert back["torch"] == [(2, 3), torch.float16, "cpu"]
     assert list(back["dicts"][3].elements()) == ["a", "a", "b"]
     assert back["shared"][0] is back["shared"][1]
-    for key in set(value) - {"torch"}:
-        assert back[key] == value[key], key
+    assert back == value | {"torch": back["torch"]}
+    path = tmp_path / "plain.pkl"
     for protocol in (2, 3, 4, 5):
-        (tmp_path / "plain.pkl").write_bytes(
-            pickle.dumps({k: v for k, v in value.items() if k != "torch"}, protocol)
-        )
-        found = plain(load_pickle(Window.of(tmp_path / "plain.pkl")), "file")
-        assert found["numbers"] == value["numbers"]
-        assert found["default"] == value["default"]
-    objects = _back(
-        tmp_path,
-        {"args": Namespace(lr=0.1, sizes=[1]), "simple": types.SimpleNamespace(a=torch.ones(2))},
-    )
+        path.write_bytes(pickle.dumps(value, protocol))
+        assert plain(load_pickle(Window.of(path)), "file") == value
+    simple = types.SimpleNamespace(a=torch.ones(2))
+    objects = _back(tmp_path, {"args": Namespace(lr=0.1, sizes=[1]), "simple": simple})
     assert objects["args"] == {"lr": 0.1, "sizes": [1]}
     assert torch.equal(objects["simple"]["a"], torch.ones(2))
 
 
 def test_arrays_of_numpy(tmp_path: Path) -> None:
     numpy = pytest.importorskip("numpy", reason="NumPy's arrays need numpy")
-    given = {
-        "state": numpy.random.default_rng(0).bit_generator.state,
-        "legacy": numpy.random.RandomState(3).get_state(),
-        "arrays": [
-            numpy.arange(6, dtype=">i4").reshape(2, 3),
-            numpy.asfortranarray(numpy.arange(6.0).reshape(2, 3)),
-        ],
-        "empty": numpy.zeros((0, 3), dtype=bool),
-        "scalar": numpy.float64(0.1),
-    }
-    back = _back(tmp_path, given)
-    assert back["scalar"] == 0.1
-    assert back["state"] == given["state"]
-    assert (back["legacy"][1] == given["legacy"][1]).all()
-    for got, expected in zip(
-        [*back["arrays"], back["empty"]], [*given["arrays"], given["empty"]], strict=True
-    ):
-        assert got.dtype == expected.dtype
-        assert got.shape == expected.shape
-        assert (got == expected).all()
-    for bad in (
-        numpy.array(["text"]),
-        numpy.array([print], dtype=object),
-        numpy.array(["2020-01-01"], dtype="datetime64[D]"),
-    ):
+    legacy = numpy.random.RandomState(3).get_state()
+    arrays = [
+        legacy[1],
+        numpy.arange(6, dtype=">i4").reshape(2, 3),
+        numpy.arange(6.0).reshape(2, 3),
+        numpy.asfortranarray(numpy.eye(2, 3)),
+        numpy.zeros((0, 3), dtype=bool),
+    ]
+    state = numpy.random.default_rng(0).bit_generator.state
+    given = {"state": state, "legacy": legacy, "arrays": arrays, "scalar": numpy.float64(0.1)}
+    for protocol in (2, 3, 4, 5):
+        torch.save(given, tmp_path / "file.pt", pickle_protocol=protocol)
+        back = plain(load_file(tmp_path / "file.pt"), "file")
+        assert (back["scalar"], back["state"]) == (0.1, state)
+        for got, expected in zip(
+            [back["legacy"][1], *back["arrays"]], [legacy[1], *arrays], strict=True
+        ):
+            assert (got.dtype, got.shape) == (expected.dtype, expected.shape)
+            assert (got == expected).all()
+    for bad in (["text"], [print], numpy.array(["2020-01-01"], dtype="datetime64[D]")):
         with pytest.raises(
             ValueError, match=r"file\.pt has a NumPy value of dtype '[^']*'; expected numbers"
         ):
-            load_file(_saved(tmp_path, bad))
-    for protocol in (2, 3, 4, 5):
-        torch.save(
-            {"a": numpy.arange(6.0).reshape(2, 3), "b": numpy.asfortranarray(numpy.eye(2, 3))},
-            tmp_path / "array.pt",
-            pickle_protocol=protocol,
-        )
-        back = plain(load_file(tmp_path / "array.pt"), "file")
-        assert (back["a"] == numpy.arange(6.0).reshape(2, 3)).all()
-        assert (back["b"] == numpy.eye(2, 3)).all()
+            load_file(_saved(tmp_path, numpy.array(bad)))
 
 
 # --- hostile pickles ------------------------------------------------------------------------------
@@ -198,80 +147,69 @@ def run(what: str = "ran") -> str:
     return what
 
 
-def _global(module: str, name: str) -> bytes:
-    return b"c" + module.encode() + b"\n" + name.encode() + b"\n"
+def _global(name: str) -> bytes:
+    return b"c" + name.replace(" ", "\n").encode() + b"\n"
 
 
 def _text(value: str) -> bytes:
     return b"X" + struct.pack("<I", len(value)) + value.encode()
 
 
+def _call(name: str, *args: bytes) -> bytes:
+    return b"\x80\x02" + _global(name) + b"(" + b"".join(args) + b"tR."
+
+
+def _given(made: bytes, key: str = "a", value: bytes = b"K\x01") -> bytes:
+    """A pickle that gives a value attributes."""
+    return b"\x80\x02" + made + b"}" + _text(key) + value + b"sb."
+
+
 HERE = __name__
-RUN = _global(HERE, "run")
+RUN = _global(f"{HERE} run")
+NAMESPACE = _global("argparse Namespace")
 HOSTILE: dict[str, bytes] = {
-    "os.system": b"\x80\x02" + _global("posix", "system") + _text("true") + b"\x85R.",
-    "eval": b"\x80\x02"
-    + _global("builtins", "eval")
-    + _text(f"__import__({HERE!r}, fromlist=['x']).run()")
-    + b"\x85R.",
-    "eval of protocol 2": b"\x80\x02" + _global("__builtin__", "eval") + _text("1") + b"\x85R.",
+    "os.system": _call("posix system", _text("true")),
+    "eval": _call("builtins eval", _text(f"__import__({HERE!r}, fromlist=['x']).run()")),
+    "eval of protocol 2": _call("__builtin__ eval", _text("1")),
     "stack global": b"\x80\x04" + _text(HERE) + _text("run") + b"\x93)R.",
-    "a function of ours": b"\x80\x02" + RUN + b")R.",
+    "a function of ours": _call(f"{HERE} run"),
     "instance": b"(i" + HERE.encode() + b"\nrun\n.",
     "object": b"(" + RUN + b"o.",
     "new object": b"\x80\x02" + RUN + b")\x81.",
     "new object with keywords": b"\x80\x04" + RUN + b")}\x92.",
-    "getattr": b"\x80\x02"
-    + _global("builtins", "getattr")
-    + _global("os", "path")
-    + _text("sep")
-    + b"\x86R.",
+    "getattr": _call("builtins getattr", _global("os path"), _text("sep")),
     "a dotted name": b"\x80\x04"
     + _text("collections")
     + _text("OrderedDict.__init__.__globals__")
     + b"\x93.",
     "a dotted name of torch": b"\x80\x04" + _text("torch") + _text("Size.__class__") + b"\x93.",
-    "torch.load": b"\x80\x02" + _global("torch.serialization", "load") + _text("x") + b"\x85R.",
-    "torch.hub": b"\x80\x02" + _global("torch", "hub.load") + _text("x") + b"\x85R.",
-    "pickle.loads": b"\x80\x02" + _global("_pickle", "loads") + b"C\x02N." + b"\x85R.",
+    "torch.load": _call("torch.serialization load", _text("x")),
+    "torch.hub": _call("torch hub.load", _text("x")),
+    "pickle.loads": _call("_pickle loads", b"C\x02N."),
     "extension 1": b"\x80\x02\x82\xf0)R.",
     "extension 2": b"\x80\x02\x83\xf0\x00)R.",
     "extension 4": b"\x80\x02\x84\xf0\x00\x00\x00)R.",
     "memo of a class": b"\x80\x02"
-    + _global("collections", "OrderedDict")
+    + _global("collections OrderedDict")
     + b"q\x000"
     + RUN
     + b"q\x00h\x00)R.",
     "memo beyond": b"\x80\x02h\x07.",
     "a huge memo index": b"\x80\x02Nr\xff\xff\xff\x7f0j\xfe\xff\xff\x7f.",
-    "attributes of a class": b"\x80\x02"
-    + _global("torch", "FloatStorage")
-    + b"}"
-    + _text("a")
-    + b"K\x01sb.",
-    "attributes of a function": b"\x80\x02"
-    + _global("torch", "Size")
-    + b"}"
-    + _text("a")
-    + b"K\x01sb.",
-    "attributes of a stand-in's class": b"\x80\x02"
-    + _global("argparse", "Namespace")
-    + b"}"
-    + _text("a")
-    + b"K\x01sb.",
-    "attributes of a list": b"\x80\x02]}" + _text("a") + b"K\x01sb.",
-    "a called stand-in": b"\x80\x02" + _global("argparse", "Namespace") + b")\x81)R.",
+    "attributes of a class": _given(_global("torch FloatStorage")),
+    "attributes of a function": _given(_global("torch Size")),
+    "attributes of a stand-in's class": _given(NAMESPACE),
+    "attributes of a list": _given(b"]"),
+    "a called stand-in": b"\x80\x02" + NAMESPACE + b")\x81)R.",
     "a called number": b"\x80\x02K\x01)R.",
     "a called text": b"\x80\x02" + _text("os.system") + b")R.",
-    "a called storage": b"\x80\x02" + _global("torch", "FloatStorage") + b"K\x01\x85R.",
-    "a called Tensor": b"\x80\x02" + _global("torch", "Tensor") + b"K\x01\x85R.",
-    "arguments of a stand-in": b"\x80\x02" + _global("argparse", "Namespace") + b"K\x01\x85R.",
+    "a called storage": _call("torch FloatStorage", b"K\x01"),
+    "a called Tensor": _call("torch Tensor", b"K\x01"),
+    "arguments of a stand-in": _call("argparse Namespace", b"K\x01"),
     "a persistent id": b"\x80\x02" + _text("x") + b"Q.",
     "a textual persistent id": b"Px\n.",
     "a buffer": b"\x80\x05\x97.",
-    "gigabytes of zeros": b"\x80\x02"
-    + _global("builtins", "bytearray")
-    + b"J\xff\xff\xff\x7f\x85R.",
+    "gigabytes of zeros": _call("builtins bytearray", b"J\xff\xff\xff\x7f"),
     "bytes that are not there": b"\x80\x04\x8e" + struct.pack("<Q", 1 << 62) + b"x.",
     "text that is not there": b"\x80\x04\x8d" + struct.pack("<Q", 1 << 40) + b"x.",
     "a long that is not there": b"\x80\x02\x8b\xff\xff\xff\x7f\x01.",
@@ -284,22 +222,12 @@ HOSTILE: dict[str, bytes] = {
     "unknown instruction": b"\x80\x02\xff.",
     "a number of no digits": b"Iabc\n.",
     "a huge number": b"L" + b"9" * 10_000 + b"L\n.",
-    "a tensor of a number": b"\x80\x02"
-    + _global("torch._utils", "_rebuild_tensor_v2")
-    + b"(K\x01K\x00))\x89NtR.",
-    "a size below 0": b"\x80\x02" + _global("torch", "Size") + b"(J\xff\xff\xff\xfft\x85R.",
-    "a layout": b"\x80\x02"
-    + _global("torch.serialization", "_get_layout")
-    + _text("torch.sparse_coo")
-    + b"\x85R.",
-    "set of a list": b"\x80\x02" + _global("builtins", "set") + b"(]l\x85R.",
-    "a typed tensor": b"\x80\x02"
-    + _global("torch._tensor", "_rebuild_from_type_v2")
-    + b"("
-    + RUN
-    + RUN
-    + b")NtR.",
-    "codecs": b"\x80\x02" + _global("_codecs", "encode") + _text("x") + _text("rot13") + b"\x86R.",
+    "a tensor of a number": _call("torch._utils _rebuild_tensor_v2", b"K\x01K\x00))\x89N"),
+    "a size below 0": _call("torch Size", b"(J\xff\xff\xff\xfft"),
+    "a layout": _call("torch.serialization _get_layout", _text("torch.sparse_coo")),
+    "set of a list": _call("builtins set", b"(]l"),
+    "a typed tensor": _call("torch._tensor _rebuild_from_type_v2", RUN, RUN, b")N"),
+    "codecs": _call("_codecs encode", _text("x"), _text("rot13")),
 }
 
 
@@ -399,27 +327,29 @@ def _tensor_pickle(
     return out.getvalue()
 
 
-def test_tensors_beyond_their_storage_are_refused(tmp_path: Path) -> None:
-    assert (
-        load_file(_as_file(tmp_path, _tensor_pickle(16, 0, (16,), (1,)))).read(0, 16).tolist()
-        == [0.0] * 16
-    )
-    cases: list[tuple[int, int, tuple[int, ...], tuple[int, ...], str]] = [
-        (17, 0, (1,), (1,), "has 64 bytes; expected 68"),
-        (16, 1, (16,), (1,), "expected 68 for shape"),
-        (16, 0, (4, 4), (5, 1), "expected 76 for shape"),
-        (16, 0, (1 << 40,), (1,), "expected 4398046511104 for shape"),
-        (16, -1, (1,), (1,), "expected counts"),
-        (16, 0, (1,), (-1,), "is no count"),
-        (16, 0, (2, 2), (1,), "expected counts"),
-        (-1, 0, (1,), (1,), "something else than a storage"),
-    ]
-    for numel, offset, size, stride, text in cases:
-        with pytest.raises(ValueError, match=text):
-            load_file(_as_file(tmp_path, _tensor_pickle(numel, offset, size, stride)))
-    for key in ("1", "../0", "0/../0", "", "x"):
-        with pytest.raises(ValueError, match=r"has no entry data/1|expected a number"):
-            load_file(_as_file(tmp_path, _tensor_pickle(16, 0, (1,), (1,), key)))
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        ((17, 0, (1,), (1,)), "has 64 bytes; expected 68"),
+        ((16, 1, (16,), (1,)), "expected 68 for shape"),
+        ((16, 0, (4, 4), (5, 1)), "expected 76 for shape"),
+        ((16, 0, (1 << 40,), (1,)), "expected 4398046511104 for shape"),
+        ((16, -1, (1,), (1,)), "expected counts"),
+        ((16, 0, (1,), (-1,)), "is no count"),
+        ((16, 0, (2, 2), (1,)), "expected counts"),
+        ((-1, 0, (1,), (1,)), "something else than a storage"),
+        ((16, 0, (1,), (1,), "1"), "has no entry data/1"),
+        *(((16, 0, (1,), (1,), key), "expected a number") for key in ("../0", "0/../0", "", "x")),
+    ],
+)
+def test_tensors_beyond_their_storage_are_refused(tmp_path: Path, args: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        load_file(_as_file(tmp_path, _tensor_pickle(*args)))
+
+
+def test_tensors_inside_their_storage(tmp_path: Path) -> None:
+    held = load_file(_as_file(tmp_path, _tensor_pickle(16, 0, (16,), (1,))))
+    assert held.read(0, 16).tolist() == [0.0] * 16
     # 4 PB, of one element
     huge = load_file(_as_file(tmp_path, _tensor_pickle(16, 0, (1 << 50,), (0,))))
     assert huge.read(1 << 49, 3).tolist() == [0.0] * 3
@@ -493,26 +423,11 @@ def test_attributes_are_data_only(tmp_path: Path) -> None:
     or refused.
     """
     for name in ("__class__", "__setstate__", "state", "get"):
-        raw = (
-            b"\x80\x02"
-            + _global("argparse", "Namespace")
-            + b")\x81}"
-            + _text(name)
-            + _text("x")
-            + b"sb."
-        )
-        found = load_file(_as_file(tmp_path, raw))
+        found = load_file(_as_file(tmp_path, _given(NAMESPACE + b")\x81", name, _text("x"))))
         assert isinstance(found, StandIn)
         assert found.state == {name: "x"}
-    raw = (
-        b"\x80\x02"
-        + _global("collections", "OrderedDict")
-        + b")R}"
-        + _text("items")
-        + _text("x")
-        + b"sb."
-    )
+    raw = _given(_global("collections OrderedDict") + b")R", "items", _text("x"))
     assert load_file(_as_file(tmp_path, raw)).items() == {}.items()
-    raw = _tensor_pickle(16, 0, (16,), (1,))[:-1] + b"}" + _text("offset") + b"K\x99sb."
+    raw = _given(_tensor_pickle(16, 0, (16,), (1,))[2:-1], "offset", b"K\x99")
     with pytest.raises(ValueError, match="a tensor is given attributes"):
         load_file(_as_file(tmp_path, raw))
