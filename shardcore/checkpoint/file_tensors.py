@@ -162,11 +162,11 @@ def _cut(
     """Cut a range of a flattened tensor, from element `start` on, into boxes of a bounded size.
     Yield each with its place in `found`, which is as long as the range.
     """
-    if not shape:
-        yield found.view(()), Box((), ())
-        return
     row = prod(shape[1:])
     while found.numel() > 0:
+        if not shape:
+            yield found.view(()), Box((), ())
+            return
         index, skipped = divmod(start, row)
         rows = min(found.numel(), _AT_ONCE) // row
         if skipped or rows == 0:

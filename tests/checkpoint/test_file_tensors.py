@@ -54,6 +54,9 @@ def _check(held: Stored, tensor: torch.Tensor, numel: int) -> None:
     for start in range(len(flat)):
         end = min(start + numel, len(flat))
         assert torch.equal(held.read(start, end - start), flat[start:end])
+    for start in (0, len(flat)):  # callers learn its dtype so
+        assert torch.equal(held.read(start, 0), flat[:0])
+        assert held.read(start, 0).dtype == tensor.dtype
     for start, beyond in ((-1, 1), (0, len(flat) + 1), (len(flat), 1)):
         with pytest.raises(ValueError, match="expected at most"):
             held.read(start, beyond)
@@ -112,6 +115,13 @@ BOXES = [
 def _boxed(*boxes: Box, shape: Any = SHAPE) -> BoxTensor:
     """A tensor of boxes that are never opened."""
     return BoxTensor("x", shape, torch.float32, boxes, lambda _: pytest.fail("opened"))
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3)])
+def test_one_box_of_a_scalar_or_of_nothing(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    tensor = torch.randn(shape)
+    box, stored = Box((0,) * len(shape), shape), _stored(tmp_path, tensor)
+    _check(BoxTensor("x", shape, torch.float32, [box], lambda _: stored), tensor, 1)
 
 
 @pytest.mark.parametrize("at_once", [1, 4, 1 << 22])
