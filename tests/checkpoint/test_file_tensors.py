@@ -234,3 +234,9 @@ def test_steps(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=r"x is .*; expected a count of steps"):
             step_of(bad, "x")
+
+
+def test_bools_are_bools(tmp_path: Path) -> None:
+    raw = torch.tensor([0, 1, 2, 255], dtype=torch.uint8)
+    found = _stored(tmp_path, raw.view(torch.bool)).read(0, 4)
+    assert found.view(torch.uint8).tolist() == [0, 1, 1, 1]
