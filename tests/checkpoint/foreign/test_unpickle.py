@@ -282,6 +282,8 @@ def test_refusals_name_the_class_the_file_and_what_to_do(tmp_path: Path) -> None
         ValueError, match=r"names torch\._utils\._rebuild_sparse_tensor, which is refused"
     ):
         load_file(_saved(tmp_path, torch.eye(3).to_sparse()))
+    with pytest.raises(ValueError, match="it puts a value in the place 2147483647"):
+        load_file(_as_file(tmp_path, HOSTILE["a huge memo index"]))
     with pytest.raises(ValueError, match="marked conjugate or negative"):
         load_file(_saved(tmp_path, torch.ones(2, dtype=torch.complex64).conj()))
 
