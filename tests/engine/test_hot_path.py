@@ -1,0 +1,83 @@
+"""The files that one training iteration enters, by name.
+
+A reader who follows a gradient, or a step, opens these and no others. A file that an option opens
+is not entered without the option, not even to learn that there is nothing to do.
+"""
+
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+import shardcore
+from tests.support.models import batch_of, loss_of, make_net
+from tests.support.ranks import run_ranks
+
+# What every iteration enters.
+ALWAYS = {
+    "distributed/clock.py",
+    "distributed/comm.py",
+    "distributed/everyone.py",
+    "engine/bucket.py",
+    "engine/build.py",
+    "engine/device_step.py",
+    "engine/engine.py",
+    "engine/hooks.py",
+    "engine/host_gradients.py",
+    "engine/loss_scale.py",
+    "engine/reduce_scatter.py",
+    "engine/reducer.py",
+    "engine/states.py",
+    "engine/step.py",
+    "engine/units.py",
+    "optim/adam.py",
+    "optim/base.py",
+    "optim/group_options.py",
+}
+BY_STAGE: dict[int, set[str]] = {2: set(), 3: {"engine/unshard.py"}}
+BY_OFFLOAD: dict[str | None, set[str]] = {
+    None: set(),
+    "cpu": {"engine/cpu_store.py", "engine/overlap_step.py"},
+}
+BY_RANKS: dict[int, set[str]] = {1: set(), 2: {"distributed/watchdog.py"}}
+
+
+def _entered(rank: int, world_size: int, stage: int, offload: str | None) -> set[str]:
+    """Train two steps, then return the files of shardcore that a third one enters."""
+    model: Any = make_net()
+    optimizer: Any = shardcore.FusedAdam(model.parameters(), lr=1e-2)
+    options = {} if offload is None else {"offload": {"optimizer": offload}}
+    model, optimizer = shardcore.shard(model, optimizer, stage, **options)
+    package = Path(shardcore.__file__).parent
+    files: set[str] = set()
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call":
+            files.add(frame.f_code.co_filename)
+
+    for step in range(3):
+        sys.setprofile(note if step == 2 else None)
+        try:
+            loss_of(model, batch_of(step, 0, rank)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        finally:
+            sys.setprofile(None)
+    return {
+        Path(file).relative_to(package).as_posix()
+        for file in files
+        if Path(file).is_relative_to(package)
+    }
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("offload", [None, "cpu"])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_iteration_enters_these_files_alone(
+    stage: int, offload: str | None, world_size: int
+) -> None:
+    expected = ALWAYS | BY_STAGE[stage] | BY_OFFLOAD[offload] | BY_RANKS[world_size]
+    for entered in run_ranks(world_size, _entered, stage, offload):
+        assert sorted(entered) == sorted(expected)
