@@ -107,11 +107,10 @@ def test_hooks_of_swapped_tensors_are_restored(restored: bool) -> None:
     assert ran == (["before", "after"] if restored else [])
 
 
-def test_record_function_shows_in_profiles() -> None:
+def test_a_profiler_scope_shows_in_profiles() -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        record = torch_private.record_function_enter("of shardcore")
-        torch.ones(2).exp()
-        torch_private.record_function_exit(record)
+        with torch_private.ProfilerScope("of shardcore"):
+            torch.ones(2).exp()
         torch.ones(2).sin()
     events = {event.name: event for event in profile.events()}
     inside = events["of shardcore"].time_range

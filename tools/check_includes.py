@@ -42,6 +42,7 @@ ROOMS: dict[str, set[str]] = {
 TESTED: dict[str, tuple[str, ...]] = {
     "": ("shardcore/", "cpp"),
     "build": ("ci", "native", "optional_packages", "pip", "sdist", "wheel"),
+    "engine": ("shardcore/engine/", "hot_path"),
     "examples": ("examples/", "benchmarks/", "benchmarks", "readme", "quickstart", "recipes"),
     "launch": ("shardcore/launch/", "ray"),
     "models": ("architectures", "libraries", "pretrained"),

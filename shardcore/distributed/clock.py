@@ -8,22 +8,22 @@ gradients), sum (add up the received ones), gather_grad (full gradients: stage 0
 next), read (state dicts and the like). `shardcore::step` is around a step. Source: the
 documentation of torch.profiler and torch.cuda.nvtx.
 
-Note [Times]. Until the clock is started a part costs one look at a flag. On a GPU times are those
-between events on the current stream, which are read when they are over, so nothing waits for them:
-a wait for a collective takes as long as the stream stands still for it. On the CPU they are those
-of the host.
+Note [Times]. Until the clock is started a part is a context of contextlib's that does nothing. On a
+GPU times are those between events on the current stream, which are read when they are over, so
+nothing waits for them: a wait for a collective takes as long as the stream stands still for it. On
+the CPU they are those of the host.
 """
 
 import functools
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
-from shardcore.torch_private import record_function_enter, record_function_exit
+from shardcore.torch_private import ProfilerScope
 
 # Parts of a step: what is computed, and what that waits for (reduced gradients; gathered weights;
 # host memory and the update of what is there). The first ones are in none, the others in one of
@@ -40,6 +40,9 @@ class Clock:
     def __init__(self) -> None:
         """Measure nothing until `start`."""
         self.on = False
+        # Counts what runs inside as a part; None: as nothing. A step that is not measured does not
+        # come here: it calls contextlib's own class.
+        self.part: Callable[[str | None], AbstractContextManager[object]] = nullcontext
         self._device = torch.device("cpu")
         self._open: list[tuple[str, Any]] = []  # the parts begun, each with its mark
         # part, the one around it, first and last event
@@ -49,7 +52,7 @@ class Clock:
 
     def start(self, device: torch.device) -> None:
         """Measure from now on, what runs on `device`."""
-        self.on, self._device = True, device
+        self.on, self._device, self.part = True, device, self._inside
 
     def begin(self, part: str) -> None:
         """Begin a part. One of OUTER ends whatever was left open (by an error)."""
@@ -72,12 +75,11 @@ class Clock:
                     )
                 return
 
-    def part(self, part: str | None) -> AbstractContextManager[None]:
-        """Count what runs inside as a part; None: nothing."""
-        return self._inside(part) if self.on and part is not None else nullcontext()
-
     @contextmanager
-    def _inside(self, part: str) -> Iterator[None]:
+    def _inside(self, part: str | None) -> Iterator[None]:
+        if part is None:
+            yield
+            return
         self.begin(part)
         try:
             yield
@@ -118,33 +120,26 @@ class Clock:
                 self._ms[around] -= ms
 
 
-class scope:  # noqa: N801
-    """Mark what happens inside, on this thread; unit: its name in the model ("" is the root), None
-    if it is no unit's.
+def scope_type() -> Callable[[str], AbstractContextManager[object]]:
+    """Return what marks the work inside, on this thread, by the name that it is given."""
+    return _NvtxScope if _has_nvtx() else ProfilerScope
 
-    A class with two calls of C: torch.profiler.record_function alone takes five times as long while
-    nothing is recorded.
-    """
 
-    __slots__ = ("_name", "_record")
+class _NvtxScope:
+    """A scope of torch.profiler, and the same range for NVTX."""
 
-    def __init__(self, what: str, unit: str | None = None) -> None:
-        """Choose the name."""
-        self._name = (
-            f"shardcore::{what}" if unit is None else f"shardcore::{what}({unit or 'root'})"
-        )
+    __slots__ = ("_name", "_scope")
+
+    def __init__(self, name: str) -> None:
+        self._name, self._scope = name, ProfilerScope(name)
 
     def __enter__(self) -> None:
-        """Begin."""
-        self._record = record_function_enter(self._name)
-        if _has_nvtx():
-            torch.cuda.nvtx.range_push(self._name)  # type: ignore[no-untyped-call]
+        self._scope.__enter__()
+        torch.cuda.nvtx.range_push(self._name)  # type: ignore[no-untyped-call]
 
-    def __exit__(self, *_: object) -> None:
-        """End, also in an error."""
-        if _has_nvtx():
-            torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
-        record_function_exit(self._record)
+    def __exit__(self, *error: object) -> None:
+        torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
+        self._scope.__exit__(*error)
 
 
 @functools.cache

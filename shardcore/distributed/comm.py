@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardcore.distributed import watchdog
-from shardcore.distributed.clock import Clock
+from shardcore.distributed.clock import Clock, scope_type
 from shardcore.distributed.compare import in_words
 from shardcore.distributed.groups import (
     GroupSlot,
@@ -129,10 +129,11 @@ class Comm:
     """Ranks that train a model: `rank` of `world_size` on `group` (None in a world of one), and
     their `topology`.
 
-    clock: times the parts of their steps. sent: the bytes that this rank has sent to others, by
-    kind. across: over the ranks that hold other parts of the same model (tensor-parallel slices,
-    pipeline stages), one Comm for each dimension of these;
-    slices: those of them over which parameters are sliced.
+    clock: times the parts of their steps. scope: names what runs inside it in profiles.
+    sent: the bytes that this rank has sent to others, by kind.
+    across: over the ranks that hold other parts of the same model (tensor-parallel slices,
+    pipeline stages), one Comm for each dimension of these; slices: those of them over which
+    parameters are sliced.
     """
 
     def __init__(
@@ -191,6 +192,7 @@ class Comm:
         # where data travels
         self.device = (gpu or own_gpu()) if self.uses_nccl else torch.device("cpu")
         self.tags, self.clock, self.sent = Tags(), Clock(), Counter[Traffic]()
+        self.scope = scope_type()
         self.across: Sequence[Comm] = ()
         self.slices: Sequence[Comm] = ()
         self._slot = GroupSlot(None)

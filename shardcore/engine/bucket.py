@@ -384,6 +384,7 @@ class Bucket:
         `state_format`: of its states.
         """
         self.unit = unit
+        self.label = unit or "root"
         self.dtype = dtype
         self.group = group
         self.params = params

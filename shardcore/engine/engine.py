@@ -16,7 +16,6 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from shardcore._native import _C
-from shardcore.distributed.clock import scope
 from shardcore.distributed.comm import Traffic, wait_all
 from shardcore.distributed.everyone import Everyone, attempt, raise_both
 from shardcore.engine.bucket import Bucket, Managed, note_written
@@ -428,7 +427,11 @@ class Engine:
             with torch.enable_grad():
                 attempt(problems, lambda: losses.append(closure()))
         try:
-            with scope("step"), self.comm.clock.part("optimizer"), interrupts_held_back() as let_in:
+            with (
+                self.comm.scope("shardcore::step"),
+                self.comm.clock.part("optimizer"),
+                interrupts_held_back() as let_in,
+            ):
                 # an interrupt must not end it halfway on one rank
                 self._step(grad_scale, max_norm, problems, let_in)
                 if self.commits is not None:

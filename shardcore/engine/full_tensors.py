@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from shardcore.distributed.clock import scope
 from shardcore.distributed.comm import Comm, Traffic, wait_all
 from shardcore.distributed.compare import uneven_backwards
 from shardcore.distributed.everyone import Everyone, raise_both
@@ -186,7 +185,7 @@ class FullTensors:
         if owned.numel() == bucket.layout.numel:
             return owned, [], owned.device
         full = torch.empty(bucket.layout.numel, dtype=owned.dtype, device=self._device)
-        with scope("read", bucket.unit):
+        with self._comm.scope(f"shardcore::read({bucket.label})"):
             bucket.owned_slice(full).copy_(owned)
             return (
                 full,
@@ -213,7 +212,7 @@ class FullTensors:
                 min(max(0, number * size - managed.offset), numel)
                 for number in range(len(ranks) + 1)
             ]
-            with scope("read", bucket.unit):
+            with self._comm.scope(f"shardcore::read({bucket.label})"):
                 wait_all(
                     self._comm.gather_parts(
                         [full[a:b] for a, b in pairwise(cuts)], Traffic.READ, _name(bucket), ranks

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 import torch
 
 from shardcore._native import _C
-from shardcore.distributed.clock import scope
 from shardcore.distributed.comm import Comm, Traffic, wait_all
 from shardcore.engine.bucket import Bucket, Lifetimes
 from shardcore.engine.states import Scalars, Span, StateStore
@@ -44,7 +43,7 @@ def orthogonalized(
     }
     reduced = bucket.grad
     try:
-        with scope("orthogonalize", bucket.unit):
+        with comm.scope(f"shardcore::orthogonalize({bucket.label})"):
             bucket.grad = _way(
                 bucket,
                 options,

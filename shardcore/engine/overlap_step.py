@@ -33,7 +33,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -42,7 +42,6 @@ import torch
 from torch import nn
 
 from shardcore._native import _C
-from shardcore.distributed.clock import scope
 from shardcore.distributed.comm import Comm, Started, wait_all
 from shardcore.engine.bucket import Bucket, Lifetimes
 from shardcore.engine.states import Scalars, Span, StateStore, StepError, gather_new_weights
@@ -300,7 +299,15 @@ class OverlapStep:
         self._begin(updates)
         try:
             self._worker.submit(
-                _update_all, self.store, updates, hypers, comm, self._stream, now, begun
+                _update_all,
+                self.store,
+                updates,
+                hypers,
+                comm,
+                self.comm.scope,
+                self._stream,
+                now,
+                begun,
             )
         # no thread starts: the interpreter ends, or the system has no more
         except RuntimeError as error:
@@ -477,6 +484,7 @@ def _update_all(
     updates: Sequence[_Update],
     hypers: Scalars,
     comm: Comm | None,
+    scope: Callable[[str], AbstractContextManager[object]],
     stream: torch.cuda.Stream | None,
     after: torch.cuda.Event | None,
     begun: threading.Event,
@@ -485,8 +493,8 @@ def _update_all(
     the rest get the error.
 
     comm: gathers new weights; None if the thread that waits does. Gathers continue after an error,
-    since other ranks wait for them; these get an error at the next step. begun: set when the worker
-    is about to compute.
+    since other ranks wait for them; these get an error at the next step. scope: Comm.scope.
+    begun: set when the worker is about to compute.
     """
     begun.set()
     error: BaseException | None = None
@@ -501,7 +509,7 @@ def _update_all(
         for update in updates:
             try:
                 if error is None:
-                    with scope("adam", update.bucket.unit):
+                    with scope(f"shardcore::adam({update.bucket.label})"):
                         update.copied = next(events)
                         if comm is not None and update.copied is not None:
                             update.copied.wait()

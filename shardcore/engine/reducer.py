@@ -43,7 +43,6 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from shardcore._native import _C
-from shardcore.distributed.clock import scope
 from shardcore.distributed.comm import Comm, Started, Traffic, wait_all
 from shardcore.distributed.compare import in_words, uneven_backwards
 from shardcore.engine.bucket import (
@@ -357,7 +356,8 @@ class Reducer:
                 "backward: FakeTensorMode is active, and fake gradients cannot be reduced; "
                 "expected forward alone inside it, or a model that is not sharded"
             )
-        self.comm.clock.begin("backward")
+        if self.comm.clock.on:
+            self.comm.clock.begin("backward")
         self.settle()
         if self.overlap_step is not None:
             self.overlap_step.finish()
@@ -511,7 +511,8 @@ class Reducer:
         else:
             for bucket in self.buckets:
                 bucket.collect_waiting()
-        self.comm.clock.end("backward")
+        if self.comm.clock.on:
+            self.comm.clock.end("backward")
         self._boundary.clear()
         self.comm.leave_backward(failed=False, reduced=self._any_grad and self._reducing)
         self.dropped &= not self._any_grad
@@ -603,7 +604,7 @@ class Reducer:
         return self.policy.travels_as(torch.float32 if self._local_sums else bucket.dtype)
 
     def _launch(self, bucket: Bucket, full: torch.Tensor) -> None:
-        with scope("reduce", bucket.unit):
+        with self.comm.scope(f"shardcore::reduce({bucket.label})"):
             for sent in self._reduce_scatter.send(bucket, full):
                 self._finish(*sent)
 
@@ -637,10 +638,10 @@ class Reducer:
                 # its pieces have left: the same memory takes the result
                 bucket.replace_grad(full, self.pool)
             grad = bucket.sum_buffer(self.policy.grad_dtype, self.pool)
-            with scope("sum", bucket.unit):
+            with self.comm.scope(f"shardcore::sum({bucket.label})"):
                 bucket.sq_norm = last.add_up(factor, bucket.reduced_slice(grad), bucket.reduced)
             if len(self._replicas) > 1:
-                with scope("gather_grad", bucket.unit):
+                with self.comm.scope(f"shardcore::gather_grad({bucket.label})"):
                     self._gathers += self._reduce_scatter.gather(bucket, grad, self._replicas)
         bucket.reduced = True
         if full is not bucket.grad:

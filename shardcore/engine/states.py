@@ -15,7 +15,6 @@ from typing import Any, Protocol
 import torch
 
 from shardcore._native import _C
-from shardcore.distributed.clock import scope
 from shardcore.distributed.comm import Comm, Started, Traffic
 from shardcore.engine.bucket import Bucket, Managed, allocate, assign
 from shardcore.optim.elementwise import ElementFormat
@@ -288,18 +287,18 @@ def update_elements(
 
 
 def update_parts(
-    units: Sequence[str | None], steps: Iterator[_C.CopyEvent | None]
+    comm: Comm, labels: Sequence[str | None], steps: Iterator[_C.CopyEvent | None]
 ) -> Iterator[None]:
     """Let a store update one part after the other; yields once for each, in order, when its new
     weights are copied.
 
-    That is one part behind: the next is updated while they are. units: what each part is of, None:
-    of all.
+    That is one part behind: the next is updated while they are. labels: of each part's unit, None:
+    of all units. comm: its scopes show the updates.
     """
     copied: _C.CopyEvent | None = None
-    for number, unit in enumerate(units):
+    for number, label in enumerate(labels):
         before = copied
-        with scope("adam", unit):
+        with comm.scope("shardcore::adam" if label is None else f"shardcore::adam({label})"):
             copied = next(steps)
         if before is not None:
             before.wait()
@@ -315,7 +314,7 @@ def update_parts(
 def gather_new_weights(comm: Comm, buckets: Sequence[Bucket]) -> list[Started]:
     """Start to gather the new weights of some buckets of a unit."""
     unit = buckets[0].unit
-    with scope("gather", unit):
+    with comm.scope(f"shardcore::gather({buckets[0].label})"):
         name = f"the new weights of {unit or 'the root'}"
         return comm.all_gather(
             [bucket.weight for bucket in buckets], Traffic.STEP, name, comm.shard_ranks

@@ -280,12 +280,13 @@ class Updater:
         with self.comm.clock.part(None if self.store.tier == "device" else "exposed_offload"):
             for run in runs:
                 parts = [plan.spans[bucket] for bucket in run]
-                units: list[str | None] = [bucket.unit for bucket in run]
+                labels: list[str | None] = [bucket.label for bucket in run]
                 if self._at_once:
-                    parts, units = [[span for part in parts for span in part]], [None]
+                    parts, labels = [[span for part in parts for span in part]], [None]
                 try:
                     with self._prepared(plan, run[0]):
-                        for _ in update_parts(units, self.store.steps(parts, plan.hypers)):
+                        steps = self.store.steps(parts, plan.hypers)
+                        for _ in update_parts(self.comm, labels, steps):
                             if left:
                                 gather_next()
                 except Exception as error:

@@ -37,7 +37,6 @@ import torch
 from torch import nn
 
 from shardcore._native import _C
-from shardcore.distributed.clock import scope
 from shardcore.distributed.comm import Comm, Traffic, wait_all
 from shardcore.engine.bucket import Bucket, BufferPool, Managed, closed_message, follow, stream_now
 from shardcore.engine.overlap_step import OverlapStep
@@ -404,7 +403,7 @@ class Unsharder:
 
     def _gather(self, unit: Unit) -> None:
         """Start to gather a unit's weights, where it is open into the memory that they have."""
-        with scope("gather", unit.name):
+        with self.comm.scope(f"shardcore::gather({unit.buckets[0].label})"):
             try:
                 unit.gathers = self._bring(unit)
             except BaseException:

@@ -55,7 +55,7 @@ def _step(rank: int, stage: int) -> Counter[str]:
 def _scopes(rank: int, world_size: int, stage: int, twin: bool) -> Counter[str]:
     with pytest.MonkeyPatch.context() as patch:
         if twin:
-            patch.setattr("shardcore.engine.reducer.scope", lambda *_: nullcontext())
+            patch.setattr("shardcore.distributed.comm.scope_type", lambda: nullcontext)
         return _step(rank, stage)
 
 
@@ -90,7 +90,7 @@ def test_nvtx_ranges_have_the_same_names(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "shardcore::gather(blocks.1)" in marked
 
     def fails() -> Any:
-        with clock.scope("reduce", "blocks.0"):
+        with clock.scope_type()("shardcore::reduce(blocks.0)"):
             raise ValueError
 
     with pytest.raises(ValueError):

@@ -17,7 +17,6 @@ from tests.support.ranks import run_ranks
 
 # What every iteration enters.
 ALWAYS = {
-    "distributed/clock.py",
     "distributed/comm.py",
     "distributed/everyone.py",
     "engine/bucket.py",
