@@ -647,6 +647,21 @@ class Bucket:
             torch._foreach_zero_([*gaps, *unused])
 
 
+def sq_norm_of(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Return the squared norm (high, low) on `device` of tensors that may be on several devices."""
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        by_device.setdefault(tensor.device, []).append(tensor)
+    return sum_of_squares([_C.sq_norm(of_device) for of_device in by_device.values()], device)
+
+
+def sum_of_squares(squares: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Return the sum on `device` of squared norms (high, low) that may be on several devices."""
+    if len(squares) == 1:
+        return squares[0].to(device)
+    return _C.sq_norm_add(torch.stack([part.cpu() for part in squares])).to(device)
+
+
 def assign(weight: torch.Tensor, values: torch.Tensor) -> None:
     """Write `values` to `weight`; see `Bucket.assign`."""
     if weight.dtype in PARAM_DTYPES and values.is_floating_point():

@@ -5,8 +5,8 @@ device adds the squared norms of all ranks, decides (clip coefficient, or skip),
 parameter's steps, computes the scalars of Adam from the counts and updates the loss scale
 (csrc/adam/device_step.h). These values stay on the device. Each step also copies its result to the
 host, which reads it at a later step once the copy is done, or waits for it when a value is needed
-(`Outcomes.settle`). Replays of a CUDA graph run no Python, so once a graph is captured `settle`
-reads the values from the device.
+(`DeviceOutcomes.settle`). Replays of a CUDA graph run no Python, so once a graph is captured
+`settle` reads the values from the device.
 Note [Cohorts]: a step is planned on the host, which does not know the counts. Parameters with equal
 `Managed.cohort` have equal counts: they had equal ones once, and were updated by the same steps
 since. So they share the scalars of a step. Those parameters of a cohort that a step updates become
@@ -15,11 +15,9 @@ a new cohort.
 
 import itertools
 import logging
-import math
 import threading
-import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -171,37 +169,27 @@ class DeviceStep:
         return _result(self.state.words.cpu())
 
 
-class Outcomes:
-    """Records the outcomes of steps, in their order: counts, loss scale, log. They can be read
-    on any thread.
+class DeviceOutcomes:
+    """Brings the outcomes of steps that the device decided on to the host, in their order. They can
+    be read on any thread.
     """
 
-    def __init__(self, optimizer: Any, scaler: LossScaler, device_step: DeviceStep | None) -> None:
-        """Count skipped steps in `optimizer`. device_step: decides on steps; None: the host
-        does.
-        """
+    def __init__(
+        self,
+        device_step: DeviceStep,
+        record: Callable[[float, int, tuple[float, int, int] | None], None],
+        count_skips: Callable[[int], int | None],
+    ) -> None:
+        """Read what `device_step` decides. record, count_skips: of the engine's Outcomes."""
         self._lock = threading.RLock()
-        self._optimizer = weakref.ref(optimizer)
-        self._scaler = scaler
-        self._device_step = device_step
+        self._device_step, self._record, self._count_skips = device_step, record, count_skips
         self._pending: deque[PendingResult] = deque()
         self._skipped = 0  # on the device, as far as the host knows
         self._late: RuntimeError | None = None
-        self.last_norm: float | None = None
 
-    def add(self, outcome: float | PendingResult, updated: Sequence[Managed]) -> None:
-        """Note a step that updates `updated`, unless the norm is not finite.
-
-        outcome: the result on its way to the host, or the norm if the host decided; then raises
-            RuntimeError if the loss scale would fall below its minimum.
-        """
-        if isinstance(outcome, PendingResult):
-            self._pending.append(outcome)
-            return
-        finite = math.isfinite(outcome)
-        for managed in updated if finite else ():
-            managed.step += 1
-        self._record(outcome, 0 if finite else 1, None)
+    def add(self, result: PendingResult) -> None:
+        """Note a step, whose result is on its way to the host."""
+        self._pending.append(result)
 
     def poll(self) -> None:
         """Read the results that have been copied."""
@@ -216,17 +204,15 @@ class Outcomes:
         with self._lock:
             while self._pending:
                 self._read_next()
-            # nothing of replays is logged
-            if self._device_step is not None and self._device_step.replayed:
+            if self._device_step.replayed:  # nothing of replays is logged
                 result = self._device_step.read()
-                self._count_skips(result.skipped)
-                self._scaler.after_update(result.scale)
-                self.last_norm = result.norm
-            if self._device_step is not None and counts:
+                self._count_skips(self._new_skips(result))
+                self._record(result.norm, 0, result.scale)
+            if counts:
                 self._device_step.read_counts()
 
     def raise_late(self) -> None:
-        """Raise the error that `add` would have raised if the norm had been known then."""
+        """Raise the error that a step would have raised if the norm had been known then."""
         late, self._late = self._late, None
         if late is not None:
             raise late
@@ -246,31 +232,10 @@ class Outcomes:
             return
         self._pending.popleft()
         try:
-            self._record(result.norm, result.skipped - self._skipped, result.scale)
+            self._record(result.norm, self._new_skips(result), result.scale)
         except RuntimeError as error:
             self._late = self._late or error
 
-    def _record(self, norm: float, skips: int, scale: tuple[float, int, int] | None) -> None:
-        """Note a step's norm and whether it was skipped. scale: as the device updated it; None:
-        the host updates it.
-        """
-        self.last_norm = norm
-        if not skips:
-            self._scaler.after_update(scale)
-            return
-        skipped = self._count_skips(self._skipped + skips)
-        logger.warning(
-            "step: the global gradient norm is %s; nothing was updated on any rank (skipped steps "
-            "so far: %s)%s",
-            norm,
-            "not counted, as the optimizer is gone" if skipped is None else skipped,
-            self._scaler.after_overflow(scale),
-        )
-
-    def _count_skips(self, skipped: int) -> int | None:
-        """Raise the optimizer's count by the new ones of `skipped` steps; returns it, or None if
-        the optimizer is gone.
-        """
-        new, self._skipped = skipped - self._skipped, skipped
-        optimizer: Any = self._optimizer()
-        return None if optimizer is None else int(optimizer._count_skip(new))
+    def _new_skips(self, result: StepResult) -> int:
+        new, self._skipped = result.skipped - self._skipped, result.skipped
+        return new

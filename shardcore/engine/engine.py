@@ -20,7 +20,12 @@ from shardcore.distributed.comm import Traffic, wait_all
 from shardcore.distributed.everyone import Everyone, attempt, raise_both
 from shardcore.engine.bucket import Bucket, Managed, note_written
 from shardcore.engine.build import Membership
-from shardcore.engine.device_step import DeviceStep, Outcomes, decides_on_device
+from shardcore.engine.device_step import (
+    DeviceOutcomes,
+    DeviceStep,
+    PendingResult,
+    decides_on_device,
+)
 from shardcore.engine.full_tensors import (
     FullTensors,
     Gathered,
@@ -28,14 +33,14 @@ from shardcore.engine.full_tensors import (
     assemble_rest,
     keys_of,
 )
-from shardcore.engine.host_gradients import GradOffload
+from shardcore.engine.host_gradients import GradOffload, HostGrads
 from shardcore.engine.optimizer_state import OptimizerStateIO
 from shardcore.engine.overlap_step import OverlapStep, uses_worker
 from shardcore.engine.plan import BackgroundSave, Plan, StepCommits
 from shardcore.engine.reducer import Reducer
 from shardcore.engine.split_store import RatioTuner, SplitStore
 from shardcore.engine.states import DeviceStore
-from shardcore.engine.step import OwnGrads, Updater, interrupts_held_back
+from shardcore.engine.step import Outcomes, OwnGrads, Updater, interrupts_held_back
 from shardcore.engine.units import tensors_in
 from shardcore.engine.unshard import Unsharder
 from shardcore.optim.group_options import capturing
@@ -85,9 +90,10 @@ class Engine:
             self.unsharder = Unsharder(
                 plan.units, self.comm, self.device, keeps, prefetch, self.overlap_step
             )
-        grad_offload: GradOffload | None = None
+        make_host_grads = None
         if plan.host is not None and tiers.gradients is not None:
             grad_offload = GradOffload(plan.host.copies, plan.updated, plan.threads)
+            make_host_grads = partial(HostGrads, grad_offload)
         self.ratio_tuner: RatioTuner | None = None
         if isinstance(plan.host, SplitStore) and tiers.auto:
             self.ratio_tuner = RatioTuner(
@@ -102,7 +108,7 @@ class Engine:
             self.unsharder,
             self.scaler,
             self.overlap_step,
-            grad_offload,
+            make_host_grads,
         )
         self.bucket_of: dict[nn.Parameter, Bucket] = {
             m.param: b for b in self.buckets for m in b.params
@@ -114,7 +120,10 @@ class Engine:
         self.constant = {m.param: m for b in self.buckets for m in b.params if b.group is None}
         for name, param in self.unmanaged:
             self.constant.setdefault(param, Managed(name, param, 0, None))
+        self.outcomes = Outcomes(plan.optimizer, self.scaler if self.scaler.active else None)
+        # None: the host decides on steps
         self.device_step: DeviceStep | None = None
+        self.device_outcomes: DeviceOutcomes | None = None
         capturable, kind = any(group.get("capturable") for group in groups), plan.optimizer.kind
         late = works and overlaps
         if kind.on_device and decides_on_device(
@@ -122,7 +131,9 @@ class Engine:
         ):
             counts = [m for bucket in plan.updated for m in bucket.params]
             self.device_step = DeviceStep(self.device, self.comm.world_size, self.scaler, counts)
-        self.outcomes = Outcomes(plan.optimizer, self.scaler, self.device_step)
+            self.device_outcomes = DeviceOutcomes(
+                self.device_step, self.outcomes.record, self.outcomes.count_skips
+            )
         constant, decides = [*self.constant.values()], self.device_step
         self.updater = Updater(
             self.buckets, self.store, self.comm, self.lifetimes, kind, groups, constant, decides
@@ -198,7 +209,8 @@ class Engine:
 
         Waits for the device if that decides on them.
         """
-        self.outcomes.settle(counts)
+        if self.device_outcomes is not None:
+            self.device_outcomes.settle(counts)
 
     @property
     def skipped_steps(self) -> int:
@@ -455,13 +467,15 @@ class Engine:
             self._wait_for_commits,
             self._reshard_all,
             self.reducer.reduce_pending,
-            self._poll_outcomes,
         )
-        if not problems:
-            attempt(problems, self.outcomes.raise_late)
-        host_grads = self.reducer.host_grads
-        settle = host_grads.synchronize if self.updater.compares_slices else host_grads.settle
-        attempt(problems, self._check_step, settle)  # while the last gradients travel
+        if self.device_outcomes is not None:
+            attempt(problems, self._poll_outcomes)
+            if not problems:
+                attempt(problems, self.device_outcomes.raise_late)
+        attempt(problems, self._check_step)  # while the last gradients travel to host memory
+        if (host_grads := self.reducer.host_grads) is not None:
+            waits = self.updater.compares_slices
+            attempt(problems, host_grads.synchronize if waits else host_grads.settle)
         if self.ratio_tuner is not None:
             attempt(problems, self.ratio_tuner.begin_step)
         attempt(problems, let_in)
@@ -473,16 +487,17 @@ class Engine:
         refuses = bool(problems)
         try:
             backwards = self.reducer.count
+            loss_scale = self.scaler.host_scale if self.scaler.active else 1.0
             outcome, plan = self.updater.decide(
-                grad_scale, limit, problems, self.scaler.host_scale, backwards, order, ways
+                grad_scale, limit, problems, loss_scale, backwards, order, ways
             )
         except Exception as error:  # on every rank
             if problems:  # the exchange that was to tell them failed, too
                 raise_both(error, problems)
             # perhaps another rank knew earlier of a late error
-            if isinstance(error, ValueError) and not refuses:
-                self.settle()
-                self.outcomes.raise_late()
+            if self.device_outcomes is not None and isinstance(error, ValueError) and not refuses:
+                self.device_outcomes.settle()
+                self.device_outcomes.raise_late()
             raise
         self.reducer.end_step()
         if plan is not None:
@@ -492,7 +507,10 @@ class Engine:
             note_written(plan.updated)
             if self.ratio_tuner is not None:
                 self.ratio_tuner.updated = True
-        if outcome is not None:
+        if isinstance(outcome, PendingResult):
+            assert self.device_outcomes is not None
+            self.device_outcomes.add(outcome)
+        elif outcome is not None:
             self.outcomes.add(outcome, () if plan is None else plan.updated)
         # last: it waits until the worker begins
         if plan is not None and self.overlap_step is not None:
@@ -513,8 +531,9 @@ class Engine:
             self.unsharder.reshard_all()
 
     def _poll_outcomes(self) -> None:
-        if not capturing(self.device):  # which allows no question about events
-            self.outcomes.poll()
+        # while a graph is captured, events cannot be asked
+        if self.device_outcomes is not None and not capturing(self.device):
+            self.device_outcomes.poll()
 
     @property
     def loss_scale(self) -> float:
@@ -589,7 +608,8 @@ class Engine:
         if set_to_none and self.ratio_tuner is not None and self.ratio_tuner.chosen is not None:
             self.synchronize()
             self.ratio_tuner.resplit()
-            self.reducer.host_grads.shrink()
+            if self.reducer.host_grads is not None:
+                self.reducer.host_grads.shrink()
         for _, param in self.unmanaged:
             param.grad = None
 
@@ -665,7 +685,8 @@ class Engine:
         self.scaler.load_state(scale)
         if self.device_step is not None:
             self.device_step.load()
-        self.outcomes.forget_late()
+        if self.device_outcomes is not None:
+            self.device_outcomes.forget_late()
 
     # --- gradients --------------------------------------------------------------------------------
 
@@ -733,14 +754,18 @@ class Engine:
         Reduces what is not.
         """
 
+        host_grads = self.reducer.host_grads
+
         def check() -> str:
             self.reducer.accept_user_grads(op)
-            self.reducer.host_grads.synchronize()
+            if host_grads is not None:
+                host_grads.synchronize()
             return which()
 
         self.together(op, check, of_grads=True)
         self.reducer.reduce_pending()
-        self.reducer.host_grads.synchronize()
+        if host_grads is not None:
+            host_grads.synchronize()
 
     def together(self, op: str, check: Callable[[], str], of_grads: bool = False) -> None:
         """Run `check`; if it raises here, or other ranks are in another collective read than `op`,

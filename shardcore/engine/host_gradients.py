@@ -34,7 +34,7 @@ import torch
 
 from shardcore._native import _C
 from shardcore.distributed.comm import Started, wait_all
-from shardcore.engine.bucket import Bucket, ReducePolicy
+from shardcore.engine.bucket import Bucket, ReducePolicy, sum_of_squares
 from shardcore.engine.overlap_step import WorkerThreads, make_worker
 from shardcore.engine.reduce_scatter import Parts, ReduceScatter
 
@@ -72,20 +72,6 @@ def host_grad_bytes(buckets: Sequence[Bucket], policy: ReducePolicy, alone: bool
         bucket.host_numel * host_grad_dtype(bucket, policy, alone).itemsize for bucket in buckets
     )
     return kept + grad_staging_bytes(buckets, policy)
-
-
-def sq_norm_of(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return the squared norm (high, low) on `device` of tensors that may be on several devices."""
-    by_device: dict[torch.device, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        by_device.setdefault(tensor.device, []).append(tensor)
-    return _sum_of([_C.sq_norm(of_device) for of_device in by_device.values()], device)
-
-
-def _sum_of(squares: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    if len(squares) == 1:
-        return squares[0].to(device)
-    return _C.sq_norm_add(torch.stack([part.cpu() for part in squares])).to(device)
 
 
 @dataclass(frozen=True)
@@ -157,25 +143,22 @@ class HostGrads:
 
     def __init__(
         self,
-        offload: GradOffload | None,
+        offload: GradOffload,
         reduce_scatter: ReduceScatter,
         policy: ReducePolicy,
         scaled: bool,
     ) -> None:
-        """Allocate `host_numel` elements for each bucket, and staging buffers; nothing if `offload`
-        is None.
+        """Allocate `host_numel` elements for each bucket, and staging buffers.
 
         reduce_scatter: has the pool of device memory. scaled: losses are, so that the reduction
         always unscales gradients.
         """
         self._reduce_scatter, comm = reduce_scatter, reduce_scatter.comm
         self._comm, self._policy, self._pool = comm, policy, reduce_scatter.pool
-        self._copies: _C.HostTier | None = None if offload is None else offload.copies
+        self._copies = offload.copies
         self._replicas = comm.topology.replica_ranks(comm.rank)
         self._memory: dict[Bucket, torch.Tensor] = {}
-        buckets = (
-            [] if offload is None else [bucket for bucket in offload.buckets if bucket.host_numel]
-        )
+        buckets = [bucket for bucket in offload.buckets if bucket.host_numel]
         for bucket in buckets:
             bucket.host_grad = self._host_view(
                 bucket, host_grad_dtype(bucket, policy, comm.world_size == 1 and not scaled)
@@ -183,11 +166,7 @@ class HostGrads:
         size = grad_staging_bytes(buckets, policy) // IN_FLIGHT
         self._staging = [self._empty(size) for _ in range(IN_FLIGHT if buckets else 0)]
         self._turn = 0
-        self._worker = make_worker(
-            "shardcore-add",
-            WorkerThreads(1) if offload is None else offload.threads,
-            self._pool.device,
-        )
+        self._worker = make_worker("shardcore-add", offload.threads, self._pool.device)
         # the last addition from each staging buffer
         self._adding: list[Future[torch.Tensor] | None] = [None] * IN_FLIGHT
         # Squared norms of the latest sums: of the elements on the host, and of those on the device.
@@ -197,10 +176,6 @@ class HostGrads:
         self._leaving: deque[_Pending] = deque()  # being copied
         self._last: _C.CopyEvent | None = None
         self._failure: tuple[str, BaseException] | None = None  # see Note [Failed copies]
-
-    def __contains__(self, bucket: Bucket) -> bool:
-        """Whether the bucket's gradients are offloaded."""
-        return bucket in self._memory
 
     @property
     def scratch_bytes(self) -> int:
@@ -290,7 +265,7 @@ class HostGrads:
         self._raise_failure()
         for bucket, (on_host, on_device) in self._squares.items():
             squares = [on_host.result()] if on_device is None else [on_host.result(), on_device]
-            bucket.sq_norm = _sum_of(squares, self._pool.device)
+            bucket.sq_norm = sum_of_squares(squares, self._pool.device)
         self._squares.clear()
 
     def _raise_failure(self) -> None:
@@ -340,7 +315,6 @@ class HostGrads:
     # --- one gradient -----------------------------------------------------------------------------
 
     def _empty(self, size: int) -> torch.Tensor:
-        assert self._copies is not None
         return self._copies.empty(size, torch.uint8)
 
     def _host_view(self, bucket: Bucket, dtype: torch.dtype) -> torch.Tensor:
@@ -383,7 +357,6 @@ class HostGrads:
         else:
             target = bucket.host_grad = self._host_view(bucket, source.dtype)
         copies = self._copies
-        assert copies is not None
         self._leaving.append(pending)
         pending.copied = copied = self._watch(
             "keeping", lambda: copies.to_tier(target, source[cut:])

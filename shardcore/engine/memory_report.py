@@ -99,7 +99,9 @@ def memory_report(model: nn.Module) -> MemoryReport:
 
 def report_now(engine: Engine) -> MemoryReport:
     """Return what `engine` keeps, while an overlapped step may still run."""
-    engine.reducer.host_grads.drain()
+    host_grads = engine.reducer.host_grads
+    if host_grads is not None:
+        host_grads.drain()
     return MemoryReport(
         tuple(
             memory_lines(
@@ -108,7 +110,7 @@ def report_now(engine: Engine) -> MemoryReport:
                 engine.store,
                 engine.reducer.pool,
                 engine.unsharder.pool if engine.unsharder is not None else None,
-                engine.reducer.host_grads.scratch_bytes,
+                0 if host_grads is None else host_grads.scratch_bytes,
                 frozen=[param for _, param in engine.unmanaged if param not in engine.managed],
             )
         )

@@ -37,7 +37,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial, wraps
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -56,7 +56,6 @@ from shardcore.engine.bucket import (
     stream_now,
     take_full,
 )
-from shardcore.engine.host_gradients import GradOffload, HostGrads
 from shardcore.engine.loss_scale import LossScaler
 from shardcore.engine.overlap_step import OverlapStep
 from shardcore.engine.reduce_scatter import Parts, ReduceScatter
@@ -256,6 +255,39 @@ class ParamGrads:
         return bucket.grad
 
 
+class HostGradients(Protocol):
+    """What the reducer needs of what keeps reduced gradients in host memory, of the buckets that
+    have a `host_grad` (offload's HostGrads has the contracts).
+    """
+
+    @property
+    def scratch_bytes(self) -> int: ...
+
+    def reduce(
+        self,
+        bucket: Bucket,
+        full: torch.Tensor,
+        last: Parts,
+        factor: float | torch.Tensor,
+        as_it_is: bool,
+        release: Callable[[torch.Tensor], None],
+    ) -> None: ...
+
+    def start_all(self) -> None: ...
+
+    def drain(self) -> None: ...
+
+    def settle(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def discard(self) -> None: ...
+
+    def abort(self) -> None: ...
+
+    def shrink(self) -> None: ...
+
+
 class Reducer:
     """Owns the gradients of all buckets from autograd to the reduced, averaged shard."""
 
@@ -269,13 +301,14 @@ class Reducer:
         unsharder: Unsharder | None,
         scaler: LossScaler,
         overlap_step: OverlapStep | None,
-        grad_offload: GradOffload | None,
+        make_host_grads: Callable[[ReduceScatter, ReducePolicy, bool], HostGradients] | None,
     ) -> None:
         """Watch every parameter of `buckets`; they are reduced in the reverse of the given order.
 
         scaler: knows what gradients arrive multiplied by. overlap_step: may still read them after a
         step.
-        grad_offload: where reduced gradients are offloaded to, None if they stay.
+        make_host_grads: makes what keeps reduced gradients in host memory, from what sends them,
+        how they are reduced, and whether losses are scaled; None if they stay on the device.
         """
         self.buckets = list(reversed(buckets))
         self.params = sorted((m for b in buckets for m in b.params), key=lambda m: m.index)
@@ -284,11 +317,14 @@ class Reducer:
         self.policy = policy
         self.device = device
         self.unsharder = unsharder
-        self.scaler, self.overlap_step = scaler, overlap_step
+        self.scaler = scaler if scaler.active else None  # None: losses are not scaled
+        self.overlap_step = overlap_step
         self.divisor = comm.world_size  # of sums over ranks; 1 where these are not averaged
         self.pool = BufferPool(device, weakly(self._forget))
         self._reduce_scatter = ReduceScatter(comm, self.pool, self.buckets, policy)
-        self.host_grads = HostGrads(grad_offload, self._reduce_scatter, policy, scaler.active)
+        self.host_grads: HostGradients | None = None  # None: gradients stay on the device
+        if make_host_grads is not None:
+            self.host_grads = make_host_grads(self._reduce_scatter, policy, scaler.active)
         topology, all_own = comm.topology, lifetimes.owns_everything
         self._replicas = topology.ranks_by_piece() if all_own else topology.replica_ranks(comm.rank)
         self.param_grads = ParamGrads(self.buckets, self.pool) if all_own else None
@@ -361,7 +397,8 @@ class Reducer:
         self.settle()
         if self.overlap_step is not None:
             self.overlap_step.finish()
-        self.host_grads.drain()
+        if self.host_grads is not None:
+            self.host_grads.drain()
         self.accept_user_grads("backward")
         if self.param_grads is not None:
             self.param_grads.drop()
@@ -395,7 +432,8 @@ class Reducer:
 
     def end_step(self) -> None:
         """Note that a step used the gradients, or was skipped."""
-        self.scaler.end_step()
+        if self.scaler is not None:
+            self.scaler.end_step()
         self.backwards = 0
         self._stepped = any(bucket.reduced for bucket in self.buckets)
 
@@ -413,7 +451,8 @@ class Reducer:
             self._boundary.clear()
             self._reduce_scatter.abandon()
             self._wait_gathers()
-            self.host_grads.abort()
+            if self.host_grads is not None:
+                self.host_grads.abort()
             if self.unsharder is not None:
                 self.unsharder.reshard_all()
             self.zero()
@@ -502,7 +541,8 @@ class Reducer:
         self._boundary.end()
         if self.unsharder is not None:
             self.unsharder.end_backward()
-        self.scaler.end_backward(self._any_grad)
+        if self.scaler is not None:
+            self.scaler.end_backward(self._any_grad)
         self.backwards += self._any_grad
         if not self._any_grad:  # torch.autograd.grad: it leaves param.grad alone
             self.show_grads()
@@ -540,7 +580,8 @@ class Reducer:
             self._late_params.clear()
             self._drain()
         self._wait_gathers()
-        self.host_grads.start_all()
+        if self.host_grads is not None:
+            self.host_grads.start_all()
         self.comm.end_backward()
         self._local_sums = False
         self.show_grads()
@@ -577,7 +618,7 @@ class Reducer:
 
     def _take_full(self, bucket: Bucket, dtype: torch.dtype) -> torch.Tensor:
         passing = not self.lifetimes.full_grad_resident and (
-            self.comm.world_size > 1 or bucket in self.host_grads
+            self.comm.world_size > 1 or bucket.host_grad is not None
         )
         return take_full(bucket, dtype, self.pool, passing)
 
@@ -613,14 +654,16 @@ class Reducer:
         and take its squared norm.
         """
         world = self.comm.world_size
-        factor = self.scaler.unscale(self.divisor)
+        factor: float | torch.Tensor = 1.0 / self.divisor
+        if self.scaler is not None:
+            factor = self.scaler.unscale(self.divisor)
         # Nothing is summed: the gradient stays in its dtype, to which late parts are added.
-        as_it_is = world == 1 and not self.scaler.active
+        as_it_is = world == 1 and self.scaler is None
         if not bucket.reduced:
             as_it_is &= self.policy.accumulate == 1 or full.dtype == self.policy.grad_dtype
         else:
             as_it_is &= full is self._late.get(bucket)
-        if bucket in self.host_grads:
+        if self.host_grads is not None and bucket.host_grad is not None:
             release = partial(give_full, bucket, pool=self.pool, lifetimes=self.lifetimes)
             self.host_grads.reduce(bucket, full, last, factor, as_it_is, release)
             bucket.reduced = True
@@ -671,9 +714,12 @@ class Reducer:
         if not set_to_none and self.overlap_step is not None:
             self.overlap_step.finish()
         self.settle()
-        self.host_grads.discard()  # zeros must not be overwritten
+        if self.host_grads is not None:
+            self.host_grads.discard()  # zeros must not be overwritten
         self.backwards = 0
-        self._stepped = self.dropped = self._local_sums = self.scaler.unscaled = False
+        self._stepped = self.dropped = self._local_sums = False
+        if self.scaler is not None:
+            self.scaler.unscaled = False
         for buffer in self._late.values():  # of a backward that failed, not launched
             self.pool.give(buffer)
         self._late.clear()

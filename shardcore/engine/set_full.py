@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardcore.engine.bucket import note_written
+from shardcore.engine.bucket import note_written, sq_norm_of
 from shardcore.engine.engine import Engine
-from shardcore.engine.host_gradients import sq_norm_of
 from shardcore.optim.state import check_tensor
 
 

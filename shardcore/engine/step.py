@@ -2,10 +2,12 @@
 weights to every rank.
 """
 
+import logging
 import math
 import signal
 import threading
 import warnings
+import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -20,9 +22,9 @@ from shardcore._native import _C
 from shardcore.distributed.comm import Comm, Started, Traffic, wait_all
 from shardcore.distributed.compare import first_difference
 from shardcore.distributed.everyone import Everyone, attempt
-from shardcore.engine.bucket import Bucket, Lifetimes, Managed
+from shardcore.engine.bucket import Bucket, Lifetimes, Managed, sq_norm_of
 from shardcore.engine.device_step import DeviceStep, PendingResult
-from shardcore.engine.host_gradients import sq_norm_of
+from shardcore.engine.loss_scale import LossScaler
 from shardcore.engine.orthogonalize import orthogonalized
 from shardcore.engine.states import (
     Scalars,
@@ -39,6 +41,8 @@ from shardcore.optim.clip import join, norm_part
 from shardcore.optim.group_options import json_value, read_once
 from shardcore.optim.muon import MuonKind
 from shardcore.optim.tensor_lists import DeviceScale
+
+logger = logging.getLogger("shardcore")
 
 
 class OwnGrads:
@@ -121,6 +125,52 @@ class StepPlan:
     hypers: Scalars
     updated: Sequence[Managed]
     same_order: bool
+
+
+class Outcomes:
+    """What became of the steps: the last norm, how many steps each parameter made, the loss scale,
+    and the log line of a step that was skipped.
+
+    last_norm: before clipping; None before the first step.
+    """
+
+    def __init__(self, optimizer: Any, scaler: LossScaler | None) -> None:
+        """Count skipped steps in `optimizer`. scaler: None if losses are not scaled."""
+        self._optimizer = weakref.ref(optimizer)
+        self._scaler = scaler
+        self.last_norm: float | None = None
+
+    def add(self, norm: float, updated: Sequence[Managed]) -> None:
+        """Note a step that updates `updated`, unless the norm is not finite. RuntimeError if the
+        loss scale would fall below its minimum.
+        """
+        finite = math.isfinite(norm)
+        for managed in updated if finite else ():
+            managed.step += 1
+        self.record(norm, 0 if finite else 1, None)
+
+    def record(self, norm: float, skips: int, scale: tuple[float, int, int] | None) -> None:
+        """Note a step's norm and whether it was skipped. scale: as the device updated it; None:
+        the host updates it.
+        """
+        self.last_norm = norm
+        if not skips:
+            if self._scaler is not None:
+                self._scaler.after_update(scale)
+            return
+        skipped = self.count_skips(skips)
+        logger.warning(
+            "step: the global gradient norm is %s; nothing was updated on any rank (skipped steps "
+            "so far: %s)%s",
+            norm,
+            "not counted, as the optimizer is gone" if skipped is None else skipped,
+            "" if self._scaler is None else self._scaler.after_overflow(scale),
+        )
+
+    def count_skips(self, new: int) -> int | None:
+        """Count skipped steps in the optimizer; returns how many there are, None if it is gone."""
+        optimizer: Any = self._optimizer()
+        return None if optimizer is None else int(optimizer._count_skip(new))
 
 
 class Updater:

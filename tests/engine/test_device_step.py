@@ -231,7 +231,9 @@ def test_what_a_graph_replays_is_read_from_the_device(name: str) -> None:
                 patch.setattr(module, "capturing", lambda device: step >= 2)
 
         model, optimizer = _steps(0, 2, name, OnCpu, capture)
-        assert len(optimizer._engine.outcomes._pending) <= 1  # of the step before the first of them
+        assert (
+            len(optimizer._engine.device_outcomes._pending) <= 1
+        )  # of the step before the first of them
         assert said_of(model, optimizer) == expected
 
 
