@@ -45,7 +45,7 @@ from shardcore.distributed.joining import agree
 from shardcore.distributed.launchers import env_int, follow_launcher, launched_world_size
 from shardcore.engine.engine import Engine
 from shardcore.engine.slices import slice_mesh
-from shardcore.engine.units import tensors_in
+from shardcore.engine.unshard import tensors_in
 from shardcore.optim import FusedAdam, Muon, ShardableOptimizer
 from shardcore.optim.elementwise import is_elementwise, not_elementwise
 from shardcore.optim.group_options import dtype_name

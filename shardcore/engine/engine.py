@@ -19,7 +19,6 @@ from shardcore._native import _C
 from shardcore.distributed.comm import Traffic, wait_all
 from shardcore.distributed.everyone import Everyone, attempt, raise_both
 from shardcore.engine.bucket import Bucket, Managed, note_written
-from shardcore.engine.build import Membership
 from shardcore.engine.device_step import (
     DeviceOutcomes,
     DeviceStep,
@@ -36,13 +35,12 @@ from shardcore.engine.full_tensors import (
 from shardcore.engine.host_gradients import GradOffload, HostGrads
 from shardcore.engine.optimizer_state import OptimizerStateIO
 from shardcore.engine.overlap_step import OverlapStep, uses_worker
-from shardcore.engine.plan import BackgroundSave, Plan, StepCommits
+from shardcore.engine.plan import BackgroundSave, Membership, Plan, StepCommits
 from shardcore.engine.reducer import Reducer
 from shardcore.engine.split_store import RatioTuner, SplitStore
 from shardcore.engine.states import DeviceStore
 from shardcore.engine.step import Outcomes, OwnGrads, Updater, interrupts_held_back
-from shardcore.engine.units import tensors_in
-from shardcore.engine.unshard import Unsharder
+from shardcore.engine.unshard import Unsharder, tensors_in
 from shardcore.optim.group_options import capturing
 from shardcore.optim.interface import EngineRef, Superseded, engine_of
 from shardcore.optim.state import step_tensor
@@ -140,7 +138,7 @@ class Engine:
         )
         for param in [*self.managed, *(param for _, param in self.unmanaged)]:
             param.__dict__["_shardcore_engine"] = EngineRef(self)
-        self.membership = Membership(plan.model)
+        self.membership: Membership  # hooks.attach makes it
         # of the model's modules, which keep them
         self.hooks: weakref.WeakSet[Any] = weakref.WeakSet()
         # of these hooks, and of those of frozen parameters
@@ -275,7 +273,7 @@ class Engine:
             return
         self._refuse_wrappers(module)  # again, for hooks that were put around this module later
         begin = self.reducer.begin_backward
-        for value in tensors_in(output):
+        for value in (output,) if isinstance(output, torch.Tensor) else tensors_in(output):
             if value.grad_fn is not None:
                 value.register_hook(lambda grad: begin())  # type: ignore[no-untyped-call]
 
@@ -548,7 +546,9 @@ class Engine:
         return self.scaler.multiply(loss)
 
     def _check_step(self) -> None:
-        if (self.comm.world_size > 1 or self.comm.across) and capturing(self.device):
+        on_gpu = self.device.type == "cuda" or self.device_step is not None
+        several = self.comm.world_size > 1 or self.comm.across
+        if on_gpu and several and capturing(self.device):
             raise ValueError(
                 "step: runs on several ranks while a CUDA graph is captured; expected one rank "
                 "(what ranks compare before a step goes over the host, which a replay does not run)"

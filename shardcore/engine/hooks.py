@@ -1,4 +1,5 @@
-"""What a sharded model's own methods do: forward, state_dict, load_state_dict, zero_grad.
+"""What a sharded model's own methods do (forward, state_dict, load_state_dict, zero_grad), and
+whether the model still is the one that was sharded.
 
 All are hooks and one instance attribute on the user's module: its class stays. The hooks know how
 to be copied: a deepcopy of a sharded model is an ordinary model with ordinary weights.
@@ -6,15 +7,19 @@ to be copied: a deepcopy of a sharded model is an ordinary model with ordinary w
 
 import operator
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
 from torch import nn
 
+from shardcore.engine.build import check_unwrapped
 from shardcore.engine.engine import Engine, engine_behind
 from shardcore.engine.slices import slice_of
-from shardcore.engine.units import callable_parts, in_backward
+from shardcore.engine.units import callable_parts
+from shardcore.engine.unshard import in_backward
 from shardcore.torch_private import forward_hooks, forward_pre_hooks, pytree, state_dict_pre_hooks
 
 
@@ -22,6 +27,7 @@ def attach(model: nn.Module, engine: Engine, casts: Mapping[str, torch.dtype]) -
     """Install the hooks of `engine` on its model. casts: to which dtypes inputs of units are
     cast, by name ("": the root).
     """
+    engine.membership = Membership(model)
     model.__dict__["_shardcore_engine"] = engine
     model.__dict__["zero_grad"] = _ZeroGrad(model, engine)
     keep = engine.handles.append
@@ -86,6 +92,93 @@ def attach_state_dicts(model: nn.Module, engine: Engine) -> None:
         if not there and any(param in engine.managed for param in module.parameters()):
             keep(module.register_state_dict_pre_hook(_BeforeStateDict(engine, name)))
             keep(module.register_state_dict_post_hook(_AfterStateDict(engine, name)))
+
+
+_PARAMETERS, _MODULES = attrgetter("_parameters"), attrgetter("_modules")
+_VALUES = methodcaller("values")
+
+
+class Membership:
+    """The names and Parameters of a model, as they were when this was made. Others would silently
+    not be trained.
+
+    While nothing was registered, replaced or removed a check compares what each module holds and
+    is, by identity: less than a microsecond per module.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Remember what `model` has now."""
+        self._model = weakref.ref(model)  # it keeps this, by its hooks
+        self._params = dict(model.named_parameters(remove_duplicate=False))
+        self._modules: list[weakref.ref[nn.Module]] = []
+        self._remember(model)
+
+    def _remember(self, model: nn.Module) -> None:
+        self._modules = [weakref.ref(module) for module in model.modules()]
+        self._held = self._look()
+
+    def _look(self) -> list[int]:
+        """Return what the modules hold. (Where only its place among them changed, names did, and
+        no Parameter.) Without a frame of Python for each module, as every step does this.
+        """
+        modules = [module for ref in self._modules if (module := ref()) is not None]
+        params = chain.from_iterable(map(_VALUES, map(_PARAMETERS, modules)))
+        children = chain.from_iterable(map(_VALUES, map(_MODULES, modules)))
+        return [*map(id, chain(params, children, map(type, modules)))]
+
+    def check(self, op: str) -> None:
+        """Raise ValueError, with names, if a Parameter was added, replaced, removed or tied to
+        another one.
+
+        Modules that were put around others (activation checkpointing, torch.compile) only change
+        names; those that average gradients by themselves are refused as well.
+        """
+        model = self._model()
+        # only modules of it are left, which the user trains on
+        if model is None or self._look() == self._held:
+            return
+        check_unwrapped(op, model)
+        changes = list(self._changes(model))
+        if changes:
+            more = f", and {len(changes) - 3} more" if len(changes) > 3 else ""
+            raise ValueError(
+                f"{op}: the model's parameters are not those that shard() was given: "
+                f"{'; '.join(changes[:3])}{more}; "
+                "expected the same Parameter objects (add adapters, tie and replace weights before "
+                "shard(); set values in place or with load_state_dict)"
+            )
+        self._remember(model)
+
+    def names(self) -> dict[torch.Tensor, str]:
+        """Return the first name of each Parameter, as the model has it now; of a model that is
+        gone, as it had it.
+        """
+        model = self._model()
+        named = self._params.items() if model is None else model.named_parameters()
+        names: dict[torch.Tensor, str] = {}
+        for name, param in named:
+            names.setdefault(param, name)
+        return names
+
+    def _changes(self, model: nn.Module) -> Iterator[str]:
+        first_names: dict[nn.Parameter, str] = {}
+        for name, param in self._params.items():
+            first_names.setdefault(param, name)
+        now = dict(model.named_parameters(remove_duplicate=False))
+        for name, param in now.items():
+            before = self._params.get(name)
+            if param not in first_names:
+                yield (
+                    f"{name} was {'added' if before is None else 'replaced'} and would not be "
+                    f"trained"
+                )
+            elif before is not None and before is not param:
+                yield f"{name} is {first_names[param]} now"
+        present = set(now.values())
+        replaced = {self._params[name] for name in now if name in self._params}
+        for param, name in first_names.items():
+            if param not in present and param not in replaced:
+                yield f"{name} was removed"
 
 
 @torch.no_grad()

@@ -45,7 +45,8 @@ from shardcore._native import _C
 from shardcore.distributed.comm import Comm, Started, wait_all
 from shardcore.engine.bucket import Bucket, Lifetimes
 from shardcore.engine.states import Scalars, Span, StateStore, StepError, gather_new_weights
-from shardcore.engine.units import Unit, in_backward
+from shardcore.engine.units import Unit
+from shardcore.engine.unshard import in_backward
 from shardcore.optim.interface import keep_uncompiled, weakly
 
 logger = logging.getLogger("shardcore")

@@ -75,6 +75,14 @@ class Plan:
         ]
 
 
+class Membership(Protocol):
+    """Whether the model still has the Parameters that it was sharded with (engine/hooks.py)."""
+
+    def check(self, op: str) -> None: ...
+
+    def names(self) -> dict[torch.Tensor, str]: ...
+
+
 class BackgroundSave(Protocol):
     """A save that goes on (checkpoint/background.py)."""
 

@@ -57,12 +57,11 @@ from shardcore.engine.bucket import (
     take_full,
 )
 from shardcore.engine.loss_scale import LossScaler
-from shardcore.engine.overlap_step import OverlapStep
 from shardcore.engine.reduce_scatter import Parts, ReduceScatter
-from shardcore.engine.units import in_fake_mode
+from shardcore.engine.states import OverlappedStep
 from shardcore.engine.unshard import Unsharder
 from shardcore.optim.interface import weakly
-from shardcore.torch_private import accumulate_hooks_of, graph_task_id, queue_callback
+from shardcore.torch_private import accumulate_hooks_of, fake_mode, graph_task_id, queue_callback
 
 logger = logging.getLogger("shardcore")
 
@@ -300,7 +299,7 @@ class Reducer:
         device: torch.device,
         unsharder: Unsharder | None,
         scaler: LossScaler,
-        overlap_step: OverlapStep | None,
+        overlap_step: OverlappedStep | None,
         make_host_grads: Callable[[ReduceScatter, ReducePolicy, bool], HostGradients] | None,
     ) -> None:
         """Watch every parameter of `buckets`; they are reduced in the reverse of the given order.
@@ -387,7 +386,8 @@ class Reducer:
         """Prepare for the gradients of one backward, unless one is under way."""
         if self._boundary.under_way:
             return
-        if in_fake_mode():  # the buffers that it made would stay
+        # fake gradients: the buffers that they made would stay
+        if fake_mode() is not None:
             raise NotImplementedError(
                 "backward: FakeTensorMode is active, and fake gradients cannot be reduced; "
                 "expected forward alone inside it, or a model that is not sharded"

@@ -163,6 +163,7 @@ def regroup(
             plan = copy.copy(plan)
             plan.model, plan.optimizer, plan.units, plan.buckets = model, optimizer, units, buckets
             kept = (
+                engine.membership,
                 engine.hooks,
                 engine.handles,
                 engine.save_staging,
@@ -173,9 +174,14 @@ def regroup(
             Engine.__init__(engine, plan)
             if divisor != engine.reducer.divisor:
                 engine.sum_gradients()
-            engine.hooks, engine.handles, engine.save_staging, engine.saving, engine.own_weights = (
-                kept
-            )
+            (
+                engine.membership,
+                engine.hooks,
+                engine.handles,
+                engine.save_staging,
+                engine.saving,
+                engine.own_weights,
+            ) = kept
             attach_state_dicts(model, engine)
             engine.go_on_from(engine.scaler.state())
             optimizer.__dict__["state"] = ShardedStates(

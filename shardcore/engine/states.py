@@ -6,7 +6,7 @@ them beside the weights; engine/cpu_store.py has the cpu tier. Both pass the sam
 same kernel, so the tier never shows in the bits.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -17,6 +17,7 @@ import torch
 from shardcore._native import _C
 from shardcore.distributed.comm import Comm, Started, Traffic
 from shardcore.engine.bucket import Bucket, Managed, allocate, assign
+from shardcore.engine.units import Unit
 from shardcore.optim.elementwise import ElementFormat
 from shardcore.optim.state_format import SCALES, Kept, kept_values, range_of, values_of
 
@@ -108,6 +109,36 @@ class StateStore(Protocol):
 
     def stored(self, bucket: Bucket) -> Iterator[tuple[str, str, int]]:
         """Yield (tier, key, bytes) of each tensor that keeps the bucket's states."""
+
+
+class OverlappedStep(Protocol):
+    """What the engine needs of whatever updates weights after `step` has returned
+    (engine/overlap_step.py, which has the contracts).
+
+    units: those of the model. has_worker: the CPU updates, on a thread of its own.
+    """
+
+    units: list[Unit]
+    has_worker: bool
+
+    @property
+    def order(self) -> list[str]: ...
+
+    def before_forward(self, index: int) -> None: ...
+
+    def end_forward(self) -> None: ...
+
+    def updates(self, buckets: Iterable[Bucket]) -> bool: ...
+
+    def start(
+        self, spans: Mapping[Bucket, Sequence[Span]], hypers: Scalars, same_order: bool
+    ) -> None: ...
+
+    def defer(self, gathers: Mapping[Bucket, list[Started]]) -> None: ...
+
+    def finish(self) -> None: ...
+
+    def wait_for(self, buckets: Iterable[Bucket]) -> None: ...
 
 
 def lists_of(spans: Sequence[Span], states: Sequence[Kept]) -> dict[str, Any]:

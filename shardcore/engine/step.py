@@ -215,7 +215,12 @@ class Updater:
         self.compares_slices = bool(comm.slices)
         self.swapped = False  # the weights are those of an average (ema.py), not of the masters
         self._fixed = [kind.fixed(group) for group in groups]
-        self._read: Sequence[Mapping[str, Any]] = groups  # as this step reads them
+        # What `_read_options` made of the groups' options. These were `_options` then; None: some
+        # were tensors, whose values may change in place.
+        self._options: Sequence[Any] | None = None
+        self._read: Sequence[Mapping[str, Any]] = groups  # without tensors on a device
+        self._hypers: Sequence[Callable[..., Any]] = ()  # make the scalars of each group's steps
+        self._terms: Sequence[str] = ()  # the options in words, for other ranks
         self._gathers = lifetimes.gathers_new_weights and len(comm.shard_ranks) > 1
         # each bucket, so that only one has an orthogonalized gradient
         self._alone = isinstance(kind, MuonKind)
@@ -300,9 +305,8 @@ class Updater:
                 assert managed.group is not None
                 if (managed.group, managed.step) not in first:
                     first[managed.group, managed.step] = len(hypers)
-                    hypers.append(
-                        self.kind.hyper(self._read[managed.group], managed.step + 1, scale)
-                    )
+                    make = self._hypers[managed.group]
+                    hypers.append(make(step=managed.step + 1, grad_scale=scale))
             index_of = {managed: first[managed.group, managed.step] for managed in updated}
             return norm, StepPlan(self._spans_of(active, index_of), hypers, updated, same_order)
 
@@ -391,11 +395,25 @@ class Updater:
 
     def check(self) -> None:
         """Raise ValueError or TypeError for group options or parameters that no step can use."""
+        options = _plain_options(self.groups)
+        if options is None or options != self._options:
+            self._read_options()
+            self._options = options
+        self.accept_weight_edits()
+
+    def _read_options(self) -> None:
+        """Check the groups' options, and make what a step needs of them."""
+        self._options = None
         self._read = read_once(self.groups, self.kind.read)
         for index, group in enumerate(self._read):
             self.kind.check_options("step", group, f"param_groups[{index}].")
         self.check_fixed("step", self._read)
-        self.accept_weight_edits()
+        self._hypers = [self.kind.hypers(group) for group in self._read]
+        self._terms = [
+            f"param_groups[{index}].{key}={json_value(value)}"
+            for index, group in enumerate(self._read)
+            for key, value in self.kind.terms(group).items()
+        ]
 
     def check_fixed(self, op: str, groups: Sequence[Mapping[str, Any]]) -> None:
         """Raise ValueError for an option that decides which states there are and is not as it
@@ -566,11 +584,6 @@ class Updater:
 
     def _compared(self, terms: Mapping[str, object]) -> list[str]:
         """Return what has to be the same on every rank for a step to give the same weights."""
-        options = (
-            f"param_groups[{index}].{key}={json_value(value)}"
-            for index, group in enumerate(self._read)
-            for key, value in self.kind.terms(group).items()
-        )
         params = (
             f"{managed.name} with {'a' if bucket.reduced and managed.has_grad else 'no'} gradient "
             f"after {managed.step if self._device_step is None else managed.tried} steps"
@@ -586,7 +599,7 @@ class Updater:
         loaded = [self.loaded] if self.loaded else []
         return [
             *(f"{name}={value}" for name, value in terms.items()),
-            *options,
+            *self._terms,
             *params,
             *constant,
             *loaded,
@@ -777,6 +790,30 @@ class Updater:
         """
         set_weights(self.store, bucket, managed, part_of(values))
         managed.note_load()
+
+
+_PLAIN = {bool, float, int, str, type(None)}
+
+
+def _plain_options(groups: Sequence[Mapping[str, Any]]) -> list[Any] | None:
+    """Return all options of the groups, to compare with those of the last step; None if some are
+    not plain values.
+
+    With the types of the values, as True == 1 == 1.0.
+    """
+    options: list[Any] = []
+    for group in groups:
+        options.append(len(group))
+        for name in group:
+            if name == "params":
+                continue
+            value = group[name]
+            values = value if isinstance(value, tuple | list) else (value,)
+            types = [*map(type, values)]
+            if not _PLAIN.issuperset(types):
+                return None
+            options += [name, type(value), *types, *values]
+    return options
 
 
 def _squares_of(buckets: Sequence[Bucket]) -> torch.Tensor:

@@ -1,5 +1,4 @@
-"""Units: what is gathered and reduced together, how a model is cut into them, and their order of
-use in a pass.
+"""Units: what is gathered and reduced together, and how a model is cut into them.
 
 A unit is a module of the model that is called, since weights are gathered for its forward: never a
 ModuleList or ModuleDict, nor what lies inside a module of torch's that reads the weights of its
@@ -12,16 +11,14 @@ Note [Whole modules]: "auto" and a number choose nothing inside a module that is
 ranks may use other parts of it, as of a mixture of experts.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from shardcore.engine.bucket import Bucket
-from shardcore.torch_private import fake_mode, graph_task_id, pytree
 
 UnitPolicy: TypeAlias = (
     str | int | type[nn.Module] | Sequence[str | int | type[nn.Module] | nn.Module]
@@ -258,93 +255,6 @@ def _choose_by_size(
     return rest
 
 
-class Order:
-    """The order in which units are used in one kind of pass: learned in one, expected in the
-    next.
-    """
-
-    def __init__(self) -> None:
-        self._known: list[Unit] = []
-        self._uses: list[Unit] | None = None
-        self._on_track = False
-
-    def begin(self) -> None:
-        """Begin a pass."""
-        self._uses, self._on_track = [], True
-
-    def use(self, unit: "Unit") -> None:
-        """Note a use; several in a row count as one."""
-        if self._uses is not None and (not self._uses or self._uses[-1] is not unit):
-            self._on_track &= (
-                len(self._uses) < len(self._known) and self._known[len(self._uses)] is unit
-            )
-            self._uses.append(unit)
-
-    def after(self, count: int) -> list["Unit"]:
-        """The next units, at most `count`, after the one used last; fewer if the pass ends, none
-        if the order is not known.
-        """
-        if self._uses is None or not self._on_track:
-            return []
-        return self._known[len(self._uses) : len(self._uses) + count]
-
-    def is_last(self, unit: "Unit") -> bool:
-        """Whether the pass, known as it is, ends with the use of `unit` that was just noted."""
-        return (
-            self._uses is not None
-            and self._on_track
-            and len(self._uses) == len(self._known)
-            and self._known[-1] is unit
-        )
-
-    def end(self) -> None:
-        """End the pass: the next one is expected to be like it."""
-        if self._uses is not None:
-            self._known, self._uses = self._uses, None
-
-
-def in_backward() -> bool:
-    """Whether autograd is running a backward on this thread."""
-    return bool(graph_task_id() != -1)
-
-
-def tracer() -> str | None:
-    """Return the name of what records operations on this thread, or runs them on fake tensors;
-    None without.
-    """
-    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
-        return "torch.jit.trace"
-    if torch.compiler.is_exporting():
-        return "torch.export"
-    if get_proxy_mode() is not None:
-        return "make_fx"
-    return "FakeTensorMode" if in_fake_mode() else None
-
-
-def in_fake_mode() -> bool:
-    """Whether operations on this thread make fake tensors, which have no memory."""
-    return fake_mode() is not None
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in what a module takes or returns: nested sequences, mappings,
-    dataclasses, and what pytree knows.
-    """
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for entry in fields(value):
-            yield from tensors_in(getattr(value, entry.name, None))
-    else:
-        yield from (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
-
-
 @dataclass(eq=False)
 class Unit:
     """A unit at run time.
@@ -377,10 +287,9 @@ class Unit:
     leaf_hook: Any = None
     streams: list[torch.cuda.Stream] = field(default_factory=list)
 
-    @property
-    def has_frozen(self) -> bool:
-        """Whether some of its parameters are frozen."""
-        return any(not bucket.trainable for bucket in self.buckets)
+    def __post_init__(self) -> None:
+        """Note whether some of its parameters are frozen."""
+        self.has_frozen = any(not bucket.trainable for bucket in self.buckets)
 
 
 def callable_parts(model: nn.Module, unit: Unit, units: Sequence[Unit]) -> list[nn.Module]:

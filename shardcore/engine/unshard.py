@@ -29,26 +29,112 @@ nothing.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from shardcore._native import _C
 from shardcore.distributed.comm import Comm, Traffic, wait_all
 from shardcore.engine.bucket import Bucket, BufferPool, Managed, closed_message, follow, stream_now
-from shardcore.engine.overlap_step import OverlapStep
-from shardcore.engine.units import Order, Unit, in_backward, tensors_in, tracer
+from shardcore.engine.states import OverlappedStep
+from shardcore.engine.units import Unit
 from shardcore.optim.interface import keep_uncompiled
 from shardcore.torch_private import (
     base_of,
+    fake_mode,
     functorch_level,
     graph_task_id,
     next_sequence_nr,
+    pytree,
     sequence_nr_of,
 )
+
+
+class Order:
+    """The order in which units are used in one kind of pass: learned in one, expected in the
+    next.
+    """
+
+    def __init__(self) -> None:
+        self._known: list[Unit] = []
+        self._uses: list[Unit] | None = None
+        self._on_track = False
+
+    def begin(self) -> None:
+        """Begin a pass."""
+        self._uses, self._on_track = [], True
+
+    def use(self, unit: Unit) -> None:
+        """Note a use; several in a row count as one."""
+        if self._uses is not None and (not self._uses or self._uses[-1] is not unit):
+            self._on_track &= (
+                len(self._uses) < len(self._known) and self._known[len(self._uses)] is unit
+            )
+            self._uses.append(unit)
+
+    def after(self, count: int) -> list[Unit]:
+        """The next units, at most `count`, after the one used last; fewer if the pass ends, none
+        if the order is not known.
+        """
+        if self._uses is None or not self._on_track:
+            return []
+        return self._known[len(self._uses) : len(self._uses) + count]
+
+    def is_last(self, unit: Unit) -> bool:
+        """Whether the pass, known as it is, ends with the use of `unit` that was just noted."""
+        return (
+            self._uses is not None
+            and self._on_track
+            and len(self._uses) == len(self._known)
+            and self._known[-1] is unit
+        )
+
+    def end(self) -> None:
+        """End the pass: the next one is expected to be like it."""
+        if self._uses is not None:
+            self._known, self._uses = self._uses, None
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward on this thread."""
+    return bool(graph_task_id() != -1)
+
+
+def tracer() -> str | None:
+    """Return the name of what records operations on this thread, or runs them on fake tensors;
+    None without.
+    """
+    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        return "torch.jit.trace"
+    if torch.compiler.is_exporting():
+        return "torch.export"
+    if get_proxy_mode() is not None:
+        return "make_fx"
+    return None if fake_mode() is None else "FakeTensorMode"
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in what a module takes or returns: nested sequences, mappings,
+    dataclasses, and what pytree knows.
+    """
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for entry in fields(value):
+            yield from tensors_in(getattr(value, entry.name, None))
+    else:
+        yield from (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
 
 
 class Gatherer:
@@ -149,7 +235,7 @@ class Unsharder:
         device: torch.device,
         reshard_after_forward: bool | int,
         prefetch: int,
-        overlap_step: OverlapStep | None,
+        overlap_step: OverlappedStep | None,
     ) -> None:
         """Serve `units`, which are sharded.
 

@@ -22,10 +22,8 @@ from shardcore.optim.group_options import (
     check_capturable,
     check_group,
     check_groups,
-    check_max_norm,
     check_options,
-    host_scale,
-    hyper_of,
+    hypers_of,
     lr_on_device,
     read_once,
 )
@@ -49,9 +47,7 @@ from shardcore.optim.tensor_lists import (
     Update,
     check_grads_list,
     check_new_params,
-    device_scale,
 )
-from shardcore.torch_private import disable_dynamo
 
 logger = logging.getLogger("shardcore")
 
@@ -74,7 +70,7 @@ class AdamKind:
 
     name, on_device, read = "Adam", True, READ
     check_options = staticmethod(check_options)
-    hyper = staticmethod(hyper_of)
+    hypers = staticmethod(hypers_of)
     format_of = staticmethod(format_of)
     export_groups = staticmethod(export_groups)
     import_groups = staticmethod(import_groups)
@@ -178,7 +174,7 @@ class AdamOptimizer(ShardableOptimizer):
         return self._dtensors
 
     def _state_on(self, device: torch.device) -> DeviceState:
-        """Return the state that capturable steps keep on the device."""
+        """See ShardableOptimizer."""
         if self._engine is not None:
             return self._engine.device_state  # type: ignore[no-any-return]
         if self._device_state is None:
@@ -190,35 +186,18 @@ class AdamOptimizer(ShardableOptimizer):
             self._device_state = DeviceState(torch.zeros(6, dtype=torch.int64, device=device))
         return self._device_state
 
-    @disable_dynamo  # torch.compile calls it as it is, as torch's own steps (a graph break)
-    def step(  # type: ignore[override]
+    def _own_step(
         self,
-        closure: Callable[[], float] | None = None,
-        *,
-        grads: Gradients | None = None,
-        grad_scale: float | torch.Tensor | None = None,
-        max_norm: float | None = None,
+        closure: Callable[[], float] | None,
+        grads: Gradients | None,
+        grad_scale: float | torch.Tensor | None,
+        max_norm: float | None,
     ) -> float | None:
-        """Update every parameter that has a gradient, in place, in one pass over memory.
-
-        closure: evaluates the model again and returns the loss, which step returns.
-        grads: gradients in place of p.grad, one per parameter in the order of the groups, None for
-            no gradient; float32 | bfloat16 | float16, each independent of its parameter's dtype.
-        grad_scale: multiplies every gradient, in the same pass; a number or a tensor of one
-        element.
-        max_norm: clips the global norm of the scaled gradients, without writing the gradients. A
-            norm that is not finite skips the step: no weight, state or count changes,
-            ``skipped_steps`` grows by one, and a warning is logged.
-
-        Without max_norm (and GradScaler) NaN propagates to the weights, as in torch. Raises
-        ValueError or TypeError before anything is written; after shard on every rank if one refuses
-        its arguments. CUDA work is queued on the current stream, and max_norm synchronizes with it,
-        unless the optimizer is capturable: then grad_scale may be a tensor on the device, a scale
-        that is not finite skips the step too, and a skipped step is not logged.
-        """
-        if self._engine is not None:
-            return super().step(closure, grads=grads, grad_scale=grad_scale, max_norm=max_norm)  # type: ignore[no-any-return]
-        scale, limit = self._checked(grad_scale, max_norm)
+        device = next(
+            (p.device for group in self.param_groups for p in group["params"]),
+            torch.device("cpu"),
+        )
+        scale, limit = self._checked(device, grad_scale, max_norm)
         if grads is not None:
             check_grads_list(self._op, self.param_groups, grads)
         loss = None
@@ -239,31 +218,6 @@ class AdamOptimizer(ShardableOptimizer):
         if clipped is not None:
             self._repeat.run(clipped, found)  # needs no `no_grad`
         return loss
-
-    def _checked(
-        self, grad_scale: object, max_norm: object
-    ) -> tuple[float | DeviceScale, float | None]:
-        capturable = any(group["capturable"] is True for group in self.param_groups[:1])
-        limit = None if max_norm is None else check_max_norm(self._op, max_norm, capturable)
-        loss_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        if self._engine is not None:
-            # the engine looks for non-finite gradients itself
-            device, found_inf = self._engine.device, None
-        else:
-            device = next(
-                (p.device for group in self.param_groups for p in group["params"]),
-                torch.device("cpu"),
-            )
-        if capturable:
-            return device_scale(
-                self._op, self._state_on(device), grad_scale, loss_scale, found_inf, limit
-            ), limit
-        if capturing(device):
-            raise ValueError(
-                f"{self._op}: step runs while a CUDA graph is captured; expected capturable=True "
-                f"for that"
-            )
-        return host_scale(self._op, grad_scale, loss_scale), limit
 
     def _update(
         self, grads: Gradients | None, scale: float | DeviceScale, max_norm: float | None

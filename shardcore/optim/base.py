@@ -13,11 +13,11 @@ from typing import Any, Protocol
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from shardcore.optim.group_options import check_max_norm, host_scale
+from shardcore.optim.group_options import capturing, check_max_norm, host_scale
 from shardcore.optim.interface import Gradients, Superseded, engine_of
 from shardcore.optim.state_format import StateFormat
-from shardcore.optim.tensor_lists import DeviceScale, DeviceState
-from shardcore.torch_private import optimizer_hooks
+from shardcore.optim.tensor_lists import DeviceScale, DeviceState, device_scale
+from shardcore.torch_private import disable_dynamo, optimizer_hooks
 
 Group = Mapping[str, Any]
 
@@ -45,9 +45,9 @@ class Kind(Protocol):
     def check_options(self, op: str, group: Group, where: str = "") -> None:
         """Raise ValueError or TypeError for an option that no step can use."""
 
-    def hyper(self, group: Group, step: int, grad_scale: float) -> Any:
-        """Return what updates parameters in their `step`-th step (from 1), with gradients
-        multiplied by `grad_scale`.
+    def hypers(self, group: Group) -> Callable[..., Any]:
+        """Return what makes, by these options, the update of parameters in their `step`-th
+        step (from 1), with gradients multiplied by `grad_scale`; both are passed by name.
         """
 
     def format_of(self, group: Group, dtype: torch.dtype) -> StateFormat:
@@ -131,32 +131,81 @@ class ShardableOptimizer(torch.optim.Optimizer):
     def _op(self) -> str:
         return type(self).__name__
 
-    def step(
+    @disable_dynamo  # torch.compile calls it as it is, as torch's own steps (a graph break)
+    def step(  # type: ignore[override]
         self,
         closure: Callable[[], float] | None = None,
         *,
         grads: Gradients | None = None,
         grad_scale: float | torch.Tensor | None = None,
         max_norm: float | None = None,
-    ) -> Any:
-        """See FusedAdam.step. What it refuses on one rank the engine raises on all."""
+    ) -> float | None:
+        """Update every parameter that has a gradient, in place, in one pass over memory.
+
+        closure: evaluates the model again and returns the loss, which step returns.
+        grads: gradients in place of p.grad, one per parameter in the order of the groups, None for
+            no gradient; float32 | bfloat16 | float16, each independent of its parameter's dtype.
+        grad_scale: multiplies every gradient, in the same pass; a number or a tensor of one
+        element.
+        max_norm: clips the global norm of the scaled gradients, without writing the gradients. A
+            norm that is not finite skips the step: no weight, state or count changes,
+            ``skipped_steps`` grows by one, and a warning is logged.
+
+        Without max_norm (and GradScaler) NaN propagates to the weights, as in torch. Raises
+        ValueError or TypeError before anything is written; after shard on every rank if one refuses
+        its arguments. CUDA work is queued on the current stream, and max_norm synchronizes with it,
+        unless the optimizer is capturable: then grad_scale may be a tensor on the device, a scale
+        that is not finite skips the step too, and a skipped step is not logged.
+        """
+        if self._engine is None:
+            return self._own_step(closure, grads, grad_scale, max_norm)
         scale: float | DeviceScale = 1.0
         limit: float | None = None
         problems: list[BaseException] = []
         try:
-            scale, limit = self._checked(grad_scale, max_norm)
+            scale, limit = self._checked(self._engine.device, grad_scale, max_norm)
         except Exception as error:  # of any kind: the other ranks are waiting
             problems.append(error)
-        return self._engine.step(closure, grads, scale, limit, problems)
+        return self._engine.step(closure, grads, scale, limit, problems)  # type: ignore[no-any-return]
+
+    def _own_step(
+        self,
+        closure: Callable[[], float] | None,
+        grads: Gradients | None,
+        grad_scale: float | torch.Tensor | None,
+        max_norm: float | None,
+    ) -> float | None:
+        raise NotImplementedError
 
     def _checked(
-        self, grad_scale: object, max_norm: object
+        self, device: torch.device, grad_scale: object, max_norm: object
     ) -> tuple[float | DeviceScale, float | None]:
-        """Return what multiplies gradients, a GradScaler's scale included, and max_norm. Raises
-        ValueError or TypeError.
+        """Return what multiplies gradients on `device`, a GradScaler's scale included, and
+        max_norm. Raises ValueError or TypeError.
         """
-        limit = None if max_norm is None else check_max_norm(self._op, max_norm)
-        return host_scale(self._op, grad_scale, getattr(self, "grad_scale", None)), limit
+        loss_scale = getattr(self, "grad_scale", None)
+        capturable = self.kind.on_device and any(
+            group["capturable"] is True for group in self.param_groups[:1]
+        )
+        limit = None if max_norm is None else check_max_norm(self._op, max_norm, capturable)
+        if capturable:
+            # the engine looks for non-finite gradients itself
+            found_inf = None if self._engine is not None else getattr(self, "found_inf", None)
+            state = self._state_on(device)
+            return device_scale(self._op, state, grad_scale, loss_scale, found_inf, limit), limit
+        may_capture = self._engine is None or device.type == "cuda"
+        if self.kind.on_device and may_capture and capturing(device):
+            raise ValueError(
+                f"{self._op}: step runs while a CUDA graph is captured; expected capturable=True "
+                f"for that"
+            )
+        if grad_scale is None and loss_scale is None:
+            return 1.0, limit
+        return host_scale(self._op, grad_scale, loss_scale), limit
+
+    def _state_on(self, device: torch.device) -> DeviceState:
+        """Return the state that capturable steps keep on the device."""
+        raise NotImplementedError
 
     def forget(self) -> None:
         """Forget what repeats the last step: the states are others now."""

@@ -301,8 +301,12 @@ class ElementKind:
                     f"{op}: {where}{key} has {value}; expected a finite number of at least 0"
                 )
 
-    def hyper(self, group: Group, step: int, grad_scale: float) -> ElementStep:
+    def hypers(self, group: Group) -> Callable[..., ElementStep]:
         """See Kind."""
+        return partial(self.hyper, group)
+
+    def hyper(self, group: Group, step: int, grad_scale: float) -> ElementStep:
+        """Return what updates parameters in their `step`-th step."""
         runs = {key: group[key] for key in ("foreach", "fused") if key in group}
         return ElementStep(self, self._options(group) | runs, step, grad_scale)
 

@@ -6,7 +6,8 @@ a bad option reads the same whether the optimizer is sharded or not.
 """
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -347,24 +348,29 @@ def draws_random_bits(group: Mapping[str, Any]) -> bool:
     )
 
 
-def hyper_of(group: Mapping[str, Any], step: int = 1, grad_scale: float = 1.0) -> "_C.AdamHyper":
-    """Make the scalars of one step (counted from 1) from a group that check_options has passed.
+def hypers_of(group: Mapping[str, Any]) -> "Callable[..., _C.AdamHyper]":
+    """Return what makes the scalars of a step from a group that check_options has passed.
 
-    grad_scale multiplies the gradient; it is a double and rounded once. In a capturable step the
-    device has its own step and grad_scale, and reads lr if it is a tensor there.
+    It is called with step= (counted from 1) and grad_scale=, which multiplies the gradient: a
+    double, rounded once. In a capturable step the device has its own step and grad_scale, and reads
+    lr if it is a tensor there.
     """
     beta1, beta2 = group["betas"]
-    return _C.AdamHyper(
+    return partial(
+        _C.AdamHyper,
         lr=group["lr"] if lr_on_device(group) else float(group["lr"]),
         beta1=float(beta1),
         beta2=float(beta2),
         eps=float(group["eps"]),
         weight_decay=float(group["weight_decay"]),
-        step=step,
-        grad_scale=grad_scale,
         adam_w_mode=group["adam_w_mode"],
         bias_correction=group["bias_correction"],
         maximize=group["maximize"],
         stochastic_rounding=group["stochastic_rounding"],
         seed=group["seed"],
     )
+
+
+def hyper_of(group: Mapping[str, Any], step: int = 1, grad_scale: float = 1.0) -> "_C.AdamHyper":
+    """Make the scalars of one step. See hypers_of."""
+    return hypers_of(group)(step=step, grad_scale=grad_scale)

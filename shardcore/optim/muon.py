@@ -120,7 +120,7 @@ class MuonKind(ElementKind):
         _check_iterations(op, group, where)
 
     def hyper(self, group: Group, step: int, grad_scale: float) -> ElementStep:
-        """See Kind."""
+        """See ElementKind."""
         if not group["use_muon"]:
             return super().hyper(group, step, grad_scale)
         return MuonStep(self, self._options(group), step, 1.0, grad_scale)

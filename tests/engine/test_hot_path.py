@@ -20,17 +20,13 @@ ALWAYS = {
     "distributed/comm.py",
     "distributed/everyone.py",
     "engine/bucket.py",
-    "engine/build.py",
     "engine/engine.py",
     "engine/hooks.py",
     "engine/reduce_scatter.py",
     "engine/reducer.py",
     "engine/states.py",
     "engine/step.py",
-    "engine/units.py",
-    "optim/adam.py",
     "optim/base.py",
-    "optim/group_options.py",
 }
 BY_STAGE: dict[int, set[str]] = {2: set(), 3: {"engine/unshard.py"}}
 BY_OFFLOAD: dict[str | None, set[str]] = {

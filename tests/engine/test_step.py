@@ -16,7 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import shardcore
 from shardcore.engine import engine
-from shardcore.engine.build import Membership
+from shardcore.engine.hooks import Membership
 from shardcore.engine.reducer import Reducer
 from shardcore.engine.states import DeviceStore
 from shardcore.engine.step import Updater, interrupts_held_back
@@ -158,6 +158,50 @@ def test_without_the_check_it_would_train_something_else(
         loss_of(model, batch_of(0, 0, 0)).backward()
     optimizer.step()
     assert hash_of(new) == before
+
+
+def _in_place(group: dict[str, Any]) -> None:
+    group["lr"].fill_(-1.0)
+
+
+OPTIONS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "a number": (lambda group: group.update(lr=-1.0), "lr has -1.0"),
+    "a tensor": (lambda group: group.update(lr=torch.tensor(-1.0)), "lr has -1.0"),
+    "two numbers in a tensor": (lambda group: group.update(lr=torch.zeros(2)), "lr has a float32"),
+    "a tensor in place": (_in_place, "lr has -1.0"),
+    "a list": (lambda group: group.update(betas=[0.9, 1.0]), r"betas\[1\] has 1.0"),
+    "an equal value of another type": (lambda group: group.update(maximize=0), "maximize has 0"),
+    "a fixed one": (lambda group: group.update(amsgrad=True), "amsgrad is True"),
+}
+
+
+@pytest.mark.parametrize("change", OPTIONS)
+def test_a_step_checks_options_that_changed(change: str) -> None:
+    model, optimizer = sharded(2)
+    apply, text = OPTIONS[change]
+    if change == "a tensor in place":
+        optimizer.param_groups[0]["lr"] = torch.tensor(1e-2)
+    for step in range(2):
+        stepped(model, optimizer, step, 0)
+    apply(optimizer.param_groups[0])
+    loss_of(model, batch_of(2, 0, 0)).backward()
+    for _ in range(2):  # what was refused once is not taken for checked
+        with pytest.raises((TypeError, ValueError), match="step: .*" + text):
+            optimizer.step()
+
+
+def _scheduled(lrs: list[Any]) -> str:
+    model, optimizer = sharded(2)
+    lr = torch.tensor(0.0) if lrs[0] == "in place" else None
+    for step, value in enumerate(lrs[-3:]):
+        optimizer.param_groups[0]["lr"] = value if lr is None else lr.fill_(value)
+        stepped(model, optimizer, step, 0)
+    return hash_of_training(model, optimizer)
+
+
+def test_a_step_uses_the_options_that_it_finds() -> None:
+    lrs = [0.25, 0.25, 0.5]  # float32 has them
+    assert _scheduled(["in place", *lrs]) == _scheduled(lrs) != _scheduled([0.25] * 3)
 
 
 def _on_rank_1(rank: int, world_size: int, changes: list[str], stage: int) -> list[str]:

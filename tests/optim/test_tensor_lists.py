@@ -218,7 +218,7 @@ class Elsewhere(torch.nn.Parameter):
 @pytest.mark.parametrize("make", [FusedAdam, CPUAdam])
 def test_a_parameter_that_moved_to_another_device(make, monkeypatch):
     # torch without CUDA cannot be asked
-    monkeypatch.setattr("shardcore.optim.adam.capturing", lambda device: False)
+    monkeypatch.setattr("shardcore.optim.base.capturing", lambda device: False)
     p = Elsewhere(torch.ones(4))
     optimizer = make([p])
     for _ in range(2):

@@ -28,7 +28,8 @@ def captured(monkeypatch):
     """Every device is being captured once the list has an item."""
     now = []
     monkeypatch.setattr(batch, "capturing", lambda device: bool(now))
-    monkeypatch.setattr("shardcore.optim.adam.capturing", lambda device: bool(now))
+    for module in ("adam", "base"):
+        monkeypatch.setattr(f"shardcore.optim.{module}.capturing", lambda device: bool(now))
     return now
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardcore.engine.units import in_backward
+from shardcore.engine.unshard import in_backward
 from shardcore.optim.clip import by_engine, clip_grad_norm_
 from shardcore.optim.interface import engine_of
 from shardcore.torch_private import graph_task_id, queue_callback
