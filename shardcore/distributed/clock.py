@@ -137,7 +137,7 @@ class _NvtxScope:
         self._scope.__enter__()
         torch.cuda.nvtx.range_push(self._name)  # type: ignore[no-untyped-call]
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error: Any) -> None:
         torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
         self._scope.__exit__(*error)
 

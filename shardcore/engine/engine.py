@@ -28,6 +28,7 @@ from shardcore.engine.device_step import (
 from shardcore.engine.full_tensors import (
     FullTensors,
     Gathered,
+    OwnGrads,
     agree_on_read,
     assemble_rest,
     keys_of,
@@ -39,7 +40,7 @@ from shardcore.engine.plan import BackgroundSave, Membership, Plan, StepCommits
 from shardcore.engine.reducer import Reducer
 from shardcore.engine.split_store import RatioTuner, SplitStore
 from shardcore.engine.states import DeviceStore
-from shardcore.engine.step import Outcomes, OwnGrads, Updater, interrupts_held_back
+from shardcore.engine.step import Outcomes, Updater, interrupts_held_back
 from shardcore.engine.unshard import Unsharder, tensors_in
 from shardcore.optim.group_options import capturing
 from shardcore.optim.interface import EngineRef, Superseded, engine_of

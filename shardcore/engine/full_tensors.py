@@ -6,10 +6,12 @@ asked for.
 
 Small gathers take long to wait for and little else, so what is read one after the other is gathered
 one ahead.
+
+What is clipped apart from a step is not gathered: `OwnGrads` are this rank's parts of gradients.
 """
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -19,9 +21,10 @@ import torch
 from shardcore.distributed.comm import Comm, Traffic, wait_all
 from shardcore.distributed.compare import uneven_backwards
 from shardcore.distributed.everyone import Everyone, raise_both
-from shardcore.engine.bucket import Bucket, Managed
+from shardcore.engine.bucket import Bucket, Lifetimes, Managed, sq_norm_of
 from shardcore.engine.slices import held_by, slice_of
 from shardcore.engine.states import ReadPart
+from shardcore.optim.clip import join, norm_part
 from shardcore.torch_private import storage_id
 
 
@@ -219,6 +222,68 @@ class FullTensors:
                     )
                 )
         return managed.full(full.view(managed.local.shape).to(like.device))
+
+
+class OwnGrads:
+    """This rank's parts of the reduced gradients of some parameters.
+
+    part: the norm of all ranks' parts, those of the model included, see shardcore.optim.norm_part;
+    device: the engine's.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        chosen: Collection[torch.Tensor] | None,
+        norm_type: float | None,
+        comm: Comm,
+        lifetimes: Lifetimes,
+        device: torch.device,
+        edited: Callable[[], None],
+    ) -> None:
+        """Find the gradients of the chosen parameters (None: all), and take their norm, unless
+        norm_type is None. Collective.
+
+        edited: is called when they have other values.
+        """
+        self.device, self._edited = device, edited
+        self._views: dict[Bucket, list[torch.Tensor]] = {}
+        for bucket in buckets:
+            for start, part in bucket.grads() if bucket.reduced else ():
+                for managed, _, view in bucket.owned_views(part, start):
+                    if managed.has_grad and (chosen is None or managed.param in chosen):
+                        self._views.setdefault(bucket, []).append(view)
+        self.part = torch.zeros(2, dtype=torch.float64, device="cpu")
+        if norm_type is not None:
+            self.part = norm_part(
+                [v for bucket, views in self._views.items() if bucket.counted for v in views],
+                norm_type,
+            )
+            if not lifetimes.owns_everything:
+                rows = comm.all_gather_cpu(self.part, Traffic.READ, "a norm")
+                self.part = join([rows[sorted(comm.shard_ranks)]], norm_type)
+            self.part = join([comm.of_parts(self.part, Traffic.READ, "a norm")], norm_type)
+
+    def scale(self, coefficient: float) -> None:
+        """Multiply them."""
+        if coefficient == 1.0:
+            return
+        for bucket, views in self._views.items():
+            torch._foreach_mul_(views, coefficient)
+            bucket.sq_norm = self._sq_norm(bucket)
+        self._edited()
+
+    def clamp(self, limit: float) -> None:
+        """Clip each element to [-limit, limit]. What was not finite goes on to skip the step."""
+        for bucket, views in self._views.items():
+            before = self._sq_norm(bucket) if bucket.sq_norm is None else bucket.sq_norm
+            torch._foreach_clamp_min_(views, -limit)
+            torch._foreach_clamp_max_(views, limit)
+            bucket.sq_norm = torch.where(before.isfinite().all(), self._sq_norm(bucket), before)
+        self._edited()
+
+    def _sq_norm(self, bucket: Bucket) -> torch.Tensor:
+        return sq_norm_of(bucket.own_grads(), self.device)
 
 
 def _name(bucket: Bucket) -> str:

@@ -317,31 +317,6 @@ def update_elements(
         )
 
 
-def update_parts(
-    comm: Comm, labels: Sequence[str | None], steps: Iterator[_C.CopyEvent | None]
-) -> Iterator[None]:
-    """Let a store update one part after the other; yields once for each, in order, when its new
-    weights are copied.
-
-    That is one part behind: the next is updated while they are. labels: of each part's unit, None:
-    of all units. comm: its scopes show the updates.
-    """
-    copied: _C.CopyEvent | None = None
-    for number, label in enumerate(labels):
-        before = copied
-        with comm.scope("shardcore::adam" if label is None else f"shardcore::adam({label})"):
-            copied = next(steps)
-        if before is not None:
-            before.wait()
-        if number:
-            yield
-    # the store ends its step; dropped before, it would wait for copies as after an error
-    next(steps, None)
-    if copied is not None:
-        copied.wait()
-    yield
-
-
 def gather_new_weights(comm: Comm, buckets: Sequence[Bucket]) -> list[Started]:
     """Start to gather the new weights of some buckets of a unit."""
     unit = buckets[0].unit

@@ -9,12 +9,11 @@ import threading
 import warnings
 import weakref
 import zlib
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import chain
-from typing import Any
+from itertools import chain, groupby
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -22,7 +21,7 @@ from shardcore._native import _C
 from shardcore.distributed.comm import Comm, Started, Traffic, wait_all
 from shardcore.distributed.compare import first_difference
 from shardcore.distributed.everyone import Everyone, attempt
-from shardcore.engine.bucket import Bucket, Lifetimes, Managed, sq_norm_of
+from shardcore.engine.bucket import Bucket, Lifetimes, Managed
 from shardcore.engine.device_step import DeviceStep, PendingResult
 from shardcore.engine.loss_scale import LossScaler
 from shardcore.engine.orthogonalize import orthogonalized
@@ -34,10 +33,8 @@ from shardcore.engine.states import (
     gather_new_weights,
     part_of,
     set_weights,
-    update_parts,
 )
 from shardcore.optim.base import Kind
-from shardcore.optim.clip import join, norm_part
 from shardcore.optim.group_options import json_value, read_once
 from shardcore.optim.muon import MuonKind
 from shardcore.optim.tensor_lists import DeviceScale
@@ -45,71 +42,47 @@ from shardcore.optim.tensor_lists import DeviceScale
 logger = logging.getLogger("shardcore")
 
 
-class OwnGrads:
-    """This rank's parts of the reduced gradients of some parameters.
+class _RankRow(NamedTuple):
+    """What a rank sends to the ranks of its part of the model before a step; each field float64.
 
-    part: the norm of all ranks' parts, those of the model included, see shardcore.optim.norm_part;
-    device: the engine's.
+    refuses: it has a problem. terms, order: digests of what has to be the same, and of the order of
+    units. traces: see Updater._traces. squares: its squared norm (high, low); empty where the
+    device gathers these.
     """
 
-    def __init__(
-        self,
-        buckets: Sequence[Bucket],
-        chosen: Collection[torch.Tensor] | None,
-        norm_type: float | None,
-        comm: Comm,
-        lifetimes: Lifetimes,
-        device: torch.device,
-        edited: Callable[[], None],
-    ) -> None:
-        """Find the gradients of the chosen parameters (None: all), and take their norm, unless
-        norm_type is None. Collective.
-
-        edited: is called when they have other values.
-        """
-        self.device, self._edited = device, edited
-        self._views: dict[Bucket, list[torch.Tensor]] = {}
-        for bucket in buckets:
-            for start, part in bucket.grads() if bucket.reduced else ():
-                for managed, _, view in bucket.owned_views(part, start):
-                    if managed.has_grad and (chosen is None or managed.param in chosen):
-                        self._views.setdefault(bucket, []).append(view)
-        self.part = torch.zeros(2, dtype=torch.float64, device="cpu")
-        if norm_type is not None:
-            self.part = norm_part(
-                [v for bucket, views in self._views.items() if bucket.counted for v in views],
-                norm_type,
-            )
-            if not lifetimes.owns_everything:
-                rows = comm.all_gather_cpu(self.part, Traffic.READ, "a norm")
-                self.part = join([rows[sorted(comm.shard_ranks)]], norm_type)
-            self.part = join([comm.of_parts(self.part, Traffic.READ, "a norm")], norm_type)
-
-    def scale(self, coefficient: float) -> None:
-        """Multiply them."""
-        if coefficient == 1.0:
-            return
-        for bucket, views in self._views.items():
-            torch._foreach_mul_(views, coefficient)
-            bucket.sq_norm = self._sq_norm(bucket)
-        self._edited()
-
-    def clamp(self, limit: float) -> None:
-        """Clip each element to [-limit, limit]. What was not finite goes on to skip the step."""
-        for bucket, views in self._views.items():
-            before = self._sq_norm(bucket) if bucket.sq_norm is None else bucket.sq_norm
-            torch._foreach_clamp_min_(views, -limit)
-            torch._foreach_clamp_max_(views, limit)
-            bucket.sq_norm = torch.where(before.isfinite().all(), self._sq_norm(bucket), before)
-        self._edited()
-
-    def _sq_norm(self, bucket: Bucket) -> torch.Tensor:
-        return sq_norm_of(bucket.own_grads(), self.device)
+    refuses: torch.Tensor
+    terms: torch.Tensor
+    order: torch.Tensor
+    traces: torch.Tensor
+    squares: torch.Tensor
 
 
-# What a rank sends before a step: its squared norm (two numbers), whether it refuses, digests of
-# its terms and of its order.
-NORM_ROW_BYTES = 8 * 5
+class _PartRow(NamedTuple):
+    """What a part of the model, which its ranks agree on, sends to the other parts before a step.
+
+    scaling: a digest of how gradients are scaled and clipped. active: some have gradients.
+    """
+
+    refuses: torch.Tensor
+    scaling: torch.Tensor
+    active: torch.Tensor
+    squares: torch.Tensor
+
+
+Row = TypeVar("Row", _RankRow, _PartRow)
+
+
+def _gathered(gather: Callable[[torch.Tensor], torch.Tensor], own: Row) -> Row:
+    """Return all rows, as a matrix for each field, of which `gather` gathers this rank's `own`."""
+    fields = gather(torch.cat(own)).split_with_sizes([field.numel() for field in own], 1)
+    return type(own)(*fields)
+
+
+def _number(value: float) -> torch.Tensor:
+    return torch.tensor([value], dtype=torch.float64, device="cpu")
+
+
+NORM_ROW_BYTES = 8 * 5  # of a _RankRow without traces
 
 
 @dataclass(frozen=True)
@@ -171,6 +144,27 @@ class Outcomes:
         """Count skipped steps in the optimizer; returns how many there are, None if it is gone."""
         optimizer: Any = self._optimizer()
         return None if optimizer is None else int(optimizer._count_skip(new))
+
+
+class _WeightGathers:
+    """The gathers of new weights in one step; those of a unit start at once, when its last bucket
+    is updated.
+
+    works: what gathers the weights of each bucket.
+    """
+
+    def __init__(self, comm: Comm, buckets: Iterable[Bucket]) -> None:
+        """Gather `buckets`, which are updated in this order."""
+        self._comm = comm
+        units = [list(of_unit) for _, of_unit in groupby(buckets, key=lambda bucket: bucket.unit)]
+        self._units = {of_unit[-1]: of_unit for of_unit in units}
+        self.works: dict[Bucket, list[Started]] = {}
+
+    def start(self, updated: Bucket) -> None:
+        """Note that a bucket is updated, or never will be."""
+        buckets = self._units.pop(updated, None)
+        if buckets is not None:
+            self.works.update(dict.fromkeys(buckets, gather_new_weights(self._comm, buckets)))
 
 
 class Updater:
@@ -274,41 +268,58 @@ class Updater:
         if not any_grad:
             return None, None
         if self._device_step is not None:
-            updated = list(self._with_grad(active))
-            first: dict[tuple[int | None, int], int] = {}  # of each group and cohort
-            index_of = {
-                m: first.setdefault((m.group, m.cohort), number) for number, m in enumerate(updated)
-            }
-            # from the CPU if there are none here
-            squares = squares.to(self._device_step.state.words.device)
-            if self.comm.world_size > 1:
-                squares = self.comm.gather_rows(_C.sq_norm_add(squares), Traffic.STEP, "a step")
-            if self.comm.across:
-                squares = self.comm.of_parts(_C.sq_norm_add(squares), Traffic.STEP, "a step")
-            with self._after_agreement():
-                scalars, outcome = self._device_step.decide(
-                    squares, updated, self._read, grad_scale, max_norm
-                )
-                return outcome, StepPlan(
-                    self._spans_of(active, index_of), scalars, updated, same_order
-                ) if active else None
+            return self._decide_on_device(
+                self._device_step, active, squares, grad_scale, max_norm, same_order
+            )
         assert isinstance(grad_scale, float)
         norm = _C.norm_from_sq(_C.sq_norm_add(squares))
         scale = _C.clipped_scale(grad_scale, norm, math.inf if max_norm is None else max_norm)
         norm *= abs(grad_scale)
         if scale is None or not active:
             return norm, None
-        updated, hypers = list(self._with_grad(active)), list[Any]()
-        first = {}
+        updated = list(self._with_grad(active))
         with self._after_agreement():
+            hypers: list[Any] = []
+            index_of: dict[Managed, int] = {}
+            made: dict[tuple[int, int], int] = {}  # by group and step
             for managed in updated:
                 assert managed.group is not None
-                if (managed.group, managed.step) not in first:
-                    first[managed.group, managed.step] = len(hypers)
+                if (managed.group, managed.step) not in made:
+                    made[managed.group, managed.step] = len(hypers)
                     make = self._hypers[managed.group]
                     hypers.append(make(step=managed.step + 1, grad_scale=scale))
-            index_of = {managed: first[managed.group, managed.step] for managed in updated}
+                index_of[managed] = made[managed.group, managed.step]
             return norm, StepPlan(self._spans_of(active, index_of), hypers, updated, same_order)
+
+    def _decide_on_device(
+        self,
+        device_step: DeviceStep,
+        active: Sequence[Bucket],
+        squares: torch.Tensor,
+        grad_scale: float | DeviceScale,
+        max_norm: float | None,
+        same_order: bool,
+    ) -> tuple[PendingResult | None, StepPlan | None]:
+        """See `decide`. squares: of this rank's buckets."""
+        updated = list(self._with_grad(active))
+        first: dict[tuple[int | None, int], int] = {}  # of each group and cohort
+        index_of = {
+            m: first.setdefault((m.group, m.cohort), number) for number, m in enumerate(updated)
+        }
+        # from the CPU if there are none here
+        squares = squares.to(device_step.state.words.device)
+        if self.comm.world_size > 1:
+            squares = self.comm.gather_rows(_C.sq_norm_add(squares), Traffic.STEP, "a step")
+        if self.comm.across:
+            squares = self.comm.of_parts(_C.sq_norm_add(squares), Traffic.STEP, "a step")
+        with self._after_agreement():
+            scalars, outcome = device_step.decide(
+                squares, updated, self._read, grad_scale, max_norm
+            )
+            if not active:
+                return outcome, None
+            spans = self._spans_of(active, index_of)
+            return outcome, StepPlan(spans, scalars, updated, same_order)
 
     @torch.no_grad()
     def apply(self, plan: StepPlan, wait: bool = True) -> dict[Bucket, list[Started]]:
@@ -317,42 +328,60 @@ class Updater:
 
         Returns what gathers the new weights of each bucket, unless it is waited for here.
         """
-        runs = [[bucket] for bucket in plan.spans] if self._alone else [list(plan.spans)]
-        left = deque(plan.spans if self._gathers else ())
-        # of a unit that has more of them: all of its buckets are gathered at once
-        updated: list[Bucket] = []
-        works: dict[Bucket, list[Started]] = {}
-
-        def gather_next() -> None:
-            updated.append(left.popleft())
-            if left and left[0].unit == updated[0].unit:
-                return
-            buckets = updated.copy()
-            updated.clear()
-            works.update(dict.fromkeys(buckets, gather_new_weights(self.comm, buckets)))
-
+        gathers = _WeightGathers(self.comm, plan.spans if self._gathers else ())
         with self.comm.clock.part(None if self.store.tier == "device" else "exposed_offload"):
+            runs = [[bucket] for bucket in plan.spans] if self._alone else [[*plan.spans]]
             for run in runs:
-                parts = [plan.spans[bucket] for bucket in run]
-                labels: list[str | None] = [bucket.label for bucket in run]
-                if self._at_once:
-                    parts, labels = [[span for part in parts for span in part]], [None]
                 try:
                     with self._prepared(plan, run[0]):
-                        steps = self.store.steps(parts, plan.hypers)
-                        for _ in update_parts(self.comm, labels, steps):
-                            if left:
-                                gather_next()
+                        if self._at_once:
+                            self._update_at_once(run, plan)
+                        else:
+                            self._update_in_turn(run, plan, gathers)
                 except Exception as error:
                     self._failure = self._failure or error
                 # after an error other ranks wait for them; at the next step this one refuses
-                while left and left[0] in run:
-                    gather_next()
+                for bucket in run:
+                    gathers.start(bucket)
+        works = gathers.works
         if wait or self._failure is not None:
             with self.comm.clock.part("exposed_gather" if works else None):
                 wait_all(chain.from_iterable(works.values()))
         self.raise_failure()
         return works
+
+    def _update_at_once(self, buckets: Sequence[Bucket], plan: StepPlan) -> None:
+        """Update buckets by one call of the kernel: nothing of them travels beside it."""
+        spans = [span for bucket in buckets for span in plan.spans[bucket]]
+        steps = self.store.steps([spans], plan.hypers)
+        with self.comm.scope("shardcore::adam"):
+            copied = next(steps)
+        next(
+            steps, None
+        )  # the store ends its step; dropped before, it would wait as after an error
+        if copied is not None:
+            copied.wait()
+
+    def _update_in_turn(
+        self, buckets: Sequence[Bucket], plan: StepPlan, gathers: "_WeightGathers"
+    ) -> None:
+        """Update one bucket after the other. While the next one is updated, the new weights of each
+        are copied, and then gathered.
+        """
+        steps = self.store.steps([plan.spans[bucket] for bucket in buckets], plan.hypers)
+        before: Bucket | None = None
+        copied: _C.CopyEvent | None = None  # of the new weights of `before`
+        for bucket in buckets:
+            with self.comm.scope(f"shardcore::adam({bucket.label})"):
+                copying = next(steps)
+            if before is not None:
+                if copied is not None:
+                    copied.wait()
+                gathers.start(before)
+            before, copied = bucket, copying
+        next(steps, None)  # as above
+        if copied is not None:
+            copied.wait()
 
     def _prepared(self, plan: StepPlan, bucket: Bucket) -> AbstractContextManager[None]:
         """Let the bucket's gradient be what the kind of optimizer updates with, inside the
@@ -459,30 +488,37 @@ class Updater:
         traces: list[torch.Tensor] = []
         if self.compares_slices:
             attempt(problems, lambda: traces.append(self._traces()))
+        # On the device these are gathered there, and nothing waits for them.
+        on_host = self._device_step is None
+        nothing = torch.zeros(0, dtype=torch.float64, device="cpu")
+        if self.compares_slices and not traces:
+            traces.append(torch.zeros(2 * len(self._whole()), dtype=torch.float64, device="cpu"))
         digest = zlib.crc32("\n".join(compared).encode())
-        head = torch.tensor([bool(problems), digest, order], dtype=torch.float64, device="cpu")
-        if self.compares_slices:
-            none = torch.zeros(2 * len(self._whole()), dtype=torch.float64, device="cpu")
-            head = torch.cat([head, *(traces or [none])])
-        if self._device_step is not None:
-            rows = self.comm.all_gather_cpu(head, Traffic.STEP, "a step")
-        else:
-            rows = self.comm.all_gather_cpu(torch.cat([head, squares]), Traffic.STEP, "a step")
-            squares = rows[:, len(head) :].contiguous()
-        unlike = self._unlike(rows[:, 3 : len(head)]) if self.compares_slices else ""
+        own = _RankRow(
+            refuses=_number(bool(problems)),
+            terms=_number(digest),
+            order=_number(order),
+            traces=traces[0] if traces else nothing,
+            squares=squares if on_host else nothing,
+        )
+        ranks = _gathered(lambda row: self.comm.all_gather_cpu(row, Traffic.STEP, "a step"), own)
+        if on_host:
+            squares = ranks.squares.contiguous()
+        unlike = self._unlike(ranks.traces) if self.compares_slices else ""
+        differ = bool((ranks.terms != digest).any())
         scaling = zlib.crc32(
             f"{terms['grad_scale']} {terms['max_norm']} {terms['loss_scale']}".encode()
         )
-        refused = bool(rows[:, 0].any()) or bool((rows[:, 1] != digest).any())
-        own = torch.tensor([refused, scaling, bool(active)], dtype=torch.float64, device="cpu")
-        if self._device_step is not None:
-            parts = self.comm.of_parts(own, Traffic.STEP, "a step")
-        else:
-            parts = self.comm.of_parts(
-                torch.cat([own, _C.sq_norm_add(squares)]), Traffic.STEP, "a step"
-            )
-            squares = parts[:, 3:].contiguous()
-        if bool(parts[:, 0].any()):
+        own_part = _PartRow(
+            refuses=_number(bool(ranks.refuses.any()) or differ),
+            scaling=_number(scaling),
+            active=_number(bool(active)),
+            squares=_C.sq_norm_add(squares) if on_host else nothing,
+        )
+        parts = _gathered(lambda row: self.comm.of_parts(row, Traffic.STEP, "a step"), own_part)
+        if on_host:
+            squares = parts.squares.contiguous()
+        if bool(parts.refuses.any()):
             found = Everyone(self.comm, self.comm.across).first_problem(
                 problems[0] if problems else None
             )
@@ -490,12 +526,12 @@ class Updater:
             if problems:
                 del problems[1:]
                 raise problems.pop()
-            if rows[:, 0].any():
-                refusing = rows[:, 0].nonzero().flatten().tolist()
+            if ranks.refuses.any():
+                refusing = ranks.refuses.flatten().nonzero().flatten().tolist()
                 raise ValueError(
                     f"step: rank {refusing[0]} refused the step, so no rank was updated: {why}"
                 )
-            if (rows[:, 1] != digest).any():
+            if differ:
                 difference = first_difference(self.comm.gather_json(compared))
                 raise ValueError(
                     f"step: ranks disagree: {difference}; expected the same step on every rank "
@@ -504,7 +540,7 @@ class Updater:
             raise ValueError(
                 f"step: another part of the model refused the step, so no rank was updated: {why}"
             )
-        if (parts[:, 1] != scaling).any():
+        if (parts.scaling != scaling).any():
             raise ValueError(
                 "step: the parts of the model disagree on grad_scale, max_norm or loss_scale, "
                 "which are "
@@ -515,7 +551,7 @@ class Updater:
             raise ValueError(unlike)
         self.loaded = ""
         self.forget_changes()
-        return squares, bool((rows[:, 2] == order).all()), bool(parts[:, 2].any())
+        return squares, bool((ranks.order == order).all()), bool(parts.active.any())
 
     def _own_squares(self, active: Sequence[Bucket]) -> torch.Tensor:
         squares = _squares_of(active)
