@@ -6,6 +6,7 @@ is the lifetimes table (`Lifetimes`), the only place where ZeRO stages differ.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import cached_property
 from typing import Protocol
 
@@ -194,6 +195,14 @@ class ReducePolicy:
         return self.reduce_dtype or dtype
 
 
+class GradState(Enum):
+    """Where a bucket's local gradient is on its way from autograd to the reduced shard."""
+
+    COLLECTING = "collecting"  # parameters add to it, in one backward or, unreduced, in several
+    REDUCING = "reducing"  # it was sent
+    REDUCED = "reduced"  # the sum over ranks is in the reduced gradient
+
+
 _NOWHERE = torch.empty(0, device="cpu")
 
 
@@ -354,6 +363,7 @@ class Bucket:
         unsharded weights are the shard.
     counted: whether this rank's norm has it: of what all tensor-parallel ranks have (`repeated`),
     the first of them has it.
+    grad_state: of the local gradient of the last backward; the Reducer changes it, nothing else.
     grad: (owned_numel,), the reduced gradient of the owned range, averaged over ranks; meaningful
     while `reduced`.
     host_grad: (host_numel,), where gradients are offloaded (engine/host_gradients.py); then `grad`
@@ -418,6 +428,7 @@ class Bucket:
         self.resident: dict[torch.dtype, torch.Tensor] = {}
         self.shown: torch.Tensor | None = None
         self.reduced = False
+        self.grad_state = GradState.COLLECTING
         self.sq_norm: torch.Tensor | None = None
 
     @cached_property

@@ -48,6 +48,7 @@ from shardcore.distributed.compare import in_words, uneven_backwards
 from shardcore.engine.bucket import (
     Bucket,
     BufferPool,
+    GradState,
     Lifetimes,
     Managed,
     ReducePolicy,
@@ -419,6 +420,8 @@ class Reducer:
             self.policy.sync_each or (self.backwards + 1) % self.policy.accumulate == 0
         )
         self._missing = {bucket: set(bucket.params) for bucket in self.buckets}
+        for bucket in self.buckets:
+            bucket.grad_state = GradState.COLLECTING
         if self.unsharder is not None:
             self.unsharder.begin_backward()
 
@@ -515,6 +518,7 @@ class Reducer:
                 self._late_params.add(managed)
                 managed.slice_of(self._late_buffer(bucket)).add_(grad)
                 return
+            assert bucket.grad_state is GradState.COLLECTING
             bucket.collect(slot, grad, self._collect_buffer(bucket))
         missing.discard(managed)
         if first and self._reducing:
@@ -645,6 +649,8 @@ class Reducer:
         return self.policy.travels_as(torch.float32 if self._local_sums else bucket.dtype)
 
     def _launch(self, bucket: Bucket, full: torch.Tensor) -> None:
+        assert bucket.grad_state is not GradState.REDUCING
+        bucket.grad_state = GradState.REDUCING
         with self.comm.scope(f"shardcore::reduce({bucket.label})"):
             for sent in self._reduce_scatter.send(bucket, full):
                 self._finish(*sent)
@@ -653,6 +659,8 @@ class Reducer:
         """Sum the last level's parts into the bucket's reduced gradient, averaged and unscaled,
         and take its squared norm.
         """
+        assert bucket.grad_state is GradState.REDUCING
+        bucket.grad_state = GradState.REDUCED
         world = self.comm.world_size
         factor: float | torch.Tensor = 1.0 / self.divisor
         if self.scaler is not None:
@@ -725,6 +733,7 @@ class Reducer:
         self._late.clear()
         self._late_params.clear()
         for bucket in self.buckets:
+            bucket.grad_state = GradState.COLLECTING
             if (wire := bucket.drop_wire()) is not None:
                 self._release_full(bucket, wire)
             if set_to_none:

@@ -13,6 +13,7 @@ ranks may use other parts of it, as of a mixture of experts.
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, TypeAlias
 
 import torch
@@ -255,15 +256,25 @@ def _choose_by_size(
     return rest
 
 
+class UnitState(Enum):
+    """Where the weights of a unit are: in shards, on their way together, or in their Parameters."""
+
+    SHARDED = "sharded"
+    GATHERING = "gathering"
+    UNSHARDED = "unsharded"
+
+
 @dataclass(eq=False)
 class Unit:
     """A unit at run time.
 
+    state: the Unsharder changes it, nothing else.
     stays: it is the root or holds other units, so it stays unsharded through a backward
         (unshard.py, Note [Resharding in backward]).
-    unsharded: its parameters have memory. held: how many `full_params` keep it so. guest: id of the
-        inner module, called on its own, for which alone it is unsharded; 0 for none.
-    gathers: the collectives under way that have not been waited for, None if there are none.
+    held: how many `full_params` keep it unsharded. guest: id of the inner module, called on its
+        own, for which alone it is unsharded; 0 for none.
+    gathers: the collectives that have not been waited for. Those of a held unit bring new weights
+        while it is unsharded.
     kept: this rank's parts, one per bucket, of what a few ranks keep from forward to backward; None
     if nothing is kept.
     calls: how many backwards of it have begun and not ended. incomplete: its buckets whose
@@ -277,8 +288,8 @@ class Unit:
     buckets: list[Bucket]
     stays: bool
     held: int = 0
-    gathers: list[Any] | None = None
-    unsharded: bool = False
+    gathers: list[Any] = field(default_factory=list)
+    state: UnitState = UnitState.SHARDED
     calls: int = 0
     incomplete: set[Bucket] = field(default_factory=set)
     kept: list[torch.Tensor] | None = None

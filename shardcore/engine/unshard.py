@@ -42,7 +42,7 @@ from shardcore._native import _C
 from shardcore.distributed.comm import Comm, Traffic, wait_all
 from shardcore.engine.bucket import Bucket, BufferPool, Managed, closed_message, follow, stream_now
 from shardcore.engine.states import OverlappedStep
-from shardcore.engine.units import Unit
+from shardcore.engine.units import Unit, UnitState
 from shardcore.optim.interface import keep_uncompiled
 from shardcore.torch_private import (
     base_of,
@@ -342,7 +342,8 @@ class Unsharder:
             return
         self._forward.end()
         for unit in self.units:
-            if unit.gathers is not None or (unit.unsharded and not torch.is_grad_enabled()):
+            unused = unit.state is UnitState.GATHERING
+            if unused or (unit.state is UnitState.UNSHARDED and not torch.is_grad_enabled()):
                 self._reshard(unit)
 
     def before_hooks(self, index: int, *given: Any) -> None:
@@ -417,7 +418,7 @@ class Unsharder:
         (`model.lm_head(x)`).
         """
         unit = self.units[index]
-        if not unit.unsharded:
+        if unit.state is not UnitState.UNSHARDED:
             unit.guest, unit.began = id(part), next_sequence_nr()
             self._use(unit)
 
@@ -450,7 +451,7 @@ class Unsharder:
 
     def _end_call(self, unit: Unit, only_if_complete: bool = False) -> None:
         unit.calls = max(0, unit.calls - 1)
-        here = unit.unsharded or unit.gathers is not None
+        here = unit.state is not UnitState.SHARDED
         if unit.calls == 0 and here and not (only_if_complete and unit.incomplete):
             self._reshard(unit)
 
@@ -463,13 +464,13 @@ class Unsharder:
 
     def __del__(self) -> None:
         """Leave with the group what a forward that failed has started."""
-        self._lost += [unit.gathers for unit in self.units if unit.gathers is not None]
+        self._lost += [unit.gathers for unit in self.units if unit.gathers]
 
     def _start(self, unit: Unit) -> None:
         """Start to gather a unit. Waits for its update: by how fast Adam is, ranks would start
         collectives in other orders.
         """
-        if unit.unsharded or unit.gathers is not None:
+        if unit.state is not UnitState.SHARDED:
             return
         if self.overlap_step is not None:
             self.overlap_step.wait_for(unit.buckets)
@@ -479,7 +480,7 @@ class Unsharder:
         """Begin to read the shards of a unit that are in files, unless they are still being
         updated.
         """
-        if unit.unsharded or unit.gathers is not None or unit.kept:
+        if unit.state is not UnitState.SHARDED or unit.kept:
             return
         if self.overlap_step is not None and self.overlap_step.updates(unit.buckets):
             return
@@ -492,8 +493,10 @@ class Unsharder:
         with self.comm.scope(f"shardcore::gather({unit.buckets[0].label})"):
             try:
                 unit.gathers = self._bring(unit)
+                if unit.state is UnitState.SHARDED:  # else a held one gets new weights
+                    unit.state = UnitState.GATHERING
             except BaseException:
-                unit.gathers, unit.kept = [], None
+                unit.kept = None
                 self._lose(unit)  # or the next use would take what is there for the weights
                 raise
 
@@ -523,7 +526,7 @@ class Unsharder:
 
     def _wait(self, unit: Unit) -> None:
         """Wait for what gathers a unit, if anything; can be interrupted, and done again until
-        its `gathers` are None.
+        its `gathers` are empty.
         """
         try:
             if unit.gathers:
@@ -532,15 +535,16 @@ class Unsharder:
         except Exception:
             self._lose(unit)
             raise
-        unit.gathers = None
+        unit.gathers = []
 
     def _lose(self, unit: Unit) -> None:
         """Abandon what is being gathered; its memory is kept, as the gather may still write to
         it.
         """
-        if unit.gathers is not None:
-            self._lost.append((unit.gathers, [bucket.release() for bucket in unit.buckets]))
-            unit.gathers = None
+        self._lost.append((unit.gathers, [bucket.release() for bucket in unit.buckets]))
+        unit.gathers = []
+        if unit.state is UnitState.GATHERING:
+            unit.state = UnitState.SHARDED
 
     def _swap_memory(
         self, bucket: Bucket, op: str, call: Callable[..., None], *arguments: Any
@@ -554,11 +558,12 @@ class Unsharder:
 
     def _unshard(self, unit: Unit) -> None:
         self._start(unit)
-        if not unit.unsharded:
+        if unit.state is not UnitState.UNSHARDED:
+            assert unit.state is UnitState.GATHERING
             self._wait(unit)
             for bucket in unit.buckets:
                 self._swap_memory(bucket, "unsharding", bucket.to_unsharded)
-            unit.unsharded = True
+            unit.state = UnitState.UNSHARDED
         stream = stream_now(self._device)
         if stream is not None and stream not in unit.streams:  # see Note [Several streams]
             follow(next(iter(unit.streams), None), self._device)
@@ -578,7 +583,7 @@ class Unsharder:
             return
         if (
             keep
-            and unit.unsharded
+            and unit.state is UnitState.UNSHARDED
             and unit.kept is None
             and len(self._keepers) > 1
             and len(self.comm.shard_ranks) > 1
@@ -586,7 +591,8 @@ class Unsharder:
             self._keep_part(unit)
         self._wait(unit)
         for bucket in unit.buckets:
-            if unit.unsharded and any(managed.edited for managed in bucket.params):
+            whole = unit.state is UnitState.UNSHARDED
+            if whole and any(managed.edited for managed in bucket.params):
                 bucket.take_edits()
         self._withdraw(unit)
         for bucket in unit.buckets:
@@ -597,8 +603,8 @@ class Unsharder:
     def _withdraw(self, unit: Unit) -> None:
         unit.streams.clear()
         # first: what an interrupt leaves here is unsharded anew
-        unsharded, unit.unsharded = unit.unsharded, False
-        for bucket in unit.buckets if unsharded else ():
+        before, unit.state = unit.state, UnitState.SHARDED
+        for bucket in unit.buckets if before is UnitState.UNSHARDED else ():
             self._swap_memory(bucket, "resharding", bucket.to_sharded)
 
     def reshard_all(self) -> None:
@@ -610,7 +616,7 @@ class Unsharder:
             if unit.held:
                 for bucket in unit.buckets:
                     bucket.take_edits()
-            elif unit.unsharded or unit.gathers is not None:
+            elif unit.state is not UnitState.SHARDED:
                 self._reshard(unit)
             for part in unit.kept or []:
                 self.pool.give(part)
@@ -635,13 +641,14 @@ class Unsharder:
             # context
             for unit in held:
                 self._withdraw(unit)
-                unit.gathers = unit.gathers or []
                 self._lose(unit)
             raise
 
     def is_unsharded(self, param: nn.Parameter) -> bool:
         """Whether the weights of a parameter can be read now; True for what is never sharded."""
-        return param not in self._slot_of or self._slot_of[param][0].unsharded
+        if param not in self._slot_of:
+            return True
+        return self._slot_of[param][0].state is UnitState.UNSHARDED
 
     def is_held(self, param: nn.Parameter) -> bool:
         """Whether `full_params` keeps a parameter unsharded."""
@@ -693,7 +700,7 @@ class Unsharder:
                 raise problem
         except Exception:
             for unit in chosen:  # gathers that are not used now: free their memory
-                if unit.gathers is not None and not self.comm.broken:
+                if unit.state is UnitState.GATHERING and not self.comm.broken:
                     with suppress(Exception):  # the first error is raised
                         self._reshard(unit)
             raise
@@ -723,9 +730,9 @@ class Unsharder:
         """
         chosen = [self._slot_of[param] for param in params if param in self._slot_of]
         for unit, bucket, managed in chosen:
-            if unit.gathers is not None:
+            if unit.state is UnitState.GATHERING:
                 self._reshard(unit)
-            if unit.unsharded:
+            if unit.state is UnitState.UNSHARDED:
                 continue
             memory = torch.empty_like(managed.local).detach().view(-1)
             self._swap_memory(bucket, "load_state_dict", _C.lend, [managed.local], memory, [0])

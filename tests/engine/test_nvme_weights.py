@@ -17,6 +17,7 @@ from shardcore._native import _C
 from shardcore.engine import nvme_states
 from shardcore.engine.engine import engine_behind
 from shardcore.engine.nvme_weights import NvmeWeights
+from shardcore.engine.units import UnitState
 from shardcore.estimate import predict
 from tests.support.choice import few
 from tests.support.models import (
@@ -310,7 +311,7 @@ def test_units_are_gathered_as_far_ahead_as_prefetch_says(
 
     def look(*_: Any) -> None:
         nonlocal most
-        most = max(most, sum(unit.gathers is not None or unit.unsharded for unit in units[1:]))
+        most = max(most, sum(unit.state is not UnitState.SHARDED for unit in units[1:]))
 
     model.blocks[1].down.register_forward_pre_hook(look)
     loss_of(model, batch_of(9, 0, 0))

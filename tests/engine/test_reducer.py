@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import shardcore
+from shardcore.engine.bucket import GradState
 from tests.support.models import (
     Block,
     Branch,
@@ -42,6 +43,20 @@ def test_gradients_with_graphs_are_added_locally_like_others(stage: int) -> None
         return hash_of_training(model, optimizer)
 
     assert trained(create_graph=True) == trained(create_graph=False)
+
+
+def test_a_bucket_is_reduced_once_a_backward() -> None:
+    model, optimizer, _ = train(0, Run(steps=1))
+    buckets = model._shardcore_engine.reducer.buckets
+    loss = loss_of(model, batch_of(1, 0, 0))
+    with shardcore.no_sync(model):
+        loss.backward(retain_graph=True)
+    assert {bucket.grad_state for bucket in buckets} == {GradState.COLLECTING}
+    loss.backward()
+    assert {bucket.grad_state for bucket in buckets} == {GradState.REDUCED}
+    buckets[0].grad_state = GradState.REDUCING
+    with pytest.raises(AssertionError):  # it is on its way
+        optimizer._engine.reducer._launch(buckets[0], torch.zeros(0))
 
 
 def _accumulated(rank: int, world_size: int, declared: int, use_no_sync: bool) -> str:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import shardcore
+from shardcore.engine.units import UnitState
 from shardcore.engine.unshard import Unsharder
 from tests.support.models import (
     Net,
@@ -84,9 +85,26 @@ def test_evaluation_leaves_nothing_whole(log: list[str]) -> None:
         with torch.no_grad():
             model(torch.ones(2, 10))
         assert not any(
-            unit.unsharded or unit.gathers is not None
-            for unit in model._shardcore_engine.unsharder.units
+            unit.state is not UnitState.SHARDED for unit in model._shardcore_engine.unsharder.units
         )
+
+
+def test_a_unit_is_sharded_gathering_or_unsharded() -> None:
+    model, _, _ = train(0, Run(stage=3, steps=2))
+    unsharder = model._shardcore_engine.unsharder
+    unit = unsharder.units[1]
+    seen = [unit.state]
+    unsharder._start(unit)
+    seen.append(unit.state)
+    unsharder._unshard(unit)
+    seen.append(unit.state)
+    unsharder.reshard_all()
+    assert [*seen, unit.state] == [
+        UnitState.SHARDED,
+        UnitState.GATHERING,
+        UnitState.UNSHARDED,
+        UnitState.SHARDED,
+    ]
 
 
 def test_another_order_is_learned_anew(log: list[str]) -> None:
@@ -252,7 +270,10 @@ def _full_params_fails_on_its_way(model: Any) -> None:
 def test_full_params_that_fails_on_its_way_holds_nothing() -> None:
     model, optimizer, _ = train(0, Run(stage=3, steps=1))
     _full_params_fails_on_its_way(model)
-    assert not any(unit.unsharded or unit.held for unit in model._shardcore_engine.unsharder.units)
+    assert not any(
+        unit.state is UnitState.UNSHARDED or unit.held
+        for unit in model._shardcore_engine.unsharder.units
+    )
     for step in range(1, 3):
         stepped(model, optimizer, 0, step)
     assert hash_of_training(model, optimizer) == hash_of_training(
@@ -278,7 +299,7 @@ def _load_after(rank: int, world_size: int, how: str) -> tuple[list[str], int, i
         weights._start(weights.units[2])
     else:
         _full_params_fails_on_its_way(model)
-        assert all(unit.gathers is None for unit in weights.units)
+        assert all(not unit.gathers for unit in weights.units)
     pool = weights.pool.allocated_bytes
     shardcore.load_sharded_state_dict(model, shards)
     state = model.state_dict()

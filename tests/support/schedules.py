@@ -13,6 +13,7 @@ from torch import nn
 
 from shardcore.engine.cpu_store import CpuStore
 from shardcore.engine.overlap_step import OverlapStep
+from shardcore.engine.units import UnitState
 from shardcore.engine.unshard import Unsharder
 from tests.support.models import Run, train
 
@@ -101,14 +102,14 @@ def recording() -> Iterator[list[str]]:
     start, close = Unsharder._start, Unsharder._reshard
 
     def logged_start(weights: Unsharder, unit: Any) -> None:
-        if not unit.unsharded and unit.gathers is None:
+        if unit.state is UnitState.SHARDED:
             events.append(f"+{unit.name or 'root'}")
         start(weights, unit)
 
     def logged_close(weights: Unsharder, unit: Any, keep: bool = False) -> None:
-        was = unit.unsharded or unit.gathers is not None
+        was = unit.state is not UnitState.SHARDED
         close(weights, unit, keep)
-        if was and not unit.unsharded:
+        if was and unit.state is not UnitState.UNSHARDED:
             events.append(f"-{unit.name or 'root'}")
 
     with pytest.MonkeyPatch.context() as patch:
