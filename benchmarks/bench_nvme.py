@@ -48,7 +48,7 @@ from benchmarks import harness, suite
 from benchmarks.bench_io import Fio
 from examples.arguments import positive
 from shardcore.engine.engine import engine_behind
-from shardcore.engine.nvme_states import CHUNK_NUMEL
+from shardcore.offload.nvme_states import CHUNK_NUMEL
 
 STATES_WIDTH, WEIGHTS_WIDTH = 1024, 2048
 STEPS = 3  # in a row, of which each case's time is the mean

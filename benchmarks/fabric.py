@@ -28,8 +28,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import shardcore
 from shardcore.distributed import comm as comm_module
 from shardcore.distributed.comm import Comm
-from shardcore.engine import engine as engine_module
 from shardcore.engine.states import DeviceStore
+from shardcore.offload import overlap_step
 
 # that a step moves per parameter: masters and moments read and written, gradients, weights
 ADAM_BYTES = 30
@@ -218,7 +218,7 @@ class Fabric:
             mock.patch.object(dist, "irecv", receive),
             mock.patch.object(dist, "isend", send),
             mock.patch.object(DeviceStore, "step", timed_step),
-            mock.patch.object(engine_module, "uses_worker", return_value=False),
+            mock.patch.object(overlap_step, "uses_worker", return_value=False),
         ]
         try:
             for patch in patches:

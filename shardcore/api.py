@@ -25,33 +25,40 @@ from shardcore.distributed.everyone import attempt_together
 from shardcore.distributed.groups import own_gpu, use_own_gpu
 from shardcore.distributed.joining import agree_in_parts, join
 from shardcore.distributed.launchers import ranks_here
-from shardcore.distributed.machine import nodes_of, own_cores, plan_worker, short_of_memory
-from shardcore.engine import build, nvme_weights, relay
+from shardcore.distributed.machine import (
+    WorkerThreads,
+    nodes_of,
+    own_cores,
+    plan_worker,
+    short_of_memory,
+)
+from shardcore.engine import build, relay
 from shardcore.engine import full_params as of_engine
 from shardcore.engine.bucket import LIFETIMES
-from shardcore.engine.cpu_store import (
+from shardcore.engine.engine import Engine, engine_behind
+from shardcore.engine.hooks import attach
+from shardcore.engine.loss_scale import LossScale
+from shardcore.engine.optimizer_state import ShardedStates
+from shardcore.engine.plan import Plan
+from shardcore.engine.regroup import regroup
+from shardcore.engine.slices import refuse_slices, slice_mesh
+from shardcore.engine.states import DeviceStore
+from shardcore.engine.units import UnitPolicy, plan_units
+from shardcore.engine.unshard import keepers_of
+from shardcore.estimate import fit, probe
+from shardcore.estimate.predict import Prediction, predict_rank
+from shardcore.offload import nvme_weights
+from shardcore.offload.cpu_store import (
     CpuStore,
     cpu_store_of,
     host_bytes,
     warn_of_misplaced,
     warn_of_pageable,
 )
-from shardcore.engine.engine import Engine, engine_behind
-from shardcore.engine.hooks import attach
-from shardcore.engine.host_gradients import host_grad_bytes
-from shardcore.engine.loss_scale import LossScale
-from shardcore.engine.nvme_states import NvmeStates, Scratch, StateFiles
-from shardcore.engine.optimizer_state import ShardedStates
-from shardcore.engine.overlap_step import WorkerThreads
-from shardcore.engine.plan import Plan
-from shardcore.engine.regroup import regroup
-from shardcore.engine.slices import refuse_slices, slice_mesh
-from shardcore.engine.split_store import SplitStore, split
-from shardcore.engine.states import DeviceStore
-from shardcore.engine.units import UnitPolicy, plan_units
-from shardcore.engine.unshard import keepers_of
-from shardcore.estimate import fit, probe
-from shardcore.estimate.predict import Prediction, predict_rank
+from shardcore.offload.host_gradients import host_grad_bytes, host_grads_of
+from shardcore.offload.nvme_states import NvmeStates, Scratch, StateFiles
+from shardcore.offload.overlap_step import overlap_step_of
+from shardcore.offload.split_store import SplitStore, ratio_tuner_of, split
 from shardcore.optim import CPUAdam, ShardableOptimizer
 from shardcore.optim.base import refuse_others
 from shardcore.optim.clip import reach_shards
@@ -471,6 +478,9 @@ def _plan(
             scaler,
             options.compared(),
             {spec.name: [name for name, _ in spec.params] for spec in specs},
+            overlap_step_of,
+            host_grads_of,
+            ratio_tuner_of,
         )
         needed = _host_bytes(plan, tiers)
         ranks = {
@@ -609,7 +619,7 @@ def _commit_steps(plan: Plan, files: StateFiles | None) -> None:
 
 def _in_files(plan: Plan) -> NvmeStates:
     store = plan.host.on_cpu if isinstance(plan.host, SplitStore) else plan.host
-    assert store is not None
+    assert isinstance(store, CpuStore)
     assert store.in_files is not None
     return store.in_files
 
@@ -623,7 +633,7 @@ def _allocate(
     comm, options = plan.comm, plan.options
     comm.acquire_group(keepers_of(options["reshard_after_forward"]))
     # collective: other parts may have a worker
-    worker = WorkerThreads(*plan_worker(comm, tiers.cpu_threads, plan.device))
+    worker = plan_worker(comm, tiers.cpu_threads, plan.device)
     plan.threads = (
         worker if options["overlap_step"] or tiers.gradients is not None else WorkerThreads(1)
     )

@@ -21,11 +21,11 @@ import torch
 from shardcore._native import _C, build_record
 from shardcore.checkpoint.consolidate import bytes_of, consolidate
 from shardcore.distributed import machine
-from shardcore.engine import disk
 from shardcore.estimate import estimate_command as estimate
 from shardcore.estimate.fit import columns
 from shardcore.launch import run_command as launch
 from shardcore.metrics import report
+from shardcore.offload import disk
 from shardcore.options import DTYPES
 from shardcore.version import __version__
 

@@ -16,7 +16,7 @@ from torch import nn
 
 import shardcore
 from shardcore import _native
-from shardcore.engine.cpu_store import CpuStore
+from shardcore.offload.cpu_store import CpuStore
 from tests.support.choice import EVERY, part, some
 from tests.support.meta import init, meta
 from tests.support.models import (
@@ -490,7 +490,7 @@ def test_bytes_really_move_through_the_tier() -> None:
 @pytest.mark.parametrize("chunk_numel", [256, 1024])
 def test_chunks_do_not_change_the_bits(chunk_numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = hash_of_training(*train(0, Run())[:2])
-    monkeypatch.setattr("shardcore.engine.cpu_store.CHUNK_NUMEL", chunk_numel)
+    monkeypatch.setattr("shardcore.offload.cpu_store.CHUNK_NUMEL", chunk_numel)
     model, optimizer, _ = train(0, Run(shard={"offload": OFFLOAD}))
     assert hash_of_training(model, optimizer) == expected
 

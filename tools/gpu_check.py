@@ -56,7 +56,7 @@ GPU_TESTS = {
         "tests/checkpoint/test_background.py",
         "tests/checkpoint/test_load.py",
     ],
-    "offload": ["tests/engine/test_cpu_store_cuda.py"],
+    "offload": ["tests/offload/test_cpu_store_cuda.py"],
 }
 INTERRUPT_S = 10  # what a step that ran too long has to write what it has
 # what a step that keeps to a time ({seconds}) has around it: to start, to end what it has begun

@@ -53,8 +53,8 @@ from shardcore.checkpoint.write import Given, Item, manifest_of, write_ranges
 from shardcore.distributed.everyone import attempt_together
 from shardcore.engine.bucket import Bucket
 from shardcore.engine.engine import Engine, engine_behind
-from shardcore.engine.nvme_states import NvmeStates
 from shardcore.engine.states import StepError
+from shardcore.offload.nvme_states import NvmeStates
 
 logger = logging.getLogger("shardcore")
 

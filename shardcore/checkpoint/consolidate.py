@@ -26,9 +26,9 @@ from shardcore.checkpoint.load import open_checkpoint
 from shardcore.checkpoint.save import buffers_of
 from shardcore.checkpoint.source import Source
 from shardcore.distributed.everyone import attempt_together
-from shardcore.engine.disk import file_engine
 from shardcore.engine.engine import Engine, engine_behind
 from shardcore.engine.slices import held_by, slice_of
+from shardcore.offload.disk import file_engine
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PART = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")

@@ -47,9 +47,9 @@ from shardcore.checkpoint import plain
 from shardcore.checkpoint.file_tensors import open_regular
 from shardcore.checkpoint.safetensors import DTYPES
 from shardcore.checkpoint.source import Source, gathered, reporting
-from shardcore.engine.disk import file_engine
 from shardcore.engine.engine import Engine
 from shardcore.layout import BLOCK, Columns, round_up
+from shardcore.offload.disk import file_engine
 from shardcore.optim.state import MAX_STEP
 from shardcore.optim.state_format import SCALES, joined_master
 from shardcore.torch_private import WRAPPERS, is_persistent

@@ -17,7 +17,7 @@ rank: each commits before it sends its part of the norm, which step s + 1 needs.
 the ranks' last commits are one step apart at most, and the newest one that all have is whole
 everywhere. A rank that has a newer one removes its record before any rank goes on.
 
-Note [More directories]. Of several directories (engine/nvme_states.py, Note [Stripes]) the first
+Note [More directories]. Of several directories (offload/nvme_states.py, Note [Stripes]) the first
 one has what is named above. Each other one has two slots as well, 2 and 3 and so on, whose names
 also have the run's, so that runs may share it; the first one has symlinks to them, which `load`
 follows. The record says which chunk lies in which directory.
@@ -55,8 +55,9 @@ from shardcore.checkpoint.file_tensors import open_regular
 from shardcore.checkpoint.save import ranges_of
 from shardcore.checkpoint.write import FIRST_GIVEN, Given, add_range, key_of
 from shardcore.distributed.comm import Comm
-from shardcore.engine.disk import Rates, alignment_of
-from shardcore.engine.nvme_states import (
+from shardcore.layout import BLOCK
+from shardcore.offload.disk import Rates, alignment_of
+from shardcore.offload.nvme_states import (
     Chunk,
     NvmeStates,
     check_directories,
@@ -64,7 +65,6 @@ from shardcore.engine.nvme_states import (
     place,
     places_of,
 )
-from shardcore.layout import BLOCK
 from shardcore.optim.state_format import SCALES
 
 logger = logging.getLogger("shardcore")

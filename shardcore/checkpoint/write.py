@@ -15,7 +15,7 @@ from shardcore._native import _C
 from shardcore.checkpoint import directory
 from shardcore.checkpoint import format as layout
 from shardcore.engine.bucket import Bucket
-from shardcore.engine.disk import file_engine
+from shardcore.offload.disk import file_engine
 from shardcore.version import __version__
 
 

@@ -15,6 +15,7 @@ import os
 import re
 import socket
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -55,11 +56,18 @@ def short_of_memory(comm: Comm, needed: int) -> MemoryError | None:
     )
 
 
-def plan_worker(
-    comm: Comm, threads: int | None, device: torch.device
-) -> tuple[int, tuple[int, ...]]:
-    """Return the number of threads of a worker (`threads` unless None) and the cores that it runs
-    on.
+@dataclass(frozen=True)
+class WorkerThreads:
+    """How many threads the kernels of one worker use, and the cores they are bound to; empty:
+    all that the process may use.
+    """
+
+    count: int
+    cores: tuple[int, ...] = ()
+
+
+def plan_worker(comm: Comm, threads: int | None, device: torch.device) -> WorkerThreads:
+    """Return the threads of a worker (`threads` unless None) and the cores that it runs on.
 
     Collective (all parts). device: of this rank.
     """
@@ -71,7 +79,7 @@ def plan_worker(
     )
     index = neighbors.index(own)
     count = worker_threads(of_ranks, index, quota()) if threads is None else threads
-    return count, tuple(worker_cores(of_ranks, index, count))
+    return WorkerThreads(count, tuple(worker_cores(of_ranks, index, count)))
 
 
 def _of_model(comm: Comm, value: Any) -> tuple[int, list[Any]]:

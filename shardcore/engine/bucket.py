@@ -327,7 +327,7 @@ def closed_message(name: str, unit: str) -> str:
 
 
 class WeightFiles(Protocol):
-    """Shards of weights in files (engine/nvme_weights.py)."""
+    """Shards of weights in files (offload/nvme_weights.py)."""
 
     def values(self, bucket: "Bucket", start: int, numel: int) -> torch.Tensor:
         """Copy elements [start, start + numel) of a shard into host memory."""
@@ -356,7 +356,7 @@ class Bucket:
     weight_tier: where that memory lies; tier: the only way to it where that is the host, or to
     `files`, else None.
     device_numel: how many elements of the owned range, its first ones, the device updates
-        (engine/split_store.py); the CPU updates the other `host_numel`, whose states are in host
+        (offload/split_store.py); the CPU updates the other `host_numel`, whose states are in host
         memory.
     changed: the owned weights have edits that their masters do not have yet; perhaps through
         `p.data`, which no version counter shows. Not known of weights in files, nor where the
@@ -366,7 +366,7 @@ class Bucket:
     grad_state: of the local gradient of the last backward; the Reducer changes it, nothing else.
     grad: (owned_numel,), the reduced gradient of the owned range, averaged over ranks; meaningful
     while `reduced`.
-    host_grad: (host_numel,), where gradients are offloaded (engine/host_gradients.py); then `grad`
+    host_grad: (host_numel,), where gradients are offloaded (offload/host_gradients.py); then `grad`
     has `device_numel`.
     arrival: the copy that brings `host_grad`; None once it is known to be there.
     sq_norm: its squared norm (high, low) over this rank's shard; None: that of `grad` as it is, not

@@ -33,12 +33,9 @@ from shardcore.engine.full_tensors import (
     assemble_rest,
     keys_of,
 )
-from shardcore.engine.host_gradients import GradOffload, HostGrads
 from shardcore.engine.optimizer_state import OptimizerStateIO
-from shardcore.engine.overlap_step import OverlapStep, uses_worker
 from shardcore.engine.plan import BackgroundSave, Membership, Plan, StepCommits
 from shardcore.engine.reducer import Reducer
-from shardcore.engine.split_store import RatioTuner, SplitStore
 from shardcore.engine.states import DeviceStore
 from shardcore.engine.step import Outcomes, Updater, interrupts_held_back
 from shardcore.engine.unshard import Unsharder, tensors_in
@@ -62,42 +59,19 @@ class Engine:
         self.buckets, self.unmanaged, self.store = list(plan.buckets), plan.frozen, plan.store
         self.scaler, self.options = plan.scaler, plan.options
         self.max_norm: float | None = self.options["clip_grad_norm"]
-        overlaps, tiers = self.options["overlap_step"], self.options["offload"]
         # both keep the engine
         self._model, self._optimizer = weakref.ref(plan.model), weakref.ref(plan.optimizer)
         groups = self.groups = plan.optimizer.param_groups
         # None: steps are complete when they return, or in the order of the device's stream, and
         # nothing is gathered after them
-        self.overlap_step: OverlapStep | None = None
-        works = uses_worker(self.device, self.store)
-        if overlaps and (
-            works or (self.lifetimes.gathers_new_weights and len(self.comm.shard_ranks) > 1)
-        ):
-            self.overlap_step = OverlapStep(
-                plan.model,
-                plan.units,
-                self.store,
-                self.comm,
-                self.lifetimes,
-                self.device,
-                plan.threads if works else None,
-                groups,
-            )
+        self.overlap_step = plan.make_overlap_step(plan)
         self.unsharder: Unsharder | None = None  # None: weights are never sharded
         if not self.lifetimes.full_weight_resident:
             keeps, prefetch = self.options["reshard_after_forward"], self.options["prefetch"]
             self.unsharder = Unsharder(
                 plan.units, self.comm, self.device, keeps, prefetch, self.overlap_step
             )
-        make_host_grads = None
-        if plan.host is not None and tiers.gradients is not None:
-            grad_offload = GradOffload(plan.host.copies, plan.updated, plan.threads)
-            make_host_grads = partial(HostGrads, grad_offload)
-        self.ratio_tuner: RatioTuner | None = None
-        if isinstance(plan.host, SplitStore) and tiers.auto:
-            self.ratio_tuner = RatioTuner(
-                self.comm, self.device, plan.host, tiers.device_memory_limit, overlaps
-            )
+        self.ratio_tuner = plan.make_ratio_tuner(plan)
         self.reducer = Reducer(
             [bucket for bucket in self.buckets if bucket.trainable],
             self.comm,
@@ -107,7 +81,7 @@ class Engine:
             self.unsharder,
             self.scaler,
             self.overlap_step,
-            make_host_grads,
+            plan.make_host_grads(plan),
         )
         self.bucket_of: dict[nn.Parameter, Bucket] = {
             m.param: b for b in self.buckets for m in b.params
@@ -124,7 +98,7 @@ class Engine:
         self.device_step: DeviceStep | None = None
         self.device_outcomes: DeviceOutcomes | None = None
         capturable, kind = any(group.get("capturable") for group in groups), plan.optimizer.kind
-        late = works and overlaps
+        late = self.overlap_step is not None and self.overlap_step.has_worker
         if kind.on_device and decides_on_device(
             self.device, self.store.tier, self.comm, late, capturable
         ):
@@ -459,7 +433,7 @@ class Engine:
         let_in: Callable[[], None],
     ) -> None:
         """See `step`. let_in: raises what an interrupt has raised so far."""
-        # Before anything is sent: see engine/overlap_step.py, Note [Who gathers].
+        # Before anything is sent: see offload/overlap_step.py, Note [Who gathers].
         attempt(problems, self.reducer.settle, self.synchronize)
         attempt(
             problems,
@@ -617,8 +591,7 @@ class Engine:
     @property
     def _on_device(self) -> DeviceStore | None:
         """What keeps states on the device, if any are there."""
-        store = self.store.on_device if isinstance(self.store, SplitStore) else self.store
-        return store if isinstance(store, DeviceStore) else None
+        return self.store.on_device
 
     def offload_states(self, states: bool, buffers: bool, pin_memory: bool) -> None:
         """Move the device's states to host memory, and free the buffers of gradients and of

@@ -3,24 +3,26 @@ for the engine.
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import nn
 
 from shardcore.distributed.comm import Comm
+from shardcore.distributed.machine import WorkerThreads
 from shardcore.engine.bucket import Bucket, ReducePolicy
 from shardcore.engine.build import Builder
-from shardcore.engine.cpu_store import CpuStore
 from shardcore.engine.loss_scale import LossScaler
-from shardcore.engine.overlap_step import WorkerThreads
-from shardcore.engine.split_store import SplitStore
-from shardcore.engine.states import StateStore
+from shardcore.engine.reduce_scatter import ReduceScatter
+from shardcore.engine.reducer import HostGradients
+from shardcore.engine.states import HostStore, OverlappedStep, StateStore
 from shardcore.engine.units import Unit
 from shardcore.optim import ShardableOptimizer
+
+MakeHostGrads: TypeAlias = Callable[[ReduceScatter, ReducePolicy, bool], HostGradients]
 
 
 @dataclass
@@ -33,6 +35,8 @@ class Plan:
     all ranks. members: the names of the parameters of each unit.
     host: what offload keeps in host memory, if anything; store: what the step works on. threads: of
     the workers.
+    make_overlap_step, make_host_grads, make_ratio_tuner: make what an option opens (shardcore's
+    offload, which the engine does not import) for a plan, which is filled then; None without it.
     """
 
     model: nn.Module
@@ -45,7 +49,10 @@ class Plan:
     scaler: LossScaler
     options: Mapping[str, Any]
     members: Mapping[str, Sequence[str]]
-    host: CpuStore | SplitStore | None = None
+    make_overlap_step: "Callable[[Plan], OverlappedStep | None]"
+    make_host_grads: "Callable[[Plan], MakeHostGrads | None]"
+    make_ratio_tuner: "Callable[[Plan], RatioTuner | None]"
+    host: HostStore | None = None
     store: StateStore = field(init=False)
     threads: WorkerThreads = field(init=False)
 
@@ -73,6 +80,26 @@ class Plan:
             for name, param in self.model.named_parameters()
             if not self.builder.updates(param)
         ]
+
+
+class RatioTuner(Protocol):
+    """What the engine needs of whatever chooses the share of states that the CPU updates
+    (offload/split_store.py, which has the contracts).
+    """
+
+    chosen: float | None
+    updated: bool
+
+    @property
+    def measures(self) -> bool: ...
+
+    def begin_forward(self) -> None: ...
+
+    def end_forward(self) -> None: ...
+
+    def begin_step(self) -> None: ...
+
+    def resplit(self) -> None: ...
 
 
 class Membership(Protocol):

@@ -14,12 +14,9 @@ from torch import nn
 
 from shardcore.engine.bucket import Bucket, allocate
 from shardcore.engine.build import known_options, together
-from shardcore.engine.cpu_store import CpuStore
 from shardcore.engine.engine import Engine, engine_behind
 from shardcore.engine.hooks import attach_state_dicts
 from shardcore.engine.optimizer_state import ShardedStates
-from shardcore.engine.split_store import split
-from shardcore.engine.states import DeviceStore
 from shardcore.engine.units import Unit, UnitSpec
 from shardcore.optim.group_options import PARAM_DTYPES
 
@@ -222,9 +219,9 @@ def _move(engine: Engine, gone: Sequence[Bucket], made: Sequence[Bucket]) -> Non
         for key, full in zip(["weight", *keys], engine.full_tensors.of_buckets(parts), strict=True):
             for managed in bucket.params:
                 values.setdefault(managed.param, {})[key] = managed.slice_of(full).clone()
-    if plan.host is not None:
-        split([bucket for bucket in made if bucket.group is not None], 1.0)
-    assert isinstance(store, DeviceStore | CpuStore)  # others were refused
+    for bucket in made if plan.host is not None else ():
+        if bucket.group is not None:
+            bucket.device_numel = 0  # the CPU updates all of it: split stores were refused
     store.replace(
         [b for b in gone if b.group is not None], [b for b in made if b.group is not None]
     )

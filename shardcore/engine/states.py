@@ -2,7 +2,7 @@
 
 A store holds, for each bucket, flat tensors of the owned range: exp_avg, exp_avg_sq, max_exp_avg_sq
 (amsgrad) and the master weights, kept as the bucket's `state_format` says. The device store keeps
-them beside the weights; engine/cpu_store.py has the cpu tier. Both pass the same numbers to the
+them beside the weights; offload/cpu_store.py has the cpu tier. Both pass the same numbers to the
 same kernel, so the tier never shows in the bits.
 """
 
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from shardcore._native import _C
-from shardcore.distributed.comm import Comm, Started, Traffic
+from shardcore.distributed.comm import Started
 from shardcore.engine.bucket import Bucket, Managed, allocate, assign
 from shardcore.engine.units import Unit
 from shardcore.optim.elementwise import ElementFormat
@@ -57,10 +57,14 @@ class StateStore(Protocol):
     """What the engine needs of whatever keeps optimizer states.
 
     scratch_bytes: beside the states, what steps work in. weight_scratch_bytes: on the device, what
-    weights of another tier are updated in.
+    weights of another tier are updated in. on_device: what keeps states on the device, if any are
+    there.
     """
 
     tier: str
+
+    @property
+    def on_device(self) -> "DeviceStore | None": ...
 
     @property
     def scratch_bytes(self) -> int: ...
@@ -110,10 +114,22 @@ class StateStore(Protocol):
     def stored(self, bucket: Bucket) -> Iterator[tuple[str, str, int]]:
         """Yield (tier, key, bytes) of each tensor that keeps the bucket's states."""
 
+    def replace(self, gone: Sequence[Bucket], made: Sequence[Bucket]) -> None:
+        """Free the states of some buckets, and keep zero states of others. Not where states are
+        split, or in files.
+        """
+
+
+class HostStore(StateStore, Protocol):
+    """A store with states in host memory. copies: the only way to and from there."""
+
+    @property
+    def copies(self) -> _C.HostTier: ...
+
 
 class OverlappedStep(Protocol):
     """What the engine needs of whatever updates weights after `step` has returned
-    (engine/overlap_step.py, which has the contracts).
+    (offload/overlap_step.py, which has the contracts).
 
     units: those of the model. has_worker: the CPU updates, on a thread of its own.
     """
@@ -209,8 +225,13 @@ class DeviceStore:
     def watch(self, before_change: Callable[[], object] | None) -> None:
         """See StateStore: there are none in host memory."""
 
+    @property
+    def on_device(self) -> "DeviceStore":
+        """See StateStore."""
+        return self
+
     def replace(self, gone: Sequence[Bucket], made: Sequence[Bucket]) -> None:
-        """Free the states of some buckets, and keep zero states of others."""
+        """See StateStore."""
         self._lists.clear()
         for bucket in gone:
             del self._steppers[bucket], self._states[bucket]
@@ -314,16 +335,6 @@ def update_elements(
         here = list(numbers)
         hypers[hyper].update(
             [params[i] for i in here], [grads[i] for i in here], [states[i] for i in here]
-        )
-
-
-def gather_new_weights(comm: Comm, buckets: Sequence[Bucket]) -> list[Started]:
-    """Start to gather the new weights of some buckets of a unit."""
-    unit = buckets[0].unit
-    with comm.scope(f"shardcore::gather({buckets[0].label})"):
-        name = f"the new weights of {unit or 'the root'}"
-        return comm.all_gather(
-            [bucket.weight for bucket in buckets], Traffic.STEP, name, comm.shard_ranks
         )
 
 

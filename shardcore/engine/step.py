@@ -30,7 +30,6 @@ from shardcore.engine.states import (
     Span,
     StateStore,
     StepError,
-    gather_new_weights,
     part_of,
     set_weights,
 )
@@ -144,6 +143,16 @@ class Outcomes:
         """Count skipped steps in the optimizer; returns how many there are, None if it is gone."""
         optimizer: Any = self._optimizer()
         return None if optimizer is None else int(optimizer._count_skip(new))
+
+
+def gather_new_weights(comm: Comm, buckets: Sequence[Bucket]) -> list[Started]:
+    """Start to gather the new weights of some buckets of a unit."""
+    unit = buckets[0].unit
+    with comm.scope(f"shardcore::gather({buckets[0].label})"):
+        name = f"the new weights of {unit or 'the root'}"
+        return comm.all_gather(
+            [bucket.weight for bucket in buckets], Traffic.STEP, name, comm.shard_ranks
+        )
 
 
 class _WeightGathers:

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardcore.engine import disk
 from shardcore.engine.bucket import LIFETIMES
-from shardcore.engine.nvme_states import RATED_TBW
 from shardcore.estimate import fit
 from shardcore.estimate.fit import columns
 from shardcore.estimate.predict import Prediction, predict
+from shardcore.offload import disk
+from shardcore.offload.nvme_states import RATED_TBW
 from shardcore.optim import FusedAdam
 from shardcore.options import CHOICES
 

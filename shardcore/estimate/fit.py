@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from shardcore.engine.split_store import STEPS_OF_ONE
 from shardcore.estimate.predict import Prediction
+from shardcore.offload.split_store import STEPS_OF_ONE
 
 _CPU, _NVME = {"optimizer": "cpu"}, {"optimizer": "nvme", "path": "DIR"}
 _GRADIENTS, _PARAMS = {"gradients": "cpu"}, {"params": "cpu"}

@@ -20,7 +20,7 @@ from torch import nn
 from shardcore.distributed.clock import Clock
 from shardcore.distributed.comm import Comm, Started
 from shardcore.distributed.topology import Topology, topology_of
-from shardcore.engine import build, nvme_weights
+from shardcore.engine import build
 from shardcore.engine.bucket import (
     LIFETIMES,
     Bucket,
@@ -31,17 +31,18 @@ from shardcore.engine.bucket import (
     give_full,
     take_full,
 )
-from shardcore.engine.cpu_store import staging_bytes
-from shardcore.engine.host_gradients import IN_FLIGHT, grad_staging_bytes, host_grad_dtype
 from shardcore.engine.memory_report import MemoryReport, memory_lines
-from shardcore.engine.nvme_states import DiskUse, disk_use
 from shardcore.engine.reduce_scatter import Parts, ReduceScatter
 from shardcore.engine.reducer import use_row_bytes
-from shardcore.engine.split_store import split, weight_scratch_bytes
 from shardcore.engine.states import DeviceStore
 from shardcore.engine.step import NORM_ROW_BYTES
 from shardcore.engine.units import Unit, plan_units
 from shardcore.engine.unshard import keepers_of
+from shardcore.offload import nvme_weights
+from shardcore.offload.cpu_store import staging_bytes
+from shardcore.offload.host_gradients import IN_FLIGHT, grad_staging_bytes, host_grad_dtype
+from shardcore.offload.nvme_states import DiskUse, disk_use
+from shardcore.offload.split_store import split, weight_scratch_bytes
 from shardcore.optim import ShardableOptimizer
 from shardcore.options import OffloadOptions, ShardOptions, accept_optimizer
 

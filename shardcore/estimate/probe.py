@@ -12,8 +12,8 @@ import torch
 
 from shardcore._native import _C
 from shardcore.distributed.machine import free_bytes, here
-from shardcore.engine.split_store import SPARE
 from shardcore.estimate.fit import Machine, Rates
+from shardcore.offload.split_store import SPARE
 from shardcore.optim import CPUAdam
 
 LINK_BYTES, ADAM_NUMEL = 256 << 20, 1 << 24  # at most: more than caches have

@@ -19,12 +19,12 @@ from torch import nn
 
 from shardcore.distributed.comm import Traffic
 from shardcore.distributed.everyone import Everyone, attempt_together
-from shardcore.engine.cpu_store import CpuStore
 from shardcore.engine.engine import Engine, engine_behind
 from shardcore.engine.memory_report import report_now
-from shardcore.engine.split_store import SplitStore
 from shardcore.metrics import writers
 from shardcore.metrics.writers import COLUMNS
+from shardcore.offload.cpu_store import CpuStore
+from shardcore.offload.split_store import SplitStore
 from shardcore.optim import ShardableOptimizer
 from shardcore.optim.interface import weakly
 from shardcore.version import __version__

@@ -19,7 +19,7 @@ import shardcore
 from shardcore._native import _C
 from shardcore.checkpoint import background, write
 from shardcore.checkpoint import format as layout
-from shardcore.engine.cpu_store import CpuStore
+from shardcore.offload.cpu_store import CpuStore
 from tests.support.choice import some
 from tests.support.models import Net, Run, error_of, hash_of_training, stepped, train
 from tests.support.ranks import run_ranks

@@ -13,9 +13,9 @@ from torch import nn
 import shardcore
 from shardcore.checkpoint import commits
 from shardcore.checkpoint.save import random_states
-from shardcore.engine import nvme_states
 from shardcore.engine.engine import engine_behind
 from shardcore.estimate import predict
+from shardcore.offload import nvme_states
 from tests.support.choice import combinations
 from tests.support.models import (
     Run,

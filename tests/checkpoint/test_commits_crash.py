@@ -18,7 +18,7 @@ import torch
 import shardcore
 from shardcore.checkpoint import slots
 from shardcore.checkpoint.directory import checkpoints
-from shardcore.engine import disk, nvme_states
+from shardcore.offload import disk, nvme_states
 from tests.support.crash import times
 from tests.support.models import (
     Run,

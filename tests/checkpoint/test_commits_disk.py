@@ -16,7 +16,7 @@ import torch
 import shardcore
 from shardcore._native import _C
 from shardcore.checkpoint import write
-from shardcore.engine import nvme_states
+from shardcore.offload import nvme_states
 from tests.support.models import Run, error_of, hash_of_training, make_net, stepped, train
 from tests.support.ranks import run_fresh
 

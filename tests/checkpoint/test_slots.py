@@ -12,7 +12,7 @@ import pytest
 import shardcore
 from shardcore.checkpoint import format as layout
 from shardcore.checkpoint.slots import chosen_of
-from shardcore.engine import nvme_states
+from shardcore.offload import nvme_states
 from tests.support.models import Run, error_of, hash_of_training, stepped, train
 from tests.support.ranks import run_ranks
 

@@ -17,7 +17,7 @@ import shardcore
 from shardcore._native import _C
 from shardcore.checkpoint import directory, slots
 from shardcore.checkpoint.directory import checkpoints
-from shardcore.engine import nvme_states
+from shardcore.offload import nvme_states
 from tests.support.crash import times
 from tests.support.models import Run, error_of, hash_of_training, stepped, steps_of_run, train
 from tests.support.ranks import run_ranks, start

@@ -11,7 +11,7 @@ import pytest
 
 import shardcore
 from shardcore.cli import main
-from shardcore.engine import disk, nvme_states
+from shardcore.offload import disk, nvme_states
 from tests.support.models import Run, error_of, hash_of_training, stepped, steps_of_run, train
 from tests.support.ranks import run_ranks
 from tests.support.tiers import in_memory, run_on_disk

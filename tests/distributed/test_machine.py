@@ -2,7 +2,6 @@
 may take.
 """
 
-import logging
 import os
 import resource
 import socket
@@ -19,8 +18,8 @@ import torch
 
 import shardcore
 from shardcore._native import _C
-from shardcore.distributed.comm import Comm
 from shardcore.distributed.machine import (
+    WorkerThreads,
     cores_of_share,
     divide_by_nodes,
     format_cores,
@@ -37,11 +36,8 @@ from shardcore.distributed.machine import (
     worker_cores,
     worker_threads,
 )
-from shardcore.engine import cpu_store as offload
-from shardcore.engine.bucket import BufferPool, ReducePolicy
-from shardcore.engine.host_gradients import HostGrads
-from shardcore.engine.overlap_step import WorkerThreads, make_worker, use_own_threads
-from shardcore.engine.reduce_scatter import ReduceScatter
+from shardcore.offload import cpu_store
+from shardcore.offload.workers import make_worker
 from tests.support.models import (
     Run,
     batch_of,
@@ -165,8 +161,8 @@ def test_ranks_with_the_same_cores_divide_them_by_the_nodes_of_their_gpus(
 
             across = [SimpleNamespace(rank=part, gather_json=gather_parts)] if parts > 1 else []
             comm: Any = SimpleNamespace(rank=copy, gather_json=gather, across=across)
-            count, cores = plan_worker(comm, None, torch.device("cuda", rank))
-            return count, list(cores)
+            worker = plan_worker(comm, None, torch.device("cuda", rank))
+            return worker.count, list(worker.cores)
 
         monkeypatch.setattr(
             "shardcore.distributed.machine.near_cores", lambda address: near[int(address)]
@@ -239,35 +235,6 @@ def test_kernels_of_a_thread_use_threads_of_its_own() -> None:
         time.sleep(0.01)
 
 
-def _affinities(threads: WorkerThreads) -> list[set[int]]:
-    """Of the threads that a worker thread has then, its own first."""
-    found: list[set[int]] = []
-    values = torch.ones(1 << 20)
-
-    def work() -> None:
-        before = _threads()
-        use_own_threads(threads)
-        _C.sq_norm([values])
-        mine = str(threading.get_native_id())
-        found.extend(os.sched_getaffinity(int(thread)) for thread in (mine, *(_threads() - before)))
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    return found
-
-
-@pytest.mark.skipif(len(own_cores()) < 2, reason="one core")
-def test_kernels_of_the_worker_stay_on_its_cores(caplog: pytest.LogCaptureFixture) -> None:
-    core, all_cores = own_cores()[-1], set(own_cores())
-    assert _affinities(WorkerThreads(3, (core,))) == [{core}] * 3
-    assert _affinities(WorkerThreads(2)) == [all_cores] * 2
-    assert set(own_cores()) == all_cores
-    with caplog.at_level(logging.WARNING, logger="shardcore"):
-        assert _affinities(WorkerThreads(2, (4095,))) == [all_cores] * 2
-    assert "cannot be kept on the cores 4095" in caplog.text
-
-
 def _worker_of(
     rank: int, world_size: int, started: Sequence[str] = ("once", "once")
 ) -> WorkerThreads:
@@ -290,31 +257,6 @@ def test_ranks_of_a_machine_have_workers_on_different_cores() -> None:
         run_ranks(2, _worker_of, ("on one", "on another"))
         == [WorkerThreads(5, tuple(range(9000, 9006)))] * 2
     ), "machines of one name"
-
-
-def test_the_workers_use_the_device_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new thread's first call of CUDA would open another one, also to ask whether a copy is
-    done.
-    """
-    used: list[tuple[torch.device, int]] = []
-    monkeypatch.setattr(
-        torch.cuda, "set_device", lambda device: used.append((device, threading.get_ident()))
-    )
-    device = torch.device("cuda", 3)
-    worker = make_worker("test", WorkerThreads(1), device)
-    idents = [worker.submit(threading.get_ident).result() for _ in range(2)]
-    assert used == [(device, idents[0])]
-    assert idents[0] == idents[1] != threading.get_ident()
-    policy = ReducePolicy(1, True, torch.float32)
-    host = HostGrads(None, ReduceScatter(Comm(), BufferPool(device), [], policy), policy, False)
-    host._worker.submit(threading.get_ident).result()
-    assert [found for found, _ in used] == [device] * 2
-
-    def broken(device: torch.device) -> None:
-        raise RuntimeError("planted")
-
-    monkeypatch.setattr(torch.cuda, "set_device", broken)
-    assert make_worker("test", WorkerThreads(1), device).submit(lambda: 5).result() == 5
 
 
 def test_the_worker_gets_cpu_threads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -390,7 +332,7 @@ def test_the_worker_needs_no_gil(own_thread: bool, monkeypatch: pytest.MonkeyPat
     # 20 ms and more a bucket: step() itself ends before
     tier_with(monkeypatch, gigabytes_per_second=2e-4)
     if not own_thread:
-        monkeypatch.setattr(offload, "own_thread_count", lambda: 0)
+        monkeypatch.setattr(cpu_store, "on_worker", SimpleNamespace(threads=0))
     model, optimizer = start(
         0, Run(stage=0, shard={"offload": {"optimizer": "cpu"}}), True, late=False
     )

@@ -14,7 +14,7 @@ from torch import nn
 
 import shardcore
 from shardcore._native import _C
-from shardcore.engine.cpu_store import CpuStore
+from shardcore.offload.cpu_store import CpuStore
 from tests.support.models import batch_of, hash_of, hash_of_training, loss_of, make_net
 
 OFFLOAD: dict[str, Any] = {"optimizer": "cpu"}

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import shardcore
-from shardcore.engine import cpu_store, orthogonalize
+from shardcore.engine import orthogonalize
+from shardcore.offload import cpu_store
 from shardcore.optim.muon import MuonKind
 from tests.support.models import batch_of, error_of, hash_of_training, loss_of
 from tests.support.ranks import run_ranks

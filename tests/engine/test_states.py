@@ -16,10 +16,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardcore
-from shardcore.engine import cpu_store
 from shardcore.engine import states as store
-from shardcore.engine.split_store import MEASURED_STEPS
 from shardcore.engine.step import Updater
+from shardcore.offload import cpu_store
+from shardcore.offload.split_store import MEASURED_STEPS
 from shardcore.optim import state_format
 from tests.support.choice import EVERY, combinations, part, some
 from tests.support.models import Net, batch_of, hash_of
@@ -165,7 +165,7 @@ def test_replicas_draw_the_same_random_bits() -> None:
 def test_a_share_that_is_chosen_late_keeps_the_bits(
     overlap_step: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardcore.engine.split_store.choose_ratio", lambda *_: 0.5)
+    monkeypatch.setattr("shardcore.offload.split_store.choose_ratio", lambda *_: 0.5)
     auto = CPU_TIER | {"ratio": "auto", "device_memory_limit": 1 << 30}
     model, optimizer = sharded("split 8bit", (2, auto, 500, overlap_step))
     go(model, optimizer, 0, MEASURED_STEPS + 3)

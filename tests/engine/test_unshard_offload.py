@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import shardcore
 from shardcore.engine.bucket import Bucket
-from shardcore.engine.split_store import SplitStore
+from shardcore.offload.split_store import SplitStore
 from tests.support.meta import init, meta
 from tests.support.models import (
     Run,

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from shardcore import cli
-from shardcore.engine import disk
+from shardcore.offload import disk
 
 
 @pytest.mark.more

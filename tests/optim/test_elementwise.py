@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import shardcore
-from shardcore.engine import cpu_store
+from shardcore.offload import cpu_store
 from shardcore.optim import elementwise
 from tests.support.models import batch_of, error_of, hash_of_training, loss_of, make_net
 from tests.support.ranks import run_ranks

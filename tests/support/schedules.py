@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from torch import nn
 
-from shardcore.engine.cpu_store import CpuStore
-from shardcore.engine.overlap_step import OverlapStep
 from shardcore.engine.units import UnitState
 from shardcore.engine.unshard import Unsharder
+from shardcore.offload.cpu_store import CpuStore
+from shardcore.offload.overlap_step import OverlapStep
 from tests.support.models import Run, train
 
 

@@ -20,9 +20,9 @@ from torch import nn
 import shardcore
 from shardcore._native import _C
 from shardcore.engine.bucket import Bucket
-from shardcore.engine.host_gradients import HostGrads
-from shardcore.engine.nvme_weights import WEIGHT, NvmeWeights
 from shardcore.engine.unshard import Gatherer
+from shardcore.offload.host_gradients import HostGrads
+from shardcore.offload.nvme_weights import WEIGHT, NvmeWeights
 from tests.support.groups import device_decides
 from tests.support.models import (
     Branched,

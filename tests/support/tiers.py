@@ -8,7 +8,7 @@ import torch
 
 import shardcore
 from shardcore._native import _C
-from shardcore.engine import cpu_store
+from shardcore.offload import cpu_store
 from tests.support.copies import simulated_tier
 from tests.support.models import Net, Run, batch_of, hash_of, hash_of_training, loss_of, train
 

@@ -18,8 +18,8 @@ import torch.distributed as dist
 import shardcore
 from shardcore.distributed import comm as comm_module
 from shardcore.distributed.comm import Comm, Traffic, wait_all
-from shardcore.engine import engine as engine_module
-from shardcore.engine.overlap_step import OverlapStep, PendingGroup, PendingParams
+from shardcore.offload import overlap_step
+from shardcore.offload.overlap_step import OverlapStep, PendingGroup, PendingParams
 from tests.support.choice import combinations
 from tests.support.groups import LIVELY, as_on_nccl, device_decides
 from tests.support.models import (
@@ -152,7 +152,7 @@ def _as_on_a_gpu(rank: int, world_size: int, overlap: bool) -> tuple[str, list[l
         return [SimpleNamespace(wait=wait)]
 
     with device_decides(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_module, "uses_worker", lambda device, store: False)
+        patch.setattr(overlap_step, "uses_worker", lambda device, store: False)
         patch.setattr(Comm, "all_gather", watched)
         shard = {"clip_grad_norm": 0.5, "overlap_step": overlap, "loss_scale": LIVELY}
         model, optimizer, _ = train(rank, Run(steps=0, precision="fp16", shard=shard))

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from shardcore.engine.overlap_step import OverlapStep
 from shardcore.engine.step import Updater
+from shardcore.offload.overlap_step import OverlapStep
 from tests.support.models import Run, batch_of, hash_of_training, stepped
 from tests.support.ranks import run_ranks
 from tests.support.schedules import SlowStore, start

@@ -14,11 +14,11 @@ from torch import nn
 
 import shardcore
 from shardcore._native import _C
-from shardcore.engine import nvme_states
 from shardcore.engine.engine import engine_behind
-from shardcore.engine.nvme_weights import NvmeWeights
 from shardcore.engine.units import UnitState
 from shardcore.estimate import predict
+from shardcore.offload import nvme_states
+from shardcore.offload.nvme_weights import NvmeWeights
 from tests.support.choice import few
 from tests.support.models import (
     Net,

@@ -13,8 +13,8 @@ import torch
 
 import shardcore
 from shardcore._native import _C
-from shardcore.engine import host_gradients as host_grads
 from shardcore.engine.states import StepError
+from shardcore.offload import host_gradients as host_grads
 from tests.support.choice import some
 from tests.support.models import (
     Reused,

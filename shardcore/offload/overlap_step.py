@@ -32,7 +32,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -43,10 +43,14 @@ from torch import nn
 
 from shardcore._native import _C
 from shardcore.distributed.comm import Comm, Started, wait_all
+from shardcore.distributed.machine import WorkerThreads
 from shardcore.engine.bucket import Bucket, Lifetimes
-from shardcore.engine.states import Scalars, Span, StateStore, StepError, gather_new_weights
+from shardcore.engine.plan import Plan
+from shardcore.engine.states import Scalars, Span, StateStore, StepError
+from shardcore.engine.step import gather_new_weights
 from shardcore.engine.units import Unit
 from shardcore.engine.unshard import in_backward
+from shardcore.offload.workers import make_worker, on_worker
 from shardcore.optim.interface import keep_uncompiled, weakly
 
 logger = logging.getLogger("shardcore")
@@ -109,73 +113,6 @@ class PendingGroup(PendingParams):
         return super()._waited(key) if key == "params" else self.own
 
 
-# --- threads --------------------------------------------------------------------------------------
-
-_on_thread = threading.local()
-
-
-@dataclass(frozen=True)
-class WorkerThreads:
-    """How many threads the kernels of one worker use, and the cores they are bound to; empty:
-    all that the process may use.
-    """
-
-    count: int
-    cores: tuple[int, ...] = ()
-
-
-def use_own_threads(threads: WorkerThreads) -> None:
-    """Let kernels of the calling thread use their own threads, which start with the first
-    kernel, instead of torch's.
-    """
-    if threads.cores and hasattr(os, "sched_setaffinity"):
-        try:
-            # of this thread alone; those that it starts inherit it
-            os.sched_setaffinity(0, threads.cores)
-        except OSError as error:
-            logger.warning(
-                "overlap_step: the worker cannot be kept on the cores %s (%s); it runs wherever "
-                "this process may",
-                ", ".join(map(str, threads.cores)),
-                error,
-            )
-    _C.use_threads(threads.count)
-    _on_thread.count = threads.count
-
-
-def own_thread_count() -> int:
-    """Return the number of threads that kernels of the calling thread use for themselves; 0:
-    they use torch's.
-    """
-    return getattr(_on_thread, "count", 0)
-
-
-def _begin_thread(threads: WorkerThreads, device: torch.device) -> None:
-    if device.type == "cuda":
-        # A new thread's first call of CUDA opens device 0 (500 MB there), even to query an event.
-        # the executor would run nothing any more; later calls of CUDA raise as well
-        with suppress(Exception):
-            torch.cuda.set_device(device)
-            _C.allow_captures()
-    use_own_threads(threads)
-
-
-def make_worker(name: str, threads: WorkerThreads, device: torch.device) -> ThreadPoolExecutor:
-    """Return a thread that makes calls in order; it starts with the first one.
-
-    threads: of the kernels in its calls; device: whose copies they wait for.
-    """
-    return ThreadPoolExecutor(1, name, _begin_thread, (threads, device))
-
-
-# --- the step -------------------------------------------------------------------------------------
-
-
-def uses_worker(device: torch.device, store: StateStore) -> bool:
-    """Whether an overlapped step needs a worker: not where a GPU runs Adam."""
-    return device.type == "cpu" or store.tier != "device"
-
-
 @dataclass(eq=False)
 class _Update:
     """One bucket that is being updated.
@@ -191,6 +128,30 @@ class _Update:
     event: torch.cuda.Event | None = None
     copied: _C.CopyEvent | None = None
     gathers: list[Started] | None = None
+
+
+def uses_worker(device: torch.device, store: StateStore) -> bool:
+    """Whether an overlapped step needs a worker: not where a GPU runs Adam."""
+    return device.type == "cpu" or store.tier != "device"
+
+
+def overlap_step_of(plan: Plan) -> "OverlapStep | None":
+    """Return what runs the overlapped steps of a plan; None if nothing of them can overlap."""
+    lifetimes, comm = plan.builder.lifetimes, plan.comm
+    on_cpu = uses_worker(plan.device, plan.store)
+    gathers = lifetimes.gathers_new_weights and len(comm.shard_ranks) > 1
+    if not plan.options["overlap_step"] or not (on_cpu or gathers):
+        return None
+    return OverlapStep(
+        plan.model,
+        plan.units,
+        plan.store,
+        comm,
+        lifetimes,
+        plan.device,
+        plan.threads if on_cpu else None,
+        plan.optimizer.param_groups,
+    )
 
 
 class OverlapStep:
@@ -472,7 +433,7 @@ class OverlapStep:
         """
         try:
             # not on a worker: it may be this one's
-            if self._pending and not own_thread_count() and not sys.is_finalizing():
+            if self._pending and not on_worker.threads and not sys.is_finalizing():
                 self.finish_alone()
         finally:
             if self._pending and self._worker_gathers:

@@ -28,15 +28,18 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import torch
 
 from shardcore._native import _C
 from shardcore.distributed.comm import Started, wait_all
+from shardcore.distributed.machine import WorkerThreads
 from shardcore.engine.bucket import Bucket, ReducePolicy, sum_of_squares
-from shardcore.engine.overlap_step import WorkerThreads, make_worker
+from shardcore.engine.plan import MakeHostGrads, Plan
 from shardcore.engine.reduce_scatter import Parts, ReduceScatter
+from shardcore.offload.workers import make_worker
 
 IN_FLIGHT = 2  # gradients, whatever their size
 T = TypeVar("T")
@@ -85,6 +88,13 @@ class GradOffload:
     copies: _C.HostTier
     buckets: Sequence[Bucket]
     threads: WorkerThreads
+
+
+def host_grads_of(plan: Plan) -> MakeHostGrads | None:
+    """Return what makes the HostGrads of a plan; None if its gradients stay on the device."""
+    if plan.host is None or plan.options["offload"].gradients is None:
+        return None
+    return partial(HostGrads, GradOffload(plan.host.copies, plan.updated, plan.threads))
 
 
 @dataclass

@@ -14,9 +14,9 @@ import torch
 import shardcore
 from shardcore._native import _C
 from shardcore.distributed.machine import own_cores
-from shardcore.engine.cpu_store import staging_bytes
 from shardcore.engine.states import Span
 from shardcore.estimate import predict
+from shardcore.offload.cpu_store import staging_bytes
 from tests.support.choice import EVERY, part, some
 from tests.support.models import Run, batch_of, hash_of_training, loss_of, make_net, stepped, train
 from tests.support.ranks import run_ranks

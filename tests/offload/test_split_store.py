@@ -9,15 +9,15 @@ import pytest
 import torch
 
 import shardcore
-from shardcore.engine.cpu_store import CpuStore
-from shardcore.engine.split_store import (
+from shardcore.engine.states import DeviceStore
+from shardcore.offload.cpu_store import CpuStore
+from shardcore.offload.split_store import (
     MEASURED_STEPS,
     RatioTuner,
     SplitStore,
     choose_ratio,
     room_above_peak,
 )
-from shardcore.engine.states import DeviceStore
 from tests.support.models import Run, hash_of_training, stepped, train
 from tests.support.ranks import run_ranks
 from tests.support.schedules import SlowStore, start
@@ -134,7 +134,7 @@ def _fills_the_room(
     shard = {"offload": tiers | {"ratio": "auto"}}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "shardcore.engine.split_store.room_above_peak", lambda device: (rank + 1) * 20_000.0
+            "shardcore.offload.split_store.room_above_peak", lambda device: (rank + 1) * 20_000.0
         )
         resplit = SplitStore.resplit
         patch.setattr(
@@ -224,7 +224,7 @@ def test_a_worker_that_fails_while_it_is_timed_is_an_error_on_all_ranks() -> Non
 
 def test_states_that_are_moved_wrongly_change_the_hash(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = _plain(0, 1)
-    monkeypatch.setattr("shardcore.engine.split_store.choose_ratio", lambda *_: 0.5)
+    monkeypatch.setattr("shardcore.offload.split_store.choose_ratio", lambda *_: 0.5)
     run = Run(
         2,
         MEASURED_STEPS + 3,
@@ -308,7 +308,9 @@ def _idle_cpu(patch: pytest.MonkeyPatch) -> None:
 
 def _cut_elsewhere(patch: pytest.MonkeyPatch) -> None:
     """The CPU's part of gradients begins a block later than its states do."""
-    patch.setattr("shardcore.engine.cpu_store._grad_of", lambda bucket: (bucket.grad.roll(-256), 0))
+    patch.setattr(
+        "shardcore.offload.cpu_store._grad_of", lambda bucket: (bucket.grad.roll(-256), 0)
+    )
 
 
 @pytest.mark.parametrize("twin", [_idle_device, _idle_cpu, _cut_elsewhere])

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from shardcore._native import _C
-from shardcore.engine import disk
+from shardcore.offload import disk
 
 
 def open_files(folder: Path) -> list[str]:

@@ -29,10 +29,11 @@ import torch
 from shardcore._native import _C
 from shardcore.distributed.comm import Comm, Traffic
 from shardcore.engine.bucket import Bucket
-from shardcore.engine.cpu_store import cpu_store_of
-from shardcore.engine.nvme_states import StateFiles
+from shardcore.engine.plan import Plan
 from shardcore.engine.states import DeviceStore, Scalars, Span
 from shardcore.layout import BLOCK
+from shardcore.offload.cpu_store import cpu_store_of
+from shardcore.offload.nvme_states import StateFiles
 from shardcore.optim.state_format import Kept
 
 logger = logging.getLogger("shardcore")
@@ -199,6 +200,10 @@ class SplitStore:
         yield from self.on_device.stored(bucket)
         yield from self.on_cpu.stored(bucket)
 
+    def replace(self, gone: Sequence[Bucket], made: Sequence[Bucket]) -> None:
+        """See StateStore."""
+        raise NotImplementedError("the states of a split store stay where they are")
+
     def write(self, bucket: Bucket, key: str, start: int, values: torch.Tensor) -> None:
         """See StateStore."""
         first = max(0, min(bucket.device_numel - start, values.numel()))
@@ -280,6 +285,15 @@ def room_above_peak(device: torch.device) -> float:
     free, total = torch.cuda.mem_get_info(device)
     idle = torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
     return max(0.0, free + idle - total // SPARE)
+
+
+def ratio_tuner_of(plan: Plan) -> "RatioTuner | None":
+    """Return what chooses the ratio of a plan; None if it was given."""
+    tiers = plan.options["offload"]
+    if not isinstance(plan.host, SplitStore) or not tiers.auto:
+        return None
+    limit, overlaps = tiers.device_memory_limit, plan.options["overlap_step"]
+    return RatioTuner(plan.comm, plan.device, plan.host, limit, overlaps)
 
 
 class RatioTuner:

@@ -1,6 +1,6 @@
 """Shards of weights in a file: read ahead of their use, and written by the steps that update them.
 
-They are kept in chunks as states are (engine/nvme_states.py), which a step reads, updates and
+They are kept in chunks as states are (offload/nvme_states.py), which a step reads, updates and
 writes beside those. The file has no name: where steps are committed, float32 masters make these
 weights again, and a commit writes those that have none.
 
@@ -19,10 +19,11 @@ from itertools import groupby
 import torch
 
 from shardcore._native import _C
-from shardcore.engine import nvme_states
 from shardcore.engine.bucket import Bucket
-from shardcore.engine.disk import ALIGNMENT
-from shardcore.engine.nvme_states import (
+from shardcore.layout import round_up
+from shardcore.offload import nvme_states
+from shardcore.offload.disk import ALIGNMENT
+from shardcore.offload.nvme_states import (
     WEIGHT,
     Chunk,
     NvmeStates,
@@ -31,7 +32,6 @@ from shardcore.engine.nvme_states import (
     aligned,
     place_bytes,
 )
-from shardcore.layout import round_up
 from shardcore.optim.state_format import Kept
 
 _STREAMING = 2  # buffers beside those of what is read ahead

@@ -1,7 +1,7 @@
 """Optimizer states off the device: updated on the CPU, chunk by chunk, with the same bits as on the
 device.
 
-States and masters live in host buffers (HostStates), or in files (engine/nvme_states.py). A step
+States and masters live in host buffers (HostStates), or in files (offload/nvme_states.py). A step
 copies each chunk of the reduced gradient to the host (and of weights, unless float32 masters
 replace them), runs the same Adam kernel there, and copies the new weights back. On CPU ranks the
 tier is still separate memory, so that the copies can be tested without a GPU.
@@ -23,14 +23,14 @@ from itertools import accumulate
 import torch
 
 from shardcore._native import _C
-from shardcore.engine import nvme_states
 from shardcore.engine.bucket import Bucket
-from shardcore.engine.disk import ENGINE_BYTES
-from shardcore.engine.nvme_states import WEIGHT
-from shardcore.engine.nvme_weights import NvmeWeights
-from shardcore.engine.overlap_step import own_thread_count
 from shardcore.engine.states import Scalars, Span, lists_of, update_elements
 from shardcore.layout import BLOCK, round_up
+from shardcore.offload import nvme_states
+from shardcore.offload.disk import ENGINE_BYTES
+from shardcore.offload.nvme_states import WEIGHT
+from shardcore.offload.nvme_weights import NvmeWeights
+from shardcore.offload.workers import on_worker
 from shardcore.optim.elementwise import ElementFormat
 from shardcore.optim.state_format import Kept, kept_values, range_of, values_of
 
@@ -111,7 +111,7 @@ class HostStates:
         return bucket.state_format.new(bucket.host_numel, self._allocate)
 
     def replace(self, gone: Sequence[Bucket], made: Sequence[Bucket]) -> None:
-        """See DeviceStore."""
+        """See StateStore."""
         for bucket in gone:
             del self._states[bucket]
         self._states |= {bucket: self._zeros(bucket) for bucket in made}
@@ -175,6 +175,7 @@ class CpuStore:
     """
 
     weight_scratch_bytes = 0
+    on_device = None
 
     def __init__(
         self,
@@ -297,7 +298,7 @@ class CpuStore:
         return self._states.shrink(bucket)
 
     def replace(self, gone: Sequence[Bucket], made: Sequence[Bucket]) -> None:
-        """See DeviceStore. Not of files."""
+        """See StateStore. Not of files."""
         assert isinstance(self._states, HostStates)
         self._parts.clear()
         self._states.replace(gone, made)
@@ -322,7 +323,7 @@ class CpuStore:
         chunks = [chunk for part in kept for chunk in part.chunks]
         buckets = [bucket for part in kept for bucket in part.buckets]
         alone = not self._files
-        threads = own_thread_count() if alone else 0  # 0: Adam runs in the waits below
+        threads = on_worker.threads if alone else 0  # 0: Adam runs in the waits below
         assert not isinstance(hypers, _C.DeviceScalars)
         try:
             # Weights in host memory that are still being copied to the device must not change.

@@ -1,7 +1,7 @@
 """Optimizer states in files: read, updated and written chunk by chunk, through a few buffers in
 host memory.
 
-Weights in files (engine/nvme_weights.py) are stored and updated the same way.
+Weights in files (offload/nvme_weights.py) are stored and updated the same way.
 
 A chunk is a range of a bucket's part in the tier, of at most CHUNK_NUMEL elements, with all of its
 states beside each other, at one place of this rank's files. Buffers are as large as the largest
@@ -37,7 +37,9 @@ import torch
 
 from shardcore._native import _C
 from shardcore.engine.bucket import Bucket
-from shardcore.engine.disk import (
+from shardcore.engine.states import Span
+from shardcore.layout import round_up
+from shardcore.offload.disk import (
     ALIGNMENT,
     PROBE_BYTES,
     Rates,
@@ -46,8 +48,6 @@ from shardcore.engine.disk import (
     measure,
     temporary,
 )
-from shardcore.engine.states import Span
-from shardcore.layout import round_up
 from shardcore.optim.state_format import Allocate, Kept, range_of
 
 CHUNK_NUMEL = 1 << 22

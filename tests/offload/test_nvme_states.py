@@ -16,8 +16,8 @@ import torch
 
 import shardcore
 from shardcore._native import _C
-from shardcore.engine import disk, nvme_states
 from shardcore.estimate import predict
+from shardcore.offload import disk, nvme_states
 from tests.support.choice import combinations
 from tests.support.models import (
     Net,
@@ -234,7 +234,7 @@ def test_parts_are_read_and_written_across_chunks(tmp_path: Path, small: None) -
 # third of that, and 48 MiB, gradients included. Weights in memory do not fit then.
 LARGE = """
 import re, resource, sys, torch, shardcore
-from shardcore.engine import nvme_states
+from shardcore.offload import nvme_states
 from tests.support.models import hash_of_training
 nvme_states.CHUNK_NUMEL = 1 << 18
 torch.set_num_threads(1)
