@@ -289,6 +289,8 @@ class Managed:
     @property
     def edited(self) -> bool:
         """Whether others than the engine wrote to the parameter since the engine did."""
+        if self.sliced is None:  # of each parameter, in each step and each resharding
+            return self.param._version != self.version
         return self.version_now != self.version
 
     def note_load(self) -> None:

@@ -80,6 +80,7 @@ class ReduceScatter:
         self._levels = (
             [range(comm.world_size)] if self._backend_sums else comm.topology.levels(comm.rank)
         )
+        self.has_levels = len(self._levels) > 1  # else `arrive` has nothing to do
         self._number = {bucket: number for number, bucket in enumerate(buckets)}
         # by level
         self._flights: list[deque[_Flight]] = [comm.keep_alive(deque()) for _ in self._levels]
@@ -97,7 +98,7 @@ class ReduceScatter:
         then to hide the level before.
         """
         self._arrived[bucket.unit] += numel
-        if len(self._levels) > 1 and 2 * self._arrived[bucket.unit] > self._numel[bucket.unit]:
+        if self.has_levels and 2 * self._arrived[bucket.unit] > self._numel[bucket.unit]:
             while self._flights[0] and self._flights[0][0].bucket.unit != bucket.unit:
                 yield from self._go_on(0)
 
@@ -105,11 +106,8 @@ class ReduceScatter:
         self, bucket: Bucket, full: torch.Tensor
     ) -> Iterator[tuple[Bucket, torch.Tensor, Parts]]:
         """Start with one bucket; yields the earlier ones, where too many are in flight, before
-        this one takes memory.
+        this one takes memory. Of one rank nothing is to be sent.
         """
-        if self.comm.world_size == 1:
-            yield bucket, full, Parts(full, 1, full, 0)
-            return
         yield from self._make_room(0, bucket)
         self._start(bucket, full, 0, full)
 

@@ -71,34 +71,35 @@ class Boundary:
     """Watches one backward at a time. See Note [Backward boundaries]."""
 
     def __init__(self) -> None:
-        self._callback: weakref.ref[partial[None]] | None = None
+        # of the backward that began last; gone once that has ended or failed
+        self.callback: weakref.ref[partial[None]] | None = None
         self._failed = False
 
     def begin(self, end: Callable[[], None]) -> None:
         """Let autograd call `end` when the backward that is under way ends."""
         callback = partial(end)  # an object that nobody else holds
-        self._callback = weakref.ref(callback)
+        self.callback = weakref.ref(callback)
         queue_callback(callback)
 
     def clear(self) -> None:
         """Forget the backward: it ended, or what it left has been dropped."""
-        self._callback, self._failed = None, False
+        self.callback, self._failed = None, False
 
     def end(self) -> None:
         """End the backward. It counts as failed until `clear`, even if its callback is kept
         alive (by a traceback).
         """
-        self._callback, self._failed = None, True
+        self.callback, self._failed = None, True
 
     @property
     def under_way(self) -> bool:
         """Whether a backward has begun and neither ended nor failed."""
-        return self._callback is not None and self._callback() is not None
+        return self.callback is not None and self.callback() is not None
 
     @property
     def failed(self) -> bool:
         """Whether the last backward ended in an error."""
-        return self._failed or (self._callback is not None and self._callback() is None)
+        return self._failed or (self.callback is not None and self.callback() is None)
 
 
 _reducers: "weakref.WeakSet[Reducer]" = weakref.WeakSet()  # of several ranks
@@ -363,7 +364,9 @@ class Reducer:
 
         def before(grad: torch.Tensor) -> None:
             if (reducer := weak()) is not None:
-                reducer.begin_backward()
+                under_way = reducer._boundary.callback
+                if under_way is None or under_way() is None:
+                    reducer.begin_backward()
                 hooks = accumulate_hooks_of(reducer.buckets[order].params[slot].param)
                 # ours clears p.grad, which later hooks are to see
                 if next(reversed(hooks)) != handle.id:
@@ -472,14 +475,16 @@ class Reducer:
         if (grad := managed.param.grad) is None:
             return
         managed.param.grad = None
-        grad = managed.cut(grad)
+        if managed.sliced is not None:
+            grad = managed.cut(grad)
         if grad.layout != torch.strided:
             raise ValueError(
                 f"backward: gradient of {managed.name} has layout {grad.layout}; expected a dense "
                 f"gradient"
             )
+        is_home = self._home is None or torch.cuda.current_stream(self.device) == self._home
         # the contexts below take longer than all of this
-        if self._is_home and not torch.is_grad_enabled():
+        if is_home and not torch.is_grad_enabled():
             self._collect(bucket, managed, slot, grad)
             return
         # create_graph=True, or a branch on a stream of its own
@@ -487,13 +492,6 @@ class Reducer:
             if self._home is not None:
                 grad.record_stream(self._home)
             self._collect(bucket, managed, slot, grad)
-
-    @property
-    def _is_home(self) -> bool:
-        """Whether the current stream is the home of this backward; True on the CPU. See Note
-        [Home stream].
-        """
-        return self._home is None or torch.cuda.current_stream(self.device) == self._home
 
     @contextmanager
     def _at_home(self) -> Iterator[None]:
@@ -519,9 +517,10 @@ class Reducer:
                 managed.slice_of(self._late_buffer(bucket)).add_(grad)
                 return
             assert bucket.grad_state is GradState.COLLECTING
-            bucket.collect(slot, grad, self._collect_buffer(bucket))
+            wire = self._collect_buffer(bucket) if bucket.wire is None else bucket.wire
+            bucket.collect(slot, grad, wire)
         missing.discard(managed)
-        if first and self._reducing:
+        if first and self._reducing and self._reduce_scatter.has_levels:
             for sent in self._reduce_scatter.arrive(bucket, grad.numel()):
                 self._finish(*sent)
         if missing or not first:
@@ -591,6 +590,8 @@ class Reducer:
         self.show_grads()
 
     def _drain(self) -> None:
+        if self.comm.world_size == 1:
+            return
         for sent in self._reduce_scatter.drain():
             self._finish(*sent)
 
@@ -652,50 +653,67 @@ class Reducer:
         assert bucket.grad_state is not GradState.REDUCING
         bucket.grad_state = GradState.REDUCING
         with self.comm.scope(f"shardcore::reduce({bucket.label})"):
+            if self.comm.world_size == 1:  # nothing is sent
+                self._finish(bucket, full, Parts(full, 1, full, 0))
+                return
             for sent in self._reduce_scatter.send(bucket, full):
                 self._finish(*sent)
 
     def _finish(self, bucket: Bucket, full: torch.Tensor, last: Parts) -> None:
-        """Sum the last level's parts into the bucket's reduced gradient, averaged and unscaled,
-        and take its squared norm.
+        """Bring what a bucket's ranks sent (`last`: the last level's parts) into its reduced
+        gradient, averaged and unscaled, with its squared norm.
+
+        The gradient goes to host memory, or is kept, added, or summed.
         """
         assert bucket.grad_state is GradState.REDUCING
         bucket.grad_state = GradState.REDUCED
-        world = self.comm.world_size
-        factor: float | torch.Tensor = 1.0 / self.divisor
-        if self.scaler is not None:
-            factor = self.scaler.unscale(self.divisor)
-        # Nothing is summed: the gradient stays in its dtype, to which late parts are added.
-        as_it_is = world == 1 and self.scaler is None
-        if not bucket.reduced:
-            as_it_is &= self.policy.accumulate == 1 or full.dtype == self.policy.grad_dtype
-        else:
+        # Of one rank without a loss scale there is nothing to sum or to divide: its gradient stays
+        # in its dtype unless other micro-steps are summed in another, and late parts are added to
+        # it in that.
+        as_it_is = self.comm.world_size == 1 and self.scaler is None
+        if bucket.reduced:
             as_it_is &= full is self._late.get(bucket)
-        if self.host_grads is not None and bucket.host_grad is not None:
-            release = partial(give_full, bucket, pool=self.pool, lifetimes=self.lifetimes)
-            self.host_grads.reduce(bucket, full, last, factor, as_it_is, release)
-            bucket.reduced = True
-            return
-        if as_it_is and not bucket.reduced:
+        else:
+            as_it_is &= self.policy.accumulate == 1 or full.dtype == self.policy.grad_dtype
+        if bucket.host_grad is not None:
+            self._to_host(bucket, full, last, as_it_is)
+        elif not as_it_is:
+            self._sum(bucket, full, last)
+        elif not bucket.reduced:
             bucket.replace_grad(full, self.pool)
             bucket.sq_norm = None
-        elif as_it_is:
+        else:
             assert bucket.grad is not None
             bucket.grad.add_(full)
             bucket.sq_norm = None
-        else:
-            leaves = world > 1 and self.lifetimes.owns_everything
-            if leaves and full.dtype == self.policy.grad_dtype and not bucket.reduced:
-                # its pieces have left: the same memory takes the result
-                bucket.replace_grad(full, self.pool)
-            grad = bucket.sum_buffer(self.policy.grad_dtype, self.pool)
-            with self.comm.scope(f"shardcore::sum({bucket.label})"):
-                bucket.sq_norm = last.add_up(factor, bucket.reduced_slice(grad), bucket.reduced)
-            if len(self._replicas) > 1:
-                with self.comm.scope(f"shardcore::gather_grad({bucket.label})"):
-                    self._gathers += self._reduce_scatter.gather(bucket, grad, self._replicas)
+            self._release_full(bucket, full)
         bucket.reduced = True
-        if full is not bucket.grad:
+
+    def _factor(self) -> float | torch.Tensor:
+        """Return what multiplies a sum over ranks."""
+        return 1.0 / self.divisor if self.scaler is None else self.scaler.unscale(self.divisor)
+
+    def _to_host(self, bucket: Bucket, full: torch.Tensor, last: Parts, as_it_is: bool) -> None:
+        assert self.host_grads is not None
+        release = partial(give_full, bucket, pool=self.pool, lifetimes=self.lifetimes)
+        self.host_grads.reduce(bucket, full, last, self._factor(), as_it_is, release)
+
+    def _sum(self, bucket: Bucket, full: torch.Tensor, last: Parts) -> None:
+        """Add the parts up, to the gradient that is there, if any; at stage 0 and with replicas,
+        start to gather the rest of it.
+        """
+        leaves = self.comm.world_size > 1 and self.lifetimes.owns_everything
+        if leaves and full.dtype == self.policy.grad_dtype and not bucket.reduced:
+            # its pieces have left: the same memory takes the result
+            bucket.replace_grad(full, self.pool)
+        grad = bucket.sum_buffer(self.policy.grad_dtype, self.pool)
+        with self.comm.scope(f"shardcore::sum({bucket.label})"):
+            own = bucket.reduced_slice(grad)
+            bucket.sq_norm = last.add_up(self._factor(), own, bucket.reduced)
+        if len(self._replicas) > 1:
+            with self.comm.scope(f"shardcore::gather_grad({bucket.label})"):
+                self._gathers += self._reduce_scatter.gather(bucket, grad, self._replicas)
+        if full is not grad:
             self._release_full(bucket, full)
 
     # --- between backwards ------------------------------------------------------------------------

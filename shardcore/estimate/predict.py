@@ -506,6 +506,9 @@ class _Step:
         if local.dtype != self._sent_dtype(bucket):
             sums, local = local, self._take(bucket, self._sent_dtype(bucket))
             self._give(bucket, sums)
+        if self.comm.world_size == 1:
+            self._finish(bucket, local)
+            return
         for done, full, _ in self._reduce_scatter.send(bucket, local):
             self._finish(done, full)
 
