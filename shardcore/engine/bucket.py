@@ -136,10 +136,6 @@ class BufferPool:
         self._dropped(memory)
 
 
-_SMALL_BYTES = 1 << 16  # a copy of its own takes longer to start than to run
-_WAIT_AT_MOST = 32
-
-
 @dataclass(frozen=True)
 class Lifetimes:
     """What a stage keeps (see docs/architecture.md, Lifetimes).
@@ -374,7 +370,8 @@ class Bucket:
     sq_norm: its squared norm (high, low) over this rank's shard; None: that of `grad` as it is, not
     taken yet.
     wire: (layout.numel,), the local gradient while it is collected: in `dtype`, or float32 sums
-    over micro-steps.
+    over micro-steps. waiting: small gradients that are not copied to their slots of it yet, each
+    behind its slot.
     resident: the wire buffers that stay allocated (Lifetimes.full_grad_resident), by dtype.
     shown: the buffer that stage 0's `param.grad` are views of, if they are set: `grad`, or one of
     `resident` in `dtype`.
@@ -413,7 +410,7 @@ class Bucket:
         self._views: dict[
             tuple[int, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]
         ] = {}
-        self._waiting: list[tuple[torch.Tensor, torch.Tensor]] = []  # see collect
+        self.waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.trainable, self.state_format = trainable, state_format
         self.repeated, self.counted = False, True
         self.changed = False
@@ -596,7 +593,7 @@ class Bucket:
         """Return the owned pieces of one parameter, in order."""
         return self._pieces_of[managed]
 
-    def _views_of(self, full: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def views_of(self, full: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """View each parameter's slot, and each gap between them, of a long-lived full buffer of the
         bucket.
 
@@ -617,47 +614,6 @@ class Bucket:
         """Forget the views of a buffer that is given up."""
         for key in [key for key in self._views if key[0] == memory.data_ptr()]:
             del self._views[key]
-
-    def collect(self, slot: int, grad: torch.Tensor, wire: torch.Tensor) -> None:
-        """Add a parameter's local gradient to `wire`. Small ones wait until `collect_waiting`
-        copies them together.
-        """
-        managed, target = self.params[slot], self._views_of(wire)[0][slot]
-        if managed.used:
-            self.collect_waiting()
-            target.add_(grad)
-        elif grad.nbytes <= _SMALL_BYTES:
-            self._waiting.append((target, grad))
-            # else a model of small weights would hold all gradients twice
-            if len(self._waiting) == _WAIT_AT_MOST:
-                self.collect_waiting()
-        else:
-            target.copy_(grad)
-        managed.used = True
-
-    def collect_waiting(self) -> None:
-        """Copy the gradients that wait."""
-        if self._waiting:
-            targets, grads = zip(*self._waiting, strict=True)
-            self._waiting.clear()
-            torch._foreach_copy_(targets, grads)
-
-    def drop_wire(self) -> torch.Tensor | None:
-        """Give up the local gradient; returns its memory."""
-        wire, self.wire = self.wire, None
-        self._waiting.clear()
-        return wire
-
-    def zero_unused(self, full: torch.Tensor) -> None:
-        """Zero the padding and the slots of parameters that are not `used`, so that a sum over
-        ranks reads no stale bytes.
-        """
-        slots, gaps = self._views_of(full)
-        unused = [
-            slot for slot, managed in zip(slots, self.params, strict=True) if not managed.used
-        ]
-        if gaps or unused:
-            torch._foreach_zero_([*gaps, *unused])
 
 
 def sq_norm_of(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:

@@ -65,6 +65,8 @@ from shardcore.optim.interface import weakly
 from shardcore.torch_private import accumulate_hooks_of, fake_mode, graph_task_id, queue_callback
 
 logger = logging.getLogger("shardcore")
+_SMALL_BYTES = 1 << 16  # of a gradient whose own copy takes longer to start than to run
+_WAIT_AT_MOST = 32
 
 
 class Boundary:
@@ -517,8 +519,7 @@ class Reducer:
                 managed.slice_of(self._late_buffer(bucket)).add_(grad)
                 return
             assert bucket.grad_state is GradState.COLLECTING
-            wire = self._collect_buffer(bucket) if bucket.wire is None else bucket.wire
-            bucket.collect(slot, grad, wire)
+            self._add_to_wire(bucket, managed, slot, grad)
         missing.discard(managed)
         if first and self._reducing and self._reduce_scatter.has_levels:
             for sent in self._reduce_scatter.arrive(bucket, grad.numel()):
@@ -533,6 +534,31 @@ class Reducer:
             and not self._missing[self.buckets[self._next]]
         ):
             self._launch_next()
+
+    def _add_to_wire(self, bucket: Bucket, managed: Managed, slot: int, grad: torch.Tensor) -> None:
+        """Copy a local gradient to its slot of the bucket's buffer, or add it to what is there.
+        Small ones wait until `_copy_waiting` copies them together.
+        """
+        wire = self._collect_buffer(bucket) if bucket.wire is None else bucket.wire
+        target = bucket.views_of(wire)[0][slot]
+        if managed.used:
+            self._copy_waiting(bucket)
+            target.add_(grad)
+        elif grad.nbytes <= _SMALL_BYTES:
+            bucket.waiting.append((target, grad))
+            # else a model of small weights would hold all gradients twice
+            if len(bucket.waiting) == _WAIT_AT_MOST:
+                self._copy_waiting(bucket)
+        else:
+            target.copy_(grad)
+        managed.used = True
+
+    @staticmethod
+    def _copy_waiting(bucket: Bucket) -> None:
+        if bucket.waiting:
+            targets, grads = zip(*bucket.waiting, strict=True)
+            bucket.waiting.clear()
+            torch._foreach_copy_(targets, grads)
 
     @torch.no_grad()  # autograd calls it in the grad mode of the caller of backward
     def _end_backward(self) -> None:
@@ -553,7 +579,7 @@ class Reducer:
             self._reduce_rest()
         else:
             for bucket in self.buckets:
-                bucket.collect_waiting()
+                self._copy_waiting(bucket)
         if self.comm.clock.on:
             self.comm.clock.end("backward")
         self._boundary.clear()
@@ -636,14 +662,26 @@ class Reducer:
         bucket = self.buckets[self._next]
         self._next += 1
         full = self._collect_buffer(bucket)
-        bucket.collect_waiting()
+        self._copy_waiting(bucket)
         bucket.wire = None
-        bucket.zero_unused(full)
+        self._zero_unused(bucket, full)
         dtype = self._sent_dtype(bucket)
         if full.dtype != dtype:
             sums, full = full, self._take_full(bucket, dtype).copy_(full)
             self._release_full(bucket, sums)
         self._launch(bucket, full)
+
+    @staticmethod
+    def _zero_unused(bucket: Bucket, full: torch.Tensor) -> None:
+        """Zero the padding and the slots of parameters that are not `used`, so that a sum over
+        ranks reads no stale bytes.
+        """
+        slots, gaps = bucket.views_of(full)
+        unused = [
+            slot for slot, managed in zip(slots, bucket.params, strict=True) if not managed.used
+        ]
+        if gaps or unused:
+            torch._foreach_zero_([*gaps, *unused])
 
     def _sent_dtype(self, bucket: Bucket) -> torch.dtype:
         """The dtype that travels: of what was added locally float32, unless one was chosen."""
@@ -752,8 +790,10 @@ class Reducer:
         self._late_params.clear()
         for bucket in self.buckets:
             bucket.grad_state = GradState.COLLECTING
-            if (wire := bucket.drop_wire()) is not None:
-                self._release_full(bucket, wire)
+            bucket.waiting.clear()
+            if bucket.wire is not None:
+                self._release_full(bucket, bucket.wire)
+                bucket.wire = None
             if set_to_none:
                 bucket.reduced = False
             elif bucket.reduced:

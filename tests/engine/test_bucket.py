@@ -10,6 +10,7 @@ from torch import nn
 
 import shardcore
 from shardcore.engine.bucket import Bucket, BufferPool
+from shardcore.engine.reducer import Reducer
 from tests.support.models import Run, batch_of, hash_of_training, loss_of, train
 from tests.support.ranks import run_ranks
 
@@ -17,18 +18,18 @@ ADAM = {"lr": 1e-2, "weight_decay": 0.1}
 
 
 def test_few_gradients_wait_in_a_model_of_small_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    most, real = 0, Bucket.collect
+    most, real = 0, Reducer._add_to_wire
 
-    def collect(bucket: Bucket, *arguments: Any) -> None:
+    def add(reducer: Reducer, bucket: Bucket, *arguments: Any) -> None:
         nonlocal most
-        real(bucket, *arguments)
-        most = max(most, len(bucket._waiting))
+        real(reducer, bucket, *arguments)
+        most = max(most, len(bucket.waiting))
 
     model = nn.Sequential(*(nn.Linear(10, 10) for _ in range(40)), nn.Linear(10, 5))
     model, _, _ = train(
         0, Run(steps=0, accumulate=2, shard={"units": [], "sync_each": False}), model
     )
-    monkeypatch.setattr(Bucket, "collect", collect)
+    monkeypatch.setattr(Reducer, "_add_to_wire", add)
     loss_of(model, batch_of(0, 0, 0)).backward()
     assert most == 31, "82 come in this backward, which reduces nothing"
 
@@ -42,9 +43,9 @@ def test_units_whose_weights_are_all_empty_take_no_buffer_of_the_pool() -> None:
 
 
 def _collected(patch: pytest.MonkeyPatch, small_bytes: int, sync_each: bool, **twin: Any) -> str:
-    patch.setattr("shardcore.engine.bucket._SMALL_BYTES", small_bytes)
+    patch.setattr("shardcore.engine.reducer._SMALL_BYTES", small_bytes)
     for name, method in twin.items():
-        patch.setattr(Bucket, name, method)
+        patch.setattr(Reducer, name, staticmethod(method))
     model, optimizer, _ = train(
         0, Run(steps=2, accumulate=2, precision="bf16", shard={"sync_each": sync_each})
     )
@@ -59,9 +60,7 @@ def test_gradients_that_wait_to_be_copied_together_have_the_same_bits(
     assert _collected(monkeypatch, 100, sync_each) == alone  # norms and biases wait, others do not
     assert _collected(monkeypatch, 1 << 16, sync_each) == alone
     assert (
-        _collected(
-            monkeypatch, 100, sync_each, collect_waiting=lambda bucket: bucket._waiting.clear()
-        )
+        _collected(monkeypatch, 100, sync_each, _copy_waiting=lambda bucket: bucket.waiting.clear())
         != alone
     )
 
