@@ -350,7 +350,7 @@ class Updater:
                 except Exception as error:
                     self._failure = self._failure or error
                 # after an error other ranks wait for them; at the next step this one refuses
-                for bucket in run:
+                for bucket in run if self._gathers else ():
                     gathers.start(bucket)
         works = gathers.works
         if wait or self._failure is not None:
