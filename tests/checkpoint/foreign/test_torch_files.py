@@ -277,10 +277,13 @@ def test_tied_weights_are_known_by_their_memory(tmp_path: Path) -> None:
     source = _opened(_saved(tmp_path, {"model": weights}), list(weights))
     assert source.tied == {"head": "embed"}
     del weights["embed"]
-    states = {0: {"step": 3.0, "exp_avg": tied + 1, "exp_avg_sq": tied + 2}}
+    states = {0: {"step": 3.0, "exp_avg": tied + 1, "exp_avg_sq": tied + 2, "master": tied + 3}}
     adam = {"state": states, "param_groups": [{"params": [0]}]}
     path = _saved(tmp_path, {"model": weights, "optimizer": adam})
-    assert _opened(path, {"embed": ["head"]}).steps == {"head": 3}, "the name that is there"
+    source = _opened(path, {"embed": ["head"]})
+    assert source.steps == {"head": 3}, "the name that is there"
+    assert source.keys("head") == ("weight", "exp_avg", "exp_avg_sq")
+    assert same_bits(whole(source, "head", "weight"), tied + 3), "the master"
 
 
 def test_large_tensors_beside_the_model_are_left_out(
@@ -691,6 +694,13 @@ def test_hostile_metadata_and_items_are_not_run(
         with pytest.raises(ValueError, match=text):
             open_foreign(path, names)
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_tensor_in_two_safetensors_files_is_refused(tmp_path: Path) -> None:
+    for file in ("a.safetensors", "b.safetensors"):
+        save(tmp_path / file, {"a": torch.ones(2)})
+    with pytest.raises(ValueError, match="and elsewhere, in the same place; expected it once"):
+        open_foreign(tmp_path, ["a"])
 
 
 def test_damaged_safetensors_are_errors(trained: Any, tmp_path: Path) -> None:

@@ -409,12 +409,14 @@ def test_damaged_files_are_errors(tmp_path: Path) -> None:
         plain(load_file(path), "file")
 
     assert 200 < read_damaged(path, 500, read) <= 500
-    raw = bytearray(path.read_bytes())
-    at = raw.index(b"epoch")
-    raw[at] = ord("E")
-    path.write_bytes(raw)
-    with pytest.raises(ValueError, match=r"data\.pkl, is damaged: its crc32 is"):
-        load_file(path)
+    raw = path.read_bytes()
+    for at, text in (
+        (raw.index(b"epoch"), r"data\.pkl, is damaged: its crc32 is"),
+        (raw.rindex(b"PK\x03\x04", 0, raw.index(b"data/0")), "has no header of data/0 at"),
+    ):
+        path.write_bytes(raw[:at] + b"?" + raw[at + 1 :])
+        with pytest.raises(ValueError, match=text):
+            load_file(path)
 
 
 def test_damaged_pickles_are_errors(tmp_path: Path) -> None:
