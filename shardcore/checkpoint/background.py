@@ -70,7 +70,7 @@ class Mailbox:
     def __init__(self, comm: Ranks, token: str) -> None:
         """token: unique, the same on every rank."""
         self.rank, self._size = comm.rank, comm.world_size
-        self._said: Any = None
+        self._message: Any = None
         if self._size > 1:
             assert dist.group.WORLD is not None
             world_store: Any = dist.group.WORLD.get_group_store()
@@ -78,12 +78,12 @@ class Mailbox:
             store: Any = dist.PrefixStore(f"shardcore/save/{token}", world_store.clone())  # type: ignore[attr-defined]
             self._store = store
 
-    def put(self, said: Any) -> None:
+    def put(self, message: Any) -> None:
         """Send rank 0 a message, of JSON values."""
         if self._size == 1:
-            self._said = said
+            self._message = message
         else:
-            text = json.dumps(said)
+            text = json.dumps(message)
             starts = range(0, len(text), _PART_BYTES)
             for number, start in enumerate(starts):
                 self._store.set(f"rank{self.rank}.{number}", text[start : start + _PART_BYTES])
@@ -93,14 +93,13 @@ class Mailbox:
         """Return, on rank 0, the message of each rank; waits for all."""
         if self.rank != 0:
             return []
-        return (
-            [self._said]
-            if self._size == 1
-            else [json.loads(self._joined(f"rank{rank}")) for rank in range(self._size)]
-        )
+        if self._size == 1:
+            return [self._message]
+        return [json.loads(self._joined(f"rank{rank}")) for rank in range(self._size)]
 
     def _joined(self, key: str) -> bytes:
-        return b"".join([self._take(f"{key}.{number}") for number in range(int(self._take(key)))])
+        parts = int(self._take(key))
+        return b"".join([self._take(f"{key}.{number}") for number in range(parts)])
 
     def answer(self, problem: str) -> None:
         """Send the other ranks the error, or "". Waits until they have read it: this process may
@@ -164,13 +163,13 @@ class Saving:
         self.thread = thread
 
     def _run(self, mailbox: Mailbox) -> None:
-        said: Any = None
+        message: Any = None
         try:
             try:
-                said = {"written": self._job.write()}
+                message = {"written": self._job.write()}
             except Exception as error:
-                said, self._problem = {"problem": in_words(error)}, error
-            mailbox.put(said)
+                message, self._problem = {"problem": in_words(error)}, error
+            mailbox.put(message)
             outcome = self._commit(mailbox) if mailbox.rank == 0 else mailbox.outcome()
             if outcome and self._problem is None:
                 self._problem = RuntimeError(f"{outcome}; {AS_BEFORE}")
@@ -184,18 +183,16 @@ class Saving:
 
     def _commit(self, mailbox: Mailbox) -> str:
         """Commit on rank 0, if all is well; returns what is not."""
-        said = mailbox.take_all()
-        problem = next(
-            (
-                f"rank {rank} failed: {one['problem']}"
-                for rank, one in enumerate(said)
-                if "problem" in one
-            ),
-            "",
+        messages = mailbox.take_all()
+        failures = (
+            f"rank {rank} failed: {message['problem']}"
+            for rank, message in enumerate(messages)
+            if "problem" in message
         )
+        problem = next(failures, "")
         if not problem:
             try:
-                self._job.commit([one["written"] for one in said])
+                self._job.commit([message["written"] for message in messages])
             except Exception as error:
                 self._problem = error
                 problem = f"rank 0 failed: {in_words(error)}"

@@ -5,14 +5,9 @@ Note [When]. What a step needs to be repeated is read where it is as the next st
 random states and positions in data when `step()` ends; learning rates, the loss scale, the
 scheduler, edited weights and buffers when the next training forward begins, since schedulers step
 in between. From then on a thread commits beside forward and backward; the next step, or whatever
-else reads or changes states, waits for it. Weights that it writes live may be edited meanwhile:
-there the record is written at the end of that wait, if none was. An overlapped step is committed
-when the next one waits for it. So a crash costs the step that is not complete, and the one before
-it if it comes before its commit.
-
-Note [The rest]. States in host memory or on the device (`ratio`), weights that no float32 master
-makes again and buffers are written in full by every commit. Frozen parameters are not: they are as
-the program makes them.
+else reads or changes states, waits for it. An overlapped step is committed when the next one waits
+for it. So a crash costs the step that is not complete, and the one before it if it comes before its
+commit.
 """
 
 import logging
@@ -37,7 +32,7 @@ from shardcore.checkpoint.load import (
     restore_rank,
 )
 from shardcore.checkpoint.save import (
-    Beside,
+    CheckpointMetadata,
     Content,
     buffers_of,
     describe,
@@ -49,7 +44,7 @@ from shardcore.checkpoint.save import (
     weight_of,
 )
 from shardcore.checkpoint.slots import COMMIT_THREAD, Committed, Slots
-from shardcore.checkpoint.write import Given, Item, manifest_of, write_ranges
+from shardcore.checkpoint.write import Item, LinkedFiles, manifest_of, write_ranges
 from shardcore.distributed.everyone import attempt_together
 from shardcore.engine.bucket import Bucket
 from shardcore.engine.engine import Engine, engine_behind
@@ -64,12 +59,12 @@ class Commits:
 
     def __init__(self, engine: Engine, slots: Slots, states: NvmeStates) -> None:
         """Begin, from the step that `slots` has chosen if there is one. Collective."""
-        # the engine keeps this
-        self._engine_ref, self._slots, self._states = weakref.ref(engine), slots, states
+        self._engine_ref = weakref.ref(engine)  # the engine keeps this object
+        self._slots, self._states = slots, states
         self.scheduler: Any = None
         self.stateful: Mapping[str, Any] = {}
         self._numerics = numerics_of(engine)
-        self._rank: Mapping[str, Any] | None = None  # of the step that is not committed yet
+        self._rank_state: Mapping[str, Any] | None = None  # of the step that is not committed yet
         self._buffers: dict[str, torch.Tensor] = {}
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
@@ -93,7 +88,7 @@ class Commits:
         """How many steps have been made since the run began, those of skipped updates among
         them.
         """
-        return self._slots.step + (self._rank is not None)
+        return self._slots.step + (self._rank_state is not None)
 
     def note_step(self) -> None:
         """Note that a step ends. What is wrong with a state is raised by `finish`, so that every
@@ -110,9 +105,9 @@ class Commits:
                 )
             self.source.close()
             self.source = None
-        self._rank, self._all_have_it = {}, False
+        self._rank_state, self._all_have_it = {}, False
         try:
-            self._rank = rank_state(self._engine.device, self.stateful)
+            self._rank_state = rank_state(self._engine.device, self.stateful)
         except Exception as error:
             self._error = error
         self._copy_buffers()
@@ -121,26 +116,25 @@ class Commits:
         """Note that a forward begins, before which users edit weights and buffers. begin: commit
         from now on.
         """
-        if self._rank is not None and self._thread is None:
+        if self._rank_state is not None and self._thread is None:
             self._copy_buffers()
             if begin:
-                self._begin()
+                self._start_commit()
 
     def _copy_buffers(self) -> None:
         self._buffers = {
             name: buffer.detach().clone() for name, buffer in buffers_of(self._engine.model).items()
         }
 
-    def _begin(self) -> None:
-        if self._rank is None or self._thread is not None or self._error is not None:
+    def _start_commit(self) -> None:
+        if self._rank_state is None or self._thread is not None or self._error is not None:
             return
         engine = self._engine
         engine.updater.accept_weight_edits()
         engine.membership.check("step")
         content = Content(states=True, exclude_frozen=True, scheduler=self.scheduler)
-        entries = Beside(engine, content, self._rank).entries(
-            describe(engine, content), {}, self._numerics
-        )
+        metadata = CheckpointMetadata(engine, content, self._rank_state)
+        entries = metadata.entries(describe(engine, content), {}, self._numerics)
         names = names_of(engine)
         stream = torch.cuda.Stream(engine.device) if engine.device.type == "cuda" else None  # type: ignore[no-untyped-call]
         if stream is not None:
@@ -152,7 +146,7 @@ class Commits:
                     nullcontext() if stream is None else torch.cuda.stream(stream),
                     torch.no_grad(),
                 ):
-                    self._commit(engine, names, *entries)
+                    self._write_files(engine, names, *entries)
             except Exception as error:
                 self._error = error
 
@@ -163,19 +157,19 @@ class Commits:
         """Wait until the last step is committed. StepError if it cannot be; then the next call
         tries again.
         """
-        if self._rank is None:
+        if self._rank_state is None:
             return
-        self._begin()
+        self._start_commit()
         if self._thread is not None:
             self._thread.join()
             self._thread = None
         if self._error is None:
             try:
-                self._end()
+                self._write_record()
             except Exception as problem:
                 self._error = problem
         error = self._error
-        if self._rank:  # else it has no states of this rank, and never will
+        if self._rank_state:  # else it has no states of this rank, and never will
             self._error = None
         if error is not None:
             try:
@@ -187,21 +181,20 @@ class Commits:
                 ) from error
             finally:
                 error = None  # else a cycle
-        self._rank, self._record, self._buffers = None, None, {}
+        self._rank_state, self._record, self._buffers = None, None, {}
 
-    def _end(self) -> None:
+    def _write_record(self) -> None:
         """Write the record, if the thread did not."""
         if self._record is None:
             return
-        edited = next(
-            (m.name for bucket in _live(self._engine) for m in bucket.params if m.edited), None
-        )
-        if edited is not None:  # while it was written, perhaps
-            raise ValueError(
-                f"{edited} was edited between the begin of a forward and the step; expected edits "
-                f"after a step, before the "
-                'next forward, float32 masters, or "durable": False'
-            )
+        for bucket in _live(self._engine):
+            for managed in bucket.params:
+                if managed.edited:  # perhaps while the thread wrote it
+                    raise ValueError(
+                        f"{managed.name} was edited between the begin of a forward and the step; "
+                        "expected edits after a step, before the next forward, float32 masters, or "
+                        '"durable": False'
+                    )
         self._slots.write_record(self._record, self.step, self._states)
         self._record = None
 
@@ -213,20 +206,20 @@ class Commits:
         """
         if self._all_have_it:
             return
-        have = self._engine.comm.gather_json(self._rank is None)
+        have = self._engine.comm.gather_json(self._rank_state is None)
         self._all_have_it = all(have)
         if not self._all_have_it:
             raise StepError(
                 f"rank {have.index(False)} could not commit step {self.step}; see its error"
             )
 
-    def give(self, folder: Path, names: Mapping[torch.Tensor, str]) -> Given:
-        """Let a checkpoint that is written to `folder` have the files of committed states, if it
-        can: see `Slots.give`.
+    def give(self, folder: Path, names: Mapping[torch.Tensor, str]) -> LinkedFiles:
+        """Link the files of committed states into a checkpoint that is written to `folder`, where
+        they can be linked: see `Slots.link_into`.
         """
-        return self._slots.give(self._states, folder, names)
+        return self._slots.link_into(self._states, folder, names)
 
-    def _commit(
+    def _write_files(
         self,
         engine: Engine,
         names: Mapping[torch.Tensor, str],
@@ -234,29 +227,33 @@ class Commits:
         rest: Mapping[str, Any],
     ) -> None:
         self._states.flush()
-        items = list(self._rest(engine, names))
-        written = write_ranges(
+        items = list(self._rest_items(engine, names))
+        rest_written = write_ranges(
             self._slots.folder, self._slots.rest_name, items, len(self._slots.paths)
         )
-        said = self._slots.said(self._states, written, names)
-        own = {"world_size": engine.comm.world_size, "rank_state": self._rank}
-        self._record = {**manifest_of([said], tensors, rest), **own}
+        written = self._slots.written(self._states, rest_written, names)
+        self._record = manifest_of([written], tensors, rest)
+        self._record |= {"world_size": engine.comm.world_size, "rank_state": self._rank_state}
+        # Weights that are written live may be edited meanwhile: `finish` writes the record, if none
+        # was.
         if not _live(engine):
-            self._end()
+            self._write_record()
 
-    def _rest(self, engine: Engine, names: Mapping[torch.Tensor, str]) -> Iterator[Item]:
-        """Yield what is not in the slots: see Note [The rest]."""
+    def _rest_items(self, engine: Engine, names: Mapping[torch.Tensor, str]) -> Iterator[Item]:
+        """Yield what is not in the slots."""
         for bucket in engine.buckets:
-            cut = bucket.device_numel
-            if not bucket.trainable:
+            if not bucket.trainable:  # frozen parameters are as the program makes them
                 continue
-            for managed, *where in ranges_of(bucket, 0, cut):
-                name = names[managed.param]
+            # states on the device (`ratio`)
+            for managed, *where in ranges_of(bucket, 0, bucket.device_numel):
+                name, (start, param_start, numel) = names[managed.param], where
                 yield from parts_of(
-                    engine, bucket, managed, name, (where[0], where[1], where[2]), True
+                    engine, bucket, managed, name, (start, param_start, numel), True
                 )
-            for managed, *where in ranges_of(bucket, cut, bucket.owned_numel):
-                yield from weight_of(bucket, names[managed.param], (where[0], where[1], where[2]))
+            # weights that no float32 master makes again
+            for managed, *where in ranges_of(bucket, bucket.device_numel, bucket.owned_numel):
+                start, param_start, numel = where
+                yield from weight_of(bucket, names[managed.param], (start, param_start, numel))
         for name, buffer in self._buffers.items():
             yield from items_of(name, buffer.reshape(-1))
 
@@ -295,9 +292,10 @@ def resume(
     has none of these states.
     """
     engine = engine_behind("resume", model)
-    commits, wanted = engine.commits, Wanted(scheduler=scheduler, stateful=stateful or {})
+    options = Wanted(scheduler=scheduler, stateful=stateful or {})
 
     def check() -> "Commits":
+        commits = engine.commits
         if isinstance(commits, Commits) and commits.step and commits.source is None:
             raise ValueError(
                 f"resume: step {commits.step} is made; expected the call before the first step"
@@ -309,26 +307,24 @@ def resume(
                 'resume: the model commits no steps; expected one of shard(offload={"optimizer": '
                 '"nvme", "path": ..., "resume": True}) (a checkpoint is read by shardcore.load)'
             )
-        rank_state(engine.device, wanted.stateful)
+        rank_state(engine.device, options.stateful)
         if commits.source is not None:
             if scheduler is not None:
                 check_scheduler("resume", commits.source, scheduler)
-            check_stateful("resume", commits.source, engine.everyone, wanted.stateful)
+            check_stateful("resume", commits.source, engine.everyone, options.stateful)
         return commits
 
-    found = attempt_together(engine.comm, "resume", check, "nothing was restored")
-    if found.source is not None:
-        for group, options in zip(
-            engine.groups, options_of(found.source, engine) or (), strict=True
-        ):
+    commits = attempt_together(engine.comm, "resume", check, "nothing was restored")
+    if commits.source is not None:
+        source = commits.source
+        for group, saved in zip(engine.groups, options_of(source, engine) or (), strict=True):
             # again: a scheduler that was made meanwhile has set learning rates
-            group.update(options)
-        source = found.source
+            group.update(saved)
 
         def restore_scheduler() -> None:
             if scheduler is not None:
                 scheduler.load_state_dict(source.scheduler)
 
-        restore_rank("resume", source, engine, wanted, restore_scheduler)
-    found.scheduler, found.stateful, found.restored = scheduler, wanted.stateful, True
-    return int(found.step)
+        restore_rank("resume", source, engine, options, restore_scheduler)
+    commits.scheduler, commits.stateful, commits.restored = scheduler, options.stateful, True
+    return int(commits.step)

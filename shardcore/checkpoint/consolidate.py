@@ -93,13 +93,9 @@ def consolidate(
             f"sharded model"
         )
     with open_checkpoint("consolidate", Path(source), tag) as opened:
-        found = of_source(opened, dtype)
-        return write(
-            found,
-            (values for name in found for values in read(opened, name, dtype)),
-            Path(output),
-            max_shard_bytes,
-        )
+        tensors = of_source(opened, dtype)
+        values = (part for name in tensors for part in read(opened, name, dtype))
+        return write(tensors, values, Path(output), max_shard_bytes)
 
 
 def _check(output: str | os.PathLike[str], dtype: object, max_shard_bytes: object) -> None:
@@ -123,23 +119,18 @@ def bytes_of(size: int | str) -> int:
     """Return a number of bytes, which may be given as "5GB". ValueError for anything else."""
     if isinstance(size, int):
         return size
-    text = size.strip().upper()
-    number, unit = (
-        (found[1], found[2])
-        if (found := re.fullmatch(r"(\d+(?:\.\d+)?) *([A-Z]*)", text))
-        else ("", "")
-    )
-    if not number or unit not in _UNITS:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) *([A-Z]*)", size.strip().upper())
+    if match is None or match[2] not in _UNITS:
         raise ValueError(f'a size is {size!r}; expected a number of bytes, or a text such as "5GB"')
-    return int(float(number) * _UNITS[unit])
+    return int(float(match[1]) * _UNITS[match[2]])
 
 
 def _like(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(tuple(shape), dtype=dtype, device="meta")
 
 
-def _as(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    return wanted if wanted is not None and dtype.is_floating_point else dtype
+def _as(dtype: torch.dtype, floating: torch.dtype | None) -> torch.dtype:
+    return floating if floating is not None and dtype.is_floating_point else dtype
 
 
 def of_source(source: Source, dtype: torch.dtype | None) -> Tensors:
@@ -168,8 +159,8 @@ def write(
     try:
         return _write(tensors, values, output, max_shard_bytes)
     except BaseException:
-        for left in set(folder.glob(f".*{_writing()}")) - before:
-            left.unlink()
+        for path in set(folder.glob(f".*{_writing()}")) - before:
+            path.unlink()
         raise
 
 
@@ -181,23 +172,17 @@ def _write(
         _publish(output.parent, [output.name])
         return [output]
     files = _cut_into_files(tensors, max_shard_bytes)
-    names = (
-        [_SINGLE]
-        if len(files) == 1
-        else [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
-    )
+    names = [_SINGLE]
+    if len(files) > 1:
+        names = [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
     for name, file in zip(names, files, strict=True):
         _write_file(output / name, {key: tensors[key] for key in file}, values)
     if len(files) > 1:
         weight_map = {key: name for name, file in zip(names, files, strict=True) for key in file}
-        index = {
-            "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
-            "weight_map": weight_map,
-        }
-        write_synced(
-            _unfinished(output / _INDEX),
-            (json.dumps(index, indent=2, sort_keys=True) + "\n").encode(),
-        )
+        total_size = sum(tensor.nbytes for tensor in tensors.values())
+        index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        write_synced(_unfinished(output / _INDEX), text.encode())
         names.append(_INDEX)
     stale = [
         path.name
@@ -243,20 +228,18 @@ def _publish(folder: Path, names: list[str], stale: list[str] | None = None) -> 
 
 
 def _write_file(path: Path, tensors: Tensors, values: Iterator[torch.Tensor]) -> None:
-    head = layout.head_of(
-        {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}, {"format": "pt"}
-    )[0]
-    writer = _C.FileWriter(
-        file_engine(), str(_unfinished(path)), len(head) + sum(t.nbytes for t in tensors.values())
-    )
+    described = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    head, _ = layout.head_of(described, {"format": "pt"})
+    size = len(head) + sum(tensor.nbytes for tensor in tensors.values())
+    writer = _C.FileWriter(file_engine(), str(_unfinished(path)), size)
     try:
         writer.append(torch.frombuffer(bytearray(head), dtype=torch.uint8))
         for tensor in tensors.values():
-            left = tensor.nbytes
-            while left > 0:
+            remaining = tensor.nbytes
+            while remaining > 0:
                 part = next(values)
                 writer.append(part)
-                left -= part.nbytes
+                remaining -= part.nbytes
         writer.finish()
     finally:
         writer.close()
@@ -321,12 +304,14 @@ def state_dict_of(
     """Return an ordinary state dict, tied weights under each name, on the CPU, from the `values`
     that on_first_rank passes.
     """
-    found = {name: next(values).view(tensor.shape).clone() for name, tensor in tensors.items()}
+    of_name = {name: next(values).view(tensor.shape).clone() for name, tensor in tensors.items()}
     name_of = {tensor: name for name, tensor in in_order(engine).items()}
     model = engine.model
     named = {**dict(named_parameters(model, remove_duplicate=False)), **dict(named_buffers(model))}
     return {
-        name: found[name_of[tensor]] for name, tensor in named.items() if name_of[tensor] in found
+        name: of_name[name_of[tensor]]
+        for name, tensor in named.items()
+        if name_of[tensor] in of_name
     }
 
 
@@ -334,17 +319,16 @@ def whole_state_dict(engine: Engine, exclude_frozen: bool = False) -> dict[str, 
     """Return an ordinary state dict on rank 0, on the CPU, in the dtypes that weights train in;
     {} elsewhere. Collective.
     """
-    found: OrderedDict[str, torch.Tensor] = (
-        OrderedDict()
-    )  # a state dict's type, by which Accelerate knows that tensors may be tied
+    # a state dict's type, by which Accelerate knows that tensors may be tied
+    state: OrderedDict[str, torch.Tensor] = OrderedDict()
     tensors = as_trained(engine, exclude_frozen)
 
     def keep(values: Iterator[torch.Tensor]) -> list[Path]:
-        found.update(state_dict_of(engine, tensors, values))
+        state.update(state_dict_of(engine, tensors, values))
         return []
 
     on_first_rank(engine, tensors, keep)
-    return found
+    return state
 
 
 def in_order(engine: Engine) -> dict[str, torch.Tensor]:
@@ -359,11 +343,8 @@ def in_order(engine: Engine) -> dict[str, torch.Tensor]:
 
 def _dtype_of(engine: Engine, tensor: torch.Tensor) -> torch.dtype:
     bucket: Any = engine.bucket_of.get(tensor)  # type: ignore[call-overload]
-    return (
-        torch.float32
-        if bucket is not None and bucket.state_format.master is not None
-        else tensor.dtype
-    )
+    has_masters = bucket is not None and bucket.state_format.master is not None
+    return torch.float32 if has_masters else tensor.dtype
 
 
 @torch.no_grad()
@@ -387,10 +368,8 @@ def _values(engine: Engine, tensors: Tensors) -> Iterator[torch.Tensor]:
                 yield managed.full(managed.slice_of(full)).to("cpu", dtype).contiguous().view(-1)
     for tensor, name in names.items():
         if tensor not in engine.managed:
-            cut, local = slice_of(name, tensor), held_by(tensor).detach()
-            yield (
-                (local if cut is None else cut.assemble(local))
-                .to("cpu", tensors[name].dtype)
-                .contiguous()
-                .view(-1)
-            )
+            full = held_by(tensor).detach()
+            tensor_slice = slice_of(name, tensor)
+            if tensor_slice is not None:
+                full = tensor_slice.assemble(full)
+            yield full.to("cpu", tensors[name].dtype).contiguous().view(-1)

@@ -63,8 +63,8 @@ def unfinished(folder: Path, tag: str) -> Path:
 
 def checkpoints(folder: Path) -> list[Path]:
     """Return shardcore's checkpoints in a directory, in the order in which they were written."""
-    found = [(saved_at(one), one) for one in folder.iterdir() if not one.name.startswith(".")]
-    return [one for time, one in sorted(found) if time > 0]
+    paths = [path for path in folder.iterdir() if not path.name.startswith(".")]
+    return [path for time, path in sorted((saved_at(path), path) for path in paths) if time > 0]
 
 
 def saved_at(path: Path) -> float:
@@ -73,21 +73,20 @@ def saved_at(path: Path) -> float:
     """
     try:
         with open_regular(path / MANIFEST) as file:
-            found = _BEGIN.match(file.read(100))
+            match = _BEGIN.match(file.read(100))
     except (OSError, ValueError):
-        found = None
-    return 0.0 if found is None else float(found[1])
+        match = None
+    return 0.0 if match is None else float(match[1])
 
 
 def check_ours(path: Path) -> None:
     """Raise FileExistsError unless a save may replace what is there: a checkpoint, an empty
     directory or nothing.
     """
-    if (
-        os.path.lexists(path)
-        and not saved_at(path)
-        and not (path.is_dir() and not any(path.iterdir()))
-    ):
+    if not os.path.lexists(path) or saved_at(path):
+        return
+    is_empty_directory = path.is_dir() and not any(path.iterdir())
+    if not is_empty_directory:
         raise FileExistsError(
             errno.EEXIST,
             "save: this is no checkpoint of shardcore's; expected one, which is replaced, or a "
@@ -101,13 +100,14 @@ def find(op: str, folder: Path, tag: str | None) -> Path:
 
     Raises FileNotFoundError or ValueError.
     """
-    given = tag
-    tag = _latest(folder) if tag is None else tag
+    by_latest = tag is None
     if tag is None:
-        others = folder.is_file() or (
-            folder.is_dir() and any(folder.iterdir()) and not checkpoints(folder)
-        )
-        if (folder / MANIFEST).exists() or others:
+        tag = _latest(folder)
+    if tag is None:
+        # a directory that is a checkpoint, or a file or directory of another library
+        has_files = folder.is_dir() and any(folder.iterdir())
+        foreign = folder.is_file() or (has_files and not checkpoints(folder))
+        if (folder / MANIFEST).exists() or foreign:
             return folder
         raise FileNotFoundError(
             errno.ENOENT,
@@ -115,12 +115,12 @@ def find(op: str, folder: Path, tag: str | None) -> Path:
             f"given, or tag= one of its checkpoints ({_names(folder)})",
             str(folder),
         )
-    check_tag(op if given is not None else f"{op}: {folder / LATEST} is damaged", tag)
+    check_tag(f"{op}: {folder / LATEST} is damaged" if by_latest else op, tag)
     path, replaced = folder / tag, folder / f".{tag}{_REPLACED}"
-    if not path.exists() and (replaced / MANIFEST).exists():  # see Note [Commit], `commit`
-        return replaced
+    if not path.exists() and (replaced / MANIFEST).exists():
+        return replaced  # a crash came between the two renames of `commit`
     if not path.exists():
-        named = f", which {LATEST!r} names" if given is None else ""
+        named = f", which {LATEST!r} names" if by_latest else ""
         raise FileNotFoundError(
             errno.ENOENT,
             f"{op}: there is no such checkpoint{named}; expected tag= one that save has written "
@@ -139,10 +139,8 @@ def _latest(folder: Path) -> str | None:
 
 
 def _names(folder: Path) -> str:
-    return (
-        ", ".join(one.name for one in (checkpoints(folder) if folder.is_dir() else ()))
-        or "there are none"
-    )
+    names = [path.name for path in checkpoints(folder)] if folder.is_dir() else []
+    return ", ".join(names) or "there are none"
 
 
 @contextmanager
@@ -155,10 +153,10 @@ def _naming(path: Path) -> Iterator[None]:
         raise
 
 
-def write_synced(path: Path, held: bytes) -> None:
+def write_synced(path: Path, data: bytes) -> None:
     """Write a small file, which is on disk when this returns. OSError, with the path."""
     with _naming(path), open(path, "wb") as file:
-        file.write(held)
+        file.write(data)
         file.flush()
         os.fsync(file.fileno())
 
@@ -198,8 +196,9 @@ def commit(folder: Path, tag: str, save_latest: bool, keep_last: int | None) -> 
     sync_directory(written)
     if not os.path.lexists(path):
         os.rename(written, path)
-    # a file system without that: `find` looks for what is replaced
     elif not _C.exchange_paths(str(written), str(path)):
+        # The file system cannot exchange. After a crash between these renames, `find` takes the
+        # checkpoint that was to be replaced.
         os.rename(path, replaced)
         os.rename(written, path)
     sync_directory(folder)
@@ -209,10 +208,10 @@ def commit(folder: Path, tag: str, save_latest: bool, keep_last: int | None) -> 
     _discard(replaced)
     if keep_last is not None:
         latest = _latest(folder)
-        others = [one for one in checkpoints(folder) if one.name != tag]
-        for one in others[: max(0, len(others) + 1 - keep_last)]:
-            if one.name != latest:
-                _discard(one)
+        older = [checkpoint for checkpoint in checkpoints(folder) if checkpoint.name != tag]
+        for checkpoint in older[: max(0, len(older) + 1 - keep_last)]:
+            if checkpoint.name != latest:
+                _discard(checkpoint)
 
 
 def point_latest(folder: Path, tag: str) -> None:
@@ -227,16 +226,16 @@ def _discard(path: Path) -> None:
     """
     if not os.path.lexists(path):
         return
-    gone = path.with_name(f".{uuid.uuid4().hex}{_REMOVED}")
+    removed = path.with_name(f".{uuid.uuid4().hex}{_REMOVED}")
     try:
-        os.rename(path, gone)
-        shutil.rmtree(gone, ignore_errors=True)  # all that can be
-        _remove(gone)
+        os.rename(path, removed)
+        shutil.rmtree(removed, ignore_errors=True)  # all that can be
+        _remove(removed)
     except OSError as error:
         logger.warning(
             "save: %s is not needed, and %s cannot be removed: %s (the next save tries again)",
             path,
-            gone,
+            removed,
             error,
         )
 
@@ -264,35 +263,29 @@ class FileLock:
         self._file = os.fdopen(
             os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+b", 0
         )
-        own = {"host": socket.gethostname(), "pid": os.getpid()}
+        process = {"host": socket.gethostname(), "pid": os.getpid()}
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            holder = self._file.read(4096).decode(errors="replace").strip() or "unknown"
+            self._file.close()
+            by_this_process = holder.startswith(json.dumps(process)[:-1] + ",")
+            text = (this if by_this_process else another).format(holder)
+            raise BlockingIOError(error.errno, f"{op}: {text}", str(path)) from None
         except OSError as error:
-            if not isinstance(error, BlockingIOError) and error.errno in (
-                errno.ENOSYS,
-                errno.EOPNOTSUPP,
-                errno.ENOLCK,
-            ):
-                logger.warning(
-                    "%s: the file system of %s has no locks (%s), so two jobs there are not "
-                    "noticed",
-                    op,
-                    path,
-                    error,
-                )
-            else:
-                holder = self._file.read(4096).decode(errors="replace").strip() or "unknown"
+            if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
                 self._file.close()
-                if not isinstance(error, BlockingIOError):
-                    raise
-                says = this if holder.startswith(json.dumps(own)[:-1] + ",") else another
-                raise BlockingIOError(
-                    error.errno, f"{op}: {says.format(holder)}", str(path)
-                ) from None
+                raise
+            logger.warning(
+                "%s: the file system of %s has no locks (%s), so two jobs there are not noticed",
+                op,
+                path,
+                error,
+            )
         _locks.add(self)
         with _naming(path):
             self._file.truncate(0)
-            self._file.write(json.dumps({**own, **about, "since": time.ctime()}).encode())
+            self._file.write(json.dumps({**process, **about, "since": time.ctime()}).encode())
 
     def release(self) -> None:
         """Unlock, also where a process that was forked meanwhile would keep the lock."""
@@ -343,14 +336,14 @@ class SaveLock:
             raise
 
     def _clean(self) -> None:
-        for left in self._folder.iterdir():
-            if not left.name.startswith("."):
+        for path in self._folder.iterdir():
+            if not path.name.startswith("."):
                 continue
-            kept = self._folder / left.name[1 : -len(_REPLACED)]
-            if left.name.endswith(_REPLACED) and not kept.exists():
-                os.rename(left, kept)
-            elif left.name.endswith((_SAVING, _REMOVED, _REPLACED)):
-                _discard(left)
+            checkpoint = self._folder / path.name[1 : -len(_REPLACED)]
+            if path.name.endswith(_REPLACED) and not checkpoint.exists():
+                os.rename(path, checkpoint)
+            elif path.name.endswith((_SAVING, _REMOVED, _REPLACED)):
+                _discard(path)
 
     def release(self) -> None:
         """Remove what this save has left, if it failed, and unlock."""

@@ -181,13 +181,11 @@ def json_bytes(value: Mapping[str, Any], plain_data: bool = False) -> bytes:
     text = json.dumps(value, allow_nan=False)[:-1].encode()
     most = _MAX_PLAIN_BYTES if plain_data else _MAX_JSON_BYTES
     if len(text) > most - 100:
-        what = (
-            "plain data take"
-            if plain_data
-            else "ranges of tensors, and what get_extra_state() and param_groups have, take"
-        )
+        content = "ranges of tensors, and what get_extra_state() and param_groups have, take"
+        if plain_data:
+            content = "plain data take"
         raise ValueError(
-            f"save: {what} {len(text)} bytes as JSON; expected at most {most} (register large "
+            f"save: {content} {len(text)} bytes as JSON; expected at most {most} (register large "
             f"tensors as buffers of the model, or save them yourself)"
         )
     return text + f'{_SUM}{crc32c(text):08x}"}}\n'.encode()
@@ -199,9 +197,9 @@ def read_json(path: Path) -> Any:
         size = os.fstat(file.fileno()).st_size
         if size > _MAX_JSON_BYTES:
             raise ValueError(f"load: {path} has {size} bytes; expected at most {_MAX_JSON_BYTES}")
-        held = file.read(size)
-    text, found, rest = held.rpartition(_SUM.encode())
-    if not found or rest != f'{crc32c(text):08x}"}}\n'.encode():
+        data = file.read(size)
+    text, separator, rest = data.rpartition(_SUM.encode())
+    if not separator or rest != f'{crc32c(text):08x}"}}\n'.encode():
         raise ValueError(
             f"load: {path} is damaged: its last entry, the checksum of what is before it, is not "
             f"that; expected the file as it was written (use another checkpoint, or copy it again)"
@@ -321,19 +319,15 @@ class Checkpoint(Source):
             name: entry.step for name, entry in self.entries.items() if entry.step is not None
         }
         with self._reading("groups"):
-            self.groups = (
-                None if m["groups"] is None else _groups_of(plain.from_json(m["groups"], "groups"))
-            )
+            groups = plain.from_json(m["groups"], "groups")
+            self.groups = None if groups is None else _groups_of(groups)
         with self._reading("counters"):
             self.counters = {str(name): _count(value) for name, value in m["counters"].items()}
         with self._reading("scheduler"):
             self.scheduler = plain.from_json(m["scheduler"], "scheduler")
         with self._reading("loss_scale"):
-            self.loss_scale = (
-                None
-                if m["loss_scale"] is None
-                else _dict(plain.from_json(m["loss_scale"], "loss_scale"))
-            )
+            loss_scale = plain.from_json(m["loss_scale"], "loss_scale")
+            self.loss_scale = None if loss_scale is None else _dict(loss_scale)
         with self._reading("extra_state"):
             self.extra_state = {
                 str(name): plain.from_json(state, str(name))
@@ -354,10 +348,10 @@ class Checkpoint(Source):
                     f"load: {self.path / MANIFEST} names the file {name!r}; expected names such as "
                     f"{data_file(0)}"
                 )
-            there = os.stat(self.path / name).st_size
-            if there != size:
+            actual = os.stat(self.path / name).st_size
+            if actual != size:
                 raise ValueError(
-                    f"load: {self.path / name} has {there} bytes; expected {size} (is the copy "
+                    f"load: {self.path / name} has {actual} bytes; expected {size} (is the copy "
                     f"complete?)"
                 )
 
@@ -367,13 +361,15 @@ class Checkpoint(Source):
         if "slices" not in entry:
             whole = Columns(1, prod(shape), 0, prod(shape))
             return Entry(shape, step, {whole: self._parts(name, entry["parts"], prod(shape))})
-        rows, slices, end = _count(entry["rows"]), dict[Columns, Mapping[str, Part]](), 0
+        rows = _count(entry["rows"])
         width = prod(shape) // max(1, rows)
-        for one in entry["slices"]:
-            first, count = map(_count, one["columns"])
+        slices: dict[Columns, Mapping[str, Part]] = {}
+        end = 0
+        for slice_entry in entry["slices"]:
+            first, count = map(_count, slice_entry["columns"])
             columns = Columns(rows, width, first, count)
             slices[columns] = self._parts(
-                slice_name(name, first, count), one["parts"], rows * count
+                slice_name(name, first, count), slice_entry["parts"], rows * count
             )
             if first != end or count == 0:
                 raise ValueError(
@@ -382,7 +378,8 @@ class Checkpoint(Source):
                 )
             end = first + count
         dtypes = [{key: part.dtype for key, part in parts.items()} for parts in slices.values()]
-        if end != width or rows * width != prod(shape) or any(one != dtypes[0] for one in dtypes):
+        differ = any(of_slice != dtypes[0] for of_slice in dtypes)
+        if end != width or rows * width != prod(shape) or differ:
             raise ValueError(
                 f"load: {self.path / MANIFEST} has slices of {name} that do not belong together: "
                 f"{end} of {width} columns in "
@@ -393,7 +390,8 @@ class Checkpoint(Source):
     def _parts(self, name: str, entry: Mapping[str, Any], numel: int) -> Mapping[str, Part]:
         parts = {}
         for key, part in entry.items():
-            if part["dtype"] not in _DTYPES_OF.get(key, ("F32",) if _STATE.fullmatch(key) else ()):
+            of_other_optimizer = ("F32",) if _STATE.fullmatch(key) else ()
+            if part["dtype"] not in _DTYPES_OF.get(key, of_other_optimizer):
                 raise ValueError(
                     f"load: {self.path / MANIFEST} has {name}.{key} of {part['dtype']!r}, which is "
                     f"unknown"
@@ -412,23 +410,22 @@ class Checkpoint(Source):
         return parts
 
     def _part(self, name: str, part: Mapping[str, Any], numel: int) -> Part:
-        dtype, end = DTYPES[part["dtype"]], 0
+        dtype = DTYPES[part["dtype"]]
         ranges = [Range(*map(_count, values)) for values in part["ranges"]]
-        for one in ranges:
-            if (
-                one.start < end
-                or (self._whole and one.start > end)
-                or not 0 < one.numel <= RANGE_NUMEL
-            ):
+        end = 0
+        for item in ranges:
+            overlaps = item.start < end
+            leaves_gap = self._whole and item.start > end
+            if overlaps or leaves_gap or not 0 < item.numel <= RANGE_NUMEL:
                 raise ValueError(
                     f"load: {self.path / MANIFEST} lacks elements from {end} on of {name}, or has "
                     f"some twice"
                 )
-            end = one.start + one.numel
-            if one.offset + one.numel * dtype.itemsize > self.files[one.file][1]:
+            end = item.start + item.numel
+            if item.offset + item.numel * dtype.itemsize > self.files[item.file][1]:
                 raise ValueError(
                     f"load: {self.path / MANIFEST} has {name} beyond the end of "
-                    f"{self.files[one.file][0]}"
+                    f"{self.files[item.file][0]}"
                 )
         if end > numel or (self._whole and end < numel):
             raise ValueError(
@@ -457,15 +454,9 @@ class Checkpoint(Source):
 
     def keys(self, name: str) -> tuple[str, ...]:
         """See Source."""
-        parts = self._entry_of[name].parts
-        return (
-            "weight",
-            *(
-                key
-                for key in parts
-                if key not in ("weight", "master", "remainder", *SCALES.values())
-            ),
-        )
+        weight_and_scales = ("weight", "master", "remainder", *SCALES.values())
+        states = [key for key in self._entry_of[name].parts if key not in weight_and_scales]
+        return ("weight", *states)
 
     def read(self, name: str, key: str, start: int, numel: int) -> torch.Tensor:
         """See Source."""
@@ -481,12 +472,8 @@ class Checkpoint(Source):
         slices = self._entry_of[name].slices
         if columns is None or columns.rows != next(iter(slices)).rows:
             return super().read_slice(name, key, columns, start, numel)
-        return gathered(
-            columns,
-            start,
-            numel,
-            {one: partial(self._read, name, key, parts) for one, parts in slices.items()},
-        )
+        reads = {stored: partial(self._read, name, key, parts) for stored, parts in slices.items()}
+        return gathered(columns, start, numel, reads)
 
     def _read(
         self, name: str, key: str, parts: Mapping[str, Part], start: int, numel: int
@@ -505,49 +492,43 @@ class Checkpoint(Source):
         skipped = start % BLOCK  # codes are decoded by the block
         first = start - skipped
         codes = self._stored(parts[key], name, first, skipped + numel)
-        blocks = first // BLOCK, -(-(start + numel) // BLOCK)
-        return _C.decode_moment(
-            codes, self._stored(scales, name, blocks[0], blocks[1] - blocks[0])
-        )[skipped:]
+        first_block, end_block = first // BLOCK, -(-(start + numel) // BLOCK)
+        scale_values = self._stored(scales, name, first_block, end_block - first_block)
+        return _C.decode_moment(codes, scale_values)[skipped:]
 
     def _stored(self, part: Part, name: str, start: int, numel: int) -> torch.Tensor:
         """Return elements of a part as they are in the files, with the checksum of every range
         checked.
         """
-        found = []
-        index = max(0, bisect_right(part.ranges, start, key=lambda one: one.start) - 1)
+        parts = []
+        index = max(0, bisect_right(part.ranges, start, key=lambda item: item.start) - 1)
         while numel > 0:
-            one = part.ranges[index] if index < len(part.ranges) else None
-            # of a rank's own part alone
-            if one is None or not one.start <= start < one.start + one.numel:
+            item = part.ranges[index] if index < len(part.ranges) else None
+            # where the checkpoint is one rank's part alone
+            if item is None or not item.start <= start < item.start + item.numel:
                 raise ValueError(
                     f"load: {self.path} has not all elements of {name}; expected the range from "
                     f"{start} on"
                 )
-            skipped = start - one.start
-            taken = min(numel, one.numel - skipped)
-            found.append(self._range(one, part.dtype, name)[skipped : skipped + taken])
-            start, numel, index = start + taken, numel - taken, index + 1
-        return (
-            found[0]
-            if len(found) == 1
-            else torch.cat(found)
-            if found
-            else torch.empty(0, dtype=part.dtype, device="cpu")
-        )
+            skipped = start - item.start
+            count = min(numel, item.numel - skipped)
+            parts.append(self._range(item, part.dtype, name)[skipped : skipped + count])
+            start, numel, index = start + count, numel - count, index + 1
+        if not parts:
+            return torch.empty(0, dtype=part.dtype, device="cpu")
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _range(self, one: Range, dtype: torch.dtype, name: str) -> torch.Tensor:
-        nbytes = one.numel * dtype.itemsize
-        read = self._reader(one.file).start(one.offset, nbytes).wait()
-        found = _C.crc32c(read)
-        if found != one.crc:
-            file = self.path / self.files[one.file][0]
-            end = one.offset + nbytes
+    def _range(self, item: Range, dtype: torch.dtype, name: str) -> torch.Tensor:
+        nbytes = item.numel * dtype.itemsize
+        read = self._reader(item.file).start(item.offset, nbytes).wait()
+        crc = _C.crc32c(read)
+        if crc != item.crc:
+            file = self.path / self.files[item.file][0]
             raise ValueError(
-                f"load: {file} is damaged in bytes {one.offset} to {end} ({name}, elements "
-                f"{one.start} to "
-                f"{one.start + one.numel}): their crc32c is {found:08x}; expected {one.crc:08x} "
-                f"(use another checkpoint, or copy the file again)"
+                f"load: {file} is damaged in bytes {item.offset} to {item.offset + nbytes} "
+                f"({name}, elements {item.start} to {item.start + item.numel}): their crc32c is "
+                f"{crc:08x}; expected {item.crc:08x} (use another checkpoint, or copy the file "
+                f"again)"
             )
         aligned = (
             read.data_ptr() % dtype.itemsize == 0 and read.storage_offset() % dtype.itemsize == 0

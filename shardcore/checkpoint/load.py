@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -152,8 +153,8 @@ def open_together(engine: Engine, folder: Path, tag: str | None) -> Source:
 
 
 def names_of_optimizer(engine: Engine) -> dict[str, list[str]]:
-    """Return what the optimizer updates, in the order of its groups; without one, all. Each with
-    the other names of it.
+    """Return the names of the parameters that the optimizer updates, in the order of its groups;
+    without one, of all. The first name of each has the others.
     """
     names: dict[nn.Parameter, list[str]] = {}
     for name, param in named_parameters(engine.model, remove_duplicate=False):
@@ -198,7 +199,8 @@ def open_path(op: str, path: Path, names: Collection[str] = ()) -> Source:
                 f"load: {path} has {layout.data_file(0)} without {layout.MANIFEST}; expected both "
                 f"(is the copy complete?)"
             )
-        source = (open_committed(path) if path.is_dir() else None) or open_foreign(path, names)
+        source: Source | None = open_committed(path) if path.is_dir() else None
+        source = source or open_foreign(path, names)
     except ValueError as error:
         error.args = (str(error).replace("load: ", f"{op}: ", 1),)
         raise
@@ -211,37 +213,37 @@ def open_path(op: str, path: Path, names: Collection[str] = ()) -> Source:
     return source
 
 
-def _of_planner(own: layout.Checkpoint, names: Collection[str]) -> Source:
+def _of_planner(checkpoint: layout.Checkpoint, names: Collection[str]) -> Source:
     """Return a checkpoint of ours; what shardcore.dcp wrote has the names of the state dict,
     which its planner had joined.
     """
-    objects, ways = objects_of(own)
-    if not isinstance(ways, dict):
-        return own
+    objects, paths = objects_of(checkpoint)
+    if not isinstance(paths, dict):
+        return checkpoint
     items: dict[str, Any] = objects
-    for name, shape in own.shapes.items():  # each as a file_tensors.Stored
-        dtype = own.read(name, "weight", 0, 0).dtype
-        items[name] = SimpleNamespace(
-            shape=shape, dtype=dtype, read=partial(own.read, name, "weight")
-        )
-    with reporting(f"{own.path} is damaged or of another form", "one by shardcore"):
-        tree = tree_of((ways.get(name, (name,)), value) for name, value in items.items())
-        source = source_of(own.path, tree, names)
-    source.close = own.close  # type: ignore[method-assign]
+    for name, shape in checkpoint.shapes.items():
+        dtype = checkpoint.read(name, "weight", 0, 0).dtype
+        read = partial(checkpoint.read, name, "weight")
+        items[name] = SimpleNamespace(shape=shape, dtype=dtype, read=read)  # as file_tensors.Stored
+    with reporting(f"{checkpoint.path} is damaged or of another form", "one by shardcore"):
+        tree = tree_of((paths.get(name, (name,)), value) for name, value in items.items())
+        source = source_of(checkpoint.path, tree, names)
+    source.close = checkpoint.close  # type: ignore[method-assign]
     return source
 
 
-def objects_of(own: layout.Checkpoint) -> tuple[dict[str, Any], Any]:
+def objects_of(checkpoint: layout.Checkpoint) -> tuple[dict[str, Any], Any]:
     """Return what shardcore.dcp wrote that is no tensor, and the planner's data; ({}, None) if
     another wrote it.
     """
-    where = str(own.path / layout.MANIFEST)
-    with reporting(f"{where} is no manifest", "one by shardcore"):
-        found = own.manifest.get("dcp", {"objects": {}, "planner_data": None})
+    manifest_path = str(checkpoint.path / layout.MANIFEST)
+    with reporting(f"{manifest_path} is no manifest", "one by shardcore"):
+        saved = checkpoint.manifest.get("dcp", {"objects": {}, "planner_data": None})
         objects = {
-            str(name): plain.from_json(value, where) for name, value in found["objects"].items()
+            str(name): plain.from_json(value, manifest_path)
+            for name, value in saved["objects"].items()
         }
-        return objects, plain.from_json(found["planner_data"], where)
+        return objects, plain.from_json(saved["planner_data"], manifest_path)
 
 
 @torch.no_grad()
@@ -255,12 +257,12 @@ def load_from(source: Source, engine: Engine, wanted: Wanted) -> Loaded:
     def check() -> str:
         nonlocal options
         named = _named(engine)
-        there = {
+        saved = {  # a tied weight may be saved under one of its names
             tensor
             for name, tensor in named.items()
             if name in source.shapes or name in source.frozen
         }
-        missing.extend(name for name, tensor in named.items() if tensor not in there)
+        missing.extend(name for name, tensor in named.items() if tensor not in saved)
         unexpected.extend(
             f"{name}._extra_state" for name in source.extra_state if name not in with_extra_state
         )
@@ -278,24 +280,19 @@ def load_from(source: Source, engine: Engine, wanted: Wanted) -> Loaded:
                     f"{tuple(tensor.shape)}"
                 )
         engine.refuse_held("load")
-        if (
-            wanted.states
-            and wanted.strict
-            and source.groups is None
-            and not source.steps
-            and engine.updater.buckets
-        ):
+        without_states = source.groups is None and not source.steps
+        if wanted.states and wanted.strict and without_states and engine.updater.buckets:
             raise ValueError(
                 f"load: {source.path} has no states of an optimizer; expected some, or load "
-                f"without an optimizer (which leaves "
-                "its states as they are), or strict=False (which resets them)"
+                "without an optimizer (which leaves its states as they are), or strict=False "
+                "(which resets them)"
             )
         check_stateful("load", source, engine.everyone, wanted.stateful)
         if wanted.ema is not None:
             _check_averages(source, engine)
         if wanted.states:
             options = options_of(source, engine)
-            if not wanted.in_place:  # else the source has what is to be read alone
+            if not wanted.in_place:  # states in place are not in the source, and not read
                 _check_states(source, engine)
             engine.scaler.check_state("load", source.loss_scale)
         if wanted.scheduler is not None:
@@ -344,18 +341,20 @@ def check_stateful(op: str, source: Source, ranks: Everyone, stateful: Mapping[s
         return
     of_rank = _of_rank(source, ranks)
     if of_rank is None:
-        there, here = (
-            f"{one.world_size}" + f" ({one.slices} slices)" * (one.slices > 1)
-            for one in (source, ranks)
+        saved_by, present = (
+            f"{world.world_size}" + f" ({world.slices} slices)" * (world.slices > 1)
+            for world in (source, ranks)
         )
         raise ValueError(
-            f"{op}: stateful has {', '.join(stateful)}, but {source.path} was saved by {there} "
-            f"ranks, each with its own; expected {here}, or None (keep positions in data in "
+            f"{op}: stateful has {', '.join(stateful)}, but {source.path} was saved by {saved_by} "
+            f"ranks, each with its own; expected {present}, or None (keep positions in data in "
             f"client_state)"
         )
-    if lacks := ", ".join(name for name in stateful if name not in of_rank["stateful"]):
+    missing = [name for name in stateful if name not in of_rank["stateful"]]
+    if missing:
         raise ValueError(
-            f"{op}: stateful has {lacks}, which {source.path} does not have for this rank; "
+            f"{op}: stateful has {', '.join(missing)}, which {source.path} does not have for this "
+            f"rank; "
             f"expected the names that were saved ({', '.join(of_rank['stateful']) or 'none'})"
         )
 
@@ -363,9 +362,10 @@ def check_stateful(op: str, source: Source, ranks: Everyone, stateful: Mapping[s
 def _check_averages(source: Source, engine: Engine) -> None:
     updated = {managed.param for bucket in engine.updater.buckets for managed in bucket.params}
     names = sorted(name for param, name in _names_in(source, engine).items() if param in updated)
-    if lacks := [name for name in names if layout.EMA not in source.keys(name)]:
+    missing = [name for name in names if layout.EMA not in source.keys(name)]
+    if missing:
         raise ValueError(
-            f"load: {source.path} has no moving average of {_in_short(lacks)}; expected one that "
+            f"load: {source.path} has no moving average of {_in_short(missing)}; expected one that "
             f"save was given ema for, or ema=None"
         )
 
@@ -376,17 +376,17 @@ def _check_states(source: Source, engine: Engine) -> None:
     """
     names = _names_in(source, engine)
     for bucket in engine.updater.buckets:
-        for name in (names[managed.param] for managed in bucket.params if managed.param in names):
-            keys, saved = (
-                set(bucket.state_format.keys) - {"master", "max_exp_avg_sq"},
-                source.keys(name),
-            )
-            if source.steps.get(name, 0) > 0 and (lacks := sorted(keys - set(saved))):
+        keys = set(bucket.state_format.keys) - {"master", "max_exp_avg_sq"}
+        for managed in bucket.params:
+            name = names.get(managed.param)
+            if name is None or source.steps.get(name, 0) <= 0:
+                continue
+            missing = sorted(keys - set(source.keys(name)))
+            if missing:
                 raise ValueError(
-                    f"load: {source.path} has no {lacks[0]!r} of {name}, so another optimizer "
-                    f"saved it; expected one that "
-                    f"keeps {', '.join(sorted(keys))} (or load without an optimizer, and train on "
-                    f"from its weights)"
+                    f"load: {source.path} has no {missing[0]!r} of {name}, so another optimizer "
+                    f"saved it; expected one that keeps {', '.join(sorted(keys))} (or load without "
+                    f"an optimizer, and train on from its weights)"
                 )
 
 
@@ -395,27 +395,25 @@ def check_scheduler(op: str, source: Source, scheduler: Any) -> None:
     any dict, or fail half-way.
     """
     if source.scheduler is None:
-        others = (
-            f" (it has {_in_short(list(map(str, source.client_state)))})"
-            if source.client_state
-            else ""
-        )
+        client_state = ""
+        if source.client_state:
+            client_state = f" (it has {_in_short(list(map(str, source.client_state)))})"
         raise ValueError(
-            f"{op}: {source.path} has no scheduler's state{others}; expected one, or scheduler=None"
+            f"{op}: {source.path} has no scheduler's state{client_state}; expected one, or "
+            f"scheduler=None"
         )
-    # Private keys, and "verbose", come and go with torch's versions.
-    saved, here = (
+    saved_keys, keys = (
+        # private keys, and "verbose", come and go with torch's versions
         {key for key in state if not str(key).startswith("_") and key != "verbose"}
         for state in (source.scheduler, scheduler.state_dict())
     )
-    if saved != here:
+    if saved_keys != keys:
         raise ValueError(
-            f"{op}: {source.path} has a scheduler's state of {_in_short(sorted(map(str, saved)))}; "
-            f"expected "
-            f"{_in_short(sorted(map(str, here)))}, as this {type(scheduler).__name__} has: make "
-            f"the scheduler that was saved "
-            "(DeepSpeed's are in shardcore.deepspeed.lr_schedules), or give scheduler=None and set "
-            "it yourself"
+            f"{op}: {source.path} has a scheduler's state of "
+            f"{_in_short(sorted(map(str, saved_keys)))}; expected "
+            f"{_in_short(sorted(map(str, keys)))}, as this {type(scheduler).__name__} has: make "
+            f"the scheduler that was saved (DeepSpeed's are in shardcore.deepspeed.lr_schedules), "
+            f"or give scheduler=None and set it yourself"
         )
 
 
@@ -446,34 +444,33 @@ def options_of(source: Source, engine: Engine) -> list[dict[str, Any]] | None:
     """
     if source.groups is None:
         return None
-    sizes = [
-        [len(group["params"]) for group in groups]
-        for groups in (source.groups, engine.updater.groups)
-    ]
-    if source.numbered and sizes[0] != sizes[1]:
+    saved_sizes = [len(group["params"]) for group in source.groups]
+    sizes = [len(group["params"]) for group in engine.updater.groups]
+    if source.numbered and saved_sizes != sizes:
         raise ValueError(
-            f"load: {source.path} has parameters by number, in groups of {sizes[0]}; expected "
-            f"groups of {sizes[1]}, as this "
-            "optimizer: make the groups that it was saved with, in their order (or save "
-            "param_names in each group)"
+            f"load: {source.path} has parameters by number, in groups of {saved_sizes}; expected "
+            f"groups of {sizes}, as this optimizer: make the groups that it was saved with, in "
+            "their order (or save param_names in each group)"
         )
     names: dict[torch.Tensor, str] = {param: name for name, param in named_parameters(engine.model)}
     names.update(_names_in(source, engine))
     group_of = {name: group for group in source.groups for name in group["params"]}
-    found = []
+    saved_options = []
     for index, group in enumerate(engine.updater.groups):
-        here = [names[param] for param in group["params"]]
-        theirs = {id(group_of[name]): group_of[name] for name in here if name in group_of}
-        if len(theirs) > 1:
+        group_names = [names[param] for param in group["params"]]
+        saved_groups = {
+            id(group_of[name]): group_of[name] for name in group_names if name in group_of
+        }
+        if len(saved_groups) > 1:
             raise ValueError(
-                f"load: param_groups[{index}] has parameters of {len(theirs)} groups of "
+                f"load: param_groups[{index}] has parameters of {len(saved_groups)} groups of "
                 f"{source.path}; expected groups that are the same as there, or parts of them"
             )
-        options = next(iter(theirs.values()), group)
-        found.append({**options, "params": here})
+        options = next(iter(saved_groups.values()), group)
+        saved_options.append({**options, "params": group_names})
     with reporting(f"{source.path} has 'groups' that no step can use", "those of this optimizer"):
         imported = engine.updater.kind.import_groups(
-            "load", engine.updater.groups, {"state": {}, "param_groups": found}
+            "load", engine.updater.groups, {"state": {}, "param_groups": saved_options}
         )
     engine.updater.check_fixed(
         "load",
@@ -497,7 +494,7 @@ class _Read:
     use: Callable[[torch.Tensor], None]
 
 
-def _load_tensors(source: Source, engine: Engine, wanted: Wanted, rounded: set[str]) -> None:
+def _load_tensors(source: Source, engine: Engine, options: Wanted, rounded: set[str]) -> None:
     """Read what this rank keeps; nothing is sent. What is not kept exactly is added to
     `rounded`, in words.
     """
@@ -505,9 +502,9 @@ def _load_tensors(source: Source, engine: Engine, wanted: Wanted, rounded: set[s
         # what is kept, or still being gathered after a failed forward, has the old values
         engine.unsharder.reshard_all()
     with ThreadPoolExecutor(_AHEAD, "shardcore-load") as pool:
-        for read, values in _ahead(pool, source, _reads(source, engine, wanted, rounded)):
+        for read, values in _ahead(pool, source, _reads(source, engine, options, rounded)):
             read.use(values)
-    if wanted.states:
+    if options.states:
         names = _names_in(source, engine)
         for bucket in engine.updater.buckets:
             for managed in bucket.params:
@@ -518,54 +515,44 @@ def _load_tensors(source: Source, engine: Engine, wanted: Wanted, rounded: set[s
 def _ahead(
     pool: ThreadPoolExecutor, source: Source, reads: Iterable[_Read]
 ) -> Iterator[tuple[_Read, torch.Tensor]]:
-    """Yield each range and what it has, the next ones being read meanwhile."""
-    coming: deque[tuple[_Read, Future[torch.Tensor]]] = deque()
+    """Yield each range with its values, while the pool reads the next ones."""
+    pending: deque[tuple[_Read, Future[torch.Tensor]]] = deque()
     for read in reads:
-        coming.append(
-            (
-                read,
-                pool.submit(
-                    source.read_slice, read.name, read.key, read.columns, read.start, read.numel
-                ),
-            )
-        )
-        if len(coming) > _AHEAD:
-            first, future = coming.popleft()
+        where = (read.name, read.key, read.columns, read.start, read.numel)
+        pending.append((read, pool.submit(source.read_slice, *where)))
+        if len(pending) > _AHEAD:
+            first, future = pending.popleft()
             yield first, future.result()
-    for first, future in coming:
+    for first, future in pending:
         yield first, future.result()
 
 
-def _reads(source: Source, engine: Engine, wanted: Wanted, rounded: set[str]) -> Iterator[_Read]:
+def _reads(source: Source, engine: Engine, options: Wanted, rounded: set[str]) -> Iterator[_Read]:
     names = _names_in(source, engine)
     for bucket in engine.buckets:
-        tiers = (0, bucket.device_numel), (bucket.device_numel, bucket.owned_numel)
-        for managed, start, param_start, numel in (
-            one for tier in tiers for one in ranges_of(bucket, *tier)
-        ):
-            if managed.param in names:
-                what, chunk = (names[managed.param], managed.columns), (start, param_start, numel)
-                yield from _reads_of(source, what, engine, bucket, chunk, wanted, rounded)
-                if wanted.ema is not None and bucket.group is not None:
-                    average = wanted.ema.shard(bucket)[start : start + numel]
-                    yield _Read(
-                        what[0], layout.EMA, what[1], param_start, numel, partial(_set, average)
-                    )
-    for tensor, name in names.items():
-        if tensor not in engine.bucket_of:
-            local, columns = held_by(tensor), columns_of(name, tensor)
-            if not local.is_contiguous():
-                yield _Read(name, "weight", columns, 0, local.numel(), partial(_set, local))
+        # no range crosses from the share on the device to the share off it
+        on_device = ranges_of(bucket, 0, bucket.device_numel)
+        off_device = ranges_of(bucket, bucket.device_numel, bucket.owned_numel)
+        for managed, start, param_start, numel in chain(on_device, off_device):
+            name, columns = names.get(managed.param), managed.columns
+            if name is None:
                 continue
-            for start, numel in layout.cut(0, local.numel(), columns):
-                yield _Read(
-                    name,
-                    "weight",
-                    columns,
-                    start,
-                    numel,
-                    partial(_set, local.view(-1)[start : start + numel]),
-                )
+            where = (start, param_start, numel)
+            yield from _reads_of(source, (name, columns), engine, bucket, where, options, rounded)
+            if options.ema is not None and bucket.group is not None:
+                average = options.ema.shard(bucket)[start : start + numel]
+                use = partial(_set, average)
+                yield _Read(name, layout.EMA, columns, param_start, numel, use)
+    for tensor, name in names.items():
+        if tensor in engine.bucket_of:
+            continue
+        local, columns = held_by(tensor), columns_of(name, tensor)
+        if not local.is_contiguous():  # ranges of it would not be views
+            yield _Read(name, "weight", columns, 0, local.numel(), partial(_set, local))
+            continue
+        for start, numel in layout.cut(0, local.numel(), columns):
+            use = partial(_set, local.view(-1)[start : start + numel])
+            yield _Read(name, "weight", columns, start, numel, use)
 
 
 def _set(tensor: torch.Tensor, values: torch.Tensor) -> None:
@@ -574,37 +561,41 @@ def _set(tensor: torch.Tensor, values: torch.Tensor) -> None:
 
 def _reads_of(
     source: Source,
-    what: tuple[str, Columns | None],
+    tensor: tuple[str, Columns | None],
     engine: Engine,
     bucket: Bucket,
-    chunk: tuple[int, int, int],
-    wanted: Wanted,
+    where: tuple[int, int, int],
+    options: Wanted,
     rounded: set[str],
 ) -> Iterator[_Read]:
-    (name, columns), (start, param_start, numel) = what, chunk
+    """Yield the weight and the states of a range: (start in the owned range, start in the
+    parameter, numel).
+    """
+    name, columns = tensor
+    start, param_start, numel = where
     store = engine.store
-    there = wanted.in_place and start >= bucket.device_numel
+    in_place = options.in_place and start >= bucket.device_numel
 
     def use_weight(values: torch.Tensor) -> None:
         bucket.assign(start, values.to(bucket.owned_weight.device))
-        if there:
+        if in_place:
             return
         if bucket.state_format.master is not None:
             store.write(bucket, "master", start, values)
-        elif bucket.dtype != values.dtype and not torch.equal(
-            bucket.owned_values(start, numel).to("cpu", values.dtype), values
-        ):
-            rounded.add(rounding(bucket, name, "weight"))
+        elif bucket.dtype != values.dtype:
+            stored = bucket.owned_values(start, numel).to("cpu", values.dtype)
+            if not torch.equal(stored, values):
+                rounded.add(rounding(bucket, name, "weight"))
 
     def use_state(key: str, values: torch.Tensor) -> None:
         store.write(bucket, key, start, values)
         if bucket.state_format.state_dtype != "fp32":
-            kept = store.read(bucket, key, start, numel).to("cpu", values.dtype)
-            if not torch.equal(kept, values):
+            stored = store.read(bucket, key, start, numel).to("cpu", values.dtype)
+            if not torch.equal(stored, values):
                 rounded.add(rounding(bucket, f"{name}.{key}", key))
 
     yield _Read(name, "weight", columns, param_start, numel, use_weight)
-    if bucket.group is None or there or not wanted.states:
+    if bucket.group is None or in_place or not options.states:
         return
     saved = source.keys(name)
     for key in bucket.state_format.keys:
@@ -620,7 +611,7 @@ def _reads_of(
 
 
 def restore_rank(
-    op: str, source: Source, engine: Engine, wanted: Wanted, first: Callable[[], None]
+    op: str, source: Source, engine: Engine, options: Wanted, first: Callable[[], None]
 ) -> None:
     """Call `first`, then restore random states and positions in data. Collective: an error on
     one rank is one on all.
@@ -629,14 +620,14 @@ def restore_rank(
     def restore() -> None:
         first()
         of_rank = _of_rank(source, engine.everyone)
-        if of_rank is not None and (wanted.states or wanted.stateful):
-            if wanted.states:
-                with reporting(
-                    f"{source.path} has 'random' states that are wrong", "those that save wrote"
-                ):
-                    _restore_random(of_rank["random"], engine.device)
-            for name, value in wanted.stateful.items():
-                value.load_state_dict(of_rank["stateful"][name])
+        if of_rank is None:
+            return
+        if options.states:
+            problem = f"{source.path} has 'random' states that are wrong"
+            with reporting(problem, "those that save wrote"):
+                _restore_random(of_rank["random"], engine.device)
+        for name, value in options.stateful.items():
+            value.load_state_dict(of_rank["stateful"][name])
 
     attempt_together(engine.everyone, op, restore, "weights and states are loaded, the rest is not")
 

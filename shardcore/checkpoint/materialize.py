@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from importlib import import_module
-from math import prod
+from math import isnan, prod
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeAlias
 
@@ -63,11 +63,13 @@ class OwnInit:
         self._calls: dict[nn.Module, list[tuple[Any, nn.Module]]] = {}
         of_name: dict[str, list[tuple[Any, nn.Module]]] = {}
         for name, module in model.named_modules():
-            around = of_name[name.rpartition(".")[0]] if name else []
-            owner = module if _is_pretrained(module) else around[0][0] if around else None
-            self._calls[module] = of_name[name] = (
-                around if owner is None else [(owner, module), *around]
-            )
+            calls = of_name[name.rpartition(".")[0]] if name else []
+            if _is_pretrained(module):
+                calls = [(module, module), *calls]
+            elif calls:
+                owner, _ = calls[0]
+                calls = [(owner, module), *calls]
+            self._calls[module] = of_name[name] = calls
 
     def covers(self, module: nn.Module) -> bool:
         """Whether there is a function that initializes this module."""
@@ -84,10 +86,9 @@ class OwnInit:
             for owner, _ in self._calls[module]
             for pattern in owner._keys_to_ignore_on_load_missing or ()
         ]
-        made = not is_persistent(module, key) or any(
-            re.search(pattern, name) for pattern in patterns
-        )
-        return bool(self._calls[module]) and made
+        ignored = any(re.search(pattern, name) for pattern in patterns)
+        in_no_file = not is_persistent(module, key) or ignored
+        return bool(self._calls[module]) and in_no_file
 
     def __call__(self, module: nn.Module) -> None:
         """Initialize the module's own parameters and buffers, in place."""
@@ -97,7 +98,7 @@ class OwnInit:
             return
         with self._others_on_meta(module):
             self._init(module)
-            if callable(reset) and any(is_blank(tensor) for tensor in _own(module)):
+            if callable(reset) and any(is_blank(tensor) for tensor in _own_tensors(module)):
                 reset()
                 self._init(module)
 
@@ -107,16 +108,14 @@ class OwnInit:
 
     @contextmanager
     def _others_on_meta(self, module: nn.Module) -> Iterator[None]:
-        own = set(_own(module))
+        own_tensors = set(_own_tensors(module))
         hidden: list[tuple[dict[str, Any], str, torch.Tensor]] = []
         for other in self._model.modules():
             tables: tuple[dict[str, Any], ...] = (other._parameters, other._buffers)
             for table in tables:
-                hidden += [
-                    (table, *item)
-                    for item in table.items()
-                    if item[1] is not None and item[1] not in own
-                ]
+                for key, tensor in table.items():
+                    if tensor is not None and tensor not in own_tensors:
+                        hidden.append((table, key, tensor))
         try:
             for table, key, tensor in hidden:
                 if not tensor.is_meta or is_dtensor(tensor):
@@ -136,7 +135,7 @@ class OwnInit:
         return self._stand_ins[tensor]
 
 
-def _own(module: nn.Module) -> Iterator[torch.Tensor]:
+def _own_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
     yield from module.parameters(recurse=False)
     yield from module.buffers(recurse=False)
 
@@ -154,10 +153,12 @@ def _unset(dtype: torch.dtype) -> float | None:
 
 def blank_like(like: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return memory whose unset elements `is_blank` finds."""
-    made = torch.empty(like.shape, dtype=like.dtype, device=device)
-    if (unset := _unset(like.dtype)) is not None:
-        (made.view(torch.uint8) if like.dtype == torch.bool else made).fill_(unset)
-    return made
+    blank = torch.empty(like.shape, dtype=like.dtype, device=device)
+    unset = _unset(like.dtype)
+    if unset is not None:
+        values = blank.view(torch.uint8) if like.dtype == torch.bool else blank
+        values.fill_(unset)
+    return blank
 
 
 def is_blank(tensor: torch.Tensor) -> bool:
@@ -166,7 +167,8 @@ def is_blank(tensor: torch.Tensor) -> bool:
     if tensor.is_meta or unset is None:
         return False
     values = tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
-    return bool((values.isnan() if unset != unset else values == unset).any())
+    blank = values.isnan() if isnan(unset) else values == unset
+    return bool(blank.any())
 
 
 def files_of(model: nn.Module, files: TensorFiles) -> "TensorFiles | ConvertedFiles":
@@ -201,39 +203,40 @@ class ConvertedFiles:
         self._key: dict[str, str] = {}
         self._parts: dict[str, tuple[Any, list[tuple[str, str]]]] = {}
         self._part_of: dict[str, str] = {}
-        self._made: tuple[str, dict[str, torch.Tensor]] | None = None
+        self._converted: tuple[str, dict[str, torch.Tensor]] | None = None
         self.stored: dict[str, Stored] = {}
         renamings = [each for each in transforms if isinstance(each, loading.WeightRenaming)]
         converters = [each for each in transforms if isinstance(each, loading.WeightConverter)]
         converter_of = {pattern: each for each in converters for pattern in each.source_patterns}
-        own = model.state_dict()
+        state_dict = model.state_dict()
         rename = partial(
             loading.rename_source_key,
             base_model_prefix=model.base_model_prefix,
-            meta_state_dict=own,
+            meta_state_dict=state_dict,
         )
         for key in sorted(files.stored, key=loading.dot_natural_key):
             name, pattern = rename(key, renamings, converters)
-            if name not in own and key in own:
+            if name not in state_dict and key in state_dict:
                 name, pattern = rename(key, [], [])
-            if pattern is None or name not in own:
+            if pattern is None or name not in state_dict:
                 self._key.setdefault(name, key)
             else:
-                self._parts.setdefault(name, (converter_of[pattern], []))[1].append((key, pattern))
+                _, parts = self._parts.setdefault(name, (converter_of[pattern], []))
+                parts.append((key, pattern))
         unexpected = SimpleNamespace(
-            missing_keys=set(), unexpected_keys=self._key.keys() - own.keys()
+            missing_keys=set(), unexpected_keys=self._key.keys() - state_dict.keys()
         )
         # removes what from_pretrained ignores
         model._adjust_missing_and_unexpected_keys(unexpected)
         self.dropped = [name for name in self._key if name in unexpected.unexpected_keys]
         self.stored.update(
-            {name: files.stored[key] for name, key in self._key.items() if name in own}
+            {name: files.stored[key] for name, key in self._key.items() if name in state_dict}
         )
         for first, (_, parts) in self._parts.items():
             source = files.stored[parts[0][0]]
-            for name, made in self._convert(first, self._empty).items():
+            for name, converted in self._convert(first, self._empty).items():
                 self._part_of[name] = first
-                self.stored[name] = Stored(source.path, tuple(made.shape), source.dtype)
+                self.stored[name] = Stored(source.path, tuple(converted.shape), source.dtype)
 
     def read(self, name: str, start: int, numel: int) -> torch.Tensor:
         """See TensorFiles.read."""
@@ -242,13 +245,11 @@ class ConvertedFiles:
             return self._files.read(self._key[name], start, numel)
         if numel == 0:
             return torch.empty(0, dtype=self.stored[name].dtype, device="cpu")
-        if self._made is None or self._made[0] != first:
-            self._made = None
-            self._made = (
-                first,
-                {each: made.reshape(-1) for each, made in self._convert(first, self._full).items()},
-            )
-        return self._made[1][name][start : start + numel]
+        if self._converted is None or self._converted[0] != first:
+            self._converted = None  # freed before the next ones are made
+            converted = self._convert(first, self._full)
+            self._converted = first, {each: full.reshape(-1) for each, full in converted.items()}
+        return self._converted[1][name][start : start + numel]
 
     def _empty(self, key: str) -> torch.Tensor:
         stored = self._files.stored[key]
@@ -269,7 +270,7 @@ class ConvertedFiles:
         for key, pattern in parts:
             converter.add_tensor(first, key, pattern, partial(values, key))
         try:
-            made = converter.convert(first, model=self._model, config=self._model.config)
+            converted = converter.convert(first, model=self._model, config=self._model.config)
         except Exception as error:
             keys = ", ".join(key for key, _ in parts[:3])
             raise ValueError(
@@ -278,7 +279,8 @@ class ConvertedFiles:
                 f"({type(error).__name__}: {error}); expected files of this model"
             ) from error
         return {
-            name: value[0] if isinstance(value, list) else value for name, value in made.items()
+            name: value[0] if isinstance(value, list) else value
+            for name, value in converted.items()
         }
 
 
@@ -311,12 +313,10 @@ def plan_materialize(
         in_memory = [name for name, param in model.named_parameters() if not param.is_meta]
         return FromInit(model, meta, materialize, in_memory) if meta else None
     items = [materialize] if isinstance(materialize, str | os.PathLike) else materialize
-    paths = (
-        [item for item in items if isinstance(item, str | os.PathLike)]
-        if isinstance(items, list | tuple)
-        else []
-    )
-    fills = [item for item in items if callable(item)] if paths else []
+    paths, fills = [], []
+    if isinstance(items, list | tuple):
+        paths = [item for item in items if isinstance(item, str | os.PathLike)]
+        fills = [item for item in items if callable(item)]
     if not paths or len(paths) + len(fills) != len(items) or len(fills) > 1:
         raise TypeError(
             f"shard: materialize is {materialize!r}; expected a callable that fills a module, a "
@@ -342,7 +342,7 @@ def _check_replaceable(name: str, tensor: torch.Tensor) -> None:
         )
 
 
-_Own: TypeAlias = tuple[dict[str, Any], str, torch.Tensor]
+_Entry: TypeAlias = tuple[dict[str, Any], str, torch.Tensor]
 
 
 class _Fresh(NamedTuple):
@@ -376,31 +376,33 @@ class FromInit:
         """
         self._in_memory = in_memory
         self._meta = {tensor: (tensor.shape, tensor.dtype) for tensor in meta}
-        own = OwnInit(model)
-        self._init: Fill = init or own
+        own_init = OwnInit(model)
+        self._init: Fill = init or own_init
         self._modules = [
-            (name, module) for name, module in model.named_modules() if self._own(module)
+            (name, module) for name, module in model.named_modules() if self._meta_entries(module)
         ]
         self.entries = [f"on the meta device: {name}" for name in meta.values()]
         for name, module in self._modules:
-            what = (
+            described = (
                 f"{_described(name, module)} has "
-                f"{', '.join(key for _, key, _ in self._own(module))} on the meta device"
+                f"{', '.join(key for _, key, _ in self._meta_entries(module))} on the meta device"
             )
-            if init is None and not own.covers(module):
+            if init is None and not own_init.covers(module):
                 raise ValueError(
-                    f"shard: {what} and no reset_parameters(); expected materialize= with a "
+                    f"shard: {described} and no reset_parameters(); expected materialize= with a "
                     f"callable that fills such a module, or with files"
                 )
-            real = [key for key, _ in self._kept(module)]
-            if real and any(isinstance(tensor, nn.Parameter) for _, _, tensor in self._own(module)):
+            real = [key for key, _ in self._unfilled(module)]
+            if real and any(
+                isinstance(tensor, nn.Parameter) for _, _, tensor in self._meta_entries(module)
+            ):
                 raise ValueError(
-                    f"shard: {what} and {', '.join(real)} not to be filled; expected all "
+                    f"shard: {described} and {', '.join(real)} not to be filled; expected all "
                     f"parameters of a module in one "
                     "place (what fills some would overwrite the others)"
                 )
 
-    def _own(self, module: nn.Module) -> list[_Own]:
+    def _meta_entries(self, module: nn.Module) -> list[_Entry]:
         """Return the module's own tensors that were on the meta device: (the dict that holds it,
         its key, the tensor).
         """
@@ -412,7 +414,7 @@ class FromInit:
             if tensor in self._meta
         ]
 
-    def _kept(self, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    def _unfilled(self, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
         """Return the module's own parameters that are not filled here: they have values, or get
         them from files.
         """
@@ -454,23 +456,23 @@ class FromInit:
         """Make the weights of a module. In place of a tensor that is sliced, or has values, it
         has a whole one meanwhile.
         """
-        own = self._own(module)
-        unset = [each for each in own if each[2].is_meta]
-        aside: list[_Own] = [(module._parameters, *kept) for kept in self._kept(module)]
-        for table, key, tensor in own:
+        entries = self._meta_entries(module)
+        unset = [each for each in entries if each[2].is_meta]
+        aside: list[_Entry] = [
+            (module._parameters, key, param) for key, param in self._unfilled(module)
+        ]
+        for table, key, tensor in entries:
             if tensor.is_meta and not is_dtensor(tensor):
                 become(tensor, blank_like(tensor, builder.device))
-            # sliced; or tied, and filled by another module: this one draws its random numbers too,
-            # as when it is built
             else:
+                # sliced; or tied, and filled by another module: this one draws its random numbers
+                # too, as when it is built
                 aside.append((table, key, tensor))
         for table, key, tensor in aside:
             blank = blank_like(tensor, builder.device)
-            table[key] = (
-                nn.Parameter(blank, tensor.requires_grad)
-                if isinstance(tensor, nn.Parameter)
-                else blank
-            )
+            if isinstance(tensor, nn.Parameter):
+                blank = nn.Parameter(blank, tensor.requires_grad)
+            table[key] = blank
         fresh = [_Fresh(table, key, tensor, table[key]) for table, key, tensor in unset]
         doing = f"filling {_described(name, module)}"
         with together(builder.comm, doing):
@@ -505,22 +507,22 @@ class FromInit:
         may be new ones.
         """
         for table, key, tensor, filled in fresh:
-            found, what = table.get(key), f"{name}.{key}".lstrip(".")
-            if not isinstance(found, torch.Tensor) or (
-                found is not filled and isinstance(tensor, nn.Parameter)
+            value, full_name = table.get(key), f"{name}.{key}".lstrip(".")
+            if not isinstance(value, torch.Tensor) or (
+                value is not filled and isinstance(tensor, nn.Parameter)
             ):
-                raise ValueError(f"{what} was replaced; expected it to be filled in place")
+                raise ValueError(f"{full_name} was replaced; expected it to be filled in place")
             shape, dtype = self._meta[tensor]
-            if (found.shape, found.dtype) != (shape, dtype) or found.is_meta:
+            if (value.shape, value.dtype) != (shape, dtype) or value.is_meta:
                 raise ValueError(
-                    f"{what} became {tuple(found.shape)} {found.dtype} on {found.device}; expected "
-                    f"{tuple(shape)} {dtype} in memory, as it was built"
+                    f"{full_name} became {tuple(value.shape)} {value.dtype} on {value.device}; "
+                    f"expected {tuple(shape)} {dtype} in memory, as it was built"
                 )
-            if has_values and is_blank(found):
-                said = "NaN (of unset memory)" if found.is_floating_point() else "unset values"
+            if has_values and is_blank(value):
+                content = "NaN (of unset memory)" if value.is_floating_point() else "unset values"
                 raise ValueError(
-                    f"{what} has {said}; expected every element to be filled, or the tensor in "
-                    f"memory before shard()"
+                    f"{full_name} has {content}; expected every element to be filled, or the "
+                    f"tensor in memory before shard()"
                 )
 
 
@@ -565,13 +567,13 @@ class FromFiles:
                 self._key[tensor] = stored[0]
             elif tensor.is_meta:
                 missing[tensor] = of_tensor[0]
-        own = OwnInit(model)
-        lacking = [name for name in missing.values() if init is None and not own.computes(name)]
+        own_init = OwnInit(model)
+        lacking = [
+            name for name in missing.values() if init is None and not own_init.computes(name)
+        ]
         if lacking:
-            where = _listed(
-                list(dict.fromkeys(str(stored.path) for stored in files.stored.values()))
-                or ["an empty file"]
-            )
+            paths = list(dict.fromkeys(str(stored.path) for stored in files.stored.values()))
+            where = _listed(paths or ["an empty file"])
             beside = (
                 f" (where {_listed(self._dropped)} is not of the model)" if self._dropped else ""
             )
@@ -622,27 +624,25 @@ class FromFiles:
 
     @torch.no_grad()
     def _read(self, builder: Builder, buckets: Sequence[Bucket], store: StateStore) -> None:
-        left = dict(self._key)
+        unread = dict(self._key)
         for bucket in buckets:
             for managed in bucket.params:
-                key = left.pop(managed.param, None)
+                key = unread.pop(managed.param, None)
                 if key is not None:
                     if managed.param.is_meta:
                         builder.attach(bucket, managed)
                     set_weights(store, bucket, managed, self._reader(key, managed.columns))
-        for tensor, key in left.items():
+        for tensor, key in unread.items():
             sliced = slice_of(key, tensor)
             if tensor.is_meta:
                 dtype = (
                     builder.dtype_of(tensor) if isinstance(tensor, nn.Parameter) else tensor.dtype
                 )
-                made = torch.empty(held_by(tensor).shape, dtype=dtype, device=builder.device)
-                become(tensor, made if sliced is None else sliced.wrap(made))
+                empty = torch.empty(held_by(tensor).shape, dtype=dtype, device=builder.device)
+                become(tensor, empty if sliced is None else sliced.wrap(empty))
             local = held_by(tensor).data.view(-1)
-            assign(
-                local,
-                self._reader(key, None if sliced is None else sliced.columns)(0, local.numel()),
-            )
+            read = self._reader(key, None if sliced is None else sliced.columns)
+            assign(local, read(0, local.numel()))
 
     def _reader(self, key: str, columns: Columns | None) -> ReadPart:
         """Return what reads parts of a tensor, or of a slice of it: a few of its whole rows at a
@@ -653,9 +653,9 @@ class FromFiles:
             return read
 
         def read_part(start: int, numel: int) -> torch.Tensor:
-            parts = [read_columns(read, columns, *part) for part in cut(start, numel, columns)] or [
-                read(0, 0)
-            ]
+            if numel == 0:
+                return read(0, 0)
+            parts = [read_columns(read, columns, *part) for part in cut(start, numel, columns)]
             return parts[0] if len(parts) == 1 else torch.cat(parts)
 
         return read_part
@@ -666,9 +666,7 @@ def _described(name: str, module: nn.Module) -> str:
 
 
 def _listed(names: Sequence[str]) -> str:
-    more = (
-        f" (and {len(names) - 1} more: {', '.join(names[1:4])}{', ...' if len(names) > 4 else ''})"
-        if len(names) > 1
-        else ""
-    )
-    return names[0] + more
+    if len(names) == 1:
+        return names[0]
+    rest = ", ".join(names[1:4]) + (", ..." if len(names) > 4 else "")
+    return f"{names[0]} (and {len(names) - 1} more: {rest})"

@@ -86,14 +86,13 @@ def _encode(value: Any, where: str, depth: int) -> Any:
             return dict(items)
         return {"$dict": [[_encode(key, where, depth + 1), item] for key, item in items]}
     if isinstance(value, list | tuple):
-        found = [_encode(item, f"{where}[{index}]", depth + 1) for index, item in enumerate(value)]
-        return found if isinstance(value, list) else {"$tuple": found}
+        encoded = [
+            _encode(item, f"{where}[{index}]", depth + 1) for index, item in enumerate(value)
+        ]
+        return encoded if isinstance(value, list) else {"$tuple": encoded}
     numpy = sys.modules.get("numpy")
-    if (
-        numpy is not None
-        and isinstance(value, numpy.generic | numpy.ndarray)
-        and value.dtype.kind in "biuf"
-    ):
+    of_numpy = numpy is not None and isinstance(value, numpy.generic | numpy.ndarray)
+    if numpy is not None and of_numpy and value.dtype.kind in "biuf":
         if value.ndim == 0:
             return _encode(value.item(), where, depth + 1)
         value = numpy.ascontiguousarray(value, value.dtype.newbyteorder("="))
@@ -102,8 +101,13 @@ def _encode(value: Any, where: str, depth: int) -> Any:
             "dtype": str(value.dtype),
         }
     if isinstance(value, int | float | str):  # of a subclass, such as an enum's
-        kind = int if isinstance(value, int) else float if isinstance(value, float) else str.__str__
-        return _encode(kind(value), where, depth + 1)
+        if isinstance(value, int):
+            plain_value: Any = int(value)
+        elif isinstance(value, float):
+            plain_value = float(value)
+        else:
+            plain_value = str.__str__(value)  # not the __str__ of the subclass
+        return _encode(plain_value, where, depth + 1)
     raise TypeError(
         f"{where} has type {type(value).__name__}; expected plain data (numbers, text, lists, "
         f"tuples, dicts, bytes, tensors, NumPy arrays): give its state_dict(), or save it yourself"
@@ -112,11 +116,9 @@ def _encode(value: Any, where: str, depth: int) -> Any:
 
 def _signed(array: Any) -> Any:
     """View an array of unsigned integers, which torch may lack, as signed ones of that size."""
-    return (
-        array.view(f"i{array.dtype.itemsize}")
-        if array.dtype.kind == "u" and array.dtype.itemsize > 1
-        else array
-    )
+    if array.dtype.kind != "u" or array.dtype.itemsize == 1:
+        return array
+    return array.view(f"i{array.dtype.itemsize}")
 
 
 def _name_of(dtype: torch.dtype, where: str) -> str:
@@ -139,9 +141,8 @@ def _bytes_of(tensor: torch.Tensor, where: str) -> str:
             f"expected a dense one"
         )
     flat = tensor.detach().cpu().contiguous()
-    return base64.b64encode(
-        ctypes.string_at(flat.data_ptr(), flat.nbytes) if flat.nbytes else b""
-    ).decode()
+    data = ctypes.string_at(flat.data_ptr(), flat.nbytes) if flat.nbytes else b""
+    return base64.b64encode(data).decode()
 
 
 def _decode(value: Any, depth: int) -> Any:
@@ -166,14 +167,12 @@ def _decode(value: Any, depth: int) -> Any:
         return Counter(_decode(value[tag], depth + 1))
     if tag == "$tensor":
         dtype, shape = _DTYPES[value["dtype"]], [int(size) for size in value["shape"]]
-        held = base64.b64decode(value[tag], validate=True)
-        if min(shape, default=0) < 0 or len(held) != prod(shape) * dtype.itemsize:
-            raise ValueError(f"a tensor of shape {shape} has {len(held)} bytes")
-        return (
-            torch.frombuffer(bytearray(held), dtype=dtype).view(shape)
-            if held
-            else torch.empty(shape, dtype=dtype, device="cpu")
-        )
+        data = base64.b64decode(value[tag], validate=True)
+        if min(shape, default=0) < 0 or len(data) != prod(shape) * dtype.itemsize:
+            raise ValueError(f"a tensor of shape {shape} has {len(data)} bytes")
+        if not data:
+            return torch.empty(shape, dtype=dtype, device="cpu")
+        return torch.frombuffer(bytearray(data), dtype=dtype).view(shape)
     if tag == "$array":
         return _decode(value[tag], depth + 1).numpy().view(str(value["dtype"]))
     raise ValueError(f"unknown tag {tag}")

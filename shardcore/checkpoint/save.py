@@ -3,12 +3,8 @@ all of it is on disk.
 
 How that is named, and what a crash leaves: checkpoint/directory.py, Note [Commit].
 
-Note [Who writes]. Of what several ranks keep, each writes the part that it adds up in a reduction
-(`Bucket.reduces`): at stage 0 a share of everything. Rank 0 writes buffers and what is in no
-bucket. Of tensor-parallel ranks each writes its slices, and the first of them what all have
-(`Bucket.counted`). Ranks are numbered over both dimensions (`Engine.everyone`). Committed states on
-disk are not written: their files are linked into the checkpoint (checkpoint/slots.py, Note [Given
-away]). Saves in the background: checkpoint/background.py.
+Which rank writes what: `_items`. Ranks are numbered over data and tensor parallelism
+(`Engine.everyone`). Saves in the background: checkpoint/background.py.
 """
 
 import logging
@@ -18,7 +14,7 @@ import sys
 import threading
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, is_dataclass
 from functools import partial
 from itertools import pairwise, product
 from pathlib import Path
@@ -32,8 +28,8 @@ from shardcore.checkpoint import format as layout
 from shardcore.checkpoint.background import AS_BEFORE, Mailbox, Saving, itself, stage
 from shardcore.checkpoint.format import named_buffers, named_parameters, names_of
 from shardcore.checkpoint.write import (
-    Given,
     Item,
+    LinkedFiles,
     add_range,
     check_seen,
     write_json,
@@ -213,16 +209,13 @@ def write_checkpoint(
 
     finish_saving(engine)
     engine.together("save", check)
-    given = {
-        "directory": str(folder),
-        "tag": tag,
-        "keep_last": keep_last,
-        "exclude_frozen_parameters": content.exclude_frozen,
-    }
     _check_same(
         comm,
         {
-            **given,
+            "directory": str(folder),
+            "tag": tag,
+            "keep_last": keep_last,
+            "exclude_frozen_parameters": content.exclude_frozen,
             "an optimizer": content.states,
             "an ema": content.ema is not None,
             "save_latest": bool(save_latest),
@@ -235,15 +228,18 @@ def write_checkpoint(
             "that loads this begins that step anew (save after a step to go on bit for bit)",
             engine.reducer.backwards,
         )
-    name = tag or f"global_step{max((m.step for _, m in _trained(engine)), default=0)}"
-    beside = attempt_together(comm, "save", lambda: Beside(engine, content), "nothing was saved")
+    steps = max((managed.step for _, managed in _trained(engine)), default=0)
+    name = tag or f"global_step{steps}"
+    metadata = attempt_together(
+        comm, "save", lambda: CheckpointMetadata(engine, content), "nothing was saved"
+    )
     lock = attempt_together(
         comm,
         "save",
         lambda: directory.SaveLock(folder, name) if comm.rank == 0 else None,
         AS_BEFORE,
     )
-    job = _Job(engine, folder, name, content, beside, lock, (save_latest, keep_last))
+    job = _Job(engine, folder, name, content, metadata, lock, (save_latest, keep_last))
     saving = Saving(folder / name, job)
     try:
         attempt_together(comm, "save", lambda: job.prepare(stages=not wait), AS_BEFORE)
@@ -252,8 +248,8 @@ def write_checkpoint(
             saving.start(mailbox)
             engine.saving = saving
             return saving
-        said = attempt_together(comm, "save", job.write, AS_BEFORE)
-        attempt_together(comm, "save", lambda: mailbox.put(said), AS_BEFORE)
+        written = attempt_together(comm, "save", job.write, AS_BEFORE)
+        attempt_together(comm, "save", lambda: mailbox.put(written), AS_BEFORE)
         attempt_together(comm, "save", lambda: job.commit(mailbox.take_all()), AS_BEFORE)
         return saving
     finally:
@@ -261,14 +257,14 @@ def write_checkpoint(
             job.end()
 
 
-def _check_same(comm: Ranks, given: Mapping[str, Any]) -> None:
+def _check_same(comm: Ranks, arguments: Mapping[str, Any]) -> None:
     """Raise ValueError for an argument that is not the same on every rank. Collective."""
-    every = comm.gather_json(given)
-    for rank, name in product(range(comm.world_size), given):
-        if every[rank][name] != every[0][name]:
+    of_ranks = comm.gather_json(arguments)
+    for rank, name in product(range(comm.world_size), arguments):
+        if of_ranks[rank][name] != of_ranks[0][name]:
             raise ValueError(
-                f"save: {name} is {every[rank][name]!r} on rank {rank}; expected "
-                f"{every[0][name]!r}, as on rank 0"
+                f"save: {name} is {of_ranks[rank][name]!r} on rank {rank}; expected "
+                f"{of_ranks[0][name]!r}, as on rank 0"
             )
 
 
@@ -286,42 +282,41 @@ Described: TypeAlias = tuple[dict[str, Any], list[str], dict[str, str]]
 
 
 def _items(
-    engine: Engine, content: Content, given: Given, names: Mapping[torch.Tensor, str]
+    engine: Engine, content: Content, linked: LinkedFiles, names: Mapping[torch.Tensor, str]
 ) -> Iterator[Item]:
-    """Yield what this rank saves: see Note [Who writes]. given: has some of it, which are cut as
-    they are there.
+    """Yield what this rank saves, what `linked` files have among it.
 
     names: of the parameters, see `names_of`.
     """
     for bucket in engine.buckets:
-        if bucket.counted and (bucket.trainable or not content.exclude_frozen):
-            chunks = [(start, end) for of, start, end in given.chunks if of is bucket]
-            for low, high in pairwise(
-                sorted({*bucket.reduces, *(end for chunk in chunks for end in chunk)})
-            ):
-                for managed, *where in ranges_of(bucket, low, high):
-                    name = stored_name(names[managed.param], managed.columns)
-                    yield from parts_of(
-                        engine,
-                        bucket,
-                        managed,
-                        name,
-                        (where[0], where[1], where[2]),
-                        content.states,
-                    )
-                    if content.ema is not None and bucket.group is not None:
-                        start, first, numel = where
-                        average = content.ema.shard(bucket)[start : start + numel]
-                        yield Item(
-                            name, layout.EMA, average.dtype, first, numel, partial(itself, average)
-                        )
-    if engine.comm.rank == 0:
-        for name, tensor in _unsharded(engine, content, names):
-            columns = columns_of(name, tensor)
-            if columns is not None or engine.everyone.rank == 0:
-                yield from items_of(
-                    stored_name(name, columns), held_by(tensor).detach().reshape(-1), columns
-                )
+        # Of tensor-parallel ranks each writes its slices, and the first of them what all have.
+        if not bucket.counted or (content.exclude_frozen and not bucket.trainable):
+            continue
+        # Of what several ranks have, each writes the part that it adds up in a reduction: at stage
+        # 0 a share of everything. It is cut where linked chunks are, so that a linked file has all
+        # of an item or nothing.
+        cuts = set(bucket.reduces)
+        for chunk_bucket, start, end in linked.chunks:
+            if chunk_bucket is bucket:
+                cuts |= {start, end}
+        for low, high in pairwise(sorted(cuts)):
+            for managed, start, param_start, numel in ranges_of(bucket, low, high):
+                name = stored_name(names[managed.param], managed.columns)
+                where = (start, param_start, numel)
+                yield from parts_of(engine, bucket, managed, name, where, content.states)
+                if content.ema is not None and bucket.group is not None:
+                    average = content.ema.shard(bucket)[start : start + numel]
+                    read = partial(itself, average)
+                    yield Item(name, layout.EMA, average.dtype, param_start, numel, read)
+    if engine.comm.rank != 0:
+        return
+    # Rank 0 writes buffers and what is in no bucket, and the first rank of each tensor-parallel
+    # slice its columns of them.
+    for name, tensor in _unsharded(engine, content, names):
+        columns = columns_of(name, tensor)
+        if columns is not None or engine.everyone.rank == 0:
+            flat = held_by(tensor).detach().reshape(-1)
+            yield from items_of(stored_name(name, columns), flat, columns)
 
 
 def items_of(name: str, flat: torch.Tensor, columns: Columns | None = None) -> Iterator[Item]:
@@ -332,8 +327,8 @@ def items_of(name: str, flat: torch.Tensor, columns: Columns | None = None) -> I
 
 def columns_of(name: str, tensor: torch.Tensor) -> Columns | None:
     """Return which columns of a tensor this rank has, None if all of it."""
-    found = slice_of(name, tensor)
-    return None if found is None else found.columns
+    tensor_slice = slice_of(name, tensor)
+    return None if tensor_slice is None else tensor_slice.columns
 
 
 def stored_name(name: str, columns: Columns | None) -> str:
@@ -378,21 +373,22 @@ def parts_of(
     if bucket.group is None:
         return
     stays = engine.store.tier != "device" and start >= bucket.device_numel
-    # of files: later
-    views = engine.store.kept(bucket, start, numel) if stays and engine.store.tier == "cpu" else {}
+    in_host_memory = stays and engine.store.tier == "cpu"
+    views = engine.store.kept(bucket, start, numel) if in_host_memory else {}
     for part, dtype in bucket.state_format.dtypes.items():
-        if part in ("master", "remainder") or (states and managed.step > 0):
-            first = param_start // BLOCK if part in SCALES.values() else param_start
-            count = layout.stored_numel(part, numel)
-            read = (
-                partial(itself, views[part])
-                if views
-                else partial(_kept, engine, bucket, part, start, numel)
-            )
-            yield Item(name, part, dtype, first, count, read, stays)
+        makes_weight = part in ("master", "remainder")
+        if not makes_weight and not (states and managed.step > 0):
+            continue
+        first = param_start // BLOCK if part in SCALES.values() else param_start
+        count = layout.stored_numel(part, numel)
+        if views:
+            read = partial(itself, views[part])
+        else:  # states in files are read when they are written
+            read = partial(_read_state, engine, bucket, part, start, numel)
+        yield Item(name, part, dtype, first, count, read, stays)
 
 
-def _kept(engine: Engine, bucket: Bucket, part: str, start: int, numel: int) -> torch.Tensor:
+def _read_state(engine: Engine, bucket: Bucket, part: str, start: int, numel: int) -> torch.Tensor:
     return engine.store.kept(bucket, start, numel)[part]
 
 
@@ -414,7 +410,7 @@ def buffers_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: buffer for buffer, name in first.items()}
 
 
-class Beside:
+class CheckpointMetadata:
     """What is saved beside tensors, as JSON values: checked before anything is written."""
 
     def __init__(
@@ -435,12 +431,10 @@ class Beside:
         self.client_state = (
             plain.to_json(content.client_state, "save: client_state") if first else None
         )
-        scheduled = (
-            _state_of("scheduler", content.scheduler)
-            if first and content.scheduler is not None
-            else None
-        )
-        self.scheduler = plain.to_json(scheduled, "save: scheduler.state_dict()")
+        scheduler_state = None
+        if first and content.scheduler is not None:
+            scheduler_state = _state_of("scheduler", content.scheduler)
+        self.scheduler = plain.to_json(scheduler_state, "save: scheduler.state_dict()")
         self.files = {
             layout.rank_file(engine.everyone.rank): layout.json_bytes(
                 {"value": self.rank}, plain_data=True
@@ -450,10 +444,9 @@ class Beside:
             self.files[layout.CLIENT_STATE] = layout.json_bytes(
                 {"value": self.client_state}, plain_data=True
             )
-        own = layout.with_extra_state(engine.model)
         self.extra_state = {
-            name: plain.to_json(m.get_extra_state(), f"save: {name}.get_extra_state()")
-            for name, m in own.items()
+            name: plain.to_json(module.get_extra_state(), f"save: {name}.get_extra_state()")
+            for name, module in layout.with_extra_state(engine.model).items()
         }
         names = names_of(engine)
         groups = [
@@ -463,13 +456,16 @@ class Beside:
         self.groups = plain.to_json(groups, "save: param_groups") if content.states else None
         self.loss_scale = engine.scaler.state()
         self.counters = {"skipped_steps": engine.skipped_steps} if content.states else {}
-        self.counters |= {EMA_UPDATES: content.ema.updates} if content.ema is not None else {}
+        if content.ema is not None:
+            self.counters[EMA_UPDATES] = content.ema.updates
         self.slices = engine.everyone.slices
-        self.steps = (
-            {names[m.param]: m.step for _, m in _trained(engine) if m.step > 0}
-            if content.states
-            else {}
-        )
+        self.steps = {}
+        if content.states:
+            self.steps = {
+                names[managed.param]: managed.step
+                for _, managed in _trained(engine)
+                if managed.step > 0
+            }
 
     def entries(
         self, described: Described, counters: Mapping[str, int], numerics: Any
@@ -535,18 +531,22 @@ class _Job:
         folder: Path,
         name: str,
         content: Content,
-        beside: Beside,
+        metadata: CheckpointMetadata,
         lock: directory.SaveLock | None,
         latest: tuple[bool, int | None],
     ) -> None:
         """lock: rank 0's. latest: save_latest and keep_last of `save`."""
         self._engine: Engine | None = engine
-        self._comm, self._folder, self._name, self._content = engine.everyone, folder, name, content
-        self._beside, self._lock, self._latest = beside, lock, latest
+        self._comm = engine.everyone
+        self._store = engine.store
+        self._folder, self._name = folder, name
+        self._content = content
+        self._metadata = metadata
+        self._lock = lock
+        self._latest = latest
         self._path = directory.unfinished(folder, name)
         self._items: list[Item] = []
-        # once a step may overwrite what stays
-        self._read, self._store = threading.Event(), engine.store
+        self._read = threading.Event()  # set when a step may overwrite the items that stay
         self._numerics = numerics_of(engine)
 
     def prepare(self, stages: bool) -> None:
@@ -556,10 +556,13 @@ class _Job:
         assert self._engine is not None
         check_seen(self._path, self._comm.rank)
         names = names_of(self._engine)
-        given = self._given = self._give(self._engine, names)
-        items = list(_items(self._engine, self._content, given, names))
-        self._items = [item for item in items if item.key not in given.ranges]
-        self._in_given = [given.ranges[item.key] for item in items if item.key in given.ranges]
+        linked = self._linked = self._link_committed(self._engine, names)
+        self._linked_ranges = []
+        for item in _items(self._engine, self._content, linked, names):
+            if item.key in linked.ranges:
+                self._linked_ranges.append(linked.ranges[item.key])
+            else:
+                self._items.append(item)
         self._describe = describe(self._engine, self._content)
         if stages:
             stage([item for item in self._items if not item.stays], self._engine)
@@ -568,42 +571,41 @@ class _Job:
                 self._store.watch(self._read.wait)
             self._engine = None
 
-    def _give(self, engine: Engine, names: Mapping[torch.Tensor, str]) -> Given:
-        """Take the files of committed states as they are, if there are some: only where this
-        rank alone writes what it owns.
+    def _link_committed(self, engine: Engine, names: Mapping[torch.Tensor, str]) -> LinkedFiles:
+        """Link the files of committed states into the checkpoint, where this rank alone writes
+        what it owns: see checkpoint/slots.py, Note [Linked slots].
         """
         alone = all(bucket.reduces == (0, bucket.owned_numel) for bucket in engine.buckets)
         if engine.commits is None or not self._content.states or not alone:
-            return Given()
-        given: Given = engine.commits.give(self._path, names)
-        return given
+            return LinkedFiles()
+        linked: LinkedFiles = engine.commits.give(self._path, names)
+        return linked
 
     def write(self) -> dict[str, Any]:
         """Write the files of this rank; returns their entries in the manifest, and the ranges by
         name and part.
         """
         try:
-            said = write_ranges(
+            written = write_ranges(
                 self._path, layout.data_file(self._comm.rank), self._items, read=self._read
             )
         finally:
             self._read.set()
-        said["files"] += self._given.files
-        for where in self._in_given:
-            add_range(said["ranges"], *where)
-        said["files"] += [
-            write_json(self._path / name, held) for name, held in self._beside.files.items()
-        ]
-        return said
+        written["files"] += self._linked.files
+        for linked_range in self._linked_ranges:
+            add_range(written["ranges"], *linked_range)
+        for name, data in self._metadata.files.items():
+            written["files"].append(write_json(self._path / name, data))
+        return written
 
-    def commit(self, said: Sequence[Any]) -> None:
-        """On rank 0: write the manifest from what all ranks wrote, and give the checkpoint its
+    def commit(self, written_by_ranks: Sequence[Any]) -> None:
+        """On rank 0: write the manifest of what all ranks wrote, and give the checkpoint its
         name.
         """
         if self._comm.rank != 0:
             return
-        entries = self._beside.entries(self._describe, self._content.counters, self._numerics)
-        write_manifest(self._path, said, *entries)
+        entries = self._metadata.entries(self._describe, self._content.counters, self._numerics)
+        write_manifest(self._path, written_by_ranks, *entries)
         directory.commit(self._folder, self._name, *self._latest)
 
     def end(self) -> None:
@@ -620,10 +622,9 @@ class _Job:
 def numerics_of(engine: Engine) -> Any:
     """Return the options that the model was sharded with, as JSON values."""
     options = {**engine.options, "ranks": engine.comm.topology}
-    options = {
-        name: asdict(value) if hasattr(value, "__dataclass_fields__") else value
-        for name, value in options.items()
-    }
+    for name, value in options.items():
+        if is_dataclass(value) and not isinstance(value, type):
+            options[name] = asdict(value)
     return plain.to_json(options, "save: numerics")
 
 
@@ -640,15 +641,16 @@ def describe(engine: Engine, content: Content) -> Described:
         if name not in frozen or not content.exclude_frozen
     }
     for name in tensors:
-        cut = slice_of(name, named[name])
-        if cut is not None and (slices := cut.all_columns()):
-            of_slices = [{"columns": [columns.first, columns.count]} for columns in slices]
-            tensors[name] |= {"rows": slices[0].rows, "slices": of_slices}
-    first = {tensor: name for name, tensor in named.items()}
-    every = [*named_parameters(model, remove_duplicate=False), *named_buffers(model)]
+        tensor_slice = slice_of(name, named[name])
+        slices = [] if tensor_slice is None else tensor_slice.all_columns()
+        if slices:
+            columns = [{"columns": [of_slice.first, of_slice.count]} for of_slice in slices]
+            tensors[name] |= {"rows": slices[0].rows, "slices": columns}
+    first_name = {tensor: name for name, tensor in named.items()}
+    names_and_tensors = [*named_parameters(model, remove_duplicate=False), *named_buffers(model)]
     tied = {
-        name: first[tensor]
-        for name, tensor in every
-        if first[tensor] != name and first[tensor] in tensors
+        name: first_name[tensor]
+        for name, tensor in names_and_tensors
+        if first_name[tensor] != name and first_name[tensor] in tensors
     }
     return tensors, sorted(frozen), tied

@@ -64,21 +64,20 @@ class Shards(torch.Tensor):
         """Describe a tensor of this shape, of which this rank has `ranges`, of the slice `cut`
         of it if that is given.
         """
-        inside = (
-            shape
-            if cut is None or cut.dim is None
-            else cut.cut(torch.empty(shape, device="meta")).shape
-        )
-        made: Shards = make_wrapper_subclass(cls, shape, dtype=dtype)
-        made.ranges, made.boxes = ranges, {}
+        local_shape = shape
+        if cut is not None and cut.dim is not None:
+            local_shape = cut.cut(torch.empty(shape, device="meta")).shape
+        shards: Shards = make_wrapper_subclass(cls, shape, dtype=dtype)
+        shards.ranges, shards.boxes = ranges, {}
         for start, values in ranges:
             cursor = 0
-            for offsets, sizes in boxes_of(tuple(inside), start, values.numel()):
+            for local_offsets, sizes in boxes_of(tuple(local_shape), start, values.numel()):
                 part = values[cursor : cursor + prod(sizes)].view(sizes)
-                for at, box in [(offsets, part)] if cut is None else cut.boxes(offsets, part):
-                    made.boxes[torch.Size(at)] = box
+                boxes = [(local_offsets, part)] if cut is None else cut.boxes(local_offsets, part)
+                for offsets, box in boxes:
+                    shards.boxes[torch.Size(offsets)] = box
                 cursor += prod(sizes)
-        return made
+        return shards
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, *_: Any) -> Any:
@@ -192,12 +191,10 @@ def shards_of(bucket: Bucket, managed: Managed, read: ReadOwned) -> torch.Tensor
         (piece.param_start, read(piece.start, piece.numel).clone())
         for piece in bucket.pieces_of(managed)
     ]
-    shape, none = managed.param.shape, read(0, 0)
-    return (
-        Shards(shape, none.dtype, ranges, managed.sliced)
-        if managed.param.numel()
-        else none.new_empty(shape)
-    )
+    shape, empty = managed.param.shape, read(0, 0)
+    if not managed.param.numel():
+        return empty.new_empty(shape)
+    return Shards(shape, empty.dtype, ranges, managed.sliced)
 
 
 def read_weights(engine: Engine, bucket: Bucket) -> ReadOwned:
@@ -216,23 +213,23 @@ def model_state(engine: Engine) -> dict[str, torch.Tensor]:
     """
     _read_all(engine, "the model")
     engine.updater.warn_of_lost_edits("sharded_state_dict")
-    own = [name or "the model" for name in with_extra_state(engine.model)]
-    if own and engine.comm.rank == 0:
+    modules = [name or "the model" for name in with_extra_state(engine.model)]
+    if modules and engine.comm.rank == 0:
         logger.warning(
             "sharded_state_dict: the extra state of %s is left out (torch.distributed.checkpoint "
             "would pickle it); save get_extra_state() of the module yourself",
-            ", ".join(own),
+            ", ".join(modules),
         )
-    found: dict[torch.Tensor, torch.Tensor] = {}
+    values: dict[torch.Tensor, torch.Tensor] = {}
     for _, tensor in _named(engine.model):
         bucket = engine.bucket_of.get(tensor)  # type: ignore[call-overload]
-        if tensor in found:  # tied: the same memory under each name
+        if tensor in values:  # tied: the same memory under each name
             continue
         if bucket is None:
-            found[tensor] = tensor.detach().clone()
+            values[tensor] = tensor.detach().clone()
         else:
-            found[tensor] = shards_of(bucket, engine.managed[tensor], read_weights(engine, bucket))  # type: ignore[index]
-    return {name: found[tensor] for name, tensor in _named(engine.model)}
+            values[tensor] = shards_of(bucket, engine.managed[tensor], read_weights(engine, bucket))  # type: ignore[index]
+    return {name: values[tensor] for name, tensor in _named(engine.model)}
 
 
 @torch.no_grad()
@@ -276,18 +273,18 @@ def optimizer_state(engine: Engine) -> dict[str, torch.Tensor]:
     Collective.
     """
     _read_all(engine, "the optimizer")
-    found: dict[str, torch.Tensor] = {}
+    state: dict[str, torch.Tensor] = {}
     for name, bucket, managed in _updated(engine):
-        found[f"{name}.step"] = step_tensor(managed.step)
+        state[f"{name}.step"] = step_tensor(managed.step)
         for key in bucket.state_format.keys:
             if key != "master":  # it is in the model's state
-                found[f"{name}.{key}"] = shards_of(
+                state[f"{name}.{key}"] = shards_of(
                     bucket, managed, partial(engine.store.read, bucket, key)
                 )
     for key, value in (engine.scaler.state() or {}).items():
         dtype = torch.float64 if isinstance(value, float) else torch.int64
-        found[f"{_SCALE}{key}"] = torch.tensor(value, dtype=dtype, device="cpu")
-    return found
+        state[f"{_SCALE}{key}"] = torch.tensor(value, dtype=dtype, device="cpu")
+    return state
 
 
 @torch.no_grad()
@@ -299,23 +296,19 @@ def load_optimizer_state(engine: Engine, state: Mapping[str, Any]) -> None:
     keys: dict[str, tuple[Bucket, Managed]] = {}
 
     def loaded_scale() -> dict[str, Any] | None:
-        values = {key: state[name] for name, key in scale.items()}
-        numbers = {
-            key: v.item() if isinstance(v, torch.Tensor) and v.numel() == 1 else v
-            for key, v in values.items()
-        }
+        numbers = {}
+        for name, key in scale.items():
+            value = state[name]
+            is_scalar = isinstance(value, torch.Tensor) and value.numel() == 1
+            numbers[key] = value.item() if is_scalar else value
         return numbers or None
 
     def check() -> str:
         engine.membership.check(_OP)
         for name, bucket, managed in _updated(engine):
-            keys.update(
-                {
-                    f"{name}.{key}": (bucket, managed)
-                    for key in ("step", *bucket.state_format.keys)
-                    if key != "master"
-                }
-            )
+            for key in ("step", *bucket.state_format.keys):
+                if key != "master":  # it is in the model's state
+                    keys[f"{name}.{key}"] = (bucket, managed)
         _check_names({**keys, **scale}, state)
         for name, (bucket, managed) in keys.items():
             if name.endswith(".step"):
@@ -336,8 +329,8 @@ def load_optimizer_state(engine: Engine, state: Mapping[str, Any]) -> None:
         for piece in bucket.pieces_of(managed):
             values = read(piece.param_start, piece.numel)
             engine.store.write(bucket, key, piece.start, values)
-            kept = engine.store.read(bucket, key, piece.start, piece.numel)
-            if name not in rounded and not torch.equal(kept.to(values), values):
+            stored = engine.store.read(bucket, key, piece.start, piece.numel)
+            if name not in rounded and not torch.equal(stored.to(values), values):
                 rounded[name] = rounding(bucket, name, key)
     engine.go_on_from(loaded_scale())
     warn_of_rounding(_OP, engine.everyone, rounded.values(), stacklevel=3)
@@ -347,8 +340,8 @@ def rounding(bucket: Bucket, name: str, key: str) -> str:
     """Say that a state, or the weight, of a bucket is not kept exactly, and as what it is kept.
     name: with the key.
     """
-    kept = bucket.dtype if key == "weight" else bucket.state_format.dtypes[key]
-    how = dtype_name(kept)
+    dtype = bucket.dtype if key == "weight" else bucket.state_format.dtypes[key]
+    how = dtype_name(dtype)
     if key in SCALES and bucket.state_format.state_dtype == "8bit":
         how = (
             "8-bit codes, which are quantized anew by this layout's blocks of 256 elements "
@@ -361,19 +354,19 @@ def warn_of_rounding(op: str, ranks: Ranks, rounded: Collection[str], stacklevel
     """Warn once, on the first rank, of what is rounded on any. Collective. rounded: of this
     rank, each in words.
     """
-    every = ranks.gather_json([min(rounded, default=""), len(rounded)])
+    of_ranks = ranks.gather_json([min(rounded, default=""), len(rounded)])
     if ranks.rank == 0:
-        first = min((text for text, count in every if count), default="")
-        warn_of_lost(op, [first] * max(count for _, count in every), stacklevel + 1)
+        first = min((text for text, count in of_ranks if count), default="")
+        warn_of_lost(op, [first] * max(count for _, count in of_ranks), stacklevel + 1)
 
 
-def _read_all(engine: Engine, what: str) -> None:
+def _read_all(engine: Engine, content: str) -> None:
     """Begin a read of all of a model that has the Parameters that `shard` was given. Collective."""
 
     def check() -> str:
         engine.membership.check("sharded_state_dict")
         engine.updater.accept_weight_edits()
-        return f"that of {what}{engine.updater.changed()}"
+        return f"that of {content}{engine.updater.changed()}"
 
     engine.together("sharded_state_dict", check)
 
@@ -409,8 +402,8 @@ def _check_names(expected: Mapping[str, Any], state: Mapping[str, Any]) -> None:
 
 def _check_ranges(name: str, bucket: Bucket, managed: Managed, values: Any) -> None:
     expected = [(piece.param_start, piece.numel) for piece in bucket.pieces_of(managed)]
-    given = [(start, part.numel()) for start, part in getattr(values, "ranges", [])]
-    if given != expected or values.shape != managed.param.shape:
+    ranges = [(start, part.numel()) for start, part in getattr(values, "ranges", [])]
+    if ranges != expected or values.shape != managed.param.shape:
         raise ValueError(
             f"{_OP}: {name} has {values!r}; expected the shards that sharded_state_dict returns on "
             f"this rank"

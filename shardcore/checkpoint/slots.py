@@ -8,27 +8,17 @@ in a directory.
     rank_00000.commit_0.json, rank_00000.commit_1.json             the last two commits: manifests
                                                                    of what this rank has
 
-Note [Two slots]. A chunk of states is read from the slot that has it and written to the other one.
-A commit syncs the slots, writes the rest and then its record, over the older one of two; a record
-that is torn is none. So the last committed step of this rank is whole at any instant.
+A chunk of states is read from the slot that has it and written to the other one. A commit syncs
+the slots, writes the rest and then its record, over the older one of two; a record that is torn is
+none. So the last committed step of this rank is whole at any instant.
 
-Note [All ranks]. A rank writes step s + 1 over step s - 1 only after step s was committed on every
-rank: each commits before it sends its part of the norm, which step s + 1 needs. So after a crash
-the ranks' last commits are one step apart at most, and the newest one that all have is whole
-everywhere. A rank that has a newer one removes its record before any rank goes on.
-
-Note [More directories]. Of several directories (offload/nvme_states.py, Note [Stripes]) the first
-one has what is named above. Each other one has two slots as well, 2 and 3 and so on, whose names
-also have the run's, so that runs may share it; the first one has symlinks to them, which `load`
-follows. The record says which chunk lies in which directory.
-
-Note [Given away]. A checkpoint on the same file system gets the slot that has the states as a hard
-link, so nothing is copied. From then on nothing may be written to that file. The space of another
-one, ".next", is taken at once, where an error is one of the save. Before the slot is written to,
-two steps later, the other file gets what the last commit has there, is synced, and is renamed over
-the slot: at any instant the slot has the last commit. Whether a checkpoint has a slot is seen by
-its number of links, also by the process that goes on after a crash. What is not committed, or in
-the other slot, is copied as ever.
+Note [Linked slots]. A checkpoint on the same file system gets the slot that has the states as a
+hard link, so nothing is copied. From then on nothing may be written to that file. The space of
+another file, ".next", is taken at once, so that a full disk is an error of the save. Before the
+slot is written to, two steps later, the other file gets what the last commit has there, is synced,
+and is renamed over the slot: at any instant the slot has the last commit. Whether a checkpoint has
+a slot is seen by its number of links, also by the process that goes on after a crash. States that
+are not committed, or in the other slot, are copied.
 
 A record is a manifest (checkpoint/format.py) of this rank's files, with "commit" and "rank_state"
 beside. The records of all ranks together make a checkpoint of any world size.
@@ -53,7 +43,7 @@ from shardcore.checkpoint import directory, plain
 from shardcore.checkpoint import format as layout
 from shardcore.checkpoint.file_tensors import open_regular
 from shardcore.checkpoint.save import ranges_of
-from shardcore.checkpoint.write import FIRST_GIVEN, Given, add_range, key_of
+from shardcore.checkpoint.write import FIRST_LINKED, LinkedFiles, add_range, key_of
 from shardcore.distributed.comm import Comm
 from shardcore.layout import BLOCK
 from shardcore.offload.disk import Rates, alignment_of
@@ -115,17 +105,18 @@ class Slots:
         try:
             self._lock = self._locked()
         except BlockingIOError:
-            for thread in threading.enumerate():  # a model of before may still be committing
+            for thread in threading.enumerate():  # an earlier model may still be committing
                 if thread.name == COMMIT_THREAD:
                     thread.join()
             gc.collect()  # or be in a cycle, as schedulers make them
             self._lock = self._locked()
-        self._records = {
-            index: record
-            for index in (0, 1)
-            if (record := _read_record(self.record_path(index))) is not None
-        }
-        self.run, self._last = "", 1
+        self._records: dict[int, dict[str, Any]] = {}
+        for index in (0, 1):
+            record = _read_record(self.record_path(index))
+            if record is not None:
+                self._records[index] = record
+        self.run = ""
+        self._last = 1  # the index of the last commit's record
         self.record: Mapping[str, Any] | None = None
         self._ranges: dict[Chunk, list[_Range]] = {}
         self._committed_crcs: dict[Chunk, list[int] | None] = {}
@@ -133,7 +124,7 @@ class Slots:
         self._sizes: list[int] = []
         self._opened: list[tuple[int, int]] = []
         self._files: list[_C.BlockFile] = []
-        # by slot, of those that a checkpoint has: see Note [Given away]
+        # by slot, of those that a checkpoint has: see Note [Linked slots]
         self._next: dict[int, _C.BlockFile] = {}
 
     def _locked(self) -> directory.FileLock:
@@ -172,20 +163,24 @@ class Slots:
         Raises ValueError, on every rank, if there is something that resume=None would lose, or no
         step that all ranks have.
         """
-        mine = {index: _facts(record) for index, record in self._records.items()}
-        every = comm.gather_json(
+        # A rank writes step s + 1 over step s - 1 only after step s was committed on every rank:
+        # each commits before it sends its part of the norm, which step s + 1 needs. So after a
+        # crash the ranks' last commits are one step apart at most, and the newest one that all have
+        # is whole everywhere. A rank that has a newer one removes its record before any rank goes
+        # on.
+        commits = {index: _id_of(record) for index, record in self._records.items()}
+        of_ranks = comm.gather_json(
             {
-                "found": list(mine.values()),
+                "commits": list(commits.values()),
                 "folder": str(self.folder),
-                "other": self._in_other_order(),
+                "other_order": self._in_other_order(),
             }
         )
-        found = [{tuple(facts) for facts in one["found"]} for one in every]
-        common = (
-            chosen_of(found, [one["folder"] for one in every], comm.world_size)
-            if resume is not False
-            else None
-        )
+        common = None
+        if resume is not False:
+            commits_of_ranks = [set(map(tuple, of_rank["commits"])) for of_rank in of_ranks]
+            folders = [of_rank["folder"] for of_rank in of_ranks]
+            common = chosen_of(commits_of_ranks, folders, comm.world_size)
         if common is not None and resume is None:
             raise ValueError(
                 f"shard: {self.folder} has the committed step {common[1]} of an earlier run; "
@@ -193,17 +188,19 @@ class Slots:
                 'offload={"resume": True} to go on from it, "resume": False to begin anew over it, '
                 'or another "path"'
             )
-        other = next((one["other"] for one in every if one["other"]), None)
-        if common is None and resume is not False and other is not None:
+        other_orders = (of_rank["other_order"] for of_rank in of_ranks)
+        other_order = next(filter(None, other_orders), None)
+        if common is None and resume is not False and other_order is not None:
             raise ValueError(
                 f'shard: offload["path"] begins with {self.folder}; expected the directories in '
-                f"the order that the run there has them: {', '.join(other)}"
+                f"the order that the run there has them: {', '.join(other_order)}"
             )
-        self.run = (
-            uuid.UUID(comm.gather_json(uuid.uuid4().hex)[0]).hex if common is None else common[0]
-        )
-        for index, facts in mine.items():
-            if tuple(facts) == common:
+        if common is None:
+            self.run = uuid.UUID(comm.gather_json(uuid.uuid4().hex)[0]).hex
+        else:
+            self.run = common[0]
+        for index, commit_id in commits.items():
+            if tuple(commit_id) == common:
                 self._last, self.record, self.step = index, self._records[index], common[1]
             else:
                 self.record_path(index).unlink()
@@ -223,10 +220,9 @@ class Slots:
         for folder in self._folders[1:]:
             for index in (0, 1):
                 record = _read_record(folder / self.record_path(index).name)
-                if record is not None and set(record["commit"]["paths"]) == set(
-                    map(str, self._folders)
-                ):
-                    return list(record["commit"]["paths"])
+                paths = [] if record is None else list(record["commit"]["paths"])
+                if set(paths) == set(map(str, self._folders)):
+                    return paths
         return None
 
     # --- files ------------------------------------------------------------------------------------
@@ -235,14 +231,17 @@ class Slots:
         """See StateFiles. ValueError if the slots to go on from are laid out for something else."""
         self._engine = engine
         names = [self._path(f"slot_{slot}.safetensors") for slot in range(2 * len(self._folders))]
-        of_run = [name.name.replace(".slot_", f".{self.run}.slot_") for name in names]
-        self.paths = [
-            *names[:2],
-            *(self._folders[slot // 2] / of_run[slot] for slot in range(2, len(names))),
-        ]
-        stripes = (
-            self._deal(engine, chunks) if self.record is None else self._dealt(self.record, chunks)
-        )
+        # Of several directories (engine/nvme_states.py, Note [Stripes]) the first one has all files
+        # of the rank. Each other one has two slots, 2 and 3 and so on, whose names also have the
+        # run's, so that runs may share it; the first one has symlinks to them, which `load`
+        # follows. The record says which chunk lies in which directory.
+        names_of_run = [name.name.replace(".slot_", f".{self.run}.slot_") for name in names]
+        striped = [self._folders[slot // 2] / names_of_run[slot] for slot in range(2, len(names))]
+        self.paths = [*names[:2], *striped]
+        if self.record is None:
+            stripes = self._deal(engine, chunks)
+        else:
+            stripes = self._dealt(self.record, chunks)
         alignment = max(alignment_of(engine, folder) for folder in self._folders)
         for number, stripe in enumerate(stripes):
             self._lay_out(stripe, alignment)
@@ -261,7 +260,7 @@ class Slots:
         for folder in self._folders:
             directory.sync_directory(folder)
         if self.record is not None:
-            self._keep(self.record, chunks)
+            self._protect(self.record, chunks)
         self._files = [
             _C.BlockFile(engine, path, self._sizes[slot // 2])
             for slot, path in enumerate(self.paths)
@@ -275,14 +274,15 @@ class Slots:
     def _check_slot(self, path: Path, head: bytes, size: int) -> None:
         """Raise ValueError unless a slot is laid out as the states are now."""
         with open_regular(path) as file:
-            same, there = file.read(len(head)) == head, os.fstat(file.fileno()).st_size
-        if same and there < size:
+            same_head = file.read(len(head)) == head
+            size_on_disk = os.fstat(file.fileno()).st_size
+        if same_head and size_on_disk < size:
             raise ValueError(
-                f"shard: {path} ends at byte {there} of {size}; expected all of it (copy the "
-                f"directory again if it is a copy, "
-                'or begin anew with "resume": False and load a checkpoint)'
+                f"shard: {path} ends at byte {size_on_disk} of {size}; expected all of it (copy "
+                "the directory again if it is a copy, or begin anew with "
+                '"resume": False and load a checkpoint)'
             )
-        if not same or there != size:
+        if not same_head or size_on_disk != size:
             raise ValueError(
                 f"shard: {path} has other states; expected the model, world size, stage, ratio and "
                 f"optimizer options that "
@@ -296,8 +296,8 @@ class Slots:
         """
         for link in self.folder.glob(f"rank_{self.rank:05d}.slot_*"):
             if link.is_symlink():
-                for left in (link.readlink(), link.readlink().with_suffix(_NEXT), link):
-                    left.unlink(missing_ok=True)
+                for path in (link.readlink(), link.readlink().with_suffix(_NEXT), link):
+                    path.unlink(missing_ok=True)
         self.rates, stripes = deal(engine, self._folders, chunks)
         return stripes
 
@@ -310,12 +310,12 @@ class Slots:
         commit = record["commit"]
         missing = next((path for path in self.paths if not path.exists()), None)
         if missing is not None or len(commit["paths"]) != len(self._folders):
-            what = (
+            problem = (
                 f"has {len(self._folders)} directories" if missing is None else f"lacks {missing}"
             )
             raise ValueError(
-                f'shard: offload["path"] {what}; expected all directories of step {self.step}, in '
-                f"their order, which were {', '.join(commit['paths'])} (is a disk not mounted?)"
+                f'shard: offload["path"] {problem}; expected all directories of step {self.step}, '
+                f"in their order, which were {', '.join(commit['paths'])} (is a disk not mounted?)"
             )
         numbers: Sequence[int] = commit["stripes"]
         if len(numbers) != len(chunks):  # of another model, which the heads show
@@ -336,18 +336,18 @@ class Slots:
                 tensors[f"padding@{cursor}"] = torch.uint8, [until - cursor]
 
         for chunk in chunks:
-            found = self._ranges[chunk] = sorted(_ranges_in(chunk), key=lambda one: one.offset)
-            chunk.parts = [(one.offset, one.nbytes) for one in found]
-            for one in found:
-                pad(chunk.offset + one.offset)
-                tensors[key_of(one.name, one.part, one.start)] = one.dtype, [one.numel]
-                cursor = chunk.offset + one.offset + one.nbytes
+            ranges = self._ranges[chunk] = sorted(_ranges_in(chunk), key=lambda item: item.offset)
+            chunk.parts = [(item.offset, item.nbytes) for item in ranges]
+            for item in ranges:
+                pad(chunk.offset + item.offset)
+                tensors[key_of(item.name, item.part, item.start)] = item.dtype, [item.numel]
+                cursor = chunk.offset + item.offset + item.nbytes
         pad(end)
         head, _ = layout.head_of(tensors, alignment=alignment)
         self._heads.append(head)
         self._sizes.append(place(chunks, len(head), alignment))
 
-    def _keep(self, record: Mapping[str, Any], chunks: Sequence[Chunk]) -> None:
+    def _protect(self, record: Mapping[str, Any], chunks: Sequence[Chunk]) -> None:
         """Let nothing be written over what a record has of the chunks."""
         crcs = {
             (file, offset): crc
@@ -356,19 +356,14 @@ class Slots:
             for _, _, file, offset, crc in part["ranges"]
         }
         for chunk in chunks:
-            places = [chunk.offset + offset for offset, _ in chunk.parts]
-            slot = next(
-                (
-                    slot
-                    for slot in (chunk.slot, chunk.slot + 1)
-                    if places and (slot, places[0]) in crcs
-                ),
-                None,
-            )
-            chunk.slot = chunk.committed = chunk.slot if slot is None else slot
-            self._committed_crcs[chunk] = (
-                None if slot is None else [crcs[slot, at] for at in places]
-            )
+            offsets = [chunk.offset + offset for offset, _ in chunk.parts]
+            self._committed_crcs[chunk] = None
+            for slot in (chunk.slot, chunk.slot + 1):
+                if offsets and (slot, offsets[0]) in crcs:
+                    self._committed_crcs[chunk] = [crcs[slot, offset] for offset in offsets]
+                    chunk.slot = slot
+                    break
+            chunk.committed = chunk.slot
 
     def adopt(self, states: NvmeStates) -> None:
         """Let the states be those of `record`, whatever was written since the files were opened."""
@@ -378,39 +373,37 @@ class Slots:
             chunk.slot, chunk.crcs = chunk.committed, crcs
         self.record, self._committed_crcs = None, {}
 
-    # --- checkpoints that have a slot: Note [Given away] ------------------------------------------
+    # --- checkpoints that have a slot: Note [Linked slots] ----------------------------------------
 
-    def give(self, states: NvmeStates, folder: Path, names: Mapping[torch.Tensor, str]) -> Given:
+    def link_into(
+        self, states: NvmeStates, folder: Path, names: Mapping[torch.Tensor, str]
+    ) -> LinkedFiles:
         """Link the slot of each directory that has most of its committed states into `folder`, if
-        it can. Not beside a step.
+        the file system can. Not while a step runs.
 
         names: of the parameters, as the manifest of the checkpoint has them.
         Raises OSError, where there is no room for another file among others.
         """
         states.flush()
-        given = Given()
-        for slot in range(0, len(self.paths), 2):
-            of_slot = [
-                [
-                    chunk
-                    for chunk in states.chunks
-                    if chunk.crcs is not None and chunk.slot == chunk.committed == either
-                ]
-                for either in (slot, slot + 1)
-            ]
-            sizes = [sum(chunk.nbytes for chunk in chunks) for chunks in of_slot]
-            fuller = int(sizes[1] > sizes[0])
-            if of_slot[fuller] and self._link(slot + fuller, folder):
-                number = FIRST_GIVEN + len(given.files)
-                given.files.append(self._entry(slot + fuller))
-                for chunk in of_slot[fuller]:
-                    first = chunk.bucket.device_numel + chunk.first
-                    given.chunks.append((chunk.bucket, first, first + chunk.numel))
-                    given.ranges.update(
-                        (key_of(*found[:2], found[3][0]), found)
-                        for found in self._where(chunk, number, names)
-                    )
-        return given
+        linked = LinkedFiles()
+        for first_slot in range(0, len(self.paths), 2):
+            committed: dict[int, list[Chunk]] = {first_slot: [], first_slot + 1: []}
+            for chunk in states.chunks:
+                is_committed = chunk.crcs is not None and chunk.slot == chunk.committed
+                if is_committed and chunk.slot in committed:
+                    committed[chunk.slot].append(chunk)
+            slot = max(committed, key=lambda slot: sum(chunk.nbytes for chunk in committed[slot]))
+            if not committed[slot] or not self._link(slot, folder):
+                continue
+            number = FIRST_LINKED + len(linked.files)
+            linked.files.append(self._entry(slot))
+            for chunk in committed[slot]:
+                first = chunk.bucket.device_numel + chunk.first
+                linked.chunks.append((chunk.bucket, first, first + chunk.numel))
+                for placed in self._placed_ranges(chunk, number, names):
+                    name, part, _, (start, *_) = placed
+                    linked.ranges[key_of(name, part, start)] = placed
+        return linked
 
     def _link(self, slot: int, folder: Path) -> bool:
         """Link a slot into a checkpoint, and take the space of the file after it. Returns
@@ -418,7 +411,7 @@ class Slots:
         """
         path = folder / self._entry(slot)["name"]
         try:
-            self._check_there(slot)
+            self._check_identity(slot)
             os.link(self.paths[slot], path)
         except OSError:  # another file system, or one without links; or the slot is gone
             return False
@@ -445,7 +438,7 @@ class Slots:
         if slot not in self._next:
             return
         path, next_path = self.paths[slot], self.paths[slot].with_suffix(_NEXT)
-        self._check_there(slot)
+        self._check_identity(slot)
         with open(path, "rb") as source, open(next_path, "r+b") as target:
             for chunk in self._ranges:
                 if slot in (chunk.slot, chunk.committed):
@@ -455,7 +448,7 @@ class Slots:
         directory.sync_directory(path.parent)
         self._files[slot], self._opened[slot] = self._next.pop(slot), _identity(path)
 
-    def _check_there(self, slot: int) -> None:
+    def _check_identity(self, slot: int) -> None:
         # open files go on where their disk was unmounted
         if _identity(self.paths[slot]) != self._opened[slot]:
             message = "the file there is not the one that has the states (is its disk mounted?)"
@@ -473,18 +466,18 @@ class Slots:
         """The name of the next commit's file of the rest."""
         return f"rank_{self.rank:05d}.rest_{self.index}.safetensors"
 
-    def said(
+    def written(
         self, states: NvmeStates, rest: Mapping[str, Any], names: Mapping[torch.Tensor, str]
     ) -> dict[str, Any]:
-        """Return what `manifest_of` is given of this rank: the states where they are now, and
+        """Return what this rank has written, for `manifest_of`: the states where they are now, and
         `rest`, of `write_ranges`.
 
-        names: see `give`.
+        names: see `link_into`.
         """
         ranges = rest["ranges"]
         for chunk in states.chunks:
-            for where in self._where(chunk, chunk.slot, names):
-                add_range(ranges, *where)
+            for placed in self._placed_ranges(chunk, chunk.slot, names):
+                add_range(ranges, *placed)
         return {
             "files": [*map(self._entry, range(len(self.paths))), *rest["files"]],
             "ranges": ranges,
@@ -492,41 +485,37 @@ class Slots:
 
     def _entry(self, slot: int) -> dict[str, Any]:
         """Return the entry of a slot in a manifest."""
-        name, head, size = (
-            self._path(f"slot_{slot}.safetensors").name,
-            self._heads[slot // 2],
-            self._sizes[slot // 2],
-        )
+        head = self._heads[slot // 2]
         return {
-            "name": name,
-            "bytes": size,
+            "name": self._path(f"slot_{slot}.safetensors").name,
+            "bytes": self._sizes[slot // 2],
             "head_bytes": len(head),
             "head_crc32c": layout.crc32c(head),
         }
 
-    def _where(
+    def _placed_ranges(
         self, chunk: Chunk, file: int, names: Mapping[torch.Tensor, str]
     ) -> Iterator[tuple[str, str, torch.dtype, list[int]]]:
         """Yield where the ranges of a chunk are, in file number `file`, for `add_range`."""
-        for one, crc in zip(self._ranges[chunk], chunk.crcs or (), strict=chunk.crcs is not None):
-            yield (
-                names[one.param],
-                one.part,
-                one.dtype,
-                [one.start, one.numel, file, chunk.offset + one.offset, crc],
-            )
+        if chunk.crcs is None:  # it was never written
+            return
+        for item, crc in zip(self._ranges[chunk], chunk.crcs, strict=True):
+            place = [item.start, item.numel, file, chunk.offset + item.offset, crc]
+            yield names[item.param], item.part, item.dtype, place
 
     def write_record(self, manifest: Mapping[str, Any], step: int, states: NvmeStates) -> None:
         """Commit: make the record durable, then let the states that it has not be written over.
         OSError if it cannot be.
         """
         for slot in range(len(self.paths)):
-            self._check_there(slot)
-        stripes = {
+            self._check_identity(slot)
+        commit = {
+            "run": self.run,
+            "step": step,
+            "rank": self.rank,
             "paths": list(map(str, self._folders)),
             "stripes": [chunk.slot // 2 for chunk in states.chunks],
         }
-        commit = {"run": self.run, "step": step, "rank": self.rank, **stripes}
         directory.write_synced(
             self.record_path(self.index), layout.json_bytes({**manifest, "commit": commit})
         )
@@ -540,16 +529,17 @@ def _ranges_in(chunk: Chunk) -> Iterable[_Range]:
     low = chunk.bucket.device_numel + chunk.first
     places = places_of(chunk)
     for managed, start, param_start, numel in ranges_of(chunk.bucket, low, low + chunk.numel):
+        name = layout.plain_name(managed.name)
         for part, (offset, like) in places.items():
             unit = BLOCK if part in SCALES.values() else 1
-            at = offset + (start - low) // unit * like.itemsize
-            name, count = layout.plain_name(managed.name), layout.stored_numel(part, numel)
-            yield _Range(name, managed.param, part, like.dtype, param_start // unit, count, at)
+            offset += (start - low) // unit * like.itemsize
+            first, count = param_start // unit, layout.stored_numel(part, numel)
+            yield _Range(name, managed.param, part, like.dtype, first, count, offset)
 
 
 def _identity(path: Path) -> tuple[int, int]:
-    found = os.stat(path)
-    return found.st_dev, found.st_ino
+    status = os.stat(path)
+    return status.st_dev, status.st_ino
 
 
 def _copy(source: int, target: int, offset: int, nbytes: int) -> None:
@@ -590,20 +580,22 @@ def _read_record(path: Path) -> dict[str, Any] | None:
     return record
 
 
-def _facts(record: Mapping[str, Any]) -> tuple[str, int, int]:
+def _id_of(record: Mapping[str, Any]) -> tuple[str, int, int]:
     """Return of a commit the run, the step and the world size."""
     return str(record["commit"]["run"]), int(record["commit"]["step"]), int(record["world_size"])
 
 
 def chosen_of(
-    found: Sequence[Collection[tuple[str, int, int]]], folders: Sequence[str], world_size: int
+    commits_of_ranks: Sequence[Collection[tuple[str, int, int]]],
+    folders: Sequence[str],
+    world_size: int,
 ) -> tuple[str, int, int] | None:
     """Return the newest commit that all ranks have; None if no rank has one, or only some their
     first. Raises ValueError.
     """
-    everything = set().union(*found)
-    if common := set.intersection(*map(set, found)):
-        chosen = max(common, key=lambda facts: facts[1])
+    all_commits = set().union(*commits_of_ranks)
+    if common := set.intersection(*map(set, commits_of_ranks)):
+        chosen = max(common, key=lambda commit: commit[1])
         if chosen[2] != world_size:
             raise ValueError(
                 f"shard: {folders[0]} has step {chosen[1]} of {chosen[2]} ranks; expected "
@@ -612,18 +604,17 @@ def chosen_of(
                 f"offload path)"
             )
         return chosen
-    if len(everything) <= 1 and all(
-        step == 1 and world == world_size for _, step, world in everything
+    # only some ranks reached their first commit: the run has none to go on from
+    if len(all_commits) <= 1 and all(
+        step == 1 and world == world_size for _, step, world in all_commits
     ):
         return None
-    says = [
-        f"rank {rank}: "
-        + (", ".join(f"step {step} of run {run[:8]}" for run, step, _ in sorted(one)) or "nothing")
-        + f" in {folder}"
-        for rank, (one, folder) in enumerate(zip(found, folders, strict=True))
-    ]
+    texts = []
+    for rank, (commits, folder) in enumerate(zip(commits_of_ranks, folders, strict=True)):
+        steps = [f"step {step} of run {run[:8]}" for run, step, _ in sorted(commits)]
+        texts.append(f"rank {rank}: {', '.join(steps) or 'nothing'} in {folder}")
     raise ValueError(
-        f"shard: ranks have no committed step in common ({'; '.join(says[:4])}); expected the "
+        f"shard: ranks have no committed step in common ({'; '.join(texts[:4])}); expected the "
         f"directories of one run (or "
         '"resume": False to begin anew, or shardcore.load of a checkpoint)'
     )
@@ -641,39 +632,34 @@ class Committed(layout.Checkpoint):
 
     def of_rank(self, rank: int) -> Mapping[str, Any] | None:
         """See Source."""
-        return (
-            None
-            if rank not in self._states
-            else plain.from_json(self._states[rank], f"{self.path}: rank {rank}")
-        )
+        if rank not in self._states:
+            return None
+        state: Mapping[str, Any] = plain.from_json(self._states[rank], f"{self.path}: rank {rank}")
+        return state
 
 
 def open_committed(folder: Path) -> Committed | None:
     """Open the last step that all ranks have committed in a directory; None if there is none.
     Raises OSError or ValueError.
     """
-    ranks = sorted(
-        {int(match[1]) for one in folder.iterdir() if (match := _RECORD.fullmatch(one.name))}
-    )
-    records = {
-        rank: [
-            r
-            for i in (0, 1)
-            if (r := _read_record(folder / f"rank_{rank:05d}.commit_{i}.json")) is not None
-        ]
-        for rank in ranks
-    }
-    first = next((facts for of_rank in records.values() for facts in map(_facts, of_rank)), None)
-    if first is None:
+    records: dict[int, list[dict[str, Any]]] = {}
+    for path in sorted(folder.iterdir()):
+        match = _RECORD.fullmatch(path.name)
+        record = None if match is None else _read_record(path)
+        if match is not None and record is not None:
+            records.setdefault(int(match[1]), []).append(record)
+    if not records:
         return None
-    world = range(first[2])
-    found = [set(map(_facts, records.get(rank, ()))) for rank in world]
-    chosen = chosen_of(found, [str(folder)] * len(world), len(world))
+    _, _, world_size = _id_of(records[min(records)][0])
+    of_ranks = [records.get(rank, []) for rank in range(world_size)]
+    commits_of_ranks = [set(map(_id_of, of_rank)) for of_rank in of_ranks]
+    chosen = chosen_of(commits_of_ranks, [str(folder)] * world_size, world_size)
     if chosen is None:
         return None
-    return Committed(
-        folder, [next(r for r in records[rank] if _facts(r) == chosen) for rank in world]
-    )
+    chosen_records = [
+        next(record for record in of_rank if _id_of(record) == chosen) for of_rank in of_ranks
+    ]
+    return Committed(folder, chosen_records)
 
 
 def _joined(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -684,16 +670,17 @@ def _joined(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     files = 0
     for record in records:
         for name, entry in record["tensors"].items():
-            kept = joined["tensors"].setdefault(name, {**entry, "parts": {}})
+            joined_parts = joined["tensors"].setdefault(name, {**entry, "parts": {}})["parts"]
             for key, part in entry["parts"].items():
-                if part["ranges"] or not kept["parts"]:
-                    into = kept["parts"].setdefault(key, {**part, "ranges": []})
-                    there = {start for start, *_ in into["ranges"]}
-                    into["ranges"] += [
-                        [start, numel, files + file, offset, crc]
-                        for start, numel, file, offset, crc in part["ranges"]
-                        if start not in there
-                    ]
+                if not part["ranges"] and joined_parts:
+                    continue
+                joined_part = joined_parts.setdefault(key, {**part, "ranges": []})
+                starts = {start for start, *_ in joined_part["ranges"]}
+                joined_part["ranges"] += [
+                    [start, numel, files + file, offset, crc]
+                    for start, numel, file, offset, crc in part["ranges"]
+                    if start not in starts
+                ]
         files += len(record["files"])
     for entry in joined["tensors"].values():
         filled = {key: part for key, part in entry["parts"].items() if part["ranges"]}

@@ -88,7 +88,7 @@ class Source(ABC):
 
 
 @contextmanager
-def reporting(what: str, expected: str) -> Iterator[None]:
+def reporting(problem: str, expected: str) -> Iterator[None]:
     """Let what damaged or foreign content causes, of whatever kind, be a ValueError that says which
     file is what.
 
@@ -102,7 +102,7 @@ def reporting(what: str, expected: str) -> Iterator[None]:
         if isinstance(error, ValueError) and str(error).startswith("load: "):
             raise
         raise ValueError(
-            f"load: {what} ({type(error).__name__}: {error}); expected {expected}"
+            f"load: {problem} ({type(error).__name__}: {error}); expected {expected}"
         ) from error
 
 
@@ -134,28 +134,30 @@ def gathered(
         return next(iter(parts.values()))(0, 0)
     if columns in parts:
         return parts[columns](start, numel)
-    boxes, found = list(columns.boxes(start, numel)), []
-    for at_once in [[box] for box in boxes] if columns.width > _LONG else [boxes]:
-        (row, _, column, _), (last, rows, left, width) = at_once[0], at_once[-1]
-        total = sum(box[1] * box[3] for box in at_once)
+    boxes, results = list(columns.boxes(start, numel)), []
+    # of long rows no two are read at once
+    for group in [[box] for box in boxes] if columns.width > _LONG else [boxes]:
+        row, _, column, _ = group[0]
+        last_row, rows, last_column, width = group[-1]
+        total = sum(rows * width for _, rows, _, width in group)
         full: torch.Tensor | None = None
         for part, read in parts.items():
-            low, high = part.before(row, column), part.before(last + rows - 1, left + width)
-            if low < high and max(part.first, columns.first) < min(
-                part.first + part.count, columns.first + columns.count
-            ):
-                values = read(low, high - low)
-                if (
-                    len(at_once) == 1
-                    and part.before(0, column + width) - part.before(0, column) == width == total
-                ):
-                    full = values  # all of a row's part
-                    break
-                full = values.new_empty(total) if full is None else full
-                _place(values, low, part, full, at_once)
+            low = part.before(row, column)
+            high = part.before(last_row + rows - 1, last_column + width)
+            first_common = max(part.first, columns.first)
+            end_common = min(part.first + part.count, columns.first + columns.count)
+            if low >= high or first_common >= end_common:
+                continue
+            values = read(low, high - low)
+            in_row = part.before(0, column + width) - part.before(0, column)
+            if len(group) == 1 and in_row == width == total:
+                full = values  # the part has all columns of the one row
+                break
+            full = values.new_empty(total) if full is None else full
+            _place(values, low, part, full, group)
         assert full is not None
-        found.append(full)
-    return found[0] if len(found) == 1 else torch.cat(found)
+        results.append(full)
+    return results[0] if len(results) == 1 else torch.cat(results)
 
 
 def _place(
@@ -168,13 +170,13 @@ def _place(
     """Copy to `full`, which has `boxes` one after the other, their share of a slice. values: of
     the slice, from `low` on.
     """
-    at = 0
+    cursor = 0
     for row, rows, column, width in boxes:
         first, end = max(column, part.first), min(column + width, part.first + part.count)
         if first < end:
-            where = values.storage_offset() + part.before(row, first) - low
-            target = full[at : at + rows * width].view(rows, width)
+            offset = values.storage_offset() + part.before(row, first) - low
+            target = full[cursor : cursor + rows * width].view(rows, width)
             target[:, first - column : end - column] = values.as_strided(
-                (rows, end - first), (part.count, 1), where
+                (rows, end - first), (part.count, 1), offset
             )
-        at += rows * width
+        cursor += rows * width

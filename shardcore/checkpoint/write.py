@@ -61,8 +61,8 @@ def check_seen(path: Path, rank: int) -> None:
 
 
 @dataclass(frozen=True)
-class Given:
-    """Files of committed states (checkpoint/slots.py) that a checkpoint has as they are.
+class LinkedFiles:
+    """Files of committed states (checkpoint/slots.py) that are linked into a checkpoint.
 
     files: their entries in the manifest. chunks: (bucket, start, end) in the owned range. ranges:
     by key, for `add_range`.
@@ -73,7 +73,7 @@ class Given:
     ranges: dict[str, tuple[str, str, torch.dtype, list[int]]] = field(default_factory=dict)
 
 
-FIRST_GIVEN = 1  # the number of the first such file among those of a rank
+FIRST_LINKED = 1  # the number of the first linked file among the files of a rank
 
 
 def add_range(
@@ -129,9 +129,11 @@ def write_ranges(
 
 
 def manifest_of(
-    said: Sequence[Any], tensors: dict[str, Any], rest: Mapping[str, Any]
+    written_by_ranks: Sequence[Any], tensors: dict[str, Any], rest: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the manifest. said: of each rank, what `write_ranges` returned, with its other files.
+    """Return the manifest.
+
+    written_by_ranks: of each rank, what `write_ranges` returned, with its other files.
 
     tensors: "shape", "dtype" and "step" by name, of sliced ones "rows" and "slices" with their
     "columns"; "parts" is added.
@@ -140,61 +142,61 @@ def manifest_of(
     """
     ranges: dict[str, Any] = {}
     files: list[Any] = []
-    for one in said:
-        for name, parts in one["ranges"].items():
-            for part, found in parts.items():
-                kept = ranges.setdefault(name, {}).setdefault(part, {**found, "ranges": []})
-                if kept["dtype"] != found["dtype"]:
+    for written in written_by_ranks:
+        for name, parts in written["ranges"].items():
+            for part, of_rank in parts.items():
+                of_all = ranges.setdefault(name, {}).setdefault(part, {**of_rank, "ranges": []})
+                if of_all["dtype"] != of_rank["dtype"]:
                     raise ValueError(
-                        f"save: ranks have {name} as {kept['dtype']} and {found['dtype']}; "
+                        f"save: ranks have {name} as {of_all['dtype']} and {of_rank['dtype']}; "
                         f"expected one dtype"
                     )
-                kept["ranges"] += [
-                    [start, numel, len(files) + file, *where]
-                    for start, numel, file, *where in found["ranges"]
+                # a rank numbers its own files; the manifest numbers the files of all ranks
+                of_all["ranges"] += [
+                    [start, numel, len(files) + file, *place]
+                    for start, numel, file, *place in of_rank["ranges"]
                 ]
-        files += one["files"]
-    written = set(ranges)
+        files += written["files"]
+    unexpected = set(ranges)
     for name, entry in tensors.items():
-        of_slices = {
-            layout.slice_name(name, *one["columns"]): one for one in entry.get("slices", ())
-        }
-        for stored, one in (of_slices or {name: entry}).items():
-            written.discard(stored)
-            one["parts"] = ranges.get(stored) or {"weight": {"dtype": entry["dtype"], "ranges": []}}
-            for part in one["parts"].values():
+        slices = entry.get("slices", ())
+        stored = {layout.slice_name(name, *entry_of["columns"]): entry_of for entry_of in slices}
+        for stored_name, stored_entry in (stored or {name: entry}).items():
+            unexpected.discard(stored_name)
+            empty = {"weight": {"dtype": entry["dtype"], "ranges": []}}
+            stored_entry["parts"] = ranges.get(stored_name) or empty
+            for part in stored_entry["parts"].values():
                 part["ranges"].sort()
-    if written:
+    if unexpected:
         raise ValueError(
-            f"save: a rank has {min(written)}, which the model of rank 0 does not have; expected "
-            f"the same names on every rank (wrap, prune and rename layers on all of them)"
+            f"save: a rank has {min(unexpected)}, which the model of rank 0 does not have; "
+            f"expected the same names on every rank (wrap, prune and rename layers on all of them)"
         )
+    sliced = any("slices" in entry for entry in tensors.values())
     return {
         "format": layout.FORMAT,
         "time": time.time(),
-        "version": layout.SLICED
-        if any("slices" in entry for entry in tensors.values())
-        else layout.VERSION,
+        "version": layout.SLICED if sliced else layout.VERSION,
         "written_by": {"shardcore": __version__, "torch": torch.__version__},
-        "world_size": len(said),
+        "world_size": len(written_by_ranks),
         "files": files,
         "tensors": tensors,
         **rest,
     }
 
 
-def write_json(path: Path, held: bytes) -> dict[str, Any]:
+def write_json(path: Path, data: bytes) -> dict[str, Any]:
     """Write a JSON file of `format.json_bytes`; returns its entry in the manifest."""
-    directory.write_synced(path, held)
-    return {"name": path.name, "bytes": len(held)}
+    directory.write_synced(path, data)
+    return {"name": path.name, "bytes": len(data)}
 
 
 def write_manifest(
-    path: Path, said: Sequence[Any], tensors: dict[str, Any], rest: Mapping[str, Any]
+    path: Path, written_by_ranks: Sequence[Any], tensors: dict[str, Any], rest: Mapping[str, Any]
 ) -> None:
     """Write the manifest to the directory `path`. See manifest_of. Raises OSError, too."""
     directory.write_synced(
-        path / layout.MANIFEST, layout.json_bytes(manifest_of(said, tensors, rest))
+        path / layout.MANIFEST, layout.json_bytes(manifest_of(written_by_ranks, tensors, rest))
     )
 
 
