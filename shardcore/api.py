@@ -24,7 +24,7 @@ from shardcore.distributed.comm import Comm
 from shardcore.distributed.everyone import attempt_together
 from shardcore.distributed.groups import own_gpu, use_own_gpu
 from shardcore.distributed.joining import agree_in_parts, join
-from shardcore.distributed.launchers import ranks_here
+from shardcore.distributed.launchers import ranks_on_machine
 from shardcore.distributed.machine import (
     WorkerThreads,
     nodes_of,
@@ -363,7 +363,7 @@ def _advise_nodes(comm: Comm, backend_sums: bool) -> None:
     exposes much of it.
     """
     global _advised
-    local = ranks_here() or comm.world_size
+    local = ranks_on_machine() or comm.world_size
     flat = (
         comm.topology.nodes == 1
         and not backend_sums

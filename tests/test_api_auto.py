@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import shardcore
-from shardcore.distributed.machine import here
+from shardcore.distributed.machine import machine_id
 from shardcore.estimate import fit, predict, probe
 from tests.support.models import Net, Run, batch_of, hash_of_training, loss_of, make_net, train
 from tests.support.ranks import run_ranks
@@ -19,7 +19,7 @@ STEPS = 5
 
 def figures(device: int, host: int = 1 << 30) -> dict[str, Any]:
     return {
-        "place": here(),
+        "place": machine_id(),
         "device": device,
         "spare": 0,
         "host": host,

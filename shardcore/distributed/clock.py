@@ -70,9 +70,8 @@ class Clock:
             if name == part:
                 last = self._mark()
                 if first is not None and last is not None:
-                    self._over.append(
-                        (part, self._open[-1][0] if self._open else None, first, last)
-                    )
+                    around = self._open[-1][0] if self._open else None
+                    self._over.append((part, around, first, last))
                 return
 
     @contextmanager

@@ -4,10 +4,6 @@ between versions.
 All data collectives move bytes (uint8 views), so every dtype works on every backend and nothing is
 summed in transit: arithmetic on gradients happens in csrc/reduce, in rank order, unless the user
 asks for the backend's (`reduce_scatter`). A world of one needs no process group and moves nothing.
-
-Note [Tags]: gloo pairs messages by tag, and ends the process where the sizes of a pair differ. A
-tag holds the kind of message and a number: of what the message is about (a bucket), or a count. So
-messages about different things are never paired.
 """
 
 import json
@@ -36,35 +32,43 @@ from shardcore.distributed.groups import (
     group_of,
     host_group_beside,
     own_gpu,
+    slots_in_use,
     slots_of,
-    taken_slots,
 )
 from shardcore.distributed.launchers import launched_world_size
 from shardcore.distributed.topology import topology_of
 
-_A_NUMBER = 1 << 4
-_OF_NUMBERS = 1 << 19
-_A_KIND = 1 << 28
+_TAGS_OF_A_SUBJECT = 1 << 4
+_TAGS_OF_SUBJECTS = 1 << 19
+_TAGS_OF_A_KIND = 1 << 28
 
 
 class Tags:
-    """The tags of one engine's messages, equal on all ranks that send the same messages."""
+    """The tags of one engine's messages, equal on all ranks that send the same messages.
+
+    gloo pairs messages by tag, and ends the process where the sizes of a pair differ. A tag holds
+    the kind of message and a number: of its subject (a bucket), or a count. So messages about
+    different subjects are never paired.
+    """
 
     def __init__(self) -> None:
         """Start counting."""
         self._count: Counter[tuple[int, int | None]] = Counter()
 
     def next(self, kind: int, of: int | None) -> int:
-        """Return the tag of the next message of this kind, about number `of` (None: paired by
-        the order of calls).
+        """Return the tag of the next message of this kind, about subject number `of` (None:
+        paired by the order of calls).
         """
         self._count[kind, of] += 1
         number = self._count[kind, of]
         if of is None:
-            number %= _OF_NUMBERS
+            number %= _TAGS_OF_SUBJECTS
         else:
-            number = _OF_NUMBERS + (of * _A_NUMBER + number % _A_NUMBER) % _OF_NUMBERS
-        return kind * _A_KIND + number
+            number = (
+                _TAGS_OF_SUBJECTS
+                + (of * _TAGS_OF_A_SUBJECT + number % _TAGS_OF_A_SUBJECT) % _TAGS_OF_SUBJECTS
+            )
+        return kind * _TAGS_OF_A_KIND + number
 
 
 T = TypeVar("T")
@@ -89,13 +93,13 @@ def exchange_flat(received: torch.Tensor, sent: torch.Tensor, group: dist.Proces
 
 
 def _all_gather(
-    fulls: list[torch.Tensor], owns: list[torch.Tensor], group: dist.ProcessGroup | None
+    fulls: list[torch.Tensor], pieces: list[torch.Tensor], group: dist.ProcessGroup | None
 ) -> dist.Work:
     """Start filling each of `fulls` with the pieces of all ranks. On NCCL one group of calls,
     which is one launch.
     """
     assert group is not None
-    return group.allgather_into_tensor_coalesced(fulls, owns)
+    return group.allgather_into_tensor_coalesced(fulls, pieces)
 
 
 class Traffic(IntEnum):
@@ -179,13 +183,15 @@ class Comm:
                 "shard: process_group was given but torch.distributed is not initialized; expected "
                 "init_process_group() before"
             )
-        elif (launched := launched_world_size())[1] > 1:
-            raise ValueError(
-                f"shard: {launched[0]} is {launched[1]} but torch.distributed is not initialized "
-                f"(ranks would train alone); "
-                "call shardcore.initialize() or torch.distributed.init_process_group() (it reads "
-                "torchrun's variables) first; set WORLD_SIZE=1 to train in this process alone"
-            )
+        else:
+            variable, size = launched_world_size()
+            if size > 1:
+                raise ValueError(
+                    f"shard: {variable} is {size} but torch.distributed is not initialized (ranks "
+                    f"would train alone); call shardcore.initialize() or "
+                    f"torch.distributed.init_process_group() (it reads torchrun's variables) "
+                    f"first; set WORLD_SIZE=1 to train in this process alone"
+                )
         self.topology = topology_of(self.world_size, ranks_per_node, shard_dim)
         self._backends = {} if self.group is None else backends_of(self.group)
         self.uses_nccl = torch.cuda.is_available() and self._backends.get("cuda") == "nccl"
@@ -214,9 +220,9 @@ class Comm:
         if self.group is None:
             return  # then it is across nothing, too
         slots = slots_of(self.group)
-        free = [index for index, slot in enumerate(slots) if not slot.taken]
+        free = [index for index, slot in enumerate(slots) if not slot.in_use]
         rows = self.gather_json([free, f"{random.SystemRandom().getrandbits(64):x}"])
-        common = set(free).intersection(*(others for others, _ in rows))
+        common = set(free).intersection(*(free_of_rank for free_of_rank, _ in rows))
         if not common:
             common.add(len(slots))
             with _explained():
@@ -224,22 +230,20 @@ class Comm:
                 slots.append(GroupSlot(group_beside(self.group, ranks, self.device)))
         self._slot = slot = slots[min(common)]
         self.group = slot.group or self.group
-        slot.taken = True
-        if (
-            self.uses_nccl
-            and self._compares_by_nccl
-            and self.world_size > 1
-            and not slot.host_tried
-        ):
+        slot.in_use = True
+        compares_by_nccl = self.uses_nccl and self._compares_by_nccl and self.world_size > 1
+        if compares_by_nccl and not slot.host_tried:
+            # where making one failed before, it is not tried again
             if not any(other.host_tried and other.host is None for other in slots):
                 slot.host = host_group_beside(self.group, self.device, self.gather_json)
             slot.host_tried = True
         self._log = watchdog.log_of(self.group)
         if self.uses_nccl:
             self._make_parts(keepers)
-        self._logs = logs = (
-            [self._log] if slot.host is None else [self._log, watchdog.log_of(slot.host)]
-        )
+        logs = [self._log]
+        if slot.host is not None:
+            logs.append(watchdog.log_of(slot.host))
+        self._logs = logs
         for log in logs:
             log.begin_engine(rows[0][1], self.uses_nccl and log is self._log)
         weakref.finalize(self, _release, slot, self._in_flight, logs)
@@ -272,9 +276,9 @@ class Comm:
         """The device over which ranks compare: the CPU wherever there is gloo, so that the host
         waits for no GPU.
         """
-        return (
-            self.device if self.world_size > 1 and self._compares_by_nccl else torch.device("cpu")
-        )
+        if self.world_size > 1 and self._compares_by_nccl:
+            return self.device
+        return torch.device("cpu")
 
     def keep_alive(self, in_flight: T) -> T:
         """Return `in_flight`, a container of buffers in flight, which the group keeps when this
@@ -334,7 +338,8 @@ class Comm:
 
     def refuse_if_broken(self) -> None:
         """Raise the error of a failed wait again."""
-        if why := self._why_broken:
+        why = self._why_broken
+        if why:
             raise RuntimeError(why)
 
     def begin_backward(self) -> None:
@@ -347,7 +352,11 @@ class Comm:
         one that is not known).
         """
         for log in self._logs:
-            if log.in_backward and (error or log.failed is None or log.failed[0] < log.backwards):
+            if not log.in_backward:
+                continue
+            # an unknown error does not replace what is known of the same backward
+            is_first = log.failed is None or log.failed[0] < log.backwards
+            if error or is_first:
                 log.failed = log.backwards, error or "see its output"
 
     def leave_backward(self, failed: bool, reduced: bool = False) -> None:
@@ -355,8 +364,11 @@ class Comm:
         is dropped, as it `failed`.
         """
         for log in self._logs:
-            log.in_backward, log.failed = False, log.failed if failed else None
-            log.backwards += failed or reduced
+            log.in_backward = False
+            if not failed:
+                log.failed = None
+            if failed or reduced:
+                log.backwards += 1
 
     def start_backward(self) -> None:
         """Note that a backward begins to send."""
@@ -439,47 +451,49 @@ class Comm:
         faster than its all_gather.
         """
         ranks = range(self.world_size) if ranks is None else ranks
-        given = [
-            (full, number)
-            for full, number in zip(fulls, of or [None] * len(fulls), strict=True)
-            if full.numel()
-        ]
-        if len(ranks) == 1 or not given:
+        numbers = of or [None] * len(fulls)
+        numbered = [pair for pair in zip(fulls, numbers, strict=True) if pair[0].numel()]
+        if len(ranks) == 1 or not numbered:
             return []
-        flats = [as_bytes(full) for full, _ in given]
+        flats = [as_bytes(full) for full, _ in numbered]
         if self.uses_nccl and self._group_of(ranks) is not None:
             return self._gather_in_place(flats, kind, name, ranks)
-        if (
-            self.uses_nccl
-            and len(ranks) == self.world_size
-            and len(self.topology.levels(self.rank)) > 1
-        ):
-            within, across = self.topology.levels(self.rank)
-            mine = [flat.chunk(len(within))[within.index(self.rank)] for flat in flats]
-            first = self._gather_in_place(mine, kind, f"{name}, across nodes", across)
-            with self._after_current():
-                wait_all(first)
-                return [
-                    *first,
-                    *self._gather_in_place(flats, kind, f"{name}, within nodes", within),
-                ]
+        if self.uses_nccl and len(ranks) == self.world_size and self._has_levels:
+            return self._gather_by_levels(flats, kind, name)
         started: list[Started] = []
         try:
-            for full, number in given:
+            for full, number in numbered:
                 started += self.gather_parts(_pieces(full, len(ranks)), kind, name, ranks, number)
         except BaseException:
             self.keep_alive(started)
             raise
         return started
 
+    @property
+    def _has_levels(self) -> bool:
+        return len(self.topology.levels(self.rank)) > 1
+
+    def _gather_by_levels(
+        self, flats: list[torch.Tensor], kind: Traffic, name: str
+    ) -> list[Started]:
+        within, across = self.topology.levels(self.rank)
+        # of each, the pieces of the ranks that have this rank's number in their nodes
+        mine = [flat.chunk(len(within))[within.index(self.rank)] for flat in flats]
+        first = self._gather_in_place(mine, kind, f"{name}, across nodes", across)
+        with self._after_current():
+            wait_all(first)
+            then = self._gather_in_place(flats, kind, f"{name}, within nodes", within)
+        return [*first, *then]
+
     def _gather_in_place(
         self, flats: list[torch.Tensor], kind: Traffic, name: str, ranks: Sequence[int]
     ) -> list[Started]:
-        owns = [flat.chunk(len(ranks))[ranks.index(self.rank)] for flat in flats]
-        self.sent[kind] += sum(own.nbytes for own in owns) * (len(ranks) - 1)
-        operation, group = self._start(name, ranks), self._group_of(ranks)
+        pieces = [flat.chunk(len(ranks))[ranks.index(self.rank)] for flat in flats]
+        self.sent[kind] += sum(piece.nbytes for piece in pieces) * (len(ranks) - 1)
+        operation = self._start(name, ranks)
+        group = self._group_of(ranks)
         with _explained(operation):
-            work = _all_gather(flats, owns, group=group)
+            work = _all_gather(flats, pieces, group=group)
         return self._started(operation, [work])
 
     def _after_current(self) -> AbstractContextManager[Any]:
@@ -528,14 +542,12 @@ class Comm:
         messages: list[tuple[Any, torch.Tensor, int]] = []
         for step in range(1, size):
             source, target = (me - step) % size, (me + step) % size
-            for call, data, rank in (
-                (dist.irecv, received[source], ranks[source]),
-                (dist.isend, sent[target], ranks[target]),
-            ):
-                peer = self._global(rank)
-                if data.numel() > 0:
-                    messages.append((call, data, peer))
-                    self.sent[kind] += data.nbytes * (call is dist.isend)
+            source_rank, target_rank = self._global(ranks[source]), self._global(ranks[target])
+            if received[source].numel() > 0:
+                messages.append((dist.irecv, received[source], source_rank))
+            if sent[target].numel() > 0:
+                messages.append((dist.isend, sent[target], target_rank))
+                self.sent[kind] += sent[target].nbytes
         operation = self._start(name, ranks)
         if self.uses_nccl and messages:  # as one group of calls, which NCCL runs at once
             calls = [dist.P2POp(call, data, peer, group) for call, data, peer in messages]
@@ -586,14 +598,13 @@ class Comm:
         rows = row.new_empty(size, *row.shape)
         rows[0] = row
         with watchdog.waiting(operation), _explained(operation):
+            group = host or self.group
             have = 1
             while have < size:
-                count, group = min(have, size - have), host or self.group
+                count = min(have, size - have)
                 sent, received = as_bytes(rows[:count]), as_bytes(rows[have : have + count])
-                source, target = (
-                    self._global((self.rank + have) % size),
-                    self._global((self.rank - have) % size),
-                )
+                source = self._global((self.rank + have) % size)
+                target = self._global((self.rank - have) % size)
                 works = [
                     dist.irecv(received, source, group=group, tag=tag),
                     dist.isend(sent, target, group=group, tag=tag),
@@ -665,10 +676,11 @@ class Comm:
         """Return the first rank that has a problem, and which, in words; None if no rank has
         one. Collective.
         """
-        if not bool(self.all_gather_cpu(torch.tensor([problem is not None], device="cpu")).any()):
+        has_problem = torch.tensor([problem is not None], device="cpu")
+        if not bool(self.all_gather_cpu(has_problem).any()):
             return None
-        said = self.gather_json(None if problem is None else in_words(problem))
-        return next((rank, text) for rank, text in enumerate(said) if text is not None)
+        texts = self.gather_json(None if problem is None else in_words(problem))
+        return next((rank, text) for rank, text in enumerate(texts) if text is not None)
 
     def rank_of(self, op: str, global_rank: int) -> int:
         """Return which of these ranks a rank of torch.distributed is. ValueError, in the name of
@@ -711,12 +723,12 @@ def wait_all(started: Iterable[Started]) -> None:
         collective.wait()
 
 
-def _release(slot: GroupSlot, in_flight: list[Any], logs: Sequence[watchdog.Log]) -> None:
-    """Free a group for the next engine."""
+def _release(slot: GroupSlot, buffers: list[Any], logs: Sequence[watchdog.Log]) -> None:
+    """Free a group for the next engine. buffers: that may still be in flight."""
     for log in logs:
-        log.left = True
+        log.engine_gone = True
         slot.spoiled |= bool(log.ended)
-    slot.release(in_flight)
+    slot.release(buffers)
 
 
 @contextmanager
@@ -733,6 +745,6 @@ def _explained(operation: watchdog.Operation | None = None) -> Iterator[None]:
             "(init_process_group(timeout=...)). "
             f"The reason given{'' if operation is None else f', at {operation.name}'}: {error}"
         )
-        for slot in taken_slots():
+        for slot in slots_in_use():
             slot.broken, slot.spoiled = failure, True
         raise RuntimeError(failure) from error

@@ -37,13 +37,13 @@ def uneven_backwards(counts: Sequence[int]) -> RuntimeError:
     ranks: dict[int, list[int]] = {}
     for rank, count in enumerate(counts):
         ranks.setdefault(count, []).append(rank)
-    found = "; ".join(
-        f"{name_ranks(there)}: {count // 2} backwards since the last step or "
+    described = "; ".join(
+        f"{name_ranks(ranks_of_count)}: {count // 2} backwards since the last step or "
         f"zero_grad(), {'some' if count % 2 else 'none'} of them added locally"
-        for count, there in ranks.items()
+        for count, ranks_of_count in ranks.items()
     )
     return RuntimeError(
-        f"ranks went different ways: {found}; expected every rank to run the same units in the "
+        f"ranks went different ways: {described}; expected every rank to run the same units in the "
         f"same order, and equally many "
         "backwards per step (loop over shardcore.join(model, loader) where only some ranks have a "
         "batch)"

@@ -3,6 +3,7 @@ each pipeline stage, too.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any, NoReturn, TypeAlias
 
 from shardcore.distributed.comm import Comm
@@ -29,24 +30,26 @@ class Everyone:
             self.slices *= part.world_size
 
     def _of_parts(self, value: Any) -> list[Any]:
-        said = [value]
+        values = [value]
         for part in reversed(self._parts):
-            said = [one for of_rank in part.gather_json(said) for one in of_rank]
-        return said
+            values = list(chain.from_iterable(part.gather_json(values)))
+        return values
 
     def gather_json(self, value: Any) -> list[Any]:
         """Return what every rank passed, in their order (see Comm.gather_json). Collective."""
-        return [one for of_rank in self._comm.gather_json(self._of_parts(value)) for one in of_rank]
+        return list(chain.from_iterable(self._comm.gather_json(self._of_parts(value))))
 
     def first_problem(self, problem: BaseException | None) -> tuple[int, str] | None:
         """Return the first rank that has a problem, and which, in words; None if no rank has
         one. Collective.
         """
-        every = enumerate(self._of_parts(self._comm.first_problem(problem)))
-        return min(
-            ((one[0] * self.slices + index, one[1]) for index, one in every if one is not None),
-            default=None,
-        )
+        of_parts = self._of_parts(self._comm.first_problem(problem))
+        problems = []
+        for index, problem_of_part in enumerate(of_parts):
+            if problem_of_part is not None:
+                rank, text = problem_of_part
+                problems.append((rank * self.slices + index, text))
+        return min(problems, default=None)
 
 
 Ranks: TypeAlias = Comm | Everyone
@@ -88,11 +91,11 @@ def attempt_together(ranks: Ranks, op: str, attempt: Callable[[], Any], then: st
     except BaseException as error:  # of any kind: the other ranks wait
         problem = error
     try:
-        found = ranks.first_problem(problem)
+        first = ranks.first_problem(problem)
         if problem is not None:
             raise problem
     finally:
         problem = None  # else a cycle
-    if found is not None:
-        raise RuntimeError(f"{op}: rank {found[0]} failed: {found[1]}; {then}")
+    if first is not None:
+        raise RuntimeError(f"{op}: rank {first[0]} failed: {first[1]}; {then}")
     return result

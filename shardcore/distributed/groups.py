@@ -38,24 +38,25 @@ class GroupSlot:
     host_tried: making it was tried.
     parts: groups of some of its ranks, this one among them, by these (NCCL).
     in_backward: a backward has begun to send and has not ended. spoiled: another began meanwhile,
-    or a wait failed: unreceived messages may be left. broken: the error of that wait. left: buffers
-    in flight of an engine that is gone; gloo closes a connection whose buffer is freed.
+    or a wait failed: unreceived messages may be left. broken: the error of that wait.
+    orphaned_buffers: in flight, of an engine that is gone; gloo closes a connection whose buffer is
+    freed.
     """
 
     group: dist.ProcessGroup | None
     host: dist.ProcessGroup | None = None
     host_tried: bool = False
     parts: dict[range, dist.ProcessGroup] = field(default_factory=dict)
-    taken: bool = False
+    in_use: bool = False
     in_backward: bool = False
     broken: str = ""
     spoiled: bool = False
-    left: list[Any] = field(default_factory=list)
+    orphaned_buffers: list[Any] = field(default_factory=list)
 
     def release(self, in_flight: list[Any]) -> None:
         """Free the group for the next engine, unless messages of this one may be left on it."""
-        self.left += filter(None, in_flight)
-        self.taken = self.in_backward or self.spoiled or bool(self.left)
+        self.orphaned_buffers += filter(None, in_flight)
+        self.in_use = self.in_backward or self.spoiled or bool(self.orphaned_buffers)
 
 
 def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
@@ -92,12 +93,12 @@ def use_own_gpu() -> torch.device | None:
     says which GPU it is.
     """
     world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-    known = "LOCAL_RANK" in os.environ or (world is not None and world.bound_device_id is not None)
-    if (
-        not known
-        or not torch.cuda.is_available()
-        or (world is not None and backends_of(world).get("cuda") != "nccl")
-    ):
+    is_bound = world is not None and world.bound_device_id is not None
+    if not is_bound and "LOCAL_RANK" not in os.environ:
+        return None
+    if not torch.cuda.is_available():
+        return None
+    if world is not None and backends_of(world).get("cuda") != "nccl":
         return None
     device = own_gpu()
     torch.cuda.set_device(device)
@@ -117,9 +118,9 @@ def slots_of(group: dist.ProcessGroup) -> list[GroupSlot]:
     return _slots.setdefault(group, [GroupSlot(None)])
 
 
-def taken_slots() -> Iterator[GroupSlot]:
+def slots_in_use() -> Iterator[GroupSlot]:
     """Iterate over the slots that engines have taken."""
-    return (slot for slots in _slots.values() for slot in slots if slot.taken)
+    return (slot for slots in _slots.values() for slot in slots if slot.in_use)
 
 
 # How many groups of the same ranks, a part of the world, were made here.
@@ -156,9 +157,9 @@ def group_beside(
     world = dist.group.WORLD
     assert world is not None
     part, bound = len(ranks) < world.size(), world.bound_device_id
-    # with a bound device torch splits the world's NCCL communicator, a collective over the whole
-    # world
     if part:
+        # with a bound device torch splits the world's NCCL communicator, a collective over the
+        # whole world
         world.bound_device_id = None
     try:
         with _named(world, ranks) if part else nullcontext():
@@ -184,9 +185,9 @@ def host_group_beside(
     """
     ranks, timeout = dist.get_process_group_ranks(like), timeout_of(like, device)
     group, problem = None, ""
-    # within half of the timeout: a rank that fails waits for the others on NCCL, whose own watchdog
-    # must not fire first
     try:
+        # within half of the timeout: a rank that fails waits for the others on NCCL, whose own
+        # watchdog must not fire first
         group = group_beside(like, ranks, device, "gloo", min(timeout / 2, MAKING))
         set_timeout(group, torch.device("cpu"), timeout)
     except Exception as error:  # of any kind: the other ranks are waiting

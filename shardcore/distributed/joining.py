@@ -42,11 +42,12 @@ def join(
             problem = problem or error
     else:
         comm = Comm()
-    for name, others in ((SLICES, slices), ("model_parallel_group", parts)):
+    for name, other_group in ((SLICES, slices), ("model_parallel_group", parts)):
+        if other_group is None:
+            continue
         try:
-            if others is not None:
-                comm.across = [*comm.across, _across([comm, *comm.across], name, others, gpu)]
-            if others is not None and name == SLICES:
+            comm.across = [*comm.across, _across([comm, *comm.across], name, other_group, gpu)]
+            if name == SLICES:
                 comm.slices = comm.across
         except NotAMemberError:
             raise
@@ -58,45 +59,45 @@ def join(
 def _across(
     known: Sequence[Comm],
     name: str,
-    others: dist.ProcessGroup | DeviceMesh,
+    group: dist.ProcessGroup | DeviceMesh,
     gpu: torch.device | None,
 ) -> Comm:
-    """Return a Comm over `others`, the ranks that hold other parts of the model than this one.
-    known: what is joined so far.
+    """Return a Comm over `group`, the ranks that hold other parts of the model than this one.
+    known: the Comms that were joined before.
     """
-    if isinstance(others, DeviceMesh):
-        if others.ndim != 1:
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
             raise ValueError(
-                f"shard: {name} is a mesh of {others.ndim} dimensions; expected one of 1 "
+                f"shard: {name} is a mesh of {group.ndim} dimensions; expected one of 1 "
                 f"(mesh[...]._flatten())"
             )
-        others = others.get_group()
-    if not isinstance(others, dist.ProcessGroup):
+        group = group.get_group()
+    if not isinstance(group, dist.ProcessGroup):
         raise TypeError(
-            f"shard: {name} is {others!r}; expected a process group with this rank, or a "
+            f"shard: {name} is {group!r}; expected a process group with this rank, or a "
             f"DeviceMesh of 1 dimension"
         )
     for comm in known:
         assert comm.group is not None
-        both = set(dist.get_process_group_ranks(comm.group)) & set(
-            dist.get_process_group_ranks(others)
+        common = set(dist.get_process_group_ranks(comm.group)) & set(
+            dist.get_process_group_ranks(group)
         )
-        if both != {dist.get_rank()} and name == SLICES:
+        if common != {dist.get_rank()} and name == SLICES:
             raise ValueError(
-                f"shard: the model is already sharded (DTensor) over the ranks {sorted(both)}, "
+                f"shard: the model is already sharded (DTensor) over the ranks {sorted(common)}, "
                 f"which process_group has, too; "
                 "expected an ordinary model, or tensor-parallel slices over the ranks of another "
                 "dimension of the mesh "
                 "(process_group=mesh['dp'] beside parallelize_module(model, mesh['tp'], plan))"
             )
-        if both != {dist.get_rank()}:
+        if common != {dist.get_rank()}:
             raise ValueError(
                 f"shard: {'process_group' if comm is known[0] else SLICES} and {name} have the "
-                f"ranks {sorted(both)} in common; "
+                f"ranks {sorted(common)} in common; "
                 f"expected this rank, {dist.get_rank()}, alone: process_group has those with the "
                 f"same part of the model, the other group those with the other parts"
             )
-    return Comm(others, gpu=gpu)
+    return Comm(group, gpu=gpu)
 
 
 def agree_in_parts(comm: Comm, problem: Exception | None, entries: Sequence[Any]) -> None:

@@ -35,15 +35,16 @@ def launched_world_size() -> tuple[str, int]:
     return "", 1
 
 
-def ranks_here() -> int | None:
+def ranks_on_machine() -> int | None:
     """Return how many ranks the launcher started on this machine, as on each other one; None
     where it does not say.
     """
     for name in ("LOCAL_WORLD_SIZE", *(locals_name for *_, locals_name in _LAUNCHERS.values())):
         if name and os.environ.get(name):
             return env_int(name)
-    same = re.fullmatch(r"(\d+)(\(x\d+\))?", os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    return int(same[1]) if same else None
+    tasks_per_node = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
+    equal_nodes = re.fullmatch(r"(\d+)(\(x\d+\))?", tasks_per_node)
+    return int(equal_nodes[1]) if equal_nodes else None
 
 
 def follow_launcher(op: str) -> None:
@@ -65,24 +66,23 @@ def follow_launcher(op: str) -> None:
             "trains alone"
         )
     rank = env_int(rank_name)
-    found = {"RANK": str(rank), "WORLD_SIZE": str(size)}
-    by_srun = not size_name.startswith("OMPI") and os.environ.get("SLURM_STEP_NUM_TASKS") == str(
-        size
-    )
+    variables = {"RANK": str(rank), "WORLD_SIZE": str(size)}
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS")
+    by_srun = not size_name.startswith("OMPI") and tasks == str(size)
     if by_srun:
         one_node = os.environ.get("SLURM_STEP_NUM_NODES") == "1"
         local_name = local_name if local_name in os.environ else "SLURM_LOCALID"
     else:
         one_node = locals_name is not None and os.environ.get(locals_name) == str(size)
     if local_name in os.environ:
-        found["LOCAL_RANK"] = str(env_int(local_name))
+        variables["LOCAL_RANK"] = str(env_int(local_name))
     elif one_node:
-        found["LOCAL_RANK"] = str(rank)
+        variables["LOCAL_RANK"] = str(rank)
     nodes = os.environ.get("SLURM_STEP_NODELIST" if by_srun else "SLURM_JOB_NODELIST", "")
     if one_node:
-        found["MASTER_ADDR"] = "127.0.0.1"
+        variables["MASTER_ADDR"] = "127.0.0.1"
     elif nodes:
-        found["MASTER_ADDR"] = first_host(nodes)
+        variables["MASTER_ADDR"] = first_host(nodes)
     elif "MASTER_ADDR" not in os.environ:
         raise ValueError(
             f"{op}: {size_name} is {size}, over several nodes, but the environment has no "
@@ -90,17 +90,12 @@ def follow_launcher(op: str) -> None:
             "of rank 0 in it (Open MPI: mpirun -x MASTER_ADDR=host ...; Intel MPI and MPICH: "
             "mpirun -genv MASTER_ADDR host ...)"
         )
-    # torchrun's default; in a SLURM job a port per step, since other jobs may run on the same node.
-    job, step = (
-        os.environ.get("SLURM_JOB_ID", ""),
-        os.environ.get("SLURM_STEP_ID", "") if by_srun else "0",
-    )
-    found["MASTER_PORT"] = (
-        str(15000 + (10 * int(job) + int(step)) % 10000)
-        if job.isdigit() and step.isdigit()
-        else "29500"
-    )
-    for name, value in found.items():
+    variables["MASTER_PORT"] = "29500"  # torchrun's default
+    job = os.environ.get("SLURM_JOB_ID", "")
+    step = os.environ.get("SLURM_STEP_ID", "") if by_srun else "0"
+    if job.isdigit() and step.isdigit():  # a port per step: other jobs may run on the same node
+        variables["MASTER_PORT"] = str(15000 + (10 * int(job) + int(step)) % 10000)
+    for name, value in variables.items():
         os.environ.setdefault(name, value)
 
 

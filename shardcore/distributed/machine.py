@@ -27,7 +27,7 @@ from shardcore.distributed.comm import Comm
 # --- what ranks of one machine share --------------------------------------------------------------
 
 
-def here() -> list[str]:
+def machine_id() -> list[str]:
     """Identify the machine: ranks that share its memory and cores return the same.
 
     Host names need not differ ("localhost"), so the kernel's boot id is added. The name stays,
@@ -42,15 +42,16 @@ def short_of_memory(comm: Comm, needed: int) -> MemoryError | None:
 
     needed: bytes, of this rank.
     """
-    place, free = here(), free_bytes()
-    neighbors = [count for host, count in _of_model(comm, [place, needed])[1] if host == place]
-    wanted = sum(neighbors)
-    if not needed or free is None or wanted <= free:
+    machine, free = machine_id(), free_bytes()
+    _, rows = _of_model(comm, [machine, needed])
+    neighbors = [count for other, count in rows if other == machine]
+    total = sum(neighbors)
+    if not needed or free is None or total <= free:
         return None
     return MemoryError(
-        f"shard: offload needs {wanted} bytes ({wanted / 2**30:.1f} GiB) of host memory for the "
+        f"shard: offload needs {total} bytes ({total / 2**30:.1f} GiB) of host memory for the "
         f"{len(neighbors)} ranks of "
-        f"{place[0]}, which has {free} bytes ({free / 2**30:.1f} GiB) free; expected at least as "
+        f"{machine[0]}, which has {free} bytes ({free / 2**30:.1f} GiB) free; expected at least as "
         f"many (free memory, raise the "
         "memory limit of the container, use more machines or a higher stage, or do not offload)"
     )
@@ -71,13 +72,14 @@ def plan_worker(comm: Comm, threads: int | None, device: torch.device) -> Worker
 
     Collective (all parts). device: of this rank.
     """
-    place, near = here(), near_cores(pci_address(device.index)) if device.type == "cuda" else []
-    own, rows = _of_model(comm, [place, own_cores(), near])
-    neighbors = [number for number, (host, *_) in enumerate(rows) if host == place]
+    machine = machine_id()
+    near = near_cores(pci_address(device.index)) if device.type == "cuda" else []
+    own_row, rows = _of_model(comm, [machine, own_cores(), near])
+    neighbors = [number for number, (other, *_) in enumerate(rows) if other == machine]
     of_ranks = divide_by_nodes(
         [rows[number][1] for number in neighbors], [rows[number][2] for number in neighbors]
     )
-    index = neighbors.index(own)
+    index = neighbors.index(own_row)
     count = worker_threads(of_ranks, index, quota()) if threads is None else threads
     return WorkerThreads(count, tuple(worker_cores(of_ranks, index, count)))
 
@@ -124,13 +126,18 @@ def divide_by_nodes(
     of_ranks: the cores that each rank of the machine may run on; near: those of its GPU's NUMA
     node, [] where unknown.
     """
-    parts = [sorted(set(own) & set(cores)) for own, cores in zip(of_ranks, near, strict=True)]
+    parts = [
+        sorted(set(allowed) & set(cores)) for allowed, cores in zip(of_ranks, near, strict=True)
+    ]
 
-    def divides(own: Sequence[int]) -> bool:
-        sharing = [part for part, cores in zip(parts, of_ranks, strict=True) if cores == own]
+    def divides(allowed: Sequence[int]) -> bool:
+        sharing = [part for part, cores in zip(parts, of_ranks, strict=True) if cores == allowed]
         return len(sharing) > 1 and all(sharing)
 
-    return [part if divides(own) else list(own) for part, own in zip(parts, of_ranks, strict=True)]
+    return [
+        part if divides(allowed) else list(allowed)
+        for part, allowed in zip(parts, of_ranks, strict=True)
+    ]
 
 
 def worker_threads(of_ranks: Sequence[Sequence[int]], rank: int, limit: float | None) -> int:
@@ -140,9 +147,11 @@ def worker_threads(of_ranks: Sequence[Sequence[int]], rank: int, limit: float | 
     of_ranks: the cores that each rank of the machine has; limit: their CPU quota together, in
     cores.
     """
-    own = set(of_ranks[rank])
-    share = len(own) // sum(not own.isdisjoint(cores) for cores in of_ranks)
-    return max(1, (share if limit is None else min(share, int(limit) // len(of_ranks))) - 1)
+    allowed = set(of_ranks[rank])
+    share = len(allowed) // sum(not allowed.isdisjoint(cores) for cores in of_ranks)
+    if limit is not None:
+        share = min(share, int(limit) // len(of_ranks))
+    return max(1, share - 1)
 
 
 def worker_cores(
@@ -155,11 +164,11 @@ def worker_cores(
     together. Nothing is pinned if a share has not at least one core more than `threads`, for the
     rank's main thread, or if ranks share only some cores.
     """
-    own = set(of_ranks[rank])
-    sharing = [other for other, cores in enumerate(of_ranks) if set(cores) == own]
-    if any(own & set(cores) for other, cores in enumerate(of_ranks) if other not in sharing):
+    allowed = set(of_ranks[rank])
+    sharing = [other for other, cores in enumerate(of_ranks) if set(cores) == allowed]
+    if any(allowed & set(cores) for other, cores in enumerate(of_ranks) if other not in sharing):
         return []
-    share = cores_of_share(sorted(own), sharing.index(rank), len(sharing), root)
+    share = cores_of_share(sorted(allowed), sharing.index(rank), len(sharing), root)
     return share if len(share) > threads else []
 
 
@@ -184,13 +193,13 @@ def physical_cores(cores: Sequence[int], root: Path = Path("/")) -> int:
 
 def parse_cores(text: str) -> list[int]:
     """Return the numbers of a list such as "0-3,8,10-11", in order. Raises ValueError."""
-    found: set[int] = set()
+    cores: set[int] = set()
     for part in text.strip().split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
         if match is None or int(match[2] or match[1]) < int(match[1]):
             raise ValueError(f"{text!r} has {part!r}; expected numbers and ranges, such as 0-3,8")
-        found.update(range(int(match[1]), int(match[2] or match[1]) + 1))
-    return sorted(found)
+        cores.update(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return sorted(cores)
 
 
 def format_cores(cores: Sequence[int]) -> str:
@@ -232,8 +241,9 @@ def near_cores(address: str, root: Path = Path("/")) -> list[int]:
 
 def pci_address(gpu: int | None) -> str:
     """Return where a GPU is attached, such as 0000:3b:00.0."""
-    found: Any = torch.cuda.get_device_properties(gpu)
-    return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+    properties: Any = torch.cuda.get_device_properties(gpu)
+    domain, bus, device = properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id
+    return f"{domain:04x}:{bus:02x}:{device:02x}.0"
 
 
 def _topology_of(core: int, root: Path) -> tuple[int, int, int]:
@@ -243,7 +253,7 @@ def _topology_of(core: int, root: Path) -> tuple[int, int, int]:
         re.match(r"\d+", read_text(folder / name))
         for name in ("physical_package_id", "thread_siblings_list")
     )
-    package, first = (int(found[0]) if found else 0 for found in numbers)
+    package, first = (int(match[0]) if match else 0 for match in numbers)
     return package, first, core
 
 
@@ -252,7 +262,7 @@ def _topology_of(core: int, root: Path) -> tuple[int, int, int]:
 
 def free_bytes(root: Path = Path("/")) -> int | None:
     """Return the bytes of memory that this process can still allocate, or None where unknown."""
-    limits = [*_available(root), *_left_in_groups(root)]
+    limits = [*_available(root), *_free_in_groups(root)]
     return max(0, min(limits)) if limits else None
 
 
@@ -262,15 +272,16 @@ def _available(root: Path) -> Iterator[int]:
             yield int(line.split()[1]) * 1024
 
 
-def _left_in_groups(root: Path) -> Iterator[int]:
+def _free_in_groups(root: Path) -> Iterator[int]:
     """Yield the free bytes of each control group that limits memory."""
     for folder in group_folders(root):
-        if (most := read_text(folder / "memory.max").strip()).isdigit():
-            taken = int(read_text(folder / "memory.current").strip() or 0)
-            cached = dict(
-                pair.split() for pair in read_text(folder / "memory.stat").splitlines()
-            ).get("inactive_file", "0")
-            yield int(most) - taken + int(cached)
+        limit = read_text(folder / "memory.max").strip()
+        if limit.isdigit():
+            used = int(read_text(folder / "memory.current").strip() or 0)
+            statistics = dict(
+                line.split() for line in read_text(folder / "memory.stat").splitlines()
+            )
+            yield int(limit) - used + int(statistics.get("inactive_file", "0"))
 
 
 def group_folders(root: Path) -> Iterator[Path]:
@@ -280,11 +291,8 @@ def group_folders(root: Path) -> Iterator[Path]:
             top = root / "sys/fs/cgroup"
             # In a container the path may be the one outside, and the group itself is at the top.
             inner = top / line.removeprefix("0::").strip("/")
-            yield from (
-                folder
-                for folder in dict.fromkeys([inner, *inner.parents, top])
-                if folder.is_relative_to(top)
-            )
+            folders = dict.fromkeys([inner, *inner.parents, top])
+            yield from (folder for folder in folders if folder.is_relative_to(top))
 
 
 def read_text(path: Path) -> str:

@@ -41,11 +41,8 @@ class Topology:
         """Return the ranks, itself included, that the rank exchanges gradients with at each
         level.
         """
-        return [
-            ranks
-            for ranks in (self.node_ranks(rank), self.cross_node_ranks(rank))
-            if len(ranks) > 1
-        ]
+        levels = (self.node_ranks(rank), self.cross_node_ranks(rank))
+        return [ranks for ranks in levels if len(ranks) > 1]
 
     def piece_index(self, rank: int) -> int:
         """Return the index of the piece that the rank has after the last level."""
@@ -56,19 +53,16 @@ class Topology:
         `replicate` one per node.
         """
         piece = self.piece_index(rank)
-        return (
-            (piece - piece % self.nodes, piece - piece % self.nodes + self.nodes)
-            if self.replicate
-            else (piece, piece + 1)
-        )
+        if not self.replicate:
+            return piece, piece + 1
+        first = piece - piece % self.nodes
+        return first, first + self.nodes
 
     def ranks_by_piece(self) -> Sequence[int]:
         """Return all ranks in the order of their pieces."""
-        return (
-            sorted(range(self.world_size), key=self.piece_index)
-            if self.nodes > 1
-            else range(self.world_size)
-        )
+        if self.nodes == 1:
+            return range(self.world_size)
+        return sorted(range(self.world_size), key=self.piece_index)
 
     def shard_ranks(self, rank: int) -> Sequence[int]:
         """Return the ranks whose shards, in this order, are a full buffer."""
@@ -83,9 +77,8 @@ def topology_of(world_size: int, ranks_per_node: int | None, shard_dim: int | No
     """Return the topology; shard_dim: the size of a two-dimensional mesh's second dimension.
     Raises ValueError or TypeError.
     """
-    if ranks_per_node is not None and (
-        isinstance(ranks_per_node, bool) or not isinstance(ranks_per_node, int)
-    ):
+    is_count = isinstance(ranks_per_node, int) and not isinstance(ranks_per_node, bool)
+    if ranks_per_node is not None and not is_count:
         raise TypeError(
             f"shard: ranks_per_node is {ranks_per_node!r}; expected a whole number, or None"
         )

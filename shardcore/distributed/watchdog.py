@@ -6,19 +6,12 @@ LONG_S, the thread writes the wait and the counts to the store of the default pr
 reads what the ranks missing from it have written.
 
 Note [Proof]: a rank starts nothing while it waits. So two ranks are stuck for good if each waits
-for a collective that needs the other, which the other has not started; likewise if the other's
-engine is gone (`Log.left`). On NCCL the host does not wait, and collectives run in the order in
-which they were started, so two ranks are also stuck if they started different ones in the same
-place. A backward that failed on a rank sends nothing more: ranks that wait inside the same backward
-are stuck, too (`Log.failed`). The user's own collectives are not counted; that a rank waits in one
-shows in the frames of its main thread. It counts as stuck if all other ranks of its group wait for
-what it has not started, and only if it is of a kind that no rank leaves before all have entered it
+for a collective that needs the other, which the other has not started; the other cases are in
+`_Watch._proof`. That a rank waits in a collective of the user's shows in the frames of its main
+thread. It counts only if it is of a kind that no rank leaves before all have entered it
 (`_SYMMETRIC`), called there, without `async_op` and by no other thread. What a rank wrote counts
 only while it keeps writing (`beat`), since its wait may have ended. Slow ranks and networks prove
 nothing: they get one log line per minute, and the group's timeout.
-Note [End]: a proof is written to the store first, for each of the waits, so that every rank can
-report it. Then NCCL's communicator is aborted, and gloo's connections, beside it too, are closed (a
-receive that times out does that), so that the waits raise.
 """
 
 import atexit
@@ -66,8 +59,6 @@ _SYMMETRIC = {
     "all_gather",
     "all_to_all",
     "all_to_all_single",
-}
-_SYMMETRIC |= {
     "all_gather_into_tensor",
     "all_gather_single",
     "reduce_scatter",
@@ -75,10 +66,8 @@ _SYMMETRIC |= {
     "reduce_scatter_single",
 }
 _NO_MESSAGE = 1 << 30  # a tag that is never sent
-_PACKAGE, _TORCH = (
-    f"{Path(__file__).parent.parent}{os.sep}",
-    f"{Path(torch.__file__).parent}{os.sep}",
-)
+_PACKAGE = f"{Path(__file__).parent.parent}{os.sep}"
+_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 _C10D = dist.distributed_c10d.__file__
 _Store: TypeAlias = Any  # a dist.Store, which is no type in torch's stubs
 
@@ -97,7 +86,7 @@ class Log:
         self.order: deque[str] = deque(maxlen=_REMEMBERED)
         self.started, self._digest = 0, 0
         self.in_order = False  # collectives run in the order in which they were started (NCCL)
-        self.left = False  # its engine is gone
+        self.engine_gone = False  # its engine is gone
         # how many have reduced gradients or failed; one on this rank alone (autograd.grad) does not
         # count
         self.backwards = 0
@@ -113,7 +102,7 @@ class Log:
         """
         group = self.group()
         assert group is not None
-        self.left, self.in_order = False, in_order
+        self.engine_gone, self.in_order = False, in_order
         self.backwards, self.in_backward, self.failed = 0, False, None
         # last: the thread writes what it finds under the name that it read before
         self.name = f"{group.group_name}/{nonce}"
@@ -152,9 +141,9 @@ class Operation:
 
     def as_wait(self, shown: str = "") -> "Wait":
         """Return it as it is written to the store."""
-        ranks = (
-            self.log.ranks if self.ranks is None else [self.log.ranks[rank] for rank in self.ranks]
-        )
+        ranks = self.log.ranks
+        if self.ranks is not None:
+            ranks = [self.log.ranks[rank] for rank in self.ranks]
         return Wait(self.log.name, self.name, self.number, tuple(ranks), shown or self.name)
 
 
@@ -233,10 +222,14 @@ class _Watch:
         self._clone: _Store | None = None
         self._written: Wait | None = None
         self._examined_s = 0.0  # how long that wait had lasted when other ranks were last examined
-        self._stuck: dict[int, int] = {}  # ranks that were found stuck, with their beat then
+        self._stuck_at_beat: dict[
+            int, int
+        ] = {}  # ranks that were found stuck, with their beat then
         self._beat = 0  # counts writes of the wait
-        self._left: set[str] = set()  # logs whose `left` is written
-        self._failed: dict[str, tuple[int, str] | None] = {}  # what is written of their `failed`
+        self._gone_written: set[str] = set()  # logs whose `left` is written
+        self._failed_written: dict[
+            str, tuple[int, str] | None
+        ] = {}  # what is written of their `failed`
         self._reasons: dict[str, str] = {}
         self._ended: set[str] = set()
         self._lines = 0
@@ -262,15 +255,10 @@ class _Watch:
             except Exception as error:
                 # The store is gone, or groups are being destroyed: RuntimeError, KeyError, or
                 # ValueError from get_rank().
-                ends = (
-                    isinstance(error, RuntimeError | KeyError | dist.DistError)
-                    or not dist.is_initialized()
-                )
-                logger.log(
-                    logging.DEBUG if ends else logging.WARNING,
-                    "the watchdog cannot look",
-                    exc_info=True,
-                )
+                is_usual = isinstance(error, RuntimeError | KeyError | dist.DistError)
+                ends = is_usual or not dist.is_initialized()
+                level = logging.DEBUG if ends else logging.WARNING
+                logger.log(level, "the watchdog cannot look", exc_info=True)
                 self._written = None
 
     def stop(self) -> None:
@@ -292,7 +280,12 @@ class _Watch:
         world = dist.group.WORLD
         if world is None or self._world is None or self._world() is not world:
             self._clone, self._written = None, None
-            self._left, self._failed, self._reasons, self._ended = set(), {}, {}, set()
+            self._gone_written, self._failed_written, self._reasons, self._ended = (
+                set(),
+                {},
+                {},
+                set(),
+            )
             if world is None:
                 return None
             self._world = weakref.ref(world)
@@ -316,10 +309,8 @@ class _Watch:
         self._device = device
         with self._lock:
             entry = operation, work, time.monotonic()
-            key = (
-                operation.log.name,
-                operation.ranks if isinstance(operation.ranks, range) else None,
-            )
+            ranks = operation.ranks if isinstance(operation.ranks, range) else None
+            key = (operation.log.name, ranks)
             self._devices[key] = [*self._devices.get(key, [])[:1], entry]
 
     def _longest(self) -> tuple[Wait, float] | None:
@@ -333,12 +324,13 @@ class _Watch:
             for key, entries in list(self._devices.items()):
                 if _log_named(key[0]) is None:
                     entries = []
-                left = [entry for entry in entries if not entry[1].is_completed()]
-                if not left:
+                unfinished = [entry for entry in entries if not entry[1].is_completed()]
+                if not unfinished:
                     del self._devices[key]
-                # others have ended meanwhile: the device makes progress
-                elif left[0] is not entries[0]:
-                    self._devices[key] = [(*left[0][:2], now)]
+                elif unfinished[0] is not entries[0]:
+                    # collectives before it have ended: the device makes progress
+                    operation, work, _ = unfinished[0]
+                    self._devices[key] = [(operation, work, now)]
             waits = [
                 (operation, since)
                 for entries in self._devices.values()
@@ -348,20 +340,19 @@ class _Watch:
         if waits:
             operation, since = min(waits, key=lambda wait: wait[1])
             return operation.as_wait(), now - since
-        return self._users(now)
+        return self._users_wait(now)
 
-    def _users(self, now: float) -> tuple[Wait, float] | None:
+    def _users_wait(self, now: float) -> tuple[Wait, float] | None:
         """Return the collective of torch.distributed that the main thread is in, and for how
         long it has been seen there.
         """
-        seen, self._by_user = self._by_user, None
+        last_seen, self._by_user = self._by_user, None
         main = threading.main_thread().ident or 0
         frame = sys._current_frames().get(main)
-        if (
-            frame is None
-            or frame.f_code.co_filename != _C10D
-            or any(not log.threads <= {main} for log in _logs_now())
-        ):
+        if frame is None or frame.f_code.co_filename != _C10D:
+            return None
+        # another thread may start what the ranks wait for
+        if any(not log.threads <= {main} for log in _logs_now()):
             return None
         name, group = frame.f_code.co_name, frame.f_locals.get("group") or dist.group.WORLD
         caller = frame.f_back
@@ -371,8 +362,10 @@ class _Watch:
         if name not in _SYMMETRIC or ours or not isinstance(group, dist.ProcessGroup):
             return None
         # of anything on this group
-        found = group.group_name, name, sequence_number_of(group)
-        self._by_user = seen if seen is not None and seen[0] == found else (found, now)
+        position = group.group_name, name, sequence_number_of(group)
+        self._by_user = (
+            last_seen if last_seen is not None and last_seen[0] == position else (position, now)
+        )
         wait = Operation(log_of(group), _BY_USER, 0).as_wait(f"torch.distributed.{name}")
         return wait, now - self._by_user[1] - (USERS_LONG_S - LONG_S)
 
@@ -389,79 +382,90 @@ class _Watch:
     def look(self) -> None:
         """Write what this rank waits for, if that takes long; find out whether it is stuck."""
         longest = self._longest() if dist.is_initialized() else None
+        # names first: the main thread may begin another engine meanwhile (`Log.begin_engine`)
         logs = [(log.name, log) for log in _logs_now()]
-        left = [(name, log) for name, log in logs if log.left and name not in self._left]
-        failed = {
-            name: error for name, log in logs if (error := log.failed) != self._failed.get(name)
+        gone = {
+            name: log for name, log in logs if log.engine_gone and name not in self._gone_written
         }
-        if (
-            not left
-            and not failed
-            and self._written is None
-            and (longest is None or longest[1] < LONG_S)
-        ):
+        failed = {name: log.failed for name, log in logs}
+        failed = {
+            name: error for name, error in failed.items() if error != self._failed_written.get(name)
+        }
+        waits_long = longest is not None and longest[1] >= LONG_S
+        if not gone and not failed and self._written is None and not waits_long:
             return
         store = self._store()
         if store is None:
             return
-        for name, log in left:
-            store.set(f"left/{name}/{dist.get_rank()}", json.dumps(dict(log.counts)))
-            self._left.add(name)
-        for name, error in failed.items():
-            store.set(f"failed/{name}/{dist.get_rank()}", json.dumps(error))
-            self._failed[name] = error
-        wait, waited_s = longest or (None, 0.0)
         rank = dist.get_rank()
+        for name, log in gone.items():
+            store.set(f"left/{name}/{rank}", json.dumps(dict(log.counts)))
+            self._gone_written.add(name)
+        for name, error in failed.items():
+            store.set(f"failed/{name}/{rank}", json.dumps(error))
+            self._failed_written[name] = error
+        wait, waited_s = longest or (None, 0.0)
         if self._written is not None and self._written != wait:
             store.set(f"wait/{rank}", "")
             store.set(f"at/{self._written.key}", "")
             self._written = None
         if wait is None or waited_s < LONG_S:
             return
-        counts, order = {log.name: dict(log.counts) for log in _logs_now()}, self._order(wait.group)
+        counts = {log.name: dict(log.counts) for log in _logs_now()}
+        order = self._order(wait.group)
         if self._written is None:
             store.set(f"log/{rank}", json.dumps([counts, order]))
             store.append(f"at/{wait.key}", f"{rank} ")
-            self._written, self._lines, self._examined_s, self._stuck = wait, 0, 0.0, {}
+            self._written = wait
+            self._lines, self._examined_s, self._stuck_at_beat = 0, 0.0, {}
         self._beat += 1
         store.set(f"wait/{rank}", json.dumps([self._beat, vars(wait)]))
         if waited_s > _OFTEN_S and waited_s - self._examined_s < _SELDOM_S:
             return
         self._examined_s = waited_s
-        here = self._at(store, wait) or [rank]
-        missing = [other for other in wait.ranks if other not in here]
+        self._examine(store, wait, waited_s, counts, order)
+
+    def _examine(
+        self, store: _Store, wait: Wait, waited_s: float, counts: Any, order: Any
+    ) -> None:
+        """End the wait if a rank that is missing from it never comes; else log who is late."""
+        rank = dist.get_rank()
+        arrived = self._ranks_at(store, wait) or [rank]
+        missing = [other for other in wait.ranks if other not in arrived]
+        examined = missing[:_EXAMINED]
         reason = self.reason_of(wait)
         if reason is None:
-            proofs = (
-                self._never(store, wait, here, counts, order, other)
-                for other in missing[:_EXAMINED]
-            )
-            found, waits = next(filter(None, proofs), ("", []))
-            # Those of groups first: the rank of the other wait ends its own as soon as its reason
-            # is there.
-            for key in (
-                *(one.group for one in waits if one.name != _BY_USER),
-                *(one.key for one in waits),
-            ):
-                reason = store.compare_set(f"reason/{key}", "", reason or found).decode()
+            proofs = (self._proof(store, wait, arrived, counts, order, other) for other in examined)
+            text, waits = next(filter(None, proofs), ("", []))
+            # The proof is written first, for each of the waits, so that every rank can report it;
+            # those of groups before others: the rank of the other wait ends its own as soon as its
+            # reason is there.
+            groups = [proved.group for proved in waits if proved.name != _BY_USER]
+            for key in (*groups, *(proved.key for proved in waits)):
+                reason = store.compare_set(f"reason/{key}", "", reason or text).decode()
         if reason is not None:
-            self._end(wait, reason)
-        elif missing and rank == min(here) and waited_s > LATE_S * (self._lines + 1):
+            self._end_wait(wait, reason)
+        elif missing and rank == min(arrived) and waited_s > LATE_S * (self._lines + 1):
             self._lines += 1
-            others = {of: self._waits_for(store, of)[1] for of in missing[:_EXAMINED]}
-            where = "; ".join(
-                f"rank {of} waits for {at}" for of, at in others.items() if at is not None
-            )
-            waiting = (
-                f"waited {waited_s:.0f} s for {wait}, at which {name_ranks(missing)} "
-                f"{_have(missing)} not arrived"
+            waits_of = {other: self._waits_for(store, other)[1] for other in examined}
+            elsewhere = "; ".join(
+                f"rank {other} waits for {its}"
+                for other, its in waits_of.items()
+                if its is not None
             )
             logger.warning(
-                "%s %s %s%s", name_ranks(here), _have(here), waiting, f" ({where})" if where else ""
+                "%s %s waited %.0f s for %s, at which %s %s not arrived%s",
+                name_ranks(arrived),
+                _have(arrived),
+                waited_s,
+                wait,
+                name_ranks(missing),
+                _have(missing),
+                f" ({elsewhere})" if elsewhere else "",
             )
 
     @staticmethod
-    def _at(store: _Store, wait: Wait) -> list[int]:
+    def _ranks_at(store: _Store, wait: Wait) -> list[int]:
         """Return the ranks that have waited long for the same collective."""
         key = f"at/{wait.key}"
         return sorted({*map(int, store.get(key).split())}) if store.check([key]) else []
@@ -475,11 +479,11 @@ class _Watch:
         beat, entry = json.loads(written)
         return beat, Wait(**{**entry, "ranks": tuple(entry["ranks"])})
 
-    def _never(
+    def _proof(
         self,
         store: _Store,
         wait: Wait,
-        here: Sequence[int],
+        arrived: Sequence[int],
         counts: Any,
         order: Any,
         other: int,
@@ -487,56 +491,61 @@ class _Watch:
         """Return why `other` never starts what this rank waits for, if that is proved, and the
         waits. See Note [Proof].
         """
-        left = f"left/{wait.group}/{other}"
-        if wait.name != AGREEMENT and store.check([left]):
-            if json.loads(store.get(left)).get(wait.name, 0) >= wait.number:
+        # the engine of the other rank is gone
+        gone = f"left/{wait.group}/{other}"
+        if wait.name != AGREEMENT and store.check([gone]):
+            if json.loads(store.get(gone)).get(wait.name, 0) >= wait.number:
                 return None
             return _reason(
-                f"{name_ranks(here)} for {wait}; rank {other} does not take part: its engine is "
+                f"{name_ranks(arrived)} for {wait}; rank {other} does not take part: its engine is "
                 f"gone"
             ), [wait]
+        # A backward that failed on a rank sends nothing more: ranks that wait inside the same
+        # backward are stuck (`Log.failed`).
         log, errors = _log_named(wait.group), self._errors(store, wait.group, other)
-        if (
-            other in errors
-            and log is not None
-            and log.in_backward
-            and log.backwards == errors[other][0]
-        ):
+        backward = log.backwards if log is not None and log.in_backward else None
+        if other in errors and errors[other][0] == backward:
             return _reason(
-                f"{name_ranks(here)} for {wait}; rank {other} does not take part", errors
+                f"{name_ranks(arrived)} for {wait}; rank {other} does not take part", errors
             ), [wait]
-        beat, theirs = self._waits_for(store, other)
-        if theirs is None or theirs.name == _BY_USER or dist.get_rank() not in theirs.ranks:
-            return None  # of a collective of the user's, a rank in it finds out
-        waits = [wait, theirs]
+        beat, other_wait = self._waits_for(store, other)
+        if other_wait is None or dist.get_rank() not in other_wait.ranks:
+            return None
+        if other_wait.name == _BY_USER:  # a rank in it finds out
+            return None
+        waits = [wait, other_wait]
         if wait.name == _BY_USER:
-            if here[0] != dist.get_rank():
+            # The user's own collectives are not counted. A rank is stuck in one if all other ranks
+            # wait for what it has not started.
+            if arrived[0] != dist.get_rank():
                 return None
-            # Not by `_at`: of the collectives that run on devices, ranks may have seen different
-            # ones.
-            found = [self._waits_for(store, rank)[1] for rank in wait.ranks if rank not in here]
-            waits += [one for one in found if one is not None]
+            # Not by `_ranks_at`: of the collectives that run on devices, ranks may have seen
+            # different ones.
+            elsewhere = [rank for rank in wait.ranks if rank not in arrived]
+            waits_of_missing = [self._waits_for(store, rank)[1] for rank in elsewhere]
+            waits += [missing for missing in waits_of_missing if missing is not None]
             stuck = all(
-                one is not None and here[0] in one.ranks and _lacks(counts, one) for one in found
+                missing is not None and arrived[0] in missing.ranks and _lacks(counts, missing)
+                for missing in waits_of_missing
             )
         else:
-            their_counts, their_order = json.loads(store.get(f"log/{other}"))
-            swapped = (
-                theirs.group == wait.group and order is not None and _differ(order, their_order)
-            )
-            stuck = swapped or (_lacks(their_counts, wait) and _lacks(counts, theirs))
+            # Each waits for a collective that needs the other, which the other has not started. On
+            # NCCL collectives run in the order in which they were started, so ranks are also stuck
+            # if they started different ones in the same place.
+            other_counts, other_order = json.loads(store.get(f"log/{other}"))
+            is_ordered = other_wait.group == wait.group and order is not None
+            swapped = is_ordered and _differ(order, other_order)
+            stuck = swapped or (_lacks(other_counts, wait) and _lacks(counts, other_wait))
         # until it has written again, it may have ended its wait
-        if not stuck or self._stuck.setdefault(other, beat) == beat:
+        if not stuck or self._stuck_at_beat.setdefault(other, beat) == beat:
             return None
-        groups = (
-            ("", "")
-            if wait.group == theirs.group
-            else (f" on group {wait.group}", f" on group {theirs.group}")
-        )
-        there = self._at(store, theirs) or [other]
+        on_group = on_other_group = ""
+        if wait.group != other_wait.group:
+            on_group, on_other_group = f" on group {wait.group}", f" on group {other_wait.group}"
+        with_other = self._ranks_at(store, other_wait) or [other]
         return _reason(
-            f"{name_ranks(here)} for {wait}{groups[0]}; {name_ranks(there)} for "
-            f"{theirs}{groups[1]}",
+            f"{name_ranks(arrived)} for {wait}{on_group}; {name_ranks(with_other)} for "
+            f"{other_wait}{on_other_group}",
             errors,
         ), waits
 
@@ -545,15 +554,21 @@ class _Watch:
         """Return the failed backwards of this rank and another one, by rank: their numbers and
         errors.
         """
-        log, key, found = _log_named(group), f"failed/{group}/{other}", dict[int, tuple[int, str]]()
+        errors: dict[int, tuple[int, str]] = {}
+        log = _log_named(group)
         if log is not None and log.failed is not None:
-            found[dist.get_rank()] = log.failed
-        if store.check([key]) and (written := json.loads(store.get(key))) is not None:
-            found[other] = written[0], written[1]
-        return found
+            errors[dist.get_rank()] = log.failed
+        key = f"failed/{group}/{other}"
+        written = json.loads(store.get(key)) if store.check([key]) else None
+        if written is not None:
+            backwards, error = written
+            errors[other] = backwards, error
+        return errors
 
-    def _end(self, wait: Wait, reason: str) -> None:
-        """End the wait with an error. See Note [End]."""
+    def _end_wait(self, wait: Wait, reason: str) -> None:
+        """End the wait with an error: abort NCCL's communicator, and close gloo's connections,
+        beside it too.
+        """
         log = _log_named(wait.group)
         group = None if log is None else log.group()
         if log is None or group is None or wait.key in self._ended:
@@ -565,35 +580,37 @@ class _Watch:
         if "nccl" in config:
             sys.stderr.write(f"shardcore: rank {dist.get_rank()}: {reason}\n")
             sys.stderr.flush()
-            for one in groups:
-                one.abort()  # which ends no wait of gloo's
+            for part in groups:
+                part.abort()  # which ends no wait of gloo's
         else:
             logger.error("%s", reason)
-        for one in groups if "gloo" in config else []:
-            here = dist.get_rank(one)
-            for other in range(one.size()):  # of which some connections may be closed already
-                with suppress(RuntimeError):
-                    if other != here:
-                        one.recv([torch.empty(1, device="cpu")], other, _NO_MESSAGE).wait(
-                            timedelta(milliseconds=1)
-                        )
+        if "gloo" not in config:
+            return
+        for part in groups:
+            rank = dist.get_rank(part)
+            for other in range(part.size()):
+                if other == rank:
+                    continue
+                with suppress(RuntimeError):  # the connection may be closed already
+                    # a receive that times out closes the connection, so that the waits raise
+                    never_sent = part.recv([torch.empty(1, device="cpu")], other, _NO_MESSAGE)
+                    never_sent.wait(timedelta(milliseconds=1))
 
 
-def _reason(found: str, errors: Mapping[int, tuple[int, str]] | None = None) -> str:
-    found = f"ranks wait for different things, which can never end: {found}"
+def _reason(proof: str, errors: Mapping[int, tuple[int, str]] | None = None) -> str:
+    reason = f"ranks wait for different things, which can never end: {proof}"
     if errors:
-        said = "; ".join(
+        failures = "; ".join(
             f"the backward of rank {rank} ended in an error: {error}"
             for rank, (_, error) in sorted(errors.items())
         )
         return (
-            f"{found}; {said}; expected each backward to succeed, or to end at the same place on "
-            f"every rank (mend that error, and start again from the last checkpoint)"
+            f"{reason}; {failures}; expected each backward to succeed, or to end at the same place "
+            f"on every rank (mend that error, and start again from the last checkpoint)"
         )
     return (
-        f"{found}; expected every rank to run the same units in the same "
-        "order, and equally many backwards per step (shardcore.join where only some ranks have a "
-        "batch); every rank must "
+        f"{reason}; expected every rank to run the same units in the same order, and equally many "
+        "backwards per step (shardcore.join where only some ranks have a batch); every rank must "
         "make each collective call (steps, state_dict, full_params, forwards at stage 3); one rank "
         "alone may save inside deepspeed.zero.GatheredParameters"
     )
@@ -615,11 +632,11 @@ def _lacks(counts: Mapping[str, Mapping[str, int]], wait: Wait) -> bool:
 
 def _differ(order: Any, other: Any) -> bool:
     """Whether two ranks (see `_Watch._order`) started different collectives in the same place."""
-    (started, names), (theirs, their_names) = order, other
+    (started, names), (other_started, other_names) = order, other
     by_number = dict(zip(range(started - len(names), started), names, strict=True))
     return any(
-        by_number.get(theirs - len(their_names) + at, name) != name
-        for at, name in enumerate(their_names)
+        by_number.get(other_started - len(other_names) + index, name) != name
+        for index, name in enumerate(other_names)
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from shardcore._native import _C
-from shardcore.distributed.machine import free_bytes, here
+from shardcore.distributed.machine import free_bytes, machine_id
 from shardcore.estimate.fit import Machine, Rates
 from shardcore.offload.split_store import SPARE
 from shardcore.optim import CPUAdam
@@ -45,7 +45,7 @@ def measure(device: torch.device) -> dict[str, Any]:
         return CPUAdam([param]).step
 
     return {
-        "place": here(),
+        "place": machine_id(),
         "device": free,
         "spare": total // SPARE,
         "host": sys.maxsize if host is None else host,

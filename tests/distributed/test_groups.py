@@ -20,7 +20,7 @@ import shardcore
 from shardcore.distributed import comm as comm_module
 from shardcore.distributed import groups as process_groups
 from shardcore.distributed.comm import Comm
-from shardcore.distributed.groups import slots_of, taken_slots
+from shardcore.distributed.groups import slots_in_use, slots_of
 from shardcore.engine.device_step import decides_on_device
 from shardcore.torch_private import timeout_of
 from tests.support.choice import combinations
@@ -60,7 +60,7 @@ def nccl_alone(rank: int, world_size: int, store: str) -> Iterator[Counter[tuple
     )
     gather_cpu, all_gather = Comm.all_gather_cpu, comm_module._all_gather
     counted, compare = Counter[tuple[str, bool]](), [False]
-    hosts = lambda: [place.host for place in taken_slots()]  # noqa: E731
+    hosts = lambda: [place.host for place in slots_in_use()]  # noqa: E731
 
     def counted_gather(*given: Any) -> Any:
         compare[0] = True
@@ -376,7 +376,7 @@ def _group_of_a_left_backward(rank: int, world_size: int) -> list[bool]:
             one.end_backward()
         del one
         gc.collect()
-        free.append(not slot.taken)
+        free.append(not slot.in_use)
     return free
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import shardcore
-from shardcore.distributed.launchers import first_host, follow_launcher, ranks_here
+from shardcore.distributed.launchers import first_host, follow_launcher, ranks_on_machine
 from tests.support.deepspeed import ds_config, start, train
 from tests.support.models import hash_of_training, make_net
 from tests.support.ranks import context, free_port, run_ranks
@@ -156,7 +156,7 @@ def test_ranks_of_a_machine(
 ) -> None:
     for name, value in variables.items():
         environment.setenv(name, value)
-    assert ranks_here() == expected
+    assert ranks_on_machine() == expected
 
 
 @pytest.mark.parametrize(

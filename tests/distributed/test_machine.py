@@ -24,7 +24,7 @@ from shardcore.distributed.machine import (
     divide_by_nodes,
     format_cores,
     free_bytes,
-    here,
+    machine_id,
     near_cores,
     nodes_of,
     numa_nodes,
@@ -145,7 +145,7 @@ def test_ranks_with_the_same_cores_divide_them_by_the_nodes_of_their_gpus(
 
     def planned(near: list[list[int]], parts: int = 1) -> list[tuple[int, list[int]]]:
         """Of ranks of which `parts` have the parts of one model, and the others copies of these."""
-        rows = [[here(), ALL, cores] for cores in near]
+        rows = [[machine_id(), ALL, cores] for cores in near]
         of_part = [rows[part::parts] for part in range(parts)]
 
         def plan(rank: int) -> tuple[int, list[int]]:
@@ -242,7 +242,9 @@ def _worker_of(
         # unknown here
         patch.setattr("shardcore.distributed.machine.own_cores", lambda: list(range(9000, 9006)))
         patch.setattr("shardcore.distributed.machine.quota", lambda: None)
-        patch.setattr("shardcore.distributed.machine.here", lambda: ["localhost", started[rank]])
+        patch.setattr(
+            "shardcore.distributed.machine.machine_id", lambda: ["localhost", started[rank]]
+        )
         _, optimizer, _ = train(rank, Run(steps=0, shard={"overlap_step": True}))
     threads: WorkerThreads = optimizer._engine.plan.threads
     return threads
@@ -373,8 +375,8 @@ def _on_a_small_stack() -> list[str]:
 
 def test_a_step_needs_little_stack() -> None:
     """Threads of OpenMP and of users may have little."""
-    here, there = run_fresh(_on_a_small_stack)
-    assert here == there
+    machine_id, there = run_fresh(_on_a_small_stack)
+    assert machine_id == there
 
 
 # --- RAM ------------------------------------------------------------------------------------------

@@ -341,13 +341,13 @@ class _Seen(watchdog.Log):
 
     def __init__(self) -> None:
         self.group = lambda: SimpleNamespace(group_name="group")
-        self.left = True
+        self.engine_gone = True
         self.failed = (3, "KeyError: 'a'")
 
     def __setattr__(self, key: str, value: Any) -> None:
         super().__setattr__(key, value)
         if key == "name":
-            self.said = self.left, self.failed
+            self.said = self.engine_gone, self.failed
 
 
 def test_nothing_of_an_engine_that_is_gone_is_written_under_the_name_of_the_next() -> None:
