@@ -117,18 +117,19 @@ def full_params(model: nn.Module) -> Iterator[None]:
     (`autograd.grad` with create_graph) needs forward and backward inside.
     """
     if not isinstance(model, nn.Module):
-        given, model = type(model).__name__, getattr(model, "module", model)  # an engine's
+        type_name = type(model).__name__
+        model = getattr(model, "module", model)  # of an engine
         if not isinstance(model, nn.Module):
             raise TypeError(
-                f"full_params: got a {given}; expected a module that shardcore.shard returned, or "
-                f"an engine"
+                f"full_params: got a {type_name}; expected a module that shardcore.shard "
+                f"returned, or an engine"
             )
-    if (whole := engine_of(model)) is not None:
-        whole.synchronize()  # before parameters are read, which starts no gather
+    engine_of_model = engine_of(model)
+    if engine_of_model is not None:
+        engine_of_model.synchronize()  # before parameters are read, which starts no gather
     params = set(model.parameters())
-    engine = engine_behind(
-        "full_params", next((p for p in params if engine_of(p) is not None), model)
-    )
+    sharded = next((param for param in params if engine_of(param) is not None), model)
+    engine = engine_behind("full_params", sharded)
     with of_engine.full_params(engine, params):
         yield
 
@@ -310,14 +311,13 @@ def shard(
         RuntimeError: On every rank, if one cannot take memory (nothing is changed), or fails in
             `materialize` or in a copy (the model is partly made: build it anew).
     """
-    given: Any = NoOptimizer() if optimizer is None else optimizer
+    user_optimizer: Any = NoOptimizer() if optimizer is None else optimizer
     if optimizer is None and isinstance(offload, Mapping):
-        in_files = (
-            {"optimizer": "nvme", "durable": False}
-            if offload.get("params") == "nvme"
-            else {"optimizer": "cpu"}
-        )
-        offload = {**in_files, **offload}  # there are no states: weights may be offloaded alone
+        # there are no states: weights may be offloaded alone
+        tier_of_states: dict[str, Any] = {"optimizer": "cpu"}
+        if offload.get("params") == "nvme":
+            tier_of_states = {"optimizer": "nvme", "durable": False}
+        offload = {**tier_of_states, **offload}
     options = ShardOptions(
         stage=stage,
         units=units,
@@ -339,17 +339,18 @@ def shard(
         materialize=materialize,
     )
     plan, filler, options = _plan(
-        model, given, options, process_group, model_parallel_group, ranks_per_node
+        model, user_optimizer, options, process_group, model_parallel_group, ranks_per_node
     )
-    if (old := engine_of(model)) is not None:  # it gives way
+    old = engine_of(model)
+    if old is not None:  # the new engine takes its place
         relay.begin("initialize", old)
         plan.builder.held = partial(relay.held_in, old)
     _advise_nodes(plan.comm, plan.policy.backend_sums)
     files = _files(plan, options.tiers)
     try:
-        states, others = _allocate(plan, given, options.tiers, files)
-        _fill(plan, filler, given, states, options, old)
-        _start(plan, given, states, others, cast_inputs)
+        states, other_entries_of_state = _allocate(plan, user_optimizer, options.tiers, files)
+        _fill(plan, filler, user_optimizer, states, options, old)
+        _start(plan, user_optimizer, states, other_entries_of_state, cast_inputs)
         _commit_steps(plan, files)
     except BaseException:
         if isinstance(files, Slots):
@@ -364,19 +365,11 @@ def _advise_nodes(comm: Comm, backend_sums: bool) -> None:
     """
     global _advised
     local = ranks_on_machine() or comm.world_size
-    flat = (
-        comm.topology.nodes == 1
-        and not backend_sums
-        and comm.uses_nccl
-        and comm.world_size == dist.get_world_size()
-    )
-    if (
-        flat
-        and 1 < local < comm.world_size
-        and comm.world_size % local == 0
-        and comm.rank == 0
-        and not _advised
-    ):
+    if _advised or comm.rank != 0 or not comm.uses_nccl or backend_sums:
+        return
+    flat = comm.topology.nodes == 1 and comm.world_size == dist.get_world_size()
+    equal_nodes = 1 < local < comm.world_size and comm.world_size % local == 0
+    if flat and equal_nodes:
         _advised = True
         logger.warning(
             "shard: gradients are exchanged over all %d ranks at once, of which %d share a node; "
@@ -391,7 +384,7 @@ def _advise_nodes(comm: Comm, backend_sums: bool) -> None:
 
 def _plan(
     model: nn.Module,
-    given: Any,
+    user_optimizer: Any,
     options: ShardOptions,
     process_group: dist.ProcessGroup | DeviceMesh | None,
     model_parallel_group: dist.ProcessGroup | DeviceMesh | None,
@@ -405,7 +398,7 @@ def _plan(
     gpus = _gpus_of(model)
     if not gpus:
         use_own_gpu()
-    mesh, unfit = _slices_of(model, given)
+    mesh, slices_problem = _slices_of(model, user_optimizer)
     comm, problem = join(
         process_group,
         mesh,
@@ -413,8 +406,9 @@ def _plan(
         ranks_per_node,
         gpus.pop() if len(gpus) == 1 else None,
     )
-    problem = problem or unfit
-    if comm.group is not None and comm.world_size == 1 < dist.get_world_size() and not comm.across:
+    problem = problem or slices_problem
+    alone = comm.group is not None and comm.world_size == 1 and not comm.across
+    if alone and dist.get_world_size() > 1:
         logger.warning(
             "shard: process_group has this rank (%d) alone, of %d: nothing is sharded, and its "
             "gradients are averaged with no "
@@ -430,10 +424,10 @@ def _plan(
     figures: Any = None  # of this rank, where it is to choose
     if options.chooses_offload:
         try:
-            figures = _figures(_rank_device(comm, model, given, options.offload))
+            figures = _figures(_rank_device(comm, model, user_optimizer, options.offload))
         except Exception as error:
             figures, problem = _FAILED, problem or error
-    every = comm.gather_json(figures)
+    figures_of_ranks = comm.gather_json(figures)
     try:
         options.check(len(comm.shard_ranks), comm.backend_sums)
         if options.tiers.path is not None and options.tiers.durable:
@@ -443,52 +437,57 @@ def _plan(
                 '"durable": False',
             )
         build.check_model(model, alone=comm.world_size == 1)
-        trains = not isinstance(given, NoOptimizer)
-        adam = accept_optimizer(given, options.offload, options.overlap_step) if trains else given
-        build.check_ownership(model, given)
-        device = _rank_device(comm, model, adam, options.offload)
+        trains = not isinstance(user_optimizer, NoOptimizer)
+        optimizer = (
+            accept_optimizer(user_optimizer, options.offload, options.overlap_step)
+            if trains
+            else user_optimizer
+        )
+        build.check_ownership(model, user_optimizer)
+        device = _rank_device(comm, model, optimizer, options.offload)
         if options.chooses_offload:
             refuse_slices('shard: offload="auto"', bool(comm.slices), "an offload of your choice")
-            options = replace(options, offload=_choose(comm, model, adam, options, every))
+            options = replace(
+                options, offload=_choose(comm, model, optimizer, options, figures_of_ranks)
+            )
         specs = plan_units(model, options.units)
-        kept = build.kept_params(model, options.keep_fp32)
-        builder = build.Builder(comm, LIFETIMES[options.stage], options.dtype, kept, device, trains)
+        fp32_params = build.kept_params(model, options.keep_fp32)
+        builder = build.Builder(
+            comm, LIFETIMES[options.stage], options.dtype, fp32_params, device, trains
+        )
         build.check_norms(model, builder)
-        whole_matrices = bool(comm.slices) and trains and isinstance(adam.kind, MuonKind)
+        whole_matrices = bool(comm.slices) and trains and isinstance(optimizer.kind, MuonKind)
         refuse_slices(
             "shard: Muon", whole_matrices, "an elementwise optimizer, as it takes whole matrices"
         )
-        build.check_states(given, adam.kind, builder)
+        build.check_states(user_optimizer, optimizer.kind, builder)
         filler = plan_materialize(model, options.materialize)
-        buckets = builder.plan(model, specs, adam)
+        buckets = builder.plan(model, specs, optimizer)
         options.check_loss_scale({bucket.dtype for bucket in buckets})
-        policy, scaler, tiers = (
-            options.reduce_policy(comm.world_size),
-            options.loss_scaler(),
-            options.tiers,
-        )
         plan = Plan(
             model,
-            adam,
+            optimizer,
             comm,
             builder,
             build.units_of(specs, buckets),
             buckets,
-            policy,
-            scaler,
+            options.reduce_policy(comm.world_size),
+            options.loss_scaler(),
             options.compared(),
             {spec.name: [name for name, _ in spec.params] for spec in specs},
             overlap_step_of,
             host_grads_of,
             ratio_tuner_of,
         )
-        needed = _host_bytes(plan, tiers)
+        needed = _host_bytes(plan, options.tiers)
         ranks = {
             "ranks": repr(comm.topology),
             "shard_world_size": len(comm.shard_ranks),
             "backend_sums": comm.backend_sums,
         }
-        entries = build.signature(model, specs, given, adam, builder, options.compared() | ranks)
+        entries = build.signature(
+            model, specs, user_optimizer, optimizer, builder, options.compared() | ranks
+        )
         entries += filler.entries if filler is not None else []
     except Exception as error:  # of any kind: the other ranks are waiting
         problem = problem or error
@@ -498,7 +497,7 @@ def _plan(
         agree_in_parts(comm, short_of_memory(comm, needed), ())
     finally:
         # an error that this frame held would hold it, and the model, in a cycle
-        problem = unfit = None
+        problem = slices_problem = None
     return plan, filler, options
 
 
@@ -512,14 +511,14 @@ def _figures(device: torch.device) -> Any:
 def _choose(
     comm: Comm,
     model: nn.Module,
-    adam: ShardableOptimizer,
+    optimizer: ShardableOptimizer,
     options: ShardOptions,
     figures: Sequence[Any],
 ) -> Mapping[str, Any] | None:
     """Return the offload for "auto", the same on all ranks, whose figures these are. Not
     collective; raises MemoryError.
     """
-    if isinstance(adam, NoOptimizer):
+    if isinstance(optimizer, NoOptimizer):
         raise ValueError(
             'shard: offload is "auto" without an optimizer; expected None, or {"params": "cpu"} at '
             "stage 3"
@@ -541,32 +540,31 @@ def _choose(
     machine, rates = probe.agreed(figures)
 
     def predicted(stage: int, offload: Mapping[str, Any] | None) -> Prediction:
-        return predict_rank(model, adam, replace(options, offload=offload), comm.topology)
+        return predict_rank(model, optimizer, replace(options, offload=offload), comm.topology)
 
-    found = fit.fit(
+    candidates = fit.fit(
         machine,
         rates,
         comm.world_size,
         predicted,
         options.stage,
-        not isinstance(adam.kind, MuonKind),
+        not isinstance(optimizer.kind, MuonKind),
     )
-    best = fit.chosen_of(found)
-    said = (
+    best = fit.chosen_of(candidates)
+    explanation = (
         f"{machine.device / 2**30:.1f} GiB of device memory ({machine.activations / 2**30:.1f} "
         f"left for activations) and "
         f"{machine.host / 2**30:.1f} GiB of host memory per rank, {rates.to_host / 1e9:.1f} GB/s "
         f"to it and {rates.from_host / 1e9:.1f} back, Adam there {rates.adam / 1e9:.2f}e9 "
-        f"elements/s\n{fit.table(found)}"
+        f"elements/s\n{fit.table(candidates)}"
     )
     if best is None:
         raise MemoryError(
-            f'shard: offload is "auto", and nothing fits {said}\nexpected more memory or ranks, a '
-            f"higher stage, smaller "
-            'states, or {"optimizer": "nvme", "path": DIR}'
+            f'shard: offload is "auto", and nothing fits {explanation}\nexpected more memory or '
+            'ranks, a higher stage, smaller states, or {"optimizer": "nvme", "path": DIR}'
         )
     if comm.rank == 0:
-        logger.info('shard: offload="auto" chose %s, by %s', best.argument, said)
+        logger.info('shard: offload="auto" chose %s, by %s', best.argument, explanation)
     return best.argument
 
 
@@ -596,7 +594,7 @@ def _files(plan: Plan, tiers: OffloadOptions) -> StateFiles | None:
     """Return what states on disk are to be in, if they are. Collective."""
     if tiers.path is None:
         return None
-    folders = [Path(one) for one in tiers.path]
+    folders = [Path(path) for path in tiers.path]
     if not tiers.durable:
         return Scratch(folders)
     slots: Slots = attempt_together(
@@ -625,18 +623,17 @@ def _in_files(plan: Plan) -> NvmeStates:
 
 
 def _allocate(
-    plan: Plan, given: Any, tiers: OffloadOptions, files: StateFiles | None
+    plan: Plan, user_optimizer: Any, tiers: OffloadOptions, files: StateFiles | None
 ) -> tuple[dict[Any, Any], dict[Any, Any]]:
     """Take memory, on the device and in the tier; returns the optimizer's states, and its other
     entries. Collective.
     """
     comm, options = plan.comm, plan.options
     comm.acquire_group(keepers_of(options["reshard_after_forward"]))
-    # collective: other parts may have a worker
+    # collective, whether this part has a worker or not: other parts may have one
     worker = plan_worker(comm, tiers.cpu_threads, plan.device)
-    plan.threads = (
-        worker if options["overlap_step"] or tiers.gradients is not None else WorkerThreads(1)
-    )
+    has_worker = options["overlap_step"] or tiers.gradients is not None
+    plan.threads = worker if has_worker else WorkerThreads(1)
     update_cores = options["overlap_step"] and plan.threads.cores
     with build.together(comm, "taking memory", "make room, or ask for less; nothing was changed"):
         if tiers.optimizer is not None:  # first: the shards of weights may lie in its tier
@@ -657,26 +654,26 @@ def _allocate(
         weights = None
         if tiers.params == "nvme":
             assert isinstance(plan.host, CpuStore)
-            scratch = Scratch([Path(one) for one in tiers.path or ()], _in_files(plan).files.rates)
+            folders = [Path(path) for path in tiers.path or ()]
+            scratch = Scratch(folders, _in_files(plan).files.rates)
             weights = plan.host.keep_weights(plan.buckets, scratch, options["prefetch"])
+        copies = None if plan.host is None or tiers.params is None else plan.host.copies
         for bucket in plan.buckets:
-            plan.builder.allocate(
-                bucket,
-                None if plan.host is None or tiers.params is None else plan.host.copies,
-                weights,
-            )
+            plan.builder.allocate(bucket, copies, weights)
         plan.store = DeviceStore(plan.updated, plan.device) if plan.host is None else plan.host
-        others = other_entries(given.state)
-        own = ((p, state) for p, state in given.state.items() if state and p not in others)
-        # of slices only what a constructor made
-        states = {p: joined_state(state, p) for p, state in own if not is_dtensor(p)}
-    return states, others
+        other_entries_of_state = other_entries(user_optimizer.state)
+        states = {}
+        for param, state in user_optimizer.state.items():
+            # a slice has only what a constructor made
+            if state and param not in other_entries_of_state and not is_dtensor(param):
+                states[param] = joined_state(state, param)
+    return states, other_entries_of_state
 
 
 def _fill(
     plan: Plan,
     filler: FromInit | FromFiles | None,
-    given: Any,
+    user_optimizer: Any,
     states: Mapping[Any, Any],
     options: ShardOptions,
     old: Engine | None,
@@ -685,21 +682,20 @@ def _fill(
     them, if any. Collective.
     """
     builder, buckets, first = plan.builder, plan.buckets, plan.comm.rank == 0
-    if first and (conversions := builder.conversions(plan.model)):
+    conversions = builder.conversions(plan.model) if first else ""
+    if conversions:
         logger.info("shard: precision=%r converts parameters: %s", options.precision, conversions)
     if old is not None:
         old.zero_grad()
-    if plan.optimizer is not given:
-        replace_optimizer(given, plan.optimizer, speak=first)
+    if plan.optimizer is not user_optimizer:
+        replace_optimizer(user_optimizer, plan.optimizer, speak=first)
     for bucket in buckets:
         builder.fill(bucket, plan.store, options.broadcast)
-    idle = [
-        m.name
-        for bucket in buckets
-        if bucket.group is None and bucket.trainable
-        for m in bucket.params
-    ]
-    told = getattr(given, "leaves_others", False)  # by initialize
+    idle: list[str] = []
+    for bucket in buckets:
+        if bucket.group is None and bucket.trainable:
+            idle += [managed.name for managed in bucket.params]
+    told = getattr(user_optimizer, "leaves_others", False)  # by initialize
     if idle and not told and not builder.lifetimes.owns_everything and first:
         logger.warning(
             "shard: no group of the optimizer has these trainable parameters, so nothing updates "
@@ -727,24 +723,30 @@ def _fill(
 
 
 def _start(
-    plan: Plan, given: Any, states: dict[Any, Any], others: dict[Any, Any], cast_inputs: bool | str
+    plan: Plan,
+    user_optimizer: Any,
+    states: dict[Any, Any],
+    other_entries_of_state: dict[Any, Any],
+    cast_inputs: bool | str,
 ) -> None:
     """Start the engine and hand it the optimizer's states. Collective."""
-    adam: Any = plan.optimizer
+    optimizer: Any = plan.optimizer
     with build.together(plan.comm, "starting the engine"):
         engine = Engine(plan)
     with build.together(plan.comm, "taking over the optimizer's states"):
         # of a replaced one, too, which schedulers keep alive; each state goes as soon as it is
         # carried
-        given.state.clear()
-        adam.forget()  # it holds the full states
+        user_optimizer.state.clear()
+        optimizer.forget()  # it holds the full states
         engine.state_io.carry(states)
         engine.go_on_from(None)
         if plan.builder.trains:  # from now on the engine has that state
-            adam._skipped, adam._device_state = adam.skipped_steps, None
+            optimizer._skipped, optimizer._device_state = optimizer.skipped_steps, None
         attach(plan.model, engine, _casts(plan, cast_inputs))
-        adam.state = ShardedStates(engine.updater.buckets, engine.settle, others)
-        adam._engine, adam._regroup = engine, regroup
+        optimizer.state = ShardedStates(
+            engine.updater.buckets, engine.settle, other_entries_of_state
+        )
+        optimizer._engine, optimizer._regroup = engine, regroup
         for name, param in () if plan.builder.trains else plan.frozen:
             if param.requires_grad:
                 engine.handles.append(build.refuse_backward(name, param))
@@ -762,7 +764,7 @@ def _casts(plan: Plan, cast_inputs: bool | str) -> dict[str, torch.dtype]:
     dtype = plan.builder.dtype
     if cast_inputs != "units":
         return {"": dtype} if cast_inputs and dtype in (torch.bfloat16, torch.float16) else {}
-    found = {}
+    casts = {}
     for name in {"", *(unit.name for unit in plan.units)}:
         dtypes = {
             param.dtype
@@ -770,8 +772,8 @@ def _casts(plan: Plan, cast_inputs: bool | str) -> dict[str, torch.dtype]:
             if param.is_floating_point()
         }
         if dtype in dtypes or len(dtypes) == 1:
-            found[name] = dtype if dtype in dtypes else dtypes.pop()
-    return found
+            casts[name] = dtype if dtype in dtypes else dtypes.pop()
+    return casts
 
 
 def _slices_of(model: nn.Module, optimizer: Any) -> tuple[DeviceMesh | None, Exception | None]:

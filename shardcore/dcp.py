@@ -22,7 +22,7 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import groupby, product
+from itertools import chain, groupby, product
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -174,10 +174,10 @@ class Writer(StorageWriter):
                 )
             else:
                 items += _items(planner, item)
-        said = {**write_ranges(path, layout.data_file(self._rank), items), "objects": objects}
-        file = said["files"][0]
+        written = {**write_ranges(path, layout.data_file(self._rank), items), "objects": objects}
+        file = written["files"][0]
         done: Future[list[WriteResult]] = Future()
-        done.set_result([WriteResult(MetadataIndex(file["name"]), file["bytes"], said)])
+        done.set_result([WriteResult(MetadataIndex(file["name"]), file["bytes"], written)])
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -187,27 +187,23 @@ class Writer(StorageWriter):
         folder, name = self._path.parent, self._path.name
         assert self._unlock is not None
         try:
-            said = [one.storage_data for of_rank in results for one in of_rank]
+            written_by_ranks = [result.storage_data for result in chain.from_iterable(results)]
             tensors = {
                 key: {
-                    "shape": list(of.size),
-                    "dtype": layout.dtype_name(of.properties.dtype, key),
+                    "shape": list(stored.size),
+                    "dtype": layout.dtype_name(stored.properties.dtype, key),
                     "step": None,
                 }
-                for key, of in metadata.state_dict_metadata.items()
-                if isinstance(of, TensorStorageMetadata)
+                for key, stored in metadata.state_dict_metadata.items()
+                if isinstance(stored, TensorStorageMetadata)
             }
-            own = {
-                "objects": {key: value for one in said for key, value in one["objects"].items()},
-                "planner_data": plain.to_json(metadata.planner_data, "save: planner_data"),
-            }
-            written = directory.unfinished(folder, name)
-            ranges = sum(
-                len(part["ranges"])
-                for one in said
-                for parts in one["ranges"].values()
-                for part in parts.values()
-            )
+            objects: dict[str, Any] = {}
+            ranges = 0
+            for written in written_by_ranks:
+                objects |= written["objects"]
+                for parts in written["ranges"].values():
+                    ranges += sum(len(part["ranges"]) for part in parts.values())
+            planner_data = plain.to_json(metadata.planner_data, "save: planner_data")
             if ranges > _MAX_RANGES:
                 raise ValueError(
                     f"save: {ranges} ranges are too many for a manifest; expected at most "
@@ -215,15 +211,20 @@ class Writer(StorageWriter):
                     "in another dimension than the first has one for each row (shard dimension 0, "
                     "or use FileSystemWriter)"
                 )
-            write_manifest(written, said, tensors, {**_NOTHING, "dcp": own})
-            _check_whole(written)
+            path = directory.unfinished(folder, name)
+            entries = {
+                **_EMPTY_ENTRIES,
+                "dcp": {"objects": objects, "planner_data": planner_data},
+            }
+            write_manifest(path, written_by_ranks, tensors, entries)
+            _check_whole(path)
             directory.commit(folder, name, self._save_latest, None)
         finally:
             self._unlock()
 
 
-# What a state dict of torch.distributed.checkpoint does not have apart.
-_NOTHING: dict[str, Any] = {
+# Entries of a manifest that a state dict of torch.distributed.checkpoint does not have apart.
+_EMPTY_ENTRIES: dict[str, Any] = {
     "tied": {},
     "frozen": [],
     "groups": None,
@@ -262,25 +263,25 @@ def _items(planner: SavePlanner, item: WriteItem) -> Iterator[Item]:
     dtype, sizes = data.properties.dtype, data.chunk.sizes
     box: list[torch.Tensor] = []
 
-    def read(at: int, numel: int) -> torch.Tensor:
-        if at == 0:
-            found = planner.resolve_data(item)
-            if not isinstance(found, torch.Tensor) or found.shape != sizes or found.dtype != dtype:
+    def read(cursor: int, numel: int) -> torch.Tensor:
+        if cursor == 0:
+            value = planner.resolve_data(item)
+            if not isinstance(value, torch.Tensor) or value.shape != sizes or value.dtype != dtype:
                 raise ValueError(
-                    f"save: the planner gives {type(found).__name__} for {name}; expected "
+                    f"save: the planner gives {type(value).__name__} for {name}; expected "
                     f"{tuple(sizes)} of {dtype}"
                 )
-            box[:] = [found.detach().reshape(-1)]
-        part = box[0][at : at + numel]
-        if at + numel == prod(sizes):
+            box[:] = [value.detach().reshape(-1)]
+        part = box[0][cursor : cursor + numel]
+        if cursor + numel == prod(sizes):
             box.clear()
         return part
 
-    at = 0
+    cursor = 0
     for start, numel in runs_of(data.size, data.chunk.offsets, sizes):
         for first, count in layout.cut(start, numel):
-            yield Item(name, "weight", dtype, first, count, partial(read, at, count))
-            at += count
+            yield Item(name, "weight", dtype, first, count, partial(read, cursor, count))
+            cursor += count
 
 
 def runs_of(
@@ -346,24 +347,24 @@ class Reader(StorageReader):
             raise
 
     def _read_metadata(self) -> Metadata:
-        path, tag = (
-            (self._path, None) if self._path.exists() else (self._path.parent, self._path.name)
-        )
-        folder = directory.find("load", path, tag)
+        if self._path.exists():
+            folder = directory.find("load", self._path, None)
+        else:
+            folder = directory.find("load", self._path.parent, self._path.name)
         if (folder / METADATA).exists():
             raise ValueError(
                 f"load: {folder} was written by FileSystemWriter; expected a checkpoint of Writer: "
                 f"use FileSystemReader"
             )
         self._source = source = layout.Checkpoint(folder)
-        found: dict[str, Any] = {}
+        entries: dict[str, Any] = {}
         for name, shape in source.shapes.items():
             size, dtype = torch.Size(shape), source.read(name, "weight", 0, 0).dtype
             box = ChunkStorageMetadata(torch.Size([0] * len(shape)), size)
-            found[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), size, [box])
+            entries[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), size, [box])
         self._objects, planner_data = objects_of(source)
-        found.update({name: BytesStorageMetadata() for name in self._objects})
-        return Metadata(found, planner_data=planner_data)
+        entries.update({name: BytesStorageMetadata() for name in self._objects})
+        return Metadata(entries, planner_data=planner_data)
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
@@ -385,10 +386,10 @@ class Reader(StorageReader):
         try:
             for item in plan.items:
                 if item.type == LoadItemType.BYTE_IO:
-                    held = io.BytesIO()
-                    torch.save(self._objects[item.storage_index.fqn], held)
-                    held.seek(0)
-                    planner.load_bytes(item, held)
+                    pickled = io.BytesIO()
+                    torch.save(self._objects[item.storage_index.fqn], pickled)
+                    pickled.seek(0)
+                    planner.load_bytes(item, pickled)
                 else:
                     target = planner.resolve_tensor(item).detach()
                     _fill(target, self._source, item)
@@ -411,11 +412,10 @@ def _fill(target: torch.Tensor, source: layout.Checkpoint, item: ReadItem) -> No
     shape = source.shapes[name]
     entry = source.entries[source.tied.get(name, name)]
     stored = entry.parts["master"] if "master" in entry.parts else entry.parts["weight"]
-    windows = (
-        [(one.start, one.numel) for one in stored.ranges]
-        if len(entry.slices) == 1
-        else [*layout.cut(0, prod(shape))]
-    )
+    if len(entry.slices) == 1:
+        windows = [(stored_range.start, stored_range.numel) for stored_range in stored.ranges]
+    else:
+        windows = list(layout.cut(0, prod(shape)))
     if target.shape != item.lengths:
         raise ValueError(
             f"load: {name} has {tuple(target.shape)} to fill; expected {tuple(item.lengths)}"
@@ -423,8 +423,8 @@ def _fill(target: torch.Tensor, source: layout.Checkpoint, item: ReadItem) -> No
     pieces = _pieces(windows, runs_of(shape, item.storage_offsets, item.lengths))
     for index, of_range in groupby(pieces, key=lambda piece: piece[0]):
         values = source.read(name, "weight", *windows[index])
-        for _, start, at, numel in of_range:
-            for offsets, sizes in boxes_of(tuple(target.shape), at, numel):
+        for _, start, before, numel in of_range:
+            for offsets, sizes in boxes_of(tuple(target.shape), before, numel):
                 count = prod(sizes)
                 box = tuple(
                     slice(offset, offset + size)
@@ -440,11 +440,15 @@ def _pieces(
     """Cut runs where windows, (start, numel), end: yield (number of the window, start in it,
     elements before, numel).
     """
-    starts, at = [start for start, _ in windows], 0
+    starts = [start for start, _ in windows]
+    before = 0
     for start, numel in runs:
         index = bisect_right(starts, start) - 1
         while numel > 0:
             first, length = windows[index]
             count = min(numel, first + length - start)
-            yield index, start - first, at, count
-            start, at, numel, index = start + count, at + count, numel - count, index + 1
+            yield index, start - first, before, count
+            start += count
+            before += count
+            numel -= count
+            index += 1

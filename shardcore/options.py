@@ -70,9 +70,8 @@ class ShardOptions:
             raise ValueError(f"shard: stage is {self.stage}; expected 0, 1, 2 or 3")
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
-                expected = " or ".join(
-                    "None" if choice is None else f'"{choice}"' for choice in choices
-                )
+                quoted = ["None" if choice is None else f'"{choice}"' for choice in choices]
+                expected = " or ".join(quoted)
                 raise ValueError(f"shard: {name} is {getattr(self, name)!r}; expected {expected}")
         if not isinstance(self.cast_inputs, bool) and self.cast_inputs != "units":
             raise TypeError(
@@ -148,11 +147,11 @@ class ShardOptions:
         if self.loss_scale is None:
             return
         if self.precision != "fp16" and not {torch.float16, torch.float32} & set(dtypes):
-            given = "None" if self.precision is None else f'"{self.precision}"'
+            precision = "None" if self.precision is None else f'"{self.precision}"'
             raise ValueError(
-                f"shard: loss_scale is {self.loss_scale!r} with precision={given}, and no weight "
-                f"is float16, or float32 for "
-                "a forward under torch.autocast; expected None, or such weights"
+                f"shard: loss_scale is {self.loss_scale!r} with precision={precision}, and no "
+                "weight is float16, or float32 for a forward under torch.autocast; expected None, "
+                "or such weights"
             )
         if isinstance(self.loss_scale, LossScale):
             return
@@ -252,14 +251,14 @@ def offload_options(offload: Mapping[str, Any] | str | None, stage: int) -> Offl
     known = tuple(field.name for field in fields(OffloadOptions) if field.name != "auto")
     for key in offload:
         if key not in known:
-            others = ", ".join(f'"{name}"' for name in known[1:])
+            other_keys = ", ".join(f'"{name}"' for name in known[1:])
             raise ValueError(
                 f'shard: offload has the unknown key {key!r}; expected "optimizer" and perhaps '
-                f"{others}"
+                f"{other_keys}"
             )
     tier = offload.get("optimizer")
-    # all states on the device
     if tier is None and offload.get("params") == "cpu" and "ratio" not in offload:
+        # weights alone are offloaded: all states are on the device
         tier, offload = "cpu", {**offload, "ratio": 0.0}
     if offload.get("params") == "nvme" and (tier != "nvme" or offload.get("ratio", 1.0) != 1.0):
         raise ValueError(
@@ -269,11 +268,11 @@ def offload_options(offload: Mapping[str, Any] | str | None, stage: int) -> Offl
         )
     if tier not in ("cpu", "nvme"):
         raise ValueError(f'shard: offload["optimizer"] is {tier!r}; expected "cpu" or "nvme"')
-    given = offload.get("path")
-    path = _paths_of(given)
+    path_option = offload.get("path")
+    path = _paths_of(path_option)
     if (path is None) != (tier == "cpu"):
         raise ValueError(
-            f'shard: offload["path"] is {given!r} with the optimizer on "{tier}"; expected a '
+            f'shard: offload["path"] is {path_option!r} with the optimizer on "{tier}"; expected a '
             f"directory on the disk to use with "
             '"nvme", else None'
         )
@@ -286,10 +285,11 @@ def offload_options(offload: Mapping[str, Any] | str | None, stage: int) -> Offl
             f'shard: offload["pin_memory_limit"] is {limit} but "pin_memory" is False; expected '
             f"None, or True to pin"
         )
-    auto, keeps = offload.get("ratio") == "auto", _bytes_of(offload, "device_memory_limit")
-    if keeps is not None and not auto:
+    auto = offload.get("ratio") == "auto"
+    device_limit = _bytes_of(offload, "device_memory_limit")
+    if device_limit is not None and not auto:
         raise ValueError(
-            f'shard: offload["device_memory_limit"] is {keeps} with the ratio '
+            f'shard: offload["device_memory_limit"] is {device_limit} with the ratio '
             f"{offload.get('ratio', 1.0)!r}; expected None, or "
             'the ratio "auto"'
         )
@@ -332,7 +332,7 @@ def offload_options(offload: Mapping[str, Any] | str | None, stage: int) -> Offl
         ("durable", durable, (True, False)),
         ("resume", resume, (True, False, None)),
     ):
-        if not any(value is one for one in allowed):
+        if not any(value is choice for choice in allowed):
             raise TypeError(
                 f'shard: offload["{key}"] is {value!r}; expected one of '
                 f"{', '.join(map(str, allowed))}"
@@ -351,7 +351,7 @@ def offload_options(offload: Mapping[str, Any] | str | None, stage: int) -> Offl
         tier,
         ratio,
         auto,
-        keeps,
+        device_limit,
         gradients,
         params,
         pin_memory,
@@ -366,21 +366,20 @@ def offload_options(offload: Mapping[str, Any] | str | None, stage: int) -> Offl
 def _paths_of(path: Any) -> tuple[str, ...] | None:
     if path is None:
         return None
-    given = [path] if isinstance(path, str | os.PathLike) else path
-    if (
-        not isinstance(given, Sequence)
-        or not given
-        or not all(isinstance(one, str | os.PathLike) for one in given)
-    ):
+    paths = [path] if isinstance(path, str | os.PathLike) else path
+    are_paths = isinstance(paths, Sequence) and all(
+        isinstance(folder, str | os.PathLike) for folder in paths
+    )
+    if not are_paths or not paths:
         raise TypeError(
             f'shard: offload["path"] is {path!r}; expected a directory on the disk to use, or a '
             f"list of some"
         )
-    if not all(map(os.fspath, given)):
+    if not all(map(os.fspath, paths)):
         raise ValueError(
             f'shard: offload["path"] is {path!r}; expected a directory ("." is the current one)'
         )
-    return tuple(os.path.expanduser(one) for one in given)
+    return tuple(os.path.expanduser(folder) for folder in paths)
 
 
 def _threads_of(threads: Any) -> int | None:
@@ -478,28 +477,27 @@ def accept_optimizer(
             return optimizer
         check_capturable("shard", optimizer.param_groups, optimizer._capture_type)
         return optimizer
-    if isinstance(optimizer, torch.optim.Optimizer) and (
-        isinstance(optimizer, Muon) or is_elementwise(optimizer)
+    if isinstance(optimizer, Muon) or (
+        isinstance(optimizer, torch.optim.Optimizer) and is_elementwise(optimizer)
     ):
-        accepted = Elementwise(
-            optimizer,
-            MuonKind() if isinstance(optimizer, Muon) else ElementKind(type(optimizer), optimizer),
+        kind = (
+            MuonKind() if isinstance(optimizer, Muon) else ElementKind(type(optimizer), optimizer)
         )
+        accepted = Elementwise(optimizer, kind)
         _check_places(accepted, offload, overlap_step)
         return accepted
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
-        what = type(optimizer).__name__
+        described = type(optimizer).__name__
         if isinstance(optimizer, torch.optim.NAdam | torch.optim.ASGD):
-            what += (
+            described += (
                 ", which keeps numbers for each parameter that past learning rates or betas "
                 "made, as shards do not"
             )
+        elementwise = ", ".join(cls.__name__ for cls in ELEMENTWISE)
         raise TypeError(
-            f"shard: optimizer is a {what}; expected shardcore.FusedAdam, CPUAdam, Lion or Muon, "
-            f"one of "
-            f"torch.optim's Adam, AdamW, {', '.join(cls.__name__ for cls in ELEMENTWISE)}, or a "
-            f"class with elementwise = True "
-            "whose steps are (or None for a model that only runs forward)"
+            f"shard: optimizer is a {described}; expected shardcore.FusedAdam, CPUAdam, Lion or "
+            f"Muon, one of torch.optim's Adam, AdamW, {elementwise}, or a class with elementwise = "
+            "True whose steps are (or None for a model that only runs forward)"
         )
     assert isinstance(optimizer, torch.optim.Optimizer)
     groups = []
@@ -509,13 +507,11 @@ def accept_optimizer(
                 f"shard: param_groups[{index}].differentiable is True; expected False for a "
                 f"sharded optimizer"
             )
-        options = {
-            key: group[key] for key in ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")
-        }
+        keys = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")
+        options = {key: group[key] for key in keys}
         options["capturable"] = bool(group.get("capturable"))
-        decoupled = bool(
-            group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))
-        )
+        is_adamw = isinstance(optimizer, torch.optim.AdamW)
+        decoupled = bool(group.get("decoupled_weight_decay", is_adamw))
         groups.append({"params": list(group["params"]), "adam_w_mode": decoupled, **options})
     return FusedAdam(groups)
 
