@@ -192,19 +192,15 @@ def run(options: argparse.Namespace) -> int:
             "estimate: memory of a machine is given without --fit; expected --fit, which chooses "
             "what fits it"
         )
-    least = (
-        3
-        if options.offload_params is not None
-        else 1
-        if options.offload_gradients is not None
-        else 0
-    )
-    stages = (
-        [stage for stage in sorted(LIFETIMES) if stage >= least]
-        if options.stage is None
-        else [options.stage]
-    )
-    found = [
+    least_stage = 0
+    if options.offload_params is not None:
+        least_stage = 3
+    elif options.offload_gradients is not None:
+        least_stage = 1
+    stages = [options.stage]
+    if options.stage is None:
+        stages = [stage for stage in sorted(LIFETIMES) if stage >= least_stage]
+    predictions = [
         (world_size, stage, _predict(model, options, world_size, stage))
         for world_size in options.world_size
         for stage in stages
@@ -212,11 +208,11 @@ def run(options: argparse.Namespace) -> int:
     rates = None
     if options.disk is not None:
         engine = disk.file_engine()
-        rates = disk.striped([disk.measure(engine, Path(one)) for one in options.disk])
+        rates = disk.striped([disk.measure(engine, Path(folder)) for folder in options.disk])
     if options.json:
-        print(json.dumps([_plain(*entry, rates) for entry in found], indent=1))
+        print(json.dumps([_plain(*entry, rates) for entry in predictions], indent=1))
         return 0
-    first = found[0][2]
+    first = predictions[0][2]
     print(
         f"{options.model}: {first.numel:,} parameters in {first.units} units; GiB of rank 0, "
         f"activations not included"
@@ -240,33 +236,25 @@ def run(options: argparse.Namespace) -> int:
             "collectives",
         ]
     ]
-    for world_size, stage, prediction in found:
+    for world_size, stage, prediction in predictions:
         report = prediction.resting
         tiers = [report.by_tier.get(tier, 0) for tier in ("device", "cpu", *["nvme"] * on_disk)]
-        held = [*(report.by_kind.get(kind, 0) for kind in _KINDS), *tiers, sum(tiers)]
-        cells = [_gib(count) for count in [*held, prediction.sent_bytes]]
-        rows.append(
-            [
-                str(world_size),
-                str(stage),
-                *cells,
-                str(sum(t.collectives for t in prediction.transfers)),
-            ]
-        )
+        sizes = [*(report.by_kind.get(kind, 0) for kind in _KINDS), *tiers, sum(tiers)]
+        cells = [_gib(count) for count in [*sizes, prediction.sent_bytes]]
+        collectives = sum(transfer.collectives for transfer in prediction.transfers)
+        rows.append([str(world_size), str(stage), *cells, str(collectives)])
     print(columns(rows))
     if on_disk:
-        print(
-            "\n"
-            + columns(
-                [_DISK_HEAD, *([str(n), str(stage), *disk_row(p, rates)] for n, stage, p in found)]
-            )
-        )
+        disk_rows = [_DISK_HEAD]
+        for world_size, stage, prediction in predictions:
+            disk_rows.append([str(world_size), str(stage), *disk_row(prediction, rates)])
+        print("\n" + columns(disk_rows))
         print(
             f"* if one rank has the disk for itself, rated for {RATED_TBW} TB of writes: N ranks "
             f"on it take N times as long"
         )
         print("  and wear it N times as fast")
-    if len(found) == 1:
+    if len(predictions) == 1:
         print("\n" + columns([["per step", "collectives", "GiB sent"], *_transfer_rows(first)]))
     return 0
 
@@ -279,14 +267,17 @@ def _fit(model: nn.Module, options: argparse.Namespace) -> int:
         raise ValueError(
             "estimate: --fit without --device-memory or --host-memory; expected both, in GiB"
         )
-    chosen = {"--offload": options.offload, "--offload-gradients": options.offload_gradients}
-    chosen |= {
+    refused = {
+        "--offload": options.offload,
+        "--offload-gradients": options.offload_gradients,
         "--offload-params": options.offload_params,
         "--disk": options.disk,
         "--json": options.json or None,
+        "--ratio": options.ratio,
+        "--keep": options.keep,
+        "--hybrid": options.hybrid or None,
     }
-    chosen |= {"--ratio": options.ratio, "--keep": options.keep, "--hybrid": options.hybrid or None}
-    for name, value in chosen.items():
+    for name, value in refused.items():
         if value is not None:
             raise ValueError(
                 f"estimate: {name} with --fit; expected --fit alone, which chooses what to offload"
@@ -311,17 +302,17 @@ def _fit(model: nn.Module, options: argparse.Namespace) -> int:
     rates = fit.Rates(
         *(1e9 * rate for rate in (options.link, options.link, options.adam, options.network))
     )
-    found = fit.fit(machine, rates, world_size, predicted, options.stage)
-    best = fit.chosen_of(found)
+    considered = fit.fit(machine, rates, world_size, predicted, options.stage)
+    best = fit.chosen_of(considered)
     print(
-        f"{options.model}: {found[0].prediction.numel:,} parameters over {world_size} rank(s); GiB "
-        f"of one, with"
+        f"{options.model}: {considered[0].prediction.numel:,} parameters over {world_size} "
+        f"rank(s); GiB of one, with"
     )
     print(
         f"{spare:.1f} GiB of its device left for activations; {machine.ranks} rank(s) share host "
         f"memory and disk"
     )
-    print(fit.table(found))
+    print(fit.table(considered))
     if best is None:
         print(
             "nothing fits: more ranks, host memory or --disk-space, --master split, --state-dtype "
@@ -335,16 +326,16 @@ def _fit(model: nn.Module, options: argparse.Namespace) -> int:
         "prefetch": 1,
         "units": "auto",
     }
-    asked = {
+    unusual = {
         name: getattr(options, name)
         for name, value in usual.items()
         if getattr(options, name) != value
     }
-    if "units" in asked:
-        asked["units"] = _units(options)
+    if "units" in unusual:
+        unusual["units"] = _units(options)
     if best.stage != 3:
-        asked.pop("prefetch", None)
-    print("\n" + fit.call_of(best, {"precision": options.precision, **asked}))
+        unusual.pop("prefetch", None)
+    print("\n" + fit.call_of(best, {"precision": options.precision, **unusual}))
     forms = {"master": options.master, "state_dtype": options.state_dtype}
     reduced = [f"{name}={value!r}" for name, value in forms.items() if value != "fp32"]
     if reduced:
@@ -443,6 +434,8 @@ def _predict(
             f"--master fp32"
         )
     params = [param for param in model.parameters() if param.requires_grad]
+    # --keep is of stage 3, and is ignored at the others where no stage was chosen
+    keeps = options.keep is not None and (options.stage is not None or stage == 3)
     return predict(
         model,
         FusedAdam(params, master=options.master, state_dtype=options.state_dtype),
@@ -455,9 +448,7 @@ def _predict(
         ranks_per_node=options.ranks_per_node,
         hybrid=options.hybrid,
         prefetch=options.prefetch if stage == 3 else 1,
-        reshard_after_forward=True
-        if options.keep is None or (options.stage is None and stage != 3)
-        else options.keep,
+        reshard_after_forward=options.keep if keeps else True,
         units=_units(options),
     )
 
@@ -475,9 +466,9 @@ def _offload(options: argparse.Namespace) -> dict[str, Any] | None:
     chosen = {key: value for key, value in tiers.items() if value is not None}
     if options.offload == "nvme":
         chosen["path"] = "."  # nothing is written there
-    return (
-        {"optimizer": options.offload, **chosen} if options.offload is not None or chosen else None
-    )
+    if options.offload is None and not chosen:
+        return None
+    return {"optimizer": options.offload, **chosen}
 
 
 def _plain(
@@ -488,11 +479,14 @@ def _plain(
         by_kind = resting.setdefault(line.tier, dict.fromkeys(_KINDS, 0))
         by_kind[line.kind] += line.bytes
     use = prediction.disk
-    measured = (
-        {}
-        if use is None or rates is None
-        else {"bytes_per_second": vars(rates), "seconds": use.seconds(rates)}
-    )
+    disk_entry: dict[str, Any] = {}
+    if use is not None:
+        disk_entry["disk"] = vars(use)
+        if rates is not None:
+            disk_entry["disk"] = vars(use) | {
+                "bytes_per_second": vars(rates),
+                "seconds": use.seconds(rates),
+            }
     return {
         "world_size": world_size,
         "stage": stage,
@@ -500,7 +494,7 @@ def _plain(
         "units": prediction.units,
         "bytes": resting,
         "transfers": [vars(transfer) for transfer in prediction.transfers],
-        **({} if use is None else {"disk": vars(use) | measured}),
+        **disk_entry,
     }
 
 

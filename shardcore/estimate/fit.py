@@ -95,7 +95,9 @@ def candidates(
     """
     stages = [stage] if stage is not None else [2, 3] if world_size > 1 else [2]
     for offload in (None, _CPU, _CPU | _GRADIENTS):
-        yield from ((one, offload) for one in stages if one > 0 or offload in (None, _CPU))
+        for allowed in stages:
+            if allowed > 0 or "gradients" not in (offload or {}):
+                yield allowed, offload
     if stage in (None, 3):
         yield 3, _CPU | _GRADIENTS | _PARAMS
     yield stages[-1], _NVME
@@ -118,40 +120,37 @@ def fit(
 
     host_gradients: whether the optimizer takes gradients in host memory.
     """
-    found: list[Candidate] = []
-    for at, offload in candidates(world_size, stage):
-        if (
-            offload is not None
-            and offload["optimizer"] == "nvme"
-            and (not machine.disk or chosen_of(found) is not None)
-        ):
+    considered: list[Candidate] = []
+    for of_stage, offload in candidates(world_size, stage):
+        in_files = offload is not None and offload["optimizer"] == "nvme"
+        if in_files and (not machine.disk or chosen_of(considered) is not None):
             break
-        if any(one.offload is None and one.stage <= at and not one.lacks for one in found):
+        fits_on_device = any(
+            candidate.offload is None and candidate.stage <= of_stage and not candidate.lacks
+            for candidate in considered
+        )
+        if fits_on_device:
             continue  # this one moves more
         if not host_gradients and "gradients" in (offload or {}):
             continue
-        if offload is None or offload["optimizer"] == "nvme":
-            ratio, measures, prediction = 1.0, False, predict(at, offload)
+        ratio, measures = 1.0, False
+        if offload is None or in_files:
+            prediction = predict(of_stage, offload)
         else:
-            ratio, measures, prediction = _least_ratio(
-                machine, partial(_with_ratio, predict, at, offload)
-            )
+            with_ratio = partial(_with_ratio, predict, of_stage, offload)
+            ratio, measures, prediction = _least_ratio(machine, with_ratio)
         lacks = _lacks(machine, prediction)
-        found.append(
-            Candidate(
-                at, offload, ratio, measures, prediction, rates.milliseconds(prediction), lacks
-            )
-        )
-    return found
+        ms = rates.milliseconds(prediction)
+        considered.append(Candidate(of_stage, offload, ratio, measures, prediction, ms, lacks))
+    return considered
 
 
-def chosen_of(found: Sequence[Candidate]) -> Candidate | None:
+def chosen_of(considered: Sequence[Candidate]) -> Candidate | None:
     """Return the one that fits and takes the fewest milliseconds, the earlier one of equals;
     None if nothing fits.
     """
-    return min(
-        (one for one in found if not one.lacks), key=lambda one: one.milliseconds, default=None
-    )
+    fitting = [candidate for candidate in considered if not candidate.lacks]
+    return min(fitting, key=lambda candidate: candidate.milliseconds, default=None)
 
 
 def _least_ratio(
@@ -163,18 +162,18 @@ def _least_ratio(
     The bytes are nearly linear in the share, so that few predictions find it. (Shares of 0 put no
     gradients in host memory.)
     """
-    least, found, most = 1.0, predict(1.0), predict(1 / STEPS_OF_ONE)
-    measures, low, high = (
-        not _lacks(machine, found),
-        _on_device(machine, found),
-        _on_device(machine, most),
-    )
-    if low <= machine.device and low < high:
-        steps = max(1, int((high - machine.device) / (high - low) * STEPS_OF_ONE))
-        while _on_device(machine, found := predict(steps / STEPS_OF_ONE)) > machine.device:
-            steps += 1
-        least = steps / STEPS_OF_ONE
-    return least, measures, found
+    prediction = predict(1.0)
+    fits = not _lacks(machine, prediction)
+    low = _on_device(machine, prediction)
+    high = _on_device(machine, predict(1 / STEPS_OF_ONE))
+    if low > machine.device or low >= high:
+        return 1.0, fits, prediction
+    steps = max(1, int((high - machine.device) / (high - low) * STEPS_OF_ONE))
+    prediction = predict(steps / STEPS_OF_ONE)
+    while _on_device(machine, prediction) > machine.device:
+        steps += 1
+        prediction = predict(steps / STEPS_OF_ONE)
+    return steps / STEPS_OF_ONE, fits, prediction
 
 
 def _with_ratio(
@@ -188,41 +187,35 @@ def _on_device(machine: Machine, prediction: Prediction) -> int:
 
 
 def _lacks(machine: Machine, prediction: Prediction) -> str:
-    wanted = {
+    host_bytes = prediction.resting.by_tier.get("cpu", 0)
+    disk_bytes = 0 if prediction.disk is None else prediction.disk.space
+    needs = {
         "device": (_on_device(machine, prediction), machine.device),
-        "host": (prediction.resting.by_tier.get("cpu", 0) * machine.ranks, machine.host),
-        "disk": (
-            0 if prediction.disk is None else prediction.disk.space * machine.ranks,
-            machine.disk,
-        ),
+        "host": (host_bytes * machine.ranks, machine.host),
+        "disk": (disk_bytes * machine.ranks, machine.disk),
     }
     over = [
-        f"{name} {need / 2**30:.1f} of {there / 2**30:.1f} GiB"
-        for name, (need, there) in wanted.items()
-        if need > there
+        f"{name} {needed / 2**30:.1f} of {available / 2**30:.1f} GiB"
+        for name, (needed, available) in needs.items()
+        if needed > available
     ]
     return ", ".join(over)
 
 
-def table(found: Sequence[Candidate]) -> str:
+def table(considered: Sequence[Candidate]) -> str:
     """Return what was considered as a table, in GiB of one rank and milliseconds per step."""
-    chosen = chosen_of(found)
+    chosen = chosen_of(considered)
     rows = [["stage", "offload", "ratio", "GiB on device", "on cpu", "on nvme", "ms", "fits"]]
-    for one in found:
-        tiers, use = one.prediction.resting.by_tier, one.prediction.disk
-        held = [tiers.get("device", 0), tiers.get("cpu", 0), 0 if use is None else use.space]
-        named = (
-            " + ".join(
-                f"{what} {where}" for what, where in (one.offload or {}).items() if what != "path"
-            )
-            or "none"
-        )
-        ratio = "-" if one.offload is None else f"{one.ratio:.2f}"
-        spent = f"{one.milliseconds:.0f}" + " and the disk" * one.on_disk
-        fits = one.lacks or ("yes, chosen" if one is chosen else "yes")
-        rows.append(
-            [str(one.stage), named, ratio, *(f"{count / 2**30:.2f}" for count in held), spent, fits]
-        )
+    for candidate in considered:
+        tiers, disk = candidate.prediction.resting.by_tier, candidate.prediction.disk
+        sizes = [tiers.get("device", 0), tiers.get("cpu", 0), 0 if disk is None else disk.space]
+        offload = candidate.offload or {}
+        named = " + ".join(f"{key} {tier}" for key, tier in offload.items() if key != "path")
+        ratio = "-" if candidate.offload is None else f"{candidate.ratio:.2f}"
+        spent = f"{candidate.milliseconds:.0f}" + " and the disk" * candidate.on_disk
+        fits = candidate.lacks or ("yes, chosen" if candidate is chosen else "yes")
+        gib = [f"{size / 2**30:.2f}" for size in sizes]
+        rows.append([str(candidate.stage), named or "none", ratio, *gib, spent, fits])
     return columns(rows)
 
 
@@ -237,10 +230,8 @@ def columns(rows: Sequence[Sequence[str]]) -> str:
 
 def call_of(candidate: Candidate, options: Mapping[str, Any]) -> str:
     """Return how shard is called for it."""
-    given = {"stage": candidate.stage, **options}
+    arguments = {"stage": candidate.stage, **options}
     if candidate.offload is not None:
-        given |= {"offload": candidate.argument, "overlap_step": True}
-    return (
-        f"shardcore.shard(model, optimizer, "
-        f"{', '.join(f'{name}={value!r}' for name, value in given.items())})"
-    )
+        arguments |= {"offload": candidate.argument, "overlap_step": True}
+    shown = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+    return f"shardcore.shard(model, optimizer, {shown})"

@@ -152,11 +152,8 @@ def predict(
             raise TypeError(
                 f"predict: got the option {name!r}; expected one of shard's: {', '.join(known)}"
             )
-    process_group, per_node = (
-        options.pop("process_group", None),
-        options.pop("ranks_per_node", None),
-    )
-    if process_group is not None:
+    per_node = options.pop("ranks_per_node", None)
+    if options.pop("process_group", None) is not None:
         raise ValueError(
             "predict: process_group was given; expected world_size, and ranks_per_node with "
             "hybrid=True for a mesh"
@@ -172,83 +169,82 @@ def predict(
             "predict: hybrid is True without ranks_per_node; expected the number of ranks that "
             "share weights"
         )
-    wanted = ShardOptions(stage=stage, **options)
-    if wanted.chooses_offload:
+    shard_options = ShardOptions(stage=stage, **options)
+    if shard_options.chooses_offload:
         raise ValueError(
             'predict: offload is "auto"; expected what it chooses, or `shardcore estimate --fit`, '
             "which does"
         )
-    given = (
-        torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
-        if optimizer is None
-        else optimizer
-    )
-    adam = accept_optimizer(given, wanted.offload)
-    build.check_ownership(model, given)
-    return predict_rank(
-        model, adam, wanted, topology_of(world_size, per_node, per_node if hybrid else None), rank
-    )
+    if optimizer is None:
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    accepted = accept_optimizer(optimizer, shard_options.offload)
+    build.check_ownership(model, optimizer)
+    topology = topology_of(world_size, per_node, per_node if hybrid else None)
+    return predict_rank(model, accepted, shard_options, topology, rank)
 
 
 def predict_rank(
     model: nn.Module,
-    adam: ShardableOptimizer,
-    wanted: ShardOptions,
+    optimizer: ShardableOptimizer,
+    options: ShardOptions,
     topology: Topology,
     rank: int = 0,
 ) -> Prediction:
     """Return what `predict` does, of these options of shard and an optimizer that
     accept_optimizer returned.
     """
-    comm, stage, world_size = _Rank(rank, topology), wanted.stage, topology.world_size
-    wanted.check(len(comm.shard_ranks), backend_sums=True)
-    specs = plan_units(model, wanted.units)
-    kept = build.kept_params(model, wanted.keep_fp32)
-    builder = build.Builder(comm, LIFETIMES[stage], wanted.dtype, kept, _META)
-    buckets = builder.plan(model, specs, adam)
-    wanted.check_loss_scale({bucket.dtype for bucket in buckets})
-    tiers = wanted.tiers
+    comm, stage, world_size = _Rank(rank, topology), options.stage, topology.world_size
+    options.check(len(comm.shard_ranks), backend_sums=True)
+    specs = plan_units(model, options.units)
+    fp32_params = build.kept_params(model, options.keep_fp32)
+    builder = build.Builder(comm, LIFETIMES[stage], options.dtype, fp32_params, _META)
+    buckets = builder.plan(model, specs, optimizer)
+    options.check_loss_scale({bucket.dtype for bucket in buckets})
+    tiers = options.tiers
     for bucket in buckets:
         builder.allocate(bucket)
         bucket.weight_tier = tiers.params or "device"
     updated = [bucket for bucket in buckets if bucket.group is not None]
+    weights_in_files = buckets if tiers.params == "nvme" else []
     if tiers.optimizer is not None:
-        split(buckets if tiers.params == "nvme" else updated, tiers.ratio)
+        split(weights_in_files or updated, tiers.ratio)
     in_buckets = {managed.param for bucket in buckets for managed in bucket.params}
-    rest = [
-        param for param in model.parameters() if not param.requires_grad and param not in in_buckets
-    ]
+    frozen = [param for param in model.parameters() if not param.requires_grad]
+    rest = [param for param in frozen if param not in in_buckets]
+    offloaded = set()
+    if tiers.gradients is not None:
+        offloaded = {bucket for bucket in updated if bucket.host_numel}
     step = _Step(
         comm,
         buckets,
         build.units_of(specs, buckets),
         LIFETIMES[stage],
-        wanted.reduce_policy(world_size),
-        keepers_of(wanted.reshard_after_forward),
-        wanted.prefetch,
-        world_size == 1 and not wanted.loss_scaler().active,
-        {bucket for bucket in updated if bucket.host_numel}
-        if tiers.gradients is not None
-        else set(),
+        options.reduce_policy(world_size),
+        keepers_of(options.reshard_after_forward),
+        options.prefetch,
+        world_size == 1 and not options.loss_scaler().active,
+        offloaded,
     )
     step.fill_pools()
     lines = memory_lines(
         buckets,
         step.lifetimes,
-        _States(updated, tiers, buckets if tiers.params == "nvme" else (), wanted.prefetch),
+        _States(updated, tiers, weights_in_files, options.prefetch),
         step.pool,
         None if step.lifetimes.full_weight_resident else step.gathered,
         grad_staging_bytes(step.offloaded, step.policy),
         [torch.empty(param.shape, dtype=builder.dtype_of(param), device=_META) for param in rest],
     )
-    numel = sum(param.numel() for param in model.parameters())
-    disk = (
-        None
-        if tiers.path is None
-        else disk_use(buckets, tiers.durable, buckets if tiers.params == "nvme" else ())
-    )
+    disk = None
+    if tiers.path is not None:
+        disk = disk_use(buckets, tiers.durable, weights_in_files)
     return Prediction(
-        numel, len(specs), MemoryReport(tuple(lines)), step.transfers(), disk, step.copies(tiers)
+        sum(param.numel() for param in model.parameters()),
+        len(specs),
+        MemoryReport(tuple(lines)),
+        step.transfers(),
+        disk,
+        step.copies(tiers),
     )
 
 
@@ -317,18 +313,18 @@ class _Step:
         self._adds_locally = self.policy.accumulate > 1 and not self.policy.sync_each
         self._passing = [unit for unit in self.units if not unit.stays]
         self._order = [bucket for bucket in reversed(self.buckets) if bucket.trainable]
-        found = (
-            (-m.index, place, m.local.numel())
+        gradients = (  # parameters arrive in reverse order
+            (-managed.index, place, managed.local.numel())
             for place, bucket in enumerate(self._order)
-            for m in bucket.params
+            for managed in bucket.params
         )
         # The bucket of each gradient, and its elements, in backward.
-        self._arrivals = [(self._order[place], numel) for _, place, numel in sorted(found)]
+        self._arrivals = [(self._order[place], numel) for _, place, numel in sorted(gradients)]
         self.pool, self.gathered = BufferPool(_META), BufferPool(_META)
         self._reduce_scatter = _ReduceScatter(self.comm, self.pool, self._order, self.policy)
         self._leaving: deque[tuple[Bucket, torch.Tensor, Callable[[torch.Tensor], None]]] = deque()
         self._unsharded: dict[Unit, list[torch.Tensor]] = {}
-        self._kept: dict[Unit, list[torch.Tensor]] = {}
+        self._kept_parts: dict[Unit, list[torch.Tensor]] = {}
         for bucket in self.offloaded:
             dtype = host_grad_dtype(bucket, self.policy, self.alone)
             bucket.host_grad = torch.empty(bucket.host_numel, dtype=dtype, device=_META)
@@ -340,11 +336,8 @@ class _Step:
 
     def transfers(self) -> tuple[Transfer, ...]:
         """Return what a step sends, once the order of units is known."""
-        world, sharing, micros = (
-            self.comm.world_size,
-            len(self.comm.shard_ranks),
-            self.policy.accumulate,
-        )
+        world, sharing = self.comm.world_size, len(self.comm.shard_ranks)
+        micros = self.policy.accumulate
         reductions = 1 if self._adds_locally else micros
         sent: dict[str, Transfer] = {}
 
@@ -361,18 +354,18 @@ class _Step:
 
         def weights(units: Iterable[Unit], frozen: bool = True) -> list[int]:
             """Return the bytes of each unit, whose buckets travel in one call."""
-            chosen = [[b for b in unit.buckets if frozen or b.group is not None] for unit in units]
-            return [
-                sum(bucket.layout.numel * bucket.dtype.itemsize for bucket in buckets)
-                for buckets in chosen
-            ]
+            sizes = []
+            for unit in units:
+                buckets = [b for b in unit.buckets if frozen or b.group is not None]
+                sizes.append(sum(b.layout.numel * b.dtype.itemsize for b in buckets))
+            return sizes
 
         if not self.lifetimes.full_weight_resident:
             add("gather weights in forward", sharing, weights(self.units) * micros)
-            kept = ", of parts kept" if self.keepers else ""
+            of_parts = ", of parts kept" if self.keepers else ""
             freed = self._passing[:-1]  # backward begins with the last
             add(
-                f"gather weights in backward{kept}",
+                f"gather weights in backward{of_parts}",
                 self.keepers or sharing,
                 weights(freed) * micros,
             )
@@ -381,10 +374,9 @@ class _Step:
             for ranks in self._levels:
                 add("exchange gradients", len(ranks), [numel * dtype.itemsize] * reductions)
                 numel, dtype = numel // len(ranks), torch.float32
-            first = bucket.owned_numel * self.policy.grad_dtype.itemsize
-            later = (
-                bucket.owned_numel * torch.float32.itemsize if bucket in self.offloaded else first
-            )
+            first = later = bucket.owned_numel * self.policy.grad_dtype.itemsize
+            if bucket in self.offloaded:  # sums of micro-steps are float32
+                later = bucket.owned_numel * torch.float32.itemsize
             add("gather gradients", len(self._replicas), [first] + [later] * (reductions - 1))
         add(
             "agree on used parameters",
@@ -400,32 +392,30 @@ class _Step:
         """Return what a step copies, once the order of units is known."""
         if tiers.optimizer is None:
             return Copies()
-        micros, to_host, from_host, updated = self.policy.accumulate, 0, 0, 0
-        freed = (
-            {bucket for unit in self._passing[:-1] for bucket in unit.buckets}
-            if not self.keepers
-            else ()
-        )
+        micros = self.policy.accumulate
+        to_host = from_host = updated = 0
+        freed: set[Bucket] = set()
+        if not self.keepers:
+            freed = {bucket for unit in self._passing[:-1] for bucket in unit.buckets}
         for bucket in self.buckets:
-            here, there = (
-                (bucket.device_numel, bucket.host_numel) if bucket.group is not None else (0, 0)
-            )
-            updated += there
-            later = (
-                torch.float32.itemsize * (micros - 1)
-                if bucket in self.offloaded and not self._adds_locally
-                else 0
-            )
-            to_host += there * (host_grad_dtype(bucket, self.policy, self.alone).itemsize + later)
+            device_numel = host_numel = 0
+            if bucket.group is not None:
+                device_numel, host_numel = bucket.device_numel, bucket.host_numel
+            updated += host_numel
+            grad_bytes = host_grad_dtype(bucket, self.policy, self.alone).itemsize
+            if bucket in self.offloaded and not self._adds_locally:
+                grad_bytes += torch.float32.itemsize * (micros - 1)
+            to_host += host_numel * grad_bytes
+            weight_bytes = bucket.dtype.itemsize
             if tiers.params is None:  # the CPU's share of new weights comes back
-                from_host += there * bucket.dtype.itemsize
-                to_host += there * bucket.dtype.itemsize * bucket.state_format.reads_weights
-            # shards are read where they are gathered, and the device's share of new ones leaves
+                from_host += host_numel * weight_bytes
+                to_host += host_numel * weight_bytes * bucket.state_format.reads_weights
             else:
+                # shards are read where they are gathered, and the device's share of new ones leaves
                 gathers = micros * (2 if bucket in freed else 1)
-                from_host += bucket.owned_numel * bucket.dtype.itemsize * gathers
-                from_host += here * bucket.dtype.itemsize * bucket.state_format.reads_weights
-                to_host += here * bucket.dtype.itemsize
+                from_host += bucket.owned_numel * weight_bytes * gathers
+                from_host += device_numel * weight_bytes * bucket.state_format.reads_weights
+                to_host += device_numel * weight_bytes
         return Copies(to_host, from_host, updated)
 
     # --- buffers, in the order of Unsharder, Reducer, ReduceScatter and HostGrads -----------------
@@ -434,8 +424,9 @@ class _Step:
         """Run steps until the pools no longer grow. The order of units is unknown in the first
         pass.
         """
-        known, held = False, -1
-        while held != (held := self.pool.allocated_bytes + self.gathered.allocated_bytes):
+        known, before = False, -1
+        while before != self._pool_bytes():
+            before = self._pool_bytes()
             for micro in range(1, self.policy.accumulate + 1):
                 self._move_weights(known)
                 self._backward(self.policy.sync_each or micro == self.policy.accumulate)
@@ -443,11 +434,13 @@ class _Step:
             for bucket in self._order:
                 bucket.reduced = False
 
+    def _pool_bytes(self) -> int:
+        return self.pool.allocated_bytes + self.gathered.allocated_bytes
+
     def _move_weights(self, known: bool) -> None:
-        apart = len(self.comm.shard_ranks) > 1 or any(
-            bucket.weight_tier != "device" for bucket in self.buckets
-        )
-        if self.lifetimes.full_weight_resident or not apart:
+        offloaded = any(bucket.weight_tier != "device" for bucket in self.buckets)
+        gathers = len(self.comm.shard_ranks) > 1 or offloaded
+        if self.lifetimes.full_weight_resident or not gathers:
             return
         for unit in self.units:
             if unit.stays:
@@ -464,16 +457,17 @@ class _Step:
 
     def _gather(self, unit: Unit) -> None:
         if unit not in self._unsharded:
-            kept, self._unsharded[unit] = self._kept.pop(unit, []), []
+            kept_parts = self._kept_parts.pop(unit, [])
+            self._unsharded[unit] = []
             for bucket in unit.buckets:
                 self._unsharded[unit].append(self.gathered.take(bucket.layout.numel, bucket.dtype))
-                if kept:
-                    self.gathered.give(kept.pop(0))
+                if kept_parts:
+                    self.gathered.give(kept_parts.pop(0))
 
     def _free(self, unit: Unit, keep: bool = False) -> None:
         flats = self._unsharded.pop(unit, [])
         if keep:
-            self._kept[unit] = [
+            self._kept_parts[unit] = [
                 self.gathered.take(flat.numel() // self.keepers, flat.dtype) for flat in flats
             ]
         for flat in flats:
@@ -515,16 +509,11 @@ class _Step:
     def _finish(self, bucket: Bucket, local: torch.Tensor) -> None:
         dtype, first = self.policy.grad_dtype, not bucket.reduced
         unchanged = self.alone and first and (self.policy.accumulate == 1 or local.dtype == dtype)
-        left = (
-            self.lifetimes.owns_everything
-            and self.comm.world_size > 1
-            and first
-            and local.dtype == dtype
-        )
+        reduced_in_place = self.lifetimes.owns_everything and self.comm.world_size > 1
         if bucket in self.offloaded:
             self._leave(bucket, local, unchanged)
         else:
-            if unchanged or left:
+            if unchanged or (reduced_in_place and first and local.dtype == dtype):
                 bucket.replace_grad(local, self.pool)
             elif bucket.grad is None or bucket.grad.dtype != dtype:
                 bucket.replace_grad(self.pool.keep(bucket.owned_numel, dtype), self.pool)
@@ -533,20 +522,13 @@ class _Step:
         bucket.reduced = True
 
     def _leave(self, bucket: Bucket, local: torch.Tensor, unchanged: bool) -> None:
-        dtype = (
-            local.dtype
-            if unchanged
-            else torch.float32
-            if bucket.reduced
-            else self.policy.grad_dtype
-        )
         self._let_leave(len(self._leaving) + 1 - IN_FLIGHT)
         if unchanged:
             self._leaving.append((bucket, local, partial(self._give, bucket)))
         else:
-            self._leaving.append(
-                (bucket, self.pool.take(bucket.owned_numel, dtype), self.pool.give)
-            )
+            dtype = torch.float32 if bucket.reduced else self.policy.grad_dtype
+            copied = self.pool.take(bucket.owned_numel, dtype)
+            self._leaving.append((bucket, copied, self.pool.give))
             self._give(bucket, local)
         if len(self._replicas) == 1:
             self._keep_rest()

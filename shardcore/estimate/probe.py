@@ -31,13 +31,11 @@ def measure(device: torch.device) -> dict[str, Any]:
     tier, most = _C.HostTier(device, True), min(LINK_BYTES, free // 8)
 
     def link(back: bool, count: int) -> Callable[[], object]:
-        on_host, on_device = (
-            tier.empty(count, torch.uint8),
-            torch.zeros(count, dtype=torch.uint8, device=device),
-        )
-        return lambda: (
-            tier.from_tier(on_device, on_host) if back else tier.to_tier(on_host, on_device)
-        ).synchronize()
+        on_host = tier.empty(count, torch.uint8)
+        on_device = torch.zeros(count, dtype=torch.uint8, device=device)
+        if back:
+            return lambda: tier.from_tier(on_device, on_host).synchronize()
+        return lambda: tier.to_tier(on_host, on_device).synchronize()
 
     def adam(count: int) -> Callable[[], object]:
         param = torch.zeros(count, dtype=torch.float32, device="cpu", requires_grad=True)
