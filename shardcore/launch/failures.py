@@ -32,27 +32,26 @@ def collect(directory: Path, exits: Mapping[int, int]) -> list[Failure]:
     SIGTERM is what the launcher ends the others with, so it is left out unless no rank failed in
     another way.
     """
-    found = {}
+    failures = {}
     for path in directory.glob("*.json"):
-        rank, told = int(path.stem), json.loads(path.read_text())
-        found[rank] = Failure(rank, told["time_ns"], told["last"], told["text"], 1)
+        rank, record = int(path.stem), json.loads(path.read_text())
+        failures[rank] = Failure(rank, record["time_ns"], record["last"], record["text"], 1)
     for rank, status in exits.items():
-        if status != 0 and rank not in found:
-            how = (
-                f"was ended by {_signal(-status)}"
-                if status < 0
-                else f"ended with exit status {status}"
-            )
-            found[rank] = Failure(rank, 0, how, "", 128 - status if status < 0 else status)
-    return without_ended(list(found.values()))
+        if status == 0 or rank in failures:
+            continue
+        if status < 0:
+            ending, code = f"was ended by {_signal(-status)}", 128 - status
+        else:
+            ending, code = f"ended with exit status {status}", status
+        failures[rank] = Failure(rank, 0, ending, "", code)
+    return without_ended(list(failures.values()))
 
 
 def without_ended(failures: Sequence[Failure]) -> list[Failure]:
     """Leave out ranks that the launcher ended, unless there are no others."""
     sigterm = 128 + signal.SIGTERM
-    return [failure for failure in failures if failure.text or failure.code != sigterm] or list(
-        failures
-    )
+    others = [failure for failure in failures if failure.text or failure.code != sigterm]
+    return others or list(failures)
 
 
 def _signal(number: int) -> str:
@@ -91,9 +90,7 @@ def report(failures: Sequence[Failure], world_size: int, op: str) -> str:
 def _in_a_line(failure: Failure) -> str:
     if not failure.text:
         return failure.last
-    last = (
-        failure.last
-        if len(failure.last) <= _LINE_CHARACTERS
-        else failure.last[: _LINE_CHARACTERS - 3] + "..."
-    )
+    last = failure.last
+    if len(last) > _LINE_CHARACTERS:
+        last = last[: _LINE_CHARACTERS - 3] + "..."
     return f"failed: {last}"

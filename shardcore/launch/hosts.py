@@ -17,7 +17,7 @@ def read_hostfile(path: Path) -> Slots:
     """Return the slots of each host, from lines such as ``worker-0 slots=8  # a comment``.
     Raises ValueError, OSError.
     """
-    found: Slots = {}
+    slots_of_hosts: Slots = {}
     for number, line in enumerate(path.read_text().splitlines(), 1):
         text = line.partition("#")[0].strip()
         if not text:
@@ -32,14 +32,14 @@ def read_hostfile(path: Path) -> Slots:
                 f"run: line {number} of {path} has the host {match[1]!r}; expected a name, or "
                 f"user@name"
             )
-        if match[1] in found:
+        if match[1] in slots_of_hosts:
             raise ValueError(
                 f"run: line {number} of {path} has {match[1]} again; expected each host once"
             )
-        found[match[1]] = list(range(int(match[2])))
-    if not found:
+        slots_of_hosts[match[1]] = list(range(int(match[2])))
+    if not slots_of_hosts:
         raise ValueError(f"run: {path} has no host; expected lines such as: worker-0 slots=8")
-    return found
+    return slots_of_hosts
 
 
 def select(pool: Mapping[str, list[int]], include: str, exclude: str) -> Slots:
@@ -52,14 +52,14 @@ def select(pool: Mapping[str, list[int]], include: str, exclude: str) -> Slots:
         named = _parse(include, "--include", pool)
         return {host: named[host] for host in pool if host in named}
     named = _parse(exclude, "--exclude", pool) if exclude else {}
-    left = {
+    remaining = {
         host: [slot for slot in slots if slot not in named.get(host, ())]
         for host, slots in pool.items()
     }
-    left = {host: slots for host, slots in left.items() if slots}
-    if not left:
+    remaining = {host: slots for host, slots in remaining.items() if slots}
+    if not remaining:
         raise ValueError(f"run: --exclude {exclude} leaves nothing of {_shown(pool)}")
-    return left
+    return remaining
 
 
 def trim(pool: Mapping[str, list[int]], num_nodes: int | None, num_slots: int | None) -> Slots:
@@ -70,14 +70,14 @@ def trim(pool: Mapping[str, list[int]], num_nodes: int | None, num_slots: int | 
         raise ValueError(
             f"run: --num_nodes is {num_nodes} but there are {len(pool)} hosts: {_shown(pool)}"
         )
-    kept = dict(list(pool.items())[:num_nodes])
-    for host, slots in kept.items():
+    chosen = dict(list(pool.items())[:num_nodes])
+    for host, slots in chosen.items():
         if num_slots is not None and num_slots > len(slots):
             raise ValueError(
                 f"run: --num_gpus is {num_slots} but {host} has {len(slots)} slots; expected at "
                 f"most as many"
             )
-    return {host: slots[:num_slots] for host, slots in kept.items()}
+    return {host: slots[:num_slots] for host, slots in chosen.items()}
 
 
 def _parse(text: str, option: str, pool: Mapping[str, list[int]]) -> Slots:
@@ -93,7 +93,8 @@ def _parse(text: str, option: str, pool: Mapping[str, list[int]]) -> Slots:
                 f"run: {option} has {part!r}; expected HOST or HOST:SLOT,SLOT, joined by @"
             )
         slots = [int(number) for number in numbers.split(",")] if colon else pool[host]
-        if absent := [slot for slot in slots if slot not in pool[host]]:
+        absent = [slot for slot in slots if slot not in pool[host]]
+        if absent:
             raise ValueError(
                 f"run: {option} names slot {absent[0]} of {host}; expected one of 0 to "
                 f"{len(pool[host]) - 1}"

@@ -94,12 +94,9 @@ def run_node(plan: NodePlan) -> Outcome:
         # all ranks are here; a host name may not resolve
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if "LOGLEVEL" not in os.environ:  # the agent's loggers repeat what the report says
-        for name in [
-            name
-            for name in logging.root.manager.loggerDict
-            if name.startswith("torch.distributed.elastic")
-        ]:
-            logging.getLogger(name).setLevel(logging.CRITICAL)
+        for name in list(logging.root.manager.loggerDict):
+            if name.startswith("torch.distributed.elastic"):
+                logging.getLogger(name).setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory(prefix="shardcore-run-") as folder:
         failures = Path(folder, "failures")
         failures.mkdir()
@@ -197,7 +194,8 @@ def _visible_gpus(plan: NodePlan) -> str:
                 file=sys.stderr,
             )
         return ""
-    if absent := [slot for slot in slots if slot >= count]:
+    absent = [slot for slot in slots if slot >= count]
+    if absent:
         raise ValueError(
             f"run: {plan.host} has {count} GPUs, but GPU {absent[0]} is asked for; expected 0 to "
             f"{count - 1}"
@@ -232,19 +230,22 @@ def _bracketed(address: str) -> str:
 
 def _cores_of_ranks(plan: NodePlan) -> list[list[int]]:
     """Return the cores that each rank of this node is bound to; [] for those it has."""
-    own, ranks = machine.own_cores(), range(len(plan.own_slots))
-    absent = sorted(set(plan.core_list) - set(own))
+    own_cores = machine.own_cores()
+    ranks = range(len(plan.own_slots))
+    absent = sorted(set(plan.core_list) - set(own_cores))
     if absent:
         raise ValueError(
             f"run: --bind_core_list has core {absent[0]}, which {plan.host} has not for this job; "
-            f"it has {own}"
+            f"it has {own_cores}"
         )
     # a rank alone has use for the memory of all nodes
     binds = plan.numa and not plan.core_list and len(ranks) > 1
-    near = [sorted(set(_near(slot)) & set(own)) if binds else [] for slot in plan.own_slots]
+    near: list[list[int]] = [[] for _ in ranks]
+    if binds:
+        near = [sorted(set(_near(slot)) & set(own_cores)) for slot in plan.own_slots]
     if not plan.bind_cores:
         return near
-    return [_share(plan, near, rank, list(plan.core_list) or own) for rank in ranks]
+    return [_share(plan, near, rank, list(plan.core_list) or own_cores) for rank in ranks]
 
 
 def _share(
@@ -275,7 +276,8 @@ def _threads(plan: NodePlan, cores: Sequence[Sequence[int]]) -> list[int]:
     if len(cores) == 1:
         return [0]
     all_cores = len(machine.own_cores())
-    return [max(1, min(all_cores, int(machine.quota() or all_cores)) // len(cores))] * len(cores)
+    usable = min(all_cores, int(machine.quota() or all_cores))
+    return [max(1, usable // len(cores))] * len(cores)
 
 
 # --- ranks that do not end ------------------------------------------------------------------------
@@ -318,21 +320,21 @@ def _follow_standard_input() -> Mapping[str, Any]:
     """
     pipe = os.fdopen(os.dup(0), "rb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # for the ranks
-    told: Mapping[str, Any] = json.loads(pipe.readline())
+    message: Mapping[str, Any] = json.loads(pipe.readline())
 
     def wait() -> None:
         pipe.read()
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=wait, daemon=True).start()
-    return told
+    return message
 
 
 def main() -> int:
     """Run what standard input describes, and write the Outcome to standard error."""
-    told = _follow_standard_input()
-    os.environ.update(told["environment"])
-    outcome = run_node(NodePlan(**told["plan"]))
+    message = _follow_standard_input()
+    os.environ.update(message["environment"])
+    outcome = run_node(NodePlan(**message["plan"]))
     sys.stderr.flush()
     os.write(2, REPORT + json.dumps(asdict(outcome)).encode() + b"\n")
     return 1 if outcome.failures or outcome.error or outcome.signal else 0

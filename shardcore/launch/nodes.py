@@ -85,14 +85,15 @@ def passed_environment(folders: Sequence[Path]) -> dict[str, str]:
     )
     for folder in folders:
         path = folder / os.environ.get("DS_ENV_FILE", ".deepspeed_env")
-        for number, line in enumerate(path.read_text().splitlines() if path.is_file() else [], 1):
-            name, equals, value = line.strip().partition("=")
-            if line.strip() and not line.lstrip().startswith("#"):
-                if not equals or not name.isidentifier():
-                    raise ValueError(
-                        f"run: line {number} of {path} is {line!r}; expected NAME=VALUE"
-                    )
-                passed[name] = value
+        lines = path.read_text().splitlines() if path.is_file() else []
+        for number, line in enumerate(lines, 1):
+            text = line.strip()
+            if not text or text.startswith("#"):
+                continue
+            name, equals, value = text.partition("=")
+            if not equals or not name.isidentifier():
+                raise ValueError(f"run: line {number} of {path} is {line!r}; expected NAME=VALUE")
+            passed[name] = value
     return passed
 
 
@@ -177,15 +178,15 @@ class _Agent:
         self.outcome = Outcome()
         self.in_a_line = False  # the last that it wrote was no whole line
         self._plan, self._environment = plan, environment
-        self._here = is_here(plan.host)
+        self._is_local = is_here(plan.host)
         words = [sys.executable, "-m", "shardcore.launch.node"]
-        if not self._here:
-            given = [
+        if not self._is_local:
+            variables = [
                 f"{name}={environment[name]}" for name in _BEFORE_PYTHON if name in environment
             ]
             words = [
                 *ssh_command(plan.host, ssh_port),
-                f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(['env', *given, *words])}",
+                f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(['env', *variables, *words])}",
             ]
         self._command = words
         self._process: subprocess.Popen[bytes] | None = None
@@ -200,11 +201,14 @@ class _Agent:
             stderr=subprocess.PIPE,
             bufsize=0,
             start_new_session=True,
-            env=os.environ | self._environment if self._here else None,
+            env=os.environ | self._environment if self._is_local else None,
         )
-        told: dict[str, Any] = {"plan": asdict(self._plan), "environment": dict(self._environment)}
+        message: dict[str, Any] = {
+            "plan": asdict(self._plan),
+            "environment": dict(self._environment),
+        }
         self._thread = threading.Thread(
-            target=self._follow, args=(self._process, json.dumps(told), ended), daemon=True
+            target=self._follow, args=(self._process, json.dumps(message), ended), daemon=True
         )
         self._thread.start()
 
@@ -223,28 +227,31 @@ class _Agent:
             self._thread.join()
 
     def _follow(
-        self, process: subprocess.Popen[bytes], told: str, ended: "queue.SimpleQueue[_Agent]"
+        self, process: subprocess.Popen[bytes], message: str, ended: "queue.SimpleQueue[_Agent]"
     ) -> None:
         """Pass its standard error on as it comes, until the outcome."""
         assert process.stdin is not None
         assert process.stderr is not None
         try:
-            process.stdin.write(told.encode() + b"\n")
+            process.stdin.write(message.encode() + b"\n")
             process.stdin.flush()
         except OSError:
             pass  # it has ended; its status says why
-        held, whole = b"", False
-        while not whole and (chunk := os.read(process.stderr.fileno(), 2**16)):
-            held += chunk
-            end = held.find(REPORT)
-            if end < 0:  # all is shown but what may be the start of it
-                start = held.rfind(REPORT[:1])
-                end = start if REPORT.startswith(held[start:]) and start >= 0 else len(held)
-            self._show(held[:end])
-            held = held[end:]
-            whole = held.startswith(REPORT) and b"\n" in held
-        if whole:
-            self.outcome = self._read(held.removeprefix(REPORT).partition(b"\n")[0])
+        unread, is_complete = b"", False
+        while not is_complete:
+            chunk = os.read(process.stderr.fileno(), 2**16)
+            if not chunk:
+                break
+            unread += chunk
+            end = unread.find(REPORT)
+            if end < 0:  # all is shown but a possible start of the report
+                start = unread.rfind(REPORT[:1])
+                end = start if REPORT.startswith(unread[start:]) and start >= 0 else len(unread)
+            self._show(unread[:end])
+            unread = unread[end:]
+            is_complete = unread.startswith(REPORT) and b"\n" in unread
+        if is_complete:
+            self.outcome = self._read(unread.removeprefix(REPORT).partition(b"\n")[0])
             try:
                 process.wait(_LAST_S)
             except subprocess.TimeoutExpired:
@@ -255,7 +262,7 @@ class _Agent:
                 process.kill()
                 process.wait()
         else:
-            self._show(held)
+            self._show(unread)
             self.outcome = Outcome(error=self._lost(process.wait()))
         ended.put(self)
 
@@ -264,20 +271,20 @@ class _Agent:
         none.
         """
         try:
-            found = json.loads(report)
+            outcome = json.loads(report)
         except ValueError:
             return Outcome(
                 error=f"run: the report of the agent on {self._plan.host} cannot be read: "
                 f"{report[-200:]!r}"
             )
-        error = found["error"]
-        if found["signal"]:
-            name = signal.Signals(found["signal"]).name
+        error = outcome["error"]
+        if outcome["signal"]:
+            name = signal.Signals(outcome["signal"]).name
             error = (
                 f"run: the agent on {self._plan.host} was ended by {name}, which came from "
                 f"there (a scheduler, or a user)"
             )
-        return Outcome([Failure(**entry) for entry in found["failures"]], error)
+        return Outcome([Failure(**entry) for entry in outcome["failures"]], error)
 
     def _show(self, text: bytes) -> None:
         sys.stderr.buffer.write(text)
@@ -285,7 +292,7 @@ class _Agent:
         self.in_a_line = not text.endswith(b"\n") if text else self.in_a_line
 
     def _lost(self, status: int) -> str:
-        if not self._here and status == 255:  # ssh(1): if an error occurred
+        if not self._is_local and status == 255:  # ssh(1): if an error occurred
             return (
                 f"run: {self._plan.host} cannot be reached, or its connection broke (ssh's message "
                 f"is above); expected a host "

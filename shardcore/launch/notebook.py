@@ -58,14 +58,16 @@ def notebook_launcher(
     with tempfile.TemporaryDirectory(prefix="shardcore-notebook-") as folder:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
-            place = {
+            environment = {
                 "WORLD_SIZE": str(count),
                 "LOCAL_WORLD_SIZE": str(count),
                 "MASTER_PORT": str(probe.getsockname()[1]),
             }
         context: Any = multiprocessing.get_context(start_method)
-        given = (function, tuple(args), folder, place, start_method == "fork")
-        processes = [context.Process(target=_rank, args=(rank, *given)) for rank in range(count)]
+        arguments = (function, tuple(args), folder, environment, start_method == "fork")
+        processes = [
+            context.Process(target=_rank, args=(rank, *arguments)) for rank in range(count)
+        ]
         try:
             _start(processes, start_method)
             exits = _join(processes)
@@ -100,9 +102,10 @@ def _join(processes: Sequence[BaseProcess]) -> dict[int, int]:
     """
     running: dict[Any, int] = {process.sentinel: rank for rank, process in enumerate(processes)}
     exits: dict[int, int] = {}
-    while running and (
-        ready := wait(list(running), timeout=_GRACE_S if any(exits.values()) else None)
-    ):
+    while running:
+        ready = wait(list(running), timeout=_GRACE_S if any(exits.values()) else None)
+        if not ready:
+            break
         for sentinel in ready:
             rank = running.pop(sentinel)
             processes[rank].join()
@@ -138,9 +141,8 @@ def _check(function: Any, args: Any, num_processes: Any, start_method: str) -> i
             f"for each (ranks on the CPU: "
             'os.environ["CUDA_VISIBLE_DEVICES"] = "" before torch is imported)'
         )
-    if "RANK" in os.environ or (
-        torch.distributed.is_available() and torch.distributed.is_initialized()
-    ):
+    initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if initialized or "RANK" in os.environ:
         raise RuntimeError(
             f"{_OP}: this process is a rank already; expected a process that no launcher started "
             f"(call the function)"
@@ -172,7 +174,7 @@ def _rank(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     folder: str,
-    place: dict[str, str],
+    environment: dict[str, str],
     forked: bool,
 ) -> None:
     """Run the function as one rank, and leave rank 0's result, or the exception, in the folder."""
@@ -180,7 +182,7 @@ def _rank(
         # a fork has the parent's handlers, which are about the parent
         signal.signal(number, signal.SIG_DFL)
     end_with_parent()
-    os.environ.update(place, RANK=str(rank), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1")
+    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1")
     if sys.platform == "linux":
         # all ranks are here; a host name may not resolve
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -188,7 +190,7 @@ def _rank(
         # OpenMP's threads do not survive a fork, and to wait for them would take forever
         torch.set_num_threads(1)
     elif "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, len(machine.own_cores()) // int(place["WORLD_SIZE"])))
+        torch.set_num_threads(max(1, len(machine.own_cores()) // int(environment["WORLD_SIZE"])))
     try:
         result = function(*args)
         if rank == 0:

@@ -46,7 +46,7 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _keep(directory: str) -> None:
+def _record_exceptions(directory: str) -> None:
     """Have the exception that ends this process recorded instead of printed: every rank would
     print its own, in any order.
     """
@@ -98,14 +98,15 @@ def main() -> None:
     """Become the rank that the environment and sys.argv describe."""
     options, program = json.loads(sys.argv[1]), sys.argv[2:]
     local_rank = int(os.environ["LOCAL_RANK"])
-    _keep(options["failures"])
+    _record_exceptions(options["failures"])
     end_with_parent()
     if options["gpus"]:
         os.environ["CUDA_VISIBLE_DEVICES"] = options["gpus"]
     cores = options["cores"][local_rank]
     if cores:
         os.sched_setaffinity(0, cores)
-    if threads := options["threads"][local_rank]:
+    threads = options["threads"][local_rank]
+    if threads:
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     os.environ["LOCAL_SIZE"] = os.environ["LOCAL_WORLD_SIZE"]  # as DeepSpeed's launcher sets it
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(options["restart"])

@@ -151,8 +151,11 @@ def run(options: argparse.Namespace) -> int:
     alone = len(plans) == 1 and (plans[0].started_alone or is_here(plans[0].host))
     environment = {} if alone else passed_environment([Path.home(), Path.cwd()])
     for attempt in range(plans[0].max_restarts + 1):
-        tried = [replace(one, restart=attempt) for one in plans]
-        outcome = run_node(tried[0]) if alone else run_nodes(tried, environment, options.ssh_port)
+        attempted = [replace(node, restart=attempt) for node in plans]
+        if alone:
+            outcome = run_node(attempted[0])
+        else:
+            outcome = run_nodes(attempted, environment, options.ssh_port)
         status = _tell(outcome, plans[0])
         if status == 0 or outcome.signal or outcome.error:
             break
@@ -165,18 +168,22 @@ def run(options: argparse.Namespace) -> int:
     return status
 
 
-def _tell(outcome: Outcome, one: NodePlan) -> int:
+def _tell(outcome: Outcome, node: NodePlan) -> int:
     """Show how the ranks ended, if not well, and return the exit status."""
     parts = []
     if outcome.signal:
         parts.append(f"shardcore run: ended by {signal.Signals(outcome.signal).name}")
     if outcome.error:
         parts.append(f"shardcore {outcome.error}")
-    status = 128 + outcome.signal if outcome.signal else 2 if outcome.error else 0
+    status = 0
+    if outcome.signal:
+        status = 128 + outcome.signal
+    elif outcome.error:
+        status = 2
     if outcome.failures:
         cause = first(outcome.failures)
-        text = report(outcome.failures, one.world_size, "shardcore run")
-        if not cause.text and cause.code == 2 and one.local_rank:  # argparse's, most often
+        text = report(outcome.failures, node.world_size, "shardcore run")
+        if not cause.text and cause.code == 2 and node.local_rank:  # argparse's, most often
             text += " (if the program does not take --local_rank: shardcore run --no_local_rank)"
         parts.append(text)
         status = status or cause.code
@@ -195,8 +202,12 @@ def plan(options: argparse.Namespace) -> list[NodePlan]:
     """
     _check(options)
     hostfile = options.hostfile or (HOSTFILE if HOSTFILE.is_file() else None)
-    kind = "program" if options.no_python else "module" if options.module else "script"
-    one = NodePlan(
+    kind = "script"
+    if options.no_python:
+        kind = "program"
+    elif options.module:
+        kind = "module"
+    common = NodePlan(
         slots=(),
         node_rank=0,
         program=[options.program, *options.arguments],
@@ -217,28 +228,24 @@ def plan(options: argparse.Namespace) -> list[NodePlan]:
     if hostfile is not None:
         slots = _choose(read_hostfile(hostfile), options)
         if options.node_rank is not None:
-            return [_own_node(one, slots, options)]
-        return _over_ssh(one, slots, options)
+            return [_own_node(common, slots, options)]
+        return _over_ssh(common, slots, options)
     if options.node_rank is not None:
         nodes = range(options.num_nodes or 1)
-        return [_own_node(one, {f"node {node}": _own_slots(options) for node in nodes}, options)]
+        return [_own_node(common, {f"node {node}": _own_slots(options) for node in nodes}, options)]
     if "SM_HOSTS" in os.environ:
-        return [_sagemaker(one, options, os.environ)]
+        return [_sagemaker(common, options, os.environ)]
     if (options.num_nodes or 1) > 1:
         raise ValueError(
             f"run: --num_nodes is {options.num_nodes} but there is no hostfile; expected "
             f"--hostfile, or --node_rank and --master_addr, given on each machine"
         )
-    filtered = options.include or options.exclude
-    slots = (
-        select({"localhost": _all_slots()}, options.include or "", options.exclude or "")
-        if filtered
-        else {"localhost": _own_slots(options)}
-    )
-    own = replace(
-        one, slots=list(slots.values()), master_addr=options.master_addr or one.master_addr
-    )
-    return [own]
+    slots = {"localhost": _own_slots(options)}
+    if options.include or options.exclude:
+        pool = {"localhost": _all_slots()}
+        slots = select(pool, options.include or "", options.exclude or "")
+    address = options.master_addr or common.master_addr
+    return [replace(common, slots=list(slots.values()), master_addr=address)]
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -302,15 +309,16 @@ def _own_slots(options: argparse.Namespace) -> list[int]:
     return list(range(options.num_gpus or torch.cuda.device_count() or 1))
 
 
-def _over_ssh(one: NodePlan, slots: Slots, options: argparse.Namespace) -> list[NodePlan]:
+def _over_ssh(common: NodePlan, slots: Slots, options: argparse.Namespace) -> list[NodePlan]:
     hosts = list(slots)
-    address = options.master_addr or (
-        address_of(hosts[0], options.ssh_port) if len(hosts) > 1 else one.master_addr
-    )
-    port = one.master_port or (PORT if len(hosts) > 1 else 0)
+    address = options.master_addr
+    if not address:
+        several = len(hosts) > 1
+        address = address_of(hosts[0], options.ssh_port) if several else common.master_addr
+    port = common.master_port or (PORT if len(hosts) > 1 else 0)
     return [
         replace(
-            one,
+            common,
             slots=list(slots.values()),
             node_rank=rank,
             host=host,
@@ -321,7 +329,7 @@ def _over_ssh(one: NodePlan, slots: Slots, options: argparse.Namespace) -> list[
     ]
 
 
-def _own_node(one: NodePlan, slots: Slots, options: argparse.Namespace) -> NodePlan:
+def _own_node(common: NodePlan, slots: Slots, options: argparse.Namespace) -> NodePlan:
     """The plan of this machine alone, where each is started by itself."""
     nodes = len(slots)
     if options.node_rank >= nodes:
@@ -337,12 +345,17 @@ def _own_node(one: NodePlan, slots: Slots, options: argparse.Namespace) -> NodeP
             "all nodes"
         )
     return _alone(
-        one, slots, options.node_rank, socket.gethostname(), address or one.master_addr, options
+        common,
+        slots,
+        options.node_rank,
+        socket.gethostname(),
+        address or common.master_addr,
+        options,
     )
 
 
 def _alone(
-    one: NodePlan, slots: Slots, rank: int, host: str, address: str, options: argparse.Namespace
+    common: NodePlan, slots: Slots, rank: int, host: str, address: str, options: argparse.Namespace
 ) -> NodePlan:
     if len(slots) > 1 and options.max_restarts:
         raise ValueError(
@@ -351,10 +364,10 @@ def _alone(
             "none can start the others again; expected 0 (the scheduler can start the job again), "
             "or a hostfile and ssh"
         )
-    port = one.master_port or (PORT if len(slots) > 1 else 0)
+    port = common.master_port or (PORT if len(slots) > 1 else 0)
     values = list(slots.values())
     return replace(
-        one,
+        common,
         slots=values,
         node_rank=rank,
         host=host,
@@ -364,7 +377,9 @@ def _alone(
     )
 
 
-def _sagemaker(one: NodePlan, options: argparse.Namespace, given: Mapping[str, str]) -> NodePlan:
+def _sagemaker(
+    common: NodePlan, options: argparse.Namespace, environment: Mapping[str, str]
+) -> NodePlan:
     """The plan of this machine in a SageMaker training job, which starts the same command on
     all.
     """
@@ -375,20 +390,21 @@ def _sagemaker(one: NodePlan, options: argparse.Namespace, given: Mapping[str, s
                 f"--num_gpus alone"
             )
     try:
-        hosts = json.loads(given["SM_HOSTS"])
+        hosts = json.loads(environment["SM_HOSTS"])
         assert isinstance(hosts, list)
-        rank = hosts.index(given["SM_CURRENT_HOST"])
+        rank = hosts.index(environment["SM_CURRENT_HOST"])
     except (ValueError, KeyError, AssertionError):
         raise ValueError(
-            f"run: SM_HOSTS is {given['SM_HOSTS']!r} and SM_CURRENT_HOST "
-            f"{given.get('SM_CURRENT_HOST')!r}; expected a JSON list of hosts, and one of them"
+            f"run: SM_HOSTS is {environment['SM_HOSTS']!r} and SM_CURRENT_HOST "
+            f"{environment.get('SM_CURRENT_HOST')!r}; expected a JSON list of hosts, and one of "
+            f"them"
         ) from None
-    gpus = env_int("SM_NUM_GPUS") if "SM_NUM_GPUS" in given else torch.cuda.device_count()
+    gpus = env_int("SM_NUM_GPUS") if "SM_NUM_GPUS" in environment else torch.cuda.device_count()
     if gpus and (options.num_gpus or 0) > gpus:
         raise ValueError(
             f"run: --num_gpus is {options.num_gpus} but SM_NUM_GPUS is {gpus}; expected at most as "
             f"many"
         )
     slots = {host: list(range(options.num_gpus or gpus or 1)) for host in hosts}
-    address = options.master_addr or (hosts[0] if len(hosts) > 1 else one.master_addr)
-    return _alone(one, slots, rank, hosts[rank], address, options)
+    address = options.master_addr or (hosts[0] if len(hosts) > 1 else common.master_addr)
+    return _alone(common, slots, rank, hosts[rank], address, options)
