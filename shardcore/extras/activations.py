@@ -3,11 +3,6 @@ compute again in backward.
 
 Recomputation is torch.utils.checkpoint's, without reentrant backwards. What is new is where inputs
 are kept between forward and backward.
-
-Note [One call ahead]. Offloaded inputs are copied on the streams of a HostTier (csrc/copy), so a
-forward waits only where more than _IN_FLIGHT calls are being copied, which bounds what they take of
-the device. In backward the inputs of a call are asked for when it is computed again; then those of
-the call before it start to come, too, behind its computation.
 """
 
 import weakref
@@ -115,18 +110,16 @@ def apply_activation_checkpointing(
         raise ValueError(f"apply_activation_checkpointing: every is {every}; expected at least 1")
     names = {module: name for name, module in model.named_modules()}
     blocks = (spec.module for spec in plan_units(model) if spec.module is not model)
-    found = list(blocks if check_fn is None else _outermost(model, check_fn))
-    if not found:
-        expected = (
-            "a model with repeated blocks, or check_fn"
-            if check_fn is None
-            else "check_fn to choose some"
-        )
+    candidates = list(blocks if check_fn is None else _outermost(model, check_fn))
+    if not candidates:
+        expected = "check_fn to choose some"
+        if check_fn is None:
+            expected = "a model with repeated blocks, or check_fn"
         raise ValueError(
             f"apply_activation_checkpointing: no module of the {type(model).__name__} is chosen; "
             f"expected {expected}"
         )
-    chosen = found[::every]
+    chosen = candidates[::every]
     for module in chosen:
         checkpoint_wrapper(module, **options)
     return [names[module] for module in chosen]
@@ -146,12 +139,14 @@ def run_checkpointed(
     """Return function(*args, **kwargs), whose backward runs it again from its inputs."""
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    how: dict[str, Any] = {"use_reentrant": False}
+    checkpoint_options: dict[str, Any] = {"use_reentrant": False}
     if options.save:
-        how["context_fn"] = partial(create_selective_checkpoint_contexts, list(options.save))
-    with _kept_inputs(options):
+        checkpoint_options["context_fn"] = partial(
+            create_selective_checkpoint_contexts, list(options.save)
+        )
+    with _saved_inputs(options):
         # whose own names a forward may use, too
-        return checkpoint(partial(function, **kwargs), *args, **how)
+        return checkpoint(partial(function, **kwargs), *args, **checkpoint_options)
 
 
 class _Checkpointed:
@@ -177,11 +172,11 @@ def _checkpointed(kind: Any) -> Any:
 
 
 def _new(kind: Any) -> nn.Module:
-    made = _checkpointed(kind)
-    return made.__new__(made)  # type: ignore[no-any-return]
+    wrapped = _checkpointed(kind)
+    return wrapped.__new__(wrapped)  # type: ignore[no-any-return]
 
 
-def _kept_inputs(options: CheckpointOptions) -> Any:
+def _saved_inputs(options: CheckpointOptions) -> Any:
     """Return a context in which what autograd saves is kept as `options` say: inputs, as torch
     has hooks of its own inside.
     """
@@ -191,15 +186,17 @@ def _kept_inputs(options: CheckpointOptions) -> Any:
 
     def pack(tensor: torch.Tensor) -> Any:
         plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided
-        return _Kept(tensor, options, call) if plain and tensor.is_floating_point() else tensor
+        return (
+            _SavedInput(tensor, options, call) if plain and tensor.is_floating_point() else tensor
+        )
 
-    def unpack(kept: Any) -> torch.Tensor:
-        return kept.bring() if isinstance(kept, _Kept) else kept
+    def unpack(saved: Any) -> torch.Tensor:
+        return saved.fetch() if isinstance(saved, _SavedInput) else saved
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
-class _Kept:
+class _SavedInput:
     """An input as it is kept: `part`, a flat range of its elements, is on the device, or
     `offloaded`.
     """
@@ -211,16 +208,16 @@ class _Kept:
         if self.group is not None:
             size = -(-part.numel() // self.group.size())
             start = min(size * self.group.rank(), part.numel())
-            own = part[start : start + size]
-            part = own.new_zeros(size)
-            part[: own.numel()] = own
+            of_rank = part[start : start + size]
+            part = of_rank.new_zeros(size)
+            part[: of_rank.numel()] = of_rank
         self.part: torch.Tensor | _Offloaded = part
         if options.offload_to_cpu and part.numel():
-            self.part = _offload_of(part.device).take(part, call)
+            self.part = _offload_of(part.device).offload(part, call)
 
-    def bring(self) -> torch.Tensor:
+    def fetch(self) -> torch.Tensor:
         """Return the input, on its device, as it was."""
-        part = self.part.bring() if isinstance(self.part, _Offloaded) else self.part
+        part = self.part.fetch() if isinstance(self.part, _Offloaded) else self.part
         if self.group is not None:
             full = part.new_empty(part.numel() * self.group.size())
             gather_flat(full, part, self.group)
@@ -237,31 +234,33 @@ class _Call:
         self.inputs: list[weakref.ref[_Offloaded]] = []
         self.before: weakref.ref[_Call] | None = None
 
-    def start(self) -> None:
-        """Let all inputs come to the device, once."""
+    def prefetch(self) -> None:
+        """Start to copy all inputs back to the device, once."""
         inputs, self.inputs = self.inputs, []
         for ref in inputs:
-            if (one := ref()) is not None:
-                one.start()
+            saved = ref()
+            if saved is not None:
+                saved.prefetch()
 
 
 class _Offloaded:
-    """A flat tensor at the start of a buffer of the tier, which goes back to the others when
-    this is freed.
+    """A flat tensor at the start of a buffer of the tier, which is free for others when this is
+    freed. Copies run on the streams of a HostTier (csrc/copy).
     """
 
     def __init__(
         self, offload: "_Offload", buffer: torch.Tensor, source: torch.Tensor, call: _Call
     ) -> None:
         self._offload, self._buffer, self._call = offload, buffer, call
-        self._device, self._kept = source.device, buffer[: source.nbytes].view(source.dtype)
-        self._coming: tuple[torch.Tensor, _C.CopyEvent] | None = None
-        self._copied = offload.tier.to_tier(self._kept, source)
+        self._device = source.device
+        self._on_host = buffer[: source.nbytes].view(source.dtype)
+        self._prefetched: tuple[torch.Tensor, _C.CopyEvent] | None = None
+        self._copied = offload.tier.to_tier(self._on_host, source)
         self._source: torch.Tensor | None = source
         self._version = source._version
 
-    def leave(self) -> None:
-        """Wait on the host until it is in host memory, and free it on the device."""
+    def finish_copy(self) -> None:
+        """Wait on the host until the copy is there, and free the tensor on the device."""
         if self._source is not None:
             self._copied.synchronize()
             if self._source._version != self._version:
@@ -271,32 +270,32 @@ class _Offloaded:
                 )
             self._source = None
 
-    def start(self) -> None:
-        """Let it come to the device."""
-        if self._coming is None:
-            self.leave()
-            there = torch.empty_like(self._kept, device=self._device)
-            self._coming = there, self._offload.tier.from_tier(there, self._kept)
+    def prefetch(self) -> None:
+        """Start to copy it back to the device."""
+        if self._prefetched is None:
+            self.finish_copy()
+            on_device = torch.empty_like(self._on_host, device=self._device)
+            self._prefetched = on_device, self._offload.tier.from_tier(on_device, self._on_host)
 
-    def bring(self) -> torch.Tensor:
-        """Return it on the device, in the order of the current stream; what the call before was
-        given starts to come, too.
-        """
-        self._call.start()
-        self.start()  # again, where the graph is kept for a second backward
+    def fetch(self) -> torch.Tensor:
+        """Return it on the device, in the order of the current stream."""
+        self._call.prefetch()
+        self.prefetch()  # again, where the graph is kept for a second backward
+        # The inputs of the call before, which backward needs next, come behind the computation of
+        # this call.
         before = None if self._call.before is None else self._call.before()
         if before is not None:
-            before.start()
-        assert self._coming is not None
-        there, arrived = self._coming
-        self._coming = None
+            before.prefetch()
+        assert self._prefetched is not None
+        on_device, arrived = self._prefetched
+        self._prefetched = None
         arrived.wait()
-        return there
+        return on_device
 
     def __del__(self) -> None:
         # A copy into the buffer, or from it, may be on its way still: who uses it next waits for
         # both.
-        last = self._copied if self._coming is None else self._coming[1]
+        last = self._copied if self._prefetched is None else self._prefetched[1]
         self._offload.free.append((self._buffer, last))
 
 
@@ -306,23 +305,25 @@ class _Offload:
     def __init__(self, device: torch.device) -> None:
         self.tier = _C.HostTier(device, pin_memory=True)
         self.free: list[tuple[torch.Tensor, _C.CopyEvent]] = []
-        self._going: deque[_Call] = deque()
+        self._in_flight: deque[_Call] = deque()
         self._last: weakref.ref[_Call] | None = None
 
-    def take(self, part: torch.Tensor, call: _Call) -> _Offloaded:
-        """Let a flat tensor go to host memory."""
+    def offload(self, part: torch.Tensor, call: _Call) -> _Offloaded:
+        """Start to copy a flat tensor to host memory."""
         if not call.inputs:
             before = None if self._last is None else self._last()
             call.before = None if before is None else weakref.ref(before)
             self._last = weakref.ref(call)
-            self._going.append(call)
-            if len(self._going) > _IN_FLIGHT:
-                for ref in self._going.popleft().inputs:
-                    if (one := ref()) is not None:
-                        one.leave()
-        kept = _Offloaded(self, self._buffer_of(part.nbytes), part, call)
-        call.inputs.append(weakref.ref(kept))
-        return kept
+            self._in_flight.append(call)
+            # A forward waits only here, which bounds what copies in flight take of the device.
+            if len(self._in_flight) > _IN_FLIGHT:
+                for ref in self._in_flight.popleft().inputs:
+                    earlier = ref()
+                    if earlier is not None:
+                        earlier.finish_copy()
+        offloaded = _Offloaded(self, self._buffer_of(part.nbytes), part, call)
+        call.inputs.append(weakref.ref(offloaded))
+        return offloaded
 
     def _buffer_of(self, size: int) -> torch.Tensor:
         """Return the smallest free buffer of at least `size` bytes; if there is none, a new one in

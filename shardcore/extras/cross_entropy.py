@@ -1,10 +1,10 @@
 """The cross entropy of a language model's head without its logits, the largest tensor of all for
 long sequences.
 
-Note [Chunks of the vocabulary]. Logits are computed for some of the classes at a time, in forward
-for their sums and in backward once more for the gradient, and never kept. A chunk's rows of the
-weight's gradient are complete at once: nothing is added up in the weight's dtype. The hidden
-states' gradient adds up over chunks in float32.
+Logits are computed for some of the classes at a time, in forward for their sums and in backward
+once more for the gradient, and never kept. A chunk's rows of the weight's gradient are complete at
+once: nothing is added up in the weight's dtype. The hidden states' gradient adds up over chunks in
+float32.
 """
 
 from typing import Any
@@ -49,26 +49,24 @@ def chunked_cross_entropy(
     _check(hidden, weight, target, bias, reduction, chunk_bytes)
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
-        hidden, weight, bias = (
-            hidden.to(dtype),
-            weight.to(dtype),
-            None if bias is None else bias.to(dtype),
-        )
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
     elif hidden.dtype != weight.dtype:
         raise ValueError(
             f"chunked_cross_entropy: weight is {weight.dtype}; expected {hidden.dtype}, as hidden "
             f"(or autocast)"
         )
-    flat, aim = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    flat_target = target.reshape(-1)
     size = max(1, min(weight.shape[0], chunk_bytes // max(1, 4 * flat.shape[0])))
     with torch.autocast(hidden.device.type, enabled=False):
         losses: torch.Tensor = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-            flat, weight, bias, aim, ignore_index, size
+            flat, weight, bias, flat_target, ignore_index, size
         )
     if reduction == "none":
         return losses.view(target.shape)
     total = losses.sum()
-    return total if reduction == "sum" else total / (aim != ignore_index).sum()
+    return total if reduction == "sum" else total / (flat_target != ignore_index).sum()
 
 
 def _check(
@@ -132,16 +130,17 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         # IndexError, or CUDA's assertion, for what is no class
         rows.new_empty(weight.shape[0]).index_select(0, rows)
         log_sum = hidden.new_full(rows.shape, -torch.inf, dtype=torch.float32)
-        aimed = torch.zeros_like(log_sum)
+        target_logit = torch.zeros_like(log_sum)
         for start in range(0, weight.shape[0], size):
             logits = _logits(hidden, weight, bias, start, size)
             log_sum = torch.logaddexp(log_sum, logits.logsumexp(1))
             column = rows - start
-            here = (column >= 0) & (column < logits.shape[1])
-            aimed = torch.where(here, logits.gather(1, column.where(here, 0)[:, None])[:, 0], aimed)
+            in_chunk = (column >= 0) & (column < logits.shape[1])
+            of_chunk = logits.gather(1, column.where(in_chunk, 0)[:, None])[:, 0]
+            target_logit = torch.where(in_chunk, of_chunk, target_logit)
         ctx.save_for_backward(hidden, weight, bias, rows, counts, log_sum)
         ctx.size = size
-        return (log_sum - aimed).where(counts, 0.0)
+        return (log_sum - target_logit).where(counts, 0.0)
 
     @staticmethod
     @once_differentiable
@@ -155,8 +154,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         for start in range(0, weight.shape[0], ctx.size):
             part = _logits(hidden, weight, bias, start, ctx.size).sub_(log_sum[:, None]).exp_()
             column = rows - start
-            here = (column >= 0) & (column < part.shape[1])
-            part.scatter_add_(1, column.where(here, 0)[:, None], -here[:, None].float())
+            in_chunk = (column >= 0) & (column < part.shape[1])
+            part.scatter_add_(1, column.where(in_chunk, 0)[:, None], -in_chunk[:, None].float())
             part = part.mul_(grad)
             chunk = slice(start, start + ctx.size)
             if grad_bias is not None:

@@ -65,13 +65,9 @@ class EMA:
         """
         if bucket not in self._averages:
             weights = read_weights(self._engine, bucket)(0, bucket.owned_numel)
-            device = (
-                weights.device
-                if self._offload is None
-                else torch.device("cpu")
-                if self._offload
-                else self._engine.device
-            )
+            device = weights.device
+            if self._offload is not None:
+                device = torch.device("cpu") if self._offload else self._engine.device
             self._averages[bucket] = weights.to(device, torch.float32, copy=True)
         return self._averages[bucket]
 
@@ -83,26 +79,23 @@ class EMA:
         Collective then.
         """
         engine, buckets = self._engine, self._engine.updater.buckets
-        gone = {
+        replaced = {
             bucket: average for bucket, average in self._averages.items() if bucket not in buckets
         }
-        if not gone and len(self._averages) == len(buckets):
+        if not replaced and len(self._averages) == len(buckets):
             return
         engine.synchronize()
         averages = dict[torch.Tensor, torch.Tensor]()
-        for bucket, full in zip(gone, engine.full_tensors.of_buckets(gone.items()), strict=True):
+        for bucket, full in zip(
+            replaced, engine.full_tensors.of_buckets(replaced.items()), strict=True
+        ):
             averages |= {
                 managed.param: managed.full(managed.slice_of(full).clone())
                 for managed in bucket.params
             }
             del self._averages[bucket]
-        self._set(
-            {
-                managed.param: averages.get(managed.param)
-                for bucket in buckets
-                for managed in bucket.params
-            }
-        )
+        params = [managed.param for bucket in buckets for managed in bucket.params]
+        self._set({param: averages.get(param) for param in params})
 
     def _set(self, averages: Mapping[torch.Tensor, torch.Tensor | None]) -> None:
         """Set this rank's parts of the averages of parameters from full ones; None: they stay,
@@ -168,16 +161,16 @@ class EMA:
 
         engine.together("EMA.swap", check)
         self.follow()
-        own = {
+        weights = {
             bucket: bucket.owned_values(0, bucket.owned_numel).clone()
             for bucket in engine.updater.buckets
         }
         try:
             engine.updater.swapped = True
-            self._put({bucket: self.shard(bucket) for bucket in own})
+            self._put({bucket: self.shard(bucket) for bucket in weights})
             yield
         finally:
-            self._put(own)
+            self._put(weights)
             engine.updater.swapped = False
 
     @torch.no_grad()
@@ -186,14 +179,14 @@ class EMA:
         engine = self._engine
         if engine.unsharder is not None:
             engine.unsharder.reshard_all()
-        works: list[Any] = []
+        gathers: list[Any] = []
         for bucket, owned in values.items():
             bucket.assign(0, owned)
             if engine.lifetimes.gathers_new_weights:
-                works += engine.comm.all_gather(
+                gathers += engine.comm.all_gather(
                     [bucket.weight], Traffic.READ, "the average", engine.comm.shard_ranks
                 )
-        wait_all(works)
+        wait_all(gathers)
         note_written([managed for bucket in values for managed in bucket.params])
 
     @torch.no_grad()
@@ -236,22 +229,17 @@ class EMA:
         params: dict[str, torch.Tensor] = {}
 
         def check() -> str:
-            given = state_dict["averages"]
+            saved = state_dict["averages"]
             engine.membership.check("EMA.load_state_dict")
             names = names_of(engine)
-            params.update(
-                {
-                    names[m.param]: m.param
-                    for bucket in engine.updater.buckets
-                    for m in bucket.params
-                }
-            )
+            for bucket in engine.updater.buckets:
+                params.update({names[managed.param]: managed.param for managed in bucket.params})
             shapes = {name: tuple(param.shape) for name, param in params.items()}
-            found = {name: tuple(value.shape) for name, value in given.items()}
-            for name in [*shapes, *found]:
-                if shapes.get(name) != found.get(name):
+            saved_shapes = {name: tuple(value.shape) for name, value in saved.items()}
+            for name in [*shapes, *saved_shapes]:
+                if shapes.get(name) != saved_shapes.get(name):
                     raise ValueError(
-                        f"EMA.load_state_dict: {name} has shape {found.get(name)}; expected "
+                        f"EMA.load_state_dict: {name} has shape {saved_shapes.get(name)}; expected "
                         f"{shapes.get(name)} (None: is not there)"
                     )
             return f"the average after {int(state_dict['updates'])} updates"

@@ -54,7 +54,7 @@ def shard_pipeline(
     Source: https://docs.pytorch.org/docs/stable/distributed.pipelining.html.
     """
     chosen = [*stages] if isinstance(stages, Sequence) else [stages]
-    modules: list[Any] = [getattr(one, "submod", None) for one in chosen]
+    modules: list[Any] = [getattr(pipeline_stage, "submod", None) for pipeline_stage in chosen]
     if not chosen or not all(isinstance(module, nn.Module) for module in modules):
         raise TypeError(
             f"shard_pipeline: stages is {stages!r}; expected a PipelineStage, or a sequence of them"
@@ -74,11 +74,11 @@ def shard_pipeline(
         model_parallel_group=chosen[0].group or dist.group.WORLD,
         **options,
     )
-    engine_behind("shard_pipeline", sharded[0]).scaler.has_losses = (
-        len(chosen) == 1 and chosen[0].is_last
-    )
-    for one in chosen:
-        one.scale_grads, one.backward_weight_one_chunk = _refuse_scaling, _refuse_split
+    scaler = engine_behind("shard_pipeline", sharded[0]).scaler
+    scaler.has_losses = len(chosen) == 1 and chosen[0].is_last
+    for pipeline_stage in chosen:
+        pipeline_stage.scale_grads = _refuse_scaling
+        pipeline_stage.backward_weight_one_chunk = _refuse_split
     return sharded
 
 

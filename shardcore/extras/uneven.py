@@ -28,25 +28,23 @@ class Joined(Generic[Batch]):
         """Exchange how many batches the ranks have, where all loaders have a length. Collective."""
         self._engine, self._loader = engine_behind("join", model), loader
         engine = self._engine
-        said: tuple[int | None, list[str]] = attempt_together(
+        described: tuple[int | None, list[str]] = attempt_together(
             engine.comm, "join", self._described, "no batch was taken"
         )
-        every = engine.comm.gather_json(said)
-        kinds = [kind for _, found in every for kind in found]
-        if kinds:
+        of_ranks = engine.comm.gather_json(described)
+        sync_norms = [name for _, names in of_ranks for name in names]
+        if sync_norms:
             raise ValueError(
-                f"join: {kinds[0]} is a SyncBatchNorm, whose statistics would count repeated "
+                f"join: {sync_norms[0]} is a SyncBatchNorm, whose statistics would count repeated "
                 f"batches; expected batch norms "
                 "over each rank's own samples, or equally many batches"
             )
-        self._lengths = (
-            None
-            if any(length is None for length, _ in every)
-            else [int(length) for length, _ in every]
-        )
+        lengths = [length for length, _ in of_ranks]
+        self._lengths: list[int] | None = None if None in lengths else lengths
         self.has_batch, self.active = True, self._engine.comm.world_size
 
     def _described(self) -> tuple[int | None, list[str]]:
+        """Return the loader's length, None without one, and the names of SyncBatchNorms."""
         self._engine.synchronize()
         try:
             length: int | None = len(self._loader)  # type: ignore[arg-type]
@@ -91,8 +89,9 @@ class Joined(Generic[Batch]):
                 yield _fresh(last)
             finally:
                 engine.reducer.muted = False
-                for name, buffer in engine.model.named_buffers() if buffers else ():
-                    buffer.data.copy_(buffers[name])
+                if buffers:
+                    for name, buffer in engine.model.named_buffers():
+                        buffer.data.copy_(buffers[name])
 
     def _agree(self, number: int) -> int:
         """Return how many ranks have batch `number`. ValueError, on every rank, if one has none
@@ -103,9 +102,8 @@ class Joined(Generic[Batch]):
         else:
             self._engine.synchronize()  # as before each collective
             row = torch.tensor([self.has_batch], device="cpu")
-            counts = self._engine.comm.all_gather_cpu(row, Traffic.READ, "the batches of a loop")[
-                :, 0
-            ].tolist()
+            rows = self._engine.comm.all_gather_cpu(row, Traffic.READ, "the batches of a loop")
+            counts = rows[:, 0].tolist()
         if number == 0 and any(counts) and not all(counts):
             raise ValueError(
                 f"join: the loader of rank {counts.index(False)} has no batch at all; expected at "

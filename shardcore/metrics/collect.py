@@ -182,19 +182,23 @@ class Metrics:
 
     def _read(self) -> Row:
         """Return the row of the steps since the last one. Waits for the device. Collective."""
-        own = [float(self._loss), float(self._losses), float(self._tokens), self._flops or 0.0]
+        of_rank = [float(self._loss), float(self._losses), float(self._tokens), self._flops or 0.0]
         sums = self._comm.all_gather_cpu(
-            torch.tensor(own, dtype=torch.float64, device="cpu"), name="the metrics"
+            torch.tensor(of_rank, dtype=torch.float64, device="cpu"), name="the metrics"
         ).sum(0)
         parts = self._comm.of_parts(sums, name="the metrics")
         loss, losses, _, flops = parts.sum(0).tolist()
         tokens = parts[:, 2].max().item()  # parts of the model have the same samples
         device, engine = self._engine.device, self._engine
-        counts, steps, seconds = (
-            self._counts(),
-            self._steps - self._first,
-            perf_counter() - self._since,
-        )
+        counts = self._counts()
+        steps = self._steps - self._first
+        seconds = perf_counter() - self._since
+        tflops = None
+        if flops:
+            tflops = flops / self._ranks.world_size * steps / seconds / 1e12
+        peak = None
+        if device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(device)
         row: Row = dict.fromkeys(COLUMNS) | {
             "step": self._steps,
             "loss": loss / losses if losses else None,
@@ -203,13 +207,9 @@ class Metrics:
             "skipped_steps": self._optimizer.skipped_steps,
             "step_ms": 1000.0 * seconds / steps,
             "tokens_per_s": tokens / seconds if tokens else None,
-            "tflops_per_s": flops / self._ranks.world_size * steps / seconds / 1e12
-            if flops
-            else None,
+            "tflops_per_s": tflops,
             **{name: (count - self._before[name]) / steps for name, count in counts.items()},
-            "device_peak_bytes": torch.cuda.max_memory_allocated(device)
-            if device.type == "cuda"
-            else None,
+            "device_peak_bytes": peak,
             **self._row,
         }
         row["lr"] = None if row["lr"] is None else float(row["lr"])
@@ -221,14 +221,12 @@ class Metrics:
         """Return what is counted from the start on."""
         sent, store = self._comm.sent, self._engine.store
         moved = store.moved_bytes if isinstance(store, CpuStore | SplitStore) else {}
-        return {f"{part}_ms": ms for part, ms in self._comm.clock.totals().items()} | {
-            "sent_gradients_bytes": sent[Traffic.BACKWARD],
-            "sent_weights_bytes": sent[Traffic.WEIGHTS] + sent[Traffic.STEP],
-            **{
-                f"{way}_bytes": moved.get(way, 0)
-                for way in ("to_host", "from_host", "to_nvme", "from_nvme")
-            },
-        }
+        counts = {f"{part}_ms": ms for part, ms in self._comm.clock.totals().items()}
+        counts["sent_gradients_bytes"] = sent[Traffic.BACKWARD]
+        counts["sent_weights_bytes"] = sent[Traffic.WEIGHTS] + sent[Traffic.STEP]
+        for path in ("to_host", "from_host", "to_nvme", "from_nvme"):
+            counts[f"{path}_bytes"] = moved.get(path, 0)
+        return counts
 
     # --- where rows go ----------------------------------------------------------------------------
 
@@ -278,15 +276,14 @@ def _check(
 
 def _facts(engine: Engine, ranks: int) -> dict[str, Any]:
     """Return what a page says of the run."""
-    gpu, options = (
-        torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else None,
-        engine.options,
-    )
-    offload = {
-        kind: tier
-        for kind in ("optimizer", "gradients", "params")
-        if (tier := getattr(options["offload"], kind))
+    options = engine.options
+    gpu = None
+    if engine.device.type == "cuda":
+        gpu = torch.cuda.get_device_name(engine.device)
+    tiers = {
+        kind: getattr(options["offload"], kind) for kind in ("optimizer", "gradients", "params")
     }
+    offload = {kind: tier for kind, tier in tiers.items() if tier}
     facts = {
         "model": type(engine.model).__name__,
         "parameters": sum(param.numel() for param in engine.model.parameters()),

@@ -146,12 +146,12 @@ def page(folder: Path) -> str:
             f"`every`)"
         )
     facts = json.loads((folder / FACTS).read_text()) if (folder / FACTS).is_file() else {}
-    drawn = [text for plot in PLOTS if (text := draw(plot, columns))]
+    drawn = list(filter(None, (draw(plot, columns) for plot in PLOTS)))
     heading = html.escape(str(facts.get("model", folder.resolve().name)))
     return _PAGE.format(
         title=f"{heading}: metrics",
         heading=heading,
-        facts=" · ".join(html.escape(text) for text in _said(facts)),
+        facts=" · ".join(html.escape(text) for text in _described_run(facts)),
         cards="".join(
             f"<div class=card><b>{value}</b><span>{name}</span></div>"
             for name, value in _cards(columns)
@@ -162,7 +162,7 @@ def page(folder: Path) -> str:
     )
 
 
-def _said(facts: Mapping[str, Any]) -> list[str]:
+def _described_run(facts: Mapping[str, Any]) -> list[str]:
     """Return what is known of a run, in words."""
     forms = {
         "parameters": "{:,} parameters",
@@ -193,9 +193,8 @@ def _cards(columns: Mapping[str, Column]) -> list[tuple[str, str]]:
     """Return what stands above the plots: (name, value)."""
 
     def median(name: str) -> float:
-        return statistics.median(
-            [value for value in columns[name] if math.isfinite(value)] or [math.nan]
-        )
+        known = [value for value in columns[name] if math.isfinite(value)]
+        return statistics.median(known or [math.nan])
 
     last = next((value for value in reversed(columns["loss"]) if math.isfinite(value)), math.nan)
     memory = sum(columns[column][-1] for tier in TIERS for column in _memory(tier).values())
@@ -218,7 +217,7 @@ def draw(plot: Plot, columns: Mapping[str, Column]) -> str:
     chosen = {
         label: _thin(columns[name])
         for label, name in plot.columns.items()
-        if _is_there(name, columns[name])
+        if _is_drawn(name, columns[name])
     }
     if not chosen:
         return ""
@@ -228,12 +227,12 @@ def draw(plot: Plot, columns: Mapping[str, Column]) -> str:
             label: [value if math.isfinite(value) else 0.0 for value in column]
             for label, column in chosen.items()
         }
-        most: float = max(map(sum, zip(*chosen.values(), strict=True)))
+        greatest: float = max(map(sum, zip(*chosen.values(), strict=True)))
     else:
-        most = max(
+        greatest = max(
             abs(value) for column in chosen.values() for value in column if math.isfinite(value)
         )
-    size, suffix = _unit(most, plot.unit)
+    size, suffix = _unit(greatest, plot.unit)
     lines = [[value / size for value in column] for column in chosen.values()]
     colours = [_COLOURS[number] for number, label in enumerate(plot.columns) if label in chosen]
     matplotlib = _matplotlib()
@@ -247,11 +246,12 @@ def draw(plot: Plot, columns: Mapping[str, Column]) -> str:
     elif plot.stacked:
         axes.stackplot(steps, *lines, colors=colours)
     else:
-        there = [False, *map(math.isfinite, lines[0]), False]
+        # a value between two unknown ones is in no line: it gets a mark
+        known = [False, *map(math.isfinite, lines[0]), False]
         alone = [
-            at - 1
-            for at, is_there in enumerate(there)
-            if is_there and not there[at - 1] and not there[at + 1]
+            index
+            for index in range(len(lines[0]))
+            if known[index + 1] and not known[index] and not known[index + 2]
         ]
         axes.plot(steps, lines[0], color=colours[0], marker="o", markevery=alone)
     if plot.stacked or plot.from_zero:
@@ -278,9 +278,10 @@ def draw(plot: Plot, columns: Mapping[str, Column]) -> str:
         f'<li><i style="background: {colour}"></i>{html.escape(label)}</li>'
         for label, colour in zip(chosen, colours, strict=True)
     )
-    last = (
-        "" if plot.stacked else _number(columns[next(iter(plot.columns.values()))][-1], plot.unit)
-    )
+    last = ""
+    if not plot.stacked:
+        name = next(iter(plot.columns.values()))
+        last = _number(columns[name][-1], plot.unit)
     title = plot.title + (f" ({suffix.strip()})" if suffix.strip() else "")
     return (
         f"<figure><figcaption><h2>{html.escape(title)}</h2>"
@@ -302,7 +303,7 @@ def _matplotlib() -> Any:
     return import_module("matplotlib")
 
 
-def _is_there(name: str, column: Column) -> bool:
+def _is_drawn(name: str, column: Column) -> bool:
     quiet = _QUIET.get(name)
     known = [value for value in column if math.isfinite(value)]
     if quiet is not None:
@@ -315,10 +316,11 @@ def _thin(column: Column) -> Column:
     size = -(-len(column) // POINTS)
     if size == 1:
         return column
-    ranges = (column[start : start + size] for start in range(0, len(column), size))
-    return [
-        statistics.fmean([v for v in values if math.isfinite(v)] or [math.nan]) for values in ranges
-    ]
+    means = []
+    for start in range(0, len(column), size):
+        known = [value for value in column[start : start + size] if math.isfinite(value)]
+        means.append(statistics.fmean(known or [math.nan]))
+    return means
 
 
 def _unit(value: float, unit: str) -> tuple[float, str]:

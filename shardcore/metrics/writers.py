@@ -46,17 +46,18 @@ COLUMNS = (
 _PACKAGES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}
 
 
-def import_package(name: str, asked: str) -> Any:
-    """Import what writes to "tensorboard" or "wandb". ImportError, in which `asked` says by
-    what, if it is not installed.
+def import_package(name: str, setting: str) -> Any:
+    """Import what writes to "tensorboard" or "wandb". ImportError if it is not installed.
+
+    setting: the setting that asks for it, such as "Metrics: wandb is True".
     """
     try:
         return import_module(_PACKAGES[name])
     except ImportError as error:
-        option, value = asked.rsplit(" is ", 1)
+        option, value = setting.rsplit(" is ", 1)
         off = "false" if value == "true" else "False"
         raise ImportError(
-            f"{asked}, and the package {name} cannot be imported ({error}); expected it to be "
+            f"{setting}, and the package {name} cannot be imported ({error}); expected it to be "
             f"installed (pip install {name}), or {option.split()[-1]} {off}"
         ) from error
 

@@ -202,13 +202,8 @@ class SequenceParallelLoader:
         """
         comm = Comm(self.group)
         for batch in self.loader:
-            sums = comm.gather_json(
-                [
-                    _C.crc32c(batch[name].cpu().contiguous())
-                    for name in ("input_ids", "labels")
-                    if name in batch
-                ]
-            )
+            compared = [batch[name] for name in ("input_ids", "labels") if name in batch]
+            sums = comm.gather_json([_C.crc32c(tensor.cpu().contiguous()) for tensor in compared])
             if any(other != sums[0] for other in sums):
                 raise ValueError(
                     "SequenceParallelLoader: ranks of one sequence have different batches; "

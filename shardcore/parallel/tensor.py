@@ -9,8 +9,8 @@ fused projections of GPT-2, which are in Conv1D, and in no plan (`_sliced`).
 Note [Adapters]: PEFT's LoRA adds lora_B(lora_A(x)) to the output of a layer, its base. Beside a
 base whose outputs are sliced, lora_A stays whole and lora_B is sliced as the base. Beside one whose
 inputs are sliced it is the other way round. Each change of a base notes on it how its adapters
-change (`_note`), for those that are there already and for those that PEFT adds before `shard`.
-Nothing of PEFT is imported: its layers are known by their attributes.
+change (`_note_for_adapters`), for those that are there already and for those that PEFT adds before
+`shard`. Nothing of PEFT is imported: its layers are known by their attributes.
 """
 
 import fnmatch
@@ -72,10 +72,12 @@ def tensor_parallel(model: Model, mesh: DeviceMesh, plan: Mapping[str, Any] | No
         raise ValueError(
             f"{op}: mesh is {mesh!r}; expected a DeviceMesh of 1 dimension, such as mesh['tp']"
         )
-    given: Any = model
-    model = given.get_base_model() if hasattr(given, "get_base_model") else given
+    wrapped_model: Any = model
+    if hasattr(wrapped_model, "get_base_model"):  # PEFT's
+        model = wrapped_model.get_base_model()
     modules, params = dict(model.named_modules()), dict(model.named_parameters())
-    own = plan is None  # one for all models of a class: some have no module of a name in it
+    # a plan is one for all models of a class: some have no module of a name in it
+    is_own_plan = plan is None
     if plan is None:
         plan = _gpt2_plan(modules) or _own_plan(model, modules)
     if not plan:
@@ -83,14 +85,14 @@ def tensor_parallel(model: Model, mesh: DeviceMesh, plan: Mapping[str, Any] | No
             f"{op}: {type(model).__name__} has no plan for its layers; expected plan={{module "
             f"name: style}}"
         )
-    _check_heads(op, model, mesh.size(), plan if own else None)
+    _check_heads(op, model, mesh.size(), plan if is_own_plan else None)
     changes: dict[str, Any] = {}
     # of parameters: the dimension, and how many blocks of it are cut each by itself
     cuts: dict[str, tuple[int, int]] = {}
     for pattern, style in plan.items():
-        found = fnmatch.filter(modules, pattern)
-        fused = [] if found else fnmatch.filter(params, pattern)
-        if not found and not fused and not own:
+        matched = fnmatch.filter(modules, pattern)
+        fused = [] if matched else fnmatch.filter(params, pattern)
+        if not matched and not fused and not is_own_plan:
             raise ValueError(
                 f"{op}: plan has {pattern!r}, which is no module or parameter of the model; "
                 f"expected their names"
@@ -102,9 +104,9 @@ def tensor_parallel(model: Model, mesh: DeviceMesh, plan: Mapping[str, Any] | No
             )
         cuts |= dict.fromkeys(fused, _PARAM_STYLES.get(style, (0, 0)))
         if style == "mla_kv_a_proj":
-            changes |= {name: _sum_rope_gradients(op, name, model) for name in found}
-        elif found:
-            changes |= dict.fromkeys(found, _style(op, pattern, style))
+            changes |= {name: _sum_rope_gradients(op, name, model) for name in matched}
+        elif matched:
+            changes |= dict.fromkeys(matched, _style(op, pattern, style))
     tied: dict[nn.Parameter, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         tied.setdefault(param, []).append(name)
@@ -113,7 +115,9 @@ def tensor_parallel(model: Model, mesh: DeviceMesh, plan: Mapping[str, Any] | No
         dim = dim if params[name].dim() > 1 else -1
         setattr(modules[owner], attribute, _slice(params[name], mesh, dim, blocks))
     for name, style in changes.items():
-        for module in _inside(modules[name]) if style is not None else ():
+        if style is None:
+            continue
+        for module in _inside(modules[name]):
             _change(module, mesh, style)
     slice_adapters(model, op)
     for names in tied.values():
@@ -122,7 +126,7 @@ def tensor_parallel(model: Model, mesh: DeviceMesh, plan: Mapping[str, Any] | No
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = local_part(buffer)
-    return given  # type: ignore[no-any-return]
+    return wrapped_model  # type: ignore[no-any-return]
 
 
 _PARAM_STYLES = {"colwise": (-2, 1), "rowwise": (-1, 1), "packed_colwise": (-2, 2)}
@@ -137,7 +141,7 @@ def _own_plan(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, A
     plan = dict(getattr(model, "_tp_plan", None) or {})
     if not any("*" in pattern and fnmatch.filter(modules, pattern) for pattern in plan):
         return {}
-    before = {
+    projection_before = {
         "q_norm": "q_proj",
         "q_layernorm": "q_proj",
         "k_norm": "k_proj",
@@ -145,14 +149,16 @@ def _own_plan(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, A
         "act_fn": "up_proj",
     }
     for pattern, style in [*plan.items()]:
-        owner, _, cut = pattern.rpartition(".")
-        for name, what in before.items() if style == "colwise" else ():
-            if what == cut and f"{owner}.{name}" not in plan:
+        if style != "colwise":
+            continue
+        owner, _, projected = pattern.rpartition(".")
+        for name, projection in projection_before.items():
+            if projection == projected and f"{owner}.{name}" not in plan:
                 plan[f"{owner}.{name}"] = "replicated_with_grad_allreduce"
     return plan
 
 
-def _check_heads(op: str, model: nn.Module, ranks: int, own: Mapping[str, Any] | None) -> None:
+def _check_heads(op: str, model: nn.Module, ranks: int, own_plan: Mapping[str, Any] | None) -> None:
     """Refuse sparse activations, and heads that ranks cannot share equally, unless the model's
     own plan cuts no attention.
     """
@@ -163,8 +169,10 @@ def _check_heads(op: str, model: nn.Module, ranks: int, own: Mapping[str, Any] |
             f"{op}: activation_sparsity_pattern is set, which takes whole features; expected a "
             f"model without"
         )
-    of_attention = [style for pattern, style in (own or {}).items() if "attn" in pattern]
-    if own is not None and not any(style == "colwise" or callable(style) for style in of_attention):
+    of_attention = [style for pattern, style in (own_plan or {}).items() if "attn" in pattern]
+    if own_plan is not None and not any(
+        style == "colwise" or callable(style) for style in of_attention
+    ):
         return
     for layer in getattr(config, "per_layer_config", None) or [config]:
         for name in ("num_attention_heads", "num_key_value_heads"):
@@ -178,8 +186,8 @@ def _check_heads(op: str, model: nn.Module, ranks: int, own: Mapping[str, Any] |
 
 def _tie_again(op: str, model: nn.Module, names: list[str]) -> None:
     """Let the parameters of these names be the first one, as they were one before."""
-    first, *others = (model.get_parameter(name) for name in names)
-    for name, other in zip(names[1:], others, strict=True):
+    first, *rest = (model.get_parameter(name) for name in names)
+    for name, other in zip(names[1:], rest, strict=True):
         if getattr(other, "placements", None) != getattr(first, "placements", None):
             raise NotImplementedError(
                 f"{op}: {names[0]} and {name} are one weight, which the plan slices differently; "
@@ -198,13 +206,10 @@ def _change(module: nn.Module, mesh: DeviceMesh, style: Any) -> None:
         return
     parallel = _torch(".parallel")
     parallel.parallelize_module(module, mesh, style)
-    if isinstance(style, parallel.ColwiseParallel | parallel.RowwiseParallel):
-        _note(
-            module,
-            mesh,
-            style,
-            "lora_B" if isinstance(style, parallel.ColwiseParallel) else "lora_A",
-        )
+    if isinstance(style, parallel.ColwiseParallel):
+        _note_for_adapters(module, mesh, style, "lora_B")
+    elif isinstance(style, parallel.RowwiseParallel):
+        _note_for_adapters(module, mesh, style, "lora_A")
 
 
 # --- adapters of PEFT's ---------------------------------------------------------------------------
@@ -216,12 +221,13 @@ def _inside(module: Any) -> list[nn.Module]:
     """
     if hasattr(module, "modules_to_save"):
         return [module.original_module, *module.modules_to_save.values()]
-    while isinstance(inner := getattr(module, "base_layer", None), nn.Module):
-        module = inner
+    inner = getattr(module, "base_layer", None)
+    while isinstance(inner, nn.Module):
+        module, inner = inner, getattr(inner, "base_layer", None)
     return [module]
 
 
-def _note(module: Any, mesh: DeviceMesh, style: Any, *halves: str) -> None:
+def _note_for_adapters(module: Any, mesh: DeviceMesh, style: Any, *halves: str) -> None:
     """Note what to do with these halves of the adapters of a layer that was changed."""
     module._of_adapters = dict.fromkeys(halves, (style, mesh))
 
@@ -238,36 +244,34 @@ def slice_adapters(model: nn.Module, op: str = "shard") -> dict[nn.Parameter, nn
         base: Any = getattr(layer, "base_layer", None)
         if not isinstance(base, nn.Module):
             continue
-        own = {
+        adapters = {
             key: param
             for key, param in layer.named_parameters()
             if not key.startswith("base_layer.")
         }
         halves = getattr(base, "_of_adapters", {})
-        unknown = any(map(is_dtensor, base.parameters())) and not any(map(is_dtensor, own.values()))
-        # or the base is whole, or somebody else has sliced both
-        if not own or not (halves or unknown):
+        base_is_sliced = any(map(is_dtensor, base.parameters()))
+        adapters_are_sliced = any(map(is_dtensor, adapters.values()))
+        by_others = base_is_sliced and not adapters_are_sliced
+        if not adapters or not (halves or by_others):
             continue
-        plain = all(key.startswith(("lora_A.", "lora_B.")) for key in own) and not getattr(
-            layer, "lora_variant", None
-        )
-        if not halves or not plain:
+        is_lora = all(key.startswith(("lora_A.", "lora_B.")) for key in adapters)
+        if not halves or not is_lora or getattr(layer, "lora_variant", None):
             raise NotImplementedError(
-                f"{op}: {name} has the adapter {next(iter(own))} beside a slice of its layer; "
+                f"{op}: {name} has the adapter {next(iter(adapters))} beside a slice of its layer; "
                 f"expected plain LoRA "
                 "(no DoRA, no embeddings, no parameters of experts) on layers that "
                 "shardcore.tensor_parallel has sliced"
             )
         for half, (style, mesh) in halves.items():
             for linear in getattr(layer, half).values():
-                if not hasattr(linear, "_of_adapters"):
-                    before = dict(linear.named_parameters())
-                    _slice_half(linear, base, mesh, style, half)
-                    replaced |= {
-                        before[key]: param
-                        for key, param in linear.named_parameters()
-                        if param is not before[key]
-                    }
+                if hasattr(linear, "_of_adapters"):
+                    continue
+                before = dict(linear.named_parameters())
+                _slice_half(linear, base, mesh, style, half)
+                for key, param in linear.named_parameters():
+                    if param is not before[key]:
+                        replaced[before[key]] = param
     return replaced
 
 
@@ -287,7 +291,7 @@ def _slice_half(linear: nn.Module, base: Any, mesh: DeviceMesh, style: Any, half
             )
             linear._parameters[key] = nn.Parameter(part, requires_grad=param.requires_grad)
     _change(linear, mesh, style)
-    _note(linear, mesh, style)
+    _note_for_adapters(linear, mesh, style)
 
 
 def _torch(part: str = "") -> Any:
@@ -299,11 +303,9 @@ def _style(op: str, name: str, style: Any) -> Any:
     """Return a style of torch's, a Change, or None for what stays as it is."""
     if not isinstance(style, str):
         return style
-    whole, column, row = (
-        _torch().Replicate(),
-        _torch(".parallel").ColwiseParallel,
-        _torch(".parallel").RowwiseParallel,
-    )
+    whole = _torch().Replicate()
+    column = _torch(".parallel").ColwiseParallel
+    row = _torch(".parallel").RowwiseParallel
     known: dict[str, Any] = {
         "colwise": column(),
         "rowwise": row(),
@@ -315,10 +317,8 @@ def _style(op: str, name: str, style: Any) -> Any:
         "local_params": _take_local_params,
         "replicate": None,
     }
-    known["colwise_rep"], known["rowwise_rep"] = (
-        known["colwise_gather_output"],
-        known["rowwise_split_input"],
-    )
+    known["colwise_rep"] = known["colwise_gather_output"]
+    known["rowwise_rep"] = known["rowwise_split_input"]
     if style not in known:
         raise NotImplementedError(
             f"{op}: {name} has the style {style!r}, which is not supported; expected one of "
@@ -336,10 +336,10 @@ def _copied(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     return whole.to_local(grad_placements=[tensor.Partial()])  # type: ignore[no-any-return]
 
 
-def _summed(mine: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+def _summed(part: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """Return the sum of what the ranks have, on each of them."""
     tensor = _torch()
-    added = tensor.DTensor.from_local(mine, mesh, [tensor.Partial()], run_check=False)
+    added = tensor.DTensor.from_local(part, mesh, [tensor.Partial()], run_check=False)
     return added.redistribute(placements=[tensor.Replicate()]).to_local()  # type: ignore[no-any-return]
 
 
@@ -362,7 +362,7 @@ def _sum_rope_gradients(op: str, name: str, model: nn.Module) -> Change:
             return torch.cat([out[..., :latent], _copied(out[..., latent:], mesh)], dim=-1)
 
         module.register_forward_hook(split)
-        _note(module, mesh, change, "lora_B")
+        _note_for_adapters(module, mesh, change, "lora_B")
 
     return change
 
@@ -412,7 +412,7 @@ def _sum_gradients(module: nn.Module, mesh: DeviceMesh) -> None:
     for part in module.modules():
         if part._parameters:
             _take_local_params(part, mesh)
-            _note(part, mesh, _sum_gradients, "lora_A", "lora_B")
+            _note_for_adapters(part, mesh, _sum_gradients, "lora_A", "lora_B")
 
 
 def _experts(module: Any, mesh: DeviceMesh) -> None:
@@ -424,10 +424,8 @@ def _experts(module: Any, mesh: DeviceMesh) -> None:
             f"tensor_parallel: {kind} has {whole[0]}, which the plan does not slice; expected it "
             f"to slice all"
         )
-    fused, in_halves = (
-        module._parameters.get("gate_up_proj"),
-        getattr(module, "is_concatenated", None),
-    )
+    fused = module._parameters.get("gate_up_proj")
+    in_halves = getattr(module, "is_concatenated", None)
     blocks = fused is not None and split_factor_of(fused.placements[0]) > 1
     if fused is not None and getattr(module, "has_gate", False) and in_halves not in (None, blocks):
         expected = '"packed_colwise"' if in_halves else '"colwise"'
@@ -437,11 +435,8 @@ def _experts(module: Any, mesh: DeviceMesh) -> None:
         )
 
     def copied(value: Any) -> Any:
-        return (
-            _copied(value, mesh)
-            if isinstance(value, torch.Tensor) and value.is_floating_point()
-            else value
-        )
+        is_floating = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return _copied(value, mesh) if is_floating else value
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return tuple(map(copied, args)), {name: copied(value) for name, value in kwargs.items()}
@@ -520,7 +515,7 @@ def _columns(blocks: int) -> Change:
         )
         module.bias = None if module.bias is None else _slice(module.bias, mesh, -1, blocks)
         module.__class__ = _sliced(module.__class__)[0]
-        _note(module, mesh, change, "lora_B")
+        _note_for_adapters(module, mesh, change, "lora_B")
 
     return change
 
@@ -528,7 +523,7 @@ def _columns(blocks: int) -> Change:
 def _rows(module: Any, mesh: DeviceMesh) -> None:
     module.weight = _slice(module.weight, mesh, 1 if isinstance(module, nn.Linear) else 0, 1)
     module.__class__ = _sliced(module.__class__)[1]
-    _note(module, mesh, _rows, "lora_A")
+    _note_for_adapters(module, mesh, _rows, "lora_A")
 
 
 def _slice(param: nn.Parameter, mesh: DeviceMesh, dim: int, blocks: int) -> nn.Parameter:

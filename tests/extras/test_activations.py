@@ -63,8 +63,8 @@ def test_gradients_are_those_of_the_plain_model(way: str, kind: Callable[[], nn.
 
 
 def test_a_broken_copy_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    bring = activations._Offloaded.bring
-    monkeypatch.setattr(activations._Offloaded, "bring", lambda kept: bring(kept) + 1e-3)
+    fetch = activations._Offloaded.fetch
+    monkeypatch.setattr(activations._Offloaded, "fetch", lambda saved: fetch(saved) + 1e-3)
     with pytest.raises(AssertionError):
         test_gradients_are_those_of_the_plain_model("offloaded", Net)
 
