@@ -73,11 +73,9 @@ class ShardcoreAccelerator(Accelerator):
         **kwargs: Any,
     ) -> None:
         """Make an accelerator; see the class."""
-        precision = (
-            os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-            if mixed_precision is None
-            else str(mixed_precision)
-        )
+        if mixed_precision is None:
+            mixed_precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+        precision = str(mixed_precision)
         _check_arguments(precision, kwargs)
         super().__init__(mixed_precision="no", **kwargs)
         if self.distributed_type in (
@@ -124,20 +122,22 @@ class ShardcoreAccelerator(Accelerator):
         ]
         for index in models:
             if engine_of(objects[index]) is None:
-                own = set(objects[index].parameters())
-                mine = [
-                    other for other in optimizers if not own.isdisjoint(_params_of(objects[other]))
+                params = set(objects[index].parameters())
+                of_model = [
+                    other
+                    for other in optimizers
+                    if not params.isdisjoint(_params_of(objects[other]))
                 ]
-                if len(mine) > 1:
+                if len(of_model) > 1:
                     raise ValueError(
-                        f"prepare: the model args[{index}] has {len(mine)} optimizers; expected "
-                        f"one for all of it"
+                        f"prepare: the model args[{index}] has {len(of_model)} optimizers; "
+                        f"expected one for all of it"
                     )
                 objects[index], new = self._shard(
-                    objects[index], objects[mine[0]] if mine else None
+                    objects[index], objects[of_model[0]] if of_model else None
                 )
-                if mine:
-                    objects[mine[0]] = new
+                if of_model:
+                    objects[of_model[0]] = new
         return super().prepare(*objects, device_placement=device_placement)
 
     def prepare_model(
@@ -172,10 +172,10 @@ class ShardcoreAccelerator(Accelerator):
         options = dict(self.shard_options)
         check_model(model, options.get("stage", 2))
         precision = None if self._precision == "no" else self._precision
-        given = options.setdefault("precision", precision)
-        if precision is not None and given != precision:
+        chosen = options.setdefault("precision", precision)
+        if precision is not None and chosen != precision:
             raise ValueError(
-                f"prepare: shard_options has precision={given!r} with "
+                f"prepare: shard_options has precision={chosen!r} with "
                 f"mixed_precision={precision!r}; expected one of them"
             )
         if optimizer is None:
@@ -188,7 +188,8 @@ class ShardcoreAccelerator(Accelerator):
             options.setdefault("sync_each", True)
         sharded = shard(model, optimizer, **options)
         _GeneratesTogether.mark(model)
-        if sum(map(_scales, [*(each.optimizer for each in self._optimizers), sharded[1]])) > 1:
+        prepared = [each.optimizer for each in self._optimizers]
+        if sum(map(_scales, [*prepared, sharded[1]])) > 1:
             raise ValueError(
                 "prepare: two models have float16 weights, each with a loss scale of its own, and "
                 "backward(loss) has one loss; "
@@ -319,9 +320,9 @@ class _GeneratesTogether:
     @classmethod
     def mark(cls, model: nn.Module) -> None:
         engine = engine_behind("prepare", model)
-        for module in (
-            model.modules() if engine.comm.world_size > 1 and engine.unsharder is not None else ()
-        ):
+        if engine.comm.world_size == 1 or engine.unsharder is None:
+            return
+        for module in model.modules():
             if hasattr(module, "generate"):  # the second is for torch.compile
                 vars(module).update(_is_fsdp_managed_module=cls(engine), _fsdp_use_orig_params=True)
 

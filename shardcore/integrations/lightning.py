@@ -9,15 +9,6 @@ Note [The whole model]. The LightningModule itself is sharded, so that its hooks
 forward: the steps (`training_step`, ...) run inside its `__call__`, by Lightning's own redirection,
 as they do under DDP.
 
-Note [Clipping]. Lightning clips through its precision plugin, which would look for p.grad and,
-after a GradScaler, refuse. Ours passes the limit to the optimizer's step, which clips in the pass
-that updates.
-
-Note [Precision]. "*-mixed" are float32 weights under torch.autocast, as with Lightning's DDP and
-FSDP strategies, so that a change of the strategy changes no arithmetic. "*-true" are 16-bit
-weights, beside which shardcore always has float32 masters: the memory and the messages of
-DeepSpeed's bf16 mode. float16 has a loss scale in both.
-
 Private names of Lightning, all of which DeepSpeedStrategy overrides or calls as well:
 `_after_closure` of the precision plugin, `_forward_redirection`, `_layer_sync` and
 `_backward_sync_control` of a strategy. Tested with Lightning 2.6.6.
@@ -46,7 +37,10 @@ from shardcore.engine.loss_scale import LossScale
 from shardcore.optim.clip import clip_grad_norm_
 from shardcore.optim.interface import engine_of
 
-# What shard is asked for with each precision of Lightning.
+# The options of shard for each precision of Lightning. "*-mixed" are float32 weights under
+# torch.autocast, as with Lightning's DDP and FSDP strategies, so that a change of the strategy
+# changes no arithmetic. "*-true" are 16-bit weights, beside which shardcore always has float32
+# masters: the memory and the messages of DeepSpeed's bf16 mode. float16 has a loss scale in both.
 PRECISIONS: dict[str, dict[str, Any]] = {
     "32-true": {},
     "bf16-mixed": {},
@@ -117,7 +111,12 @@ class _Weights(_Base):
 
 
 class _TrainerPrecision(_Weights):
-    """Scales losses, and clips in the step: see Note [Clipping]."""
+    """Scales losses, and clips in the step.
+
+    Lightning clips through its precision plugin, which would look for p.grad and, after a
+    GradScaler, refuse. This one passes the limit to the optimizer's step, which clips in the pass
+    that updates.
+    """
 
     _limit: float | None = None  # of the norm, inside a step; None outside
 
@@ -217,25 +216,25 @@ class _Sharding(_Base):
         Raises TypeError for others.
         """
         kind = type(self).__name__
-        lightnings = [
+        ddp_options = [
             name for name in inspect.signature(super().__init__).parameters if name not in _DDPS
         ]
         for name in options:
             if name in ELSEWHERE:
                 raise TypeError(f"{kind}: {name} was given; expected it in {ELSEWHERE[name]}")
-            if name not in (*SHARD_OPTIONS, *lightnings):
-                known = ", ".join([*SHARD_OPTIONS, *lightnings])
+            if name not in (*SHARD_OPTIONS, *ddp_options):
+                known = ", ".join([*SHARD_OPTIONS, *ddp_options])
                 raise TypeError(
                     f"{kind}: {name} is no option; expected save_distributed_checkpoint, {known}"
                 )
-        shards = {name: value for name, value in options.items() if name in SHARD_OPTIONS}
-        self._shard_options: dict[str, Any] = {"stage": stage, "offload": offload, **shards}
+        shard_options = {name: value for name, value in options.items() if name in SHARD_OPTIONS}
+        self._shard_options: dict[str, Any] = {"stage": stage, "offload": offload, **shard_options}
         self._saves_shards = save_distributed_checkpoint
         super().__init__(
             **{name: value for name, value in options.items() if name not in SHARD_OPTIONS}
         )
 
-    def _ours(self, plugin: Any) -> Any:
+    def _shardcore_plugin(self, plugin: Any) -> Any:
         """Return our precision plugin for one of Lightning's; TypeError or ValueError for one
         that we have none for.
         """
@@ -247,18 +246,20 @@ class _Sharding(_Base):
                 f"{kind}: precision is a {type(plugin).__name__} "
                 f"({getattr(plugin, 'precision', '')}); expected one of {', '.join(PRECISIONS)}"
             )
-        ours = self._precisions[type(plugin)]
+        plugin_class = self._precisions[type(plugin)]
         if not hasattr(plugin, "scaler"):
-            return ours(plugin.precision) if plugin.precision != "32-true" else ours()
+            return (
+                plugin_class(plugin.precision) if plugin.precision != "32-true" else plugin_class()
+            )
         usual = torch.amp.GradScaler(plugin.device)
         if plugin.scaler is not None and plugin.scaler.state_dict() != usual.state_dict():
             raise ValueError(
                 f"{kind}: precision has a GradScaler of its own; expected none "
                 f"({kind}(loss_scale=shardcore.LossScale(...)) says how the scale moves)"
             )
-        made = ours(plugin.precision, plugin.device)
-        made.scaler = None  # the engine scales
-        return made
+        converted = plugin_class(plugin.precision, plugin.device)
+        converted.scaler = None  # the engine scales
+        return converted
 
     def _shard(self, model: nn.Module, optimizer: Any, precision: str) -> Any:
         """Shard the model, for training if there is an optimizer; returns the optimizer to use.
@@ -277,7 +278,7 @@ class _Sharding(_Base):
         sync_each = self._shard_options.get("sync_each")
         return self._shard_options["stage"] < 2 if sync_each is None else not sync_each
 
-    def _place(self, path: Any, storage_options: Any) -> Path:
+    def _directory_of(self, path: Any, storage_options: Any) -> Path:
         """Return where to save a directory, the same on all ranks. Collective."""
         if storage_options is not None or type(self.checkpoint_io) is not self._plain_io:
             raise TypeError(
@@ -285,15 +286,14 @@ class _Sharding(_Base):
                 f"{type(self).__name__}; expected None (every "
                 "rank writes its own files), or save_distributed_checkpoint=False"
             )
-        where, taken = self.broadcast((str(path), Path(path).is_file()))
-        if taken or "://" in where:
+        folder, is_file = self.broadcast((str(path), Path(path).is_file()))
+        if is_file or "://" in folder:
             raise ValueError(
-                f"save_checkpoint: path is {where}, {'a file that exists' if taken else 'a URL'}; "
-                f"expected a directory of a "
-                "file system that all ranks see, or save_distributed_checkpoint=False"
+                f"save_checkpoint: path is {folder}, "
+                f"{'a file that exists' if is_file else 'a URL'}; expected a directory of a file "
+                f"system that all ranks see, or save_distributed_checkpoint=False"
             )
-        place = Path(where)
-        return place
+        return Path(folder)
 
 
 _DDPS = (
@@ -309,8 +309,8 @@ _DDPS = (
 
 def is_directory_of_shards(strategy: Any, path: Any) -> bool:
     """Whether a checkpoint is what shardcore.save has saved, as rank 0 sees it. Collective."""
-    found: bool = strategy.broadcast((Path(path) / MANIFEST).exists())
-    return found
+    is_saved_by_shardcore: bool = strategy.broadcast((Path(path) / MANIFEST).exists())
+    return is_saved_by_shardcore
 
 
 def unpacked(kind: str, path: Path, client_state: Mapping[str, Any]) -> dict[str, Any]:
@@ -347,7 +347,7 @@ class _TrainerStrategy(_Sharding):
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Any) -> None:
-        self._precision_plugin = self._ours(plugin)
+        self._precision_plugin = self._shardcore_plugin(plugin)
 
     def setup(self, trainer: Any) -> None:
         """Make the optimizer and shard the module; for evaluation without an optimizer.
@@ -370,10 +370,10 @@ class _TrainerStrategy(_Sharding):
                     "(parameters that differ in their options are groups of it)"
                 )
         if engine_of(module) is None:
-            made = self._shard(
+            sharded = self._shard(
                 module, self.optimizers[0] if fits else None, self.precision_plugin.precision
             )
-            self.optimizers = [made] if fits else []
+            self.optimizers = [sharded] if fits else []
         for child in module.modules():  # metrics, whose states are no buffers
             if next(child.parameters(), None) is None:
                 child.to(self.root_device)
@@ -471,11 +471,9 @@ class _TrainerStrategy(_Sharding):
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Return the full states, as lightning_module_state_dict does."""
-        return (
-            {}
-            if self._saves_shards
-            else self._on_first(getattr(optimizer, "_optimizer", optimizer).state_dict())
-        )
+        if self._saves_shards:
+            return {}
+        return self._on_first(getattr(optimizer, "_optimizer", optimizer).state_dict())
 
     def _on_first(self, state: dict[str, Any]) -> dict[str, Any]:
         return state if self.is_global_zero else {}
@@ -489,7 +487,7 @@ class _TrainerStrategy(_Sharding):
         if not self._saves_shards:
             super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
             return
-        path = self._place(filepath, storage_options)
+        path = self._directory_of(filepath, storage_options)
         content = {
             key: value
             for key, value in checkpoint.items()
@@ -513,14 +511,13 @@ class _TrainerStrategy(_Sharding):
         file. Collective.
         """
         if not is_directory_of_shards(self, checkpoint_path):
-            found: dict[str, Any] = self.checkpoint_io.load_checkpoint(
+            content: dict[str, Any] = self.checkpoint_io.load_checkpoint(
                 checkpoint_path, weights_only=weights_only
             )
-            return found
+            return content
         module = self.lightning_module
-        optimizer = (
-            self.optimizers[0] if self.optimizers and module.trainer.state.fn == "fit" else None
-        )
+        fits = module.trainer.state.fn == "fit"
+        optimizer = self.optimizers[0] if self.optimizers and fits else None
         loaded = load(checkpoint_path, module, optimizer, strict=module.strict_loading)
         return {
             **unpacked("Trainer", loaded.path, loaded.client_state),
@@ -579,7 +576,7 @@ class _FabricStrategy(_Sharding):
 
     @precision.setter
     def precision(self, plugin: Any) -> None:
-        self._precision = self._ours(plugin)
+        self._precision = self._shardcore_plugin(plugin)
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
         """Make modules on the meta device, from which `shard` fills its memory; in host memory
@@ -601,9 +598,9 @@ class _FabricStrategy(_Sharding):
                 f"setup: got {len(optimizers)} optimizers; expected one for a model (it may have "
                 f"groups)"
             )
-        made = self._shard(module, optimizers[0], self.precision.precision)
+        sharded = self._shard(module, optimizers[0], self.precision.precision)
         self._trained.append(module)
-        return module, [made], scheduler
+        return module, [sharded], scheduler
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Shard a model that only runs forward. Collective."""
@@ -620,11 +617,8 @@ class _FabricStrategy(_Sharding):
         self, tensor: torch.Tensor, module: nn.Module | None, *args: Any, **kwargs: Any
     ) -> None:
         """Run backward, with float16 on the scaled loss of `module` or of the only model."""
-        if (
-            module is None
-            and len(self._trained) > 1
-            and self.precision.precision in ("16-mixed", "16-true")
-        ):
+        scales = self.precision.precision in ("16-mixed", "16-true")
+        if module is None and len(self._trained) > 1 and scales:
             raise ValueError(
                 f"backward: {len(self._trained)} models have loss scales; expected "
                 f"fabric.backward(loss, model=model)"
@@ -666,13 +660,15 @@ class _FabricStrategy(_Sharding):
                 "save: filter was given; expected None, or save_distributed_checkpoint=False"
             )
         model, optimizer, rest = _parts("save", state)
-        place = self._place(path, storage_options)
+        folder = self._directory_of(path, storage_options)
         content = {
             key: value.state_dict() if hasattr(value, "state_dict") else value
             for key, value in rest.items()
         }
         client = {_CLIENT: {"kind": "Fabric", "content": content}}
-        save(place.parent, model, optimizer, tag=place.name, client_state=client, save_latest=False)
+        save(
+            folder.parent, model, optimizer, tag=folder.name, client_state=client, save_latest=False
+        )
 
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
@@ -681,10 +677,10 @@ class _FabricStrategy(_Sharding):
         Collective.
         """
         if not is_directory_of_shards(self, path):
-            found: dict[str, Any] = super().load_checkpoint(
+            unused: dict[str, Any] = super().load_checkpoint(
                 path, state, strict=strict, weights_only=weights_only
             )
-            return found
+            return unused
         if not isinstance(state, dict):
             raise TypeError(
                 f'load: state is a {type(state).__name__}; expected {{"model": model, ...}} for a '
@@ -694,12 +690,12 @@ class _FabricStrategy(_Sharding):
         loaded = load(path, model, optimizer, strict=strict)
         content = unpacked("Fabric", loaded.path, loaded.client_state)
         for key, value in rest.items():
+            if key not in content and strict:
+                raise KeyError(
+                    f"load: {loaded.path} has no {key!r}; expected one of {', '.join(content)}, or "
+                    f"strict=False"
+                )
             if key not in content:
-                if strict:
-                    raise KeyError(
-                        f"load: {loaded.path} has no {key!r}; expected one of "
-                        f"{', '.join(content)}, or strict=False"
-                    )
                 continue
             saved = content.pop(key)
             if hasattr(value, "load_state_dict"):
@@ -754,15 +750,11 @@ def _make(package: str, fabric: str) -> Classes:
         bases = (plugins.Precision, plugins.MixedPrecision, plugins.HalfPrecision)
         return {base: join(f"Shardcore{base.__name__}", mixin, base) for base in bases}
 
-    plugins, strategies = (
-        import_module(f"{package}.plugins"),
-        import_module(f"{package}.strategies"),
-    )
+    plugins = import_module(f"{package}.plugins")
+    strategies = import_module(f"{package}.strategies")
     callbacks = import_module(f"{package}.callbacks")
-    fabric_plugins, fabric_strategies = (
-        import_module(f"{fabric}.plugins"),
-        import_module(f"{fabric}.strategies"),
-    )
+    fabric_plugins = import_module(f"{fabric}.plugins")
+    fabric_strategies = import_module(f"{fabric}.strategies")
     trainer = join(
         "ShardcoreStrategy",
         _TrainerStrategy,

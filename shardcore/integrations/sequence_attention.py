@@ -60,18 +60,18 @@ def enable_sequence_parallel(
     own over positions.
     Source: https://huggingface.co/docs/transformers/attention_interface.
     """
-    given: Any = model
-    # of a PeftModel, which calls it
-    model = given.get_base_model() if hasattr(given, "get_base_model") else given
+    wrapped_model: Any = model
+    if hasattr(wrapped_model, "get_base_model"):  # PEFT's, which calls the model inside
+        model = wrapped_model.get_base_model()
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
             f"enable_sequence_parallel: model is a {type(model).__name__}; expected a model of "
             f"transformers"
         )
-    if given is not model and given.active_peft_config.is_prompt_learning:
+    if wrapped_model is not model and wrapped_model.active_peft_config.is_prompt_learning:
         raise ValueError(
-            f"enable_sequence_parallel: the {type(given).__name__} has a prompt that trains, which "
-            f"every rank would "
+            f"enable_sequence_parallel: the {type(wrapped_model).__name__} has a prompt that "
+            f"trains, which every rank would "
             "put before its part of a sequence; expected adapters of layers, such as LoRA"
         )
     if model.loss_type not in _LOSSES:
@@ -82,18 +82,18 @@ def enable_sequence_parallel(
             "yours over a rank's tokens"
         )
     config = model.config.get_text_config()
-    other = set(getattr(config, "layer_types", None) or ()) - _LAYERS
-    if config.is_encoder_decoder or other or not model._supports_attention_backend:
-        found = (
-            "an encoder-decoder"
-            if config.is_encoder_decoder
-            else f"layers {sorted(other)}"
-            if other
-            else "its own attention"
-        )
+    other_layers = set(getattr(config, "layer_types", None) or ()) - _LAYERS
+    described = ""
+    if config.is_encoder_decoder:
+        described = "an encoder-decoder"
+    elif other_layers:
+        described = f"layers {sorted(other_layers)}"
+    elif not model._supports_attention_backend:
+        described = "its own attention"
+    if described:
         raise ValueError(
-            f"enable_sequence_parallel: the {type(model).__name__} has {found}; expected a decoder "
-            f"whose layers are all "
+            f"enable_sequence_parallel: the {type(model).__name__} has {described}; expected a "
+            f"decoder whose layers are all "
             "attention of transformers' interface, since other layers would see a part of each "
             "sequence"
         )

@@ -129,22 +129,24 @@ class ShardcoreTrainerMixin(_Base):
         self, *args: Any, shard_options: Mapping[str, Any] | None = None, **kwargs: Any
     ) -> None:
         """Make a trainer; see the class."""
-        given = next(
-            (each for each in (*args, *kwargs.values()) if isinstance(each, TrainingArguments)),
-            None,
+        arguments = (*args, *kwargs.values())
+        training_arguments = next(
+            (each for each in arguments if isinstance(each, TrainingArguments)), None
         )
-        config = None if given is None else given.deepspeed
+        config = None if training_arguments is None else training_arguments.deepspeed
         _check_options(config, shard_options)
         self._given_options = dict(shard_options or {})
         self._config: Mapping[str, Any] | None = (
             read_json(config) if isinstance(config, str | os.PathLike) else config
         )
         self._settings: Config | None = None
-        if given is not None:
-            _leave_deepspeed(given)
+        if training_arguments is not None:
+            _leave_deepspeed(training_arguments)
         super().__init__(*args, **kwargs)
-        if given is not None:
-            given.deepspeed = config  # as it was given; the other marks of DeepSpeed are gone
+        if training_arguments is not None:
+            training_arguments.deepspeed = (
+                config  # as it was given; the other marks of DeepSpeed are gone
+            )
         if self._config is not None and self.model is not None:
             self._apply_config(log=False)  # for its errors
 
@@ -160,10 +162,10 @@ class ShardcoreTrainerMixin(_Base):
         pass  # Trainer decides it in its __init__
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
-        made = super()._build_accelerator_args(**kwargs)
-        made["mixed_precision"] = "no"
-        self._accelerator_args = made
-        return made  # type: ignore[no-any-return]
+        arguments = super()._build_accelerator_args(**kwargs)
+        arguments["mixed_precision"] = "no"
+        self._accelerator_args = arguments
+        return arguments  # type: ignore[no-any-return]
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make a ShardcoreAccelerator with the arguments that Trainer would give its
@@ -172,7 +174,11 @@ class ShardcoreTrainerMixin(_Base):
         _check_training_arguments(self.args)
         self.args._n_gpu = min(self.args.n_gpu, 1)  # no DataParallel in one process
         super().create_accelerator_and_postprocess()
-        precision = "bf16" if self.args.bf16 else "fp16" if self.args.fp16 else "no"
+        precision = "no"
+        if self.args.bf16:
+            precision = "bf16"
+        elif self.args.fp16:
+            precision = "fp16"
         self.accelerator = ShardcoreAccelerator(
             shard_options=self._options(self._given_options),
             **{**self._accelerator_args, "mixed_precision": precision},
@@ -195,12 +201,8 @@ class ShardcoreTrainerMixin(_Base):
         sharded.
         """
         assert self._config is not None
-        resolved, lines = resolve(
-            self._config,
-            values_of(
-                self.args, self.model, max(self.state.max_steps or 0, self.args.max_steps, 1)
-            ),
-        )
+        steps = max(self.state.max_steps or 0, self.args.max_steps, 1)
+        resolved, lines = resolve(self._config, values_of(self.args, self.model, steps))
         settings = read_config(resolved)
         settings.batch_sizes(self.args.world_size)
         check_model(self.model, settings)
@@ -236,8 +238,8 @@ class ShardcoreTrainerMixin(_Base):
     @property
     def _engine(self) -> Engine | None:
         """The engine of the model, once it is sharded."""
-        found = engine_of(self.model)
-        return found if isinstance(found, Engine) else None
+        engine = engine_of(self.model)
+        return engine if isinstance(engine, Engine) else None
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Make Trainer's optimizer, or the one that the DeepSpeed configuration has, ready to be
@@ -246,31 +248,25 @@ class ShardcoreTrainerMixin(_Base):
         if self._engine is None:
             if self._config is not None:
                 self._apply_config()
-            if (
-                self._settings is not None
-                and self._settings.optimizer is not None
-                and self.optimizer is None
-            ):
+            configured = self._settings is not None and self._settings.optimizer is not None
+            if self._settings is not None and configured and self.optimizer is None:
                 params = [param for param in self.model.parameters() if param.requires_grad]
                 self.optimizer = configured_optimizer(self.model, params, self._settings)
-        made = self.optimizer is None
+        by_trainer = self.optimizer is None
         super().create_optimizer(*args, **kwargs)
-        if made:
+        if by_trainer:
             # nobody else has it yet, so nothing is to be replaced
             self.optimizer = accept_optimizer(self.optimizer)
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """Make the scheduler that the DeepSpeed configuration has, or Trainer's."""
-        if (
-            self._settings is None
-            or self._settings.scheduler is None
-            or self.lr_scheduler is not None
-        ):
+        configured = None if self._settings is None else self._settings.scheduler
+        if configured is None or self.lr_scheduler is not None:
             return super().create_scheduler(num_training_steps, optimizer)
-        self.lr_scheduler = make_scheduler(
-            *self._settings.scheduler, self.optimizer if optimizer is None else optimizer
-        )
+        if optimizer is None:
+            optimizer = self.optimizer
+        self.lr_scheduler = make_scheduler(*configured, optimizer)
         return self.lr_scheduler
 
     def _clip_grad_norm(self, model: nn.Module) -> None:
@@ -365,12 +361,11 @@ def values_of(args: TrainingArguments, model: Any, num_training_steps: int) -> d
     Face's Trainer has it.
     """
     config = getattr(model, "config", None)
-    of_text = getattr(config, "text_config", None)
     sizes = [
-        getattr(c, "hidden_size", None) or max(getattr(c, "hidden_sizes", None) or [0])
-        for c in (config, of_text)
+        getattr(part, "hidden_size", None) or max(getattr(part, "hidden_sizes", None) or [0])
+        for part in (config, getattr(config, "text_config", None))
     ]
-    hidden_size = next((size for size in sizes if size), None)
+    hidden_size = next(filter(None, sizes), None)
     micro, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
     return {
         "train_micro_batch_size_per_gpu": micro,

@@ -157,14 +157,14 @@ class UlyssesSPDataLoaderAdapter:
         if not self._parts:
             self._iterator = iter(self.dl) if self._iterator is None else self._iterator
             try:
-                own = next(self._iterator)
+                batch_of_rank = next(self._iterator)
             except StopIteration:
                 self._iterator = None
                 raise
             batches: list[Any] = [None] * self.sp_world_size
             dist.all_gather_object(
                 batches,
-                {name: _to(value, "cpu") for name, value in own.items()},
+                {name: _to(value, "cpu") for name, value in batch_of_rank.items()},
                 group=self.sp_group,
             )
             for batch in batches:

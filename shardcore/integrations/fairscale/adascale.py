@@ -131,9 +131,10 @@ class AdaScale(torch.optim.Optimizer):
         self._between_steps("set_scale")
         if scale < 1:
             raise ValueError(f"set_scale: scale is {scale}; expected at least 1")
-        for name, value in self._estimates.items() if update_estimate else ():
-            if name in ("grad_var_avg", "grad_var_avg_biased", "grad_var_avg_total"):
-                value *= self._scale / scale
+        if update_estimate:
+            for name, value in self._estimates.items():
+                if name in ("grad_var_avg", "grad_var_avg_biased", "grad_var_avg_total"):
+                    value *= self._scale / scale
         self._scale = float(scale)
 
     def set_num_gradients_to_accumulate(
@@ -215,21 +216,23 @@ class AdaScale(torch.optim.Optimizer):
         self._average("grad_var_avg", var.clamp(min=1e-6))
 
     def _average(self, name: str, value: torch.Tensor) -> None:
-        kept, factor = self._estimates, self._smoothing
+        estimates, factor = self._estimates, self._smoothing
         zeros = torch.zeros_like(value)
         if self._debias:
-            kept[f"{name}_biased"] = (
-                factor * kept.get(f"{name}_biased", zeros) + (1 - factor) * value
+            estimates[f"{name}_biased"] = (
+                factor * estimates.get(f"{name}_biased", zeros) + (1 - factor) * value
             )
-            kept[f"{name}_unbias"] = factor * kept.get(f"{name}_unbias", zeros) + (1 - factor)
-            kept[name] = kept[f"{name}_biased"] / kept[f"{name}_unbias"]
+            estimates[f"{name}_unbias"] = factor * estimates.get(f"{name}_unbias", zeros) + (
+                1 - factor
+            )
+            estimates[name] = estimates[f"{name}_biased"] / estimates[f"{name}_unbias"]
             return
-        kept[f"{name}_count"] = kept.get(f"{name}_count", zeros[:1]) + 1
-        if float(kept[f"{name}_count"]) < 1 / max(1 - factor, 1e-12):
-            kept[f"{name}_total"] = kept.get(f"{name}_total", zeros) + value
-            kept[name] = kept[f"{name}_total"] / kept[f"{name}_count"]
+        estimates[f"{name}_count"] = estimates.get(f"{name}_count", zeros[:1]) + 1
+        if float(estimates[f"{name}_count"]) < 1 / max(1 - factor, 1e-12):
+            estimates[f"{name}_total"] = estimates.get(f"{name}_total", zeros) + value
+            estimates[name] = estimates[f"{name}_total"] / estimates[f"{name}_count"]
         else:
-            kept[name] = factor * kept[name] + (1 - factor) * value
+            estimates[name] = factor * estimates[name] + (1 - factor) * value
 
     def scale_grad_by_num_grads_to_accum(self) -> None:
         """Divide gradients by the number of backwards, after the last one, where losses are not
@@ -286,11 +289,11 @@ class AdaScale(torch.optim.Optimizer):
     def state_dict(self, **kwargs: Any) -> dict[str, Any]:
         """Return the optimizer's state dict, with the estimates as state["adascale"]."""
         self._between_steps("state_dict")
-        found = self._optimizer.state_dict(**kwargs)
+        inner = self._optimizer.state_dict(**kwargs)
         return {
-            **found,
+            **inner,
             "state": {
-                **found["state"],
+                **inner["state"],
                 "adascale": {k: v.clone() for k, v in self._estimates.items()},
             },
         }
@@ -324,7 +327,12 @@ class AdaScaleWrapper(AdaScale):
         **additional_optim_args: Any,
     ) -> None:
         """See AdaScale."""
-        made = optim_cls(params, **additional_optim_args)
+        optimizer = optim_cls(params, **additional_optim_args)
         super().__init__(
-            made, world_size, scale, smoothing, num_gradients_to_accumulate, debias_ewma=debias_ewma
+            optimizer,
+            world_size,
+            scale,
+            smoothing,
+            num_gradients_to_accumulate,
+            debias_ewma=debias_ewma,
         )

@@ -6,9 +6,6 @@ for the one optimizer that has the model's parameters, and shards both. For that
 imported, lets torch.optim.Optimizer's constructor note each optimizer that is made, weakly. The
 script's optimizer goes on: its methods become those of the optimizer that shard returned, and they
 share groups and states.
-
-Note [In place]. A wrapped module stays the same object, with the names of its parameters, and gets
-a class of both kinds.
 """
 
 import gc
@@ -31,7 +28,7 @@ from shardcore.torch_private import mark_stepped
 
 # --- the optimizer that comes later ---------------------------------------------------------------
 
-_made: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+_optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
 def _note_optimizers() -> None:
@@ -41,7 +38,7 @@ def _note_optimizers() -> None:
     @wraps(torchs)
     def init(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
         torchs(self, *args, **kwargs)
-        _made.add(self)
+        _optimizers.add(self)
 
     torch.optim.Optimizer.__init__ = init  # type: ignore[method-assign]
 
@@ -55,24 +52,24 @@ def optimizers_of(model: nn.Module) -> list[torch.optim.Optimizer]:
     """
     params = set(model.parameters())
 
-    def found() -> list[torch.optim.Optimizer]:
-        # the one inside is found itself
-        some = [one for one in list(_made) if not isinstance(one, OSS)]
-        return [
-            one
-            for one in some
-            if any(p in params for group in one.param_groups for p in group["params"])
-        ]
+    def matching() -> list[torch.optim.Optimizer]:
+        optimizers = []
+        for optimizer in list(_optimizers):
+            trained = [param for group in optimizer.param_groups for param in group["params"]]
+            # an OSS is not listed: the optimizer inside it is
+            if not isinstance(optimizer, OSS) and not params.isdisjoint(trained):
+                optimizers.append(optimizer)
+        return optimizers
 
-    if len(found()) > 1:
+    if len(matching()) > 1:
         # schedulers and optimizers refer to each other, so dropped ones may be there still
         gc.collect()
-    return found()
+    return matching()
 
 
-def keep_working(old: torch.optim.Optimizer, made: Any) -> None:
-    """Let `old` go on as what shard made of it."""
-    if old is made:
+def keep_working(old: torch.optim.Optimizer, sharded: Any) -> None:
+    """Let `old` go on as the optimizer that shard returned for it."""
+    if old is sharded:
         return
     for name in (
         "step",
@@ -82,11 +79,11 @@ def keep_working(old: torch.optim.Optimizer, made: Any) -> None:
         "add_param_group",
         "scale_loss",
     ):
-        if hasattr(made, name):
-            old.__dict__[name] = partial(getattr(made, name))
+        if hasattr(sharded, name):
+            old.__dict__[name] = partial(getattr(sharded, name))
     # schedulers would put the step of old's class in its place
     mark_stepped(old)
-    old.param_groups, old.state = made.param_groups, made.state
+    old.param_groups, old.state = sharded.param_groups, sharded.state
 
 
 class ShardedLater(nn.Module):
@@ -102,32 +99,33 @@ class ShardedLater(nn.Module):
         With gradients disabled, or in eval(), nothing is done as long as there is no optimizer.
         Otherwise ValueError unless there is one.
         """
-        if engine_of(self) is not None or (options := self.shard_options()) is None:
+        if engine_of(self) is not None:
             return
-        found = optimizers_of(self)
-        if not found and not (torch.is_grad_enabled() and self.training):
+        options = self.shard_options()
+        if options is None:
+            return
+        optimizers = optimizers_of(self)
+        if not optimizers and not (torch.is_grad_enabled() and self.training):
             return
         kind = type(self).__name__
-        if len(found) != 1:
+        if len(optimizers) != 1:
             raise ValueError(
-                f"{kind}: its first forward found {len(found)} optimizers with its parameters; "
-                f"expected one (with groups for "
+                f"{kind}: its first forward found {len(optimizers)} optimizers with its "
+                f"parameters; expected one (with groups for "
                 "different options), made before this forward and after the import of "
                 "shardcore.integrations.fairscale; "
                 "forwards without one need torch.no_grad() or eval()"
             )
-        if any(
-            param not in set(self.parameters())
-            for group in found[0].param_groups
-            for param in group["params"]
-        ):
+        (optimizer,) = optimizers
+        trained = {param for group in optimizer.param_groups for param in group["params"]}
+        if not trained <= set(self.parameters()):
             raise ValueError(
                 f"{kind}: the optimizer has parameters of other modules, too; expected "
                 f"FullyShardedDataParallel(model) around the whole model that it trains"
             )
         with optimizer_goes_on():
-            _, made = shard(self, found[0], **options)
-        keep_working(found[0], made)
+            _, sharded = shard(self, optimizer, **options)
+        keep_working(optimizer, sharded)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Shard if that is still to do, before any hook; then run forward."""
@@ -139,7 +137,7 @@ class ShardedLater(nn.Module):
 
 
 @dataclass
-class _Wish:
+class _WrapRequest:
     """What a wrapper was asked for: options of shard, FairScale's arguments; and whether it lies
     in another wrapper.
     """
@@ -148,8 +146,10 @@ class _Wish:
     arguments: Mapping[str, Any]
     inside: bool = False
 
-    def __deepcopy__(self, memo: Any) -> "_Wish":
-        return _Wish(self.options, self.arguments, self.inside)  # a process group has no copies
+    def __deepcopy__(self, memo: Any) -> "_WrapRequest":
+        return _WrapRequest(
+            self.options, self.arguments, self.inside
+        )  # a process group has no copies
 
 
 def _options_of(
@@ -167,9 +167,8 @@ def _options_of(
     op = "FullyShardedDataParallel"
     compute = compute_dtype or (torch.float16 if mixed_precision else torch.float32)
     names = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: None}
-    if not mixed_precision and {
-        param.dtype for param in module.parameters() if param.is_floating_point()
-    } == {compute}:
+    dtypes = {param.dtype for param in module.parameters() if param.is_floating_point()}
+    if not mixed_precision and dtypes == {compute}:
         compute = torch.float32  # what shard leaves as it is
     if compute not in names or (compute != torch.float32 and not mixed_precision):
         raise ValueError(
@@ -208,10 +207,12 @@ def _options_of(
 class FullyShardedDataParallel(ShardedLater):
     """Shards a model over all ranks (ZeRO stage 3); wrapped modules inside it are its units.
 
-    The same module is returned, changed in place: see the Notes at the top of the file.
+    The same module is returned, changed in place: it stays the same object, with the names of its
+    parameters, and gets a class of both kinds. When it is sharded: see the Note at the top of the
+    file.
     """
 
-    _fsdp: _Wish
+    _fsdp: _WrapRequest
 
     def __new__(cls, module: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Return the module itself, of a class that is this one and its own."""
@@ -229,7 +230,7 @@ class FullyShardedDataParallel(ShardedLater):
             )
         wrapper: Any = cls
         kind: Any = type(module)
-        module.__class__ = _both(wrapper, kind)
+        module.__class__ = _wrapped_class(wrapper, kind)
         return module
 
     def __init__(
@@ -281,7 +282,7 @@ class FullyShardedDataParallel(ShardedLater):
                 f"FullyShardedDataParallel: state_dict_device is {state_dict_device}, "
                 f"force_input_to_fp32 {force_input_to_fp32}; expected None and False"
             )
-        wanted = _options_of(
+        requested = _options_of(
             module,
             process_group,
             reshard_after_forward,
@@ -300,7 +301,7 @@ class FullyShardedDataParallel(ShardedLater):
             "move_params_to_cpu": move_params_to_cpu or cpu_offload,
             "state_dict_on_rank_0_only": state_dict_on_rank_0_only,
         }
-        self.__dict__["_fsdp"] = _Wish({**wanted, **options}, arguments)
+        self.__dict__["_fsdp"] = _WrapRequest({**requested, **options}, arguments)
         for part in get_fsdp_instances(self):
             part._fsdp.inside = part is not self
 
@@ -309,10 +310,10 @@ class FullyShardedDataParallel(ShardedLater):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            wish = self.__dict__.get("_fsdp")
-            if wish is None or name not in wish.arguments:
+            request = self.__dict__.get("_fsdp")
+            if request is None or name not in request.arguments:
                 raise
-            return wish.arguments[name]
+            return request.arguments[name]
 
     def shard_options(self) -> dict[str, Any] | None:
         """Return the options of shard, with the wrapped parts as units. ValueError if theirs are
@@ -320,29 +321,39 @@ class FullyShardedDataParallel(ShardedLater):
         """
         if self._fsdp.inside:
             return None
-        own = self._fsdp.options
+        options = self._fsdp.options
         parts = [part for part in get_fsdp_instances(self) if part is not self]
-        kept: list[nn.Parameter] = []
+        fp32_params: list[nn.Parameter] = []
         for part in parts:
-            theirs = part._fsdp.options
+            part_options = part._fsdp.options
             ignored = {"units", "process_group", "reshard_after_forward"}
-            if own["precision"] is not None and theirs["precision"] is None:
+            if options["precision"] is not None and part_options["precision"] is None:
                 ignored |= {"precision", "reduce_dtype"}
-                kept.extend(param for param in part.parameters() if param not in set(kept))
-            for name in sorted({*theirs} - ignored):
-                if own.get(name) != theirs.get(name):
+                fp32_params.extend(
+                    param for param in part.parameters() if param not in set(fp32_params)
+                )
+            for name in sorted({*part_options} - ignored):
+                if options.get(name) != part_options.get(name):
                     raise ValueError(
                         f"FullyShardedDataParallel: a {type(part).__name__} inside the "
                         f"{type(self).__name__} asks for {name}="
-                        f"{theirs.get(name)!r}, and that for {own.get(name)!r}; expected the same"
+                        f"{part_options.get(name)!r}, and that for {options.get(name)!r}; expected "
+                        f"the same"
                     )
-        keep = {"keep_fp32": [*own.get("keep_fp32", ()), *kept]} if kept else {}
-        return {"units": parts or "auto", **own, **keep}
+        result = {"units": parts or "auto", **options}
+        if fp32_params:
+            result["keep_fp32"] = [*options.get("keep_fp32", ()), *fp32_params]
+        return result
 
     @property
     def module(self) -> nn.Module:
         """The module that was wrapped, which is this one; or its own part of this name."""
         return self._modules.get("module") or self
+
+    @property
+    def _is_first_rank(self) -> bool:
+        group = self._fsdp.options["process_group"]
+        return not dist.is_initialized() or dist.get_rank(group) == 0
 
     @property
     def _is_sharded(self) -> bool:
@@ -380,15 +391,11 @@ class FullyShardedDataParallel(ShardedLater):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return full weights in float32, by the names of the plain model. Collective."""
-        found = super().state_dict(*args, **kwargs)
-        first = not dist.is_initialized() or dist.get_rank(self._fsdp.options["process_group"]) == 0
-        return (
-            {}
-            if self._fsdp.arguments["state_dict_on_rank_0_only"]
-            and not self._fsdp.inside
-            and not first
-            else found
-        )
+        state = super().state_dict(*args, **kwargs)  # on every rank: it is collective
+        on_rank_0_only = self._fsdp.arguments["state_dict_on_rank_0_only"]
+        if on_rank_0_only and not self._fsdp.inside and not self._is_first_rank:
+            return {}
+        return state
 
     def local_state_dict(self) -> dict[str, Any]:
         """Return the weights in shards, for torch.distributed.checkpoint (see
@@ -418,12 +425,8 @@ class FullyShardedDataParallel(ShardedLater):
         """Return the optimizer's full state dict, in torch.optim's format, on rank 0; None on
         others. Collective.
         """
-        found = optim.state_dict()
-        return (
-            found
-            if not dist.is_initialized() or dist.get_rank(self._fsdp.options["process_group"]) == 0
-            else None
-        )
+        state = optim.state_dict()  # on every rank: it is collective
+        return state if self._is_first_rank else None
 
     def get_shard_from_optim_state_dict(
         self, full_optim_state_dict: dict[str, Any]
@@ -435,7 +438,7 @@ class FullyShardedDataParallel(ShardedLater):
 
 
 @cache
-def _both(wrapper: Any, kind: Any) -> Any:
+def _wrapped_class(wrapper: Any, kind: Any) -> Any:
     return type(
         kind.__name__,
         (wrapper, kind),
@@ -444,18 +447,18 @@ def _both(wrapper: Any, kind: Any) -> Any:
 
 
 def _new(wrapper: Any, kind: Any) -> nn.Module:
-    made = _both(wrapper, kind)
-    return made.__new__(made)  # type: ignore[no-any-return]
+    wrapped = _wrapped_class(wrapper, kind)
+    return wrapped.__new__(wrapped)  # type: ignore[no-any-return]
 
 
 def get_fsdp_instances(mod: nn.Module, skip_empty: bool = False) -> list[FullyShardedDataParallel]:
     """Return the wrapped modules in a module, itself included; with skip_empty those that have
     parameters.
     """
-    found = [module for module in mod.modules() if isinstance(module, FullyShardedDataParallel)]
-    return [
-        module for module in found if not skip_empty or next(module.parameters(), None) is not None
-    ]
+    wrapped = [module for module in mod.modules() if isinstance(module, FullyShardedDataParallel)]
+    if not skip_empty:
+        return wrapped
+    return [module for module in wrapped if next(module.parameters(), None) is not None]
 
 
 # --- wrap -----------------------------------------------------------------------------------------
@@ -571,9 +574,9 @@ def _auto_wrap(
         return module, 0
     wrapped = 0
     for name, child in module.named_children():
-        made, inside = _auto_wrap(child, policy, False, options)
-        setattr(module, name, made)
-        wrapped += inside
+        wrapped_child, numel_inside = _auto_wrap(child, policy, False, options)
+        setattr(module, name, wrapped_child)
+        wrapped += numel_inside
     if policy(
         module=module, recurse=False, unwrapped_params=numel - wrapped, module_is_root=is_root
     ):

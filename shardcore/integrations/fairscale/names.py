@@ -95,16 +95,15 @@ def install(package: ModuleType) -> None:
     `optim` become attributes.
     """
     names = vars(package) | _refusals
-    for path, own in PATHS.items():
+    for path, names_of_path in PATHS.items():
         module = ModuleType(
             f"{package.__name__}.{path}", f"Names of FairScale's {path}, over shardcore."
         )
-        vars(module).update({name: names[name] for name in own}, __path__=[])
+        vars(module).update({name: names[name] for name in names_of_path}, __path__=[])
         sys.modules[module.__name__] = module
         above, _, last = path.rpartition(".")
-        vars(sys.modules[f"{package.__name__}.{above}" if above else package.__name__]).setdefault(
-            last, module
-        )  # nn.wrap is the function
+        parent = sys.modules[f"{package.__name__}.{above}" if above else package.__name__]
+        vars(parent).setdefault(last, module)  # nn.wrap stays the function
 
 
 def refusal(name: str) -> Any:

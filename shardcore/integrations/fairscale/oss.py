@@ -28,14 +28,14 @@ def optimizer_goes_on() -> Iterator[None]:
     it does.
     """
 
-    def others(record: logging.LogRecord) -> bool:
+    def is_other(record: logging.LogRecord) -> bool:
         return not record.getMessage().startswith("shard: made a ")
 
-    logger.addFilter(others)
+    logger.addFilter(is_other)
     try:
         yield
     finally:
-        logger.removeFilter(others)
+        logger.removeFilter(is_other)
 
 
 class OSS(torch.optim.Optimizer):
@@ -118,9 +118,9 @@ class OSS(torch.optim.Optimizer):
         """Gather all states, for a following state_dict() on recipient_rank (-1: on every rank).
         Collective.
         """
-        found = self.optim.state_dict()
+        state = self.optim.state_dict()
         rank = dist.get_rank(self.group) if dist.is_initialized() else 0
-        self._consolidated = found if recipient_rank in (-1, rank) else None
+        self._consolidated = state if recipient_rank in (-1, rank) else None
 
     def state_dict(self, all_ranks: bool = False) -> dict[str, Any]:
         """Return what was consolidated last, in torch.optim's format; with all_ranks gather it now,
@@ -187,15 +187,18 @@ class ShardedDataParallel(nn.Module):
         Raises ValueError, TypeError or NotImplementedError, as `shard`, on every rank.
         """
         super().__init__()
-        given = (
+        optimizers = (
             [*sharded_optimizer] if isinstance(sharded_optimizer, Sequence) else [sharded_optimizer]
         )
-        if len(given) != 1:
+        if len(optimizers) != 1:
             raise ValueError(
-                f"ShardedDataParallel: sharded_optimizer has {len(given)} optimizers; expected one "
+                f"ShardedDataParallel: sharded_optimizer has {len(optimizers)} optimizers; "
+                f"expected one "
                 f"for a model (parameters that differ in their options are groups of it)"
             )
-        optimizer = given[0]._optimizer if isinstance(given[0], AdaScale) else given[0]
+        optimizer: Any = optimizers[0]
+        if isinstance(optimizer, AdaScale):
+            optimizer = optimizer._optimizer
         if not isinstance(optimizer, OSS):
             raise TypeError(
                 f"ShardedDataParallel: sharded_optimizer is a {type(optimizer).__name__}; expected "
@@ -208,7 +211,7 @@ class ShardedDataParallel(nn.Module):
             )
         self._group = process_group or optimizer.group
         self._broadcasts = broadcast_buffers and dist.is_initialized()
-        wanted = {
+        shard_options = {
             "stage": 2,
             "broadcast": sync_models_at_startup,
             "reduce_dtype": "fp16" if reduce_fp16 else None,
@@ -216,8 +219,8 @@ class ShardedDataParallel(nn.Module):
             **options,
         }
         with optimizer_goes_on():
-            self.module, made = shard(module, optimizer.optim, **wanted)
-        optimizer.take(made)
+            self.module, sharded = shard(module, optimizer.optim, **shard_options)
+        optimizer.take(sharded)
         optimizer.is_sharded = True
         # as DDP
         self.device_type = optimizer.param_groups[0]["params"][0].device.type

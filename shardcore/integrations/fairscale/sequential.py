@@ -28,9 +28,10 @@ class _Slice(nn.Sequential):
 
     def forward(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         run: Any = super().forward
-        kept = CheckpointOptions(offload_to_cpu=True)
+        options = CheckpointOptions(offload_to_cpu=True)
         return [
-            run_checkpointed(kept, run, part) if self._checkpoint else run(part) for part in parts
+            run_checkpointed(options, run, part) if self._checkpoint else run(part)
+            for part in parts
         ]
 
 
@@ -119,8 +120,8 @@ class OffloadModel(ShardedLater):
             )
         device = self.device if engine_of(self) is not None else next(self.parameters()).device
         parts: Sequence[torch.Tensor] = inputs[0].to(device).chunk(self._num_microbatches)
-        for one in self.model_slices:
-            parts = one(parts)
+        for model_slice in self.model_slices:
+            parts = model_slice(parts)
         return parts[0] if len(parts) == 1 else torch.cat([*parts])
 
 
@@ -131,13 +132,13 @@ def cut(model: nn.Sequential, number: int) -> list[list[nn.Module]]:
     sizes = [sum(param.numel() for param in layer.parameters()) for layer in model]
     goal = sum(sizes) / min(number, len(model))
     slices: list[list[nn.Module]] = [[]]
-    held = 0
+    numel = 0
     for layer, size in zip(model, sizes, strict=True):
-        if held and size and held + size > goal and len(slices) < number:
+        if numel and size and numel + size > goal and len(slices) < number:
             slices.append([])
-            held = 0
+            numel = 0
         slices[-1].append(layer)
-        held += size
+        numel += size
     return slices
 
 
@@ -199,16 +200,15 @@ class Pipe(ChecksMoves):
             raise ValueError(
                 f"Pipe: checkpoint is {checkpoint!r}; expected 'always', 'except_last', or 'never'"
             )
-        found = [
-            torch.device(one)
-            for one in (range(torch.cuda.device_count()) if devices is None else devices)
-        ]
-        if len(found) < len(sizes):
+        if devices is None:
+            devices = range(torch.cuda.device_count())
+        available = [torch.device(device) for device in devices]
+        if len(available) < len(sizes):
             raise IndexError(
-                f"Pipe: there are {len(found)} devices for {len(sizes)} partitions; expected one "
-                f"for each"
+                f"Pipe: there are {len(available)} devices for {len(sizes)} partitions; expected "
+                f"one for each"
             )
-        self.devices = found[: len(sizes)]
+        self.devices = available[: len(sizes)]
         places: dict[nn.Parameter, torch.device] = {}
         self.partitions = nn.ModuleList()
         for size, device in zip(sizes, self.devices, strict=True):
@@ -248,33 +248,30 @@ class Pipe(ChecksMoves):
         device.
         """
         whole = (input,) if isinstance(input, torch.Tensor) else input
-        if not isinstance(whole, tuple) or not all(isinstance(one, torch.Tensor) for one in whole):
+        if not isinstance(whole, tuple) or not all(
+            isinstance(tensor, torch.Tensor) for tensor in whole
+        ):
             raise TypeError(
                 f"Pipe: input is a {type(input).__name__}; expected a tensor, or a tuple of tensors"
             )
         if not self.devices:
             return input
-        chunked = zip(*(one.chunk(self.chunks) for one in whole), strict=True)
+        chunked = zip(*(tensor.chunk(self.chunks) for tensor in whole), strict=True)
         parts: list[Tensors] = [
             part[0] if isinstance(input, torch.Tensor) else part for part in chunked
         ]
-        stop = (
-            {"always": len(parts), "except_last": self.chunks - 1, "never": 0}[self.checkpoint]
-            if self.training
-            else 0
-        )
+        checkpointed_parts = 0
+        if self.training and self.checkpoint != "never":
+            checkpointed_parts = len(parts) if self.checkpoint == "always" else self.chunks - 1
         for cycle in range(len(parts) + len(self.devices) - 1):
-            for index in reversed(
-                range(max(0, cycle - len(self.devices) + 1), min(cycle + 1, len(parts)))
-            ):
+            first, end = max(0, cycle - len(self.devices) + 1), min(cycle + 1, len(parts))
+            for index in reversed(range(first, end)):
                 partition, device = self.partitions[cycle - index], self.devices[cycle - index]
                 part = _to(parts[index], device)
-                checkpointed = index < stop
-                parts[index] = (
-                    run_checkpointed(CheckpointOptions(), partition, part)
-                    if checkpointed
-                    else partition(part)
-                )
+                if index < checkpointed_parts:
+                    parts[index] = run_checkpointed(CheckpointOptions(), partition, part)
+                else:
+                    parts[index] = partition(part)
         if isinstance(parts[0], torch.Tensor):
             return torch.cat(parts)  # type: ignore[arg-type]
         return tuple(torch.cat(some) for some in zip(*parts, strict=True))
@@ -283,4 +280,4 @@ class Pipe(ChecksMoves):
 def _to(part: Tensors, device: torch.device) -> Tensors:
     if isinstance(part, torch.Tensor):
         return part.to(device, non_blocking=True)
-    return tuple(one.to(device, non_blocking=True) for one in part)
+    return tuple(tensor.to(device, non_blocking=True) for tensor in part)
