@@ -148,11 +148,9 @@ def sharded_state_dict(of: nn.Module | torch.optim.Optimizer) -> dict[str, torch
     them.
     """
     engine = engine_behind("sharded_state_dict", of)
-    return (
-        sharded_state.optimizer_state(engine)
-        if isinstance(of, torch.optim.Optimizer)
-        else sharded_state.model_state(engine)
-    )
+    if isinstance(of, torch.optim.Optimizer):
+        return sharded_state.optimizer_state(engine)
+    return sharded_state.model_state(engine)
 
 
 def load_sharded_state_dict(
@@ -438,11 +436,9 @@ def _plan(
             )
         build.check_model(model, alone=comm.world_size == 1)
         trains = not isinstance(user_optimizer, NoOptimizer)
-        optimizer = (
-            accept_optimizer(user_optimizer, options.offload, options.overlap_step)
-            if trains
-            else user_optimizer
-        )
+        optimizer = user_optimizer
+        if trains:
+            optimizer = accept_optimizer(user_optimizer, options.offload, options.overlap_step)
         build.check_ownership(model, user_optimizer)
         device = _rank_device(comm, model, optimizer, options.offload)
         if options.chooses_offload:
@@ -747,9 +743,10 @@ def _start(
             engine.updater.buckets, engine.settle, other_entries_of_state
         )
         optimizer._engine, optimizer._regroup = engine, regroup
-        for name, param in () if plan.builder.trains else plan.frozen:
-            if param.requires_grad:
-                engine.handles.append(build.refuse_backward(name, param))
+        if not plan.builder.trains:
+            for name, param in plan.frozen:
+                if param.requires_grad:
+                    engine.handles.append(build.refuse_backward(name, param))
     if engine.grads_in_shards:
         reach_shards()
         refuse_others()
@@ -789,7 +786,9 @@ def _slices_of(model: nn.Module, optimizer: Any) -> tuple[DeviceMesh | None, Exc
         replaced: dict[Any, nn.Parameter] = {} if mesh is None else slice_adapters(model)
     except (NotImplementedError, ValueError) as error:
         return mesh, error
-    for group in getattr(optimizer, "param_groups", ()) if replaced else ():
+    if not replaced:
+        return mesh, None
+    for group in getattr(optimizer, "param_groups", ()):
         group["params"] = [replaced.get(param, param) for param in group["params"]]
     for old in replaced:
         optimizer.state.pop(old, None)  # a constructor's, which are made anew

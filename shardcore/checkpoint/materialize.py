@@ -5,9 +5,9 @@ Invariants: a Parameter stays the same object (`become`). Full values exist for 
 (from files: for one parameter, and only where the stage keeps full weights anyway). Every check
 that needs no values runs before anything changes.
 
-Note [transformers]: a model of it implies that it is imported, so it is never imported here. Its
-private names are used in this file alone; tested with transformers 5.23. Versions before 5 convert
-no weights: names are those of the files.
+A model of transformers implies that it is imported, so it is never imported here. Its private
+names are used in this file alone; tested with transformers 5.23. Versions before 5 convert no
+weights: names are those of the files.
 """
 
 import logging

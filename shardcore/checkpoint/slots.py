@@ -207,13 +207,10 @@ class Slots:
         directory.sync_directory(self.folder)
         comm.gather_json(None)  # no rank writes before every newer record is gone
         if comm.rank == 0 and resume:
-            logger.info(
-                "shard: %s %s",
-                self.folder,
-                "has no committed step: a new run begins"
-                if common is None
-                else f"goes on from step {self.step}",
-            )
+            outcome = f"goes on from step {self.step}"
+            if common is None:
+                outcome = "has no committed step: a new run begins"
+            logger.info("shard: %s %s", self.folder, outcome)
 
     def _in_other_order(self) -> list[str] | None:
         """Return the directories of a run that has these in another order."""
@@ -594,7 +591,8 @@ def chosen_of(
     first. Raises ValueError.
     """
     all_commits = set().union(*commits_of_ranks)
-    if common := set.intersection(*map(set, commits_of_ranks)):
+    common = set.intersection(*map(set, commits_of_ranks))
+    if common:
         chosen = max(common, key=lambda commit: commit[1])
         if chosen[2] != world_size:
             raise ValueError(

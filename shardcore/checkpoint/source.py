@@ -135,8 +135,10 @@ def gathered(
     if columns in parts:
         return parts[columns](start, numel)
     boxes, results = list(columns.boxes(start, numel)), []
-    # of long rows no two are read at once
-    for group in [[box] for box in boxes] if columns.width > _LONG else [boxes]:
+    groups = [boxes]
+    if columns.width > _LONG:  # no two long rows are read at once
+        groups = [[box] for box in boxes]
+    for group in groups:
         row, _, column, _ = group[0]
         last_row, rows, last_column, width = group[-1]
         total = sum(rows * width for _, rows, _, width in group)

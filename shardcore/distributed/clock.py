@@ -35,6 +35,11 @@ OUTER = PARTS[:3]
 class Clock:
     """Sums the time of each part, less that of parts inside it: the sums of all parts are the
     time in any of them.
+
+    Until the clock is started a part costs one look at a flag. On a GPU times are those between
+    events on the current stream, which are read when they are over, so nothing waits for them: a
+    wait for a collective takes as long as the stream stands still for it. On the CPU they are those
+    of the host.
     """
 
     def __init__(self) -> None:

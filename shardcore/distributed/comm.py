@@ -397,7 +397,8 @@ class Comm:
         faster than its all_to_all.
         """
         ranks = range(self.world_size) if ranks is None else ranks
-        if self.uses_nccl and (group := self._group_of(ranks)) is not None:
+        group = self._group_of(ranks) if self.uses_nccl else None
+        if group is not None:
             operation = self._start(name, ranks)
             self.sent[kind] += sent.nbytes // len(ranks) * (len(ranks) - 1)
             with _explained(operation):
@@ -646,7 +647,8 @@ class Comm:
         if the ranks of each part have the same row.
         """
         rows = row.unsqueeze(0)
-        for comm in self.across if over is None else over:
+        parts = self.across if over is None else over
+        for comm in parts:
             gather = comm.all_gather_cpu if row.device.type == "cpu" else comm.gather_rows
             rows = gather(rows, kind, name).flatten(0, 1)
         return rows

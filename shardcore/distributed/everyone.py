@@ -23,10 +23,8 @@ class Everyone:
         self._comm, self._parts = comm, comm.slices if parts is None else parts
         self.rank, self.world_size, self.slices = comm.rank, comm.world_size, 1
         for part in self._parts:
-            self.rank, self.world_size = (
-                self.rank * part.world_size + part.rank,
-                self.world_size * part.world_size,
-            )
+            self.rank = self.rank * part.world_size + part.rank
+            self.world_size *= part.world_size
             self.slices *= part.world_size
 
     def _of_parts(self, value: Any) -> list[Any]:

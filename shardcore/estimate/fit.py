@@ -93,7 +93,9 @@ def candidates(
     """Yield stages and offloads of a stage, None: of 2 and 3. One rank shards nothing, so there
     2 is like 3.
     """
-    stages = [stage] if stage is not None else [2, 3] if world_size > 1 else [2]
+    stages = [2, 3] if world_size > 1 else [2]
+    if stage is not None:
+        stages = [stage]
     for offload in (None, _CPU, _CPU | _GRADIENTS):
         for allowed in stages:
             if allowed > 0 or "gradients" not in (offload or {}):

@@ -302,14 +302,12 @@ class _Step:
 
     def __post_init__(self) -> None:
         topology, rank = self.comm.topology, self.comm.rank
-        self._levels = (
-            [range(topology.world_size)] if self.policy.backend_sums else topology.levels(rank)
-        )
-        self._replicas = (
-            topology.ranks_by_piece()
-            if self.lifetimes.owns_everything
-            else topology.replica_ranks(rank)
-        )
+        self._levels = topology.levels(rank)
+        if self.policy.backend_sums:
+            self._levels = [range(topology.world_size)]
+        self._replicas = topology.replica_ranks(rank)
+        if self.lifetimes.owns_everything:
+            self._replicas = topology.ranks_by_piece()
         self._adds_locally = self.policy.accumulate > 1 and not self.policy.sync_each
         self._passing = [unit for unit in self.units if not unit.stays]
         self._order = [bucket for bucket in reversed(self.buckets) if bucket.trainable]
@@ -448,9 +446,12 @@ class _Step:
         for units, backward in (self._passing, False), (self._passing[::-1], True):
             for number, unit in enumerate(units):
                 self._gather(unit)
-                for after in units[number + 1 : number + 1 + self.prefetch] if known else ():
-                    self._gather(after)
-                if backward or (self.keepers != 1 and (unit is not units[-1] or not known)):
+                if known:
+                    for ahead in units[number + 1 : number + 1 + self.prefetch]:
+                        self._gather(ahead)
+                # backward begins with the last unit of a forward, which then stays
+                stays = known and unit is units[-1]
+                if backward or (self.keepers != 1 and not stays):
                     self._free(unit, keep=not backward and self.keepers > 1)
         for unit in self.units:
             self._free(unit)
@@ -482,14 +483,17 @@ class _Step:
                     bucket, torch.float32 if self._adds_locally else self._sent_dtype(bucket)
                 )
             missing[bucket] -= 1
-            for done, full, _ in self._reduce_scatter.arrive(bucket, numel) if reducing else ():
-                self._finish(done, full)
+            if reducing:
+                for done, full, _ in self._reduce_scatter.arrive(bucket, numel):
+                    self._finish(done, full)
             while waiting and not missing[waiting[0]]:
                 self._launch(waiting.popleft())
         for bucket, full, _ in self._reduce_scatter.drain():
             self._finish(bucket, full)
         self._let_leave(len(self._leaving))
-        for bucket in self._order if reducing and self.lifetimes.owns_everything else ():
+        if not reducing or not self.lifetimes.owns_everything:
+            return
+        for bucket in self._order:
             # param.grad has a buffer of its own
             if bucket.grad is not None and bucket.grad.dtype != bucket.dtype:
                 self._give(bucket, self._take(bucket, bucket.dtype))
