@@ -54,7 +54,7 @@ from shardcore.checkpoint import format as layout
 from shardcore.checkpoint.foreign.torch_files import METADATA
 from shardcore.checkpoint.load import objects_of
 from shardcore.checkpoint.sharded import boxes_of
-from shardcore.checkpoint.write import Item, check_seen, write_manifest, write_ranges
+from shardcore.checkpoint.write import Item, check_visible, write_manifest, write_ranges
 
 logger = logging.getLogger("shardcore")
 
@@ -164,7 +164,7 @@ class Writer(StorageWriter):
         have.
         """
         path = directory.unfinished(self._path.parent, self._path.name)
-        check_seen(path, self._rank)
+        check_visible(path, self._rank)
         objects: dict[str, Any] = {}
         items: list[Item] = []
         for item in plan.items:

@@ -52,14 +52,14 @@ def stage(items: Sequence[Item], engine: Engine) -> None:
         for item, size in zip(items, sizes, strict=True):
             values = engine.save_staging[cursor : cursor + item.nbytes].view(item.dtype)
             values.copy_(item.read(), non_blocking=True)
-            item.read = partial(itself, values)
+            item.read = partial(identity, values)
             cursor += size
     finally:
         if engine.device.type == "cuda":
             torch.cuda.current_stream(engine.device).synchronize()
 
 
-def itself(values: torch.Tensor) -> torch.Tensor:
+def identity(values: torch.Tensor) -> torch.Tensor:
     """Return the values."""
     return values
 

@@ -187,7 +187,7 @@ class Commits:
         """Write the record, if the thread did not."""
         if self._record is None:
             return
-        for bucket in _live(self._engine):
+        for bucket in _buckets_with_weights(self._engine):
             for managed in bucket.params:
                 if managed.edited:  # perhaps while the thread wrote it
                     raise ValueError(
@@ -236,7 +236,7 @@ class Commits:
         self._record |= {"world_size": engine.comm.world_size, "rank_state": self._rank_state}
         # Weights that are written live may be edited meanwhile: `finish` writes the record, if none
         # was.
-        if not _live(engine):
+        if not _buckets_with_weights(engine):
             self._write_record()
 
     def _rest_items(self, engine: Engine, names: Mapping[torch.Tensor, str]) -> Iterator[Item]:
@@ -258,7 +258,7 @@ class Commits:
             yield from items_of(name, buffer.reshape(-1))
 
 
-def _live(engine: Engine) -> list[Bucket]:
+def _buckets_with_weights(engine: Engine) -> list[Bucket]:
     """Return the buckets whose weights a commit writes, which users may edit meanwhile."""
     return [
         bucket

@@ -125,18 +125,18 @@ def bytes_of(size: int | str) -> int:
     return int(float(match[1]) * _UNITS[match[2]])
 
 
-def _like(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+def _on_meta(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(tuple(shape), dtype=dtype, device="meta")
 
 
-def _as(dtype: torch.dtype, floating: torch.dtype | None) -> torch.dtype:
+def _cast_to(dtype: torch.dtype, floating: torch.dtype | None) -> torch.dtype:
     return floating if floating is not None and dtype.is_floating_point else dtype
 
 
 def of_source(source: Source, dtype: torch.dtype | None) -> Tensors:
     """Return what a checkpoint has by name, tied weights once, in `dtype`."""
     return {
-        name: _like(shape, _as(source.read(name, "weight", 0, 0).dtype, dtype))
+        name: _on_meta(shape, _cast_to(source.read(name, "weight", 0, 0).dtype, dtype))
         for name, shape in source.shapes.items()
         if name not in source.tied
     }
@@ -146,7 +146,7 @@ def read(source: Source, name: str, dtype: torch.dtype | None) -> Iterator[torch
     """Yield a flattened tensor of a checkpoint, part by part."""
     for start, numel in layout.cut(0, prod(source.shapes[name])):
         values = source.read(name, "weight", start, numel)
-        yield values.to(_as(values.dtype, dtype))
+        yield values.to(_cast_to(values.dtype, dtype))
 
 
 def write(
@@ -282,7 +282,7 @@ def of_engine(engine: Engine, dtype: torch.dtype | None) -> Tensors:
     float32.
     """
     return {
-        name: _like(t.shape, _as(_dtype_of(engine, t), dtype))
+        name: _on_meta(t.shape, _cast_to(_dtype_of(engine, t), dtype))
         for name, t in in_order(engine).items()
     }
 
@@ -292,7 +292,7 @@ def as_trained(engine: Engine, exclude_frozen: bool = False) -> Tensors:
     train in.
     """
     return {
-        name: _like(tensor.shape, tensor.dtype)
+        name: _on_meta(tensor.shape, tensor.dtype)
         for name, tensor in in_order(engine).items()
         if not (exclude_frozen and isinstance(tensor, nn.Parameter) and not engine.trains(tensor))
     }

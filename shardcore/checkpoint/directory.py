@@ -144,7 +144,7 @@ def _names(folder: Path) -> str:
 
 
 @contextmanager
-def _naming(path: Path) -> Iterator[None]:
+def _naming_path(path: Path) -> Iterator[None]:
     """Let an OSError name the file: those of writes do not."""
     try:
         yield
@@ -155,7 +155,7 @@ def _naming(path: Path) -> Iterator[None]:
 
 def write_synced(path: Path, data: bytes) -> None:
     """Write a small file, which is on disk when this returns. OSError, with the path."""
-    with _naming(path), open(path, "wb") as file:
+    with _naming_path(path), open(path, "wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
@@ -165,7 +165,7 @@ def sync_directory(path: Path) -> None:
     """Make durable which names a directory has: files made, renamed and removed in it. OSError,
     with the path.
     """
-    with _naming(path):
+    with _naming_path(path):
         opened = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(opened)
@@ -179,7 +179,7 @@ def replacing(path: Path) -> Iterator[Path]:
     error ends the context.
     """
     unfinished = path.with_name(f".{path.name}{_SAVING}")
-    with _naming(unfinished):
+    with _naming_path(unfinished):
         yield unfinished
         with open(unfinished, "rb") as file:
             os.fsync(file.fileno())
@@ -283,7 +283,7 @@ class FileLock:
                 error,
             )
         _locks.add(self)
-        with _naming(path):
+        with _naming_path(path):
             self._file.truncate(0)
             self._file.write(json.dumps({**process, **about, "since": time.ctime()}).encode())
 

@@ -270,8 +270,8 @@ def load_from(source: Source, engine: Engine, wanted: Wanted) -> Loaded:
         if wanted.strict and (missing or unexpected):
             raise ValueError(
                 f"load: {source.path} has other names than the model: missing "
-                f"{_in_short(missing)}; unexpected "
-                f"{_in_short(unexpected)}; expected the same model, or strict=False"
+                f"{_shortened(missing)}; unexpected "
+                f"{_shortened(unexpected)}; expected the same model, or strict=False"
             )
         for name, tensor in named.items():
             if name in source.shapes and source.shapes[name] != tensor.shape:
@@ -365,8 +365,8 @@ def _check_averages(source: Source, engine: Engine) -> None:
     missing = [name for name in names if layout.EMA not in source.keys(name)]
     if missing:
         raise ValueError(
-            f"load: {source.path} has no moving average of {_in_short(missing)}; expected one that "
-            f"save was given ema for, or ema=None"
+            f"load: {source.path} has no moving average of {_shortened(missing)}; expected one "
+            f"that save was given ema for, or ema=None"
         )
 
 
@@ -397,7 +397,7 @@ def check_scheduler(op: str, source: Source, scheduler: Any) -> None:
     if source.scheduler is None:
         client_state = ""
         if source.client_state:
-            client_state = f" (it has {_in_short(list(map(str, source.client_state)))})"
+            client_state = f" (it has {_shortened(list(map(str, source.client_state)))})"
         raise ValueError(
             f"{op}: {source.path} has no scheduler's state{client_state}; expected one, or "
             f"scheduler=None"
@@ -410,8 +410,8 @@ def check_scheduler(op: str, source: Source, scheduler: Any) -> None:
     if saved_keys != keys:
         raise ValueError(
             f"{op}: {source.path} has a scheduler's state of "
-            f"{_in_short(sorted(map(str, saved_keys)))}; expected "
-            f"{_in_short(sorted(map(str, keys)))}, as this {type(scheduler).__name__} has: make "
+            f"{_shortened(sorted(map(str, saved_keys)))}; expected "
+            f"{_shortened(sorted(map(str, keys)))}, as this {type(scheduler).__name__} has: make "
             f"the scheduler that was saved (DeepSpeed's are in shardcore.deepspeed.lr_schedules), "
             f"or give scheduler=None and set it yourself"
         )
@@ -433,7 +433,7 @@ def _names_in(source: Source, engine: Engine) -> dict[torch.Tensor, str]:
     }
 
 
-def _in_short(names: Sequence[str]) -> str:
+def _shortened(names: Sequence[str]) -> str:
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return (", ".join(names[:5]) + more) or "none"
 
@@ -502,7 +502,7 @@ def _load_tensors(source: Source, engine: Engine, options: Wanted, rounded: set[
         # what is kept, or still being gathered after a failed forward, has the old values
         engine.unsharder.reshard_all()
     with ThreadPoolExecutor(_AHEAD, "shardcore-load") as pool:
-        for read, values in _ahead(pool, source, _reads(source, engine, options, rounded)):
+        for read, values in _read_ahead(pool, source, _reads(source, engine, options, rounded)):
             read.use(values)
     if options.states:
         names = _names_in(source, engine)
@@ -512,7 +512,7 @@ def _load_tensors(source: Source, engine: Engine, options: Wanted, rounded: set[
                     managed.step = int(source.steps.get(names[managed.param], 0))
 
 
-def _ahead(
+def _read_ahead(
     pool: ThreadPoolExecutor, source: Source, reads: Iterable[_Read]
 ) -> Iterator[tuple[_Read, torch.Tensor]]:
     """Yield each range with its values, while the pool reads the next ones."""

@@ -25,13 +25,13 @@ from torch import nn
 
 from shardcore.checkpoint import directory, plain
 from shardcore.checkpoint import format as layout
-from shardcore.checkpoint.background import AS_BEFORE, Mailbox, Saving, itself, stage
+from shardcore.checkpoint.background import AS_BEFORE, Mailbox, Saving, identity, stage
 from shardcore.checkpoint.format import named_buffers, named_parameters, names_of
 from shardcore.checkpoint.write import (
     Item,
     LinkedFiles,
     add_range,
-    check_seen,
+    check_visible,
     write_json,
     write_manifest,
     write_ranges,
@@ -306,7 +306,7 @@ def _items(
                 yield from parts_of(engine, bucket, managed, name, where, content.states)
                 if content.ema is not None and bucket.group is not None:
                     average = content.ema.shard(bucket)[start : start + numel]
-                    read = partial(itself, average)
+                    read = partial(identity, average)
                     yield Item(name, layout.EMA, average.dtype, param_start, numel, read)
     if engine.comm.rank != 0:
         return
@@ -382,7 +382,7 @@ def parts_of(
         first = param_start // BLOCK if part in SCALES.values() else param_start
         count = layout.stored_numel(part, numel)
         if views:
-            read = partial(itself, views[part])
+            read = partial(identity, views[part])
         else:  # states in files are read when they are written
             read = partial(_read_state, engine, bucket, part, start, numel)
         yield Item(name, part, dtype, first, count, read, stays)
@@ -554,7 +554,7 @@ class _Job:
         wait for the rest.
         """
         assert self._engine is not None
-        check_seen(self._path, self._comm.rank)
+        check_visible(self._path, self._comm.rank)
         names = names_of(self._engine)
         linked = self._linked = self._link_committed(self._engine, names)
         self._linked_ranges = []

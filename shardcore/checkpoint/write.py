@@ -51,7 +51,7 @@ class Item:
         return self.numel * self.dtype.itemsize
 
 
-def check_seen(path: Path, rank: int) -> None:
+def check_visible(path: Path, rank: int) -> None:
     """Raise FileNotFoundError if a rank does not see the directory that is written to."""
     if not path.is_dir():
         raise FileNotFoundError(

@@ -124,7 +124,7 @@ class Started:
         """Wait: until done on the CPU, in stream order on CUDA. May be called again after an
         interrupt.
         """
-        with watchdog.waiting(self._operation), _explained(self._operation):
+        with watchdog.waiting(self._operation), _explain_errors(self._operation):
             # no Python between two works, where an interrupt loses one
             deque(map(methodcaller("wait"), self._works), maxlen=0)
 
@@ -225,7 +225,7 @@ class Comm:
         common = set(free).intersection(*(free_of_rank for free_of_rank, _ in rows))
         if not common:
             common.add(len(slots))
-            with _explained():
+            with _explain_errors():
                 ranks = dist.get_process_group_ranks(self.group)
                 slots.append(GroupSlot(group_beside(self.group, ranks, self.device)))
         self._slot = slot = slots[min(common)]
@@ -255,7 +255,7 @@ class Comm:
         first = self.rank - self.rank % (keepers or 1)
         for ranks in [*self.topology.levels(self.rank), range(first, first + keepers)]:
             if 1 < len(ranks) < self.world_size and ranks not in self._slot.parts:
-                with _explained():
+                with _explain_errors():
                     globally = [self._global(rank) for rank in ranks]
                     part = self._slot.parts[ranks] = group_beside(self.group, globally, self.device)
                 watchdog.log_of(self.group).parts.append(weakref.ref(part))
@@ -401,7 +401,7 @@ class Comm:
         if group is not None:
             operation = self._start(name, ranks)
             self.sent[kind] += sent.nbytes // len(ranks) * (len(ranks) - 1)
-            with _explained(operation):
+            with _explain_errors(operation):
                 work = dist.all_to_all_single(
                     as_bytes(received), as_bytes(sent), group=group, async_op=True
                 )
@@ -420,7 +420,7 @@ class Comm:
             return []
         operation = self._start(name)
         self.sent[Traffic.BACKWARD] += sent.nbytes // self.world_size * (self.world_size - 1)
-        with _explained(operation):
+        with _explain_errors(operation):
             if self.topology.nodes == 1:
                 work = _reduce_scatter(received, sent, group=self.group, async_op=True)
             else:
@@ -493,7 +493,7 @@ class Comm:
         self.sent[kind] += sum(piece.nbytes for piece in pieces) * (len(ranks) - 1)
         operation = self._start(name, ranks)
         group = self._group_of(ranks)
-        with _explained(operation):
+        with _explain_errors(operation):
             work = _all_gather(flats, pieces, group=group)
         return self._started(operation, [work])
 
@@ -552,10 +552,10 @@ class Comm:
         operation = self._start(name, ranks)
         if self.uses_nccl and messages:  # as one group of calls, which NCCL runs at once
             calls = [dist.P2POp(call, data, peer, group) for call, data, peer in messages]
-            with _explained(operation):
+            with _explain_errors(operation):
                 started = dist.batch_isend_irecv(calls)
             return self._started(operation, started)
-        with _explained(operation):
+        with _explain_errors(operation):
             works = [call(data, peer, group=group, tag=tag) for call, data, peer in messages]
         return [Started(operation, filter(None, works))] if works else []
 
@@ -577,7 +577,7 @@ class Comm:
             wait_all(self.all_gather([rows], kind or Traffic.READ, name))
         else:
             operation = self._start(name)
-            with _explained(operation):
+            with _explain_errors(operation):
                 work = dist.all_gather(
                     list(rows.unbind(0)), row.contiguous(), group=self.group, async_op=True
                 )
@@ -598,7 +598,7 @@ class Comm:
         operation = self._start(name) if host is None else watchdog.log_of(host).start(name)
         rows = row.new_empty(size, *row.shape)
         rows[0] = row
-        with watchdog.waiting(operation), _explained(operation):
+        with watchdog.waiting(operation), _explain_errors(operation):
             group = host or self.group
             have = 1
             while have < size:
@@ -657,7 +657,7 @@ class Comm:
         """Overwrite `tensor` with that of rank `source`."""
         if self.world_size > 1 and tensor.numel() > 0:
             operation = self._start(name)
-            with _explained(operation):
+            with _explain_errors(operation):
                 work = dist.broadcast(
                     as_bytes(tensor), self._global(source), group=self.group, async_op=True
                 )
@@ -734,7 +734,7 @@ def _release(slot: GroupSlot, buffers: list[Any], logs: Sequence[watchdog.Log]) 
 
 
 @contextmanager
-def _explained(operation: watchdog.Operation | None = None) -> Iterator[None]:
+def _explain_errors(operation: watchdog.Operation | None = None) -> Iterator[None]:
     """Explain an error of torch.distributed: another rank did not take part."""
     try:
         yield

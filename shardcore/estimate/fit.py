@@ -141,7 +141,7 @@ def fit(
         else:
             with_ratio = partial(_with_ratio, predict, of_stage, offload)
             ratio, measures, prediction = _least_ratio(machine, with_ratio)
-        lacks = _lacks(machine, prediction)
+        lacks = _shortage_of(machine, prediction)
         ms = rates.milliseconds(prediction)
         considered.append(Candidate(of_stage, offload, ratio, measures, prediction, ms, lacks))
     return considered
@@ -165,7 +165,7 @@ def _least_ratio(
     gradients in host memory.)
     """
     prediction = predict(1.0)
-    fits = not _lacks(machine, prediction)
+    fits = not _shortage_of(machine, prediction)
     low = _on_device(machine, prediction)
     high = _on_device(machine, predict(1 / STEPS_OF_ONE))
     if low > machine.device or low >= high:
@@ -188,7 +188,7 @@ def _on_device(machine: Machine, prediction: Prediction) -> int:
     return prediction.resting.by_tier.get("device", 0) + machine.activations
 
 
-def _lacks(machine: Machine, prediction: Prediction) -> str:
+def _shortage_of(machine: Machine, prediction: Prediction) -> str:
     host_bytes = prediction.resting.by_tier.get("cpu", 0)
     disk_bytes = 0 if prediction.disk is None else prediction.disk.space
     needs = {

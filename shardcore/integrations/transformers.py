@@ -327,7 +327,7 @@ class ShardcoreTrainerMixin(_Base):
         save(
             output_dir,
             self.model,
-            _bare(self.optimizer),
+            _unwrapped_optimizer(self.optimizer),
             tag=f"global_step{self.state.global_step}",
             scheduler=self.lr_scheduler,
             exclude_frozen_parameters=has_adapters(self.model),
@@ -339,7 +339,12 @@ class ShardcoreTrainerMixin(_Base):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None and _is_sharded(checkpoint):
-            load(checkpoint, self.model, _bare(self.optimizer), scheduler=self.lr_scheduler)
+            load(
+                checkpoint,
+                self.model,
+                _unwrapped_optimizer(self.optimizer),
+                scheduler=self.lr_scheduler,
+            )
         else:
             super()._load_optimizer_and_scheduler(checkpoint)
 
@@ -386,7 +391,7 @@ def values_of(args: TrainingArguments, model: Any, num_training_steps: int) -> d
     }
 
 
-def _bare(optimizer: Any) -> Any:
+def _unwrapped_optimizer(optimizer: Any) -> Any:
     return getattr(optimizer, "optimizer", optimizer)
 
 

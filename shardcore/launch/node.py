@@ -242,7 +242,7 @@ def _cores_of_ranks(plan: NodePlan) -> list[list[int]]:
     binds = plan.numa and not plan.core_list and len(ranks) > 1
     near: list[list[int]] = [[] for _ in ranks]
     if binds:
-        near = [sorted(set(_near(slot)) & set(own_cores)) for slot in plan.own_slots]
+        near = [sorted(set(_cores_near(slot)) & set(own_cores)) for slot in plan.own_slots]
     if not plan.bind_cores:
         return near
     return [_share(plan, near, rank, list(plan.core_list) or own_cores) for rank in ranks]
@@ -262,7 +262,7 @@ def _share(
     return share
 
 
-def _near(slot: int) -> list[int]:
+def _cores_near(slot: int) -> list[int]:
     """Return the cores of the NUMA node of a slot's GPU, or []."""
     if slot >= torch.cuda.device_count():
         return []

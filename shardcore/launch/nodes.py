@@ -47,7 +47,7 @@ _ANSWER_S = 20.0
 _LAST_S = 30.0  # for what ranks have printed and ssh has not passed on yet
 
 
-def is_here(host: str) -> bool:
+def is_this_machine(host: str) -> bool:
     """Whether a host of a hostfile is this machine."""
     name = socket.gethostname()
     return host.rpartition("@")[2] in {
@@ -101,7 +101,7 @@ def address_of(host: str, port: int | None) -> str:
     """Return the first IP address of a host, as `hostname -I` there says. Raises ValueError if
     it cannot be reached.
     """
-    command = [*([] if is_here(host) else ssh_command(host, port)), "hostname", "-I"]
+    command = [*([] if is_this_machine(host) else ssh_command(host, port)), "hostname", "-I"]
     try:
         done = subprocess.run(
             command,
@@ -178,7 +178,7 @@ class _Agent:
         self.outcome = Outcome()
         self.in_a_line = False  # the last that it wrote was no whole line
         self._plan, self._environment = plan, environment
-        self._is_local = is_here(plan.host)
+        self._is_local = is_this_machine(plan.host)
         words = [sys.executable, "-m", "shardcore.launch.node"]
         if not self._is_local:
             variables = [
@@ -263,7 +263,7 @@ class _Agent:
                 process.wait()
         else:
             self._show(unread)
-            self.outcome = Outcome(error=self._lost(process.wait()))
+            self.outcome = Outcome(error=self._lost_agent(process.wait()))
         ended.put(self)
 
     def _read(self, report: bytes) -> Outcome:
@@ -291,7 +291,7 @@ class _Agent:
         sys.stderr.buffer.flush()
         self.in_a_line = not text.endswith(b"\n") if text else self.in_a_line
 
-    def _lost(self, status: int) -> str:
+    def _lost_agent(self, status: int) -> str:
         if not self._is_local and status == 255:  # ssh(1): if an error occurred
             return (
                 f"run: {self._plan.host} cannot be reached, or its connection broke (ssh's message "

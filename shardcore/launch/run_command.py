@@ -25,7 +25,7 @@ from shardcore.distributed.machine import own_cores, parse_cores
 from shardcore.launch.failures import first, report
 from shardcore.launch.hosts import Slots, read_hostfile, select, trim
 from shardcore.launch.node import NodePlan, Outcome, run_node
-from shardcore.launch.nodes import address_of, is_here, passed_environment, run_nodes
+from shardcore.launch.nodes import address_of, is_this_machine, passed_environment, run_nodes
 
 HOSTFILE = Path("/job/hostfile")  # where DeepSpeed's launcher looks
 PORT = 29500  # of several machines, as DeepSpeed's and torch's launchers have it
@@ -148,7 +148,7 @@ def run(options: argparse.Namespace) -> int:
     ValueError, OSError.
     """
     plans = plan(options)
-    alone = len(plans) == 1 and (plans[0].started_alone or is_here(plans[0].host))
+    alone = len(plans) == 1 and (plans[0].started_alone or is_this_machine(plans[0].host))
     environment = {} if alone else passed_environment([Path.home(), Path.cwd()])
     for attempt in range(plans[0].max_restarts + 1):
         attempted = [replace(node, restart=attempt) for node in plans]
@@ -156,7 +156,7 @@ def run(options: argparse.Namespace) -> int:
             outcome = run_node(attempted[0])
         else:
             outcome = run_nodes(attempted, environment, options.ssh_port)
-        status = _tell(outcome, plans[0])
+        status = _show_outcome(outcome, plans[0])
         if status == 0 or outcome.signal or outcome.error:
             break
         if attempt < plans[0].max_restarts:
@@ -168,7 +168,7 @@ def run(options: argparse.Namespace) -> int:
     return status
 
 
-def _tell(outcome: Outcome, node: NodePlan) -> int:
+def _show_outcome(outcome: Outcome, node: NodePlan) -> int:
     """Show how the ranks ended, if not well, and return the exit status."""
     parts = []
     if outcome.signal:

@@ -215,13 +215,13 @@ def _cards(columns: Mapping[str, Column]) -> list[tuple[str, str]]:
 def draw(plot: Plot, columns: Mapping[str, Column]) -> str:
     """Return a plot as a figure of HTML; "" where there is nothing to see."""
     chosen = {
-        label: _thin(columns[name])
+        label: _downsampled(columns[name])
         for label, name in plot.columns.items()
         if _is_drawn(name, columns[name])
     }
     if not chosen:
         return ""
-    steps = _thin(columns["step"])
+    steps = _downsampled(columns["step"])
     if plot.stacked:
         chosen = {
             label: [value if math.isfinite(value) else 0.0 for value in column]
@@ -311,7 +311,7 @@ def _is_drawn(name: str, column: Column) -> bool:
     return bool(known) and (not name.endswith(("_ms", "_bytes")) or any(known))
 
 
-def _thin(column: Column) -> Column:
+def _downsampled(column: Column) -> Column:
     """Return at most POINTS values: means of ranges of equal length."""
     size = -(-len(column) // POINTS)
     if size == 1:

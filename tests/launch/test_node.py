@@ -221,7 +221,7 @@ def test_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     assert placed()[1] == [1, 1, 1, 1]
     # Two GPUs a node; core 0 and 9 are not this job's.
     monkeypatch.setattr(
-        node, "_near", lambda slot: [0, 1, 2, 3, 4] if slot in (0, 3) else [5, 6, 7, 8, 9]
+        node, "_cores_near", lambda slot: [0, 1, 2, 3, 4] if slot in (0, 3) else [5, 6, 7, 8, 9]
     )
     first, second = [1, 2, 3, 4], [5, 6, 7, 8]
     assert placed()[0] == [first, second, second, first]

@@ -243,9 +243,9 @@ def test_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         match=r"bad cannot be reached.*-p 2222 bad hostname -I ended with status 255: who\?",
     ):
         nodes.address_of("bad", 2222)
-    assert nodes.is_here("localhost")
-    assert nodes.is_here("me@127.0.0.1")
-    assert not nodes.is_here("bad")
+    assert nodes.is_this_machine("localhost")
+    assert nodes.is_this_machine("me@127.0.0.1")
+    assert not nodes.is_this_machine("bad")
 
 
 def test_environment_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
