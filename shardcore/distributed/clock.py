@@ -7,11 +7,6 @@ gradients), sum (add up the received ones), gather_grad (full gradients: stage 0
 (the update; of all units at once where no copy or collective of one overlaps with the update of the
 next), read (state dicts and the like). `shardcore::step` is around a step. Source: the
 documentation of torch.profiler and torch.cuda.nvtx.
-
-Note [Times]. Until the clock is started a part is a context of contextlib's that does nothing. On a
-GPU times are those between events on the current stream, which are read when they are over, so
-nothing waits for them: a wait for a collective takes as long as the stream stands still for it. On
-the CPU they are those of the host.
 """
 
 import functools

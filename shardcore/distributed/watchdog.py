@@ -425,9 +425,7 @@ class _Watch:
         self._examined_s = waited_s
         self._examine(store, wait, waited_s, counts, order)
 
-    def _examine(
-        self, store: _Store, wait: Wait, waited_s: float, counts: Any, order: Any
-    ) -> None:
+    def _examine(self, store: _Store, wait: Wait, waited_s: float, counts: Any, order: Any) -> None:
         """End the wait if a rank that is missing from it never comes; else log who is late."""
         rank = dist.get_rank()
         arrived = self._ranks_at(store, wait) or [rank]
