@@ -125,8 +125,8 @@ def _rates(rates: disk.Rates) -> str:
 
 
 def _suites(checkout: Path) -> dict[str, str]:
-    """Return the benchmarks of a checkout, name -> first line of the description; none where the
-    package is installed.
+    """Return the benchmarks of a checkout, name -> first paragraph of the description; none where
+    the package is installed.
     """
     paths = (
         sorted(checkout.glob(f"benchmarks/{_PREFIX}*.py"))
@@ -135,7 +135,8 @@ def _suites(checkout: Path) -> dict[str, str]:
     )
     texts = {path: ast.get_docstring(ast.parse(path.read_text())) or "" for path in paths}
     return {
-        path.stem.removeprefix(_PREFIX): text.partition("\n")[0] for path, text in texts.items()
+        path.stem.removeprefix(_PREFIX): " ".join(text.partition("\n\n")[0].split())
+        for path, text in texts.items()
     }
 
 
