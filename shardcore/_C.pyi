@@ -8,7 +8,7 @@ values: no released storage, no negative or conjugate bit, no wrapper or fake te
 that was forked after CPU work used threads, CPU work runs serially, to the same bits.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from typing import Any
 
@@ -91,7 +91,7 @@ def device_step(
 
 class AdamLists:
     """The arguments of the same names of AdamStepper.step, read once for many steps and kept as
-    long as this object.
+    long as this object, the states until release_states.
     """
 
     def __init__(
@@ -113,6 +113,18 @@ class AdamLists:
         step would have to look closer: one is missing, of another shape, device or order in memory,
         or not of a dtype for gradients, params changed their dtype or device, or whether they are
         contiguous, since the lists were made, or one of idle has a gradient."""
+
+    def release_states(self, states: Mapping[torch.Tensor, Any]) -> None:
+        """Hold no state any more, and note where `states` (optimizer.state) has them, for
+        with_states. They are in place there, with their counts.
+        """
+
+    def with_states(self, states: Mapping[torch.Tensor, Any]) -> AdamLists | None:
+        """These lists with the states' tensors that `states` has now, for one step. None if a step
+        would have to look closer: a parameter's state is gone or elsewhere in the dict's order,
+        another object is its count, an entry is new, gone, elsewhere, or no tensor any more, or
+        exp_avg or the master has another dtype.
+        """
 
 class AdamStepper:
     """Runs Adam over a list of tensors in one call. Holds the CUDA chunk table, and the memory last

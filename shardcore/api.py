@@ -733,7 +733,6 @@ def _start(
         # of a replaced one, too, which schedulers keep alive; each state goes as soon as it is
         # carried
         user_optimizer.state.clear()
-        optimizer.forget()  # it holds the full states
         engine.state_io.carry(states)
         engine.go_on_from(None)
         if plan.builder.trains:  # from now on the engine has that state

@@ -2,7 +2,9 @@
 
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <algorithm>
 #include <optional>
+#include <unordered_map>
 
 #include "core/overlap.h"
 #include "core/tile.h"
@@ -29,6 +31,14 @@ const MomentDTypes& moment_dtypes(const Where& where, at::ScalarType exp_avg) {
 void check_dtype(const Where& where, const at::Tensor& tensor, at::ScalarType expected, const char* why) {
   if (tensor.scalar_type() != expected)
     type_error(where, "dtype ", tensor.scalar_type(), "; expected ", expected, " (", why, ")");
+}
+
+// Begins to read a tensor that is checked some calls later: the checks of many small tensors wait for memory most of the time.
+void prefetch(const TensorList& list, size_t i) {
+  constexpr size_t kAhead = 4;
+  if (i + kAhead >= list.size()) return;
+  const auto* const impl = reinterpret_cast<const char*>(list[i + kAhead].unsafeGetTensorImpl());
+  for (size_t line = 0; line < sizeof(c10::TensorImpl); line += 64) __builtin_prefetch(impl + line);
 }
 
 // Checks index i of all lists, one list after the other, and gathers it as plain data.
@@ -159,6 +169,7 @@ py::object plain_grads(const PyAdamLists& kept, const py::handle& idle_object, c
   const TensorList& params = kept.lists.params;
   py::tuple grads(params.size());
   for (size_t i = 0; i < params.size(); ++i) {
+    prefetch(params, i);
     const at::Tensor& param = params[i];
     PyObject* const item = given ? PyList_GET_ITEM(given->ptr(), static_cast<Py_ssize_t>(i)) : nullptr;
     if (item != nullptr && !THPVariable_Check(item)) return py::none();
@@ -184,13 +195,115 @@ PyAdamLists make_adam_lists(const py::handle& params, const py::handle& exp_avgs
   return kept;
 }
 
+// The lists of a StateEntry's index.
+constexpr std::array kStateLists = {&AdamLists::exp_avgs,        &AdamLists::exp_avg_sqs,    &AdamLists::masters,
+                                    &AdamLists::max_exp_avg_sqs, &AdamLists::exp_avg_scales, &AdamLists::exp_avg_sq_scales};
+
+StateEntry entry_of(const AdamLists& lists, size_t i, const py::handle& key, const py::handle& value) {
+  StateEntry entry{py::reinterpret_borrow<py::object>(key), {}, -1};
+  if (!THPVariable_Check(value.ptr())) {
+    entry.value = py::reinterpret_borrow<py::object>(value);
+    return entry;
+  }
+  const at::Tensor& tensor = THPVariable_Unpack(value.ptr());
+  for (size_t k = 0; k < kStateLists.size(); ++k) {
+    const TensorList& list = lists.*kStateLists[k];
+    if (!list.empty() && list[i].is_same(tensor)) entry.list = static_cast<int>(k);
+  }
+  return entry;
+}
+
+bool is_as_before(const StateEntry& entry, PyObject* key, PyObject* value) {
+  return key == entry.key.ptr() && (entry.value ? value == entry.value.ptr() : THPVariable_Check(value));
+}
+
+std::vector<at::ScalarType> dtypes_of(const TensorList& list) {
+  std::vector<at::ScalarType> dtypes(list.size());
+  for (size_t i = 0; i < list.size(); ++i) {
+    prefetch(list, i);
+    dtypes[i] = list[i].defined() ? list[i].scalar_type() : at::ScalarType::Undefined;
+  }
+  return dtypes;
+}
+
+// A dict as it is; an empty one for another kind of mapping, which is looked up from Python at each step.
+py::dict dict_of(const py::handle& states) {
+  return PyDict_Check(states.ptr()) ? py::reinterpret_borrow<py::dict>(states) : py::dict();
+}
+
+// Holds no state from now on, so that one which a user replaces, or moves away, frees its memory at once.
+void release_states(PyAdamLists& kept, const py::handle& states) {
+  const TensorList& params = kept.lists.params;
+  std::unordered_map<PyObject*, size_t> index_of;
+  for (size_t i = 0; i < params.size(); ++i) index_of[PyTuple_GET_ITEM(params.items(), static_cast<Py_ssize_t>(i))] = i;
+  size_t num_found = 0, num_tensors = 0;
+  for (const auto& [param, state] : dict_of(states)) {
+    const auto found = index_of.find(param.ptr());
+    const bool known = found != index_of.end() && PyDict_Check(state.ptr());
+    kept.states.emplace_back(known ? static_cast<int64_t>(found->second) : -1, known ? PyDict_GET_SIZE(state.ptr()) : 0);
+    if (!known) continue;
+    for (const auto& [key, value] : py::reinterpret_borrow<py::dict>(state)) {
+      kept.entries.push_back(entry_of(kept.lists, found->second, key, value));
+      if (kept.entries.back().list >= 0) ++num_found;
+    }
+  }
+  kept.exp_avg_dtypes = dtypes_of(kept.lists.exp_avgs);
+  kept.master_dtypes = dtypes_of(kept.lists.masters);
+  for (const auto& list : kStateLists) {
+    for (size_t i = 0; i < (kept.lists.*list).size(); ++i) num_tensors += (kept.lists.*list)[i].defined() ? 1 : 0;
+    kept.lists.*list = {};
+  }
+  if (num_found != num_tensors) kept.states.clear();  // some are elsewhere: with_states finds nothing
+}
+
+// Returns the lists with the tensors that `states` has now, or nothing if more has changed there than tensors for others of
+// their dtypes: the caller then looks at every state. What else a step reads of a tensor segment_of checks each time.
+std::optional<PyAdamLists> with_states(const PyAdamLists& kept, const py::handle& states_object) {
+  const py::dict states = dict_of(states_object);
+  if (kept.states.empty() || states.size() != kept.states.size()) return std::nullopt;
+  const TensorList& params = kept.lists.params;
+  std::array<py::tuple, kStateLists.size()> made;
+  auto known = kept.states.begin();
+  auto entry = kept.entries.begin();
+  for (const auto& [param, state] : states) {
+    const auto [i, num_entries] = *known++;
+    if (i < 0) continue;
+    if (param.ptr() != PyTuple_GET_ITEM(params.items(), i) || !PyDict_Check(state.ptr()) ||
+        PyDict_GET_SIZE(state.ptr()) != num_entries) {
+      return std::nullopt;
+    }
+    Py_ssize_t place = 0;
+    for (PyObject *key = nullptr, *value = nullptr; PyDict_Next(state.ptr(), &place, &key, &value); ++entry) {
+      if (!is_as_before(*entry, key, value)) return std::nullopt;
+      if (entry->list < 0) continue;
+      py::tuple& list = made[static_cast<size_t>(entry->list)];
+      if (list.empty()) list = py::tuple(params.size());
+      PyTuple_SET_ITEM(list.ptr(), i, Py_NewRef(value));
+    }
+  }
+  std::optional<PyAdamLists> now(std::in_place);
+  now->lists.params = params;
+  now->lists.hyper_index = kept.lists.hyper_index;
+  now->lists.keys = kept.lists.keys;
+  for (size_t k = 0; k < made.size(); ++k) {
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(made[k].ptr()); ++i) {
+      if (PyTuple_GET_ITEM(made[k].ptr(), i) == nullptr) PyTuple_SET_ITEM(made[k].ptr(), i, Py_NewRef(Py_None));
+    }
+    now->lists.*kStateLists[k] = TensorList(std::move(made[k]));
+  }
+  // On these two the options of a group depend.
+  if (dtypes_of(now->lists.exp_avgs) != kept.exp_avg_dtypes) return std::nullopt;
+  if (dtypes_of(now->lists.masters) != kept.master_dtypes) return std::nullopt;
+  return now;
+}
+
 // Null before __init__.
 PyAdamLists* lists_of(PyObject* self) {
   auto place = reinterpret_cast<py::detail::instance*>(self)->get_value_and_holder();
   return place.holder_constructed() ? place.value_ptr<PyAdamLists>() : nullptr;
 }
 
-// Makes the tensors visible to Python's cycle collector: an attribute of a parameter may hold the owner of these lists.
+// Makes tensors and values visible to Python's cycle collector: an attribute of a parameter may hold the owner of these lists.
 void make_collectable(PyHeapTypeObject* heap_type) {
   PyTypeObject& type = heap_type->ht_type;
   type.tp_flags |= Py_TPFLAGS_HAVE_GC;
@@ -198,6 +311,7 @@ void make_collectable(PyHeapTypeObject* heap_type) {
     Py_VISIT(Py_TYPE(self));
     if (const PyAdamLists* const kept = lists_of(self)) {
       for (const TensorList* list : kept->lists.all()) Py_VISIT(list->items());
+      for (const StateEntry& entry : kept->entries) Py_VISIT(entry.value.ptr());
     }
     return 0;
   };
@@ -235,6 +349,7 @@ AdamLists adam_lists_of(const py::handle& params, const py::handle& exp_avgs, co
 }
 
 AdamSegment segment_of(const AdamLists& lists, const TensorList& grads, size_t i, at::Device device) {
+  for (const TensorList* list : {&lists.params, &grads, &lists.exp_avgs, &lists.exp_avg_sqs}) prefetch(*list, i);
   return SegmentReader(lists, grads[i], i, device).read();
 }
 
@@ -277,7 +392,9 @@ void bind_adam_lists(py::module_& module) {
       .def(py::init(&make_adam_lists), py::arg("params"), py::arg("exp_avgs"), py::arg("exp_avg_sqs"), py::arg("hyper_index"),
            py::arg("masters") = py::none(), py::arg("max_exp_avg_sqs") = py::none(), py::arg("keys") = py::none(),
            py::arg("exp_avg_scales") = py::none(), py::arg("exp_avg_sq_scales") = py::none())
-      .def("plain_grads", &plain_grads, py::arg("idle"), py::arg("given") = py::none());
+      .def("plain_grads", &plain_grads, py::arg("idle"), py::arg("given") = py::none())
+      .def("release_states", &release_states, py::arg("states"))
+      .def("with_states", &with_states, py::arg("states"));
 }
 
 }  // namespace shardcore::bind

@@ -44,12 +44,24 @@ AdamSegment segment_of(const AdamLists& lists, const TensorList& grads, size_t i
 // Refuses tensors of these segments of `lists` that share memory which the step writes.
 void check_overlap(const AdamLists& lists, const std::vector<AdamSegment>& segments);
 
+// An entry of a parameter's state, by which a step recognizes that only values have changed since the last.
+struct __attribute__((visibility("hidden"))) StateEntry {
+  py::object key;
+  py::object value;  // unless it is a tensor: the count, which a write to "step" replaces
+  int list;          // the index of the list that has the tensor; -1: none
+};
+
 // Lists read once, for steps that repeat the last one.
 struct __attribute__((visibility("hidden"))) PyAdamLists {
   AdamLists lists;
   using ParamKind = std::pair<at::ScalarType, bool>;  // is it contiguous
   std::vector<ParamKind> param_kinds;                 // when the lists were read, as the device
   at::Device device = at::kCPU;
+  // Once the states were released: of each entry of optimizer.state which parameter it is, -1 for none of these, and how many
+  // entries its state has; and these, all in the order of the dicts.
+  std::vector<std::pair<int64_t, Py_ssize_t>> states;
+  std::vector<StateEntry> entries;
+  std::vector<at::ScalarType> exp_avg_dtypes, master_dtypes;  // Undefined: None
 };
 
 void bind_adam_lists(py::module_& module);

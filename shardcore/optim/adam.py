@@ -6,6 +6,7 @@ the same and its ``_engine`` does the work; the public methods then only delegat
 """
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -28,7 +29,7 @@ from shardcore.optim.group_options import (
     read_once,
 )
 from shardcore.optim.interface import Gradients
-from shardcore.optim.state import States
+from shardcore.optim.state import ParamState
 from shardcore.optim.state_dict import (
     adopt_torch_group,
     export_groups,
@@ -144,7 +145,7 @@ class AdamOptimizer(ShardableOptimizer):
             state_dtype=state_dtype, stochastic_rounding=stochastic_rounding, seed=seed
         )
         super().__init__(params, defaults)
-        self.state = States()
+        self.state = defaultdict(ParamState)
 
     def forget(self) -> None:
         """See ShardableOptimizer."""
@@ -204,19 +205,19 @@ class AdamOptimizer(ShardableOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        found = (
+        calls = (
             None
             if self._repeat is None
             else self._repeat.find(self._op, self.param_groups, self.state, grads)
         )
-        if self._repeat is None or found is None:
+        if self._repeat is None or calls is None:
             with torch.no_grad():
                 self._update(grads, scale, limit)
             return loss
-        normed = [] if limit is None else [grad for some in found for grad in some]
+        normed = [] if limit is None else [grad for call in calls for grad in call.grads]
         clipped = self._clipped_scale(normed, {}, scale, limit)
         if clipped is not None:
-            self._repeat.run(clipped, found)  # needs no `no_grad`
+            self._repeat.run(clipped, calls)  # needs no `no_grad`
         return loss
 
     def _update(
@@ -232,16 +233,17 @@ class AdamOptimizer(ShardableOptimizer):
             self._op, self.param_groups, read, self.state, grads, rows, self._steppers, on_device
         )
         full, sharded = grouped(
-            update.owners, [grad for some in update.grads for grad in some], rows
+            update.owners, [grad for call in update.calls for grad in call.grads], rows
         )
         clipped = self._clipped_scale(full, sharded, scale, max_norm)
         if clipped is None:
             return
-        update.run(clipped, update.grads)
+        update.run(clipped, update.calls)
         # the kernel has seen their parts alone
         increment_version([owner for owner in update.owners if owner in rows])
         update.commit()
-        self._repeat = update
+        # the local parts of DTensors have to be looked up anew each time
+        self._repeat = None if rows else update
 
     def _clipped_scale(
         self,
@@ -302,7 +304,7 @@ class AdamOptimizer(ShardableOptimizer):
         take_masters(masters)
         for group, new_options in zip(self.param_groups, options, strict=True):
             group.update(new_options)
-        self.state = States(states)
+        self.state = defaultdict(ParamState, states)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._engine, self._steppers = None, {}

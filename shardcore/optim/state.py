@@ -9,8 +9,6 @@ float32 exp_avg_scale and exp_avg_sq_scale, one for 256 elements), max_exp_avg_s
 either master (float32) or remainder (int16).
 """
 
-import weakref
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, Self
 
@@ -26,67 +24,6 @@ TENSOR_KEYS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master")
 
 MAX_STEP = 2**53  # a float64 counts one by one up to here,
 _MAX_FLOAT32_STEP = 2**24  # and a float32 to here
-
-
-class Watched(dict[Any, Any]):
-    """A dict that calls the ``forget`` method of the object that has read it before any entry
-    changes.
-    """
-
-    __slots__ = ()
-    _reader: "weakref.ref[Any] | None"
-
-    def read_by(self, reader: "weakref.ref[Any]") -> None:
-        """Call the reader's ``forget`` at the next change; an earlier reader forgets now."""
-        self._changed()
-        self._reader = reader
-
-    def _changed(self) -> None:
-        reader = None if self._reader is None else self._reader()
-        if reader is not None:
-            reader.forget()
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._changed()
-        super().__setitem__(key, value)
-
-    def __delitem__(self, key: Any) -> None:
-        self._changed()
-        super().__delitem__(key)
-
-    def clear(self) -> None:
-        self._changed()
-        super().clear()
-
-    def popitem(self) -> tuple[Any, Any]:
-        key = next(reversed(self))
-        return key, self.pop(key)
-
-    def pop(self, key: Any, *default: Any) -> Any:
-        if default and key not in self:
-            return default[0]
-        value = self[key]
-        del self[key]
-        return value
-
-    # By way of [].
-    setdefault = MutableMapping.setdefault
-    update = MutableMapping.update
-
-    def __ior__(self, other: Any) -> Self:  # type: ignore[misc]
-        self.update(other)
-        return self
-
-
-class States(Watched, defaultdict[torch.Tensor, Any]):
-    """``optimizer.state``: a ParamState for each parameter, made at its first access."""
-
-    def __init__(self, *args: Any) -> None:
-        self._reader = None
-        super().__init__(ParamState, *args)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return States, (), None, None, iter(self.items())
 
 
 def step_tensor(count: int) -> torch.Tensor:
@@ -138,6 +75,10 @@ class DeviceStepCount:
 _COUNTS = (StepCount, DeviceStepCount)
 
 
+def _shown(value: Any) -> Any:
+    return value.tensor() if isinstance(value, _COUNTS) else value
+
+
 def step_count(op: str, name: str, value: object) -> int:
     """Return a step count given as a number or as a tensor of one element; ValueError if it is
     not a whole number >= 0.
@@ -150,18 +91,18 @@ def step_count(op: str, name: str, value: object) -> int:
     return int(x)
 
 
-class ParamState(Watched):
+class ParamState(dict[str, Any]):
     """A parameter's state. Reading "step" gives a new tensor; writing it takes a number or a tensor
     of one element.
 
-    ``copy()``, ``dict(state)`` and ``state | other`` give plain dicts. ``deepcopy`` and ``pickle``
-    give ParamStates that share counts as these do.
+    It is no plain dict, because "step" has to be made on read: a tensor that is there would have
+    to be written for each parameter in each step. ``copy()``, ``dict(state)`` and ``state | other``
+    give plain dicts. ``deepcopy`` and ``pickle`` give ParamStates that share counts as these do.
     """
 
-    __slots__ = ("_reader",)
+    __slots__ = ()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._reader = None
         super().__init__()
         self.update(*args, **kwargs)
 
@@ -182,8 +123,7 @@ class ParamState(Watched):
         return dict.get(self, key)
 
     def __getitem__(self, key: str) -> Any:
-        value = super().__getitem__(key)
-        return value.tensor() if isinstance(value, _COUNTS) else value
+        return _shown(super().__getitem__(key))
 
     def __setitem__(self, key: str, value: Any) -> None:
         if key == "step" and not isinstance(value, _COUNTS):
@@ -194,33 +134,48 @@ class ParamState(Watched):
     def __iter__(self) -> Iterator[str]:
         return super().__iter__()
 
+    def pop(self, *args: Any) -> Any:
+        return _shown(super().pop(*args))
+
+    def popitem(self) -> tuple[str, Any]:
+        key, value = super().popitem()
+        return key, _shown(value)
+
     # By way of [].
     get = Mapping.get  # type: ignore[assignment]
     items = Mapping.items  # type: ignore[assignment]
     values = Mapping.values  # type: ignore[assignment]
+    setdefault = MutableMapping.setdefault
+    update = MutableMapping.update
 
     def copy(self) -> dict[str, Any]:
         return {key: self[key] for key in self}
 
     __copy__ = copy
 
-    def __or__(self, other: Mapping[str, Any]) -> dict[str, Any]:  # type: ignore[override]
-        return {**self, **other}
+    def __eq__(self, other: object) -> bool:
+        return self.copy() == other
 
-    def __ror__(self, other: Mapping[str, Any]) -> dict[str, Any]:  # type: ignore[override]
-        return {**other, **self}
+    def __ne__(self, other: object) -> bool:
+        return self.copy() != other
+
+    __hash__ = None
+
+    def __or__(self, other: Any) -> Any:
+        return self.copy() | other
+
+    def __ror__(self, other: Any) -> Any:
+        return other | self.copy()
+
+    def __ior__(self, other: Any) -> Self:  # type: ignore[override]
+        self.update(other)
+        return self
 
     def __repr__(self) -> str:
         return repr(self.copy())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (
-            ParamState,
-            (),
-            None,
-            None,
-            iter([(key, dict.__getitem__(self, key)) for key in self]),
-        )
+        return ParamState, (), None, None, iter(dict.items(self))
 
 
 def new_state(param: torch.Tensor, source: torch.Tensor | None = None) -> torch.Tensor:

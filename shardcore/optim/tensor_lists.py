@@ -7,12 +7,11 @@ tensor) is fixed in the graph, a tensor on the device is read at every replay.
 """
 
 import operator
-import weakref
 from collections import defaultdict
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,7 +32,6 @@ from shardcore.optim.group_options import (
 from shardcore.optim.state import (
     DeviceStepCount,
     ParamState,
-    States,
     StepCount,
     device_counts,
     has_memory,
@@ -190,16 +188,25 @@ def bad_grad(op: str, index: int, param: torch.Tensor, grad: object) -> Exceptio
     )
 
 
+class Call(NamedTuple):
+    """A kernel call, which updates the parameters of one device."""
+
+    stepper: "_C.AdamStepper"
+    lists: "_C.AdamLists"
+    grads: Sequence[torch.Tensor]  # what the kernel reads
+    indices: Sequence[int]  # of the parameters, among those of all groups
+
+
 class Update:
     """One step over all parameters with a gradient: built, run and committed, then run again while
     only values change.
 
     Note [Repeated steps]: looking at each tensor from Python takes twenty times as long as the rest
     of the host's work. So a committed update can run again, with other gradients, as long as groups
-    have the same parameters and storage options, no state was replaced or removed, and the same
-    parameters have gradients. Options, learning rates and counts are read at each step, and the
-    kernel's binding checks each tensor's memory. A change of a state makes the update forget all of
-    them at once, so that states which leave the device between steps free their memory.
+    have the same parameters and storage options, states have the same entries, dtypes and counts,
+    and the same parameters have gradients. Options, learning rates, counts and the tensors of
+    ``optimizer.state`` are read at each step, and the kernel's binding checks each tensor's memory.
+    Between steps the update holds no state, so that those which leave the device free their memory.
     """
 
     def __init__(
@@ -249,9 +256,8 @@ class Update:
                     self._idle.append(param)
                 else:
                     self._add(calls, place, index, param, grad)
-        self.owners: list[torch.Tensor] = []  # the parameters of `grads`, as the groups hold them
-        self.grads: list[list[torch.Tensor]] = []  # of each call, what the kernel reads
-        self._calls: list[tuple[_C.AdamStepper, _C.AdamLists, list[int]]] = []
+        self.owners: list[torch.Tensor] = []  # the parameters of `calls`, as the groups hold them
+        self.calls: list[Call] = []
         for device, lists in calls.items():
             indices = [i for i, _ in lists["keys"]]
             if on_device:  # there is one, as check_capturable says
@@ -260,10 +266,9 @@ class Update:
                 if not any(tensor is not None for tensor in lists[name]):
                     del lists[name]  # the binding would look at each entry in every step
             self.owners += lists.pop("owners")
-            self.grads.append(_C.dense(lists.pop("grads"), lists["params"]))
-            self._calls.append(
-                (steppers.setdefault(device, _C.AdamStepper()), _C.AdamLists(**lists), indices)
-            )
+            grads_read = _C.dense(lists.pop("grads"), lists["params"])
+            stepper = steppers.setdefault(device, _C.AdamStepper())
+            self.calls.append(Call(stepper, _C.AdamLists(**lists), grads_read, indices))
 
     def _add(self, calls: Any, place: int, index: int, owner: torch.Tensor, grad: Any) -> None:
         """Add a parameter of group `place`, the index-th of all, to the lists of its device."""
@@ -392,12 +397,10 @@ class Update:
         user put there.
         """
         if not state:
-            adopted = ParamState(
-                new_moments(
-                    param.shape, state_dtype, partial(zeros, device=param.device, like=param)
-                )
-            )
-            adopted.count = StepCount()
+            adopted = ParamState()
+            adopted.count = StepCount()  # first, as in torch
+            make = partial(zeros, device=param.device, like=param)
+            adopted.update(new_moments(param.shape, state_dtype, make))
             return adopted
         missing = [key for key in ("step", "exp_avg", "exp_avg_sq") if key not in state]
         if missing:
@@ -407,45 +410,37 @@ class Update:
             )
         return ParamState(state)
 
-    def run(self, scale: float | DeviceScale, grads: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Call the kernel once per device, and count the step. A DeviceScale belongs to a
-        capturable step.
-        """
+    def run(self, scale: float | DeviceScale, calls: Sequence[Call]) -> None:
+        """Make these calls, and count the step. A DeviceScale belongs to a capturable step."""
         at = 1.0 if isinstance(scale, DeviceScale) else scale
         hypers = [
             hyper_of(self._read[i], 1 if value is None else self._counts[value].value + 1, at)
             for i, value in self._sources
         ]
-        for (stepper, lists, _), some in zip(self._calls, grads, strict=True):
+        for call in calls:
             if isinstance(scale, DeviceScale):
-                scalars = scale.decide(scale.squares(some), self._counters, self._source_of, hypers)
-                stepper.repeat(lists, some, scalars)
+                squares = scale.squares(call.grads)
+                scalars = scale.decide(squares, self._counters, self._source_of, hypers)
+                call.stepper.repeat(call.lists, call.grads, scalars)
             else:
-                stepper.repeat(lists, some, hypers)
+                call.stepper.repeat(call.lists, call.grads, hypers)
         for count in self._counts.values():
             count.value += 1
 
     def commit(self) -> None:
-        """Put new states and counts in place after the first run; from then on a change of one
-        makes the update forget.
+        """Put new states and counts in place after the first run, and hold no state from then
+        on.
         """
         self._states.update(self._new_states)
         for state, key, tensor in self._new_tensors:
             state[key] = tensor
         for state, count in zip(self._param_states, self._count_of, strict=True):
             state.count = count
-        if isinstance(self._states, States) and not self._rows:
-            reader = weakref.ref(self)
-            for watched in (self._states, *self._param_states):
-                watched.read_by(reader)
-        else:  # states, or gradients, have to be looked up anew each time
-            self.forget()
-        self._param_states, self._new_tensors, self._new_states = [], [], {}
-        self.owners, self.grads = [], []  # they are the user's to free
-
-    def forget(self) -> None:
-        """Release the states: `find` finds nothing any more."""
-        self._calls, self._states = [], {}
+        for call in self.calls:
+            call.lists.release_states(self._states)
+        self._states, self._param_states, self._new_tensors, self._new_states = {}, [], [], {}
+        # gradients are the user's to free
+        self.owners, self.calls = [], [call._replace(grads=()) for call in self.calls]
 
     def find(
         self,
@@ -453,18 +448,14 @@ class Update:
         groups: Sequence[Group],
         states: Mapping[torch.Tensor, Any],
         given: Sequence[torch.Tensor | None] | None,
-    ) -> Sequence[Sequence[torch.Tensor]] | None:
-        """Return the gradients with which `run` makes this step, or None if something else has to
-        be looked at.
+    ) -> Sequence[Call] | None:
+        """Return the calls with which `run` makes this step, or None if something else has to be
+        looked at.
 
         given: gradients in place of ``p.grad``, one for each parameter. Raises ValueError or
         TypeError for options that no step can use.
         """
-        if (
-            not self._calls
-            or states is not self._states
-            or not _C.same_objects(groups, self._groups)
-        ):
+        if not self.calls or not _C.same_objects(groups, self._groups):
             return None
         self._read = read_once(groups, READ)
         for i, (group, params) in enumerate(zip(self._read, self._params, strict=True)):
@@ -474,12 +465,13 @@ class Update:
         if given is not None and sum(grad is None for grad in given) != len(self._idle):
             return None
         found = []
-        for _, lists, indices in self._calls:
+        for call in self.calls:
+            lists = call.lists.with_states(states)
             if given is None:
-                grads = lists.plain_grads(self._idle)
+                grads = call.lists.plain_grads(self._idle)
             else:
-                grads = lists.plain_grads((), [given[index] for index in indices])
-            if grads is None:
+                grads = call.lists.plain_grads((), [given[index] for index in call.indices])
+            if lists is None or grads is None:
                 return None
-            found.append(grads)
+            found.append(call._replace(lists=lists, grads=grads))
         return found

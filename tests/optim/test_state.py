@@ -1,5 +1,5 @@
-"""ParamState behaves as the plain dict that torch.optim keeps, whatever way it is read, written
-or copied.
+"""`optimizer.state` behaves as the dict of plain dicts that torch.optim keeps, whatever way it is
+read, written or copied.
 """
 
 import copy
@@ -8,7 +8,13 @@ import pickle
 import pytest
 import torch
 
+from shardcore.optim import FusedAdam
 from shardcore.optim.state import ParamState, StepCount
+from tests.support.params import params_of
+
+pytest.importorskip("hypothesis", reason="property tests need hypothesis")
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 
 @pytest.fixture
@@ -73,28 +79,74 @@ def test_step_refuses_what_is_no_count(state, value):
     assert state["step"] == 3
 
 
-def test_it_is_a_dict(state):
-    assert isinstance(state, dict)
-    assert list(state) == list(state.keys()) == ["step", "exp_avg", "exp_avg_sq"]
-    assert len(state) == 3
-    assert "step" in state
-    assert "master" not in state
-    assert state.get("master") is None
-    assert state.get("master", 1) == 1
-    with pytest.raises(KeyError):
-        state["master"]
-    with pytest.raises(KeyError):
-        state.pop("master")
-    assert state.pop("master", 5) == 5
-    del state["exp_avg"]
-    state.update({"step": 9}, exp_avg=torch.ones(1))
-    state |= {"master": torch.ones(1)}
-    assert state["step"] == 9
-    assert state.popitem()[0] == "master"
-    assert state.setdefault("new", 4) == 4
-    assert "tensor(9.)" in repr(state)
-    state.clear()
-    assert not state
+# What a dict can do, to `optimizer.state` (with parameters for keys) and to the dicts in it.
+OPERATIONS = {
+    "[]": lambda d, key, new: d[key],
+    "[] =": lambda d, key, new: d.__setitem__(key, new),
+    "del": lambda d, key, new: d.__delitem__(key),
+    "in": lambda d, key, new: (key in d, len(d), bool(d), list(d), list(reversed(d))),
+    "get": lambda d, key, new: (d.get(key), d.get(key, new)),
+    "setdefault": lambda d, key, new: d.setdefault(key, new),
+    "pop": lambda d, key, new: d.pop(key),
+    "pop with a default": lambda d, key, new: d.pop(key, new),
+    "popitem": lambda d, key, new: d.popitem(),
+    "clear": lambda d, key, new: d.clear(),
+    "update": lambda d, key, new: d.update({key: new}),
+    "views": lambda d, key, new: (list(d.keys()), list(d.items()), list(d.values())),
+    "copy": lambda d, key, new: d.copy(),
+    "copy.copy": lambda d, key, new: copy.copy(d),
+    "dict": lambda d, key, new: (dict(d), {**d}, d == d.copy(), d != d.copy()),
+    "|": lambda d, key, new: (d | {key: new}, {key: new} | d),
+    "|=": lambda d, key, new: d.__ior__({key: new}),
+    "repr": lambda d, key, new: repr(d) if "exp_avg" in d else type(d.copy()),
+}
+
+
+def seen(value):
+    """What a user sees of a result, to be compared."""
+    if isinstance(value, torch.nn.Parameter):
+        return f"the parameter of {value.numel()}"
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.shape, value.tolist()
+    if isinstance(value, dict):
+        return [(seen(key), seen(entry)) for key, entry in value.items()]
+    return [seen(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def result(operation, state, param, key, inside):
+    try:
+        if inside:
+            return seen(operation(state[param], key, torch.tensor(2.0)))
+        return seen(operation(state, param, {}))
+    except KeyError as error:
+        return type(error)
+
+
+NAMES = st.sampled_from(["step", "exp_avg", "mine"])
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.sampled_from([*OPERATIONS]), st.integers(0, 2), NAMES, st.booleans())))
+def test_the_states_behave_as_torchs(operations):
+    optimizers = [kind(params_of(1, 2, 3)) for kind in (FusedAdam, torch.optim.Adam)]
+    for optimizer in optimizers:
+        for param in optimizer.param_groups[0]["params"][:2]:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+    for name, index, key, inside in operations:
+        ours, theirs = (
+            result(
+                OPERATIONS[name],
+                optimizer.state,
+                optimizer.param_groups[0]["params"][index],
+                key,
+                inside,
+            )
+            for optimizer in optimizers
+        )
+        assert ours == theirs, name
+        assert seen(optimizers[0].state) == seen(optimizers[1].state), name
+    assert type(optimizers[0].state) is type(optimizers[1].state)
 
 
 def test_copies_share_as_their_originals(state):

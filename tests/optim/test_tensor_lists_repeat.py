@@ -65,6 +65,12 @@ def add_group(optimizer, params):
     optimizer.add_param_group({"params": [extra], "lr": 0.3})
 
 
+def swap(optimizer, one, other):
+    """As two states of one shape, each in its place of the dict."""
+    states = optimizer.state
+    states[one], states[other] = states[other], states[one]
+
+
 CHANGES = {
     "nothing": lambda optimizer, params: None,
     "lr": lambda optimizer, params: optimizer.param_groups[0].update(lr=0.5),
@@ -79,6 +85,15 @@ CHANGES = {
     "moment": lambda optimizer, params: optimizer.state[params[3]].update(
         exp_avg=torch.ones_like(params[3])
     ),
+    "moments of the other": lambda optimizer, params: swap(optimizer, params[3], params[6]),
+    "other order": lambda optimizer, params: optimizer.state.update(
+        {params[1]: optimizer.state.pop(params[1])}
+    ),
+    "other order of entries": lambda optimizer, params: optimizer.state[params[3]].update(
+        exp_avg=optimizer.state[params[3]].pop("exp_avg")
+    ),
+    "more entries": lambda optimizer, params: optimizer.state[params[3]].update(mine=torch.ones(2)),
+    "another key": lambda optimizer, params: optimizer.state.update(mine={"mine": torch.ones(3)}),
     "moment in place": lambda optimizer, params: optimizer.state[params[3]]["exp_avg"].fill_(0.25),
     "plain state": lambda optimizer, params: optimizer.state.update(
         {params[3]: dict(optimizer.state[params[3]], step=2)}
@@ -101,7 +116,7 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_change_between_steps_has_the_bits_of_the_long_way(change):
     def trained(make):
-        params = params_of(3, 300, 5, 1000, 17)
+        params = params_of(3, 300, 5, 1000, 17, 2, 1000)
         optimizer = make(params, lr=0.1, weight_decay=0.1)
         for step in range(9):
             give(params, step)
@@ -134,6 +149,36 @@ def test_copies_that_share_their_states_count_together():
     check_both_ways(trained)
 
 
+def test_a_replaced_moment_is_read_on_the_short_way(monkeypatch):
+    """What a step reads of a state it reads each time."""
+    params = params_of(3, 300)
+    optimizer = FusedAdam(params, lr=0.0)
+    for _ in range(2):
+        optimizer.step(grads=grads_of(params))
+    moment = torch.full((300,), 2.0)
+    optimizer.state[params[1]]["exp_avg"] = moment
+    refuse_the_long_way(monkeypatch)
+    optimizer.step(grads=[torch.zeros(3), torch.zeros(300)])
+    assert torch.equal(moment, torch.full((300,), 0.9) * 2.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype"), [({}, torch.bfloat16), ({"state_dtype": "bf16"}, torch.float32)]
+)
+def test_moments_of_another_dtype_are_refused(options, dtype):
+    """Both of them: alone, one would be refused by the kernel's binding."""
+    params = params_of(3, 300)
+    optimizer = FusedAdam(params, **options)
+    for _ in range(2):
+        optimizer.step(grads=grads_of(params))
+    state = optimizer.state[params[1]]
+    state.update({key: state[key].to(dtype) for key in ("exp_avg", "exp_avg_sq")})
+    before = snapshot(optimizer)
+    with pytest.raises(TypeError, match=r"state\[params\[1\]\].exp_avg has dtype"):
+        optimizer.step(grads=grads_of(params))
+    assert same(before, snapshot(optimizer))
+
+
 @pytest.mark.parametrize(
     "take", [lambda state: state.__delitem__("exp_avg_sq"), lambda state: state.pop("exp_avg_sq")]
 )
@@ -147,13 +192,14 @@ def test_a_moment_that_was_taken_away_is_missed(take):
         optimizer.step(grads=grads_of(params))
 
 
-def test_a_plain_dict_in_place_of_the_states_is_read_at_each_step():
-    """As torch.optim's users start anew: a dict that does not note its changes."""
+@pytest.mark.parametrize("states", [collections.defaultdict(dict), collections.UserDict()])
+def test_another_mapping_in_place_of_the_states_is_read_at_each_step(states):
+    """As torch.optim's users start anew."""
 
     def trained(make):
         params = params_of(3, 300)
         optimizer = make(params, lr=0.1)
-        optimizer.state = collections.defaultdict(dict)
+        optimizer.state = copy.copy(states)
         for step in range(4):
             for p, grad in zip(params, grads_of(params, seed=step), strict=True):
                 p.grad = grad
@@ -249,8 +295,7 @@ def test_a_change_of_a_state_concerns_its_optimizer_alone(monkeypatch):
             p.grad = torch.ones_like(p)
         optimizer.step()
     changed, other = optimizers
-    state = changed.state[changed.param_groups[0]["params"][1]]
-    state["exp_avg"] = torch.zeros(300)
+    changed.state[changed.param_groups[0]["params"][1]]["step"] = 4
     refuse_the_long_way(monkeypatch)
     other.step()
     with pytest.raises(AssertionError, match="the long way"):

@@ -348,6 +348,8 @@ class _Lists:
     def plain_grads(self, *given: Any) -> None:
         """Let each step look closer."""
 
+    release_states = with_states = plain_grads
+
 
 class _Stepper:
     """AdamStepper on one device."""
