@@ -65,6 +65,11 @@ def test_arrays_come_back() -> None:
         plain.to_json(numpy.array(["text"]), "given")
 
 
+def test_tuples_come_back() -> None:
+    value = {"betas": (0.9, 0.999), "nested": [(1, [2, ()]), {(3, "key"): None}]}
+    assert there_and_back(value) == value
+
+
 def test_counters_come_back() -> None:
     found = there_and_back(
         {"milestones": Counter([3, 8, 8]), "words": Counter("aab"), "none": Counter()}

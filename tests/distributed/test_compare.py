@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardcore
+from shardcore.distributed.compare import name_ranks
 from shardcore.engine import build
 from shardcore.engine import states as store
 from shardcore.engine import unshard as gather
@@ -29,6 +30,19 @@ from tests.support.models import (
     train,
 )
 from tests.support.ranks import run_ranks
+
+
+@pytest.mark.parametrize(
+    "ranks, text",
+    [
+        ([3], "rank 3"),
+        ([0, 1], "ranks 0, 1"),
+        ([0, 1, 2], "ranks 0 to 2"),
+        ([0, 2, 3, 4, 5, 7, 8], "ranks 0, 2 to 5, 7, 8"),
+    ],
+)
+def test_ranks_in_a_row_are_named_by_the_first_and_the_last(ranks: list[int], text: str) -> None:
+    assert name_ranks(ranks) == text
 
 
 def sharded(stage: int = 2, timeout_s: float = 60, **options: Any) -> tuple[nn.Module, Any]:

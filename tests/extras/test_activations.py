@@ -246,6 +246,19 @@ def test_ranks_with_the_same_inputs_keep_a_part_each(offload_to_cpu: bool) -> No
         assert parts <= plain - inputs * (7 / 8 if offload_to_cpu else 2 / 3) + 64 * 24 * 4
 
 
+def _uneven_parts(rank: int, world_size: int) -> bool:
+    torch.manual_seed(0)
+    plain = nn.Linear(7, 5)
+    model = checkpoint_wrapper(copy.deepcopy(plain), partition=dist.group.WORLD)
+    for one in (plain, model):
+        one(torch.arange(7.0, requires_grad=True)).square().sum().backward()
+    return torch.equal(plain.weight.grad, model.weight.grad)  # type: ignore[arg-type]
+
+
+def test_inputs_that_ranks_do_not_divide_are_whole_in_backward() -> None:
+    assert run_ranks(3, _uneven_parts) == [True] * 3
+
+
 @pytest.mark.gpu
 def test_on_a_gpu() -> None:
     torch.manual_seed(0)

@@ -125,6 +125,13 @@ def test_numbers_for_readers() -> None:
     assert report._number(float("nan"), "") == ""
 
 
+def test_a_long_run_is_drawn_to_its_last_row() -> None:
+    drawn = report._thin([float(row) for row in range(3 * report.POINTS - 2)])
+    assert len(drawn) == report.POINTS
+    assert drawn[:2] == [1.0, 4.0]
+    assert drawn[-1] == 3.0 * report.POINTS - 3.0
+
+
 def test_a_real_training_has_a_page(tmp_path: Path) -> None:
     model: Any = make_net()
     model, optimizer = shardcore.shard(

@@ -1,5 +1,6 @@
 """Muon's groups. tests/engine/test_orthogonalize.py has its steps, alone and on shards."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -64,3 +65,16 @@ def test_iterations_that_no_step_can_make(options: dict[str, Any], message: str)
     optimizer.param_groups[0].update(options)
     with pytest.raises(ValueError, match=rf"step: param_groups\[0\]\.{message}"):
         optimizer.step()
+
+
+def test_a_sharded_step_is_torchs() -> None:
+    model = torch.nn.Linear(6, 4, bias=False)
+    twin, options = copy.deepcopy(model), {"lr": 0.1, "weight_decay": 0.5}
+    torchs = torch.optim.Muon(twin.parameters(), **options)
+    model, ours = shardcore.shard(model, shardcore.Muon(model.parameters(), **options))
+    for _ in range(3):
+        for one, optimizer in ((model, ours), (twin, torchs)):
+            one(torch.ones(1, 6)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(model.weight, twin.weight, rtol=1e-6, atol=1e-6)

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from shardcore._native import _C
 from shardcore.optim import CPUAdam, FusedAdam
+from shardcore.optim.state_format import StateFormat, range_of, values_of
 from tests.support.params import grads_of, params_of, same, snapshot
 
 KINDS = [
@@ -126,6 +127,17 @@ def test_a_step_count_that_no_float32_holds_is_restored():
     theirs = torch.optim.AdamW(params)
     theirs.load_state_dict(optimizer.state_dict())
     assert theirs.state[params[0]]["step"] == 2**24 + 5
+
+
+def test_a_range_of_8_bit_states_has_the_scales_of_its_blocks():
+    whole = StateFormat(state_dtype="8bit").new(1000, lambda n, dtype: torch.zeros(n, dtype=dtype))
+    codes, scales = _C.encode_moment(torch.linspace(-7.0, 3.0, 1000), torch.int8)
+    whole["exp_avg"].copy_(codes)
+    whole["exp_avg_scale"].copy_(scales)
+    weight = torch.zeros(1000)
+    for start, numel in ((0, 1000), (0, 256), (256, 512), (768, 232), (256, 10)):
+        part = values_of(range_of(whole, start, numel), "exp_avg", weight[start : start + numel])
+        assert torch.equal(part, values_of(whole, "exp_avg", weight)[start : start + numel])
 
 
 def test_what_states_keep():
