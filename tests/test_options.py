@@ -291,6 +291,16 @@ def test_the_defaults_of_shard_are_those_of_its_options() -> None:
     }
 
 
+def test_defaults_that_follow_the_stage_the_precision_and_the_optimizer() -> None:
+    by_stage = [ShardOptions(stage=stage).reduce_policy(2).sync_each for stage in range(4)]
+    assert by_stage == [False, False, True, True]
+    active = {name: ShardOptions(precision=name).loss_scaler().active for name in ("fp16", "bf16")}
+    assert active == {"fp16": True, "bf16": False}
+    for make, decoupled in ((torch.optim.AdamW, True), (torch.optim.Adam, False)):
+        accepted = accept_optimizer(make(nn.Linear(1, 1).parameters()))
+        assert [group["adam_w_mode"] for group in accepted.param_groups] == [decoupled]
+
+
 def test_an_optimizer_that_was_accepted_before_its_offload_is_known_is_checked_in_shard() -> None:
     """As Trainer does it: files would take none of what an elementwise step writes."""
     model = nn.Linear(3, 2)

@@ -6,8 +6,9 @@
     python -m tools.faults              all faults, and all tests that see them
 
 A fault of tests/faults.toml is a file, text that is in it exactly once, and what replaces it. It is
-planted in a copy of the checkout. There run the tests of its module, then those of its room, then
-those of rooms that import the module. A fault that no test sees is an error.
+planted in a copy of the checkout. There run the tests of its module, those marked more after the
+others, then those of its room, and of rooms that import the module. A fault that no test sees is
+an error.
 
 A whole run takes many hours. It writes the tests that see a fault to tests/faults_seen.json after
 each fault, and a later run goes on with those that are not there. A test may be deleted if it sees
@@ -33,7 +34,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE, SEEN = Path("tests/faults.toml"), Path("tests/faults_seen.json")
-MARKS = "not slow and not more"
+_SHORT, _MORE = "not slow and not more", "more and not slow"  # pytest's -m
 LIMIT_S = 3600  # for the tests of a room: a fault may let ranks wait for each other forever
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.M)
 _PASSED, _NONE_CHOSEN = 0, 5  # exit statuses of pytest
@@ -109,16 +110,17 @@ def _room(path: Path) -> str:
     return "/".join(path.parts[1:-1])
 
 
-def tests_of(file: str, root: Path) -> list[list[str]]:
-    """Return what pytest is given, likeliest to fail first: the test files of a module, the others
-    of its room, and those of rooms above.
+def tests_of(file: str, root: Path) -> list[tuple[str, list[str]]]:
+    """Return what pytest is given (marks, files), likeliest to fail first: the tests of a module,
+    the others of its room, and those of rooms above.
     """
     path = Path(file)
     room = _test_files([_room(path)], root)
     own = [test for test in room if re.match(rf"test_{path.stem}(_|\.)", Path(test).name)]
     others = [test for test in room if test not in own]
     above = _test_files([other for other in rooms_above(file, root) if other != _room(path)], root)
-    return [tests for tests in (own, others, above) if tests]
+    runs = [(_SHORT, own), (_MORE, own), (_SHORT, others), (_SHORT, above)]
+    return [(marks, tests) for marks, tests in runs if tests]
 
 
 def _test_files(rooms: Iterable[str], root: Path) -> list[str]:
@@ -135,8 +137,8 @@ def run(fault: Fault, stop_at_first: bool, root: Path = ROOT) -> list[str]:
     with tempfile.TemporaryDirectory(prefix="shardcore-fault-") as folder:
         _copy(root, Path(folder))
         fault.plant(Path(folder))
-        for tests in tests_of(fault.file, root):
-            seen += _failures(Path(folder), tests, stop_at_first)
+        for marks, tests in tests_of(fault.file, root):
+            seen += _failures(Path(folder), marks, tests, stop_at_first)
             if seen and stop_at_first:
                 break
     return seen
@@ -153,8 +155,8 @@ def _copy(checkout: Path, to: Path) -> None:
             shutil.copy(checkout / name, to / name)
 
 
-def _failures(root: Path, tests: Sequence[str], stop_at_first: bool) -> list[str]:
-    command = [sys.executable, "-m", "pytest", "-q", "-rfE", "-p", "no:cacheprovider", "-m", MARKS]
+def _failures(root: Path, marks: str, tests: Sequence[str], stop_at_first: bool) -> list[str]:
+    command = [sys.executable, "-m", "pytest", "-q", "-rfE", "-p", "no:cacheprovider", "-m", marks]
     with subprocess.Popen(
         [*command, *(["-x"] if stop_at_first else []), *tests],
         cwd=root,

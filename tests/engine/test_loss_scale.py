@@ -154,6 +154,12 @@ def test_the_state_goes_on_where_it_was() -> None:
         assert scales(second, steps[cut:]) == expected[cut:]
 
 
+def test_a_loaded_scale_is_not_below_the_minimum() -> None:
+    scaler = LossScaler(LossScale(minimum=8.0))
+    scaler.load_state({"scale": 2.0, "stable_steps": 0, "hysteresis_left": 1})
+    assert scaler.scale == 8.0
+
+
 @pytest.mark.parametrize(
     "state", [3, {"scale": 1.0}, {"scale": "1", "stable_steps": 0, "hysteresis_left": 1}]
 )

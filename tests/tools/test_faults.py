@@ -90,19 +90,18 @@ def test_rooms_above_a_module_are_those_that_import_it_directly_or_not(checkout)
 
 def test_tests_of_a_module_run_first_then_its_room_then_rooms_above(checkout):
     root = checkout("tests/faults.toml", "")
+    short, more, top = "not slow and not more", "more and not slow", ["tests/test_user.py"]
+    sums = ["tests/test_sums.py", "tests/test_sums_negative.py"]
     assert faults.tests_of("shardcore/sums.py", root) == [
-        ["tests/test_sums.py", "tests/test_sums_negative.py"],
-        ["tests/test_user.py"],
-        ["tests/parts/test_twice.py", "tests/users/test_six.py"],
+        (short, sums),
+        (more, sums),
+        (short, top),
+        (short, ["tests/parts/test_twice.py", "tests/users/test_six.py"]),
     ]
     assert faults.tests_of("shardcore/parts/twice.py", root) == [
-        ["tests/parts/test_twice.py"],
-        [
-            "tests/test_sums.py",
-            "tests/test_sums_negative.py",
-            "tests/test_user.py",
-            "tests/users/test_six.py",
-        ],
+        (short, ["tests/parts/test_twice.py"]),
+        (more, ["tests/parts/test_twice.py"]),
+        (short, [*sums, *top, "tests/users/test_six.py"]),
     ]
 
 

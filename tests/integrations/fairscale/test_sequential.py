@@ -136,6 +136,17 @@ def test_pipe_runs_each_micro_batch_on_the_next_partition_in_its_cycle():
     assert order == [(0, 0), (0, 1), (1, 0), (0, 2), (1, 1), (1, 2)]
 
 
+@pytest.mark.parametrize("checkpoint, forwards", [("always", 6), ("except_last", 5), ("never", 3)])
+def test_pipe_computes_micro_batches_again_as_it_is_told(checkpoint, forwards):
+    model = Pipe(
+        nn.Sequential(nn.Linear(2, 2)), [1], devices=["cpu"], chunks=3, checkpoint=checkpoint
+    )
+    calls = []
+    model.partitions[0].register_forward_pre_hook(lambda module, args: calls.append(module))
+    model(torch.ones(3, 2)).sum().backward()
+    assert len(calls) == forwards
+
+
 def test_pipe_is_a_sequence_and_takes_tuples():
     first, second = nn.Linear(1, 1), nn.Linear(1, 1)
     model = Pipe(nn.Sequential(first, second), [1, 1], devices=["cpu", "cpu"], chunks=2)
