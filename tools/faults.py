@@ -7,8 +7,8 @@
 
 A fault of tests/faults.toml is a file, text that is in it exactly once, and what replaces it. It is
 planted in a copy of the checkout. There run the tests of its module, those marked more after the
-others, then those of its room, and of rooms that import the module. A fault that no test sees is
-an error.
+others, then those of its room, and of rooms that import the module. A test that fails sees it,
+unless it fails in a copy without the fault, too. A fault that no test sees is an error.
 
 A whole run takes many hours. It writes the tests that see a fault to tests/faults_seen.json after
 each fault, and a later run goes on with those that are not there. A test may be deleted if it sees
@@ -28,7 +28,7 @@ import sys
 import tempfile
 import tomllib
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,17 +87,13 @@ def rooms_above(file: str, root: Path = ROOT) -> list[str]:
     above = {Path(file)}
     while more := {path for path, used in imports.items() if used & above} - above:
         above |= more
-    above.remove(Path(file))
-    # the package's own file imports nearly all: a user's names, which are no room's
-    return sorted({_room(path) for path in above - {Path("shardcore/__init__.py")}})
+    return sorted({_room(path) for path in above - {Path(file)}})
 
 
 def _imported(path: Path, root: Path) -> Iterator[Path]:
-    """Yield the files of the package that a file imports. The package's __init__ imports no others
-    here: each module runs it.
-    """
+    """Yield the files of the package that a file imports."""
     if path == Path("shardcore/__init__.py"):
-        return
+        return  # it gives users the names of all rooms, and is above none
     for node in ast.walk(ast.parse((root / path).read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("shardcore."):
             module = Path(*str(node.module).split("."))
@@ -133,26 +129,34 @@ def _test_files(rooms: Iterable[str], root: Path) -> list[str]:
 
 def run(fault: Fault, stop_at_first: bool, root: Path = ROOT) -> list[str]:
     """Plant a fault in a copy of the checkout at `root`, and return the tests that see it."""
-    seen: list[str] = []
-    with tempfile.TemporaryDirectory(prefix="shardcore-fault-") as folder:
-        _copy(root, Path(folder))
-        fault.plant(Path(folder))
+    failed: list[str] = []
+    with _copy_of(root) as copy:
+        fault.plant(copy)
         for marks, tests in tests_of(fault.file, root):
-            seen += _failures(Path(folder), marks, tests, stop_at_first)
-            if seen and stop_at_first:
+            failed += _failures(copy, marks, tests, stop_at_first)
+            if failed and stop_at_first:
                 break
-    return seen
+    named = [test for test in failed if "::" in test]
+    with _copy_of(root) as copy:
+        anyway = _failures(copy, "", named, False) if named else []
+    return [test for test in failed if test not in anyway]
 
 
-def _copy(checkout: Path, to: Path) -> None:
-    """Copy the files that git does not ignore, and the built extension."""
+@contextmanager
+def _copy_of(checkout: Path) -> Iterator[Path]:
+    """Copy the files that git does not ignore, and the built extension, for as long as the context
+    lasts.
+    """
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=checkout, check=True, capture_output=True, text=True)
     built = [str(path.relative_to(checkout)) for path in (checkout / "shardcore").glob("_C.*")]
-    for name in {*listed.stdout.split("\0")[:-1], *built}:
-        if (checkout / name).is_file():
-            (to / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(checkout / name, to / name)
+    with tempfile.TemporaryDirectory(prefix="shardcore-fault-") as folder:
+        for name in {*listed.stdout.split("\0")[:-1], *built}:
+            if (checkout / name).is_file():
+                to = Path(folder, name)
+                to.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(checkout / name, to)
+        yield Path(folder)
 
 
 def _failures(root: Path, marks: str, tests: Sequence[str], stop_at_first: bool) -> list[str]:

@@ -166,6 +166,12 @@ def test_a_fault_that_lets_tests_wait_forever_is_seen(tested, monkeypatch):
     ]
 
 
+def test_a_test_that_fails_without_the_fault_does_not_see_it(tested):
+    (tested / "tests/test_sums.py").write_text("def test_add():\n    assert False\n")
+    assert faults.run(WRONG_SIGN, False, tested) == ["tests/users/test_six.py::test_six"]
+    assert faults.run(WRONG_SIGN, True, tested) == []
+
+
 def test_check_runs_no_test_and_names_what_does_not_fit(tested, capsys, monkeypatch):
     monkeypatch.setattr(faults, "run", lambda *_: pytest.fail("a check plants nothing"))
     assert main(["--check"], tested) == 0
