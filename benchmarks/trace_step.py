@@ -63,7 +63,8 @@ def spans_of(events: Iterable[Mapping[str, object]]) -> list[Span]:
         if event.get("ph") != "X":
             continue
         name, category = str(event["name"]), event.get("cat")
-        if category == "user_annotation" and name.startswith("shardcore::"):
+        # among the operations without CUDA, else an annotation
+        if category in ("user_annotation", "cpu_op") and name.startswith("shardcore::"):
             lane, kind = "engine", name.removeprefix("shardcore::").partition("(")[0]
             if kind not in SCOPES:
                 continue

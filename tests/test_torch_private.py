@@ -5,6 +5,8 @@ import functools
 import os
 import sys
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -107,9 +109,17 @@ def test_hooks_of_swapped_tensors_are_restored(restored: bool) -> None:
     assert ran == (["before", "after"] if restored else [])
 
 
-def test_a_profiler_scope_shows_in_profiles() -> None:
+@contextmanager
+def annotation(name: str) -> Iterator[None]:
+    record = torch_private.record_function_enter(name)
+    yield
+    torch_private.record_function_exit(record)
+
+
+@pytest.mark.parametrize("scope", [torch_private.ProfilerScope, annotation])
+def test_a_scope_shows_in_profiles(scope: Callable[[str], Any]) -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        with torch_private.ProfilerScope("of shardcore"):
+        with scope("of shardcore"):
             torch.ones(2).exp()
         torch.ones(2).sin()
     events = {event.name: event for event in profile.events()}

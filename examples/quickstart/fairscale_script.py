@@ -1,10 +1,8 @@
 """A script for FairScale, of which the import alone was changed.
 
-    torchrun --nproc-per-node 8 fairscale_script.py --fully-sharded   on GPUs, over NCCL
-    torchrun --nproc-per-node 2 fairscale_script.py --fully-sharded   on CPUs, over gloo
+    torchrun --nproc-per-node 2 fairscale_script.py --fully-sharded
 
-FullyShardedDataParallel shards weights, too; without --fully-sharded OSS and ShardedDataParallel
-shard the rest alone.
+Without --fully-sharded OSS and ShardedDataParallel shard all but the weights. CPUs run it, too.
 """
 
 import argparse

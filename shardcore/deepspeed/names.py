@@ -808,7 +808,8 @@ def install(package: ModuleType) -> None:
             module = new_module(name, f"Names of DeepSpeed's {path}, over shardcore.")
         vars(module).update(names)
         above, _, own = path.rpartition(".")
-        setattr(sys.modules[f"{package.__name__}.{above}"] if above else package, own, module)
+        parent = sys.modules[f"{package.__name__}.{above}"] if above else package
+        vars(parent).setdefault(own, module)  # utils.z3_leaf_module is the function
 
 
 def new_module(name: str, text: str) -> ModuleType:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from shardcore.torch_private import ProfilerScope
+from shardcore.torch_private import ProfilerScope, record_function_enter, record_function_exit
 
 # Parts of a step: what is computed, and what that waits for (reduced gradients; gathered weights;
 # host memory and the update of what is there). The first ones are in none, the others in one of
@@ -125,20 +125,22 @@ def scope_type() -> Callable[[str], AbstractContextManager[object]]:
 
 
 class _NvtxScope:
-    """A scope of torch.profiler, and the same range for NVTX."""
+    """An annotation of torch.profiler, which traces show beside the kernels, too; and the same
+    range for NVTX.
+    """
 
-    __slots__ = ("_name", "_scope")
+    __slots__ = ("_name", "_record")
 
     def __init__(self, name: str) -> None:
-        self._name, self._scope = name, ProfilerScope(name)
+        self._name = name
 
     def __enter__(self) -> None:
-        self._scope.__enter__()
+        self._record = record_function_enter(self._name)
         torch.cuda.nvtx.range_push(self._name)  # type: ignore[no-untyped-call]
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
-        self._scope.__exit__(*error)
+        record_function_exit(self._record)
 
 
 @functools.cache
