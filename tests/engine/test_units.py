@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardcore.engine.units import Order, Unit, plan_units
+from shardcore.engine.units import plan_units
 from tests.support.models import Block, Net
 
 
@@ -132,24 +132,3 @@ def test_nested_units_own_only_what_their_children_leave() -> None:
 def test_bad_policies(policy: object, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         plan_units(Net(), policy)  # type: ignore[arg-type]
-
-
-def test_what_follows_a_unit_is_expected_as_long_as_the_order_holds() -> None:
-    order, (first, second, third) = Order(), (Unit(name, [], stays=False) for name in "abc")
-    order.begin()
-    for unit in (first, second, second, third):
-        order.use(unit)
-        assert order.after(1) == []
-    order.end()
-    order.begin()
-    order.use(first)
-    assert order.after(2) == [second, third]
-    assert not order.is_last(first)
-    order.use(third)
-    assert order.after(2) == []
-    order.end()
-    order.begin()
-    order.use(first)
-    assert order.after(2) == [third]
-    order.use(third)
-    assert order.is_last(third)

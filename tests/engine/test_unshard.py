@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import shardcore
-from shardcore.engine.units import UnitState
-from shardcore.engine.unshard import Unsharder
+from shardcore.engine.units import Unit, UnitState
+from shardcore.engine.unshard import Order, Unsharder
 from tests.support.models import (
     Net,
     Ordered,
@@ -344,3 +344,24 @@ def _penalized(rank: int, world_size: int, stage: int) -> tuple[str, str]:
 def test_a_gradient_penalty_inside_full_params(stage: int) -> None:
     for sharded, plain in run_ranks(2, _penalized, stage):
         assert sharded == plain
+
+
+def test_what_follows_a_unit_is_expected_as_long_as_the_order_holds() -> None:
+    order, (first, second, third) = Order(), (Unit(name, [], stays=False) for name in "abc")
+    order.begin()
+    for unit in (first, second, second, third):
+        order.use(unit)
+        assert order.after(1) == []
+    order.end()
+    order.begin()
+    order.use(first)
+    assert order.after(2) == [second, third]
+    assert not order.is_last(first)
+    order.use(third)
+    assert order.after(2) == []
+    order.end()
+    order.begin()
+    order.use(first)
+    assert order.after(2) == [third]
+    order.use(third)
+    assert order.is_last(third)

@@ -126,7 +126,7 @@ def test_numbers_for_readers() -> None:
 
 
 def test_a_long_run_is_drawn_to_its_last_row() -> None:
-    drawn = report._thin([float(row) for row in range(3 * report.POINTS - 2)])
+    drawn = report._downsampled([float(row) for row in range(3 * report.POINTS - 2)])
     assert len(drawn) == report.POINTS
     assert drawn[:2] == [1.0, 4.0]
     assert drawn[-1] == 3.0 * report.POINTS - 3.0
