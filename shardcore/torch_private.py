@@ -69,6 +69,9 @@ ProfilerScope: Callable[[str], AbstractContextManager[object]] = (
 record_function_enter: Callable[[str], Any] = torch._C._autograd._record_function_with_args_enter
 record_function_exit: Callable[[Any], None] = torch._C._autograd._record_function_with_args_exit
 
+# The store of the default group. The public get_group_store is None where Python made the group.
+default_store: Callable[[], Any] = dist.distributed_c10d._get_default_store
+
 # --- tracing and dispatch -------------------------------------------------------------------------
 
 # The FakeTensorMode of this thread, or None. FakeTensorMode itself is private.

@@ -482,3 +482,8 @@ def test_a_fork_after_cuda_is_bad() -> None:
     if child == 0:
         os._exit(torch_private.is_in_bad_fork())
     assert os.waitpid(child, 0)[1] != 0
+
+
+def test_the_default_store_is_the_worlds(world) -> None:
+    torch_private.default_store().set("of shardcore", "1")
+    assert world.get_group_store().get("of shardcore") == b"1"

@@ -25,6 +25,7 @@ from shardcore.checkpoint.write import Item
 from shardcore.distributed.compare import in_words
 from shardcore.distributed.everyone import Ranks
 from shardcore.engine.engine import Engine
+from shardcore.torch_private import default_store
 
 logger = logging.getLogger("shardcore")
 
@@ -72,8 +73,7 @@ class Mailbox:
         self.rank, self._size = comm.rank, comm.world_size
         self._message: Any = None
         if self._size > 1:
-            assert dist.group.WORLD is not None
-            world_store: Any = dist.group.WORLD.get_group_store()
+            world_store = default_store()
             self._keep = world_store  # it may serve the other ranks
             store: Any = dist.PrefixStore(f"shardcore/save/{token}", world_store.clone())  # type: ignore[attr-defined]
             self._store = store

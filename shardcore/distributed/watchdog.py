@@ -36,7 +36,7 @@ import torch.distributed as dist
 
 from shardcore._native import _C
 from shardcore.distributed.compare import name_ranks
-from shardcore.torch_private import is_group_alive, sequence_number_of
+from shardcore.torch_private import default_store, is_group_alive, sequence_number_of
 
 logger = logging.getLogger("shardcore")
 
@@ -289,7 +289,7 @@ class _Watch:
             if world is None:
                 return None
             self._world = weakref.ref(world)
-            store: _Store = world.get_group_store()
+            store: _Store = default_store()
             self._clone = dist.PrefixStore("shardcore/watchdog", store.clone())  # type: ignore[attr-defined]
         return self._clone
 
