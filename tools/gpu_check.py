@@ -55,6 +55,7 @@ GPU_TESTS = {
         "tests/engine/test_device_step.py",
         "tests/checkpoint/test_background.py",
         "tests/checkpoint/test_load.py",
+        "tests/test_torch_private.py",
     ],
     "offload": ["tests/offload/test_cpu_store_cuda.py"],
 }
