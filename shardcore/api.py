@@ -21,9 +21,10 @@ from shardcore.checkpoint.commits import Commits
 from shardcore.checkpoint.materialize import FromFiles, FromInit, Materialize, plan_materialize
 from shardcore.checkpoint.slots import Slots
 from shardcore.distributed.comm import Comm
-from shardcore.distributed.everyone import attempt_together
+from shardcore.distributed.compare import Entry
+from shardcore.distributed.everyone import Everyone
 from shardcore.distributed.groups import own_gpu, use_own_gpu
-from shardcore.distributed.joining import agree_in_parts, join
+from shardcore.distributed.joining import join
 from shardcore.distributed.launchers import ranks_on_machine
 from shardcore.distributed.machine import (
     WorkerThreads,
@@ -34,6 +35,7 @@ from shardcore.distributed.machine import (
 )
 from shardcore.engine import build, relay
 from shardcore.engine import full_params as of_engine
+from shardcore.engine.agreement import agree, together
 from shardcore.engine.bucket import LIFETIMES
 from shardcore.engine.engine import Engine, engine_behind
 from shardcore.engine.hooks import attach
@@ -404,7 +406,9 @@ def _plan(
         ranks_per_node,
         gpus.pop() if len(gpus) == 1 else None,
     )
-    problem = problem or slices_problem
+    problems: list[BaseException] = [each for each in (problem, slices_problem) if each is not None]
+    # an error that this frame held would hold it, and the model, in a cycle
+    problem = slices_problem = None
     alone = comm.group is not None and comm.world_size == 1 and not comm.across
     if alone and dist.get_world_size() > 1:
         logger.warning(
@@ -417,14 +421,15 @@ def _plan(
         )
     plan: Any = None
     filler = None
-    entries: list[Any] = []
+    entries: list[Entry] = []
     needed = 0
     figures: Any = None  # of this rank, where it is to choose
     if options.chooses_offload:
         try:
             figures = _figures(_rank_device(comm, model, user_optimizer, options.offload))
         except Exception as error:
-            figures, problem = _FAILED, problem or error
+            figures = _FAILED
+            problems.append(error)
     figures_of_ranks = comm.gather_json(figures)
     try:
         options.check(len(comm.shard_ranks), comm.backend_sums)
@@ -485,15 +490,15 @@ def _plan(
             model, specs, user_optimizer, optimizer, builder, options.compared() | ranks
         )
         entries += filler.entries if filler is not None else []
-    except Exception as error:  # of any kind: the other ranks are waiting
-        problem = problem or error
+    except BaseException as error:  # of any kind: the other ranks are waiting
+        problems.append(error)
     try:
-        agree_in_parts(comm, problem, entries)
+        agree(comm, "shard", problems, entries, over=comm.across)
         # all ranks of all parts are here by now
-        agree_in_parts(comm, short_of_memory(comm, needed), ())
+        problems.extend(filter(None, [short_of_memory(comm, needed)]))
+        agree(comm, "shard", problems, over=comm.across)
     finally:
-        # an error that this frame held would hold it, and the model, in a cycle
-        problem = slices_problem = None
+        problems.clear()
     return plan, filler, options
 
 
@@ -593,9 +598,8 @@ def _files(plan: Plan, tiers: OffloadOptions) -> StateFiles | None:
     folders = [Path(path) for path in tiers.path]
     if not tiers.durable:
         return Scratch(folders)
-    slots: Slots = attempt_together(
-        plan.comm, "shard", lambda: Slots(folders, plan.comm.rank), "nothing was changed"
-    )
+    with together(plan.comm, "shard", "nothing was changed"):
+        slots = Slots(folders, plan.comm.rank)
     try:
         slots.choose(plan.comm, tiers.resume)
     except BaseException:
@@ -631,7 +635,9 @@ def _allocate(
     has_worker = options["overlap_step"] or tiers.gradients is not None
     plan.threads = worker if has_worker else WorkerThreads(1)
     update_cores = options["overlap_step"] and plan.threads.cores
-    with build.together(comm, "taking memory", "make room, or ask for less; nothing was changed"):
+    with together(
+        Everyone(comm), "shard: taking memory", "make room, or ask for less; nothing was changed"
+    ):
         if tiers.optimizer is not None:  # first: the shards of weights may lie in its tier
             splits = tiers.auto or tiers.ratio < 1.0
             store: type[CpuStore] | type[SplitStore] = (
@@ -727,9 +733,9 @@ def _start(
 ) -> None:
     """Start the engine and hand it the optimizer's states. Collective."""
     optimizer: Any = plan.optimizer
-    with build.together(plan.comm, "starting the engine"):
+    with plan.builder.together("starting the engine"):
         engine = Engine(plan)
-    with build.together(plan.comm, "taking over the optimizer's states"):
+    with plan.builder.together("taking over the optimizer's states"):
         # of a replaced one, too, which schedulers keep alive; each state goes as soon as it is
         # carried
         user_optimizer.state.clear()

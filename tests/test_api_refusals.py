@@ -275,7 +275,7 @@ def _bad_option_on_rank_1(rank: int, world_size: int) -> tuple[str, bool]:
 def test_a_step_that_one_rank_refuses_is_refused_on_all() -> None:
     other, own = run_ranks(2, _bad_option_on_rank_1)
     assert "lr has -1.0" in own[0]
-    assert "rank 1 refused the step, so no rank was updated" in other[0]
+    assert "rank 1 refused: " in other[0]
     assert own[1]
     assert other[1]
 

@@ -45,7 +45,7 @@ from shardcore.checkpoint.save import (
 )
 from shardcore.checkpoint.slots import COMMIT_THREAD, Committed, Slots
 from shardcore.checkpoint.write import Item, LinkedFiles, manifest_of, write_ranges
-from shardcore.distributed.everyone import attempt_together
+from shardcore.engine.agreement import together
 from shardcore.engine.bucket import Bucket
 from shardcore.engine.engine import Engine, engine_behind
 from shardcore.engine.states import StepError
@@ -314,7 +314,8 @@ def resume(
             check_stateful("resume", commits.source, engine.everyone, options.stateful)
         return commits
 
-    commits = attempt_together(engine.comm, "resume", check, "nothing was restored")
+    with together(engine.comm, "resume", "nothing was restored"):
+        commits = check()
     if commits.source is not None:
         source = commits.source
         for group, saved in zip(engine.groups, options_of(source, engine) or (), strict=True):

@@ -25,7 +25,7 @@ from shardcore.checkpoint.format import named_buffers, named_parameters, names_o
 from shardcore.checkpoint.load import open_checkpoint
 from shardcore.checkpoint.save import buffers_of
 from shardcore.checkpoint.source import Source
-from shardcore.distributed.everyone import attempt_together
+from shardcore.engine.agreement import together
 from shardcore.engine.engine import Engine, engine_behind
 from shardcore.engine.slices import held_by, slice_of
 from shardcore.offload.disk import file_engine
@@ -80,12 +80,9 @@ def consolidate(
         _check(output, dtype, max_shard_bytes)
     else:
         engine = engine_behind("consolidate", source)
-
-        def described() -> Tensors:
+        with together(engine.everyone, "consolidate", "nothing was written"):
             _check(output, dtype, max_shard_bytes)
-            return of_engine(engine, dtype)
-
-        tensors = attempt_together(engine.everyone, "consolidate", described, "nothing was written")
+            tensors = of_engine(engine, dtype)
         return write_model(engine, Path(output), tensors, max_shard_bytes)
     if not isinstance(source, str | os.PathLike):
         raise TypeError(
@@ -263,18 +260,12 @@ def on_first_rank(
     """
     engine.read_all("state_dict", "the model")
     values = _values(engine, tensors)
-
-    def attempt() -> list[Path]:
+    with together(engine.everyone, "consolidate", "files that were there are as before"):
         try:
             return use(values) if engine.everyone.rank == 0 else []
         finally:
             for _ in values:  # the other ranks gather all of it
                 pass
-
-    files: list[Path] = attempt_together(
-        engine.everyone, "consolidate", attempt, "what was there is as before"
-    )
-    return files
 
 
 def of_engine(engine: Engine, dtype: torch.dtype | None) -> Tensors:

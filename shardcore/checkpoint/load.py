@@ -37,7 +37,8 @@ from shardcore.checkpoint.save import (
 from shardcore.checkpoint.sharded import rounding, warn_of_rounding
 from shardcore.checkpoint.slots import open_committed
 from shardcore.checkpoint.source import Source, reporting
-from shardcore.distributed.everyone import Everyone, attempt_together
+from shardcore.distributed.everyone import Everyone
+from shardcore.engine.agreement import together
 from shardcore.engine.bucket import Bucket
 from shardcore.engine.engine import Engine, engine_behind
 from shardcore.engine.slices import held_by
@@ -114,12 +115,8 @@ def load(
         OSError: For files that cannot be read.
     """
     engine = engine_behind("load", model)
-    attempt_together(
-        engine.everyone,
-        "load",
-        lambda: check_pairs("load", engine, optimizer, ema),
-        "nothing was changed",
-    )
+    with together(engine.everyone, "load", "nothing was changed"):
+        check_pairs("load", engine, optimizer, ema)
     if ema is not None:
         ema.follow()
     finish_saving(engine)
@@ -137,19 +134,14 @@ def open_together(engine: Engine, folder: Path, tag: str | None) -> Source:
     """
     comm, folder = engine.everyone, folder.absolute()
     then = "nothing was changed"
-    path = attempt_together(
-        comm, "load", lambda: find("load", folder, tag) if comm.rank == 0 else folder, then
-    )
+    with together(comm, "load", then):
+        path = find("load", folder, tag) if comm.rank == 0 else folder
     path = Path(comm.gather_json(str(path))[0])  # "latest" may be moved meanwhile
-
-    def opened() -> Source:
-        engine.synchronize()  # parameters are read for their names
-        return open_path("load", path, names_of_optimizer(engine))
-
     # No file of it is open before its first read, so there is nothing to close where another rank
     # has failed.
-    source: Source = attempt_together(comm, "load", opened, then)
-    return source
+    with together(comm, "load", then):
+        engine.synchronize()  # parameters are read for their names
+        return open_path("load", path, names_of_optimizer(engine))
 
 
 def names_of_optimizer(engine: Engine) -> dict[str, list[str]]:
@@ -299,12 +291,11 @@ def load_from(source: Source, engine: Engine, wanted: Wanted) -> Loaded:
             check_scheduler("load", source, wanted.scheduler)
         return f"{source.path.name}, {len(named)} names"
 
-    engine.together("load", check)
+    engine.agree("load", check)
     rounded: set[str] = set()
     then = "the model is partly loaded: load another checkpoint before it is used"
-    attempt_together(
-        engine.everyone, "load", lambda: _load_tensors(source, engine, wanted, rounded), then
-    )
+    with together(engine.everyone, "load", then):
+        _load_tensors(source, engine, wanted, rounded)
     engine.use_loaded()
     if options is not None:
         for group, new in zip(engine.groups, options, strict=True):
@@ -616,8 +607,7 @@ def restore_rank(
     """Call `first`, then restore random states and positions in data. Collective: an error on
     one rank is one on all.
     """
-
-    def restore() -> None:
+    with together(engine.everyone, op, "weights and states are loaded, the rest is not"):
         first()
         of_rank = _of_rank(source, engine.everyone)
         if of_rank is None:
@@ -628,8 +618,6 @@ def restore_rank(
                 _restore_random(of_rank["random"], engine.device)
         for name, value in options.stateful.items():
             value.load_state_dict(of_rank["stateful"][name])
-
-    attempt_together(engine.everyone, op, restore, "weights and states are loaded, the rest is not")
 
 
 def _restore_random(states: Mapping[str, Any], device: torch.device) -> None:

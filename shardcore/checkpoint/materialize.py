@@ -30,9 +30,10 @@ from torch import nn
 from shardcore.checkpoint.format import cut
 from shardcore.checkpoint.safetensors import PathLike, Stored, TensorFiles
 from shardcore.checkpoint.source import ReadPart, read_columns
+from shardcore.distributed.compare import Entry
 from shardcore.distributed.everyone import Everyone
 from shardcore.engine.bucket import Bucket, Managed, assign
-from shardcore.engine.build import Builder, become, together
+from shardcore.engine.build import Builder, become
 from shardcore.engine.slices import held_by, slice_of
 from shardcore.engine.states import StateStore, part_of, set_weights
 from shardcore.layout import Columns
@@ -381,7 +382,7 @@ class FromInit:
         self._modules = [
             (name, module) for name, module in model.named_modules() if self._meta_entries(module)
         ]
-        self.entries = [f"on the meta device: {name}" for name in meta.values()]
+        self.entries: list[Entry] = [("tensor on the meta device", name) for name in meta.values()]
         for name, module in self._modules:
             described = (
                 f"{_described(name, module)} has "
@@ -475,7 +476,7 @@ class FromInit:
             table[key] = blank
         fresh = [_Fresh(table, key, tensor, table[key]) for table, key, tensor in unset]
         doing = f"filling {_described(name, module)}"
-        with together(builder.comm, doing):
+        with builder.together(doing):
             try:
                 with torch.no_grad():
                     self._init(module)
@@ -498,7 +499,7 @@ class FromInit:
             values = managed.local.data.contiguous()
             if broadcast:
                 builder.broadcast(values, bucket.repeated)
-            with together(builder.comm, doing):
+            with builder.together(doing):
                 set_weights(store, bucket, managed, part_of(values))
                 builder.attach(bucket, managed)
 
@@ -584,12 +585,12 @@ class FromFiles:
                 "callable that fills its module"
             )
         self._rest = FromInit(model, missing, init) if missing else None
-        self.entries = [
-            f"in files: {name} {s.shape} {s.dtype} in {s.path.name}"
+        self.entries: list[Entry] = [
+            ("tensor in files", name, str(s.shape), str(s.dtype), f"in {s.path.name}")
             for name, s in files.stored.items()
         ]
         self.entries += [
-            f"on the meta device: {name}" for name, tensor in _named(model) if tensor.is_meta
+            ("tensor on the meta device", name) for name, tensor in _named(model) if tensor.is_meta
         ]
 
     def _check(self, name: str, tensor: torch.Tensor) -> None:
@@ -617,7 +618,7 @@ class FromFiles:
                 "does",
                 ", ".join(self._dropped),
             )
-        with together(builder.comm, "reading files"):
+        with builder.together("reading files"):
             self._read(builder, buckets, store)
         if self._rest is not None:
             self._rest.fill(builder, buckets, store, broadcast)

@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass
 from functools import partial
-from itertools import pairwise, product
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -36,7 +36,8 @@ from shardcore.checkpoint.write import (
     write_manifest,
     write_ranges,
 )
-from shardcore.distributed.everyone import Ranks, attempt_together
+from shardcore.distributed.compare import Entry
+from shardcore.engine.agreement import together, value_read
 from shardcore.engine.bucket import Bucket, Managed
 from shardcore.engine.engine import Engine, engine_behind
 from shardcore.engine.slices import held_by, slice_of
@@ -117,12 +118,8 @@ def save(
         ema=ema,
     )
     engine = engine_behind("save", model)
-    attempt_together(
-        engine.everyone,
-        "save",
-        lambda: check_pairs("save", engine, optimizer, ema),
-        "nothing was saved",
-    )
+    with together(engine.everyone, "save", "nothing was saved"):
+        check_pairs("save", engine, optimizer, ema)
     if ema is not None:
         ema.follow()
     return write_checkpoint(engine, Path(directory), tag, content, save_latest, keep_last, wait)
@@ -174,9 +171,9 @@ def finish_saving(engine: Engine) -> None:
         # a rank that has died would be waited for: this says so
         engine.everyone.first_problem(None)
         try:
-            attempt_together(
-                engine.everyone, "save", lambda: saving.raised or saving.wait(), AS_BEFORE
-            )
+            with together(engine.everyone, "save", AS_BEFORE):
+                if not saving.raised:
+                    saving.wait()
         except Exception:
             engine.saving = None
             raise
@@ -196,7 +193,7 @@ def write_checkpoint(
     """Save `content`; the other arguments are those of `save`. Collective."""
     comm, folder = engine.everyone, folder.absolute()
 
-    def check() -> str:
+    def check() -> list[Entry]:
         if tag is not None:
             directory.check_tag("save", tag)
         if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
@@ -205,23 +202,21 @@ def write_checkpoint(
             )
         engine.membership.check("save")
         engine.updater.accept_weight_edits()
-        return f"a checkpoint{engine.updater.changed()}"
-
-    finish_saving(engine)
-    engine.together("save", check)
-    _check_same(
-        comm,
-        {
+        arguments = {
             "directory": str(folder),
             "tag": tag,
             "keep_last": keep_last,
             "exclude_frozen_parameters": content.exclude_frozen,
-            "an optimizer": content.states,
-            "an ema": content.ema is not None,
+            "optimizer": content.states and "given",
+            "ema": content.ema is not None and "given",
             "save_latest": bool(save_latest),
             "wait": bool(wait),
-        },
-    )
+        }
+        of_model = value_read(f"a checkpoint{engine.updater.changed()}")
+        return [of_model, *(("argument", name, str(value)) for name, value in arguments.items())]
+
+    finish_saving(engine)
+    engine.agree("save", check, then="nothing was saved")
     if content.states and engine.reducer.backwards > 0 and comm.rank == 0:
         logger.warning(
             "save: %s backward(s) came since the last step, and gradients are not saved: the run "
@@ -230,42 +225,30 @@ def write_checkpoint(
         )
     steps = max((managed.step for _, managed in _trained(engine)), default=0)
     name = tag or f"global_step{steps}"
-    metadata = attempt_together(
-        comm, "save", lambda: CheckpointMetadata(engine, content), "nothing was saved"
-    )
-    lock = attempt_together(
-        comm,
-        "save",
-        lambda: directory.SaveLock(folder, name) if comm.rank == 0 else None,
-        AS_BEFORE,
-    )
+    with together(comm, "save", "nothing was saved"):
+        metadata = CheckpointMetadata(engine, content)
+    with together(comm, "save", AS_BEFORE):
+        lock = directory.SaveLock(folder, name) if comm.rank == 0 else None
     job = _Job(engine, folder, name, content, metadata, lock, (save_latest, keep_last))
     saving = Saving(folder / name, job)
     try:
-        attempt_together(comm, "save", lambda: job.prepare(stages=not wait), AS_BEFORE)
+        with together(comm, "save", AS_BEFORE):
+            job.prepare(stages=not wait)
         mailbox = Mailbox(comm, comm.gather_json(uuid.uuid4().hex)[0])
         if not wait:
             saving.start(mailbox)
             engine.saving = saving
             return saving
-        written = attempt_together(comm, "save", job.write, AS_BEFORE)
-        attempt_together(comm, "save", lambda: mailbox.put(written), AS_BEFORE)
-        attempt_together(comm, "save", lambda: job.commit(mailbox.take_all()), AS_BEFORE)
+        with together(comm, "save", AS_BEFORE):
+            written = job.write()
+        with together(comm, "save", AS_BEFORE):
+            mailbox.put(written)
+        with together(comm, "save", AS_BEFORE):
+            job.commit(mailbox.take_all())
         return saving
     finally:
         if saving.thread is None:
             job.end()
-
-
-def _check_same(comm: Ranks, arguments: Mapping[str, Any]) -> None:
-    """Raise ValueError for an argument that is not the same on every rank. Collective."""
-    of_ranks = comm.gather_json(arguments)
-    for rank, name in product(range(comm.world_size), arguments):
-        if of_ranks[rank][name] != of_ranks[0][name]:
-            raise ValueError(
-                f"save: {name} is {of_ranks[rank][name]!r} on rank {rank}; expected "
-                f"{of_ranks[0][name]!r}, as on rank 0"
-            )
 
 
 # --- what is written ------------------------------------------------------------------------------

@@ -253,7 +253,7 @@ def load_model_state(engine: Engine, state: Mapping[str, Any]) -> None:
         engine.refuse_held(_OP)
         return "that of the model"
 
-    engine.together(_OP, check)
+    engine.agree(_OP, check)
     if engine.unsharder is not None:
         # what is kept, or still being gathered after a failed forward, has the old values
         engine.unsharder.reshard_all()
@@ -318,7 +318,7 @@ def load_optimizer_state(engine: Engine, state: Mapping[str, Any]) -> None:
         engine.scaler.check_state(_OP, loaded_scale())
         return f"that of the optimizer{f' with the loss scale {loaded_scale()}' if scale else ''}"
 
-    engine.together(_OP, check)
+    engine.agree(_OP, check)
     rounded: dict[str, str] = {}
     for name, (bucket, managed) in keys.items():
         key = name.rpartition(".")[2]
@@ -368,7 +368,7 @@ def _read_all(engine: Engine, content: str) -> None:
         engine.updater.accept_weight_edits()
         return f"that of {content}{engine.updater.changed()}"
 
-    engine.together("sharded_state_dict", check)
+    engine.agree("sharded_state_dict", check)
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

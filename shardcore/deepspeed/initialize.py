@@ -40,9 +40,10 @@ from shardcore.deepspeed.pipe_engine import PipelineEngine
 from shardcore.deepspeed.pipe_module import PipelineModule
 from shardcore.deepspeed.training_engine import ForwardEngine, TrainingEngine, supersede
 from shardcore.distributed.comm import Comm
+from shardcore.distributed.compare import Entry
 from shardcore.distributed.groups import use_own_gpu
-from shardcore.distributed.joining import agree
 from shardcore.distributed.launchers import env_int, follow_launcher, launched_world_size
+from shardcore.engine.agreement import agree, together
 from shardcore.engine.engine import Engine
 from shardcore.engine.slices import slice_mesh
 from shardcore.engine.unshard import tensors_in
@@ -131,8 +132,8 @@ def initialize(
             )
         start_process_group(_OP, distributed_port)
     comm = Comm()
-    problem: Exception | None = None
-    entries: list[str] = []
+    problems: list[BaseException] = []
+    entries: list[Entry] = []
     given: Any = None
     before: _Options = []
     old = engine_of(model)
@@ -191,17 +192,23 @@ def initialize(
         scheduler = lr_scheduler(given) if _is_function(lr_scheduler) else lr_scheduler
         if given is not None and scheduler is None and settings.scheduler is not None:
             scheduler = make_scheduler(*settings.scheduler, given)
-        entries = [f"{f.name}={getattr(settings, f.name)}" for f in fields(settings) if f.compare]
         samples: Any = () if loader is None else loader.dataset
-        entries.append(
-            f"an optimizer: {trains}, slices: {slices}, sharded before: {old is not None}"
-        )
-        entries.append(f"training_data of {len(samples)} samples")
+        entries = [
+            *(
+                ("config", f.name, str(getattr(settings, f.name)))
+                for f in fields(settings)
+                if f.compare
+            ),
+            ("optimizer", "", "given" if trains else "none"),
+            ("number of slices", "", str(slices)),
+            ("model", "", "not sharded" if old is None else "sharded"),
+            ("training_data", "", f"{len(samples)} samples"),
+        ]
     # of any kind: user functions run here, and the other ranks are waiting
-    except Exception as error:
-        problem = error
+    except BaseException as error:
+        problems.append(error)
     try:
-        agree(comm, problem, entries, _OP)
+        agree(comm, _OP, problems, entries)
         monitor = _open_monitor(settings, comm)
         if settings.log_level is not None:
             logger.setLevel(settings.log_level.upper())
@@ -234,7 +241,7 @@ def initialize(
             old.gives_way = False
         raise
     finally:
-        problem = None  # as in shard
+        problems.clear()
     if old is not None:
         supersede(old)
     if adam is not None and adam is not given:
@@ -284,16 +291,8 @@ def _open_monitor(settings: Config, comm: Comm) -> MonitorMaster:
     """Open what metrics are written to. What fails on rank 0, which alone writes, fails on all
     ranks.
     """
-    problem: Exception | None = None
-    try:
-        monitor = MonitorMaster({name: getattr(settings, name) for name in MONITORS}, comm.rank)
-    except Exception as error:  # of any kind, Weights & Biases' too
-        problem = error
-    try:
-        agree(comm, problem, [], _OP)
-    finally:
-        problem = None
-    return monitor
+    with together(comm, _OP, "nothing was changed"):
+        return MonitorMaster({name: getattr(settings, name) for name in MONITORS}, comm.rank)
 
 
 def _explain(
@@ -472,18 +471,21 @@ def _compare_inputs(model: nn.Module, group: dist.ProcessGroup) -> None:
 
     def compare(module: nn.Module, args: Any, kwargs: Any) -> None:
         handle.remove()
-        sums = [
-            _C.crc32c(tensor.detach().cpu().contiguous()) for tensor in tensors_in([args, kwargs])
+        entries = [
+            ("checksum of input", str(index), str(_C.crc32c(tensor.detach().cpu().contiguous())))
+            for index, tensor in enumerate(tensors_in([args, kwargs]))
         ]
-        if any(others != sums for others in comm.gather_json(sums)):
-            raise ValueError(
-                "forward: ranks that have slices of one model are given different inputs; expected "
-                "the same (a sampler with "
-                "num_replicas and rank of deepspeed.utils.groups.get_data_parallel_world_size() "
-                "and _rank(), or training_data)"
-            )
+        agree(comm, "forward", entries=entries, explain=_other_inputs)
 
     handle = model.register_forward_pre_hook(compare, prepend=True, with_kwargs=True)
+
+
+def _other_inputs() -> ValueError:
+    return ValueError(
+        "forward: ranks that have slices of one model are given different inputs; expected the "
+        "same (a sampler with num_replicas and rank of "
+        "deepspeed.utils.groups.get_data_parallel_world_size() and _rank(), or training_data)"
+    )
 
 
 def _check_mesh(mesh: Sequence[int] | None, world_size: int) -> None:

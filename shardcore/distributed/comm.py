@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardcore.distributed import watchdog
 from shardcore.distributed.clock import Clock, scope_type
-from shardcore.distributed.compare import in_words
+from shardcore.distributed.compare import Entry, in_words
 from shardcore.distributed.groups import (
     GroupSlot,
     NotAMemberError,
@@ -305,7 +305,7 @@ class Comm:
             watchdog.on_device(operation, started[-1], self.device)
         return [Started(operation, started)] if started else []
 
-    def take_order(self) -> list[str]:
+    def take_order(self) -> list[Entry]:
         """Return the collectives since the last call, for ranks to compare: on NCCL, where their
         order matters; else none.
         """

@@ -2,8 +2,12 @@
 callers gather them.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+# Something that has to be the same on every rank: its kind ("parameter"), its name ("4.weight", ""
+# where a kind has one entry alone) and its values in words, of which the first stands for it.
+Entry: TypeAlias = Sequence[str]
 
 
 def in_words(error: BaseException) -> str:
@@ -16,17 +20,47 @@ def in_words(error: BaseException) -> str:
         return f"{type(error).__name__} (whose text cannot be made)"
 
 
-def first_difference(signatures: Sequence[Sequence[Any]]) -> str | None:
-    """Describe the first entry where a rank's signature (a list of JSON values) differs from
-    rank 0's, or return None.
+def first_difference(of_ranks: Sequence[Sequence[Entry]]) -> str | None:
+    """Describe the first entry that a rank has unlike rank 0, or return None.
+
+    Kinds are compared in the order in which they first appear, each by which names there are, then
+    by their order, then by their values.
     """
-    reference = signatures[0]
-    for rank, signature in enumerate(signatures[1:], start=1):
-        for index in range(max(len(reference), len(signature))):
-            a = reference[index] if index < len(reference) else "nothing"
-            b = signature[index] if index < len(signature) else "nothing"
-            if a != b:
-                return f"entry {index} is {b} on rank {rank} but {a} on rank 0"
+    reference = of_ranks[0]
+    for rank, entries in enumerate(of_ranks[1:], start=1):
+        for kind in dict.fromkeys(entry[0] for entry in [*reference, *entries]):
+            of_kind = [
+                {entry[1]: entry[2:] for entry in of_rank if entry[0] == kind}
+                for of_rank in (reference, entries)
+            ]
+            text = _difference_of(kind, rank, *of_kind)
+            if text is not None:
+                return text
+    return None
+
+
+def _difference_of(
+    kind: str, rank: int, expected: Mapping[str, Sequence[str]], got: Mapping[str, Sequence[str]]
+) -> str | None:
+    more = [name for name in got if name not in expected]
+    less = [name for name in expected if name not in got]
+    if more and less:
+        return f"rank {rank} has the {kind} {more[0]}, where rank 0 has {less[0]}"
+    if more or less:
+        count = f"{len(more or less)} {kind}{'s' * (len(more or less) > 1)}"
+        name = (more or less)[0]
+        value = (got if more else expected)[name][:1]
+        first = " ".join(filter(None, [name, *value]))
+        verbs = f"has {count} more than rank 0" if more else f"lacks {count} that rank 0 has"
+        return f"rank {rank} {verbs}; the first is {first}"
+    for place, (name, other_name) in enumerate(zip(got, expected, strict=True)):
+        if name != other_name:
+            return f"{kind} {place} is {name} on rank {rank} but {other_name} on rank 0"
+    for name, values in got.items():
+        for value, other_value in zip(values, expected[name], strict=True):
+            if value != other_value:
+                thing = f"{kind} {name}" if name else f"the {kind}"
+                return f"{thing} is {value} on rank {rank} but {other_value} on rank 0"
     return None
 
 

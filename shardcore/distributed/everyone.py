@@ -2,9 +2,9 @@
 each pipeline stage, too.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
 from shardcore.distributed.comm import Comm
 
@@ -51,49 +51,3 @@ class Everyone:
 
 
 Ranks: TypeAlias = Comm | Everyone
-
-
-def attempt(problems: list[BaseException], *calls: Callable[[], Any]) -> None:
-    """Make every call, and add what they raise to `problems`, for the exchange that tells the other
-    ranks, which wait.
-
-    Errors of any kind, and interrupts. Empty the list afterwards: its errors refer to frames that
-    have it.
-    """
-    for call in calls:
-        try:
-            call()
-        except BaseException as error:
-            problems.append(error)
-
-
-def raise_both(error: Exception, problems: Sequence[BaseException]) -> NoReturn:
-    """Raise the `error` of an exchange, which the first of `problems` is the cause of; an
-    interrupt is raised itself.
-    """
-    if isinstance(problems[0], Exception):
-        raise error from problems[0]
-    raise problems[0] from error
-
-
-def attempt_together(ranks: Ranks, op: str, attempt: Callable[[], Any], then: str) -> Any:
-    """Return attempt(); if it raises on a rank, raise that error there, and RuntimeError on the
-    others. Collective.
-
-    then: how things are after an error.
-    """
-    result: Any = None
-    problem: BaseException | None = None
-    try:
-        result = attempt()
-    except BaseException as error:  # of any kind: the other ranks wait
-        problem = error
-    try:
-        first = ranks.first_problem(problem)
-        if problem is not None:
-            raise problem
-    finally:
-        problem = None  # else a cycle
-    if first is not None:
-        raise RuntimeError(f"{op}: rank {first[0]} failed: {first[1]}; {then}")
-    return result

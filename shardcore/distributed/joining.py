@@ -1,18 +1,12 @@
-"""How ranks find each other and agree before anything is changed: the groups that `shard` is
-given, and what it raises.
-"""
+"""The groups that `shard` is given: how a rank finds the other ranks that train its model."""
 
-import hashlib
-import json
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardcore.distributed.comm import Comm
-from shardcore.distributed.compare import first_difference
 from shardcore.distributed.groups import NotAMemberError
 
 SLICES = "the mesh of the DTensors"
@@ -98,51 +92,3 @@ def _across(
                 f"same part of the model, the other group those with the other parts"
             )
     return Comm(group, gpu=gpu)
-
-
-def agree_in_parts(comm: Comm, problem: Exception | None, entries: Sequence[Any]) -> None:
-    """`agree`, and raise something on the ranks with other parts of the model, too."""
-    refusal: Exception | None = None
-    try:
-        agree(comm, problem, entries)
-    except Exception as error:  # on every rank of comm
-        refusal = error
-    try:
-        refused = (
-            comm.of_parts(torch.tensor([refusal is not None], device="cpu")).flatten().tolist()
-        )
-        if refusal is not None:
-            raise refusal
-    finally:
-        problem = refusal = None  # else a cycle
-    if any(refused):
-        raise ValueError(
-            f"shard: part {refused.index(True)} of the model was refused, so no rank was changed; "
-            f"see the error of its ranks"
-        )
-
-
-def agree(comm: Comm, problem: Exception | None, entries: Sequence[Any], op: str = "shard") -> None:
-    """Raise on every rank if any rank has a problem or a model, optimizer or options unlike rank
-    0's.
-    """
-    digest = hashlib.sha256(json.dumps(entries).encode()).hexdigest()
-    answers = comm.gather_json(
-        {"problem": None if problem is None else str(problem), "digest": digest}
-    )
-    if problem is not None:
-        try:
-            raise problem
-        finally:
-            problem = None  # else a cycle
-    for rank, answer in enumerate(answers):
-        if answer["problem"] is not None:
-            raise ValueError(
-                f"{op}: rank {rank} failed, so no rank was changed: {answer['problem']}"
-            )
-    if any(answer["digest"] != digest for answer in answers):
-        difference = first_difference(comm.gather_json(list(entries)))
-        raise ValueError(
-            f"{op}: ranks disagree: {difference}; expected the same model, optimizer and options "
-            f"on every rank"
-        )

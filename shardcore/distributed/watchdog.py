@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 
 from shardcore._native import _C
-from shardcore.distributed.compare import name_ranks
+from shardcore.distributed.compare import Entry, name_ranks
 from shardcore.torch_private import default_store, is_group_alive, sequence_number_of
 
 logger = logging.getLogger("shardcore")
@@ -117,12 +117,14 @@ class Log:
             self._digest = zlib.crc32(name.encode(), self._digest)
         return Operation(self, name, self.counts[name], ranks)
 
-    def take_order(self) -> list[str]:
+    def take_order(self) -> list[Entry]:
         """Return what was started since the last call, for ranks to compare: the last names, and
         a digest of all.
         """
-        since = [f"collective {number}: {name}" for number, name in enumerate(self.order)]
-        since += [f"digest of all collectives: {self._digest:x}"] * bool(since)
+        since: list[Entry] = [
+            ("collective", str(number), name) for number, name in enumerate(self.order)
+        ]
+        since += [("digest of all collectives", "", f"{self._digest:x}")] * bool(since)
         self.order.clear()
         self._digest = 0
         return since

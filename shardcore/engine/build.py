@@ -4,8 +4,8 @@ the layout, the filling.
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -14,7 +14,9 @@ from torch.utils.hooks import RemovableHandle
 
 from shardcore._native import _C
 from shardcore.distributed.comm import Comm
+from shardcore.distributed.compare import Entry
 from shardcore.distributed.everyone import Everyone
+from shardcore.engine.agreement import together
 from shardcore.engine.bucket import (
     Bucket,
     Lifetimes,
@@ -40,6 +42,8 @@ from shardcore.torch_private import (
     restore_hooks,
     storage_id,
 )
+
+PARTLY_FILLED = "weights are partly filled: build model and optimizer anew"
 
 _BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
@@ -324,43 +328,56 @@ def signature(
     sharded: ShardableOptimizer,
     builder: "Builder",
     options: Mapping[str, Any],
-) -> list[Any]:
-    """Return what must be equal on all ranks, as JSON values with the most telling first.
+) -> list[Entry]:
+    """Return what has to be the same on every rank, the most telling first.
 
     optimizer: the user's; sharded: what takes its place.
     """
     positions = {
-        param: f"{index} at {number}"
+        param: f"in param_groups[{index}] at {number}"
         for index, group in enumerate(optimizer.param_groups)
         for number, param in enumerate(group["params"])
     }
-    entries: list[Any] = [f"{key}={value}" for key, value in options.items()]
-    for spec in specs:
-        for name, param in spec.params:
-            kind = "trainable" if builder.updates(param) else "frozen"
-            where = (
-                f"unit={spec.name} group={positions.get(param)} becoming "
-                f"{dtype_name(builder.dtype_of(param))}"
-            )
-            entries.append(
-                f"{name} {tuple(param.shape)} {dtype_name(param.dtype)} {kind} {where} "
-                f"state={_state_of(optimizer, param)}"
-            )
-    first_names = {param: name for name, param in model.named_parameters()}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        if first_names[param] != name:
-            entries.append(f"{name} is {first_names[param]}")
+    entries: list[Entry] = []
+    for key, value in options.items():
+        if is_dataclass(value):
+            each = {f"{key}.{f.name}": getattr(value, f.name) for f in fields(value)}
+        else:
+            each = {key: value}
+        entries += [("option", name, str(single)) for name, single in each.items()]
     entries += [
-        f"buffer {name} {tuple(buffer.shape)} {dtype_name(buffer.dtype)}"
+        (
+            "parameter",
+            name,
+            str(tuple(param.shape)),
+            dtype_name(param.dtype),
+            "trainable" if builder.updates(param) else "frozen",
+            f"in unit {spec.name or 'of the root'}",
+            positions.get(param, "in no group"),
+            f"stored as {dtype_name(builder.dtype_of(param))}",
+            f"with the states: {_state_of(optimizer, param)}",
+        )
+        for spec in specs
+        for name, param in spec.params
+    ]
+    first_names = {param: name for name, param in model.named_parameters()}
+    entries += [
+        ("shared parameter", name, f"(the same as {first_names[param]})")
+        for name, param in model.named_parameters(remove_duplicate=False)
+        if first_names[param] != name
+    ]
+    entries += [
+        ("buffer", name, str(tuple(buffer.shape)), dtype_name(buffer.dtype))
         for name, buffer in model.named_buffers()
     ]
     for index, group in enumerate(sharded.param_groups):
-        entries.append(f"param_groups[{index}] of {len(group['params'])} parameters")
+        name = f"param_groups[{index}]"
+        entries.append(("parameter group", name, f"of {len(group['params'])} parameters"))
         entries += [
-            f"param_groups[{index}].{key}={value}"
+            ("group option", f"{name}.{key}", str(value))
             for key, value in known_options(sharded.kind, group).items()
         ]
-    return [*entries, f"optimizer {type(optimizer).__name__}"]
+    return [*entries, ("optimizer", "", type(optimizer).__name__)]
 
 
 def known_options(kind: Kind, group: Mapping[str, Any]) -> dict[str, Any]:
@@ -521,23 +538,28 @@ class Builder:
             )
             bucket.files = files
 
+    def together(self, doing: str) -> together:
+        """Return a block of work on weights that succeeds on every rank of the model, or raises
+        on every rank.
+        """
+        return together(Everyone(self.comm), f"shard: {doing}", PARTLY_FILLED)
+
     @torch.no_grad()
     def fill(self, bucket: Bucket, store: StateStore, broadcast: bool) -> None:
         """Move the parameters' values into the bucket (rank 0's if `broadcast`), in float32 first:
         masters lose nothing.
 
         Parameters on the meta device have none: their slots stay zero, and they are attached when
-        they get values. Collective. Raises RuntimeError on every rank if it fails on one.
+        they get values. Collective. Raises on every rank if it fails on one.
         """
         real = [managed for managed in bucket.params if not managed.param.is_meta]
         if not real:
             return
-        doing = f"placing the weights of {bucket.unit or 'the root'}"
-        with together(self.comm, doing):
+        with self.together(f"placing the weights of {bucket.unit or 'the root'}"):
             values = self._values_of(bucket, real)
         if broadcast:
             self.broadcast(values, bucket.repeated)
-        with together(self.comm, doing):
+        with self.together(f"placing the weights of {bucket.unit or 'the root'}"):
             self.keep(bucket, real, values, store)
 
     def broadcast(self, values: torch.Tensor, repeated: bool) -> None:
@@ -600,10 +622,10 @@ class Builder:
         """Move and broadcast buffers and frozen parameters that have no bucket; cast the latter.
         Collective.
 
-        Raises RuntimeError on every rank if it fails on one.
+        Raises on every rank if it fails on one.
         """
         tensors = list(tensors)
-        with together(self.comm, "placing buffers and frozen weights"):
+        with self.together("placing buffers and frozen weights"):
             for tensor in tensors:
                 cut, values = (
                     slice_of("a frozen weight", tensor),
@@ -636,31 +658,3 @@ def become(tensor: torch.Tensor, data: torch.Tensor) -> None:
         restore_hooks(tensor)  # which were not, and which autograd has lost
     if not is_dtensor(tensor):
         tensor.data = data
-
-
-@contextmanager
-def together(
-    comm: Comm, doing: str, then: str = "weights are partly made: build model and optimizer anew"
-) -> Iterator[None]:
-    """Raise RuntimeError on every rank, at the end, if an error on one ends what is inside.
-    Collective. then: what to do.
-
-    Also on the ranks that have other slices of the model.
-    """
-    problem: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        # less this frame: from Python 3.12 on it refers to contextlib's, which holds the error, in
-        # a cycle
-        problem = error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
-    found = Everyone(comm).first_problem(problem)
-    if found is None:
-        return
-    try:
-        raise RuntimeError(
-            f"shard: {doing} failed on rank {found[0]}: {found[1]}; expected it to succeed on "
-            f"every rank ({then})"
-        ) from problem
-    finally:
-        problem = None  # else the error holds this frame, and what it had allocated, in a cycle

@@ -17,7 +17,9 @@ from torch.utils.hooks import RemovableHandle
 
 from shardcore._native import _C
 from shardcore.distributed.comm import Traffic, wait_all
-from shardcore.distributed.everyone import Everyone, attempt, raise_both
+from shardcore.distributed.compare import Entry, uneven_backwards
+from shardcore.distributed.everyone import Everyone
+from shardcore.engine.agreement import agree, attempt, difference, value_read
 from shardcore.engine.bucket import Bucket, Managed, note_written
 from shardcore.engine.device_step import (
     DeviceOutcomes,
@@ -29,7 +31,6 @@ from shardcore.engine.full_tensors import (
     FullTensors,
     Gathered,
     OwnGrads,
-    agree_on_read,
     assemble_rest,
     keys_of,
 )
@@ -284,12 +285,16 @@ class Engine:
             self._reads_own = self.own_weights or self.gathered.covers(
                 p for p in module.parameters() if p in self.managed
             )
-            try:
-                self.synchronize()
-            except BaseException as error:
-                if self._reads_own:
-                    raise
-                self.read_all("state_dict", name or "the model", error)
+            problems: list[BaseException] = []
+
+            def refuse() -> None:
+                raise problems.pop()
+
+            attempt(problems, self.synchronize)
+            if problems and self._reads_own:
+                refuse()
+            if problems:
+                self.read_all("state_dict", name or "the model", refuse)
 
     def end_state_dict(self, name: str, prefix: str, state_dict: dict[str, Any]) -> None:
         """Replace the entries of managed parameters with full tensors of their own memory, from the
@@ -453,20 +458,16 @@ class Engine:
             attempt(problems, self.ratio_tuner.begin_step)
         attempt(problems, let_in)
         limit = self.max_norm if max_norm is None else max_norm
-        order, ways = (
-            self.overlap_step.order if self.overlap_step is not None else (),
-            self.comm.take_order(),
-        )
+        order = self.overlap_step.order if self.overlap_step is not None else ()
+        started = self.comm.take_order()
         refuses = bool(problems)
         try:
             backwards = self.reducer.count
             loss_scale = self.scaler.host_scale if self.scaler.active else 1.0
             outcome, plan = self.updater.decide(
-                grad_scale, limit, problems, loss_scale, backwards, order, ways
+                grad_scale, limit, problems, loss_scale, backwards, order, started
             )
         except Exception as error:  # on every rank
-            if problems:  # the exchange that was to tell them failed, too
-                raise_both(error, problems)
             # perhaps another rank knew earlier of a late error
             if self.device_outcomes is not None and isinstance(error, ValueError) and not refuses:
                 self.device_outcomes.settle()
@@ -717,69 +718,98 @@ class Engine:
         managed = [
             m for bucket in buckets for m in bucket.params if chosen is None or m.param in chosen
         ]
-        self.begin_grad_read(op, lambda: f"{what()} over {', '.join(m.name for m in managed)}")
+        self.begin_grad_read(
+            op, lambda: [value_read(what()), *(("parameter", m.name) for m in managed)]
+        )
         order = None if norm_type is None else norm_type()
         return OwnGrads(
             buckets, chosen, order, self.comm, self.lifetimes, self.device, self.reducer.show_grads
         )
 
-    def begin_grad_read(self, op: str, which: Callable[[], str]) -> None:
-        """Begin a read of gradients, as every rank does (see `together`); `which` says of what.
-        Reduces what is not.
+    def begin_grad_read(self, op: str, which: Callable[[], str | Sequence[Entry]]) -> None:
+        """Begin a read of gradients, as every rank does; `which` is the check of `agree`. Reduces
+        gradients that are not.
         """
 
         host_grads = self.reducer.host_grads
 
-        def check() -> str:
+        def check() -> str | Sequence[Entry]:
             self.reducer.accept_user_grads(op)
             if host_grads is not None:
                 host_grads.synchronize()
             return which()
 
-        self.together(op, check, of_grads=True)
+        self.agree(op, check, of_grads=True)
         self.reducer.reduce_pending()
         if host_grads is not None:
             host_grads.synchronize()
 
-    def together(self, op: str, check: Callable[[], str], of_grads: bool = False) -> None:
-        """Run `check`; if it raises here, or other ranks are in another collective read than `op`,
+    def agree(
+        self,
+        op: str,
+        check: Callable[[], str | Sequence[Entry]],
+        of_grads: bool = False,
+        then: str = "nothing was changed",
+    ) -> None:
+        """Run `check`; if it raises here, or other ranks are in another collective call than `op`,
         raise on every rank.
 
-        What `check` returns says which value is read, where there are several: it has to be the
-        same on every rank. of_grads: so has the number of backwards.
+        `check` returns what has to be the same on every rank: entries, or the words for the value
+        that is read. of_grads: so has the number of backwards. then: see agreement.agree.
         """
         problems: list[BaseException] = []
-        said: list[str] = []
+        entries: list[Entry] = []
+
+        def collect() -> None:
+            value = check()
+            entries.extend([value_read(value)] if isinstance(value, str) else value)
+
         # Commits are waited for before anything is sent, as in a step.
         attempt(
             problems, self.reducer.settle, partial(self.settle, counts=True), self._settle_commits
         )
         attempt(problems, partial(self.updater.refuse_swapped, op))
         if not problems:
-            attempt(problems, lambda: said.append(check()))
+            attempt(problems, collect)
+        count = self.reducer.count if of_grads else 0
+
+        def explain() -> Exception | None:
+            counts = self.comm.gather_json(count)
+            if len(set(counts)) > 1:
+                return uneven_backwards(counts)
+            return difference(self.comm, op, entries, then)
+
+        # A norm is that of all parts, which have parameters of their own; full tensors are those
+        # of all slices.
+        of_parts = op == "clip_grad_norm_"
         try:
-            agree_on_read(
-                self.comm, op, "".join(said), self.reducer.count if of_grads else 0, problems
+            entries.append(("backwards", "", str(count)))
+            agree(
+                self.comm,
+                op,
+                problems,
+                entries,
+                over=self.comm.across if of_parts else self.comm.slices,
+                entries_of_model=() if of_parts else entries,
+                explain=explain,
+                then=then,
             )
         finally:
             problems.clear()  # as in step
 
-    def read_all(self, op: str, what: str, problem: BaseException | None = None) -> None:
-        """Begin a read of all weights or states of `what`, as every rank does (see `together`).
+    def read_all(self, op: str, what: str, refuse: Callable[[], None] | None = None) -> None:
+        """Begin a read of all weights or states of `what`, as every rank does (see `agree`).
 
-        problem: why this rank refuses.
+        refuse: raises if this rank refuses.
         """
 
         def check() -> str:
-            if problem is not None:
-                raise problem
+            if refuse is not None:
+                refuse()
             self.updater.accept_weight_edits()
             return f"that of {what}{self.updater.changed()}"
 
-        try:
-            self.together(op, check)
-        finally:
-            problem = None  # as in step
+        self.agree(op, check)
 
     # --- full values of one parameter -------------------------------------------------------------
 
@@ -814,7 +844,7 @@ class Engine:
             self.updater.accept_weight_edits()
             return f"{key} of {managed.name}"
 
-        self.together("full_state", check)
+        self.agree("full_state", check)
         bucket, managed = self.part_of("full_state", param)
         if key == "step":
             return step_tensor(managed.step)

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from shardcore.distributed.comm import Comm, Traffic, as_bytes
+from shardcore.engine.agreement import OtherCallError, agree, value_read
 from shardcore.engine.engine import Engine
-from shardcore.engine.full_tensors import OtherCallError, agree_on_read
 from shardcore.engine.units import Unit
 from shardcore.optim.dtensor import is_dtensor
 from shardcore.torch_private import storage_id
@@ -37,8 +37,8 @@ def full_params(engine: Engine, params: set[nn.Parameter]) -> Iterator[None]:
     if engine.unsharder is None:
         yield
         return
-    agree = partial(_refuse_differences, engine, "full_params")
-    with engine.unsharder.full_params(params, partial(_settle, agree)):
+    compare = partial(_refuse_differences, engine, "full_params")
+    with engine.unsharder.full_params(params, partial(_settle, compare)):
         yield
 
 
@@ -56,7 +56,7 @@ def gathered(
     source = None if modifier_rank is None else engine.comm.rank_of(op, modifier_rank)
     versions: list[int] = []
 
-    def agree(units: Sequence[Unit]) -> None:
+    def make_equal(units: Sequence[Unit]) -> None:
         if source is not None:
             _spread(engine, op, params, versions, source)
         # a context around this one makes the weights equal
@@ -66,9 +66,9 @@ def gathered(
 
     held: AbstractContextManager[None] = nullcontext()
     if unsharder is not None:
-        held = unsharder.full_params(set(params), partial(_settle, agree))
+        held = unsharder.full_params(set(params), partial(_settle, make_equal))
     elif source is not None:
-        held = leaving(partial(_settle, agree, ()))
+        held = leaving(partial(_settle, make_equal, ()))
     with held:
         versions += [param._version for param in params]
         with _keeping_memory(params), engine.gathered.opened(params, spread=source is not None):
@@ -112,14 +112,16 @@ def leaving(settle: Callable[[], Exception | None]) -> Iterator[None]:
         raise problem
 
 
-def _settle(agree: Callable[[Sequence[Unit]], None], units: Sequence[Unit]) -> Exception | None:
-    """Call `agree` once all ranks are at the end of their blocks; returns the error of one that
-    made another call before.
+def _settle(
+    make_equal: Callable[[Sequence[Unit]], None], units: Sequence[Unit]
+) -> Exception | None:
+    """Call `make_equal` once all ranks are at the end of their blocks; returns the error of a rank
+    that made another call before.
     """
     problem: OtherCallError | None = None
     while True:
         try:
-            agree(units)
+            make_equal(units)
             return problem
         except OtherCallError as error:  # it leaves its block by this error
             if all(call.startswith(_END) for call in error.calls):
@@ -207,7 +209,7 @@ def _begin_settling(
     comm: Comm, op: str, what: str, difference: Callable[[], Exception | None] | None = None
 ) -> None:
     comm.refuse_if_broken()
-    agree_on_read(comm, f"{_END} {op}", what, 0, [], difference)
+    agree(comm, f"{_END} {op}", entries=[value_read(what)], over=comm.slices, explain=difference)
 
 
 _CHUNK = 1 << 20

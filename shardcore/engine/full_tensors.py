@@ -1,8 +1,7 @@
 """Full weights, gradients and states for reads, gathered from the parts that ranks own.
 
-Before a full value is gathered, ranks exchange which call reads which value, and whether one of
-them refuses. A difference is an error on every rank, so no rank receives another value than it
-asked for.
+Before a full value is gathered, ranks agree which call reads which value (engine/agreement.py), so
+no rank receives another value than it asked for.
 
 Small gathers take long to wait for and little else, so what is read one after the other is gathered
 one ahead.
@@ -10,7 +9,6 @@ one ahead.
 What is clipped apart from a step is not gathered: `OwnGrads` are this rank's parts of gradients.
 """
 
-import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -19,89 +17,11 @@ from typing import Any
 import torch
 
 from shardcore.distributed.comm import Comm, Traffic, wait_all
-from shardcore.distributed.compare import uneven_backwards
-from shardcore.distributed.everyone import Everyone, raise_both
 from shardcore.engine.bucket import Bucket, Lifetimes, Managed, sq_norm_of
 from shardcore.engine.slices import held_by, slice_of
 from shardcore.engine.states import ReadPart
 from shardcore.optim.clip import join, norm_part
 from shardcore.torch_private import storage_id
-
-
-class OtherCallError(RuntimeError):
-    """Ranks are in different collective reads: `calls`, in rank order."""
-
-    def __init__(self, message: str, calls: Sequence[str]) -> None:
-        """See the class."""
-        super().__init__(message)
-        self.calls = calls
-
-
-def agree_on_read(
-    comm: Comm,
-    op: str,
-    what: str,
-    backwards: int,
-    problems: list[BaseException],
-    difference: Callable[[], Exception | None] | None = None,
-) -> None:
-    """Raise on every rank if one has `problems`, or ranks are in other reads than `op`, or read
-    something else than `what`.
-
-    (OtherCallError for the second, which is no ValueError: Trainer takes that of a save for one
-    that it makes up for.)
-
-    backwards: Reducer.count, where gradients are read, else 0. A norm is one of all parts of the
-    model (Comm.across), and full tensors are of all slices: the ranks of these then all raise.
-    difference: is called, on all ranks of `comm`, where only `what` differs, and returns the error
-    to raise, None for none.
-    """
-    call, here = zlib.crc32(op.encode()), zlib.crc32(what.encode())
-    row = torch.tensor([call, bool(problems), here, backwards], device="cpu")
-    over = comm.across if op == "clip_grad_norm_" else comm.slices
-    found, other_part = None, False
-    try:
-        rows = comm.all_gather_cpu(row, Traffic.READ, op)
-        same = bool((rows == row).all())
-        calls = [op] * len(rows) if bool((rows[:, 0] == call).all()) else comm.gather_json(op)
-        if over:
-            refused = torch.tensor([bool(rows[:, 1].any()) or not same], device="cpu")
-            other_part = bool(comm.of_parts(refused, Traffic.READ, op, over).any())
-        if bool(rows[:, 1].any()) or other_part:
-            found = Everyone(comm, over).first_problem(problems[0] if problems else None)
-    except Exception as error:
-        if problems:
-            raise_both(error, problems)
-        raise
-    if problems:
-        del problems[1:]
-        raise problems.pop()  # as in Engine.step
-    why = "see the errors of its ranks" if found is None else found[1]
-    for rank, (_, refuses, there, count) in enumerate(rows.tolist()):
-        if calls[rank] != op:
-            expected = "every rank to make the same calls in one order"
-            if "state_dict" in (op, calls[rank]):
-                expected += ", or one rank alone to save inside deepspeed.zero.GatheredParameters"
-            raise OtherCallError(
-                f"{op}: rank {rank} calls {calls[rank]}; expected {expected}", calls
-            )
-        if refuses:
-            raise ValueError(f"{op}: rank {rank} refused: {why}")
-        if there != here and difference is None:
-            raise ValueError(
-                f"{op}: rank {rank} reads something else than {what}; expected the same on every "
-                f"rank"
-            )
-        if count != backwards:
-            raise uneven_backwards(rows[:, 3].tolist())
-    if (
-        difference is not None
-        and bool((rows[:, 2] != here).any())
-        and (differs := difference()) is not None
-    ):
-        raise differs
-    if other_part:
-        raise ValueError(f"{op}: another part of the model refused: {why}")
 
 
 def keys_of(

@@ -150,7 +150,7 @@ class OptimizerStateIO:
             group.update(new_options)
         for managed, bucket in self._optimized():
             self._scatter(managed, bucket, taken[managed])
-        self.updater.loaded = "an optimizer state was loaded"
+        self.updater.loaded = "loaded"
         return others
 
     def carry(self, states: dict[torch.Tensor, dict[str, Any]]) -> None:

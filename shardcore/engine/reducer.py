@@ -45,6 +45,7 @@ from torch.utils.hooks import RemovableHandle
 from shardcore._native import _C
 from shardcore.distributed.comm import Comm, Started, Traffic, wait_all
 from shardcore.distributed.compare import in_words, uneven_backwards
+from shardcore.engine.agreement import HEADER_BYTES, agree
 from shardcore.engine.bucket import (
     Bucket,
     BufferPool,
@@ -132,8 +133,8 @@ _USED, _LATE = 1, 2
 
 
 def use_row_bytes(params: int) -> int:
-    """Return the bytes that a rank sends for so many parameters."""
-    return params + 2
+    """Return the bytes that a rank proposes at the end of a backward over so many parameters."""
+    return HEADER_BYTES + params
 
 
 def agree_on_use(
@@ -151,14 +152,17 @@ def agree_on_use(
             _USED * used + _LATE * late_here
             for used, late_here in zip(is_used, is_late, strict=True)
         ]
-        row = torch.tensor(
-            [*flags, backwards % 256, backwards // 256 % 256], dtype=torch.uint8, device="cpu"
+        agreed = agree(
+            comm,
+            "backward",
+            entries=[("backwards", "", str(backwards))],
+            payload={"flags": torch.tensor(flags, dtype=torch.uint8, device="cpu")},
+            kind=Traffic.BACKWARD,
+            name="the end of a backward",
+            explain=lambda: uneven_backwards(comm.gather_json(backwards)),
         )
-        rows = comm.all_gather_cpu(row, Traffic.BACKWARD, "the end of a backward")
-        counts = [low + 256 * high for low, high in rows[:, -2:].tolist()]
-        if len(set(counts)) > 1:
-            raise uneven_backwards(counts)
-        is_used, is_late = ((rows[:, :-2] & flag).any(0).tolist() for flag in (_USED, _LATE))
+        rows = agreed.ranks["flags"]
+        is_used, is_late = ((rows & flag).any(0).tolist() for flag in (_USED, _LATE))
     for managed, used in zip(params, is_used, strict=True):
         managed.has_grad |= used
         managed.used = False

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardcore.distributed.compare import Entry
+from shardcore.engine.agreement import together
 from shardcore.engine.bucket import Bucket, allocate
-from shardcore.engine.build import known_options, together
+from shardcore.engine.build import PARTLY_FILLED, known_options
 from shardcore.engine.engine import Engine, engine_behind
 from shardcore.engine.hooks import attach_state_dicts
 from shardcore.engine.optimizer_state import ShardedStates
@@ -93,7 +95,7 @@ def regroup(
     ]
     planned: list[Bucket] = []
 
-    def check() -> str:
+    def check() -> list[Entry]:
         if problem is not None:
             raise problem
         tiers = engine.options["offload"]
@@ -119,30 +121,33 @@ def regroup(
             engine.saving.wait()
         engine.updater.accept_weight_edits()
         planned.extend(plan.builder.plan(model, specs, optimizer))
-        trained = [
-            f"{b.unit} {b.dtype} {b.group} {[m.name for m in b.params]}"
+        entries: list[Entry] = [
+            ("parameter", m.name, f"in {b.label}", f"in param_groups[{b.group}]")
             for b in planned
             if b.trainable
+            for m in b.params
         ]
         name_of = {param: name for name, param in param_of.items()}
-        groups = [
-            {
-                "params": [name_of[p] for p in group["params"]],
-                **known_options(optimizer.kind, group),
-            }
-            for group in optimizer.param_groups
-        ]
-        return f"the buckets {trained} with {groups}"
+        for index, group in enumerate(optimizer.param_groups):
+            where = f"param_groups[{index}]"
+            entries += [
+                ("optimizer's parameter", name_of[p], f"in {where}") for p in group["params"]
+            ]
+            entries += [
+                ("option", f"{where}.{key}", str(value))
+                for key, value in known_options(optimizer.kind, group).items()
+            ]
+        return entries
 
     for param in asleep:  # frozen for now: they keep their states
         param.requires_grad_(True)
     try:
-        engine.together(op, check)
+        engine.agree(op, check)
         if engine.unsharder is not None:
             engine.unsharder.reshard_all()
         there = {_key(bucket): bucket for bucket in engine.buckets}
         buckets = [there.get(_key(bucket), bucket) for bucket in planned]
-        with together(engine.comm, f"{op}: laying out parameters anew"):
+        with together(engine.everyone, f"{op}: laying out parameters anew", PARTLY_FILLED):
             units = []
             for unit in plan.units:
                 of_unit = [bucket for bucket in buckets if bucket.unit == unit.name]

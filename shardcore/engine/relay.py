@@ -20,8 +20,8 @@ from shardcore.optim.interface import Superseded
 
 def begin(op: str, old: Engine) -> None:
     """Bring the values of `old` up to date. Collective; raises on every rank, if on one."""
-    problem: BaseException | None = None
-    try:
+
+    def refuse() -> None:
         old.refuse_held(op)
         if old.commits is not None:
             raise NotImplementedError(
@@ -29,12 +29,8 @@ def begin(op: str, old: Engine) -> None:
             )
         if old.saving is not None:
             old.saving.wait()
-    except BaseException as error:  # of any kind: the other ranks are waiting
-        problem = error
-    try:
-        old.read_all(op, "the model", problem)
-    finally:
-        problem = None  # else a cycle
+
+    old.read_all(op, "the model", refuse)
     if old.unsharder is not None:
         old.unsharder.reshard_all()
 

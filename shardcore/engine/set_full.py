@@ -36,7 +36,7 @@ def set_full_state(engine: Engine, param: nn.Parameter, key: str, value: Any) ->
         engine.updater.accept_weight_edits()
         return _described(f"{key} of {managed.name}", check_tensor(op, "value", value, param.shape))
 
-    engine.together(op, check)
+    engine.agree(op, check)
     bucket, managed = engine.part_of(op, param)
     flat = managed.cut(value.detach()).reshape(-1)
     if key != "master":

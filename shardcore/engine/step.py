@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain, groupby
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import torch
 
 from shardcore._native import _C
 from shardcore.distributed.comm import Comm, Started, Traffic, wait_all
-from shardcore.distributed.compare import first_difference
-from shardcore.distributed.everyone import Everyone, attempt
+from shardcore.distributed.compare import Entry
+from shardcore.engine.agreement import HEADER_BYTES, agree, attempt
 from shardcore.engine.bucket import Bucket, Lifetimes, Managed
 from shardcore.engine.device_step import DeviceStep, PendingResult
 from shardcore.engine.loss_scale import LossScaler
@@ -41,47 +41,16 @@ from shardcore.optim.tensor_lists import DeviceScale
 logger = logging.getLogger("shardcore")
 
 
-class _RankRow(NamedTuple):
-    """What a rank sends to the ranks of its part of the model before a step; each field float64.
-
-    refuses: it has a problem. terms, order: digests of what has to be the same, and of the order of
-    units. traces: see Updater._traces. squares: its squared norm (high, low); empty where the
-    device gathers these.
-    """
-
-    refuses: torch.Tensor
-    terms: torch.Tensor
-    order: torch.Tensor
-    traces: torch.Tensor
-    squares: torch.Tensor
+# of what a rank proposes in a step: the order of units and its squared norm
+STEP_ROW_BYTES = HEADER_BYTES + 8 * 3
 
 
-class _PartRow(NamedTuple):
-    """What a part of the model, which its ranks agree on, sends to the other parts before a step.
-
-    scaling: a digest of how gradients are scaled and clipped. active: some have gradients.
-    """
-
-    refuses: torch.Tensor
-    scaling: torch.Tensor
-    active: torch.Tensor
-    squares: torch.Tensor
+def _zeros(numel: int) -> torch.Tensor:
+    return torch.zeros(numel, dtype=torch.float64, device="cpu")
 
 
-Row = TypeVar("Row", _RankRow, _PartRow)
-
-
-def _gathered(gather: Callable[[torch.Tensor], torch.Tensor], own: Row) -> Row:
-    """Return all rows, as a matrix for each field, of which `gather` gathers this rank's `own`."""
-    fields = gather(torch.cat(own)).split_with_sizes([field.numel() for field in own], 1)
-    return type(own)(*fields)
-
-
-def _number(value: float) -> torch.Tensor:
-    return torch.tensor([value], dtype=torch.float64, device="cpu")
-
-
-NORM_ROW_BYTES = 8 * 5  # of a _RankRow without traces
+def _option(name: str, value: object) -> Entry:
+    return "option", name, str(value)
 
 
 @dataclass(frozen=True)
@@ -223,7 +192,7 @@ class Updater:
         self._options: Sequence[Any] | None = None
         self._read: Sequence[Mapping[str, Any]] = groups  # without tensors on a device
         self._hypers: Sequence[Callable[..., Any]] = ()  # make the scalars of each group's steps
-        self._terms: Sequence[str] = ()  # the options in words, for other ranks
+        self._terms: Sequence[Entry] = ()  # the options in words, for other ranks
         self._gathers = lifetimes.gathers_new_weights and len(comm.shard_ranks) > 1
         # each bucket, so that only one has an orthogonalized gradient
         self._alone = isinstance(kind, MuonKind)
@@ -241,7 +210,7 @@ class Updater:
         loss_scale: float | None = 1.0,
         backwards: int = 0,
         order: Sequence[str] = (),
-        ways: Sequence[str] = (),
+        started: Sequence[Entry] = (),
     ) -> tuple[float | PendingResult | None, StepPlan | None]:
         """Plan an update of every parameter that has a gradient; returns the global norm, None if
         there is no gradient at all.
@@ -252,8 +221,8 @@ class Updater:
         only the device knows. Collective. `problems` has this rank's reason to refuse, if any: the
         first is taken out and raised, and every other rank raises an error that names it. So do all
         ranks if these numbers, the options of a group, the parameters that have gradients, the
-        `backwards` (Reducer.count), or `ways` (Comm.take_order) differ between ranks. `order` may
-        differ.
+        `backwards` (Reducer.count), or the collectives `started` (Comm.take_order) differ between
+        ranks. `order` may differ.
         """
         active = [
             bucket
@@ -272,7 +241,7 @@ class Updater:
             "backwards": backwards // 2,
         }
         squares, same_order, any_grad = self._agreed(
-            active, problems, terms, zlib.crc32("\n".join(order).encode()), ways
+            active, problems, terms, zlib.crc32("\n".join(order).encode()), started
         )
         if not any_grad:
             return None, None
@@ -448,7 +417,7 @@ class Updater:
         self.check_fixed("step", self._read)
         self._hypers = [self.kind.hypers(group) for group in self._read]
         self._terms = [
-            f"param_groups[{index}].{key}={json_value(value)}"
+            _option(f"param_groups[{index}].{key}", json_value(value))
             for index, group in enumerate(self._read)
             for key, value in self.kind.terms(group).items()
         ]
@@ -478,7 +447,7 @@ class Updater:
         problems: list[BaseException],
         terms: Mapping[str, object],
         order: int,
-        ways: Sequence[str],
+        started: Sequence[Entry],
     ) -> tuple[torch.Tensor, bool, bool]:
         """Return squared norms of the averaged gradients (n, 2), whether ranks passed one `order`,
         and if any part is active.
@@ -488,79 +457,46 @@ class Updater:
         refuses or differs in its terms. (Parts have buckets of their own, and only compare how
         gradients are scaled and clipped.)
         """
-        compared: list[str] = []
-        taken: list[torch.Tensor] = []
-        if self.comm.world_size > 1:
-            attempt(problems, lambda: compared.extend([*ways, *self._compared(terms)]))
-        attempt(problems, lambda: taken.append(self._own_squares(active)))
-        squares = taken[0] if taken else torch.zeros(2, dtype=torch.float64, device="cpu")
+        compared: list[Entry] = []
+        own_squares: list[torch.Tensor] = []
         traces: list[torch.Tensor] = []
+        if self.comm.world_size > 1:
+            attempt(problems, lambda: compared.extend([*started, *self._compared(terms)]))
+        attempt(problems, lambda: own_squares.append(self._own_squares(active)))
         if self.compares_slices:
             attempt(problems, lambda: traces.append(self._traces()))
-        # On the device these are gathered there, and nothing waits for them.
+        squares = own_squares[0] if own_squares else _zeros(2)
+        payload = {"order": torch.tensor([order], device="cpu")}
+        if self.compares_slices:
+            payload["traces"] = traces[0] if traces else _zeros(2 * len(self._whole()))
         on_host = self._device_step is None
-        nothing = torch.zeros(0, dtype=torch.float64, device="cpu")
-        if self.compares_slices and not traces:
-            traces.append(torch.zeros(2 * len(self._whole()), dtype=torch.float64, device="cpu"))
-        digest = zlib.crc32("\n".join(compared).encode())
-        own = _RankRow(
-            refuses=_number(bool(problems)),
-            terms=_number(digest),
-            order=_number(order),
-            traces=traces[0] if traces else nothing,
-            squares=squares if on_host else nothing,
+        if on_host:  # the device gathers its own, and nothing waits for them
+            payload["squares"] = squares
+
+        def of_part(ranks: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            part = {"active": torch.tensor([bool(active)], device="cpu")}
+            return part | ({"squares": _C.sq_norm_add(ranks["squares"])} if on_host else {})
+
+        scaling = [_option(key, terms[key]) for key in ("grad_scale", "max_norm", "loss_scale")]
+        ranks, parts = agree(
+            self.comm,
+            "step",
+            problems,
+            compared,
+            payload=payload,
+            over=self.comm.across,
+            entries_of_model=scaling if self.comm.across else (),
+            payload_of_part=of_part,
+            kind=Traffic.STEP,
+            name="a step",
+            then="no rank was updated",
         )
-        ranks = _gathered(lambda row: self.comm.all_gather_cpu(row, Traffic.STEP, "a step"), own)
-        if on_host:
-            squares = ranks.squares.contiguous()
-        unlike = self._unlike(ranks.traces) if self.compares_slices else ""
-        differ = bool((ranks.terms != digest).any())
-        scaling = zlib.crc32(
-            f"{terms['grad_scale']} {terms['max_norm']} {terms['loss_scale']}".encode()
-        )
-        own_part = _PartRow(
-            refuses=_number(bool(ranks.refuses.any()) or differ),
-            scaling=_number(scaling),
-            active=_number(bool(active)),
-            squares=_C.sq_norm_add(squares) if on_host else nothing,
-        )
-        parts = _gathered(lambda row: self.comm.of_parts(row, Traffic.STEP, "a step"), own_part)
-        if on_host:
-            squares = parts.squares.contiguous()
-        if bool(parts.refuses.any()):
-            found = Everyone(self.comm, self.comm.across).first_problem(
-                problems[0] if problems else None
-            )
-            why = "see the errors of its ranks" if found is None else found[1]
-            if problems:
-                del problems[1:]
-                raise problems.pop()
-            if ranks.refuses.any():
-                refusing = ranks.refuses.flatten().nonzero().flatten().tolist()
-                raise ValueError(
-                    f"step: rank {refusing[0]} refused the step, so no rank was updated: {why}"
-                )
-            if differ:
-                difference = first_difference(self.comm.gather_json(compared))
-                raise ValueError(
-                    f"step: ranks disagree: {difference}; expected the same step on every rank "
-                    f"(none was updated)"
-                )
-            raise ValueError(
-                f"step: another part of the model refused the step, so no rank was updated: {why}"
-            )
-        if (parts.scaling != scaling).any():
-            raise ValueError(
-                "step: the parts of the model disagree on grad_scale, max_norm or loss_scale, "
-                "which are "
-                f"{terms['grad_scale']}, {terms['max_norm']} and {terms['loss_scale']} here; "
-                f"expected the same in all of them (none was updated)"
-            )
-        if unlike:
+        if self.compares_slices and (unlike := self._unlike(ranks["traces"])):
             raise ValueError(unlike)
         self.loaded = ""
         self.forget_changes()
-        return squares, bool((ranks.order == order).all()), bool(parts.active.any())
+        same_order = bool((ranks["order"] == order).all())
+        return parts["squares"] if on_host else squares, same_order, bool(parts["active"].any())
 
     def _own_squares(self, active: Sequence[Bucket]) -> torch.Tensor:
         squares = _squares_of(active)
@@ -627,28 +563,29 @@ class Updater:
             "was updated)"
         )
 
-    def _compared(self, terms: Mapping[str, object]) -> list[str]:
+    def _compared(self, terms: Mapping[str, object]) -> list[Entry]:
         """Return what has to be the same on every rank for a step to give the same weights."""
-        params = (
-            f"{managed.name} with {'a' if bucket.reduced and managed.has_grad else 'no'} gradient "
-            f"after {managed.step if self._device_step is None else managed.tried} steps"
-            + managed.changes
-            for bucket in self.buckets
-            for managed in bucket.params
-        )
-        constant = (
-            f"{managed.name}, which no step updates{managed.changes}"
+        on_host = self._device_step is None
+        entries: list[Entry] = [_option(name, value) for name, value in terms.items()]
+        entries += self._terms
+        for bucket in self.buckets:
+            for managed in bucket.params:
+                has_grad = bucket.reduced and managed.has_grad
+                entries.append(
+                    (
+                        "parameter",
+                        managed.name,
+                        "with a gradient" if has_grad else "without a gradient",
+                        f"at step {managed.step if on_host else managed.tried}",
+                        managed.changes.removeprefix(", ") or "unchanged",
+                    )
+                )
+        entries += [
+            ("changed frozen weight", managed.name, managed.changes.removeprefix(", "))
             for managed in self._constant
             if managed.changes
-        )
-        loaded = [self.loaded] if self.loaded else []
-        return [
-            *(f"{name}={value}" for name, value in terms.items()),
-            *self._terms,
-            *params,
-            *constant,
-            *loaded,
         ]
+        return [*entries, ("optimizer state", "", self.loaded or "not loaded")]
 
     def _every(self) -> Iterable[Managed]:
         return chain(

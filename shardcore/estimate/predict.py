@@ -35,7 +35,7 @@ from shardcore.engine.memory_report import MemoryReport, memory_lines
 from shardcore.engine.reduce_scatter import Parts, ReduceScatter
 from shardcore.engine.reducer import use_row_bytes
 from shardcore.engine.states import DeviceStore
-from shardcore.engine.step import NORM_ROW_BYTES
+from shardcore.engine.step import STEP_ROW_BYTES
 from shardcore.engine.units import Unit, plan_units
 from shardcore.engine.unshard import keepers_of
 from shardcore.offload import nvme_weights
@@ -381,7 +381,7 @@ class _Step:
             world,
             [use_row_bytes(len(self._arrivals)) * world] * reductions,
         )
-        add("agree on the norm", world, [NORM_ROW_BYTES * world])
+        add("agree on the norm", world, [STEP_ROW_BYTES * world])
         if self.lifetimes.gathers_new_weights:
             add("gather weights after the step", sharing, weights(self.units, frozen=False))
         return tuple(sent.values())

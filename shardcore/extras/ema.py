@@ -159,7 +159,7 @@ class EMA:
             engine.refuse_held("swap")
             return "the average"
 
-        engine.together("EMA.swap", check)
+        engine.agree("EMA.swap", check)
         self.follow()
         weights = {
             bucket: bucket.owned_values(0, bucket.owned_numel).clone()
@@ -204,7 +204,7 @@ class EMA:
             engine.membership.check("EMA.state_dict")
             return f"the average after {self.updates} updates"
 
-        engine.together("EMA.state_dict", check)
+        engine.agree("EMA.state_dict", check)
         self.follow()
         names = names_of(engine)
         fulls = engine.full_tensors.of_buckets(
@@ -244,6 +244,6 @@ class EMA:
                     )
             return f"the average after {int(state_dict['updates'])} updates"
 
-        engine.together("EMA.load_state_dict", check)
+        engine.agree("EMA.load_state_dict", check)
         self._set({param: state_dict["averages"][name] for name, param in params.items()})
         self.updates = int(state_dict["updates"])

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from shardcore.distributed.comm import Traffic
-from shardcore.distributed.everyone import attempt_together
+from shardcore.engine.agreement import together
 from shardcore.engine.engine import engine_behind
 from shardcore.torch_private import pytree
 
@@ -28,9 +28,8 @@ class Joined(Generic[Batch]):
         """Exchange how many batches the ranks have, where all loaders have a length. Collective."""
         self._engine, self._loader = engine_behind("join", model), loader
         engine = self._engine
-        described: tuple[int | None, list[str]] = attempt_together(
-            engine.comm, "join", self._described, "no batch was taken"
-        )
+        with together(engine.comm, "join", "no batch was taken"):
+            described = self._described()
         of_ranks = engine.comm.gather_json(described)
         sync_norms = [name for _, names in of_ranks for name in names]
         if sync_norms:

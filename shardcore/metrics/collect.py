@@ -18,7 +18,8 @@ import torch
 from torch import nn
 
 from shardcore.distributed.comm import Traffic
-from shardcore.distributed.everyone import Everyone, attempt_together
+from shardcore.distributed.everyone import Everyone
+from shardcore.engine.agreement import agree, attempt, together
 from shardcore.engine.engine import Engine, engine_behind
 from shardcore.engine.memory_report import report_now
 from shardcore.metrics import writers
@@ -83,21 +84,23 @@ class Metrics:
         self._write: list[Callable[[Row], None]] = []
         self._ranks = ranks = Everyone(self._comm, self._comm.across)
         then = "nothing is measured"
-        attempt_together(
-            ranks, "Metrics", lambda: _check(every, start, flops, folder, tensorboard), then
+        problems: list[BaseException] = []
+        attempt(problems, lambda: _check(every, start, flops, folder, tensorboard))
+        arguments = [("argument", "every", str(every)), ("argument", "start", str(start))]
+        agree(
+            self._comm,
+            "Metrics",
+            problems,
+            arguments,
+            over=self._comm.across,
+            entries_of_model=arguments,
+            then=then,
         )
-        if len(set(ranks.gather_json(f"every {every}, start {start}"))) > 1:
-            raise ValueError(
-                "Metrics: every or start differ between ranks; expected the same on all"
-            )
         if ranks.rank == 0 and log:
             self._write.append(lambda row: print(writers.as_line(row), flush=True))
-        attempt_together(
-            ranks,
-            "Metrics",
-            lambda: self._open(folder, start, tensorboard, wandb) if ranks.rank == 0 else None,
-            then,
-        )
+        with together(ranks, "Metrics", then):
+            if ranks.rank == 0:
+                self._open(folder, start, tensorboard, wandb)
         self._comm.clock.start(self._engine.device)
         optimizer.register_step_post_hook(weakly(self._after_step))
         self._row: Row = {}  # what was noted right after the optimizer's step

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardcore._native import _C
 from shardcore.distributed.comm import Comm, exchange_flat, gather_flat
+from shardcore.engine.agreement import agree
 
 _IGNORE = -100  # cross_entropy's own label of positions that count for nothing
 _HEADS, _TOKENS = 1, 2  # dimensions
@@ -202,13 +203,18 @@ class SequenceParallelLoader:
         """
         comm = Comm(self.group)
         for batch in self.loader:
-            compared = [batch[name] for name in ("input_ids", "labels") if name in batch]
-            sums = comm.gather_json([_C.crc32c(tensor.cpu().contiguous()) for tensor in compared])
-            if any(other != sums[0] for other in sums):
-                raise ValueError(
-                    "SequenceParallelLoader: ranks of one sequence have different batches; "
-                    "expected a sampler that gives them "
-                    'the same, such as DistributedSampler(dataset, num_replicas=mesh["dp"].size(), '
-                    'rank=mesh["dp"].get_local_rank())'
-                )
+            entries = [
+                ("checksum", name, str(_C.crc32c(batch[name].cpu().contiguous())))
+                for name in ("input_ids", "labels")
+                if name in batch
+            ]
+            agree(comm, "SequenceParallelLoader", entries=entries, explain=_other_batches)
             yield split_sequences(batch, self.group)
+
+
+def _other_batches() -> ValueError:
+    return ValueError(
+        "SequenceParallelLoader: ranks of one sequence have different batches; expected a sampler "
+        "that gives them the same, such as DistributedSampler(dataset, "
+        'num_replicas=mesh["dp"].size(), rank=mesh["dp"].get_local_rank())'
+    )

@@ -158,17 +158,18 @@ def _failing(rank: int, world_size: int, how: str) -> str:
     [
         (
             "raises",
-            r"filling blocks\.0\.norm \(LayerNorm\) failed on rank 1: KeyError: 'no such weight'",
+            r"filling blocks\.0\.norm \(LayerNorm\): rank 1 failed: KeyError: 'no such weight'",
         ),
-        ("forgets", r"failed on rank 0: ValueError: blocks\.0\.norm\.bias has NaN"),
+        ("forgets", r"rank 0 failed: ValueError: blocks\.0\.norm\.bias has NaN"),
         ("replaces", r"blocks\.0\.norm\.weight was replaced; expected it to be filled in place"),
         ("reshapes", r"blocks\.0\.norm\.weight became \(25,\)"),
     ],
 )
 def test_a_function_that_fails_fails_on_every_rank(how: str, text: str) -> None:
-    for answer in run_ranks(2, _failing, how):
-        assert re.search(text, answer), answer
-        assert "build model and optimizer anew" in answer
+    answers = run_ranks(2, _failing, how)
+    assert any(re.search(text, answer) for answer in answers), answers
+    for answer in answers:  # the error of the rank itself, or of another rank that has none
+        assert "rank" not in answer or answer.endswith("build model and optimizer anew"), answer
 
 
 class Masked(nn.Module):
@@ -195,8 +196,9 @@ def test_buffers_of_other_dtypes_that_are_forgotten_show(forgotten: str) -> None
     model = meta(Masked)
     optimizer = shardcore.FusedAdam(model.parameters())
     if forgotten:
-        with pytest.raises(RuntimeError, match=f"ValueError: {forgotten} has unset values"):
+        with pytest.raises(ValueError, match=f"{forgotten} has unset values") as raised:
             shardcore.shard(model, optimizer, materialize=fills)
+        assert "build model and optimizer anew" in raised.value.__notes__[0]
     else:
         shardcore.shard(model, optimizer, materialize=fills)
         assert all(

@@ -337,8 +337,9 @@ def _unreadable(rank: int, world_size: int, path: str) -> str:
 
 def test_a_read_that_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None:
     path = str(save(tmp_path / "model.safetensors", dict(make_net().state_dict())))
-    for answer in run_ranks(2, _unreadable, path):
-        assert "reading files failed on rank 1: OSError: input/output error" in answer
+    other, own = run_ranks(2, _unreadable, path)
+    assert own == "OSError: input/output error"
+    assert "reading files: rank 1 failed: OSError: input/output error" in other
 
 
 # --- memory ---------------------------------------------------------------------------------------

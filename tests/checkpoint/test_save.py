@@ -61,7 +61,8 @@ def test_bad_arguments_are_refused_on_every_rank(tmp_path: Path) -> None:
     assert (
         first[3]
         == second[3]
-        == "ValueError: save: tag is 'b' on rank 1; expected 'a', as on rank 0"
+        == "ValueError: save: ranks disagree: argument tag is b on rank 1 but a on rank 0; "
+        "expected the same on every rank (nothing was saved)"
     )
     assert "keep_last has 0; expected a number of at least 1" in first[4]
     assert "client_state['x'][0] has type object; expected plain data" in first[5]
@@ -71,7 +72,7 @@ def test_bad_arguments_are_refused_on_every_rank(tmp_path: Path) -> None:
     assert "scheduler has type int; expected something with state_dict()" in first[7]
     assert "stateful['data'] has type int" in first[8]
     assert re.match(
-        r"ValueError: save: directory is '.*/other' on rank 1; expected '.*', as on rank 0",
+        "ValueError: save: ranks disagree: argument directory is .*/other on rank 1 but ",
         first[9],
     )
     assert first[10] in ("[]", "['.lock']")

@@ -71,7 +71,9 @@ def _again(rank: int, world_size: int) -> None:
     for says, arguments in refused.items():
         assert says in error_of(lambda: shardcore.initialize(model=model, **arguments))  # noqa: B023
     other = model if rank == 0 else make_net()
-    assert "sharded before" in error_of(lambda: start(ds_config(), other))
+    assert "the model is not sharded on rank 1 but sharded on rank 0" in error_of(
+        lambda: start(ds_config(), other)
+    )
     assert "the model is already sharded" in error_of(lambda: shardcore.shard(model, None))
     assert hash_of_training(engine, engine.optimizer) == before
     train(engine, rank, 1)

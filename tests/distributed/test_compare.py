@@ -70,9 +70,9 @@ def _clips_differ(rank: int, world_size: int, stage: int) -> list[str]:
 @pytest.mark.parametrize("stage", [0, 2])
 def test_clipping_that_differs_is_refused_on_all(stage: int) -> None:
     for limit, params, same in run_ranks(2, _clips_differ, stage):
-        assert "clip_grad_norm_: rank " in limit
-        assert "reads something else than max_norm=" in limit
-        assert "reads something else than max_norm=1.0 norm_type=2.0 over " in params
+        assert "clip_grad_norm_: ranks disagree: " in limit
+        assert "max_norm=2.0 norm_type=2.0 on rank 1 but max_norm=1.0 norm_type=2.0 on" in limit
+        assert "rank 1 has 1 parameter more than rank 0; the first is gain" in params
         assert same == "no error"
 
 
@@ -130,13 +130,10 @@ def _steps_differ(rank: int, world_size: int, stage: int) -> list[str]:
 def test_steps_that_differ_are_refused_on_all(stage: int) -> None:
     for lr, forgotten, same in run_ranks(2, _steps_differ, stage):
         assert (
-            "step: ranks disagree: entry 4 is param_groups[0].lr=0.5 on rank 1 but "
-            "param_groups[0].lr=0.01 on rank 0" in lr
+            "step: ranks disagree: option param_groups[0].lr is 0.5 on rank 1 but 0.01 on rank 0"
+            in lr
         )
-        assert (
-            "step: ranks disagree: entry 3 is backwards=0 on rank 1 but backwards=1 on rank 0"
-            in forgotten
-        )
+        assert "step: ranks disagree: option backwards is 0 on rank 1 but 1 on rank 0" in forgotten
         assert same == "no error"
 
 
@@ -276,7 +273,7 @@ def test_ranks_whose_order_or_names_differ_are_refused() -> None:
         assert "ranks disagree" in order
         assert " at " in order
         assert "ranks disagree" in names
-        assert "tail.weight is head.weight" in names
+        assert "the first is tail.weight (the same as head.weight)" in names
 
 
 def _reads_a_part(rank: int, world_size: int) -> list[str]:
@@ -292,12 +289,12 @@ def _reads_a_part(rank: int, world_size: int) -> list[str]:
 def test_reads_of_the_model_and_of_a_part_of_it_are_not_mixed_up() -> None:
     part, whole = run_ranks(2, _reads_a_part)
     assert (
-        "state_dict: rank 1 reads something else than that of blocks.1; expected the same"
-        in part[0]
+        "state_dict: ranks disagree: the value read is that of the model on rank 1 but that of "
+        "blocks.1 on rank 0; expected the same" in part[0]
     )
-    assert "state_dict: rank 0 reads something else than that of the model" in whole[0]
+    assert whole[0] == part[0]
     assert "rank 1 calls sharded_state_dict" in part[1]
-    assert "rank 1 reads something else than that of the model" in part[2]
+    assert "that of the optimizer on rank 1 but that of the model on rank 0" in part[2]
     assert part[3] == whole[3] == "no error"
 
 
@@ -359,15 +356,17 @@ def _shapes(model: Any) -> list[torch.Tensor]:
 
 # what rank 1 does alone -> what the next step says
 DOINGS: list[tuple[Callable[..., None], str]] = [
+    (_load, "parameter head.weight is loaded on rank 1 but unchanged on rank 0"),
     (
-        _load,
-        "head.weight with a gradient after 1 steps, loaded on rank 1 but head.weight with a "
-        "gradient after 1 steps on rank 0",
+        _load_frozen,
+        "rank 1 has 1 changed frozen weight more than rank 0; the first is inp.weight loaded",
     ),
-    (_load_frozen, "inp.weight, which no step updates, loaded on rank 1 but nothing on rank 0"),
-    (_load_states, "an optimizer state was loaded on rank 1 but nothing on rank 0"),
-    (_edit, "blocks.0.up.weight with a gradient after 1 steps, edited on rank 1"),
-    (_edit_frozen, "inp.weight, which no step updates, edited on rank 1"),
+    (_load_states, "the optimizer state is loaded on rank 1 but not loaded on rank 0"),
+    (_edit, "parameter blocks.0.up.weight is edited on rank 1"),
+    (
+        _edit_frozen,
+        "rank 1 has 1 changed frozen weight more than rank 0; the first is inp.weight edited",
+    ),
 ]
 
 
@@ -416,11 +415,11 @@ def _loaded_alone(rank: int, world_size: int) -> str:
 
 def test_a_read_after_a_load_on_one_rank_is_refused() -> None:
     here, there = run_ranks(2, _loaded_alone)
+    assert here == there
     assert (
-        "rank 1 reads something else than that of the model after 1 of its weights were loaded or "
-        "edited" in here
+        "the value read is that of the model on rank 1 but that of the model after 1 of its weights "
+        "were loaded or edited on rank 0" in here
     )
-    assert "rank 0 reads something else than that of the model; expected the same" in there
 
 
 # --- failures -------------------------------------------------------------------------------------
@@ -479,7 +478,7 @@ def _out_of_memory(rank: int, world_size: int) -> list[tuple[str, bool]]:
         with pytest.MonkeyPatch.context() as patch:
             if rank == 1:
                 patch.setattr(where, name, fail)
-            with pytest.raises(RuntimeError) as failure:
+            with pytest.raises(MemoryError if rank == 1 else RuntimeError) as failure:
                 shardcore.shard(model, shardcore.FusedAdam(model.parameters()), 3, precision="fp32")
         # the timeout is 60 seconds
         found.append((str(failure.value), time.monotonic() - begun < 30))
@@ -487,7 +486,8 @@ def _out_of_memory(rank: int, world_size: int) -> list[tuple[str, bool]]:
 
 
 def test_memory_that_one_rank_lacks_is_an_error_on_all() -> None:
-    for answers in run_ranks(2, _out_of_memory):
-        for text, at_once in answers:
-            assert "failed on rank 1: MemoryError: planted" in text
-            assert at_once
+    others, own = run_ranks(2, _out_of_memory)
+    assert own == [("planted", True)] * len(own)
+    for text, at_once in others:
+        assert "rank 1 failed: MemoryError: planted" in text
+        assert at_once

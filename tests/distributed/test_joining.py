@@ -183,13 +183,13 @@ def test_an_error_of_one_rank_is_one_in_all_parts() -> None:
     found = run_ranks(4, _refused)
     stages, overlap, mesh, steps, clips, norms = zip(*found, strict=True)
     assert all("stage is 4" in stages[rank] for rank in (0, 2))
-    assert all(
-        "part 0 of the model was refused, so no rank was changed" in stages[rank] for rank in (1, 3)
-    )
+    assert all("shard: rank 0 refused: " in stages[rank] for rank in (1, 3))
     assert all("process_group and model_parallel_group have the ranks" in text for text in overlap)
     assert all("a mesh of 2 dimensions; expected one of 1" in text for text in mesh)
     for said, op in ((steps, "step"), (clips, "clip_grad_norm_")):
         assert "gain.grad was assigned" in said[3]
-        assert f"{op}: rank 1 refused" in said[1]
-        assert all(f"{op}: another part of the model refused" in said[rank] for rank in (0, 2))
-    assert all("disagree on grad_scale, max_norm or loss_scale" in text for text in norms)
+        assert all(f"{op}: rank 3 refused: " in said[rank] for rank in (0, 1, 2))
+    assert all(
+        "parts of the model disagree: option max_norm is 2.0 on rank 1 but 1.0 on rank 0" in text
+        for text in norms
+    )

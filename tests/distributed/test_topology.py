@@ -316,7 +316,7 @@ def _refusal(rank: int, world_size: int, what: str) -> str:
         ),
         ("no divisor", "ranks_per_node is 3; expected a divisor of the 2 ranks"),
         ("both", "ranks_per_node is 2; expected 1, the mesh's second dimension, or None"),
-        ("ranks differ", "is ranks=Topology"),
+        ("ranks differ", "option ranks is Topology"),
     ],
 )
 def test_refusals(what: str, message: str) -> None:

@@ -514,8 +514,8 @@ def test_step_refuses_when_ranks_run_blocks_in_different_orders() -> None:
     """
     for error, unchanged in run_ranks(2, _in_another_order):
         assert re.search(
-            r"step: ranks disagree: .* the weights of blocks\.2 on rank 1 but .* the weights of "
-            r"blocks\.1 on",
+            r"step: ranks disagree: collective \d+ is the weights of blocks\.2 on rank 1 but the "
+            r"weights of blocks\.1 on",
             error,
         )
         assert unchanged

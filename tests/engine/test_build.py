@@ -155,7 +155,7 @@ DIFFERENCES: dict[
 ] = {
     "shape": (
         lambda model: setattr(model, "head", nn.Linear(24, 6, bias=False)),
-        *({}, {}, ["head.weight (6, 24)", "head.weight (5, 24)", "on rank 1"]),
+        *({}, {}, ["parameter head.weight is (6, 24) on rank 1 but (5, 24) on rank 0"]),
     ),
     "name": (_renamed, {}, {}, ["tail.weight", "head.weight"]),
     "dtype": (
@@ -168,12 +168,12 @@ DIFFERENCES: dict[
         lambda model: model.blocks[0].up.bias.requires_grad_(False),
         *({}, {}, ["blocks.0.up.bias", "frozen", "trainable"]),
     ),
-    "order": (_reordered, {}, {}, ["blocks.1.up.weight (24, 37)", "blocks.1.up.weight (37, 24)"]),
+    "order": (_reordered, {}, {}, ["blocks.1.up.weight is (24, 37) on", "(37, 24) on rank 0"]),
     "buffer": (
         lambda model: model.register_buffer("offset", torch.zeros(4)),
-        *({}, {}, ["buffer offset (4,)", "buffer offset (5,)"]),
+        *({}, {}, ["buffer offset is (4,) on rank 1 but (5,) on rank 0"]),
     ),
-    "stage": (None, {"stage": 1}, {}, ["stage=1", "stage=2"]),
+    "stage": (None, {"stage": 1}, {}, ["option stage is 1 on rank 1 but 2 on rank 0"]),
     "bad": (None, {"stage": 7}, {}, ["stage is 7"]),
     "nodes": (
         None,
@@ -191,16 +191,26 @@ DIFFERENCES: dict[
         None,
         {"keep_fp32": [nn.LayerNorm]},
         {},
-        ["blocks.0.norm.weight", "becoming float32", "becoming bfloat16"],
+        ["blocks.0.norm.weight", "stored as float32", "stored as bfloat16"],
     ),
     "tiers": (
         None,
         {"offload": {"optimizer": "cpu", "ratio": 0.5}},
-        *({}, ["offload=OffloadOptions(optimizer='cpu', ratio=0.5", "ratio=1.0"]),
+        *({}, ["option offload.ratio is 0.5 on rank 1 but 1.0 on rank 0"]),
     ),
-    "lr": (None, {}, {"lr": 2e-2}, ["param_groups[0].lr=0.02", "param_groups[0].lr=0.01"]),
-    "amsgrad": (None, {}, {"amsgrad": True}, ["amsgrad=True", "amsgrad=False"]),
-    "state": (None, {}, {}, ["state=exp_avg exp_avg_sq step=1.0", "state=none"]),
+    "lr": (None, {}, {"lr": 2e-2}, ["param_groups[0].lr is 0.02 on rank 1 but 0.01"]),
+    "amsgrad": (
+        None,
+        {},
+        {"amsgrad": True},
+        ["param_groups[0].amsgrad is True on rank 1 but False"],
+    ),
+    "state": (
+        None,
+        {},
+        {},
+        ["with the states: exp_avg exp_avg_sq step=1.0", "with the states: none"],
+    ),
     "no module": (None, {}, {}, ["model has type NoneType"]),
 }
 

@@ -151,10 +151,9 @@ def test_a_read_that_one_rank_refuses_or_that_differs_is_refused_on_all() -> Non
     assert "full_grad: rank 1 refused: TypeError: full_grad: got a Net" in other[0]
     assert "full_state: rank 1 refused: KeyError: " in other[1]
     assert (
-        "full_state: rank 1 reads something else than exp_avg of head.weight; expected the same on "
-        "every rank" in other[2]
+        "full_state: ranks disagree: the value read is step of head.weight on rank 1 but exp_avg "
+        "of head.weight on rank 0; expected the same on every rank (nothing was changed)" in own[2]
     )
-    assert "full_state: rank 0 reads something else than step of head.weight" in own[2]
-    assert "full_grad: rank 1 reads something else than head.weight" in other[3]
-    assert "full_grad: rank 0 reads something else than gain" in own[3]
+    assert "the value read is gain on rank 1 but head.weight on rank 0" in own[3]
+    assert other[2:4] == own[2:4]
     assert other[4] == own[4] == "no error"

@@ -20,7 +20,7 @@ from tests.support.ranks import run_ranks
 # What every iteration enters.
 ALWAYS = {
     "distributed/comm.py",
-    "distributed/everyone.py",
+    "engine/agreement.py",
     "engine/bucket.py",
     "engine/engine.py",
     "engine/hooks.py",

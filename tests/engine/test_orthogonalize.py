@@ -167,7 +167,7 @@ def _fails(rank: int, world_size: int, stage: int, where: str) -> list[str]:
 def test_an_error_on_a_rank_lets_no_other_wait(stage: int, where: str) -> None:
     others, mine = run_ranks(2, _fails, stage, where)
     assert others[0] == "nothing"
-    assert "rank 1 refused the step" in others[1]
+    assert "step: rank 1 refused: " in others[1]
     assert all(
         "StepError: step: updating the weights failed on its way (OSError: planted)" in text
         for text in mine

@@ -224,7 +224,7 @@ def test_a_change_on_one_rank_is_refused_on_all(stage: int) -> None:
     other, own = run_ranks(2, _on_rank_1, ["replaced", "data"], stage)
     assert "head.weight was replaced" in own[0]
     assert "head.weight no longer lies" in own[1]
-    assert all("rank 1 refused the step, so no rank was updated" in text for text in other)
+    assert all("rank 1 refused: " in text for text in other)
 
 
 def _data_before_forward(rank: int, world_size: int, stage: int) -> str:
@@ -310,8 +310,8 @@ def _alone(rank: int, world_size: int, stage: int) -> tuple[list[str], list[str]
 @pytest.mark.parametrize("stage", [1, 3])
 def test_what_one_rank_loads_alone_is_refused_on_all(stage: int) -> None:
     for (weights, states), (after, expected) in run_ranks(2, _alone, stage):
-        assert "steps, loaded on rank 1 but" in weights
-        assert "an optimizer state was loaded on rank 1 but nothing on rank 0" in states
+        assert "is loaded on rank 1 but unchanged on rank 0" in weights
+        assert "the optimizer state is loaded on rank 1 but not loaded on rank 0" in states
         assert after == expected
 
 
@@ -432,9 +432,7 @@ def _interrupted(
                 if place == "before it is decided":
                     optimizer.step()
             except ValueError as error:  # here, of the rank that was interrupted
-                if "rank 1 refused the step, so no rank was updated: KeyboardInterrupt" not in str(
-                    error
-                ):
+                if "rank 1 refused: KeyboardInterrupt" not in str(error):
                     raise
                 optimizer.step()
             optimizer.zero_grad()

@@ -21,7 +21,8 @@ import shardcore
 from examples.llama import Llama, llama_70b
 from shardcore.distributed import comm as comm_module
 from shardcore.distributed.comm import Comm, Traffic
-from shardcore.engine.step import NORM_ROW_BYTES
+from shardcore.engine.agreement import HEADER_BYTES
+from shardcore.engine.step import STEP_ROW_BYTES
 from shardcore.estimate import Prediction, predict
 
 WORLD = 1024
@@ -98,8 +99,8 @@ def test_a_70b_model_over_1024_ranks(big: torch.nn.Module, stage: int, rank: int
     assert prediction.units == 81
     assert prediction.resting.by_kind == BYTES[stage] | {"master": 4 * SHARD, "states": 8 * SHARD}
     small = {
-        "agree on used parameters": (1, (723 + 2) * 1023),
-        "agree on the norm": (1, NORM_ROW_BYTES * 1023),
+        "agree on used parameters": (1, (723 + HEADER_BYTES) * 1023),
+        "agree on the norm": (1, STEP_ROW_BYTES * 1023),
     }
     assert {t.purpose: (t.collectives, t.bytes) for t in prediction.transfers} == SENT[
         stage

@@ -457,13 +457,10 @@ def _fails(rank: int, world_size: int, folder: str) -> list[str]:
 def test_an_error_on_one_rank_is_one_on_all(tmp_path: Path) -> None:
     (tmp_path / "metrics.csv").touch()
     first, second = run_ranks(2, _fails, str(tmp_path))
-    assert (
-        first[0]
-        == second[0]
-        == "ValueError: Metrics: every or start differ between ranks; expected the same on all"
-    )
+    assert first[0] == second[0]
+    assert "Metrics: ranks disagree: argument every is 2 on rank 1 but 1 on rank 0" in first[0]
     assert first[1].startswith(
-        "RuntimeError: Metrics: rank 1 failed: ValueError: Metrics: every has 0"
+        "ValueError: Metrics: rank 1 refused: ValueError: Metrics: every has 0"
     )
     assert second[1].startswith("ValueError: Metrics: every has 0")
     assert first[2].startswith("FileExistsError: Metrics: ")

@@ -83,7 +83,7 @@ def test_an_error_on_the_way_of_a_step_surfaces_with_its_origin(stage: int, over
         assert "OSError: planted" in text
         assert text.endswith("from OSError")
     assert others[1] == "nothing"
-    assert all("rank 0 refused the step" in text for text in others[2:4])
+    assert all("step: rank 0 refused: " in text for text in others[2:4])
     assert all("rank 0 refused: StepError: " in text for text in others[4:])
 
 

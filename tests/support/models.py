@@ -197,7 +197,7 @@ def failing_forward(model: Any, rank: int) -> None:
 def error_of(function: Any) -> str:
     try:
         function()
-    except (OSError, ValueError, TypeError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, RuntimeError, MemoryError) as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
 

@@ -1,0 +1,279 @@
+"""Agreement between ranks: every rank continues, or every rank raises.
+
+`agree` is for what ranks compare before anything changes, `together` for work that may fail on one
+rank. Nothing else gathers the errors of ranks or compares what they do.
+
+A rank must not raise alone: the others would wait for it in the next collective. So it collects its
+exceptions (`attempt`), proposes, and raises when all ranks know. A proposal is one row of bytes:
+the operation, whether this rank refuses, a digest of what has to be the same on every rank, and a
+payload that the caller needs anyway, such as the squared norm of a step. Ranks that agree exchange
+this row and nothing else. Words are gathered only after a difference.
+"""
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, NamedTuple, NoReturn, TypeAlias
+
+import torch
+
+from shardcore.distributed.comm import Comm, Traffic
+from shardcore.distributed.compare import Entry, first_difference
+from shardcore.distributed.everyone import Everyone, Ranks
+
+Payload: TypeAlias = Mapping[str, torch.Tensor]
+
+_HEADER = 3  # int64: the operation, whether this rank refuses, the digest
+HEADER_BYTES = 8 * _HEADER
+
+
+class OtherCallError(RuntimeError):
+    """Ranks are in different collective calls: `calls`, in rank order."""
+
+    def __init__(self, message: str, calls: Sequence[str]) -> None:
+        """See the class."""
+        super().__init__(message)
+        self.calls = calls
+
+
+def value_read(words: str) -> Entry:
+    """Return the entry of a call that reads the same value on every rank, described in words."""
+    return "value read", "", words
+
+
+class Agreed(NamedTuple):
+    """Payloads by name: a row for each rank of a part of the model, and for each part."""
+
+    ranks: dict[str, torch.Tensor]
+    parts: dict[str, torch.Tensor]
+
+
+def attempt(problems: list[BaseException], *calls: Callable[[], Any]) -> None:
+    """Make every call, and add what they raise to `problems`, which `agree` tells other ranks.
+
+    Errors of any kind, and interrupts. Empty the list afterwards: its errors refer to frames that
+    have it.
+    """
+    for call in calls:
+        try:
+            call()
+        except BaseException as error:
+            problems.append(error)
+
+
+def agree(
+    comm: Comm,
+    op: str,
+    problems: list[BaseException] | None = None,
+    entries: Sequence[Entry] = (),
+    *,
+    payload: Payload | None = None,
+    over: Sequence[Comm] = (),
+    entries_of_model: Sequence[Entry] = (),
+    payload_of_part: Callable[[dict[str, torch.Tensor]], Payload] | None = None,
+    kind: Traffic | None = Traffic.READ,
+    name: str = "",
+    explain: Callable[[], Exception | None] | None = None,
+    then: str = "nothing was changed",
+) -> Agreed:
+    """Raise on every rank if a rank has problems, is in another call than `op`, or has other
+    entries; else return the payloads. Collective.
+
+    The ranks of `comm` have one part of the model. The ranks of `over` (some of `comm.across`) have
+    the other parts, and raise, too.
+
+    Args:
+        op: The call, as users know it.
+        problems: Why this rank refuses. The first is taken out and raised.
+        entries: What has to be the same on every rank of `comm`.
+        payload: Small tensors of one dimension on the CPU, alike on every rank.
+        entries_of_model: What has to be the same in every part, too.
+        payload_of_part: Makes a part's payload of its ranks' payloads.
+        kind, name: How the exchange is counted, and named to the watchdog; the name is `op` by
+            default.
+        explain: Collective over `comm`: is called where only entries differ, and returns the
+            error to raise, None for no difference that matters.
+        then: The state that an error leaves.
+
+    Raises:
+        BaseException: This rank's own problem.
+        OtherCallError: Ranks are in different calls. (It is no ValueError: Trainer ignores a
+            ValueError of a save.)
+        ValueError: A rank refused, or entries differ; says which.
+    """
+    problems = [] if problems is None else problems
+    name = name or op
+    own = _header(zlib.crc32(op.encode()), bool(problems), _digest(entries))
+    try:
+        rows, ranks = _exchange(
+            lambda row: comm.all_gather_cpu(row, kind, name), own, payload or {}
+        )
+        refuses = bool(rows[:, 1].any())
+        other_call = bool((rows[:, 0] != own[0]).any())
+        # the entries of a rank that refuses may be incomplete
+        differs = other_call or (not refuses and bool((rows[:, 2] != own[2]).any()))
+        of_part = _header(refuses, differs, _digest(entries_of_model))
+        of_parts, parts = _exchange(
+            lambda row: comm.of_parts(row, kind, name, over),
+            of_part,
+            {} if payload_of_part is None else payload_of_part(ranks),
+        )
+        parts_refuse, parts_differ = of_parts[:, :2].any(0).tolist()
+        unlike_parts = bool((of_parts[:, 2] != of_part[2]).any())
+        if parts_refuse or parts_differ or unlike_parts:
+            words = _Words(comm, op, problems, then, Everyone(comm, over))
+            if parts_refuse:
+                words.gather_refusal()
+            if parts_differ:
+                words.gather_difference(differs, other_call, entries, explain)
+            if unlike_parts and not parts_refuse:
+                words.gather_difference_of_parts(entries_of_model)
+            words.raise_first()
+    except Exception as error:
+        if problems:  # the exchange that was to tell the other ranks failed, too
+            _raise_both(error, problems)
+        raise
+    return Agreed(ranks, parts)
+
+
+class _Words:
+    """What an agreement that failed raises. Every rank gathers the same words in the same order."""
+
+    def __init__(
+        self,
+        comm: Comm,
+        op: str,
+        problems: list[BaseException],
+        then: str,
+        everyone: Everyone,
+    ) -> None:
+        """See agree. everyone: the ranks of all parts."""
+        self._comm, self._op, self._problems, self._then = comm, op, problems, then
+        self._everyone = everyone
+        self._errors: list[Exception] = []  # the most telling first
+
+    def gather_refusal(self) -> None:
+        first = self._everyone.first_problem(self._problems[0] if self._problems else None)
+        if first is not None:
+            self._add(f"rank {first[0]} refused: {first[1]}")
+
+    def gather_difference(
+        self,
+        differs: bool,
+        other_call: bool,
+        entries: Sequence[Entry],
+        explain: Callable[[], Exception | None] | None,
+    ) -> None:
+        error: Exception | None = None
+        if other_call:
+            error = _other_call(self._op, self._comm.gather_json(self._op))
+        elif differs and explain is not None:
+            error = explain()
+        elif differs:
+            error = difference(self._comm, self._op, entries, self._then)
+        texts = self._everyone.gather_json(None if error is None else str(error))
+        if isinstance(error, OtherCallError):
+            self._errors.insert(0, error)  # a refusal was of another call
+        elif error is not None:
+            self._errors.append(error)
+        else:
+            self._errors += [ValueError(text) for text in texts if text is not None]
+
+    def gather_difference_of_parts(self, entries: Sequence[Entry]) -> None:
+        found = first_difference(self._everyone.gather_json(list(entries)))
+        if found is not None:
+            self._add(f"parts of the model disagree: {found}; expected the same in every part")
+
+    def raise_first(self) -> None:
+        errors, problems = self._errors, self._problems
+        if problems:
+            del problems[1:]
+            raise problems.pop()  # an error in a variable of this frame would be in a cycle
+        if errors:
+            errors.reverse()
+            raise errors.pop()
+
+    def _add(self, text: str) -> None:
+        self._errors.append(ValueError(f"{self._op}: {text} ({self._then})"))
+
+
+def difference(comm: Comm, op: str, entries: Sequence[Entry], then: str) -> ValueError:
+    """Return the error that names the first entry that differs between ranks. Collective."""
+    found = first_difference(comm.gather_json(list(entries))) or "their entries are in other orders"
+    return ValueError(f"{op}: ranks disagree: {found}; expected the same on every rank ({then})")
+
+
+def _other_call(op: str, calls: Sequence[str]) -> OtherCallError:
+    rank, call = next((rank, call) for rank, call in enumerate(calls) if call != op)
+    expected = "every rank to make the same calls in one order"
+    if "state_dict" in (op, call):
+        expected += ", or one rank alone to save inside deepspeed.zero.GatheredParameters"
+    return OtherCallError(f"{op}: rank {rank} calls {call}; expected {expected}", calls)
+
+
+class together:  # noqa: N801 - it is called as a function is
+    """A block that succeeds on every rank, or raises on every rank. Collective at its end.
+
+    A rank where the block raises, by an error of any kind or an interrupt, raises that. The other
+    ranks raise RuntimeError, which names the first of these ranks and its error.
+    """
+
+    def __init__(self, ranks: Ranks, op: str, then: str) -> None:
+        """`ranks` run the block, as a part of the call `op`. then: the state that an error
+        leaves.
+        """
+        self._ranks, self._op, self._then = ranks, op, then
+
+    def __enter__(self) -> None:
+        """See the class."""
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """See the class."""
+        try:
+            first = self._ranks.first_problem(error)
+        except Exception as failure:
+            if error is not None:
+                _raise_both(failure, [error])
+            raise
+        if error is not None:
+            error.add_note(f"{self._op}: {self._then}")
+        elif first is not None:
+            raise RuntimeError(f"{self._op}: rank {first[0]} failed: {first[1]}; {self._then}")
+
+
+def _exchange(
+    gather: Callable[[torch.Tensor], torch.Tensor], header: torch.Tensor, payload: Payload
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return the rows of all ranks: their headers, and their payloads by name."""
+    tensors = [header, *payload.values()]
+    rows = gather(torch.cat([tensor.view(torch.uint8) for tensor in tensors]))
+    columns = rows.split_with_sizes([tensor.nbytes for tensor in tensors], 1)
+    headers, *payloads = (
+        # a copy, aligned for its dtype
+        column.flatten().clone().view(tensor.dtype).view(len(rows), tensor.numel())
+        for column, tensor in zip(columns, tensors, strict=True)
+    )
+    return headers, dict(zip(payload, payloads, strict=True))
+
+
+def _header(*numbers: int) -> torch.Tensor:
+    # whatever torch's default device and dtype are
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu")
+
+
+def _digest(entries: Sequence[Entry]) -> int:
+    return zlib.crc32("\n".join(map("\0".join, entries)).encode())
+
+
+def _raise_both(error: Exception, problems: Sequence[BaseException]) -> NoReturn:
+    """Raise the `error` of an exchange, caused by the first of `problems`; raise an interrupt
+    itself.
+    """
+    if isinstance(problems[0], Exception):
+        raise error from problems[0]
+    raise problems[0] from error
