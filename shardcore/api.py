@@ -344,7 +344,7 @@ def shard(
     old = engine_of(model)
     if old is not None:  # the new engine takes its place
         relay.begin("initialize", old)
-        plan.builder.held = partial(relay.held_in, old)
+        plan.builder.values_of_params = partial(relay.values_in, old)
     _advise_nodes(plan.comm, plan.policy.backend_sums)
     files = _files(plan, options.tiers)
     try:

@@ -180,9 +180,9 @@ class _Words:
             self._errors += [ValueError(text) for text in texts if text is not None]
 
     def gather_difference_of_parts(self, entries: Sequence[Entry]) -> None:
-        found = first_difference(self._everyone.gather_json(list(entries)))
-        if found is not None:
-            self._add(f"parts of the model disagree: {found}; expected the same in every part")
+        text = first_difference(self._everyone.gather_json(list(entries)))
+        if text is not None:
+            self._add(f"parts of the model disagree: {text}; expected the same in every part")
 
     def raise_first(self) -> None:
         errors, problems = self._errors, self._problems
@@ -199,8 +199,8 @@ class _Words:
 
 def difference(comm: Comm, op: str, entries: Sequence[Entry], then: str) -> ValueError:
     """Return the error that names the first entry that differs between ranks. Collective."""
-    found = first_difference(comm.gather_json(list(entries))) or "their entries are in other orders"
-    return ValueError(f"{op}: ranks disagree: {found}; expected the same on every rank ({then})")
+    text = first_difference(comm.gather_json(list(entries))) or "their entries are in other orders"
+    return ValueError(f"{op}: ranks disagree: {text}; expected the same on every rank ({then})")
 
 
 def _other_call(op: str, calls: Sequence[str]) -> OtherCallError:

@@ -161,7 +161,7 @@ def _check_apart(model: nn.Module) -> None:
     A change of one would change the other, and `shard` gives each its own. (Views with gaps, as
     columns, are not looked at.)
     """
-    held: list[tuple[int, int, int, str, bool]] = []
+    memory: list[tuple[int, int, int, str, bool]] = []
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if (
             tensor.layout != torch.strided
@@ -174,7 +174,7 @@ def _check_apart(model: nn.Module) -> None:
         )
         if reach == tensor.numel():  # in whatever order, transposed, channels last
             start = int(tensor.storage_offset()) * tensor.itemsize
-            held.append(
+            memory.append(
                 (
                     storage_id(tensor.untyped_storage()),
                     start,
@@ -184,7 +184,7 @@ def _check_apart(model: nn.Module) -> None:
                 )
             )
     last = trained = (0, 0, "")  # of all so far, and of those that train: the one that ends last
-    for storage, start, end, name, trains in sorted(held):
+    for storage, start, end, name, trains in sorted(memory):
         before = last if trains else trained
         if storage == before[0] and start < before[1]:
             raise ValueError(
@@ -239,10 +239,10 @@ def refuse_backward(name: str, param: torch.Tensor) -> RemovableHandle:
 
 def check_ownership(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Raise unless every parameter of `optimizer` is one of the model's."""
-    known = set(model.parameters())
+    own_params = set(model.parameters())
     for index, group in enumerate(optimizer.param_groups):
         for position, param in enumerate(group["params"]):
-            if param not in known:
+            if param not in own_params:
                 raise ValueError(
                     f"shard: param_groups[{index}] has parameter {position} of shape "
                     f"{tuple(param.shape)} that is not the "
@@ -263,35 +263,35 @@ def kept_params(model: nn.Module, keep_fp32: Sequence[Any]) -> set[nn.Parameter]
             f"parameters"
         )
     by_name = dict(model.named_parameters(remove_duplicate=False))
-    kept: set[nn.Parameter] = set()
+    params: set[nn.Parameter] = set()
     for item in keep_fp32:
         if isinstance(item, type) and issubclass(item, nn.Module):
-            found = [
+            matches = [
                 p
                 for module in model.modules()
                 if isinstance(module, item)
                 for p in module.parameters()
             ]
         elif isinstance(item, str):
-            found = [
+            matches = [
                 param
                 for name, param in by_name.items()
                 if name == item or name.startswith(item + ".")
             ]
         elif isinstance(item, nn.Parameter):
-            found = [param for param in by_name.values() if param is item]
+            matches = [param for param in by_name.values() if param is item]
         else:
             raise TypeError(
                 f"shard: keep_fp32 has {item!r}; expected module classes, names or parameters of "
                 f"the model"
             )
-        if not found:
+        if not matches:
             raise ValueError(
                 f"shard: keep_fp32 has {item!r}, which matches no parameter; expected names or "
                 f"classes of the model's"
             )
-        kept.update(found)
-    return kept
+        params.update(matches)
+    return params
 
 
 def group_indices(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, int]:
@@ -312,9 +312,11 @@ def check_states(optimizer: torch.optim.Optimizer, kind: Kind, builder: "Builder
             state = optimizer.state.get(param)
             if state and param.requires_grad:
                 # Adagrad makes its states before the first step
-                made = is_dtensor(param) and bool(state.get("step", 1))
+                has_steps = is_dtensor(param) and bool(state.get("step", 1))
                 refuse_slices(
-                    "shard: the state that the optimizer has", made, "one without (no step yet)"
+                    "shard: the state that the optimizer has",
+                    has_steps,
+                    "one without (no step yet)",
                 )
                 state_format = kind.format_of(group, builder.dtype_of(param))
                 where = f"the optimizer's state of param_groups[{index}] params[{number}]"
@@ -415,7 +417,7 @@ def units_of(specs: Sequence[UnitSpec], buckets: Sequence[Bucket]) -> list[Unit]
     ]
 
 
-def _held(params: Sequence[Managed]) -> Iterable[tuple[Managed, torch.Tensor]]:
+def _own_values(params: Sequence[Managed]) -> Iterable[tuple[Managed, torch.Tensor]]:
     return ((managed, managed.local.data) for managed in params)
 
 
@@ -427,23 +429,25 @@ class Builder:
         comm: Comm,
         lifetimes: Lifetimes,
         dtype: torch.dtype | None,
-        kept: Collection[nn.Parameter],
+        fp32_params: Collection[nn.Parameter],
         device: torch.device,
         trains: bool = True,
     ) -> None:
-        """Weights become `dtype` (None: stay as they are), but those in `kept` float32; buffers go
-        to `device`.
+        """Weights become `dtype` (None: stay as they are), those in `fp32_params` float32. Buffers
+        move to `device`.
 
         trains: if not, the model only runs forward, and every parameter is treated as frozen.
         """
         self.comm = comm
         self.lifetimes = lifetimes
         self.dtype = dtype
-        self.kept = kept
+        self.fp32_params = fp32_params
         self.device = device
         self.trains = trains
         # what parameters have now
-        self.held: Callable[[Sequence[Managed]], Iterable[tuple[Managed, torch.Tensor]]] = _held
+        self.values_of_params: Callable[
+            [Sequence[Managed]], Iterable[tuple[Managed, torch.Tensor]]
+        ] = _own_values
 
     def updates(self, param: torch.Tensor) -> bool:
         """Whether the parameter is trainable."""
@@ -455,7 +459,7 @@ class Builder:
         """
         if not param.is_floating_point() or param.dtype not in PARAM_DTYPES:
             return param.dtype
-        return torch.float32 if param in self.kept else self.dtype or param.dtype
+        return torch.float32 if param in self.fp32_params else self.dtype or param.dtype
 
     def conversions(self, model: nn.Module) -> str:
         """Return in words how many parameters change their dtype; nothing if none does. Before
@@ -572,8 +576,8 @@ class Builder:
     def _values_of(self, bucket: Bucket, real: Sequence[Managed]) -> torch.Tensor:
         exact = torch.float32 if bucket.dtype in PARAM_DTYPES else bucket.dtype
         values = allocate(bucket.layout.numel, exact, self.device)
-        for managed, held in self.held(real):
-            managed.slice_of(values).copy_(held)
+        for managed, value in self.values_of_params(real):
+            managed.slice_of(values).copy_(value)
         return values
 
     def keep(

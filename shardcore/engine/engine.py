@@ -341,13 +341,13 @@ class Engine:
         if self.unsharder is not None:
             self.unsharder.begin_load(params)
 
-    def end_load(self, given: Sequence[tuple[nn.Parameter, torch.Tensor]]) -> None:
+    def end_load(self, params_and_values: Sequence[tuple[nn.Parameter, torch.Tensor]]) -> None:
         """Set masters, too, from the values that were given for parameters, not from those as
         rounded to the weights.
 
         Where one rank's weights become those of all, the load is an edit of these.
         """
-        for param, value in given:
+        for param, value in params_and_values:
             if self.gathered.covers([param], spread=True):
                 continue
             if param in self.managed:
@@ -368,14 +368,14 @@ class Engine:
         """Use the weights that every rank has set from one checkpoint, behind autograd: gather
         resident ones. Collective.
         """
-        works: list[Any] = []
+        gathers: list[Any] = []
         for bucket in self.buckets if self.lifetimes.gathers_new_weights else ():
-            works += self.comm.all_gather(
+            gathers += self.comm.all_gather(
                 [bucket.weight], Traffic.READ, "the loaded weights", self.comm.shard_ranks
             )
         note_written([*self.managed.values(), *self.constant.values()])
         self.updater.forget_changes()
-        wait_all(works)
+        wait_all(gathers)
 
     def trains(self, param: nn.Parameter) -> bool:
         """Whether the parameter was trainable when the model was sharded."""
@@ -835,11 +835,11 @@ class Engine:
 
         def check() -> str:
             bucket, managed = self.part_of("full_state", param)
-            known = ["step", *(bucket.state_format.keys if bucket.group is not None else ())]
-            if key not in known:
+            keys = ["step", *(bucket.state_format.keys if bucket.group is not None else ())]
+            if key not in keys:
                 raise KeyError(
                     f"full_state: {managed.name} has no state {key!r}; expected one of "
-                    f"{', '.join(known)}"
+                    f"{', '.join(keys)}"
                 )
             self.updater.accept_weight_edits()
             return f"{key} of {managed.name}"
@@ -879,22 +879,22 @@ class Engine:
         )
 
 
-def engine_behind(op: str, thing: Any) -> Engine:
+def engine_behind(op: str, owner: Any) -> Engine:
     """Return the engine of a sharded model, a parameter of it, or its optimizer; ValueError, in
     the name of `op`, if none.
     """
-    engine = engine_of(thing) or getattr(thing, "_engine", None)
+    engine = engine_of(owner) or getattr(owner, "_engine", None)
     if isinstance(engine, Superseded):
         engine.refuse(op)
     if not isinstance(engine, Engine):
-        gone = isinstance(getattr(thing, "_shardcore_engine", None), EngineRef)
+        engine_is_gone = isinstance(getattr(owner, "_shardcore_engine", None), EngineRef)
         state = (
             "is left of a sharded model that is gone, as is its optimizer"
-            if gone
+            if engine_is_gone
             else "is not sharded"
         )
         raise ValueError(
-            f"{op}: {type(thing).__name__} {state}; expected what shardcore.shard returned, or a "
+            f"{op}: {type(owner).__name__} {state}; expected what shardcore.shard returned, or a "
             f"parameter of it"
         )
     return engine

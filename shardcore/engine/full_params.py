@@ -64,12 +64,12 @@ def gathered(
             return
         _refuse_differences(engine, op, units)
 
-    held: AbstractContextManager[None] = nullcontext()
+    context: AbstractContextManager[None] = nullcontext()
     if unsharder is not None:
-        held = unsharder.full_params(set(params), partial(_settle, make_equal))
+        context = unsharder.full_params(set(params), partial(_settle, make_equal))
     elif source is not None:
-        held = leaving(partial(_settle, make_equal, ()))
-    with held:
+        context = leaving(partial(_settle, make_equal, ()))
+    with context:
         versions += [param._version for param in params]
         with _keeping_memory(params), engine.gathered.opened(params, spread=source is not None):
             yield
@@ -87,10 +87,12 @@ def _keeping_memory(params: Iterable[nn.Parameter]) -> Iterator[None]:
         yield
     finally:
         for param, data in own.items():
-            given = param.data
-            alike = (given.shape, given.dtype) == (data.shape, data.dtype)
-            if alike and storage_id(given.untyped_storage()) != storage_id(data.untyped_storage()):
-                data.copy_(given)
+            assigned = param.data
+            fits = (assigned.shape, assigned.dtype) == (data.shape, data.dtype)
+            if fits and storage_id(assigned.untyped_storage()) != storage_id(
+                data.untyped_storage()
+            ):
+                data.copy_(assigned)
                 param.data = data
                 torch.autograd.graph.increment_version(param)
 
@@ -146,23 +148,27 @@ def _spread(
     """Let rank `source`'s weights, edited through `.data`, too, be those of all ranks. versions:
     those before the edits.
     """
-    comm, known = (
+    comm, managed_params = (
         engine.comm,
         [engine.managed.get(param) or engine.constant[param] for param in params],
     )
-    for managed in known:
+    for managed in managed_params:
         if engine.trains(managed.param):
             # perhaps through .data, which no version counter shows
             engine.bucket_of[managed.param].changed = True
     if comm.world_size == 1:
         return
     _begin_settling(
-        comm, op, f"{', '.join(managed.name for managed in known)} with the edits of rank {source}"
+        comm,
+        op,
+        f"{', '.join(managed.name for managed in managed_params)} with the edits of rank {source}",
     )
-    moved = [param._version != version for param, version in zip(params, versions, strict=True)]
-    edited = torch.tensor(moved, device=comm.device)
+    edited_here = [
+        param._version != version for param, version in zip(params, versions, strict=True)
+    ]
+    edited = torch.tensor(edited_here, device=comm.device)
     comm.broadcast(edited, source, op)
-    for managed, is_edited in zip(known, edited.tolist(), strict=True):
+    for managed, is_edited in zip(managed_params, edited.tolist(), strict=True):
         value = managed.param.detach()
         sent = value.contiguous()
         comm.broadcast(sent, source, op)

@@ -34,8 +34,8 @@ def keys_of(
     """
     param_at = {(*managed.storage, managed.local.shape): managed.param for managed in params}
     keys: dict[torch.nn.Parameter, list[str]] = {}
-    for key, shown in state_dict.items():
-        value = held_by(shown)
+    for key, entry in state_dict.items():
+        value = held_by(entry)
         if (
             type(value) in (torch.Tensor, torch.nn.Parameter)
             and value.layout == torch.strided
@@ -76,8 +76,10 @@ class Gathered:
 
     def covers(self, params: Iterable[torch.nn.Parameter], spread: bool = False) -> bool:
         """Whether all of these are there; spread: with one rank's becoming those of all."""
-        there = [chosen for chosen, is_spread in self._open if is_spread or not spread]
-        return bool(there) and all(any(param in chosen for chosen in there) for param in params)
+        contexts = [chosen for chosen, is_spread in self._open if is_spread or not spread]
+        return bool(contexts) and all(
+            any(param in chosen for chosen in contexts) for param in params
+        )
 
 
 class FullTensors:
@@ -96,8 +98,8 @@ class FullTensors:
         started = (self._start(bucket, owned) for bucket, owned in parts)
         coming = next(started, None)
         while coming is not None:
-            (full, works, device), coming = coming, next(started, None)
-            wait_all(works)
+            (full, gathers, device), coming = coming, next(started, None)
+            wait_all(gathers)
             full = full.to(device)
             yield full
             del full

@@ -163,12 +163,12 @@ def memory_lines(
 
 def gradient_bytes(bucket: Bucket) -> int:
     """Return what a bucket's gradients take now, local and reduced; the same memory counts once."""
-    held = {
+    buffers = {
         id(t): t
         for t in (bucket.grad, bucket.wire, bucket.shown, *bucket.resident.values())
         if t is not None
     }
-    return sum(t.nbytes for t in held.values())
+    return sum(t.nbytes for t in buffers.values())
 
 
 def _mib(count: int) -> str:

@@ -107,24 +107,24 @@ class OptimizerStateIO:
         parameter has none). Collective.
         """
         number_of = numbers_of(self.groups)
-        found: dict[int, dict[str, Any]] = {}
+        entries: dict[int, dict[str, Any]] = {}
         stepped = (
             bucket
             for bucket in self.updater.buckets
             if any(managed.step > 0 for managed in bucket.params)
         )
-        kept = [(bucket, key) for bucket in stepped for key in bucket.state_format.keys]
+        states = [(bucket, key) for bucket in stepped for key in bucket.state_format.keys]
         fulls = self._full_tensors.of_buckets(
-            (bucket, self.updater.store.read(bucket, key)) for bucket, key in kept
+            (bucket, self.updater.store.read(bucket, key)) for bucket, key in states
         )
-        for (bucket, key), full in zip(kept, fulls, strict=True):
+        for (bucket, key), full in zip(states, fulls, strict=True):
             for managed in bucket.params:
                 if managed.step > 0:
-                    entry = found.setdefault(
+                    entry = entries.setdefault(
                         number_of[managed.param], {"step": step_tensor(managed.step)}
                     )
                     entry[key] = managed.full(managed.slice_of(full).clone())
-        state = {number: found[number] for number in sorted(found)}
+        state = {number: entries[number] for number in sorted(entries)}
         return {"state": state, "param_groups": self.updater.kind.export_groups(self.groups)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> dict[Any, Any]:
@@ -141,15 +141,15 @@ class OptimizerStateIO:
         states, others = saved_states(_OP, groups, state_dict)
         saved = {param: state for param, (_, state) in states.items()}
         lost: list[str] = []
-        taken: dict[Managed, Mapping[str, Any]] = {}
+        imported: dict[Managed, Mapping[str, Any]] = {}
         for managed, bucket in self._optimized():
-            taken[managed], lost_here = self._import(managed, bucket, saved)
-            lost += lost_here
+            imported[managed], lost_of_param = self._import(managed, bucket, saved)
+            lost += lost_of_param
         warn_of_lost(_OP, lost, stacklevel=4)
         for group, new_options in zip(groups, options, strict=True):
             group.update(new_options)
         for managed, bucket in self._optimized():
-            self._scatter(managed, bucket, taken[managed])
+            self._scatter(managed, bucket, imported[managed])
         self.updater.loaded = "loaded"
         return others
 
@@ -190,12 +190,12 @@ class OptimizerStateIO:
             }
             entry = {**entry, **{key: managed.cut(value) for key, value in full.items()}}
         state, lost = self.updater.kind.import_state(_OP, where, entry, managed.local, state_format)
-        taken = {
+        imported = {
             key: value
             for key, value in entry.items()
             if key != "master" or "master" in state or "remainder" in state
         }
-        return ({**taken, "step": state["step"]} if state else {}), lost
+        return ({**imported, "step": state["step"]} if state else {}), lost
 
     def _scatter(self, managed: Managed, bucket: Bucket, state: Mapping[str, Any]) -> None:
         """Keep this rank's part of a state as a state dict shows it."""

@@ -44,7 +44,7 @@ def orthogonalized(
     reduced = bucket.grad
     try:
         with comm.scope(f"shardcore::orthogonalize({bucket.label})"):
-            bucket.grad = _way(
+            bucket.grad = _direction(
                 bucket,
                 options,
                 scales.pop() if scales else 1.0,
@@ -57,7 +57,7 @@ def orthogonalized(
         bucket.grad = reduced
 
 
-def _way(
+def _direction(
     bucket: Bucket,
     options: Group,
     scale: float,
@@ -77,18 +77,18 @@ def _way(
         buffer = store.read(bucket, "momentum_buffer").to(grad.device, copy=True)
         for managed, piece, part in bucket.owned_views(grad):
             if managed.has_grad:
-                here = slice(piece.start, piece.start + piece.numel)
-                own[here] = MuonKind.momentum(options, buffer[here], part)
-                store.write(bucket, "momentum_buffer", piece.start, buffer[here])
+                elements = slice(piece.start, piece.start + piece.numel)
+                own[elements] = MuonKind.momentum(options, buffer[elements], part)
+                store.write(bucket, "momentum_buffer", piece.start, buffer[elements])
     finally:  # after an error, too: the other ranks wait for it
         if comm is not None:
             wait_all(comm.all_gather([full], Traffic.STEP, "momentum", comm.shard_ranks))
-    way = torch.zeros_like(grad)
+    direction = torch.zeros_like(grad)
     for managed in bucket.params:
         if managed.has_grad and (pieces := bucket.pieces_of(managed)):
             move = MuonKind.direction(options, managed.slice_of(full)).view(-1)
             for piece in pieces:
-                way[piece.start : piece.start + piece.numel] = move[
+                direction[piece.start : piece.start + piece.numel] = move[
                     piece.param_start : piece.param_start + piece.numel
                 ]
-    return way
+    return direction

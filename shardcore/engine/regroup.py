@@ -35,13 +35,13 @@ def unfreeze(module: nn.Module) -> None:
     in no group, where gradients wait for a step, and for states that are in files, or split by a
     ratio.
     """
-    held = (
+    params = (
         p
         for m in module.modules()
         for p in getattr(m._parameters, "own", m._parameters).values()
         if p is not None
     )
-    engine = engine_behind("unfreeze", next(held, module))
+    engine = engine_behind("unfreeze", next(params, module))
     optimizer: Any = engine._optimizer()
     frozen: list[nn.Parameter] = []
     problem: BaseException | None = None
@@ -145,18 +145,20 @@ def regroup(
         engine.agree(op, check)
         if engine.unsharder is not None:
             engine.unsharder.reshard_all()
-        there = {_key(bucket): bucket for bucket in engine.buckets}
-        buckets = [there.get(_key(bucket), bucket) for bucket in planned]
+        old_buckets = {_key(bucket): bucket for bucket in engine.buckets}
+        buckets = [old_buckets.get(_key(bucket), bucket) for bucket in planned]
         with together(engine.everyone, f"{op}: laying out parameters anew", PARTLY_FILLED):
             units = []
             for unit in plan.units:
                 of_unit = [bucket for bucket in buckets if bucket.unit == unit.name]
-                gone = [
+                replaced = [
                     bucket
                     for bucket in engine.buckets
                     if bucket.unit == unit.name and bucket not in of_unit
                 ]
-                _move(engine, gone, [bucket for bucket in of_unit if bucket not in engine.buckets])
+                _move(
+                    engine, replaced, [bucket for bucket in of_unit if bucket not in engine.buckets]
+                )
                 units.append(Unit(unit.name, of_unit, unit.stays))
             for bucket in buckets:  # its buffers belong to the pools of the old reducer
                 bucket.grad, bucket.wire, bucket.reduced = None, None, False
@@ -164,7 +166,7 @@ def regroup(
                 bucket.forget_all_views()
             plan = copy.copy(plan)
             plan.model, plan.optimizer, plan.units, plan.buckets = model, optimizer, units, buckets
-            kept = (
+            attributes = (
                 engine.membership,
                 engine.hooks,
                 engine.handles,
@@ -183,7 +185,7 @@ def regroup(
                 engine.save_staging,
                 engine.saving,
                 engine.own_weights,
-            ) = kept
+            ) = attributes
             attach_state_dicts(model, engine)
             engine.go_on_from(engine.scaler.state())
             optimizer.__dict__["state"] = ShardedStates(
@@ -204,14 +206,14 @@ def _key(bucket: Bucket) -> tuple[Any, ...]:
     )
 
 
-def _move(engine: Engine, gone: Sequence[Bucket], made: Sequence[Bucket]) -> None:
+def _move(engine: Engine, replaced: Sequence[Bucket], new_buckets: Sequence[Bucket]) -> None:
     """Move weights and states of a unit from buckets that are given up to new ones. Collective;
     all of them are gathered.
     """
     store, plan = engine.store, engine.plan
     values: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
-    before = {managed.param: managed for bucket in gone for managed in bucket.params}
-    for bucket in gone:
+    before = {managed.param: managed for bucket in replaced for managed in bucket.params}
+    for bucket in replaced:
         keys = (
             [key for key in bucket.state_format.keys if key != "master"]
             if bucket.group is not None
@@ -224,13 +226,14 @@ def _move(engine: Engine, gone: Sequence[Bucket], made: Sequence[Bucket]) -> Non
         for key, full in zip(["weight", *keys], engine.full_tensors.of_buckets(parts), strict=True):
             for managed in bucket.params:
                 values.setdefault(managed.param, {})[key] = managed.slice_of(full).clone()
-    for bucket in made if plan.host is not None else ():
+    for bucket in new_buckets if plan.host is not None else ():
         if bucket.group is not None:
             bucket.device_numel = 0  # the CPU updates all of it: split stores were refused
     store.replace(
-        [b for b in gone if b.group is not None], [b for b in made if b.group is not None]
+        [b for b in replaced if b.group is not None],
+        [b for b in new_buckets if b.group is not None],
     )
-    for bucket in made:
+    for bucket in new_buckets:
         tier = (
             plan.host.copies
             if plan.host is not None and engine.options["offload"].params is not None
@@ -240,12 +243,12 @@ def _move(engine: Engine, gone: Sequence[Bucket], made: Sequence[Bucket]) -> Non
         dtype = torch.float32 if bucket.dtype in PARAM_DTYPES else bucket.dtype
         weights = allocate(bucket.layout.numel, dtype, engine.device)
         for managed in bucket.params:
-            found = (
+            weight = (
                 values[managed.param]["weight"]
                 if managed.param in values
                 else managed.local.detach()
             )
-            managed.slice_of(weights).copy_(found)
+            managed.slice_of(weights).copy_(weight)
         plan.builder.keep(bucket, bucket.params, weights, store)
         for managed in bucket.params:
             if managed.param in before:

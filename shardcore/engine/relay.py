@@ -35,7 +35,7 @@ def begin(op: str, old: Engine) -> None:
         old.unsharder.reshard_all()
 
 
-def held_in(old: Engine, params: Sequence[Managed]) -> Iterator[tuple[Managed, torch.Tensor]]:
+def values_in(old: Engine, params: Sequence[Managed]) -> Iterator[tuple[Managed, torch.Tensor]]:
     """Yield what parameters have, which may be in buckets of `old`. Collective; each is valid
     until the next.
     """
@@ -63,7 +63,7 @@ def held_in(old: Engine, params: Sequence[Managed]) -> Iterator[tuple[Managed, t
 def bring_back(old: Engine, params: Iterable[nn.Parameter]) -> None:
     """Give frozen parameters that are in buckets of `old` memory of their own. Collective."""
     of_old = [old.managed[param] for param in params if param in old.managed]
-    for managed, value in held_in(old, of_old):
+    for managed, value in values_in(old, of_old):
         become(managed.param, managed.shown(value.to(old.device, managed.param.dtype, copy=True)))
 
 

@@ -26,11 +26,11 @@ def set_full_state(engine: Engine, param: nn.Parameter, key: str, value: Any) ->
 
     def check() -> str:
         bucket, managed = engine.part_of(op, param)
-        known = ["master", *(bucket.state_format.keys if bucket.group is not None else ())]
-        if key not in known:
+        keys = ["master", *(bucket.state_format.keys if bucket.group is not None else ())]
+        if key not in keys:
             raise KeyError(
                 f"{op}: {managed.name} has no state {key!r}; expected one of "
-                f"{', '.join(dict.fromkeys(known))}"
+                f"{', '.join(dict.fromkeys(keys))}"
             )
         engine.refuse_held(op)
         engine.updater.accept_weight_edits()
@@ -83,7 +83,7 @@ def set_full_grad(engine: Engine, param: nn.Parameter, value: Any, scale: float 
     engine.reducer.show_grads()
 
 
-def _described(what: str, value: torch.Tensor) -> str:
+def _described(words: str, value: torch.Tensor) -> str:
     bits = value.detach().float().contiguous().view(torch.int32)
     # of integers: in any order, on any device
-    return f"{what} with the checksum {bits.sum(dtype=torch.int64).item()}"
+    return f"{words} with the checksum {bits.sum(dtype=torch.int64).item()}"

@@ -54,8 +54,10 @@ class Slice:
         if self.dim is None or not self.shape.numel():
             return []
         length, ranks = self.shape[self.dim] // self.blocks, self.mesh.size()
-        found = [self._columns(self.dim, *chunk_of(length, ranks, rank)) for rank in range(ranks)]
-        return [columns for columns in found if columns.count]
+        of_ranks = [
+            self._columns(self.dim, *chunk_of(length, ranks, rank)) for rank in range(ranks)
+        ]
+        return [columns for columns in of_ranks if columns.count]
 
     def _columns(self, dim: int, start: int, size: int) -> Columns:
         inner = prod(self.shape[dim + 1 :])
@@ -151,8 +153,8 @@ def slice_of(name: str, param: torch.Tensor) -> Slice | None:
     """
     if not is_dtensor(param):
         return None
-    tensor, given = sys.modules["torch.distributed.tensor"], param
-    mesh, placements = given.device_mesh, tuple(given.placements)  # type: ignore[attr-defined]
+    tensor, sliced = sys.modules["torch.distributed.tensor"], param
+    mesh, placements = sliced.device_mesh, tuple(sliced.placements)  # type: ignore[attr-defined]
     if mesh.ndim != 1:
         raise ValueError(
             f"shard: {name} is already sharded (DTensor) on a mesh of {mesh.ndim} dimensions; "
@@ -195,17 +197,17 @@ def slice_mesh(model: nn.Module) -> DeviceMesh | None:
     """Return the mesh over whose ranks the parameters of `model` are sliced, None if none is.
     Raises ValueError for several.
     """
-    found = {}
+    name_of_mesh = {}
     for name, param in model.named_parameters():
         if (cut := slice_of(name, param)) is not None:
-            found[cut.mesh] = name
-    if len(found) > 1:
-        names = " and ".join(list(found.values())[:2])
+            name_of_mesh[cut.mesh] = name
+    if len(name_of_mesh) > 1:
+        names = " and ".join(list(name_of_mesh.values())[:2])
         raise ValueError(
             f"shard: {names} are on different meshes; expected one tensor-parallel mesh for the "
             f"whole model"
         )
-    return next(iter(found), None)
+    return next(iter(name_of_mesh), None)
 
 
 def refuse_slices(op: str, sliced: bool, instead: str) -> None:

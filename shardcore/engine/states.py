@@ -114,7 +114,7 @@ class StateStore(Protocol):
     def stored(self, bucket: Bucket) -> Iterator[tuple[str, str, int]]:
         """Yield (tier, key, bytes) of each tensor that keeps the bucket's states."""
 
-    def replace(self, gone: Sequence[Bucket], made: Sequence[Bucket]) -> None:
+    def replace(self, replaced: Sequence[Bucket], new_buckets: Sequence[Bucket]) -> None:
         """Free the states of some buckets, and keep zero states of others. Not where states are
         split, or in files.
         """
@@ -230,12 +230,12 @@ class DeviceStore:
         """See StateStore."""
         return self
 
-    def replace(self, gone: Sequence[Bucket], made: Sequence[Bucket]) -> None:
+    def replace(self, replaced: Sequence[Bucket], new_buckets: Sequence[Bucket]) -> None:
         """See StateStore."""
         self._lists.clear()
-        for bucket in gone:
+        for bucket in replaced:
             del self._steppers[bucket], self._states[bucket]
-        for bucket in made:
+        for bucket in new_buckets:
             self._steppers[bucket] = _C.AdamStepper()
             self._states[bucket] = bucket.state_format.new(bucket.device_numel, self._make)
 
@@ -332,9 +332,9 @@ def update_elements(
     for (_, hyper), numbers in groupby(
         range(len(spans)), key=lambda i: (spans[i].bucket, spans[i].hyper)
     ):
-        here = list(numbers)
+        indices = list(numbers)
         hypers[hyper].update(
-            [params[i] for i in here], [grads[i] for i in here], [states[i] for i in here]
+            [params[i] for i in indices], [grads[i] for i in indices], [states[i] for i in indices]
         )
 
 

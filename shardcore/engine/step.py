@@ -128,7 +128,7 @@ class _WeightGathers:
     """The gathers of new weights in one step; those of a unit start at once, when its last bucket
     is updated.
 
-    works: what gathers the weights of each bucket.
+    started: the gathers of each bucket's weights.
     """
 
     def __init__(self, comm: Comm, buckets: Iterable[Bucket]) -> None:
@@ -136,13 +136,13 @@ class _WeightGathers:
         self._comm = comm
         units = [list(of_unit) for _, of_unit in groupby(buckets, key=lambda bucket: bucket.unit)]
         self._units = {of_unit[-1]: of_unit for of_unit in units}
-        self.works: dict[Bucket, list[Started]] = {}
+        self.started: dict[Bucket, list[Started]] = {}
 
     def start(self, updated: Bucket) -> None:
         """Note that a bucket is updated, or never will be."""
         buckets = self._units.pop(updated, None)
         if buckets is not None:
-            self.works.update(dict.fromkeys(buckets, gather_new_weights(self._comm, buckets)))
+            self.started.update(dict.fromkeys(buckets, gather_new_weights(self._comm, buckets)))
 
 
 class Updater:
@@ -229,13 +229,13 @@ class Updater:
             for bucket in self.buckets
             if bucket.reduced and any(m.has_grad for m in bucket.params)
         ]
-        given = (
+        compared_scale = (
             (grad_scale.grad_scale, grad_scale.loss_scale)
             if isinstance(grad_scale, DeviceScale)
             else grad_scale
         )
         terms = {
-            "grad_scale": given,
+            "grad_scale": compared_scale,
             "max_norm": max_norm,
             "loss_scale": loss_scale,
             "backwards": backwards // 2,
@@ -259,14 +259,14 @@ class Updater:
         with self._after_agreement():
             hypers: list[Any] = []
             index_of: dict[Managed, int] = {}
-            made: dict[tuple[int, int], int] = {}  # by group and step
+            hyper_index: dict[tuple[int, int], int] = {}  # by group and step
             for managed in updated:
                 assert managed.group is not None
-                if (managed.group, managed.step) not in made:
-                    made[managed.group, managed.step] = len(hypers)
+                if (managed.group, managed.step) not in hyper_index:
+                    hyper_index[managed.group, managed.step] = len(hypers)
                     make = self._hypers[managed.group]
                     hypers.append(make(step=managed.step + 1, grad_scale=scale))
-                index_of[managed] = made[managed.group, managed.step]
+                index_of[managed] = hyper_index[managed.group, managed.step]
             return norm, StepPlan(self._spans_of(active, index_of), hypers, updated, same_order)
 
     def _decide_on_device(
@@ -321,12 +321,12 @@ class Updater:
                 # after an error other ranks wait for them; at the next step this one refuses
                 for bucket in run if self._gathers else ():
                     gathers.start(bucket)
-        works = gathers.works
+        started = gathers.started
         if wait or self._failure is not None:
-            with self.comm.clock.part("exposed_gather" if works else None):
-                wait_all(chain.from_iterable(works.values()))
+            with self.comm.clock.part("exposed_gather" if started else None):
+                wait_all(chain.from_iterable(started.values()))
         self.raise_failure()
-        return works
+        return started
 
     def _update_at_once(self, buckets: Sequence[Bucket], plan: StepPlan) -> None:
         """Update buckets by one call of the kernel: nothing of them travels beside it."""
@@ -544,15 +544,15 @@ class Updater:
             traces.numel() > 0 and not traces.any()
         )
         norms, products = traces[..., 0].sqrt(), traces[..., 1]
-        apart = torch.maximum(norms.amax(0) - norms.amin(0), products.amax(0) - products.amin(0))
+        spread = torch.maximum(norms.amax(0) - norms.amin(0), products.amax(0) - products.amin(0))
         largest = norms.amax(0)
-        found = (
-            ((apart > largest / 16) & (largest > 1e-6 * norms.amax())).nonzero().flatten().tolist()
+        differing = (
+            ((spread > largest / 16) & (largest > 1e-6 * norms.amax())).nonzero().flatten().tolist()
         )
-        if not found:
+        if not differing:
             return ""
         self.compares_slices = True
-        last = found[-1]  # what comes before it in a forward gets its wrong gradients
+        last = differing[-1]  # what comes before it in a forward gets its wrong gradients
         return (
             f"step: the gradient of {self._whole()[last].name}, which every tensor-parallel rank "
             f"has in full, differs between these ranks (norms "
@@ -825,8 +825,10 @@ def interrupts_held_back() -> Iterator[Callable[[], None]]:
 
     Yields a function by which those that have come so far take effect at once.
     """
-    here = threading.current_thread() is threading.main_thread()
-    handlers: dict[int, Any] = {number: signal.getsignal(number) for number in _ENDING if here}
+    on_main_thread = threading.current_thread() is threading.main_thread()
+    handlers: dict[int, Any] = {
+        number: signal.getsignal(number) for number in _ENDING if on_main_thread
+    }
     with ExitStack() as calls, ExitStack() as old:  # which makes every call, though one raises
         for number, handler in handlers.items():  # SIGINT's is put back last
             if callable(handler):

@@ -108,8 +108,8 @@ def test_one_hash_over_stages_and_tiers(world_size: int, precision: str | None) 
 
 def _without_gather(rank: int, world_size: int) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
-        way = orthogonalize._way
-        patch.setattr(orthogonalize, "_way", lambda *args: way(*args[:-1], None))
+        way = orthogonalize._direction
+        patch.setattr(orthogonalize, "_direction", lambda *args: way(*args[:-1], None))
         return _hashes(rank, world_size, [(0, {}), (2, {})], None)
 
 
@@ -128,14 +128,14 @@ def test_one_bucket_at_a_time_has_an_orthogonalized_gradient(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made: list[weakref.ref[torch.Tensor]] = []
-    way = orthogonalize._way
+    way = orthogonalize._direction
 
     def watched(*arguments: Any) -> torch.Tensor:
         assert all(before() is None for before in made)
         made.append(weakref.ref(made_now := way(*arguments)))
         return made_now
 
-    monkeypatch.setattr(orthogonalize, "_way", watched)
+    monkeypatch.setattr(orthogonalize, "_direction", watched)
     for options in ({}, {"offload": {"optimizer": "cpu"}}):
         model, optimizer = _sharded(2, units=nn.Linear, **options)
         _train(model, [optimizer], range(1))

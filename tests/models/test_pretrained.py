@@ -389,7 +389,7 @@ def test_what_init_weights_leaves_is_an_error_that_names_it() -> None:
 
     model = on_meta()
     with pytest.raises(
-        RuntimeError, match=r"logit_scale has NaN .* or the tensor in memory before shard"
+        ValueError, match=r"logit_scale has NaN .* or the tensor in memory before shard"
     ):
         shardcore.shard(model, shardcore.FusedAdam(model.parameters()), 3)
     model = on_meta()
