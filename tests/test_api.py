@@ -22,12 +22,13 @@ from tests.support.meta import init, meta
 from tests.support.models import (
     Net,
     Run,
+    assert_one,
     batch_of,
     hash_of,
     hash_of_training,
-    hashes_of_runs,
     loss_of,
     make_net,
+    records_of_runs,
     train,
 )
 from tests.support.ranks import run_ranks
@@ -381,14 +382,14 @@ def test_one_hash_for_every_stage_tier_and_unit_size(
     runs = part(
         runs, min(every, 2) if world_size == 1 else every, world_size + (precision == "bf16")
     )
-    hashes = run_ranks(world_size, hashes_of_runs, runs)
-    assert len({value for of_rank in hashes for value in of_rank}) == 1
+    hashes = run_ranks(world_size, records_of_runs, runs)
+    assert_one(value for of_rank in hashes for value in of_rank)
 
 
 def test_the_two_orders_of_accumulation_differ() -> None:
     """If they did not, the test above could not show which one ran."""
     runs = [Run(accumulate=3, shard={"sync_each": sync_each}) for sync_each in (True, False)]
-    each, once = run_ranks(2, hashes_of_runs, runs)[0]
+    each, once = run_ranks(2, records_of_runs, runs)[0]
     assert each != once
 
 
@@ -402,8 +403,8 @@ def test_amsgrad_and_groups_are_the_same_everywhere(tmp_path: Path) -> None:
         "maximize": True,
     }
     runs = _variants(tmp_path, adam=adam)[::3]  # each stage, each tier
-    hashes = run_ranks(2, hashes_of_runs, runs)
-    assert len(set(hashes[0] + hashes[1])) == 1
+    hashes = run_ranks(2, records_of_runs, runs)
+    assert_one(hashes[0] + hashes[1])
 
 
 def _other_runs(rank: int, world_size: int) -> list[str]:
@@ -612,7 +613,7 @@ def _distilled(rank: int, world_size: int, teacher_stage: int | None) -> str:
 
 
 def test_a_teacher_beside_a_student() -> None:
-    assert len({text for stage in (None, 2, 3) for text in run_ranks(2, _distilled, stage)}) == 1
+    assert_one(text for stage in (None, 2, 3) for text in run_ranks(2, _distilled, stage))
 
 
 @pytest.mark.parametrize("stage", [0, 3])

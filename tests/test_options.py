@@ -13,6 +13,7 @@ from shardcore.options import ShardOptions, accept_optimizer
 from tests.support.models import (
     Net,
     Run,
+    assert_one,
     batch_of,
     hash_of,
     hash_of_training,
@@ -145,7 +146,7 @@ def _mixed(rank: int, world_size: int, stage: int, master: str | None) -> tuple[
 @pytest.mark.parametrize("master", [None, "split"])
 def test_bfloat16_weights_have_masters_beside_float32_ones(stage: int, master: str | None) -> None:
     """To the bits of unsharded training, since every rank has the same batches."""
-    assert len({digest for pair in run_ranks(2, _mixed, stage, master) for digest in pair}) == 1
+    assert_one(digest for pair in run_ranks(2, _mixed, stage, master) for digest in pair)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from shardcore.offload import nvme_states
 from tests.support.choice import combinations
 from tests.support.models import (
     Run,
+    assert_one,
     error_of,
     hash_of,
     hash_of_training,
@@ -63,7 +64,7 @@ def test_a_resumed_run_is_the_same_run(stage: int, form: str, way: str, tmp_path
     for hashes, begun in run_ranks(
         2, _hashes, run_on_disk(str(tmp_path), stage, form, way, resume=True)
     ):
-        assert len(set(hashes)) == 1
+        assert_one(hashes)
         assert begun == [0, 1, 3]
 
 

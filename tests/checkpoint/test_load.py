@@ -22,6 +22,7 @@ from tests.support.deepspeed import ds_config, start
 from tests.support.meta import frozen_net
 from tests.support.models import (
     Run,
+    assert_one,
     batch_of,
     error_of,
     failing_forward,
@@ -117,7 +118,7 @@ def test_a_run_goes_on_bit_for_bit(
     for hashes in run_ranks(
         2, _goes_on, run_of(stage, tier, form, steps=2), resuming, str(tmp_path), model
     ):
-        assert len(set(hashes)) == 1
+        assert_one(hashes)
 
 
 def _micro_steps_of_one(
@@ -186,15 +187,8 @@ def _rolled_back(rank: int, world_size: int, folder: str) -> list[str]:
 
 @pytest.mark.more
 def test_a_run_is_rolled_back_in_the_middle_of_a_step(tmp_path: Path) -> None:
-    assert (
-        len(
-            {
-                hash_of
-                for of_rank in run_ranks(2, _rolled_back, str(tmp_path))
-                for hash_of in of_rank
-            }
-        )
-        == 1
+    assert_one(
+        hash_of for of_rank in run_ranks(2, _rolled_back, str(tmp_path)) for hash_of in of_rank
     )
 
 

@@ -24,7 +24,7 @@ from shardcore.engine.bucket import Bucket
 from shardcore.engine.slices import Slice
 from shardcore.layout import Columns
 from tests.support.choice import some
-from tests.support.models import error_of, hash_of_training
+from tests.support.models import assert_one, error_of, hash_of_training
 from tests.support.ranks import run_ranks
 from tests.support.slices import make_lm, mesh_of, sharded_lm, train_lm
 
@@ -85,8 +85,8 @@ def test_states_in_host_memory_go_on_on_nvme_and_back(tmp_path: Path) -> None:
 def test_a_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     saved = run_ranks(4, _save, 2, 3, str(tmp_path), FORMS["8 bit"])
     loaded = run_ranks(4, _load, 2, 3, str(tmp_path), FORMS["8 bit"])
-    assert len({hashes[0] for hashes in [*saved, *loaded]}) == 1
-    assert len({hashes[1] for hashes in [*saved, *loaded]}) == 1
+    assert_one(hashes[0] for hashes in [*saved, *loaded])
+    assert_one(hashes[1] for hashes in [*saved, *loaded])
 
 
 MESHES = [(4, 2), (4, 4), (2, 2), (2, 1), (4, 1)]  # ranks, and how many of them slice
@@ -112,8 +112,8 @@ def test_other_meshes_stages_and_tiers_load_it(
         str(tmp_path),
         options | (OFFLOAD if after == 3 else {}),
     )
-    assert len({hashes[0] for hashes in [*saved, *loaded]}) == 1
-    assert len({hashes[1] for hashes in loaded}) == 1
+    assert_one(hashes[0] for hashes in [*saved, *loaded])
+    assert_one(hashes[1] for hashes in loaded)
 
 
 def _quantized(rank: int, world: int, folder: str) -> list[str]:

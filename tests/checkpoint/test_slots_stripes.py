@@ -12,7 +12,15 @@ import pytest
 import shardcore
 from shardcore.cli import main
 from shardcore.offload import disk, nvme_states
-from tests.support.models import Run, error_of, hash_of_training, stepped, steps_of_run, train
+from tests.support.models import (
+    Run,
+    assert_one,
+    error_of,
+    hash_of_training,
+    stepped,
+    steps_of_run,
+    train,
+)
 from tests.support.ranks import run_ranks
 from tests.support.tiers import in_memory, run_on_disk
 
@@ -83,7 +91,7 @@ def test_several_directories_have_the_bits_of_memory(
     ]
     runs = [run_on_disk(path, stage, form, way, durable=durable) for path in paths]
     for hashes in run_ranks(2, _hashes, [in_memory(runs[0]), *runs]):
-        assert len(set(hashes)) == 1
+        assert_one(hashes)
     assert [len(os.listdir(one)) > 0 for one in paths[1]] == [durable] * 3
 
 

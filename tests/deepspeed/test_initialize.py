@@ -22,7 +22,7 @@ import shardcore
 import shardcore as deepspeed
 from tests.support.deepspeed import ADAM, ds_config, start, train
 from tests.support.meta import init, meta
-from tests.support.models import batch_of, hash_of, hash_of_training, make_net
+from tests.support.models import assert_one, batch_of, hash_of, hash_of_training, make_net
 from tests.support.ranks import free_port, run_ranks
 from tests.support.scripts import run_forked
 
@@ -797,4 +797,4 @@ def test_a_given_muon_offloads_its_states_too(stage: int) -> None:
 
 def test_muon_offloads_its_states() -> None:
     for hashes in run_ranks(2, _muon):
-        assert len(set(hashes)) == 1
+        assert_one(hashes)

@@ -180,7 +180,7 @@ def test_a_mesh_over_part_of_the_world(shape: list[list[int]], tmp_path: Any) ->
     world with a bound device.
     """
     first, _, third = run_ranks(3, _part, str(tmp_path / "store"), shape)
-    assert len(first) == 64
+    assert "head.weight" in first
     assert first == third
 
 

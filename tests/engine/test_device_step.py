@@ -22,7 +22,15 @@ from shardcore.engine.loss_scale import LossScaler
 from shardcore.optim import group_options as options
 from tests.support.choice import combinations, few
 from tests.support.groups import RUNS, device_decides, said_of
-from tests.support.models import Run, batch_of, hash_of_training, loss_of, make_net, train
+from tests.support.models import (
+    Run,
+    assert_one,
+    batch_of,
+    hash_of_training,
+    loss_of,
+    make_net,
+    train,
+)
 from tests.support.params import OnCpu
 from tests.support.ranks import run_ranks
 
@@ -76,7 +84,7 @@ def _over_nodes(rank: int, world_size: int, stage: int) -> list[tuple[Any, ...]]
 @pytest.mark.parametrize("stage", [1, 3])
 def test_the_bits_of_the_hosts_decision_with_hybrid_sharding(stage: int) -> None:
     found = run_ranks(4, _over_nodes, stage)
-    assert len({said for of_rank in found for said in of_rank}) == 1
+    assert_one(said for of_rank in found for said in of_rank)
 
 
 def _counts_for_all(patch: pytest.MonkeyPatch) -> None:
@@ -215,9 +223,7 @@ def _capturable(rank: int, world_size: int, name: str) -> list[Any]:
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(("world_size", "name"), few([*product([1, 2], RUNS)], meet=1))
 def test_capturable_has_the_bits_of_the_ordinary_step(world_size: int, name: str) -> None:
-    assert (
-        len({said for of_rank in run_ranks(world_size, _capturable, name) for said in of_rank}) == 1
-    )
+    assert_one(said for of_rank in run_ranks(world_size, _capturable, name) for said in of_rank)
 
 
 @pytest.mark.parametrize("name", ["fp16", "fp32"])

@@ -11,7 +11,7 @@ from torch import nn
 
 import shardcore
 from shardcore.engine.full_params import _digest
-from tests.support.models import Run, hash_of, hash_of_training, stepped, train
+from tests.support.models import Run, assert_one, hash_of, hash_of_training, stepped, train
 from tests.support.ranks import run_ranks
 
 GatheredParameters: Any = shardcore.zero.GatheredParameters  # type: ignore[attr-defined]
@@ -129,7 +129,7 @@ def _one_rank_saves(rank: int, world_size: int) -> list[str]:
 
 
 def test_one_rank_saves_inside_gathered_parameters() -> None:
-    assert len({value for each in run_ranks(2, _one_rank_saves) for value in each}) == 1
+    assert_one(value for each in run_ranks(2, _one_rank_saves) for value in each)
 
 
 def _fail() -> None:

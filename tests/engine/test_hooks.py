@@ -19,6 +19,7 @@ from tests.support.models import (
     Block,
     Net,
     Run,
+    assert_one,
     batch_of,
     hash_of_training,
     loss_of,
@@ -169,9 +170,7 @@ def _hash_of_model(rank: int, world_size: int, kind: str, stage: int) -> str:
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", MODELS)
 def test_models_train_as_at_stage_1(kind: str) -> None:
-    assert (
-        len({hash_ for stage in (1, 3) for hash_ in run_ranks(2, _hash_of_model, kind, stage)}) == 1
-    )
+    assert_one(hash_ for stage in (1, 3) for hash_ in run_ranks(2, _hash_of_model, kind, stage))
 
 
 # --- what is done to them -------------------------------------------------------------------------

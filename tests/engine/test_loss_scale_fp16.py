@@ -21,6 +21,7 @@ from tests.support.groups import LIVELY, device_decides, lines_logged
 from tests.support.models import (
     Ramp,
     Run,
+    assert_one,
     batch_of,
     hash_of_training,
     loss_of,
@@ -78,7 +79,7 @@ def test_one_hash_for_every_stage_tier_and_unit_size(
     found = run_ranks(
         world_size, _train, runs if world_size == 1 else part(runs, every, world_size)
     )
-    assert len({value for of_rank in found for value in of_rank}) == 1
+    assert_one(value for of_rank in found for value in of_rank)
     _, scale, skipped = found[0][0]
     assert 2 <= skipped <= 5, "both kinds of steps"
     assert scale < 2**19

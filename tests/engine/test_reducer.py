@@ -19,6 +19,7 @@ from tests.support.models import (
     Net,
     Reused,
     Run,
+    assert_one,
     batch_of,
     error_of,
     hash_of_training,
@@ -139,10 +140,10 @@ def test_units_do_not_show_where_gradients_arrive_in_parts() -> None:
     for the second part.
     """
     kinds = [(1, "auto"), (1, 10**9), (3, 500), (3, (Block, nn.Sequential))]
-    assert len({hash_ for kind in kinds for hash_ in run_ranks(2, _reused, *kind)}) == 1
+    assert_one(hash_ for kind in kinds for hash_ in run_ranks(2, _reused, *kind))
     few = [kinds[0], kinds[2], kinds[3]]
-    assert len({_reused(0, 1, *kind, precision="fp32", grad_dtype="bf16") for kind in few}) == 1
-    assert len({_reused(0, 1, *kind, accumulate=2) for kind in few}) == 1
+    assert_one(_reused(0, 1, *kind, precision="fp32", grad_dtype="bf16") for kind in few)
+    assert_one(_reused(0, 1, *kind, accumulate=2) for kind in few)
 
 
 def _fail_in_backward(model: Any) -> None:
@@ -191,7 +192,7 @@ def test_a_failed_backward_gives_back_what_was_for_late_gradients() -> None:
         optimizer.zero_grad()
         taken.append(reducer.pool.allocated_bytes)
     assert late == [1] * 3, "else the test could not fail"
-    assert len(set(taken)) == 1
+    assert_one(taken)
 
 
 def test_closures_run() -> None:

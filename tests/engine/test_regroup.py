@@ -12,6 +12,7 @@ import shardcore
 from shardcore.engine import regroup
 from tests.support.models import (
     Net,
+    assert_one,
     batch_of,
     hash_of,
     hash_of_training,
@@ -143,7 +144,7 @@ def hashes(rank: int, world_size: int, folder: str) -> list[str]:
 
 @pytest.mark.more
 def test_masters_are_carried_and_old_checkpoints_load(tmp_path: Any) -> None:
-    assert len({one for of_rank in run_ranks(2, hashes, str(tmp_path)) for one in of_rank}) == 1
+    assert_one(one for of_rank in run_ranks(2, hashes, str(tmp_path)) for one in of_rank)
 
 
 def refuses(rank: int, world_size: int) -> None:
@@ -226,7 +227,7 @@ def averages(rank: int, world_size: int) -> None:
         steps(model, optimizer, 2)
         ema.update()
         found.append(hash_of(ema.state_dict()["averages"].values()))
-    assert len(set(found)) == 1
+    assert_one(found)
 
 
 def test_a_moving_average_goes_on() -> None:

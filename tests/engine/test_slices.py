@@ -19,7 +19,7 @@ from shardcore.engine.bucket import Bucket
 from shardcore.engine.hooks import detach
 from shardcore.engine.slices import Slice
 from shardcore.optim.dtensor import is_dtensor, local_part
-from tests.support.models import error_of, hash_of, hash_of_training
+from tests.support.models import assert_one, error_of, hash_of, hash_of_training
 from tests.support.ranks import run_ranks
 from tests.support.slices import WIDTH, lm_loss, make_lm, mesh_of, sharded_lm, slice_lm, train_lm
 
@@ -88,16 +88,16 @@ def test_the_unsliced_model_within_rounding_and_one_hash(dp: int, cases: list[Ca
     found = run_ranks(2 * dp, _train, 2, cases)
     for of_rank in found:
         # without positions the sums have another order
-        assert len({hashed for hashed, *_ in of_rank[:-1]}) == 1
+        assert_one(hashed for hashed, *_ in of_rank[:-1])
         assert all(_error(one, plain) < 2e-6 for one in of_rank)
-    assert len({of_rank[0][0] for of_rank in found}) == 1
+    assert_one(of_rank[0][0] for of_rank in found)
 
 
 @pytest.mark.more
 def test_an_optimizer_that_makes_its_states_at_once() -> None:
     plain = run_ranks(2, _train, 1, [PLAIN], 2, True)[0][0]
     found = run_ranks(4, _train, 2, [(0, False, {}), (3, False, {})], 2, True)
-    assert len({hashed for of_rank in found for hashed, *_ in of_rank}) == 1
+    assert_one(hashed for of_rank in found for hashed, *_ in of_rank)
     assert all(_error(one, plain) < 2e-6 for of_rank in found for one in of_rank)
 
 
@@ -116,16 +116,14 @@ def test_one_hash_over_forms(tp: int, cases: list[Case]) -> None:
         tp,
         [(stage, sequence, options | FORMS[tp]) for stage, sequence, options in cases],
     )
-    assert len({hashed for of_rank in found for hashed, *_ in of_rank}) == 1
+    assert_one(hashed for of_rank in found for hashed, *_ in of_rank)
 
 
 def test_states_and_weights_on_nvme_have_the_same_hash(tmp_path: Any) -> None:
     nvme = OFFLOAD | {"optimizer": "nvme", "path": str(tmp_path), "durable": False}
     cases: list[Case] = [PLAIN, (1, True, {"offload": nvme, "overlap_step": True})]
     cases.append((3, True, {"offload": nvme | {"gradients": "cpu", "params": "nvme"}}))
-    assert (
-        len({hashed for of_rank in run_ranks(4, _train, 2, cases) for hashed, *_ in of_rank}) == 1
-    )
+    assert_one(hashed for of_rank in run_ranks(4, _train, 2, cases) for hashed, *_ in of_rank)
 
 
 _local = Slice.local
@@ -265,7 +263,7 @@ def test_sharded_state_dicts_reshard_over_both_dimensions(
     (ranks, tp), (new_ranks, new_tp) = SHAPES[before], SHAPES[after]
     saved = run_ranks(ranks, _save_sharded, tp, before % 4, str(tmp_path))
     loaded = run_ranks(new_ranks, _load_sharded, new_tp, 3 - after % 4, str(tmp_path))
-    assert len({*saved, *loaded}) == 1
+    assert_one([*saved, *loaded])
 
 
 # --- gradients, edits and frozen weights ----------------------------------------------------------
@@ -351,7 +349,7 @@ def _frozen(rank: int, world: int, stages: list[int]) -> list[tuple[str, bool]]:
 @pytest.mark.more
 def test_frozen_slices_and_weights_that_differ_before() -> None:
     found = run_ranks(4, _frozen, [0, 3])
-    assert len({hashed for of_rank in found for hashed, _ in of_rank}) == 1
+    assert_one(hashed for of_rank in found for hashed, _ in of_rank)
     assert all(untouched for of_rank in found for _, untouched in of_rank)
 
 
@@ -420,8 +418,8 @@ LATER: list[Case] = [(3, True, {}), LATE]
 
 def test_slices_that_train_later_and_detached_ones() -> None:
     plain, found = run_ranks(2, _later, 1, LATER[:1])[0][0], run_ranks(4, _later, 2, LATER)
-    assert len({hashed for of_rank in found for hashed, *_ in of_rank}) == 1
-    assert len({again for of_rank in found for *_, again in of_rank}) == 1
+    assert_one(hashed for of_rank in found for hashed, *_ in of_rank)
+    assert_one(again for of_rank in found for *_, again in of_rank)
     assert all(_error(one, plain) < 2e-6 for of_rank in found for one in of_rank)
 
 

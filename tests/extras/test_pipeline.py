@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import shardcore
 from shardcore.extras import pipeline
-from tests.support.models import Block
+from tests.support.models import Block, assert_one
 from tests.support.ranks import run_ranks
 
 WIDTH, MICROBATCHES, ROWS, MAX_NORM = 16, 4, 8, 0.05
@@ -236,24 +236,18 @@ PLACES: list[tuple[int, dict[str, Any]]] = [
 def test_one_hash_over_stages_and_tiers(
     kind: str, places: list[tuple[int, dict[str, Any]]]
 ) -> None:
-    assert len({hash_of(kind, stage, options) for stage, options in [(0, {}), *places]}) == 1
+    assert_one(hash_of(kind, stage, options) for stage, options in [(0, {}), *places])
 
 
 @pytest.mark.more
 def test_one_hash_in_three_dimensions() -> None:
     places = [PLACES[0], PLACES[3]]
-    assert (
-        len({hash_of("1f1b", stage, {"tp": 2, **options}, world=8) for stage, options in places})
-        == 1
-    )
+    assert_one(hash_of("1f1b", stage, {"tp": 2, **options}, world=8) for stage, options in places)
 
 
 @pytest.mark.more
 def test_sliced_stages_on_the_meta_device() -> None:
-    assert (
-        len({hash_of("interleaved", 3, {"tp": 2, **options}) for options in ({}, {"meta": True})})
-        == 1
-    )
+    assert_one(hash_of("interleaved", 3, {"tp": 2, **options}) for options in ({}, {"meta": True}))
 
 
 def resumed(rank: int, world: int, folder: str, tp: int) -> bool:

@@ -10,7 +10,7 @@ import torch
 import shardcore
 from shardcore.engine.unshard import Unsharder
 from tests.support.choice import combinations
-from tests.support.models import hash_of_training
+from tests.support.models import assert_one, hash_of_training
 from tests.support.ranks import run_ranks
 
 pytest.importorskip("transformers", reason="real architectures need transformers")
@@ -161,7 +161,7 @@ def _checkpoint(model: Any, reentrant: bool) -> None:
 def test_gradient_checkpointing(name: str, prepare: Any) -> None:
     runs = [_training(name, stage=stage, steps=FEW, prepare=prepare) for stage in (1, 2, 3)]
     ranks = run_ranks(2, losses_and_hash, runs)
-    assert len({hash_ for results in ranks for _, hash_ in results}) == 1
+    assert_one(hash_ for results in ranks for _, hash_ in results)
     assert (
         worst_difference(plain_losses(_training(name))[:FEW], [results[-1][0] for results in ranks])
         < CLOSE

@@ -22,6 +22,7 @@ from tests.support.choice import combinations
 from tests.support.models import (
     Net,
     Run,
+    assert_one,
     batch_of,
     error_of,
     hash_of,
@@ -57,7 +58,7 @@ def _hashes(rank: int, world_size: int, runs: list[Run]) -> list[str]:
 def test_one_hash_wherever_states_lie(stage: int, form: str, way: str, tmp_path: Path) -> None:
     run = _run(tmp_path, stage, form, way)
     runs = [in_memory(run), run]
-    assert len({hash_ for hashes in run_ranks(2, _hashes, runs) for hash_ in hashes}) == 1
+    assert_one(hash_ for hashes in run_ranks(2, _hashes, runs) for hash_ in hashes)
     assert list(tmp_path.iterdir()) == [], "no file has a name"
 
 
@@ -118,7 +119,7 @@ def test_a_background_save_reads_files_when_it_writes(
 @pytest.mark.parametrize("wait", [True, False])
 def test_checkpoints_hold_what_is_in_files(wait: bool, tmp_path: Path) -> None:
     for hashes in run_ranks(2, _saves_and_loads, str(tmp_path), wait):
-        assert len(set(hashes)) == 1
+        assert_one(hashes)
 
 
 def test_memory_is_bounded_and_predicted(tmp_path: Path, small: None) -> None:

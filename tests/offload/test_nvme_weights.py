@@ -24,6 +24,7 @@ from tests.support.models import (
     Net,
     Reused,
     Run,
+    assert_one,
     batch_of,
     error_of,
     failing_forward,
@@ -74,7 +75,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(("form", "way"), few([*product(FORMS, OPTIONS)], meet=1))
 def test_one_hash_with_skipped_steps_edits_and_loads(form: str, way: str, tmp_path: Path) -> None:
     runs = [_run(form, None), _run(form, tmp_path, **OPTIONS[way])]
-    assert len({hash_ for hashes in run_ranks(2, _hashes, runs) for hash_ in hashes}) == 1
+    assert_one(hash_ for hashes in run_ranks(2, _hashes, runs) for hash_ in hashes)
     assert list(tmp_path.iterdir()) == [], "no file has a name"
 
 

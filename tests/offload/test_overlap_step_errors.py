@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from shardcore.engine.step import Updater
 from shardcore.offload.overlap_step import OverlapStep
-from tests.support.models import Run, batch_of, hash_of_training, stepped
+from tests.support.models import Run, assert_one, batch_of, hash_of_training, stepped
 from tests.support.ranks import run_ranks
 from tests.support.schedules import SlowStore, start
 from tests.support.tiers import tier_with
@@ -112,7 +112,7 @@ def test_nothing_is_updated_behind_a_gather_that_fails(monkeypatch: pytest.Monke
     ):
         optimizer.synchronize()
     assert len(updated) == len(overlap.units)
-    assert len(set(updated[1:])) == 1
+    assert_one(updated[1:])
 
 
 def test_an_error_at_the_end_of_a_step_is_its_error() -> None:

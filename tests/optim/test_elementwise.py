@@ -13,7 +13,7 @@ from torch import nn
 import shardcore
 from shardcore.offload import cpu_store
 from shardcore.optim import elementwise
-from tests.support.models import batch_of, error_of, hash_of_training, loss_of, make_net
+from tests.support.models import assert_one, batch_of, error_of, hash_of_training, loss_of, make_net
 from tests.support.ranks import run_ranks
 
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -118,16 +118,13 @@ def _hashes(
     [(4, "lion", "bf16"), (4, "rmsprop", None), (2, "momentum", "bf16"), (2, "adagrad", None)],
 )
 def test_one_hash_over_stages_and_tiers(ranks: int, name: str, precision: str | None) -> None:
-    assert (
-        len({one for found in run_ranks(ranks, _hashes, name, PLACES, precision) for one in found})
-        == 1
-    )
+    assert_one(one for found in run_ranks(ranks, _hashes, name, PLACES, precision) for one in found)
 
 
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_has_one_hash_over_the_stages_and_tiers_of_one_rank(name: str) -> None:
-    assert len(set(_hashes(0, 1, name, PLACES, "bf16"))) == 1
+    assert_one(_hashes(0, 1, name, PLACES, "bf16"))
 
 
 @pytest.mark.parametrize("fault", ["scale", "step", "rounding", "piece"])
@@ -177,15 +174,10 @@ def _saved_and_loaded(rank: int, world_size: int, folder: str, name: str) -> lis
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("name", ["momentum", "rmsprop"])
 def test_a_checkpoint_goes_on_at_another_stage(name: str, tmp_path: Path) -> None:
-    assert (
-        len(
-            {
-                one
-                for found in run_ranks(2, _saved_and_loaded, str(tmp_path / "saved"), name)
-                for one in found
-            }
-        )
-        == 1
+    assert_one(
+        one
+        for found in run_ranks(2, _saved_and_loaded, str(tmp_path / "saved"), name)
+        for one in found
     )
 
 

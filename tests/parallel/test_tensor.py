@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import shardcore
 from shardcore.parallel import tensor as slicing
-from tests.support.models import error_of, hash_of, hash_of_training
+from tests.support.models import assert_one, error_of, hash_of, hash_of_training
 from tests.support.ranks import run_ranks
 from tests.support.slices import mesh_of
 
@@ -260,7 +260,7 @@ def test_fused_weights_load_anywhere(
 ) -> None:
     saved = run_ranks(before[0], _save, before[1], str(tmp_path))
     loaded = run_ranks(after[0], _load, after[1], str(tmp_path))
-    assert len({hashed for of_rank in [*saved, *loaded] for hashed in of_rank}) == 1
+    assert_one(hashed for of_rank in [*saved, *loaded] for hashed in of_rank)
 
 
 # --- models on the meta device --------------------------------------------------------------------

@@ -4,9 +4,11 @@ import hashlib
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -109,14 +111,27 @@ def hash_of(tensors: Iterable[torch.Tensor]) -> str:
 
 
 def hash_of_training(model: Any, optimizer: Any) -> str:
-    """A hash over the whole master weights of a model (or engine), and the whole optimizer
-    state. Collective.
+    """The digest of each whole master weight of a model (or engine), and of each whole optimizer
+    state, a line each. Collective.
     """
     read = model.state_dict if isinstance(model, nn.Module) else model.module_state_dict
-    weights = [value for _, value in sorted(read().items())]
-    state = optimizer.state_dict()["state"]
-    moments = [entry[key].float() for _, entry in sorted(state.items()) for key in sorted(entry)]
-    return hash_of(weights + moments)
+    tensors = dict(sorted(read().items()))
+    for number, entry in sorted(optimizer.state_dict()["state"].items()):
+        tensors |= {f"state {number}.{key}": entry[key].float() for key in sorted(entry)}
+    return "\n".join(f"{name} {hash_of([tensor])[:16]}" for name, tensor in tensors.items())
+
+
+def assert_one(hashes: Iterable[Any]) -> None:
+    """Raise AssertionError if two trainings differ, with the first line that does: which step, or
+    which parameter.
+    """
+    first, *others = hashes
+    for number, other in enumerate(others, start=1):
+        for line, other_line in zip_longest(str(first).splitlines(), str(other).splitlines()):
+            if line != other_line:
+                raise AssertionError(
+                    f"training {number} of {len(others)}: {other_line}, not {line}"
+                )
 
 
 class Reused(Net):
@@ -205,6 +220,22 @@ def error_of(function: Any) -> str:
 def hashes_of_runs(rank: int, world_size: int, runs: Iterable[Run]) -> list[str]:
     """Return the hash of each training. Collective."""
     return [hash_of_training(*train(rank, run)[:2]) for run in runs]
+
+
+def records_of_runs(rank: int, world_size: int, runs: Iterable[Run]) -> list[str]:
+    """Return of each training the losses of all ranks, a line for each backward, and its hash.
+    Collective.
+    """
+
+    def record(run: Run) -> str:
+        model, optimizer, losses = train(rank, run)
+        of_ranks: Any = [losses] * world_size
+        if world_size > 1:
+            dist.all_gather_object(of_ranks, losses)
+        backwards = (f"losses {n} {each}" for n, each in enumerate(zip(*of_ranks, strict=True)))
+        return "\n".join([*backwards, hash_of_training(model, optimizer)])
+
+    return [record(run) for run in runs]
 
 
 class Branch(nn.Module):
