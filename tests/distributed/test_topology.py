@@ -342,7 +342,7 @@ def _outside(rank: int, world_size: int, names: tuple[str, str] | None) -> str:
 def test_a_rank_outside_the_mesh_raises_and_the_others_train(names: tuple[str, str] | None) -> None:
     first, second, outside = run_ranks(3, _outside, names)
     assert first == second
-    assert len(first) == 64
+    assert "head.weight" in first
     assert (
         outside
         == "shard: process_group is a mesh without this rank; expected one that it belongs to"
