@@ -157,8 +157,8 @@ def last_adam(store: Any) -> dict[str, float]:
     """Return how long CPU Adam of the last step worked, and rested between its first chunk and
     its last.
     """
-    events = getattr(store, "on_cpu", store)._pipeline.events
-    spans = [(begin, end) for what, begin, end, _ in events if what == "adam"]
+    events = store._pipeline.events
+    spans = [(begin, end) for what, begin, end, _ in events if what == "update"]
     idle = sum(begin - end for (_, end), (begin, _) in pairwise(spans))
     spent = spans[-1][1] - spans[0][0] - idle if spans else 0.0
     return {"chunks": len(spans), "seconds": spent, "idle_seconds": idle}

@@ -8,7 +8,7 @@ values: no released storage, no negative or conjugate bit, no wrapper or fake te
 that was forked after CPU work used threads, CPU work runs serially, to the same bits.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from typing import Any
 
@@ -392,13 +392,13 @@ class OffloadChunk:
     """
 
 class OffloadPipeline:
-    """Runs the steps of a tier, chunk by chunk: copies gradients in, runs Adam, copies weights out;
+    """Runs the steps of a tier, chunk by chunk: copies gradients in, updates, copies weights out;
     no GIL (csrc/offload).
 
     ``places``: how many staging buffers for weights the chunks use in turn. events: what the last
     step did: (what, begin and end in seconds of time.perf_counter, amount): copies as they were
     queued (bytes), "to_tier.synchronize" and the like (the number of the copy in its direction),
-    "adam" (elements).
+    "update" (elements).
     """
 
     events: list[tuple[str, float, float, int]]
@@ -423,18 +423,36 @@ class OffloadPipeline:
         the staging buffer that params are in.
         """
 
+    def element_chunk(
+        self,
+        *,
+        params: Sequence[torch.Tensor],
+        grads: Sequence[torch.Tensor],
+        states: Sequence[torch.Tensor | None],
+        masters: Sequence[torch.Tensor | None],
+        hyper_index: Sequence[int],
+        weights: Sequence[torch.Tensor | None],
+        grad_starts: Sequence[int],
+        grads_come: bool,
+        place: int,
+    ) -> OffloadChunk:
+        """Return the same for an elementwise optimizer: lists of element_step, all flat, states and
+        masters float32.
+        """
+
     def begin(
         self,
         chunks: Sequence[OffloadChunk],
         grads: Sequence[torch.Tensor],
-        hypers: Sequence[AdamHyper],
+        hypers: Sequence[AdamHyper] | Sequence[ElementScalars] | Callable[[int], object],
         num_threads: int = 0,
         weights_leave: bool = False,
         arrivals: Sequence[CopyEvent | None] = (),
         any_order: bool = False,
     ) -> None:
         """Begin a step, after the end of the last. grads: for each span of each chunk a tensor (at
-        least the span's, 1-D).
+        least the span's, 1-D). hypers: what a kernel reads, or what updates the chunk of a number
+        (which waits for no thread that has the GIL: num_threads is 0).
 
         num_threads: 0: the step runs in the waits; else a thread of its own, with so many, itself
         included, on the caller's cores. Copies begin after the work queued on the current CUDA

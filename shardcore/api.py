@@ -49,18 +49,16 @@ from shardcore.engine.units import UnitPolicy, plan_units
 from shardcore.engine.unshard import keepers_of
 from shardcore.estimate import fit, probe
 from shardcore.estimate.predict import Prediction, predict_rank
-from shardcore.offload import nvme_weights
-from shardcore.offload.cpu_store import (
-    CpuStore,
-    cpu_store_of,
-    host_bytes,
-    warn_of_misplaced,
-    warn_of_pageable,
-)
+from shardcore.offload.cpu_store import CpuStore, warn_of_misplaced, warn_of_pageable
 from shardcore.offload.host_gradients import host_grad_bytes, host_grads_of
 from shardcore.offload.nvme_states import NvmeStates, Scratch, StateFiles
 from shardcore.offload.overlap_step import overlap_step_of
-from shardcore.offload.split_store import SplitStore, ratio_tuner_of, split
+from shardcore.offload.split_store import (
+    host_bytes,
+    host_store,
+    planned_store,
+    ratio_tuner_of,
+)
 from shardcore.optim import CPUAdam, ShardableOptimizer
 from shardcore.optim.base import refuse_others
 from shardcore.optim.clip import reach_shards
@@ -573,20 +571,13 @@ def _host_bytes(plan: Plan, tiers: OffloadOptions) -> int:
     """Return the bytes of host memory that offload takes on this rank."""
     needed = 0
     if tiers.optimizer is not None:
-        split(plan.buckets if tiers.params == "nvme" else plan.updated, tiers.ratio)
-        needed = host_bytes(
-            plan.updated,
-            tiers.gradients is not None,
-            tiers.params is not None,
-            nvme=tiers.path is not None,
-        )
+        store = planned_store(plan.buckets, plan.updated, tiers, plan.options["prefetch"])
+        needed = host_bytes(store, plan.updated)
     if tiers.gradients is not None:
         needed += host_grad_bytes(
             plan.updated, plan.policy, plan.comm.world_size == 1 and not plan.scaler.active
         )
-    if tiers.params == "nvme":
-        needed += nvme_weights.buffer_bytes(plan.buckets, plan.options["prefetch"])
-    elif tiers.params is not None:
+    if tiers.params == "cpu":
         needed += sum(bucket.owned_numel * bucket.dtype.itemsize for bucket in plan.buckets)
     return needed
 
@@ -616,10 +607,9 @@ def _commit_steps(plan: Plan, files: StateFiles | None) -> None:
 
 
 def _in_files(plan: Plan) -> NvmeStates:
-    store = plan.host.on_cpu if isinstance(plan.host, SplitStore) else plan.host
-    assert isinstance(store, CpuStore)
-    assert store.in_files is not None
-    return store.in_files
+    assert isinstance(plan.host, CpuStore)
+    assert plan.host.in_files is not None
+    return plan.host.in_files
 
 
 def _allocate(
@@ -639,20 +629,9 @@ def _allocate(
         Everyone(comm), "shard: taking memory", "make room, or ask for less; nothing was changed"
     ):
         if tiers.optimizer is not None:  # first: the shards of weights may lie in its tier
-            splits = tiers.auto or tiers.ratio < 1.0
-            store: type[CpuStore] | type[SplitStore] = (
-                SplitStore if splits else cpu_store_of(plan.updated)
-            )
-            plan.host = store(
-                plan.updated,
-                plan.device,
-                tiers.pin_memory,
-                tiers.pin_memory_limit,
-                grads_on_host=tiers.gradients is not None,
-                weights_on_host=tiers.params is not None,
-                files=files,
-                nodes=nodes_of(update_cores or own_cores()),
-            )
+            tier = _C.HostTier(plan.device, tiers.pin_memory, tiers.pin_memory_limit)
+            nodes = nodes_of(update_cores or own_cores())
+            plan.host = host_store(plan.updated, tier, plan.device, tiers, files, nodes)
         weights = None
         if tiers.params == "nvme":
             assert isinstance(plan.host, CpuStore)

@@ -14,6 +14,7 @@
 #include "bind/device_step.h"
 #include "copy/host_memory.h"
 #include "copy/host_tier.h"
+#include "elementwise/element_cpu.h"
 #include "offload/offload_pipeline.h"
 
 #ifdef SHARDCORE_WITH_CUDA
@@ -233,6 +234,35 @@ class PyHostTier {
   std::shared_ptr<Copies> copies_;
 };
 
+// Index i of an elementwise optimizer's lists, whose one state, if any, is in place of exp_avg.
+AdamSegment element_segment_of(const AdamLists& lists, const TensorList& grads, size_t i) {
+  constexpr const char* op = "OffloadPipeline.element_chunk";
+  const auto place = static_cast<int64_t>(i);
+  AdamSegment t{};
+  t.numel = lists.params[i].numel();
+  t.param = lists.params[i].data_ptr();
+  t.param_dtype = float_dtype({op, "params", place}, lists.params[i]);
+  t.grad = grads[i].const_data_ptr();
+  t.grad_dtype = float_dtype({op, "grads", place}, grads[i]);
+  if (lists.exp_avgs[i].defined()) t.exp_avg = lists.exp_avgs[i].data_ptr();
+  if (!lists.masters[i].defined()) return t;
+  t.master = lists.masters[i].data_ptr();
+  t.master_kind = Master::f32;
+  return t;
+}
+
+// Each run of segments that have the same scalars.
+void update_elements(const std::vector<AdamSegment>& segments, const std::vector<ElementScalars>& scalars, Executor& executor) {
+  std::vector<ElementSegment> run;
+  for (size_t i = 0; i < segments.size(); ++i) {
+    const AdamSegment& t = segments[i];
+    run.push_back({t.param, t.grad, t.exp_avg, static_cast<float*>(t.master), t.numel, t.param_dtype, t.grad_dtype, DType::f32});
+    if (i + 1 < segments.size() && segments[i + 1].hyper_index == t.hyper_index) continue;
+    update_elements_cpu(run.data(), static_cast<int64_t>(run.size()), scalars[static_cast<size_t>(t.hyper_index)], executor);
+    run.clear();
+  }
+}
+
 // Everything of a chunk except its gradients, which each step passes. Destroyed with the GIL held.
 class PyOffloadChunk {
  public:
@@ -249,7 +279,8 @@ class PyOffloadChunk {
     chunk_.place = place;
     for (size_t i = 0; i < count; ++i) {
       OffloadSpan span;
-      AdamSegment& t = span.segment = segment_of(lists_, grads, i, at::kCPU);
+      AdamSegment& t = span.segment =
+          lists_.exp_avg_sqs.empty() ? element_segment_of(lists_, grads, i) : segment_of(lists_, grads, i, at::kCPU);
       t.hyper_index = static_cast<int32_t>(lists_.hyper_index[i]);
       t.param_index = lists_.keys[i].param_index;
       t.first_element = lists_.keys[i].first_element;
@@ -320,10 +351,26 @@ class PyOffloadPipeline {
                                             place);
   }
 
-  void begin(const py::sequence& chunks, std::vector<at::Tensor> grads, const py::handle& hypers, int num_threads,
+  std::unique_ptr<PyOffloadChunk> element_chunk(const py::handle& params, const py::handle& grads, const py::handle& states,
+                                                const py::handle& masters, std::vector<int64_t> hyper_index,
+                                                const py::handle& weights, std::vector<int64_t> grad_starts, bool grads_come,
+                                                int place) {
+    constexpr const char* op = "OffloadPipeline.element_chunk";
+    AdamLists lists;
+    lists.params = tensors_of(op, "params", params);
+    lists.exp_avgs = tensors_of(op, "states", states, true);
+    lists.masters = tensors_of(op, "masters", masters, true);
+    lists.hyper_index = std::move(hyper_index);
+    lists.keys.resize(lists.params.size());
+    return std::make_unique<PyOffloadChunk>(copies_, std::move(lists), tensors_of(op, "grads", grads),
+                                            tensors_of(op, "weights", weights, true), std::move(grad_starts), grads_come,
+                                            place);
+  }
+
+  void begin(const py::sequence& chunks, std::vector<at::Tensor> grads, const py::object& hypers, int num_threads,
              bool weights_leave, const Arrivals& arrivals, bool any_order) {
     OffloadPipeline::Step step;
-    step.scalars = scalars_of("OffloadPipeline.begin", hypers_of(hypers));
+    const size_t num_hypers = PyCallable_Check(hypers.ptr()) != 0 ? SIZE_MAX : py::len(hypers);
     step.weights_leave = weights_leave;
     step.any_order = any_order;
     step.stream = copies_->current_stream();
@@ -334,13 +381,15 @@ class PyOffloadPipeline {
     size_t first = 0;
     for (const py::handle item : kept) {
       const auto& chunk = item.cast<const PyOffloadChunk&>();
-      step.chunks.push_back(chunk.with(grads, arrivals, first, step.scalars.size()));
+      step.chunks.push_back(chunk.with(grads, arrivals, first, num_hypers));
       first += chunk.size();
     }
+    step.update = update_by(hypers);
     pipeline_.end();  // with the GIL: at once, if all was waited for
     for (const py::handle chunk : kept) chunk.cast<const PyOffloadChunk&>().bump_versions();
     chunks_ = std::move(kept);
     grads_ = std::move(grads);
+    hypers_ = hypers;
     pipeline_.begin(std::move(step), num_threads);
   }
 
@@ -366,6 +415,7 @@ class PyOffloadPipeline {
     }
     chunks_ = py::tuple();
     grads_.clear();
+    hypers_ = py::none();
   }
 
   py::list events() const {
@@ -377,9 +427,30 @@ class PyOffloadPipeline {
   }
 
  private:
+  // What updates a chunk: Python, or the kernel whose scalars `hypers` are.
+  static decltype(OffloadPipeline::Step::update) update_by(const py::object& hypers) {
+    if (PyCallable_Check(hypers.ptr()) != 0) {
+      return [call = py::handle(hypers)](int64_t number, const std::vector<AdamSegment>&, Executor&) {
+        const py::gil_scoped_acquire gil;
+        call(number);
+      };
+    }
+    if (py::len(hypers) != 0 && py::isinstance<ElementScalars>(hypers[py::int_(0)])) {
+      return [scalars = hypers.cast<std::vector<ElementScalars>>()](int64_t, const std::vector<AdamSegment>& segments,
+                                                                    Executor& executor) {
+        update_elements(segments, scalars, executor);
+      };
+    }
+    return [scalars = scalars_of("OffloadPipeline.begin", hypers_of(hypers))](
+               int64_t, const std::vector<AdamSegment>& segments, Executor& executor) {
+      adam_cpu(segments.data(), static_cast<int64_t>(segments.size()), scalars.data(), executor);
+    };
+  }
+
   const std::shared_ptr<Copies> copies_;
-  py::tuple chunks_;  // these and grads_: until the step has ended
+  py::tuple chunks_;  // these, grads_ and hypers_: until the step has ended
   std::vector<at::Tensor> grads_;
+  py::object hypers_ = py::none();
   OffloadPipeline pipeline_;  // ends first: it reads the others
 };
 
@@ -413,6 +484,9 @@ void bind_offload(py::module_& module) {
       .def("chunk", &PyOffloadPipeline::chunk, py::kw_only(), py::arg("params"), py::arg("grads"), py::arg("exp_avgs"),
            py::arg("exp_avg_sqs"), py::arg("hyper_index"), py::arg("masters"), py::arg("max_exp_avg_sqs"), py::arg("keys"),
            py::arg("exp_avg_scales"), py::arg("exp_avg_sq_scales"), py::arg("weights"), py::arg("grad_starts"),
+           py::arg("grads_come"), py::arg("place"))
+      .def("element_chunk", &PyOffloadPipeline::element_chunk, py::kw_only(), py::arg("params"), py::arg("grads"),
+           py::arg("states"), py::arg("masters"), py::arg("hyper_index"), py::arg("weights"), py::arg("grad_starts"),
            py::arg("grads_come"), py::arg("place"))
       .def("begin", &PyOffloadPipeline::begin, py::arg("chunks"), py::arg("grads"), py::arg("hypers"),
            py::arg("num_threads") = 0, py::arg("weights_leave") = false, py::arg("arrivals") = Arrivals{},

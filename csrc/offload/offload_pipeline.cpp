@@ -69,7 +69,7 @@ void OffloadPipeline::State::begin(Step next) {
   arrival.clear();
   chunk_copy.assign(step.chunks.size(), 0);
   events.clear();
-  size_t most = 0;  // three copies per span, three waits and Adam per chunk: reserved, so that recording an event cannot fail
+  size_t most = 0;  // three copies per span, three waits and an update per chunk: reserved, so that no event fails to be recorded
   for (const OffloadChunk& chunk : step.chunks) {
     arrival.push_back(chunk.arrival);
     most += 4 + 3 * chunk.spans.size();
@@ -136,8 +136,8 @@ void OffloadPipeline::State::update(int64_t number, Executor& executor) {
     numel += span.segment.numel;
   }
   const auto begin = Clock::now();
-  adam_cpu(segments.data(), static_cast<int64_t>(segments.size()), step.scalars.data(), executor);
-  note("adam", begin, numel);
+  step.update(number, segments, executor);
+  note("update", begin, numel);
   for (const OffloadSpan& span : chunk.spans) {
     const AdamSegment& t = span.segment;
     if (span.weight == nullptr) continue;
@@ -175,7 +175,7 @@ void OffloadPipeline::State::note(const char* what, Clock::time_point begin, int
   events.push_back({what, seconds(begin), seconds(end), amount});
 }
 
-// What the thread does: steps, until it is stopped. Its pool's other threads only run Adam.
+// What the thread does: steps, until it is stopped. Its pool's other threads only run kernels.
 void OffloadPipeline::State::work() {
   std::unique_ptr<ThreadPool> pool;
   std::unique_lock<std::mutex> lock(mutex);

@@ -1,9 +1,9 @@
-// The step of the cpu tier, chunk by chunk: copy gradients in, run Adam, copy new weights out. It needs no Python from begin to
-// end.
+// The step of the cpu tier, chunk by chunk: copy gradients in, update, copy new weights out. The caller says what updates a
+// chunk: a kernel, which needs no Python from begin to end, or a function that calls Python.
 //
 // Each chunk is fetched before the one before it is updated, so that its copies overlap that update. A place for weights is
-// used again when its last copy from the tier is done; one for gradients when Adam is done with its chunk, which the order of
-// chunks ensures.
+// used again when its last copy from the tier is done; one for gradients when its chunk is updated, which the order of chunks
+// ensures.
 //
 // Gradients that are copied to the tier outside of the step may be on their way when it begins: each chunk waits for its own
 // alone. Where nothing else is copied in, and the order is free, chunks from the end are updated while the next one's gradients
@@ -21,17 +21,17 @@
 #include <memory>
 #include <vector>
 
-#include "adam/adam_cpu.h"
+#include "adam/adam_segment.h"
 #include "copy/host_tier.h"
 
 namespace shardcore {
 
 class Executor;
 
-// A range that Adam updates in one chunk.
+// A range that is updated in one chunk.
 struct OffloadSpan {
-  AdamSegment segment;         // param and, if it is copied, grad: places that values are copied to
-  void* weight = nullptr;      // where new weights are copied to, and those that Adam reads are copied from; null: param itself
+  AdamSegment segment;         // param and, if it is copied, grad: places that values are copied to; the rest is for `update`
+  void* weight = nullptr;      // where new weights are copied to, and old ones from unless there are masters; null: param itself
   bool grad_comes = true;      // copied to segment.grad; else it is in the tier already
   const void* grad = nullptr;  // of this step: where it is
 };
@@ -46,7 +46,7 @@ struct OffloadChunk {
 struct OffloadEvent {
   const char* what;
   double begin_s, end_s;
-  int64_t amount;  // bytes of a copy, elements of Adam, the number of the copy that was waited for
+  int64_t amount;  // bytes of a copy, elements updated, the number of the copy that was waited for
 };
 
 // One step at a time. begin, the waits and end are called from one thread at a time.
@@ -60,7 +60,8 @@ class OffloadPipeline {
 
   struct Step {
     std::vector<OffloadChunk> chunks;
-    std::vector<AdamScalars> scalars;
+    // Updates the chunk of a number: its segments, with this step's gradients. Runs where the step does.
+    std::function<void(int64_t number, const std::vector<AdamSegment>& segments, Executor& executor)> update;
     void* stream = nullptr;      // the compute stream that copies begin after; see CopyStream
     bool weights_leave = false;  // copies of the chunks' weights may still be on their way to the device: wait for them first
     bool any_order = false;      // else chunks are updated in their order

@@ -1,15 +1,15 @@
 """The memory of a rank and the bytes that it sends per step, computed from shapes: nothing is
 allocated, no rank is started.
 
-Units, buckets, layouts and states are those of `shard`, on the meta device. Messages are formulas
-over the buckets (`_Step.transfers`). The size of a buffer pool depends on the order in which
-buffers are taken and given back, so `_Step.fill_pools` repeats that order with the engine's pools.
-tests/estimate compares all with real ranks. Not predicted: activations, the model's buffers, and
-temporary memory of shard() and state_dict().
+Units, buckets, layouts, states and the buffers of offload are those of `shard`, on the meta device.
+Messages are formulas over the buckets (`_Step.transfers`). The size of a buffer pool depends on the
+order in which buffers are taken and given back, so `_Step.fill_pools` repeats that order with the
+engine's pools. tests/estimate compares all with real ranks. Not predicted: activations, the model's
+buffers, and temporary memory of shard() and state_dict().
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
@@ -27,22 +27,19 @@ from shardcore.engine.bucket import (
     BufferPool,
     Lifetimes,
     ReducePolicy,
-    allocate,
     give_full,
     take_full,
 )
 from shardcore.engine.memory_report import MemoryReport, memory_lines
 from shardcore.engine.reduce_scatter import Parts, ReduceScatter
 from shardcore.engine.reducer import use_row_bytes
-from shardcore.engine.states import DeviceStore
+from shardcore.engine.states import DeviceStore, StateStore
 from shardcore.engine.step import STEP_ROW_BYTES
 from shardcore.engine.units import Unit, plan_units
 from shardcore.engine.unshard import keepers_of
-from shardcore.offload import nvme_weights
-from shardcore.offload.cpu_store import staging_bytes
 from shardcore.offload.host_gradients import IN_FLIGHT, grad_staging_bytes, host_grad_dtype
 from shardcore.offload.nvme_states import DiskUse, disk_use
-from shardcore.offload.split_store import split, weight_scratch_bytes
+from shardcore.offload.split_store import planned_store
 from shardcore.optim import ShardableOptimizer
 from shardcore.options import OffloadOptions, ShardOptions, accept_optimizer
 
@@ -205,9 +202,9 @@ def predict_rank(
         builder.allocate(bucket)
         bucket.weight_tier = tiers.params or "device"
     updated = [bucket for bucket in buckets if bucket.group is not None]
-    weights_in_files = buckets if tiers.params == "nvme" else []
+    store: StateStore = DeviceStore(updated, _META)
     if tiers.optimizer is not None:
-        split(weights_in_files or updated, tiers.ratio)
+        store = planned_store(buckets, updated, tiers, options.prefetch)
     in_buckets = {managed.param for bucket in buckets for managed in bucket.params}
     frozen = [param for param in model.parameters() if not param.requires_grad]
     rest = [param for param in frozen if param not in in_buckets]
@@ -229,7 +226,7 @@ def predict_rank(
     lines = memory_lines(
         buckets,
         step.lifetimes,
-        _States(updated, tiers, weights_in_files, options.prefetch),
+        store,
         step.pool,
         None if step.lifetimes.full_weight_resident else step.gathered,
         grad_staging_bytes(step.offloaded, step.policy),
@@ -237,7 +234,7 @@ def predict_rank(
     )
     disk = None
     if tiers.path is not None:
-        disk = disk_use(buckets, tiers.durable, weights_in_files)
+        disk = disk_use(buckets, tiers.durable, buckets if tiers.params == "nvme" else ())
     return Prediction(
         sum(param.numel() for param in model.parameters()),
         len(specs),
@@ -246,39 +243,6 @@ def predict_rank(
         disk,
         step.copies(tiers),
     )
-
-
-class _States(DeviceStore):
-    """States on the meta device, counted on the tiers of `tiers`."""
-
-    def __init__(
-        self,
-        buckets: Sequence[Bucket],
-        tiers: OffloadOptions,
-        in_files: Sequence[Bucket],
-        prefetch: int,
-    ) -> None:
-        """in_files: the buckets whose weights are."""
-        super().__init__([], _META)
-        if tiers.optimizer is not None:
-            self.tier = tiers.optimizer
-            self.scratch_bytes = staging_bytes(
-                buckets,
-                tiers.gradients is not None,
-                tiers.params is not None,
-                nvme=tiers.path is not None,
-            )
-        if in_files:
-            self.scratch_bytes += nvme_weights.buffer_bytes(in_files, prefetch)
-        elif tiers.params is not None:
-            self.weight_scratch_bytes = weight_scratch_bytes(buckets)
-
-    def stored(self, bucket: Bucket) -> Iterator[tuple[str, str, int]]:
-        """See StateStore."""
-        for numel, tier in (bucket.device_numel, "device"), (bucket.host_numel, self.tier):
-            if numel:
-                states = bucket.state_format.new(numel, partial(allocate, device=_META))
-                yield from ((tier, key, flat.nbytes) for key, flat in states.items())
 
 
 @dataclass(eq=False)

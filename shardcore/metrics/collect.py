@@ -25,7 +25,6 @@ from shardcore.engine.memory_report import report_now
 from shardcore.metrics import writers
 from shardcore.metrics.writers import COLUMNS
 from shardcore.offload.cpu_store import CpuStore
-from shardcore.offload.split_store import SplitStore
 from shardcore.optim import ShardableOptimizer
 from shardcore.optim.interface import weakly
 from shardcore.version import __version__
@@ -223,7 +222,7 @@ class Metrics:
     def _counts(self) -> dict[str, float]:
         """Return what is counted from the start on."""
         sent, store = self._comm.sent, self._engine.store
-        moved = store.moved_bytes if isinstance(store, CpuStore | SplitStore) else {}
+        moved = store.moved_bytes if isinstance(store, CpuStore) else {}
         counts = {f"{part}_ms": ms for part, ms in self._comm.clock.totals().items()}
         counts["sent_gradients_bytes"] = sent[Traffic.BACKWARD]
         counts["sent_weights_bytes"] = sent[Traffic.WEIGHTS] + sent[Traffic.STEP]

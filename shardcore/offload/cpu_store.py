@@ -6,32 +6,34 @@ copies each chunk of the reduced gradient to the host (and of weights, unless fl
 replace them), runs the same Adam kernel there, and copies the new weights back. On CPU ranks the
 tier is still separate memory, so that the copies can be tested without a GPU.
 
-Note [Staging]. While Adam works on a chunk, the next one is copied in and the one before copied
-back. So there are two staging buffers for gradients, and three for weights, used in turn; one for
-weights is used again when its last copy back is done. Only staging buffers are pinned: states and
-masters are never copied. Gradients that were offloaded in backward (`Bucket.host_grad`) need no
-staging buffer. Each element of a staging buffer has 4 bytes, as many as a float32, so that
-gradients of any dtype fit and all memory is allocated before the first step.
+Note [Staging]. While a chunk is updated, the next one is copied in and the one before copied back.
+csrc/offload does all of it: kernels (Adam, SGD, Adagrad, Lion) run inside, and steps of torch's
+other optimizers are called for each chunk. So there are two staging buffers for gradients, and
+three for weights, used in turn; one for weights is used again when its last copy back is done. Only
+staging buffers are pinned: states and masters are never copied. Gradients that were offloaded in
+backward (`Bucket.host_grad`) need no staging buffer. Each element of a staging buffer has 4 bytes,
+as many as a float32, so that gradients of any dtype fit and all memory is allocated before the
+first step.
 """
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import accumulate
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 
 from shardcore._native import _C
 from shardcore.engine.bucket import Bucket
-from shardcore.engine.states import Scalars, Span, lists_of, update_elements
+from shardcore.engine.states import DeviceStore, Scalars, Span, lists_of, update_elements
 from shardcore.layout import BLOCK, round_up
 from shardcore.offload import nvme_states
 from shardcore.offload.disk import ENGINE_BYTES
 from shardcore.offload.nvme_states import WEIGHT
 from shardcore.offload.nvme_weights import NvmeWeights
 from shardcore.offload.workers import on_worker
-from shardcore.optim.elementwise import ElementFormat
+from shardcore.optim.elementwise import ElementFormat, ElementStep, own_state
 from shardcore.optim.state_format import Kept, kept_values, range_of, values_of
 
 logger = logging.getLogger("shardcore")
@@ -47,48 +49,28 @@ def staging_numel(buckets: Sequence[Bucket]) -> int:
     return min(CHUNK_NUMEL, max((bucket.host_numel for bucket in buckets), default=0))
 
 
-def staging_bytes(
-    buckets: Sequence[Bucket],
-    grads_on_host: bool = False,
-    weights_on_host: bool = False,
-    *,
-    nvme: bool = False,
-) -> int:
-    """Return the bytes of all staging buffers, those of files among them; see CpuStore."""
-    count = (0 if grads_on_host else GRAD_BUFFERS) + (0 if weights_on_host else WEIGHT_BUFFERS)
-    numel = nvme_states.chunk_numel(buckets) if nvme else staging_numel(buckets)
-    return count * numel * _ITEM_BYTES + (
-        nvme_states.buffer_bytes(buckets) + ENGINE_BYTES if nvme else 0
-    )
-
-
-def host_bytes(
-    buckets: Sequence[Bucket],
-    grads_on_host: bool = False,
-    weights_on_host: bool = False,
-    *,
-    nvme: bool = False,
-) -> int:
-    """Return the bytes of host memory that a CpuStore of these buckets takes. nvme: its states
-    are in files.
+@dataclass(frozen=True)
+class _Chunk:
+    """A chunk of a step, and the tensors in the tier that update its spans. grads: staging buffers,
+    if there are some.
     """
-    states = 0 if nvme else sum(bucket.state_format.nbytes(bucket.host_numel) for bucket in buckets)
-    return states + staging_bytes(buckets, grads_on_host, weights_on_host, nvme=nvme)
+
+    native: _C.OffloadChunk
+    spans: list[Span]
+    params: list[torch.Tensor]
+    grads: list[torch.Tensor]
+    states: list[Kept]
 
 
 @dataclass(frozen=True)
 class _Part:
     """The chunks of one part of a step, kept for the next one if spans and dtypes of gradients are
     the same.
-
-    cut: the spans of each chunk; buckets: those of them all, in order.
     """
 
     spans: Sequence[Span]
     grad_dtypes: list[torch.dtype]
-    chunks: list[_C.OffloadChunk]
-    cut: list[list[Span]]
-    buckets: list[Bucket]
+    chunks: list[_Chunk]
 
 
 class HostStates:
@@ -175,14 +157,13 @@ class CpuStore:
     """
 
     weight_scratch_bytes = 0
-    on_device = None
+    on_device: DeviceStore | None = None
 
     def __init__(
         self,
         buckets: Sequence[Bucket],
+        copies: _C.HostTier,
         device: torch.device,
-        pin_memory: bool,
-        pin_memory_limit: int | None = None,
         *,
         grads_on_host: bool = False,
         weights_on_host: bool = False,
@@ -192,13 +173,13 @@ class CpuStore:
         """Allocate zero states for `buckets`, whose weights are on `device`, and staging for chunks
         of CHUNK_NUMEL elements.
 
-        At most `pin_memory_limit` bytes are pinned; what cannot be is pageable. grads_on_host:
-        gradients are copied in backward (`Bucket.host_grad`), not in a step. weights_on_host: the
-        shards of weights lie in host memory as well (`Bucket.tier`).
+        copies: takes host memory. grads_on_host: gradients are copied in backward
+        (`Bucket.host_grad`), not in a step. weights_on_host: the shards of weights lie in host
+        memory as well (`Bucket.tier`).
         files: what the states are in, if not in host memory. nodes: the NUMA nodes that states lie
         on by turns.
         """
-        self.copies, self._device = _C.HostTier(device, pin_memory, pin_memory_limit), device
+        self._buckets, self.copies, self._device = list(buckets), copies, device
         allocate = partial(self.copies.empty, pinned=False, nodes=nodes)
         self.in_files: nvme_states.NvmeStates | None = None
         if files is not None:
@@ -225,10 +206,13 @@ class CpuStore:
             + self._states.scratch_bytes
             + engine_bytes
         )
-        self._pipeline = _C.OffloadPipeline(self.copies, len(self._weights))
         # of the last steps, by the first span's bucket and first buffers
         self._parts: dict[tuple[Bucket, int], _Part] = {}
         self._before_change: Callable[[], object] | None = None
+
+    @cached_property
+    def _pipeline(self) -> _C.OffloadPipeline:
+        return _C.OffloadPipeline(self.copies, len(self._weights))
 
     def keep_weights(
         self, buckets: Sequence[Bucket], files: nvme_states.StateFiles, prefetch: int
@@ -258,7 +242,8 @@ class CpuStore:
         end = bucket.owned_numel if numel is None else start + numel
         split = key == "master" and bucket.state_format.master == "split"
         weight = bucket.owned_values(start, end - start) if split else bucket.owned_weight[:0]
-        return values_of(self.kept(bucket, start, end - start), key, weight)
+        kept = self._states.kept(bucket, start - bucket.device_numel, end - start)
+        return values_of(kept, key, weight)
 
     def write(self, bucket: Bucket, key: str, start: int, values: torch.Tensor) -> None:
         """See StateStore."""
@@ -304,12 +289,18 @@ class CpuStore:
         self._states.replace(gone, made)
 
     def steps(
+        self, parts: Sequence[Sequence[Span]], hypers: Scalars
+    ) -> Iterator[_C.CopyEvent | None]:
+        """See StateStore."""
+        return self._steps(parts, hypers)
+
+    def _steps(
         self,
         parts: Sequence[Sequence[Span]],
         hypers: Scalars,
         beside: Callable[[int], None] | None = None,
     ) -> Iterator[_C.CopyEvent | None]:
-        """See StateStore.
+        """Update what the CPU has of each part.
 
         beside: called with each part's index once the part's first copies are queued, which then do
         not wait for its own work. RuntimeError if a copy failed: then only some chunks are updated.
@@ -321,20 +312,21 @@ class CpuStore:
             kept.append(self._part(spans, turn))
             turn += len(kept[-1].chunks)
         chunks = [chunk for part in kept for chunk in part.chunks]
-        buckets = [bucket for part in kept for bucket in part.buckets]
+        buckets = [span.bucket for chunk in chunks for span in chunk.spans]
         alone = not self._files
-        threads = on_worker.threads if alone else 0  # 0: Adam runs in the waits below
-        assert not isinstance(hypers, _C.DeviceScalars)
+        scalars = self._scalars(chunks, hypers)
+        # 0: chunks are updated in the waits below
+        threads = on_worker.threads if alone and not callable(scalars) else 0
         try:
             # Weights in host memory that are still being copied to the device must not change.
             if not chunks and not self._weights:
                 self.copies.synchronize()
             for files in self._files:
-                files.begin([spans for part in kept for spans in part.cut])
+                files.begin([chunk.spans for chunk in chunks])
             self._pipeline.begin(
-                chunks,
+                [chunk.native for chunk in chunks],
                 [_grad_of(bucket)[0] for bucket in buckets],
-                hypers,
+                scalars,
                 threads,
                 weights_leave=not self._weights,
                 arrivals=[bucket.arrival for bucket in buckets],
@@ -361,172 +353,81 @@ class CpuStore:
             raise
         self._pipeline.end()
 
+    def _scalars(self, chunks: Sequence[_Chunk], hypers: Scalars) -> Any:
+        """Return what the pipeline updates chunks by: scalars of a kernel, or `_update` where an
+        optimizer of torch has none.
+        """
+        assert not isinstance(hypers, _C.DeviceScalars)
+        if not any(isinstance(hyper, ElementStep) for hyper in hypers):
+            return hypers
+        scalars = [hyper.scalars for hyper in hypers]
+        missing = any(one is None for one in scalars)
+        return partial(self._update, chunks, hypers) if missing else scalars
+
+    def _update(self, chunks: Sequence[_Chunk], hypers: Scalars, number: int) -> None:
+        chunk = chunks[number]
+        grads = chunk.grads or [_grad_part(span) for span in chunk.spans]
+        update_elements(chunk.spans, chunk.params, grads, chunk.states, hypers)
+
     def _part(self, spans: Sequence[Span], turn: int) -> _Part:
         """Return the chunks of `spans`, of which the first is chunk `turn` of the step."""
         if not spans:
-            return _Part([], [], [], [], [])
+            return _Part([], [], [])
         key = spans[0].bucket, turn % (GRAD_BUFFERS * WEIGHT_BUFFERS * self._states.places)
         grad_dtypes = [
             _grad_of(bucket)[0].dtype for bucket in dict.fromkeys(span.bucket for span in spans)
         ]
         part = self._parts.get(key)
         if part is None or part.spans != spans or part.grad_dtypes != grad_dtypes:
-            cut = list(self._states.cut(spans))
+            cut = self._states.cut(spans)
             chunks = [self._chunk(of_chunk, turn + number) for number, of_chunk in enumerate(cut)]
-            buckets = [span.bucket for of_chunk in cut for span in of_chunk]
-            part = self._parts[key] = _Part(list(spans), grad_dtypes, chunks, cut, buckets)
+            part = self._parts[key] = _Part(list(spans), grad_dtypes, chunks)
         return part
 
-    def _chunk(self, spans: Sequence[Span], turn: int) -> _C.OffloadChunk:
+    def _chunk(self, spans: list[Span], turn: int) -> _Chunk:
         """Make chunk `turn`: staging buffers for gradients and weights that are not in host
         memory anyway.
         """
-        params, grads, starts = [], [], []
-        weights: list[torch.Tensor | None] = []
-        in_files = None if self.weight_files is None else self.weight_files.of_chunk(spans, turn)
-        cursor = 0
-        for number, span in enumerate(spans):
-            weight = span.bucket.owned_weight[span.start : span.start + span.numel]
-            if in_files is not None:
-                weight = in_files[number][WEIGHT]
-            grad, first = _grad_of(span.bucket)
-            starts.append(span.start - first)
-            # Adam has worked on the chunk before the last, which used the same buffer
-            if self._grads:
-                grads.append(
-                    _view(self._grads[turn % GRAD_BUFFERS], grad.dtype, cursor, span.numel)
-                )
-            else:
-                grads.append(grad[starts[-1] : starts[-1] + span.numel])
-            if self._weights:
-                params.append(
-                    _view(self._weights[turn % WEIGHT_BUFFERS], weight.dtype, cursor, span.numel)
-                )
-            else:
-                params.append(weight)
-            weights.append(weight if self._weights else None)
-            cursor += round_up(span.numel, BLOCK)
-        states = self._states.of_chunk(spans, turn)
-        return self._pipeline.chunk(
+        grads = [_grad_part(span) for span in spans]
+        if self.weight_files is not None:
+            weights = [kept[WEIGHT] for kept in self.weight_files.of_chunk(spans, turn)]
+        else:
+            weights = [
+                span.bucket.owned_weight[span.start : span.start + span.numel] for span in spans
+            ]
+        params, states = weights, self._states.of_chunk(spans, turn)
+        staged = []
+        if self._grads:  # the chunk before the last, which used the same buffer, is updated
+            grads = staged = _places(self._grads[turn % GRAD_BUFFERS], grads)
+        if self._weights:
+            params = _places(self._weights[turn % WEIGHT_BUFFERS], weights)
+        common: dict[str, Any] = dict(
             params=params,
             grads=grads,
-            weights=weights,
-            grad_starts=starts,
+            weights=weights if self._weights else [None] * len(spans),
+            grad_starts=[span.start - _grad_of(span.bucket)[1] for span in spans],
             grads_come=bool(self._grads),
             place=turn % WEIGHT_BUFFERS if self._weights else 0,
-            **lists_of(spans, states),
         )
+        if not isinstance(spans[0].bucket.state_format, ElementFormat):
+            native = self._pipeline.chunk(**common, **lists_of(spans, states))
+        else:
+            native = self._pipeline.element_chunk(
+                **common,
+                states=[own_state(state) for state in states],
+                masters=[state.get("master") for state in states],
+                hyper_index=[span.hyper for span in spans],
+            )
+        return _Chunk(native, spans, params, staged, states)
 
 
-class ElementStore(CpuStore):
-    """A CpuStore for elementwise optimizers of torch.optim, whose steps torch runs: the same
-    chunks, copied around them.
-    """
-
-    def steps(
-        self,
-        parts: Sequence[Sequence[Span]],
-        hypers: Scalars,
-        beside: Callable[[int], None] | None = None,
-    ) -> Iterator[_C.CopyEvent | None]:
-        """See CpuStore."""
-        self._wait_to_change()
-        cut = [list(self._states.cut(spans)) if spans else [] for spans in parts]
-        chunks = [chunk for of_part in cut for chunk in of_part]
-        last_use: dict[int, _C.CopyEvent] = {}  # of each staging buffer for weights
-        turn = 0
-        try:
-            # weights in host memory that are still being copied to the device must not change
-            if not self._weights:
-                self.copies.synchronize()
-            fetched = self._fetch(chunks, 0)
-            for index, of_part in enumerate(cut):
-                if beside is not None:
-                    beside(index)
-                copied: _C.CopyEvent | None = None
-                for spans in of_part:
-                    grads, events = fetched
-                    fetched = self._fetch(chunks, turn + 1)
-                    copied = self._update(
-                        spans, grads, events, hypers, last_use, turn % WEIGHT_BUFFERS
-                    )
-                    turn += 1
-                yield copied
-        except BaseException:  # GeneratorExit among them
-            self.copies.drain()
-            raise
-
-    def _fetch(
-        self, chunks: Sequence[list[Span]], turn: int
-    ) -> tuple[list[torch.Tensor], list[_C.CopyEvent]]:
-        """Begin to copy the gradients of chunk `turn`, if there is one; returns them, and what
-        to wait for.
-        """
-        grads: list[torch.Tensor] = []
-        events: list[_C.CopyEvent] = []
-        cursor = 0
-        for span in chunks[turn] if turn < len(chunks) else ():
-            grad, first = _grad_of(span.bucket)
-            source = grad[span.start - first : span.start - first + span.numel]
-            if span.bucket.arrival is not None:
-                events.append(span.bucket.arrival)
-            if self._grads:
-                target = _view(self._grads[turn % GRAD_BUFFERS], grad.dtype, cursor, span.numel)
-                events.append(self.copies.to_tier(target, source))
-                source = target
-            grads.append(source)
-            cursor += round_up(span.numel, BLOCK)
-        return grads, events
-
-    def _update(
-        self,
-        spans: Sequence[Span],
-        grads: Sequence[torch.Tensor],
-        events: Sequence[_C.CopyEvent],
-        hypers: Scalars,
-        last_use: dict[int, _C.CopyEvent],
-        place: int,
-    ) -> _C.CopyEvent | None:
-        """Update a chunk; returns the copy of its last weights, if they leave host memory.
-        place: of the staging buffer.
-        """
-        weights = [span.bucket.owned_weight[span.start : span.start + span.numel] for span in spans]
-        params, come = weights, list(events)
-        if self._weights:
-            if place in last_use:
-                last_use[place].synchronize()
-            starts = [0, *accumulate(round_up(span.numel, BLOCK) for span in spans)]
-            params = [
-                _view(self._weights[place], w.dtype, at, w.numel())
-                for at, w in zip(starts, weights, strict=False)
-            ]
-            reads = [span.bucket.state_format.reads_weights for span in spans]
-            come += [
-                self.copies.to_tier(p, w)
-                for p, w, read in zip(params, weights, reads, strict=True)
-                if read
-            ]
-        for event in come:
-            event.synchronize()
-        states = [self.kept(span.bucket, span.start, span.numel) for span in spans]
-        update_elements(spans, params, grads, states, hypers)
-        if not self._weights:
-            return None
-        for weight, param in zip(weights, params, strict=True):
-            last_use[place] = self.copies.from_tier(weight, param)
-        return last_use[place]
-
-
-def cpu_store_of(buckets: Sequence[Bucket]) -> type[CpuStore]:
-    """Return the class that keeps these buckets' states in host memory."""
-    elements = any(isinstance(bucket.state_format, ElementFormat) for bucket in buckets)
-    return ElementStore if elements else CpuStore
-
-
-def _view(buffer: torch.Tensor, dtype: torch.dtype, start: int, numel: int) -> torch.Tensor:
-    """View elements [start, start + numel) of a staging buffer as values of `dtype`."""
-    first = start * _ITEM_BYTES
-    return buffer[first : first + numel * dtype.itemsize].view(dtype)
+def _places(buffer: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """View a staging buffer as places for these tensors, each from a block boundary on."""
+    places, first = [], 0
+    for part in parts:
+        places.append(buffer[first : first + part.nbytes].view(part.dtype))
+        first += round_up(part.numel(), BLOCK) * _ITEM_BYTES
+    return places
 
 
 def _grad_of(bucket: Bucket) -> tuple[torch.Tensor, int]:
@@ -537,6 +438,11 @@ def _grad_of(bucket: Bucket) -> tuple[torch.Tensor, int]:
         return bucket.host_grad, bucket.device_numel
     assert bucket.grad is not None
     return bucket.grad, 0
+
+
+def _grad_part(span: Span) -> torch.Tensor:
+    grad, first = _grad_of(span.bucket)
+    return grad[span.start - first : span.start - first + span.numel]
 
 
 def warn_of_pageable(copies: _C.HostTier) -> None:

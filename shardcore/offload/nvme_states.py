@@ -176,6 +176,10 @@ class Scratch:
         """See StateFiles."""
 
 
+class Unopened(Scratch):
+    """Files that are only planned, and never opened."""
+
+
 def check_directories(directories: Sequence[Path]) -> None:
     """Raise NotADirectoryError for a file, and ValueError for a directory that is there twice."""
     found: dict[Path, Path] = {}
@@ -233,14 +237,7 @@ def chunk_numel(buckets: Sequence[Bucket]) -> int:
     return min(CHUNK_NUMEL, max((bucket.host_numel for bucket in buckets), default=0))
 
 
-def buffer_bytes(buckets: Sequence[Bucket], format_of: FormatOf = _states) -> int:
-    """Return the bytes of host memory that all buffers take."""
-    return (PLACES + 1) * (place_bytes(buckets, format_of) + ALIGNMENT)
-
-
-def place_bytes(
-    buckets: Sequence[Bucket], format_of: FormatOf = _states, alignment: int = ALIGNMENT
-) -> int:
+def place_bytes(buckets: Sequence[Bucket], format_of: FormatOf, alignment: int) -> int:
     """Return the bytes of the largest chunk, a multiple of `alignment`."""
     most = max(
         (format_of(bucket).nbytes(min(bucket.host_numel, CHUNK_NUMEL)) for bucket in buckets),
@@ -326,12 +323,13 @@ class NvmeStates:
         """Take space in files for the states of `buckets`, all zero, and memory for the buffers.
         Raises OSError.
         """
-        self._engine, self._format_of = file_engine(), format_of
+        self._format_of = format_of
         self._chunks = {bucket: list(chunks_of(bucket, format_of(bucket))) for bucket in buckets}
         self.chunk_numel = chunk_numel(buckets)
         self.files = files
-        self._files = files.open(self._engine, self.chunks)
-        alignment = max(ALIGNMENT, *(file.block_bytes for file in self._files))
+        planned = isinstance(files, Unopened)
+        self._files = [] if planned else files.open(file_engine(), self.chunks)
+        alignment = max([ALIGNMENT, *(file.block_bytes for file in self._files)])
         size = place_bytes(buckets, format_of, alignment)
         # the last one: see _hold
         self._buffers = [aligned(allocate, size, alignment) for _ in range(PLACES + 1)]

@@ -22,7 +22,6 @@ from shardcore._native import _C
 from shardcore.engine.bucket import Bucket
 from shardcore.layout import round_up
 from shardcore.offload import nvme_states
-from shardcore.offload.disk import ALIGNMENT
 from shardcore.offload.nvme_states import (
     WEIGHT,
     Chunk,
@@ -39,12 +38,6 @@ _STREAMING = 2  # buffers beside those of what is read ahead
 
 def _weights(bucket: Bucket) -> WeightFormat:
     return WeightFormat(bucket.dtype)
-
-
-def buffer_bytes(buckets: Sequence[Bucket], prefetch: int) -> int:
-    """Return the bytes of host memory that all buffers take."""
-    read = _read_buffers(buckets, prefetch) * (place_bytes(buckets, _weights) + ALIGNMENT)
-    return nvme_states.buffer_bytes(buckets, _weights) + read
 
 
 def _read_buffers(buckets: Sequence[Bucket], prefetch: int) -> int:

@@ -23,6 +23,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -32,8 +33,8 @@ from shardcore.engine.bucket import Bucket
 from shardcore.engine.plan import Plan
 from shardcore.engine.states import DeviceStore, Scalars, Span
 from shardcore.layout import BLOCK
-from shardcore.offload.cpu_store import cpu_store_of
-from shardcore.offload.nvme_states import StateFiles
+from shardcore.offload.cpu_store import CpuStore
+from shardcore.offload.nvme_states import StateFiles, Unopened
 from shardcore.optim.state_format import Kept
 
 logger = logging.getLogger("shardcore")
@@ -59,63 +60,35 @@ def split(buckets: Iterable[Bucket], ratio: float) -> None:
         bucket.device_numel = device_numel(bucket, ratio)
 
 
-def weight_scratch_bytes(buckets: Iterable[Bucket]) -> int:
-    """Return the bytes on the device in which its share of weights in host memory is updated,
-    one bucket after the other.
-    """
-    return max((bucket.device_numel * bucket.dtype.itemsize for bucket in buckets), default=0)
-
-
-class SplitStore:
-    """A DeviceStore of the first part of each bucket's owned range, and a CpuStore of the rest.
+class SplitStore(CpuStore):
+    """A CpuStore beside a DeviceStore of the first part of each bucket's owned range.
 
     Weights that lie in host memory are copied to the device for its part of a step and back,
     through a scratch buffer as large as the largest such part. The CPU's part is updated where it
     lies.
     """
 
-    def __init__(
-        self,
-        buckets: Sequence[Bucket],
-        device: torch.device,
-        pin_memory: bool,
-        pin_memory_limit: int | None = None,
-        *,
-        grads_on_host: bool = False,
-        weights_on_host: bool = False,
-        files: StateFiles | None = None,
-        nodes: Sequence[int] = (),
-    ) -> None:
+    on_device: DeviceStore
+
+    def __init__(self, buckets: Sequence[Bucket], *arguments: Any, **options: Any) -> None:
         """Allocate zero states for `buckets` where `split` says. See CpuStore."""
-        self._buckets, self._device = list(buckets), device
-        self._grads_on_host, self._weights_on_host = grads_on_host, weights_on_host
+        super().__init__(buckets, *arguments, **options)
         self.timed = False  # a step ends when its last weights have arrived
         self._spent_s = 0.0
         self._copied_back: _C.CopyEvent | None = None
-        self.on_cpu = cpu_store_of(buckets)(
-            buckets,
-            device,
-            pin_memory,
-            pin_memory_limit,
-            grads_on_host=grads_on_host,
-            weights_on_host=weights_on_host,
-            files=files,
-            nodes=nodes,
-        )
-        self.tier = self.on_cpu.tier
         self._make_device_store()
 
     def _make_device_store(self) -> None:
         self.on_device = DeviceStore(self._buckets, self._device)
         self._halves: dict[Bucket, tuple[list[Span], list[Span], list[Span]]] = {}  # see _halves_of
-        self.weight_scratch_bytes = (
-            weight_scratch_bytes(self._buckets) if self._weights_on_host else 0
-        )
-        memory = torch.empty(self.weight_scratch_bytes, dtype=torch.uint8, device=self._device)
-        self._scratch = {
-            bucket: memory[: bucket.device_numel * bucket.dtype.itemsize].view(bucket.dtype)
-            for bucket in (self._buckets if self._weights_on_host else ())
+        # weights of the host's, which is none of the staging buffers, are updated in it
+        sizes = {
+            bucket: bucket.device_numel * bucket.dtype.itemsize
+            for bucket in (() if self._weights else self._buckets)
         }
+        self.weight_scratch_bytes = max(sizes.values(), default=0)
+        memory = torch.empty(self.weight_scratch_bytes, dtype=torch.uint8, device=self._device)
+        self._scratch = {bucket: memory[:size].view(bucket.dtype) for bucket, size in sizes.items()}
 
     def seconds(self) -> float:
         """Return the time of all steps so far."""
@@ -130,14 +103,10 @@ class SplitStore:
     def taken_bytes(self, ratio: float) -> int:
         """Return the bytes that the device takes with this ratio beyond those with 1."""
         counts = [(bucket, device_numel(bucket, ratio)) for bucket in self._buckets]
-        grads = (
-            sum(count for _, count in counts) * torch.float32.itemsize if self._grads_on_host else 0
-        )
-        scratch = (
-            max((count * bucket.dtype.itemsize for bucket, count in counts), default=0)
-            if self._weights_on_host
-            else 0
-        )
+        grads = 0 if self._grads else sum(count for _, count in counts) * torch.float32.itemsize
+        scratch = 0
+        if not self._weights:
+            scratch = max((count * bucket.dtype.itemsize for bucket, count in counts), default=0)
         return self.device_bytes(ratio) + grads + scratch
 
     def resplit(self, ratio: float) -> None:
@@ -147,22 +116,7 @@ class SplitStore:
         split(self._buckets, ratio)
         self._make_device_store()
         for bucket in self._buckets:
-            self.on_device.load(bucket, self.on_cpu.shrink(bucket))
-
-    @property
-    def copies(self) -> _C.HostTier:
-        """The only way to and from host memory."""
-        return self.on_cpu.copies
-
-    @property
-    def moved_bytes(self) -> dict[str, int]:
-        """See CpuStore."""
-        return self.on_cpu.moved_bytes
-
-    @property
-    def scratch_bytes(self) -> int:
-        """See StateStore."""
-        return self.on_cpu.scratch_bytes
+            self.on_device.load(bucket, self.shrink(bucket))
 
     def read(
         self, bucket: Bucket, key: str, start: int = 0, numel: int | None = None
@@ -171,34 +125,25 @@ class SplitStore:
         cut, end = bucket.device_numel, bucket.owned_numel if numel is None else start + numel
         # an empty part lies where both tiers' are joined
         if start >= cut or (start == end and bucket.host_numel):
-            return self.on_cpu.read(bucket, key, max(cut, start), end - start)
+            return super().read(bucket, key, max(cut, start), end - start)
         if end <= cut:
             return self.on_device.read(bucket, key, start, end - start)
         first = self.on_device.read(bucket, key, start, cut - start)
-        return torch.cat([first.cpu(), self.on_cpu.read(bucket, key, cut, end - cut).cpu()])
+        return torch.cat([first.cpu(), super().read(bucket, key, cut, end - cut).cpu()])
 
     def kept(self, bucket: Bucket, start: int, numel: int) -> Kept:
         """See StateStore."""
         first = max(0, min(bucket.device_numel - start, numel))
-        on_device, on_cpu = (
-            store.kept(bucket, at, count) if count else {}
-            for store, at, count in (
-                (self.on_device, start, first),
-                (self.on_cpu, start + first, numel - first),
-            )
-        )
+        on_device = self.on_device.kept(bucket, start, first) if first else {}
+        on_cpu = super().kept(bucket, start + first, numel - first) if first < numel else {}
         if not on_device or not on_cpu:
             return on_device or on_cpu
         return {key: torch.cat([flat.cpu(), on_cpu[key]]) for key, flat in on_device.items()}
 
-    def watch(self, before_change: Callable[[], object] | None) -> None:
-        """See StateStore."""
-        self.on_cpu.watch(before_change)
-
     def stored(self, bucket: Bucket) -> Iterator[tuple[str, str, int]]:
         """See StateStore."""
         yield from self.on_device.stored(bucket)
-        yield from self.on_cpu.stored(bucket)
+        yield from super().stored(bucket)
 
     def replace(self, gone: Sequence[Bucket], made: Sequence[Bucket]) -> None:
         """See StateStore."""
@@ -209,7 +154,7 @@ class SplitStore:
         first = max(0, min(bucket.device_numel - start, values.numel()))
         self.on_device.write(bucket, key, start, values[:first])
         if first < values.numel():
-            self.on_cpu.write(bucket, key, start + first, values[first:])
+            super().write(bucket, key, start + first, values[first:])
 
     def steps(
         self, parts: Sequence[Sequence[Span]], hypers: Scalars
@@ -220,7 +165,7 @@ class SplitStore:
         begun_s = time.perf_counter()
         halves = [self._halves_of(spans) for spans in parts]
         update = self._step_in_scratch if self._scratch else self.on_device.step
-        yield from self.on_cpu.steps(
+        yield from self._steps(
             [cpu for _, cpu in halves], hypers, lambda index: update(halves[index][0], hypers)
         )
         if self.timed:
@@ -262,6 +207,71 @@ class SplitStore:
                     on_cpu.append(span.part(first, span.numel - first))
             kept = self._halves[spans[0].bucket] = list(spans), on_device, on_cpu
         return kept[1:]
+
+
+class HostTiers(Protocol):
+    """What shard's `offload` asks for (OffloadOptions)."""
+
+    @property
+    def gradients(self) -> str | None: ...
+    @property
+    def params(self) -> str | None: ...
+    @property
+    def path(self) -> Sequence[str] | None: ...
+    @property
+    def auto(self) -> bool: ...
+    @property
+    def ratio(self) -> float: ...
+
+
+def host_store(
+    buckets: Sequence[Bucket],
+    copies: _C.HostTier,
+    device: torch.device,
+    tiers: HostTiers,
+    files: StateFiles | None,
+    nodes: Sequence[int] = (),
+) -> CpuStore:
+    """Return the store of these tiers, for buckets that `split` has cut. See CpuStore."""
+    store = SplitStore if tiers.auto or tiers.ratio < 1.0 else CpuStore
+    return store(
+        buckets,
+        copies,
+        device,
+        grads_on_host=tiers.gradients is not None,
+        weights_on_host=tiers.params is not None,
+        files=files,
+        nodes=nodes,
+    )
+
+
+class _Counted:
+    """A HostTier without memory."""
+
+    @staticmethod
+    def empty(numel: int, dtype: torch.dtype, **_: Any) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype, device="meta")
+
+
+def planned_store(
+    buckets: Sequence[Bucket], updated: Sequence[Bucket], tiers: HostTiers, prefetch: int
+) -> CpuStore:
+    """Cut `buckets` as `tiers` say, and return the store of those that are `updated`, which takes
+    no memory and no space in files: its sizes are those of `host_store`.
+    """
+    weights = buckets if tiers.params == "nvme" else []
+    split(weights or updated, tiers.ratio)
+    files = None if tiers.path is None else Unopened(())
+    store = host_store(updated, cast(Any, _Counted()), torch.device("meta"), tiers, files)
+    if weights:
+        store.keep_weights(weights, Unopened(()), prefetch)
+    return store
+
+
+def host_bytes(store: CpuStore, buckets: Iterable[Bucket]) -> int:
+    """Return the bytes of host memory that a store takes for its buckets, weights not included."""
+    states = (size for bucket in buckets for tier, _, size in store.stored(bucket) if tier == "cpu")
+    return store.scratch_bytes + sum(states)
 
 
 def choose_ratio(

@@ -100,6 +100,11 @@ def _switches(options: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def own_state(state: Kept) -> torch.Tensor | None:
+    """Return the state that a kernel updates beside weights: the momentum, or Adagrad's sum."""
+    return next((flat for key, flat in state.items() if key != "master"), None)
+
+
 def is_elementwise(optimizer: object) -> bool:
     """Whether shard can run the optimizer on flat ranges: one of ELEMENTWISE, or with
     `elementwise = True`.
@@ -139,6 +144,18 @@ class ElementStep:
     step: int
     grad_scale: float
 
+    @property
+    def _fills(self) -> bool:
+        return self.step == 1 and bool(self.options.get("initial_accumulator_value"))
+
+    @property
+    def scalars(self) -> _C.ElementScalars | None:
+        """What the kernel reads; None where the class has none, or a first step fills states."""
+        scalars_of = KERNELS.get(self.kind.cls)
+        if scalars_of is None or self._fills:
+            return None
+        return scalars_of(self.options, self.step, self.grad_scale)
+
     def update(
         self, params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], states: Sequence[Kept]
     ) -> None:
@@ -146,13 +163,13 @@ class ElementStep:
         dtype; not written.
         """
         if self.kind.cls in KERNELS:
-            own = [next((state[key] for key in state if key != "master"), None) for state in states]
-            if self.step == 1 and self.options.get("initial_accumulator_value"):
-                for total in own:
-                    assert total is not None
-                    total.fill_(self.options["initial_accumulator_value"])
+            if self._fills:
+                for state in states:
+                    state["sum"].fill_(self.options["initial_accumulator_value"])
+            own = [own_state(state) for state in states]
+            masters = [state.get("master") for state in states]
             scalars = KERNELS[self.kind.cls](self.options, self.step, self.grad_scale)
-            _C.element_step(params, grads, own, [state.get("master") for state in states], scalars)
+            _C.element_step(params, grads, own, masters, scalars)
             return
         if params[0].device.type != "cpu":
             self._update(params, grads, states)
@@ -179,13 +196,7 @@ class ElementStep:
         scratch: torch.Tensor | None = None,
     ) -> None:
         targets = [state.get("master", param) for param, state in zip(params, states, strict=True)]
-        self.kind.run(
-            self.options,
-            self.step,
-            targets,
-            [self._scaled(grad, scratch) for grad in grads],
-            states,
-        )
+        self.run(targets, [self._scaled(grad, scratch) for grad in grads], states)
         rounded = [
             (param, target)
             for param, target in zip(params, targets, strict=True)
@@ -193,6 +204,38 @@ class ElementStep:
         ]
         if rounded:
             _C.cast([param for param, _ in rounded], [target for _, target in rounded])
+
+    def run(
+        self,
+        targets: list[torch.Tensor],
+        grads: Sequence[torch.Tensor],
+        states: Sequence[Kept],
+    ) -> None:
+        """Run a step of torch's over flat float32 tensors; new values of their states are in
+        `states`.
+        """
+        names, kind = [key for key in states[0] if key != "master"], self.kind
+        if self.step == 1:  # the optimizer makes them
+            mine: list[dict[str, Any]] = [kind.first(self.options, target) for target in targets]
+        else:
+            mine = [
+                {key: state[key] for key in names} | {"step": kind.count(self.step - 1)}
+                for state in states
+            ]
+        of_targets = defaultdict(dict, zip(targets, mine, strict=True))
+        optimizer = bare_optimizer(kind.cls, self.options, targets, of_targets, kind.attributes)
+        for target, grad in zip(targets, grads, strict=True):
+            target.grad = grad
+        try:
+            plain_step(kind.cls)(optimizer)
+        finally:
+            for target in targets:
+                target.grad = None
+        for target, state in zip(targets, states, strict=True):
+            for key in names:
+                new = optimizer.state[target][key]
+                if new is not state[key]:
+                    state[key].copy_(new)
 
     def _scaled(self, grad: torch.Tensor, scratch: torch.Tensor | None) -> torch.Tensor:
         """Return the gradient in float32, multiplied; if that has to be written, in `scratch`."""
@@ -257,10 +300,9 @@ class ElementKind:
             for key, value in own.items()
             if key not in ("defaults", "param_groups", "state")
         }
-        self._step = plain_step(cls)
         self._names: dict[str, tuple[str, ...]] = {}
         # how the class counts steps in its states: int, or a tensor
-        self._count: Callable[[int], Any] = step_tensor
+        self.count: Callable[[int], Any] = step_tensor
 
     def terms(self, group: Group) -> dict[str, Any]:
         """Return the options that say what a step computes, with numbers in place of tensors.
@@ -329,7 +371,7 @@ class ElementKind:
                 self.cls, options, [param], defaultdict(dict, states), self.attributes
             )
             param.grad = torch.zeros_like(param)
-            self._step(optimizer)
+            plain_step(self.cls)(optimizer)
             names = []
             for key, value in optimizer.state[param].items():
                 if (
@@ -339,7 +381,7 @@ class ElementKind:
                 ):
                     names.append(key)
                 elif key == "step":
-                    self._count = int if isinstance(value, int) else step_tensor
+                    self.count = int if isinstance(value, int) else step_tensor
                 elif value is not None:
                     raise NotImplementedError(
                         f"shard: a {self.name} keeps {key}={value!r} for a parameter; expected "
@@ -359,40 +401,6 @@ class ElementKind:
             "sum": torch.full_like(param, options["initial_accumulator_value"]),
             "step": step_tensor(0),
         }
-
-    def run(
-        self,
-        options: Mapping[str, Any],
-        step: int,
-        targets: list[torch.Tensor],
-        grads: Sequence[torch.Tensor],
-        states: Sequence[Kept],
-    ) -> None:
-        """Run a step of torch's over flat float32 tensors; new values of their states are in
-        `states`.
-        """
-        names = [key for key in states[0] if key != "master"]
-        if step == 1:  # the optimizer makes them
-            mine: list[dict[str, Any]] = [self.first(options, target) for target in targets]
-        else:
-            mine = [
-                {key: state[key] for key in names} | {"step": self._count(step - 1)}
-                for state in states
-            ]
-        of_targets = defaultdict(dict, zip(targets, mine, strict=True))
-        optimizer = bare_optimizer(self.cls, options, targets, of_targets, self.attributes)
-        for target, grad in zip(targets, grads, strict=True):
-            target.grad = grad
-        try:
-            self._step(optimizer)
-        finally:
-            for target in targets:
-                target.grad = None
-        for target, state in zip(targets, states, strict=True):
-            for key in names:
-                new = optimizer.state[target][key]
-                if new is not state[key]:
-                    state[key].copy_(new)
 
     def export_groups(self, groups: Sequence[Group]) -> list[dict[str, Any]]:
         """See Kind."""

@@ -3,8 +3,8 @@ torch.optim.Muon's.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -103,6 +103,16 @@ class MuonStep(ElementStep):
 
     scale: float = 1.0
 
+    def run(
+        self,
+        targets: list[torch.Tensor],
+        grads: Sequence[torch.Tensor],
+        states: Sequence[Kept],
+    ) -> None:
+        """See ElementStep."""
+        torch._foreach_mul_(targets, 1.0 - self.options["lr"] * self.options["weight_decay"])
+        torch._foreach_add_(targets, list(grads), alpha=self.options["lr"])
+
 
 class MuonKind(ElementKind):
     """See Kind. Elementwise once the gradients of matrices are orthogonalized
@@ -122,7 +132,8 @@ class MuonKind(ElementKind):
     def hyper(self, group: Group, step: int, grad_scale: float) -> ElementStep:
         """See ElementKind."""
         if not group["use_muon"]:
-            return super().hyper(group, step, grad_scale)
+            of_adam = super().hyper(group, step, grad_scale)
+            return replace(of_adam, kind=self._adam, options=_of_adam(of_adam.options))
         return MuonStep(self, self._options(group), step, 1.0, grad_scale)
 
     def format_of(self, group: Group, dtype: torch.dtype) -> StateFormat:
@@ -133,21 +144,6 @@ class MuonKind(ElementKind):
             else self._adam._states_of(_of_adam(self._options(group)))
         )
         return ElementFormat("fp32" if dtype in MASTERED_DTYPES else None, names=names)
-
-    def run(
-        self,
-        options: Mapping[str, Any],
-        step: int,
-        targets: list[torch.Tensor],
-        grads: Sequence[torch.Tensor],
-        states: Sequence[Kept],
-    ) -> None:
-        """See ElementKind."""
-        if not options["use_muon"]:
-            self._adam.run(_of_adam(options), step, targets, grads, states)
-            return
-        torch._foreach_mul_(targets, 1.0 - options["lr"] * options["weight_decay"])
-        torch._foreach_add_(targets, list(grads), alpha=options["lr"])
 
     @staticmethod
     def momentum(options: Group, buffer: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:

@@ -217,7 +217,10 @@ std::vector<std::vector<uint8_t>> stepped_in_chunks(AdamProblem& problem, int nu
       step.chunks.push_back({{span}, static_cast<int>(turn % 3)});
     }
     const auto count = static_cast<int64_t>(step.chunks.size());
-    step.scalars = AdamProblem::scalars_of(various_hypers());
+    step.update = [scalars = AdamProblem::scalars_of(various_hypers())](int64_t, const std::vector<AdamSegment>& segments,
+                                                                        Executor& executor) {
+      adam_cpu(segments.data(), static_cast<int64_t>(segments.size()), scalars.data(), executor);
+    };
     step.stream = compute;
     OffloadPipeline steps(tier, 3);
     SerialExecutor executor;

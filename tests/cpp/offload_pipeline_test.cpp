@@ -83,12 +83,12 @@ TEST(offload_pipeline, what_comes_next_travels_while_adam_works) {
   EXPECT_EQ(offloaded.names(), fetched);
   offloaded.steps.wait_updated(1, executor);
   std::vector<std::string> names = fetched;
-  for (const char* name : {"to_tier.synchronize", "adam", "from_tier", "from_tier"}) names.emplace_back(name);
+  for (const char* name : {"to_tier.synchronize", "update", "from_tier", "from_tier"}) names.emplace_back(name);
   EXPECT_EQ(offloaded.names(), names);
   offloaded.steps.wait_updated(6, executor);
   const std::vector<std::string> all = offloaded.names();
   const std::vector<std::string> steady{"from_tier.synchronize", "to_tier", "to_tier",   "to_tier",  "to_tier",
-                                        "to_tier.synchronize",   "adam",    "from_tier", "from_tier"};
+                                        "to_tier.synchronize",   "update",    "from_tier", "from_tier"};
   const size_t third = names.size() + 4 + 4;  // the third chunk has a place of its own; then the second one's Adam
   for (size_t i = 0; i < 3 * steady.size(); ++i) EXPECT_EQ(all.at(third + i), steady[i % steady.size()]) << i;
   EXPECT_EQ(offloaded.steps.last_copy(0, 6), 12);
@@ -112,7 +112,7 @@ TEST(offload_pipeline, adam_works_on_gradients_that_are_there_while_others_arriv
   for (const bool place_was_used : {false, false, false, true, true}) {  // the chunks 5, 4, 3 and 2, and then the first
     names.emplace_back("to_tier.synchronize");
     if (place_was_used) names.emplace_back("from_tier.synchronize");
-    for (const char* name : {"adam", "from_tier", "from_tier"}) names.emplace_back(name);
+    for (const char* name : {"update", "from_tier", "from_tier"}) names.emplace_back(name);
   }
   EXPECT_EQ(offloaded.names(), names);
   offloaded.steps.wait_updated(6, executor);
@@ -122,7 +122,7 @@ TEST(offload_pipeline, adam_works_on_gradients_that_are_there_while_others_arriv
 
 int64_t adams(const Offloaded& offloaded) {
   int64_t count = 0;
-  for (const std::string& name : offloaded.names()) count += name == "adam";
+  for (const std::string& name : offloaded.names()) count += name == "update";
   return count;
 }
 

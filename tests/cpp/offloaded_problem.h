@@ -130,7 +130,9 @@ class Offloaded {
   void begin(int step) {
     OffloadPipeline::Step next;
     next.chunks = chunks_;
-    next.scalars = scalars_of_step(step);
+    next.update = [scalars = scalars_of_step(step)](int64_t, const std::vector<AdamSegment>& segments, Executor& executor) {
+      adam_cpu(segments.data(), static_cast<int64_t>(segments.size()), scalars.data(), executor);
+    };
     next.weights_leave = !form_.weights_travel;
     next.any_order = true;
     if (form_.grads_arrive) send_gradients(next.chunks);

@@ -347,14 +347,14 @@ def test_the_worker_needs_no_gil(own_thread: bool, monkeypatch: pytest.MonkeyPat
         optimizer.step()
         deadline = time.monotonic() + (30 if own_thread else 1)
         while (
-            updated := [what for what, *_ in pipeline.events].count("adam")
+            updated := [what for what, *_ in pipeline.events].count("update")
         ) < 4 and time.monotonic() < deadline:
             pass
     finally:
         sys.setswitchinterval(interval)
     optimizer.synchronize()
     assert losses
-    assert [what for what, *_ in pipeline.events].count("adam") == 4  # the root and three blocks
+    assert [what for what, *_ in pipeline.events].count("update") == 4  # the root and three blocks
     assert (updated == 4) == own_thread
 
 

@@ -19,6 +19,8 @@ from torch.distributed.checkpoint.state_dict import (
 
 import shardcore
 from shardcore.engine.optimizer_state import OptimizerStateIO
+from shardcore.engine.states import DeviceStore
+from shardcore.offload.cpu_store import CpuStore
 from tests.support.choice import few
 from tests.support.models import Run, batch_of, hash_of, hash_of_training, loss_of, make_net, train
 from tests.support.ranks import run_ranks
@@ -236,14 +238,14 @@ def test_an_empty_read_lies_where_parts_of_both_tiers_are_put_together(
     engine = optimizer._engine
     bucket = next(bucket for bucket in engine.buckets if bucket.device_numel and bucket.host_numel)
     asked: list[str] = []
-    for name in ("on_device", "on_cpu"):
-        store = getattr(engine.store, name)
-        read = store.read
+    for store in (DeviceStore, CpuStore):
         monkeypatch.setattr(
-            store, "read", lambda *a, _read=read, _name=name: (asked.append(_name), _read(*a))[1]
+            store,
+            "read",
+            lambda *a, _read=store.read, _name=store.__name__: (asked.append(_name), _read(*a))[1],
         )
     assert engine.store.read(bucket, "exp_avg", 0, 0).numel() == 0
-    assert asked == ["on_cpu"]
+    assert asked == ["CpuStore"]
 
 
 def one_backward(model: nn.Module) -> None:

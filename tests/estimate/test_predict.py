@@ -20,8 +20,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import shardcore
 from shardcore.distributed.comm import Comm
 from shardcore.engine.bucket import BufferPool
+from shardcore.engine.states import DeviceStore
 from shardcore.estimate import Prediction, predict
-from shardcore.estimate.predict import _States, _Step
+from shardcore.estimate.predict import _Step
 from tests.support.choice import combinations
 from tests.support.models import Net, Run, batch_of, loss_of, train
 from tests.support.ranks import run_ranks
@@ -304,9 +305,9 @@ def _check_twins(
 
 
 def _forget_state(patch: pytest.MonkeyPatch) -> None:
-    stored = _States.stored
+    stored = DeviceStore.stored
     patch.setattr(
-        _States,
+        DeviceStore,
         "stored",
         lambda states, bucket: list(stored(states, bucket))[bucket.unit == "blocks.1" :],
     )

@@ -193,10 +193,10 @@ def test_adam_works_on_gradients_that_are_there_while_the_last_travel(
     events = [
         event
         for event in optimizer._engine.store._pipeline.events
-        if event[0] in ("to_tier.synchronize", "adam")
+        if event[0] in ("to_tier.synchronize", "update")
     ]
-    assert [what for what, *_ in events] == ["to_tier.synchronize", "adam"] * (len(events) // 2)
-    copies = [number for what, _, _, number in events if what != "adam"]
+    assert [what for what, *_ in events] == ["to_tier.synchronize", "update"] * (len(events) // 2)
+    copies = [number for what, _, _, number in events if what != "update"]
     assert copies == sorted(copies), "in the order of arrival"
     assert sorted(set(copies)) == list(range(copies[0], copies[0] + len(buckets)))
     assert copies.count(copies[-1]) == buckets[0].owned_numel // 256, (

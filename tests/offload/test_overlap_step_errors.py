@@ -97,7 +97,7 @@ def test_nothing_is_updated_behind_a_gather_that_fails(monkeypatch: pytest.Monke
     updated: list[int] = []
 
     def gather(*_: Any) -> list[Any]:
-        updated.append([what for what, *_ in overlap.store._pipeline.events].count("adam"))
+        updated.append([what for what, *_ in overlap.store._pipeline.events].count("update"))
         time.sleep(0.1)
         if len(updated) == 1:
             raise OSError("planted")

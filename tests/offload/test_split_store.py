@@ -302,7 +302,7 @@ def _idle_device(patch: pytest.MonkeyPatch) -> None:
 
 def _idle_cpu(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
-        CpuStore, "steps", lambda store, parts, hypers, beside: map(beside, range(len(parts)))
+        CpuStore, "_steps", lambda store, parts, hypers, beside: map(beside, range(len(parts)))
     )
 
 

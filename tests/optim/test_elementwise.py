@@ -2,6 +2,7 @@
 tiers, states in torch's form.
 """
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -130,16 +131,16 @@ def test_every_optimizer_has_one_hash_over_the_stages_and_tiers_of_one_rank(name
 @pytest.mark.parametrize("fault", ["scale", "step", "rounding", "piece"])
 def test_faults_of_a_step_change_the_hash(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = _hashes(0, 1, "radam", [(2, "device")], "bf16")
-    run = elementwise.ElementKind.run
+    run = elementwise.ElementStep.run
     if fault == "scale":
         monkeypatch.setattr(
             elementwise.ElementStep, "_scaled", lambda self, grad, scratch: grad.to(torch.float32)
         )
     elif fault == "step":
         monkeypatch.setattr(
-            elementwise.ElementKind,
+            elementwise.ElementStep,
             "run",
-            lambda self, options, step, *lists: run(self, options, max(1, step - 1), *lists),
+            lambda self, *lists: run(replace(self, step=max(1, self.step - 1)), *lists),
         )
     elif fault == "piece":
         update = elementwise.ElementStep._update

@@ -39,9 +39,9 @@ class LateStore:
     def __init__(self, overlap: OverlapStep) -> None:
         self._overlap, self._store, self._wait = overlap, overlap.store, overlap._wait_for_adam
         self._allowed: dict[int, threading.Event] = {}
-        on_cpu = getattr(overlap.store, "on_cpu", overlap.store)
-        if isinstance(on_cpu, CpuStore):
-            on_cpu._pipeline = _OnTheWorker(on_cpu._pipeline)  # type: ignore[assignment]
+        store = overlap.store
+        if isinstance(store, CpuStore):
+            store._pipeline = _OnTheWorker(store._pipeline)  # type: ignore[assignment]
         overlap.store = self  # type: ignore[assignment]
         overlap._wait_for_adam = self._waited  # type: ignore[method-assign]
 
