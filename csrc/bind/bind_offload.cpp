@@ -256,7 +256,8 @@ void update_elements(const std::vector<AdamSegment>& segments, const std::vector
   std::vector<ElementSegment> run;
   for (size_t i = 0; i < segments.size(); ++i) {
     const AdamSegment& t = segments[i];
-    run.push_back({t.param, t.grad, t.exp_avg, static_cast<float*>(t.master), t.numel, t.param_dtype, t.grad_dtype, DType::f32});
+    run.push_back(
+        {t.param, t.grad, t.exp_avg, static_cast<float*>(t.master), t.numel, t.param_dtype, t.grad_dtype, DType::f32});
     if (i + 1 < segments.size() && segments[i + 1].hyper_index == t.hyper_index) continue;
     update_elements_cpu(run.data(), static_cast<int64_t>(run.size()), scalars[static_cast<size_t>(t.hyper_index)], executor);
     run.clear();
@@ -441,8 +442,8 @@ class PyOffloadPipeline {
         update_elements(segments, scalars, executor);
       };
     }
-    return [scalars = scalars_of("OffloadPipeline.begin", hypers_of(hypers))](
-               int64_t, const std::vector<AdamSegment>& segments, Executor& executor) {
+    return [scalars = scalars_of("OffloadPipeline.begin", hypers_of(hypers))](int64_t, const std::vector<AdamSegment>& segments,
+                                                                              Executor& executor) {
       adam_cpu(segments.data(), static_cast<int64_t>(segments.size()), scalars.data(), executor);
     };
   }

@@ -69,7 +69,7 @@ void OffloadPipeline::State::begin(Step next) {
   arrival.clear();
   chunk_copy.assign(step.chunks.size(), 0);
   events.clear();
-  size_t most = 0;  // three copies per span, three waits and an update per chunk: reserved, so that no event fails to be recorded
+  size_t most = 0;  // three copies a span, three waits and an update a chunk: reserved, so that recording an event cannot fail
   for (const OffloadChunk& chunk : step.chunks) {
     arrival.push_back(chunk.arrival);
     most += 4 + 3 * chunk.spans.size();

@@ -30,9 +30,9 @@ class Executor;
 
 // A range that is updated in one chunk.
 struct OffloadSpan {
-  AdamSegment segment;         // param and, if it is copied, grad: places that values are copied to; the rest is for `update`
-  void* weight = nullptr;      // where new weights are copied to, and old ones from unless there are masters; null: param itself
-  bool grad_comes = true;      // copied to segment.grad; else it is in the tier already
+  AdamSegment segment;     // param and, if it is copied, grad: places that values are copied to; the rest is for `update`
+  void* weight = nullptr;  // where new weights are copied to, and old ones from unless there are masters; null: param itself
+  bool grad_comes = true;  // copied to segment.grad; else it is in the tier already
   const void* grad = nullptr;  // of this step: where it is
 };
 

@@ -88,7 +88,7 @@ TEST(offload_pipeline, what_comes_next_travels_while_adam_works) {
   offloaded.steps.wait_updated(6, executor);
   const std::vector<std::string> all = offloaded.names();
   const std::vector<std::string> steady{"from_tier.synchronize", "to_tier", "to_tier",   "to_tier",  "to_tier",
-                                        "to_tier.synchronize",   "update",    "from_tier", "from_tier"};
+                                        "to_tier.synchronize",   "update",  "from_tier", "from_tier"};
   const size_t third = names.size() + 4 + 4;  // the third chunk has a place of its own; then the second one's Adam
   for (size_t i = 0; i < 3 * steady.size(); ++i) EXPECT_EQ(all.at(third + i), steady[i % steady.size()]) << i;
   EXPECT_EQ(offloaded.steps.last_copy(0, 6), 12);
