@@ -37,6 +37,7 @@ from shardcore.engine.states import DeviceStore, StateStore
 from shardcore.engine.step import STEP_ROW_BYTES
 from shardcore.engine.units import Unit, plan_units
 from shardcore.engine.unshard import keepers_of
+from shardcore.offload.cpu_store import CpuStore
 from shardcore.offload.host_gradients import IN_FLIGHT, grad_staging_bytes, host_grad_dtype
 from shardcore.offload.nvme_states import DiskUse, disk_use
 from shardcore.offload.split_store import planned_store
@@ -233,8 +234,9 @@ def predict_rank(
         [torch.empty(param.shape, dtype=builder.dtype_of(param), device=_META) for param in rest],
     )
     disk = None
-    if tiers.path is not None:
-        disk = disk_use(buckets, tiers.durable, buckets if tiers.params == "nvme" else ())
+    if isinstance(store, CpuStore) and store.in_files is not None:
+        weights = () if store.weight_files is None else store.weight_files.chunks
+        disk = disk_use(buckets, tiers.durable, store.in_files.chunks, weights)
     return Prediction(
         sum(param.numel() for param in model.parameters()),
         len(specs),

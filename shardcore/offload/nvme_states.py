@@ -48,7 +48,7 @@ from shardcore.offload.disk import (
     measure,
     temporary,
 )
-from shardcore.optim.state_format import Allocate, Kept, range_of
+from shardcore.optim.state_format import Allocate, Kept, StateFormat, range_of
 
 CHUNK_NUMEL = 1 << 22
 RATED_TBW = 600  # terabytes that a consumer's disk of 1 TB may be written
@@ -56,42 +56,15 @@ WEIGHT = "weight"
 PLACES = 4  # two are read ahead, one is updated, one is written
 
 
-class Format(Protocol):
-    """What is kept of each element: a StateFormat, or weights."""
-
-    @property
-    def dtypes(self) -> dict[str, torch.dtype]: ...
-
-    def new(self, numel: int, make: Allocate) -> Kept: ...
-
-    def nbytes(self, numel: int) -> int: ...
-
-
 @dataclass(frozen=True)
-class WeightFormat:
-    """Weights of one dtype, as chunks keep them. A Format."""
+class WeightFormat(StateFormat):
+    """How chunks keep weights of one dtype, which have no states."""
 
-    dtype: torch.dtype
-
-    @property
-    def dtypes(self) -> dict[str, torch.dtype]:
-        """What is kept, and as what."""
-        return {WEIGHT: self.dtype}
+    dtype: torch.dtype = torch.float32
 
     def new(self, numel: int, make: Allocate) -> Kept:
-        """Return weights of `numel` elements."""
+        """See StateFormat."""
         return {WEIGHT: make(numel, self.dtype)}
-
-    def nbytes(self, numel: int) -> int:
-        """Return the bytes of `numel` weights."""
-        return numel * self.dtype.itemsize
-
-
-FormatOf = Callable[[Bucket], Format]
-
-
-def _states(bucket: Bucket) -> Format:
-    return bucket.state_format
 
 
 @dataclass(eq=False)
@@ -107,7 +80,7 @@ class Chunk:
     bucket: Bucket
     first: int
     numel: int
-    format: Format
+    format: StateFormat
     offset: int = 0
     parts: Sequence[tuple[int, int]] = ()
     crcs: list[int] | None = None
@@ -232,20 +205,6 @@ def place(chunks: Iterable[Chunk], offset: int, alignment: int) -> int:
     return offset
 
 
-def chunk_numel(buckets: Sequence[Bucket]) -> int:
-    """Return the most elements that a chunk has."""
-    return min(CHUNK_NUMEL, max((bucket.host_numel for bucket in buckets), default=0))
-
-
-def place_bytes(buckets: Sequence[Bucket], format_of: FormatOf, alignment: int) -> int:
-    """Return the bytes of the largest chunk, a multiple of `alignment`."""
-    most = max(
-        (format_of(bucket).nbytes(min(bucket.host_numel, CHUNK_NUMEL)) for bucket in buckets),
-        default=0,
-    )
-    return round_up(most, alignment)
-
-
 @dataclass(frozen=True)
 class DiskUse:
     """Bytes of one rank on disk: read and written per step, and the space that files take."""
@@ -268,39 +227,34 @@ class DiskUse:
         return int(RATED_TBW * 1e12 / max(1, self.written))
 
 
-def disk_use(buckets: Iterable[Bucket], durable: bool, weights: Iterable[Bucket] = ()) -> DiskUse:
-    """Return what the states of `buckets` take on disk, and where steps are committed
+def disk_use(
+    buckets: Iterable[Bucket],
+    durable: bool,
+    states: Iterable[Chunk],
+    weights: Iterable[Chunk] = (),
+) -> DiskUse:
+    """Return what these chunks of states take on disk, and where steps are committed
     (checkpoint/commits.py), the rest.
 
-    weights: whose weights are there, too: forward and backward read them, and a step reads and
-    writes those that it updates.
+    weights: the chunks of weights that are there, too: forward and backward read them, and a step
+    reads and writes those that it updates.
     """
-    states = rest = 0
-    for bucket in buckets:
-        if not bucket.trainable:
-            continue
+    kept = sum(round_up(chunk.nbytes, ALIGNMENT) for chunk in states)
+    rest = 0
+    for bucket in buckets if durable else ():
         if bucket.group is not None:
-            states += sum(
-                round_up(chunk.nbytes, ALIGNMENT)
-                for chunk in chunks_of(bucket, bucket.state_format)
-            )
             rest += bucket.state_format.nbytes(bucket.device_numel)
-        rest += (
-            bucket.owned_numel * bucket.dtype.itemsize if bucket.state_format.reads_weights else 0
-        )
-    rest *= durable
+        if bucket.trainable and bucket.state_format.reads_weights:
+            rest += bucket.owned_numel * bucket.dtype.itemsize
     space = updated = 0
-    for bucket in weights:
-        size = sum(
-            round_up(chunk.nbytes, ALIGNMENT)
-            for chunk in chunks_of(bucket, WeightFormat(bucket.dtype))
-        )
+    for chunk in weights:
+        size = round_up(chunk.nbytes, ALIGNMENT)
         space += size
-        updated += size if bucket.group is not None else 0
+        updated += size if chunk.bucket.group is not None else 0
     return DiskUse(
-        states + updated + 2 * space,
-        states + rest + updated,
-        (1 + durable) * (states + rest) + space,
+        kept + updated + 2 * space,
+        kept + rest + updated,
+        (1 + durable) * (kept + rest) + space,
     )
 
 
@@ -318,23 +272,24 @@ class NvmeStates:
         buckets: Sequence[Bucket],
         files: StateFiles,
         allocate: Allocate,
-        format_of: FormatOf = _states,
+        format_of: Callable[[Bucket], StateFormat] = lambda bucket: bucket.state_format,
     ) -> None:
         """Take space in files for the states of `buckets`, all zero, and memory for the buffers.
         Raises OSError.
         """
         self._format_of = format_of
         self._chunks = {bucket: list(chunks_of(bucket, format_of(bucket))) for bucket in buckets}
-        self.chunk_numel = chunk_numel(buckets)
+        # the most that one has
+        self.chunk_numel = max((chunk.numel for chunk in self.chunks), default=0)
         self.files = files
         planned = isinstance(files, Unopened)
         self._files = [] if planned else files.open(file_engine(), self.chunks)
         alignment = max([ALIGNMENT, *(file.block_bytes for file in self._files)])
-        size = place_bytes(buckets, format_of, alignment)
+        size = round_up(max((chunk.nbytes for chunk in self.chunks), default=0), alignment)
         # the last one: see _hold
         self._buffers = [aligned(allocate, size, alignment) for _ in range(PLACES + 1)]
         self.scratch_bytes = (size + alignment) * len(self._buffers)
-        self._alignment = alignment
+        self._alignment, self._size = alignment, size
         self.bytes_read = self.bytes_written = 0  # of the file so far
         self._lock = threading.RLock()
         self._not_durable: OSError | None = None
@@ -571,7 +526,7 @@ def places_of(chunk: Chunk) -> dict[str, tuple[int, torch.Tensor]]:
     return {key: found[key] for key in sizes}
 
 
-def chunks_of(bucket: Bucket, form: Format) -> Iterator[Chunk]:
+def chunks_of(bucket: Bucket, form: StateFormat) -> Iterator[Chunk]:
     """Yield the chunks of a bucket's part in the tier."""
     for first in range(0, bucket.host_numel, CHUNK_NUMEL):
         yield Chunk(bucket, first, min(CHUNK_NUMEL, bucket.host_numel - first), form)

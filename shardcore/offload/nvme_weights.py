@@ -21,7 +21,6 @@ import torch
 from shardcore._native import _C
 from shardcore.engine.bucket import Bucket
 from shardcore.layout import round_up
-from shardcore.offload import nvme_states
 from shardcore.offload.nvme_states import (
     WEIGHT,
     Chunk,
@@ -29,24 +28,10 @@ from shardcore.offload.nvme_states import (
     StateFiles,
     WeightFormat,
     aligned,
-    place_bytes,
 )
 from shardcore.optim.state_format import Kept
 
 _STREAMING = 2  # buffers beside those of what is read ahead
-
-
-def _weights(bucket: Bucket) -> WeightFormat:
-    return WeightFormat(bucket.dtype)
-
-
-def _read_buffers(buckets: Sequence[Bucket], prefetch: int) -> int:
-    chunks = [len(list(nvme_states.chunks_of(bucket, _weights(bucket)))) for bucket in buckets]
-    units = [
-        sum(count for _, count in unit)
-        for _, unit in groupby(zip(buckets, chunks, strict=True), lambda one: one[0].unit)
-    ]
-    return max((sum(units[i : i + prefetch]) for i in range(len(units))), default=0) + _STREAMING
 
 
 class NvmeWeights(NvmeStates):
@@ -69,18 +54,26 @@ class NvmeWeights(NvmeStates):
 
         copies: to host memory and from there, of `device`.
         """
-        super().__init__(buckets, files, partial(copies.empty, pinned=False), _weights)
+        super().__init__(
+            buckets,
+            files,
+            partial(copies.empty, pinned=False),
+            lambda bucket: WeightFormat(dtype=bucket.dtype),
+        )
         self._copies, self._device = copies, device
-        size = place_bytes(buckets, _weights, self._alignment)
-        count = _read_buffers(buckets, prefetch)
+        units = [
+            sum(len(self._chunks[bucket]) for bucket in of_unit)
+            for _, of_unit in groupby(buckets, lambda bucket: bucket.unit)
+        ]
+        self._most_ahead = max((sum(units[i : i + prefetch]) for i in range(len(units))), default=0)
+        count = self._most_ahead + _STREAMING
         self._ahead: dict[Chunk, tuple[torch.Tensor, _C.FileTransfer]] = {}
-        self._most_ahead = count - _STREAMING
         # The buffers that are not read ahead into, and what waits until the last use of each is
         # over.
         self._free: deque[tuple[torch.Tensor, Callable[[], None]]] = deque(
-            (aligned(copies.empty, size, self._alignment), lambda: None) for _ in range(count)
+            (aligned(copies.empty, self._size, self._alignment), lambda: None) for _ in range(count)
         )
-        self.scratch_bytes += count * (size + self._alignment)
+        self.scratch_bytes += count * (self._size + self._alignment)
 
     def values(self, bucket: Bucket, start: int, numel: int) -> torch.Tensor:
         """See WeightFiles."""
