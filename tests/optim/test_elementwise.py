@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import shardcore
+from shardcore.engine.states import StepError
 from shardcore.offload import cpu_store
 from shardcore.optim import elementwise
 from tests.support.models import assert_one, batch_of, error_of, hash_of_training, loss_of, make_net
@@ -156,6 +157,42 @@ def test_faults_of_a_step_change_the_hash(fault: str, monkeypatch: pytest.Monkey
             lambda to, source: [a.copy_(b * 1.01) for a, b in zip(to, source, strict=True)],
         )
     assert _hashes(0, 1, "radam", [(2, "device")], "bf16") != expected
+
+
+class _FailsOnce(torch.optim.RMSprop):
+    """Whose third chunk of a step, which Python updates inside the pipeline, raises."""
+
+    elementwise = True
+    calls = 0
+
+    def step(self, closure: Any = None) -> Any:
+        _FailsOnce.calls += 1
+        if _FailsOnce.calls == 3:
+            raise ArithmeticError("a planted fault")
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_error_of_a_step_in_python_ends_the_step_with_nothing_in_flight(
+    overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_store, "CHUNK_NUMEL", 512)
+    model = make_net()
+    optimizer: Any = _FailsOnce(model.parameters())
+    model, optimizer = shardcore.shard(
+        model, optimizer, offload={"optimizer": "cpu"}, overlap_step=overlap
+    )
+    monkeypatch.setattr(_FailsOnce, "calls", 0)
+    loss_of(model, batch_of(0, 0, 0)).backward()
+    if overlap:
+        optimizer.step()
+    with pytest.raises(StepError, match="a planted fault"):
+        optimizer.synchronize() if overlap else optimizer.step()
+    store = optimizer._engine.store
+    assert [what for what, *_ in store._pipeline.events].count("update") == 2
+    moved = store.moved_bytes
+    store.copies.synchronize()
+    assert store.moved_bytes == moved
 
 
 def _saved_and_loaded(rank: int, world_size: int, folder: str, name: str) -> list[str]:
