@@ -54,7 +54,6 @@ from shardcore.offload.host_gradients import host_grad_bytes, host_grads_of
 from shardcore.offload.nvme_states import NvmeStates, Scratch, StateFiles
 from shardcore.offload.overlap_step import overlap_step_of
 from shardcore.offload.split_store import (
-    host_bytes,
     host_store,
     planned_store,
     ratio_tuner_of,
@@ -571,8 +570,8 @@ def _host_bytes(plan: Plan, tiers: OffloadOptions) -> int:
     """Return the bytes of host memory that offload takes on this rank."""
     needed = 0
     if tiers.optimizer is not None:
-        store = planned_store(plan.buckets, plan.updated, tiers, plan.options["prefetch"])
-        needed = host_bytes(store, plan.updated)
+        prefetch = plan.options["prefetch"]
+        needed = planned_store(plan.buckets, plan.updated, tiers, prefetch).host_bytes
     if tiers.gradients is not None:
         needed += host_grad_bytes(
             plan.updated, plan.policy, plan.comm.world_size == 1 and not plan.scaler.active

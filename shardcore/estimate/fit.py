@@ -10,7 +10,6 @@ greatest share of them that fits. Files come last, whatever they take.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from shardcore.estimate.predict import Prediction
@@ -139,8 +138,7 @@ def fit(
         if offload is None or in_files:
             prediction = predict(of_stage, offload)
         else:
-            with_ratio = partial(_with_ratio, predict, of_stage, offload)
-            ratio, measures, prediction = _least_ratio(machine, with_ratio)
+            ratio, measures, prediction = _least_ratio(machine, predict, of_stage, offload)
         lacks = _shortage_of(machine, prediction)
         ms = rates.milliseconds(prediction)
         considered.append(Candidate(of_stage, offload, ratio, measures, prediction, ms, lacks))
@@ -156,7 +154,7 @@ def chosen_of(considered: Sequence[Candidate]) -> Candidate | None:
 
 
 def _least_ratio(
-    machine: Machine, predict: Callable[[float], Prediction]
+    machine: Machine, predict: Predict, stage: int, offload: Mapping[str, str]
 ) -> tuple[float, bool, Prediction]:
     """Return the least share on the CPU that the device's memory allows (else 1), whether 1 fits,
     and the prediction for it.
@@ -164,24 +162,20 @@ def _least_ratio(
     The bytes are nearly linear in the share, so that few predictions find it. (Shares of 0 put no
     gradients in host memory.)
     """
-    prediction = predict(1.0)
+
+    def predicted(steps: int) -> Prediction:
+        return predict(stage, {**offload, "ratio": steps / STEPS_OF_ONE})
+
+    prediction = predicted(STEPS_OF_ONE)
     fits = not _shortage_of(machine, prediction)
     low = _on_device(machine, prediction)
-    high = _on_device(machine, predict(1 / STEPS_OF_ONE))
+    high = _on_device(machine, predicted(1))
     if low > machine.device or low >= high:
         return 1.0, fits, prediction
     steps = max(1, int((high - machine.device) / (high - low) * STEPS_OF_ONE))
-    prediction = predict(steps / STEPS_OF_ONE)
-    while _on_device(machine, prediction) > machine.device:
+    while _on_device(machine, prediction := predicted(steps)) > machine.device:
         steps += 1
-        prediction = predict(steps / STEPS_OF_ONE)
     return steps / STEPS_OF_ONE, fits, prediction
-
-
-def _with_ratio(
-    predict: Predict, stage: int, offload: Mapping[str, str], ratio: float
-) -> Prediction:
-    return predict(stage, {**offload, "ratio": ratio})
 
 
 def _on_device(machine: Machine, prediction: Prediction) -> int:

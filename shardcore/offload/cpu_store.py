@@ -28,9 +28,8 @@ from shardcore._native import _C
 from shardcore.engine.bucket import Bucket
 from shardcore.engine.states import DeviceStore, Scalars, Span, lists_of, update_elements
 from shardcore.layout import BLOCK, round_up
-from shardcore.offload import nvme_states
 from shardcore.offload.disk import ENGINE_BYTES
-from shardcore.offload.nvme_states import WEIGHT
+from shardcore.offload.nvme_states import WEIGHT, NvmeStates, StateFiles
 from shardcore.offload.nvme_weights import NvmeWeights
 from shardcore.offload.workers import on_worker
 from shardcore.optim.elementwise import ElementFormat, ElementStep, own_state
@@ -167,7 +166,7 @@ class CpuStore:
         *,
         grads_on_host: bool = False,
         weights_on_host: bool = False,
-        files: nvme_states.StateFiles | None = None,
+        files: StateFiles | None = None,
         nodes: Sequence[int] = (),
     ) -> None:
         """Allocate zero states for `buckets`, whose weights are on `device`, and staging for chunks
@@ -181,16 +180,14 @@ class CpuStore:
         """
         self._buckets, self.copies, self._device = list(buckets), copies, device
         allocate = partial(self.copies.empty, pinned=False, nodes=nodes)
-        self.in_files: nvme_states.NvmeStates | None = None
-        if files is not None:
-            self.in_files = nvme_states.NvmeStates(buckets, files, allocate)
+        self.in_files: NvmeStates | None = None
         self.weight_files: NvmeWeights | None = None
-        self._files = [] if self.in_files is None else [self.in_files]
-        # one of the process, for all of its files
-        engine_bytes = 0 if self.in_files is None else ENGINE_BYTES
-        self._states: HostStates | nvme_states.NvmeStates = self.in_files or HostStates(
-            buckets, allocate
-        )
+        self._states: HostStates | NvmeStates
+        if files is None:
+            self._states, self._files, engine_bytes = HostStates(buckets, allocate), [], 0
+        else:  # the engine is one of the process, for all of its files
+            self._states = self.in_files = NvmeStates(buckets, files, allocate)
+            self._files, engine_bytes = [self.in_files], ENGINE_BYTES
         self.tier = self._states.tier
         size = self._states.chunk_numel * _ITEM_BYTES
         self._grads = [
@@ -215,7 +212,7 @@ class CpuStore:
         return _C.OffloadPipeline(self.copies, len(self._weights))
 
     def keep_weights(
-        self, buckets: Sequence[Bucket], files: nvme_states.StateFiles, prefetch: int
+        self, buckets: Sequence[Bucket], files: StateFiles, prefetch: int
     ) -> NvmeWeights:
         """Let the weights of `buckets`, updated and frozen ones in unit order, be in files from
         now on. Raises OSError.
@@ -269,6 +266,12 @@ class CpuStore:
     def _wait_to_change(self) -> None:
         if (before_change := self._before_change) is not None:  # another thread may end it
             before_change()
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory that states and buffers take."""
+        stored = (entry for bucket in self._buckets for entry in self.stored(bucket))
+        return self.scratch_bytes + sum(size for tier, _, size in stored if tier == "cpu")
 
     def stored(self, bucket: Bucket) -> Iterator[tuple[str, str, int]]:
         """See StateStore."""

@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -174,7 +174,9 @@ class HostGrads:
                 bucket, host_grad_dtype(bucket, policy, comm.world_size == 1 and not scaled)
             )
         size = grad_staging_bytes(buckets, policy) // IN_FLIGHT
-        self._staging = [self._empty(size) for _ in range(IN_FLIGHT if buckets else 0)]
+        self._staging: dict[int, torch.Tensor] = {}
+        for turn in range(IN_FLIGHT if buckets else 0):
+            self._staging[turn] = self._copies.empty(size, torch.uint8)
         self._turn = 0
         self._worker = make_worker("shardcore-add", offload.threads, self._pool.device)
         # the last addition from each staging buffer
@@ -190,7 +192,7 @@ class HostGrads:
     @property
     def scratch_bytes(self) -> int:
         """Bytes of the staging buffers."""
-        return sum(buffer.nbytes for buffer in self._staging)
+        return sum(buffer.nbytes for buffer in self._staging.values())
 
     def shrink(self) -> None:
         """Reallocate host memory after `host_numel` of buckets became smaller. There must be no
@@ -324,29 +326,25 @@ class HostGrads:
 
     # --- one gradient -----------------------------------------------------------------------------
 
-    def _empty(self, size: int) -> torch.Tensor:
-        return self._copies.empty(size, torch.uint8)
+    def _view(
+        self, memory: dict[Any, torch.Tensor], key: object, numel: int, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Return a buffer as values of `dtype`; it is reallocated if it is too small."""
+        size = numel * dtype.itemsize
+        if key not in memory or memory[key].numel() < size:
+            memory[key] = self._copies.empty(size, torch.uint8)
+        return memory[key][:size].view(dtype)
 
     def _host_view(self, bucket: Bucket, dtype: torch.dtype) -> torch.Tensor:
-        """Return the bucket's host memory as values of `dtype`; it is reallocated if it is too
-        small.
-        """
-        size = bucket.host_numel * dtype.itemsize
-        if bucket not in self._memory or self._memory[bucket].numel() < size:
-            self._memory[bucket] = self._empty(size)
-        return self._memory[bucket][:size].view(dtype)
+        """Return the bucket's host memory as values of `dtype`."""
+        return self._view(self._memory, bucket, bucket.host_numel, dtype)
 
     def _staging_view(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a view of the next staging buffer, once its last content is added; it grows if
-        it is too small.
-        """
+        """Return a view of the next staging buffer, once its last content is added."""
         self._turn = (self._turn + 1) % IN_FLIGHT
-        last, size = self._adding[self._turn], numel * dtype.itemsize
-        if last is not None:
+        if (last := self._adding[self._turn]) is not None:
             self._watch("adding", last.result)
-        if self._staging[self._turn].numel() < size:
-            self._staging[self._turn] = self._empty(size)
-        return self._staging[self._turn][:size].view(dtype)
+        return self._view(self._staging, self._turn, numel, dtype)
 
     def _release(self, count: int) -> None:
         """Wait for the oldest copies and release their device memory."""
@@ -406,7 +404,7 @@ class HostGrads:
         )
         if on_host is not None:
             self._adding[self._turn] = on_host
-            on_device = (
-                None if grad is None else _add_now(pending.source[:cut], grad, as_it_is, own[0])
-            )
+            on_device = None
+            if grad is not None:
+                on_device = _add_now(pending.source[:cut], grad, as_it_is, own[0])
             self._squares[bucket] = on_host, on_device

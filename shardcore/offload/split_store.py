@@ -268,12 +268,6 @@ def planned_store(
     return store
 
 
-def host_bytes(store: CpuStore, buckets: Iterable[Bucket]) -> int:
-    """Return the bytes of host memory that a store takes for its buckets, weights not included."""
-    states = (size for bucket in buckets for tier, _, size in store.stored(bucket) if tier == "cpu")
-    return store.scratch_bytes + sum(states)
-
-
 def choose_ratio(
     affordable: float, limit_bytes: int, device_bytes: Callable[[float], int]
 ) -> float:

@@ -408,9 +408,9 @@ def test_free_memory_is_the_least_of_what_machine_and_groups_have(tmp_path: Path
 def _short(rank: int, world_size: int, share: float, offload: Any) -> str:
     with pytest.MonkeyPatch.context() as patch:
         needed = []
-        host_bytes = shardcore.api.host_bytes
+        host_bytes = shardcore.api._host_bytes
         patch.setattr(
-            "shardcore.api.host_bytes",
+            "shardcore.api._host_bytes",
             lambda *a, **k: needed.append(host_bytes(*a, **k)) or needed[-1],
         )
         patch.setattr(
