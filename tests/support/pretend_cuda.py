@@ -444,13 +444,18 @@ class _Pipeline(Wrapped):
         # of each chunk: of its copies in, and out
         self._ends: list[tuple[list[int], list[int]]] = []
 
-    def chunk(self, *, weights: Any, grads_come: bool, **lists: Any) -> Any:
+    def chunk(self, **given: Any) -> Any:
+        return self._chunk(self._tier.chunk, **given)
+
+    def element_chunk(self, **given: Any) -> Any:
+        return self._chunk(self._tier.element_chunk, **given)
+
+    def _chunk(self, make: Any, *, weights: Any, grads_come: bool, **lists: Any) -> Any:
         _expect("a weight of a chunk", weights, "cuda")
         _expect("a list of a chunk", lists, "cpu")
         self._grads_on = "cuda" if grads_come else "cpu"
         return _Chunk(
-            self._tier.chunk(weights=host_views(list(weights)), grads_come=grads_come, **lists),
-            list(weights),
+            make(weights=host_views(list(weights)), grads_come=grads_come, **lists), list(weights)
         )
 
     def begin(

@@ -55,6 +55,7 @@ OPTIMIZERS: dict[str, Callable[[Net], Any]] = {
         model.parameters(), lr=1e-2, state_dtype="8bit", master="split"
     ),
     "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9),
+    "rmsprop": lambda model: torch.optim.RMSprop(model.parameters(), lr=1e-3),
     "muon": _muon,
 }
 STATES, GRADS = {"optimizer": "cpu"}, {"optimizer": "cpu", "gradients": "cpu"}
@@ -87,6 +88,8 @@ ONE_RANK = [
     Case(3, optimizer="8bit", decides=True),
     LEAVING,
     Case(2, {**STATES, "ratio": 0.4}, "8bit"),
+    Case(2, {**STATES, "ratio": 0.4}, "sgd", shard=OVERLAP),
+    Case(2, STATES, "rmsprop"),
     GATHERED,
     Case(3, {**WEIGHTS, "ratio": 0.37}, shard=OVERLAP),
     Case(3, {**STATES, "params": "cpu"}, "muon"),
