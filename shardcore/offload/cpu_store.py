@@ -65,11 +65,14 @@ class _Chunk:
 class _Part:
     """The chunks of one part of a step, kept for the next one if spans and dtypes of gradients are
     the same.
+
+    on_device: what the device updates of it.
     """
 
     spans: Sequence[Span]
     grad_dtypes: list[torch.dtype]
     chunks: list[_Chunk]
+    on_device: list[Span]
 
 
 class HostStates:
@@ -301,11 +304,11 @@ class CpuStore:
         self,
         parts: Sequence[Sequence[Span]],
         hypers: Scalars,
-        beside: Callable[[int], None] | None = None,
+        beside: Callable[[Sequence[Span]], None] | None = None,
     ) -> Iterator[_C.CopyEvent | None]:
         """Update what the CPU has of each part.
 
-        beside: called with each part's index once the part's first copies are queued, which then do
+        beside: called with the rest of each part once its first copies are queued, which then do
         not wait for its own work. RuntimeError if a copy failed: then only some chunks are updated.
         """
         self._wait_to_change()
@@ -336,11 +339,11 @@ class CpuStore:
                 any_order=alone,
             )
             last = 0
-            for index, part in enumerate(kept):
+            for part in kept:
                 first, last = last, last + len(part.chunks)
                 if beside is not None:
                     self._pipeline.wait_fetched(first + 2)
-                    beside(index)
+                    beside(part.on_device)
                 # so that an interrupt need not wait for all
                 for number in range(first, last if threads == 0 else first):
                     for files in self._files:
@@ -375,16 +378,23 @@ class CpuStore:
     def _part(self, spans: Sequence[Span], turn: int) -> _Part:
         """Return the chunks of `spans`, of which the first is chunk `turn` of the step."""
         if not spans:
-            return _Part([], [], [])
+            return _Part([], [], [], [])
         key = spans[0].bucket, turn % (GRAD_BUFFERS * WEIGHT_BUFFERS * self._states.places)
         grad_dtypes = [
             _grad_of(bucket)[0].dtype for bucket in dict.fromkeys(span.bucket for span in spans)
         ]
         part = self._parts.get(key)
         if part is None or part.spans != spans or part.grad_dtypes != grad_dtypes:
-            cut = self._states.cut(spans)
+            on_device, on_cpu = [], []
+            for span in spans:
+                first = max(0, min(span.bucket.device_numel - span.start, span.numel))
+                if first:
+                    on_device.append(span.part(0, first))
+                if first < span.numel:
+                    on_cpu.append(span.part(first, span.numel - first))
+            cut = self._states.cut(on_cpu) if on_cpu else ()
             chunks = [self._chunk(of_chunk, turn + number) for number, of_chunk in enumerate(cut)]
-            part = self._parts[key] = _Part(list(spans), grad_dtypes, chunks)
+            part = self._parts[key] = _Part(list(spans), grad_dtypes, chunks, on_device)
         return part
 
     def _chunk(self, spans: list[Span], turn: int) -> _Chunk:

@@ -80,7 +80,6 @@ class SplitStore(CpuStore):
 
     def _make_device_store(self) -> None:
         self.on_device = DeviceStore(self._buckets, self._device)
-        self._halves: dict[Bucket, tuple[list[Span], list[Span], list[Span]]] = {}  # see _halves_of
         # weights of the host's, which is none of the staging buffers, are updated in it
         sizes = {
             bucket: bucket.device_numel * bucket.dtype.itemsize
@@ -163,11 +162,8 @@ class SplitStore(CpuStore):
         their way to the CPU.
         """
         begun_s = time.perf_counter()
-        halves = [self._halves_of(spans) for spans in parts]
         update = self._step_in_scratch if self._scratch else self.on_device.step
-        yield from self._steps(
-            [cpu for _, cpu in halves], hypers, lambda index: update(halves[index][0], hypers)
-        )
+        yield from self._steps(parts, hypers, lambda on_device: update(on_device, hypers))
         if self.timed:
             self.copies.synchronize()
         if self._copied_back is not None:
@@ -189,24 +185,6 @@ class SplitStore(CpuStore):
                 self._copied_back = self.copies.to_tier(bucket.owned_weight[part], scratch[part])
             assert self._copied_back is not None
             self._copied_back.wait()  # before the next bucket's weights are written to the scratch
-
-    def _halves_of(self, spans: Sequence[Span]) -> tuple[list[Span], list[Span]]:
-        """Return what the device and the CPU update of a part, as in the last step if it is the
-        same.
-        """
-        if not spans:
-            return [], []
-        kept = self._halves.get(spans[0].bucket)
-        if kept is None or kept[0] != spans:
-            on_device, on_cpu = [], []
-            for span in spans:
-                first = max(0, min(span.bucket.device_numel - span.start, span.numel))
-                if first:
-                    on_device.append(span.part(0, first))
-                if first < span.numel:
-                    on_cpu.append(span.part(first, span.numel - first))
-            kept = self._halves[spans[0].bucket] = list(spans), on_device, on_cpu
-        return kept[1:]
 
 
 class HostTiers(Protocol):

@@ -312,12 +312,7 @@ class ElementKind:
 
     def _options(self, group: Group) -> dict[str, Any]:
         """Return what a step is given: `terms`, and the user's own keys as they are."""
-        others = {
-            key: value
-            for key, value in group.items()
-            if key not in self._known and key not in _NOTES
-        }
-        return self.terms(group) | others
+        return {key: group[key] for key in group if key not in _NOTES} | self.terms(group)
 
     def fixed(self, group: Group) -> dict[str, Any]:
         """See Kind."""

@@ -302,7 +302,11 @@ def _idle_device(patch: pytest.MonkeyPatch) -> None:
 
 def _idle_cpu(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
-        CpuStore, "_steps", lambda store, parts, hypers, beside: map(beside, range(len(parts)))
+        CpuStore,
+        "_steps",
+        lambda store, parts, hypers, beside: (
+            beside(store._part(spans, 0).on_device) for spans in parts
+        ),
     )
 
 
