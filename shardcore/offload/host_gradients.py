@@ -77,24 +77,11 @@ def host_grad_bytes(buckets: Sequence[Bucket], policy: ReducePolicy, alone: bool
     return kept + grad_staging_bytes(buckets, policy)
 
 
-@dataclass(frozen=True)
-class GradOffload:
-    """What HostGrads needs. copies: allocates host memory and copies to it; buckets: whose
-    gradients are offloaded.
-
-    threads: of the worker that adds.
-    """
-
-    copies: _C.HostTier
-    buckets: Sequence[Bucket]
-    threads: WorkerThreads
-
-
 def host_grads_of(plan: Plan) -> MakeHostGrads | None:
     """Return what makes the HostGrads of a plan; None if its gradients stay on the device."""
     if plan.host is None or plan.options["offload"].gradients is None:
         return None
-    return partial(HostGrads, GradOffload(plan.host.copies, plan.updated, plan.threads))
+    return partial(HostGrads, plan.host.copies, plan.updated, plan.threads)
 
 
 @dataclass
@@ -153,22 +140,25 @@ class HostGrads:
 
     def __init__(
         self,
-        offload: GradOffload,
+        copies: _C.HostTier,
+        buckets: Sequence[Bucket],
+        threads: WorkerThreads,
         reduce_scatter: ReduceScatter,
         policy: ReducePolicy,
         scaled: bool,
     ) -> None:
         """Allocate `host_numel` elements for each bucket, and staging buffers.
 
+        copies: allocates host memory and copies to it. threads: of the worker that adds.
         reduce_scatter: has the pool of device memory. scaled: losses are, so that the reduction
         always unscales gradients.
         """
         self._reduce_scatter, comm = reduce_scatter, reduce_scatter.comm
         self._comm, self._policy, self._pool = comm, policy, reduce_scatter.pool
-        self._copies = offload.copies
+        self._copies = copies
         self._replicas = comm.topology.replica_ranks(comm.rank)
         self._memory: dict[Bucket, torch.Tensor] = {}
-        buckets = [bucket for bucket in offload.buckets if bucket.host_numel]
+        buckets = [bucket for bucket in buckets if bucket.host_numel]
         for bucket in buckets:
             bucket.host_grad = self._host_view(
                 bucket, host_grad_dtype(bucket, policy, comm.world_size == 1 and not scaled)
@@ -178,7 +168,7 @@ class HostGrads:
         for turn in range(IN_FLIGHT if buckets else 0):
             self._staging[turn] = self._copies.empty(size, torch.uint8)
         self._turn = 0
-        self._worker = make_worker("shardcore-add", offload.threads, self._pool.device)
+        self._worker = make_worker("shardcore-add", threads, self._pool.device)
         # the last addition from each staging buffer
         self._adding: list[Future[torch.Tensor] | None] = [None] * IN_FLIGHT
         # Squared norms of the latest sums: of the elements on the host, and of those on the device.

@@ -44,7 +44,7 @@ from torch import nn
 from shardcore._native import _C
 from shardcore.distributed.comm import Comm, Started, wait_all
 from shardcore.distributed.machine import WorkerThreads
-from shardcore.engine.bucket import Bucket, Lifetimes
+from shardcore.engine.bucket import Bucket
 from shardcore.engine.plan import Plan
 from shardcore.engine.states import Scalars, Span, StateStore, StepError
 from shardcore.engine.step import gather_new_weights
@@ -142,57 +142,39 @@ def overlap_step_of(plan: Plan) -> "OverlapStep | None":
     gathers = lifetimes.gathers_new_weights and len(comm.shard_ranks) > 1
     if not plan.options["overlap_step"] or not (on_cpu or gathers):
         return None
-    return OverlapStep(
-        plan.model,
-        plan.units,
-        plan.store,
-        comm,
-        lifetimes,
-        plan.device,
-        plan.threads if on_cpu else None,
-        plan.optimizer.param_groups,
-    )
+    return OverlapStep(plan, plan.threads if on_cpu else None, gathers)
 
 
 class OverlapStep:
     """Runs the steps of one engine on a worker, and knows which weights are still being updated."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        units: Sequence[Unit],
-        store: StateStore,
-        comm: Comm,
-        lifetimes: Lifetimes,
-        device: torch.device,
-        threads: WorkerThreads | None,
-        groups: list[dict[str, Any]],
-    ) -> None:
-        """Serve `units` of `model`, whose buckets `store` updates, on a worker whose kernels use
-        `threads` (None: without one).
+    def __init__(self, plan: Plan, threads: WorkerThreads | None, gathers: bool) -> None:
+        """Serve the units of a plan on a worker whose kernels use `threads` (None: without one).
 
-        groups: the optimizer's (live) param_groups, whose "params" wait, too.
+        gathers: new weights are gathered. The optimizer's param_groups, whose "params" wait, too,
+        are the live ones.
         """
         self._pending: dict[Bucket, _Update] = {}  # in the order in which they are updated
-        self.units, self.store, self.comm, self.device = list(units), store, comm, device
+        self.units, self.store = list(plan.units), plan.store
+        self.comm, self.device = plan.comm, plan.device
         self.has_worker = threads is not None
-        self._worker = make_worker("shardcore-step", threads or WorkerThreads(1), device)
-        self._groups: list[Any] = groups
+        self._worker = make_worker("shardcore-step", threads or WorkerThreads(1), self.device)
+        self._groups: list[Any] = plan.optimizer.param_groups
         self._lock = threading.RLock()
         self.step_count = 0
         self._failure: tuple[str, BaseException] | None = None
-        self._gathers = lifetimes.gathers_new_weights and len(comm.shard_ranks) > 1
-        self._worker_gathers = self._gathers and not comm.uses_nccl
-        self._unfinished: list[_Update] = comm.keep_alive([])
+        self._gathers = gathers
+        self._worker_gathers = gathers and not self.comm.uses_nccl
+        self._unfinished: list[_Update] = self.comm.keep_alive([])
         # Modules that have parameters of their own, with the buckets of these.
         self._modules: list[tuple[weakref.ref[nn.Module], list[Bucket]]] = []
         self._modules_of: dict[Bucket, list[int]] = {
-            bucket: [] for unit in units for bucket in unit.buckets
+            bucket: [] for unit in self.units for bucket in unit.buckets
         }
         bucket_of = {
             managed.param: bucket for bucket in self._modules_of for managed in bucket.params
         }
-        for module in model.modules():
+        for module in plan.model.modules():
             buckets = list(
                 dict.fromkeys(
                     bucket_of[param] for param in module._parameters.values() if param in bucket_of
@@ -204,7 +186,9 @@ class OverlapStep:
         # units used since the last forward of the model ended, in order
         self._used: dict[Unit, None] = {}
         self._order: list[Unit] = []
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._stream = None
+        if self.device.type == "cuda":
+            self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         _overlap_steps.add(self)
         # Called from hooks of modules that may be compiled in place: torch.compile must not trace
         # them.

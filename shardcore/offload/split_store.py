@@ -28,7 +28,7 @@ from typing import Any, Protocol, cast
 import torch
 
 from shardcore._native import _C
-from shardcore.distributed.comm import Comm, Traffic
+from shardcore.distributed.comm import Traffic
 from shardcore.engine.bucket import Bucket
 from shardcore.engine.plan import Plan
 from shardcore.engine.states import DeviceStore, Scalars, Span
@@ -274,8 +274,7 @@ def ratio_tuner_of(plan: Plan) -> "RatioTuner | None":
     tiers = plan.options["offload"]
     if not isinstance(plan.host, SplitStore) or not tiers.auto:
         return None
-    limit, overlaps = tiers.device_memory_limit, plan.options["overlap_step"]
-    return RatioTuner(plan.comm, plan.device, plan.host, limit, overlaps)
+    return RatioTuner(plan, plan.host, tiers.device_memory_limit)
 
 
 class RatioTuner:
@@ -285,22 +284,14 @@ class RatioTuner:
     weights.
     """
 
-    def __init__(
-        self,
-        comm: Comm,
-        device: torch.device,
-        store: SplitStore,
-        limit_bytes: int | None,
-        overlaps: bool,
-    ) -> None:
-        """Choose for all ranks of `comm`, which keep at most `limit_bytes` of the states of `store`
-        on their device.
-
-        limit_bytes: None for what the steps that are measured leave free. overlaps: a forward can
-        hide a step.
+    def __init__(self, plan: Plan, store: SplitStore, limit_bytes: int | None) -> None:
+        """Choose for all ranks, which keep at most `limit_bytes` of the states of `store` on their
+        device; None for what the steps that are measured leave free.
         """
-        self._comm, self._device, self._store, self._limit_bytes = comm, device, store, limit_bytes
-        self._overlaps, self._room = overlaps, math.inf
+        self._comm, self._device = plan.comm, plan.device
+        self._store, self._limit_bytes = store, limit_bytes
+        self._overlaps: bool = plan.options["overlap_step"]  # a forward can hide a step
+        self._room = math.inf
         store.timed = True
         self.chosen: float | None = None
         self.updated = False

@@ -12,7 +12,7 @@ from shardcore.distributed.comm import Comm
 from shardcore.distributed.machine import WorkerThreads, own_cores
 from shardcore.engine.bucket import BufferPool, ReducePolicy
 from shardcore.engine.reduce_scatter import ReduceScatter
-from shardcore.offload.host_gradients import GradOffload, HostGrads
+from shardcore.offload.host_gradients import HostGrads
 from shardcore.offload.workers import make_worker, use_own_threads
 
 
@@ -64,7 +64,9 @@ def test_the_workers_use_the_device_of_the_model(monkeypatch: pytest.MonkeyPatch
     assert idents[0] == idents[1] != threading.get_ident()
     policy = ReducePolicy(1, True, torch.float32)
     host = HostGrads(
-        GradOffload(_C.HostTier(torch.device("cpu"), False), [], WorkerThreads(1)),
+        _C.HostTier(torch.device("cpu"), False),
+        [],
+        WorkerThreads(1),
         ReduceScatter(Comm(), BufferPool(device), [], policy),
         policy,
         False,
