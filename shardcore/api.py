@@ -49,7 +49,12 @@ from shardcore.engine.units import UnitPolicy, plan_units
 from shardcore.engine.unshard import keepers_of
 from shardcore.estimate import fit, probe
 from shardcore.estimate.predict import Prediction, predict_rank
-from shardcore.offload.cpu_store import CpuStore, warn_of_misplaced, warn_of_pageable
+from shardcore.offload.cpu_store import (
+    CpuStore,
+    OffloadOptions,
+    warn_of_misplaced,
+    warn_of_pageable,
+)
 from shardcore.offload.host_gradients import host_grad_bytes, host_grads_of
 from shardcore.offload.nvme_states import NvmeStates, Scratch, StateFiles
 from shardcore.offload.overlap_step import overlap_step_of
@@ -67,7 +72,6 @@ from shardcore.optim.muon import MuonKind
 from shardcore.optim.state_dict import joined_state, other_entries
 from shardcore.options import (
     NoOptimizer,
-    OffloadOptions,
     ShardOptions,
     accept_optimizer,
     replace_optimizer,

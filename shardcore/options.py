@@ -15,6 +15,7 @@ from shardcore.checkpoint.materialize import Materialize
 from shardcore.engine.bucket import LIFETIMES, ReducePolicy
 from shardcore.engine.loss_scale import LossScale, LossScaler
 from shardcore.engine.units import UnitPolicy
+from shardcore.offload.cpu_store import OffloadOptions
 from shardcore.optim import AdamOptimizer, Elementwise, FusedAdam, ShardableOptimizer
 from shardcore.optim.adam import AdamKind
 from shardcore.optim.elementwise import ELEMENTWISE, ElementKind, is_elementwise
@@ -207,37 +208,6 @@ class ShardOptions:
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-@dataclass(frozen=True)
-class OffloadOptions:
-    """What is kept in host memory or in files, and how.
-
-    optimizer: the tier of states and masters ("cpu", or "nvme": in files under the directories
-    `path`), or None: beside the weights. ratio: the share of them (and of the step) that is there;
-    the rest stays on the device. auto: it starts as 1 and is chosen after a few steps, so that at
-    most device_memory_limit bytes of states stay (None: as many as the measured peak leaves room
-    for). gradients: the tier of reduced gradients, or None: on the device. params: the same of the
-    shards of weights; "nvme": in a file under `path`, as states.
-    pin_memory: whether host memory that a GPU reads or writes is page-locked; pin_memory_limit: at
-    most so many bytes of it on this rank, None as the system allows. cpu_threads: of the worker of
-    an overlapped step, None for what the machine's other ranks leave. durable: whether files under
-    `path` have the last committed step at any instant; resume: whether to go on from one that is
-    there, None if there may be none.
-    """
-
-    optimizer: str | None = None
-    ratio: float = 1.0
-    auto: bool = False
-    device_memory_limit: int | None = None
-    gradients: str | None = None
-    params: str | None = None
-    pin_memory: bool = False
-    pin_memory_limit: int | None = None
-    cpu_threads: int | None = None
-    path: tuple[str, ...] | None = None
-    durable: bool = True
-    resume: bool | None = None
 
 
 def offload_options(offload: Mapping[str, Any] | str | None, stage: int) -> OffloadOptions:

@@ -138,7 +138,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="at stage 3, how many ranks keep weights until backward (reshard_after_forward)",
     )
     parser.add_argument(
-        "--units", default="auto", metavar="N", help='"auto", or the least parameters of a unit'
+        "--units",
+        type=lambda text: int(text) if text.isdigit() else text,
+        default="auto",
+        metavar="N",
+        help='"auto", or the least parameters of a unit',
     )
     parser.add_argument(
         "--fit",
@@ -331,8 +335,6 @@ def _fit(model: nn.Module, options: argparse.Namespace) -> int:
         for name, value in usual.items()
         if getattr(options, name) != value
     }
-    if "units" in unusual:
-        unusual["units"] = _units(options)
     if best.stage != 3:
         unusual.pop("prefetch", None)
     print("\n" + fit.call_of(best, {"precision": options.precision, **unusual}))
@@ -449,12 +451,8 @@ def _predict(
         hybrid=options.hybrid,
         prefetch=options.prefetch if stage == 3 else 1,
         reshard_after_forward=options.keep if keeps else True,
-        units=_units(options),
+        units=options.units,
     )
-
-
-def _units(options: argparse.Namespace) -> Any:
-    return int(options.units) if options.units.isdigit() else options.units
 
 
 def _offload(options: argparse.Namespace) -> dict[str, Any] | None:

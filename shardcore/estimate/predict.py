@@ -37,12 +37,12 @@ from shardcore.engine.states import DeviceStore, StateStore
 from shardcore.engine.step import STEP_ROW_BYTES
 from shardcore.engine.units import Unit, plan_units
 from shardcore.engine.unshard import keepers_of
-from shardcore.offload.cpu_store import CpuStore
+from shardcore.offload.cpu_store import CpuStore, OffloadOptions
 from shardcore.offload.host_gradients import IN_FLIGHT, grad_staging_bytes, host_grad_dtype
 from shardcore.offload.nvme_states import DiskUse, disk_use
 from shardcore.offload.split_store import planned_store
 from shardcore.optim import ShardableOptimizer
-from shardcore.options import OffloadOptions, ShardOptions, accept_optimizer
+from shardcore.options import ShardOptions, accept_optimizer
 
 _META = torch.device("meta")
 

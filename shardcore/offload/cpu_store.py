@@ -49,6 +49,37 @@ def staging_numel(buckets: Sequence[Bucket]) -> int:
 
 
 @dataclass(frozen=True)
+class OffloadOptions:
+    """What is kept in host memory or in files, and how.
+
+    optimizer: the tier of states and masters ("cpu", or "nvme": in files under the directories
+    `path`), or None: beside the weights. ratio: the share of them (and of the step) that is there;
+    the rest stays on the device. auto: it starts as 1 and is chosen after a few steps, so that at
+    most device_memory_limit bytes of states stay (None: as many as the measured peak leaves room
+    for). gradients: the tier of reduced gradients, or None: on the device. params: the same of the
+    shards of weights; "nvme": in a file under `path`, as states.
+    pin_memory: whether host memory that a GPU reads or writes is page-locked; pin_memory_limit: at
+    most so many bytes of it on this rank, None as the system allows. cpu_threads: of the worker of
+    an overlapped step, None for what the machine's other ranks leave. durable: whether files under
+    `path` have the last committed step at any instant; resume: whether to go on from one that is
+    there, None if there may be none.
+    """
+
+    optimizer: str | None = None
+    ratio: float = 1.0
+    auto: bool = False
+    device_memory_limit: int | None = None
+    gradients: str | None = None
+    params: str | None = None
+    pin_memory: bool = False
+    pin_memory_limit: int | None = None
+    cpu_threads: int | None = None
+    path: tuple[str, ...] | None = None
+    durable: bool = True
+    resume: bool | None = None
+
+
+@dataclass(frozen=True)
 class _Chunk:
     """A chunk of a step, and the tensors in the tier that update its spans. grads: staging buffers,
     if there are some.
@@ -166,18 +197,15 @@ class CpuStore:
         buckets: Sequence[Bucket],
         copies: _C.HostTier,
         device: torch.device,
-        *,
-        grads_on_host: bool = False,
-        weights_on_host: bool = False,
+        tiers: OffloadOptions,
         files: StateFiles | None = None,
         nodes: Sequence[int] = (),
     ) -> None:
         """Allocate zero states for `buckets`, whose weights are on `device`, and staging for chunks
         of CHUNK_NUMEL elements.
 
-        copies: takes host memory. grads_on_host: gradients are copied in backward
-        (`Bucket.host_grad`), not in a step. weights_on_host: the shards of weights lie in host
-        memory as well (`Bucket.tier`).
+        copies: takes host memory. tiers: gradients in host memory are copied in backward
+        (`Bucket.host_grad`), not in a step; weights that are there need no staging, either.
         files: what the states are in, if not in host memory. nodes: the NUMA nodes that states lie
         on by turns.
         """
@@ -195,11 +223,11 @@ class CpuStore:
         size = self._states.chunk_numel * _ITEM_BYTES
         self._grads = [
             self.copies.empty(size, torch.uint8)
-            for _ in range(0 if grads_on_host else GRAD_BUFFERS)
+            for _ in range(0 if tiers.gradients else GRAD_BUFFERS)
         ]
         self._weights = [
             self.copies.empty(size, torch.uint8)
-            for _ in range(0 if weights_on_host else WEIGHT_BUFFERS)
+            for _ in range(0 if tiers.params else WEIGHT_BUFFERS)
         ]
         self.scratch_bytes = (
             size * (len(self._grads) + len(self._weights))

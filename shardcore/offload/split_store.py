@@ -23,7 +23,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 
@@ -33,7 +33,7 @@ from shardcore.engine.bucket import Bucket
 from shardcore.engine.plan import Plan
 from shardcore.engine.states import DeviceStore, Scalars, Span
 from shardcore.layout import BLOCK
-from shardcore.offload.cpu_store import CpuStore
+from shardcore.offload.cpu_store import CpuStore, OffloadOptions
 from shardcore.offload.nvme_states import StateFiles, Unopened
 from shardcore.optim.state_format import Kept
 
@@ -187,40 +187,17 @@ class SplitStore(CpuStore):
             self._copied_back.wait()  # before the next bucket's weights are written to the scratch
 
 
-class HostTiers(Protocol):
-    """What shard's `offload` asks for (OffloadOptions)."""
-
-    @property
-    def gradients(self) -> str | None: ...
-    @property
-    def params(self) -> str | None: ...
-    @property
-    def path(self) -> Sequence[str] | None: ...
-    @property
-    def auto(self) -> bool: ...
-    @property
-    def ratio(self) -> float: ...
-
-
 def host_store(
     buckets: Sequence[Bucket],
     copies: _C.HostTier,
     device: torch.device,
-    tiers: HostTiers,
+    tiers: OffloadOptions,
     files: StateFiles | None,
     nodes: Sequence[int] = (),
 ) -> CpuStore:
     """Return the store of these tiers, for buckets that `split` has cut. See CpuStore."""
     store = SplitStore if tiers.auto or tiers.ratio < 1.0 else CpuStore
-    return store(
-        buckets,
-        copies,
-        device,
-        grads_on_host=tiers.gradients is not None,
-        weights_on_host=tiers.params is not None,
-        files=files,
-        nodes=nodes,
-    )
+    return store(buckets, copies, device, tiers, files, nodes)
 
 
 class _Counted:
@@ -232,7 +209,7 @@ class _Counted:
 
 
 def planned_store(
-    buckets: Sequence[Bucket], updated: Sequence[Bucket], tiers: HostTiers, prefetch: int
+    buckets: Sequence[Bucket], updated: Sequence[Bucket], tiers: OffloadOptions, prefetch: int
 ) -> CpuStore:
     """Cut `buckets` as `tiers` say, and return the store of those that are `updated`, which takes
     no memory and no space in files: its sizes are those of `host_store`.
