@@ -132,17 +132,19 @@ class AdamOptimizer(ShardableOptimizer):
         self._steppers: dict[torch.device, _C.AdamStepper] = {}
         self._dtensors: dict[torch.Tensor, Rows] = {}
         defaults: dict[str, Any] = dict(
-            lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, adam_w_mode=adam_w_mode
-        )
-        defaults |= dict(
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            adam_w_mode=adam_w_mode,
             amsgrad=amsgrad,
             maximize=maximize,
             bias_correction=bias_correction,
             capturable=capturable,
             master=master,
-        )
-        defaults |= dict(
-            state_dtype=state_dtype, stochastic_rounding=stochastic_rounding, seed=seed
+            state_dtype=state_dtype,
+            stochastic_rounding=stochastic_rounding,
+            seed=seed,
         )
         super().__init__(params, defaults)
         self.state = defaultdict(ParamState)
