@@ -33,7 +33,7 @@ from shardcore.distributed.machine import (
     plan_worker,
     short_of_memory,
 )
-from shardcore.engine import build, relay
+from shardcore.engine import build, full_values, relay
 from shardcore.engine import full_params as of_engine
 from shardcore.engine.agreement import agree, together
 from shardcore.engine.bucket import LIFETIMES
@@ -88,7 +88,7 @@ def full_grad(param: nn.Parameter) -> torch.Tensor | None:
     locally (`no_sync`, `accumulate`) is reduced first. Raises ValueError or TypeError, on every
     rank, for a frozen parameter and where ranks ask for different ones.
     """
-    return engine_behind("full_grad", param).full_grad(param)
+    return full_values.full_grad(engine_behind("full_grad", param), param)
 
 
 def full_state(param: nn.Parameter, key: str) -> torch.Tensor:
@@ -100,7 +100,7 @@ def full_state(param: nn.Parameter, key: str) -> torch.Tensor:
     "step": the count, a tensor of shape () on the CPU. Raises ValueError, TypeError or KeyError, on
     every rank, for a frozen parameter, another key and where ranks differ.
     """
-    return engine_behind("full_state", param).full_state(param, key)
+    return full_values.full_state(engine_behind("full_state", param), param, key)
 
 
 @contextmanager

@@ -41,6 +41,7 @@ from shardcore.distributed.everyone import Everyone
 from shardcore.engine.agreement import together
 from shardcore.engine.bucket import Bucket
 from shardcore.engine.engine import Engine, engine_behind
+from shardcore.engine.model_state import use_loaded
 from shardcore.engine.slices import held_by
 from shardcore.layout import Columns
 
@@ -296,7 +297,7 @@ def load_from(source: Source, engine: Engine, wanted: Wanted) -> Loaded:
     then = "the model is partly loaded: load another checkpoint before it is used"
     with together(engine.everyone, "load", then):
         _load_tensors(source, engine, wanted, rounded)
-    engine.use_loaded()
+    use_loaded(engine)
     if options is not None:
         for group, new in zip(engine.groups, options, strict=True):
             group.update(new)

@@ -25,6 +25,7 @@ from shardcore.checkpoint.format import named_buffers, named_parameters, names_o
 from shardcore.distributed.everyone import Ranks
 from shardcore.engine.bucket import Bucket, Managed
 from shardcore.engine.engine import Engine
+from shardcore.engine.model_state import use_loaded
 from shardcore.engine.slices import Slice
 from shardcore.engine.states import set_owned
 from shardcore.optim.group_options import dtype_name
@@ -264,7 +265,7 @@ def load_model_state(engine: Engine, state: Mapping[str, Any]) -> None:
     for bucket in engine.buckets:
         for managed in bucket.params:
             set_owned(engine.store, bucket, managed, _reader(state[name_of[managed.param]]))
-    engine.use_loaded()
+    use_loaded(engine)
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from torch import nn
 from shardcore.api import full_grad, full_state
 from shardcore.deepspeed.training_engine import grad_scale_of
 from shardcore.engine.engine import Engine
-from shardcore.engine.set_full import set_full_grad, set_full_state
+from shardcore.engine.full_values import set_full_grad, set_full_state
 from shardcore.optim.interface import engine_of
 
 

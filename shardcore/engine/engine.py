@@ -16,7 +16,6 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from shardcore._native import _C
-from shardcore.distributed.comm import Traffic, wait_all
 from shardcore.distributed.compare import Entry, uneven_backwards
 from shardcore.distributed.everyone import Everyone
 from shardcore.engine.agreement import agree, attempt, difference, value_read
@@ -31,8 +30,6 @@ from shardcore.engine.full_tensors import (
     FullTensors,
     Gathered,
     OwnGrads,
-    assemble_rest,
-    keys_of,
 )
 from shardcore.engine.optimizer_state import OptimizerStateIO
 from shardcore.engine.plan import BackgroundSave, Membership, Plan, StepCommits
@@ -42,7 +39,6 @@ from shardcore.engine.step import Outcomes, Updater, interrupts_held_back
 from shardcore.engine.unshard import Unsharder, tensors_in
 from shardcore.optim.group_options import capturing
 from shardcore.optim.interface import EngineRef, Superseded, engine_of
-from shardcore.optim.state import step_tensor
 from shardcore.optim.tensor_lists import DeviceScale, DeviceState
 from shardcore.torch_private import IS_REPLICA, active_ddp
 
@@ -121,10 +117,10 @@ class Engine:
         self.handles: list[RemovableHandle] = []
         self.gives_way = False  # the model is about to be sharded again (engine/relay.py)
         # the module (name, prefix) whose state_dict is being made
-        self._state_dict_of: tuple[str, str] | None = None
+        self.state_dict_of: tuple[str, str] | None = None
         # a state_dict of the model has the weights that this rank has, not masters: below stage 3
         self.own_weights = False
-        self._reads_own = False  # so does the one that is being made
+        self.reads_own = False  # so does the one that is being made
         self.gathered = Gathered()
         self.names_only = False  # state dicts are made for their keys
         self.full_tensors = FullTensors(self.comm, self.device)
@@ -267,115 +263,6 @@ class Engine:
                 f"forward: the sharded model runs inside {wrapper}; expected it on its own, as "
                 f"shardcore.shard already averages gradients over ranks (call the model itself)"
             )
-
-    def begin_state_dict(self, module: nn.Module, name: str, prefix: str) -> None:
-        """Begin a state_dict of `module`, of this name, or of a part of one that is being read:
-        finish the step.
-
-        If that failed, the read that every rank makes says so on all of them.
-        """
-        reader = self._state_dict_of
-        if (
-            reader is None
-            or not name
-            or prefix == reader[1]
-            or (reader[0] and not name.startswith(f"{reader[0]}."))
-        ):
-            self._state_dict_of = name, prefix
-            self._reads_own = self.own_weights or self.gathered.covers(
-                p for p in module.parameters() if p in self.managed
-            )
-            problems: list[BaseException] = []
-
-            def refuse() -> None:
-                raise problems.pop()
-
-            attempt(problems, self.synchronize)
-            if problems and self._reads_own:
-                refuse()
-            if problems:
-                self.read_all("state_dict", name or "the model", refuse)
-
-    def end_state_dict(self, name: str, prefix: str, state_dict: dict[str, Any]) -> None:
-        """Replace the entries of managed parameters with full tensors of their own memory, from the
-        masters. Collective.
-
-        With `own_weights`, and inside GatheredParameters, from this rank's weights; then collective
-        only over slices. Nothing where this is a part of the state_dict of a module around this
-        one.
-        """
-        if self._state_dict_of != (name, prefix):
-            return
-        self._state_dict_of = None
-        if not self._reads_own:
-            self.read_all("state_dict", name or "the model")
-            self.updater.warn_of_lost_edits("state_dict")
-        keys = keys_of(self.managed.values(), state_dict, prefix)
-        with torch.no_grad():
-            asked = [
-                bucket
-                for bucket in self.buckets
-                if any(managed.param in keys for managed in bucket.params)
-            ]
-            sources = (
-                (bucket, bucket.weight if self._reads_own else self.master_or_weight(bucket))
-                for bucket in asked
-            )
-            for bucket, full in zip(asked, self.full_tensors.of_buckets(sources), strict=True):
-                for managed in bucket.params:
-                    if managed.param in keys:
-                        values = managed.full(managed.slice_of(full).clone())
-                        for key in keys[managed.param]:
-                            state_dict[key] = values
-            assemble_rest(state_dict)
-
-    def begin_load(self, params: Sequence[nn.Parameter]) -> None:
-        """Begin a load_state_dict of a module that has `params`. Where steps are committed,
-        collective (see `end_load`).
-        """
-        self.updater.refuse_swapped("load_state_dict")
-        if self.gathered.covers(params, spread=True):
-            self.synchronize()
-        else:
-            self._settle_commits()
-        if self.unsharder is not None:
-            self.unsharder.begin_load(params)
-
-    def end_load(self, params_and_values: Sequence[tuple[nn.Parameter, torch.Tensor]]) -> None:
-        """Set masters, too, from the values that were given for parameters, not from those as
-        rounded to the weights.
-
-        Where one rank's weights become those of all, the load is an edit of these.
-        """
-        for param, value in params_and_values:
-            if self.gathered.covers([param], spread=True):
-                continue
-            if param in self.managed:
-                bucket, managed = self.bucket_of[param], self.managed[param]
-                if (
-                    self.unsharder is not None
-                    and self.unsharder.is_held(param)
-                    and self.comm.world_size > 1
-                ):
-                    self.unsharder.undo.append(self.updater.undo_of_load(bucket, managed))
-                self.updater.set_weights(bucket, managed, managed.cut(value))
-            else:
-                self.constant[param].note_load()
-        if self.unsharder is not None:
-            self.unsharder.end_load()
-
-    def use_loaded(self) -> None:
-        """Use the weights that every rank has set from one checkpoint, behind autograd: gather
-        resident ones. Collective.
-        """
-        gathers: list[Any] = []
-        for bucket in self.buckets if self.lifetimes.gathers_new_weights else ():
-            gathers += self.comm.all_gather(
-                [bucket.weight], Traffic.READ, "the loaded weights", self.comm.shard_ranks
-            )
-        note_written([*self.managed.values(), *self.constant.values()])
-        self.updater.forget_changes()
-        wait_all(gathers)
 
     def trains(self, param: nn.Parameter) -> bool:
         """Whether the parameter was trainable when the model was sharded."""
@@ -812,43 +699,6 @@ class Engine:
         self.agree(op, check)
 
     # --- full values of one parameter -------------------------------------------------------------
-
-    @torch.no_grad()
-    def full_grad(self, param: nn.Parameter) -> torch.Tensor | None:
-        """Return the full averaged gradient of one parameter, or None if it has none.
-        Collective.
-        """
-        self.begin_grad_read("full_grad", lambda: self.part_of("full_grad", param)[1].name)
-        bucket, managed = self.part_of("full_grad", param)
-        grad = bucket.owned_grad()
-        if not managed.has_grad or grad is None:
-            return None
-        return self.full_tensors.of_param(
-            bucket, managed, lambda start, numel: grad[start : start + numel]
-        ).to(self.device)
-
-    @torch.no_grad()
-    def full_state(self, param: nn.Parameter, key: str) -> torch.Tensor:
-        """Return one full optimizer state ("step", "exp_avg", ...; "master") of one parameter.
-        Collective.
-        """
-
-        def check() -> str:
-            bucket, managed = self.part_of("full_state", param)
-            keys = ["step", *(bucket.state_format.keys if bucket.group is not None else ())]
-            if key not in keys:
-                raise KeyError(
-                    f"full_state: {managed.name} has no state {key!r}; expected one of "
-                    f"{', '.join(keys)}"
-                )
-            self.updater.accept_weight_edits()
-            return f"{key} of {managed.name}"
-
-        self.agree("full_state", check)
-        bucket, managed = self.part_of("full_state", param)
-        if key == "step":
-            return step_tensor(managed.step)
-        return self.full_tensors.of_param(bucket, managed, partial(self.store.read, bucket, key))
 
     def part_of(self, op: str, param: nn.Parameter) -> tuple[Bucket, Managed]:
         """Return where a trainable parameter is; ValueError or TypeError, in the name of `op`,

@@ -9,7 +9,7 @@ one ahead.
 What is clipped apart from a step is not gathered: `OwnGrads` are this rank's parts of gradients.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -18,40 +18,8 @@ import torch
 
 from shardcore.distributed.comm import Comm, Traffic, wait_all
 from shardcore.engine.bucket import Bucket, Lifetimes, Managed, sq_norm_of
-from shardcore.engine.slices import held_by, slice_of
 from shardcore.engine.states import ReadPart
 from shardcore.optim.clip import join, norm_part
-from shardcore.torch_private import storage_id
-
-
-def keys_of(
-    params: Iterable[Managed], state_dict: Mapping[str, Any], prefix: str
-) -> dict[torch.nn.Parameter, list[str]]:
-    """Return the keys of a module's part of a state dict under which each parameter is.
-
-    By memory, not by name: wrappers (torch's CheckpointWrapper, ...) show their parameters under
-    other names.
-    """
-    param_at = {(*managed.storage, managed.local.shape): managed.param for managed in params}
-    keys: dict[torch.nn.Parameter, list[str]] = {}
-    for key, entry in state_dict.items():
-        value = held_by(entry)
-        if (
-            type(value) in (torch.Tensor, torch.nn.Parameter)
-            and value.layout == torch.strided
-            and key.startswith(prefix)
-        ):
-            at = storage_id(value.untyped_storage()), int(value.storage_offset()), value.shape
-            if at in param_at:
-                keys.setdefault(param_at[at], []).append(key)
-    return keys
-
-
-def assemble_rest(state_dict: dict[str, Any]) -> None:
-    """Replace the slices of frozen weights that are in no bucket with full tensors. Collective."""
-    for key, value in state_dict.items():
-        if (cut := slice_of(key, value)) is not None:
-            state_dict[key] = cut.assemble(held_by(value).detach())
 
 
 class Gathered:

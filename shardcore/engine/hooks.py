@@ -17,6 +17,7 @@ from torch import nn
 
 from shardcore.engine.build import check_unwrapped
 from shardcore.engine.engine import Engine, engine_behind
+from shardcore.engine.model_state import begin_load, begin_read, end_load, end_read
 from shardcore.engine.slices import slice_of
 from shardcore.engine.units import callable_parts
 from shardcore.engine.unshard import in_backward
@@ -467,7 +468,7 @@ class _StateDictHook(_EngineHook):
 class _BeforeStateDict(_StateDictHook):
     def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if self.engine is not None and not self.engine.names_only:
-            self.engine.begin_state_dict(module, self.name, prefix)
+            begin_read(self.engine, module, self.name, prefix)
 
 
 class _AfterStateDict(_StateDictHook):
@@ -475,7 +476,7 @@ class _AfterStateDict(_StateDictHook):
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any
     ) -> None:
         if self.engine is not None and not self.engine.names_only:
-            self.engine.end_state_dict(self.name, prefix, state_dict)
+            end_read(self.engine, self.name, prefix, state_dict)
 
 
 class _LoadHooks(_EngineHook):
@@ -506,7 +507,7 @@ class _LoadHooks(_EngineHook):
             for name, p in module._parameters.items()
             if p is not None and self.engine.knows(p)
         }
-        self.engine.begin_load([*params.values()])
+        begin_load(self.engine, [*params.values()])
         for key, param in params.items():
             value = state_dict.get(key)
             if isinstance(value, torch.Tensor) and value.shape == param.shape:
@@ -517,5 +518,5 @@ class _LoadHooks(_EngineHook):
 
     def after(self, module: nn.Module, incompatible_keys: Any) -> None:
         if self.engine is not None:
-            self.engine.end_load(self._given)
+            end_load(self.engine, self._given)
         self._given = []

@@ -16,8 +16,8 @@ from shardcore.distributed.compare import Entry, first_difference, in_words
 from shardcore.engine import build
 from shardcore.engine.agreement import OtherCallError, agree, together
 from shardcore.engine.engine import Engine
+from shardcore.engine.full_values import set_full_grad, set_full_state
 from shardcore.engine.hooks import detach
-from shardcore.engine.set_full import set_full_grad, set_full_state
 from shardcore.metrics import collect
 from tests.support.models import batch_of, hash_of_training, loss_of, make_net, stepped
 from tests.support.ranks import run_ranks

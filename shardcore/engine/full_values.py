@@ -1,9 +1,10 @@
-"""Writes of one parameter's full master, state or gradient: each rank keeps the part that it owns.
+"""The full gradient, state or master of one parameter: read, gathered over ranks, or written.
 
-Every rank has to give the same values. Their checksum travels with the agreement on the call, so
-that ranks whose values differ raise instead of going on with different weights.
+Of a write each rank keeps the part that it owns. Every rank has to give the same values: their
+checksum is a part of what ranks agree on, so ranks whose values differ raise.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,46 @@ from torch import nn
 
 from shardcore.engine.bucket import note_written, sq_norm_of
 from shardcore.engine.engine import Engine
-from shardcore.optim.state import check_tensor
+from shardcore.optim.state import check_tensor, step_tensor
+
+
+@torch.no_grad()
+def full_grad(engine: Engine, param: nn.Parameter) -> torch.Tensor | None:
+    """Return the full averaged gradient of one parameter, or None if it has none.
+    Collective.
+    """
+    engine.begin_grad_read("full_grad", lambda: engine.part_of("full_grad", param)[1].name)
+    bucket, managed = engine.part_of("full_grad", param)
+    grad = bucket.owned_grad()
+    if not managed.has_grad or grad is None:
+        return None
+    return engine.full_tensors.of_param(
+        bucket, managed, lambda start, numel: grad[start : start + numel]
+    ).to(engine.device)
+
+
+@torch.no_grad()
+def full_state(engine: Engine, param: nn.Parameter, key: str) -> torch.Tensor:
+    """Return one full optimizer state ("step", "exp_avg", ...; "master") of one parameter.
+    Collective.
+    """
+
+    def check() -> str:
+        bucket, managed = engine.part_of("full_state", param)
+        keys = ["step", *(bucket.state_format.keys if bucket.group is not None else ())]
+        if key not in keys:
+            raise KeyError(
+                f"full_state: {managed.name} has no state {key!r}; expected one of "
+                f"{', '.join(keys)}"
+            )
+        engine.updater.accept_weight_edits()
+        return f"{key} of {managed.name}"
+
+    engine.agree("full_state", check)
+    bucket, managed = engine.part_of("full_state", param)
+    if key == "step":
+        return step_tensor(managed.step)
+    return engine.full_tensors.of_param(bucket, managed, partial(engine.store.read, bucket, key))
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ import torch
 
 import shardcore
 from shardcore.engine.engine import engine_behind
-from shardcore.engine.set_full import set_full_grad, set_full_state
+from shardcore.engine.full_values import set_full_grad, set_full_state
 from tests.support.models import Run, batch_of, error_of, loss_of, make_net, train
 from tests.support.ranks import run_ranks
 
