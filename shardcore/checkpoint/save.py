@@ -357,7 +357,7 @@ def parts_of(
         return
     stays = engine.store.tier != "device" and start >= bucket.device_numel
     in_host_memory = stays and engine.store.tier == "cpu"
-    views = engine.store.kept(bucket, start, numel) if in_host_memory else {}
+    views = engine.store.states_of(bucket, start, numel) if in_host_memory else {}
     for part, dtype in bucket.state_format.dtypes.items():
         makes_weight = part in ("master", "remainder")
         if not makes_weight and not (states and managed.step > 0):
@@ -372,7 +372,7 @@ def parts_of(
 
 
 def _read_state(engine: Engine, bucket: Bucket, part: str, start: int, numel: int) -> torch.Tensor:
-    return engine.store.kept(bucket, start, numel)[part]
+    return engine.store.states_of(bucket, start, numel)[part]
 
 
 def _unsharded(

@@ -47,7 +47,7 @@ class Clock:
         self._open: list[tuple[str, Any]] = []  # the parts begun, each with its mark
         # part, the one around it, first and last event
         self._over: deque[tuple[str, str | None, Any, Any]] = deque()
-        self._spare: list[torch.cuda.Event] = []
+        self._unused_events: list[torch.cuda.Event] = []
         self._ms: defaultdict[str, float] = defaultdict(float)
 
     def start(self, device: torch.device) -> None:
@@ -61,14 +61,14 @@ class Clock:
         if part in OUTER:
             self._open.clear()
             self._read(wait=False)
-        self._open.append((part, self._mark()))
+        self._open.append((part, self._now()))
 
     def end(self, part: str) -> None:
         """End a part, and what was left open inside it; nothing if it was not begun."""
         while any(name == part for name, _ in self._open):
             name, first = self._open.pop()
             if name == part:
-                last = self._mark()
+                last = self._now()
                 if first is not None and last is not None:
                     around = self._open[-1][0] if self._open else None
                     self._over.append((part, around, first, last))
@@ -90,7 +90,7 @@ class Clock:
         self._read(wait=True)
         return {part: self._ms[part] for part in PARTS}
 
-    def _mark(self) -> Any:
+    def _now(self) -> Any:
         """Return the time on the CPU, else an event; None while a CUDA graph is captured, which
         has no such events.
         """
@@ -98,7 +98,11 @@ class Clock:
             return time.perf_counter()
         if torch.cuda.is_current_stream_capturing():
             return None
-        event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event = (
+            self._unused_events.pop()
+            if self._unused_events
+            else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        )
         event.record(torch.cuda.current_stream(self._device))
         return event
 
@@ -110,7 +114,7 @@ class Clock:
             elif wait or last.query():
                 last.synchronize()
                 ms = first.elapsed_time(last)
-                self._spare += [first, last]
+                self._unused_events += [first, last]
             else:
                 return
             self._over.popleft()

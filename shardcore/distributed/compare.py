@@ -92,7 +92,7 @@ def name_ranks(ranks: Sequence[int]) -> str:
             parts[-1].append(rank)
         else:
             parts.append([rank])
-    shown = ", ".join(
+    words = ", ".join(
         f"{part[0]} to {part[-1]}" if len(part) > 2 else ", ".join(map(str, part)) for part in parts
     )
-    return f"rank{'s' * (len(ranks) > 1)} {shown}"
+    return f"rank{'s' * (len(ranks) > 1)} {words}"

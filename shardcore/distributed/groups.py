@@ -136,9 +136,11 @@ def _named(world: dist.ProcessGroup, ranks: Sequence[int]) -> AbstractContextMan
     torch's own name has the number of all groups that this rank is in, or has made. Where that
     number differs between ranks they look for the group by different names until the timeout.
     """
-    key, made = tuple(sorted(ranks)), _parts.setdefault(world, Counter())
-    name = hashlib.sha1(f"shardcore {key} {made[key]}".encode(), usedforsecurity=False).hexdigest()
-    made[key] += 1
+    key, counts = tuple(sorted(ranks)), _parts.setdefault(world, Counter())
+    name = hashlib.sha1(
+        f"shardcore {key} {counts[key]}".encode(), usedforsecurity=False
+    ).hexdigest()
+    counts[key] += 1
     return group_named(name)
 
 

@@ -51,13 +51,13 @@ def join(
 
 
 def _across(
-    known: Sequence[Comm],
+    joined: Sequence[Comm],
     name: str,
     group: dist.ProcessGroup | DeviceMesh,
     gpu: torch.device | None,
 ) -> Comm:
     """Return a Comm over `group`, the ranks that hold other parts of the model than this one.
-    known: the Comms that were joined before.
+    joined: the Comms that were joined before.
     """
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
@@ -71,7 +71,7 @@ def _across(
             f"shard: {name} is {group!r}; expected a process group with this rank, or a "
             f"DeviceMesh of 1 dimension"
         )
-    for comm in known:
+    for comm in joined:
         assert comm.group is not None
         common = set(dist.get_process_group_ranks(comm.group)) & set(
             dist.get_process_group_ranks(group)
@@ -86,7 +86,7 @@ def _across(
             )
         if common != {dist.get_rank()}:
             raise ValueError(
-                f"shard: {'process_group' if comm is known[0] else SLICES} and {name} have the "
+                f"shard: {'process_group' if comm is joined[0] else SLICES} and {name} have the "
                 f"ranks {sorted(common)} in common; "
                 f"expected this rank, {dist.get_rank()}, alone: process_group has those with the "
                 f"same part of the model, the other group those with the other parts"

@@ -19,7 +19,7 @@ from shardcore.distributed.comm import Started
 from shardcore.engine.bucket import Bucket, Managed, allocate, assign
 from shardcore.engine.units import Unit
 from shardcore.optim.elementwise import ElementFormat
-from shardcore.optim.state_format import SCALES, Kept, kept_values, range_of, values_of
+from shardcore.optim.state_format import SCALES, StateTensors, range_of, stored_values, values_of
 
 # The scalars of a step: made by the host (AdamHyper or ElementStep), or (DeviceStore alone) where
 # the weights are.
@@ -99,7 +99,7 @@ class StateStore(Protocol):
         master, not its rounded weights.
         """
 
-    def kept(self, bucket: Bucket, start: int, numel: int) -> Kept:
+    def states_of(self, bucket: Bucket, start: int, numel: int) -> StateTensors:
         """View elements [start, start + numel) of a bucket's states as they are kept; not to be
         written.
 
@@ -157,7 +157,7 @@ class OverlappedStep(Protocol):
     def wait_for(self, buckets: Iterable[Bucket]) -> None: ...
 
 
-def lists_of(spans: Sequence[Span], states: Sequence[Kept]) -> dict[str, Any]:
+def lists_of(spans: Sequence[Span], states: Sequence[StateTensors]) -> dict[str, Any]:
     """Return what the Adam kernel is given beside weights and gradients: parallel lists, by its
     arguments' names.
     """
@@ -181,8 +181,8 @@ class _Lists:
 
     spans: Sequence[Span]
     params: list[torch.Tensor]
-    kept: list[Kept]
-    states: dict[str, Any]
+    states: list[StateTensors]
+    arguments: dict[str, Any]
 
 
 class DeviceStore:
@@ -210,15 +210,17 @@ class DeviceStore:
     ) -> torch.Tensor:
         """See StateStore."""
         end = bucket.owned_numel if numel is None else start + numel
-        return values_of(self.kept(bucket, start, end - start), key, bucket.owned_weight[start:end])
+        return values_of(
+            self.states_of(bucket, start, end - start), key, bucket.owned_weight[start:end]
+        )
 
     def write(self, bucket: Bucket, key: str, start: int, values: torch.Tensor) -> None:
         """See StateStore."""
-        kept = range_of(self._states[bucket], start, values.numel())
-        for name, source in kept_values(bucket.state_format, key, values).items():
-            kept[name].copy_(source)
+        states = range_of(self._states[bucket], start, values.numel())
+        for name, source in stored_values(bucket.state_format, key, values).items():
+            states[name].copy_(source)
 
-    def kept(self, bucket: Bucket, start: int, numel: int) -> Kept:
+    def states_of(self, bucket: Bucket, start: int, numel: int) -> StateTensors:
         """See StateStore."""
         return range_of(self._states[bucket], start, numel)
 
@@ -260,19 +262,19 @@ class DeviceStore:
         tier: _C.HostTier,
     ) -> None:
         new = {
-            bucket: {key: make(flat.numel(), flat.dtype) for key, flat in kept.items()}
-            for bucket, kept in self._states.items()
+            bucket: {key: make(flat.numel(), flat.dtype) for key, flat in states.items()}
+            for bucket, states in self._states.items()
         }
         self._lists.clear()
-        for bucket, kept in new.items():
-            for key, target in kept.items():
+        for bucket, states in new.items():
+            for key, target in states.items():
                 copy(target, self._states[bucket].pop(key))
-            self._states[bucket] = kept
+            self._states[bucket] = states
         tier.synchronize()
 
-    def load(self, bucket: Bucket, kept: Kept) -> None:
+    def load(self, bucket: Bucket, states: StateTensors) -> None:
         """Overwrite all states of a bucket with those that another store kept."""
-        for key, flat in kept.items():
+        for key, flat in states.items():
             self._states[bucket][key].copy_(flat)
 
     def stored(self, bucket: Bucket) -> Iterator[tuple[str, str, int]]:
@@ -313,16 +315,16 @@ class DeviceStore:
             assert span.bucket.grad is not None
             grads.append(span.bucket.grad[span.start : span.start + span.numel])
         if isinstance(first.state_format, ElementFormat):
-            update_elements(spans, lists.params, grads, lists.kept, hypers)
+            update_elements(spans, lists.params, grads, lists.states, hypers)
         else:
-            self._steppers[first].step(lists.params, grads, hypers=hypers, **lists.states)
+            self._steppers[first].step(lists.params, grads, hypers=hypers, **lists.arguments)
 
 
 def update_elements(
     spans: Sequence[Span],
     params: Sequence[torch.Tensor],
     grads: Sequence[torch.Tensor],
-    states: Sequence[Kept],
+    states: Sequence[StateTensors],
     hypers: Scalars,
 ) -> None:
     """Update spans of elementwise optimizers, those of a bucket that have the same scalars at

@@ -229,5 +229,5 @@ def call_of(candidate: Candidate, options: Mapping[str, Any]) -> str:
     arguments = {"stage": candidate.stage, **options}
     if candidate.offload is not None:
         arguments |= {"offload": candidate.argument, "overlap_step": True}
-    shown = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
-    return f"shardcore.shard(model, optimizer, {shown})"
+    words = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+    return f"shardcore.shard(model, optimizer, {words})"

@@ -222,12 +222,12 @@ class Metrics:
     def _counts(self) -> dict[str, float]:
         """Return what is counted from the start on."""
         sent, store = self._comm.sent, self._engine.store
-        moved = store.moved_bytes if isinstance(store, CpuStore) else {}
+        moved_bytes = store.moved_bytes if isinstance(store, CpuStore) else {}
         counts = {f"{part}_ms": ms for part, ms in self._comm.clock.totals().items()}
         counts["sent_gradients_bytes"] = sent[Traffic.BACKWARD]
         counts["sent_weights_bytes"] = sent[Traffic.WEIGHTS] + sent[Traffic.STEP]
         for path in ("to_host", "from_host", "to_nvme", "from_nvme"):
-            counts[f"{path}_bytes"] = moved.get(path, 0)
+            counts[f"{path}_bytes"] = moved_bytes.get(path, 0)
         return counts
 
     # --- where rows go ----------------------------------------------------------------------------

@@ -193,8 +193,8 @@ def _cards(columns: Mapping[str, Column]) -> list[tuple[str, str]]:
     """Return what stands above the plots: (name, value)."""
 
     def median(name: str) -> float:
-        known = [value for value in columns[name] if math.isfinite(value)]
-        return statistics.median(known or [math.nan])
+        finite = [value for value in columns[name] if math.isfinite(value)]
+        return statistics.median(finite or [math.nan])
 
     last = next((value for value in reversed(columns["loss"]) if math.isfinite(value)), math.nan)
     memory = sum(columns[column][-1] for tier in TIERS for column in _memory(tier).values())
@@ -247,11 +247,11 @@ def draw(plot: Plot, columns: Mapping[str, Column]) -> str:
         axes.stackplot(steps, *lines, colors=colours)
     else:
         # a value between two unknown ones is in no line: it gets a mark
-        known = [False, *map(math.isfinite, lines[0]), False]
+        finite = [False, *map(math.isfinite, lines[0]), False]
         alone = [
             index
             for index in range(len(lines[0]))
-            if known[index + 1] and not known[index] and not known[index + 2]
+            if finite[index + 1] and not finite[index] and not finite[index + 2]
         ]
         axes.plot(steps, lines[0], color=colours[0], marker="o", markevery=alone)
     if plot.stacked or plot.from_zero:
@@ -305,10 +305,10 @@ def _matplotlib() -> Any:
 
 def _is_drawn(name: str, column: Column) -> bool:
     quiet = _QUIET.get(name)
-    known = [value for value in column if math.isfinite(value)]
+    finite = [value for value in column if math.isfinite(value)]
     if quiet is not None:
-        return any(value != quiet for value in known)
-    return bool(known) and (not name.endswith(("_ms", "_bytes")) or any(known))
+        return any(value != quiet for value in finite)
+    return bool(finite) and (not name.endswith(("_ms", "_bytes")) or any(finite))
 
 
 def _downsampled(column: Column) -> Column:
@@ -318,8 +318,8 @@ def _downsampled(column: Column) -> Column:
         return column
     means = []
     for start in range(0, len(column), size):
-        known = [value for value in column[start : start + size] if math.isfinite(value)]
-        means.append(statistics.fmean(known or [math.nan]))
+        finite = [value for value in column[start : start + size] if math.isfinite(value)]
+        means.append(statistics.fmean(finite or [math.nan]))
     return means
 
 

@@ -33,7 +33,7 @@ from shardcore.offload.nvme_states import WEIGHT, NvmeStates, StateFiles
 from shardcore.offload.nvme_weights import NvmeWeights
 from shardcore.offload.workers import on_worker
 from shardcore.optim.elementwise import ElementFormat, ElementStep, own_state
-from shardcore.optim.state_format import Kept, kept_values, range_of, values_of
+from shardcore.optim.state_format import StateTensors, range_of, stored_values, values_of
 
 logger = logging.getLogger("shardcore")
 
@@ -89,7 +89,7 @@ class _Chunk:
     spans: list[Span]
     params: list[torch.Tensor]
     grads: list[torch.Tensor]
-    states: list[Kept]
+    states: list[StateTensors]
 
 
 @dataclass(frozen=True)
@@ -122,37 +122,39 @@ class HostStates:
         self.chunk_numel, self._allocate = staging_numel(buckets), allocate
         self._states = {bucket: self._zeros(bucket) for bucket in buckets}
 
-    def _zeros(self, bucket: Bucket) -> Kept:
+    def _zeros(self, bucket: Bucket) -> StateTensors:
         return bucket.state_format.new(bucket.host_numel, self._allocate)
 
-    def replace(self, gone: Sequence[Bucket], made: Sequence[Bucket]) -> None:
+    def replace(self, replaced: Sequence[Bucket], new_buckets: Sequence[Bucket]) -> None:
         """See StateStore."""
-        for bucket in gone:
+        for bucket in replaced:
             del self._states[bucket]
-        self._states |= {bucket: self._zeros(bucket) for bucket in made}
+        self._states |= {bucket: self._zeros(bucket) for bucket in new_buckets}
 
     def stored(self, bucket: Bucket) -> Iterator[tuple[str, int]]:
         """Yield (key, bytes) of each tensor that keeps a bucket's states."""
         return ((key, flat.nbytes) for key, flat in self._states[bucket].items())
 
-    def kept(self, bucket: Bucket, start: int, numel: int) -> Kept:
+    def states_of(self, bucket: Bucket, start: int, numel: int) -> StateTensors:
         """View states of elements [start, start + numel); not to be written."""
         return range_of(self._states[bucket], start, numel)
 
-    def change(self, bucket: Bucket, start: int, numel: int) -> Iterator[tuple[int, int, Kept]]:
+    def change(
+        self, bucket: Bucket, start: int, numel: int
+    ) -> Iterator[tuple[int, int, StateTensors]]:
         """Yield (start, numel, states to write to) of each part of a range; they are kept once
         the next one is asked for.
         """
-        yield start, numel, self.kept(bucket, start, numel)
+        yield start, numel, self.states_of(bucket, start, numel)
 
-    def shrink(self, bucket: Bucket) -> Kept:
+    def shrink(self, bucket: Bucket) -> StateTensors:
         """See CpuStore."""
-        kept, first = self._states[bucket], bucket.device_numel
+        states, first = self._states[bucket], bucket.device_numel
         if first:
             self._states[bucket] = self._zeros(bucket)
-            for key, flat in range_of(kept, first, bucket.host_numel).items():
+            for key, flat in range_of(states, first, bucket.host_numel).items():
                 self._states[bucket][key].copy_(flat)
-        return range_of(kept, 0, first)
+        return range_of(states, 0, first)
 
     def cut(self, spans: Sequence[Span]) -> Iterator[list[Span]]:
         """Cut spans at block boundaries into as few lists as can be, of about equal size."""
@@ -172,12 +174,12 @@ class HostStates:
         if chunk:
             yield chunk
 
-    def of_chunk(self, spans: Sequence[Span], turn: int) -> list[Kept]:
+    def of_chunk(self, spans: Sequence[Span], turn: int) -> list[StateTensors]:
         """View the states of each span of chunk `turn` of a step, where they are while Adam
         works on them.
         """
         return [
-            self.kept(span.bucket, span.start - span.bucket.device_numel, span.numel)
+            self.states_of(span.bucket, span.start - span.bucket.device_numel, span.numel)
             for span in spans
         ]
 
@@ -270,25 +272,25 @@ class CpuStore:
         end = bucket.owned_numel if numel is None else start + numel
         split = key == "master" and bucket.state_format.master == "split"
         weight = bucket.owned_values(start, end - start) if split else bucket.owned_weight[:0]
-        kept = self._states.kept(bucket, start - bucket.device_numel, end - start)
-        return values_of(kept, key, weight)
+        states = self._states.states_of(bucket, start - bucket.device_numel, end - start)
+        return values_of(states, key, weight)
 
     def write(self, bucket: Bucket, key: str, start: int, values: torch.Tensor) -> None:
         """See StateStore."""
         self._wait_to_change()
         first, sources = (
             start - bucket.device_numel,
-            kept_values(bucket.state_format, key, values.to(self._device)),
+            stored_values(bucket.state_format, key, values.to(self._device)),
         )
-        for at, numel, kept in self._states.change(bucket, first, values.numel()):
+        for at, numel, states in self._states.change(bucket, first, values.numel()):
             for name, source in range_of(sources, at - first, numel).items():
                 self.copies.to_tier(
-                    kept[name], source.to(kept[name].dtype).contiguous().view(-1)
+                    states[name], source.to(states[name].dtype).contiguous().view(-1)
                 ).synchronize()
 
-    def kept(self, bucket: Bucket, start: int, numel: int) -> Kept:
+    def states_of(self, bucket: Bucket, start: int, numel: int) -> StateTensors:
         """See StateStore."""
-        return self._states.kept(bucket, start - bucket.device_numel, numel)
+        return self._states.states_of(bucket, start - bucket.device_numel, numel)
 
     def watch(self, before_change: Callable[[], object] | None) -> None:
         """See StateStore."""
@@ -308,7 +310,7 @@ class CpuStore:
         """See StateStore."""
         return ((self.tier, key, nbytes) for key, nbytes in self._states.stored(bucket))
 
-    def shrink(self, bucket: Bucket) -> Kept:
+    def shrink(self, bucket: Bucket) -> StateTensors:
         """Free the states of a bucket's first `device_numel` elements (until now it kept all),
         and return them.
         """
@@ -316,11 +318,11 @@ class CpuStore:
         self._parts.clear()
         return self._states.shrink(bucket)
 
-    def replace(self, gone: Sequence[Bucket], made: Sequence[Bucket]) -> None:
+    def replace(self, replaced: Sequence[Bucket], new_buckets: Sequence[Bucket]) -> None:
         """See StateStore. Not of files."""
         assert isinstance(self._states, HostStates)
         self._parts.clear()
-        self._states.replace(gone, made)
+        self._states.replace(replaced, new_buckets)
 
     def steps(
         self, parts: Sequence[Sequence[Span]], hypers: Scalars
@@ -340,12 +342,12 @@ class CpuStore:
         not wait for its own work. RuntimeError if a copy failed: then only some chunks are updated.
         """
         self._wait_to_change()
-        kept: list[_Part] = []
+        planned: list[_Part] = []
         turn = 0
         for spans in parts:
-            kept.append(self._part(spans, turn))
-            turn += len(kept[-1].chunks)
-        chunks = [chunk for part in kept for chunk in part.chunks]
+            planned.append(self._part(spans, turn))
+            turn += len(planned[-1].chunks)
+        chunks = [chunk for part in planned for chunk in part.chunks]
         buckets = [span.bucket for chunk in chunks for span in chunk.spans]
         alone = not self._files
         scalars = self._scalars(chunks, hypers)
@@ -367,7 +369,7 @@ class CpuStore:
                 any_order=alone,
             )
             last = 0
-            for part in kept:
+            for part in planned:
                 first, last = last, last + len(part.chunks)
                 if beside is not None:
                     self._pipeline.wait_fetched(first + 2)
@@ -395,7 +397,7 @@ class CpuStore:
         if not any(isinstance(hyper, ElementStep) for hyper in hypers):
             return hypers
         scalars = [hyper.scalars for hyper in hypers]
-        missing = any(one is None for one in scalars)
+        missing = any(scalar is None for scalar in scalars)
         return partial(self._update, chunks, hypers) if missing else scalars
 
     def _update(self, chunks: Sequence[_Chunk], hypers: Scalars, number: int) -> None:
@@ -431,7 +433,7 @@ class CpuStore:
         """
         grads = [_grad_part(span) for span in spans]
         if self.weight_files is not None:
-            weights = [kept[WEIGHT] for kept in self.weight_files.of_chunk(spans, turn)]
+            weights = [states[WEIGHT] for states in self.weight_files.of_chunk(spans, turn)]
         else:
             weights = [
                 span.bucket.owned_weight[span.start : span.start + span.numel] for span in spans

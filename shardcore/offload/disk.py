@@ -83,9 +83,9 @@ def measure(engine: _C.FileEngine, directory: Path, nbytes: int = PROBE_BYTES) -
         file = _C.BlockFile(engine, path, 2 * count * piece)
 
         def transfers(
-            way: Callable[..., _C.FileTransfer], of: Sequence[torch.Tensor], start: int
+            transfer: Callable[..., _C.FileTransfer], of: Sequence[torch.Tensor], start: int
         ) -> list[_C.FileTransfer]:
-            return [way(memory, (start + i) * piece) for i, memory in enumerate(of)]
+            return [transfer(memory, (start + i) * piece) for i, memory in enumerate(of)]
 
         def rate(start: Callable[[], list[_C.FileTransfer]], sync: bool) -> float:
             begun = time.perf_counter()

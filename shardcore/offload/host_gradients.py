@@ -71,10 +71,10 @@ def host_grad_bytes(buckets: Sequence[Bucket], policy: ReducePolicy, alone: bool
     """Return the bytes of host memory for gradients of these buckets, staging buffers included.
     alone: see host_grad_dtype.
     """
-    kept = sum(
+    grad_bytes = sum(
         bucket.host_numel * host_grad_dtype(bucket, policy, alone).itemsize for bucket in buckets
     )
-    return kept + grad_staging_bytes(buckets, policy)
+    return grad_bytes + grad_staging_bytes(buckets, policy)
 
 
 def host_grads_of(plan: Plan) -> MakeHostGrads | None:

@@ -48,7 +48,7 @@ from shardcore.offload.disk import (
     measure,
     temporary,
 )
-from shardcore.optim.state_format import Allocate, Kept, StateFormat, range_of
+from shardcore.optim.state_format import Allocate, StateFormat, StateTensors, range_of
 
 CHUNK_NUMEL = 1 << 22
 RATED_TBW = 600  # terabytes that a consumer's disk of 1 TB may be written
@@ -62,7 +62,7 @@ class WeightFormat(StateFormat):
 
     dtype: torch.dtype = torch.float32
 
-    def new(self, numel: int, make: Allocate) -> Kept:
+    def new(self, numel: int, make: Allocate) -> StateTensors:
         """See StateFormat."""
         return {WEIGHT: make(numel, self.dtype)}
 
@@ -155,16 +155,16 @@ class Unopened(Scratch):
 
 def check_directories(directories: Sequence[Path]) -> None:
     """Raise NotADirectoryError for a file, and ValueError for a directory that is there twice."""
-    found: dict[Path, Path] = {}
-    for one in directories:
-        if one.exists() and not one.is_dir():
+    given_as: dict[Path, Path] = {}
+    for path in directories:
+        if path.exists() and not path.is_dir():
             raise NotADirectoryError(
-                f'shard: offload["path"] has {one}, a file; expected a directory'
+                f'shard: offload["path"] has {path}, a file; expected a directory'
             )
-        if (same := found.setdefault(one.resolve(), one)) is not one:
+        if (earlier := given_as.setdefault(path.resolve(), path)) is not path:
             raise ValueError(
-                f'shard: offload["path"] has {same} and {one}, which are the same; expected each '
-                f"directory once"
+                f'shard: offload["path"] has {earlier} and {path}, which are the same; expected '
+                f"each directory once"
             )
 
 
@@ -239,7 +239,7 @@ def disk_use(
     weights: the chunks of weights that are there, too: forward and backward read them, and a step
     reads and writes those that it updates.
     """
-    kept = sum(round_up(chunk.nbytes, ALIGNMENT) for chunk in states)
+    states_bytes = sum(round_up(chunk.nbytes, ALIGNMENT) for chunk in states)
     rest = 0
     for bucket in buckets if durable else ():
         if bucket.group is not None:
@@ -252,9 +252,9 @@ def disk_use(
         space += size
         updated += size if chunk.bucket.group is not None else 0
     return DiskUse(
-        kept + updated + 2 * space,
-        kept + rest + updated,
-        (1 + durable) * (kept + rest) + space,
+        states_bytes + updated + 2 * space,
+        states_bytes + rest + updated,
+        (1 + durable) * (states_bytes + rest) + space,
     )
 
 
@@ -293,8 +293,8 @@ class NvmeStates:
         self.bytes_read = self.bytes_written = 0  # of the file so far
         self._lock = threading.RLock()
         self._not_durable: OSError | None = None
-        self._held: Chunk | None = None
-        self._held_is_newer = False
+        self._in_memory: Chunk | None = None
+        self._memory_is_newer = False
         self._step: list[Chunk] = []
         self._reads: dict[int, _C.FileTransfer] = {}
         # the chunk that a buffer was written to last
@@ -310,7 +310,7 @@ class NvmeStates:
         time. Not beside a step.
         """
         with self._lock:
-            self._put_held()
+            self._put_memory_back()
             for chunk in self.chunks:
                 self._settle(chunk)
         if self._not_durable is not None:
@@ -324,7 +324,7 @@ class NvmeStates:
 
     def forget(self) -> None:
         """Forget what is kept in memory of a chunk: files have others."""
-        self._held, self._held_is_newer = None, False
+        self._in_memory, self._memory_is_newer = None, False
 
     # --- as HostStates ----------------------------------------------------------------------------
 
@@ -333,36 +333,38 @@ class NvmeStates:
         for key in self._format_of(bucket).dtypes:
             yield key, sum(places_of(chunk)[key][1].nbytes for chunk in self._chunks[bucket])
 
-    def kept(self, bucket: Bucket, start: int, numel: int) -> Kept:
+    def states_of(self, bucket: Bucket, start: int, numel: int) -> StateTensors:
         """Return states of elements [start, start + numel) of the part in the tier, in memory of
         their own.
         """
         with self._lock:
-            found = [
+            parts = [
                 {
                     key: flat.clone()
                     for key, flat in range_of(self._hold(chunk), first, count).items()
                 }
                 for chunk, first, count in self._overlapping(bucket, start, numel)
             ]
-        if not found:
+        if not parts:
             return self._format_of(bucket).new(
                 0, lambda n, dtype: torch.empty(n, dtype=dtype, device="cpu")
             )
         return (
-            found[0]
-            if len(found) == 1
-            else {key: torch.cat([one[key] for one in found]) for key in found[0]}
+            parts[0]
+            if len(parts) == 1
+            else {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
         )
 
-    def change(self, bucket: Bucket, start: int, numel: int) -> Iterator[tuple[int, int, Kept]]:
+    def change(
+        self, bucket: Bucket, start: int, numel: int
+    ) -> Iterator[tuple[int, int, StateTensors]]:
         """Yield (start, numel, states to write to) of each part of a range; they are kept once
         the next one is asked for.
         """
         with self._lock:
             for chunk, first, count in self._overlapping(bucket, start, numel):
                 views = self._hold(chunk)
-                self._held_is_newer = True
+                self._memory_is_newer = True
                 yield chunk.first + first, count, range_of(views, first, count)
 
     def cut(self, spans: Sequence[Span]) -> Iterator[list[Span]]:
@@ -370,7 +372,7 @@ class NvmeStates:
         parts = [part for span in spans for part in self._parts_of(span)]
         return (list(of_chunk) for _, of_chunk in groupby(parts, self._chunk_of))
 
-    def of_chunk(self, spans: Sequence[Span], turn: int) -> list[Kept]:
+    def of_chunk(self, spans: Sequence[Span], turn: int) -> list[StateTensors]:
         """View the states of each span of chunk `turn` of a step, where they are while Adam
         works on them.
         """
@@ -384,8 +386,8 @@ class NvmeStates:
     def begin(self, cut: Sequence[Sequence[Span]]) -> None:
         """Begin a step over these chunks: the first ones are read."""
         with self._lock:
-            self._put_held()
-            self._held = None
+            self._put_memory_back()
+            self._in_memory = None
         self._reads.clear()  # of a step that failed
         self._step = [self._chunk_of(spans[0]) for spans in cut]
         for number in range(min(PLACES - 2, len(self._step))):
@@ -438,36 +440,36 @@ class NvmeStates:
                 chunk.write.wait()
                 chunk.write = None
 
-    def _hold(self, chunk: Chunk) -> Kept:
+    def _hold(self, chunk: Chunk) -> StateTensors:
         """Return views of a chunk in the buffer beside those of steps, which has it until
         another one is asked for.
         """
-        if self._held is not chunk:
-            self._put_held()
+        if self._in_memory is not chunk:
+            self._put_memory_back()
             self._settle(chunk)
-            self._held = None
+            self._in_memory = None
             memory = self._memory(chunk, PLACES)
             if chunk.crcs is None:
                 memory.zero_()
             else:
                 self._read(chunk, memory).wait()
                 self._check(chunk, memory)
-            self._held = chunk
+            self._in_memory = chunk
         return self._views(chunk, PLACES)
 
-    def _put_held(self) -> None:
-        if self._held is not None and self._held_is_newer:
-            self._start_write(self._held, PLACES)
-            self._settle(self._held)
-        self._held_is_newer = False
+    def _put_memory_back(self) -> None:
+        if self._in_memory is not None and self._memory_is_newer:
+            self._start_write(self._in_memory, PLACES)
+            self._settle(self._in_memory)
+        self._memory_is_newer = False
 
     def _check(self, chunk: Chunk, memory: torch.Tensor) -> None:
         if chunk.crcs is None:
             return
-        for (offset, nbytes), crc, found in zip(
+        for (offset, nbytes), crc, read_crc in zip(
             chunk.parts, chunk.crcs, self._crcs(memory, chunk), strict=True
         ):
-            if crc != found:
+            if crc != read_crc:
                 first = chunk.offset + offset
                 raise OSError(
                     errno.EIO,
@@ -484,7 +486,7 @@ class NvmeStates:
     def _memory(self, chunk: Chunk, place: int) -> torch.Tensor:
         return self._buffers[place][: round_up(chunk.nbytes, self._alignment)]
 
-    def _views(self, chunk: Chunk, place: int) -> Kept:
+    def _views(self, chunk: Chunk, place: int) -> StateTensors:
         """View the states of a chunk in a buffer."""
         memory = self._buffers[place]
         return {
@@ -516,14 +518,14 @@ def places_of(chunk: Chunk) -> dict[str, tuple[int, torch.Tensor]]:
     """Return of each state of a chunk where in it it begins, in bytes, and its like: one after
     the other, wide dtypes first.
     """
-    cursor, found = 0, {}
+    cursor, places = 0, {}
     sizes = chunk.format.new(
         chunk.numel, lambda n, dtype: torch.empty(n, dtype=dtype, device="meta")
     )
     for key, like in sorted(sizes.items(), key=lambda item: -item[1].itemsize):
-        found[key] = cursor, like
+        places[key] = cursor, like
         cursor += like.nbytes
-    return {key: found[key] for key in sizes}
+    return {key: places[key] for key in sizes}
 
 
 def chunks_of(bucket: Bucket, form: StateFormat) -> Iterator[Chunk]:

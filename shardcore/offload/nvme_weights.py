@@ -29,7 +29,7 @@ from shardcore.offload.nvme_states import (
     WeightFormat,
     aligned,
 )
-from shardcore.optim.state_format import Kept
+from shardcore.optim.state_format import StateTensors
 
 _STREAMING = 2  # buffers beside those of what is read ahead
 
@@ -77,15 +77,17 @@ class NvmeWeights(NvmeStates):
 
     def values(self, bucket: Bucket, start: int, numel: int) -> torch.Tensor:
         """See WeightFiles."""
-        return self.kept(bucket, start, numel)[WEIGHT]
+        return self.states_of(bucket, start, numel)[WEIGHT]
 
     def assign(self, bucket: Bucket, start: int, values: torch.Tensor) -> None:
         """See WeightFiles."""
-        for first, numel, kept in self.change(bucket, start, values.numel()):
+        for first, numel, states in self.change(bucket, start, values.numel()):
             part = values[first - start : first - start + numel].to(self._device).contiguous()
-            self._copies.to_tier(kept[WEIGHT], part).synchronize()
+            self._copies.to_tier(states[WEIGHT], part).synchronize()
 
-    def change(self, bucket: Bucket, start: int, numel: int) -> Iterator[tuple[int, int, Kept]]:
+    def change(
+        self, bucket: Bucket, start: int, numel: int
+    ) -> Iterator[tuple[int, int, StateTensors]]:
         """See NvmeStates. What was read ahead is older then."""
         with self._lock:
             for chunk, _first, _count in self._overlapping(bucket, start, numel):
@@ -122,8 +124,8 @@ class NvmeWeights(NvmeStates):
         return copied
 
     def _start_reading(self, chunk: Chunk) -> tuple[torch.Tensor, _C.FileTransfer]:
-        if self._held is chunk:
-            self._put_held()
+        if self._in_memory is chunk:
+            self._put_memory_back()
         self._settle(chunk)
         memory, last_use_over = self._free.popleft()
         with suppress(OSError):  # of a read that nobody waited for

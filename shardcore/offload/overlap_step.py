@@ -278,7 +278,10 @@ class OverlapStep:
         """
         assert not self._pending
         self.step_count += 1
-        updates = [_Update(bucket, (), gathers=works) for bucket, works in gathers.items()]
+        updates = [
+            _Update(bucket, (), gathers=gathers_of_unit)
+            for bucket, gathers_of_unit in gathers.items()
+        ]
         for update in updates:
             update.done.set_result(None)
         if updates:
@@ -371,9 +374,11 @@ class OverlapStep:
             if updates[0].gathers is None:
                 for update in updates:
                     self._wait_for_adam(update)
-                works = gather_new_weights(self.comm, [update.bucket for update in updates])
+                gathers_of_unit = gather_new_weights(
+                    self.comm, [update.bucket for update in updates]
+                )
                 for update in updates:
-                    update.gathers = works
+                    update.gathers = gathers_of_unit
             if unit == last.bucket.unit:
                 break
         try:

@@ -35,7 +35,7 @@ from shardcore.engine.states import DeviceStore, Scalars, Span
 from shardcore.layout import BLOCK
 from shardcore.offload.cpu_store import CpuStore, OffloadOptions
 from shardcore.offload.nvme_states import StateFiles, Unopened
-from shardcore.optim.state_format import Kept
+from shardcore.optim.state_format import StateTensors
 
 logger = logging.getLogger("shardcore")
 
@@ -130,11 +130,11 @@ class SplitStore(CpuStore):
         first = self.on_device.read(bucket, key, start, cut - start)
         return torch.cat([first.cpu(), super().read(bucket, key, cut, end - cut).cpu()])
 
-    def kept(self, bucket: Bucket, start: int, numel: int) -> Kept:
+    def states_of(self, bucket: Bucket, start: int, numel: int) -> StateTensors:
         """See StateStore."""
         first = max(0, min(bucket.device_numel - start, numel))
-        on_device = self.on_device.kept(bucket, start, first) if first else {}
-        on_cpu = super().kept(bucket, start + first, numel - first) if first < numel else {}
+        on_device = self.on_device.states_of(bucket, start, first) if first else {}
+        on_cpu = super().states_of(bucket, start + first, numel - first) if first < numel else {}
         if not on_device or not on_cpu:
             return on_device or on_cpu
         return {key: torch.cat([flat.cpu(), on_cpu[key]]) for key, flat in on_device.items()}
@@ -144,7 +144,7 @@ class SplitStore(CpuStore):
         yield from self.on_device.stored(bucket)
         yield from super().stored(bucket)
 
-    def replace(self, gone: Sequence[Bucket], made: Sequence[Bucket]) -> None:
+    def replace(self, replaced: Sequence[Bucket], new_buckets: Sequence[Bucket]) -> None:
         """See StateStore."""
         raise NotImplementedError("the states of a split store stay where they are")
 
@@ -175,12 +175,12 @@ class SplitStore(CpuStore):
         step reads, copy all back.
         """
         for bucket, of_bucket in groupby(spans, key=lambda span: span.bucket):
-            here, scratch = list(of_bucket), self._scratch[bucket]
-            ranges = [slice(span.start, span.start + span.numel) for span in here]
+            of_first, scratch = list(of_bucket), self._scratch[bucket]
+            ranges = [slice(span.start, span.start + span.numel) for span in of_first]
             if bucket.state_format.reads_weights:
                 for part in ranges:
                     self.copies.from_tier(scratch[part], bucket.owned_weight[part]).wait()
-            self.on_device.step(here, hypers, scratch)
+            self.on_device.step(of_first, hypers, scratch)
             for part in ranges:
                 self._copied_back = self.copies.to_tier(bucket.owned_weight[part], scratch[part])
             assert self._copied_back is not None

@@ -354,9 +354,9 @@ class ShardableOptimizer(torch.optim.Optimizer):
         are to be freed that have gradients; MemoryError, with nothing moved, for too little host
         memory.
         """
-        given = [include] if isinstance(include, str) else include
+        names = [include] if isinstance(include, str) else include
         chosen = (
-            OFFLOADABLE if given is None else [str(getattr(name, "value", name)) for name in given]
+            OFFLOADABLE if names is None else [str(getattr(name, "value", name)) for name in names]
         )
         if strange := [name for name in chosen if name not in OFFLOADABLE]:
             why = (

@@ -187,9 +187,9 @@ def clip_grad_norm_(
         if isinstance(model_or_params, torch.nn.Module):
             model_or_params = model_or_params.parameters()
         if not isinstance(model_or_params, Iterable):
-            given = type(model_or_params).__name__
+            type_name = type(model_or_params).__name__
             raise TypeError(
-                f"{op}: model_or_params has type {given}; expected a module, a parameter or "
+                f"{op}: model_or_params has type {type_name}; expected a module, a parameter or "
                 f"parameters"
             )
         params = (

@@ -73,18 +73,19 @@ class Rows:
                 f"{op}: {name} has type {type(value).__name__}; expected a DTensor, as its "
                 f"parameter is one"
             )
-        given: DTensor = value  # type: ignore[assignment]
-        if given.shape != self.shape:
+        dtensor: DTensor = value  # type: ignore[assignment]
+        if dtensor.shape != self.shape:
             raise ValueError(
-                f"{op}: {name} has shape {tuple(given.shape)}; expected {tuple(self.shape)}, the "
+                f"{op}: {name} has shape {tuple(dtensor.shape)}; expected {tuple(self.shape)}, the "
                 f"parameter's"
             )
-        if given.device_mesh != self.mesh or given.placements != self.placements:
+        if dtensor.device_mesh != self.mesh or dtensor.placements != self.placements:
             raise ValueError(
-                f"{op}: {name} has placements {given.placements} on {given.device_mesh}; expected "
-                f"{self.placements} on {self.mesh}, as its parameter (redistribute it first)"
+                f"{op}: {name} has placements {dtensor.placements} on {dtensor.device_mesh}; "
+                f"expected {self.placements} on {self.mesh}, as its parameter (redistribute it "
+                f"first)"
             )
-        return local_part(given)
+        return local_part(dtensor)
 
     def part_of_saved(self, op: str, name: str, value: object) -> object:
         """Return what this rank keeps of a saved value: the local part of a DTensor, or its rows
@@ -144,7 +145,7 @@ def check_tensor_param(op: str, name: str, param: torch.Tensor, rows: bool = Tru
     """
     if is_dtensor(param):
         later = not rows and not any(placement.is_partial() for placement in param.placements)  # type: ignore[attr-defined]
-        found = None if later else rows_of(op, name, param)  # type: ignore[arg-type]
+        of_param = None if later else rows_of(op, name, param)  # type: ignore[arg-type]
         local = local_part(param)
         check_param(op, name, local)
         if not local.is_contiguous():
@@ -153,7 +154,7 @@ def check_tensor_param(op: str, name: str, param: torch.Tensor, rows: bool = Tru
                 f"{tuple(local.shape)}; expected "
                 "contiguous memory in a DTensor (contiguous() before it is distributed)"
             )
-        return found
+        return of_param
     if is_traceable_wrapper_subclass(param):
         raise TypeError(
             f"{op}: {name} has type {type(param).__name__}; expected a plain tensor or a DTensor"
@@ -163,12 +164,14 @@ def check_tensor_param(op: str, name: str, param: torch.Tensor, rows: bool = Tru
 
 
 def find_rows(
-    op: str, params: Iterable[torch.Tensor | None], known: Mapping[torch.Tensor, Rows] | None = None
+    op: str,
+    params: Iterable[torch.Tensor | None],
+    known_rows: Mapping[torch.Tensor, Rows] | None = None,
 ) -> dict[torch.Tensor, Rows]:
     """Return the rows of those parameters that are DTensors. known: those of some of them."""
-    known = known or {}
+    known_rows = known_rows or {}
     return {
-        p: known.get(p) or rows_of(op, f"params[{i}]", p)  # type: ignore[arg-type,misc]
+        p: known_rows.get(p) or rows_of(op, f"params[{i}]", p)  # type: ignore[arg-type,misc]
         for i, p in enumerate(params)
         if is_dtensor(p)
     }
@@ -198,7 +201,7 @@ def import_dtensors(op: str, name: str, saved: Any, rows: Rows | None) -> Any:
 def grouped(
     params: Sequence[torch.Tensor],
     grads: Sequence[torch.Tensor],
-    known: Mapping[torch.Tensor, Rows],
+    known_rows: Mapping[torch.Tensor, Rows],
 ) -> tuple[list[torch.Tensor], dict[Groups, list[torch.Tensor]]]:
     """Split local gradients into those that are full on this rank, and those of which other ranks
     hold other rows.
@@ -208,8 +211,8 @@ def grouped(
     """
     full: list[torch.Tensor] = []
     sharded: dict[Groups, list[torch.Tensor]] = {
-        rows.groups: [] for rows in known.values() if rows.groups
+        rows.groups: [] for rows in known_rows.values() if rows.groups
     }
     for param, grad in zip(params, grads, strict=True):
-        (sharded.get(known[param].groups, full) if param in known else full).append(grad)
+        (sharded.get(known_rows[param].groups, full) if param in known_rows else full).append(grad)
     return full, sharded

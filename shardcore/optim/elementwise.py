@@ -20,7 +20,7 @@ from shardcore.optim.group_options import MASTERED_DTYPES, number
 from shardcore.optim.lion import Lion
 from shardcore.optim.state import check_tensor, step_count, step_tensor
 from shardcore.optim.state_dict import SCHEDULER_KEYS, TORCH_ONLY, import_groups, numbers_of
-from shardcore.optim.state_format import Allocate, Kept, StateFormat
+from shardcore.optim.state_format import Allocate, StateFormat, StateTensors
 
 ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.SGD,
@@ -94,13 +94,13 @@ def _number_of(value: Any) -> Any:
 
 def _switches(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that say which states there are."""
-    said = {key: value for key, value in options.items() if isinstance(value, bool | str | None)}
-    return said | {
+    named = {key: value for key, value in options.items() if isinstance(value, bool | str | None)}
+    return named | {
         key: "0" if options[key] == 0 else "not 0" for key in _SWITCHES if key in options
     }
 
 
-def own_state(state: Kept) -> torch.Tensor | None:
+def own_state(state: StateTensors) -> torch.Tensor | None:
     """Return the state that a kernel updates beside weights: the momentum, or Adagrad's sum."""
     return next((flat for key, flat in state.items() if key != "master"), None)
 
@@ -128,7 +128,7 @@ class ElementFormat(StateFormat):
         """See StateFormat."""
         return (*self.names, *["master"] * (self.master is not None))
 
-    def new(self, numel: int, make: Allocate) -> Kept:
+    def new(self, numel: int, make: Allocate) -> StateTensors:
         """See StateFormat."""
         return {key: make(numel, torch.float32) for key in self.keys}
 
@@ -157,7 +157,10 @@ class ElementStep:
         return scalars_of(self.options, self.step, self.grad_scale)
 
     def update(
-        self, params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], states: Sequence[Kept]
+        self,
+        params: Sequence[torch.Tensor],
+        grads: Sequence[torch.Tensor],
+        states: Sequence[StateTensors],
     ) -> None:
         """Update flat weights and their states in place, where they lie. grads: of any float
         dtype; not written.
@@ -180,11 +183,11 @@ class ElementStep:
         )
         for param, grad, state in zip(params, grads, states, strict=True):
             for start in range(0, param.numel(), numel):
-                here = slice(start, start + numel)
+                elements = slice(start, start + numel)
                 self._update(
-                    [param[here]],
-                    [grad[here]],
-                    [{key: flat[here] for key, flat in state.items()}],
+                    [param[elements]],
+                    [grad[elements]],
+                    [{key: flat[elements] for key, flat in state.items()}],
                     scratch,
                 )
 
@@ -192,7 +195,7 @@ class ElementStep:
         self,
         params: Sequence[torch.Tensor],
         grads: Sequence[torch.Tensor],
-        states: Sequence[Kept],
+        states: Sequence[StateTensors],
         scratch: torch.Tensor | None = None,
     ) -> None:
         targets = [state.get("master", param) for param, state in zip(params, states, strict=True)]
@@ -209,7 +212,7 @@ class ElementStep:
         self,
         targets: list[torch.Tensor],
         grads: Sequence[torch.Tensor],
-        states: Sequence[Kept],
+        states: Sequence[StateTensors],
     ) -> None:
         """Run a step of torch's over flat float32 tensors; new values of their states are in
         `states`.
@@ -429,13 +432,13 @@ class ElementKind:
         if not isinstance(saved, Mapping):
             raise TypeError(f"{op}: {name} has type {type(saved).__name__}; expected a dict")
         lost: list[str] = []
-        given = {key: value for key, value in saved.items() if value is not None}
-        count = step_count(op, f"{name}.step", given.get("step", 1 if given else 0))
+        values = {key: value for key, value in saved.items() if value is not None}
+        count = step_count(op, f"{name}.step", values.get("step", 1 if values else 0))
         if count == 0:
             return {}, lost
         keys = [key for key in state_format.keys if key != "master"]
         state: dict[str, Any] = {}
-        for key, value in given.items():
+        for key, value in values.items():
             if key == "step":
                 continue
             if key == "master" and (
@@ -479,8 +482,8 @@ def not_elementwise(optimizer: torch.optim.Optimizer) -> str | None:
         whole, parts = begin.clone(), [begin[:1].flatten().clone(), begin[1:].flatten().clone()]
         try:
             kind = ElementKind(type(optimizer), optimizer)
-            kept = kind.format_of(options, torch.float32)
-            states = [kept.new(256 * rows, _zeros) for rows in (1, 2)]
+            state_format = kind.format_of(options, torch.float32)
+            states = [state_format.new(256 * rows, _zeros) for rows in (1, 2)]
             of_whole = defaultdict(dict, {whole: kind.first(options, whole)})
             plain = bare_optimizer(kind.cls, options, [whole], of_whole, kind.attributes)
             for step in range(1, 4):

@@ -161,16 +161,16 @@ def check_options(op: str, group: Mapping[str, Any], where: str = "") -> None:
     if not 0 <= seed < 2**64:
         raise ValueError(f"{op}: {where}seed has {seed}; expected an int in [0, 2**64)")
     master, state_dtype = group["master"], group["state_dtype"]
-    for name, value, known in (
+    for name, value, choices in (
         ("master", master, MASTERS),
         ("state_dtype", state_dtype, STATE_DTYPES),
     ):
         if value is not None and not isinstance(value, str):
             raise TypeError(
-                f"{op}: {where}{name} has type {type(value).__name__}; expected one of {known}"
+                f"{op}: {where}{name} has type {type(value).__name__}; expected one of {choices}"
             )
-        if value not in known:
-            raise ValueError(f"{op}: {where}{name} has {value!r}; expected one of {known}")
+        if value not in choices:
+            raise ValueError(f"{op}: {where}{name} has {value!r}; expected one of {choices}")
     if state_dtype != "fp32" and group["amsgrad"]:
         raise ValueError(
             f"{op}: {where}amsgrad has True with state_dtype={state_dtype!r}; expected "
@@ -203,8 +203,8 @@ def read_once(
 
     def tensors(value: object) -> Iterator[torch.Tensor]:
         if isinstance(value, tuple | list):
-            for one in value:
-                yield from tensors(one)
+            for tensor in value:
+                yield from tensors(tensor)
         elif (
             isinstance(value, torch.Tensor)
             and on_device(value)
@@ -216,13 +216,18 @@ def read_once(
     options = [
         group.get(name) for group in groups if group.get("capturable") is not True for name in names
     ]
-    found = [one for option in options if type(option) is not float for one in tensors(option)]
-    if not found:
+    options_on_device = [
+        tensor for option in options if type(option) is not float for tensor in tensors(option)
+    ]
+    if not options_on_device:
         return groups
     values = torch.stack(
-        [one.detach().double().reshape(()).to(found[0].device) for one in found]
+        [
+            tensor.detach().double().reshape(()).to(options_on_device[0].device)
+            for tensor in options_on_device
+        ]
     ).tolist()
-    numbers = dict(zip(map(id, found), values, strict=True))
+    numbers = dict(zip(map(id, options_on_device), values, strict=True))
 
     def read(value: object) -> object:
         return (

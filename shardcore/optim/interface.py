@@ -55,11 +55,11 @@ class Superseded:
         """Do nothing: all is freed."""
 
 
-def engine_of(thing: object) -> Any:
+def engine_of(owner: object) -> Any:
     """Return the engine of a sharded model, or of a parameter of it; None if it has none, or if
     that was freed.
     """
-    engine = getattr(thing, "_shardcore_engine", None)
+    engine = getattr(owner, "_shardcore_engine", None)
     return engine() if isinstance(engine, EngineRef) else engine or None
 
 
@@ -70,8 +70,8 @@ def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
     weak = weakref.WeakMethod(method)
 
     def call(*arguments: Any) -> Any:
-        here = weak()
-        return None if here is None else here(*arguments)
+        function = weak()
+        return None if function is None else function(*arguments)
 
     return call
 

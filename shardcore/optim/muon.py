@@ -18,7 +18,7 @@ from shardcore.optim.elementwise import (
     plain_step,
 )
 from shardcore.optim.group_options import MASTERED_DTYPES
-from shardcore.optim.state_format import Kept, StateFormat
+from shardcore.optim.state_format import StateFormat, StateTensors
 
 _OF_MUON: dict[str, Any] = {
     "momentum": 0.95,
@@ -107,7 +107,7 @@ class MuonStep(ElementStep):
         self,
         targets: list[torch.Tensor],
         grads: Sequence[torch.Tensor],
-        states: Sequence[Kept],
+        states: Sequence[StateTensors],
     ) -> None:
         """See ElementStep."""
         torch._foreach_mul_(targets, 1.0 - self.options["lr"] * self.options["weight_decay"])
@@ -161,11 +161,11 @@ class MuonKind(ElementKind):
         move = torch.zeros_like(momentum, dtype=torch.float32)
         move.grad = momentum.float()
         names = ("ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
-        given = {"lr": 1.0, "weight_decay": 0.0, "momentum": 0.0, "nesterov": False}
+        defaults = {"lr": 1.0, "weight_decay": 0.0, "momentum": 0.0, "nesterov": False}
         buffer = {move: {"momentum_buffer": torch.zeros_like(move)}}
         cls = torch.optim.Muon
         plain_step(cls)(
-            bare_optimizer(cls, given | {name: options[name] for name in names}, [move], buffer)
+            bare_optimizer(cls, defaults | {name: options[name] for name in names}, [move], buffer)
         )
         move.grad = None
         return move

@@ -237,10 +237,10 @@ def device_counts(states: Sequence[ParamState], device: torch.device) -> list[De
     on_host = [state.count for state in states if isinstance(state.count, StepCount)]
     if not on_host:
         return [state.count for state in states if isinstance(state.count, DeviceStepCount)]
-    made = iter(
+    counts = iter(
         torch.tensor([count.value for count in on_host], dtype=torch.int64, device=device).unbind()
     )
     return [
-        state.count if isinstance(state.count, DeviceStepCount) else DeviceStepCount(next(made))
+        state.count if isinstance(state.count, DeviceStepCount) else DeviceStepCount(next(counts))
         for state in states
     ]

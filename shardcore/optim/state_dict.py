@@ -146,8 +146,10 @@ def import_groups(
             f"{op}: state_dict has {len(saved)} parameter groups; expected {len(groups)}, as this "
             f"optimizer"
         )
-    for i, given in enumerate(saved):
-        if strange := [number for number in given["params"] if not isinstance(number, Hashable)]:
+    for i, saved_group in enumerate(saved):
+        if strange := [
+            number for number in saved_group["params"] if not isinstance(number, Hashable)
+        ]:
             raise TypeError(
                 f'{op}: state_dict["param_groups"][{i}]["params"] has {strange[0]!r}; expected a '
                 f"number for each parameter, as state_dict() returns"
@@ -155,22 +157,23 @@ def import_groups(
     imported = []
     # groups that share an lr tensor still share one, as after torch's loading
     copies: dict[int, Any] = {}
-    for i, (group, given) in enumerate(zip(groups, saved, strict=True)):
+    for i, (group, saved_group) in enumerate(zip(groups, saved, strict=True)):
         where = f"param_groups[{i}]"
-        if len(given["params"]) != len(group["params"]):
+        if len(saved_group["params"]) != len(group["params"]):
             raise ValueError(
-                f"{op}: {where} has {len(given['params'])} parameters; expected "
+                f"{op}: {where} has {len(saved_group['params'])} parameters; expected "
                 f"{len(group['params'])}, as this optimizer"
             )
         options = {}
         passed_by = ("params", *TORCH_ONLY, *own)
-        for key, value in given.items():
+        for key, value in saved_group.items():
             if key in passed_by:
                 continue
-            known = renamed.get(key, key)
-            if known not in group and known not in SCHEDULER_KEYS:
+            own_key = renamed.get(key, key)
+            if own_key not in group and own_key not in SCHEDULER_KEYS:
                 came, expected = (
-                    ", ".join(str(k) for k in some if k not in passed_by) for some in (given, group)
+                    ", ".join(str(k) for k in some if k not in passed_by)
+                    for some in (saved_group, group)
                 )
                 raise ValueError(
                     f"{op}: {where} has {came}; {key!r} is an unknown key; expected {expected}, as "
@@ -178,7 +181,7 @@ def import_groups(
                     "scheduler (another optimizer's state does not fit; a key of your own: give it "
                     "to the group first)"
                 )
-            options[known] = (
+            options[own_key] = (
                 tuple(value)
                 if key in _TUPLES and isinstance(value, list)
                 else copy.deepcopy(value, copies)
@@ -252,13 +255,13 @@ def import_state(
             continue
         value = check_tensor(op, f"{name}.{key}", saved[key], param.shape)
         if key in MOMENTS:
-            kept, exact = stored_moment(key, value, state_dtype, param.device, param)
+            stored, exact = stored_moment(key, value, state_dtype, param.device, param)
             if not exact:
                 lost.append(
                     f"{name}.{key} is rounded from {dtype_name(value.dtype)} to "
                     f"{_KEPT[state_dtype]}"
                 )
-            state.update(kept)
+            state.update(stored)
         elif key == "master" and master is None:
             lost.append(
                 f"{name}.master is left out: this optimizer keeps none for it (the weights go on "
@@ -299,8 +302,8 @@ def saved_states(
             f'{op}: state_dict["state"] has type {type(saved).__name__}; expected a dict'
         )
     params: dict[Any, torch.Tensor] = {}
-    for group, given in zip(groups, state_dict["param_groups"], strict=True):
-        params.update(zip(given["params"], group["params"], strict=True))
+    for group, saved_group in zip(groups, state_dict["param_groups"], strict=True):
+        params.update(zip(saved_group["params"], group["params"], strict=True))
     if len(params) < len(numbers_of(groups)):
         raise ValueError(
             f'{op}: state_dict["param_groups"] names a parameter twice; expected each once'

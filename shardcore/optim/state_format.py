@@ -107,21 +107,21 @@ def stored_moment(
     """
     dtype, values = MOMENT_DTYPES[state_dtype][key], values.detach()
     if state_dtype != "8bit":
-        kept = zeros(values.shape, dtype, device, like)
-        kept.copy_(values)
-        return {key: kept}, dtype == values.dtype or bool(
-            (kept.to(values.dtype) == values.to(device)).all()
+        stored = zeros(values.shape, dtype, device, like)
+        stored.copy_(values)
+        return {key: stored}, dtype == values.dtype or bool(
+            (stored.to(values.dtype) == values.to(device)).all()
         )
     flat = values.to("cpu", torch.float32).contiguous().view(-1)
     codes, scales = _C.encode_moment(flat, dtype)
     exact = torch.equal(_C.decode_moment(codes, scales), flat)
-    kept, kept_scales = (
+    stored, stored_scales = (
         zeros(values.shape, dtype, device),
         zeros(scales.shape, torch.float32, device),
     )
-    kept.view(-1).copy_(codes)
-    kept_scales.copy_(scales)
-    return {key: kept, SCALES[key]: kept_scales}, exact
+    stored.view(-1).copy_(codes)
+    stored_scales.copy_(scales)
+    return {key: stored, SCALES[key]: stored_scales}, exact
 
 
 def joined_master(param: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
@@ -145,7 +145,7 @@ def split_remainder(
 
 # (numel, dtype) -> a zero-filled flat tensor
 Allocate = Callable[[int, torch.dtype], torch.Tensor]
-Kept = dict[str, torch.Tensor]  # a bucket's states as they are kept, or a range of them
+StateTensors = dict[str, torch.Tensor]  # a bucket's states as they are kept, or a range of them
 
 
 @dataclass(frozen=True)
@@ -175,19 +175,19 @@ class StateFormat:
         """Whether a step needs the weights themselves: they are the master, or half of it."""
         return self.master != "fp32"
 
-    def new(self, numel: int, make: Allocate) -> Kept:
+    def new(self, numel: int, make: Allocate) -> StateTensors:
         """Return the states of `numel` elements that made no step yet."""
-        kept = new_moments(
+        states = new_moments(
             torch.Size([numel]), self.state_dtype, lambda shape, dtype: make(shape.numel(), dtype)
         )
         if self.amsgrad:
-            kept["max_exp_avg_sq"] = make(numel, torch.float32)
+            states["max_exp_avg_sq"] = make(numel, torch.float32)
         key, dtype = MASTER_STORAGE[self.master]
         if key is not None and dtype is not None:
-            kept[key] = make(numel, dtype)
-        return kept
+            states[key] = make(numel, dtype)
+        return states
 
-    def _on_meta(self, numel: int) -> Kept:
+    def _on_meta(self, numel: int) -> StateTensors:
         return self.new(numel, lambda n, dtype: torch.empty(n, dtype=dtype, device="meta"))
 
     def nbytes(self, numel: int) -> int:
@@ -218,27 +218,27 @@ def format_of(group: Mapping[str, Any], dtype: torch.dtype) -> StateFormat:
     )
 
 
-def range_of(kept: Kept, start: int, numel: int) -> Kept:
+def range_of(states: StateTensors, start: int, numel: int) -> StateTensors:
     """View the states of elements [start, start + numel)."""
     blocks = slice(start // BLOCK, -(-(start + numel) // BLOCK))
     return {
         key: flat[blocks if key in SCALES.values() else slice(start, start + numel)]
-        for key, flat in kept.items()
+        for key, flat in states.items()
     }
 
 
-def values_of(kept: Kept, key: str, weight: torch.Tensor) -> torch.Tensor:
+def values_of(states: StateTensors, key: str, weight: torch.Tensor) -> torch.Tensor:
     """Return a range of one state as a state dict shows it: live where kept so; `weight`: the
     same range of the weights.
     """
     return (
-        joined_master(weight, kept["remainder"])
-        if key == "master" and "remainder" in kept
-        else moment_values(kept, key)
+        joined_master(weight, states["remainder"])
+        if key == "master" and "remainder" in states
+        else moment_values(states, key)
     )
 
 
-def kept_values(state_format: StateFormat, key: str, values: torch.Tensor) -> Kept:
+def stored_values(state_format: StateFormat, key: str, values: torch.Tensor) -> StateTensors:
     """Return what is to be copied to where a range of one state is kept, to keep `values` (any
     floating dtype).
     """

@@ -149,7 +149,7 @@ def check_new_params(op: str, groups: Sequence[Group], device_type: str | None) 
     (two threads would write it).
     """
     *before, group = groups
-    start, known = sum(len(other["params"]) for other in before), set()
+    start, seen = sum(len(other["params"]) for other in before), set()
     for i, p in enumerate(group["params"], start):
         if device_type is not None and not p.is_meta and p.device.type != device_type:
             raise ValueError(
@@ -158,9 +158,9 @@ def check_new_params(op: str, groups: Sequence[Group], device_type: str | None) 
             )
         # shard takes slices that a step of the optimizer does not
         check_tensor_param(op, f"params[{i}]", p, rows=False)
-        if p in known:
+        if p in seen:
             raise ValueError(f"{op}: params[{i}] is given twice; expected each parameter once")
-        known.add(p)
+        seen.add(p)
 
 
 def bad_grad(op: str, index: int, param: torch.Tensor, grad: object) -> Exception:

@@ -244,7 +244,8 @@ def test_states_lie_on_the_nodes_of_the_cores_that_update_them(
         model, optimizer, _ = train(0, Run(steps=STEPS, shard={"offload": CPU_TIER}))
     store = optimizer._engine.store
     kept = [
-        store._states.kept(bucket, 0, bucket.host_numel) for bucket in optimizer._engine.buckets
+        store._states.states_of(bucket, 0, bucket.host_numel)
+        for bucket in optimizer._engine.buckets
     ]
     found = {_policy_at(flat).partition(":")[0] for states in kept for flat in states.values()}
     assert found == {{(0, 1): "interleave", (0,): "prefer"}.get(nodes, "default")}

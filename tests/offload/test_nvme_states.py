@@ -103,9 +103,9 @@ def test_a_background_save_reads_files_when_it_writes(
 ) -> None:
     model, optimizer, _ = train(0, _run(tmp_path / "nvme"))
     read: list[int] = []
-    kept = nvme_states.NvmeStates.kept
+    kept = nvme_states.NvmeStates.states_of
     monkeypatch.setattr(
-        nvme_states.NvmeStates, "kept", lambda *args: read.append(args[3]) or kept(*args)
+        nvme_states.NvmeStates, "states_of", lambda *args: read.append(args[3]) or kept(*args)
     )
     monkeypatch.setattr(threading.Thread, "start", lambda thread: None)
     saving = shardcore.save(tmp_path / "saved", model, optimizer, wait=False)
