@@ -10,9 +10,11 @@ https://deepspeed.readthedocs.io/en/latest/schedulers.html, compared with versio
 import inspect
 import logging
 import math
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.optim import Optimizer, lr_scheduler
@@ -20,12 +22,56 @@ from torch.optim.lr_scheduler import LRScheduler
 
 logger = logging.getLogger("shardcore")
 
-_BETA2 = 0.99  # what DeepSpeed's OneCycle sets beside the momentum, whatever the optimizer had
+# One number, or a list of one for each param_group; in a schedule always a list.
+_PerGroup: TypeAlias = Any
+_PER_GROUP = (
+    *("lr_range_test_min_lr", "warmup_min_lr", "warmup_max_lr"),
+    *("cycle_min_lr", "cycle_max_lr", "cycle_min_mom", "cycle_max_mom"),
+)
+_BETA2 = 0.99  # DeepSpeed's OneCycle sets it beside the momentum, whatever the optimizer had
+
+_Expected: TypeAlias = tuple[str, Callable[[Any], bool]]  # in words, and the check
+
+
+def _number(words: str, in_range: Callable[[float], bool]) -> _Expected:
+    def accepts(value: Any) -> bool:
+        is_real = isinstance(value, Real) and not isinstance(value, bool)
+        return is_real and abs(value) <= sys.float_info.max and in_range(float(value))
+
+    return words, accepts
+
+
+def _whole(least: int) -> _Expected:  # 1e3 is one, as in JSON files
+    words = f"a whole number of at least {least}"
+    return _number(words, lambda x: x >= least and x.is_integer())
+
+
+_NOT_NEGATIVE = _number("a finite number of at least 0", lambda x: x >= 0)
+_SIGNED = _number("a finite number", math.isfinite)
+_STAIRS = _number("a whole number", float.is_integer)
+_MOMENTUM = _number("a number of at least 0 and below 1", lambda x: 0 <= x < 1)
+_FLAG = "True or False", lambda value: isinstance(value, bool)
+# What arguments have to be; _NOT_NEGATIVE, those that are not here.
+_EXPECTED: dict[str, _Expected] = {
+    "last_batch_iteration": _whole(-1),
+    "lr_range_test_step_size": _whole(1),
+    "lr_range_test_step_rate": _SIGNED,
+    "lr_range_test_staircase": _FLAG,
+    "cycle_first_step_size": _number("a finite number above 0", lambda x: x > 0),
+    "cycle_first_stair_count": _STAIRS,
+    "cycle_second_stair_count": _STAIRS,
+    "cycle_momentum": _FLAG,
+    "cycle_min_mom": _MOMENTUM,
+    "cycle_max_mom": _MOMENTUM,
+    "decay_mom_rate": _SIGNED,
+    "warmup_num_steps": _whole(0),
+    "warmup_type": ('"log" or "linear"', lambda value: value in ("log", "linear")),
+}
 
 
 class _Schedule(LRScheduler):
-    """What the schedules share. `last_batch_iteration`: steps taken so far, less one; -1 before the
-    first.
+    """The mechanics of all schedules. A subclass adds its arguments, as a dataclass, and a formula,
+    get_lr. `last_batch_iteration`: steps taken so far, less one; -1 before the first.
 
     They are torch's LRSchedulers for code that asks (Lightning does), but LRScheduler.__init__ is
     not run: it would take a step, and add "initial_lr" to the param_groups. Arithmetic is in
@@ -33,37 +79,51 @@ class _Schedule(LRScheduler):
     """
 
     _step_count = 0  # as in LRScheduler: Accelerate's AcceleratedScheduler adds to it
+    optimizer: Any
+    last_batch_iteration: int
 
-    def __init__(self, optimizer: Any, last_batch_iteration: int) -> None:
-        found = (
-            optimizer if isinstance(optimizer, Optimizer) else getattr(optimizer, "optimizer", None)
-        )
-        if not isinstance(found, Optimizer):
+    def __post_init__(self) -> None:
+        """Check the arguments. Set the first learning rates, unless an iteration is given."""
+        arguments = dict(vars(self))
+        optimizer = arguments.pop("optimizer")
+        if not isinstance(optimizer, Optimizer):
+            self.optimizer = getattr(optimizer, "optimizer", None)
+        if not isinstance(self.optimizer, Optimizer):
             raise TypeError(
-                f"{self._op}: optimizer has type {type(optimizer).__name__}; expected a "
+                f"{type(self).__name__}: optimizer has type {type(optimizer).__name__}; expected a "
                 f"torch.optim.Optimizer, or an object that has one as its attribute optimizer"
             )
-        self.optimizer = found
-        self.last_batch_iteration = _count(
-            self._op, "last_batch_iteration", last_batch_iteration, -1
-        )
         self._last_lr = []
-
-    @property
-    def _op(self) -> str:
-        return type(self).__name__
-
-    def _begin(self) -> None:
-        """Set the first learning rates, unless the schedule was made to go on from an iteration."""
+        self._initial_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
+        for name, value in arguments.items():
+            setattr(self, name, self._checked(name, value))
         if self.last_batch_iteration == -1:
             self._set_lr()
+
+    def _checked(self, name: str, value: Any) -> Any:
+        """Return the value of an argument: whole numbers as ints, others as floats."""
+        if name == "warmup_max_lr" and value is None:
+            return self._initial_lrs
+        expected, accepts = _EXPECTED.get(name, _NOT_NEGATIVE)
+        values = [value]
+        groups = len(self.optimizer.param_groups) if name in _PER_GROUP else 1
+        if name in _PER_GROUP:
+            values = list(value) if isinstance(value, list | tuple) else values * groups
+            expected += f", or a list of {groups}, one for each param_group"
+        if len(values) != groups or not all(map(accepts, values)):
+            raise ValueError(f"{type(self).__name__}: {name} has {value!r}; expected {expected}")
+        if name in _PER_GROUP:
+            return [*map(float, values)]
+        if expected.startswith("a whole number"):
+            return int(value)
+        return value if isinstance(value, bool | str) else float(value)
 
     def _set_lr(self) -> None:
         groups, lrs = self.optimizer.param_groups, self.get_lr()
         if len(groups) != len(lrs):
             raise ValueError(
-                f"{self._op}: optimizer has {len(groups)} param_groups; expected {len(lrs)}, as "
-                f"when the schedule was made"
+                f"{type(self).__name__}: optimizer has {len(groups)} param_groups; expected "
+                f"{len(lrs)}, as when the schedule was made"
             )
         self._last_lr = lrs
         for group, lr in zip(groups, lrs, strict=True):
@@ -72,48 +132,22 @@ class _Schedule(LRScheduler):
             else:
                 group["lr"] = lr
 
-    def _per_group(self, name: str, value: Any, most: float = math.inf) -> list[float]:
-        """Return a number of each param_group, from 0 to below `most`; `value` is one for all,
-        or a list.
-        """
-        groups = len(self.optimizer.param_groups)
-        if not isinstance(value, list | tuple):
-            return [_number(self._op, name, value, 0.0, most)] * groups
-        if len(value) != groups:
-            raise ValueError(
-                f"{self._op}: {name} has {len(value)} values; expected one number, or {groups} "
-                f"(the param_groups)"
-            )
-        return [_number(self._op, f"{name}[{i}]", item, 0.0, most) for i, item in enumerate(value)]
-
-    def _group_lrs(self) -> list[float]:
-        return [float(group["lr"]) for group in self.optimizer.param_groups]
-
-    def get_lr(self) -> list[float | torch.Tensor]:
-        """Return the learning rate of each param_group at `last_batch_iteration`."""
-        raise NotImplementedError
-
     def get_last_lr(self) -> list[float | torch.Tensor]:
         """Return the learning rates that were set last, or that belong to the state loaded
         since. ValueError without any.
         """
         if not self._last_lr:
             raise ValueError(
-                f"get_last_lr: this {self._op} has set no learning rate yet; expected step() or "
-                f"load_state_dict first"
+                f"get_last_lr: this {type(self).__name__} has set no learning rate yet; expected "
+                f"step() or load_state_dict first"
             )
         return list(self._last_lr)
 
     def step(self, last_batch_iteration: int | None = None) -> None:
         """Set the learning rates of the next iteration, or of the one given."""
-        self._step(last_batch_iteration)
-
-    def _step(self, iteration: int | None) -> None:
-        self.last_batch_iteration = (
-            self.last_batch_iteration + 1
-            if iteration is None
-            else _count("step", "the iteration", iteration, -1)
-        )
+        if last_batch_iteration is None:
+            last_batch_iteration = self.last_batch_iteration + 1
+        self.last_batch_iteration = self._checked("last_batch_iteration", last_batch_iteration)
         self._set_lr()
 
     def state_dict(self) -> dict[str, Any]:
@@ -127,16 +161,14 @@ class _Schedule(LRScheduler):
         if set(state_dict) != {"last_batch_iteration"}:
             raise ValueError(
                 f"load_state_dict: state_dict has the keys {list(state_dict)}; expected "
-                f"last_batch_iteration alone (the state "
-                f"of a {self._op}; this one is another scheduler's)"
+                f"last_batch_iteration alone (the state of a {type(self).__name__}; this one is "
+                f"another scheduler's)"
             )
-        name = "state_dict['last_batch_iteration']"
-        self.last_batch_iteration = _count(
-            "load_state_dict", name, state_dict["last_batch_iteration"], -1
-        )
+        self.last_batch_iteration = self._checked("last_batch_iteration", *state_dict.values())
         self._last_lr = self.get_lr()
 
 
+@dataclass(eq=False, repr=False)
 class LRRangeTest(_Schedule):
     """Raise the learning rate without end, to find the largest that trains: min_lr * (1 + step_rate
     * n / step_size).
@@ -147,34 +179,27 @@ class LRRangeTest(_Schedule):
     TypeError.
     """
 
-    def __init__(
-        self,
-        optimizer: Any,
-        lr_range_test_min_lr: float | Sequence[float] = 1e-3,
-        lr_range_test_step_size: int = 2000,
-        lr_range_test_step_rate: float = 1.0,
-        lr_range_test_staircase: bool = False,
-        last_batch_iteration: int = -1,
-    ) -> None:
-        """Set the smallest learning rate."""
-        super().__init__(optimizer, last_batch_iteration)
-        self.min_lr = self._per_group("lr_range_test_min_lr", lr_range_test_min_lr)
-        self.step_size = _count(self._op, "lr_range_test_step_size", lr_range_test_step_size, 1)
-        self.step_rate = _number(self._op, "lr_range_test_step_rate", lr_range_test_step_rate)
-        self.staircase = _flag(self._op, "lr_range_test_staircase", lr_range_test_staircase)
-        self._begin()
+    optimizer: Any
+    lr_range_test_min_lr: _PerGroup = 1e-3
+    lr_range_test_step_size: int = 2000
+    lr_range_test_step_rate: float = 1.0
+    lr_range_test_staircase: bool = False
+    last_batch_iteration: int = -1
 
     def get_lr(self) -> list[float | torch.Tensor]:
         """Return the learning rate of each param_group at `last_batch_iteration`."""
-        intervals = float(self.last_batch_iteration + 1) / self.step_size
-        increase = 1 + self.step_rate * (math.floor(intervals) if self.staircase else intervals)
-        return [lr * increase for lr in self.min_lr]
+        intervals = (self.last_batch_iteration + 1) / self.lr_range_test_step_size
+        if self.lr_range_test_staircase:
+            intervals = math.floor(intervals)
+        increase = 1 + self.lr_range_test_step_rate * intervals
+        return [lr * increase for lr in self.lr_range_test_min_lr]
 
     def step(self, batch_iteration: int | None = None) -> None:
         """Set the learning rates of the next iteration, or of the one given."""
-        self._step(batch_iteration)
+        super().step(batch_iteration)
 
 
+@dataclass(eq=False, repr=False)
 class OneCycle(_Schedule):
     """Raise the learning rate from min to max and lower it again, momentum the other way; then
     decay the learning rate.
@@ -189,97 +214,68 @@ class OneCycle(_Schedule):
     or TypeError.
     """
 
-    def __init__(
-        self,
-        optimizer: Any,
-        cycle_min_lr: float | Sequence[float],
-        cycle_max_lr: float | Sequence[float],
-        decay_lr_rate: float = 0.0,
-        cycle_first_step_size: float = 2000,
-        cycle_second_step_size: float | None = None,
-        cycle_first_stair_count: int = 0,
-        cycle_second_stair_count: int | None = None,
-        decay_step_size: float = 0,
-        cycle_momentum: bool = True,
-        cycle_min_mom: float | Sequence[float] = 0.8,
-        cycle_max_mom: float | Sequence[float] = 0.9,
-        decay_mom_rate: float = 0.0,
-        last_batch_iteration: int = -1,
-    ) -> None:
-        """Set the smallest learning rate and momentum."""
-        super().__init__(optimizer, last_batch_iteration)
-        first = _number(self._op, "cycle_first_step_size", cycle_first_step_size)
-        if first <= 0:
-            raise ValueError(
-                f"{self._op}: cycle_first_step_size has {cycle_first_step_size!r}; expected a "
-                f"number above 0"
-            )
-        second = cycle_first_step_size if cycle_second_step_size is None else cycle_second_step_size
-        stairs = (
-            cycle_first_stair_count
-            if cycle_second_stair_count is None
-            else cycle_second_stair_count
-        )
-        self.first_step_size = first
-        self.second_step_size = _number(self._op, "cycle_second_step_size", second, 0.0)
-        self.total_size = self.first_step_size + self.second_step_size
-        self.first_stair_count = _count(
-            self._op, "cycle_first_stair_count", cycle_first_stair_count
-        )
-        self.second_stair_count = _count(self._op, "cycle_second_stair_count", stairs)
-        self.decay_step_size = _number(self._op, "decay_step_size", decay_step_size, 0.0)
-        self.min_lrs = self._per_group("cycle_min_lr", cycle_min_lr)
-        self.max_lrs = self._per_group("cycle_max_lr", cycle_max_lr)
-        self.decay_lr_rate = _number(self._op, "decay_lr_rate", decay_lr_rate, 0.0)
-        self.cycle_momentum = _flag(self._op, "cycle_momentum", cycle_momentum)
-        self.min_moms = self._per_group("cycle_min_mom", cycle_min_mom, 1.0)
-        self.max_moms = self._per_group("cycle_max_mom", cycle_max_mom, 1.0)
-        self.decay_mom_rate = _number(self._op, "decay_mom_rate", decay_mom_rate)
+    optimizer: Any
+    cycle_min_lr: _PerGroup
+    cycle_max_lr: _PerGroup
+    decay_lr_rate: float = 0.0
+    cycle_first_step_size: float = 2000
+    cycle_second_step_size: Any = None
+    cycle_first_stair_count: int = 0
+    cycle_second_stair_count: Any = None
+    decay_step_size: float = 0
+    cycle_momentum: bool = True
+    cycle_min_mom: _PerGroup = 0.8
+    cycle_max_mom: _PerGroup = 0.9
+    decay_mom_rate: float = 0.0
+    last_batch_iteration: int = -1
+
+    def __post_init__(self) -> None:
+        """See above; set the smallest momentum, too."""
+        if self.cycle_second_step_size is None:
+            self.cycle_second_step_size = self.cycle_first_step_size
+        if self.cycle_second_stair_count is None:
+            self.cycle_second_stair_count = self.cycle_first_stair_count
+        super().__post_init__()
         if self.cycle_momentum and "betas" not in self.optimizer.defaults:
             logger.warning(
                 "OneCycle: %s has no betas, so its momentum stays as it is",
                 type(self.optimizer).__name__,
             )
             self.cycle_momentum = False
-        self._begin()
         if self.cycle_momentum and self.last_batch_iteration == -1:
-            self._set_betas(self.min_moms)
+            self._set_betas([(momentum, _BETA2) for momentum in self.cycle_min_mom])
 
     def _height(self) -> float:
         """Return how far the learning rate is from min (0) to max (1)."""
-        iteration = self.last_batch_iteration + 1
-        cycles = iteration / self.total_size
-        x = 1.0 + cycles - math.floor(1 + cycles)
-        top = self.first_step_size / self.total_size
+        first: float = self.cycle_first_step_size
+        second: float = self.cycle_second_step_size
+        total, iteration = first + second, self.last_batch_iteration + 1
+        x = 1.0 + iteration / total - math.floor(1 + iteration / total)
+        top = first / total
         rising = x <= top
-        stairs = self.first_stair_count if rising else self.second_stair_count
+        stairs: int = self.cycle_first_stair_count if rising else self.cycle_second_stair_count
         if stairs <= 0:
             return x / top if rising else (x - 1) / (top - 1)
         # not x, which is rounded, and may be just below a stair
-        within = iteration % self.total_size
-        if within <= self.first_step_size:
-            stair = within * stairs / self.first_step_size
-        else:
-            stair = (self.total_size - within) * stairs / self.second_step_size
+        within = iteration % total
+        stair = within * stairs / first if within <= first else (total - within) * stairs / second
         return math.floor(stair) / stairs
 
     def _decay(self) -> float | None:
         """Return the intervals of decay so far, None within the cycle."""
-        if self.last_batch_iteration < self.total_size:
+        total = self.cycle_first_step_size + self.cycle_second_step_size
+        if self.last_batch_iteration < total:
             return None
-        steps = self.last_batch_iteration - self.total_size + 1
+        steps: float = self.last_batch_iteration - total + 1
         return steps / self.decay_step_size if self.decay_step_size else 0.0
 
     def get_lr(self) -> list[float | torch.Tensor]:
         """Return the learning rate of each param_group at `last_batch_iteration`."""
-        decay = self._decay()
-        if decay is not None:
-            return [low / (1 + self.decay_lr_rate * decay) for low in self.min_lrs]
-        height = self._height()
-        return [
-            low + (high - low) * height
-            for low, high in zip(self.min_lrs, self.max_lrs, strict=True)
-        ]
+        limits, decay = zip(self.cycle_min_lr, self.cycle_max_lr, strict=True), self._decay()
+        if decay is None:
+            height = self._height()
+            return [low + (high - low) * height for low, high in limits]
+        return [low / (1 + self.decay_lr_rate * decay) for low, _ in limits]
 
     def get_mom(self) -> list[tuple[float, float]] | None:
         """Return the betas of each param_group at `last_batch_iteration`; None without
@@ -287,60 +283,55 @@ class OneCycle(_Schedule):
         """
         if not self.cycle_momentum:
             return None
-        decay = self._decay()
-        if decay is not None:
-            return [(high * (1 + self.decay_mom_rate * decay), _BETA2) for high in self.max_moms]
-        height = self._height()
-        return [
-            (high - (high - low) * height, _BETA2)
-            for low, high in zip(self.min_moms, self.max_moms, strict=True)
-        ]
+        limits, decay = zip(self.cycle_min_mom, self.cycle_max_mom, strict=True), self._decay()
+        if decay is None:
+            height = self._height()
+            return [(high - (high - low) * height, _BETA2) for low, high in limits]
+        return [(high * (1 + self.decay_mom_rate * decay), _BETA2) for _, high in limits]
 
-    def _set_betas(self, momenta: Sequence[float]) -> None:
-        for group, momentum in zip(self.optimizer.param_groups, momenta, strict=True):
-            group["betas"] = (momentum, _BETA2)
+    def _set_betas(self, betas: Sequence[tuple[float, float]]) -> None:
+        for group, pair in zip(self.optimizer.param_groups, betas, strict=True):
+            group["betas"] = pair
 
     def step(self, batch_iteration: int | None = None) -> None:
         """Set learning rates and momentum of the next iteration, or of the one given."""
-        self._step(batch_iteration)
-        betas = self.get_mom()
-        if betas is not None:
-            self._set_betas([momentum for momentum, _ in betas])
+        super().step(batch_iteration)
+        if (betas := self.get_mom()) is not None:
+            self._set_betas(betas)
 
 
 class _Warmup(_Schedule):
     """A schedule that begins with a warm-up."""
 
-    def __init__(
-        self, optimizer: Any, warmup_num_steps: int, warmup_type: str, last_batch_iteration: int
-    ) -> None:
-        super().__init__(optimizer, last_batch_iteration)
-        if warmup_type not in ("log", "linear"):
-            raise ValueError(
-                f'{self._op}: warmup_type has {warmup_type!r}; expected "log" or "linear"'
-            )
-        self.warmup_type = warmup_type
-        # 1 would divide by log(1)
-        self.warmup_num_steps = max(2, _count(self._op, "warmup_num_steps", warmup_num_steps, 0))
+    warmup_num_steps: int
+    warmup_type: str
 
-    def _warmup(self) -> float | None:
-        """Return the share of the warm-up that is done, None after it."""
-        if self.last_batch_iteration >= self.warmup_num_steps:
-            return None
-        if self.warmup_type == "linear":
-            return self.last_batch_iteration / self.warmup_num_steps
-        return 1.0 / math.log(self.warmup_num_steps) * math.log(self.last_batch_iteration + 1)
-
-    def _warn_if_short(self, total: float) -> None:
+    def __post_init__(self) -> None:
+        """See above."""
+        super().__post_init__()
+        self.warmup_num_steps = max(2, self.warmup_num_steps)  # 1 would divide by log(1)
+        total = getattr(self, "total_num_steps", math.inf)
         if total < self.warmup_num_steps:
             logger.warning(
                 "%s: total_num_steps has %g, less than the warm-up's %d",
-                self._op,
+                type(self).__name__,
                 total,
                 self.warmup_num_steps,
             )
 
+    def _warmup(self) -> float | None:
+        """Return the share of the warm-up that is done, None after it."""
+        steps = self.last_batch_iteration
+        if steps < 0:
+            return 0.0
+        if steps >= self.warmup_num_steps:
+            return None
+        if self.warmup_type == "linear":
+            return steps / self.warmup_num_steps
+        return 1.0 / math.log(self.warmup_num_steps) * math.log(steps + 1)
 
+
+@dataclass(eq=False, repr=False)
 class WarmupLR(_Warmup):
     """Raise the learning rate from warmup_min_lr to warmup_max_lr within warmup_num_steps, and keep
     it.
@@ -352,35 +343,22 @@ class WarmupLR(_Warmup):
     TypeError.
     """
 
-    def __init__(
-        self,
-        optimizer: Any,
-        warmup_min_lr: float | Sequence[float] = 0.0,
-        warmup_max_lr: float | Sequence[float] | None = None,
-        warmup_num_steps: int = 1000,
-        warmup_type: str = "log",
-        last_batch_iteration: int = -1,
-    ) -> None:
-        """Set warmup_min_lr."""
-        super().__init__(optimizer, warmup_num_steps, warmup_type, last_batch_iteration)
-        self.min_lrs = self._per_group("warmup_min_lr", warmup_min_lr)
-        self.max_lrs = self._per_group(
-            "warmup_max_lr", self._group_lrs() if warmup_max_lr is None else warmup_max_lr
-        )
-        self._begin()
+    optimizer: Any
+    warmup_min_lr: _PerGroup = 0.0
+    warmup_max_lr: _PerGroup = None
+    warmup_num_steps: int = 1000
+    warmup_type: str = "log"
+    last_batch_iteration: int = -1
 
     def _after_warmup(self) -> float:
         return 1.0
 
     def get_lr(self) -> list[float | torch.Tensor]:
         """Return the learning rate of each param_group at `last_batch_iteration`."""
-        if self.last_batch_iteration < 0:
-            return list(self.min_lrs)
         warmup = self._warmup()
-        gamma = self._after_warmup() if warmup is None else warmup
-        return [
-            low + (high - low) * gamma for low, high in zip(self.min_lrs, self.max_lrs, strict=True)
-        ]
+        share = self._after_warmup() if warmup is None else warmup
+        limits = zip(self.warmup_min_lr, self.warmup_max_lr, strict=True)
+        return [low + (high - low) * share for low, high in limits]
 
 
 class WarmupDecayLR(WarmupLR):
@@ -395,15 +373,14 @@ class WarmupDecayLR(WarmupLR):
         self,
         optimizer: Any,
         total_num_steps: float,
-        warmup_min_lr: float | Sequence[float] = 0.0,
-        warmup_max_lr: float | Sequence[float] | None = 0.001,
+        warmup_min_lr: _PerGroup = 0.0,
+        warmup_max_lr: _PerGroup = 0.001,
         warmup_num_steps: int = 1000,
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
         """Set warmup_min_lr."""
-        # Checked before the optimizer is changed, by the next line.
-        self.total_num_steps = _number(self._op, "total_num_steps", total_num_steps, 0.0)
+        self.total_num_steps: float = total_num_steps
         super().__init__(
             optimizer,
             warmup_min_lr,
@@ -412,13 +389,13 @@ class WarmupDecayLR(WarmupLR):
             warmup_type,
             last_batch_iteration,
         )
-        self._warn_if_short(self.total_num_steps)
 
     def _after_warmup(self) -> float:
         left = self.total_num_steps - self.last_batch_iteration
         return max(0.0, left / max(1.0, self.total_num_steps - self.warmup_num_steps))
 
 
+@dataclass(eq=False, repr=False)
 class WarmupCosineLR(_Warmup):
     """Raise the learning rate from warmup_min_ratio of each param_group's own to all of it, then
     lower it along a cosine.
@@ -428,24 +405,13 @@ class WarmupCosineLR(_Warmup):
     DeepSpeed. The other arguments: see WarmupLR, WarmupDecayLR.
     """
 
-    def __init__(
-        self,
-        optimizer: Any,
-        total_num_steps: float,
-        warmup_min_ratio: float = 0.0,
-        warmup_num_steps: int = 1000,
-        cos_min_ratio: float = 0.0001,
-        warmup_type: str = "log",
-        last_batch_iteration: int = -1,
-    ) -> None:
-        """Set learning rates of 0."""
-        super().__init__(optimizer, warmup_num_steps, warmup_type, last_batch_iteration)
-        self.total_num_steps = _number(self._op, "total_num_steps", total_num_steps, 0.0)
-        self.warmup_min_ratio = _number(self._op, "warmup_min_ratio", warmup_min_ratio, 0.0)
-        self.cos_min_ratio = _number(self._op, "cos_min_ratio", cos_min_ratio, 0.0)
-        self.org_lrs = self._group_lrs()
-        self._warn_if_short(self.total_num_steps)
-        self._begin()
+    optimizer: Any
+    total_num_steps: float
+    warmup_min_ratio: float = 0.0
+    warmup_num_steps: int = 1000
+    cos_min_ratio: float = 0.0001
+    warmup_type: str = "log"
+    last_batch_iteration: int = -1
 
     def get_lr_ratio(self) -> float:
         """Return the share of the own learning rate at `last_batch_iteration`."""
@@ -462,44 +428,7 @@ class WarmupCosineLR(_Warmup):
     def get_lr(self) -> list[float | torch.Tensor]:
         """Return the learning rate of each param_group at `last_batch_iteration`."""
         ratio = self.get_lr_ratio()
-        return [lr * ratio for lr in self.org_lrs]
-
-
-# --- checks of values -----------------------------------------------------------------------------
-
-
-def _number(
-    op: str, name: str, value: Any, least: float = -math.inf, below: float = math.inf
-) -> float:
-    limits = (f" of at least {least:g}" if least > -math.inf else "") + (
-        f" and below {below:g}" if below < math.inf else ""
-    )
-    expected = (
-        f"{op}: {name} has {value!r}; expected a "
-        f"{'' if below < math.inf else 'finite '}number{limits}"
-    )
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(expected)
-    try:
-        number = float(value)
-    except OverflowError:  # of an int
-        number = math.inf
-    if not (math.isfinite(number) and least <= number < below):
-        raise ValueError(expected)
-    return number
-
-
-def _count(op: str, name: str, value: Any, least: float = -math.inf) -> int:
-    number = _number(op, name, value, least)
-    if not number.is_integer():  # 1e3 is taken, as in JSON files
-        raise ValueError(f"{op}: {name} has {value!r}; expected a whole number")
-    return int(number)
-
-
-def _flag(op: str, name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError(f"{op}: {name} has {value!r}; expected True or False")
-    return value
+        return [lr * ratio for lr in self._initial_lrs]
 
 
 # --- the section of a configuration ---------------------------------------------------------------
@@ -568,13 +497,13 @@ def check_scheduler(where: str, value: Any) -> tuple[str, dict[str, Any]] | None
     if name is None and not params:
         return None
     arguments = inspect.signature(_kind(f"{op}.type", name))
-    for key, given in params.items():
-        if isinstance(given, str) and given == "auto":
+    for key in params:
+        if isinstance(params[key], str) and params[key] == "auto":
             raise ValueError(
                 f'{op}.params.{key} has "auto", which a trainer must fill in first; expected a '
                 f"value"
             )
-    problem = ""
+    problem = None
     try:
         arguments.bind(None, **params)
     except TypeError as error:
@@ -590,5 +519,5 @@ def make(name: str, params: Mapping[str, Any], optimizer: Optimizer) -> LRSchedu
 
     Raises ValueError for another name, and what the scheduler raises for its arguments.
     """
-    made: LRScheduler = _kind("make: name", name)(optimizer, **params)
-    return made
+    scheduler: LRScheduler = _kind("make: name", name)(optimizer, **params)
+    return scheduler
