@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -67,7 +68,7 @@ class Config:
     forward, None for none.
     steps_per_print: None for never. tensorboard and so on: these sections, None if off.
     flops_profiler: whether to count operations; profile_step, module_depth, top_modules, detailed,
-    profile_file: its other keys. given: dotted paths that the user wrote. accepted: of the keys
+    profile_file: its other keys. explicit: dotted paths that the user wrote. accepted: of the keys
     that mean nothing here, a line for each reason. source: the configuration as it was given.
     """
 
@@ -125,7 +126,7 @@ class Config:
     sequence_parallel_size: int = 1
     autotp_size: int = 1
     shardcore: Mapping[str, Any] = field(default_factory=dict)
-    given: frozenset[str] = field(default=frozenset(), compare=False)
+    explicit: frozenset[str] = field(default=frozenset(), compare=False)
     accepted: tuple[str, ...] = field(default=(), compare=False)
     source: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
@@ -133,28 +134,23 @@ class Config:
         """Derive the missing batch sizes; ValueError if they contradict each other or are too
         few.
         """
-        train, micro, steps = (
-            self.train_batch_size,
-            self.train_micro_batch_size_per_gpu,
-            self.gradient_accumulation_steps,
-        )
+        train, micro = self.train_batch_size, self.train_micro_batch_size_per_gpu
+        steps = self.gradient_accumulation_steps
         if train is None and micro is None:
             raise ValueError(
                 f"{OP}: config has neither train_batch_size nor train_micro_batch_size_per_gpu; "
                 f"expected at least one of them"
             )
-        if train is not None and micro is not None:
-            steps = train // (micro * world_size) if steps is None else steps
-        elif train is not None:
-            steps = 1 if steps is None else steps
-            micro = train // (steps * world_size)
-        assert micro is not None
-        steps = 1 if steps is None else steps
+        if micro is None:
+            steps = steps or 1
+            micro = (train or 0) // (steps * world_size)
+        if steps is None:
+            steps = 1 if train is None else train // (micro * world_size)
         train = micro * steps * world_size if train is None else train
         if micro * steps * world_size != train:
-            given = [self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps]
-            product = math.prod([size for size in given if size is not None]) * world_size
-            expected = f"a multiple of {product}" if None in given else product
+            sizes = [self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps]
+            product = math.prod(size for size in sizes if size is not None) * world_size
+            expected = f"a multiple of {product}" if None in sizes else product
             raise ValueError(
                 f"{OP}: config train_batch_size has {train}; expected {expected}, the product of "
                 f"train_micro_batch_size_per_gpu, gradient_accumulation_steps (where given) and "
@@ -165,41 +161,10 @@ class Config:
 
 # --- walking through it ---------------------------------------------------------------------------
 
-# The keys that are fields of Config as they are.
 _FIELDS = {
-    path: path
+    path: key.field or path
     for path, key in KEYS.items()
-    if "." not in path and path in Config.__dataclass_fields__
-} | {
-    "bf16.enabled": "bf16",
-    "fp16.enabled": "fp16",
-    "fp16.auto_cast": "auto_cast",
-    "data_types.grad_accum_dtype": "grad_dtype",
-    "data_types.buffer_dtype": "buffer_dtype",
-    "data_types.keep_in_fp32_modules": "keep_in_fp32_modules",
-    f"{ZERO}.stage": "stage",
-    f"{ZERO}.zero_hpz_partition_size": "hpz_partition_size",
-    f"{ZERO}.prefetch_bucket_size": "prefetch_bucket_size",
-    f"{ZERO}.leaf_module.classes": "leaf_classes",
-    f"{ZERO}.leaf_module.names": "leaf_names",
-    f"{ZERO}.leaf_module.name_suffixes": "leaf_suffixes",
-    f"{ZERO}.gather_16bit_weights_on_model_save": "gathers_to_save",
-    "checkpoint.tag_validation": "tag_validation",
-    f"{ZERO}.ignore_unused_parameters": "ignore_unused_parameters",
-    f"{_STATES}.device": "offload",
-    f"{_STATES}.nvme_path": "nvme_path",
-    f"{_STATES}.ratio": "ratio",
-    f"{_WEIGHTS}.device": "params",
-    "activation_checkpointing.cpu_checkpointing": "cpu_checkpointing",
-    "comms_logger.enabled": "comms_logger",
-    "flops_profiler.enabled": "flops_profiler",
-    "flops_profiler.profile_step": "profile_step",
-    "flops_profiler.module_depth": "module_depth",
-    "flops_profiler.top_modules": "top_modules",
-    "flops_profiler.detailed": "detailed",
-    "flops_profiler.output_file": "profile_file",
-    "pipeline.activation_checkpoint_interval": "activation_checkpoint_interval",
-    "tensor_parallel.autotp_size": "autotp_size",
+    if (key.field or path) in Config.__dataclass_fields__
 }
 # What TRL writes beside the section: "zero_optimization.reduce_bucket_size". DeepSpeed ignores it.
 _WRITTEN_BY_TRL = {
@@ -209,121 +174,111 @@ _WRITTEN_BY_TRL = {
 
 
 @dataclass
-class _Found:
-    """What a configuration has. values: of honoured keys, by dotted path; sections as True, invalid
-    values as None.
+class _Checked:
+    """A configuration while it is checked. values: of honoured keys, by dotted path; sections as
+    True, invalid values as None.
 
-    accepted: the accepted keys by why they mean nothing. seen: all keys.
+    accepted: the accepted keys by why they mean nothing. paths: all keys.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
     accepted: dict[str, list[str]] = field(default_factory=dict)
-    seen: set[str] = field(default_factory=set)
+    paths: set[str] = field(default_factory=set)
     problems: list[Exception] = field(default_factory=list)
 
+    def ignore(self, why: str, *paths: str) -> None:
+        if paths:
+            self.accepted.setdefault(why, []).extend(paths)
 
-def _unknown(where: str) -> ValueError:
+    def refuse(self, text: str, kind: type[Exception] = ValueError) -> None:
+        self.problems.append(kind(f"{OP}: config {text}"))
+
+
+def _unknown(where: str) -> str:
     """Name the unknown key, and the key that was probably meant: a similar one here, or the same
     one in another section.
     """
-    prefix, _, name = where.rpartition(".")
+    section, dot, name = where.rpartition(".")
+    prefix = section + dot
     here = sorted(
-        {
-            path.removeprefix(f"{prefix}." if prefix else "").split(".")[0]
-            for path in KEYS
-            if path.startswith(prefix)
-        }
+        {path.removeprefix(prefix).split(".")[0] for path in KEYS if path.startswith(section)}
     )
     near = difflib.get_close_matches(name, here, n=1, cutoff=0.75)
     elsewhere = [path for path in (*KEYS, *SECTIONS) if path.rpartition(".")[2] == name]
-    meant = [f"{prefix}.{near[0]}" if prefix else near[0]] if near else elsewhere
+    meant = [prefix + key for key in near] or elsewhere
     hint = f"did you mean {' or '.join(meant)}?" if meant else f"known keys here: {', '.join(here)}"
-    return ValueError(f"{OP}: config {where} is not supported; expected it to be absent ({hint})")
+    return f"{where} is not supported; expected it to be absent ({hint})"
 
 
-def _walk(given: Any, where: str, found: _Found) -> None:
-    """Check `given`, a section, against the table. A section in it that is null is absent."""
-    if not isinstance(given, Mapping):
-        found.problems.append(TypeError(has(where, given, "an object with keys")))
+def _walk(section: Any, where: str, checked: _Checked) -> None:
+    """Check a section against the table. A section in it that is null is absent."""
+    if not isinstance(section, Mapping):
+        checked.problems.append(TypeError(has(where, section, "an object with keys")))
         return
-    # another optimizer's
-    of_other = where == "optimizer.params" and found.values.get("optimizer.type", "") is None
-    for name, value in given.items():
+    of_other = where == "optimizer.params" and checked.values.get("optimizer.type", "") is None
+    for name, value in section.items():
         path = canonical(f"{where}.{name}" if where else str(name))
-        if of_other and path not in KEYS:
+        is_of_other_optimizer = of_other and path not in KEYS
+        is_of_trl = "." in str(name) and path in _WRITTEN_BY_TRL
+        if is_of_other_optimizer or is_of_trl or is_note(str(name)):
             continue
-        if is_note(str(name)) or ("." in str(name) and path in _WRITTEN_BY_TRL):
+        if path in checked.paths:
+            checked.refuse(f"{path} is given in two spellings; expected one")
             continue
-        if path in found.seen:
-            found.problems.append(
-                ValueError(f"{OP}: config {path} is given in two spellings; expected one")
-            )
-            continue
-        found.seen.add(path)
+        checked.paths.add(path)
         if path in KEYS:
-            _take(path, KEYS[path], value, found)
+            _check_key(path, KEYS[path], value, checked)
         elif path in SECTIONS:
             if isinstance(value, Mapping):
-                found.values[path] = True
+                checked.values[path] = True
             if value is not None:
-                _walk(value, path, found)
+                _walk(value, path, checked)
         else:
-            found.problems.append(_unknown(path))
+            checked.refuse(_unknown(path))
 
 
-def _take(path: str, key: Key, value: Any, found: _Found) -> None:
+def _check_key(path: str, key: Key, value: Any, checked: _Checked) -> None:
     if key.kind == "accepted":
-        found.accepted.setdefault(key.note, []).append(path)
-        return
-    if key.kind != "honoured":
-        if not key.is_off(value):
-            removed = " (DeepSpeed removed it, too)" if key.kind == "removed" else ""
-            why = (
-                f"{OP}: config {path} is not supported{removed}; expected it to be absent, or "
-                f"off: {key.note}"
-            )
-            found.problems.append(ValueError(why))
-        return
-    found.values[path] = None
-    try:
-        found.values[path] = key.check(path, value)
-    except _PROBLEMS as problem:
-        # which would hold this frame, and all that call it, in a cycle
-        found.problems.append(problem.with_traceback(None))
+        checked.ignore(key.note, path)
+    elif key.kind == "honoured":
+        checked.values[path] = None
+        try:
+            checked.values[path] = key.check(path, value)
+        except _PROBLEMS as problem:
+            # which would hold this frame, and all that call it, in a cycle
+            checked.problems.append(problem.with_traceback(None))
+    elif not key.is_off(value):
+        removed = " (DeepSpeed removed it, too)" if key.kind == "removed" else ""
+        checked.refuse(
+            f"{path} is not supported{removed}; expected it to be absent, or off: {key.note}"
+        )
 
 
-def _translated(given: Any, problems: list[Exception]) -> Any:
+def _translated(config: Mapping[str, Any], checked: _Checked) -> Mapping[str, Any]:
     """Return the configuration with zero_optimization in its present form: not a bool, nor
     cpu_offload keys.
     """
-    zero = given.get("zero_optimization")
+    zero = config.get(ZERO)
     if isinstance(zero, bool):
-        return {**given, "zero_optimization": {"stage": int(zero)}}
+        return {**config, ZERO: {"stage": int(zero)}}
     if not isinstance(zero, Mapping):
-        return given
+        return config
     zero = dict(zero)
     old = {"cpu_offload": _STATES, "cpu_offload_param": _WEIGHTS, "cpu_offload_params": _WEIGHTS}
-    wanted = {name: zero.pop(name) for name in old if name in zero}
+    values = {name: zero.pop(name) for name in old if name in zero}
     pinned = zero.pop("cpu_offload_use_pin_memory", None)
-    for name, value in wanted.items():
+    for name, value in values.items():
         section = old[name].rpartition(".")[2]
         if value not in (True, False, None):
-            problems.append(
-                TypeError(
-                    has(f"{ZERO}.{name}", value, f"true or false, or {old[name]} in its place")
-                )
-            )
+            text = has(f"{ZERO}.{name}", value, f"true or false, or {old[name]} in its place")
+            checked.problems.append(TypeError(text))
         elif section in zero:
-            problems.append(
-                ValueError(
-                    f"{OP}: config has {ZERO}.{name} and {old[name]}; expected the latter alone"
-                )
-            )
+            checked.refuse(f"has {ZERO}.{name} and {old[name]}; expected the latter alone")
         else:
-            zero[section] = {"device": "cpu" if value else "none"} | (
-                {} if pinned is None else {"pin_memory": pinned}
-            )
-    return {**given, "zero_optimization": zero}
+            zero[section] = {"device": "cpu" if value else "none"}
+            if pinned is not None:
+                zero[section]["pin_memory"] = pinned
+    return {**config, ZERO: zero}
 
 
 # --- reading --------------------------------------------------------------------------------------
@@ -342,73 +297,69 @@ def read_config(config: Any, args: Any = None) -> Config:
             f"{OP}: config is given twice, as config and as args.deepspeed_config; expected one of "
             f"them"
         )
-    given = from_args if config is None else config
-    if given is None:
+    config = from_args if config is None else config
+    if config is None:
         raise TypeError(
             f"{OP}: there is no config; expected config=, or args= with deepspeed_config "
             f"(--deepspeed_config FILE)"
         )
-    if isinstance(given, str | os.PathLike):
-        given = read_json(given)
-    if not isinstance(given, Mapping):
+    if isinstance(config, str | os.PathLike):
+        config = read_json(config)
+    if not isinstance(config, Mapping):
         raise TypeError(
-            f"{OP}: config has type {type(given).__name__}; expected a dict or the path of a JSON "
+            f"{OP}: config has type {type(config).__name__}; expected a dict or the path of a JSON "
             f"file"
         )
-    found = _Found()
-    source = given
-    given, other = _without_other_optimizer(_translated(given, found.problems), found.problems)
-    _walk(given, "", found)
-    values = found.values
-    problems = [*found.problems, *_contradictions(values)]
+    checked = _Checked()
+    section, other = _without_other_optimizer(_translated(config, checked), checked)
+    _walk(section, "", checked)
+    values = checked.values
+    for text in _contradictions(values):
+        checked.refuse(text)
     # an error that this frame held would hold it, and all that call it, in a cycle
-    found.problems.clear()
+    problems, checked.problems = checked.problems, []
     _raise_all(problems)
     fields = {name: values[path] for path, name in _FIELDS.items() if path in values}
-    for section in MONITORS:
-        if values.get(f"{section}.enabled"):
-            fields[section] = {
-                path.partition(".")[2]: values[path]
+    for monitor in MONITORS:
+        if values.get(f"{monitor}.enabled"):
+            prefix = f"{monitor}."
+            fields[monitor] = {
+                path.removeprefix(prefix): values[path]
                 for path in values
-                if path.startswith(f"{section}.")
+                if path.startswith(prefix)
             }
-    if fields.get("stage", 0) != 3 and fields.get("params"):
+    stage, offload = fields.get("stage", 0), fields.get("offload")
+    if stage != 3 and fields.get("params"):
         fields["params"] = None
-        found.accepted.setdefault(
-            "weights are offloaded at stage 3 only, as in DeepSpeed", []
-        ).append(_WEIGHTS)
-    if fields.get("ignore_unused_parameters") is False and not (
-        fields.get("stage", 0) in (1, 2) and fields.get("offload") == "cpu"
+        checked.ignore("weights are offloaded at stage 3 only, as in DeepSpeed", _WEIGHTS)
+    if fields.get("ignore_unused_parameters") is False and (
+        stage not in (1, 2) or offload != "cpu"
     ):
         fields["ignore_unused_parameters"] = True
         why = (
             "parameters that no rank used are skipped, but at stages 1 and 2 with "
             "offload_optimizer on cpu, as in DeepSpeed"
         )
-        found.accepted[why] = [f"{ZERO}.ignore_unused_parameters"]
+        checked.ignore(why, f"{ZERO}.ignore_unused_parameters")
     if fields.get("buffer_dtype") and not (fields.get("bf16") or fields.get("fp16")):
-        found.accepted["buffers are cast beside 16-bit weights only, as in DeepSpeed"] = [
-            "data_types.buffer_dtype"
-        ]
+        why = "buffers are cast beside 16-bit weights only, as in DeepSpeed"
+        checked.ignore(why, "data_types.buffer_dtype")
     if values.get("bf16.enabled") and values.get(_LOW_MASTERS):
         fields["grad_dtype"] = fields.get("grad_dtype") or "bf16"
-    if "optimizer" not in values and (
-        low := [path for path in (_LOW_STATES, _LOW_MASTERS) if values.get(path)]
-    ):
+    if "optimizer" not in values:
         why = (
             "masters and states are reduced in the configuration's Adam alone, or your "
             "FusedAdam(state_dtype=, master=)"
         )
-        found.accepted[why] = low
+        checked.ignore(why, *(path for path in (_LOW_STATES, _LOW_MASTERS) if values.get(path)))
     pinned = [
         values.get(f"{section}.pin_memory", True)
         for section in (_STATES, _WEIGHTS)
         if values.get(f"{section}.device")
     ]
     if len(set(pinned)) == 2:
-        found.accepted[
-            "there is one setting for states and weights, and one of them is not to be pinned"
-        ] = [f"{section}.pin_memory" for section in (_STATES, _WEIGHTS)]
+        why = "there is one setting for states and weights, and one of them is not to be pinned"
+        checked.ignore(why, f"{_STATES}.pin_memory", f"{_WEIGHTS}.pin_memory")
     return Config(
         **fields,
         pin_memory=all(pinned),
@@ -416,9 +367,9 @@ def read_config(config: Any, args: Any = None) -> Config:
         loss_scale=_loss_scale(values),
         optimizer=_adam_options(values) if "optimizer" in values else other and other[1],
         optimizer_type=FusedAdam if other is None else other[0],
-        given=frozenset(values),
-        source=source,
-        accepted=tuple(f"{', '.join(paths)}: {why}" for why, paths in found.accepted.items()),
+        explicit=frozenset(values),
+        source=config,
+        accepted=tuple(f"{', '.join(paths)}: {why}" for why, paths in checked.accepted.items()),
     )
 
 
@@ -477,54 +428,50 @@ def shard_options(settings: Config, muon: bool = False) -> dict[str, Any]:
 
 
 def _without_other_optimizer(
-    given: Mapping[str, Any], problems: list[Exception]
+    config: Mapping[str, Any], checked: _Checked
 ) -> tuple[Mapping[str, Any], tuple[type[torch.optim.Optimizer], dict[str, Any]] | None]:
     """Take an optimizer that is not Adam out of the configuration: its class and arguments,
     which the class itself checks.
     """
-    section = given.get("optimizer")
+    section = config.get("optimizer")
     name = section.get("type") if isinstance(section, Mapping) else None
     cls = OTHER_OPTIMIZERS.get(name.lower()) if isinstance(name, str) else None
-    if cls is None:
-        return given, None
-    assert isinstance(section, Mapping)
-    options, own = section.get("params") or {}, (given.get("shardcore") or {}).get("optimizer")
-    try:
-        if own:
-            raise ValueError(
-                f"config shardcore.optimizer has {own} for {name}; expected it with Adam alone"
+    if section is None or cls is None:
+        return config, None
+    options: Any = section.get("params") or {}
+    own = (config.get("shardcore") or {}).get("optimizer")
+    unknown = sorted({str(key) for key in section} - {"type", "params", "legacy_fusion"})
+    text = ""
+    if own:
+        text = f"shardcore.optimizer has {own} for {name}; expected it with Adam alone"
+    elif unknown:
+        text = f"optimizer.{unknown[0]} is not supported; expected type and params"
+    if text:
+        checked.refuse(text)
+    elif not isinstance(options, Mapping):
+        checked.refuse(f"optimizer.params has {options!r}; expected an object with keys", TypeError)
+    else:
+        try:
+            options = _tried(cls, options)
+        except (TypeError, ValueError) as error:
+            checked.refuse(
+                f"optimizer.params are not those of {cls.__name__}; expected its own: {error}",
+                type(error),
             )
-        if unknown := sorted({str(key) for key in section} - {"type", "params", "legacy_fusion"}):
-            raise ValueError(
-                f"config optimizer.{unknown[0]} is not supported; expected type and params"
-            )
-        if not isinstance(options, Mapping):
-            raise TypeError(
-                f"config optimizer.params has {options!r}; expected an object with keys"
-            )
-        if cls is Muon:
-            options = {"halves": muon_halves(options)}
-            cls(
-                [
-                    {"params": [torch.zeros(1, 1)], "use_muon": half, **of}
-                    for half, of in options["halves"].items()
-                ]
-            )
-        else:
-            if cls is Lion:
-                # DeepSpeed's defaults; Lion has its paper's
-                options = {"lr": 1e-3, "betas": (0.9, 0.999), **options}
-            cls([torch.zeros(1, requires_grad=True)], **options)
-    except (TypeError, ValueError) as error:
-        said = str(error)
-        where = (
-            ""
-            if said.startswith("config")
-            else f"config optimizer.params are not those of {cls.__name__}; expected its own: "
-        )
-        problems.append(type(error)(f"{OP}: {where}{said}"))
-        options = {}
-    return {key: value for key, value in given.items() if key != "optimizer"}, (cls, dict(options))
+    options = dict(options) if isinstance(options, Mapping) else {}
+    return {key: value for key, value in config.items() if key != "optimizer"}, (cls, options)
+
+
+def _tried(cls: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the arguments of an optimizer, which one over a small tensor accepts."""
+    if cls is Muon:
+        halves = muon_halves(options)
+        cls([{"params": [torch.zeros(1, 1)], "use_muon": use, **halves[use]} for use in halves])
+        return {"halves": halves}
+    if cls is Lion:  # DeepSpeed's defaults; Lion has its paper's
+        options = {"lr": 1e-3, "betas": (0.9, 0.999), **options}
+    cls([torch.zeros(1, requires_grad=True)], **options)
+    return options
 
 
 def muon_halves(params: Mapping[str, Any]) -> dict[bool, dict[str, Any]]:
@@ -558,89 +505,68 @@ def muon_halves(params: Mapping[str, Any]) -> dict[bool, dict[str, Any]]:
     return halves
 
 
-def _contradictions(values: Mapping[str, Any]) -> Iterator[Exception]:
-    if (values.get("shardcore") or {}).get("offload") == "auto":
+def _contradictions(values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what keys say against each other, as the texts of errors."""
+    own = values.get("shardcore") or {}
+    device_of_states = values.get(f"{_STATES}.device")
+    if own.get("offload") == "auto":
         for section in (_STATES, _WEIGHTS):
             if values.get(f"{section}.device") is not None:
-                yield ValueError(
-                    f'{OP}: config has shardcore.offload "auto" and {section}; expected one of them'
-                )
-    if "optimizer" not in values and (values.get("shardcore") or {}).get("optimizer"):
-        yield ValueError(
-            f"{OP}: config shardcore.optimizer is given without optimizer; expected both (or "
-            f"optimizer=FusedAdam(...))"
+                yield f'has shardcore.offload "auto" and {section}; expected one of them'
+    if "optimizer" not in values and own.get("optimizer"):
+        yield (
+            "shardcore.optimizer is given without optimizer; expected both (or "
+            "optimizer=FusedAdam(...))"
         )
     if "optimizer" in values and "optimizer.type" not in values:
-        yield ValueError(f'{OP}: config optimizer.type is missing; expected "Adam" or "AdamW"')
-    if (
-        values.get("optimizer.type") == "adamw"
-        and values.get("optimizer.params.adam_w_mode") is False
-    ):
-        yield ValueError(
-            f'{OP}: config optimizer.params.adam_w_mode has False for the type "AdamW"; expected '
-            f'the type "Adam", or true'
+        yield 'optimizer.type is missing; expected "Adam" or "AdamW"'
+    is_decoupled = values.get("optimizer.params.adam_w_mode")
+    if values.get("optimizer.type") == "adamw" and is_decoupled is False:
+        yield (
+            'optimizer.params.adam_w_mode has False for the type "AdamW"; expected the type '
+            '"Adam", or true'
         )
-    if values.get("fp16.enabled") and values.get("bf16.enabled"):
-        yield ValueError(
-            f"{OP}: config fp16.enabled and bf16.enabled are both true; expected one of them"
+    for other in ("bf16", "torch_autocast"):
+        if values.get("fp16.enabled") and values.get(f"{other}.enabled"):
+            yield f"fp16.enabled and {other}.enabled are both true; expected one of them"
+    power = values.get("fp16.initial_scale_power", 16)
+    least = values.get("fp16.min_loss_scale", 1.0)
+    if not values.get("fp16.loss_scale") and None not in (power, least) and least > 2.0**power:
+        yield (
+            f"fp16.min_loss_scale has {least}; expected at most 2**initial_scale_power, "
+            f"{2.0**power:g}"
         )
-    power, least = (
-        values.get("fp16.initial_scale_power", 16),
-        values.get("fp16.min_loss_scale", 1.0),
-    )
-    if (
-        not values.get("fp16.loss_scale")
-        and power is not None
-        and least is not None
-        and least > 2.0**power
-    ):
-        yield ValueError(
-            f"{OP}: config fp16.min_loss_scale has {least}; expected at most "
-            f"2**initial_scale_power, {2.0**power:g}"
-        )
-    if values.get(f"{_STATES}.device") == "nvme" and values.get(f"{_STATES}.nvme_path") is None:
-        yield ValueError(
-            f"{OP}: config {_STATES}.nvme_path is missing; expected a directory on the disk to use"
-        )
+    path = values.get(f"{_STATES}.nvme_path")
+    if device_of_states == "nvme" and path is None:
+        yield f"{_STATES}.nvme_path is missing; expected a directory on the disk to use"
     if values.get(f"{_WEIGHTS}.device") == "nvme" and values.get(f"{ZERO}.stage") == 3:
-        states, path = values.get(f"{_STATES}.device"), values.get(f"{_WEIGHTS}.nvme_path")
-        if states != "nvme":
-            yield ValueError(
-                f'{OP}: config {_WEIGHTS}.device has "nvme" and {_STATES}.device {states!r}; '
-                f'expected "nvme" for both, since a '
-                "step reads and writes both"
+        if device_of_states != "nvme":
+            yield (
+                f'{_WEIGHTS}.device has "nvme" and {_STATES}.device {device_of_states!r}; expected '
+                f'"nvme" for both, since a step reads and writes both'
             )
-        elif path not in (None, values.get(f"{_STATES}.nvme_path")):
-            yield ValueError(
-                f"{OP}: config {_WEIGHTS}.nvme_path has {path!r}; expected that of "
+        elif values.get(f"{_WEIGHTS}.nvme_path") not in (None, path):
+            yield (
+                f"{_WEIGHTS}.nvme_path has {values[f'{_WEIGHTS}.nvme_path']!r}; expected that of "
                 f"{_STATES}.nvme_path, or none"
             )
     size = values.get("tensor_parallel.autotp_size", 1)
     if values.get("tensor_parallel.tp.tp_size", 1) not in (1, size):
-        yield ValueError(
-            f"{OP}: config tensor_parallel.tp.tp_size differs from tensor_parallel.autotp_size; "
-            f"expected {size}"
+        yield (
+            f"tensor_parallel.tp.tp_size differs from tensor_parallel.autotp_size; expected {size}"
         )
     trained = next((name for name in ("fp16", "bf16") if values.get(f"{name}.enabled")), "fp32")
-    if (asked := values.get("data_types.param_dtype")) not in (None, trained):
-        yield ValueError(
-            f"{OP}: config data_types.param_dtype has {asked!r}, and fp16 and bf16 ask for "
-            f"{trained!r}; expected the same"
+    if (dtype := values.get("data_types.param_dtype")) not in (None, trained):
+        yield (
+            f"data_types.param_dtype has {dtype!r}, and fp16 and bf16 ask for {trained!r}; "
+            f"expected the same"
         )
     if values.get("gradient_allreduce_op") == "sum" and values.get(f"{ZERO}.stage") == 3:
-        yield ValueError(
-            f'{OP}: config gradient_allreduce_op has "sum" at stage 3; expected "mean", or a stage '
-            f"below"
-        )
+        yield 'gradient_allreduce_op has "sum" at stage 3; expected "mean", or a stage below'
     if trained == "bf16" and _autocast(values) == "fp16":
-        yield ValueError(
-            f'{OP}: config torch_autocast.dtype has "fp16" with bf16.enabled; expected "bf16", or '
-            f"weights in float32"
-        )
-    if values.get("torch_autocast.enabled") and values.get("fp16.enabled"):
-        yield ValueError(
-            f"{OP}: config torch_autocast.enabled and fp16.enabled are both true; expected one of "
-            f"them"
+        yield (
+            'torch_autocast.dtype has "fp16" with bf16.enabled; expected "bf16", or weights in '
+            "float32"
         )
 
 
@@ -723,22 +649,20 @@ def read_json(path: str | os.PathLike[str]) -> Any:
     another text, and for a key that is there twice.
     """
     text = _in_base64(path)
-    if text is None:
-        with open(path, "rb") as file:
-            text = file.read()
+    text = Path(path).read_bytes() if text is None else text
     try:
         return json.loads(text, object_pairs_hook=_once)
     except ValueError as problem:
-        found, hint = None, ""
+        config, hint = None, ""
         try:
             # what DeepSpeed reads them with
-            found = import_module("hjson").loads(text.decode(), object_pairs_hook=_once)
+            config = import_module("hjson").loads(text.decode(), object_pairs_hook=_once)
         except ImportError:
             hint = " (comments and trailing commas: pip install hjson)"
         except ValueError as other:
             hint = f", or Hjson: {other}"
-        if found and isinstance(found, Mapping):  # Hjson takes nearly every text as a string
-            return found
+        if config and isinstance(config, Mapping):  # Hjson takes nearly every text as a string
+            return config
         raise ValueError(
             f"{OP}: config file {os.fspath(path)} is not valid: {problem}; expected JSON{hint}"
         ) from problem

@@ -212,7 +212,7 @@ def initialize(
         monitor = _open_monitor(settings, comm)
         if settings.log_level is not None:
             logger.setLevel(settings.log_level.upper())
-        if "activation_checkpointing.cpu_checkpointing" in settings.given:
+        if "activation_checkpointing.cpu_checkpointing" in settings.explicit:
             checkpointing.configure(checkpoint_in_cpu=settings.cpu_checkpointing)
         if comm.rank == 0:
             _explain(settings, optimizer, lr_scheduler, pipe)
@@ -306,7 +306,7 @@ def _explain(
         )
     for line in settings.accepted:
         logger.warning("initialize: config has no effect here: %s", line)
-    if "gradient_clipping" not in settings.given:
+    if "gradient_clipping" not in settings.explicit:
         logger.warning(
             "initialize: config has no gradient_clipping, so the global norm is clipped to %s, "
             "DeepSpeed's default (in older releases 0.0, off); set the limit, or 0.0",

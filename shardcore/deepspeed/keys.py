@@ -12,8 +12,9 @@ turns the thing off. Every other key is refused, with the nearest known one. Sou
 
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,13 +36,14 @@ class Key:
     means nothing, what to do.
 
     check: of honoured keys. harmless: values of refused keys that turn the thing off, beside null
-    and false.
+    and false. field: of Config that has the value, where its name differs from the key's.
     """
 
     kind: str
     note: str
     check: Check = lambda where, value: value
     harmless: tuple[Any, ...] = ()
+    field: str = ""
 
     def is_off(self, value: Any) -> bool:
         """Whether a value turns off what is refused: a section does that is empty, or that
@@ -135,16 +137,17 @@ def _betas(where: str, value: Any) -> tuple[float, float]:
     return float(value[0]), float(value[1])
 
 
-def _flag(where: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError(has(where, value, "true or false"))
-    return value
+def _instance(kind: type, expected: str) -> Check:
+    def check(where: str, value: Any) -> Any:
+        if not isinstance(value, kind):
+            raise TypeError(has(where, value, expected))
+        return value
+
+    return check
 
 
-def _text(where: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(has(where, value, "text"))
-    return value
+_flag = _instance(bool, "true or false")
+_text = _instance(str, "text")
 
 
 def _texts(where: str, value: Any) -> tuple[str, ...]:
@@ -283,47 +286,23 @@ def _print(where: str, value: Any) -> int | None:
 # --- the table ------------------------------------------------------------------------------------
 
 
-def _honoured(check: Check, note: str) -> Key:
-    return Key("honoured", note, check)
+def _honoured(check: Check, note: str, field: str = "") -> Key:
+    return Key("honoured", note, check, field=field)
 
 
-def _accepted(note: str) -> Key:
-    return Key("accepted", note)
+_accepted = partial(Key, "accepted")
+_refused = partial(Key, "refused")
+_removed = partial(Key, "removed")
 
-
-def _refused(note: str, *harmless: Any) -> Key:
-    return Key("refused", note, harmless=harmless)
-
-
-def _removed(note: str, *harmless: Any) -> Key:
-    return Key("removed", note, harmless=harmless)
-
-
-def _below(section: str, keys: Mapping[str, Key]) -> dict[str, Key]:
-    return {f"{section}.{name}": key for name, key in keys.items()}
-
-
-_ALWAYS_OVERLAPS = "communication always overlaps with backward, with the same bits"
 _BY_UNIT = (
     "gradients are reduced, and weights gathered, a unit of the model at a time, whatever its size"
 )
-_WHOLE_UNITS = (
-    "at stage 3 two units are unsharded at a time, the one in use and the next, whatever their size"
-)
-_ONE_MESSAGE = (
-    "a unit's parameters are gathered together, in a message for each dtype and group: "
-    "small ones cost none of their own"
-)
-_ORDERED = "gradients are averaged in float32 and in rank order, where no factor can overflow"
 _OWN_BUFFERS = "offload sizes its own buffers"
-_ALWAYS_CHECKED = "the norm is always computed"
 _ONE_CHECKPOINT = "every checkpoint is written by all ranks and loads into any number of them"
+_LEAF_MODULES = "modules inside which nothing is a unit, as marked by utils.set_z3_leaf_modules"
 _ZERO = "zero_optimization"
-_IN_FOLDER = dict.fromkeys(
-    ("output_path", "job_name"), _honoured(_text, "files are in the folder output_path/job_name")
-)
-
-KEYS: dict[str, Key] = {
+# Sections in sections; a name of several words is several keys.
+_TABLE: dict[str, Any] = {
     "shardcore": _honoured(
         _own,
         f"what DeepSpeed has no key for: {', '.join(OF_SHARD)} of shard (mesh: [replicate, shard], "
@@ -360,113 +339,100 @@ KEYS: dict[str, Key] = {
         ),
         "level of the logger shardcore",
     ),
-    **_below(
-        "optimizer",
-        {
-            "type": _honoured(
-                _adam,
-                f'FusedAdam; "Adam" means AdamW, too, unless adam_w_mode is false. {_OTHERS}: with '
-                f"params as its arguments (of Muon DeepSpeed's; of Lion DeepSpeed's defaults)",
-            ),
-            "legacy_fusion": _accepted("there is one fused Adam"),
-        },
-    ),
-    **_below(
-        "optimizer.params",
-        {
-            "lr": _honoured(_number, "FusedAdam(lr=)"),
-            "betas": _honoured(_betas, "FusedAdam(betas=)"),
-            "eps": _honoured(_number, "FusedAdam(eps=)"),
-            "weight_decay": _honoured(_number, "FusedAdam(weight_decay=)"),
-            "bias_correction": _honoured(_flag, "FusedAdam(bias_correction=)"),
-            "adam_w_mode": _honoured(_flag, "FusedAdam(adam_w_mode=)"),
-            "amsgrad": _honoured(_flag, "FusedAdam(amsgrad=)"),
-            "maximize": _honoured(_flag, "FusedAdam(maximize=)"),
-            "torch_adam": _honoured(
-                _flag,
-                "true: FusedAdam, too, with weight_decay 0.01 by default if adam_w_mode is true",
-            ),
-            "fp32_optimizer_states": _honoured(_flag, 'false: FusedAdam(state_dtype="bf16")'),
-            **dict.fromkeys(
-                ("foreach", "fused", "set_grad_none"),
-                _accepted("Adam has one implementation here, which follows torch.optim's formula"),
-            ),
-            "max_grad_norm": _refused("clip with gradient_clipping"),
-        },
-    ),
+    "optimizer": {
+        "type": _honoured(
+            _adam,
+            f'FusedAdam; "Adam" means AdamW, too, unless adam_w_mode is false. {_OTHERS}: with '
+            f"params as its arguments (of Muon DeepSpeed's; of Lion DeepSpeed's defaults)",
+        ),
+        "legacy_fusion": _accepted("there is one fused Adam"),
+    },
+    "optimizer.params": {
+        "lr": _honoured(_number, "FusedAdam(lr=)"),
+        "betas": _honoured(_betas, "FusedAdam(betas=)"),
+        "eps": _honoured(_number, "FusedAdam(eps=)"),
+        "weight_decay": _honoured(_number, "FusedAdam(weight_decay=)"),
+        "bias_correction": _honoured(_flag, "FusedAdam(bias_correction=)"),
+        "adam_w_mode": _honoured(_flag, "FusedAdam(adam_w_mode=)"),
+        "amsgrad": _honoured(_flag, "FusedAdam(amsgrad=)"),
+        "maximize": _honoured(_flag, "FusedAdam(maximize=)"),
+        "torch_adam": _honoured(
+            _flag,
+            "true: FusedAdam, too, with weight_decay 0.01 by default if adam_w_mode is true",
+        ),
+        "fp32_optimizer_states": _honoured(_flag, 'false: FusedAdam(state_dtype="bf16")'),
+        "foreach fused set_grad_none": _accepted(
+            "Adam has one implementation here, which follows torch.optim's formula"
+        ),
+        "max_grad_norm": _refused("clip with gradient_clipping"),
+    },
     "scheduler": _honoured(
         check_scheduler,
         "type: WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest or one of torch's; "
         "params: its arguments",
     ),
-    **_below(
-        "fp16",
-        {
-            "enabled": _honoured(_flag, "train in float16, with float32 masters"),
-            "auto_cast": _honoured(_flag, "cast inputs of forward to float16"),
-            "loss_scale": _honoured(_number, "a fixed loss scale; 0 for a dynamic one"),
-            "initial_scale_power": _honoured(_power, "the first loss scale is 2 to this power"),
-            "loss_scale_window": _honoured(_count, "steps without overflow before it doubles"),
-            "hysteresis": _honoured(_count, "overflows before it halves"),
-            "min_loss_scale": _honoured(_positive, "the smallest loss scale"),
-            "consecutive_hysteresis": _honoured(
-                _flag, "count hysteresis anew after a step without overflow"
-            ),
-            "fp16_master_weights_and_grads": _refused("masters are float32"),
-        },
+    "fp16": {
+        "enabled": _honoured(_flag, "train in float16, with float32 masters", "fp16"),
+        "auto_cast": _honoured(_flag, "cast inputs of forward to float16", "auto_cast"),
+        "loss_scale": _honoured(_number, "a fixed loss scale; 0 for a dynamic one"),
+        "initial_scale_power": _honoured(_power, "the first loss scale is 2 to this power"),
+        "loss_scale_window": _honoured(_count, "steps without overflow before it doubles"),
+        "hysteresis": _honoured(_count, "overflows before it halves"),
+        "min_loss_scale": _honoured(_positive, "the smallest loss scale"),
+        "consecutive_hysteresis": _honoured(
+            _flag, "count hysteresis anew after a step without overflow"
+        ),
+        "fp16_master_weights_and_grads": _refused("masters are float32"),
+    },
+    "bf16": {
+        "enabled": _honoured(_flag, "train in bfloat16, with float32 masters", "bf16"),
+        "bf16_optimizer_states": _honoured(_flag, 'FusedAdam(state_dtype="bf16")'),
+        "bf16_master_weights_and_grads": _honoured(
+            _flag,
+            'shard(grad_dtype="bf16"), FusedAdam(master="split"): masters stay exact, 2 bytes '
+            "beside the bfloat16 weight",
+        ),
+        "immediate_grad_update": _accepted("gradients are always reduced during backward"),
+        "check_grad_overflow": _accepted(
+            "every step is checked for non-finite gradients, at no cost"
+        ),
+    },
+    "data_types": {
+        "grad_accum_dtype": _honoured(
+            _or_none(_dtype("fp32", "bf16")), "shard(grad_dtype=)", "grad_dtype"
+        ),
+        "param_dtype": _honoured(
+            _or_none(_dtype("fp32", "bf16", "fp16")),
+            "has to be the dtype that fp16 and bf16 decide on",
+        ),
+        "buffer_dtype": _honoured(
+            _or_none(_dtype("fp32", "bf16", "fp16")),
+            "beside 16-bit weights buffers of floating point are cast to it; null: they keep "
+            "theirs",
+            "buffer_dtype",
+        ),
+        "keep_in_fp32_modules": _honoured(
+            _patterns,
+            'buffers that are float32 beside 16-bit weights: patterns of names, or "auto": the '
+            "model's own lists",
+            "keep_in_fp32_modules",
+        ),
+    },
+    "torch_autocast": {
+        "enabled": _honoured(
+            _flag, "run forward under torch.autocast, with float32 or bfloat16 weights"
+        ),
+        "dtype": _honoured(
+            _or_none(_dtype("bf16", "fp16")),
+            "autocast's dtype, bfloat16 by default; float16 with a loss scale",
+        ),
+        "lower_precision_safe_modules": _accepted(
+            "ranks send gradients in communication_data_type"
+        ),
+    },
+    "prescale_gradients gradient_predivide_factor": _accepted(
+        "gradients are averaged in float32 and in rank order, where no factor can overflow"
     ),
-    **_below(
-        "bf16",
-        {
-            "enabled": _honoured(_flag, "train in bfloat16, with float32 masters"),
-            "bf16_optimizer_states": _honoured(_flag, 'FusedAdam(state_dtype="bf16")'),
-            "bf16_master_weights_and_grads": _honoured(
-                _flag,
-                'shard(grad_dtype="bf16"), FusedAdam(master="split"): masters stay exact, 2 bytes '
-                "beside the bfloat16 weight",
-            ),
-            "immediate_grad_update": _accepted("gradients are always reduced during backward"),
-            "check_grad_overflow": _accepted(
-                "every step is checked for non-finite gradients, at no cost"
-            ),
-        },
-    ),
-    **_below(
-        "data_types",
-        {
-            "grad_accum_dtype": _honoured(_or_none(_dtype("fp32", "bf16")), "shard(grad_dtype=)"),
-            "param_dtype": _honoured(
-                _or_none(_dtype("fp32", "bf16", "fp16")),
-                "has to be the dtype that fp16 and bf16 decide on",
-            ),
-            "buffer_dtype": _honoured(
-                _or_none(_dtype("fp32", "bf16", "fp16")),
-                "beside 16-bit weights buffers of floating point are cast to it; null: they keep "
-                "theirs",
-            ),
-            "keep_in_fp32_modules": _honoured(
-                _patterns,
-                'buffers that are float32 beside 16-bit weights: patterns of names, or "auto": the '
-                "model's own lists",
-            ),
-        },
-    ),
-    **_below(
-        "torch_autocast",
-        {
-            "enabled": _honoured(
-                _flag, "run forward under torch.autocast, with float32 or bfloat16 weights"
-            ),
-            "dtype": _honoured(
-                _or_none(_dtype("bf16", "fp16")),
-                "autocast's dtype, bfloat16 by default; float16 with a loss scale",
-            ),
-            "lower_precision_safe_modules": _accepted(
-                "ranks send gradients in communication_data_type"
-            ),
-        },
-    ),
-    **dict.fromkeys(("prescale_gradients", "gradient_predivide_factor"), _accepted(_ORDERED)),
     "gradient_allreduce_op": _honoured(
         _word("mean", "sum", expected='"mean" or "sum"'),
         "mean; or sum, at stages 0 to 2: gradients are added up over ranks",
@@ -490,281 +456,216 @@ KEYS: dict[str, Key] = {
         "sequence parallel attention exchanges values in their dtype"
     ),
     "allgather_size": _accepted(_BY_UNIT),
-    **_below(
-        _ZERO,
-        {
-            "stage": _honoured(_stage, "shard(stage=)"),
-            "zero_hpz_partition_size": _honoured(
-                _size, "shard(reshard_after_forward=) at stage 3, if above 1"
-            ),
-            "prefetch_bucket_size": _honoured(
-                _prefetch, "0: shard(prefetch=0); more: weights are gathered one unit ahead"
-            ),
-            "gather_16bit_weights_on_model_save": _honoured(
-                _flag, "false: save_16bit_model saves nothing at stage 3, and returns False"
-            ),
-            **dict.fromkeys(
-                (
-                    "overlap_comm",
-                    "contiguous_gradients",
-                    "round_robin_gradients",
-                    "use_multi_rank_bucket_allreduce",
-                ),
-                _accepted(_ALWAYS_OVERLAPS),
-            ),
-            **dict.fromkeys(
-                (
-                    "reduce_scatter",
-                    "allgather_partitions",
-                    "use_all_reduce_for_fetch_params",
-                    "allgather_sequential",
-                ),
-                _accepted(
-                    "each gradient is sent to the rank that owns it, and weights are gathered from "
-                    "these"
-                ),
-            ),
-            **dict.fromkeys(
-                ("reduce_bucket_size", "allgather_bucket_size", "sub_group_size"),
-                _accepted(_BY_UNIT),
-            ),
-            **dict.fromkeys(
-                ("max_live_parameters", "max_reuse_distance", "module_granularity_threshold"),
-                _accepted(_WHOLE_UNITS),
-            ),
-            **dict.fromkeys(
-                ("leaf_module.classes", "leaf_module.names", "leaf_module.name_suffixes"),
-                _honoured(
-                    _texts,
-                    "modules inside which nothing is a unit, as marked by "
-                    "utils.set_z3_leaf_modules",
-                ),
-            ),
-            **dict.fromkeys(
-                ("param_persistence_threshold", "model_persistence_threshold"),
-                _accepted(_ONE_MESSAGE),
-            ),
-            **dict.fromkeys(
-                ("load_from_fp32_weights", "elastic_checkpoint", "pipeline_loading_checkpoint"),
-                _accepted(_ONE_CHECKPOINT),
-            ),
-            "enable_sanity_checks": _accepted(
-                "steps, gradients and checkpoints of ranks are always compared; edits inside "
-                "GatheredParameters without "
-                "modifier_rank, which it has DeepSpeed refuse, count here, and have to be the same "
-                "on all ranks: at stage 3 "
-                "the end of the block refuses others, below it a step does (but not through "
-                "p.data, which is not noticed)"
-            ),
-            "compute_grad_norm": _accepted(_ALWAYS_CHECKED),
-            "ignore_unused_parameters": _honoured(
-                _flag,
-                "false: at stages 1 and 2 with offload_optimizer on cpu a step needs the gradients "
-                "of all parameters",
-            ),
-            "grad_hooks": _accepted("gradients are always reduced by hooks"),
-            "parameter_alignment": _accepted("buffers are always aligned"),
-            **dict.fromkeys(
-                ("memory_efficient_linear", "override_module_apply", "log_trace_cache_warnings"),
-                _accepted("modules are left as they are"),
-            ),
-            "save_muon_momentum_buffer_in_memory": _accepted(
-                "Muon's momentum is where offload_optimizer says"
-            ),
-            "zenflow": _refused(
-                "offload here is exact, and hides behind compute; remove the section"
-            ),
-            **dict.fromkeys(
-                ("zero_quantized_weights", "zero_quantized_gradients"),
-                _refused(
-                    "ranks exchange unquantized numbers; halve them with bf16 and "
-                    'communication_data_type "bf16"'
-                ),
-            ),
-            "zero_quantized_nontrainable_weights": _refused(
-                "load the frozen weights in 8 or 4 bits yourself"
-            ),
-            "legacy_stage1": _removed("stage 1 has one form"),
-            "mics_shard_size": _removed(
-                "shard over a DeviceMesh with shardcore.shard, or set zero_hpz_partition_size", -1
-            ),
-            "mics_hierarchical_params_gather": _removed("as mics_shard_size"),
-            "zeropp_loco_param": _removed("gradients are not quantized"),
-        },
-    ),
-    **_below(
-        f"{_ZERO}.offload_optimizer",
-        {
-            "device": _honoured(_device, 'shard(offload={"optimizer": ...})'),
-            "pin_memory": _honoured(_flag, "page-lock host memory that the GPU reads or writes"),
-            "ratio": _honoured(_share, "the share of states that the CPU updates"),
-            "nvme_path": _honoured(
-                _or_none(_text), 'shard(offload={"path": ...}) of the device nvme'
-            ),
-            **dict.fromkeys(
-                ("buffer_count", "pipeline", "pipeline_read", "pipeline_write", "fast_init"),
-                _accepted(_OWN_BUFFERS),
-            ),
-            **dict.fromkeys(
-                ("super_offload", "cpuadam_cores_perc"),
-                _accepted(
-                    "the CPU's Adam runs beside the GPU, exactly, on the cores that are there"
-                ),
-            ),
-        },
-    ),
-    **_below(
-        f"{_ZERO}.offload_param",
-        {
-            "device": _honoured(
-                _device,
-                'shard(offload={"params": ...}) at stage 3; nothing below it, as in DeepSpeed',
-            ),
-            "pin_memory": _honoured(_flag, "as that of offload_optimizer"),
-            "nvme_path": _honoured(
-                _or_none(_text),
-                "that of offload_optimizer: states and weights are beside each other",
-            ),
-            **dict.fromkeys(("buffer_count", "buffer_size", "max_in_cpu"), _accepted(_OWN_BUFFERS)),
-        },
-    ),
-    **_below(
-        "aio",
-        {
-            **dict.fromkeys(
-                (
-                    "block_size",
-                    "queue_depth",
-                    "thread_count",
-                    "intra_op_parallelism",
-                    "single_submit",
-                    "overlap_events",
-                ),
-                _accepted("files are written and read with requests of 1 MiB, 16 at a time"),
-            ),
-            "use_gds": _refused("files are read through host memory"),
-        },
-    ),
-    **_below(
-        "activation_checkpointing",
-        {
-            "cpu_checkpointing": _honoured(
-                _flag, "deepspeed.checkpointing.checkpoint keeps its inputs in host memory"
-            ),
-            "partition_activations": _accepted(
-                "deepspeed.checkpointing keeps inputs whole (shardcore.checkpoint_wrapper takes a "
-                "group)"
-            ),
-            **dict.fromkeys(
-                (
-                    "contiguous_memory_optimization",
-                    "number_checkpoints",
-                    "synchronize_checkpoint_boundary",
-                    "profile",
-                ),
-                _accepted("checkpoints are torch.utils.checkpoint's"),
-            ),
-        },
-    ),
-    **_below(
-        "tensorboard", {"enabled": _honoured(_flag, "write metrics for TensorBoard"), **_IN_FOLDER}
-    ),
-    **_below(
-        "csv_monitor", {"enabled": _honoured(_flag, "write metrics to CSV files"), **_IN_FOLDER}
-    ),
-    **_below(
-        "wandb",
-        {
-            "enabled": _honoured(_flag, "send metrics to Weights & Biases"),
-            **dict.fromkeys(("group", "team"), _honoured(_or_none(_text), "of the run")),
-            "project": _honoured(_text, 'of the run; "deepspeed" by default'),
-        },
-    ),
+    _ZERO: {
+        "stage": _honoured(_stage, "shard(stage=)", "stage"),
+        "zero_hpz_partition_size": _honoured(
+            _size, "shard(reshard_after_forward=) at stage 3, if above 1", "hpz_partition_size"
+        ),
+        "prefetch_bucket_size": _honoured(
+            _prefetch,
+            "0: shard(prefetch=0); more: weights are gathered one unit ahead",
+            "prefetch_bucket_size",
+        ),
+        "gather_16bit_weights_on_model_save": _honoured(
+            _flag,
+            "false: save_16bit_model saves nothing at stage 3, and returns False",
+            "gathers_to_save",
+        ),
+        "overlap_comm contiguous_gradients round_robin_gradients "
+        "use_multi_rank_bucket_allreduce": _accepted(
+            "communication always overlaps with backward, with the same bits"
+        ),
+        "reduce_scatter allgather_partitions use_all_reduce_for_fetch_params "
+        "allgather_sequential": _accepted(
+            "each gradient is sent to the rank that owns it, and weights are gathered from these"
+        ),
+        "reduce_bucket_size allgather_bucket_size sub_group_size": _accepted(_BY_UNIT),
+        "max_live_parameters max_reuse_distance module_granularity_threshold": _accepted(
+            "at stage 3 two units are unsharded at a time, the one in use and the next, whatever "
+            "their size"
+        ),
+        "leaf_module.classes": _honoured(_texts, _LEAF_MODULES, "leaf_classes"),
+        "leaf_module.names": _honoured(_texts, _LEAF_MODULES, "leaf_names"),
+        "leaf_module.name_suffixes": _honoured(_texts, _LEAF_MODULES, "leaf_suffixes"),
+        "param_persistence_threshold model_persistence_threshold": _accepted(
+            "a unit's parameters are gathered together, in a message for each dtype and group: "
+            "small ones cost none of their own"
+        ),
+        "load_from_fp32_weights elastic_checkpoint pipeline_loading_checkpoint": _accepted(
+            _ONE_CHECKPOINT
+        ),
+        "enable_sanity_checks": _accepted(
+            "steps, gradients and checkpoints of ranks are always compared; edits inside "
+            "GatheredParameters without "
+            "modifier_rank, which it has DeepSpeed refuse, count here, and have to be the same "
+            "on all ranks: at stage 3 "
+            "the end of the block refuses others, below it a step does (but not through "
+            "p.data, which is not noticed)"
+        ),
+        "compute_grad_norm": _accepted("the norm is always computed"),
+        "ignore_unused_parameters": _honoured(
+            _flag,
+            "false: at stages 1 and 2 with offload_optimizer on cpu a step needs the gradients "
+            "of all parameters",
+            "ignore_unused_parameters",
+        ),
+        "grad_hooks": _accepted("gradients are always reduced by hooks"),
+        "parameter_alignment": _accepted("buffers are always aligned"),
+        "memory_efficient_linear override_module_apply log_trace_cache_warnings": _accepted(
+            "modules are left as they are"
+        ),
+        "save_muon_momentum_buffer_in_memory": _accepted(
+            "Muon's momentum is where offload_optimizer says"
+        ),
+        "zenflow": _refused("offload here is exact, and hides behind compute; remove the section"),
+        "zero_quantized_weights zero_quantized_gradients": _refused(
+            "ranks exchange unquantized numbers; halve them with bf16 and "
+            'communication_data_type "bf16"'
+        ),
+        "zero_quantized_nontrainable_weights": _refused(
+            "load the frozen weights in 8 or 4 bits yourself"
+        ),
+        "legacy_stage1": _removed("stage 1 has one form"),
+        "mics_shard_size": _removed(
+            "shard over a DeviceMesh with shardcore.shard, or set zero_hpz_partition_size",
+            harmless=(-1,),
+        ),
+        "mics_hierarchical_params_gather": _removed("as mics_shard_size"),
+        "zeropp_loco_param": _removed("gradients are not quantized"),
+    },
+    f"{_ZERO}.offload_optimizer": {
+        "device": _honoured(_device, 'shard(offload={"optimizer": ...})', "offload"),
+        "pin_memory": _honoured(_flag, "page-lock host memory that the GPU reads or writes"),
+        "ratio": _honoured(_share, "the share of states that the CPU updates", "ratio"),
+        "nvme_path": _honoured(
+            _or_none(_text), 'shard(offload={"path": ...}) of the device nvme', "nvme_path"
+        ),
+        "buffer_count pipeline pipeline_read pipeline_write fast_init": _accepted(_OWN_BUFFERS),
+        "super_offload cpuadam_cores_perc": _accepted(
+            "the CPU's Adam runs beside the GPU, exactly, on the cores that are there"
+        ),
+    },
+    f"{_ZERO}.offload_param": {
+        "device": _honoured(
+            _device,
+            'shard(offload={"params": ...}) at stage 3; nothing below it, as in DeepSpeed',
+            "params",
+        ),
+        "pin_memory": _honoured(_flag, "as that of offload_optimizer"),
+        "nvme_path": _honoured(
+            _or_none(_text),
+            "that of offload_optimizer: states and weights are beside each other",
+        ),
+        "buffer_count buffer_size max_in_cpu": _accepted(_OWN_BUFFERS),
+    },
+    "aio": {
+        "block_size queue_depth thread_count intra_op_parallelism single_submit "
+        "overlap_events": _accepted(
+            "files are written and read with requests of 1 MiB, 16 at a time"
+        ),
+        "use_gds": _refused("files are read through host memory"),
+    },
+    "activation_checkpointing": {
+        "cpu_checkpointing": _honoured(
+            _flag,
+            "deepspeed.checkpointing.checkpoint keeps its inputs in host memory",
+            "cpu_checkpointing",
+        ),
+        "partition_activations": _accepted(
+            "deepspeed.checkpointing keeps inputs whole (shardcore.checkpoint_wrapper takes a "
+            "group)"
+        ),
+        "contiguous_memory_optimization number_checkpoints "
+        "synchronize_checkpoint_boundary profile": _accepted(
+            "checkpoints are torch.utils.checkpoint's"
+        ),
+    },
+    "tensorboard": {
+        "enabled": _honoured(_flag, "write metrics for TensorBoard"),
+        "output_path job_name": _honoured(_text, "files are in the folder output_path/job_name"),
+    },
+    "csv_monitor": {
+        "enabled": _honoured(_flag, "write metrics to CSV files"),
+        "output_path job_name": _honoured(_text, "files are in the folder output_path/job_name"),
+    },
+    "wandb": {
+        "enabled": _honoured(_flag, "send metrics to Weights & Biases"),
+        "group team": _honoured(_or_none(_text), "of the run"),
+        "project": _honoured(_text, 'of the run; "deepspeed" by default'),
+    },
     "comet": _refused("use tensorboard, csv_monitor or wandb"),
-    **_below(
-        "comms_logger",
-        {
-            "enabled": _honoured(
-                _flag, "log how often each collective was started, with each line of progress"
-            ),
-            **dict.fromkeys(
-                ("verbose", "prof_all", "prof_ops", "debug"),
-                _accepted("all collectives are counted (their bytes: shardcore estimate)"),
-            ),
-        },
-    ),
-    **_below(
-        "flops_profiler",
-        {
-            "enabled": _honoured(
-                _flag, "print what FlopsProfiler of profiling.flops_profiler counts in one forward"
-            ),
-            "profile_step": _honoured(
-                _integer(0, math.inf, "at least 0"), "how many steps come before, as in DeepSpeed"
-            ),
-            "module_depth": _honoured(
-                _integer(-1, math.inf, "at least -1"), "how deep modules are listed; -1 for all"
-            ),
-            "top_modules": _honoured(_count, "how many classes of modules are named at each depth"),
-            "detailed": _honoured(_flag, "whether each module is listed"),
-            "output_file": _honoured(_or_none(_text), "a file instead of the output"),
-            "recompute_fwd_factor": _accepted("backward is not counted"),
-        },
-    ),
-    **_below(
-        "checkpoint",
-        {
-            "tag_validation": _honoured(
-                _word("ignore", "warn", "fail", expected='"Ignore", "Warn" or "Fail"'),
-                "of tags that differ by rank rank 0's holds; Warn: with a warning; Fail: an error",
-            ),
-            **dict.fromkeys(
-                ("load_universal", "parallel_write.pipeline_stage"), _accepted(_ONE_CHECKPOINT)
-            ),
-            "checkpoint_serialization": _accepted("nothing is pickled"),
-            "writer": _accepted(
-                "files are written past the page cache, durably; save_checkpoint(wait=False) in "
-                "the background"
-            ),
-            "use_node_local_storage": _refused("save to a directory that all ranks see"),
-        },
-    ),
+    "comms_logger": {
+        "enabled": _honoured(
+            _flag,
+            "log how often each collective was started, with each line of progress",
+            "comms_logger",
+        ),
+        "verbose prof_all prof_ops debug": _accepted(
+            "all collectives are counted (their bytes: shardcore estimate)"
+        ),
+    },
+    "flops_profiler": {
+        "enabled": _honoured(
+            _flag,
+            "print what FlopsProfiler of profiling.flops_profiler counts in one forward",
+            "flops_profiler",
+        ),
+        "profile_step": _honoured(
+            _integer(0, math.inf, "at least 0"),
+            "how many steps come before, as in DeepSpeed",
+            "profile_step",
+        ),
+        "module_depth": _honoured(
+            _integer(-1, math.inf, "at least -1"),
+            "how deep modules are listed; -1 for all",
+            "module_depth",
+        ),
+        "top_modules": _honoured(
+            _count, "how many classes of modules are named at each depth", "top_modules"
+        ),
+        "detailed": _honoured(_flag, "whether each module is listed", "detailed"),
+        "output_file": _honoured(_or_none(_text), "a file instead of the output", "profile_file"),
+        "recompute_fwd_factor": _accepted("backward is not counted"),
+    },
+    "checkpoint": {
+        "tag_validation": _honoured(
+            _word("ignore", "warn", "fail", expected='"Ignore", "Warn" or "Fail"'),
+            "of tags that differ by rank rank 0's holds; Warn: with a warning; Fail: an error",
+            "tag_validation",
+        ),
+        "load_universal parallel_write.pipeline_stage": _accepted(_ONE_CHECKPOINT),
+        "checkpoint_serialization": _accepted("nothing is pickled"),
+        "writer": _accepted(
+            "files are written past the page cache, durably; save_checkpoint(wait=False) in "
+            "the background"
+        ),
+        "use_node_local_storage": _refused("save to a directory that all ranks see"),
+    },
     "timers.throughput.enabled": _accepted("progress is logged every steps_per_print steps"),
     "timers.throughput.synchronized": _accepted("progress is logged every steps_per_print steps"),
     "disable_python_gc": _refused("call gc.disable()"),
     "datastates_ckpt": _refused("use save_checkpoint(wait=False)"),
-    **_below(
-        "tensor_parallel",
-        {
-            "autotp_size": _honoured(
-                _slices,
-                "slice the model by its plan over so many adjacent ranks, shard it over the "
-                "others: docs/tensor_parallel.md",
-            ),
-            "tp.tp_size": _honoured(_slices, "has to equal autotp_size"),
-            "dtype": _accepted("fp16 and bf16 decide on it"),
-            **dict.fromkeys(
-                ("preset_model", "tp.tp_grain_size"),
-                _accepted("slices are equal, by the model's own plan"),
-            ),
-            "tp_overlap_comm": _accepted("torch's parallel styles decide when ranks add up"),
-            **dict.fromkeys(
-                ("vocab_parallel_lm_head", "vocab_parallel_ce_backend"),
-                _accepted("logits are whole, on every rank"),
-            ),
-            **dict.fromkeys(
-                ("partition_config", "injection_policy_tuple"),
-                _refused(
-                    'call shardcore.tensor_parallel(model, mesh["tp"], plan=...) before initialize'
-                ),
-            ),
-            "keep_module_on_host": _refused('build the model under torch.device("meta")'),
-            "replace_with_kernel_inject": _refused("it is for inference"),
-            **dict.fromkeys(
-                ("tp.mpu", "tp.tp_group"), _refused("adjacent ranks have a model together")
-            ),
-        },
-    ),
+    "tensor_parallel": {
+        "autotp_size": _honoured(
+            _slices,
+            "slice the model by its plan over so many adjacent ranks, shard it over the "
+            "others: docs/tensor_parallel.md",
+            "autotp_size",
+        ),
+        "tp.tp_size": _honoured(_slices, "has to equal autotp_size"),
+        "dtype": _accepted("fp16 and bf16 decide on it"),
+        "preset_model tp.tp_grain_size": _accepted("slices are equal, by the model's own plan"),
+        "tp_overlap_comm": _accepted("torch's parallel styles decide when ranks add up"),
+        "vocab_parallel_lm_head vocab_parallel_ce_backend": _accepted(
+            "logits are whole, on every rank"
+        ),
+        "partition_config injection_policy_tuple": _refused(
+            'call shardcore.tensor_parallel(model, mesh["tp"], plan=...) before initialize'
+        ),
+        "keep_module_on_host": _refused('build the model under torch.device("meta")'),
+        "replace_with_kernel_inject": _refused("it is for inference"),
+        "tp.mpu tp.tp_group": _refused("adjacent ranks have a model together"),
+    },
     "sequence_parallel_size": _honoured(
         _count, "the ranks of a sequence, which `mpu` has: docs/long_sequences.md"
     ),
@@ -772,24 +673,18 @@ KEYS: dict[str, Key] = {
     "moe": _refused("experts are sharded like other weights"),
     "use_data_before_expert_parallelism": _refused("experts are sharded like other weights"),
     "pipeline.activation_checkpoint_interval": _honoured(
-        _size, "PipelineModule(activation_checkpoint_interval=); 0: as the module says"
+        _size,
+        "PipelineModule(activation_checkpoint_interval=); 0: as the module says",
+        "activation_checkpoint_interval",
     ),
-    **dict.fromkeys(
-        [
-            f"pipeline.{name}"
-            for name in (
-                "stages",
-                "partition",
-                "seed_layers",
-                "pipe_partitioned",
-                "grad_partitioned",
-                "use_reentrant",
-            )
-        ],
-        _accepted("PipelineModule's own arguments say it, or there is nothing to choose"),
+    "pipeline.stages pipeline.partition pipeline.seed_layers "
+    "pipeline.pipe_partitioned pipeline.grad_partitioned pipeline.use_reentrant": _accepted(
+        "PipelineModule's own arguments say it, or there is nothing to choose"
     ),
     "hybrid_engine": _refused("generate inside shardcore.full_params(model)"),
-    "compile": _refused("compile the model's blocks with torch.compile", {"deepcompile": False}),
+    "compile": _refused(
+        "compile the model's blocks with torch.compile", harmless=({"deepcompile": False},)
+    ),
     "weight_quantization": _refused("it is for inference"),
     "data_efficiency": _refused("sample in a DataLoader of your own"),
     "autotuning": _refused("use `shardcore estimate`"),
@@ -805,6 +700,18 @@ KEYS: dict[str, Key] = {
     "graph_harvesting": _removed("it is not built"),
     "nebula": _removed("save_checkpoint is durable, and wait=False saves in the background"),
 }
+
+
+def _flattened(section: Mapping[str, Any], where: str) -> Iterator[tuple[str, Key]]:
+    for names, entry in section.items():
+        for name in names.split():
+            if isinstance(entry, Key):
+                yield where + name, entry
+            else:
+                yield from _flattened(entry, f"{where}{name}.")
+
+
+KEYS = dict(_flattened(_TABLE, ""))
 
 # Other spellings of keys and sections. Old ones of offload are translated in config.py.
 ALIASES = {

@@ -160,7 +160,7 @@ def mark_configured(model: nn.Module, settings: Config, log: bool) -> None:
     ]
     for key, absent in {"names": names, "name_suffixes": suffixes, "classes": classes}.items():
         path = f"{ZERO}.leaf_module.{key}"
-        if log and absent and path in settings.given:
+        if log and absent and path in settings.explicit:
             logger.warning(
                 "initialize: config %s has %s, which mark nothing; expected modules of the model",
                 path,

@@ -210,7 +210,7 @@ def test_defaults() -> None:
         None,
         None,
     )
-    assert config.given == frozenset(BASE)
+    assert config.explicit == frozenset(BASE)
 
 
 @pytest.mark.parametrize(
