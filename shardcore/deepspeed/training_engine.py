@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
@@ -27,7 +28,6 @@ from shardcore.checkpoint.load import Wanted, is_there, load_from, open_together
 from shardcore.checkpoint.save import Content, finish_saving, write_checkpoint
 from shardcore.checkpoint.source import Source
 from shardcore.deepspeed.config import ZERO, BatchSizes, Config
-from shardcore.deepspeed.described import Described
 from shardcore.deepspeed.loaders import ShardedLoader
 from shardcore.deepspeed.monitor import MonitorMaster, step_events
 from shardcore.deepspeed.step_report import StepReport
@@ -78,7 +78,7 @@ class _Kind(type):
         )
 
 
-class ForwardEngine(Described, metaclass=_Kind):
+class ForwardEngine(metaclass=_Kind):
     """A sharded model that only runs forward, of `initialize` without an optimizer. Other
     attributes are those of `module`.
     """
@@ -228,12 +228,9 @@ class ForwardEngine(Described, metaclass=_Kind):
         finally:
             self._core.own_weights = own
         if exclude_frozen_parameters:
-            frozen = {
-                name
-                for name, param in named_parameters(self.module)
-                if not self._core.trains(param)
-            }
-            full = {name: value for name, value in full.items() if name not in frozen}
+            for name, param in named_parameters(self.module):
+                if not self._core.trains(param):
+                    full.pop(name, None)
         return dict(full)
 
     def _zero3_consolidated_16bit_state_dict(
@@ -303,12 +300,7 @@ class ForwardEngine(Described, metaclass=_Kind):
             "micro_steps": self.micro_steps,
             "skipped_steps": self.skipped_steps,
             "global_samples": self.global_samples,
-            **(
-                {}
-                if self.training_dataloader is None
-                else {"epoch": self.training_dataloader.epoch}
-            ),
-        }
+        } | ({} if self.training_dataloader is None else {"epoch": self.training_dataloader.epoch})
 
     def _restore_counters(self, counters: Mapping[str, int], steps: Mapping[Any, int]) -> None:
         """Go on from the counters of a checkpoint; steps: those of its optimizer."""
@@ -316,10 +308,9 @@ class ForwardEngine(Described, metaclass=_Kind):
             "global_steps", max(steps.values(), default=self.global_steps)
         )
         micro_steps = counters.get("micro_steps", self.micro_steps)
-        started = (
-            micro_steps % self._sizes.accumulation if self.managed_gradient_accumulation() else 0
-        )
-        self.micro_steps = micro_steps - started  # gradients are not saved
+        if self.managed_gradient_accumulation():  # gradients are not saved
+            micro_steps -= micro_steps % self._sizes.accumulation
+        self.micro_steps = micro_steps
         self._counted_from = 0
         self.global_samples = counters.get("global_samples", self.global_steps * self._sizes.train)
         self._skipped_loaded = counters.get("skipped_steps", 0)
@@ -339,18 +330,35 @@ class ForwardEngine(Described, metaclass=_Kind):
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
     ) -> tuple[str | None, dict[str, Any]]:
-        """Load the weights and counters of a checkpoint, as TrainingEngine.load_checkpoint; there
-        is nothing to load the rest into.
+        """Load what save_checkpoint or shardcore.save has saved, of any world size and stage.
+        Collective.
+
+        Returns the path of the checkpoint and its client_state; (None, {}), with a warning, where
+        `load_dir` has no "latest" and no tag was given. load_module_strict: see shardcore.load.
+        load_module_only: neither states, scheduler nor counters. Without an optimizer there are
+        weights and counters alone.
         """
         source = self._open_checkpoint(load_dir, tag)
         if source is None:
             return None, {}
+        scheduler = self.lr_scheduler
+        if load_module_only or not load_lr_scheduler_states:
+            scheduler = None
         try:
-            loaded = load_from(source, self._core, Wanted(load_module_strict, False, None))
+            if scheduler is not None and source.scheduler is None:
+                scheduler = None
+                logger.warning(
+                    "load_checkpoint: %s has no state of a scheduler; this one goes on as it is",
+                    source.path,
+                )
+            states = load_optimizer_states and not load_module_only and self.optimizer is not None
+            loaded = load_from(source, self._core, Wanted(load_module_strict, states, scheduler))
         finally:
             source.close()
         if not load_module_only:
             self._restore_counters(source.counters, source.steps)
+        if self.optimizer is not None:
+            self.zero_grad()
         return str(loaded.path), dict(loaded.client_state)
 
     def _agree_on_tag(self, op: str, tag: str | None) -> str | None:
@@ -403,10 +411,10 @@ class ForwardEngine(Described, metaclass=_Kind):
             return True
 
         def save(values: Iterator[torch.Tensor]) -> list[Path]:
-            held = state_dict_of(self._core, tensors, values)
+            state_dict = state_dict_of(self._core, tensors, values)
             path.parent.mkdir(parents=True, exist_ok=True)
             with replacing(path) as unfinished:
-                torch.save(held, unfinished)
+                torch.save(state_dict, unfinished)
             return [path]
 
         on_first_rank(self._core, tensors, save)
@@ -418,8 +426,8 @@ class ForwardEngine(Described, metaclass=_Kind):
         """
         finish_saving(self._core)
         folder, tag = Path(load_dir), self._agree_on_tag("load_checkpoint", tag)
-        found = tag is not None or self._core.comm.rank > 0 or is_there(folder)
-        if not all(self._core.comm.gather_json(found)):
+        exists = tag is not None or self._core.comm.rank > 0 or is_there(folder)
+        if not all(self._core.comm.gather_json(exists)):
             logger.warning(
                 "load_checkpoint: there is no %s, and no tag was given: nothing was loaded",
                 folder / LATEST,
@@ -432,6 +440,84 @@ class ForwardEngine(Described, metaclass=_Kind):
         optimizer.) Collective.
         """
         finish_saving(self._core)
+
+    # --- what it says of its configuration and of the ranks ---------------------------------------
+
+    def zero_optimization_stage(self) -> int:
+        """Return the ZeRO stage."""
+        return self._config.stage
+
+    def fp16_enabled(self) -> bool:
+        """Whether weights train in float16."""
+        return self._config.fp16
+
+    def bfloat16_enabled(self) -> bool:
+        """Whether weights train in bfloat16."""
+        return self._config.bf16
+
+    def train_batch_size(self) -> int:
+        """Return the samples per optimizer step over all ranks."""
+        return self._sizes.train
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Return the samples per backward and rank."""
+        return self._sizes.micro
+
+    def gradient_accumulation_steps(self) -> int:
+        """Return the micro-steps per optimizer step."""
+        return self._sizes.accumulation
+
+    def managed_gradient_accumulation(self) -> bool:
+        """Whether step() counts micro-steps; if not, every step() updates the weights."""
+        return self._config.managed_gradient_accumulation
+
+    def gradient_clipping(self) -> float:
+        """Return the global norm that gradients are clipped to; 0 for none."""
+        return self._config.gradient_clipping
+
+    def zero_optimization(self) -> bool:
+        """Whether there is a ZeRO stage above 0."""
+        return self._config.stage > 0
+
+    def steps_per_print(self) -> int | None:
+        """Return the steps between two lines of progress; None for none."""
+        return self._config.steps_per_print
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """Return the configuration as it was given (the model's own is `module.config`)."""
+        return self._config.source
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """Whether the configuration lets whole weights be gathered to save them at stage 3."""
+        return self._config.gathers_to_save
+
+    @property
+    def local_rank(self) -> int:
+        """This rank's number on its machine, as its launcher set LOCAL_RANK; 0 without a
+        launcher.
+        """
+        return int(os.environ.get("LOCAL_RANK", "0"))
+
+    @property
+    def global_rank(self) -> int:
+        """This rank's number."""
+        return dist.get_rank() if dist.is_initialized() else 0
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are."""
+        return dist.get_world_size() if dist.is_initialized() else 1
+
+    @property
+    def dp_world_size(self) -> int:
+        """How many ranks have batches of their own."""
+        return self._core.comm.world_size
+
+    @property
+    def data_parallel_group(self) -> Any:
+        """The process group of the ranks that train; None without one."""
+        return self._core.comm.group
 
 
 _engines: "weakref.WeakSet[TrainingEngine]" = weakref.WeakSet()
@@ -467,10 +553,8 @@ class TrainingEngine(ForwardEngine):
     global_steps: optimizer steps, skipped ones included. micro_steps: calls of step().
     global_samples: how many samples all ranks have trained on.
 
-    Note [Plain backward]: a loss's own `backward()` (and one loss over several engines) is allowed
-    in place of `engine.backward(loss)`. Its gradients are divided by the accumulation steps in
-    `step()` instead of before backward, since only there it is known that nothing divided the loss.
-    With fp16 the loss must be that of `engine.scale(loss)`.
+    A loss's own `backward()` (and one loss over several engines) is allowed in place of
+    `engine.backward(loss)`; with fp16 that of `engine.scale(loss)`.
     """
 
     def __init__(
@@ -527,9 +611,8 @@ class TrainingEngine(ForwardEngine):
         _check_loss("backward", loss)
         dtype = loss.dtype
         if scale_wrt_gas and self._sizes.accumulation > 1:
-            loss = (
-                loss.float() if loss.dtype in (torch.bfloat16, torch.float16) else loss
-            ) / self._sizes.accumulation
+            is_low = dtype in (torch.bfloat16, torch.float16)
+            loss = (loss.float() if is_low else loss) / self._sizes.accumulation
         before = {engine: engine._core.reducer.backwards for engine in _engines}
         self.scale(loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         for engine, count in before.items():
@@ -595,10 +678,12 @@ class TrainingEngine(ForwardEngine):
         self._seen, self._ran = self._core.reducer.backwards, False
 
     def _grad_scale(self) -> float:
-        """Return what step() has to multiply the gradients by: see Note [Plain backward]."""
-        return (
-            1.0 / self._sizes.accumulation if self._core.reducer.backwards > self._divided else 1.0
-        )
+        """Return what step() has to multiply the gradients by."""
+        # The gradients of a loss's own backward() are divided here: only now it is known that
+        # nothing divided the loss.
+        if self._core.reducer.backwards > self._divided:
+            return 1.0 / self._sizes.accumulation
+        return 1.0
 
     def _step_at_boundary(self, lr_kwargs: Mapping[str, Any] | None, grad_scale: float) -> None:
         managed = self.managed_gradient_accumulation()
@@ -615,11 +700,11 @@ class TrainingEngine(ForwardEngine):
             self.lr_scheduler.step(**(lr_kwargs or {}))
         every = self._config.steps_per_print
         if self.global_rank == 0 and every is not None and self.global_steps % every == 0:
-            shown = "unknown" if loss is None else f"{loss.item():.6g}"  # waits for the device
+            loss_text = "unknown" if loss is None else f"{loss.item():.6g}"  # waits for the device
             scale = f" loss_scale={self.optimizer.loss_scale:g}" if self._config.fp16 else ""
             print(
                 f"step={self.global_steps} skipped={self.skipped_steps} lr={self.get_lr()} "
-                f"loss={shown}{scale}",
+                f"loss={loss_text}{scale}",
                 flush=True,
             )
         self._report.end_step(self.global_steps, every)
@@ -635,17 +720,22 @@ class TrainingEngine(ForwardEngine):
         optimizer updates.
         """
         self.allreduce_gradients()
-        updated = [
-            bucket for bucket in self._core.buckets if bucket.trainable and bucket.group is not None
-        ]
         unused = [
-            managed.name for bucket in updated for managed in bucket.params if not managed.has_grad
+            managed.name
+            for bucket in self._core.buckets
+            if bucket.trainable and bucket.group is not None
+            for managed in bucket.params
+            if not managed.has_grad
         ]
         if unused:
             raise ValueError(
                 f"step: no rank has a gradient of {', '.join(unused)}; expected all parameters in "
                 f"the loss, or config {ZERO}.ignore_unused_parameters true"
             )
+
+    def _restore_counters(self, counters: Mapping[str, int], steps: Mapping[Any, int]) -> None:
+        super()._restore_counters(counters, steps)
+        self._skipped_before = self.optimizer.skipped_steps
 
     def was_step_applied(self) -> bool:
         """Whether the last step() updated the weights: it was at a boundary, and its norm was
@@ -801,49 +891,3 @@ class TrainingEngine(ForwardEngine):
         """
         super().destroy()
         self.optimizer.synchronize()
-
-    # --- checkpoints ------------------------------------------------------------------------------
-
-    def load_checkpoint(
-        self,
-        load_dir: str | os.PathLike[str],
-        tag: str | None = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-    ) -> tuple[str | None, dict[str, Any]]:
-        """Load what save_checkpoint or shardcore.save has saved, of any world size and stage.
-        Collective.
-
-        Returns the path of the checkpoint and its client_state; (None, {}), with a warning, where
-        `load_dir` has no "latest" and no tag was given. load_module_strict: see shardcore.load.
-        load_module_only: neither states, scheduler nor counters.
-        """
-        source = self._open_checkpoint(load_dir, tag)
-        if source is None:
-            return None, {}
-        try:
-            states = load_optimizer_states and not load_module_only
-            scheduled = (
-                load_lr_scheduler_states and not load_module_only and source.scheduler is not None
-            )
-            if (
-                self.lr_scheduler is not None
-                and not scheduled
-                and load_lr_scheduler_states
-                and not load_module_only
-            ):
-                logger.warning(
-                    "load_checkpoint: %s has no state of a scheduler; this one goes on as it is",
-                    source.path,
-                )
-            wanted = Wanted(load_module_strict, states, self.lr_scheduler if scheduled else None)
-            loaded = load_from(source, self._core, wanted)
-        finally:
-            source.close()
-        if not load_module_only:
-            self._restore_counters(source.counters, source.steps)
-            self._skipped_before = self.optimizer.skipped_steps
-        self.zero_grad()
-        return str(loaded.path), dict(loaded.client_state)

@@ -86,7 +86,7 @@ FP16 = {
 
 
 def _fp16_both(rank: int, world_size: int) -> list[Any]:
-    found = []
+    hashes = []
     for stage, loss_scale in ((0, 0), (1, 512), (3, 0)):
         engine = start(ds_config(2, stage, fp16=FP16 | {"loss_scale": loss_scale}))
         train(engine, rank, 6)
@@ -97,17 +97,17 @@ def _fp16_both(rank: int, world_size: int) -> list[Any]:
             engine.optimizer.skipped_steps,
             engine.optimizer.loss_scale,
         )
-        found.append((hash_of_training(engine, engine.optimizer) == expected, *skipped))
-    return found
+        hashes.append((hash_of_training(engine, engine.optimizer) == expected, *skipped))
+    return hashes
 
 
 @pytest.mark.more
 def test_fp16_is_shards_fp16() -> None:
-    for found in run_ranks(2, _fp16_both):
-        assert all(same for same, _, _, _ in found)
-        assert found[1][1:] == (0, 0, 512.0)
-        assert found[0] == found[2]
-        assert 0 < found[0][1] == found[0][2] < 6
+    for hashes_of_rank in run_ranks(2, _fp16_both):
+        assert all(same for same, _, _, _ in hashes_of_rank)
+        assert hashes_of_rank[1][1:] == (0, 0, 512.0)
+        assert hashes_of_rank[0] == hashes_of_rank[2]
+        assert 0 < hashes_of_rank[0][1] == hashes_of_rank[0][2] < 6
 
 
 def test_fp16_casts_inputs_only_when_asked() -> None:
@@ -453,9 +453,9 @@ def _saves_16bit(rank: int, world_size: int, folder: str, stage: int) -> None:
         assert engine.save_16bit_model(folder, name) is True
     full = engine.module.state_dict()
     if rank == 0:
-        found = torch.load(os.path.join(folder, "pytorch_model.bin"), weights_only=True)
-        assert set(found) == set(full)
-        for name, value in found.items():
+        state_dict = torch.load(os.path.join(folder, "pytorch_model.bin"), weights_only=True)
+        assert set(state_dict) == set(full)
+        for name, value in state_dict.items():
             assert value.dtype == (torch.float32 if name == "offset" else torch.bfloat16)
             assert torch.equal(value, full[name].to(value.dtype)), name
         assert sorted(os.listdir(folder)) == ["model.safetensors", "pytorch_model.bin"]
@@ -473,7 +473,7 @@ def _plainly(rank: int, world_size: int) -> list[tuple[str, str]]:
     """(hash, that of engine.backward) with plain backward, with a gradient, with scale, and one
     loss over two engines.
     """
-    found = []
+    hashes = []
     for stage, more in ((0, {}), (2, {}), (3, {}), (2, {"fp16": FP16})):
         engine, other = start(ds_config(2, stage, **more)), start(ds_config(2, stage, **more))
         train(engine, rank, 2)
@@ -486,7 +486,7 @@ def _plainly(rank: int, world_size: int) -> list[tuple[str, str]]:
                 # as of the mean of squares
                 out.backward((out - y).detach() * 2 * (torch.ones(()) / y.numel()))
             other.step()
-        found.append(
+        hashes.append(
             (hash_of_training(other, other.optimizer), hash_of_training(engine, engine.optimizer))
         )
     apart, both = (
@@ -502,19 +502,19 @@ def _plainly(rank: int, world_size: int) -> list[tuple[str, str]]:
         both[0].backward(loss) if micro < 2 else loss.backward()
         for engine in both:
             engine.step()
-    found += [
+    hashes += [
         (hash_of_training(a, a.optimizer), hash_of_training(b, b.optimizer))
         for a, b in zip(both, apart, strict=True)
     ]
-    return found
+    return hashes
 
 
 @pytest.mark.more
 def test_other_ways_of_backward_give_the_bits_of_the_engines() -> None:
     for hashes in run_ranks(2, _plainly):
-        for found, expected in hashes:
-            assert found == expected
-        assert len({found for found, _ in hashes}) > 3, "they are different trainings"
+        for own, expected in hashes:
+            assert own == expected
+        assert len({own for own, _ in hashes}) > 3, "they are different trainings"
 
 
 def test_ways_of_backward_that_cannot_be_right_are_refused() -> None:
@@ -687,3 +687,15 @@ def test_progress_is_printed_on_rank_0() -> None:
     assert first[3].endswith(" loss_scale=65536")
     assert len(first) == 4
     assert second == []
+
+
+def test_the_engine_says_what_was_configured() -> None:
+    config = ds_config(2, stage=1)
+    engine = start(config)
+    assert (engine.train_batch_size(), engine.train_micro_batch_size_per_gpu()) == (8, 4)
+    assert (engine.gradient_accumulation_steps(), engine.zero_optimization_stage()) == (2, 1)
+    assert (engine.local_rank, engine.fp16_enabled(), engine.bfloat16_enabled()) == (0, 0, 0)
+    assert engine.zero_optimization()
+    assert engine.managed_gradient_accumulation()
+    assert engine.gradient_clipping() == 0.0
+    assert engine.config is config
