@@ -29,7 +29,7 @@ from shardcore._native import _C
 from shardcore.api import shard
 from shardcore.checkpoint.materialize import Materialize
 from shardcore.deepspeed import checkpointing
-from shardcore.deepspeed.config import BatchSizes, Config, read_config, shard_options
+from shardcore.deepspeed.config import Config, read_config, shard_options
 from shardcore.deepspeed.leaf_modules import mark_configured
 from shardcore.deepspeed.loaders import ShardedLoader
 from shardcore.deepspeed.lr_schedules import make as make_scheduler
@@ -134,8 +134,8 @@ def initialize(
     comm = Comm()
     problems: list[BaseException] = []
     entries: list[Entry] = []
-    given: Any = None
-    before: _Options = []
+    chosen: Any = None  # the optimizer to shard
+    options_before: _Options = []
     old = engine_of(model)
     try:
         if old is not None:
@@ -151,47 +151,49 @@ def initialize(
                 f'expected "mean"'
             )
         slices = _check_tensor_parallel(model, settings, of_sequences, comm.world_size)
-        replicas, replica = (
-            comm.world_size // (of_sequences * slices),
-            comm.rank // (of_sequences * slices),
-        )
+        ranks = of_sequences * slices  # that train on the same samples
+        part = comm.world_size // ranks, comm.rank // ranks
         if pipe is not None:
-            replicas, replica = pipe.mpu().data_parallel_size, pipe.mpu().data_parallel_id
+            part = pipe.mpu().data_parallel_size, pipe.mpu().data_parallel_id
         # of all ranks, as DeepSpeed counts, whose slices see the same samples
-        sizes = settings.batch_sizes(replicas * slices)
+        sizes = settings.batch_sizes(part[0] * slices)
         sizes = replace(sizes, train=sizes.train // slices)
         check_model(model, settings)
         _check_mesh(settings.shardcore.get("mesh"), comm.world_size)
         params = _parameters(model, model_parameters)
-        trains = any(thing is not None for thing in (optimizer, settings.optimizer, lr_scheduler))
+        trains = (optimizer, settings.optimizer, lr_scheduler) != (None, None, None)
         if trains:
-            given = _optimizer(model, params, settings, optimizer)
+            chosen = _optimizer(model, params, settings, optimizer)
             if settings.zero_allow_untested_optimizer:
-                _try(given, log=comm.rank == 0)
+                _try(chosen, log=comm.rank == 0)
             if model_parameters is not None and isinstance(optimizer, torch.optim.Optimizer):
                 _compare_parameters(params, optimizer, log=comm.rank == 0)
-        _check_scheduler(lr_scheduler, given, optimizer)
-        if slices > 1 and (isinstance(given, Muon) or (given is not None and given.state)):
-            what = "Muon" if isinstance(given, Muon) else "an optimizer that has states"
+        _check_scheduler(lr_scheduler, chosen, optimizer)
+        muon = isinstance(chosen, Muon)
+        if slices > 1 and (muon or (chosen is not None and chosen.state)):
+            what = "Muon" if muon else "an optimizer that has states"
             raise NotImplementedError(
                 f"{_OP}: config tensor_parallel is given with {what}; expected a new one, such as "
                 f"Adam (Adagrad has states at once)"
             )
         if pipe is not None:
-            _check_pipeline(pipe, settings, given)
-        loader = _loader(
-            training_data,
-            collate_fn,
-            sizes,
-            replicas,
-            replica,
-            settings.dataloader_drop_last,
-            pipe is None,
-        )
-        before = [] if given is None else _options_of(given)  # which a scheduler sets
-        scheduler = lr_scheduler(given) if _is_function(lr_scheduler) else lr_scheduler
-        if given is not None and scheduler is None and settings.scheduler is not None:
-            scheduler = make_scheduler(*settings.scheduler, given)
+            _check_pipeline(pipe, settings, chosen)
+        loader = None
+        if training_data is not None:
+            _check_dataset(training_data)
+            loader = ShardedLoader(
+                training_data,
+                part,
+                pipe is None,
+                batch_size=sizes.micro,
+                collate_fn=collate_fn,
+                drop_last=settings.dataloader_drop_last,
+                pin_memory=torch.cuda.is_available(),
+            )
+        options_before = [] if chosen is None else _options_of(chosen)  # which a scheduler sets
+        scheduler = lr_scheduler(chosen) if _is_function(lr_scheduler) else lr_scheduler
+        if chosen is not None and scheduler is None and settings.scheduler is not None:
+            scheduler = make_scheduler(*settings.scheduler, chosen)
         samples: Any = () if loader is None else loader.dataset
         entries = [
             *(
@@ -217,26 +219,26 @@ def initialize(
         if comm.rank == 0:
             _explain(settings, optimizer, lr_scheduler, pipe)
         mark_configured(model, settings, log=comm.rank == 0)
-        options = shard_options(settings, isinstance(given, Muon))
+        options = shard_options(settings, muon)
         if of_sequences > 1:
             mpu.enable(model)  # which checks it first
         if pipe is not None:
             options = _pipeline_options(pipe, settings, options)
         if slices > 1:
-            mesh = _slice(model, given, slices, comm.device)
+            mesh = _slice(model, chosen, slices, comm.device)
             options["process_group"] = mesh["dp"]
         if old is not None:
             old.gives_way = True
         model, adam = shard(
             model,
-            given,
+            chosen,
             **options,
             clip_grad_norm=settings.gradient_clipping or None,
             accumulate=sizes.accumulation,
             materialize=materialize,
         )
     except BaseException:
-        _put_back(before)
+        _put_back(options_before)
         if isinstance(old, Engine):
             old.gives_way = False
         raise
@@ -244,8 +246,8 @@ def initialize(
         problems.clear()
     if old is not None:
         supersede(old)
-    if adam is not None and adam is not given:
-        kinds: Any = type(adam), type(given)
+    if adam is not None and adam is not chosen:
+        kinds: Any = type(adam), type(chosen)
         adam.__class__ = _counts_as(*kinds)
     if settings.gradient_allreduce_op == "sum":
         engine_of(model).sum_gradients()
@@ -258,12 +260,10 @@ def initialize(
         _compare_inputs(model, mesh["tp"].get_group())
     engine: Any
     if adam is None:
-        engine = ForwardEngine(
-            model, engine_of(model), settings, sizes, (replicas, replica), loader
-        )
+        engine = ForwardEngine(model, engine_of(model), settings, sizes, part, loader)
     else:
         kind = TrainingEngine if pipe is None else PipelineEngine
-        engine = kind(model, adam, scheduler, loader, settings, sizes, (replicas, replica), monitor)
+        engine = kind(model, adam, scheduler, loader, settings, sizes, part, monitor)
     engine.collate_fn = collate_fn
     return engine, adam, loader, scheduler
 
@@ -276,8 +276,8 @@ def _options_of(optimizer: torch.optim.Optimizer) -> _Options:
     ]
 
 
-def _put_back(before: _Options) -> None:
-    for group, options in before:
+def _put_back(options_before: _Options) -> None:
+    for group, options in options_before:
         for name in group.keys() - options.keys() - {"params"}:
             del group[name]  # of torch's schedulers: initial_lr, which the next one would begin at
         for name, value in options.items():
@@ -322,8 +322,8 @@ def _explain(
             "initialize: config has a scheduler, and lr_scheduler= takes its place, as in DeepSpeed"
         )
     if settings.dump_state:
-        shown = {f.name: getattr(settings, f.name) for f in fields(settings) if f.compare}
-        logger.warning("initialize: config is %s", shown)
+        values = {f.name: getattr(settings, f.name) for f in fields(settings) if f.compare}
+        logger.warning("initialize: config is %s", values)
 
 
 def start_process_group(
@@ -356,15 +356,12 @@ def _check_parallelism(mpu: Any, mesh_param: Any, configured: int) -> int:
     """Return how many ranks have a sequence; ValueError for model parallelism, or sequences that
     others divide.
     """
-    for name in (
-        "get_model_parallel_world_size",
-        "get_tensor_model_parallel_world_size",
-        "get_pipe_parallel_world_size",
-    ):
-        if mpu is not None and callable(getattr(mpu, name, None)) and getattr(mpu, name)() > 1:
+    for kind in ("model", "tensor_model", "pipe"):
+        name = f"get_{kind}_parallel_world_size"
+        size = getattr(mpu, name, lambda: 1)()
+        if size > 1:
             raise ValueError(
-                f"{_OP}: mpu.{name}() is {getattr(mpu, name)()}; expected 1, or config "
-                f"tensor_parallel without mpu"
+                f"{_OP}: mpu.{name}() is {size}; expected 1, or config tensor_parallel without mpu"
             )
     if mesh_param is not None and tuple(mesh_param)[1:] not in ((), (1,)):
         raise ValueError(
@@ -392,32 +389,34 @@ def _check_tensor_parallel(model: Any, settings: Config, of_sequences: int, worl
     """Return how many ranks have slices of each weight: of the configuration, or of
     tp_model_init; ValueError for others.
     """
-    modules = model.modules() if isinstance(model, nn.Module) else ()
-    size, recorded = (
-        settings.autotp_size,
-        max((getattr(module, "_autotp_size", 1) for module in modules), default=1),
-    )
+    size, is_module = settings.autotp_size, isinstance(model, nn.Module)
+    modules = model.modules() if is_module else ()
+    recorded = max((getattr(module, "_autotp_size", 1) for module in modules), default=1)
     if 1 < size != recorded > 1:
         raise ValueError(
             f"{_OP}: config tensor_parallel.autotp_size has {size}, and tp_model_init {recorded}; "
             f"expected the same"
         )
     size = max(size, recorded)
-    if size > 1:
-        sliced = slice_mesh(model) if isinstance(model, nn.Module) else None
-        besides = {
-            "a PipelineModule": isinstance(model, PipelineModule),
-            "sequences over ranks": of_sequences > 1,
-            "shardcore.mesh": settings.shardcore.get("mesh") is not None,
-            f"a model in {sliced and sliced.size()} slices": sliced is not None
-            and sliced.size() != size,
-            f"{world_size} ranks, which it does not divide": world_size % size > 0,
-        }
-        if found := [name for name, is_there in besides.items() if is_there]:
-            raise ValueError(
-                f"{_OP}: config tensor_parallel.autotp_size has {size} with {found[0]}; expected "
-                f"one that fits, or 1"
-            )
+    if size == 1:
+        return size
+    sliced = slice_mesh(model) if is_module else None
+    obstacle = ""
+    if isinstance(model, PipelineModule):
+        obstacle = "a PipelineModule"
+    elif of_sequences > 1:
+        obstacle = "sequences over ranks"
+    elif settings.shardcore.get("mesh") is not None:
+        obstacle = "shardcore.mesh"
+    elif sliced is not None and sliced.size() != size:
+        obstacle = f"a model in {sliced.size()} slices"
+    elif world_size % size:
+        obstacle = f"{world_size} ranks, which it does not divide"
+    if obstacle:
+        raise ValueError(
+            f"{_OP}: config tensor_parallel.autotp_size has {size} with {obstacle}; expected one "
+            f"that fits, or 1"
+        )
     return size
 
 
@@ -433,10 +432,8 @@ def make_tensor_mesh(size: int, device: torch.device) -> DeviceMesh:
     mesh, world = tensor_mesh(), dist.group.WORLD
     if mesh is None or mesh["tp"].size() != size:
         assert world is not None
-        ranks, timeout = (
-            torch.arange(world.size(), device="cpu").view(-1, size),
-            timeout_of(world, device),
-        )
+        ranks = torch.arange(world.size(), device="cpu").view(-1, size)
+        timeout = timeout_of(world, device)
         groups: Any = dist.new_subgroups_by_enumeration
         dp, tp = (groups(rows.tolist(), timeout=timeout)[0] for rows in (ranks.T, ranks))
         mesh = _meshes[world] = DeviceMesh.from_group(
@@ -580,22 +577,16 @@ def _kept_in_fp32(model: nn.Module, settings: Config) -> re.Pattern[str] | None:
     Patterns, in which "*" is any text, are the configuration's, or those that transformers' models
     have by module.
     """
-    listed = [("", settings.keep_in_fp32_modules or ())]
-    if settings.keep_in_fp32_modules is None:
-        lists = [
-            "_keep_in_fp32_modules_strict",
-            *(["_keep_in_fp32_modules"] if settings.fp16 else []),
+    if settings.keep_in_fp32_modules is not None:
+        patterns = [name.replace("*", ".*") for name in settings.keep_in_fp32_modules]
+    else:
+        lists = ["_keep_in_fp32_modules_strict"] + ["_keep_in_fp32_modules"] * settings.fp16
+        patterns = [
+            (f"^{re.escape(path)}\\..*" if path else "") + name.replace("*", ".*")
+            for path, module in model.named_modules()
+            for attribute in lists
+            for name in getattr(module, attribute, None) or ()
         ]
-        listed = [
-            (name, getattr(module, of, None) or ())
-            for name, module in model.named_modules()
-            for of in lists
-        ]
-    patterns = [
-        (f"^{re.escape(name)}\\..*" if name else "") + one.replace("*", ".*")
-        for name, kept in listed
-        for one in kept
-    ]
     return re.compile("|".join(patterns)) if patterns else None
 
 
@@ -606,19 +597,15 @@ def _is_function(thing: Any) -> bool:
 
 def _parameters(model: nn.Module, model_parameters: Any) -> list[Any]:
     """Return what to optimize: parameters or param_groups."""
-    plain = model_parameters is None or isinstance(model_parameters, Iterable)
-    if not plain or isinstance(
-        model_parameters, torch.Tensor | nn.Module | Mapping | str | set | frozenset
-    ):
+    if model_parameters is None:
+        return [p for p in model.parameters() if p.requires_grad]
+    others = (torch.Tensor, nn.Module, Mapping, str, set, frozenset)
+    if not isinstance(model_parameters, Iterable) or isinstance(model_parameters, others):
         raise TypeError(
             f"{_OP}: model_parameters has type {type(model_parameters).__name__}; expected a list "
             f"of parameters or of param_groups (model.parameters())"
         )
-    return (
-        [p for p in model.parameters() if p.requires_grad]
-        if model_parameters is None
-        else list(model_parameters)
-    )
+    return list(model_parameters)
 
 
 def _try(optimizer: torch.optim.Optimizer, log: bool) -> None:
@@ -685,13 +672,13 @@ def _optimizer(
             )
         return configured_optimizer(model, params, settings)
     if _is_function(optimizer):
-        made = optimizer(params)
-        if not isinstance(made, torch.optim.Optimizer):
+        returned = optimizer(params)
+        if not isinstance(returned, torch.optim.Optimizer):
             raise TypeError(
-                f"{_OP}: optimizer(...) returned a {type(made).__name__}; expected a "
+                f"{_OP}: optimizer(...) returned a {type(returned).__name__}; expected a "
                 f"torch.optim.Optimizer"
             )
-        return made
+        return returned
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
             f"{_OP}: optimizer has type {type(optimizer).__name__}; expected a "
@@ -719,20 +706,16 @@ def _muon_groups(
     lm_head in their names.
     """
     names = {param: name.lower() for name, param in model.named_parameters()}
-    given = params if params and isinstance(params[0], dict) else [{"params": params}]
+
+    def uses_muon(param: nn.Parameter) -> bool:
+        name = names.get(param, "")
+        return param.ndim >= 2 and "embed" not in name and "lm_head" not in name
+
     groups = []
-    for group in given:
-        held = list(group["params"])  # which may be an iterator
+    for group in params if params and isinstance(params[0], dict) else [{"params": params}]:
+        members = list(group["params"])  # which may be an iterator
         for use_muon, options in halves.items():
-            chosen = [
-                param
-                for param in held
-                if (
-                    param.ndim >= 2
-                    and not any(part in names.get(param, "") for part in ("embed", "lm_head"))
-                )
-                == use_muon
-            ]
+            chosen = [param for param in members if uses_muon(param) == use_muon]
             own = {key: value for key, value in group.items() if key in options}
             if chosen:
                 groups.append({"params": chosen, "use_muon": use_muon, **options, **own})
@@ -749,13 +732,13 @@ def _trainable(optimizer: torch.optim.Optimizer) -> set[torch.Tensor]:
 
 
 @cache
-def _counts_as(kind: type, given: type) -> type:
-    """Return the kind of an optimizer that isinstance takes for one of the `given` class, too,
-    which it has replaced.
+def _counts_as(kind: type, replaced: type) -> type:
+    """Return the kind of an optimizer that isinstance takes for one of the `replaced` class,
+    too.
 
     Libraries that wrap it derive a class from its __class__, in which its own methods come first.
     """
-    both = type(given.__name__, (kind, given), {})
+    both = type(replaced.__name__, (kind, replaced), {})
     return type(kind.__name__, (kind,), {"__class__": property(lambda self: both)})
 
 
@@ -779,25 +762,11 @@ def _check_scheduler(lr_scheduler: Any, chosen: torch.optim.Optimizer, optimizer
         )
 
 
-def _loader(
-    data: Any,
-    collate_fn: Any,
-    sizes: BatchSizes,
-    replicas: int,
-    replica: int,
-    drop_last: bool,
-    shuffle: bool,
-) -> ShardedLoader | None:
-    if data is None:
-        return None
+def _check_dataset(data: Any) -> None:
     has_items = hasattr(data, "__getitem__") and hasattr(data, "__len__")
     if isinstance(data, DataLoader | IterableDataset) or not has_items:
         raise TypeError(
             f"{_OP}: training_data has type {type(data).__name__}; expected a dataset with "
-            f"__getitem__ and __len__ (make the "
-            "loader of a stream yourself, with a part of it for each rank)"
+            f"__getitem__ and __len__ (make the loader of a stream yourself, with a part of it for "
+            f"each rank)"
         )
-    options = {"batch_size": sizes.micro, "collate_fn": collate_fn, "drop_last": drop_last}
-    return ShardedLoader(
-        data, (replicas, replica), shuffle, pin_memory=torch.cuda.is_available(), **options
-    )
