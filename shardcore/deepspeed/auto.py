@@ -79,8 +79,8 @@ def sizes_by(hidden_size: int) -> dict[str, int]:
     }
 
 
-def _equal(given: Any, own: Any) -> bool:
+def _equal(value: Any, own: Any) -> bool:
     """Whether two values are the same: lists and tuples are, and numbers of different types."""
-    if isinstance(given, list | tuple) and isinstance(own, list | tuple):
-        return len(given) == len(own) and all(_equal(a, b) for a, b in zip(given, own, strict=True))
-    return bool(given == own)
+    if isinstance(value, list | tuple) and isinstance(own, list | tuple):
+        return list(value) == list(own)
+    return bool(value == own)

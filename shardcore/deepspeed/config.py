@@ -200,13 +200,13 @@ def _unknown(where: str) -> str:
     """
     section, dot, name = where.rpartition(".")
     prefix = section + dot
-    here = sorted(
+    keys = sorted(
         {path.removeprefix(prefix).split(".")[0] for path in KEYS if path.startswith(section)}
     )
-    near = difflib.get_close_matches(name, here, n=1, cutoff=0.75)
+    near = difflib.get_close_matches(name, keys, n=1, cutoff=0.75)
     elsewhere = [path for path in (*KEYS, *SECTIONS) if path.rpartition(".")[2] == name]
     meant = [prefix + key for key in near] or elsewhere
-    hint = f"did you mean {' or '.join(meant)}?" if meant else f"known keys here: {', '.join(here)}"
+    hint = f"did you mean {' or '.join(meant)}?" if meant else f"known keys here: {', '.join(keys)}"
     return f"{where} is not supported; expected it to be absent ({hint})"
 
 

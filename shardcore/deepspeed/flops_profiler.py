@@ -158,14 +158,14 @@ class FlopsProfiler:
     def _most(self, module_depth: int, top_modules: int) -> list[str]:
         at: dict[int, dict[str, Counter[str]]] = {}  # by depth, class and kind
         for name, module in self.model.named_modules():
-            found = at.setdefault(_depth(name), {})
+            sums = at.setdefault(_depth(name), {})
             amounts = {
                 "parameters": _params_of(module),
                 "MACs": self._flops[module] // 2,
                 "time": self._seconds[module],
             }
             for kind, amount in amounts.items():
-                found.setdefault(kind, Counter())[type(module).__name__] += amount  # type: ignore[assignment]
+                sums.setdefault(kind, Counter())[type(module).__name__] += amount  # type: ignore[assignment]
         lines = []
         for depth, kinds in sorted(at.items()):
             if module_depth in (-1, depth):

@@ -62,25 +62,15 @@ def _group(name: str) -> Any:
 
 
 def _group_size(name: str) -> int:
-    mesh = tensor_mesh()
-    return (
-        mesh[name].size()
-        if mesh is not None
-        else dist.get_world_size()
-        if dist.is_initialized() and name == "dp"
-        else 1
-    )
+    if (mesh := tensor_mesh()) is not None:
+        return mesh[name].size()
+    return dist.get_world_size() if dist.is_initialized() and name == "dp" else 1
 
 
 def _group_rank(name: str) -> int:
-    mesh = tensor_mesh()
-    return (
-        mesh.get_local_rank(name)
-        if mesh is not None
-        else dist.get_rank()
-        if dist.is_initialized() and name == "dp"
-        else 0
-    )
+    if (mesh := tensor_mesh()) is not None:
+        return mesh.get_local_rank(name)
+    return dist.get_rank() if dist.is_initialized() and name == "dp" else 0
 
 
 def _first_of_group(name: str) -> int:

@@ -105,23 +105,20 @@ def _mark(
                 f"of one"
             )
     derived = tuple(kind for kind in classes if isinstance(kind, type))
-    found: list[nn.Module] = []
+    chosen: list[nn.Module] = []
 
     def visit(module: nn.Module) -> None:
         kind = type(module)
-        if (
-            isinstance(module, derived)
-            or kind.__name__ in classes
-            or f"{kind.__module__}.{kind.__qualname__}" in classes
-        ):
-            found.append(module)
+        names = {kind.__name__, f"{kind.__module__}.{kind.__qualname__}"}
+        if isinstance(module, derived) or not names.isdisjoint(classes):
+            chosen.append(module)
 
     model.apply(visit)
-    if not found and raise_if_not_found:
+    if not chosen and raise_if_not_found:
         raise ValueError(f"{op}: the model has no module of {list(classes)}; expected one or more")
-    for module in found:
+    for module in chosen:
         set_z3_leaf_module(module, flag)
-    return found
+    return chosen
 
 
 def _mark_named(
@@ -139,10 +136,10 @@ def _mark_named(
         raise ValueError(
             f"{op}: the model has no module for {missing}; expected names of named_modules()"
         )
-    found = list(dict.fromkeys(module for modules in by_asked.values() for module in modules))
-    for module in found:
+    chosen = list(dict.fromkeys(module for modules in by_asked.values() for module in modules))
+    for module in chosen:
         set_z3_leaf_module(module, flag)
-    return found, missing
+    return chosen, missing
 
 
 def mark_configured(model: nn.Module, settings: Config, log: bool) -> None:

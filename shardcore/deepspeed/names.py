@@ -278,35 +278,30 @@ def gathered_parameters(
     were made in `Init`, and are not sharded yet, are taken from modifier_rank at the end: libraries
     fill them on that rank alone. All others, and None, are left as they are.
     """
-    given = (
-        params.parameters()
-        if isinstance(params, nn.Module)
-        else [params]
-        if isinstance(params, nn.Parameter)
-        else params
-    )
-    asked = dict.fromkeys(param for param in given if param is not None) if enabled else {}
-    engines = dict.fromkeys(
-        engine for engine in map(engine_of, asked) if isinstance(engine, Engine)
-    )
+    if isinstance(params, nn.Module):
+        params = params.parameters()
+    elif isinstance(params, nn.Parameter):
+        params = [params]
+    params = dict.fromkeys(param for param in params if param is not None) if enabled else {}
+    engines = dict.fromkeys(filter(lambda it: isinstance(it, Engine), map(engine_of, params)))
     # In an order that all ranks have: a library may pass a set.
     of_engine = {
-        engine: [param for param in engine.model.parameters() if param in asked]
+        engine: [param for param in engine.model.parameters() if param in params]
         for engine in engines
     }
-    sliced = modifier_rank is not None and any(
-        is_dtensor(param) for of in of_engine.values() for param in of
+    is_sliced = modifier_rank is not None and any(
+        is_dtensor(param) for own in of_engine.values() for param in own
     )
-    refuse_slices("GatheredParameters: modifier_rank", sliced, "the same edits on all ranks")
-    made = sorted(
-        (p for p in asked if engine_of(p) is None and hasattr(p, "_shardcore_number")),
+    refuse_slices("GatheredParameters: modifier_rank", is_sliced, "the same edits on all ranks")
+    unsharded = sorted(
+        (p for p in params if engine_of(p) is None and hasattr(p, "_shardcore_number")),
         key=lambda p: p._shardcore_number,
     )
-    with ExitStack() as held:
-        if made and modifier_rank is not None:
-            held.enter_context(leaving(partial(spread_made, made, modifier_rank)))
-        for engine, of in of_engine.items():
-            held.enter_context(gathered(engine, of, modifier_rank))
+    with ExitStack() as contexts:
+        if unsharded and modifier_rank is not None:
+            contexts.enter_context(leaving(partial(spread_made, unsharded, modifier_rank)))
+        for engine, own in of_engine.items():
+            contexts.enter_context(gathered(engine, own, modifier_rank))
         yield
 
 
@@ -337,16 +332,16 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") 
     return _cloned(item, device, {})
 
 
-def _cloned(item: Any, device: torch.device | str, made: dict[Any, torch.Tensor]) -> Any:
+def _cloned(item: Any, device: torch.device | str, copies: dict[Any, torch.Tensor]) -> Any:
     if isinstance(item, torch.Tensor):
         place = item.device, item.data_ptr(), item.dtype, item.shape, item.stride()
-        if item.numel() == 0 or place not in made:
-            made[place] = item.detach().clone().to(device)
-        return made[place]
+        if item.numel() == 0 or place not in copies:
+            copies[place] = item.detach().clone().to(device)
+        return copies[place]
     if isinstance(item, list | tuple):
-        return type(item)(_cloned(entry, device, made) for entry in item)
+        return type(item)(_cloned(entry, device, copies) for entry in item)
     if isinstance(item, Mapping):
-        return type(item)({key: _cloned(entry, device, made) for key, entry in item.items()})  # type: ignore[call-arg]
+        return type(item)({key: _cloned(entry, device, copies) for key, entry in item.items()})  # type: ignore[call-arg]
     return item
 
 
@@ -369,18 +364,18 @@ class OnDevice:
     ) -> None:
         """Choose them."""
         self.dtype, self.device, self.enabled = dtype, device, enabled
-        self._held = ExitStack()
+        self._contexts = ExitStack()
 
     def __enter__(self) -> None:
         """Begin it."""
         if self.enabled:
-            self._held.callback(torch.set_default_dtype, torch.get_default_dtype())
+            self._contexts.callback(torch.set_default_dtype, torch.get_default_dtype())
             torch.set_default_dtype(self.dtype)
-            self._held.enter_context(torch.device(self.device))
+            self._contexts.enter_context(torch.device(self.device))
 
     def __exit__(self, *error: object) -> None:
         """End it."""
-        self._held.close()
+        self._contexts.close()
 
 
 def move_to_device(
@@ -423,13 +418,17 @@ class DeepSpeedCPUAdam(CPUAdam):
         fp32_optimizer_states: bool = True,
     ) -> None:
         """See the class. fp32_optimizer_states: false for moments in bfloat16."""
-        options: dict[str, Any] = {
-            "bias_correction": bias_correction,
-            "amsgrad": amsgrad,
-            "adam_w_mode": adamw_mode,
-        }
-        low = "fp32" if fp32_optimizer_states else "bf16"
-        super().__init__(model_params, lr, betas, eps, weight_decay, state_dtype=low, **options)
+        super().__init__(
+            model_params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            adam_w_mode=adamw_mode,
+            amsgrad=amsgrad,
+            bias_correction=bias_correction,
+            state_dtype="fp32" if fp32_optimizer_states else "bf16",
+        )
 
 
 class _EveryFusedAdam(type):
@@ -457,12 +456,23 @@ class DeepSpeedFusedAdam(FusedAdam, metaclass=_EveryFusedAdam):
         set_grad_none: bool = True,
     ) -> None:
         """See the class. set_grad_none: accepted; zero_grad() has its own argument."""
-        options: dict[str, Any] = {
-            "bias_correction": bias_correction,
-            "amsgrad": amsgrad,
-            "adam_w_mode": adam_w_mode,
-        }
-        super().__init__(params, lr, betas, eps, weight_decay, **options)
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            adam_w_mode=adam_w_mode,
+            amsgrad=amsgrad,
+            bias_correction=bias_correction,
+        )
+
+
+def _check_states(name: str, fp32_optimizer_states: bool) -> None:
+    if not fp32_optimizer_states:
+        raise ValueError(
+            f"{name}: fp32_optimizer_states is False; expected True: its state is float32 on shards"
+        )
 
 
 def fused_lion(
@@ -488,11 +498,7 @@ def cpu_lion(
     """Return a Lion by the arguments of DeepSpeedCPULion. ValueError for
     fp32_optimizer_states=False: shards have float32.
     """
-    if not fp32_optimizer_states:
-        raise ValueError(
-            "DeepSpeedCPULion: fp32_optimizer_states is False; expected True: Lion's state is "
-            "float32 on shards"
-        )
+    _check_states("DeepSpeedCPULion", fp32_optimizer_states)
     return Lion(model_params, lr, betas, weight_decay)
 
 
@@ -509,11 +515,7 @@ def cpu_adagrad(
 
     ValueError for fp32_optimizer_states=False: shards have float32.
     """
-    if not fp32_optimizer_states:
-        raise ValueError(
-            "DeepSpeedCPUAdagrad: fp32_optimizer_states is False; expected True: its state is "
-            "float32 on shards"
-        )
+    _check_states("DeepSpeedCPUAdagrad", fp32_optimizer_states)
     return torch.optim.Adagrad(model_params, lr, eps=eps, weight_decay=weight_decay)
 
 
@@ -556,20 +558,16 @@ def see_memory_usage(message: str, force: bool = False) -> None:
         return
     print(message)
     if torch.cuda.is_available():
-        now, most = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
-        kept, most_kept = torch.cuda.memory_reserved(), torch.cuda.max_memory_reserved()
-        print(
-            " ".join(
-                f"{name} {n / 2**30:.2f} GB"
-                for name, n in dict(MA=now, Max_MA=most, CA=kept, Max_CA=most_kept).items()
-            )
-        )
+        memory = {
+            "MA": torch.cuda.memory_allocated(),
+            "Max_MA": torch.cuda.max_memory_allocated(),
+            "CA": torch.cuda.memory_reserved(),
+            "Max_CA": torch.cuda.max_memory_reserved(),
+        }
+        print(" ".join(f"{name} {size / 2**30:.2f} GB" for name, size in memory.items()))
         torch.cuda.reset_peak_memory_stats()
-    print(
-        f"host memory of this process: peak "
-        f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GB",
-        flush=True,
-    )
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    print(f"host memory of this process: peak {peak:.2f} GB", flush=True)
 
 
 def recursive_getattr(model: nn.Module, module_name: str) -> Any:
@@ -614,6 +612,11 @@ def _late(module: str) -> Callable[[str], Any]:
 
 # --- the modules ----------------------------------------------------------------------------------
 
+
+def _named(*things: Any) -> dict[str, Any]:
+    return {thing.__name__: thing for thing in things}
+
+
 _CPU_ADAM = {"DeepSpeedCPUAdam": DeepSpeedCPUAdam}
 _FUSED_ADAM = {"FusedAdam": DeepSpeedFusedAdam}
 _CPU_ADAGRAD = {"DeepSpeedCPUAdagrad": cpu_adagrad}
@@ -624,7 +627,7 @@ _SCHEDULES = {name: getattr(lr_schedules, name) for name in lr_schedules.VALID_L
     "VALID_LR_SCHEDULES": list(lr_schedules.VALID_LR_SCHEDULES),
     **lr_schedules.CONSTANTS,
 }
-_CHECKPOINTING = {f.__name__: f for f in (checkpoint, configure, is_configured, reset)} | {
+_CHECKPOINTING = _named(checkpoint, configure, is_configured, reset) | {
     "non_reentrant_checkpoint": checkpoint
 }
 _ZERO = {
@@ -640,10 +643,7 @@ _PARTITION: dict[str, Any] = {
     # own effect inside Init; Init here changes none of torch's functions.
     "zero_wrapper_for_fp_tensor_constructor": None,
 }
-_PIPE = {
-    cls.__name__: cls
-    for cls in (pipe_module.PipelineModule, pipe_module.LayerSpec, pipe_module.TiedLayerSpec)
-}
+_PIPE = _named(pipe_module.PipelineModule, pipe_module.LayerSpec, pipe_module.TiedLayerSpec)
 _TOPOLOGY = (
     pipe_module.ProcessTopology,
     pipe_module.PipeDataParallelTopology,
@@ -651,7 +651,7 @@ _TOPOLOGY = (
     pipe_module.PipelineParallelGrid,
 )
 _ABSTRACT_ACCELERATOR = {"DeepSpeedAccelerator": Accelerator}
-_ACCELERATOR = {f.__name__: f for f in (get_accelerator, is_current_accelerator_supported)}
+_ACCELERATOR = _named(get_accelerator, is_current_accelerator_supported)
 _NVTX = {"instrument_w_nvtx": instrument_w_nvtx}
 # DeepSpeed's type aliases: what `initialize` takes as optimizer and lr_scheduler
 _CALLABLES = {
@@ -686,14 +686,9 @@ MODULES: dict[str, dict[str, Any]] = {
     "git_version_info": {"version": VERSION, **op_builder.INFO},
     "moe": {},
     "moe.layer": {"MoE": MoE},
-    "moe.utils": {
-        f.__name__: f
-        for f in (
-            has_moe_layers,
-            is_moe_param,
-            split_params_into_different_moe_groups_for_optimizer,
-        )
-    },
+    "moe.utils": _named(
+        has_moe_layers, is_moe_param, split_params_into_different_moe_groups_for_optimizer
+    ),
     "monitor": {},
     "monitor.monitor": {"MonitorMaster": MonitorMaster},
     "ops": {"__compatible_ops__": op_builder.compatible_ops()},
@@ -719,13 +714,10 @@ MODULES: dict[str, dict[str, Any]] = {
     "runtime": {},
     "runtime.base_optimizer": {"DeepSpeedOptimizer": ShardableOptimizer},
     "runtime.pipe": {**_PIPE, "ProcessTopology": pipe_module.ProcessTopology},
-    "runtime.pipe.engine": {
-        cls.__name__: cls for cls in (pipe_engine.PipelineEngine, pipe_engine.PipelineError)
-    },
+    "runtime.pipe.engine": _named(pipe_engine.PipelineEngine, pipe_engine.PipelineError),
     "runtime.pipe.module": {**_PIPE, "PipelineError": pipe_engine.PipelineError},
     "runtime.pipe.schedule": {"__getattr__": _late("shardcore.deepspeed.pipe_schedule")},
-    "runtime.pipe.topology": {cls.__name__: cls for cls in _TOPOLOGY}
-    | {"_prime_factors": pipe_module.prime_factors},
+    "runtime.pipe.topology": _named(*_TOPOLOGY) | {"_prime_factors": pipe_module.prime_factors},
     "runtime.dataloader": {"RepeatingLoader": RepeatingLoader},
     "runtime.fp16": {},
     "runtime.fp16.onebit": {
@@ -734,14 +726,13 @@ MODULES: dict[str, dict[str, Any]] = {
     "runtime.engine": {"DeepSpeedEngine": TrainingEngine, **_CALLABLES},
     "runtime.lr_schedules": _SCHEDULES,
     "runtime.sequence_parallel": {},
-    "runtime.sequence_parallel.ulysses_sp": {f.__name__: f for f in _TILED}
+    "runtime.sequence_parallel.ulysses_sp": _named(*_TILED)
     | {"__getattr__": _late("shardcore.integrations.ulysses")},
     # what a bad value raises here
     "runtime.config": {"DeepSpeedConfig": DeepSpeedConfig, "DeepSpeedConfigError": ValueError},
-    "runtime.utils": {
-        f.__name__: f
-        for f in (is_model_parallel_parameter, move_to_device, see_memory_usage, set_random_seed)
-    },
+    "runtime.utils": _named(
+        is_model_parallel_parameter, move_to_device, see_memory_usage, set_random_seed
+    ),
     "zero.partition_parameters": _PARTITION,
     "runtime.zero": {**_ZERO, "unwrap_model_for_generation": unwrap_model_for_generation},
     "runtime.zero.offload_config": {
@@ -777,21 +768,13 @@ MODULES: dict[str, dict[str, Any]] = {
 TOP: dict[str, Any] = {
     "__git_branch__": op_builder.INFO["git_branch"],
     "__git_hash__": op_builder.INFO["git_hash"],
-    "initialize": initialize,
-    "init_distributed": init_distributed,
-    "add_config_arguments": add_config_arguments,
-    "init_inference": init_inference,
-    "tp_model_init": tp_model_init,
-    "get_accelerator": get_accelerator,
-    "log_dist": log_dist,
     "logger": logger,
-    "DeepSpeedConfig": DeepSpeedConfig,
     "DeepSpeedConfigError": ValueError,
     "DeepSpeedEngine": TrainingEngine,
-    "OnDevice": OnDevice,
-    "PipelineEngine": pipe_engine.PipelineEngine,
-    "PipelineModule": pipe_module.PipelineModule,
     "DeepSpeedOptimizer": ShardableOptimizer,
+    **_named(initialize, init_distributed, add_config_arguments, init_inference, tp_model_init),
+    **_named(get_accelerator, log_dist, DeepSpeedConfig, OnDevice),
+    **_named(pipe_engine.PipelineEngine, pipe_module.PipelineModule),
     **_CALLABLES,
 }
 

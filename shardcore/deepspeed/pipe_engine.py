@@ -132,11 +132,9 @@ class PipelineEngine(TrainingEngine):
         batch = next(self._batches)
         batch = batch if self._batch_fn is None else self._batch_fn(batch)
         if not isinstance(batch, tuple | list) or len(batch) != 2:
-            kind = (
-                f"{len(batch)} values"
-                if isinstance(batch, tuple | list)
-                else f"a {type(batch).__name__}"
-            )
+            kind = f"a {type(batch).__name__}"
+            if isinstance(batch, tuple | list):
+                kind = f"{len(batch)} values"
             raise ValueError(
                 f"pipeline: the data iterator yields {kind}; expected (inputs, labels), each a "
                 f"tensor or a tuple of tensors (or set_batch_fn)"
@@ -242,9 +240,9 @@ class PipelineEngine(TrainingEngine):
             )
         if not return_logits:
             return result
-        return result, None if output is None or not self.is_last_stage() else output[0] if len(
-            output
-        ) == 1 else output
+        if output is None or not self.is_last_stage():
+            return result, None
+        return result, output[0] if len(output) == 1 else output
 
     def _start(self) -> None:
         self._layout = self._announced = None
@@ -309,11 +307,9 @@ class PipelineEngine(TrainingEngine):
             return inputs, outputs if isinstance(outputs, tuple) else (outputs,)
         loss = outputs if self._pipe.loss_fn is None else self._pipe.loss_fn(outputs, labels)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            shape = (
-                f"a tensor of shape {tuple(loss.shape)}"
-                if isinstance(loss, torch.Tensor)
-                else f"a {type(loss).__name__}"
-            )
+            shape = f"a {type(loss).__name__}"
+            if isinstance(loss, torch.Tensor):
+                shape = f"a tensor of shape {tuple(loss.shape)}"
             raise ValueError(
                 f"pipeline: the loss is {shape}; expected a tensor of one element, of loss_fn or "
                 f"the last layer"
@@ -439,11 +435,8 @@ class PipelineEngine(TrainingEngine):
     # --- checkpoints ------------------------------------------------------------------------------
 
     def _folder(self, directory: str | os.PathLike[str]) -> Path:
-        return (
-            Path(directory) / f"stage_{self.stage_id:02d}"
-            if self.num_stages > 1
-            else Path(directory)
-        )
+        name = f"stage_{self.stage_id:02d}" if self.num_stages > 1 else ""
+        return Path(directory) / name
 
     def save_checkpoint(self, save_dir: str | os.PathLike[str], *args: Any, **kwargs: Any) -> bool:
         """Save as TrainingEngine.save_checkpoint: several stages each into a folder of
@@ -471,11 +464,11 @@ class PipelineEngine(TrainingEngine):
             latest = self._folder(load_dir) / LATEST
             newest = latest.read_text().strip() if latest.is_file() else None
             saved = len([*Path(load_dir).glob("stage_*")]) or int(Path(load_dir, LATEST).is_file())
-            said: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(said, (newest, saved))
+            of_ranks: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(of_ranks, (newest, saved))
+            topology = self._pipe.topology()
             stages = [
-                said[self._pipe.topology().filter_match(pipe=stage)[0]]
-                for stage in range(self.num_stages)
+                of_ranks[topology.filter_match(pipe=stage)[0]] for stage in range(self.num_stages)
             ]
             if (saved := stages[0][1]) not in (0, self.num_stages):
                 raise ValueError(

@@ -74,11 +74,9 @@ class ProcessTopology:
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
         """Return the groups of ranks that differ along an axis alone."""
-        return (
-            self._ranks.movedim(self.axes.index(axis), -1).flatten(0, -2).tolist()
-            if axis in self.axes
-            else []
-        )
+        if axis not in self.axes:
+            return []
+        return self._ranks.movedim(self.axes.index(axis), -1).flatten(0, -2).tolist()
 
     def get_axis_list(self, axis: str, idx: int) -> list[int]:
         """Return the ranks whose coordinate along an axis is `idx`."""
@@ -86,11 +84,8 @@ class ProcessTopology:
 
     def filter_match(self, **coords: int) -> list[int]:
         """Return the ranks with these coordinates."""
-        return (
-            self._ranks[tuple(coords.get(axis, slice(None)) for axis in self.axes)]
-            .flatten()
-            .tolist()
-        )
+        index = tuple(coords.get(axis, slice(None)) for axis in self.axes)
+        return self._ranks[index].flatten().tolist()
 
 
 class PipeDataParallelTopology(ProcessTopology):
@@ -127,12 +122,12 @@ class PipelineParallelGrid:
         """Make a group of each list; returns this rank's, and its ranks ([], None if it is in
         none). Collective.
         """
-        found: tuple[list[int], Any] = [], None
+        own: tuple[list[int], Any] = [], None
         for ranks in lists:
             group = dist.new_group(list(ranks)) if dist.is_initialized() else None
             if self.global_rank in ranks:
-                found = list(ranks), group
-        return found
+                own = list(ranks), group
+        return own
 
     def topology(self) -> ProcessTopology:
         """Return the topology."""
@@ -140,11 +135,9 @@ class PipelineParallelGrid:
 
     def stage_to_global(self, stage_id: int, data: int | None = None) -> int:
         """Return the rank of a stage of this rank's pipeline, or of another one."""
-        return (
-            self.pp_group[stage_id]
-            if data is None
-            else self._topo.filter_match(pipe=stage_id, data=data)[0]
-        )
+        if data is None:
+            return self.pp_group[stage_id]
+        return self._topo.filter_match(pipe=stage_id, data=data)[0]
 
     def get_global_rank(self) -> int:
         """Return this rank."""
@@ -294,11 +287,8 @@ class PipelineModule(nn.Module):
                 f"stages; expected at least one each"
             )
         self._topo, self._grid = topology, PipelineParallelGrid(topology)
-        self.global_rank, self.world_size, self.stage_id = (
-            self._grid.global_rank,
-            world,
-            self._grid.stage_id,
-        )
+        self.global_rank, self.stage_id = self._grid.global_rank, self._grid.stage_id
+        self.world_size = world
         self.loss_fn, self.dynamic_shape = loss_fn, dynamic_shape
         self.seed_layers = seed_layers
         self.seed_fn = seed_fn or torch.manual_seed
@@ -317,7 +307,7 @@ class PipelineModule(nn.Module):
             )
         self.tied_modules = nn.ModuleDict()
         self.forward_funcs = [
-            self._made(index) for index in range(self._local_start, self._local_stop)
+            self._build_layer(index) for index in range(self._local_start, self._local_stop)
         ]
         self.tied = self._find_tied()
         if not any(param.requires_grad for param in self.parameters()):
@@ -335,13 +325,13 @@ class PipelineModule(nn.Module):
             self.parts = partition([_trainable_numel(spec) for spec in specs], self.num_stages)
         elif method.startswith("type:"):
             pattern = re.compile(method.removeprefix("type:"), re.IGNORECASE)
-            found = [int(pattern.search(_name(spec)) is not None) for spec in specs]
-            if not any(found):
+            matches = [int(pattern.search(_name(spec)) is not None) for spec in specs]
+            if not any(matches):
                 raise ValueError(
                     f"PipelineModule: no layer has a class with {pattern.pattern!r} in its name; "
                     f"expected some"
                 )
-            self.parts = partition(found, self.num_stages)
+            self.parts = partition(matches, self.num_stages)
         else:
             raise ValueError(
                 f'PipelineModule: partition_method is {method!r}; expected "parameters", "uniform" '
@@ -380,7 +370,7 @@ class PipelineModule(nn.Module):
 
     # --- layers -----------------------------------------------------------------------------------
 
-    def _made(self, index: int) -> Callable[[Any], Any]:
+    def _build_layer(self, index: int) -> Callable[[Any], Any]:
         """Make a layer, and register it; returns what computes it."""
         spec = self._layer_specs[index]
         if self.seed_layers:
@@ -412,26 +402,22 @@ class PipelineModule(nn.Module):
         ranks.
         """
         self._refuse_shared()
-        specs = [(self.stage_owner(index), spec) for index, spec in enumerate(self._layer_specs)]
-        tied = [(stage, spec) for stage, spec in specs if isinstance(spec, TiedLayerSpec)]
-        found = []
-        for key in dict.fromkeys(spec.key for _, spec in tied):
-            stages = sorted({stage for stage, spec in tied if spec.key == key})
+        stages_of: dict[str, dict[int, TiedLayerSpec]] = {}  # by key, the first layer of each stage
+        for index, spec in enumerate(self._layer_specs):
+            if isinstance(spec, TiedLayerSpec):
+                stages_of.setdefault(spec.key, {}).setdefault(self.stage_owner(index), spec)
+        pipes = self._topo.get_axis_comm_lists("pipe")
+        tied = []
+        for key, specs in stages_of.items():
+            stages = sorted(specs)
             if len(stages) == 1:
                 continue
-            pipes = self._topo.get_axis_comm_lists("pipe")
             ranks, group = self._grid.own([[pipe[stage] for stage in stages] for pipe in pipes])
             if self.stage_id in stages:
-                spec = next(
-                    spec for stage, spec in tied if spec.key == key and stage == self.stage_id
-                )
-                is_owner = self.stage_id == stages[0]
-                made = self.tied_modules[key]
-                found += [
-                    TiedWeight(made, path, ranks[0], is_owner, group)
-                    for path in spec.tied_weight_attr
-                ]
-        return found
+                module, is_owner = self.tied_modules[key], self.stage_id == stages[0]
+                for path in specs[self.stage_id].tied_weight_attr:
+                    tied.append(TiedWeight(module, path, ranks[0], is_owner, group))
+        return tied
 
     def _refuse_shared(self) -> None:
         """Raise ValueError for a parameter in modules of several stages, which would train
@@ -453,13 +439,11 @@ class PipelineModule(nn.Module):
         first layer gets as a tuple.
         """
         self._micro_batches += 1
-        seed, every = (
-            self.base_seed * (self._micro_batches + 1),
-            self.activation_checkpoint_interval,
-        )
+        seed = self.base_seed * (self._micro_batches + 1)
+        every = self.activation_checkpoint_interval
 
-        def run(start: int, stop: int, *given: Any) -> Any:
-            value = given[0] if len(given) == 1 else given
+        def run(start: int, stop: int, *inputs: Any) -> Any:
+            value = inputs[0] if len(inputs) == 1 else inputs
             for index in range(start, stop):
                 if self.seed_layers:
                     self.seed_fn(seed + self._local_start + index)
@@ -472,10 +456,12 @@ class PipelineModule(nn.Module):
         value: Any = inputs
         for start in range(0, count, every):
             stop = min(start + every, count)
-            given = value if isinstance(value, tuple) else (value,)
+            values = value if isinstance(value, tuple) else (value,)
             part = partial(run, start, stop)
-            is_kept = not self._is_checkpointable(self.forward_funcs[start:stop])
-            value = part(*given) if is_kept else self.activation_checkpoint_func(part, *given)
+            if self._is_checkpointable(self.forward_funcs[start:stop]):
+                value = self.activation_checkpoint_func(part, *values)
+            else:
+                value = part(*values)
         return value
 
     def _is_checkpointable(self, layers: Sequence[Any]) -> bool:
@@ -524,10 +510,10 @@ class TiedWeight:
 
     def make_copy(self, device: torch.device) -> None:
         """Make the copies like the owner's weight as it trains. Collective over the group."""
-        said = [(self.weight.dtype, self.weight.requires_grad)]
-        dist.broadcast_object_list(said, self._source, self._group, device)
+        owners = [(self.weight.dtype, self.weight.requires_grad)]
+        dist.broadcast_object_list(owners, self._source, self._group, device)
         if not self._is_owner:
-            dtype, trains = said[0]
+            dtype, trains = owners[0]
             self._set(
                 torch.empty(self.weight.shape, dtype=dtype, device=device, requires_grad=trains)
             )
@@ -572,21 +558,17 @@ def partition(weights: Sequence[int], parts: int) -> list[int]:
     best = {0: (0.0, math.inf)}  # for each end of the parts so far: the heaviest and the lightest
     starts = []  # for each part, the start that goes with each end
     for _ in range(parts):
-        found = {}
+        cuts = {}
         for end in range(1, len(sums)):
-            options = [
-                (
-                    max(heaviest, sums[end] - sums[start]),
-                    min(lightest, sums[end] - sums[start]),
-                    start,
-                )
-                for start, (heaviest, lightest) in best.items()
-                if start < end
-            ]
+            options = []
+            for start, (heaviest, lightest) in best.items():
+                weight = sums[end] - sums[start]
+                if start < end:
+                    options.append((max(heaviest, weight), min(lightest, weight), start))
             if options:
-                found[end] = min(options, key=lambda option: (option[0] - option[1], -option[2]))
-        best = {end: (heaviest, lightest) for end, (heaviest, lightest, _) in found.items()}
-        starts.append({end: start for end, (_, _, start) in found.items()})
+                cuts[end] = min(options, key=lambda option: (option[0] - option[1], -option[2]))
+        best = {end: cut[:2] for end, cut in cuts.items()}
+        starts.append({end: cut[2] for end, cut in cuts.items()})
     bounds = [len(weights)]
     for start_of in reversed(starts):
         bounds.append(start_of[bounds[-1]])
@@ -635,13 +617,11 @@ def _topology_of(
 
 
 def _name(spec: Any) -> str:
-    kind = (
-        spec.typename
-        if isinstance(spec, LayerSpec)
-        else type(spec)
-        if isinstance(spec, nn.Module)
-        else spec
-    )
+    kind = spec
+    if isinstance(spec, LayerSpec):
+        kind = spec.typename
+    elif isinstance(spec, nn.Module):
+        kind = type(spec)
     return getattr(kind, "__name__", "")
 
 
@@ -655,8 +635,5 @@ def _trainable_numel(spec: Any) -> int:
                 spec = spec.build()
         except Exception:  # of any kind: the class is the user's
             spec = spec.build()
-    return (
-        sum(p.numel() for p in spec.parameters() if p.requires_grad)
-        if isinstance(spec, nn.Module)
-        else 0
-    )
+    params = spec.parameters() if isinstance(spec, nn.Module) else ()
+    return sum(param.numel() for param in params if param.requires_grad)

@@ -121,15 +121,15 @@ class InferenceSchedule(PipeSchedule):
         """Yield the instructions of each step."""
         for step in range(self.micro_batches + self.stages - 1):
             micro = step - self.stage_id
-            here, other = (step + self.stage_id) % 2, (step + self.stage_id + 1) % 2
+            buffer, other = (step + self.stage_id) % 2, (step + self.stage_id + 1) % 2
             runs = self._valid_micro_batch(micro)
             exchange: list[PipeInstruction] = []
             if self._valid_stage(self.next_stage) and self._valid_micro_batch(micro - 1):
                 exchange.append(SendActivation(other))
             if self._valid_stage(self.prev_stage) and runs:
-                exchange.append(RecvActivation(here))
+                exchange.append(RecvActivation(buffer))
             load = (
-                [LoadMicroBatch(here)]
+                [LoadMicroBatch(buffer)]
                 if runs and (self.is_first_stage or self.is_last_stage)
                 else []
             )
@@ -137,7 +137,7 @@ class InferenceSchedule(PipeSchedule):
             yield [
                 *load,
                 *exchange[:: -1 if self.stage_id % 2 else 1],
-                *([ForwardPass(here)] if runs else []),
+                *([ForwardPass(buffer)] if runs else []),
             ]
 
     def num_pipe_buffers(self) -> int:
@@ -170,16 +170,16 @@ class TrainSchedule(PipeSchedule):
                     )
                 if self._valid_micro_batch(before):
                     sent.append((SendGrad if forward else SendActivation)(self._buffer_idx(before)))
-            found = [*sent, *received] if forward else [*received, *sent]
+            instructions = [*sent, *received] if forward else [*received, *sent]
             if self._valid_micro_batch(micro):
                 buffer = self._buffer_idx(micro)
                 if forward and (self.is_first_stage or self.is_last_stage):
-                    found.append(LoadMicroBatch(buffer))
-                found.append((ForwardPass if forward else BackwardPass)(buffer))
+                    instructions.append(LoadMicroBatch(buffer))
+                instructions.append((ForwardPass if forward else BackwardPass)(buffer))
             if step == last:
-                found += [ReduceTiedGrads(), ReduceGrads(), OptimizerStep()]
+                instructions += [ReduceTiedGrads(), ReduceGrads(), OptimizerStep()]
             before = micro
-            yield found
+            yield instructions
 
     def num_pipe_buffers(self) -> int:
         """Return how many micro-batches wait for their backward at most; at least 2."""

@@ -125,10 +125,11 @@ def sequence_tiled_compute(
     return _reduced(torch.cat(outputs, output_unshard_dimension), output_reduction)
 
 
-def _check_reduction(name: str, given: str | None, known: tuple[str | None, ...]) -> None:
-    if given not in known:
+def _check_reduction(name: str, reduction: str | None, known: tuple[str | None, ...]) -> None:
+    if reduction not in known:
         raise ValueError(
-            f"{name}: output_reduction is {given!r}; expected one of {', '.join(map(repr, known))}"
+            f"{name}: output_reduction is {reduction!r}; expected one of "
+            f"{', '.join(map(repr, known))}"
         )
 
 

@@ -41,7 +41,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     its `contiguous()` is called. Raises OSError or ValueError.
     """
     source = open_checkpoint("zero_to_fp32", Path(checkpoint_dir), tag)
-    found: dict[str, Any] = {
+    tensors: dict[str, Any] = {
         name: SimpleNamespace(
             shape=torch.Size(tensor.shape),
             dtype=tensor.dtype,
@@ -51,8 +51,10 @@ def get_fp32_state_dict_from_zero_checkpoint(
     }
     if not lazy_mode:
         with source:
-            found = {name: tensor.contiguous() for name, tensor in found.items()}
-    return found | {name: found[first] for name, first in source.tied.items() if first in found}
+            tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    return tensors | {
+        name: tensors[first] for name, first in source.tied.items() if first in tensors
+    }
 
 
 def _whole(source: Source, name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -92,13 +94,9 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         )
     size = sys.maxsize if max_shard_size is None else bytes_of(max_shard_size)
     with open_checkpoint("zero_to_fp32", Path(checkpoint_dir), tag) as source:
-        found = _tensors(source, exclude_frozen_parameters)
-        write(
-            found,
-            (values for name in found for values in read(source, name, torch.float32)),
-            Path(output_dir),
-            size,
-        )
+        tensors = _tensors(source, exclude_frozen_parameters)
+        values = (part for name in tensors for part in read(source, name, torch.float32))
+        write(tensors, values, Path(output_dir), size)
 
 
 def load_state_dict_from_zero_checkpoint(
@@ -131,18 +129,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="leave out parameters that did not train",
     )
     parser.add_argument("-d", "--debug", action="store_true", help="show where an error comes from")
-    given: Any = parser.parse_args(arguments)
+    options = vars(parser.parse_args(arguments))
+    debug = options.pop("debug")
     try:
-        convert_zero_checkpoint_to_fp32_state_dict(
-            given.checkpoint_dir,
-            given.output_dir,
-            given.max_shard_size,
-            True,
-            given.tag,
-            given.exclude_frozen_parameters,
-        )
+        convert_zero_checkpoint_to_fp32_state_dict(**{**options, "safe_serialization": True})
     except (OSError, ValueError) as error:
-        if given.debug:
+        if debug:
             raise
         parser.error(str(error))
     return 0

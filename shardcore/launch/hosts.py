@@ -58,7 +58,7 @@ def select(pool: Mapping[str, list[int]], include: str, exclude: str) -> Slots:
     }
     remaining = {host: slots for host, slots in remaining.items() if slots}
     if not remaining:
-        raise ValueError(f"run: --exclude {exclude} leaves nothing of {_shown(pool)}")
+        raise ValueError(f"run: --exclude {exclude} leaves nothing of {_slot_counts(pool)}")
     return remaining
 
 
@@ -68,7 +68,7 @@ def trim(pool: Mapping[str, list[int]], num_nodes: int | None, num_slots: int | 
     """
     if num_nodes is not None and num_nodes > len(pool):
         raise ValueError(
-            f"run: --num_nodes is {num_nodes} but there are {len(pool)} hosts: {_shown(pool)}"
+            f"run: --num_nodes is {num_nodes} but there are {len(pool)} hosts: {_slot_counts(pool)}"
         )
     chosen = dict(list(pool.items())[:num_nodes])
     for host, slots in chosen.items():
@@ -103,5 +103,5 @@ def _parse(text: str, option: str, pool: Mapping[str, list[int]]) -> Slots:
     return {host: sorted(slots) for host, slots in named.items()}
 
 
-def _shown(pool: Mapping[str, list[int]]) -> str:
+def _slot_counts(pool: Mapping[str, list[int]]) -> str:
     return ", ".join(f"{host} ({len(slots)} slots)" for host, slots in pool.items())

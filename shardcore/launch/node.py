@@ -299,11 +299,11 @@ class _Stuck:
         self._thread.join()
 
     def _watch(self) -> None:
-        shown: list[int] = []
+        printed: list[int] = []
         while not self._stop.wait(_CHECK_S):
             for failure in collect(self._failures, {}):
-                if failure.rank not in shown and time.time_ns() - failure.time_ns > STUCK_S * 1e9:
-                    shown.append(failure.rank)
+                if failure.rank not in printed and time.time_ns() - failure.time_ns > STUCK_S * 1e9:
+                    printed.append(failure.rank)
                     head = (
                         f"shardcore run: rank {failure.rank} of {self._world_size} has raised, "
                         f"and has not ended since:"

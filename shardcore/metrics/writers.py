@@ -148,7 +148,7 @@ def as_events(row: Mapping[str, Any]) -> list[Event]:
 
 def as_line(row: Mapping[str, Any]) -> str:
     """Return a row as a line of progress: what changes from step to step."""
-    tags: Iterable[tuple[str, str]] = (
+    formats: Iterable[tuple[str, str]] = (
         ("loss", "{:.4f}"),
         ("lr", "{:.3g}"),
         ("grad_norm", "{:.3g}"),
@@ -161,7 +161,7 @@ def as_line(row: Mapping[str, Any]) -> str:
     hidden = {"loss_scale": 1.0, "skipped_steps": 0}
     parts = [
         f"{name} {form.format(row[name])}"
-        for name, form in tags
+        for name, form in formats
         if row[name] is not None and row[name] != hidden.get(name)
     ]
     return " | ".join([f"step {row['step']}", *parts])

@@ -67,9 +67,9 @@ class OSS(torch.optim.Optimizer):
         self.is_sharded = False
         self._consolidated: dict[str, Any] | None = None
         super().__init__(self.optim.param_groups, default)
-        self.take(self.optim)
+        self.use(self.optim)
 
-    def take(self, optim: Any) -> None:
+    def use(self, optim: Any) -> None:
         """Go on with an optimizer over the same groups."""
         self.optim = optim
         self.param_groups, self.state = optim.param_groups, optim.state
@@ -140,7 +140,7 @@ class OSS(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Any) -> None:
         """Load full states, the same ones on every rank."""
         self.optim.load_state_dict(state_dict)
-        self.take(self.optim)
+        self.use(self.optim)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as the optimizer can."""
@@ -220,7 +220,7 @@ class ShardedDataParallel(nn.Module):
         }
         with optimizer_goes_on():
             self.module, sharded = shard(module, optimizer.optim, **shard_options)
-        optimizer.take(sharded)
+        optimizer.use(sharded)
         optimizer.is_sharded = True
         # as DDP
         self.device_type = optimizer.param_groups[0]["params"][0].device.type
@@ -285,4 +285,4 @@ class ShardedDataParallel(nn.Module):
         }
         if any(param.requires_grad and param not in trained for param in self.module.parameters()):
             regroup(engine, self._optimizer.optim, None, "unfreeze")
-            self._optimizer.take(self._optimizer.optim)
+            self._optimizer.use(self._optimizer.optim)

@@ -68,8 +68,8 @@ def _trains(rank, world_size):
         hashes[name] = hash_of_training(model.module, oss.optim)
     model, oss = _ours(rank, shardcore.FusedAdam)
     hashes["FusedAdam"] = hash_of_training(model.module, oss.optim)
-    copied = OSS.take  # the twin: an OSS whose groups are others than those of what steps
-    OSS.take = lambda self, optim: self.__dict__.update(
+    copied = OSS.use  # the twin: an OSS whose groups are others than those of what steps
+    OSS.use = lambda self, optim: self.__dict__.update(
         optim=optim, param_groups=copy.copy(self.param_groups), state={}
     )
     try:
@@ -81,7 +81,7 @@ def _trains(rank, world_size):
         _loop(rank, model, oss, scheduler, lambda: oss.clip_grad_norm(0.5), model.no_sync)
         return hashes, hash_of_training(model.module, oss.optim)
     finally:
-        OSS.take = copied
+        OSS.use = copied
 
 
 def test_trains_to_the_bits_of_shard():
