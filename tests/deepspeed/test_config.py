@@ -192,335 +192,175 @@ def test_accepted_keys(path: str, value: Any, field: str, expected: Any) -> None
 
 def test_defaults() -> None:
     config = read_config(BASE)
-    assert (
-        config.gradient_clipping,
-        config.bf16,
-        config.stage,
-        config.offload,
-        config.optimizer,
-    ) == (
-        1.0,
-        False,
-        0,
-        None,
-        None,
-    )
-    assert (config.pin_memory, config.steps_per_print, config.train_batch_size) == (
-        True,
-        None,
-        None,
-    )
+    assert (config.gradient_clipping, config.bf16, config.stage) == (1.0, False, 0)
+    assert (config.offload, config.optimizer, config.pin_memory) == (None, None, True)
+    assert (config.steps_per_print, config.train_batch_size) == (None, None)
     assert config.explicit == frozenset(BASE)
 
 
+# path, value, and what the error says
+WRONG_VALUES = [
+    ("amp", {"enabled": True}, "config amp is not supported"),
+    ("fp16.loss_scale", -1, "fp16.loss_scale has -1; expected a finite number of at least 0"),
+    ("gradient_clipping", 10**400, "expected a finite number of at least 0"),
+    ("fp16.loss_scale_window", 0, "fp16.loss_scale_window has 0; expected at least 1"),
+    ("fp16.initial_scale_power", 128, "fp16.initial_scale_power has 128; expected 0 to 127"),
+    ("fp16.min_loss_scale", 0, "fp16.min_loss_scale has 0; expected a finite number above 0"),
+    (
+        "fp16.min_loss_scale",
+        2**17,
+        r"fp16.min_loss_scale has 131072.0; expected at most 2\*\*initial_scale",
+    ),
+    (
+        "fp16.fp16_master_weights_and_grads",
+        True,
+        "fp16.fp16_master_weights_and_grads is not supported",
+    ),
+    ("optimizer.params.max_grad_norm", 1.0, r"optimizer.params.max_grad_norm .*gradient_clipping"),
+    ("gradient_acumulation_steps", 2, r"did you mean gradient_accumulation_steps\?"),
+    ("zero_optimization.stages", 2, r"did you mean zero_optimization.stage\?"),
+    ("optimizer.adam_w_mode", True, r"did you mean optimizer.params.adam_w_mode\?"),
+    ("train_batch_size", 0, "train_batch_size has 0; expected at least 1"),
+    (
+        "gradient_clipping",
+        -1.0,
+        "gradient_clipping has -1.0; expected a finite number of at least 0",
+    ),
+    ("gradient_clipping", math.inf, "gradient_clipping has inf; expected a finite number"),
+    (
+        "communication_data_type",
+        "fp8",
+        'communication_data_type has \'fp8\'; expected "fp32" or "bf16"',
+    ),
+    (
+        "zero_optimization",
+        {"cpu_offload": True, "offload_optimizer": {}},
+        "cpu_offload and .*offload_optimizer",
+    ),
+    (
+        "zero_optimization",
+        {"stage3_max_reuse_distance": 1, "max_reuse_distance": 2},
+        "in two spellings",
+    ),
+    (
+        "zero_optimization.zero_quantized_gradients",
+        True,
+        "expected it to be absent, or off: ranks exchange",
+    ),
+    ("zero_optimization.zenflow", {"topk_ratio": 0.1}, "zenflow is not supported; expected"),
+    ("zero_optimization.mics_shard_size", 4, r"not supported \(DeepSpeed removed it, too\)"),
+    ("compression_training", {"weight_quantization": {}}, "compression_training is not supported"),
+    (
+        "tensor_parallel",
+        {"partition_config": {"a": []}},
+        "partition_config is not supported; expected",
+    ),
+    (
+        "tensor_parallel",
+        {"autotp_size": 2, "tp": {"tp_size": 4}},
+        r"tp_size differs from .*; expected 2",
+    ),
+    ("sequence_parallel_size", 0, "sequence_parallel_size has 0; expected at least 1"),
+    ("scheduler", {"type": "WarmupLr"}, "scheduler.type has 'WarmupLr'; expected one of"),
+    ("wandb", {"enabled": True, "projects": ""}, "did you mean wandb.project"),
+    (
+        "data_types.param_dtype",
+        "bf16",
+        "param_dtype has 'bf16', and fp16 and bf16 ask for 'fp32'; expected the",
+    ),
+    ("gradient_allreduce_op", "max", 'gradient_allreduce_op has \'max\'; expected "mean" or "sum"'),
+    ("zero_optimization.stage", 4, "zero_optimization.stage has 4; expected 0, 1, 2 or 3"),
+    (
+        "zero_optimization.offload_optimizer.device",
+        "nvme",
+        "offload_optimizer.nvme_path is missing",
+    ),
+    (
+        "zero_optimization.offload_optimizer.device",
+        "gpu",
+        '.device has \'gpu\'; expected "cpu", "nvme"',
+    ),
+    (
+        "zero_optimization.offload_optimizer.ratio",
+        1.5,
+        "ratio has 1.5; expected a number from 0 to 1",
+    ),
+    (
+        "zero_optimization.offload_param.device",
+        "nvme",
+        'offload_param.device has "nvme" and zero_optimization.offload_optimizer.device '
+        "'cpu'; expected \"nvme\" for both",
+    ),
+    ("optimizer", {"params": {}}, 'optimizer.type is missing; expected "Adam" or "AdamW"'),
+    (
+        "optimizer.type",
+        "OneBitAdam",
+        'optimizer.type has \'OneBitAdam\'; expected "Adam" or "AdamW", or SGD, .*, Muon '
+        "\\(DeepSpeed has Lamb",
+    ),
+    ("optimizer", {"type": "Lion", "params": {"lr": -1}}, "are not those of Lion; .*lr=-1"),
+    (
+        "optimizer",
+        {"type": "Muon", "params": {"per_head_muon": True}},
+        "per_head_muon has True; expected False",
+    ),
+    ("optimizer", {"type": "Muon", "params": {"weight_decay": -1}}, "are not those of Muon; .*-1"),
+    ("optimizer", {"type": "SGD", "momentum": 0.9}, "optimizer.momentum is not supported"),
+    (
+        "optimizer.params.lr",
+        -0.1,
+        "optimizer.params.lr has -0.1; expected a finite number of at least 0",
+    ),
+    ("optimizer.params.eps", math.nan, "optimizer.params.eps has nan"),
+    ("optimizer.params.betas", [0.9, 1.0], r"betas\[1\] has 1.0; expected a number in \[0, 1\)"),
+    (
+        "checkpoint.tag_validation",
+        "no",
+        'tag_validation has \'no\'; expected "Ignore", "Warn" or "Fail"',
+    ),
+    ("steps_per_print", 0, "steps_per_print has 0; expected at least 1"),
+]
+WRONG_TYPES = [
+    ("fp16.hysteresis", 1.5, "fp16.hysteresis has 1.5; expected a whole number"),
+    ("fp16.consecutive_hysteresis", None, "fp16.consecutive_hysteresis has None"),
+    ("train_batch_size", True, "train_batch_size has True; expected a whole number"),
+    ("train_batch_size", "8", "train_batch_size has '8'; expected a whole number"),
+    ("train_batch_size", "auto", 'train_batch_size has "auto", which a trainer must fill in'),
+    ("bf16", True, "config bf16 has True; expected an object with keys"),
+    ("bf16.enabled", 1, "bf16.enabled has 1; expected true or false"),
+    ("zero_optimization", 2, "zero_optimization has 2; expected an object"),
+    ("zero_optimization", {"cpu_offload": 1.5}, "cpu_offload has 1.5; expected true or false"),
+    (
+        "data_types.keep_in_fp32_modules",
+        "router",
+        "has 'router'; expected \"auto\", or a list of patterns",
+    ),
+    ("zero_optimization.stage", True, "zero_optimization.stage has True; expected 0, 1, 2 or 3"),
+    (
+        "zero_optimization.offload_optimizer.pin_memory",
+        1,
+        "pin_memory has 1; expected true or false",
+    ),
+    ("optimizer", "Adam", "config optimizer has 'Adam'; expected an object"),
+    ("optimizer", {"type": "SGD", "params": {"betas": [0.9]}}, "are not those of SGD; .*'betas'"),
+    (
+        "optimizer",
+        {"type": "Muon", "params": {"beta": 0.9}},
+        "are not those of Muon; .*beta is unknown; .*, muon_lr",
+    ),
+    ("optimizer.type", 1, "optimizer.type has 1"),
+    ("optimizer.params.lr", "auto", 'optimizer.params.lr has "auto"'),
+    ("optimizer.params.betas", 0.9, "optimizer.params.betas has 0.9; expected two numbers"),
+    ("optimizer.params.betas", [True, 0.9], r"betas\[0\] has True; expected a number"),
+    ("optimizer.params.adam_w_mode", None, "adam_w_mode has None; expected true or false"),
+]
+
+
 @pytest.mark.parametrize(
-    ("path", "value", "kind", "says"),
-    [
-        ("amp", {"enabled": True}, ValueError, "config amp is not supported"),
-        (
-            "fp16.loss_scale",
-            -1,
-            ValueError,
-            "fp16.loss_scale has -1; expected a finite number of at least 0",
-        ),
-        ("gradient_clipping", 10**400, ValueError, "expected a finite number of at least 0"),
-        (
-            "fp16.loss_scale_window",
-            0,
-            ValueError,
-            "fp16.loss_scale_window has 0; expected at least 1",
-        ),
-        ("fp16.hysteresis", 1.5, TypeError, "fp16.hysteresis has 1.5; expected a whole number"),
-        (
-            "fp16.initial_scale_power",
-            128,
-            ValueError,
-            "fp16.initial_scale_power has 128; expected 0 to 127",
-        ),
-        (
-            "fp16.min_loss_scale",
-            0,
-            ValueError,
-            "fp16.min_loss_scale has 0; expected a finite number above 0",
-        ),
-        (
-            "fp16.min_loss_scale",
-            2**17,
-            ValueError,
-            r"fp16.min_loss_scale has 131072.0; expected at most 2\*\*initial_scale",
-        ),
-        ("fp16.consecutive_hysteresis", None, TypeError, "fp16.consecutive_hysteresis has None"),
-        (
-            "fp16.fp16_master_weights_and_grads",
-            True,
-            ValueError,
-            "fp16.fp16_master_weights_and_grads is not supported",
-        ),
-        (
-            "optimizer.params.max_grad_norm",
-            1.0,
-            ValueError,
-            r"optimizer.params.max_grad_norm .*gradient_clipping",
-        ),
-        (
-            "gradient_acumulation_steps",
-            2,
-            ValueError,
-            r"did you mean gradient_accumulation_steps\?",
-        ),
-        ("zero_optimization.stages", 2, ValueError, r"did you mean zero_optimization.stage\?"),
-        ("optimizer.adam_w_mode", True, ValueError, r"did you mean optimizer.params.adam_w_mode\?"),
-        ("train_batch_size", True, TypeError, "train_batch_size has True; expected a whole number"),
-        ("train_batch_size", "8", TypeError, "train_batch_size has '8'; expected a whole number"),
-        (
-            "train_batch_size",
-            "auto",
-            TypeError,
-            'train_batch_size has "auto", which a trainer must fill in',
-        ),
-        ("train_batch_size", 0, ValueError, "train_batch_size has 0; expected at least 1"),
-        (
-            "gradient_clipping",
-            -1.0,
-            ValueError,
-            "gradient_clipping has -1.0; expected a finite number of at least 0",
-        ),
-        (
-            "gradient_clipping",
-            math.inf,
-            ValueError,
-            "gradient_clipping has inf; expected a finite number",
-        ),
-        (
-            "communication_data_type",
-            "fp8",
-            ValueError,
-            'communication_data_type has \'fp8\'; expected "fp32" or "bf16"',
-        ),
-        ("bf16", True, TypeError, "config bf16 has True; expected an object with keys"),
-        ("bf16.enabled", 1, TypeError, "bf16.enabled has 1; expected true or false"),
-        ("zero_optimization", 2, TypeError, "zero_optimization has 2; expected an object"),
-        (
-            "zero_optimization",
-            {"cpu_offload": 1.5},
-            TypeError,
-            "cpu_offload has 1.5; expected true or false",
-        ),
-        (
-            "zero_optimization",
-            {"cpu_offload": True, "offload_optimizer": {}},
-            ValueError,
-            "cpu_offload and .*offload_optimizer",
-        ),
-        (
-            "zero_optimization",
-            {"stage3_max_reuse_distance": 1, "max_reuse_distance": 2},
-            ValueError,
-            "in two spellings",
-        ),
-        (
-            "zero_optimization.zero_quantized_gradients",
-            True,
-            ValueError,
-            "expected it to be absent, or off: ranks exchange",
-        ),
-        (
-            "zero_optimization.zenflow",
-            {"topk_ratio": 0.1},
-            ValueError,
-            "zenflow is not supported; expected",
-        ),
-        (
-            "zero_optimization.mics_shard_size",
-            4,
-            ValueError,
-            r"not supported \(DeepSpeed removed it, too\)",
-        ),
-        (
-            "compression_training",
-            {"weight_quantization": {}},
-            ValueError,
-            "compression_training is not supported",
-        ),
-        (
-            "tensor_parallel",
-            {"partition_config": {"a": []}},
-            ValueError,
-            "partition_config is not supported; expected",
-        ),
-        (
-            "tensor_parallel",
-            {"autotp_size": 2, "tp": {"tp_size": 4}},
-            ValueError,
-            r"tp_size differs from .*; expected 2",
-        ),
-        (
-            "sequence_parallel_size",
-            0,
-            ValueError,
-            "sequence_parallel_size has 0; expected at least 1",
-        ),
-        (
-            "scheduler",
-            {"type": "WarmupLr"},
-            ValueError,
-            "scheduler.type has 'WarmupLr'; expected one of",
-        ),
-        ("wandb", {"enabled": True, "projects": ""}, ValueError, "did you mean wandb.project"),
-        (
-            "data_types.param_dtype",
-            "bf16",
-            ValueError,
-            "param_dtype has 'bf16', and fp16 and bf16 ask for 'fp32'; expected the",
-        ),
-        (
-            "data_types.keep_in_fp32_modules",
-            "router",
-            TypeError,
-            "has 'router'; expected \"auto\", or a list of patterns",
-        ),
-        (
-            "gradient_allreduce_op",
-            "max",
-            ValueError,
-            'gradient_allreduce_op has \'max\'; expected "mean" or "sum"',
-        ),
-        (
-            "zero_optimization.stage",
-            4,
-            ValueError,
-            "zero_optimization.stage has 4; expected 0, 1, 2 or 3",
-        ),
-        (
-            "zero_optimization.stage",
-            True,
-            TypeError,
-            "zero_optimization.stage has True; expected 0, 1, 2 or 3",
-        ),
-        (
-            "zero_optimization.offload_optimizer.device",
-            "nvme",
-            ValueError,
-            "offload_optimizer.nvme_path is missing",
-        ),
-        (
-            "zero_optimization.offload_optimizer.device",
-            "gpu",
-            ValueError,
-            '.device has \'gpu\'; expected "cpu", "nvme"',
-        ),
-        (
-            "zero_optimization.offload_optimizer.pin_memory",
-            1,
-            TypeError,
-            "pin_memory has 1; expected true or false",
-        ),
-        (
-            "zero_optimization.offload_optimizer.ratio",
-            1.5,
-            ValueError,
-            "ratio has 1.5; expected a number from 0 to 1",
-        ),
-        (
-            "zero_optimization.offload_param.device",
-            "nvme",
-            ValueError,
-            'offload_param.device has "nvme" and zero_optimization.offload_optimizer.device '
-            "'cpu'; expected \"nvme\" for both",
-        ),
-        (
-            "optimizer",
-            {"params": {}},
-            ValueError,
-            'optimizer.type is missing; expected "Adam" or "AdamW"',
-        ),
-        ("optimizer", "Adam", TypeError, "config optimizer has 'Adam'; expected an object"),
-        (
-            "optimizer.type",
-            "OneBitAdam",
-            ValueError,
-            'optimizer.type has \'OneBitAdam\'; expected "Adam" or "AdamW", or SGD, .*, Muon '
-            "\\(DeepSpeed has Lamb",
-        ),
-        (
-            "optimizer",
-            {"type": "SGD", "params": {"betas": [0.9]}},
-            TypeError,
-            "are not those of SGD; .*'betas'",
-        ),
-        (
-            "optimizer",
-            {"type": "Lion", "params": {"lr": -1}},
-            ValueError,
-            "are not those of Lion; .*lr=-1",
-        ),
-        (
-            "optimizer",
-            {"type": "Muon", "params": {"beta": 0.9}},
-            TypeError,
-            "are not those of Muon; .*beta is unknown; .*, muon_lr",
-        ),
-        (
-            "optimizer",
-            {"type": "Muon", "params": {"per_head_muon": True}},
-            ValueError,
-            "per_head_muon has True; expected False",
-        ),
-        (
-            "optimizer",
-            {"type": "Muon", "params": {"weight_decay": -1}},
-            ValueError,
-            "are not those of Muon; .*-1",
-        ),
-        (
-            "optimizer",
-            {"type": "SGD", "momentum": 0.9},
-            ValueError,
-            "optimizer.momentum is not supported",
-        ),
-        ("optimizer.type", 1, TypeError, "optimizer.type has 1"),
-        ("optimizer.params.lr", "auto", TypeError, 'optimizer.params.lr has "auto"'),
-        (
-            "optimizer.params.lr",
-            -0.1,
-            ValueError,
-            "optimizer.params.lr has -0.1; expected a finite number of at least 0",
-        ),
-        ("optimizer.params.eps", math.nan, ValueError, "optimizer.params.eps has nan"),
-        (
-            "optimizer.params.betas",
-            0.9,
-            TypeError,
-            "optimizer.params.betas has 0.9; expected two numbers",
-        ),
-        (
-            "optimizer.params.betas",
-            [0.9, 1.0],
-            ValueError,
-            r"betas\[1\] has 1.0; expected a number in \[0, 1\)",
-        ),
-        (
-            "optimizer.params.betas",
-            [True, 0.9],
-            TypeError,
-            r"betas\[0\] has True; expected a number",
-        ),
-        (
-            "optimizer.params.adam_w_mode",
-            None,
-            TypeError,
-            "adam_w_mode has None; expected true or false",
-        ),
-        (
-            "checkpoint.tag_validation",
-            "no",
-            ValueError,
-            'tag_validation has \'no\'; expected "Ignore", "Warn" or "Fail"',
-        ),
-        ("steps_per_print", 0, ValueError, "steps_per_print has 0; expected at least 1"),
-    ],
+    ("kind", "path", "value", "says"),
+    [(ValueError, *row) for row in WRONG_VALUES] + [(TypeError, *row) for row in WRONG_TYPES],
 )
-def test_refusals_name_the_key(path: str, value: Any, kind: type[Exception], says: str) -> None:
+def test_refusals_name_the_key(kind: type[Exception], path: str, value: Any, says: str) -> None:
     with pytest.raises(kind, match=says) as raised:
         read_config(_nested(path, value))
     assert type(raised.value) is kind
@@ -573,46 +413,42 @@ def test_what_means_nothing_is_explained_once_for_each_reason() -> None:
     assert "at stage 3 only" in read_config(BASE | {"zero_optimization": PARAM_AT_2}).accepted[0]
 
 
-def test_options_of_another_optimizer_are_not_reported_beside_its_name() -> None:
-    with pytest.raises(
-        ValueError, match=r"^initialize: config optimizer\.type has 'OneBitAdam'; expected"
-    ):
-        read_config(
-            BASE | {"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3, "freeze_step": 400}}}
-        )
+ON: dict[str, Any] = {"enabled": True}
 
 
-def test_adamw_without_its_mode_is_a_contradiction() -> None:
-    with pytest.raises(ValueError, match='adam_w_mode has False for the type "AdamW"'):
-        read_config(BASE | {"optimizer": {"type": "AdamW", "params": {"adam_w_mode": False}}})
-
-
-def test_two_precisions_are_a_contradiction() -> None:
-    with pytest.raises(
-        ValueError, match=r"fp16\.enabled and bf16\.enabled are both true; expected one"
-    ):
-        read_config(BASE | {"fp16": {"enabled": True}, "bf16": {"enabled": True}})
-    assert (
-        read_config(
-            BASE | {"fp16": {"enabled": False, "min_loss_scale": 2}, "bf16": {"enabled": True}}
-        ).loss_scale
-        is None
-    )
-
-
-def test_options_that_do_not_go_together_are_refused() -> None:
-    for says, config in [
+@pytest.mark.parametrize(
+    ("says", "config"),
+    [
+        (
+            'adam_w_mode has False for the type "AdamW"',
+            {"optimizer": {"type": "AdamW", "params": {"adam_w_mode": False}}},
+        ),
+        (
+            r"fp16\.enabled and bf16\.enabled are both true; expected one",
+            {"fp16": ON, "bf16": ON},
+        ),
         (
             'gradient_allreduce_op has "sum" at stage 3',
             {"gradient_allreduce_op": "sum", "zero_optimization": {"stage": 3}},
         ),
         (
             'dtype has "fp16" with bf16.enabled',
-            {"torch_autocast": {"enabled": True, "dtype": "fp16"}, "bf16": {"enabled": True}},
+            {"torch_autocast": {**ON, "dtype": "fp16"}, "bf16": ON},
         ),
-    ]:
-        with pytest.raises(ValueError, match=says):
-            read_config(BASE | config)
+        (
+            r"^initialize: config optimizer\.type has 'OneBitAdam'; expected",  # and nothing else
+            {"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3, "freeze_step": 400}}},
+        ),
+    ],
+)
+def test_contradictions_are_refused(says: str, config: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=says):
+        read_config(BASE | config)
+
+
+def test_a_section_that_is_off_has_no_loss_scale() -> None:
+    off = {"enabled": False, "min_loss_scale": 2}
+    assert read_config(BASE | {"fp16": off, "bf16": ON}).loss_scale is None
 
 
 def test_a_fixed_loss_scale_leaves_the_other_keys_aside() -> None:
