@@ -58,25 +58,25 @@ def test_devices_of_a_cpu_are_counted_as_deepspeed_does(
     if size is not None:
         monkeypatch.setenv("LOCAL_SIZE", size)
     theirs = import_module("deepspeed.accelerator.cpu_accelerator").CPU_Accelerator()
-    found = get_accelerator().device_count()
-    assert found == (3 if size == "3" else found)
-    if size == "3" or found == 1:  # it counts NUMA nodes by numactl, if that is installed
-        assert found == theirs.device_count()
+    count = get_accelerator().device_count()
+    assert count == (3 if size == "3" else count)
+    if size == "3" or count == 1:  # it counts NUMA nodes by numactl, if that is installed
+        assert count == theirs.device_count()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU these are torch.cuda's")
 def test_a_cpu_tells_of_the_process() -> None:
     accelerator = get_accelerator()
     before = accelerator.memory_allocated()
-    held = torch.ones(64 * 2**20)
-    assert accelerator.memory_allocated() - before > held.nbytes / 2
+    tensor = torch.ones(64 * 2**20)
+    assert accelerator.memory_allocated() - before > tensor.nbytes / 2
     assert accelerator.max_memory_allocated() >= accelerator.memory_reserved() > 0
     accelerator.reset_peak_memory_stats()
     state = accelerator.get_rng_state()
     drawn = torch.rand(1)
     accelerator.set_rng_state(state)
     assert torch.equal(torch.rand(1), drawn)
-    assert accelerator.pin_memory(held) is held
-    assert not accelerator.is_pinned(held)
+    assert accelerator.pin_memory(tensor) is tensor
+    assert not accelerator.is_pinned(tensor)
     with pytest.raises(AttributeError, match="no_such"):
         accelerator.no_such  # noqa: B018

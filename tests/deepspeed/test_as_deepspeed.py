@@ -272,8 +272,8 @@ def words_of(out: str, *words: str) -> list[str]:
         "disable_tqdm": 1,
         "logging_nan_inf_filter": 0,
     }
-    given = [f"--{name}={value}" for name, value in settings.items() if f"--{name}" not in words]
-    return [*given, *words]
+    options = [f"--{name}={value}" for name, value in settings.items() if f"--{name}" not in words]
+    return [*options, *words]
 
 
 def result_of(folder: Path) -> dict[str, Any]:
@@ -318,18 +318,18 @@ def run(folder: Path, runs: dict[str, Run], *libraries: str) -> dict[str, Any]:
         "program.py",
         *libraries,
     )
-    said = folder / "said"
+    output = folder / "said"
     process = start(
-        run_here, "shardcore", command, own | {"ACCELERATE_TORCH_DEVICE": "cpu"}, folder, said
+        run_here, "shardcore", command, own | {"ACCELERATE_TORCH_DEVICE": "cpu"}, folder, output
     )
     process.join(400)
     process.kill()
     assert process.exitcode == 0, (
-        said.read_text()[-1000:] + said.with_suffix(".err").read_text()[-4000:]
+        output.read_text()[-1000:] + output.with_suffix(".err").read_text()[-4000:]
     )
     return {name: result_of(folder / name) for name in runs} | {
         "folder": folder,
-        "said": said.read_text(),
+        "said": output.read_text(),
     }
 
 
@@ -372,21 +372,21 @@ def _too_late() -> list[str]:
         if name.partition(".")[0] in ("deepspeed", "accelerate", "transformers")
     ]:
         del sys.modules[name]
-    found = []
+    messages = []
     for name in ("deepspeed", "accelerate", "transformers"):
         sys.modules[name] = type(sys)(name)
-        found.append(error_of(install_as_deepspeed))
+        messages.append(error_of(install_as_deepspeed))
         del sys.modules[name]
     assert not any("shardcore" in str(finder) for finder in sys.meta_path)
     assert not hasattr(torch.nn.Parameter, "ds_status")
-    return found
+    return messages
 
 
 def test_it_is_refused_where_it_comes_too_late() -> None:
-    said = run_fresh(_too_late)
-    for line, name in zip(said, ("deepspeed", "accelerate", "transformers"), strict=True):
+    messages = run_fresh(_too_late)
+    for line, name in zip(messages, ("deepspeed", "accelerate", "transformers"), strict=True):
         assert line.startswith(f"RuntimeError: install_as_deepspeed: {name} is imported already")
-    assert "the real DeepSpeed would be in use beside shardcore" in said[0]
+    assert "the real DeepSpeed would be in use beside shardcore" in messages[0]
 
 
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}

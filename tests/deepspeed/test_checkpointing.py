@@ -22,7 +22,7 @@ ON_CPU = {"activation_checkpointing": {"cpu_checkpointing": True}}
 def kept(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """What is kept in host memory; `configure` is forgotten before and after."""
     monkeypatch.setattr(checkpointing, "_on_cpu", None)
-    found: list[torch.Tensor] = []
+    saved: list[torch.Tensor] = []
 
     # torch's own checkpoint has a class of its own of it
     hooks = torch.autograd.graph.saved_tensors_hooks
@@ -30,10 +30,10 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     def recording(
         pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]
     ) -> Any:
-        return hooks(lambda tensor: (found.append(tensor), pack(tensor))[1], unpack)  # type: ignore[func-returns-value]
+        return hooks(lambda tensor: (saved.append(tensor), pack(tensor))[1], unpack)  # type: ignore[func-returns-value]
 
     monkeypatch.setattr(torch.autograd.graph, "saved_tensors_hooks", recording)
-    return found
+    return saved
 
 
 def gradients(
@@ -48,9 +48,9 @@ def gradients(
     x = batch_of(0, 0, 0)[0].requires_grad_()
     by = partial(checkpointing.checkpoint, run) if checkpointed else run
     (by(x=x) if by_name else by(x)).sum().backward()
-    found = [param.grad.clone() for param in net.parameters()]
+    grads = [param.grad.clone() for param in net.parameters()]
     net.zero_grad()
-    return found, len(calls)
+    return grads, len(calls)
 
 
 @pytest.mark.parametrize("by_name", [False, True])
@@ -61,10 +61,10 @@ def test_gradients_are_the_same_and_activations_are_computed_again(
     net = make_net()
     expected, once = gradients(net, False)
     checkpointing.configure(None, checkpoint_in_cpu=on_cpu)
-    found, twice = gradients(net, True, by_name)
+    grads, twice = gradients(net, True, by_name)
     checkpointing.reset()
     assert (once, twice) == (1, 2)
-    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    assert all(torch.equal(*pair) for pair in zip(grads, expected, strict=True))
     assert [tensor.shape for tensor in kept] == ([batch_of(0, 0, 0)[0].shape] if on_cpu else []), (
         "inputs alone are kept"
     )
@@ -76,10 +76,10 @@ def test_a_configuration_says_where_inputs_are_kept(
     assert not checkpointing.is_configured()
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(ON_CPU))
-    for given in (ON_CPU, path):
-        checkpointing.configure(None, deepspeed_config=given)
+    for config in (ON_CPU, path):
+        checkpointing.configure(None, deepspeed_config=config)
         gradients(make_net(), True)
-        assert kept, given
+        assert kept, config
         kept.clear()
     checkpointing.configure(None, deepspeed_config=ON_CPU, checkpoint_in_cpu=False)
     gradients(make_net(), True)

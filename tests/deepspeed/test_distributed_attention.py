@@ -28,15 +28,15 @@ def attention(
     whole = [
         x.permute(1, 2, 0, 3) if batch_dim == 1 else x.transpose(1, 2) for x in (query, key, value)
     ]
-    found = scaled_dot_product_attention(*whole, is_causal=True, enable_gqa=True)
-    found = found.permute(2, 0, 1, 3) if batch_dim == 1 else found.transpose(1, 2)
-    return found.flatten(2) if flat else found
+    output = scaled_dot_product_attention(*whole, is_causal=True, enable_gqa=True)
+    output = output.permute(2, 0, 1, 3) if batch_dim == 1 else output.transpose(1, 2)
+    return output.flatten(2) if flat else output
 
 
 def inputs(batch_dim: int, kv_heads: int = HEADS) -> list[torch.Tensor]:
-    made = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(1)
     whole = [
-        torch.randn(BATCH, TOKENS, heads, WIDTH, generator=made)
+        torch.randn(BATCH, TOKENS, heads, WIDTH, generator=generator)
         for heads in (HEADS, kv_heads, kv_heads)
     ]
     return [x.transpose(0, 1) if batch_dim == 1 else x for x in whole]
@@ -50,8 +50,10 @@ def outputs(
         x.chunk(2, 1 - batch_dim)[rank].contiguous().requires_grad_()
         for x in inputs(batch_dim, kv_heads)
     ]
-    made = layers.DistributedAttention(attention, dist.group.WORLD, 2, 1 - batch_dim)
-    output = made(*parts, batch_dim, frequencies() if rotary else None, batch_dim=batch_dim, **more)
+    attention_of_ranks = layers.DistributedAttention(attention, dist.group.WORLD, 2, 1 - batch_dim)
+    output = attention_of_ranks(
+        *parts, batch_dim, frequencies() if rotary else None, batch_dim=batch_dim, **more
+    )
     output.square().sum().backward()
     return [output.detach(), *(part.grad for part in parts if part.grad is not None)]
 
@@ -66,21 +68,21 @@ def whole(
     rank: int, batch_dim: int, rotary: bool = False, kv_heads: int = HEADS
 ) -> list[torch.Tensor]:
     """Return what `outputs` does, of one process's attention."""
-    made = [x.detach().requires_grad_() for x in inputs(batch_dim, kv_heads)]
+    leaves = [x.detach().requires_grad_() for x in inputs(batch_dim, kv_heads)]
     cos, sin = (part.transpose(0, 1 - batch_dim) for part in frequencies())
-    turned = [ours.apply_rotary_pos_emb(x, cos, sin) for x in made[:2]] if rotary else made[:2]
-    output = attention(*turned, made[2], batch_dim)
+    turned = [ours.apply_rotary_pos_emb(x, cos, sin) for x in leaves[:2]] if rotary else leaves[:2]
+    output = attention(*turned, leaves[2], batch_dim)
     output.square().sum().backward()
-    found = [output.detach(), *(x.grad for x in made if x.grad is not None)]
-    return [x.chunk(2, 1 - batch_dim)[rank] for x in found]
+    tensors = [output.detach(), *(x.grad for x in leaves if x.grad is not None)]
+    return [x.chunk(2, 1 - batch_dim)[rank] for x in tensors]
 
 
 def _compared(rank: int, world_size: int) -> None:
     for batch_dim in (0, 1):
         for options in ({}, {"rotary": True}, {"kv_heads": 2}, {"kv_heads": 1}):
-            found = outputs(ours, rank, batch_dim, **options)
-            assert len(found) == 4
-            torch.testing.assert_close(found, whole(rank, batch_dim, **options))
+            own = outputs(ours, rank, batch_dim, **options)
+            assert len(own) == 4
+            torch.testing.assert_close(own, whole(rank, batch_dim, **options))
         flat = outputs(ours, rank, batch_dim, flat=True)
         torch.testing.assert_close(flat[0], whole(rank, batch_dim)[0].flatten(2))
     layer = ours.DistributedAttention(attention, dist.group.WORLD)

@@ -93,9 +93,9 @@ def test_the_profile_lists_modules(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "profile of step 1" in text
     assert "blocks.2.down Linear: 912 parameters, 3.55 KMACs (15.6%)" in text
     ours.get_model_profile(make_net(), (4, 10), detailed=False, module_depth=1, top_modules=2)
-    said = capsys.readouterr().out
-    assert "most MACs: ModuleList, Linear" in said or "most MACs: Linear" in said
-    assert "blocks.2" not in said
+    output = capsys.readouterr().out
+    assert "most MACs: ModuleList, Linear" in output or "most MACs: Linear" in output
+    assert "blocks.2" not in output
     profiler = ours.FlopsProfiler(Net())
     profiler.print_model_aggregated_profile(0)
     assert capsys.readouterr().out.startswith("depth 0: most parameters: Net")

@@ -44,30 +44,30 @@ def _written(rank: int, world_size: int, stage: int, zero: dict[str, Any], preci
             engine.step()
     expected: dict[str, torch.Tensor] = {}
     for name, param in engine.module.named_parameters():
-        made = {
+        values = {
             key: _values(name, param.shape, key)
             for key in ("weight", "grad", "exp_avg", "exp_avg_sq")
         }
-        utils.safe_set_full_fp32_param(param, made["weight"])
-        utils.safe_set_full_grad(param, made["grad"])
-        utils.safe_set_full_optimizer_state(param, made["exp_avg"], "exp_avg")
-        utils.safe_set_full_optimizer_state(param, made["exp_avg_sq"], "exp_avg_sq")
-        assert torch.equal(utils.safe_get_full_fp32_param(param), made["weight"])
-        assert torch.equal(utils.safe_get_full_grad(param).float(), made["grad"])
-        assert torch.equal(utils.safe_get_full_optimizer_state(param, "exp_avg"), made["exp_avg"])
-        plain = nn.Parameter(made["weight"].clone())
+        utils.safe_set_full_fp32_param(param, values["weight"])
+        utils.safe_set_full_grad(param, values["grad"])
+        utils.safe_set_full_optimizer_state(param, values["exp_avg"], "exp_avg")
+        utils.safe_set_full_optimizer_state(param, values["exp_avg_sq"], "exp_avg_sq")
+        assert torch.equal(utils.safe_get_full_fp32_param(param), values["weight"])
+        assert torch.equal(utils.safe_get_full_grad(param).float(), values["grad"])
+        assert torch.equal(utils.safe_get_full_optimizer_state(param, "exp_avg"), values["exp_avg"])
+        plain = nn.Parameter(values["weight"].clone())
         adam = torch.optim.AdamW([plain], **ADAM)
-        plain.grad = made["grad"].clone()
+        plain.grad = values["grad"].clone()
         adam.state[plain] = {
             "step": torch.tensor(1.0),
-            "exp_avg": made["exp_avg"],
-            "exp_avg_sq": made["exp_avg_sq"],
+            "exp_avg": values["exp_avg"],
+            "exp_avg_sq": values["exp_avg_sq"],
         }
         adam.step()
         expected[name] = plain.detach()
-    shown = engine.module_state_dict()  # what is written is used by a forward, too
+    state_dict = engine.module_state_dict()  # what is written is used by a forward, too
     assert torch.equal(
-        shown["inp.weight"], _values("inp.weight", shown["inp.weight"].shape, "weight")
+        state_dict["inp.weight"], _values("inp.weight", state_dict["inp.weight"].shape, "weight")
     )
     norm = torch.stack(
         [_values(name, value.shape, "grad").double().norm() for name, value in expected.items()]
@@ -144,27 +144,27 @@ def _divided(rank: int, world_size: int) -> None:
     """A micro-step's gradient is the same by engine.backward and by the loss's own backward, and
     so is a step after a write.
     """
-    found = []
+    tensors = []
     for plain in (False, True):
         engine = start(ds_config(accumulation=2, stage=2))
         param = engine.module.inp.weight
         for micro in range(2):
             loss = loss_of(engine, batch_of(0, micro, rank))
             loss.backward() if plain else engine.backward(loss)
-            found.append(utils.safe_get_full_grad(param))
+            tensors.append(utils.safe_get_full_grad(param))
             if micro == 0:
                 engine.step()
         for other in engine.module.parameters():
             utils.safe_set_full_grad(other, _values("grad", other.shape, "grad"))
         assert torch.equal(utils.safe_get_full_grad(param), _values("grad", param.shape, "grad"))
         engine.step()
-        found += [
+        tensors += [
             torch.tensor(engine.get_global_grad_norm()),
             engine.module_state_dict()["inp.weight"],
         ]
-    for one, other in zip(found[:4], found[4:], strict=True):
+    for one, other in zip(tensors[:4], tensors[4:], strict=True):
         torch.testing.assert_close(one, other)
-    assert found[0].abs().sum() > 0
+    assert tensors[0].abs().sum() > 0
 
 
 def test_gradients_are_divided_by_the_accumulation_whatever_backward() -> None:

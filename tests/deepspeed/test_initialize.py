@@ -97,18 +97,18 @@ def test_muon_takes_the_matrices_but_embeddings_and_heads(as_groups: bool) -> No
 
 @pytest.mark.parametrize("kind", ["AdamW", "SGD"])
 def test_an_optimizer_counts_as_one_of_the_class_that_was_given(kind: str) -> None:
-    given = getattr(torch.optim, kind)
+    cls = getattr(torch.optim, kind)
     model = make_net()
-    optimizer = given(model.parameters(), lr=0.1)
+    optimizer = cls(model.parameters(), lr=0.1)
     engine = start(without("optimizer"), model, optimizer=optimizer)
     wrapper = type("Wrapper", (engine.optimizer.__class__,), {})
-    assert isinstance(engine.optimizer, given)
-    assert issubclass(wrapper, given)
+    assert isinstance(engine.optimizer, cls)
+    assert issubclass(wrapper, cls)
     assert wrapper.step is type(engine.optimizer).step
-    made = start(ds_config()).optimizer
-    assert isinstance(made, deepspeed.ops.adam.FusedAdam)  # type: ignore[attr-defined]
+    configured = start(ds_config()).optimizer
+    assert isinstance(configured, deepspeed.ops.adam.FusedAdam)  # type: ignore[attr-defined]
     assert isinstance(engine.optimizer, deepspeed.ops.adam.FusedAdam) == (kind == "AdamW")  # type: ignore[attr-defined]
-    assert not isinstance(made, given)
+    assert not isinstance(configured, cls)
     assert type(engine) is shardcore.DeepSpeedEngine  # type: ignore[attr-defined]
 
 
@@ -272,10 +272,10 @@ def _hash_by_section(rank: int, world_size: int, section: dict[str, Any]) -> str
 
 
 def test_the_section_of_shardcore_reaches_shard_and_the_optimizer() -> None:
-    found = {name: run_ranks(4, _hash_by_section, section)[0] for name, section in OURS.items()}
-    assert found["nothing"] == found["when"]
-    assert found["nodes"] == found["mesh"], "ranks are added in the same order"
-    assert len({found[name] for name in ("nothing", "nodes", "states")}) == 3, (
+    hashes = {name: run_ranks(4, _hash_by_section, section)[0] for name, section in OURS.items()}
+    assert hashes["nothing"] == hashes["when"]
+    assert hashes["nodes"] == hashes["mesh"], "ranks are added in the same order"
+    assert len({hashes[name] for name in ("nothing", "nodes", "states")}) == 3, (
         "else nothing arrived"
     )
 
@@ -449,8 +449,8 @@ def test_refused_optimizers() -> None:
         ([[model.gain]], "can only optimize Tensors"),
         ([{"params": 5}], "'int' object is not iterable"),
     ):
-        for config, given in ((plain, optimizer), (None, None)):
-            _refused(TypeError, text, config, model=model, optimizer=given, model_parameters=items)
+        for config, own in ((plain, optimizer), (None, None)):
+            _refused(TypeError, text, config, model=model, optimizer=own, model_parameters=items)
 
 
 @pytest.mark.parametrize("kind", ["FusedAdam", "AdamW"])
@@ -637,9 +637,9 @@ def _refused_late(rank: int, world_size: int, folder: str) -> None:
         (None, {}, torchs),
         (None, metrics | {"output_path": f"{folder}/file"}, ours),
     ):
-        given = {**options, "config": config | {"csv_monitor": section, "scheduler": schedule}}
+        arguments = {**options, "config": config | {"csv_monitor": section, "scheduler": schedule}}
         with pytest.raises((ValueError, RuntimeError, NotADirectoryError)):
-            shardcore.initialize(**given, training_data=data)
+            shardcore.initialize(**arguments, training_data=data)
         assert before["lr"] is optimizer.param_groups[0]["lr"]
         assert before["lr"] == 0.5
         assert before == optimizer.param_groups[0]
@@ -771,13 +771,13 @@ CPU = {"offload_optimizer": {"device": "cpu"}}
 
 
 def _muon(rank: int, world_size: int) -> list[str]:
-    found = []
+    hashes = []
     for zero in ({"stage": 1}, {"stage": 2, **CPU}, {"stage": 3, **CPU}):
         muon = {"optimizer": {"type": "Muon", "params": {"lr": 0.02}}, "zero_optimization": zero}
         engine = start({**ds_config(), **muon})
         train(engine, rank, 2)
-        found.append(hash_of(engine.module_state_dict().values()))
-    return found
+        hashes.append(hash_of(engine.module_state_dict().values()))
+    return hashes
 
 
 @pytest.mark.parametrize("stage", [1, 3])

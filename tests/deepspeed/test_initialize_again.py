@@ -51,9 +51,9 @@ def _again(rank: int, world_size: int) -> None:
             engine = start(ds_config(stage=stage), model)
             assert torch.equal(engine(x), expected)
     train(engine, rank, 1)
-    given = torch.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     for _ in range(2):
-        engine = start(FORWARD, model, optimizer=given)
+        engine = start(FORWARD, model, optimizer=optimizer)
         train(engine, rank, 1)
     model.head = nn.Linear(model.head.in_features, 5)
     engine = start(ds_config(stage=3), model)

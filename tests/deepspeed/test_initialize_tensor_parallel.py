@@ -70,7 +70,7 @@ def _groups(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-def _given(kind: str, model: nn.Module) -> dict[str, Any]:
+def _optimizer_options(kind: str, model: nn.Module) -> dict[str, Any]:
     """What initialize is given of the whole model."""
     if kind == "parameters":
         return {"model_parameters": _groups(model)}
@@ -82,24 +82,24 @@ Found = tuple[str, list[float], list[float]]
 
 def _train(rank: int, world: int, size: int, cases: list[tuple[str, int, bool]]) -> list[Found]:
     """Hashes, losses and a norm of weights by initialize."""
-    found = []
+    hashes = []
     for kind, stage, tied in cases:
         model = _llama(tied)
-        given = _given(kind, model)
+        options = _optimizer_options(kind, model)
         config = _config(stage, size)
         if kind == "optimizer":
             del config["optimizer"]
-        engine, optimizer, _, _ = shardcore.initialize(model=model, config=config, **given)
+        engine, optimizer, _, _ = shardcore.initialize(model=model, config=config, **options)
         assert any(map(is_dtensor, model.parameters())) == (size > 1)
         losses = _losses(engine, engine.backward, engine.step, rank // size)
         weights = [value.norm().item() for value in engine.module_state_dict().values()]
-        found.append((hash_of_training(engine, optimizer), losses, weights))
-    return found
+        hashes.append((hash_of_training(engine, optimizer), losses, weights))
+    return hashes
 
 
 def _by_shard(rank: int, world: int, size: int, cases: list[tuple[str, int, bool]]) -> list[Found]:
     """The same by shard and a mesh."""
-    mesh, found = mesh_of(world, size), []
+    mesh, hashes = mesh_of(world, size), []
     for _, stage, tied in cases:
         model: Any = shardcore.tensor_parallel(_llama(tied), mesh["tp"])
         optimizer: Any = shardcore.FusedAdam(_groups(model), **ADAM)
@@ -120,8 +120,8 @@ def _by_shard(rank: int, world: int, size: int, cases: list[tuple[str, int, bool
                 optimizer.zero_grad()
 
         losses = _losses(model, lambda loss: (loss / 2).backward(), step, rank // size)
-        found.append((hash_of_training(model, optimizer), losses, []))
-    return found
+        hashes.append((hash_of_training(model, optimizer), losses, []))
+    return hashes
 
 
 CASES = [("parameters", 2, False), ("optimizer", 3, True)]
@@ -140,9 +140,9 @@ def _wrong(rank: int, world: int, cases: list[tuple[str, int, bool]]) -> list[Fo
 
 
 def test_training_has_the_bits_of_shard_and_the_losses_of_whole_models() -> None:
-    found, expected = run_ranks(4, _train, 2, CASES), run_ranks(4, _by_shard, 2, CASES)
+    sliced, expected = run_ranks(4, _train, 2, CASES), run_ranks(4, _by_shard, 2, CASES)
     whole, wrong = run_ranks(2, _train, 1, CASES), run_ranks(4, _wrong, CASES[:1])
-    for rank, of_rank in enumerate(found):
+    for rank, of_rank in enumerate(sliced):
         for one, same, other in zip(of_rank, expected[rank], whole[rank // 2], strict=True):
             assert one[:2] == same[:2]
             assert one[1:] == (pytest.approx(other[1], abs=2e-5), pytest.approx(other[2], abs=2e-5))
@@ -195,12 +195,12 @@ def _load(rank: int, world: int, folder: str) -> set[str]:
 
 
 def test_data_and_checkpoints(tmp_path: Path) -> None:
-    found = run_ranks(4, _data, str(tmp_path))
-    samples = [of_rank[0] for of_rank in found]
+    of_ranks = run_ranks(4, _data, str(tmp_path))
+    samples = [of_rank[0] for of_rank in of_ranks]
     assert (samples[0], samples[2]) == (samples[1], samples[3])
     assert sorted(samples[0] + samples[2]) == list(range(24))
     (loaded,) = run_ranks(1, _load, str(tmp_path))
-    assert all(of_rank[1] == loaded for of_rank in found)
+    assert all(of_rank[1] == loaded for of_rank in of_ranks)
 
 
 def _refusals(rank: int, world: int) -> None:

@@ -146,22 +146,22 @@ MARKS: dict[str, tuple[Callable[[nn.Module], Any], dict[str, Any]]] = {
 
 
 def _trainings(rank: int, world_size: int) -> dict[str, list[list[float]]]:
-    found = {}
+    hashes = {}
     for where, (mark, configured) in MARKS.items():
         model = _model(where, rank)
         mark(model)
-        found[where] = [
+        hashes[where] = [
             _losses(rank, _model(where, rank), 2, {}),
             _losses(rank, model, 3, {}),
             _losses(rank, _model(where, rank), 3, configured, units=50),
         ]
-    return found
+    return hashes
 
 
 def test_ranks_that_use_other_parts_of_a_marked_module_train_as_at_stage_2() -> None:
     """The module is the root, is inside other modules, or is repeated."""
-    for found in run_ranks(2, _trainings):
-        for where, (expected, *losses) in found.items():
+    for hashes in run_ranks(2, _trainings):
+        for where, (expected, *losses) in hashes.items():
             assert all(one == expected for one in losses), where
 
 

@@ -496,15 +496,15 @@ def test_a_section_makes_its_schedule() -> None:
 
 
 def test_torchs_schedulers_go_by_their_names() -> None:
-    found, expected = (
+    own, expected = (
         make("CosineAnnealingLR", {"T_max": 7}, adam()),
         lr_scheduler.CosineAnnealingLR(adam(), T_max=7),
     )
-    assert type(found) is lr_scheduler.CosineAnnealingLR
-    for schedule in (found, expected) * 5:
+    assert type(own) is lr_scheduler.CosineAnnealingLR
+    for schedule in (own, expected) * 5:
         schedule.optimizer.step()
         schedule.step()
-    assert found.get_last_lr() == expected.get_last_lr()
+    assert own.get_last_lr() == expected.get_last_lr()
     halved = make("LambdaLR", {"lr_lambda": lambda step: 0.5}, adam())
     assert halved.get_last_lr() == [lr / 2 for lr in LRS]
 

@@ -102,8 +102,8 @@ def test_tensors_are_made_on_a_device_and_in_a_dtype() -> None:
         ("meta", torch.float16)
     }
     with deepspeed.OnDevice(dtype=torch.float16, enabled=False):
-        made = torch.zeros(1)
-    assert (made.device.type, made.dtype) == ("cpu", torch.float32)
+        tensor = torch.zeros(1)
+    assert (tensor.device.type, tensor.dtype) == ("cpu", torch.float32)
 
 
 class Pair(NamedTuple):
@@ -176,8 +176,8 @@ def test_all_generators_are_seeded() -> None:
 
 def test_arguments_of_the_command_line() -> None:
     parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
-    given = parser.parse_args(["--deepspeed", "--deepspeed_config", "ds.json"])
-    assert (given.deepspeed, given.deepspeed_config) == (True, "ds.json")
+    options = parser.parse_args(["--deepspeed", "--deepspeed_config", "ds.json"])
+    assert (options.deepspeed, options.deepspeed_config) == (True, "ds.json")
 
 
 @pytest.mark.parametrize(
@@ -290,13 +290,13 @@ def test_memory_usage_is_printed_if_forced(capsys: pytest.CaptureFixture[str]) -
     deepspeed.runtime.utils.see_memory_usage("before")
     assert capsys.readouterr().out == ""
     deepspeed.runtime.utils.see_memory_usage("after", force=True)
-    said = capsys.readouterr().out.splitlines()
-    assert said[0] == "after"
-    assert float(said[-1].split()[-2]) > 0.01
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "after"
+    assert float(lines[-1].split()[-2]) > 0.01
 
 
 def _modified(rank: int, world_size: int) -> list[Any]:
-    found = []
+    draws = []
     for stage in (0, 2, 3):
         engine = start(ds_config(stage=stage))
         weight = engine.module.head.weight
@@ -305,17 +305,17 @@ def _modified(rank: int, world_size: int) -> list[Any]:
                 with torch.no_grad():
                     weight.fill_(2.0)
         with deepspeed.zero.GatheredParameters([weight]):
-            found.append(weight.detach().clone())
+            draws.append(weight.detach().clone())
         train(engine, rank, 1)
-        found.append(hash_of_training(engine, engine.optimizer))
-    return found
+        draws.append(hash_of_training(engine, engine.optimizer))
+    return draws
 
 
 def test_edits_of_one_rank_inside_gathered_parameters_reach_all() -> None:
     first, second = run_ranks(2, _modified)
-    for found in (first, second):
-        assert all(bool((weight == 2.0).all()) for weight in found[::2])
-        assert len(set(found[1::2])) == 1, "the same at every stage"
+    for draws in (first, second):
+        assert all(bool((weight == 2.0).all()) for weight in draws[::2])
+        assert len(set(draws[1::2])) == 1, "the same at every stage"
     assert first[1::2] == second[1::2]
 
 
@@ -393,8 +393,8 @@ def test_edits_behind_autograd_inside_gathered_parameters_stay(
 def test_edits_behind_autograd_of_a_modifier_stay_where_nothing_is_gathered(
     world: int, stage: int
 ) -> None:
-    kept = [2.0, pytest.approx(2.0, abs=0.02)]
-    assert run_ranks(world, _edited_behind_autograd, {}, 0, False, stage) == [kept] * world
+    unchanged = [2.0, pytest.approx(2.0, abs=0.02)]
+    assert run_ranks(world, _edited_behind_autograd, {}, 0, False, stage) == [unchanged] * world
     assert run_ranks(world, _edited_behind_autograd, {}, 0, True, stage)[0][0] != 2.0
 
 
@@ -440,12 +440,12 @@ def _paused(rank: int, world_size: int) -> None:
         include=include, device=devices.OffloadDeviceEnum.cpu, pin_memory=True, non_blocking=True
     )
     engine.empty_partition_cache()
-    kept = {
+    tensors = {
         line.kind: line.bytes
         for line in deepspeed.memory_report(engine).lines
         if line.tier == "device" and line.bytes
     }
-    assert list(kept) == ["weights"]
+    assert list(tensors) == ["weights"]
     engine.reload_states(non_blocking=True)
     train(engine, rank, 1)
     engine.offload_states()
@@ -466,11 +466,11 @@ def test_a_group_is_started_once() -> None:
 
 def test_copies_keep_ties() -> None:
     weight = torch.ones(3)
-    made = deepspeed.checkpoint.utils.clone_tensors_for_torch_save(
+    copies = deepspeed.checkpoint.utils.clone_tensors_for_torch_save(
         {"a": weight, "b": [weight, (weight[:1], 5)], "c": torch.empty(0)}
     )
-    assert made["a"] is made["b"][0]
-    assert made["b"][1][1] == 5
-    assert made["b"][1][0].untyped_storage().nbytes() == 4, "no more than what is asked for"
-    made["a"].zero_()
+    assert copies["a"] is copies["b"][0]
+    assert copies["b"][1][1] == 5
+    assert copies["b"][1][0].untyped_storage().nbytes() == 4, "no more than what is asked for"
+    copies["a"].zero_()
     assert weight.sum() == 3

@@ -27,11 +27,11 @@ def test_another_operation_is_not_there() -> None:
 
 
 def test_compatible_operations_are_those_of_the_builders() -> None:
-    found = deepspeed.ops.__compatible_ops__
-    assert found["cpu_adam"]
-    assert not found["fused_lamb"]
+    compatible = deepspeed.ops.__compatible_ops__
+    assert compatible["cpu_adam"]
+    assert not compatible["fused_lamb"]
     for name, builder in deepspeed.ops.op_builder.all_ops.ALL_OPS.items():
-        assert found[name] == builder.is_compatible()
+        assert compatible[name] == builder.is_compatible()
 
 
 def test_names_and_values_are_deepspeeds() -> None:

@@ -94,8 +94,8 @@ def batches(
     replica: int, count: int, start: int = 0, length: int = LENGTH
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     for number in range(start, start + count):
-        made = torch.Generator().manual_seed(1000 * replica + number)
-        words = torch.randint(0, WORDS, (ROWS, length), generator=made)
+        generator = torch.Generator().manual_seed(1000 * replica + number)
+        words = torch.randint(0, WORDS, (ROWS, length), generator=generator)
         yield words, (3 * words + 1) % WORDS
 
 
@@ -151,19 +151,21 @@ def _error(
             total = total + loss_of(whole(words), labels) / (micro * replicas)
     total.backward()
     results = run_ranks(world, _gradients, stages, tied, micro, stage, twin)
-    found: dict[str, Any] = {}
+    state_dict: dict[str, Any] = {}
     for _, moved in results:
-        found = moved | found  # what is not tied of tied layers is in use in the first stage alone
+        state_dict = (
+            moved | state_dict
+        )  # what is not tied of tied layers is in use in the first stage alone
     expected = {
         name: param.grad for name, param in whole.named_parameters() if param.grad is not None
     }
-    assert set(found) == {name for name, _ in whole.named_parameters()}
+    assert set(state_dict) == {name for name, _ in whole.named_parameters()}
     errors = [abs(loss - total.item()) / total.item() for loss, _ in results]
     for name, grad in expected.items():
         # Weights of about 1 lose the gradient's last bits.
         errors.append(
             (
-                (torch.tensor(found[name]) - grad).abs().max()
+                (torch.tensor(state_dict[name]) - grad).abs().max()
                 / max(grad.abs().max().item(), 2.0**-3)
             ).item()
         )
@@ -205,12 +207,12 @@ def _hash(rank: int, world: int, stages: int, options: dict[str, Any]) -> tuple[
 def test_one_hash_over_stages_and_tiers() -> None:
     options: list[dict[str, Any]] = [{"stage": stage} for stage in (0, 2)]
     cpu = {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}
-    found = [
+    hashes = [
         run_ranks(4, _hash, 2, one)
         for one in [*options, cpu, {"stage": 1, "shardcore": {"overlap_step": True}}]
     ]
-    assert all(one == found[0] for one in found)
-    assert found[0][0][1][-1] < found[0][0][1][0]
+    assert all(one == hashes[0] for one in hashes)
+    assert hashes[0][0][1][-1] < hashes[0][0][1][0]
 
 
 def _over_standin(rank: int, world: int) -> tuple[str, list[float]]:
@@ -258,25 +260,25 @@ def test_another_shape_in_a_batch_is_refused() -> None:
 
 def _evaluate(rank: int, world: int) -> None:
     engine = engine_of(2)
-    given = [*batches(0, 3)]
+    pairs = [*batches(0, 3)]
     engine.module.train()
     events: list[Any] = []
     engine.monitor = SimpleNamespace(enabled=True, write_events=events.extend)
-    loss = engine.eval_batch(iter(given))
+    loss = engine.eval_batch(iter(pairs))
     assert events == ([("Train/Samples/eval_loss", loss.item(), 0)] if rank == 0 else [])
     assert not engine.module.training
-    losses = engine.eval_batch(iter(given), reduce_output=None)
+    losses = engine.eval_batch(iter(pairs), reduce_output=None)
     result, logits = engine.eval_batch(
-        iter(given), return_logits=True, bcast_loss=False, num_micro_batches=1
+        iter(pairs), return_logits=True, bcast_loss=False, num_micro_batches=1
     )
-    outputs = engine.eval_batch(iter(given), compute_loss=False, reduce_output=None)
-    mean = engine.eval_batch(iter(given), compute_loss=False, bcast_loss=False)
+    outputs = engine.eval_batch(iter(pairs), compute_loss=False, reduce_output=None)
+    mean = engine.eval_batch(iter(pairs), compute_loss=False, bcast_loss=False)
     if rank == 0:
         assert mean is None
         assert losses is logits is outputs is result is None
         return
     assert torch.equal(torch.stack(losses).mean(), loss)
-    assert [loss_of(output, y) for output, (_, y) in zip(outputs, given, strict=True)] == losses
+    assert [loss_of(output, y) for output, (_, y) in zip(outputs, pairs, strict=True)] == losses
     assert torch.equal(logits, outputs[0])
     assert torch.equal(result, losses[0])
     assert torch.equal(mean, torch.stack(outputs).mean(0))
@@ -287,8 +289,8 @@ def test_evaluation() -> None:
 
 
 def _own_data(rank: int, world: int) -> list[float]:
-    given = [pair for replica in range(2) for pair in batches(replica, 3)]
-    data = TensorDataset(*(torch.cat(column) for column in zip(*given, strict=True)))
+    pairs = [pair for replica in range(2) for pair in batches(replica, 3)]
+    data = TensorDataset(*(torch.cat(column) for column in zip(*pairs, strict=True)))
     settings = {**ds_config(3, 1), "train_micro_batch_size_per_gpu": ROWS}
     engine, _, loader, _ = shardcore.initialize(
         model=make(2, False), config=settings, training_data=data
@@ -391,10 +393,10 @@ def _dtypes(rank: int, world: int) -> None:
         loss = engine.train_batch(iter([(torch.ones(4, 4), torch.zeros(4, 4))]))
     assert engine.lr_scheduler.samples == engine.train_batch_size() == 4
     module = PipelineModule([nn.Linear(4, 4)], num_stages=1, activation_checkpoint_interval=3)
-    kept = shardcore.initialize(
+    resumed = shardcore.initialize(
         model=module, config=ds_config(pipeline={"activation_checkpoint_interval": 0})
     )[0]
-    assert kept.module.activation_checkpoint_interval == 3
+    assert resumed.module.activation_checkpoint_interval == 3
     assert printed == ([f"step=1 skipped=0 lr=[0.01] loss={loss.item():.6g}"] if rank == 0 else [])
 
 

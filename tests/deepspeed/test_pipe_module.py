@@ -74,7 +74,9 @@ def _layers() -> list[Any]:
     ]
 
 
-def _made(rank: int, world: int, method: str) -> tuple[list[int], dict[str, list[float]]]:
+def _parts_and_weights(
+    rank: int, world: int, method: str
+) -> tuple[list[int], dict[str, list[float]]]:
     module = PipelineModule(_layers(), num_stages=world, partition_method=method, seed_layers=True)
     assert [module.stage_owner(index) for index in (0, len(_layers()) - 1)] == [0, world - 1]
     return module.parts, {name: param.tolist() for name, param in module.named_parameters()}
@@ -84,11 +86,11 @@ def _made(rank: int, world: int, method: str) -> tuple[list[int], dict[str, list
     "method, parts", [("uniform", [0, 3, 5]), ("parameters", [0, 2, 5]), ("type:linear", [0, 4, 5])]
 )
 def test_layers_are_made_where_they_belong(method: str, parts: list[int]) -> None:
-    ((_, whole),) = run_ranks(1, _made, method)
-    found = run_ranks(2, _made, method)
-    assert [bounds for bounds, _ in found] == [parts, parts]
-    assert found[0][1] | found[1][1] == whole
-    assert not found[0][1].keys() & found[1][1].keys()
+    ((_, whole),) = run_ranks(1, _parts_and_weights, method)
+    of_ranks = run_ranks(2, _parts_and_weights, method)
+    assert [bounds for bounds, _ in of_ranks] == [parts, parts]
+    assert of_ranks[0][1] | of_ranks[1][1] == whole
+    assert not of_ranks[0][1].keys() & of_ranks[1][1].keys()
     assert set(whole) == {
         f"{layer}.{kind}" for layer in (0, 2, 3, 4) for kind in ("weight", "bias")
     }

@@ -9,8 +9,8 @@ KINDS = ("TrainSchedule", "InferenceSchedule", "DataParallelSchedule")
 
 
 def steps_of(schedules: Any, kind: str, *sizes: int) -> tuple[int, list[str]]:
-    made = getattr(schedules, kind)(*sizes)
-    return made.num_pipe_buffers(), [repr(step) for step in made]
+    schedule = getattr(schedules, kind)(*sizes)
+    return schedule.num_pipe_buffers(), [repr(step) for step in schedule]
 
 
 def test_every_step_is_deepspeeds() -> None:

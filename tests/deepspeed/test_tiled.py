@@ -65,9 +65,9 @@ WAYS = ("mlp", "compute", "loss", "compute loss")
 
 
 def batch(seed: int, size: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
-    made = torch.Generator().manual_seed(seed)
-    return torch.randn(size, TOKENS, WIDTH, generator=made), torch.randint(
-        0, WORDS, (size, TOKENS), generator=made
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(size, TOKENS, WIDTH, generator=generator), torch.randint(
+        0, WORDS, (size, TOKENS), generator=generator
     )
 
 
@@ -88,9 +88,9 @@ def gradients(way: str, names: Any, size: int = 2) -> list[torch.Tensor]:
 def test_gradients_are_those_of_all_tokens_at_once(way: str) -> None:
     for size in (1, 2):
         plain = gradients("plain", None, size)
-        found = gradients(way, ours, size)
-        assert len(found) == len(plain) == 2 + 7
-        torch.testing.assert_close(found, plain)
+        tiled = gradients(way, ours, size)
+        assert len(tiled) == len(plain) == 2 + 7
+        torch.testing.assert_close(tiled, plain)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -107,11 +107,11 @@ def test_a_mean_weighs_pieces_equally() -> None:
     def loss(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Any:
         return cross_entropy(module(x), y)
 
-    found = ours.TiledFusedLogitsLoss.apply(loss, head, x, y, None, 4, None, "mean")
+    tiled = ours.TiledFusedLogitsLoss.apply(loss, head, x, y, None, 4, None, "mean")
     pieces = zip(x.flatten(0, 1).chunk(4), y.flatten().chunk(4), strict=True)
-    torch.testing.assert_close(found, torch.stack([loss(head, *piece) for piece in pieces]).mean())
+    torch.testing.assert_close(tiled, torch.stack([loss(head, *piece) for piece in pieces]).mean())
     with torch.no_grad():
-        assert ours.TiledFusedLogitsLoss.apply(loss, head, x, y, None, 4, None, "mean") == found
+        assert ours.TiledFusedLogitsLoss.apply(loss, head, x, y, None, 4, None, "mean") == tiled
 
 
 def test_other_arguments_are_refused() -> None:

@@ -84,7 +84,7 @@ def _tags(rank: int, world_size: int, folder: str, **config: Any) -> list[str]:
         engine.save_checkpoint(folder, tag=f"of {rank}")
         path, _ = engine.load_checkpoint(folder, tag=f"of {rank}")
         logging.getLogger("shardcore").removeHandler(handler)
-        said = log.getvalue().splitlines()
+        lines = log.getvalue().splitlines()
     assert path == str(Path(folder, "of 0"))
     strict = start(ds_config(checkpoint={"tag_validation": "FAIL"}))
     for call in (strict.save_checkpoint, strict.load_checkpoint):
@@ -94,7 +94,7 @@ def _tags(rank: int, world_size: int, folder: str, **config: Any) -> list[str]:
         ):
             call(folder, tag=f"of {rank}")
     assert strict.load_checkpoint(folder, tag="of 0")[0] == path
-    return said
+    return lines
 
 
 def test_of_tags_that_differ_by_rank_the_first_holds_or_none(tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_a_loop_that_decides_when_to_step_updates_at_every_step() -> None:
 
 
 def _summed(rank: int, world_size: int) -> list[list[tuple[str, str]]]:
-    found = []
+    answers = []
     low = {"enabled": True, "auto_cast": True, "initial_scale_power": 4, "loss_scale_window": 1}
     for stage, more, forced in (
         (0, {}, False),
@@ -179,8 +179,8 @@ def _summed(rank: int, world_size: int) -> list[list[tuple[str, str]]]:
                     engine.step()
                 assert (engine._core.device_step is not None) == forced
                 hashes.append((hash_of([gradient]), hash_of_training(engine, engine.optimizer)))
-        found.append(hashes)
-    return found
+        answers.append(hashes)
+    return answers
 
 
 def test_gradients_are_added_up_over_ranks() -> None:
@@ -211,15 +211,15 @@ def test_calls_are_answered_as_deepspeed_answers_them(
             folder=ROOT,
         )
         answers.append(json.loads((tmp_path / module).read_text()))
-    expected, found = answers
-    assert found.keys() == expected.keys()
+    expected, own = answers
+    assert own.keys() == expected.keys()
     for call, cases in expected.items():
         for case, values in cases.items():
             same = [
                 pytest.approx(value, rel=1e-5) if isinstance(value, float) else value
                 for value in values
             ]
-            assert found[call][case] == same, (call, case)
+            assert own[call][case] == same, (call, case)
 
 
 def test_autocast_to_float16_scales_the_loss() -> None:

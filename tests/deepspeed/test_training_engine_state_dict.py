@@ -47,10 +47,10 @@ def test_one_rank_reads_the_weights_alone_after_unfreezing() -> None:
 def _read_masters(rank: int, world_size: int) -> None:
     engine = start(ds_config(2, 2, bf16=BF16, shardcore={"overlap_step": True}))
     train(engine, rank, 1)
-    found, masters = engine.module.state_dict(), engine.module_state_dict()
+    weights, masters = engine.module.state_dict(), engine.module_state_dict()
     assert all(
         torch.equal(value, masters[name]) and value.dtype == torch.float32
-        for name, value in found.items()
+        for name, value in weights.items()
     )
 
 

@@ -31,8 +31,8 @@ def _refusal_of(name: str) -> str | None:
         exec(f"from {module} import {own}")
     except ImportError as error:
         above, _, kind = module.rpartition(".")
-        found = getattr(sys.modules.get(above), kind, None)
-        return None if hasattr(found, own) else str(error)
+        parent = getattr(sys.modules.get(above), kind, None)
+        return None if hasattr(parent, own) else str(error)
     return None
 
 
@@ -60,10 +60,14 @@ def test_names_that_public_libraries_import_are_there_or_refused_with_a_remedy()
         for name in IMPORTED["names"]
         if name not in NOT_DEEPSPEEDS and not name.startswith(with_transformers)
     ]
-    missing = {name: said for name, said in run_fresh(_refusals, names).items() if said is not None}
-    for name, said in missing.items():
-        assert f"no counterpart of DeepSpeed's {name.split('.')[0]}" in said, name
-        assert "; expected " in said, (name, said)
+    missing = {
+        name: message
+        for name, message in run_fresh(_refusals, names).items()
+        if message is not None
+    }
+    for name, message in missing.items():
+        assert f"no counterpart of DeepSpeed's {name.split('.')[0]}" in message, name
+        assert "; expected " in message, (name, message)
     common = [name for name in names if "," in IMPORTED["names"][name]]
     assert len(common) > 15
     assert not set(common) & missing.keys(), "what two libraries use"
@@ -99,7 +103,7 @@ def test_each_public_module_is_there_or_refused_with_a_remedy() -> None:
     names = _public_modules()
     refused = run_fresh(_modules_refused, names)
     assert len(names) > len(refused) > 100
-    without = [name for name, said in refused.items() if "; expected " not in said]
+    without = [name for name, message in refused.items() if "; expected " not in message]
     assert without == []
 
 
@@ -127,8 +131,8 @@ def _aliases() -> None:
     for alias, name in ALIASES.items():
         module, _, own = alias.rpartition(".")
         above, _, same = f"deepspeed.{name}".rpartition(".")
-        found = getattr(import_module(f"deepspeed.{module}"), own)
-        assert found is getattr(import_module(above), same), alias
+        thing = getattr(import_module(f"deepspeed.{module}"), own)
+        assert thing is getattr(import_module(above), same), alias
     parts = [getattr(package, f"__version_{part}__") for part in ("major", "minor", "patch")]
     assert ".".join(map(str, parts)) == package.__version__
     assert package.dist is package.comm
@@ -144,7 +148,7 @@ def test_a_class_is_in_the_module_where_deepspeed_defines_it_too() -> None:
 def _attributes(names: list[str]) -> list[tuple[str, str]]:
     """Return what getattr and import say of names that are not there."""
     _install()
-    found = []
+    messages = []
     for name in names:
         above, _, own = name.rpartition(".")
         module = import_module(above)
@@ -157,8 +161,8 @@ def _attributes(names: list[str]) -> list[tuple[str, str]]:
         with pytest.raises(ImportError) as as_module:
             exec(f"import {name}")
         assert str(as_module.value) == str(imported.value)
-        found.append((str(attribute.value), str(imported.value)))
-    return found
+        messages.append((str(attribute.value), str(imported.value)))
+    return messages
 
 
 # of these three kinds of modules: with names of their own, those of another module, and torch's
@@ -166,15 +170,15 @@ MISSING = ("utils.no_such", "profiling.flops_profiler.no_such", "comm.no_such", 
 
 
 def test_a_name_that_is_not_there_says_so() -> None:
-    said = run_fresh(_attributes, [f"deepspeed.{name}" for name in MISSING])
-    for name, (attribute, imported) in zip(MISSING, said, strict=True):
+    messages = run_fresh(_attributes, [f"deepspeed.{name}" for name in MISSING])
+    for name, (attribute, imported) in zip(MISSING, messages, strict=True):
         above, _, own = f"deepspeed.{name}".rpartition(".")
         assert attribute.startswith(f"module '{above}' has no attribute '{own}': ")
         assert attribute.endswith(imported.split(": ", 1)[1])
         assert "deepspeed is shardcore in this process" in imported
         assert f"no counterpart of DeepSpeed's {name}" in imported
-    assert said[0][1].endswith("utils.no_such")
-    assert said[3][1].endswith("an inference engine of your choice")
+    assert messages[0][1].endswith("utils.no_such")
+    assert messages[3][1].endswith("an inference engine of your choice")
 
 
 def test_what_is_said_of_a_module_that_is_there_names_something_else() -> None:

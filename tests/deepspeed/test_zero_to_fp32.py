@@ -29,25 +29,27 @@ def saved(tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
 
 def test_weights_are_float32(saved: tuple[Path, dict[str, torch.Tensor]]) -> None:
     folder, expected = saved
-    found = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(folder)
-    assert set(found) == set(expected)
-    for name, value in found.items():
+    state_dict = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(folder)
+    assert set(state_dict) == set(expected)
+    for name, value in state_dict.items():
         assert value.dtype == torch.float32
         assert torch.equal(value, expected[name].float()), name
-    assert found["blocks.2.up.weight"] is found["blocks.0.up.weight"]
+    assert state_dict["blocks.2.up.weight"] is state_dict["blocks.0.up.weight"]
     trained = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(
         folder, "global_step1", exclude_frozen_parameters=True
     )
-    assert set(found) - set(trained) == {name for name in found if name.startswith("blocks.1.")}
+    assert set(state_dict) - set(trained) == {
+        name for name in state_dict if name.startswith("blocks.1.")
+    }
     model = zero_to_fp32.load_state_dict_from_zero_checkpoint(Net(), folder)
-    assert all(torch.equal(value, found[name]) for name, value in model.state_dict().items())
+    assert all(torch.equal(value, state_dict[name]) for name, value in model.state_dict().items())
 
 
 def test_lazy_tensors_are_read_one_by_one(saved: tuple[Path, dict[str, torch.Tensor]]) -> None:
     folder, expected = saved
-    found = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(folder, lazy_mode=True)
-    assert not any(isinstance(value, torch.Tensor) for value in found.values())
-    for name, value in found.items():
+    state_dict = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(folder, lazy_mode=True)
+    assert not any(isinstance(value, torch.Tensor) for value in state_dict.values())
+    for name, value in state_dict.items():
         assert (value.shape, value.dtype) == (expected[name].shape, torch.float32)
         assert torch.equal(value.contiguous(), expected[name].float()), name
 
@@ -77,8 +79,8 @@ def test_files_without_frozen_parameters(
     zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(
         folder, tmp_path / "out", None, exclude_frozen_parameters=True
     )
-    found = safetensors.load_file(tmp_path / "out" / "model.safetensors")
-    assert set(expected) - set(found) == {
+    tensors = safetensors.load_file(tmp_path / "out" / "model.safetensors")
+    assert set(expected) - set(tensors) == {
         name for name in expected if name.startswith("blocks.1.")
     } | {"blocks.2.up.weight"}
 
@@ -115,8 +117,8 @@ def test_the_command_line_warns_of_nothing(
     command = [sys.executable, "-m", "shardcore.deepspeed.zero_to_fp32", *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    found = safetensors.load_file(tmp_path / "out" / "model.safetensors")
-    assert all(torch.equal(value, saved[1][name].float()) for name, value in found.items())
+    tensors = safetensors.load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(value, saved[1][name].float()) for name, value in tensors.items())
 
 
 def test_errors_are_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

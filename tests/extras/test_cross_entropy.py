@@ -67,7 +67,7 @@ def test_on_a_gpu(dtype: torch.dtype, bound: float, monkeypatch: pytest.MonkeyPa
 
 def test_logits_of_a_wrong_chunk_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = cross_entropy._logits
-    monkeypatch.setattr(cross_entropy, "_logits", lambda *given: logits(*given).roll(1, 0))
+    monkeypatch.setattr(cross_entropy, "_logits", lambda *inputs: logits(*inputs).roll(1, 0))
     assert max(errors(torch.float32, "mean", 60)) > 1e-2
 
 
@@ -151,6 +151,6 @@ def test_sharded_weights() -> None:
 )
 def test_refusals(change: dict[str, Any], message: str) -> None:
     hidden, weight, target, bias = inputs(torch.float32)
-    given = {"hidden": hidden, "weight": weight, "target": target, "bias": bias} | change
+    arguments = {"hidden": hidden, "weight": weight, "target": target, "bias": bias} | change
     with pytest.raises((ValueError, TypeError, IndexError), match=message):
-        chunked_cross_entropy(**given)
+        chunked_cross_entropy(**arguments)

@@ -50,8 +50,8 @@ def modules(count: int) -> list[nn.Module]:
 
 
 def batch_of(step: int, dp: int) -> tuple[torch.Tensor, torch.Tensor]:
-    made = torch.Generator().manual_seed(100 * step + dp)
-    return torch.randn(ROWS, 10, generator=made), torch.randn(ROWS, 5, generator=made)
+    generator = torch.Generator().manual_seed(100 * step + dp)
+    return torch.randn(ROWS, 10, generator=generator), torch.randn(ROWS, 5, generator=generator)
 
 
 def part_of_loss(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -275,13 +275,13 @@ def scaled(rank: int, world: int) -> dict[str, Any]:
     """Train in float16: gradients of a step, one that overflows in the last stage alone, and one
     whose loss is not scaled.
     """
-    made: list[Pipeline] = []
+    pipelines: list[Pipeline] = []
 
     def loss_of(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         loss = part_of_loss(output.float(), y)
-        return loss if factor is None else made[0].optimizer.scale_loss(loss * factor)
+        return loss if factor is None else pipelines[0].optimizer.scale_loss(loss * factor)
 
-    made.append(one := Pipeline(rank, world, "1f1b", 2, 2, loss=loss_of, precision="fp16"))
+    pipelines.append(one := Pipeline(rank, world, "1f1b", 2, 2, loss=loss_of, precision="fp16"))
     factor: float | None = 1.0
     one.backwards(0)
     grads = one.named(
@@ -304,11 +304,13 @@ def test_the_last_stage_scales_losses() -> None:
     whole = nn.Sequential(*modules(2)).double()
     x, y = batch_of(0, 0)
     (whole(x.double()) - y.double()).square().mean().backward()
-    found = {name: grad for grads in run_ranks(2, scaled) for name, grad in grads.items()}
+    grads_of_stages = {name: grad for grads in run_ranks(2, scaled) for name, grad in grads.items()}
     for name, param in whole.named_parameters():
         assert param.grad is not None
         # tens of float16 roundings
-        assert (torch.tensor(found[name]) - param.grad).abs().max() < 0.02 * param.grad.abs().max()
+        assert (
+            torch.tensor(grads_of_stages[name]) - param.grad
+        ).abs().max() < 0.02 * param.grad.abs().max()
 
 
 def refused_schedule(rank: int, world: int, kind: str, options: dict[str, Any]) -> str:
@@ -329,8 +331,8 @@ def test_refused_schedules(kind: str, options: dict[str, Any], words: str) -> No
     """Each over a group of its own: a schedule that raises abandons receives, which block
     whatever gloo sends next.
     """
-    for said in run_ranks(2, refused_schedule, kind, options):
-        assert words in said
+    for message in run_ranks(2, refused_schedule, kind, options):
+        assert words in message
 
 
 def refused_arguments(rank: int, world: int) -> list[str]:
@@ -350,6 +352,6 @@ def refused_arguments(rank: int, world: int) -> list[str]:
 
 
 def test_refused_arguments() -> None:
-    for said in run_ranks(2, refused_arguments):
-        assert "have the ranks [0, 1] in common" in said[0]
-        assert "expected a PipelineStage" in said[1]
+    for message in run_ranks(2, refused_arguments):
+        assert "have the ranks [0, 1] in common" in message[0]
+        assert "expected a PipelineStage" in message[1]

@@ -134,9 +134,9 @@ def same(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
 
 def test_a_loop_with_accumulation_and_clipping_is_that_of_ddp(ddp: dict[str, Any]) -> None:
     assert min(ddp["norms"]) > 100 * CLIP
-    found = [each for options in STAGES for each in run_ranks(2, train, options)]
-    assert all(same(ours, ddp) for ours in found)
-    assert len({ours["hash"] for ours in found}) == 1
+    of_ranks = [each for options in STAGES for each in run_ranks(2, train, options)]
+    assert all(same(ours, ddp) for ours in of_ranks)
+    assert len({ours["hash"] for ours in of_ranks}) == 1
     within = run_ranks(2, train, {"stage": 2, "clip_grad_norm": CLIP}, "", "", None)[0]
     assert same({**within, "norms": ddp["norms"]}, ddp), "clipped within the step"
     unclipped = run_ranks(2, train, {"stage": 2}, "", "", None)[0]

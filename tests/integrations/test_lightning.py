@@ -91,24 +91,24 @@ def test_options_of_shard_and_of_the_trainer(world_size):
 
 
 def _accumulates(rank: int, world_size: int) -> Any:
-    found = {}
+    hashes = {}
     for sync_each, stage in ((False, 3), (True, 1), (None, 1), (None, 2)):
         strategy = ours.ShardcoreStrategy(stage, sync_each=sync_each)
-        found[sync_each, stage] = hash_of_fit(
+        hashes[sync_each, stage] = hash_of_fit(
             fit(rank, world_size, strategy, accumulate_grad_batches=3)
         )
     for sync_each in (False, True):
-        found[sync_each] = hash_of_training(
+        hashes[sync_each] = hash_of_training(
             *plain_loop(rank, world_size, 3, stage=2, sync_each=sync_each)[:2]
         )
-    return found
+    return hashes
 
 
 @pytest.mark.more
 def test_accumulates_in_either_order():
-    for found in run_ranks(2, _accumulates):
-        assert found[False] == found[False, 3] == found[None, 1]
-        assert found[True] == found[True, 1] == found[None, 2] != found[False]
+    for hashes in run_ranks(2, _accumulates):
+        assert hashes[False] == hashes[False, 3] == hashes[None, 1]
+        assert hashes[True] == hashes[True, 1] == hashes[None, 2] != hashes[False]
 
 
 def _clips(rank: int, world_size: int) -> Any:
@@ -146,8 +146,8 @@ def _clips(rank: int, world_size: int) -> Any:
 
 @pytest.mark.more
 def test_clips_as_shard_does():
-    for found in run_ranks(2, _clips):
-        assert len(set(found.values())) == 1, found
+    for of_rank in run_ranks(2, _clips):
+        assert len(set(of_rank.values())) == 1, of_rank
 
 
 def _manual(rank: int, world_size: int) -> Any:
@@ -179,8 +179,8 @@ def _manual(rank: int, world_size: int) -> Any:
 
 @pytest.mark.more
 def test_manual_optimization():
-    for found, expected in run_ranks(2, _manual):
-        assert found == expected
+    for own, expected in run_ranks(2, _manual):
+        assert own == expected
 
 
 def _schedules(rank: int, world_size: int) -> Any:
@@ -212,10 +212,10 @@ def _schedules(rank: int, world_size: int) -> Any:
 
 @pytest.mark.more
 def test_schedulers_drive_the_sharded_optimizer():
-    for found, plain in run_ranks(2, _schedules):
-        assert found["step"][0] == plain
-        assert len(set(found["step"][1])) == 6
-        assert found["epoch"][1] == [1e-2] * 6 + [5e-3] * 6
+    for own, plain in run_ranks(2, _schedules):
+        assert own["step"][0] == plain
+        assert len(set(own["step"][1])) == 6
+        assert own["epoch"][1] == [1e-2] * 6 + [5e-3] * 6
 
 
 # --- precision ------------------------------------------------------------------------------------
@@ -234,12 +234,12 @@ def plain_autocast(rank: int, world_size: int, dtype: torch.dtype, **options: An
 
 
 def _precisions(rank: int, world_size: int) -> Any:
-    found = {}
+    hashes = {}
     # Trainer(precision=) makes it bf16 on CPUs
     half = PACKAGES["lightning"].pl.plugins.MixedPrecision("16-mixed", "cpu")
     for precision, stage in (("bf16-mixed", 1), ("bf16-true", 3), ("16-true", 1)):
         trainer = fit(rank, world_size, f"shardcore_stage_{stage}", precision=precision)
-        found[precision] = (
+        hashes[precision] = (
             hash_of_fit(trainer),
             str(next(trainer.lightning_module.parameters()).dtype),
         )
@@ -247,7 +247,7 @@ def _precisions(rank: int, world_size: int) -> Any:
             ddp = fit(rank, world_size, "ddp", precision=precision).lightning_module.losses
             torch.testing.assert_close(trainer.lightning_module.losses, ddp, rtol=1e-4, atol=0)
     trainer = fit(rank, world_size, "shardcore_stage_3", plugins=[half], **CLIP)
-    found["16-mixed"] = hash_of_fit(trainer), trainer.optimizers[0].loss_scale
+    hashes["16-mixed"] = hash_of_fit(trainer), trainer.optimizers[0].loss_scale
     scaled = {"loss_scale": shardcore.LossScale(), "clip_grad_norm": 0.1}
     expected = {
         "bf16-mixed": plain_autocast(rank, world_size, torch.bfloat16, stage=2),
@@ -255,7 +255,7 @@ def _precisions(rank: int, world_size: int) -> Any:
         "bf16-true": hash_of_training(*plain_loop(rank, world_size, stage=2, precision="bf16")[:2]),
         "16-true": hash_of_training(*plain_loop(rank, world_size, stage=2, precision="fp16")[:2]),
     }
-    return found, expected
+    return hashes, expected
 
 
 @pytest.mark.more
@@ -266,8 +266,8 @@ def test_precisions():
         "16-true": "torch.float16",
         "16-mixed": 65536.0,
     }
-    for found, expected in run_ranks(2, _precisions):
-        assert found == {precision: (expected[precision], seen[precision]) for precision in seen}
+    for own, expected in run_ranks(2, _precisions):
+        assert own == {precision: (expected[precision], seen[precision]) for precision in seen}
         assert len(set(expected.values())) == 4
 
 
@@ -373,8 +373,8 @@ def _averages(rank: int, world_size: int) -> dict[str, str]:
 
 
 def test_averages_of_whole_weights_are_refused_at_setup_and_ours_is_one():
-    for found in run_ranks(2, _averages):
-        for run, said in found.items():
+    for messages in run_ranks(2, _averages):
+        for run, said in messages.items():
             _, name, stage = run.split()
             if stage == "3":
                 assert said.startswith(
@@ -388,14 +388,14 @@ def test_averages_of_whole_weights_are_refused_at_setup_and_ours_is_one():
 
 @pytest.mark.more
 def test_errors_name_what_to_do(tmp_path):
-    for found in run_ranks(2, _refuses, str(tmp_path)):
-        assert found["value"].startswith(
+    for messages in run_ranks(2, _refuses, str(tmp_path)):
+        assert messages["value"].startswith(
             'ValueError: clip_gradients: gradient_clip_algorithm is "value"; expected "norm"'
         )
-        assert "configure_optimizers returned 2 optimizers; expected one" in found["two"]
-        assert "optimizer is a NAdam, which keeps numbers" in found["sgd"]
-        assert "hparams['config'] has type type; expected plain data" in found["hparams"]
-        assert "save_hyperparameters(ignore=[...])" in found["hparams"]
-        assert "was not saved by Lightning's Trainer" in found["plain"]
-        assert "manifest.json, a file that exists; expected a directory" in found["file"]
-        assert "path is s3://bucket/last.ckpt, a URL; expected a directory" in found["url"]
+        assert "configure_optimizers returned 2 optimizers; expected one" in messages["two"]
+        assert "optimizer is a NAdam, which keeps numbers" in messages["sgd"]
+        assert "hparams['config'] has type type; expected plain data" in messages["hparams"]
+        assert "save_hyperparameters(ignore=[...])" in messages["hparams"]
+        assert "was not saved by Lightning's Trainer" in messages["plain"]
+        assert "manifest.json, a file that exists; expected a directory" in messages["file"]
+        assert "path is s3://bucket/last.ckpt, a URL; expected a directory" in messages["url"]

@@ -178,7 +178,7 @@ def _configures(rank: int, world_size: int) -> Any:
 
     module = module_of(configure_model=configure_model)
     module.net = None
-    found = hash_of_fit(fit(rank, world_size, "shardcore_stage_3_offload", module))
+    own = hash_of_fit(fit(rank, world_size, "shardcore_stage_3_offload", module))
     trainer = trainer_of(rank, world_size, "shardcore_stage_3_offload")
     with trainer.init_module():
         assert nn.Linear(2, 2).weight.is_meta
@@ -192,10 +192,10 @@ def _configures(rank: int, world_size: int) -> Any:
         model.loss(batch).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return seen, found, hash_of_training(model, optimizer)
+    return seen, own, hash_of_training(model, optimizer)
 
 
 def test_configure_model_builds_on_the_meta_device():
-    for seen, found, expected in run_ranks(2, _configures):
+    for seen, own, expected in run_ranks(2, _configures):
         assert seen == [{"meta"}]
-        assert found == expected
+        assert own == expected

@@ -121,8 +121,8 @@ def batch_of(sequence: int, kind: str) -> dict[str, torch.Tensor]:
     """Two sequences, most of whose labels lie in the last parts; padded before them, or packed
     of documents.
     """
-    made = torch.Generator().manual_seed(sequence)
-    ids = torch.randint(0, VOCABULARY, (2, TOKENS), generator=made)
+    generator = torch.Generator().manual_seed(sequence)
+    ids = torch.randint(0, VOCABULARY, (2, TOKENS), generator=generator)
     labels = ids.clone()
     labels[0, :17] = -100
     batch = {"input_ids": ids, "labels": labels}

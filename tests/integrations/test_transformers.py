@@ -451,8 +451,8 @@ def test_ranks_generate_until_all_are_done(tmp_path: Path) -> None:
     assert any(a != b for a, b in zip(lengths[::2], lengths[1::2], strict=True)), (
         "ranks are done at different times"
     )
-    for rank, (found, own) in enumerate(run_ranks(2, _generate, str(tmp_path), {})):
-        assert torch.equal(found, alone)
+    for rank, (tokens, own) in enumerate(run_ranks(2, _generate, str(tmp_path), {})):
+        assert torch.equal(tokens, alone)
         assert own == alone[rank, : len(own)].tolist()
         assert len(own) == len(alone[rank]) or not alone[rank, len(own) :].any()
     messages = run_ranks(2, message_of, _generate, str(tmp_path), {"synced_gpus": False})

@@ -181,7 +181,7 @@ def save_alone(rank: int, world_size: int, out: str) -> list[bool]:
     model, optimizer = shardcore.shard(
         model, torch.optim.AdamW(model.parameters(), lr=0.1), stage=3, precision="bf16"
     )
-    gathered, found = shardcore.zero.GatheredParameters, []  # type: ignore[attr-defined]
+    gathered, gathers = shardcore.zero.GatheredParameters, []  # type: ignore[attr-defined]
     for modifier in (None, 0):
         with gathered(list(model.parameters()), modifier_rank=modifier):
             if rank == 0:
@@ -196,10 +196,10 @@ def save_alone(rank: int, world_size: int, out: str) -> list[bool]:
         model(input_ids=batch["input_ids"][None], labels=torch.tensor([1])).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        found.append(
+        gathers.append(
             bool((model.state_dict()["base_model.model.transformer.ln_f.weight"] == 1).all())
         )
-    return found
+    return gathers
 
 
 def test_one_rank_saves_and_merges_adapters_inside_gathered_parameters(tmp_path: Path) -> None:

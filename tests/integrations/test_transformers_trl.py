@@ -77,9 +77,9 @@ def _sft(rank: int, world_size: int, out: str, sharded: bool) -> list[list[float
 @pytest.mark.more
 def test_sft_with_lora_has_the_numbers_of_ddp(tmp_path: Path) -> None:
     expected = run_ranks(2, _sft, str(tmp_path / "ddp"), False)[0]
-    for found in run_ranks(2, _sft, str(tmp_path), True):
-        assert len(found[0]) == 4
-        for ours, theirs in zip(found, expected, strict=True):
+    for of_rank in run_ranks(2, _sft, str(tmp_path), True):
+        assert len(of_rank[0]) == 4
+        for ours, theirs in zip(of_rank, expected, strict=True):
             assert ours == pytest.approx(theirs, rel=1e-4)
     folder = tmp_path / "checkpoint-4"
     assert (folder / "adapter_model.safetensors").exists()

@@ -39,16 +39,16 @@ def llama(attention: str = "sdpa") -> Any:
 
 
 def batches(start: int, step: int, count: int = 6) -> list[dict[str, torch.Tensor]]:
-    made = torch.Generator().manual_seed(1)
-    ids = torch.randint(0, 40, (count, 2, TOKENS), generator=made)
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, 40, (count, 2, TOKENS), generator=generator)
     labels = ids.clone()
     labels[:, :, :5] = -100
     positions = torch.arange(TOKENS).expand(2, -1)
-    found = [
+    batches = [
         {"input_ids": i, "labels": x, "position_ids": positions}
         for i, x in zip(ids, labels, strict=True)
     ]
-    return found[start::step]
+    return batches[start::step]
 
 
 def losses_of(parts: Iterator[dict[str, Any]], engine: Any, group: Any) -> list[float]:
@@ -110,8 +110,8 @@ def _tutorial(rank: int, world: int, stage: int, twin: bool) -> list[float]:
 
 def test_losses_are_those_of_whole_sequences() -> None:
     (expected,) = run_ranks(1, _alone)
-    for found in run_ranks(2, _tutorial, 3, False):
-        assert found == pytest.approx(expected, rel=1e-5)
+    for losses in run_ranks(2, _tutorial, 3, False):
+        assert losses == pytest.approx(expected, rel=1e-5)
     # a twin that attends over its part alone
     assert run_ranks(2, _tutorial, 2, True)[0] != pytest.approx(expected, rel=1e-4)
 
@@ -132,10 +132,10 @@ def _evaluation(rank: int, world: int) -> None:
     engine.eval()
     mask = torch.ones_like(ids)
     mask[0, -3:] = 0
-    for given in ({}, {"attention_mask": mask}):
+    for arguments in ({}, {"attention_mask": mask}):
         with torch.no_grad():
             assert torch.equal(
-                engine(input_ids=ids, **given).logits, whole(input_ids=ids, **given).logits
+                engine(input_ids=ids, **arguments).logits, whole(input_ids=ids, **arguments).logits
             )
 
 

@@ -21,9 +21,9 @@ FILTERS = [
 
 @pytest.mark.parametrize(("include", "exclude", "expected"), FILTERS)
 def test_filters(include: str, exclude: str, expected: dict[str, list[int]]) -> None:
-    found = select(POOL, include, exclude)
-    assert found == expected
-    assert list(found) == list(expected), "ranks are in the hostfile's order"
+    slots = select(POOL, include, exclude)
+    assert slots == expected
+    assert list(slots) == list(expected), "ranks are in the hostfile's order"
 
 
 @pytest.mark.slow
@@ -72,8 +72,8 @@ def test_trim() -> None:
 def test_hostfile(tmp_path: Path) -> None:
     path = tmp_path / "hosts"
     path.write_text("w0 slots=4  # the first\n\n# a comment\n  me@w1   slots=2\n")
-    found = read_hostfile(path)
-    assert found == {"w0": [0, 1, 2, 3], "me@w1": [0, 1]}
+    slots = read_hostfile(path)
+    assert slots == {"w0": [0, 1, 2, 3], "me@w1": [0, 1]}
     for line, text in [
         ("w0", "line 2 of .* is 'w0'; expected HOST slots=N"),
         ("w0 slots=0", "with N above 0"),

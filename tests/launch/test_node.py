@@ -35,9 +35,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcom
         (tmp_path / "program.py").write_text(
             "import os, sys, time\nrank = int(os.environ['RANK'])\n" + textwrap.dedent(program)
         )
-        given = {"slots": [list(range(ranks))], "node_rank": 0, "local_rank": False} | plan
+        fields = {"slots": [list(range(ranks))], "node_rank": 0, "local_rank": False} | plan
         start_s = time.monotonic()
-        outcome = run_node(NodePlan(program=["program.py", *arguments], **given))
+        outcome = run_node(NodePlan(program=["program.py", *arguments], **fields))
         assert time.monotonic() - start_s < SOON_S
         return outcome
 
@@ -62,13 +62,15 @@ def test_ranks_and_their_environment(run: Callable[..., Outcome], capfd: Any) ->
         local_rank=True,
     )
     assert outcome == Outcome()
-    said = capfd.readouterr()
+    printed = capfd.readouterr()
     args = "'a b', '$x$$ ${local_rank}'"
-    assert sorted(said.out.splitlines()) == [
+    assert sorted(printed.out.splitlines()) == [
         f"['{rank}', '{rank}', '2', '2', '127.0.0.1', 'lo'] ['--local_rank={rank}', {args}]"
         for rank in range(2)
     ]
-    assert said.err == "shardcore run: torch finds no GPU on localhost: 2 on its CPU, over gloo\n"
+    assert (
+        printed.err == "shardcore run: torch finds no GPU on localhost: 2 on its CPU, over gloo\n"
+    )
 
 
 def test_the_rank_that_raised_first_is_the_cause(
@@ -93,10 +95,10 @@ def test_the_rank_that_raised_first_is_the_cause(
         (1, "ValueError: boom"),
         (0, "RuntimeError: Connection closed by peer"),
     ]
-    said = capfd.readouterr()
-    assert "Traceback" not in said.err + said.out, "ranks print none"
-    assert "torch/distributed/elastic" not in said.err
-    assert "signal" not in said.err
+    printed = capfd.readouterr()
+    assert "Traceback" not in printed.err + printed.out, "ranks print none"
+    assert "torch/distributed/elastic" not in printed.err
+    assert "signal" not in printed.err
 
 
 def test_other_ends(run: Callable[..., Outcome]) -> None:
@@ -121,9 +123,9 @@ def test_a_rank_that_raised_and_stays_is_shown(
             raise ValueError("boom")
         time.sleep(60)
     """)
-    said = capfd.readouterr().err
-    assert said.count("ValueError: boom") == 1
-    assert "rank 0 of 2 has raised, and has not ended since:\nTraceback" in said
+    stderr = capfd.readouterr().err
+    assert stderr.count("ValueError: boom") == 1
+    assert "rank 0 of 2 has raised, and has not ended since:\nTraceback" in stderr
 
 
 def test_a_used_port(run: Callable[..., Outcome]) -> None:
@@ -192,9 +194,9 @@ def test_gpus(run: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch, capf
     assert [run(show, slots=[[1, 3]], restart=attempt) for attempt in range(2)] == [Outcome()] * 2
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,6, GPU-5,4")
     assert run(show, slots=[[0, 2]]) == Outcome(), "slots count what is visible, as torch does"
-    said = capfd.readouterr()
-    assert said.out.splitlines() == ["1,3"] * 4 + ["7,GPU-5"] * 2
-    assert "no GPU" not in said.err
+    printed = capfd.readouterr()
+    assert printed.out.splitlines() == ["1,3"] * 4 + ["7,GPU-5"] * 2
+    assert "no GPU" not in printed.err
 
 
 def test_cores(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     def run(program: str, *options: str, hosts: str = "alpha slots=1\nbeta slots=1\n") -> Any:
         (tmp_path / "hosts").write_text(hosts)
         (tmp_path / "program.py").write_text(program)
-        given = [
+        plans = [
             "--hostfile",
             "hosts",
             "--master_addr",
@@ -63,7 +63,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
             "-m",
             "shardcore",
             "run",
-            *given,
+            *plans,
             "--no_local_rank",
             "program.py",
             "a b",
@@ -209,11 +209,11 @@ def test_an_agent_that_a_signal_ends_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended = json.dumps(asdict(Outcome(signal=signal.SIGTERM)))
-    found = outcome_of(tmp_path, monkeypatch, f"case $* in *w1*) cat ;; esac\nreport '{ended}'\n")
-    assert found.error.startswith(
+    outcome = outcome_of(tmp_path, monkeypatch, f"case $* in *w1*) cat ;; esac\nreport '{ended}'\n")
+    assert outcome.error.startswith(
         "run: the agent on w2 was ended by SIGTERM, which came from there"
     )
-    assert found.signal == 0
+    assert outcome.signal == 0
 
 
 def test_what_ranks_leave_behind_is_not_waited_for(
@@ -254,10 +254,10 @@ def test_environment_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     second.mkdir()
     (first / ".deepspeed_env").write_text("X=1\nY=2\n")
     (second / ".deepspeed_env").write_text("\nX=3=4\n")
-    found = nodes.passed_environment([first, second])
-    assert (found["X"], found["Y"]) == ("3=4", "2")
-    assert found["PYTHONPATH"].split(":")[0] == os.getcwd()
-    assert found["PATH"] == os.environ["PATH"]
+    variables = nodes.passed_environment([first, second])
+    assert (variables["X"], variables["Y"]) == ("3=4", "2")
+    assert variables["PYTHONPATH"].split(":")[0] == os.getcwd()
+    assert variables["PATH"] == os.environ["PATH"]
     (second / "other").write_text("Z=5\nno value\n")
     monkeypatch.setenv("DS_ENV_FILE", "other")
     with pytest.raises(ValueError, match=r"line 2 of .*other is 'no value'; expected NAME=VALUE"):

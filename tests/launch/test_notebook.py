@@ -57,8 +57,8 @@ def stay() -> None:
 def test_the_result_is_that_of_rank_0() -> None:
     # with OpenMP's threads, as a notebook may have before
     (torch.randn(300, 300) @ torch.randn(300, 300)).sum()
-    found = shardcore.notebook_launcher(train, (2,), num_processes=2)
-    assert (found["rank"], found["world"]) == (0, 2)
+    results = shardcore.notebook_launcher(train, (2,), num_processes=2)
+    assert (results["rank"], results["world"]) == (0, 2)
     torch.manual_seed(3)
     model = torch.nn.Linear(40, 30)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.0)
@@ -68,7 +68,7 @@ def test_the_result_is_that_of_rank_0() -> None:
         ).backward()
         optimizer.step()
         optimizer.zero_grad()
-    torch.testing.assert_close(found["weights"], model.weight.detach())
+    torch.testing.assert_close(results["weights"], model.weight.detach())
     assert not torch.allclose(
         shardcore.notebook_launcher(train, (1,), num_processes=2)["weights"], model.weight
     ), "a step less"
@@ -76,8 +76,8 @@ def test_the_result_is_that_of_rank_0() -> None:
 
 
 def test_one_process_is_a_new_one_too() -> None:
-    given, threads, number = shardcore.notebook_launcher(lambda: environment())
-    assert given == ["0", "0", "1", "1", "127.0.0.1"]
+    variables, threads, number = shardcore.notebook_launcher(lambda: environment())
+    assert variables == ["0", "0", "1", "1", "127.0.0.1"]
     assert threads == 1, "OpenMP's threads do not survive a fork"
     assert number != os.getpid()
     assert "RANK" not in os.environ
@@ -164,8 +164,8 @@ def test_what_is_refused(arguments: dict[str, Any], kind: type[Exception], text:
 
 def test_cuda_that_was_used_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    here = os.getpid()
-    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: os.getpid() != here)
+    pid = os.getpid()
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: os.getpid() != pid)
     with pytest.raises(
         RuntimeError,
         match=r"CUDA has been used in this process.*restart the kernel.*start_method=\"spawn\"",
@@ -198,11 +198,11 @@ def ends_late(folder: Path) -> Any:
 
 @pytest.mark.slow
 def test_spawn_takes_functions_of_modules(tmp_path: Path) -> None:
-    given, threads, _ = shardcore.notebook_launcher(
+    variables, threads, _ = shardcore.notebook_launcher(
         ends_late, (tmp_path,), num_processes=2, start_method="spawn"
     )
     assert {path.name for path in tmp_path.iterdir()} == {"thread", "atexit"}
-    assert given == ["0", "0", "2", "2", "127.0.0.1"]
+    assert variables == ["0", "0", "2", "2", "127.0.0.1"]
     assert threads == max(1, len(os.sched_getaffinity(0)) // 2) or "OMP_NUM_THREADS" in os.environ
 
 

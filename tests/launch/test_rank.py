@@ -41,10 +41,10 @@ def run(tmp_path: Path) -> Any:
         words = program if isinstance(program, list) else [str(tmp_path / "program.py")]
         if isinstance(program, str):
             (tmp_path / "program.py").write_text(textwrap.dedent(program))
-        given = json.dumps(BASE | {"failures": str(tmp_path / "failures")} | options)
+        options_as_json = json.dumps(BASE | {"failures": str(tmp_path / "failures")} | options)
         known = {"PATH": os.environ["PATH"], "RANK": "1", "LOCAL_RANK": "1"}
         known |= {"LOCAL_WORLD_SIZE": "2"} | (environment or {})
-        command = [sys.executable, "-u", rank.__file__, given, *words, *arguments]
+        command = [sys.executable, "-u", rank.__file__, options_as_json, *words, *arguments]
         done: Any = subprocess.run(
             command,
             env=known,

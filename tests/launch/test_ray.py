@@ -154,16 +154,16 @@ def test_two_workers_train_as_two_ranks_do(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    said = [
+    lines = [
         line.split(" ", 1)
         for line in done.stdout.splitlines()
         if line.startswith(("both ", "weights "))
     ]
-    assert [name for name, _ in said] == ["both", "weights", "weights"]
-    *hashes, rows = json.loads(said[0][1])
+    assert [name for name, _ in lines] == ["both", "weights", "weights"]
+    *hashes, rows = json.loads(lines[0][1])
     assert rows == [[str(rank), "2", str(rank), "2", True, "gloo"] for rank in range(2)]
     assert run_ranks(2, both) == [hashes, hashes]
     assert not set(hashes) & set(run_ranks(1, both)[0]), "a rank that trains alone"
     alone = [run_ranks(2, example_alone, steps)[0] for steps in (2, 4)]
-    assert [text for _, text in said[1:]] == alone
+    assert [text for _, text in lines[1:]] == alone
     assert alone[0] != alone[1]

@@ -208,10 +208,10 @@ def test_what_is_refused(words: list[str], text: str, capsys: Any) -> None:
     with pytest.raises(SystemExit) as stop:
         cli.main(["run", *words, "train.py"])
     assert stop.value.code == 2
-    said = capsys.readouterr().err.splitlines()
-    assert said[0] == "usage: shardcore run [OPTIONS] PROGRAM [ARGUMENTS]"
-    assert said[-1].startswith("shardcore run: error: ")
-    assert text in said[-1]
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "usage: shardcore run [OPTIONS] PROGRAM [ARGUMENTS]"
+    assert lines[-1].startswith("shardcore run: error: ")
+    assert text in lines[-1]
 
 
 def test_without_a_program(capsys: Any) -> None:
@@ -243,12 +243,12 @@ class Command:
         folder = Path(tempfile.mkdtemp(dir=Path.cwd()))
         (folder / "train.py").write_text(textwrap.dedent(program))
         self.output = folder / "out"
-        given = os.environ | {"PYTHONPATH": str(ROOT)} | environment
+        variables = os.environ | {"PYTHONPATH": str(ROOT)} | environment
         self.process = start(
             run_here,
             "shardcore",
             ("run", *words, "train.py", *arguments),
-            given,
+            variables,
             folder,
             self.output,
         )
@@ -330,10 +330,10 @@ def test_sagemakers_two_machines() -> None:
             print(rows, flush=True)
         {END}
     """
-    given = {"SM_HOSTS": json.dumps(hosts), "SM_NUM_GPUS": "0", "SM_MODEL_DIR": "/opt/ml/model"}
+    variables = {"SM_HOSTS": json.dumps(hosts), "SM_NUM_GPUS": "0", "SM_MODEL_DIR": "/opt/ml/model"}
     options = ("--no_local_rank", "--master_port", port)
     started = [
-        Command(program, *options, SM_CURRENT_HOST=host, **given) for host in reversed(hosts)
+        Command(program, *options, SM_CURRENT_HOST=host, **variables) for host in reversed(hosts)
     ]
     second, first = (command.ended() for command in started)
     assert first[:2] == (0, f"{[(host, '0', '/opt/ml/model') for host in hosts]}\n"), first
@@ -359,8 +359,8 @@ def test_statuses_and_restarts(capfd: Any) -> None:
     )
     Path("train.py").write_text("import argparse; argparse.ArgumentParser().parse_args()")
     assert run_in_this_process("--num_gpus", "2", "train.py") == 2
-    said = capfd.readouterr().err.splitlines()[-1]
-    assert said.endswith(
+    printed = capfd.readouterr().err.splitlines()[-1]
+    assert printed.endswith(
         "ended with exit status 2 (if the program does not take --local_rank: shardcore run "
         "--no_local_rank)"
     )
@@ -369,9 +369,9 @@ def test_statuses_and_restarts(capfd: Any) -> None:
         "assert n == 2, f'attempt {n}'"
     )
     assert run_in_this_process("--max_restarts", "3", "train.py") == 0
-    said = capfd.readouterr()
-    assert said.out.split() == ["0", "1", "2"]
-    assert [line for line in said.err.splitlines() if "attempt" in line and "Error" in line] == [
+    printed = capfd.readouterr()
+    assert printed.out.split() == ["0", "1", "2"]
+    assert [line for line in printed.err.splitlines() if "attempt" in line and "Error" in line] == [
         "AssertionError: attempt 0",
         "AssertionError: attempt 1",
     ]
@@ -468,17 +468,19 @@ def planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
             (tmp_path / "bin" / name).write_text(text)
             (tmp_path / "bin" / name).chmod(0o755)
         for environment in environments:
-            given = os.environ | {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"} | environment
-            subprocess.run(command, env=given, check=True, timeout=SOON_S)
-        found = []
+            variables = (
+                os.environ | {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"} | environment
+            )
+            subprocess.run(command, env=variables, check=True, timeout=SOON_S)
+        node_plans = []
         for file in sorted(tmp_path.glob("run.*")):
             words, environment = json.loads(file.read_text())
             assert words.pop(0) == "run"
             with monkeypatch.context() as patch:
                 for name, value in environment.items():
                     patch.setenv(name, value)
-                found += plans_of(words)
-        return found
+                node_plans += plans_of(words)
+        return node_plans
 
     return run
 
@@ -525,7 +527,7 @@ def test_the_kubernetes_manifest(planned: Any) -> None:
         "pytorchReplicaSpecs"
     ]
     assert [replicas[name]["replicas"] for name in ("Master", "Worker")] == [1, 1]
-    found = []
+    node_plans = []
     for rank, part in enumerate((replicas["Master"], replicas["Worker"])):
         (container,) = part["template"]["spec"]["containers"]
         pod = {
@@ -535,7 +537,7 @@ def test_the_kubernetes_manifest(planned: Any) -> None:
             "MASTER_PORT": "23456",
             "NODE": str(rank),
         }
-        found = planned(container["command"], [pod])
+        node_plans = planned(container["command"], [pod])
     check_two_nodes(
-        found, 8, ["train.py", "--checkpoints", "/checkpoints"], ("job-master-0", 23456)
+        node_plans, 8, ["train.py", "--checkpoints", "/checkpoints"], ("job-master-0", 23456)
     )

@@ -147,8 +147,10 @@ def wrong(rank: int, stage: int, offload: Any, results: list[tuple[Any, ...]]) -
         found.add("bytes")
     for tier in ("device", "cpu"):
         for kind in ("weights", "master", "states"):
-            kept = sum(line.bytes for line in lines if (line.kind, line.tier) == (kind, tier))
-            if row[f"{kind}_{tier}_bytes"] != kept:
+            state_bytes = sum(
+                line.bytes for line in lines if (line.kind, line.tier) == (kind, tier)
+            )
+            if row[f"{kind}_{tier}_bytes"] != state_bytes:
                 found.add("memory")
     return found
 
@@ -326,9 +328,9 @@ def test_an_overlapped_step_is_not_waited_for_to_measure_memory() -> None:
 def test_states_in_files_are_read_and_written_once_a_step(tmp_path: Path) -> None:
     model, optimizer = sharded(offload={"optimizer": "nvme", "path": str(tmp_path), "ratio": 0.75})
     rows, _ = train(0, 3, model, optimizer, shardcore.Metrics(model, log=False))
-    kept, moved = rows[2]["states_nvme_bytes"], rows[2]["from_nvme_bytes"]
+    state_bytes, moved = rows[2]["states_nvme_bytes"], rows[2]["from_nvme_bytes"]
     blocks = sum(bucket.host_numel > 0 for bucket in optimizer._engine.buckets)
-    assert kept <= moved == rows[2]["to_nvme_bytes"] <= kept + 4096 * blocks
+    assert state_bytes <= moved == rows[2]["to_nvme_bytes"] <= state_bytes + 4096 * blocks
     assert rows[2]["states_device_bytes"] > 0
     assert rows[2]["to_host_bytes"] > 0
 
@@ -437,7 +439,7 @@ def _without_key() -> None:
 
 def _fails(rank: int, world_size: int, folder: str) -> list[str]:
     model, _ = sharded()
-    said = []
+    messages = []
     for options in (
         {"every": 1 + rank},
         {"every": 0 if rank == 1 else 1},
@@ -448,10 +450,10 @@ def _fails(rank: int, world_size: int, folder: str) -> list[str]:
             patch.setitem(sys.modules, "wandb", SimpleNamespace(init=_without_key))
             try:
                 shardcore.Metrics(model, log=False, **options)  # type: ignore[arg-type]
-                said.append("")
+                messages.append("")
             except (ValueError, RuntimeError, OSError, UsageError) as error:
-                said.append(f"{type(error).__name__}: {error}")
-    return said
+                messages.append(f"{type(error).__name__}: {error}")
+    return messages
 
 
 def test_an_error_on_one_rank_is_one_on_all(tmp_path: Path) -> None:
@@ -480,7 +482,7 @@ def _in_parts(rank: int, world_size: int, folder: str) -> tuple[Any, str]:
 
 def test_one_rank_writes_of_a_model_in_parts(tmp_path: Path) -> None:
     results = run_ranks(4, _in_parts, str(tmp_path))
-    for row, said in results:
+    for row, message in results:
         assert row["loss"] == 2.0, "of ranks 1 and 3"
         assert row["tokens_per_s"] * row["step_ms"] / 1000 == pytest.approx(10 + 11), (
             "once for all parts"
@@ -488,7 +490,7 @@ def test_one_rank_writes_of_a_model_in_parts(tmp_path: Path) -> None:
         assert row["tflops_per_s"] * row["step_ms"] / 1000 == pytest.approx(2.5), (
             "the mean of ranks"
         )
-        assert "metrics.csv is there already" in said
+        assert "metrics.csv is there already" in message
     (written,) = csv.DictReader((tmp_path / "metrics.csv").open())
     assert written == {
         name: "" if value is None else str(value) for name, value in results[0][0].items()

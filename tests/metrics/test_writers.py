@@ -36,10 +36,10 @@ def test_tensorboard_has_what_is_known(tmp_path: Path) -> None:
 
     _, metrics = watched(tmp_path, tensorboard=True)
     rows = [metrics.step(loss=loss) for loss in (2.0, 1.5)]
-    found = EventAccumulator(str(tmp_path / "tensorboard"))
-    found.Reload()
-    assert [(event.step, event.value) for event in found.Scalars("loss")] == [(1, 2.0), (2, 1.5)]
-    assert set(found.Tags()["scalars"]) == {
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 2.0), (2, 1.5)]
+    assert set(events.Tags()["scalars"]) == {
         name for name in COLUMNS if name != "step" and rows[0][name] is not None
     }
 

@@ -18,9 +18,9 @@ BATCH, TOKENS, FEATURES = 2, 8, 4
 
 
 def inputs(heads: int, kv_heads: int) -> list[torch.Tensor]:
-    made = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     return [
-        torch.randn(BATCH, count, TOKENS, FEATURES, generator=made)
+        torch.randn(BATCH, count, TOKENS, FEATURES, generator=generator)
         for count in (heads, kv_heads, kv_heads)
     ]
 
@@ -112,26 +112,26 @@ def test_batches_are_split_with_the_labels_of_whole_sequences() -> None:
 
 def refusals(rank: int, world_size: int) -> list[str]:
     group: Any = dist.group.WORLD
-    said = []
+    messages = []
 
     def note(call: Any) -> None:
         try:
             call()
         except (TypeError, ValueError) as error:
-            said.append(str(error))
+            messages.append(str(error))
 
     note(lambda: next(iter(SequenceParallelLoader([batches(rank)], group))))
     note(lambda: split_sequences({"input_ids": torch.zeros(1, 7, dtype=torch.int64)}, group))
     note(lambda: ulysses_attention(lambda q, k, v: q, *inputs(3, 1), group))
     note(lambda: split_sequences(batches(), "sp"))
-    return said
+    return messages
 
 
 def test_refusals() -> None:
-    for said in run_ranks(2, refusals):
-        assert len(said) == 4
+    for messages in run_ranks(2, refusals):
+        assert len(messages) == 4
         for text, part in zip(
-            said,
+            messages,
             ("different batches", "7 tokens for 2 ranks", "3 heads", "group is 'sp'"),
             strict=True,
         ):

@@ -214,8 +214,8 @@ def test_what_it_cannot_estimate_is_refused():
     optimizer = torch.optim.SGD(_net().parameters(), lr=0.1)
     with pytest.raises(RuntimeError, match="one rank with num_gradients_to_accumulate=1"):
         AdaScale(optimizer)
-    made = AdaScale(optimizer, num_gradients_to_accumulate=2)
+    scaled = AdaScale(optimizer, num_gradients_to_accumulate=2)
     with pytest.raises(ValueError, match=r"scale is 0.5"):
-        made.set_scale(0.5)
+        scaled.set_scale(0.5)
     with pytest.raises(RuntimeError, match="is_scaled_loss is True"):
-        made.scale_grad_by_num_grads_to_accum()
+        scaled.scale_grad_by_num_grads_to_accum()

@@ -111,23 +111,25 @@ def _states(rank, world_size):
     model, optimizer = _fsdp(rank)
     whole = hash_of_training(model, optimizer)
     model, optimizer = _fsdp(rank, steps=range(2), state_dict_on_rank_0_only=True)
-    held = [model.state_dict(), model.gather_full_optim_state_dict(optimizer, recipient_rank=0)]
-    assert (bool(held[0]), held[1] is not None) == (rank == 0, rank == 0)
-    torch.distributed.broadcast_object_list(held, 0)
-    assert list(held[0]) == list(Net().state_dict())
-    torch.optim.AdamW(Net().parameters()).load_state_dict(held[1])  # in torch's format
+    states = [model.state_dict(), model.gather_full_optim_state_dict(optimizer, recipient_rank=0)]
+    assert (bool(states[0]), states[1] is not None) == (rank == 0, rank == 0)
+    torch.distributed.broadcast_object_list(states, 0)
+    assert list(states[0]) == list(Net().state_dict())
+    torch.optim.AdamW(Net().parameters()).load_state_dict(states[1])  # in torch's format
     with model.summon_full_params():
         summoned = {name: param.detach().clone() for name, param in model.named_parameters()}
         model.head.weight.detach().mul_(2)
-    assert all(torch.equal(held[0][name], value) for name, value in summoned.items())
-    assert torch.equal(shardcore.full_state(model.gain, "exp_avg"), held[1]["state"][0]["exp_avg"])
+    assert all(torch.equal(states[0][name], value) for name, value in summoned.items())
+    assert torch.equal(
+        shardcore.full_state(model.gain, "exp_avg"), states[1]["state"][0]["exp_avg"]
+    )
     shards = model.local_state_dict()
     again = _wrapped()  # loads before it is sharded
     again.append_shared_param(again.head.weight)
     optimizer = torch.optim.AdamW(again.parameters(), **ADAMW)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-    again.load_state_dict(held[0])
-    optimizer.load_state_dict(again.get_shard_from_optim_state_dict(held[1]))
+    again.load_state_dict(states[0])
+    optimizer.load_state_dict(again.get_shard_from_optim_state_dict(states[1]))
     scheduler.last_epoch = 2
     _loop(
         rank,
@@ -140,7 +142,7 @@ def _states(rank, world_size):
     )
     assert hash_of_training(again, optimizer) == whole
     again.load_local_state_dict(shards)
-    doubled = {**held[0], "head.weight": held[0]["head.weight"] * 2}
+    doubled = {**states[0], "head.weight": states[0]["head.weight"] * 2}
     assert not again.state_dict_on_rank_0_only
     assert all(torch.equal(value, doubled[name]) for name, value in again.state_dict().items())
     with again.summon_full_params():
@@ -255,14 +257,18 @@ def test_wrap_is_for_enable_wrap_alone():
     assert not isinstance(wrap(nn.Linear(5, 5)), FSDP)
     assert not isinstance(auto_wrap(_nested()), FSDP)
     with enable_wrap(wrapper_cls=FSDP, reshard_after_forward=False):
-        made, other = wrap(nn.Linear(5, 5)), wrap(nn.Linear(5, 5), reshard_after_forward=True)
+        wrapped, other = wrap(nn.Linear(5, 5)), wrap(nn.Linear(5, 5), reshard_after_forward=True)
         with pytest.raises(NotImplementedError, match="inside of another"), enable_wrap():
             pass
-    assert isinstance(made, FSDP)
-    assert isinstance(made, nn.Linear)
-    assert not made.shard_options()["reshard_after_forward"]
+    assert isinstance(wrapped, FSDP)
+    assert isinstance(wrapped, nn.Linear)
+    assert not wrapped.shard_options()["reshard_after_forward"]
     assert other.shard_options()["reshard_after_forward"]
-    assert (made.reshard_after_forward, made.mixed_precision, other.reshard_after_forward) == (
+    assert (
+        wrapped.reshard_after_forward,
+        wrapped.mixed_precision,
+        other.reshard_after_forward,
+    ) == (
         False,
         False,
         True,

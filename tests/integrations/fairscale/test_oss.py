@@ -103,14 +103,14 @@ def _resumes(rank, world_size):
         with pytest.raises(RuntimeError, match="has not consolidated"):
             oss.state_dict()
         states = None
-    held = [states]
-    dist.broadcast_object_list(held, 1)
+    states_of_rank = [states]
+    dist.broadcast_object_list(states_of_rank, 1)
     plain = torch.optim.AdamW(make_net().parameters())
-    plain.load_state_dict(held[0])  # in torch's format
+    plain.load_state_dict(states_of_rank[0])  # in torch's format
     full = model.module.state_dict()
     model, oss, _ = _made()
     model.module.load_state_dict(full)
-    oss.load_state_dict(held[0])
+    oss.load_state_dict(states_of_rank[0])
     scheduler = torch.optim.lr_scheduler.StepLR(oss, 2, 0.5)
     scheduler.last_epoch = 2
     _loop(rank, model, oss, scheduler, lambda: oss.clip_grad_norm(0.5), model.no_sync, range(2, 4))

@@ -50,8 +50,8 @@ def test_offload_model_trains_as_the_plain_model(options):
     model = OffloadModel(_layers(), device="cpu", **options)
     assert torch.allclose(_evaluate(model), _evaluate(_layers()))  # not sharded yet
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
-    found = _train(model, optimizer)
-    assert torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
+    losses = _train(model, optimizer)
+    assert torch.allclose(losses, expected, rtol=1e-5, atol=1e-6)
     with pytest.raises(RuntimeError, match="is sharded"):  # its weights are in host memory
         model.model_slices[0][0].weight.sum()
     with pytest.raises(AssertionError):
@@ -69,11 +69,11 @@ def test_offload_model_is_sharded_on_its_gpu(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device", switched)
-    found = []
-    monkeypatch.setattr(ShardedLater, "shard_now", lambda model: found.append(current[-1]))
+    devices = []
+    monkeypatch.setattr(ShardedLater, "shard_now", lambda model: devices.append(current[-1]))
     model = OffloadModel(_layers(), "cuda:1")
     model.shard_now()
-    assert (found, current) == ([torch.device("cuda:1")], [None])
+    assert (devices, current) == ([torch.device("cuda:1")], [None])
 
 
 def _evaluate(model):
