@@ -5,10 +5,6 @@ For `lightning` and `pytorch_lightning` alike, which have equal classes under di
 what is ours is in mixins, and the classes are made of a mixin and a class of the package (`_make`).
 Launching, process groups, samplers and reductions of metrics are those of Lightning's DDPStrategy.
 
-Note [The whole model]. The LightningModule itself is sharded, so that its hooks begin and end each
-forward: the steps (`training_step`, ...) run inside its `__call__`, by Lightning's own redirection,
-as they do under DDP.
-
 Private names of Lightning, all of which DeepSpeedStrategy overrides or calls as well:
 `_after_closure` of the precision plugin, `_forward_redirection`, `_layer_sync` and
 `_backward_sync_control` of a strategy. Tested with Lightning 2.6.6.
@@ -83,7 +79,6 @@ STRATEGIES: dict[str, dict[str, Any]] = {
         for stage, offload in OFFLOAD.items()
     },
     "shardcore_stage_3_nvme": {"stage": 3, "offload": NVME},
-    "shardcore_3_nvme": {"stage": 3, "offload": NVME},
 }
 
 _CLIENT = "lightning"  # the key of client_state
@@ -329,6 +324,18 @@ def unpacked(kind: str, path: Path, client_state: Mapping[str, Any]) -> dict[str
 # --- the Trainer's strategy -----------------------------------------------------------------------
 
 
+def _step_of(name: str, context: str) -> Callable[..., Any]:
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # The LightningModule itself is sharded, so its hooks begin and end each forward: its
+        # steps run inside its __call__, by Lightning's own redirection, as under DDP.
+        module = self.lightning_module
+        with getattr(self.precision_plugin, context)():
+            return self._forward_redirection(module, module, name, *args, **kwargs)
+
+    step.__doc__ = f"Run the module's {name}."
+    return step
+
+
 class _TrainerStrategy(_Sharding):
     """Shards the LightningModule when the Trainer sets up, and saves and loads its checkpoints.
 
@@ -423,30 +430,10 @@ class _TrainerStrategy(_Sharding):
 
     # --- steps ------------------------------------------------------------------------------------
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's training_step: see Note [The whole model]."""
-        with self.precision_plugin.train_step_context():
-            return self._run_step("training_step", *args, **kwargs)
-
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's validation_step."""
-        with self.precision_plugin.val_step_context():
-            return self._run_step("validation_step", *args, **kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's test_step."""
-        with self.precision_plugin.test_step_context():
-            return self._run_step("test_step", *args, **kwargs)
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's predict_step."""
-        with self.precision_plugin.predict_step_context():
-            return self._run_step("predict_step", *args, **kwargs)
-
-    def _run_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        return self._forward_redirection(
-            self.lightning_module, self.lightning_module, name, *args, **kwargs
-        )
+    training_step = _step_of("training_step", "train_step_context")
+    validation_step = _step_of("validation_step", "val_step_context")
+    test_step = _step_of("test_step", "test_step_context")
+    predict_step = _step_of("predict_step", "predict_step_context")
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:

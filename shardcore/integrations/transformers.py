@@ -5,11 +5,6 @@ Invariants: Trainer's loop, data order, logs and files stay; the model is sharde
 would wrap it. What a DeepSpeed configuration says goes through shardcore.deepspeed, and no part of
 DeepSpeed is imported or needed.
 
-Note [Checkpoints]: a folder checkpoint-N has what Trainer writes (whole weights or adapters,
-trainer_state.json, random states of each rank), and in place of optimizer.pt a checkpoint of
-shardcore.save, which resumes on any number of ranks. Without one, as in a plain Trainer's folder,
-Trainer's own loading goes through state dicts, which sharded models and optimizers accept.
-
 Private names of Trainer: `_save`, `_save_optimizer_and_scheduler`, `_load_from_checkpoint`,
 `_load_optimizer_and_scheduler`, `_load_best_model`, `_clip_grad_norm`, `_get_grad_norm`,
 `_maybe_log_save_evaluate`, `_build_accelerator_args`; of its arguments `_setup_devices` and
@@ -58,21 +53,9 @@ if Version(transformers.__version__) < Version("5.3"):
 _SAVES_ON_FIRST_RANK = Version(transformers.__version__) < Version("5.23")
 
 # Of a configuration, what the engine that initialize returns does.
-_OF_THE_ENGINE: tuple[str, ...] = (
-    "autocast",
-    "dataloader_drop_last",
-    "wall_clock_breakdown",
-    "memory_breakdown",
-    "dump_state",
-    "comms_logger",
-)
-_OF_THE_ENGINE += (
-    "flops_profiler",
-    "tensorboard",
-    "csv_monitor",
-    "wandb",
-    "cpu_checkpointing",
-    "log_level",
+_OF_THE_ENGINE = (
+    "autocast dataloader_drop_last wall_clock_breakdown memory_breakdown dump_state comms_logger "
+    "flops_profiler tensorboard csv_monitor wandb cpu_checkpointing log_level"
 )
 
 _OP = "ShardcoreTrainer"
@@ -221,7 +204,7 @@ class ShardcoreTrainerMixin(_Base):
                 logger.warning("%s: %s", _OP, "; ".join(lines))
             for line in settings.accepted:
                 logger.warning("%s: config has no effect here: %s", _OP, line)
-            unused = [name for name in _OF_THE_ENGINE if getattr(settings, name)]
+            unused = [name for name in _OF_THE_ENGINE.split() if getattr(settings, name)]
             if unused:
                 logger.warning(
                     "%s: config has no effect under Trainer: %s; use Trainer's own arguments",
@@ -294,7 +277,7 @@ class ShardcoreTrainerMixin(_Base):
             self._apply_config()
         return super().evaluation_loop(*args, **kwargs)
 
-    # --- saving and loading: Note [Checkpoints] ---------------------------------------------------
+    # --- saving and loading -----------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the whole weights, for from_pretrained, and what Trainer saves with them.
@@ -324,6 +307,7 @@ class ShardcoreTrainerMixin(_Base):
         if self._engine is None:
             super()._save_optimizer_and_scheduler(output_dir)
             return
+        # In place of optimizer.pt, beside what Trainer writes: it resumes on any number of ranks.
         save(
             output_dir,
             self.model,
@@ -346,6 +330,7 @@ class ShardcoreTrainerMixin(_Base):
                 scheduler=self.lr_scheduler,
             )
         else:
+            # Of a plain Trainer's folder: by state dicts, which a sharded optimizer accepts.
             super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_best_model(self) -> None:

@@ -6,11 +6,7 @@ names, and for parameters that are in no module of their own (the weights of all
 layer). What torch's styles do not take has a class here: experts (`_with_local_params`), and the
 fused projections of GPT-2, which are in Conv1D, and in no plan (`_sliced`).
 
-Note [Adapters]: PEFT's LoRA adds lora_B(lora_A(x)) to the output of a layer, its base. Beside a
-base whose outputs are sliced, lora_A stays whole and lora_B is sliced as the base. Beside one whose
-inputs are sliced it is the other way round. Each change of a base notes on it how its adapters
-change (`_note_for_adapters`), for those that are there already and for those that PEFT adds before
-`shard`. Nothing of PEFT is imported: its layers are known by their attributes.
+Nothing of PEFT is imported: its layers are known by their attributes.
 """
 
 import fnmatch
@@ -206,6 +202,8 @@ def _change(module: nn.Module, mesh: DeviceMesh, style: Any) -> None:
         return
     parallel = _torch(".parallel")
     parallel.parallelize_module(module, mesh, style)
+    # PEFT's LoRA adds lora_B(lora_A(x)) to the output of a layer. Beside sliced outputs lora_A
+    # stays whole, and lora_B is sliced as they are; beside sliced inputs the other way round.
     if isinstance(style, parallel.ColwiseParallel):
         _note_for_adapters(module, mesh, style, "lora_B")
     elif isinstance(style, parallel.RowwiseParallel):
@@ -228,13 +226,14 @@ def _inside(module: Any) -> list[nn.Module]:
 
 
 def _note_for_adapters(module: Any, mesh: DeviceMesh, style: Any, *halves: str) -> None:
-    """Note what to do with these halves of the adapters of a layer that was changed."""
+    """Note what to do with these halves of the adapters of a layer that was changed: those that
+    are there already, and those that PEFT adds before `shard`.
+    """
     module._of_adapters = dict.fromkeys(halves, (style, mesh))
 
 
 def slice_adapters(model: nn.Module, op: str = "shard") -> dict[nn.Parameter, nn.Parameter]:
-    """Slice the adapters of layers that `tensor_parallel` has sliced, once: Note [Adapters].
-    Collective.
+    """Slice the adapters of layers that `tensor_parallel` has sliced, once. Collective.
 
     Returns the new Parameters by those that they replace. Raises NotImplementedError for adapters
     beside slices that are not plain LoRA.
