@@ -496,11 +496,9 @@ _TABLE: dict[str, Any] = {
         ),
         "enable_sanity_checks": _accepted(
             "steps, gradients and checkpoints of ranks are always compared; edits inside "
-            "GatheredParameters without "
-            "modifier_rank, which it has DeepSpeed refuse, count here, and have to be the same "
-            "on all ranks: at stage 3 "
-            "the end of the block refuses others, below it a step does (but not through "
-            "p.data, which is not noticed)"
+            "GatheredParameters without modifier_rank, which it has DeepSpeed refuse, count here, "
+            "and have to be the same on all ranks: at stage 3 the end of the block refuses others, "
+            "below it a step does (but not through p.data, which is not noticed)"
         ),
         "compute_grad_norm": _accepted("the norm is always computed"),
         "ignore_unused_parameters": _honoured(

@@ -441,11 +441,9 @@ VALID_LR_SCHEDULES = list(_OWN)
 # "warmup_min_lr".
 _WORDS = (
     "lr_schedule lr_range_test_min_lr lr_range_test_step_rate lr_range_test_step_size "
-    "lr_range_test_staircase edge_value "
-    "mid_value cycle_first_step_size cycle_first_stair_count cycle_second_step_size "
-    "cycle_second_stair_count decay_step_size "
-    "cycle_min_lr cycle_max_lr decay_lr_rate cycle_min_mom cycle_max_mom decay_mom_rate "
-    "warmup_min_lr warmup_max_lr "
+    "lr_range_test_staircase edge_value mid_value cycle_first_step_size cycle_first_stair_count "
+    "cycle_second_step_size cycle_second_stair_count decay_step_size cycle_min_lr cycle_max_lr "
+    "decay_lr_rate cycle_min_mom cycle_max_mom decay_mom_rate warmup_min_lr warmup_max_lr "
     "warmup_num_steps warmup_type warmup_min_ratio cos_min_ratio total_num_steps"
 )
 CONSTANTS = {word.upper(): word for word in _WORDS.split()} | {

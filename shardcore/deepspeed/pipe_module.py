@@ -382,9 +382,8 @@ class PipelineModule(nn.Module):
             if not isinstance(module, spec.typename):
                 raise ValueError(
                     f"PipelineModule: layers[{index}] is a {spec.typename.__name__} tied to a "
-                    f"{type(module).__name__} of its "
-                    f"stage by the key {spec.key!r}; expected one class, with forward_fn for what "
-                    f"differs"
+                    f"{type(module).__name__} of its stage by the key {spec.key!r}; expected one "
+                    f"class, with forward_fn for what differs"
                 )
             return module if spec.forward_fn is None else partial(spec.forward_fn, module)
         layer = spec.build() if isinstance(spec, LayerSpec) else spec

@@ -654,9 +654,8 @@ class TrainingEngine(ForwardEngine):
         if self._config.loss_scale is not None and self._scaled < backwards:
             raise ValueError(
                 "step: a backward since the last step was not of a scaled loss, which float16 "
-                "needs; expected "
-                "engine.backward(loss), or engine.scale(loss).backward() (call zero_grad() before "
-                "the next one)"
+                "needs; expected engine.backward(loss), or engine.scale(loss).backward() (call "
+                "zero_grad() before the next one)"
             )
         self._stepped = (
             not self.managed_gradient_accumulation() or self.is_gradient_accumulation_boundary()
@@ -665,9 +664,8 @@ class TrainingEngine(ForwardEngine):
             if plain > 0 and self._divided > 0 and self._sizes.accumulation > 1:
                 raise ValueError(
                     f"step: {self._divided} backwards of this step were engine.backward(loss), "
-                    f"which divides by the "
-                    f"accumulation steps, and {plain} were not; expected one way for all (call "
-                    f"zero_grad() before the next one)"
+                    f"which divides by the accumulation steps, and {plain} were not; expected one "
+                    f"way for all (call zero_grad() before the next one)"
                 )
             before, self._is_boundary = self._is_boundary, True
             try:

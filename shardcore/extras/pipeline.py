@@ -87,9 +87,8 @@ def _refuse_scaling(factor: int) -> None:
     if factor != 1:
         raise ValueError(
             f"shard_pipeline: the schedule is to divide gradients, which are sharded, by {factor}; "
-            f"expected scale_grads=False, "
-            f"and a loss_fn that divides by the {factor} micro-batches (dividing the loss is the "
-            f"same)"
+            f"expected scale_grads=False, and a loss_fn that divides by the {factor} micro-batches "
+            f"(dividing the loss is the same)"
         )
 
 

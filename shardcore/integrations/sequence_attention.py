@@ -77,9 +77,8 @@ def enable_sequence_parallel(
     if model.loss_type not in _LOSSES:
         raise ValueError(
             f"enable_sequence_parallel: the {type(model).__name__} has a head whose labels are not "
-            f"the next tokens; expected a "
-            "model ...ForCausalLM, or one without a head, such as model.base_model, with a loss of "
-            "yours over a rank's tokens"
+            f"the next tokens; expected a model ...ForCausalLM, or one without a head, such as "
+            f"model.base_model, with a loss of yours over a rank's tokens"
         )
     config = model.config.get_text_config()
     other_layers = set(getattr(config, "layer_types", None) or ()) - _LAYERS
@@ -93,9 +92,8 @@ def enable_sequence_parallel(
     if described:
         raise ValueError(
             f"enable_sequence_parallel: the {type(model).__name__} has {described}; expected a "
-            f"decoder whose layers are all "
-            "attention of transformers' interface, since other layers would see a part of each "
-            "sequence"
+            f"decoder whose layers are all attention of transformers' interface, since other "
+            f"layers would see a part of each sequence"
         )
     group = group_of_sequence(group)
     if config.num_attention_heads % group.size():
@@ -146,9 +144,8 @@ class _Attention:
         if positions is None:
             raise ValueError(
                 f"{type(model).__name__}: position_ids is missing; expected each rank's positions "
-                f"in the whole sequence, as "
-                "shardcore.split_sequences adds them (every rank would take its part for the "
-                "beginning)"
+                f"in the whole sequence, as shardcore.split_sequences adds them (every rank would "
+                f"take its part for the beginning)"
             )
         self.positions = gather_sequence(positions, self.group)
         self.documents = masking_utils.find_packed_sequence_indices(self.positions)
@@ -189,9 +186,8 @@ class _Attention:
         if options.get("use_vmap") or not any(skips):
             raise ValueError(
                 "sequence parallel attention: the model has a mask of its own over positions in a "
-                "sequence; expected causal, "
-                "sliding, or full attention (a mask of four dimensions for whole sequences may be "
-                "passed instead)"
+                "sequence; expected causal, sliding, or full attention (a mask of four dimensions "
+                "for whole sequences may be passed instead)"
             )
         if attention_mask is not None:
             attention_mask = gather_sequence(attention_mask, self.group)

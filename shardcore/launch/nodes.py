@@ -116,9 +116,8 @@ def address_of(host: str, port: int | None) -> str:
     if done.returncode != 0 or not done.stdout.split():
         raise ValueError(
             f"run: {host} cannot be reached, or has no address: {shlex.join(command)} ended with "
-            f"status {done.returncode}: "
-            f"{done.stderr.strip()}; expected a host that ssh reaches without a password (or "
-            f"--master_addr)"
+            f"status {done.returncode}: {done.stderr.strip()}; expected a host that ssh reaches "
+            f"without a password (or --master_addr)"
         )
     return done.stdout.split()[0]
 

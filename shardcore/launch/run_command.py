@@ -285,9 +285,8 @@ def _check(options: argparse.Namespace) -> None:
     if size > 1 and options.node_rank is None:
         raise ValueError(
             f"run: this process is one of {size} that another launcher has started ({name}); "
-            f"expected that launcher alone, or "
-            "one `shardcore run` for each machine with --num_nodes, --node_rank and --master_addr "
-            "(docs/launch.md)"
+            f"expected that launcher alone, or one `shardcore run` for each machine with "
+            f"--num_nodes, --node_rank and --master_addr (docs/launch.md)"
         )
 
 
@@ -360,9 +359,8 @@ def _alone(
     if len(slots) > 1 and options.max_restarts:
         raise ValueError(
             f"run: --max_restarts is {options.max_restarts}, but each of {len(slots)} machines was "
-            f"started by itself, and "
-            "none can start the others again; expected 0 (the scheduler can start the job again), "
-            "or a hostfile and ssh"
+            f"started by itself, and none can start the others again; expected 0 (the scheduler "
+            f"can start the job again), or a hostfile and ssh"
         )
     port = common.master_port or (PORT if len(slots) > 1 else 0)
     values = list(slots.values())

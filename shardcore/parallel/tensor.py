@@ -258,9 +258,8 @@ def slice_adapters(model: nn.Module, op: str = "shard") -> dict[nn.Parameter, nn
         if not halves or not is_lora or getattr(layer, "lora_variant", None):
             raise NotImplementedError(
                 f"{op}: {name} has the adapter {next(iter(adapters))} beside a slice of its layer; "
-                f"expected plain LoRA "
-                "(no DoRA, no embeddings, no parameters of experts) on layers that "
-                "shardcore.tensor_parallel has sliced"
+                f"expected plain LoRA (no DoRA, no embeddings, no parameters of experts) on layers "
+                f"that shardcore.tensor_parallel has sliced"
             )
         for half, (style, mesh) in halves.items():
             for linear in getattr(layer, half).values():

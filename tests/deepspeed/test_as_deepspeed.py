@@ -467,9 +467,8 @@ def test_names_and_metadata_are_shardcores_in_loaders_workers_too(found: dict[st
     for line, what in ((name, "InferenceEngine"), (module, "inference")):
         assert line == (
             f"refused: No module named 'deepspeed.{what}': deepspeed is shardcore in this process "
-            f"(--as-deepspeed), which has "
-            f"no counterpart of DeepSpeed's {what}; expected shardcore.consolidate(...), and an "
-            f"inference engine of your choice"
+            f"(--as-deepspeed), which has no counterpart of DeepSpeed's {what}; expected "
+            f"shardcore.consolidate(...), and an inference engine of your choice"
         )
 
 

@@ -111,10 +111,9 @@ class ShardedLater(nn.Module):
         if len(optimizers) != 1:
             raise ValueError(
                 f"{kind}: its first forward found {len(optimizers)} optimizers with its "
-                f"parameters; expected one (with groups for "
-                "different options), made before this forward and after the import of "
-                "shardcore.integrations.fairscale; "
-                "forwards without one need torch.no_grad() or eval()"
+                f"parameters; expected one (with groups for different options), made before this "
+                f"forward and after the import of shardcore.integrations.fairscale; forwards "
+                f"without one need torch.no_grad() or eval()"
             )
         (optimizer,) = optimizers
         trained = {param for group in optimizer.param_groups for param in group["params"]}
@@ -336,9 +335,8 @@ class FullyShardedDataParallel(ShardedLater):
                 if options.get(name) != part_options.get(name):
                     raise ValueError(
                         f"FullyShardedDataParallel: a {type(part).__name__} inside the "
-                        f"{type(self).__name__} asks for {name}="
-                        f"{part_options.get(name)!r}, and that for {options.get(name)!r}; expected "
-                        f"the same"
+                        f"{type(self).__name__} asks for {name}={part_options.get(name)!r}, and "
+                        f"that for {options.get(name)!r}; expected the same"
                     )
         result = {"units": parts or "auto", **options}
         if fp32_params:

@@ -15,17 +15,15 @@ SIGNATURES = {
     "OSS": "params optim group broadcast_buffer_size broadcast_fp16 force_broadcast_object",
     "ShardedDataParallel": (
         "module sharded_optimizer process_group broadcast_buffers sync_models_at_startup "
-        "reduce_buffer_size "
-        "auto_refresh_trainable reduce_fp16 warn_on_trainable_params_changed"
+        "reduce_buffer_size auto_refresh_trainable reduce_fp16 warn_on_trainable_params_changed"
     ),
     "FullyShardedDataParallel": (
         "module process_group process_group_reduce_scatter reshard_after_forward "
-        "disable_reshard_on_root mixed_precision "
-        "fp32_reduce_scatter flatten_parameters move_params_to_cpu compute_dtype buffer_dtype "
-        "move_grads_to_cpu bucket_cap_mb "
+        "disable_reshard_on_root mixed_precision fp32_reduce_scatter flatten_parameters "
+        "move_params_to_cpu compute_dtype buffer_dtype move_grads_to_cpu bucket_cap_mb "
         "compute_device no_broadcast_optim_state state_dict_device clear_autocast_cache "
-        "force_input_to_fp32 verbose "
-        "cpu_offload state_dict_on_rank_0_only gradient_predivide_factor allow_reset_parameters"
+        "force_input_to_fp32 verbose cpu_offload state_dict_on_rank_0_only "
+        "gradient_predivide_factor allow_reset_parameters"
     ),
     "OffloadModel": "model device offload_device num_slices checkpoint_activation num_microbatches",
     "checkpoint_wrapper": "module offload_to_cpu",
@@ -34,8 +32,7 @@ SIGNATURES = {
     "Pipe": "module balance devices chunks checkpoint deferred_batch_norm",
     "default_auto_wrap_policy": (
         "module recurse unwrapped_params module_is_root min_num_params force_leaf_modules "
-        "exclude_wrap_modules "
-        "skip_params_check_for_root"
+        "exclude_wrap_modules skip_params_check_for_root"
     ),
 }
 
