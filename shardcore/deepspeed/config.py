@@ -379,48 +379,46 @@ def shard_options(settings: Config, muon: bool = False) -> dict[str, Any]:
 
     These are clip_grad_norm, accumulate and materialize. "stage" is among what is returned.
     """
-    own = {
-        name: value
-        for name, value in settings.shardcore.items()
-        if name not in ("offload", "optimizer", "mesh")
-    }
-    if math.prod(settings.shardcore.get("mesh", ())) > 1:
+    own = dict(settings.shardcore)
+    own.pop("optimizer", None)
+    own_tiers, mesh = own.pop("offload", {}), own.pop("mesh", ())
+    if math.prod(mesh) > 1:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        own["process_group"] = init_device_mesh(device, tuple(settings.shardcore["mesh"]))
-    own_tiers = settings.shardcore.get("offload", {})
+        own["process_group"] = init_device_mesh(device, tuple(mesh))
     tiers: dict[str, Any] = {"params": settings.params, "pin_memory": settings.pin_memory}
     overlap_step = False
     if settings.offload is not None:
         tiers |= {"optimizer": settings.offload, "ratio": settings.ratio}
-        if settings.offload == "nvme":
-            # as DeepSpeed's swap files; save_checkpoint is its way
-            tiers |= {"path": settings.nvme_path, "durable": False}
-        elif settings.stage > 0 and not muon:  # which orthogonalizes gradients on the device
-            if own_tiers == "auto" or own_tiers.get("ratio", settings.ratio) != 0.0:
-                tiers["gradients"] = "cpu"  # as in ZeRO-Offload
-            # at 1 and 2 new weights are gathered, before which NCCL's ranks must not read
-            overlap_step = settings.stage == 3
-    offload: Any = own_tiers  # "auto"
+    if settings.offload == "nvme":
+        # as DeepSpeed's swap files; save_checkpoint is its way
+        tiers |= {"path": settings.nvme_path, "durable": False}
+    elif settings.offload == "cpu" and settings.stage > 0 and not muon:
+        # Muon orthogonalizes gradients on the device.
+        if own_tiers == "auto" or own_tiers.get("ratio", settings.ratio) != 0.0:
+            tiers["gradients"] = "cpu"  # as in ZeRO-Offload
+        # at 1 and 2 new weights are gathered, before which NCCL's ranks must not read
+        overlap_step = settings.stage == 3
+    offload: Any = "auto"
     if own_tiers != "auto":
-        tiers |= own_tiers
-        offload = tiers if settings.offload or settings.params or own_tiers else None
+        is_offloaded = settings.offload or settings.params or own_tiers
+        offload = tiers | own_tiers if is_offloaded else None
+    precision = "fp32" if settings.autocast is None else None
+    if settings.fp16:
+        precision = "fp16"
+    elif settings.bf16:
+        precision = "bf16"
+    reshard: bool | int = True
+    if settings.stage == 3 and settings.hpz_partition_size > 1:
+        reshard = settings.hpz_partition_size
     return {
         "stage": settings.stage,
         "offload": offload,
-        "precision": "fp16"
-        if settings.fp16
-        else "bf16"
-        if settings.bf16
-        else "fp32"
-        if settings.autocast is None
-        else None,
+        "precision": precision,
         "loss_scale": settings.loss_scale,
         "reduce_dtype": settings.communication_data_type,
         "grad_dtype": settings.grad_dtype or "fp32",
         "cast_inputs": settings.auto_cast or not settings.fp16,
-        "reshard_after_forward": settings.hpz_partition_size
-        if settings.stage == 3 and settings.hpz_partition_size > 1
-        else True,
+        "reshard_after_forward": reshard,
         "prefetch": 0 if settings.stage == 3 and settings.prefetch_bucket_size == 0 else 1,
         "overlap_step": overlap_step,
         **own,
@@ -571,11 +569,9 @@ def _contradictions(values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _autocast(values: Mapping[str, Any]) -> str | None:
-    return (
-        (values.get("torch_autocast.dtype") or "bf16")
-        if values.get("torch_autocast.enabled")
-        else None
-    )
+    if not values.get("torch_autocast.enabled"):
+        return None
+    return values.get("torch_autocast.dtype") or "bf16"
 
 
 def _loss_scale(values: Mapping[str, Any]) -> LossScale | float | None:
@@ -585,20 +581,19 @@ def _loss_scale(values: Mapping[str, Any]) -> LossScale | float | None:
     Under autocast to float16 it is a scale with the options of torch's GradScaler.
     """
     if not values.get("fp16.enabled"):
-        return (
-            LossScale(window=2000, hysteresis=1, minimum=2.0**-126)
-            if _autocast(values) == "fp16"
-            else None
-        )
-    fixed: float = values.get("fp16.loss_scale", 0.0)
-    names = {
+        if _autocast(values) == "fp16":
+            return LossScale(window=2000, hysteresis=1, minimum=2.0**-126)
+        return None
+    options = {
         "initial_scale_power": "initial_power",
         "loss_scale_window": "window",
         "min_loss_scale": "minimum",
+        "hysteresis": "hysteresis",
+        "consecutive_hysteresis": "consecutive_hysteresis",
     }
-    keys = (*names, "hysteresis", "consecutive_hysteresis")
+    fixed: float = values.get("fp16.loss_scale", 0.0)
     return fixed or LossScale(
-        **{names.get(k, k): values[f"fp16.{k}"] for k in keys if f"fp16.{k}" in values}
+        **{name: values[f"fp16.{key}"] for key, name in options.items() if f"fp16.{key}" in values}
     )
 
 
@@ -606,25 +601,23 @@ def _adam_options(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return FusedAdam's arguments. "Adam" means AdamW, too, unless adam_w_mode is false, as in
     DeepSpeed.
     """
-    defaults = {
+    params = "optimizer.params."
+    options: dict[str, Any] = {
         "lr": 1e-3,
         "betas": (0.9, 0.999),
         "eps": 1e-8,
         "weight_decay": 0.0,
         "bias_correction": True,
+        "adam_w_mode": True,
+        "amsgrad": False,
+        "maximize": False,
     }
-    defaults |= {"adam_w_mode": True, "amsgrad": False, "maximize": False}
-    if values.get("optimizer.params.torch_adam") and values.get(
-        "optimizer.params.adam_w_mode", True
-    ):
-        defaults["weight_decay"] = 0.01  # of torch's AdamW, which DeepSpeed makes then
-    options = {
-        key: values.get(f"optimizer.params.{key}", default) for key, default in defaults.items()
-    }
+    if values.get(f"{params}torch_adam") and values.get(f"{params}adam_w_mode", True):
+        options["weight_decay"] = 0.01  # of torch's AdamW, which DeepSpeed makes then
+    options |= {key: values[params + key] for key in options if params + key in values}
     low = values.get("bf16.enabled", False)
-    if (low and values.get(_LOW_STATES)) or values.get(
-        "optimizer.params.fp32_optimizer_states"
-    ) is False:
+    keeps_fp32 = values.get(f"{params}fp32_optimizer_states", True)
+    if keeps_fp32 is False or (low and values.get(_LOW_STATES)):
         options["state_dtype"] = "bf16"
     if low and values.get(_LOW_MASTERS):
         options["master"] = "split"
