@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
+from shardcore.deepspeed.checks import has
 from shardcore.deepspeed.keys import (
     KEYS,
     OP,
@@ -28,7 +29,6 @@ from shardcore.deepspeed.keys import (
     SECTIONS,
     Key,
     canonical,
-    has,
     is_note,
 )
 from shardcore.deepspeed.monitor import SECTIONS as MONITORS
@@ -213,7 +213,9 @@ def _unknown(where: str) -> str:
 def _walk(section: Any, where: str, checked: _Checked) -> None:
     """Check a section against the table. A section in it that is null is absent."""
     if not isinstance(section, Mapping):
-        checked.problems.append(TypeError(has(where, section, "an object with keys")))
+        checked.problems.append(
+            TypeError(has(f"{OP}: config {where}", section, "an object with keys"))
+        )
         return
     of_other = where == "optimizer.params" and checked.values.get("optimizer.type", "") is None
     for name, value in section.items():
@@ -243,7 +245,7 @@ def _check_key(path: str, key: Key, value: Any, checked: _Checked) -> None:
     elif key.kind == "honoured":
         checked.values[path] = None
         try:
-            checked.values[path] = key.check(path, value)
+            checked.values[path] = key.check(f"{OP}: config {path}", value)
         except _PROBLEMS as problem:
             # which would hold this frame, and all that call it, in a cycle
             checked.problems.append(problem.with_traceback(None))
@@ -270,7 +272,9 @@ def _translated(config: Mapping[str, Any], checked: _Checked) -> Mapping[str, An
     for name, value in values.items():
         section = old[name].rpartition(".")[2]
         if value not in (True, False, None):
-            text = has(f"{ZERO}.{name}", value, f"true or false, or {old[name]} in its place")
+            text = has(
+                f"{OP}: config {ZERO}.{name}", value, f"true or false, or {old[name]} in its place"
+            )
             checked.problems.append(TypeError(text))
         elif section in zero:
             checked.refuse(f"has {ZERO}.{name} and {old[name]}; expected the latter alone")

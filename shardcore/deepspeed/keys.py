@@ -11,23 +11,32 @@ turns the thing off. Every other key is refused, with the nearest known one. Sou
 """
 
 import math
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
+from shardcore.deepspeed.checks import (
+    BELOW_1,
+    COUNT,
+    FLAG,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SIZE,
+    Check,
+    has,
+    instance,
+    integer,
+    number,
+    word,
+)
 from shardcore.deepspeed.lr_schedules import check_scheduler
 from shardcore.optim import Lion, Muon
 from shardcore.optim.elementwise import ELEMENTWISE
 
 OP = "initialize"
-
-# (dotted path, value as given) -> checked value; raises TypeError, ValueError or
-# NotImplementedError
-Check = Callable[[str, Any], Any]
 
 
 @dataclass(frozen=True)
@@ -70,84 +79,19 @@ def _switches(section: Mapping[str, Any]) -> list[Any]:
 # --- checks of values -----------------------------------------------------------------------------
 
 
-def has(where: str, value: Any, expected: str) -> str:
-    """Return the text of an error: what a key has, and what is expected."""
-    if isinstance(value, str) and value == "auto":
-        return (
-            f'{OP}: config {where} has "auto", which a trainer must fill in first; expected '
-            f"{expected}"
-        )
-    return f"{OP}: config {where} has {value!r}; expected {expected}"
-
-
-def _integer(least: int, most: float, expected: str, kind: str = "a whole number") -> Check:
-    def check(where: str, value: Any) -> int:
-        if isinstance(value, float) and value.is_integer():
-            value = int(value)  # 5e8
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(has(where, value, kind))
-        if not least <= value <= most:
-            raise ValueError(has(where, value, expected))
-        return value
-
-    return check
-
-
-def _word(*known: str, expected: str, otherwise: str = "") -> Check:
-    def check(where: str, value: Any) -> str:
-        if not isinstance(value, str):
-            raise TypeError(has(where, value, expected))
-        if value.lower() not in known:
-            raise ValueError(has(where, value, expected + otherwise))
-        return value.lower()
-
-    return check
-
-
 def _or_none(check: Check) -> Check:
     return lambda where, value: None if value is None else check(where, value)
-
-
-def _number(where: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(has(where, value, "a number"))
-    if not 0.0 <= value <= sys.float_info.max:  # of an int, too, which may be larger
-        raise ValueError(has(where, value, "a finite number of at least 0"))
-    return float(value)
-
-
-def _positive(where: str, value: Any) -> float:
-    if _number(where, value) == 0.0:
-        raise ValueError(has(where, value, "a finite number above 0"))
-    return float(value)
-
-
-def _share(where: str, value: Any) -> float:
-    if _number(where, value) > 1.0:
-        raise ValueError(has(where, value, "a number from 0 to 1 (the share that the CPU updates)"))
-    return float(value)
 
 
 def _betas(where: str, value: Any) -> tuple[float, float]:
     if not isinstance(value, list | tuple) or len(value) != 2:
         raise TypeError(has(where, value, "two numbers [beta1, beta2]"))
-    for i, beta in enumerate(value):
-        if _number(f"{where}[{i}]", beta) >= 1.0:
-            raise ValueError(has(f"{where}[{i}]", beta, "a number in [0, 1)"))
-    return float(value[0]), float(value[1])
+    beta1, beta2 = (BELOW_1(f"{where}[{i}]", beta) for i, beta in enumerate(value))
+    return beta1, beta2
 
 
-def _instance(kind: type, expected: str) -> Check:
-    def check(where: str, value: Any) -> Any:
-        if not isinstance(value, kind):
-            raise TypeError(has(where, value, expected))
-        return value
-
-    return check
-
-
-_flag = _instance(bool, "true or false")
-_text = _instance(str, "text")
+_share = number(0.0, 1.0, "a number from 0 to 1 (the share that the CPU updates)")
+_text = instance(str, "text")
 
 
 def _texts(where: str, value: Any) -> tuple[str, ...]:
@@ -203,14 +147,12 @@ def _own(where: str, value: Any) -> dict[str, Any]:
         for key in section:
             if key not in keys:
                 meant = [
-                    f" ({where}.{other}.{key}?)"
+                    f" (shardcore.{other}.{key}?)"
                     for other, its in known.items()
                     if other and key in its
                 ]
                 expected = ", ".join(keys) + "".join(meant)
-                raise ValueError(
-                    f"{OP}: config {path}.{key} is not supported; expected one of {expected}"
-                )
+                raise ValueError(f"{path}.{key} is not supported; expected one of {expected}")
     mesh = value.get("mesh", [1, 1])
     if (
         not isinstance(mesh, list | tuple)
@@ -238,7 +180,7 @@ def _dtype(*known: str) -> Check:
         "half": "fp16",
         "float": "fp32",
     }
-    check = _word(*known, expected=" or ".join(f'"{name}"' for name in known))
+    check = word(*known, expected=" or ".join(f'"{name}"' for name in known))
 
     def checked(where: str, value: Any) -> Any:
         if isinstance(value, str):
@@ -249,27 +191,23 @@ def _dtype(*known: str) -> Check:
     return checked
 
 
-_count = _integer(1, math.inf, "at least 1")
-_size = _integer(0, math.inf, "at least 0")
-
-
 def _slices(where: str, value: Any) -> int:
-    return int(_size(where, value)) or 1  # 0: off
+    return int(SIZE(where, value)) or 1  # 0: off
 
 
 def _prefetch(where: str, value: Any) -> float:
     # trainers may leave it, or compute no whole number
-    return 1.0 if value == "auto" else _number(where, value)
+    return 1.0 if value == "auto" else NOT_NEGATIVE(where, value)
 
 
-_power = _integer(0, 127, "0 to 127 (the scale is 2 to that power, in float32)")
-_stage = _integer(0, 3, "0, 1, 2 or 3", kind="0, 1, 2 or 3")
+_power = integer(0, 127, "0 to 127 (the scale is 2 to that power, in float32)")
+_stage = integer(0, 3, "0, 1, 2 or 3", kind="0, 1, 2 or 3")
 # By their names in lower case; they get optimizer.params as arguments.
 OTHER_OPTIMIZERS: Mapping[str, type[torch.optim.Optimizer]] = {
     cls.__name__.lower(): cls for cls in (*ELEMENTWISE, Lion, Muon)
 }
 _OTHERS = ", ".join(cls.__name__ for cls in OTHER_OPTIMIZERS.values())
-_adam = _word(
+_adam = word(
     "adam",
     "adamw",
     expected='"Adam" or "AdamW"',
@@ -279,7 +217,7 @@ _adam = _word(
 
 def _print(where: str, value: Any) -> int | None:
     """Check steps_per_print, which Accelerate sets to infinity for never."""
-    checked: int | None = None if value is None or value == math.inf else _count(where, value)
+    checked: int | None = None if value is None or value == math.inf else COUNT(where, value)
     return checked
 
 
@@ -310,25 +248,25 @@ _TABLE: dict[str, Any] = {
         f'offload: "auto", or offload.({", ".join(OF_OFFLOAD)}); optimizer.({", ".join(OF_ADAM)}) '
         f"of FusedAdam",
     ),
-    "train_batch_size": _honoured(_or_none(_count), "samples per optimizer step over all ranks"),
+    "train_batch_size": _honoured(_or_none(COUNT), "samples per optimizer step over all ranks"),
     "train_micro_batch_size_per_gpu": _honoured(
-        _or_none(_count), "samples per backward on one rank"
+        _or_none(COUNT), "samples per backward on one rank"
     ),
-    "gradient_accumulation_steps": _honoured(_or_none(_count), "backwards per optimizer step"),
-    "gradient_clipping": _honoured(_number, "global norm to clip to; 0 for none"),
+    "gradient_accumulation_steps": _honoured(_or_none(COUNT), "backwards per optimizer step"),
+    "gradient_clipping": _honoured(NOT_NEGATIVE, "global norm to clip to; 0 for none"),
     "steps_per_print": _honoured(_print, "steps between two lines of progress; null for none"),
-    "dataloader_drop_last": _honoured(_flag, "drop the last, smaller batch of an epoch"),
+    "dataloader_drop_last": _honoured(FLAG, "drop the last, smaller batch of an epoch"),
     "communication_data_type": _honoured(
         _or_none(_dtype("fp32", "bf16", "fp16")), "dtype of gradients that ranks send"
     ),
     "wall_clock_breakdown": _honoured(
-        _flag, "log the time of forward, backward, the update, and what they wait for"
+        FLAG, "log the time of forward, backward, the update, and what they wait for"
     ),
-    "memory_breakdown": _honoured(_flag, "log the memory of weights, gradients and states"),
-    "dump_state": _honoured(_flag, "log the configuration"),
+    "memory_breakdown": _honoured(FLAG, "log the memory of weights, gradients and states"),
+    "dump_state": _honoured(FLAG, "log the configuration"),
     "log_level": _honoured(
         _or_none(
-            _word(
+            word(
                 "debug",
                 "info",
                 "warning",
@@ -348,19 +286,19 @@ _TABLE: dict[str, Any] = {
         "legacy_fusion": _accepted("there is one fused Adam"),
     },
     "optimizer.params": {
-        "lr": _honoured(_number, "FusedAdam(lr=)"),
+        "lr": _honoured(NOT_NEGATIVE, "FusedAdam(lr=)"),
         "betas": _honoured(_betas, "FusedAdam(betas=)"),
-        "eps": _honoured(_number, "FusedAdam(eps=)"),
-        "weight_decay": _honoured(_number, "FusedAdam(weight_decay=)"),
-        "bias_correction": _honoured(_flag, "FusedAdam(bias_correction=)"),
-        "adam_w_mode": _honoured(_flag, "FusedAdam(adam_w_mode=)"),
-        "amsgrad": _honoured(_flag, "FusedAdam(amsgrad=)"),
-        "maximize": _honoured(_flag, "FusedAdam(maximize=)"),
+        "eps": _honoured(NOT_NEGATIVE, "FusedAdam(eps=)"),
+        "weight_decay": _honoured(NOT_NEGATIVE, "FusedAdam(weight_decay=)"),
+        "bias_correction": _honoured(FLAG, "FusedAdam(bias_correction=)"),
+        "adam_w_mode": _honoured(FLAG, "FusedAdam(adam_w_mode=)"),
+        "amsgrad": _honoured(FLAG, "FusedAdam(amsgrad=)"),
+        "maximize": _honoured(FLAG, "FusedAdam(maximize=)"),
         "torch_adam": _honoured(
-            _flag,
+            FLAG,
             "true: FusedAdam, too, with weight_decay 0.01 by default if adam_w_mode is true",
         ),
-        "fp32_optimizer_states": _honoured(_flag, 'false: FusedAdam(state_dtype="bf16")'),
+        "fp32_optimizer_states": _honoured(FLAG, 'false: FusedAdam(state_dtype="bf16")'),
         "foreach fused set_grad_none": _accepted(
             "Adam has one implementation here, which follows torch.optim's formula"
         ),
@@ -372,23 +310,23 @@ _TABLE: dict[str, Any] = {
         "params: its arguments",
     ),
     "fp16": {
-        "enabled": _honoured(_flag, "train in float16, with float32 masters", "fp16"),
-        "auto_cast": _honoured(_flag, "cast inputs of forward to float16", "auto_cast"),
-        "loss_scale": _honoured(_number, "a fixed loss scale; 0 for a dynamic one"),
+        "enabled": _honoured(FLAG, "train in float16, with float32 masters", "fp16"),
+        "auto_cast": _honoured(FLAG, "cast inputs of forward to float16", "auto_cast"),
+        "loss_scale": _honoured(NOT_NEGATIVE, "a fixed loss scale; 0 for a dynamic one"),
         "initial_scale_power": _honoured(_power, "the first loss scale is 2 to this power"),
-        "loss_scale_window": _honoured(_count, "steps without overflow before it doubles"),
-        "hysteresis": _honoured(_count, "overflows before it halves"),
-        "min_loss_scale": _honoured(_positive, "the smallest loss scale"),
+        "loss_scale_window": _honoured(COUNT, "steps without overflow before it doubles"),
+        "hysteresis": _honoured(COUNT, "overflows before it halves"),
+        "min_loss_scale": _honoured(POSITIVE, "the smallest loss scale"),
         "consecutive_hysteresis": _honoured(
-            _flag, "count hysteresis anew after a step without overflow"
+            FLAG, "count hysteresis anew after a step without overflow"
         ),
         "fp16_master_weights_and_grads": _refused("masters are float32"),
     },
     "bf16": {
-        "enabled": _honoured(_flag, "train in bfloat16, with float32 masters", "bf16"),
-        "bf16_optimizer_states": _honoured(_flag, 'FusedAdam(state_dtype="bf16")'),
+        "enabled": _honoured(FLAG, "train in bfloat16, with float32 masters", "bf16"),
+        "bf16_optimizer_states": _honoured(FLAG, 'FusedAdam(state_dtype="bf16")'),
         "bf16_master_weights_and_grads": _honoured(
-            _flag,
+            FLAG,
             'shard(grad_dtype="bf16"), FusedAdam(master="split"): masters stay exact, 2 bytes '
             "beside the bfloat16 weight",
         ),
@@ -420,7 +358,7 @@ _TABLE: dict[str, Any] = {
     },
     "torch_autocast": {
         "enabled": _honoured(
-            _flag, "run forward under torch.autocast, with float32 or bfloat16 weights"
+            FLAG, "run forward under torch.autocast, with float32 or bfloat16 weights"
         ),
         "dtype": _honoured(
             _or_none(_dtype("bf16", "fp16")),
@@ -434,12 +372,12 @@ _TABLE: dict[str, Any] = {
         "gradients are averaged in float32 and in rank order, where no factor can overflow"
     ),
     "gradient_allreduce_op": _honoured(
-        _word("mean", "sum", expected='"mean" or "sum"'),
+        word("mean", "sum", expected='"mean" or "sum"'),
         "mean; or sum, at stages 0 to 2: gradients are added up over ranks",
     ),
     "disable_allgather": _accepted("DeepSpeed does not read it either"),
     "managed_gradient_accumulation": _honoured(
-        _flag,
+        FLAG,
         "false: every step() updates, and backward() still divides by gradient_accumulation_steps",
     ),
     "cuda_visible_devices": _accepted(
@@ -447,7 +385,7 @@ _TABLE: dict[str, Any] = {
     ),
     "vocabulary_size": _accepted("DeepSpeed only warns of it"),
     "zero_allow_untested_optimizer": _honoured(
-        lambda where, value: _flag(where, bool(value) if value in (0, 1) else value),
+        lambda where, value: FLAG(where, bool(value) if value in (0, 1) else value),
         "try an optimizer of an unknown class: it is taken if three steps of a tensor and of its "
         "flat parts have the same bits",
     ),
@@ -459,7 +397,7 @@ _TABLE: dict[str, Any] = {
     _ZERO: {
         "stage": _honoured(_stage, "shard(stage=)", "stage"),
         "zero_hpz_partition_size": _honoured(
-            _size, "shard(reshard_after_forward=) at stage 3, if above 1", "hpz_partition_size"
+            SIZE, "shard(reshard_after_forward=) at stage 3, if above 1", "hpz_partition_size"
         ),
         "prefetch_bucket_size": _honoured(
             _prefetch,
@@ -467,7 +405,7 @@ _TABLE: dict[str, Any] = {
             "prefetch_bucket_size",
         ),
         "gather_16bit_weights_on_model_save": _honoured(
-            _flag,
+            FLAG,
             "false: save_16bit_model saves nothing at stage 3, and returns False",
             "gathers_to_save",
         ),
@@ -502,7 +440,7 @@ _TABLE: dict[str, Any] = {
         ),
         "compute_grad_norm": _accepted("the norm is always computed"),
         "ignore_unused_parameters": _honoured(
-            _flag,
+            FLAG,
             "false: at stages 1 and 2 with offload_optimizer on cpu a step needs the gradients "
             "of all parameters",
             "ignore_unused_parameters",
@@ -533,7 +471,7 @@ _TABLE: dict[str, Any] = {
     },
     f"{_ZERO}.offload_optimizer": {
         "device": _honoured(_device, 'shard(offload={"optimizer": ...})', "offload"),
-        "pin_memory": _honoured(_flag, "page-lock host memory that the GPU reads or writes"),
+        "pin_memory": _honoured(FLAG, "page-lock host memory that the GPU reads or writes"),
         "ratio": _honoured(_share, "the share of states that the CPU updates", "ratio"),
         "nvme_path": _honoured(
             _or_none(_text), 'shard(offload={"path": ...}) of the device nvme', "nvme_path"
@@ -549,7 +487,7 @@ _TABLE: dict[str, Any] = {
             'shard(offload={"params": ...}) at stage 3; nothing below it, as in DeepSpeed',
             "params",
         ),
-        "pin_memory": _honoured(_flag, "as that of offload_optimizer"),
+        "pin_memory": _honoured(FLAG, "as that of offload_optimizer"),
         "nvme_path": _honoured(
             _or_none(_text),
             "that of offload_optimizer: states and weights are beside each other",
@@ -565,7 +503,7 @@ _TABLE: dict[str, Any] = {
     },
     "activation_checkpointing": {
         "cpu_checkpointing": _honoured(
-            _flag,
+            FLAG,
             "deepspeed.checkpointing.checkpoint keeps its inputs in host memory",
             "cpu_checkpointing",
         ),
@@ -579,22 +517,22 @@ _TABLE: dict[str, Any] = {
         ),
     },
     "tensorboard": {
-        "enabled": _honoured(_flag, "write metrics for TensorBoard"),
+        "enabled": _honoured(FLAG, "write metrics for TensorBoard"),
         "output_path job_name": _honoured(_text, "files are in the folder output_path/job_name"),
     },
     "csv_monitor": {
-        "enabled": _honoured(_flag, "write metrics to CSV files"),
+        "enabled": _honoured(FLAG, "write metrics to CSV files"),
         "output_path job_name": _honoured(_text, "files are in the folder output_path/job_name"),
     },
     "wandb": {
-        "enabled": _honoured(_flag, "send metrics to Weights & Biases"),
+        "enabled": _honoured(FLAG, "send metrics to Weights & Biases"),
         "group team": _honoured(_or_none(_text), "of the run"),
         "project": _honoured(_text, 'of the run; "deepspeed" by default'),
     },
     "comet": _refused("use tensorboard, csv_monitor or wandb"),
     "comms_logger": {
         "enabled": _honoured(
-            _flag,
+            FLAG,
             "log how often each collective was started, with each line of progress",
             "comms_logger",
         ),
@@ -604,30 +542,30 @@ _TABLE: dict[str, Any] = {
     },
     "flops_profiler": {
         "enabled": _honoured(
-            _flag,
+            FLAG,
             "print what FlopsProfiler of profiling.flops_profiler counts in one forward",
             "flops_profiler",
         ),
         "profile_step": _honoured(
-            _integer(0, math.inf, "at least 0"),
+            integer(0, math.inf, "at least 0"),
             "how many steps come before, as in DeepSpeed",
             "profile_step",
         ),
         "module_depth": _honoured(
-            _integer(-1, math.inf, "at least -1"),
+            integer(-1, math.inf, "at least -1"),
             "how deep modules are listed; -1 for all",
             "module_depth",
         ),
         "top_modules": _honoured(
-            _count, "how many classes of modules are named at each depth", "top_modules"
+            COUNT, "how many classes of modules are named at each depth", "top_modules"
         ),
-        "detailed": _honoured(_flag, "whether each module is listed", "detailed"),
+        "detailed": _honoured(FLAG, "whether each module is listed", "detailed"),
         "output_file": _honoured(_or_none(_text), "a file instead of the output", "profile_file"),
         "recompute_fwd_factor": _accepted("backward is not counted"),
     },
     "checkpoint": {
         "tag_validation": _honoured(
-            _word("ignore", "warn", "fail", expected='"Ignore", "Warn" or "Fail"'),
+            word("ignore", "warn", "fail", expected='"Ignore", "Warn" or "Fail"'),
             "of tags that differ by rank rank 0's holds; Warn: with a warning; Fail: an error",
             "tag_validation",
         ),
@@ -665,13 +603,13 @@ _TABLE: dict[str, Any] = {
         "tp.mpu tp.tp_group": _refused("adjacent ranks have a model together"),
     },
     "sequence_parallel_size": _honoured(
-        _count, "the ranks of a sequence, which `mpu` has: docs/long_sequences.md"
+        COUNT, "the ranks of a sequence, which `mpu` has: docs/long_sequences.md"
     ),
     "expert_parallel": _refused("experts are sharded like other weights"),
     "moe": _refused("experts are sharded like other weights"),
     "use_data_before_expert_parallelism": _refused("experts are sharded like other weights"),
     "pipeline.activation_checkpoint_interval": _honoured(
-        _size,
+        SIZE,
         "PipelineModule(activation_checkpoint_interval=); 0: as the module says",
         "activation_checkpoint_interval",
     ),

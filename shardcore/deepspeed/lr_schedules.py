@@ -10,15 +10,26 @@ https://deepspeed.readthedocs.io/en/latest/schedulers.html, compared with versio
 import inspect
 import logging
 import math
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any, TypeAlias
 
 import torch
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
+
+from shardcore.deepspeed.checks import (
+    BELOW_1,
+    COUNT,
+    FINITE,
+    FLAG,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SIZE,
+    Check,
+    integer,
+    word,
+)
 
 logger = logging.getLogger("shardcore")
 
@@ -30,42 +41,21 @@ _PER_GROUP = (
 )
 _BETA2 = 0.99  # DeepSpeed's OneCycle sets it beside the momentum, whatever the optimizer had
 
-_Expected: TypeAlias = tuple[str, Callable[[Any], bool]]  # in words, and the check
-
-
-def _number(words: str, in_range: Callable[[float], bool]) -> _Expected:
-    def accepts(value: Any) -> bool:
-        is_real = isinstance(value, Real) and not isinstance(value, bool)
-        return is_real and abs(value) <= sys.float_info.max and in_range(float(value))
-
-    return words, accepts
-
-
-def _whole(least: int) -> _Expected:  # 1e3 is one, as in JSON files
-    words = f"a whole number of at least {least}"
-    return _number(words, lambda x: x >= least and x.is_integer())
-
-
-_NOT_NEGATIVE = _number("a finite number of at least 0", lambda x: x >= 0)
-_SIGNED = _number("a finite number", math.isfinite)
-_STAIRS = _number("a whole number", float.is_integer)
-_MOMENTUM = _number("a number of at least 0 and below 1", lambda x: 0 <= x < 1)
-_FLAG = "True or False", lambda value: isinstance(value, bool)
-# What arguments have to be; _NOT_NEGATIVE, those that are not here.
-_EXPECTED: dict[str, _Expected] = {
-    "last_batch_iteration": _whole(-1),
-    "lr_range_test_step_size": _whole(1),
-    "lr_range_test_step_rate": _SIGNED,
-    "lr_range_test_staircase": _FLAG,
-    "cycle_first_step_size": _number("a finite number above 0", lambda x: x > 0),
-    "cycle_first_stair_count": _STAIRS,
-    "cycle_second_stair_count": _STAIRS,
-    "cycle_momentum": _FLAG,
-    "cycle_min_mom": _MOMENTUM,
-    "cycle_max_mom": _MOMENTUM,
-    "decay_mom_rate": _SIGNED,
-    "warmup_num_steps": _whole(0),
-    "warmup_type": ('"log" or "linear"', lambda value: value in ("log", "linear")),
+# NOT_NEGATIVE, for arguments that are not here.
+_CHECKS: dict[str, Check] = {
+    "last_batch_iteration": integer(-1, math.inf, "at least -1"),
+    "lr_range_test_step_size": COUNT,
+    "lr_range_test_step_rate": FINITE,
+    "lr_range_test_staircase": FLAG,
+    "cycle_first_step_size": POSITIVE,
+    "cycle_first_stair_count": integer(-math.inf, math.inf, "a whole number"),
+    "cycle_second_stair_count": integer(-math.inf, math.inf, "a whole number"),
+    "cycle_momentum": FLAG,
+    "cycle_min_mom": BELOW_1,
+    "cycle_max_mom": BELOW_1,
+    "decay_mom_rate": FINITE,
+    "warmup_num_steps": SIZE,
+    "warmup_type": word("log", "linear", expected='"log" or "linear"'),
 }
 
 
@@ -101,22 +91,20 @@ class _Schedule(LRScheduler):
             self._set_lr()
 
     def _checked(self, name: str, value: Any) -> Any:
-        """Return the value of an argument: whole numbers as ints, others as floats."""
+        check, where = _CHECKS.get(name, NOT_NEGATIVE), f"{type(self).__name__}: {name}"
+        if name not in _PER_GROUP:
+            return check(where, value)
+        groups = len(self.optimizer.param_groups)
         if name == "warmup_max_lr" and value is None:
             return self._initial_lrs
-        expected, accepts = _EXPECTED.get(name, _NOT_NEGATIVE)
-        values = [value]
-        groups = len(self.optimizer.param_groups) if name in _PER_GROUP else 1
-        if name in _PER_GROUP:
-            values = list(value) if isinstance(value, list | tuple) else values * groups
-            expected += f", or a list of {groups}, one for each param_group"
-        if len(values) != groups or not all(map(accepts, values)):
-            raise ValueError(f"{type(self).__name__}: {name} has {value!r}; expected {expected}")
-        if name in _PER_GROUP:
-            return [*map(float, values)]
-        if expected.startswith("a whole number"):
-            return int(value)
-        return value if isinstance(value, bool | str) else float(value)
+        if not isinstance(value, list | tuple):
+            return [check(where, value)] * groups
+        if len(value) != groups:
+            raise ValueError(
+                f"{where} has {len(value)} values; expected one number, or {groups} (the "
+                f"param_groups)"
+            )
+        return [check(f"{where}[{i}]", one) for i, one in enumerate(value)]
 
     def _set_lr(self) -> None:
         groups, lrs = self.optimizer.param_groups, self.get_lr()
@@ -478,27 +466,26 @@ def check_scheduler(where: str, value: Any) -> tuple[str, dict[str, Any]] | None
     are checked by `make`.
 
     type: a schedule of this file, or a class of torch.optim.lr_scheduler, as in DeepSpeed. where:
-    the path of the section in messages. Raises TypeError, or ValueError for an unknown type or
+    what messages begin with. Raises TypeError, or ValueError for an unknown type or
     parameter, one that is missing, and for "auto".
     """
-    op = f"initialize: config {where}"
     if not isinstance(value, Mapping) or not {*value} <= {"type", "params"}:
         raise TypeError(
-            f'{op} has {value!r}; expected an object {{"type": ..., "params": {{...}}}}, with no '
-            f"other keys"
+            f'{where} has {value!r}; expected an object {{"type": ..., "params": {{...}}}}, with '
+            f"no other keys"
         )
     name, params = value.get("type"), value.get("params") or {}
     if not isinstance(params, Mapping):
         raise TypeError(
-            f"{op}.params has {params!r}; expected an object with the arguments of the scheduler"
+            f"{where}.params has {params!r}; expected an object with the arguments of the scheduler"
         )
     if name is None and not params:
         return None
-    arguments = inspect.signature(_kind(f"{op}.type", name))
+    arguments = inspect.signature(_kind(f"{where}.type", name))
     for key in params:
         if isinstance(params[key], str) and params[key] == "auto":
             raise ValueError(
-                f'{op}.params.{key} has "auto", which a trainer must fill in first; expected a '
+                f'{where}.params.{key} has "auto", which a trainer must fill in first; expected a '
                 f"value"
             )
     problem = None
@@ -508,7 +495,7 @@ def check_scheduler(where: str, value: Any) -> tuple[str, dict[str, Any]] | None
         problem = str(error)
     if problem:  # not inside except: the error would hold this frame, and all that call it
         expected = ", ".join([*arguments.parameters][1:])
-        raise ValueError(f"{op}.params: {name} {problem}; expected its arguments: {expected}")
+        raise ValueError(f"{where}.params: {name} {problem}; expected its arguments: {expected}")
     return str(name), dict(params)
 
 
