@@ -51,9 +51,9 @@ from torch.futures import Future
 
 from shardcore.checkpoint import directory, plain
 from shardcore.checkpoint import format as layout
+from shardcore.checkpoint.file_tensors import boxes_of, sizes_of, slices_of
 from shardcore.checkpoint.foreign.torch_files import METADATA
 from shardcore.checkpoint.load import objects_of
-from shardcore.checkpoint.sharded import boxes_of
 from shardcore.checkpoint.write import Item, check_visible, write_manifest, write_ranges
 
 logger = logging.getLogger("shardcore")
@@ -424,14 +424,10 @@ def _fill(target: torch.Tensor, source: layout.Checkpoint, item: ReadItem) -> No
     for index, of_range in groupby(pieces, key=lambda piece: piece[0]):
         values = source.read(name, "weight", *windows[index])
         for _, start, before, numel in of_range:
-            for offsets, sizes in boxes_of(tuple(target.shape), before, numel):
-                count = prod(sizes)
-                box = tuple(
-                    slice(offset, offset + size)
-                    for offset, size in zip(offsets, sizes, strict=True)
-                )
-                target[box].copy_(values[start : start + count].view(sizes))
-                start += count
+            for box in boxes_of(target.shape, before, numel):
+                part = target[slices_of(box)]
+                part.copy_(values[start : start + part.numel()].view(sizes_of(box)))
+                start += part.numel()
 
 
 def _pieces(

@@ -7,14 +7,15 @@ shrinks while it is mapped would end the process.
 
 import errno
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import prod
-from operator import add, gt, lt, mul, sub
 from pathlib import Path
 from reprlib import repr as short
 from stat import S_ISDIR, S_ISREG
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO, TypeAlias
 
 import torch
 
@@ -93,20 +94,43 @@ class Window:
         return str(self.path) if whole else f"{self.path} at {self.start} ({self.size} bytes)"
 
 
-class Stored(Protocol):
-    """A tensor on disk; `read` returns elements [start, start + numel) of it, flattened: (numel,),
-    on the CPU.
+Box: TypeAlias = tuple[range, ...]  # a part of a tensor: which indices of each dimension
 
-    `read` raises OSError or ValueError.
+
+def box_of(offsets: Sequence[int], sizes: Sequence[int]) -> Box:
+    """Return the box that begins at `offsets`. Raises TypeError for what are no numbers."""
+    return tuple(range(first, first + size) for first, size in zip(offsets, sizes, strict=False))
+
+
+def boxes_of(shape: Sequence[int], start: int, numel: int, at_most: int = 1 << 62) -> Iterator[Box]:
+    """Yield the boxes that make up elements [start, start + numel) of the flattened tensor, in
+    order, each of at most `at_most` elements.
     """
+    row = prod(shape[1:])
+    while numel > 0:
+        if not shape:
+            yield ()
+            return
+        index, skipped = divmod(start, row)
+        rows = 0 if skipped else min(numel, at_most) // row
+        if rows > 0:
+            count = rows * row
+            yield (range(index, index + rows), *map(range, shape[1:]))
+        else:
+            count = min(numel, row - skipped)
+            for box in boxes_of(shape[1:], skipped, count, at_most):
+                yield (range(index, index + 1), *box)
+        start, numel = start + count, numel - count
 
-    @property
-    def shape(self) -> tuple[int, ...]: ...
 
-    @property
-    def dtype(self) -> torch.dtype: ...
+def sizes_of(box: Box) -> tuple[int, ...]:
+    """Return the shape of a part."""
+    return tuple(map(len, box))
 
-    def read(self, start: int, numel: int) -> torch.Tensor: ...
+
+def slices_of(box: Box) -> tuple[slice, ...]:
+    """Return a part as an index of the tensor."""
+    return tuple(slice(indices.start, indices.stop) for indices in box)
 
 
 def is_stored(value: Any) -> bool:
@@ -114,7 +138,7 @@ def is_stored(value: Any) -> bool:
     return hasattr(value, "read") and hasattr(value, "dtype") and hasattr(value, "shape")
 
 
-def whole(tensor: Stored) -> torch.Tensor:
+def whole(tensor: "Stored") -> torch.Tensor:
     """Return all of a tensor. Raises OSError or ValueError."""
     return tensor.read(0, prod(tensor.shape)).view(tensor.shape)
 
@@ -129,59 +153,35 @@ def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(prod(shape[index + 1 :]) for index in range(len(shape)))
 
 
-def _check_shape(where: str, shape: tuple[int, ...]) -> None:
-    if not are_counts(shape):
-        raise ValueError(f"load: {where} has shape {short(shape)}; expected counts")
+class Stored(ABC):
+    """A tensor on disk. grid: the shape in which it is cut into boxes, of as many elements."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    grid: tuple[int, ...]
+
+    @abstractmethod
+    def part(self, box: Box) -> torch.Tensor:
+        """Return a part that has elements, on the CPU. Raises OSError or ValueError."""
+
+    def read(self, start: int, numel: int) -> torch.Tensor:
+        """Return elements [start, start + numel) of it, flattened: (numel,), on the CPU. Raises
+        OSError or ValueError.
+        """
+        if not 0 <= start <= start + numel <= prod(self.shape):
+            raise ValueError(
+                f"load: {self}: asked for elements {start} to {start + numel}; expected at most "
+                f"{prod(self.shape)}"
+            )
+        boxes = boxes_of(self.grid, start, numel, _AT_ONCE)
+        parts = [self.part(box).reshape(-1) for box in boxes]
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat([torch.empty(0, dtype=self.dtype, device="cpu"), *parts])
 
 
-def _check_range(where: object, shape: tuple[int, ...], start: int, numel: int) -> None:
-    """Raise ValueError unless [start, start + numel) is inside a tensor of that shape."""
-    if not 0 <= start <= start + numel <= prod(shape):
-        raise ValueError(
-            f"load: {where}: asked for elements {start} to {start + numel}; expected at most "
-            f"{prod(shape)}"
-        )
-
-
-@dataclass(frozen=True)
-class Box:
-    """A part of a tensor: where it begins in each dimension, and its shape."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-    @property
-    def ends(self) -> tuple[int, ...]:
-        """Where it ends in each dimension."""
-        return tuple(map(add, self.offsets, self.sizes))
-
-
-def _cut(
-    found: torch.Tensor, shape: tuple[int, ...], start: int
-) -> Iterator[tuple[torch.Tensor, Box]]:
-    """Cut a range of a flattened tensor, from element `start` on, into boxes of a bounded size.
-    Yield each with its place in `found`, which is as long as the range.
-    """
-    row = prod(shape[1:])
-    while found.numel() > 0:
-        if not shape:
-            yield found.view(()), Box((), ())
-            return
-        index, skipped = divmod(start, row)
-        rows = min(found.numel(), _AT_ONCE) // row
-        if skipped or rows == 0:
-            numel = min(found.numel(), row - skipped)
-            for part, box in _cut(found[:numel], shape[1:], skipped):
-                yield part[None], Box((index, *box.offsets), (1, *box.sizes))
-        else:
-            numel = rows * row
-            sizes = (rows, *shape[1:])
-            yield found[:numel].view(sizes), Box((index, *[0] * (len(shape) - 1)), sizes)
-        found, start = found[numel:], start + numel
-
-
-@dataclass(frozen=True, eq=False)
-class FileTensor:
+@dataclass(eq=False)
+class FileTensor(Stored):
     """A strided view of a storage in a file. offset, stride: in elements, as torch's."""
 
     window: Window
@@ -192,6 +192,7 @@ class FileTensor:
 
     def __post_init__(self) -> None:
         """Raise ValueError unless every element is inside the storage."""
+        self.grid = self.shape
         if len(self.shape) != len(self.stride) or not are_counts(
             (self.offset, *self.shape, *self.stride)
         ):
@@ -199,7 +200,7 @@ class FileTensor:
                 f"load: {self.window} has a tensor of shape {self.shape}, stride {self.stride}; "
                 f"expected counts"
             )
-        end = self.offset + _span(self.shape, self.stride)
+        end = self.offset + self._span(self.shape)
         needed = end * self.dtype.itemsize if prod(self.shape) > 0 else 0
         if needed > self.window.size:
             raise ValueError(
@@ -211,145 +212,127 @@ class FileTensor:
         """Refuse what a pickle gives a tensor: fields would not be checked."""
         raise ValueError("a tensor is given attributes")
 
+    def __str__(self) -> str:
+        return str(self.window)
+
+    def narrow(self, start: int, numel: int) -> "FileTensor":
+        """Return elements [start, start + numel) of a tensor of one dimension."""
+        (step,) = self.stride
+        return FileTensor(
+            self.window, self.dtype, self.offset + start * step, (numel,), self.stride
+        )
+
     def read(self, start: int, numel: int) -> torch.Tensor:
         """See Stored."""
-        _check_range(self.window, self.shape, start, numel)
         dims = zip(self.shape, self.stride, row_major(self.shape), strict=True)
-        if numel > 0 and all(size == 1 or step == usual for size, step, usual in dims):
-            return self._elements(self.offset + start, numel)
-        found = torch.empty(numel, dtype=self.dtype, device="cpu")
-        for part, box in _cut(found, self.shape, start):
-            part.copy_(self.part(box))
-        return found
+        if self.shape != (prod(self.shape),) and all(
+            size == 1 or step == usual for size, step, usual in dims
+        ):  # contiguous: any range is one part of the file
+            flat = FileTensor(self.window, self.dtype, self.offset, (prod(self.shape),), (1,))
+            return flat.read(start, numel)
+        return super().read(start, numel)
 
     def part(self, box: Box) -> torch.Tensor:
-        """Return a part of it, which has elements. Raises OSError or ValueError."""
-        first = self.offset + sum(map(mul, box.offsets, self.stride))
-        elements = self._elements(first, _span(box.sizes, self.stride))
-        return elements.as_strided(box.sizes, self.stride)
-
-    def _elements(self, first: int, numel: int) -> torch.Tensor:
-        raw = self.window.read(first * self.dtype.itemsize, numel * self.dtype.itemsize)
-        if self.dtype == torch.bool:  # other bytes than 0 and 1 are no bool
-            return torch.frombuffer(raw, dtype=torch.uint8) != 0
-        return torch.frombuffer(raw, dtype=self.dtype)
-
-
-def _span(sizes: tuple[int, ...], stride: tuple[int, ...]) -> int:
-    """Return how many elements there are from a box's first to its last in the storage."""
-    return 1 + sum((size - 1) * step for size, step in zip(sizes, stride, strict=True))
-
-
-@dataclass(frozen=True, eq=False)
-class JoinedTensor:
-    """A tensor in pieces, in order: of each a tensor, and the range of it (flattened) that is
-    meant.
-    """
-
-    where: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    pieces: Sequence[tuple[Stored, int, int]]
-
-    def __post_init__(self) -> None:
-        """Raise ValueError unless the pieces have one dtype and make up the tensor."""
-        _check_shape(self.where, self.shape)
-        for tensor, start, numel in self.pieces:
-            _check_range(self.where, tensor.shape, start, numel)
-            if tensor.dtype != self.dtype:
-                raise ValueError(
-                    f"load: {self.where} has pieces of {tensor.dtype} and of {self.dtype}; "
-                    f"expected one dtype"
-                )
-        found = sum(numel for _, _, numel in self.pieces)
-        if found != prod(self.shape):
-            raise ValueError(
-                f"load: {self.where} has {found} elements; expected {prod(self.shape)}, for shape "
-                f"{self.shape}"
-            )
-
-    def read(self, start: int, numel: int) -> torch.Tensor:
         """See Stored."""
-        _check_range(self.where, self.shape, start, numel)
-        found = [torch.empty(0, dtype=self.dtype, device="cpu")]
-        begin = 0
-        for tensor, first, length in self.pieces:
-            low, high = max(start, begin), min(start + numel, begin + length)
-            if low < high:
-                found.append(tensor.read(first + low - begin, high - low))
-            begin += length
-        return found[-1] if len(found) <= 2 else torch.cat(found)
+        sizes, itemsize = sizes_of(box), self.dtype.itemsize
+        first = self.offset + sum(
+            indices.start * step for indices, step in zip(box, self.stride, strict=True)
+        )
+        raw = self.window.read(first * itemsize, self._span(sizes) * itemsize)
+        if self.dtype == torch.bool:  # other bytes than 0 and 1 are no bool
+            elements = torch.frombuffer(raw, dtype=torch.uint8) != 0
+        else:
+            elements = torch.frombuffer(raw, dtype=self.dtype)
+        return elements.as_strided(sizes, self.stride)
+
+    def _span(self, sizes: Sequence[int]) -> int:
+        """Return how many elements there are from a box's first to its last in the storage."""
+        return 1 + sum((size - 1) * step for size, step in zip(sizes, self.stride, strict=True))
 
 
-class BoxTensor:
+class BoxTensor(Stored):
     """A tensor in boxes that do not overlap. `open_box` opens one, when it is first read."""
 
     def __init__(
         self,
-        where: str,
+        name: str,
         shape: tuple[int, ...],
         dtype: torch.dtype,
         boxes: Collection[Box],
         open_box: Callable[[Box], FileTensor],
+        grid: tuple[int, ...] | None = None,
     ) -> None:
         """Raise ValueError unless the boxes are inside the tensor and have as many elements as
         it.
         """
-        self.where, self.shape, self.dtype = where, shape, dtype
-        for given in (shape, *(part for box in boxes for part in (box.offsets, box.sizes))):
-            _check_shape(where, given)
+        self._name, self.shape, self.dtype = name, shape, dtype
+        self.grid = shape if grid is None else grid
+        self._boxes, self._open_box = boxes, cache(open_box)
+        if not are_counts(shape):
+            raise ValueError(f"load: {name} has shape {short(shape)}; expected counts")
         for box in boxes:
-            ranks = {len(box.offsets), len(box.sizes), len(shape)}
-            if len(ranks) > 1 or any(map(gt, box.ends, shape)):
+            if len(box) != len(self.grid) or any(
+                indices.start < 0 or indices.stop > size
+                for indices, size in zip(box, self.grid, strict=True)
+            ):
                 raise ValueError(
-                    f"load: {where} has a part at {box.offsets} of shape {box.sizes}; expected it "
-                    f"inside shape {shape}"
+                    f"load: {name} has a part at {box}; expected it inside shape {self.grid}"
                 )
-        found = sum(prod(box.sizes) for box in boxes)
-        if found != prod(shape):
+        numel = sum(prod(sizes_of(box)) for box in boxes)
+        if numel != prod(shape):
             raise ValueError(
-                f"load: {where} has parts of {found} elements; expected {prod(shape)}, for shape "
+                f"load: {name} has parts of {numel} elements; expected {prod(shape)}, for shape "
                 f"{shape} (is a rank's file missing, or did parts overwrite each other?)"
             )
-        self._boxes, self._open_box = boxes, open_box
-        self._open: dict[Box, FileTensor] = {}
 
-    def read(self, start: int, numel: int) -> torch.Tensor:
+    def __str__(self) -> str:
+        return self._name
+
+    def part(self, box: Box) -> torch.Tensor:
         """See Stored."""
-        _check_range(self.where, self.shape, start, numel)
-        found = torch.empty(numel, dtype=self.dtype, device="cpu")
-        missing = 0
-        for part, within in _cut(found, self.shape, start):
-            reached = torch.zeros(part.shape, dtype=torch.bool, device="cpu")
-            for box in self._boxes:
-                low = tuple(map(max, box.offsets, within.offsets))
-                high = tuple(map(min, box.ends, within.ends))
-                if all(map(lt, low, high)):
-                    local = Box(tuple(map(sub, low, box.offsets)), tuple(map(sub, high, low)))
-                    where = tuple(
-                        map(slice, map(sub, low, within.offsets), map(sub, high, within.offsets))
-                    )
-                    part[where] = self._box(box).part(local)
-                    reached[where] = True
-            missing += part.numel() - int(reached.sum())
-        if missing > 0:
-            raise ValueError(
-                f"load: {self.where}: parts overlap, and {missing} elements of those from {start} "
-                f"on are in none"
+        values = torch.empty(sizes_of(box), dtype=self.dtype, device="cpu")
+        missing = torch.ones(sizes_of(box), dtype=torch.bool, device="cpu")
+        for stored in self._boxes:
+            common = tuple(
+                range(max(one.start, other.start), min(one.stop, other.stop))
+                for one, other in zip(stored, box, strict=True)
             )
-        return found
-
-    def _box(self, box: Box) -> FileTensor:
-        """Open a box once; threads that do so together find the same."""
-        if box not in self._open:
-            tensor = self._open_box(box)
-            if tensor.shape != box.sizes or tensor.dtype != self.dtype:
+            if not all(common):
+                continue
+            tensor = self._open_box(stored)
+            if tensor.shape != sizes_of(stored) or tensor.dtype != self.dtype:
                 raise ValueError(
-                    f"load: {self.where}: the part at {box.offsets} has shape {tensor.shape} "
-                    f"and {tensor.dtype}; expected {box.sizes} and {self.dtype}"
+                    f"load: {self}: the part at {stored} has shape {tensor.shape} and "
+                    f"{tensor.dtype}; expected {sizes_of(stored)} and {self.dtype}"
                 )
-            self._open[box] = tensor
-        return self._open[box]
+            place = slices_of(_inside(common, box))
+            values[place] = tensor.part(_inside(common, stored))
+            missing[place] = False
+        if missing.any():
+            raise ValueError(
+                f"load: {self}: parts overlap, and {int(missing.sum())} elements are in none"
+            )
+        return values
+
+
+def _inside(box: Box, outer: Box) -> Box:
+    """Return a box as a part of another one that has it."""
+    return tuple(
+        range(one.start - first.start, one.stop - first.start)
+        for one, first in zip(box, outer, strict=True)
+    )
+
+
+def joined(
+    name: str, shape: tuple[int, ...], dtype: torch.dtype, pieces: Iterable[FileTensor]
+) -> BoxTensor:
+    """Return a tensor from pieces of one dimension, of the flattened tensor in order."""
+    boxes: dict[Box, FileTensor] = {}
+    end = 0
+    for piece in pieces:
+        boxes[(range(end, end + piece.shape[0]),)] = piece
+        end += piece.shape[0]
+    return BoxTensor(name, shape, dtype, boxes, boxes.__getitem__, grid=(end,))
 
 
 class ForeignSource(Source):

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from shardcore.checkpoint.file_tensors import boxes_of, sizes_of
 from shardcore.checkpoint.format import named_buffers, named_parameters, names_of, with_extra_state
 from shardcore.distributed.everyone import Ranks
 from shardcore.engine.bucket import Bucket, Managed
@@ -72,12 +73,12 @@ class Shards(torch.Tensor):
         shards.ranges, shards.boxes = ranges, {}
         for start, values in ranges:
             cursor = 0
-            for local_offsets, sizes in boxes_of(tuple(local_shape), start, values.numel()):
-                part = values[cursor : cursor + prod(sizes)].view(sizes)
-                boxes = [(local_offsets, part)] if cut is None else cut.boxes(local_offsets, part)
-                for offsets, box in boxes:
-                    shards.boxes[torch.Size(offsets)] = box
-                cursor += prod(sizes)
+            for box in boxes_of(local_shape, start, values.numel()):
+                part = values[cursor : cursor + prod(sizes_of(box))].view(sizes_of(box))
+                cursor += part.numel()
+                local_offsets = tuple(indices.start for indices in box)
+                parts = [(local_offsets, part)] if cut is None else cut.boxes(local_offsets, part)
+                shards.boxes |= {torch.Size(offsets): view for offsets, view in parts}
         return shards
 
     @classmethod
@@ -157,29 +158,6 @@ def _refuse_in_safetensors() -> None:
         return prepare(self, plan)
 
     writer.prepare_local_plan = prepare_local_plan
-
-
-def boxes_of(
-    shape: tuple[int, ...], start: int, numel: int
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield (offsets, sizes) of the boxes that make up elements [start, start + numel) of the
-    flattened tensor, in order.
-    """
-    if not shape:
-        yield (), ()
-        return
-    row, end = prod(shape[1:]), start + numel
-    while start < end:
-        index, inside = divmod(start, row)
-        if inside == 0 and end - start >= row:
-            count = (end - start) // row
-            yield (index, *(0 for _ in shape[1:])), (count, *shape[1:])
-            start += count * row
-        else:
-            length = min(end - start, row - inside)
-            for offsets, sizes in boxes_of(shape[1:], inside, length):
-                yield (index, *offsets), (1, *sizes)
-            start += length
 
 
 # (start, numel) -> those elements of a buffer of this rank's shard

@@ -3,7 +3,6 @@ and sources that hold them.
 """
 
 import re
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,11 @@ from shardcore.checkpoint.file_tensors import (
     Box,
     BoxTensor,
     FileTensor,
-    JoinedTensor,
     Stored,
     Window,
+    box_of,
+    joined,
+    sizes_of,
     step_of,
 )
 from shardcore.checkpoint.foreign.unpickle import load_file
@@ -42,24 +43,24 @@ def _saved(folder: Path, value: Any, name: str = "file.pt") -> Path:
 
 
 def _stored(folder: Path, tensor: torch.Tensor, name: str = "file.pt") -> FileTensor:
-    held = load_file(_saved(folder, tensor, name))
-    assert isinstance(held, FileTensor)
-    return held
+    stored = load_file(_saved(folder, tensor, name))
+    assert isinstance(stored, FileTensor)
+    return stored
 
 
-def _check(held: Stored, tensor: torch.Tensor, numel: int) -> None:
+def _check(stored: Stored, tensor: torch.Tensor, numel: int) -> None:
     """Compare ranges of a tensor from each element on, and none beyond its ends."""
-    assert held.shape == tensor.shape
+    assert stored.shape == tensor.shape
     flat = tensor.reshape(-1)
     for start in range(len(flat)):
         end = min(start + numel, len(flat))
-        assert torch.equal(held.read(start, end - start), flat[start:end])
+        assert torch.equal(stored.read(start, end - start), flat[start:end])
     for start in (0, len(flat)):  # callers learn its dtype so
-        assert torch.equal(held.read(start, 0), flat[:0])
-        assert held.read(start, 0).dtype == tensor.dtype
+        assert torch.equal(stored.read(start, 0), flat[:0])
+        assert stored.read(start, 0).dtype == tensor.dtype
     for start, beyond in ((-1, 1), (0, len(flat) + 1), (len(flat), 1)):
         with pytest.raises(ValueError, match="expected at most"):
-            held.read(start, beyond)
+            stored.read(start, beyond)
 
 
 @pytest.mark.parametrize("at_once", [1, 4, 1 << 22])
@@ -68,33 +69,33 @@ def test_views_are_read_by_ranges(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, view: str, at_once: int
 ) -> None:
     monkeypatch.setattr(file_tensors, "_AT_ONCE", at_once)
-    held, read, numels = _stored(tmp_path, VIEWS[view]), FileTensor.part, [0]
+    stored, read, numels = _stored(tmp_path, VIEWS[view]), FileTensor.part, [0]
 
     def part(self: FileTensor, box: Box) -> torch.Tensor:
-        numels.append(prod(box.sizes))
+        numels.append(prod(sizes_of(box)))
         return read(self, box)
 
     monkeypatch.setattr(FileTensor, "part", part)
-    _check(held, VIEWS[view], 11)
+    _check(stored, VIEWS[view], 11)
     assert max(numels) <= at_once
-    assert torch.equal(held.read(0, VIEWS[view].numel()), VIEWS[view].reshape(-1))
+    assert torch.equal(stored.read(0, VIEWS[view].numel()), VIEWS[view].reshape(-1))
 
 
 def test_only_the_range_is_read(tmp_path: Path) -> None:
     path = _saved(tmp_path, torch.arange(1 << 20))
-    held = load_file(path)
+    stored = load_file(path)
     before = _bytes_read()
-    assert held.read(777_777, 3).tolist() == [777_777, 777_778, 777_779]
+    assert stored.read(777_777, 3).tolist() == [777_777, 777_778, 777_779]
     assert _bytes_read() - before < 10_000
     with open(path, "ab") as file:
         file.write(b"more")
     with pytest.raises(
         ValueError, match=r"file\.pt has \d+ bytes; expected \d+, as when it was opened"
     ):
-        held.read(0, 1)
+        stored.read(0, 1)
     path.unlink()
     with pytest.raises(FileNotFoundError):
-        held.read(0, 1)
+        stored.read(0, 1)
 
 
 def _bytes_read() -> int:
@@ -105,10 +106,10 @@ def _bytes_read() -> int:
 
 SHAPE = (7, 5, 3)
 BOXES = [
-    Box((0, 0, 0), (3, 2, 3)),
-    Box((0, 2, 0), (3, 3, 3)),
-    Box((3, 0, 0), (4, 5, 2)),
-    Box((3, 0, 2), (4, 5, 1)),
+    box_of((0, 0, 0), (3, 2, 3)),
+    box_of((0, 2, 0), (3, 3, 3)),
+    box_of((3, 0, 0), (4, 5, 2)),
+    box_of((3, 0, 2), (4, 5, 1)),
 ]
 
 
@@ -120,7 +121,7 @@ def _boxed(*boxes: Box, shape: Any = SHAPE) -> BoxTensor:
 @pytest.mark.parametrize("shape", [(), (0, 3)])
 def test_one_box_of_a_scalar_or_of_nothing(tmp_path: Path, shape: tuple[int, ...]) -> None:
     tensor = torch.randn(shape)
-    box, stored = Box((0,) * len(shape), shape), _stored(tmp_path, tensor)
+    box, stored = box_of((0,) * len(shape), shape), _stored(tmp_path, tensor)
     _check(BoxTensor("x", shape, torch.float32, [box], lambda _: stored), tensor, 1)
 
 
@@ -128,11 +129,11 @@ def test_one_box_of_a_scalar_or_of_nothing(tmp_path: Path, shape: tuple[int, ...
 def test_boxes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
     monkeypatch.setattr(file_tensors, "_AT_ONCE", at_once)
     tensor = torch.randn(SHAPE)
-    held = {}
+    stored = {}
     for box in BOXES:
-        where = tuple(slice(first, end) for first, end in zip(box.offsets, box.ends, strict=True))
-        held[box] = _stored(tmp_path, tensor[where].clone(), f"{len(held)}")
-    _check(BoxTensor("x", SHAPE, torch.float32, held, held.__getitem__), tensor, 13)
+        where = tuple(slice(one.start, one.stop) for one in box)
+        stored[box] = _stored(tmp_path, tensor[where].clone(), f"{len(stored)}")
+    _check(BoxTensor("x", SHAPE, torch.float32, stored, stored.__getitem__), tensor, 13)
 
 
 def test_only_boxes_of_the_range_are_opened(tmp_path: Path) -> None:
@@ -143,54 +144,53 @@ def test_only_boxes_of_the_range_are_opened(tmp_path: Path) -> None:
         opened.append(box)
         return _stored(tmp_path, part)
 
-    held = BoxTensor("x", SHAPE, torch.float32, BOXES, open_box)
+    tensor = BoxTensor("x", SHAPE, torch.float32, BOXES, open_box)
     for row in range(2):
-        assert held.read(3 * 15 + 2 + 3 * row, 1) == part[0, row]
+        assert tensor.read(3 * 15 + 2 + 3 * row, 1) == part[0, row]
     assert opened == BOXES[3:], "once"
 
 
-def test_boxes_that_do_not_make_up_the_tensor_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"parts of 87 elements; expected 105"):
-        _boxed(*BOXES[1:])
-    for box in (Box((5, 0, 0), (3, 5, 3)), Box((0, 0), (7, 15)), Box((0, 0), SHAPE)):
-        with pytest.raises(ValueError, match="inside shape"):
-            _boxed(box)
-    for bad in ((7.0, 5, 3), [7, 5, 3], (7, 5, -3), (True,), None):
-        for box in (Box(bad, SHAPE), Box((0, 0, 0), bad)):  # type: ignore[arg-type]
-            with pytest.raises(ValueError, match="expected counts"):
-                _boxed(box)
-        with pytest.raises(ValueError, match="expected counts"):
-            _boxed(shape=bad)
-        with pytest.raises(ValueError, match="expected counts"):
-            JoinedTensor("x", bad, torch.float32, [])  # type: ignore[arg-type]
-    overlapping = (Box((0, 0, 0), (4, 5, 3)), Box((1, 0, 0), (3, 5, 3)))
-    held = {box: _stored(tmp_path, torch.zeros(box.sizes), str(box.sizes)) for box in overlapping}
+@pytest.mark.parametrize(
+    ("boxes", "shape", "text"),
+    [
+        (BOXES[1:], SHAPE, "parts of 87 elements; expected 105"),
+        ([box_of((5, 0, 0), (3, 5, 3))], SHAPE, "inside shape"),
+        ([box_of((-1, 0, 0), SHAPE)], SHAPE, "inside shape"),
+        ([box_of((0, 0), (7, 15))], SHAPE, "inside shape"),
+        *((BOXES, shape, "expected counts") for shape in ((7.0, 5, 3), [7, 5, 3], (-7,), None)),
+    ],
+)
+def test_boxes_that_do_not_make_up_the_tensor_are_refused(
+    boxes: list[Box], shape: Any, text: str
+) -> None:
+    with pytest.raises(ValueError, match=text):
+        _boxed(*boxes, shape=shape)
+
+
+def test_boxes_that_overlap_or_are_other_than_said(tmp_path: Path) -> None:
+    boxes = (box_of((0, 0, 0), (4, 5, 3)), box_of((1, 0, 0), (3, 5, 3)))
+    stored = {box: _stored(tmp_path, torch.zeros(sizes_of(box)), str(len(box[0]))) for box in boxes}
     with pytest.raises(ValueError, match="parts overlap, and 45 elements"):
-        BoxTensor("x", SHAPE, torch.float32, held, held.__getitem__).read(0, 105)
-    stored = held[overlapping[0]]
-    other = BoxTensor("x", SHAPE, torch.float16, [Box((0, 0, 0), SHAPE)], lambda _: stored)
+        BoxTensor("x", SHAPE, torch.float32, stored, stored.__getitem__).read(0, 105)
+    box = box_of((0, 0, 0), SHAPE)
+    tensor = BoxTensor("x", SHAPE, torch.float16, [box], lambda _: stored[boxes[0]])
     with pytest.raises(
         ValueError,
         match=r"has shape \(4, 5, 3\) and torch.float32; expected \(7, 5, 3\) and torch.float16",
     ):
-        other.read(0, 1)
+        tensor.read(0, 1)
 
 
 def test_pieces(tmp_path: Path) -> None:
-    tensor = torch.randn(SHAPE)
-    first = _stored(tmp_path, tensor.view(-1)[:40].clone(), "a")
-    rest = _stored(tmp_path, tensor.clone(), "b")
-    joined = partial(JoinedTensor, "x", SHAPE, torch.float32)
+    flat = torch.randn(prod(SHAPE))
+    first, rest = _stored(tmp_path, flat[:40].clone(), "a"), _stored(tmp_path, flat[20:], "b")
+    pieces = [first, rest.narrow(0, 0), rest.narrow(20, 65)]
     for numel in (1, 13, prod(SHAPE)):
-        _check(joined([(first, 0, 40), (rest, 40, 65)]), tensor, numel)
-    half = _stored(tmp_path, tensor.half(), "c")
-    for pieces, text in (
-        ([(first, 0, 40), (rest, 40, 64)], "has 104 elements; expected 105"),
-        ([(first, 0, 41), (rest, 40, 64)], "asked for elements 0 to 41; expected at most 40"),
-        ([(first, 0, 40), (half, 40, 65)], "has pieces of torch.float16 and of torch.float32"),
-    ):
-        with pytest.raises(ValueError, match=text):
-            joined(pieces)
+        _check(joined("x", SHAPE, torch.float32, pieces), flat.view(SHAPE), numel)
+    with pytest.raises(ValueError, match="parts of 104 elements; expected 105"):
+        joined("x", SHAPE, torch.float32, [first, rest.narrow(20, 64)])
+    with pytest.raises(ValueError, match="has 420 bytes of a tensor; expected 424"):
+        rest.narrow(20, 66)
 
 
 @pytest.mark.parametrize(

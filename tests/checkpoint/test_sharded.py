@@ -15,7 +15,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 
 import shardcore
-from shardcore.checkpoint.sharded import Shards, boxes_of
+from shardcore.checkpoint.file_tensors import boxes_of, slices_of
+from shardcore.checkpoint.sharded import Shards
 from tests.support.choice import combinations
 from tests.support.meta import frozen_net
 from tests.support.models import (
@@ -39,10 +40,7 @@ def test_boxes_are_the_range(shape: tuple[int, ...]) -> None:
         for numel in range(1, whole.numel() - start + 1):
             boxes = list(boxes_of(shape, start, numel))
             assert len(boxes) <= max(1, 2 * len(shape) - 1)
-            parts = [
-                whole[tuple(slice(o, o + s) for o, s in zip(*box, strict=True))].reshape(-1)
-                for box in boxes
-            ]
+            parts = [whole[slices_of(box)].reshape(-1) for box in boxes]
             assert torch.cat(parts).tolist() == list(range(start, start + numel))
 
 

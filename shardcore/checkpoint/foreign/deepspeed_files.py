@@ -16,7 +16,7 @@ that rank r's part of a group has rank r's part of each parameter, one after the
 
 import logging
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -24,11 +24,14 @@ from reprlib import repr as short
 from typing import Any
 
 from shardcore.checkpoint.file_tensors import (
+    BoxTensor,
     FileTensor,
     ForeignSource,
-    JoinedTensor,
     Stored,
+    are_counts,
+    box_of,
     is_stored,
+    joined,
     step_of,
 )
 from shardcore.checkpoint.foreign.torch_files import (
@@ -50,34 +53,27 @@ _LATEST = ("latest", "latest_universal")
 _OPTIM = re.compile(r"(bf16_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{1,6})_optim_states\.pt")
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_(\d{1,6})_model_states\.pt")
 _COUNTERS = ("global_steps", "skipped_steps", "global_samples")
-_OWN_KEYS = frozenset(  # of a model file; the rest is client_state
-    (
-        *(
-            "module",
-            "buffer_names",
-            "optimizer",
-            "param_shapes",
-            "shared_params",
-            "frozen_param_shapes",
-        ),
-        *(
-            "frozen_param_fragments",
-            "lr_scheduler",
-            "data_sampler",
-            "random_ltd",
-            "dp_world_size",
-            *_COUNTERS,
-        ),
-        *(
-            "mp_world_size",
-            "checkpoint_parallel_dimensions",
-            "ds_config",
-            "ds_version",
-            "sparse_tensor_module_names",
-        ),
-        *("universal_checkpoint_info", "pipeline_metadata"),
-    )
-)
+_OWN_KEYS = {  # of a model file; the rest is client_state
+    *_COUNTERS,
+    "module",
+    "buffer_names",
+    "optimizer",
+    "param_shapes",
+    "shared_params",
+    "frozen_param_shapes",
+    "frozen_param_fragments",
+    "lr_scheduler",
+    "data_sampler",
+    "random_ltd",
+    "dp_world_size",
+    "mp_world_size",
+    "checkpoint_parallel_dimensions",
+    "ds_config",
+    "ds_version",
+    "sparse_tensor_module_names",
+    "universal_checkpoint_info",
+    "pipeline_metadata",
+}
 
 
 def open_foreign(path: Path, names: Collection[str]) -> Source | None:
@@ -145,7 +141,7 @@ def _folder(path: Path) -> Path | None:
 
 @dataclass(frozen=True)
 class _Files:
-    """What a folder has: files of ranks, in order. model: of rank 0, loaded."""
+    """The files of a folder, of ranks in order. model: of rank 0, loaded."""
 
     folder: Path
     optims: Sequence[Path]
@@ -206,10 +202,10 @@ def _refused(path: Path, what: str) -> ValueError:
     )
 
 
-def _mapping(found: Any, path: Path, key: str) -> Mapping[str, Any]:
-    if not isinstance(found, dict) or key not in found:
+def _mapping(value: Any, path: Path, key: str) -> Mapping[str, Any]:
+    if not isinstance(value, dict) or key not in value:
         raise ValueError(f"load: {path} has no {key!r}; expected it, as DeepSpeed writes it")
-    return found
+    return value
 
 
 def _check_parallelism(files: _Files) -> None:
@@ -263,8 +259,9 @@ def _source(
     for alias, name in shared.items():
         if name in tensors:
             tensors[alias] = tensors[name]
+    in_order = [name for name in model["module"] if name in tensors]
     source = ForeignSource(
-        files.folder, {name: tensors[name] for name in _in_order(model["module"], tensors)}
+        files.folder, {name: tensors[name] for name in dict.fromkeys([*in_order, *tensors])}
     )
     source.steps = {
         **steps,
@@ -286,7 +283,7 @@ def _source(
 def _beside(files: _Files) -> tuple[Any, dict[str, Any] | None, dict[str, int]]:
     """Return the scheduler's state, what the user gave, and the counters of the training loop."""
     model, path = files.model, files.model_path
-    given = {
+    client_state = {
         key: plain(value, f"{path}: {key}") for key, value in model.items() if key not in _OWN_KEYS
     }
     counters = {
@@ -294,14 +291,8 @@ def _beside(files: _Files) -> tuple[Any, dict[str, Any] | None, dict[str, int]]:
         for key in _COUNTERS
         if model.get(key) is not None
     }
-    return plain(model.get("lr_scheduler"), f"{path}: lr_scheduler"), given or None, counters
-
-
-def _in_order(module: Mapping[str, Any], tensors: Mapping[str, Any]) -> list[str]:
-    return [
-        *(name for name in module if name in tensors),
-        *(name for name in tensors if name not in module),
-    ]
+    scheduler = plain(model.get("lr_scheduler"), f"{path}: lr_scheduler")
+    return scheduler, client_state or None, counters
 
 
 def _loss_scale(scaler: Any) -> dict[str, Any] | None:
@@ -320,24 +311,20 @@ def _loss_scale(scaler: Any) -> dict[str, Any] | None:
     }
 
 
-def _options(groups: Any, where: str) -> list[dict[str, Any]]:
-    """Return the options of param_groups, with "params" as they are there."""
-    return [
-        {key: plain(value, f"{where}: {key}") for key, value in group.items()} for group in groups
-    ]
-
-
 def _named_groups(
-    options: Sequence[Mapping[str, Any]], flat: Sequence[Mapping[str, Any]]
+    groups: Sequence[Mapping[str, Any]], flat: Sequence[Mapping[str, Any]], path: Path
 ) -> list[dict[str, Any]]:
-    """Return options with the names of parameters; "params" there are numbers of flat groups."""
+    """Return param_groups with the names of parameters; "params" there are numbers of flat
+    groups.
+    """
     named = []
-    for group in options:
-        # old FusedAdam counts in its groups
-        options_of = {key: value for key, value in group.items() if key != "step"}
-        named.append(
-            {**options_of, "params": [name for index in group["params"] for name in flat[index]]}
-        )
+    for group in groups:
+        options = {
+            key: plain(value, f"{path}: {key}")
+            for key, value in group.items()
+            if key != "step"  # old FusedAdam counts in its groups
+        }
+        named.append(options | {"params": [name for n in group["params"] for name in flat[n]]})
     return named
 
 
@@ -362,16 +349,6 @@ class _Rank:
     paddings: Any
     scaler: Any
 
-    def gaps(self, group: int, shapes: Mapping[str, tuple[int, ...]]) -> Sequence[int]:
-        """Return how many elements follow each parameter of a group before the next."""
-        found = [0] * len(shapes) if self.paddings is None else self.paddings[group]
-        if len(found) != len(shapes) or any(type(gap) is not int or gap < 0 for gap in found):
-            raise ValueError(
-                f"load: {self.path} has paddings {short(found)} of group {group}; expected "
-                f"{len(shapes)} counts"
-            )
-        return found
-
 
 def _open_zero(files: _Files) -> Source:
     flat = _shape_groups(files)
@@ -386,37 +363,40 @@ def _open_zero(files: _Files) -> Source:
     steps: dict[str, int] = {}
     for index, shapes in enumerate(flat):
         where = f"{files.folder}: group {index}"
-        lengths = [rank.masters[index].shape[0] for rank in ranks]
-        held = {key for rank in ranks for key in rank.states[index]}
-        for key in ("weight", *(key for key in STATES if key in held)):
-            pieces = [
-                rank.masters[index] if key == "weight" else rank.states[index].get(key)
-                for rank in ranks
-            ]
-            for piece, length in zip(pieces, lengths, strict=True):
+        gaps = [0] * len(shapes) if first.paddings is None else first.paddings[index]
+        if not are_counts(tuple(gaps)) or len(gaps) != len(shapes):
+            raise ValueError(
+                f"load: {first.path} has paddings {short(gaps)} of group {index}; expected "
+                f"{len(shapes)} counts"
+            )
+        keys = {key for rank in ranks for key in rank.states[index]}
+        for key in ("weight", *(key for key in STATES if key in keys)):
+            pieces = []
+            for rank in ranks:
+                (length,) = rank.masters[index].shape
+                piece = rank.masters[index] if key == "weight" else rank.states[index].get(key)
                 # States may have padding that masters lack.
                 if piece is None or len(piece.shape) != 1 or piece.shape[0] < length:
-                    there = "nothing" if piece is None else f"shape {piece.shape}"
+                    content = "nothing" if piece is None else f"shape {piece.shape}"
                     raise ValueError(
-                        f"load: {where}: {key} has {there} on a rank; expected {length} elements, "
-                        f"as the masters"
+                        f"load: {where}: {key} has {content} on a rank; expected {length} "
+                        f"elements, as the masters"
                     )
-            parts = [piece for piece in pieces if piece is not None]
+                pieces.append(piece.narrow(0, length))
             if first.stage == 3:
-                cut = _cut_by_param(f"{where}: {key}", shapes, parts, lengths)
+                of_key = _cut_by_param(f"{where}: {key}", shapes, pieces)
             else:
-                cut = _cut_by_group(
-                    f"{where}: {key}", shapes, first.gaps(index, shapes), parts, lengths
-                )
-            for name, tensor in cut.items():
+                of_key = _cut_by_group(f"{where}: {key}", shapes, gaps, pieces)
+            for name, tensor in of_key.items():
                 tensors.setdefault(name, {})[key] = tensor
+        if not keys:
+            continue
         counts = {rank.steps[index] for rank in ranks}
-        if held and (len(counts) != 1 or None in counts):
+        if len(counts) != 1 or None in counts:
             raise ValueError(
                 f"load: {where} has the step counts {counts} on its ranks; expected one"
             )
-        if held:
-            steps.update(dict.fromkeys(shapes, int(next(iter(counts)) or 0)))
+        steps |= {name: step for name in shapes for step in counts if step is not None}
     if first.stage == 3:
         _add_frozen(files, tensors, len(ranks))
     if first.groups is None:
@@ -424,7 +404,7 @@ def _open_zero(files: _Files) -> Source:
             "load: %s is elastic and has no options of groups: this optimizer's stay as they are",
             files.folder,
         )
-    groups = None if first.groups is None else _named_groups(first.groups, flat)
+    groups = None if first.groups is None else _named_groups(first.groups, flat, first.path)
     return _source(files, tensors, steps, groups, first.scaler)
 
 
@@ -443,19 +423,16 @@ def _check_count(count: Any, files: _Files, path: Path) -> None:
 
 def _rank_of(path: Path, files: _Files, count: int) -> _Rank:
     """Return what a rank's file has of `count` flat groups."""
-    held = _mapping(
-        _mapping(load_file(path), path, "optimizer_state_dict")["optimizer_state_dict"],
-        path,
-        "partition_count",
-    )
-    stage = held.get("zero_stage", 1)  # BF16_Optimizer's files, which are of stage 1, have none
+    file = _mapping(load_file(path), path, "optimizer_state_dict")
+    zero = _mapping(file["optimizer_state_dict"], path, "partition_count")
+    stage = zero.get("zero_stage", 1)  # BF16_Optimizer's files, which are of stage 1, have none
     if stage not in (1, 2, 3):
         raise ValueError(f"load: {path} has ZeRO stage {short(stage)}; expected 1, 2 or 3")
-    _check_count(held["partition_count"], files, path)
-    if held.get("ds_zero_partition_groups") is not None:
+    _check_count(zero["partition_count"], files, path)
+    if zero.get("ds_zero_partition_groups") is not None:
         raise _refused(path, "of a mixture of experts")
-    masters = held.get("fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups")
-    base = held.get("optimizer_state_dict" if stage == 3 else "base_optimizer_state")
+    masters = zero.get("fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups")
+    base = zero.get("optimizer_state_dict" if stage == 3 else "base_optimizer_state")
     if not isinstance(masters, list) or not all(
         isinstance(master, FileTensor) and len(master.shape) == 1 for master in masters
     ):
@@ -467,11 +444,12 @@ def _rank_of(path: Path, files: _Files, count: int) -> _Rank:
         raise ValueError(
             f"load: {path} has {len(masters)} flat groups; expected {count}, as {files.model_path}"
         )
+    states: Any
     if isinstance(base, list):  # elastic checkpoints have states only
         states, groups = dict(enumerate(base)), None
     else:
-        states = _mapping(_mapping(base, path, "state"), path, "param_groups")["state"]
-        groups = _options(base["param_groups"], str(path))  # type: ignore[index]
+        adam = _mapping(_mapping(base, path, "state"), path, "param_groups")
+        states, groups = adam["state"], adam["param_groups"]
     parts: list[Mapping[str, FileTensor]] = []
     steps: list[int | None] = []
     for index in range(count):
@@ -480,8 +458,10 @@ def _rank_of(path: Path, files: _Files, count: int) -> _Rank:
         if not isinstance(state, dict):
             raise ValueError(f"load: {where} is no dict; expected Adam's states")
         parts.append(adam_parts(state, where, STATES[:2]) if set(state) - {"step"} else {})
-        of_group = next((group for group in groups or () if index in group["params"]), {})
-        step = state.get("step", of_group.get("step", held.get("base_optimizer_state_step")))
+        of_group: Mapping[str, Any] = next(
+            (group for group in groups or () if index in group["params"]), {}
+        )
+        step = state.get("step", of_group.get("step", zero.get("base_optimizer_state_step")))
         steps.append(None if step is None else step_of(step, f"{path}: step of group {index}"))
     return _Rank(
         path,
@@ -490,8 +470,8 @@ def _rank_of(path: Path, files: _Files, count: int) -> _Rank:
         parts,
         steps,
         groups,
-        held.get("param_alignment_paddings"),
-        held.get("loss_scaler"),
+        zero.get("param_alignment_paddings"),
+        zero.get("loss_scaler"),
     )
 
 
@@ -500,13 +480,12 @@ def _cut_by_group(
     shapes: Mapping[str, tuple[int, ...]],
     gaps: Sequence[int],
     pieces: Sequence[FileTensor],
-    lengths: Sequence[int],
 ) -> dict[str, Stored]:
     """ZeRO 1 and 2: the ranks' pieces in order are the flat group, in which parameters follow
     each other, each before a gap.
     """
-    found: dict[str, Stored] = {}
-    total = sum(lengths)
+    tensors: dict[str, Stored] = {}
+    total = sum(piece.shape[0] for piece in pieces)
     at = 0
     for (name, shape), gap in zip(shapes.items(), gaps, strict=True):
         numel = prod(shape)
@@ -515,9 +494,8 @@ def _cut_by_group(
                 f"load: {where} has {total} elements over all ranks; expected {at + numel} or "
                 f"more, for {name}"
             )
-        found[name] = JoinedTensor(
-            f"{where} of {name}", shape, pieces[0].dtype, _range_of(pieces, lengths, at, numel)
-        )
+        parts = _range_of(pieces, at, numel)
+        tensors[name] = joined(f"{where} of {name}", shape, pieces[0].dtype, parts)
         at += numel + gap
     unit = 2 * len(pieces)  # what DeepSpeed pads a group to, in some files
     if -(-at // unit) != -(-total // unit):
@@ -525,32 +503,29 @@ def _cut_by_group(
             f"load: {where} has {total} elements over all ranks; expected {at}, as its names and "
             f"shapes have"
         )
-    return found
+    return tensors
 
 
-def _range_of(
-    pieces: Sequence[FileTensor], lengths: Sequence[int], at: int, numel: int
-) -> list[tuple[Stored, int, int]]:
-    found: list[tuple[Stored, int, int]] = []
-    begin = 0
-    for piece, length in zip(pieces, lengths, strict=True):
-        first, last = max(at, begin), min(at + numel, begin + length)
-        if first < last:
-            found.append((piece, first - begin, last - first))
-        begin += length
-    return found
+def _range_of(pieces: Sequence[FileTensor], start: int, numel: int) -> Iterator[FileTensor]:
+    """Yield elements [start, start + numel) of pieces that follow each other."""
+    for piece in pieces:
+        (length,) = piece.shape
+        first, end = max(start, 0), min(start + numel, length)
+        if first < end:
+            yield piece.narrow(first, end - first)
+        start -= length
 
 
 def _cut_by_param(
     where: str,
     shapes: Mapping[str, tuple[int, ...]],
     pieces: Sequence[FileTensor],
-    lengths: Sequence[int],
 ) -> dict[str, Stored]:
     """ZeRO 3: each rank's piece has its part of each parameter, which is padded to as many
     elements for each rank.
     """
-    found: dict[str, Stored] = {}
+    tensors: dict[str, Stored] = {}
+    lengths = [piece.shape[0] for piece in pieces]
     at = 0
     for name, shape in shapes.items():
         part = -(-prod(shape) // len(pieces))
@@ -559,25 +534,27 @@ def _cut_by_param(
                 f"load: {where} has {min(lengths)} elements on a rank; expected {at + part} or "
                 f"more, for {name}"
             )
-        found[name] = _joined_parts(f"{where} of {name}", shape, pieces, at)
+        tensors[name] = _joined_parts(f"{where} of {name}", shape, pieces, at)
         at += part
     if any(length != at for length in lengths):
         raise ValueError(
             f"load: {where} has {lengths} elements on its ranks; expected {at}: parameters are "
             f"missing from its names"
         )
-    return found
+    return tensors
 
 
 def _joined_parts(
     where: str, shape: tuple[int, ...], pieces: Sequence[FileTensor], at: int
-) -> JoinedTensor:
+) -> Stored:
+    """Return a parameter of ZeRO 3, of which each rank's piece has a part from `at` on."""
     numel = prod(shape)
     part = -(-numel // len(pieces))
-    ranges = [
-        (piece, at, max(0, min(part, numel - rank * part))) for rank, piece in enumerate(pieces)
+    parts = [
+        piece.narrow(at, max(0, min(part, numel - rank * part)))
+        for rank, piece in enumerate(pieces)
     ]
-    return JoinedTensor(where, shape, pieces[0].dtype, [item for item in ranges if item[2] > 0])
+    return joined(where, shape, pieces[0].dtype, parts)
 
 
 def _add_frozen(files: _Files, tensors: dict[str, dict[str, Stored]], ranks: int) -> None:
@@ -635,24 +612,24 @@ def _open_unsharded(files: _Files, names: Collection[str]) -> Source:
     tree = {"module": files.model["module"]} | (
         {} if optimizer is None else {"optimizer": optimizer}
     )
-    found = source_of(files.model_path, tree, names)
-    found.path = files.folder
-    found.scheduler, found.client_state, found.counters = _beside(files)
-    return found
+    source = source_of(files.model_path, tree, names)
+    source.path = files.folder
+    source.scheduler, source.client_state, source.counters = _beside(files)
+    return source
 
 
 def _open_universal(files: _Files) -> Source:
     folder = files.folder / "zero"
     path = folder / "optimizer_state.pt"
-    held = _mapping(load_file(path), path, "param_groups")
+    zero = _mapping(load_file(path), path, "param_groups")
     flat = _shape_groups(files)
-    state = held.get("optimizer_state_dict") or {}  # of ZeRO 3, whose parameters have no step.pt
+    state = zero.get("optimizer_state_dict") or {}  # of ZeRO 3, whose parameters have no step.pt
     tensors: dict[str, dict[str, Stored]] = {}
     steps: dict[str, int] = {}
-    there = {entry.name for entry in folder.iterdir() if entry.is_dir()}
+    names = {entry.name for entry in folder.iterdir() if entry.is_dir()}
     for index, shapes in enumerate(flat):
         for name, shape in shapes.items():
-            if name not in there:
+            if name not in names:
                 raise FileNotFoundError(
                     f"load: {folder} has no {name}; expected a folder of each parameter"
                 )
@@ -664,25 +641,28 @@ def _open_universal(files: _Files) -> Source:
                 steps[name] = _universal_step(
                     folder / name / "step.pt", state.get("state", {}).get(index, {}), path
                 )
-    if held.get("zero_stage") == 3:
+    if zero.get("zero_stage") == 3:
         _add_frozen(files, tensors, len(files.models))
     else:
-        for name in sorted(there - set(tensors)):
-            given = files.model["module"].get(name)
-            if is_stored(given) and (folder / name / "fp32.pt").is_file():
-                tensors[name] = {"weight": _universal(folder / name / "fp32.pt", given.shape)}
-    groups = _named_groups(_options(held["param_groups"], str(path)), flat)
-    return _source(files, tensors, steps, groups, held.get("loss_scaler"))
+        for name in sorted(names - set(tensors)):
+            in_module = files.model["module"].get(name)
+            if is_stored(in_module) and (folder / name / "fp32.pt").is_file():
+                tensors[name] = {"weight": _universal(folder / name / "fp32.pt", in_module.shape)}
+    groups = _named_groups(zero["param_groups"], flat, path)
+    return _source(files, tensors, steps, groups, zero.get("loss_scaler"))
 
 
 def _universal(path: Path, shape: tuple[int, ...]) -> Stored:
-    found = load_file(path)
-    tensor = found.get("param") if isinstance(found, dict) else found
-    if isinstance(found, dict) and (found.get("is_expert_param") or found.get("vocab_tensor")):
+    content = load_file(path)
+    tensor = content
+    if isinstance(content, dict):
+        tensor = content.get("param")
+    if tensor is not content and (content.get("is_expert_param") or content.get("vocab_tensor")):
         raise _refused(path, "of a mixture of experts or of model parallelism")
     if not isinstance(tensor, FileTensor):
         raise ValueError(f"load: {path} has no tensor; expected one of shape {shape}")
-    return JoinedTensor(str(path), shape, tensor.dtype, [(tensor, 0, prod(tensor.shape))])
+    box = box_of([0] * len(tensor.shape), tensor.shape)
+    return BoxTensor(str(path), shape, tensor.dtype, [box], lambda _: tensor, tensor.shape)
 
 
 def _universal_step(path: Path, state: Mapping[str, Any], optimizer_path: Path) -> int:

@@ -27,9 +27,10 @@ from shardcore.checkpoint.file_tensors import (
     ForeignSource,
     Stored,
     Window,
-    are_counts,
+    box_of,
     is_stored,
     open_regular,
+    sizes_of,
     step_of,
 )
 from shardcore.checkpoint.foreign.unpickle import StandIn, load_file, load_pickle, load_torch, plain
@@ -74,8 +75,8 @@ def source_of(path: Path, tree: Mapping[str, Any], names: Collection[str]) -> Fo
 
     names: see deepspeed_files.open_foreign.
     """
-    at, prefix, found = _find_model(path, tree, names)
-    model = {plain_name(key).removeprefix(prefix): value for key, value in found.items()}
+    at, prefix, state_dict = _find_model(path, tree, names)
+    model = {plain_name(key).removeprefix(prefix): value for key, value in state_dict.items()}
     weights = {key: value for key, value in model.items() if is_stored(value) and not is_extra(key)}
     if isinstance(names, Mapping):  # the name of several that is there
         names = [
@@ -84,14 +85,12 @@ def source_of(path: Path, tree: Mapping[str, Any], names: Collection[str]) -> Fo
         ]
     tensors = {name: {"weight": weight} for name, weight in weights.items()}
     optimizer_at, optimizer = _find_optimizer(path, tree, at)
-    steps, groups, numbered = (
-        ({}, None, False)
-        if optimizer is None
-        else _add_adam(optimizer, tensors, names, prefix, f"{path}: {_dotted(optimizer_at)}")
-    )
+    states: tuple[Any, ...] = ({}, None, False)
+    if optimizer is not None:
+        states = _add_adam(optimizer, tensors, names, prefix, f"{path}: {_dotted(optimizer_at)}")
     source = ForeignSource(path, tensors)
     source.tied = _tied(tensors)
-    source.steps, source.groups, source.numbered = steps, groups, numbered
+    source.steps, source.groups, source.numbered = states
     source.extra_state = extra_states(model, path)
     rest = _without_paths(tree, [at, optimizer_at])
     if not at:
@@ -102,8 +101,8 @@ def source_of(path: Path, tree: Mapping[str, Any], names: Collection[str]) -> Fo
     for key in at[:-1]:
         if isinstance(beside[-1].get(key), dict):
             beside.append(beside[-1][key])
-    source.scheduler = _taken(path, beside, _SCHEDULER_KEYS)
-    scaler = _taken(path, beside, _SCALER_KEYS, _SCALER_STATE)
+    source.scheduler = _pop_state(path, beside, _SCHEDULER_KEYS)
+    scaler = _pop_state(path, beside, _SCALER_KEYS, _SCALER_STATE)
     source.loss_scale = scaler and {  # as of a loss scale here (engine/loss_scale.py)
         "scale": float(scaler["scale"]),
         "stable_steps": int(scaler["_growth_tracker"]),
@@ -141,26 +140,21 @@ def _tied(tensors: Mapping[str, Mapping[str, Stored]]) -> dict[str, str]:
     for name, of_name in tensors.items():
         weight = of_name["weight"]
         if isinstance(weight, FileTensor) and prod(weight.shape) > 0:
-            one = first.setdefault(tuple(vars(weight).values()), name)
-            if one != name:
-                tied[name] = one
+            view = (weight.window, weight.dtype, weight.offset, weight.shape, weight.stride)
+            if first.setdefault(view, name) != name:
+                tied[name] = first[view]
     return tied
 
 
-def _nbytes(entry: Any) -> int:
-    """Return the bytes of the tensors in an entry of a tree."""
-    values = (value for _, branch in _branches({"": entry}) for value in branch.values())
-    tensors = (
-        item
-        for value in values
-        for item in (value if isinstance(value, list | tuple) else (value,))
-    )
-    return sum(
-        prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors if is_stored(tensor)
-    )
+def _nbytes(value: Any) -> int:
+    """Return the bytes of the tensors in a part of a tree."""
+    if is_stored(value):
+        return int(prod(value.shape) * value.dtype.itemsize)
+    inside = value.values() if isinstance(value, Mapping) else value
+    return sum(map(_nbytes, inside)) if isinstance(value, Mapping | list | tuple) else 0
 
 
-def _taken(
+def _pop_state(
     path: Path,
     beside: Sequence[dict[str, Any]],
     keys: Sequence[str],
@@ -169,14 +163,14 @@ def _taken(
     """Take a dict of one of the names (with these entries) out of the first of `beside` that has
     one; None if none does.
     """
-    for within in beside:
+    for branch in beside:
         for key in keys:
-            found = within.get(key)
-            # Lightning has lists
-            found = found[0] if isinstance(found, list) and len(found) == 1 else found
-            if isinstance(found, Mapping) and entries in (None, set(found)):
-                del within[key]
-                return plain(found, f"{path}: {key}")  # type: ignore[no-any-return]
+            state = branch.get(key)
+            if isinstance(state, list) and len(state) == 1:  # as of Lightning
+                state = state[0]
+            if isinstance(state, Mapping) and entries in (None, set(state)):
+                del branch[key]
+                return plain(state, f"{path}: {key}")  # type: ignore[no-any-return]
     return None
 
 
@@ -195,15 +189,14 @@ def _branches(
     before.
     """
     seen = set() if seen is None else seen
-    listed = isinstance(tree, list) and any(isinstance(item, Mapping) for item in tree)
-    within = dict(enumerate(tree)) if listed else tree
-    if not isinstance(within, Mapping) or id(tree) in seen:
+    branch = dict(enumerate(tree)) if isinstance(tree, list) else tree
+    if not isinstance(branch, Mapping) or id(tree) in seen:
         return
     seen.add(id(tree))
-    if not listed:
-        yield at, within
-    if len(at) < _DEEP and not (at and _is_optimizer(within)):
-        for key, value in within.items():
+    if branch is tree:
+        yield at, branch
+    if len(at) < _DEEP and not (at and _is_optimizer(branch)):
+        for key, value in branch.items():
             yield from _branches(value, (*at, key), seen)
 
 
@@ -225,47 +218,38 @@ def _find_model(
     path: Path, tree: Mapping[str, Any], names: Collection[str]
 ) -> tuple[tuple[Any, ...], str, Mapping[str, Any]]:
     """Return where the model's state dict is, what is before each of its names, and the dict."""
-    wanted = set(names).union(*(names.values() if isinstance(names, Mapping) else ()))
-    found: list[tuple[int, tuple[Any, ...], str, Mapping[str, Any]]] = []
-    for at, branch in _branches(tree):
-        if not _is_optimizer(branch) and all(isinstance(key, str) for key in branch):
-            found += [
-                (count, at, prefix, branch)
-                for prefix, count in _prefixes(branch, wanted).items()
-                if count > 0
-            ]
-    most = max((item[0] for item in found), default=0)
+    known = set(names).union(*(names.values() if isinstance(names, Mapping) else ()))
+    candidates = [
+        (at, prefix, branch, count)
+        for at, branch in _branches(tree)
+        if not _is_optimizer(branch) and all(isinstance(key, str) for key in branch)
+        for prefix, count in _prefixes(branch, known).items()
+        if count > 0
+    ]
+    most = max((count for *_, count in candidates), default=0)
 
-    def fit(item: tuple[int, tuple[Any, ...], str, Any]) -> tuple[int, ...]:
-        count, at, prefix, _ = item
-        usual = bool(at) and at[-1] in _MODEL_KEYS
+    def fit(at: tuple[Any, ...], prefix: str, _: Any, count: int) -> tuple[int, ...]:
+        is_usual = bool(at) and at[-1] in _MODEL_KEYS
+        if not names:  # sizes tell no model from its average, or from another model
+            return is_usual, not at and count == most, bool(at)
+        in_usual = prefix.rstrip(".").rpartition(".")[2] in _MODEL_KEYS
+        return count, is_usual or not at, not prefix, in_usual
+
+    best = max((fit(*each) for each in candidates), default=())
+    models = [each[:3] for each in candidates if fit(*each) == best]
+    if len(models) != 1:
+        places = ", ".join(
+            _dotted((*at, *filter(None, [prefix.rstrip(".")]))) for at, prefix, _ in models
+        )
+        places = places or f"none in {', '.join(map(repr, list(tree)[:5])) or 'nothing'}"
+        expected = f"under {', '.join(_MODEL_KEYS)}, or alone"
         if names:
-            return (
-                count,
-                usual or not at,
-                not prefix,
-                prefix.rstrip(".").rpartition(".")[2] in _MODEL_KEYS,
-            )
-        # sizes tell no model from its average, or from another model
-        return usual, not at and count == most, bool(at)
-
-    best = max(map(fit, found), default=())
-    found = [item for item in found if fit(item) == best]
-    if len(found) != 1:
-        there = ", ".join(
-            _dotted((*item[1], *filter(None, [item[2].rstrip(".")]))) for item in found
-        )
-        there = there or f"none in {', '.join(map(repr, list(tree)[:5])) or 'nothing'}"
-        such = (
-            f"with names such as {', '.join(list(names)[:3])}"
-            if names
-            else f"under {', '.join(_MODEL_KEYS)}, or alone"
-        )
+            expected = f"with names such as {', '.join(list(names)[:3])}"
         raise ValueError(
-            f"load: {path} has the model's names in {len(found)} places ({there}); expected one "
-            f"state dict {such}"
+            f"load: {path} has the model's names in {len(models)} places ({places}); expected one "
+            f"state dict {expected}"
         )
-    return found[0][1:]
+    return models[0]
 
 
 def _is_optimizer(branch: Mapping[Any, Any]) -> bool:
@@ -277,15 +261,15 @@ def _is_optimizer(branch: Mapping[Any, Any]) -> bool:
 def _find_optimizer(
     path: Path, tree: Mapping[str, Any], model_at: tuple[Any, ...]
 ) -> tuple[tuple[Any, ...] | None, Mapping[str, Any] | None]:
-    found = [
+    optimizers = [
         (at, branch) for at, branch in _branches(tree) if at != model_at and _is_optimizer(branch)
     ]
-    if len(found) > 1:
+    if len(optimizers) > 1:
         raise ValueError(
-            f"load: {path} has optimizers in {len(found)} places "
-            f"({', '.join(_dotted(at) for at, _ in found)}); expected one"
+            f"load: {path} has optimizers in {len(optimizers)} places "
+            f"({', '.join(_dotted(at) for at, _ in optimizers)}); expected one"
         )
-    return found[0] if found else (None, None)
+    return optimizers[0] if optimizers else (None, None)
 
 
 def _without_paths(tree: Any, paths: Sequence[tuple[Any, ...] | None]) -> Any:
@@ -308,7 +292,7 @@ def _without_paths(tree: Any, paths: Sequence[tuple[Any, ...] | None]) -> Any:
 
 
 def _add_adam(
-    found: Mapping[str, Any],
+    optimizer: Mapping[str, Any],
     tensors: Mapping[str, dict[str, Stored]],
     names: Collection[str],
     prefix: str,
@@ -320,9 +304,9 @@ def _add_adam(
     A parameter that it has by number is named by "param_names" of its group, else by the order of
     `names`, which then has the optimizer's parameters in the order of its groups.
     """
-    if "param_groups" not in found:
-        found = _unflattened(found, where)
-    groups, states = found["param_groups"], found["state"]
+    if "param_groups" not in optimizer:
+        optimizer = _unflattened(optimizer, where)
+    groups, states = optimizer["param_groups"], optimizer["state"]
     name_of, numbered = _names_of(groups, names, where)
     if numbered and not names:  # weights alone are wanted
         if any(isinstance(state, Mapping) and "master" in state for state in states.values()):
@@ -354,9 +338,10 @@ def _add_adam(
             )
         if not state:
             continue
-        here, shape = f"{where}.state[{key!r}] ({name})", tuple(tensors[name]["weight"].shape)
-        parts = adam_parts(state, here, ("step", *STATES[:2]), ("master",))
-        steps[name] = step_of(state["step"], f"{here}.step")
+        of_name = tensors[name]
+        shape, described = tuple(of_name["weight"].shape), f"{where}.state[{key!r}] ({name})"
+        parts = adam_parts(state, described, ("step", *STATES[:2]), ("master",))
+        steps[name] = step_of(state["step"], f"{described}.step")
         for part, tensor in parts.items():
             if tuple(tensor.shape) != shape:
                 raise ValueError(
@@ -365,8 +350,8 @@ def _add_adam(
                     "expected one shape: give names in the order in which the optimizer has "
                     "its parameters, or save param_names"
                 )
-        tensors[name]["weight"] = parts.pop("master", tensors[name]["weight"])
-        tensors[name].update(parts)
+        of_name["weight"] = parts.pop("master", of_name["weight"])
+        of_name.update(parts)
     return steps, named, numbered
 
 
@@ -392,33 +377,34 @@ def _names_of(
     """Return the name of each parameter that groups have, by what they call it; and whether
     those are numbers alone.
     """
-    found: dict[Any, str] = {}
+    name_of: dict[Any, str] = {}
     numbers: list[int] = []
     for group in groups:
-        params, given = group["params"], group.get("param_names")
-        if not isinstance(given, list | tuple) or len(given) != len(params):
-            given = params
-        for key, name in zip(params, given, strict=True):
-            if isinstance(name, str) or isinstance(key, str):
-                found[key] = name if isinstance(name, str) else key
+        params, param_names = group["params"], group.get("param_names")
+        if not isinstance(param_names, list | tuple) or len(param_names) != len(params):
+            param_names = params
+        for key, param_name in zip(params, param_names, strict=True):
+            name = param_name if isinstance(param_name, str) else key
+            if isinstance(name, str):
+                name_of[key] = name
             else:
                 numbers.append(key)
-    if numbers and names and (found or len(numbers) != len(names)):
+    if numbers and names and (name_of or len(numbers) != len(names)):
         raise ValueError(
             f"load: {where} has {len(numbers)} parameters by number, and {len(names)} names are "
             f"given; expected as many: "
             "those of the optimizer's parameters, in the order of its param_groups (or save "
             "param_names in each group)"
         )
-    return found | dict(zip(numbers, names, strict=False)), bool(numbers)
+    return name_of | dict(zip(numbers, names, strict=False)), bool(numbers)
 
 
-def _unflattened(found: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _unflattened(flat: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return a state dict that get_optimizer_state_dict flattened; names with equal options form
     a group.
     """
     of_kind: dict[str, dict[str, dict[str, Any]]] = {"state": {}, "param_groups": {}}
-    for key, value in found.items():
+    for key, value in flat.items():
         kind, _, rest = key.partition(".")
         name, _, last = rest.rpartition(".")
         if kind not in of_kind or not name:
@@ -428,8 +414,8 @@ def _unflattened(found: Mapping[str, Any], where: str) -> dict[str, Any]:
             )
         of_kind[kind].setdefault(name, {})[last] = value
     groups: list[dict[str, Any]] = []
-    for name, given in of_kind["param_groups"].items():
-        options = plain(given, f"{where}.param_groups.{name}")
+    for name, stored_options in of_kind["param_groups"].items():
+        options = plain(stored_options, f"{where}.param_groups.{name}")
         equal = [group for group in groups if _without(group, ("params",)) == options]
         if not equal:
             groups.append({**options, "params": []})
@@ -470,8 +456,8 @@ def _folder_tree(path: Path) -> dict[str, Any] | None:
     if (path / METADATA).is_file():
         return _distributed_tree(path)
     if (path / _ACCELERATE[0] / METADATA).is_file():
-        there = [name for name in _ACCELERATE if (path / name / METADATA).is_file()]
-        tree = {name: _distributed_tree(path / name) for name in there}
+        folders = [name for name in _ACCELERATE if (path / name / METADATA).is_file()]
+        tree = {name: _distributed_tree(path / name) for name in folders}
         return tree | usual_file(path, "scheduler")
     if (path / _BIN_INDEX).is_file():
         parts = map(load_file, indexed("load", path / _BIN_INDEX))
@@ -487,8 +473,8 @@ def usual_file(path: Path, role: str) -> dict[str, Any]:
     """Return what the file of a usual name in the folder `path` has, by its role ("model",
     "optimizer", "scheduler"); {} if there is none.
     """
-    found = (path / name for name in _USUAL[role] if (path / name).is_file())
-    return next(({role: load_file(file)} for file in found), {})
+    files = (path / name for name in _USUAL[role] if (path / name).is_file())
+    return next(({role: load_file(file)} for file in files), {})
 
 
 def _safetensors_in(path: Path) -> dict[str, Any]:
@@ -510,26 +496,24 @@ def safetensors_tree(paths: Sequence[Path]) -> dict[str, Stored]:
         sharded = json.loads(metadata.get("DCP_SHARDING_INFO", "{}"))
         for name, tensor in tensors.items():
             info = sharded.get(name, {"saved_offsets": [0] * len(tensor.shape)})
-            box = Box(tuple(info["saved_offsets"]), tensor.shape)
-            if len(box.offsets) != len(tensor.shape) or not are_counts(box.offsets):
-                raise ValueError(f"{path} has {name} at {box.offsets} of a tensor")
+            box = box_of(info["saved_offsets"], tensor.shape)
             of_name = boxes.setdefault(name, {})
-            if box in of_name or any(len(one.sizes) != len(box.sizes) for one in of_name):
+            if box in of_name and all(box):  # empty ones are equal
                 raise ValueError(
                     f"load: {name} is in {next(iter(of_name.values())).window.path} and elsewhere, "
                     f"in the same place; expected it once"
                 )
             of_name[box] = tensor
-    return {name: _joined(name, of_name) for name, of_name in boxes.items()}
+    return {name: _of_boxes(name, of_name) for name, of_name in boxes.items()}
 
 
-def _joined(name: str, of_name: Mapping[Box, FileTensor]) -> Stored:
-    first, tensor = next(iter(of_name.items()))
-    if len(of_name) == 1 and not any(first.offsets):
+def _of_boxes(name: str, boxes: Mapping[Box, FileTensor]) -> Stored:
+    box, tensor = next(iter(boxes.items()))
+    if len(boxes) == 1 and not any(indices.start for indices in box):
         return tensor
-    shape = tuple(map(max, zip(*(box.ends for box in of_name), strict=True)))
+    shape = tuple(max(indices.stop for indices in of_dim) for of_dim in zip(*boxes, strict=True))
     where = f"{tensor.window.path.parent}: {name}"
-    return BoxTensor(where, shape, tensor.dtype, of_name, of_name.__getitem__)
+    return BoxTensor(where, shape, tensor.dtype, boxes, boxes.__getitem__)
 
 
 # --- torch.distributed.checkpoint -----------------------------------------------------------------
@@ -558,11 +542,11 @@ def tree_of(items: Iterable[tuple[Sequence[Any], Any]]) -> dict[str, Any]:
 
 def _grown(items: Iterable[tuple[Sequence[Any], Any]]) -> Any:
     below: dict[Any, list[tuple[Sequence[Any], Any]]] = {}
-    for way, value in items:
-        below.setdefault(way[0], []).append((way[1:], value))
+    for (key, *keys), value in items:
+        below.setdefault(key, []).append((keys, value))
     tree: dict[Any, Any] = {}
     for key, parts in below.items():
-        ends = [value for way, value in parts if not way]
+        ends = [value for keys, value in parts if not keys]
         if ends and len(parts) > 1:
             raise ValueError(f"an item is below another one, {short(key)}")
         tree[key] = ends[0] if ends else _grown(parts)
@@ -586,40 +570,40 @@ def _items_of(path: Path, metadata: StandIn) -> Iterator[tuple[Sequence[Any], An
             )
         place = window_of(path / file).part(info.state["offset"], info.state["length"])
         places[index.state["fqn"], tuple(index.get("offset") or ())] = place
-    ways = metadata.get("planner_data") or {}
+    keys_of = metadata.get("planner_data") or {}
     for name, entry in metadata.state["state_dict_metadata"].items():
-        way = ways.get(name, (name,)) if isinstance(ways, Mapping) else (name,)
+        keys = keys_of.get(name, (name,)) if isinstance(keys_of, Mapping) else (name,)
         if entry.name.endswith(".TensorStorageMetadata"):
-            yield way, _boxes(path, name, entry, places)
+            yield keys, _boxes(path, name, entry, places)
         else:
-            yield way, load_torch(places[name, ()])
+            yield keys, load_torch(places[name, ()])
 
 
 def _boxes(
     path: Path, name: str, entry: StandIn, places: Mapping[tuple[str, tuple[int, ...]], Window]
 ) -> BoxTensor:
     """places: of parts, by the tensor's name and each offset."""
-    where, dtype = f"{path}: {name}", entry.state["properties"].state["dtype"]
+    where, dtype = f"{path}: {name}", entry.state["properties"].state[0]
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{where} has no dtype")
-    chunks = (chunk.state for chunk in entry.state["chunks"])
-    boxes = {Box(chunk["offsets"], chunk["sizes"]): None for chunk in chunks}
-    for box in boxes:
-        place = places.get((name, box.offsets))
-        if place is None:
+    window_of: dict[Box, Window] = {}
+    for chunk in entry.state["chunks"]:
+        offsets = chunk.state["offsets"]
+        box, window = box_of(offsets, chunk.state["sizes"]), places.get((name, offsets))
+        if window is None:
+            raise ValueError(f"load: {where} has no file for the part at {offsets}; expected one")
+        if prod(sizes_of(box)) * dtype.itemsize > window.size:
             raise ValueError(
-                f"load: {where} has no file for the part at {box.offsets}; expected one"
+                f"load: {window} has {window.size} bytes; expected {where} at {box} in it"
             )
-        if prod(box.sizes) * dtype.itemsize > place.size:
-            raise ValueError(
-                f"load: {place} has {place.size} bytes; expected {where} at {box} in it"
-            )
+        window_of[box] = window
 
     def open_box(box: Box) -> FileTensor:
-        place = places[name, box.offsets]
-        found = load_torch(place)
-        if not isinstance(found, FileTensor):
-            raise ValueError(f"load: {place} has a {type(found).__name__}; expected a tensor")
-        return found
+        tensor = load_torch(window_of[box])
+        if not isinstance(tensor, FileTensor):
+            raise ValueError(
+                f"load: {window_of[box]} has a {type(tensor).__name__}; expected a tensor"
+            )
+        return tensor
 
-    return BoxTensor(where, entry.state["size"], dtype, boxes, open_box)
+    return BoxTensor(where, entry.state["size"], dtype, window_of, open_box)

@@ -27,7 +27,7 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 from reprlib import repr as short
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -57,14 +57,8 @@ class _Stream(io.RawIOBase):
     def read(self, size: int | None = -1) -> bytes:
         left = max(0, self._window.size - self._at)
         size = left if size is None or size < 0 else min(size, left)
-        found = self._window.read(self._at, size)
-        self._at += size
-        return bytes(found)
-
-
-class _Storage(NamedTuple):
-    window: Window
-    dtype: torch.dtype
+        start, self._at = self._at, self._at + size
+        return bytes(self._window.read(start, size))
 
 
 class _Archive:
@@ -126,26 +120,24 @@ class _Archive:
         """Return data.pkl. Raises ValueError if it is damaged."""
         window = self.entry("data.pkl")
         raw = bytes(window.read())
-        found, expected = zlib.crc32(raw), self._entries[f"{self._root}data.pkl"].CRC
-        if found != expected:
+        crc, expected = zlib.crc32(raw), self._entries[f"{self._root}data.pkl"].CRC
+        if crc != expected:
             raise ValueError(
-                f"load: {window}, data.pkl, is damaged: its crc32 is {found:08x}; expected "
+                f"load: {window}, data.pkl, is damaged: its crc32 is {crc:08x}; expected "
                 f"{expected:08x} (copy it again)"
             )
         return raw
 
-    def storage(self, pid: Any) -> _Storage:
-        """Return what stands for a persistent id."""
-        kind, named, key, _, numel = pid
-        dtype = named.dtype if isinstance(named, _Named) else None
+    def storage(self, persistent_id: Any) -> FileTensor:
+        """Return the storage that a persistent id names, as a tensor of one dimension."""
+        kind, storage_class, key, _, numel = persistent_id
+        dtype = storage_class.dtype if isinstance(storage_class, _Named) else None
         if kind != "storage" or dtype is None or not are_counts((numel,)):
             raise ValueError("refers to something else than a storage")
-        if not isinstance(key, str) or not key.isdecimal():
-            raise ValueError(f"a storage is named {str(key)[:100]!r}; expected a number")
-        found, needed = self.entry(f"data/{key}"), numel * dtype.itemsize
-        if found.size != needed:
-            raise ValueError(f"storage {key} has {found.size} bytes; expected {needed}")
-        return _Storage(found, dtype)
+        window, needed = self.entry(f"data/{key}"), numel * dtype.itemsize
+        if window.size != needed:
+            raise ValueError(f"storage {key} has {window.size} bytes; expected {needed}")
+        return FileTensor(window, dtype, 0, (numel,), (1,))
 
 
 class _NotTakenError(ValueError):
@@ -163,20 +155,23 @@ class StandIn:
     """
 
     name: str
-    state: dict[str, Any]
+    state: dict[Any, Any]
 
     def __new__(cls) -> Any:
-        """Make one without attributes."""
-        made = super().__new__(cls)
-        made.state = {}
-        return made
+        """Return one without attributes."""
+        stand_in = super().__new__(cls)
+        stand_in.state = {}
+        return stand_in
 
     def __setstate__(self, state: Any) -> None:
-        """Keep attributes as data."""
-        for part in state if isinstance(state, tuple) else (state,):  # of slots apart
-            self.state.update(part or {})
+        """Keep attributes as data: those of slots are in a second dict, and a class may have a
+        tuple of its own, whose items are kept by their place.
+        """
+        for index, part in enumerate(state if isinstance(state, tuple) else (state,)):
+            if part is not None:
+                self.state.update(part if isinstance(part, dict) else {index: part})
 
-    def get(self, key: str, default: Any = None) -> Any:
+    def get(self, key: object, default: Any = None) -> Any:
         """Return an attribute."""
         return self.state.get(key, default)
 
@@ -230,11 +225,10 @@ def _bytes_of(value: Any = b"", encoding: Any = None) -> bytes:
     return bytes(value)
 
 
-def _size(given: Any) -> tuple[int, ...]:
-    sizes = tuple(given)
-    if not are_counts(sizes):
+def _size(sizes: Any) -> tuple[int, ...]:
+    if not are_counts(tuple(sizes)):
         raise ValueError("a size is no count")
-    return sizes
+    return tuple(sizes)
 
 
 def _layout(name: Any) -> str:
@@ -247,7 +241,7 @@ def _tensor(
     storage: Any, offset: Any, size: Any, stride: Any, *more: Any, dtype: Any = None
 ) -> FileTensor:
     """more: requires_grad, hooks, and marks."""
-    if not isinstance(storage, _Storage):
+    if not isinstance(storage, FileTensor):
         raise ValueError("a tensor is made from something else than a storage")
     if any(isinstance(item, Mapping) and any(item.values()) for item in more):
         raise ValueError(
@@ -263,15 +257,6 @@ def _tensor_v3(*args: Any) -> FileTensor:
     return _tensor(*args[:6], *args[7:], dtype=args[6])
 
 
-class _Properties(StandIn):
-    """Stands for TensorProperties, whose state is a tuple."""
-
-    name = "torch.distributed.checkpoint.metadata.TensorProperties"
-
-    def __setstate__(self, state: Any) -> None:
-        self.state["dtype"] = state[0]
-
-
 class _ArrayDtype(StandIn):
     """Stands for a NumPy dtype: of numbers only."""
 
@@ -283,14 +268,9 @@ class _ArrayDtype(StandIn):
                 f"a NumPy value of dtype {code!r}; expected numbers: save text, dates, objects "
                 f"without NumPy"
             )
-        made = super().__new__(cls)
-        made.state["code"] = code
-        return made
-
-    def __setstate__(self, state: Any) -> None:
-        if state[1] not in ("<", ">", "=", "|"):
-            raise ValueError("a byte order is none")
-        self.state["code"] = state[1] + self.state["code"]
+        stand_in = super().__new__(cls)
+        stand_in.state["code"] = code
+        return stand_in
 
 
 class _Array(StandIn):
@@ -306,21 +286,24 @@ class _Array(StandIn):
 
 def _array_of_buffer(raw: Any, dtype: Any, shape: Any, order: Any) -> _Array:
     """Stand for numpy's _frombuffer, of pickle's protocol 5."""
-    made: _Array = _Array()
-    made.__setstate__((1, shape, dtype, order == "F", raw))
-    return made
+    array: _Array = _Array()
+    array.__setstate__((1, shape, dtype, order == "F", raw))
+    return array
 
 
 def _numpy_array(dtype: Any, raw: Any) -> Any:
     if not isinstance(dtype, _ArrayDtype):
         raise ValueError("a NumPy array without a dtype")
+    byte_order = dtype.get(1, "=")
+    if byte_order not in ("<", ">", "=", "|"):
+        raise ValueError("a byte order is none")
     try:
         numpy = import_module("numpy")
     except ModuleNotFoundError as error:
         raise ValueError(
             "there is a NumPy array, and NumPy is missing; expected it (pip install numpy)"
         ) from error
-    return numpy.frombuffer(_bytes_of(raw), dtype=dtype.state["code"])
+    return numpy.frombuffer(_bytes_of(raw), dtype=byte_order + dtype.state["code"])
 
 
 _STORAGES = {
@@ -351,6 +334,7 @@ _STAND_INS = """
     torch.distributed.checkpoint.metadata.ChunkStorageMetadata
     torch.distributed.checkpoint.metadata.MetadataIndex
     torch.distributed.checkpoint.metadata.StorageMeta
+    torch.distributed.checkpoint.metadata.TensorProperties
     torch.distributed.checkpoint.filesystem._StorageInfo
     torch.distributed.checkpoint.filesystem._StoragePrefix
 """
@@ -402,7 +386,7 @@ _KNOWN: Mapping[str, Any] = {
     **{name: _Named(call) for call, names in _CALLED for name in names.split()},
     **{name: _Named() for name in _UNCALLED.split()},
     **{name: type(name, (StandIn,), {"name": name}) for name in _STAND_INS.split()},
-    **{kind.name: kind for kind in (_Properties, _ArrayDtype)},
+    _ArrayDtype.name: _ArrayDtype,
     **{
         f"{module}.{kind}Storage": _Named(dtype=dtype)
         for kind, dtype in _STORAGES.items()
@@ -428,8 +412,8 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         module = "builtins" if module == "__builtin__" else module  # its name in protocol 2
-        found = _KNOWN.get(f"{module}.{name}")
-        if found is None:
+        known = _KNOWN.get(f"{module}.{name}")
+        if known is None:
             hint = (
                 " (save full tensors: get_state_dict with full_state_dict=True, or "
                 "torch.distributed.checkpoint)"
@@ -441,10 +425,10 @@ class _Unpickler(pickle.Unpickler):
                 "trust it, take that out, and "
                 f"save it again{hint if 'DTensor' in f'{module}.{name}' else ''}"
             )
-        return found
+        return known
 
-    def persistent_load(self, pid: Any) -> Any:
-        return self._storage(pid)
+    def persistent_load(self, persistent_id: Any) -> Any:
+        return self._storage(persistent_id)
 
 
 def _run(raw: bytes, where: str, storage: Callable[[Any], Any]) -> Any:
@@ -502,31 +486,31 @@ def plain(value: Any, where: str) -> Any:
     return _plain(value, where, {}, 0)
 
 
-def _plain(value: Any, where: str, done: dict[int, Any], depth: int) -> Any:
-    """Return plain data. done: what was converted, by id, so that what is shared stays shared."""
+def _plain(value: Any, where: str, converted: dict[int, Any], depth: int) -> Any:
+    """Return plain data. converted: what is done, by id, so that what is shared stays shared."""
     if depth > _MAX_DEPTH:
         raise ValueError(
             f"load: {where} is nested more than {_MAX_DEPTH} levels deep; expected plain data"
         )
-    if isinstance(value, _Named | _Storage | type):
+    if isinstance(value, _Named | type):
         raise ValueError(f"load: {where} is a class or a storage; expected plain data")
     if isinstance(value, _Array):
         return value.get("array")
-    if id(value) in done:
-        return done[id(value)]
-    held: Any = value.state if isinstance(value, StandIn) else value
-    if is_stored(held):
-        made: Any = whole(held)
-    elif isinstance(held, dict):
-        made = {
-            k: _plain(item, f"{where}[{short(k)}]", done, depth + 1) for k, item in held.items()
-        }
-        made = Counter(made) if isinstance(held, _Counter) else made
-    elif isinstance(held, list | tuple):
-        made = type(held)(
-            _plain(item, f"{where}[{i}]", done, depth + 1) for i, item in enumerate(held)
-        )
+    if id(value) in converted:
+        return converted[id(value)]
+    content: Any = value.state if isinstance(value, StandIn) else value
+
+    def inside(key: Any, item: Any) -> Any:
+        return _plain(item, f"{where}[{short(key)}]", converted, depth + 1)
+
+    if is_stored(content):
+        result: Any = whole(content)
+    elif isinstance(content, dict):
+        result = {key: inside(key, item) for key, item in content.items()}
+        result = Counter(result) if isinstance(content, _Counter) else result
+    elif isinstance(content, list | tuple):
+        result = type(content)(inside(index, item) for index, item in enumerate(content))
     else:
         return value
-    done[id(value)] = made
-    return made
+    converted[id(value)] = result
+    return result

@@ -340,8 +340,7 @@ def _tensor_pickle(
         ((16, 0, (1,), (-1,)), "is no count"),
         ((16, 0, (2, 2), (1,)), "expected counts"),
         ((-1, 0, (1,), (1,)), "something else than a storage"),
-        ((16, 0, (1,), (1,), "1"), "has no entry data/1"),
-        *(((16, 0, (1,), (1,), key), "expected a number") for key in ("../0", "0/../0", "", "x")),
+        *(((16, 0, (1,), (1,), key), f"has no entry data/{key}") for key in ("1", "../0", "")),
     ],
 )
 def test_tensors_beyond_their_storage_are_refused(tmp_path: Path, args: Any, text: str) -> None:
