@@ -192,7 +192,6 @@ class FileTensor(Stored):
 
     def __post_init__(self) -> None:
         """Raise ValueError unless every element is inside the storage."""
-        self.grid = self.shape
         if len(self.shape) != len(self.stride) or not are_counts(
             (self.offset, *self.shape, *self.stride)
         ):
@@ -200,13 +199,16 @@ class FileTensor(Stored):
                 f"load: {self.window} has a tensor of shape {self.shape}, stride {self.stride}; "
                 f"expected counts"
             )
-        end = self.offset + self._span(self.shape)
+        end = self.offset + _span(self.shape, self.stride)
         needed = end * self.dtype.itemsize if prod(self.shape) > 0 else 0
         if needed > self.window.size:
             raise ValueError(
                 f"load: {self.window} has {self.window.size} bytes of a tensor; expected {needed} "
                 f"for shape {self.shape} (is it cut off?)"
             )
+        dims = zip(self.shape, self.stride, row_major(self.shape), strict=True)
+        is_contiguous = all(size == 1 or step == usual for size, step, usual in dims)
+        self.grid = (prod(self.shape),) if is_contiguous else self.shape
 
     def __setstate__(self, state: object) -> None:
         """Refuse what a pickle gives a tensor: fields would not be checked."""
@@ -222,32 +224,29 @@ class FileTensor(Stored):
             self.window, self.dtype, self.offset + start * step, (numel,), self.stride
         )
 
-    def read(self, start: int, numel: int) -> torch.Tensor:
-        """See Stored."""
-        dims = zip(self.shape, self.stride, row_major(self.shape), strict=True)
-        if self.shape != (prod(self.shape),) and all(
-            size == 1 or step == usual for size, step, usual in dims
-        ):  # contiguous: any range is one part of the file
-            flat = FileTensor(self.window, self.dtype, self.offset, (prod(self.shape),), (1,))
-            return flat.read(start, numel)
-        return super().read(start, numel)
+    @property
+    def path(self) -> Path:
+        """Of its file."""
+        return self.window.path
 
     def part(self, box: Box) -> torch.Tensor:
-        """See Stored."""
+        """See Stored. box: of its shape, or of its grid."""
+        stride = self.stride if len(box) == len(self.shape) else (1,)
         sizes, itemsize = sizes_of(box), self.dtype.itemsize
         first = self.offset + sum(
-            indices.start * step for indices, step in zip(box, self.stride, strict=True)
+            indices.start * step for indices, step in zip(box, stride, strict=True)
         )
-        raw = self.window.read(first * itemsize, self._span(sizes) * itemsize)
+        raw = self.window.read(first * itemsize, _span(sizes, stride) * itemsize)
         if self.dtype == torch.bool:  # other bytes than 0 and 1 are no bool
             elements = torch.frombuffer(raw, dtype=torch.uint8) != 0
         else:
             elements = torch.frombuffer(raw, dtype=self.dtype)
-        return elements.as_strided(sizes, self.stride)
+        return elements.as_strided(sizes, stride)
 
-    def _span(self, sizes: Sequence[int]) -> int:
-        """Return how many elements there are from a box's first to its last in the storage."""
-        return 1 + sum((size - 1) * step for size, step in zip(sizes, self.stride, strict=True))
+
+def _span(sizes: Sequence[int], stride: Sequence[int]) -> int:
+    """Return how many elements there are from a box's first to its last in the storage."""
+    return 1 + sum((size - 1) * step for size, step in zip(sizes, stride, strict=True))
 
 
 class BoxTensor(Stored):

@@ -20,15 +20,16 @@ from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from importlib import import_module
-from math import isnan, prod
+from math import isnan
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
 
+from shardcore.checkpoint.file_tensors import Box, FileTensor, Stored, slices_of, whole
 from shardcore.checkpoint.format import cut
-from shardcore.checkpoint.safetensors import PathLike, Stored, TensorFiles
+from shardcore.checkpoint.safetensors import PathLike, open_files
 from shardcore.checkpoint.source import ReadPart, read_columns
 from shardcore.distributed.compare import Entry
 from shardcore.distributed.everyone import Everyone
@@ -172,40 +173,42 @@ def is_blank(tensor: torch.Tensor) -> bool:
     return bool(blank.any())
 
 
-def files_of(model: nn.Module, files: TensorFiles) -> "TensorFiles | ConvertedFiles":
-    """Return the files with the names and shapes of `model`."""
+def tensors_for(
+    model: nn.Module, files: Mapping[str, FileTensor]
+) -> "tuple[Mapping[str, FileTensor | Converted], Sequence[str]]":
+    """Return the tensors in files under the names of `model`; and names that it does not have,
+    which from_pretrained drops with a report (the old head under a new one).
+    """
     if not _is_pretrained(model):
-        return files
+        return files, ()
     try:
         loading, mapping = (
             import_module(f"transformers.{name}")
             for name in ("core_model_loading", "conversion_mapping")
         )
     except ModuleNotFoundError:
-        return files
-    return ConvertedFiles(model, files, loading, mapping.get_model_conversion_mapping(model))
+        return files, ()
+    conversion = Conversion(model, files, loading, mapping.get_model_conversion_mapping(model))
+    return conversion.tensors, conversion.dropped
 
 
-class ConvertedFiles:
-    """Tensors in files under a transformers model's names, with the interface of `TensorFiles`:
-    `stored` and `read`.
+class Conversion:
+    """Tensors in files under a transformers model's names. dropped: see `tensors_for`.
 
-    dropped: names that the model does not have, which from_pretrained drops with a report (the old
-    head under a new one). Tensors that are only renamed are read by ranges. Those that transformers
-    makes of several, or in another form, are made in full when they are read, and kept until the
-    next such read.
+    Tensors that are only renamed are read by ranges. Those that transformers makes of several, or
+    in another form, are made in full when they are read, and stay until the next such read.
     """
 
-    def __init__(self, model: Any, files: TensorFiles, loading: Any, transforms: list[Any]) -> None:
+    def __init__(
+        self, model: Any, files: Mapping[str, FileTensor], loading: Any, transforms: list[Any]
+    ) -> None:
         """Convert names as transformers does. Reads no values: shapes come from a conversion of
         meta tensors.
         """
         self._model, self._files = model, files
-        self._key: dict[str, str] = {}
         self._parts: dict[str, tuple[Any, list[tuple[str, str]]]] = {}
-        self._part_of: dict[str, str] = {}
         self._converted: tuple[str, dict[str, torch.Tensor]] | None = None
-        self.stored: dict[str, Stored] = {}
+        key_of: dict[str, str] = {}
         renamings = [each for each in transforms if isinstance(each, loading.WeightRenaming)]
         converters = [each for each in transforms if isinstance(each, loading.WeightConverter)]
         converter_of = {pattern: each for each in converters for pattern in each.source_patterns}
@@ -215,53 +218,38 @@ class ConvertedFiles:
             base_model_prefix=model.base_model_prefix,
             meta_state_dict=state_dict,
         )
-        for key in sorted(files.stored, key=loading.dot_natural_key):
+        for key in sorted(files, key=loading.dot_natural_key):
             name, pattern = rename(key, renamings, converters)
             if name not in state_dict and key in state_dict:
                 name, pattern = rename(key, [], [])
             if pattern is None or name not in state_dict:
-                self._key.setdefault(name, key)
+                key_of.setdefault(name, key)
             else:
                 _, parts = self._parts.setdefault(name, (converter_of[pattern], []))
                 parts.append((key, pattern))
         unexpected = SimpleNamespace(
-            missing_keys=set(), unexpected_keys=self._key.keys() - state_dict.keys()
+            missing_keys=set(), unexpected_keys=key_of.keys() - state_dict.keys()
         )
         # removes what from_pretrained ignores
         model._adjust_missing_and_unexpected_keys(unexpected)
-        self.dropped = [name for name in self._key if name in unexpected.unexpected_keys]
-        self.stored.update(
-            {name: files.stored[key] for name, key in self._key.items() if name in state_dict}
-        )
+        self.dropped = [name for name in key_of if name in unexpected.unexpected_keys]
+        self.tensors: dict[str, FileTensor | Converted] = {
+            name: files[key] for name, key in key_of.items() if name in state_dict
+        }
         for first, (_, parts) in self._parts.items():
-            source = files.stored[parts[0][0]]
-            for name, converted in self._convert(first, self._empty).items():
-                self._part_of[name] = first
-                self.stored[name] = Stored(source.path, tuple(converted.shape), source.dtype)
+            for name, empty in self._convert(first, _empty).items():
+                self.tensors[name] = Converted(self, first, name, empty.shape, files[parts[0][0]])
 
-    def read(self, name: str, start: int, numel: int) -> torch.Tensor:
-        """See TensorFiles.read."""
-        first = self._part_of.get(name)
-        if first is None:
-            return self._files.read(self._key[name], start, numel)
-        if numel == 0:
-            return torch.empty(0, dtype=self.stored[name].dtype, device="cpu")
+    def full(self, first: str) -> dict[str, torch.Tensor]:
+        """Return the tensors that are made with `first`, by name, flattened."""
         if self._converted is None or self._converted[0] != first:
             self._converted = None  # freed before the next ones are made
-            converted = self._convert(first, self._full)
+            converted = self._convert(first, whole)
             self._converted = first, {each: full.reshape(-1) for each, full in converted.items()}
-        return self._converted[1][name][start : start + numel]
-
-    def _empty(self, key: str) -> torch.Tensor:
-        stored = self._files.stored[key]
-        return torch.empty(stored.shape, dtype=stored.dtype, device="meta")
-
-    def _full(self, key: str) -> torch.Tensor:
-        shape = self._files.stored[key].shape
-        return self._files.read(key, 0, prod(shape)).view(shape)
+        return self._converted[1]
 
     def _convert(
-        self, first: str, values: Callable[[str], torch.Tensor]
+        self, first: str, values: Callable[[FileTensor], torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         """Return what transformers makes of the tensors that become `first`, and perhaps others,
         by name.
@@ -269,20 +257,40 @@ class ConvertedFiles:
         converter, parts = self._parts[first]
         converter = deepcopy(converter)
         for key, pattern in parts:
-            converter.add_tensor(first, key, pattern, partial(values, key))
+            converter.add_tensor(first, key, pattern, partial(values, self._files[key]))
         try:
             converted = converter.convert(first, model=self._model, config=self._model.config)
         except Exception as error:
             keys = ", ".join(key for key, _ in parts[:3])
             raise ValueError(
                 f"shard: transformers cannot make {first} of {keys} in "
-                f"{self._files.stored[parts[0][0]].path} "
+                f"{self._files[parts[0][0]].path} "
                 f"({type(error).__name__}: {error}); expected files of this model"
             ) from error
         return {
             name: value[0] if isinstance(value, list) else value
             for name, value in converted.items()
         }
+
+
+class Converted(Stored):
+    """A tensor that transformers makes of others in files."""
+
+    def __init__(
+        self, conversion: Conversion, first: str, name: str, shape: torch.Size, source: FileTensor
+    ) -> None:
+        """first: with which tensor it is made. source: the first of those that it is made of."""
+        self._conversion, self._first, self._name = conversion, first, name
+        self.shape, self.grid = tuple(shape), (shape.numel(),)
+        self.path, self.dtype = source.path, source.dtype
+
+    def part(self, box: Box) -> torch.Tensor:
+        """See Stored."""
+        return self._conversion.full(self._first)[self._name][slices_of(box)]
+
+
+def _empty(tensor: FileTensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 logger = logging.getLogger("shardcore")
@@ -323,7 +331,7 @@ def plan_materialize(
             f"shard: materialize is {materialize!r}; expected a callable that fills a module, a "
             f"path, or a list of paths and perhaps one such callable for what the files lack"
         )
-    return FromFiles(model, files_of(model, TensorFiles(paths)), fills[0] if fills else None)
+    return FromFiles(model, *tensors_for(model, open_files(paths)), fills[0] if fills else None)
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -531,7 +539,11 @@ class FromFiles:
     """Fills parameters and buffers from files, by name; every rank reads what it keeps."""
 
     def __init__(
-        self, model: nn.Module, files: TensorFiles | ConvertedFiles, init: Fill | None
+        self,
+        model: nn.Module,
+        tensors: Mapping[str, FileTensor | Converted],
+        dropped: Sequence[str],
+        init: Fill | None,
     ) -> None:
         """Match names; `init` fills modules whose tensors no file has (of a transformers model by
         itself, as from_pretrained).
@@ -540,8 +552,7 @@ class FromFiles:
         dtypes. Unexpected names in the files of a transformers model are dropped, with a warning
         from `fill`.
         """
-        self._files = files
-        self._dropped = files.dropped if isinstance(files, ConvertedFiles) else []
+        self._tensors, self._dropped = tensors, dropped
         named = [
             *model.named_parameters(remove_duplicate=False),
             *model.named_buffers(remove_duplicate=False),
@@ -550,10 +561,10 @@ class FromFiles:
         for name, tensor in named:
             names.setdefault(tensor, []).append(name)
         known = {name for name, _ in named}
-        unexpected = [name for name in files.stored if name not in known]
+        unexpected = [name for name in tensors if name not in known]
         if unexpected:
             raise ValueError(
-                f"shard: {files.stored[unexpected[0]].path} has {_listed(unexpected)}, which is no "
+                f"shard: {tensors[unexpected[0]].path} has {_listed(unexpected)}, which is no "
                 f"parameter or buffer of the "
                 "model; expected the model's own names: write the file without the others, or "
                 "rename them in it"
@@ -561,9 +572,9 @@ class FromFiles:
         self._key: dict[torch.Tensor, str] = {}
         missing: dict[torch.Tensor, str] = {}
         for tensor, of_tensor in names.items():  # of tied weights, one name is enough
-            stored = [name for name in of_tensor if name in files.stored]
+            stored = [name for name in of_tensor if name in tensors]
             for name in stored:
-                self._check(name, tensor)
+                _check_stored(name, tensors[name], tensor)
             if stored:
                 self._key[tensor] = stored[0]
             elif tensor.is_meta:
@@ -573,7 +584,7 @@ class FromFiles:
             name for name in missing.values() if init is None and not own_init.computes(name)
         ]
         if lacking:
-            paths = list(dict.fromkeys(str(stored.path) for stored in files.stored.values()))
+            paths = list(dict.fromkeys(str(stored.path) for stored in tensors.values()))
             where = _listed(paths or ["an empty file"])
             beside = (
                 f" (where {_listed(self._dropped)} is not of the model)" if self._dropped else ""
@@ -587,26 +598,11 @@ class FromFiles:
         self._rest = FromInit(model, missing, init) if missing else None
         self.entries: list[Entry] = [
             ("tensor in files", name, str(s.shape), str(s.dtype), f"in {s.path.name}")
-            for name, s in files.stored.items()
+            for name, s in tensors.items()
         ]
         self.entries += [
             ("tensor on the meta device", name) for name, tensor in _named(model) if tensor.is_meta
         ]
-
-    def _check(self, name: str, tensor: torch.Tensor) -> None:
-        stored = self._files.stored[name]
-        if stored.shape != tuple(tensor.shape):
-            raise ValueError(
-                f"shard: {name} has shape {stored.shape} in {stored.path}; expected "
-                f"{tuple(tensor.shape)}, the model's"
-            )
-        if stored.dtype != tensor.dtype and not (
-            stored.dtype in _FLOATS and tensor.dtype in _FLOATS
-        ):
-            raise TypeError(
-                f"shard: {name} has dtype {stored.dtype} in {stored.path}; expected one that "
-                f"{tensor.dtype} can be made from"
-            )
 
     def fill(
         self, builder: Builder, buckets: Sequence[Bucket], store: StateStore, broadcast: bool
@@ -632,7 +628,8 @@ class FromFiles:
                 if key is not None:
                     if managed.param.is_meta:
                         builder.attach(bucket, managed)
-                    set_weights(store, bucket, managed, self._reader(key, managed.columns))
+                    read = _reader(self._tensors[key], managed.columns)
+                    set_weights(store, bucket, managed, read)
         for tensor, key in unread.items():
             sliced = slice_of(key, tensor)
             if tensor.is_meta:
@@ -642,24 +639,37 @@ class FromFiles:
                 empty = torch.empty(held_by(tensor).shape, dtype=dtype, device=builder.device)
                 become(tensor, empty if sliced is None else sliced.wrap(empty))
             local = held_by(tensor).data.view(-1)
-            read = self._reader(key, None if sliced is None else sliced.columns)
+            read = _reader(self._tensors[key], None if sliced is None else sliced.columns)
             assign(local, read(0, local.numel()))
 
-    def _reader(self, key: str, columns: Columns | None) -> ReadPart:
-        """Return what reads parts of a tensor, or of a slice of it: a few of its whole rows at a
-        time.
-        """
-        read = partial(self._files.read, key)
-        if columns is None:
-            return read
 
-        def read_part(start: int, numel: int) -> torch.Tensor:
-            if numel == 0:
-                return read(0, 0)
-            parts = [read_columns(read, columns, *part) for part in cut(start, numel, columns)]
-            return parts[0] if len(parts) == 1 else torch.cat(parts)
+def _check_stored(name: str, stored: FileTensor | Converted, tensor: torch.Tensor) -> None:
+    if stored.shape != tuple(tensor.shape):
+        raise ValueError(
+            f"shard: {name} has shape {stored.shape} in {stored.path}; expected "
+            f"{tuple(tensor.shape)}, the model's"
+        )
+    if stored.dtype != tensor.dtype and not (stored.dtype in _FLOATS and tensor.dtype in _FLOATS):
+        raise TypeError(
+            f"shard: {name} has dtype {stored.dtype} in {stored.path}; expected one that "
+            f"{tensor.dtype} can be made from"
+        )
 
-        return read_part
+
+def _reader(stored: Stored, columns: Columns | None) -> ReadPart:
+    """Return what reads parts of a tensor, or of a slice of it: a few of its whole rows at a
+    time.
+    """
+    if columns is None:
+        return stored.read
+
+    def read_part(start: int, numel: int) -> torch.Tensor:
+        if numel == 0:
+            return stored.read(0, 0)
+        parts = [read_columns(stored.read, columns, *part) for part in cut(start, numel, columns)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    return read_part
 
 
 def _described(name: str, module: nn.Module) -> str:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import torch
 
@@ -40,7 +40,7 @@ def open_file(op: str, path: Path) -> tuple[dict[str, FileTensor], Mapping[str, 
     Raises OSError, or ValueError for a file that is torn, and for dtypes other than DTYPES.
     """
     window = Window.of(path)
-    found: dict[str, FileTensor] = {}
+    tensors: dict[str, FileTensor] = {}
     unknown: list[str] = []
     try:
         head_size = int.from_bytes(window.read(0, 8), "little")
@@ -58,7 +58,7 @@ def open_file(op: str, path: Path) -> tuple[dict[str, FileTensor], Mapping[str, 
                     f"{name} has {end - begin} bytes; expected {prod(shape) * dtype.itemsize}"
                 )
             part = data.part(begin, end - begin)
-            found[name] = FileTensor(part, dtype, 0, shape, row_major(shape))
+            tensors[name] = FileTensor(part, dtype, 0, shape, row_major(shape))
     except OSError:
         raise
     except Exception as error:  # of whatever kind damaged bytes cause
@@ -70,7 +70,7 @@ def open_file(op: str, path: Path) -> tuple[dict[str, FileTensor], Mapping[str, 
         raise ValueError(
             f"{op}: {path} has {', '.join(unknown[:3])}; expected tensors of {', '.join(DTYPES)}"
         )
-    return found, metadata
+    return tensors, metadata
 
 
 def indexed(op: str, index: Path) -> list[Path]:
@@ -98,49 +98,28 @@ def is_file_name(name: object) -> bool:
     )
 
 
-class Stored(NamedTuple):
-    """What a file has of a tensor."""
+def open_files(paths: PathLike | Sequence[PathLike]) -> dict[str, FileTensor]:
+    """Return the tensors by name of a .safetensors file, of several, or of a folder in Hugging
+    Face's layout (its index, or model.safetensors). Reads no values.
 
-    path: Path
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-class TensorFiles:
-    """Files, and the tensors in them by name: `stored`. Nothing is read before it is asked for."""
-
-    def __init__(self, given: PathLike | Sequence[PathLike]) -> None:
-        """Take a .safetensors file, several, or a folder in Hugging Face's layout (its index, or
-        model.safetensors).
-
-        Raises FileNotFoundError, TypeError or ValueError, the latter also for files that are torn
-        or hold a name twice.
-        """
-        items = [given] if isinstance(given, str | os.PathLike) else given
-        paths = [path for item in items for path in _files_of(Path(item))]
-        self._tensors: dict[str, FileTensor] = {}
-        for path in dict.fromkeys(paths):
-            if not path.exists():
-                raise FileNotFoundError(
-                    f"shard: there is no file {path}; expected it (is the copy complete?)"
+    Raises FileNotFoundError, TypeError or ValueError, the latter also for files that are torn or
+    hold a name twice.
+    """
+    items = [paths] if isinstance(paths, str | os.PathLike) else paths
+    tensors: dict[str, FileTensor] = {}
+    for path in dict.fromkeys(path for item in items for path in _files_of(Path(item))):
+        if not path.exists():
+            raise FileNotFoundError(
+                f"shard: there is no file {path}; expected it (is the copy complete?)"
+            )
+        for name, tensor in open_file("shard", path)[0].items():
+            if name in tensors:
+                raise ValueError(
+                    f"shard: {name} is in {tensors[name].path} and in {path}; expected it in one "
+                    f"file"
                 )
-            for name, tensor in open_file("shard", path)[0].items():
-                if name in self._tensors:
-                    first = self._tensors[name].window.path
-                    raise ValueError(
-                        f"shard: {name} is in {first} and in {path}; expected it in one file"
-                    )
-                self._tensors[name] = tensor
-        self.stored = {
-            name: Stored(one.window.path, one.shape, one.dtype)
-            for name, one in self._tensors.items()
-        }
-
-    def read(self, name: str, start: int, numel: int) -> torch.Tensor:
-        """Return elements [start, start + numel) of the flattened tensor, in the file's dtype.
-        Raises OSError or ValueError.
-        """
-        return self._tensors[name].read(start, numel)
+            tensors[name] = tensor
+    return tensors
 
 
 def _files_of(path: Path) -> list[Path]:

@@ -15,6 +15,7 @@ from torch import nn
 
 import shardcore
 from shardcore.checkpoint import materialize
+from shardcore.checkpoint.file_tensors import FileTensor
 from shardcore.engine.slices import Slice
 from tests.support.meta import init, meta, save
 from tests.support.models import error_of, hash_of_training
@@ -65,7 +66,7 @@ def _sliced(
 
 Case = tuple[int, str]
 CASES: list[Case] = [(0, "fp32"), (1, "bf16"), (3, "bf16")]  # 2 makes weights as 1 does
-_read, _read_columns, _cut = materialize.TensorFiles.read, materialize.read_columns, Slice.cut
+_read, _read_columns, _cut = FileTensor.read, materialize.read_columns, Slice.cut
 
 
 def _next_column(read: Any, columns: Any, start: int, numel: int) -> torch.Tensor:
@@ -98,10 +99,10 @@ def _trained(
     """
     mesh, found, read = mesh_of(world, 2), [], 0
 
-    def counting(files: Any, name: str, start: int, numel: int) -> torch.Tensor:
+    def counting(tensor: FileTensor, start: int, numel: int) -> torch.Tensor:
         nonlocal read
         read += numel
-        return _read(files, name, start, numel)
+        return _read(tensor, start, numel)
 
     for stage, precision in cases:
         torch.manual_seed(rank)
@@ -113,7 +114,7 @@ def _trained(
         # so that weights are read in several ranges
         short = mock.patch("shardcore.checkpoint.format.RANGE_NUMEL", 256)
         with (
-            mock.patch.object(materialize.TensorFiles, "read", counting),
+            mock.patch.object(FileTensor, "read", counting),
             FAULTS.get(fault, nullcontext)(),
             short,
         ):

@@ -16,7 +16,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import shardcore
-from shardcore.checkpoint.safetensors import TensorFiles
+from shardcore.checkpoint.file_tensors import FileTensor
 from shardcore.distributed.comm import Comm
 from tests.support.choice import combinations
 from tests.support.meta import frozen_net, init, meta, save
@@ -52,14 +52,14 @@ def _parts(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
 
 def _from_files(rank: int, world_size: int, run: Run, folder: str, frozen: bool) -> tuple[str, int]:
     """Train on from files; also returns how many elements this rank read."""
-    count, read = 0, TensorFiles.read
+    count, read = 0, FileTensor.read
 
-    def counting(files: Any, name: str, start: int, numel: int) -> torch.Tensor:
+    def counting(tensor: FileTensor, start: int, numel: int) -> torch.Tensor:
         nonlocal count
         count += numel
-        return read(files, name, start, numel)
+        return read(tensor, start, numel)
 
-    with mock.patch.object(TensorFiles, "read", counting):
+    with mock.patch.object(FileTensor, "read", counting):
         model = meta(frozen_net if frozen else Net)
         model, optimizer, _ = train(rank, replace(run, shard={"materialize": folder}), model)
     return hash_of_training(model, optimizer), count
@@ -315,15 +315,15 @@ def test_ranks_with_other_files_are_refused(tmp_path: Path) -> None:
 
 
 def _unreadable(rank: int, world_size: int, path: str) -> str:
-    read = TensorFiles.read
+    read = FileTensor.read
 
-    def fails(files: Any, name: str, start: int, numel: int) -> torch.Tensor:
-        if rank == 1 and name == "blocks.2.down.weight":
+    def fails(tensor: FileTensor, start: int, numel: int) -> torch.Tensor:
+        if rank == 1 and tensor.shape == make_net().blocks[2].down.weight.shape:
             raise OSError("input/output error")
-        return read(files, name, start, numel)
+        return read(tensor, start, numel)
 
     model = meta()
-    with mock.patch.object(TensorFiles, "read", fails):
+    with mock.patch.object(FileTensor, "read", fails):
         return error_of(
             lambda: shardcore.shard(
                 model,

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import shardcore
+from shardcore.checkpoint.file_tensors import FileTensor
 from tests.support.logs import logged
 from tests.support.ranks import run_ranks
 
@@ -170,21 +171,21 @@ def test_a_folder_of_several_files_gives_the_same(tmp_path: Path) -> None:
 
 def _elements_read(rank: int, world_size: int, name: str, folder: str) -> int:
     read = 0
-    original = shardcore.checkpoint.safetensors.TensorFiles.read
+    original = FileTensor.read
 
-    def counting(files: Any, key: str, start: int, numel: int) -> torch.Tensor:
+    def counting(tensor: FileTensor, start: int, numel: int) -> torch.Tensor:
         nonlocal read
         read += numel
-        return original(files, key, start, numel)
+        return original(tensor, start, numel)
 
-    shardcore.checkpoint.safetensors.TensorFiles.read = counting  # type: ignore[method-assign]
+    FileTensor.read = counting  # type: ignore[method-assign]
     try:
         model = _on_meta(name, folder)
         shardcore.shard(
             model, shardcore.FusedAdam(model.parameters()), 3, precision="fp32", materialize=folder
         )
     finally:
-        shardcore.checkpoint.safetensors.TensorFiles.read = original  # type: ignore[method-assign]
+        FileTensor.read = original  # type: ignore[method-assign]
     return read
 
 
