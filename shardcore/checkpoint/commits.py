@@ -24,7 +24,7 @@ from torch import nn
 from shardcore.checkpoint import plain
 from shardcore.checkpoint.format import names_of
 from shardcore.checkpoint.load import (
-    Wanted,
+    LoadOptions,
     check_scheduler,
     check_stateful,
     load_from,
@@ -75,7 +75,7 @@ class Commits:
         if slots.record is not None:
             self.source = Committed(slots.folder, [slots.record], whole=False)
             slots.adopt(states)
-            load_from(self.source, engine, Wanted(in_place=True))
+            load_from(self.source, engine, LoadOptions(in_place=True))
 
     @property
     def _engine(self) -> Engine:
@@ -213,7 +213,7 @@ class Commits:
                 f"rank {have.index(False)} could not commit step {self.step}; see its error"
             )
 
-    def give(self, folder: Path, names: Mapping[torch.Tensor, str]) -> LinkedFiles:
+    def link_into(self, folder: Path, names: Mapping[torch.Tensor, str]) -> LinkedFiles:
         """Link the files of committed states into a checkpoint that is written to `folder`, where
         they can be linked: see `Slots.link_into`.
         """
@@ -245,15 +245,11 @@ class Commits:
             if not bucket.trainable:  # frozen parameters are as the program makes them
                 continue
             # states on the device (`ratio`)
-            for managed, *where in ranges_of(bucket, 0, bucket.device_numel):
-                name, (start, param_start, numel) = names[managed.param], where
-                yield from parts_of(
-                    engine, bucket, managed, name, (start, param_start, numel), True
-                )
+            for span in ranges_of(bucket, 0, bucket.device_numel):
+                yield from parts_of(engine, bucket, span, names[span.managed.param], True)
             # weights that no float32 master makes again
-            for managed, *where in ranges_of(bucket, bucket.device_numel, bucket.owned_numel):
-                start, param_start, numel = where
-                yield from weight_of(bucket, names[managed.param], (start, param_start, numel))
+            for span in ranges_of(bucket, bucket.device_numel, bucket.owned_numel):
+                yield from weight_of(bucket, span, names[span.managed.param])
         for name, buffer in self._buffers.items():
             yield from items_of(name, buffer.reshape(-1))
 
@@ -292,7 +288,7 @@ def resume(
     has none of these states.
     """
     engine = engine_behind("resume", model)
-    options = Wanted(scheduler=scheduler, stateful=stateful or {})
+    options = LoadOptions(scheduler=scheduler, stateful=stateful or {})
 
     def check() -> "Commits":
         commits = engine.commits

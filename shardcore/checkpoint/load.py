@@ -29,6 +29,7 @@ from shardcore.checkpoint.format import named_buffers, named_parameters
 from shardcore.checkpoint.save import (
     EMA_UPDATES,
     Averages,
+    Span,
     check_pairs,
     columns_of,
     finish_saving,
@@ -63,8 +64,8 @@ class Loaded:
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What to take from a checkpoint. in_place: states and masters that lie in files are those
+class LoadOptions:
+    """Which parts of a checkpoint to load. in_place: states and masters that lie in files are those
     of the checkpoint already.
     """
 
@@ -121,10 +122,10 @@ def load(
     if ema is not None:
         ema.follow()
     finish_saving(engine)
-    wanted = Wanted(strict, optimizer is not None, scheduler, stateful or {}, ema)
+    options = LoadOptions(strict, optimizer is not None, scheduler, stateful or {}, ema)
     source = open_together(engine, Path(directory), tag)
     try:
-        return load_from(source, engine, wanted)
+        return load_from(source, engine, options)
     finally:
         source.close()
 
@@ -240,15 +241,15 @@ def objects_of(checkpoint: layout.Checkpoint) -> tuple[dict[str, Any], Any]:
 
 
 @torch.no_grad()
-def load_from(source: Source, engine: Engine, wanted: Wanted) -> Loaded:
+def load_from(source: Source, engine: Engine, options: LoadOptions) -> Loaded:
     """Load from an open checkpoint. Collective. See `load`."""
     missing: list[str] = []
     unexpected: list[str] = []
-    options: list[dict[str, Any]] | None = None
+    group_options: list[dict[str, Any]] | None = None
     with_extra_state = layout.with_extra_state(engine.model)
 
     def check() -> str:
-        nonlocal options
+        nonlocal group_options
         named = _named(engine)
         saved = {  # a tied weight may be saved under one of its names
             tensor
@@ -260,7 +261,7 @@ def load_from(source: Source, engine: Engine, wanted: Wanted) -> Loaded:
             f"{name}._extra_state" for name in source.extra_state if name not in with_extra_state
         )
         unexpected.extend(name for name in source.shapes if name not in named)
-        if wanted.strict and (missing or unexpected):
+        if options.strict and (missing or unexpected):
             raise ValueError(
                 f"load: {source.path} has other names than the model: missing "
                 f"{_shortened(missing)}; unexpected "
@@ -274,47 +275,47 @@ def load_from(source: Source, engine: Engine, wanted: Wanted) -> Loaded:
                 )
         engine.refuse_held("load")
         without_states = source.groups is None and not source.steps
-        if wanted.states and wanted.strict and without_states and engine.updater.buckets:
+        if options.states and options.strict and without_states and engine.updater.buckets:
             raise ValueError(
                 f"load: {source.path} has no states of an optimizer; expected some, or load "
                 "without an optimizer (which leaves its states as they are), or strict=False "
                 "(which resets them)"
             )
-        check_stateful("load", source, engine.everyone, wanted.stateful)
-        if wanted.ema is not None:
+        check_stateful("load", source, engine.everyone, options.stateful)
+        if options.ema is not None:
             _check_averages(source, engine)
-        if wanted.states:
-            options = options_of(source, engine)
-            if not wanted.in_place:  # states in place are not in the source, and not read
+        if options.states:
+            group_options = options_of(source, engine)
+            if not options.in_place:  # states in place are not in the source, and not read
                 _check_states(source, engine)
             engine.scaler.check_state("load", source.loss_scale)
-        if wanted.scheduler is not None:
-            check_scheduler("load", source, wanted.scheduler)
+        if options.scheduler is not None:
+            check_scheduler("load", source, options.scheduler)
         return f"{source.path.name}, {len(named)} names"
 
     engine.agree("load", check)
     rounded: set[str] = set()
     then = "the model is partly loaded: load another checkpoint before it is used"
     with together(engine.everyone, "load", then):
-        _load_tensors(source, engine, wanted, rounded)
+        _load_tensors(source, engine, options, rounded)
     use_loaded(engine)
-    if options is not None:
-        for group, new in zip(engine.groups, options, strict=True):
+    if group_options is not None:
+        for group, new in zip(engine.groups, group_options, strict=True):
             group.update(new)
-    if wanted.states:
+    if options.states:
         engine.go_on_from(source.loss_scale, source.counters.get("skipped_steps"))
         engine.zero_grad()
-    if wanted.ema is not None:
-        wanted.ema.updates = source.counters.get(EMA_UPDATES, 0)
+    if options.ema is not None:
+        options.ema.updates = source.counters.get(EMA_UPDATES, 0)
 
     def restore_rest() -> None:
-        if wanted.scheduler is not None:
-            wanted.scheduler.load_state_dict(source.scheduler)
+        if options.scheduler is not None:
+            options.scheduler.load_state_dict(source.scheduler)
         for name, value in source.extra_state.items():
             if name in with_extra_state:
                 with_extra_state[name].set_extra_state(value)
 
-    restore_rank("load", source, engine, wanted, restore_rest)
+    restore_rank("load", source, engine, options, restore_rest)
     warn_of_rounding("load", engine.everyone, rounded, stacklevel=3)
     return Loaded(source.path, source.client_state or {}, missing, unexpected)
 
@@ -486,7 +487,7 @@ class _Read:
     use: Callable[[torch.Tensor], None]
 
 
-def _load_tensors(source: Source, engine: Engine, options: Wanted, rounded: set[str]) -> None:
+def _load_tensors(source: Source, engine: Engine, options: LoadOptions, rounded: set[str]) -> None:
     """Read what this rank keeps; nothing is sent. What is not kept exactly is added to
     `rounded`, in words.
     """
@@ -519,22 +520,23 @@ def _read_ahead(
         yield first, future.result()
 
 
-def _reads(source: Source, engine: Engine, options: Wanted, rounded: set[str]) -> Iterator[_Read]:
+def _reads(
+    source: Source, engine: Engine, options: LoadOptions, rounded: set[str]
+) -> Iterator[_Read]:
     names = _names_in(source, engine)
     for bucket in engine.buckets:
         # no range crosses from the share on the device to the share off it
         on_device = ranges_of(bucket, 0, bucket.device_numel)
         off_device = ranges_of(bucket, bucket.device_numel, bucket.owned_numel)
-        for managed, start, param_start, numel in chain(on_device, off_device):
-            name, columns = names.get(managed.param), managed.columns
+        for span in chain(on_device, off_device):
+            managed, start, param_start, numel = span
+            name = names.get(managed.param)
             if name is None:
                 continue
-            where = (start, param_start, numel)
-            yield from _reads_of(source, (name, columns), engine, bucket, where, options, rounded)
+            yield from _reads_of(source, name, engine, bucket, span, options, rounded)
             if options.ema is not None and bucket.group is not None:
-                average = options.ema.shard(bucket)[start : start + numel]
-                use = partial(_set, average)
-                yield _Read(name, layout.EMA, columns, param_start, numel, use)
+                use = partial(_set, options.ema.shard(bucket)[start : start + numel])
+                yield _Read(name, layout.EMA, managed.columns, param_start, numel, use)
     for tensor, name in names.items():
         if tensor in engine.bucket_of:
             continue
@@ -553,18 +555,15 @@ def _set(tensor: torch.Tensor, values: torch.Tensor) -> None:
 
 def _reads_of(
     source: Source,
-    tensor: tuple[str, Columns | None],
+    name: str,
     engine: Engine,
     bucket: Bucket,
-    where: tuple[int, int, int],
-    options: Wanted,
+    span: Span,
+    options: LoadOptions,
     rounded: set[str],
 ) -> Iterator[_Read]:
-    """Yield the weight and the states of a range: (start in the owned range, start in the
-    parameter, numel).
-    """
-    name, columns = tensor
-    start, param_start, numel = where
+    """Yield the weight and the states of a range."""
+    managed, start, param_start, numel = span
     store = engine.store
     in_place = options.in_place and start >= bucket.device_numel
 
@@ -586,7 +585,7 @@ def _reads_of(
             if not torch.equal(stored, values):
                 rounded.add(rounding(bucket, f"{name}.{key}", key))
 
-    yield _Read(name, "weight", columns, param_start, numel, use_weight)
+    yield _Read(name, "weight", managed.columns, param_start, numel, use_weight)
     if bucket.group is None or in_place or not options.states:
         return
     saved = source.keys(name)
@@ -594,7 +593,7 @@ def _reads_of(
         if key == "master":
             continue
         if key in saved and source.steps.get(name, 0) > 0:
-            yield _Read(name, key, columns, param_start, numel, partial(use_state, key))
+            yield _Read(name, key, managed.columns, param_start, numel, partial(use_state, key))
         else:
             store.write(bucket, key, start, torch.zeros(numel, device="cpu"))
 
@@ -603,7 +602,7 @@ def _reads_of(
 
 
 def restore_rank(
-    op: str, source: Source, engine: Engine, options: Wanted, first: Callable[[], None]
+    op: str, source: Source, engine: Engine, options: LoadOptions, first: Callable[[], None]
 ) -> None:
     """Call `first`, then restore random states and positions in data. Collective: an error on
     one rank is one on all.

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field, is_dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import nn
@@ -283,14 +283,13 @@ def _items(
             if chunk_bucket is bucket:
                 cuts |= {start, end}
         for low, high in pairwise(sorted(cuts)):
-            for managed, start, param_start, numel in ranges_of(bucket, low, high):
-                name = stored_name(names[managed.param], managed.columns)
-                where = (start, param_start, numel)
-                yield from parts_of(engine, bucket, managed, name, where, content.states)
+            for span in ranges_of(bucket, low, high):
+                name = stored_name(names[span.managed.param], span.managed.columns)
+                yield from parts_of(engine, bucket, span, name, content.states)
                 if content.ema is not None and bucket.group is not None:
-                    average = content.ema.shard(bucket)[start : start + numel]
-                    read = partial(identity, average)
-                    yield Item(name, layout.EMA, average.dtype, param_start, numel, read)
+                    average = content.ema.shard(bucket)[span.start : span.start + span.numel]
+                    where = span.param_start, span.numel
+                    yield Item(name, layout.EMA, average.dtype, *where, partial(identity, average))
     if engine.comm.rank != 0:
         return
     # Rank 0 writes buffers and what is in no bucket, and the first rank of each tensor-parallel
@@ -319,22 +318,31 @@ def stored_name(name: str, columns: Columns | None) -> str:
     return name if columns is None else layout.slice_name(name, columns.first, columns.count)
 
 
-def ranges_of(bucket: Bucket, low: int, high: int) -> Iterator[tuple[Managed, int, int, int]]:
-    """Yield (parameter, start in the owned range, start in the parameter, numel) of what files
-    have of [low, high) of it.
+class Span(NamedTuple):
+    """A range of a parameter, as files have it: elements [param_start, param_start + numel), which
+    are at `start` of the range that this rank owns of the bucket.
     """
+
+    managed: Managed
+    start: int
+    param_start: int
+    numel: int
+
+
+def ranges_of(bucket: Bucket, low: int, high: int) -> Iterator[Span]:
+    """Yield the ranges that files have of [low, high) of the owned range."""
     for piece in bucket.pieces:
         managed = bucket.params[piece.slot]
         start, end = max(piece.start, low), min(piece.start + piece.numel, high)
         for first, numel in layout.cut(
             piece.param_start + start - piece.start, end - start, managed.columns
         ):
-            yield managed, piece.start + first - piece.param_start, first, numel
+            yield Span(managed, piece.start + first - piece.param_start, first, numel)
 
 
-def weight_of(bucket: Bucket, name: str, where: tuple[int, int, int]) -> Iterator[Item]:
+def weight_of(bucket: Bucket, span: Span, name: str) -> Iterator[Item]:
     """Yield the weights of a range, unless float32 masters make them. See `parts_of`."""
-    start, param_start, numel = where
+    _, start, param_start, numel = span
     if bucket.group is None or bucket.state_format.master != "fp32":
         weight = partial(bucket.owned_values, start, numel)
         yield Item(name, "weight", bucket.dtype, param_start, numel, weight)
@@ -343,16 +351,13 @@ def weight_of(bucket: Bucket, name: str, where: tuple[int, int, int]) -> Iterato
 def parts_of(
     engine: Engine,
     bucket: Bucket,
-    managed: Managed,
+    span: Span,
     name: str,
-    where: tuple[int, int, int],
     states: bool,
 ) -> Iterator[Item]:
-    """Yield what is stored, under `name`, of a range (start in the owned range, start in the
-    parameter, numel).
-    """
-    start, param_start, numel = where
-    yield from weight_of(bucket, name, where)
+    """Yield the items of a range, stored under `name`: weights, and states if `states`."""
+    managed, start, param_start, numel = span
+    yield from weight_of(bucket, span, name)
     if bucket.group is None:
         return
     stays = engine.store.tier != "device" and start >= bucket.device_numel
@@ -561,7 +566,7 @@ class _Job:
         alone = all(bucket.reduces == (0, bucket.owned_numel) for bucket in engine.buckets)
         if engine.commits is None or not self._content.states or not alone:
             return LinkedFiles()
-        linked: LinkedFiles = engine.commits.give(self._path, names)
+        linked: LinkedFiles = engine.commits.link_into(self._path, names)
         return linked
 
     def write(self) -> dict[str, Any]:

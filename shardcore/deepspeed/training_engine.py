@@ -24,7 +24,7 @@ from shardcore.checkpoint.consolidate import (
 )
 from shardcore.checkpoint.directory import LATEST, replacing
 from shardcore.checkpoint.format import named_parameters
-from shardcore.checkpoint.load import Wanted, is_there, load_from, open_together
+from shardcore.checkpoint.load import LoadOptions, is_there, load_from, open_together
 from shardcore.checkpoint.save import Content, finish_saving, write_checkpoint
 from shardcore.checkpoint.source import Source
 from shardcore.deepspeed.config import ZERO, BatchSizes, Config
@@ -352,7 +352,8 @@ class ForwardEngine(metaclass=_Kind):
                     source.path,
                 )
             states = load_optimizer_states and not load_module_only and self.optimizer is not None
-            loaded = load_from(source, self._core, Wanted(load_module_strict, states, scheduler))
+            options = LoadOptions(load_module_strict, states, scheduler)
+            loaded = load_from(source, self._core, options)
         finally:
             source.close()
         if not load_module_only:

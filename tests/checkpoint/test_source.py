@@ -13,7 +13,7 @@ import torch
 
 from shardcore.checkpoint import source as source_module
 from shardcore.checkpoint.format import RANGE_NUMEL, cut
-from shardcore.checkpoint.load import Wanted, load_from
+from shardcore.checkpoint.load import LoadOptions, load_from
 from shardcore.checkpoint.source import Source, gathered
 from shardcore.engine.engine import engine_behind
 from shardcore.layout import BLOCK, Columns
@@ -49,7 +49,7 @@ def _load(rank: int, world_size: int, stage: int) -> tuple[int, int]:
     model, optimizer, _ = train(rank, Run(stage=stage, steps=1, precision="bf16"))
     source = InMemory(3)
     with source:
-        load_from(source, engine_behind("load", model), Wanted())
+        load_from(source, engine_behind("load", model), LoadOptions())
     numbers = {name: number for number, (name, _) in enumerate(model.named_parameters())}
     weights, states = model.state_dict(), optimizer.state_dict()["state"]
     for (name, key), value in source.tensors.items():
@@ -79,16 +79,16 @@ def _names(rank: int, world_size: int) -> list[Any]:
     source.shapes["other"] = (3,)  # type: ignore[index]
     said = []
     try:
-        load_from(source, engine, Wanted())
+        load_from(source, engine, LoadOptions())
     except ValueError as error:
         said.append(str(error))
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    loaded = load_from(source, engine, Wanted(strict=False))
+    loaded = load_from(source, engine, LoadOptions(strict=False))
     assert torch.equal(model.state_dict()["gain"], before["gain"])
     assert torch.equal(model.state_dict()["head.weight"], source.tensors["head.weight", "weight"])
     source.shapes["head.weight"] = (24, 5)  # type: ignore[index]
     try:
-        load_from(source, engine, Wanted(strict=False))
+        load_from(source, engine, LoadOptions(strict=False))
     except ValueError as error:
         said.append(str(error))
     return [*said, loaded.missing, loaded.unexpected]
@@ -105,7 +105,7 @@ def _weights_only(rank: int, world_size: int) -> None:
     model, optimizer, _ = train(rank, Run(stage=3, steps=2))
     states = optimizer.state_dict()["state"]
     source = InMemory(3)
-    load_from(source, engine_behind("load", model), Wanted(states=False))
+    load_from(source, engine_behind("load", model), LoadOptions(states=False))
     assert torch.equal(model.state_dict()["head.weight"], source.tensors["head.weight", "weight"])
     for number, state in optimizer.state_dict()["state"].items():
         assert all(torch.equal(value, states[number][key]) for key, value in state.items())
