@@ -72,7 +72,7 @@ class Window:
     def read(self, start: int = 0, size: int | None = None) -> bytearray:
         """Return bytes [start, start + size), or all. Raises OSError or ValueError."""
         part = self.part(start, self.size - start if size is None else size)
-        found = bytearray(part.size)
+        content = bytearray(part.size)
         with open_regular(self.path) as file:
             now = os.fstat(file.fileno()).st_size
             if now != self.file_size:
@@ -81,13 +81,13 @@ class Window:
                     f"opened"
                 )
             file.seek(part.start)
-            count = file.readinto(found)  # type: ignore[attr-defined]
+            count = file.readinto(content)  # type: ignore[attr-defined]
         if count != part.size:
             raise ValueError(
                 f"load: {self.path} ends at {part.start + count}; expected {part.size - count} "
                 f"bytes more"
             )
-        return found
+        return content
 
     def __str__(self) -> str:
         whole = self.start == 0 and self.size == self.file_size

@@ -5,9 +5,6 @@ such placement (Shard(0) cuts at rows). But torch.distributed.checkpoint describ
 boxes, (offsets, sizes), and any range of a row-major tensor is a few boxes (at most 2 * dimensions
 - 1), which are views of it. So a checkpoint has full tensors under their own names, which DTensors,
 plain tensors and other world sizes load. `Shards` provides its boxes by the protocol of DTensor.
-torch.distributed.checkpoint is imported in its methods, which it calls, since it loads 700 modules.
-Its HuggingFaceStorageWriter keeps one box per name and file and drops the others;
-`_refuse_in_safetensors` makes it refuse.
 """
 
 import logging
@@ -99,6 +96,7 @@ class Shards(torch.Tensor):
     def __create_write_items__(self, fqn: str, _: object) -> "list[WriteItem]":
         """See torch.distributed._checkpointable: what this rank writes."""
         _refuse_in_safetensors()
+        # imported where torch.distributed.checkpoint itself calls: it loads 700 modules
         planner, metadata = (
             import_module(f"torch.distributed.checkpoint.{name}")
             for name in ("planner", "metadata")
@@ -133,7 +131,7 @@ class Shards(torch.Tensor):
 @cache
 def _refuse_in_safetensors() -> None:
     """Make HuggingFaceStorageWriter raise ValueError, on every rank, for boxes that would overwrite
-    each other in its files.
+    each other in its files: it keeps one box per name and file, and drops the others.
 
     Only its plan knows both the writer and the boxes, so that method is replaced. Tested with torch
     2.13.

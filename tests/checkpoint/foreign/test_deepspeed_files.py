@@ -15,6 +15,7 @@ import torch
 import shardcore
 from shardcore._native import _C
 from shardcore.checkpoint.foreign.deepspeed_files import open_foreign
+from shardcore.checkpoint.source import Source
 from tests.support.foreign import Model, differences, read_all, replaced, same_bits, whole
 from tests.support.scripts import ROOT, run_forked
 
@@ -64,6 +65,12 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def _opened(path: Path) -> Source:
+    source = open_foreign(path, NAMES)
+    assert source is not None
+    return source
+
+
 def _had(written: Path, case: str) -> dict[str, Any]:
     """What the engine had; full names, buffers and weights that share memory as in a state dict."""
     found: dict[str, Any] = torch.load(written / f"{case}.pt", weights_only=True)
@@ -80,8 +87,7 @@ def _had(written: Path, case: str) -> dict[str, Any]:
 def test_every_value_is_what_the_engine_had(written: Path, case: str) -> None:
     had = _had(written, case)
     for path in (written / case, written / case / "global_step3"):
-        source = open_foreign(path, NAMES)
-        assert source is not None
+        source = _opened(path)
         assert differences(source, had["weights"], had["states"]) == []
         assert source.steps == dict.fromkeys([*NAMES, "tied.weight"], 3)
     for name, weight in had["consolidated"].items():  # zero_to_fp32's, from the same files
@@ -95,8 +101,7 @@ def test_every_value_is_what_the_engine_had(written: Path, case: str) -> None:
 @pytest.mark.parametrize("case", ZERO)
 def test_options_counts_and_plain_data(written: Path, case: str) -> None:
     had = _had(written, case)
-    source = open_foreign(written / case, NAMES)
-    assert source is not None
+    source = _opened(written / case)
     if case == "zero2_elastic":
         assert source.groups is None  # it has none
     else:
@@ -131,8 +136,7 @@ def test_options_counts_and_plain_data(written: Path, case: str) -> None:
 
 def test_frozen_parameters_are_known(written: Path) -> None:
     for case in ("zero1_bf16", "zero3_bf16", "zero3_bf16_universal"):
-        source = open_foreign(written / case, NAMES)
-        assert source is not None
+        source = _opened(written / case)
         assert source.frozen == {"frozen.weight", "frozen.bias"}, case
 
 
@@ -158,8 +162,7 @@ def test_trainers_scheduler_is_beside_the_tag(written: Path, tmp_path: Path) -> 
         torch.save({**torch.load(file, weights_only=False), "lr_scheduler": None}, file)
     torch.save({"last_epoch": 3}, tmp_path / "checkpoint-3" / "scheduler.pt")
     for path in (tmp_path / "checkpoint-3", tmp_path / "checkpoint-3" / "global_step3"):
-        source = open_foreign(path, NAMES)
-        assert source is not None
+        source = _opened(path)
         assert source.scheduler == {"last_epoch": 3}
 
 
@@ -170,8 +173,7 @@ def test_universal_checkpoints(written: Path, case: str) -> None:
         had["weights"] = {name: weight.float() for name, weight in had["weights"].items()}
     plain = open_foreign(written / case, NAMES)
     for path in (written / f"{case}_universal", written / f"{case}_universal" / "global_step3"):
-        source = open_foreign(path, NAMES)
-        assert source is not None
+        source = _opened(path)
         assert differences(source, had["weights"], had["states"]) == []
         assert source.steps == dict.fromkeys([*NAMES, "tied.weight"], 3)
         for what in ("groups", "scheduler", "loss_scale", "counters", "tied"):
@@ -181,8 +183,7 @@ def test_universal_checkpoints(written: Path, case: str) -> None:
 def test_stage_0_in_float32(written: Path) -> None:
     had = _had(written, "zero0_fp32")
     del had["states"]["tied.weight"]
-    source = open_foreign(written / "zero0_fp32", NAMES)
-    assert source is not None
+    source = _opened(written / "zero0_fp32")
     assert differences(source, had["weights"], had["states"]) == []
     assert source.steps == dict.fromkeys(NAMES, 3)
     assert source.groups is not None
@@ -194,8 +195,7 @@ def test_stage_0_in_float32(written: Path) -> None:
 
 @pytest.mark.parametrize("variant", ["count_in_state", "count_in_group"])
 def test_steps_of_other_optimizers_of_deepspeed(written: Path, variant: str) -> None:
-    source = open_foreign(written / variant, NAMES)
-    assert source is not None
+    source = _opened(written / variant)
     assert source.steps == dict.fromkeys([*NAMES, "tied.weight"], 3)
     assert source.groups is not None
     assert all("step" not in group for group in source.groups)
@@ -214,11 +214,9 @@ def test_the_comparison_notices_exchanged_ranks_and_a_changed_bit(
     held = first.read_bytes(), second.read_bytes()
     first.write_bytes(held[1])
     second.write_bytes(held[0])
-    source = open_foreign(folder, NAMES)
-    assert source is not None
+    source = _opened(folder)
     assert len(differences(source, had["weights"], had["states"])) > 5
-    source = open_foreign(written / case, NAMES)
-    assert source is not None
+    source = _opened(written / case)
     had["states"]["mid.bias"]["exp_avg_sq"].view(torch.int32)[12] ^= 1
     assert differences(source, had["weights"], had["states"]) == ["mid.bias.exp_avg_sq"]
     assert not same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
