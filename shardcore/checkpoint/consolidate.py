@@ -23,6 +23,7 @@ from shardcore.checkpoint import format as layout
 from shardcore.checkpoint.directory import sync_directory, write_synced
 from shardcore.checkpoint.format import named_buffers, named_parameters, names_of
 from shardcore.checkpoint.load import open_checkpoint
+from shardcore.checkpoint.safetensors import INDEX, SINGLE
 from shardcore.checkpoint.save import buffers_of
 from shardcore.checkpoint.source import Source
 from shardcore.engine.agreement import together
@@ -30,21 +31,9 @@ from shardcore.engine.engine import Engine, engine_behind
 from shardcore.engine.slices import held_by, slice_of
 from shardcore.offload.disk import file_engine
 
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PART = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 MAX_SHARD_BYTES = 5_000_000_000
 Tensors: TypeAlias = Mapping[str, torch.Tensor]  # what is written, on the meta device
-_UNITS = {
-    "": 1,
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-}
 
 
 def consolidate(
@@ -116,10 +105,11 @@ def bytes_of(size: int | str) -> int:
     """Return a number of bytes, which may be given as "5GB". ValueError for anything else."""
     if isinstance(size, int):
         return size
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) *([A-Z]*)", size.strip().upper())
-    if match is None or match[2] not in _UNITS:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) *(?:B|([KMGT])(I?)B)?", size.strip().upper())
+    if match is None:
         raise ValueError(f'a size is {size!r}; expected a number of bytes, or a text such as "5GB"')
-    return int(float(match[1]) * _UNITS[match[2]])
+    number, prefix, is_binary = match.groups()
+    return int(float(number) * (1024 if is_binary else 1000) ** " KMGT".index(prefix or " "))
 
 
 def _on_meta(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -169,7 +159,7 @@ def _write(
         _publish(output.parent, [output.name])
         return [output]
     files = _cut_into_files(tensors, max_shard_bytes)
-    names = [_SINGLE]
+    names = [SINGLE]
     if len(files) > 1:
         names = [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
     for name, file in zip(names, files, strict=True):
@@ -179,12 +169,12 @@ def _write(
         total_size = sum(tensor.nbytes for tensor in tensors.values())
         index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-        write_synced(_unfinished(output / _INDEX), text.encode())
-        names.append(_INDEX)
+        write_synced(_unfinished(output / INDEX), text.encode())
+        names.append(INDEX)
     stale = [
         path.name
         for path in output.iterdir()
-        if path.name in (_SINGLE, _INDEX) or _PART.fullmatch(path.name)
+        if path.name in (SINGLE, INDEX) or _PART.fullmatch(path.name)
     ]
     _publish(output, names, [name for name in stale if name not in names])
     return [output / name for name in names]

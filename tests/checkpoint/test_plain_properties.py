@@ -36,7 +36,6 @@ VALUES = st.recursive(
 )
 
 
-@pytest.mark.more
 @hypothesis.settings(max_examples=100, deadline=None)
 @hypothesis.given(VALUES)
 def test_values_come_back(value: object) -> None:
