@@ -173,11 +173,16 @@ class Stored(ABC):
                 f"load: {self}: asked for elements {start} to {start + numel}; expected at most "
                 f"{prod(self.shape)}"
             )
-        boxes = boxes_of(self.grid, start, numel, _AT_ONCE)
-        parts = [self.part(box).reshape(-1) for box in boxes]
-        if len(parts) == 1:
-            return parts[0]
-        return torch.cat([torch.empty(0, dtype=self.dtype, device="cpu"), *parts])
+        boxes = list(boxes_of(self.grid, start, numel, _AT_ONCE))
+        if len(boxes) == 1:
+            return self.part(boxes[0]).reshape(-1)
+        values = torch.empty(numel, dtype=self.dtype, device="cpu")
+        cursor = 0
+        for box in boxes:
+            part = self.part(box)
+            values[cursor : cursor + part.numel()] = part.reshape(-1)
+            cursor += part.numel()
+        return values
 
 
 @dataclass(eq=False)
