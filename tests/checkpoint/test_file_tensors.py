@@ -99,9 +99,9 @@ def test_only_the_range_is_read(tmp_path: Path) -> None:
 
 
 def _bytes_read() -> int:
-    found = re.search(r"rchar: (\d+)", Path("/proc/self/io").read_text())
-    assert found
-    return int(found[1])
+    match = re.search(r"rchar: (\d+)", Path("/proc/self/io").read_text())
+    assert match
+    return int(match[1])
 
 
 SHAPE = (7, 5, 3)
@@ -238,5 +238,5 @@ def test_steps(tmp_path: Path) -> None:
 
 def test_bools_are_bools(tmp_path: Path) -> None:
     raw = torch.tensor([0, 1, 2, 255], dtype=torch.uint8)
-    found = _stored(tmp_path, raw.view(torch.bool)).read(0, 4)
-    assert found.view(torch.uint8).tolist() == [0, 1, 1, 1]
+    bools = _stored(tmp_path, raw.view(torch.bool)).read(0, 4)
+    assert bools.view(torch.uint8).tolist() == [0, 1, 1, 1]

@@ -73,14 +73,14 @@ def _opened(path: Path) -> Source:
 
 def _had(written: Path, case: str) -> dict[str, Any]:
     """What the engine had; full names, buffers and weights that share memory as in a state dict."""
-    found: dict[str, Any] = torch.load(written / f"{case}.pt", weights_only=True)
+    had: dict[str, Any] = torch.load(written / f"{case}.pt", weights_only=True)
     # the same training; DeepSpeed's own calls find states by a wrong order
     if case in ("zero2_round_robin", "zero2_aligned"):
-        found |= {key: _had(written, "zero2_bf16")[key] for key in ("weights", "states")}
-    for of in (found["weights"], found["states"]):
+        had |= {key: _had(written, "zero2_bf16")[key] for key in ("weights", "states")}
+    for of in (had["weights"], had["states"]):
         of["tied.weight"] = of["head.weight"]
-    found["weights"] |= found["buffers"]
-    return found
+    had["weights"] |= had["buffers"]
+    return had
 
 
 @pytest.mark.parametrize("case", ZERO)
@@ -211,9 +211,9 @@ def test_the_comparison_notices_exchanged_ranks_and_a_changed_bit(
     had = _had(written, case)
     folder = Path(shutil.copytree(written / case / "global_step3", tmp_path / "exchanged"))
     first, second = sorted(folder.glob("*_optim_states.pt"))
-    held = first.read_bytes(), second.read_bytes()
-    first.write_bytes(held[1])
-    second.write_bytes(held[0])
+    files = first.read_bytes(), second.read_bytes()
+    first.write_bytes(files[1])
+    second.write_bytes(files[0])
     source = _opened(folder)
     assert len(differences(source, had["weights"], had["states"])) > 5
     source = _opened(written / case)
@@ -227,8 +227,8 @@ def test_the_comparison_notices_exchanged_ranks_and_a_changed_bit(
 
 def _changed(written: Path, tmp_path: Path, how: str) -> Path:
     """A checkpoint of two ranks that another layout of DeepSpeed's would look like."""
-    given = written / ("zero3_bf16" if how.startswith("zero3") else "zero1_bf16") / "global_step3"
-    folder = Path(shutil.copytree(given, tmp_path / "global_step3"))
+    saved = written / ("zero3_bf16" if how.startswith("zero3") else "zero1_bf16") / "global_step3"
+    folder = Path(shutil.copytree(saved, tmp_path / "global_step3"))
     optim = folder / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
     model = folder / "mp_rank_00_model_states.pt"
     if how == "tensor parallel":
@@ -251,23 +251,23 @@ def _changed(written: Path, tmp_path: Path, how: str) -> Path:
         for file in folder.glob("*optim*"):
             file.unlink()
     else:
-        held = torch.load(model, weights_only=False)
+        content = torch.load(model, weights_only=False)
         change: dict[str, Any] = {
             "mp_world_size": {"mp_world_size": 2},
             "pp_degree": {"checkpoint_parallel_dimensions": {"pp_degree": 2, "tp_degree": 1}},
             "no module": {"module": None},
             "a shape": {
                 "param_shapes": [
-                    {**held["param_shapes"][0], "mid.weight": torch.Size([13, 14])},
-                    held["param_shapes"][1],
+                    {**content["param_shapes"][0], "mid.weight": torch.Size([13, 14])},
+                    content["param_shapes"][1],
                 ]
             },
-            "a group less": {"param_shapes": held["param_shapes"][:1]},
+            "a group less": {"param_shapes": content["param_shapes"][:1]},
             "a name less": {
-                "param_shapes": [held["param_shapes"][0], {"inp.bias": torch.Size([13])}]
+                "param_shapes": [content["param_shapes"][0], {"inp.bias": torch.Size([13])}]
             },
         }[how]
-        torch.save(held | change, model)
+        torch.save(content | change, model)
     return folder
 
 
@@ -397,6 +397,8 @@ def test_it_is_consolidated(written: Path, tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors.torch", reason="needs the safetensors package")
     had = _had(written, "zero3_bf16")
     shardcore.consolidate(written / "zero3_bf16", tmp_path, dtype=torch.float32)
-    found = safetensors.load_file(tmp_path / "model.safetensors")
-    assert set(found) == set(had["weights"]) - {"tied.weight"}
-    assert all(torch.equal(value, had["weights"][name].float()) for name, value in found.items())
+    consolidated = safetensors.load_file(tmp_path / "model.safetensors")
+    assert set(consolidated) == set(had["weights"]) - {"tied.weight"}
+    assert all(
+        torch.equal(value, had["weights"][name].float()) for name, value in consolidated.items()
+    )

@@ -150,13 +150,13 @@ def test_other_orders_of_names(trained: Any, tmp_path: Path) -> None:
     model, optimizer = trained
     path = _saved(tmp_path, {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
     names = _names(model)
-    for given, text in (
+    for other_names, text in (
         (list(dict(model.named_parameters())), "has shape .*; expected one shape: give names in"),
         (names[1:], r"\d+ parameters by number, and \d+ names are given; expected as many"),
         (["a", "b"], "has the model's names in 0 places"),
     ):
         with pytest.raises(ValueError, match=text):
-            open_foreign(path, given)
+            open_foreign(path, other_names)
     first, second = names.index("blocks.0.norm.weight"), names.index("blocks.1.norm.weight")
     names[first], names[second] = names[second], names[first]
     with pytest.raises(AssertionError):
@@ -256,8 +256,8 @@ def test_averages_beside_the_model(trained: Any, tmp_path: Path) -> None:
 def test_weights_are_found_without_names(trained: Any, tmp_path: Path, tree: Tree) -> None:
     """The optimizer's states have no names then."""
     weights = {name: torch.ones(3, 2) for name in ("a", "b")}
-    held = tree(weights, {name: weight + 1 for name, weight in weights.items()})
-    path = _saved(tmp_path, {**held, "optimizer": trained[1].state_dict()})
+    saved = tree(weights, {name: weight + 1 for name, weight in weights.items()})
+    path = _saved(tmp_path, {**saved, "optimizer": trained[1].state_dict()})
     assert differences(_opened(path, ()), weights, {}) == []
 
 

@@ -48,9 +48,9 @@ def test_tensors_of_every_dtype(tmp_path: Path, name: str) -> None:
         values[5:5],
         nn.Parameter(values, requires_grad=False),
     ):
-        held = load_file(_saved(tmp_path, {"tensor": tensor}))["tensor"]
-        assert held.shape == tensor.shape
-        assert same_bits(held.read(0, tensor.numel()), tensor.detach())
+        stored = load_file(_saved(tmp_path, {"tensor": tensor}))["tensor"]
+        assert stored.shape == tensor.shape
+        assert same_bits(stored.read(0, tensor.numel()), tensor.detach())
 
 
 def test_plain_data(tmp_path: Path) -> None:
@@ -101,9 +101,9 @@ def test_arrays_of_numpy(tmp_path: Path) -> None:
         numpy.zeros((0, 3), dtype=bool),
     ]
     state = numpy.random.default_rng(0).bit_generator.state
-    given = {"state": state, "legacy": legacy, "arrays": arrays, "scalar": numpy.float64(0.1)}
+    content = {"state": state, "legacy": legacy, "arrays": arrays, "scalar": numpy.float64(0.1)}
     for protocol in (2, 3, 4, 5):
-        torch.save(given, tmp_path / "file.pt", pickle_protocol=protocol)
+        torch.save(content, tmp_path / "file.pt", pickle_protocol=protocol)
         back = plain(load_file(tmp_path / "file.pt"), "file")
         assert (back["scalar"], back["state"]) == (0.1, state)
         for got, expected in zip(
@@ -159,9 +159,9 @@ def _call(name: str, *args: bytes) -> bytes:
     return b"\x80\x02" + _global(name) + b"(" + b"".join(args) + b"tR."
 
 
-def _given(made: bytes, key: str = "a", value: bytes = b"K\x01") -> bytes:
+def _with_attribute(value_pickle: bytes, key: str = "a", value: bytes = b"K\x01") -> bytes:
     """A pickle that gives a value attributes."""
-    return b"\x80\x02" + made + b"}" + _text(key) + value + b"sb."
+    return b"\x80\x02" + value_pickle + b"}" + _text(key) + value + b"sb."
 
 
 HERE = __name__
@@ -196,10 +196,10 @@ HOSTILE: dict[str, bytes] = {
     + b"q\x00h\x00)R.",
     "memo beyond": b"\x80\x02h\x07.",
     "a huge memo index": b"\x80\x02Nr\xff\xff\xff\x7f0j\xfe\xff\xff\x7f.",
-    "attributes of a class": _given(_global("torch FloatStorage")),
-    "attributes of a function": _given(_global("torch Size")),
-    "attributes of a stand-in's class": _given(NAMESPACE),
-    "attributes of a list": _given(b"]"),
+    "attributes of a class": _with_attribute(_global("torch FloatStorage")),
+    "attributes of a function": _with_attribute(_global("torch Size")),
+    "attributes of a stand-in's class": _with_attribute(NAMESPACE),
+    "attributes of a list": _with_attribute(b"]"),
     "a called stand-in": b"\x80\x02" + NAMESPACE + b")\x81)R.",
     "a called number": b"\x80\x02K\x01)R.",
     "a called text": b"\x80\x02" + _text("os.system") + b")R.",
@@ -306,10 +306,10 @@ def _tensor_pickle(
     numel: int, offset: int, size: tuple[int, ...], stride: tuple[int, ...], key: str = "0"
 ) -> bytes:
     class Id(pickle.Pickler):
-        def persistent_id(self, given: Any) -> Any:
+        def persistent_id(self, value: Any) -> Any:
             return (
                 ("storage", torch.FloatStorage, key, "cpu", numel)
-                if isinstance(given, _Other)
+                if isinstance(value, _Other)
                 else None
             )
 
@@ -349,8 +349,8 @@ def test_tensors_beyond_their_storage_are_refused(tmp_path: Path, args: Any, tex
 
 
 def test_tensors_inside_their_storage(tmp_path: Path) -> None:
-    held = load_file(_as_file(tmp_path, _tensor_pickle(16, 0, (16,), (1,))))
-    assert held.read(0, 16).tolist() == [0.0] * 16
+    stored = load_file(_as_file(tmp_path, _tensor_pickle(16, 0, (16,), (1,))))
+    assert stored.read(0, 16).tolist() == [0.0] * 16
     # 4 PB, of one element
     huge = load_file(_as_file(tmp_path, _tensor_pickle(16, 0, (1 << 50,), (0,))))
     assert huge.read(1 << 49, 3).tolist() == [0.0] * 3
@@ -435,11 +435,13 @@ def test_attributes_are_data_only(tmp_path: Path) -> None:
     or refused.
     """
     for name in ("__class__", "__setstate__", "state", "get"):
-        found = load_file(_as_file(tmp_path, _given(NAMESPACE + b")\x81", name, _text("x"))))
-        assert isinstance(found, StandIn)
-        assert found.state == {name: "x"}
-    raw = _given(_global("collections OrderedDict") + b")R", "items", _text("x"))
+        stand_in = load_file(
+            _as_file(tmp_path, _with_attribute(NAMESPACE + b")\x81", name, _text("x")))
+        )
+        assert isinstance(stand_in, StandIn)
+        assert stand_in.state == {name: "x"}
+    raw = _with_attribute(_global("collections OrderedDict") + b")R", "items", _text("x"))
     assert load_file(_as_file(tmp_path, raw)).items() == {}.items()
-    raw = _given(_tensor_pickle(16, 0, (16,), (1,))[2:-1], "offset", b"K\x99")
+    raw = _with_attribute(_tensor_pickle(16, 0, (16,), (1,))[2:-1], "offset", b"K\x99")
     with pytest.raises(ValueError, match="a tensor is given attributes"):
         load_file(_as_file(tmp_path, raw))
