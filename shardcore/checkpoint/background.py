@@ -78,7 +78,7 @@ class Mailbox:
             store: Any = dist.PrefixStore(f"shardcore/save/{token}", world_store.clone())  # type: ignore[attr-defined]
             self._store = store
 
-    def put(self, message: Any) -> None:
+    def send(self, message: Any) -> None:
         """Send rank 0 a message, of JSON values."""
         if self._size == 1:
             self._message = message
@@ -89,7 +89,7 @@ class Mailbox:
                 self._store.set(f"rank{self.rank}.{number}", text[start : start + _PART_BYTES])
             self._store.set(f"rank{self.rank}", str(len(starts)))
 
-    def take_all(self) -> list[Any]:
+    def receive_all(self) -> list[Any]:
         """Return, on rank 0, the message of each rank; waits for all."""
         if self.rank != 0:
             return []
@@ -98,8 +98,8 @@ class Mailbox:
         return [json.loads(self._joined(f"rank{rank}")) for rank in range(self._size)]
 
     def _joined(self, key: str) -> bytes:
-        parts = int(self._take(key))
-        return b"".join([self._take(f"{key}.{number}") for number in range(parts)])
+        parts = int(self._receive(key))
+        return b"".join([self._receive(f"{key}.{number}") for number in range(parts)])
 
     def answer(self, problem: str) -> None:
         """Send the other ranks the error, or "". Waits until they have read it: this process may
@@ -108,16 +108,16 @@ class Mailbox:
         if self._size > 1:
             self._store.set("outcome", problem)
             for rank in range(1, self._size):
-                self._take(f"read{rank}")
+                self._receive(f"read{rank}")
             self._store.delete_key("outcome")
 
     def outcome(self) -> str:
         """Wait for what rank 0 answers."""
-        outcome = self._take("outcome").decode()
+        outcome = self._receive("outcome").decode()
         self._store.set(f"read{self.rank}", "")
         return outcome
 
-    def _take(self, key: str) -> bytes:
+    def _receive(self, key: str) -> bytes:
         until = time.monotonic() + _PATIENCE_S
         while not self._store.check([key]):
             # the process is to end: a rank may have died, and ended it
@@ -169,7 +169,7 @@ class Saving:
                 message = {"written": self._job.write()}
             except Exception as error:
                 message, self._problem = {"problem": in_words(error)}, error
-            mailbox.put(message)
+            mailbox.send(message)
             outcome = self._commit(mailbox) if mailbox.rank == 0 else mailbox.outcome()
             if outcome and self._problem is None:
                 self._problem = RuntimeError(f"{outcome}; {AS_BEFORE}")
@@ -183,7 +183,7 @@ class Saving:
 
     def _commit(self, mailbox: Mailbox) -> str:
         """Commit on rank 0, if all is well; returns what is not."""
-        messages = mailbox.take_all()
+        messages = mailbox.receive_all()
         failures = (
             f"rank {rank} failed: {message['problem']}"
             for rank, message in enumerate(messages)

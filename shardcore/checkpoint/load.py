@@ -168,7 +168,7 @@ def open_checkpoint(op: str, folder: Path, tag: str | None, names: Collection[st
     return open_path(op, find(op, folder, tag), names)
 
 
-def is_there(folder: Path) -> bool:
+def has_checkpoint(folder: Path) -> bool:
     """Return whether `load` finds a checkpoint in a folder, whole or not; False if there is
     none, or none without its tag.
     """
@@ -187,7 +187,7 @@ def open_path(op: str, path: Path, names: Collection[str] = ()) -> Source:
     """Open the checkpoint that `find` found. See open_checkpoint."""
     try:
         if (path / layout.MANIFEST).exists():
-            return _of_planner(layout.Checkpoint(path), names)
+            return _in_planners_tree(layout.Checkpoint(path), names)
         if (path / layout.data_file(0)).exists():
             raise ValueError(
                 f"load: {path} has {layout.data_file(0)} without {layout.MANIFEST}; expected both "
@@ -207,7 +207,7 @@ def open_path(op: str, path: Path, names: Collection[str] = ()) -> Source:
     return source
 
 
-def _of_planner(checkpoint: layout.Checkpoint, names: Collection[str]) -> Source:
+def _in_planners_tree(checkpoint: layout.Checkpoint, names: Collection[str]) -> Source:
     """Return a checkpoint of ours; what shardcore.dcp wrote has the names of the state dict,
     which its planner had joined.
     """

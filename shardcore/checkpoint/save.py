@@ -242,9 +242,9 @@ def write_checkpoint(
         with together(comm, "save", AS_BEFORE):
             written = job.write()
         with together(comm, "save", AS_BEFORE):
-            mailbox.put(written)
+            mailbox.send(written)
         with together(comm, "save", AS_BEFORE):
-            job.commit(mailbox.take_all())
+            job.commit(mailbox.receive_all())
         return saving
     finally:
         if saving.thread is None:

@@ -236,9 +236,9 @@ class Slots:
         striped = [self._folders[slot // 2] / names_of_run[slot] for slot in range(2, len(names))]
         self.paths = [*names[:2], *striped]
         if self.record is None:
-            stripes = self._deal(engine, chunks)
+            stripes = self._deal_new(engine, chunks)
         else:
-            stripes = self._dealt(self.record, chunks)
+            stripes = self._deal_recorded(self.record, chunks)
         alignment = max(alignment_of(engine, folder) for folder in self._folders)
         for number, stripe in enumerate(stripes):
             self._lay_out(stripe, alignment)
@@ -287,7 +287,9 @@ class Slots:
                 f"another offload path)"
             )
 
-    def _deal(self, engine: _C.FileEngine, chunks: Sequence[Chunk]) -> Sequence[Sequence[Chunk]]:
+    def _deal_new(
+        self, engine: _C.FileEngine, chunks: Sequence[Chunk]
+    ) -> Sequence[Sequence[Chunk]]:
         """Return the chunks of each directory in a new run, and remove what an earlier one has
         in other directories.
         """
@@ -298,7 +300,7 @@ class Slots:
         self.rates, stripes = deal(engine, self._folders, chunks)
         return stripes
 
-    def _dealt(
+    def _deal_recorded(
         self, record: Mapping[str, Any], chunks: Sequence[Chunk]
     ) -> Sequence[Sequence[Chunk]]:
         """Return the chunks of each directory in a run that goes on. Raises ValueError if these

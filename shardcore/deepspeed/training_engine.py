@@ -24,7 +24,7 @@ from shardcore.checkpoint.consolidate import (
 )
 from shardcore.checkpoint.directory import LATEST, replacing
 from shardcore.checkpoint.format import named_parameters
-from shardcore.checkpoint.load import LoadOptions, is_there, load_from, open_together
+from shardcore.checkpoint.load import LoadOptions, has_checkpoint, load_from, open_together
 from shardcore.checkpoint.save import Content, finish_saving, write_checkpoint
 from shardcore.checkpoint.source import Source
 from shardcore.deepspeed.config import ZERO, BatchSizes, Config
@@ -427,7 +427,7 @@ class ForwardEngine(metaclass=_Kind):
         """
         finish_saving(self._core)
         folder, tag = Path(load_dir), self._agree_on_tag("load_checkpoint", tag)
-        exists = tag is not None or self._core.comm.rank > 0 or is_there(folder)
+        exists = tag is not None or self._core.comm.rank > 0 or has_checkpoint(folder)
         if not all(self._core.comm.gather_json(exists)):
             logger.warning(
                 "load_checkpoint: there is no %s, and no tag was given: nothing was loaded",

@@ -190,8 +190,8 @@ def test_a_wait_may_be_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def _long_messages(rank: int, world_size: int) -> list[int]:
     """TCPStore takes 8 MiB at once."""
     mailbox = background.Mailbox(SimpleNamespace(rank=rank, world_size=world_size), "long")  # type: ignore[arg-type]
-    mailbox.put([rank] * (3 << 20))
-    found = [sum(one) for one in mailbox.take_all()]
+    mailbox.send([rank] * (3 << 20))
+    found = [sum(one) for one in mailbox.receive_all()]
     mailbox.answer("") if rank == 0 else mailbox.outcome()
     return found
 
@@ -201,13 +201,13 @@ def test_a_rank_may_have_written_a_million_ranges() -> None:
 
 
 def _unsent(rank: int, world_size: int, folder: str) -> str:
-    def put(self: Any, said: Any) -> None:
+    def send(self: Any, message: Any) -> None:
         raise OSError("the connection is lost")
 
     model, optimizer, _ = train(rank, Run(stage=2, steps=1))
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(background.Mailbox, "put", put)
+            patch.setattr(background.Mailbox, "send", send)
         return error_of(lambda: shardcore.save(folder, model, optimizer))
 
 

@@ -534,13 +534,13 @@ def tree_of(items: Iterable[tuple[Sequence[Any], Any]]) -> dict[str, Any]:
     """Return the tree that a planner has cut into items, each with the keys that led to it.
     ValueError if it is no tree.
     """
-    tree = _grown(items)
+    tree = _nested(items)
     if not isinstance(tree, dict):
         raise ValueError("its names are numbers")
     return tree
 
 
-def _grown(items: Iterable[tuple[Sequence[Any], Any]]) -> Any:
+def _nested(items: Iterable[tuple[Sequence[Any], Any]]) -> Any:
     below: dict[Any, list[tuple[Sequence[Any], Any]]] = {}
     for (key, *keys), value in items:
         below.setdefault(key, []).append((keys, value))
@@ -549,7 +549,7 @@ def _grown(items: Iterable[tuple[Sequence[Any], Any]]) -> Any:
         ends = [value for keys, value in parts if not keys]
         if ends and len(parts) > 1:
             raise ValueError(f"an item is below another one, {short(key)}")
-        tree[key] = ends[0] if ends else _grown(parts)
+        tree[key] = ends[0] if ends else _nested(parts)
     if tree and tree.keys() == set(range(len(tree))):  # a list was saved as
         return [tree[index] for index in range(len(tree))]
     return tree
