@@ -125,7 +125,7 @@ def _killed_job(
             time.sleep(chance.random() * 0.02)
         for rank in ranks:
             rank.join()
-    step, hash_ = begun.read_text().split()
+    step, hash_ = begun.read_text().split(maxsplit=1)
     return int(step), hash_, int(made.read_text())
 
 
