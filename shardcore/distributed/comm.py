@@ -8,7 +8,10 @@ asks for the backend's (`reduce_scatter`). A world of one needs no process group
 
 import json
 import random
+import threading
+import time
 import weakref
+import zlib
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -111,6 +114,37 @@ class Traffic(IntEnum):
     WEIGHTS = 4  # unsharding
 
 
+def _count(log: watchdog.Log, name: str, ranks: Sequence[int] | None = None) -> watchdog.Operation:
+    """Count a collective, in which `ranks` of the group (None: all) take part, before it starts.
+
+    The watchdog's thread reads the counts; its own code does not run in a step.
+    """
+    log.counts[name] += 1
+    log.threads.add(threading.get_ident())
+    if log.in_order:
+        log.started += 1
+        log.order.append(name)
+        log.digest = zlib.crc32(name.encode(), log.digest)
+    return watchdog.Operation(log, name, log.counts[name], ranks)
+
+
+class _waiting:  # noqa: N801
+    """Let the watchdog see that this thread waits for an operation inside the context. (A class
+    is entered faster than a generator.)
+    """
+
+    __slots__ = ("_operation",)
+
+    def __init__(self, operation: watchdog.Operation) -> None:
+        self._operation = operation
+
+    def __enter__(self) -> None:
+        watchdog.waits[threading.get_ident()] = self._operation, time.monotonic()
+
+    def __exit__(self, *_: object) -> None:
+        watchdog.waits.pop(threading.get_ident(), None)
+
+
 class Started:
     """A collective that was started: the messages of one operation."""
 
@@ -124,7 +158,7 @@ class Started:
         """Wait: until done on the CPU, in stream order on CUDA. May be called again after an
         interrupt.
         """
-        with watchdog.waiting(self._operation), _explain_errors(self._operation):
+        with _waiting(self._operation), _explain_errors(self._operation):
             # no Python between two works, where an interrupt loses one
             deque(map(methodcaller("wait"), self._works), maxlen=0)
 
@@ -295,7 +329,7 @@ class Comm:
         if self._log is None:
             assert self.group is not None
             self._log = watchdog.log_of(self.group)
-        return self._log.start(name, ranks)
+        return _count(self._log, name, ranks)
 
     def _started(
         self, operation: watchdog.Operation, works: Sequence[dist.Work | None]
@@ -595,10 +629,10 @@ class Comm:
         host: a gloo group to send over instead.
         """
         size, tag = self.world_size, self.tags.next(kind, None)
-        operation = self._start(name) if host is None else watchdog.log_of(host).start(name)
+        operation = self._start(name) if host is None else _count(watchdog.log_of(host), name)
         rows = row.new_empty(size, *row.shape)
         rows[0] = row
-        with watchdog.waiting(operation), _explain_errors(operation):
+        with _waiting(operation), _explain_errors(operation):
             group = host or self.group
             have = 1
             while have < size:

@@ -22,7 +22,6 @@ import sys
 import threading
 import time
 import weakref
-import zlib
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -73,7 +72,7 @@ _Store: TypeAlias = Any  # a dist.Store, which is no type in torch's stubs
 
 
 class Log:
-    """The collectives that this rank has started on one process group."""
+    """The collectives that this rank has started on one process group: comm.py counts them here."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         """Start with empty counts."""
@@ -84,7 +83,7 @@ class Log:
         self.ranks: list[int] = dist.get_process_group_ranks(group)
         self.counts: Counter[str] = Counter()
         self.order: deque[str] = deque(maxlen=_REMEMBERED)
-        self.started, self._digest = 0, 0
+        self.started, self.digest = 0, 0
         self.in_order = False  # collectives run in the order in which they were started (NCCL)
         self.engine_gone = False  # its engine is gone
         # how many have reduced gradients or failed; one on this rank alone (autograd.grad) does not
@@ -107,16 +106,6 @@ class Log:
         # last: the thread writes what it finds under the name that it read before
         self.name = f"{group.group_name}/{nonce}"
 
-    def start(self, name: str, ranks: Sequence[int] | None = None) -> "Operation":
-        """Count a collective, in which `ranks` of the group (None: all) take part."""
-        self.counts[name] += 1
-        self.threads.add(threading.get_ident())
-        if self.in_order:
-            self.started += 1
-            self.order.append(name)
-            self._digest = zlib.crc32(name.encode(), self._digest)
-        return Operation(self, name, self.counts[name], ranks)
-
     def take_order(self) -> list[Entry]:
         """Return what was started since the last call, for ranks to compare: the last names, and
         a digest of all.
@@ -124,9 +113,9 @@ class Log:
         since: list[Entry] = [
             ("collective", str(number), name) for number, name in enumerate(self.order)
         ]
-        since += [("digest of all collectives", "", f"{self._digest:x}")] * bool(since)
+        since += [("digest of all collectives", "", f"{self.digest:x}")] * bool(since)
         self.order.clear()
-        self._digest = 0
+        self.digest = 0
         return since
 
 
@@ -171,28 +160,8 @@ class Wait:
         return f"{self.shown} (call {self.number})" if self.number else self.shown
 
 
-class waiting:  # noqa: N801
-    """Note that this thread waits for an operation inside the context. (A class is entered
-    faster than a generator.)
-    """
-
-    __slots__ = ("_operation",)
-
-    def __init__(self, operation: Operation | None) -> None:
-        """Wait for `operation`; None in a world of one."""
-        self._operation = operation
-
-    def __enter__(self) -> None:
-        """Begin."""
-        if self._operation is not None:
-            _waits[threading.get_ident()] = self._operation, time.monotonic()
-
-    def __exit__(self, *_: object) -> None:
-        """End, also in an error."""
-        _waits.pop(threading.get_ident(), None)
-
-
-_waits: dict[int, tuple[Operation, float]] = {}  # by thread
+# What each thread waits for, and since when: comm.py writes it.
+waits: dict[int, tuple[Operation, float]] = {}
 _logs: "weakref.WeakKeyDictionary[dist.ProcessGroup, Log]" = weakref.WeakKeyDictionary()
 
 
@@ -333,14 +302,14 @@ class _Watch:
                     # collectives before it have ended: the device makes progress
                     operation, work, _ = unfinished[0]
                     self._devices[key] = [(operation, work, now)]
-            waits = [
+            running = [
                 (operation, since)
                 for entries in self._devices.values()
                 for operation, _, since in entries[:1]
             ]
-        waits += list(_waits.values())
-        if waits:
-            operation, since = min(waits, key=lambda wait: wait[1])
+        running += list(waits.values())
+        if running:
+            operation, since = min(running, key=lambda wait: wait[1])
             return operation.as_wait(), now - since
         return self._users_wait(now)
 

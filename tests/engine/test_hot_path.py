@@ -33,10 +33,7 @@ BY_OFFLOAD: dict[str | None, set[str]] = {
     None: {"engine/states.py"},
     "cpu": {"offload/cpu_store.py"},
 }
-BY_RANKS: dict[int, set[str]] = {
-    1: set(),
-    2: {"engine/reduce_scatter.py", "distributed/watchdog.py"},
-}
+BY_RANKS: dict[int, set[str]] = {1: set(), 2: {"engine/reduce_scatter.py"}}
 
 
 def _entered(rank: int, world_size: int, stage: int, offload: str | None) -> set[str]:
