@@ -6,8 +6,6 @@ is the lifetimes table (`Lifetimes`), the only place where ZeRO stages differ.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
-from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -191,14 +189,6 @@ class ReducePolicy:
         return self.reduce_dtype or dtype
 
 
-class GradState(Enum):
-    """Where a bucket's local gradient is on its way from autograd to the reduced shard."""
-
-    COLLECTING = "collecting"  # parameters add to it, in one backward or, unreduced, in several
-    REDUCING = "reducing"  # it was sent
-    REDUCED = "reduced"  # the sum over ranks is in the reduced gradient
-
-
 _NOWHERE = torch.empty(0, device="cpu")
 
 
@@ -361,7 +351,6 @@ class Bucket:
         unsharded weights are the shard.
     counted: whether this rank's norm has it: of what all tensor-parallel ranks have (`repeated`),
     the first of them has it.
-    grad_state: of the local gradient of the last backward; the Reducer changes it, nothing else.
     grad: (owned_numel,), the reduced gradient of the owned range, averaged over ranks; meaningful
     while `reduced`.
     host_grad: (host_numel,), where gradients are offloaded (offload/host_gradients.py); then `grad`
@@ -369,12 +358,6 @@ class Bucket:
     arrival: the copy that brings `host_grad`; None once it is known to be there.
     sq_norm: its squared norm (high, low) over this rank's shard; None: that of `grad` as it is, not
     taken yet.
-    wire: (layout.numel,), the local gradient while it is collected: in `dtype`, or float32 sums
-    over micro-steps. waiting: small gradients that are not copied to their slots of it yet, each
-    behind its slot.
-    resident: the wire buffers that stay allocated (Lifetimes.full_grad_resident), by dtype.
-    shown: the buffer that stage 0's `param.grad` are views of, if they are set: `grad`, or one of
-    `resident` in `dtype`.
     """
 
     def __init__(
@@ -405,12 +388,6 @@ class Bucket:
         self._pieces_of: dict[Managed, list[Piece]] = {managed: [] for managed in params}
         for piece in self.pieces:
             self._pieces_of[params[piece.slot]].append(piece)
-        self._closed = [closed_message(managed.name, unit) for managed in params]
-        self._gaps = tuple(layout.gaps())
-        self._views: dict[
-            tuple[int, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]
-        ] = {}
-        self.waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.trainable, self.state_format = trainable, state_format
         self.repeated, self.counted = False, True
         self.changed = False
@@ -423,18 +400,8 @@ class Bucket:
         self.grad: torch.Tensor | None = None
         self.host_grad: torch.Tensor | None = None
         self.arrival: _C.CopyEvent | None = None
-        self.wire: torch.Tensor | None = None
-        self.resident: dict[torch.dtype, torch.Tensor] = {}
-        self.shown: torch.Tensor | None = None
         self.reduced = False
-        self.grad_state = GradState.COLLECTING
         self.sq_norm: torch.Tensor | None = None
-
-    @cached_property
-    def _lent(self) -> tuple[list[torch.Tensor], list[int]]:
-        return [managed.local for managed in self.params], [
-            managed.offset for managed in self.params
-        ]
 
     @property
     def owned_numel(self) -> int:
@@ -477,14 +444,6 @@ class Bucket:
         """Return the memory of the unsharded weights, of which the bucket keeps only the shard."""
         weight, self.weight = self.weight, _NOWHERE
         return weight
-
-    def to_unsharded(self) -> None:
-        """Make the parameters views of their slots of `weight`."""
-        _C.lend(self._lent[0], self.weight, self._lent[1])
-
-    def to_sharded(self) -> None:
-        """Make the parameters raise an error when they are read."""
-        _C.withdraw(self._lent[0], self._closed)
 
     def take_edits(self) -> None:
         """Bring the owned weights in line with full ones that were perhaps edited, and note
@@ -593,28 +552,6 @@ class Bucket:
         """Return the owned pieces of one parameter, in order."""
         return self._pieces_of[managed]
 
-    def views_of(self, full: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """View each parameter's slot, and each gap between them, of a long-lived full buffer of the
-        bucket.
-
-        Kept: they cost more to make than to fill.
-        """
-        key = (full.data_ptr(), full.dtype)
-        views = self._views.get(key)
-        if views is None:
-            slots = [managed.slice_of(full) for managed in self.params]
-            views = self._views[key] = slots, [full[start:end] for start, end in self._gaps]
-        return views
-
-    def forget_all_views(self) -> None:
-        """Forget the views of all buffers."""
-        self._views.clear()
-
-    def forget_views(self, memory: torch.Tensor) -> None:
-        """Forget the views of a buffer that is given up."""
-        for key in [key for key in self._views if key[0] == memory.data_ptr()]:
-            del self._views[key]
-
 
 def sq_norm_of(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
     """Return the squared norm (high, low) on `device` of tensors that may be on several devices."""
@@ -637,33 +574,3 @@ def assign(weight: torch.Tensor, values: torch.Tensor) -> None:
         _C.cast([weight], [values.to(weight.device, torch.float32)])
     else:
         weight.copy_(values)
-
-
-def take_full(bucket: Bucket, dtype: torch.dtype, pool: BufferPool, passing: bool) -> torch.Tensor:
-    """Take a full buffer of the bucket: the resident one, its idle gradient's memory, or one of the
-    pool.
-
-    passing: it goes back to the pool soon; else it stays with the bucket, or becomes its gradient.
-    """
-    if dtype in bucket.resident:
-        return bucket.resident.pop(dtype)
-    grad = bucket.grad
-    if (
-        grad is not None
-        and not bucket.reduced
-        and grad.numel() == bucket.layout.numel
-        and grad.dtype == dtype
-    ):
-        bucket.grad = None
-        return grad
-    return (pool.take if passing else pool.keep)(bucket.layout.numel, dtype)
-
-
-def give_full(bucket: Bucket, buffer: torch.Tensor, pool: BufferPool, lifetimes: Lifetimes) -> None:
-    """Give back what `take_full` took: one of each dtype stays with the bucket where these are
-    resident, the rest is pooled.
-    """
-    if lifetimes.full_grad_resident and buffer.dtype not in bucket.resident:
-        bucket.resident[buffer.dtype] = buffer
-    else:
-        pool.give(buffer)

@@ -1,6 +1,6 @@
 """What a sharded model keeps in memory on this rank, by kind, tier and unit."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -111,6 +111,7 @@ def report_now(engine: Engine) -> MemoryReport:
                 engine.reducer.pool,
                 engine.unsharder.pool if engine.unsharder is not None else None,
                 0 if host_grads is None else host_grads.scratch_bytes,
+                engine.reducer.buffers_of,
                 frozen=[param for _, param in engine.unmanaged if param not in engine.managed],
             )
         )
@@ -124,19 +125,21 @@ def memory_lines(
     pool: BufferPool,
     gathered: BufferPool | None,
     grad_staging_bytes: int,
+    local_grads: Callable[[Bucket], Sequence[torch.Tensor]],
     frozen: Sequence[torch.Tensor],
 ) -> Iterator[MemoryLine]:
     """Yield what an engine of these parts keeps, on any device (shardcore.estimate asks on meta).
 
     pool: the reducer's; gathered: of unsharded weights, None where they are resident;
-    grad_staging_bytes: of gradients that are added in host memory; frozen: weights in no bucket.
+    grad_staging_bytes: of gradients that are added in host memory; local_grads: the buffers of a
+    bucket's; frozen: weights in no bucket.
     """
     pooled = pool.allocated_bytes
     for bucket in buckets:
         unit = bucket.unit or "root"
         numel = bucket.layout.numel if lifetimes.full_weight_resident else bucket.owned_numel
         yield MemoryLine(unit, "weights", bucket.weight_tier, numel * bucket.dtype.itemsize)
-        in_grads = gradient_bytes(bucket)
+        in_grads = gradient_bytes(bucket, local_grads(bucket))
         pooled -= in_grads
         yield MemoryLine(unit, "gradients", "device", in_grads)
         if bucket.host_grad is not None:
@@ -161,13 +164,9 @@ def memory_lines(
         )
 
 
-def gradient_bytes(bucket: Bucket) -> int:
+def gradient_bytes(bucket: Bucket, local_grads: Sequence[torch.Tensor]) -> int:
     """Return what a bucket's gradients take now, local and reduced; the same memory counts once."""
-    buffers = {
-        id(t): t
-        for t in (bucket.grad, bucket.wire, bucket.shown, *bucket.resident.values())
-        if t is not None
-    }
+    buffers = {id(t): t for t in (bucket.grad, *local_grads) if t is not None}
     return sum(t.nbytes for t in buffers.values())
 
 

@@ -8,8 +8,9 @@ over all ranks at once, in the dtype that travels, in its own order.
 """
 
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
@@ -50,21 +51,26 @@ class Parts:
 
 @dataclass
 class _Flight:
-    """A bucket at one level: `sent` is being cut and sent. full: the local gradients, which the
-    first level sent.
+    """A bucket at one level: `sent` is being cut and sent. reduce_scatter_input: the local
+    gradients, which the first level sent.
     """
 
     bucket: Bucket
-    full: torch.Tensor
+    reduce_scatter_input: torch.Tensor
     level: int
     sent: torch.Tensor
     received: torch.Tensor
-    works: list[Started]
+    collectives: list[Started]
+
+
+# Takes a bucket, its reduce_scatter_input and the parts of the last level; the parts are valid
+# until it returns.
+Finish: TypeAlias = Callable[[Bucket, torch.Tensor, Parts], None]
 
 
 class ReduceScatter:
-    """Sends local gradients; yields (bucket, the local gradients, the parts of the last level),
-    in the order of sending.
+    """Sends local gradients, and hands what arrived to the caller's `finish`, in the order of
+    sending.
     """
 
     def __init__(
@@ -89,9 +95,8 @@ class ReduceScatter:
         for bucket in buckets:
             self._numel[bucket.unit] += sum(managed.local.numel() for managed in bucket.params)
 
-    def arrive(self, bucket: Bucket, numel: int) -> Iterator[tuple[Bucket, torch.Tensor, Parts]]:
-        """Note that so many elements of a bucket's local gradient are there; yields earlier
-        buckets, as `send` does.
+    def arrive(self, bucket: Bucket, numel: int, finish: Finish) -> None:
+        """Note that so many elements of a bucket's local gradient are there.
 
         With more than half of a unit, what was sent before goes on to its next level, and not only
         when the unit is complete: so that is done sooner. Backward has computed for long enough
@@ -100,64 +105,58 @@ class ReduceScatter:
         self._arrived[bucket.unit] += numel
         if self.has_levels and 2 * self._arrived[bucket.unit] > self._numel[bucket.unit]:
             while self._flights[0] and self._flights[0][0].bucket.unit != bucket.unit:
-                yield from self._go_on(0)
+                self._go_on(0, finish)
 
-    def send(
-        self, bucket: Bucket, full: torch.Tensor
-    ) -> Iterator[tuple[Bucket, torch.Tensor, Parts]]:
-        """Start with one bucket; yields the earlier ones, where too many are in flight, before
-        this one takes memory. Of one rank nothing is to be sent.
+    def send(self, bucket: Bucket, reduce_scatter_input: torch.Tensor, finish: Finish) -> None:
+        """Start with one bucket. Where too many are in flight, earlier ones go on before this one
+        takes memory. Of one rank nothing is to be sent.
         """
-        yield from self._make_room(0, bucket)
-        self._start(bucket, full, 0, full)
+        self._make_room(0, bucket, finish)
+        self._start(bucket, reduce_scatter_input, 0, reduce_scatter_input)
 
-    def drain(self) -> Iterator[tuple[Bucket, torch.Tensor, Parts]]:
-        """Wait and go on until nothing is in flight. What is yielded may be used until the next
-        one.
-        """
+    def drain(self, finish: Finish) -> None:
+        """Wait and go on until nothing is in flight."""
         for level, flights in enumerate(self._flights):
             while flights:
-                yield from self._go_on(level)
+                self._go_on(level, finish)
         self._arrived.clear()
 
-    def _make_room(
-        self, level: int, bucket: Bucket
-    ) -> Iterator[tuple[Bucket, torch.Tensor, Parts]]:
+    def _make_room(self, level: int, bucket: Bucket, finish: Finish) -> None:
         """Let the oldest flights of a level go on where `bucket` would be one unit too many there.
 
         A unit has a bucket for each group of the optimizer (with and without weight decay) and
         dtype.
         """
-        most = 1 if len(self._levels) > 1 else MAX_IN_FLIGHT
+        most = 1 if self.has_levels else MAX_IN_FLIGHT
         while len({flight.bucket.unit for flight in self._flights[level]} - {bucket.unit}) >= most:
-            yield from self._go_on(level)
+            self._go_on(level, finish)
 
-    def _go_on(self, level: int) -> Iterator[tuple[Bucket, torch.Tensor, Parts]]:
-        """Wait for the oldest flight of a level, and send its sum on, or yield it after the last
+    def _go_on(self, level: int, finish: Finish) -> None:
+        """Wait for the oldest flight of a level, and send its sum on, or finish it after the last
         level.
         """
-        last = level + 1 == len(self._levels)
-        if not last:
-            yield from self._make_room(level + 1, self._flights[level][0].bucket)
+        is_last = level + 1 == len(self._levels)
+        if not is_last:
+            self._make_room(level + 1, self._flights[level][0].bucket, finish)
         with self.comm.clock.part("exposed_reduce"):
-            wait_all(self._flights[level][0].works)
+            wait_all(self._flights[level][0].collectives)
         flight = self._flights[level].popleft()
         parts = self._parts(flight)
-        if last:
-            yield flight.bucket, flight.full, parts
+        if is_last:
+            finish(flight.bucket, flight.reduce_scatter_input, parts)
         else:
             partial = self.pool.take(parts.own.numel(), torch.float32)
             parts.add_up(1.0, partial)
-            self._start(flight.bucket, flight.full, level + 1, partial)
+            self._start(flight.bucket, flight.reduce_scatter_input, level + 1, partial)
         self._give_back(flight)
 
     def abandon(self) -> None:
         """Wait for what is in flight and drop it; after a wait has failed, only drop it."""
         for flights in self._flights:
             for flight in flights if not self.comm.broken else ():
-                wait_all(flight.works)
+                wait_all(flight.collectives)
                 self._give_back(flight)
-                self.pool.give(flight.full)
+                self.pool.give(flight.reduce_scatter_input)
             flights.clear()
         self._arrived.clear()
 
@@ -175,21 +174,27 @@ class ReduceScatter:
         own = flight.sent.chunk(len(ranks))[number] if flight.sent.numel() else flight.sent
         return Parts(flight.received, len(ranks), own, number)
 
-    def _start(self, bucket: Bucket, full: torch.Tensor, level: int, sent: torch.Tensor) -> None:
+    def _start(
+        self, bucket: Bucket, reduce_scatter_input: torch.Tensor, level: int, sent: torch.Tensor
+    ) -> None:
         ranks, name = self._levels[level], f"the reduction of {bucket.unit or 'the root'}"
         if self._sums(bucket, level, sent.dtype):
             name += ", added locally"
         if self._backend_sums:
             received = self.pool.take(sent.numel() // len(ranks), sent.dtype)
-            works = self.comm.reduce_scatter(
+            collectives = self.comm.reduce_scatter(
                 received, sent.div_(len(ranks)) if _overflows(sent) else sent, name
             )
         else:
             received = self.pool.take(sent.numel(), sent.dtype)
             several = ranks if len(self._levels) > 1 else None
             number = self._tag_number(bucket, level, sent.dtype)
-            works = self.comm.all_to_all(received, sent, Traffic.BACKWARD, name, several, of=number)
-        self._flights[level].append(_Flight(bucket, full, level, sent, received, works))
+            collectives = self.comm.all_to_all(
+                received, sent, Traffic.BACKWARD, name, several, of=number
+            )
+        self._flights[level].append(
+            _Flight(bucket, reduce_scatter_input, level, sent, received, collectives)
+        )
 
     def _tag_number(self, bucket: Bucket, level: int, dtype: torch.dtype | None = None) -> int:
         """Number what travels. Local sums have numbers of their own: gloo ends the process where
@@ -215,7 +220,7 @@ class ReduceScatter:
 
     def _give_back(self, flight: _Flight) -> None:
         self.pool.give(flight.received)
-        if flight.sent is not flight.full:
+        if flight.sent is not flight.reduce_scatter_input:
             self.pool.give(flight.sent)
 
 

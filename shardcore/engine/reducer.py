@@ -11,21 +11,14 @@ parameter's gradient if the loss does not come through the root's output) and en
 final callback. Reentrant checkpointing runs nested backwards; beginning at the root output places
 the callback in the outermost one. Only autograd holds the callback object, so when it is gone
 without having been called, the backward failed.
-Note [Gradients in p.grad]: stage 0 gives every parameter its averaged gradient as `param.grad`, and
-accepts what the user does to it before the step. These tensors are views of the bucket's reduced
-gradient or, where that has another dtype than the parameter, of the resident local-gradient buffer,
-which is free between backwards. In-place edits show in the buffer's version counter (views share
-it), replaced or removed gradients in the identity of `param.grad`.
 Note [Failed backwards]: what a backward left that ended in an error is dropped, with a warning.
 Where it failed on this rank alone, the others wait for what it was to send: distributed/watchdog.py
 finds that, and names the error. torch has no hook for it, so `watch_for_errors` puts itself around
 torch.autograd.backward, which Tensor.backward calls.
-Note [Unused here only]: a parameter without a gradient on this rank lets its bucket, and those
-after it, wait for the end of backward.
 Note [Late gradients]: a parameter's hook can fire several times in one backward (a shared weight
 under reentrant checkpointing), even after its bucket was sent. All but the first part wait in
-`_late` and go in a second round at the end, on every rank; also where the bucket is still here, or
-the order of sums would depend on units.
+`LocalGrad.late` and go in a second round at the end, on every rank; also where the bucket was not
+sent yet, or the order of sums would depend on units.
 Note [Home stream]: autograd runs a parameter's hook on the stream that its forward used. On CUDA
 all work of a backward on gradients runs on one stream, its home: the one on which it begins. Home
 waits for a hook's stream, and the caller of backward for home. Otherwise a bucket's copies would
@@ -34,31 +27,29 @@ run on other streams than its collective.
 
 import logging
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from enum import Enum
 from functools import cache, partial, wraps
 from typing import Any, Protocol
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from shardcore._native import _C
 from shardcore.distributed.comm import Comm, Started, Traffic, wait_all
 from shardcore.distributed.compare import in_words, uneven_backwards
 from shardcore.engine.agreement import HEADER_BYTES, agree
 from shardcore.engine.bucket import (
     Bucket,
     BufferPool,
-    GradState,
     Lifetimes,
     Managed,
     ReducePolicy,
     follow,
-    give_full,
     stream_now,
-    take_full,
 )
 from shardcore.engine.loss_scale import LossScaler
+from shardcore.engine.param_grads import ParamGrads
 from shardcore.engine.reduce_scatter import Parts, ReduceScatter
 from shardcore.engine.states import OverlappedStep
 from shardcore.engine.unshard import Unsharder
@@ -171,95 +162,190 @@ def agree_on_use(
     }
 
 
-class ParamGrads:
-    """The gradients that stage 0 shows as `param.grad`."""
+class GradState(Enum):
+    """Where a bucket's local gradient is on its way from autograd to the reduced shard."""
 
-    def __init__(self, buckets: Sequence[Bucket], pool: BufferPool) -> None:
-        """Serve `buckets`, whose reduced gradients every rank has in full; `pool`: of their
-        buffers.
+    COLLECTING = "collecting"  # parameters add to it, in one backward or, unreduced, in several
+    REDUCING = "reducing"  # it was sent
+    REDUCED = "reduced"  # the sum over ranks is in the reduced gradient
+
+
+class LocalGrad:
+    """The gradient of one bucket on this rank alone, from autograd until it is sent.
+
+    Of its state this object is the only owner; what it becomes, the reduced gradient of the owned
+    range, is the bucket's.
+
+    missing: the slots of parameters that have not got a gradient in this backward.
+    buffer: (layout.numel,), while there are gradients in it: in the bucket's dtype, in the one that
+    travels, or float32 sums over micro-steps. late: such a buffer for parts that came after the
+    first (Note [Late gradients]).
+    resident: buffers that stay allocated (Lifetimes.full_grad_resident), by dtype.
+    """
+
+    def __init__(
+        self, bucket: Bucket, pool: BufferPool, lifetimes: Lifetimes, world_size: int
+    ) -> None:
+        """Collect gradients of `bucket` in buffers of `pool`."""
+        self.bucket = bucket
+        self.state = GradState.COLLECTING
+        self.missing: set[int] = set()
+        self.buffer: torch.Tensor | None = None
+        self.late: torch.Tensor | None = None
+        self.resident: dict[torch.dtype, torch.Tensor] = {}
+        self._pool, self._world_size = pool, world_size
+        self._stays = lifetimes.full_grad_resident
+        itemsize = bucket.dtype.itemsize
+        self._gaps = [*bucket.layout.gaps()]
+        self._small = [m.local.numel() * itemsize <= _SMALL_BYTES for m in bucket.params]
+        self._slots: list[torch.Tensor] = []  # of `buffer`, a view for each parameter
+        # small gradients that are not copied to their slots yet
+        self._waiting: list[torch.Tensor] = []
+        self._waiting_slots: list[torch.Tensor] = []
+        # slots, and the padding between them, of buffers: they cost more to make than to fill
+        self._views: dict[tuple[int, torch.dtype], tuple[list[torch.Tensor], ...]] = {}
+
+    def begin(self) -> None:
+        """Begin a backward."""
+        self.state = GradState.COLLECTING
+        self.missing = set(range(len(self.bucket.params)))
+
+    def open(self, dtype: torch.dtype) -> None:
+        """Take the buffer that gradients are copied to."""
+        self.buffer = self.take(dtype)
+        self._slots, _ = self._views_of(self.buffer)
+
+    def add(self, slot: int, grad: torch.Tensor) -> None:
+        """Copy a parameter's gradient to its slot of the buffer, or add it to what is there."""
+        managed = self.bucket.params[slot]
+        if managed.used:
+            self.copy_waiting()
+            self._slots[slot].add_(grad)
+        elif self._small[slot]:
+            # to start a copy takes longer than the copy: several are started together
+            self._waiting.append(grad)
+            self._waiting_slots.append(self._slots[slot])
+            # else a model of small weights would hold all gradients twice
+            if len(self._waiting) == _WAIT_AT_MOST:
+                self.copy_waiting()
+        else:
+            self._slots[slot].copy_(grad)
+        managed.used = True
+
+    def add_late(self, slot: int, grad: torch.Tensor, dtype: torch.dtype) -> None:
+        """Add a part of a gradient that is not the first to the late buffer, of this dtype."""
+        self.bucket.params[slot].slice_of(self.open_late(dtype)).add_(grad)
+
+    def open_late(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the late buffer; it begins with zeros."""
+        if self.late is None:
+            self.late = self._pool.take(self.bucket.layout.numel, dtype).zero_()
+        return self.late
+
+    def copy_waiting(self) -> None:
+        """Copy the small gradients to their slots."""
+        if self._waiting:
+            torch._foreach_copy_(self._waiting_slots, self._waiting)
+            self.discard_waiting()
+
+    def discard_waiting(self) -> None:
+        """Forget the small gradients that are not copied."""
+        self._waiting.clear()
+        self._waiting_slots.clear()
+
+    def close(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return what is sent: the buffer in `dtype`, with zeros where there is no gradient, as a
+        sum over ranks reads all of it.
         """
-        self.buckets, self._pool = buckets, pool
-        self._versions: dict[Bucket, int] = {}  # of `Bucket.shown`
+        assert self.buffer is not None
+        self.copy_waiting()
+        full, self.buffer = self.buffer, None
+        slots, gaps = self._views_of(full)
+        unused = [
+            slot
+            for slot, managed in zip(slots, self.bucket.params, strict=True)
+            if not managed.used
+        ]
+        if gaps or unused:
+            torch._foreach_zero_([*gaps, *unused])
+        if full.dtype != dtype:
+            sums, full = full, self.take(dtype).copy_(full)
+            self.give(sums)
+        return full
 
-    def give(self) -> None:
-        """Set `param.grad` of every parameter that has a gradient."""
-        for bucket in self.buckets:
-            if bucket.grad is None or not bucket.reduced:
-                continue
-            shown = bucket.grad
-            if shown.dtype != bucket.dtype:
-                shown = take_full(bucket, bucket.dtype, self._pool, passing=False)
-                _C.cast([shown], [bucket.grad])
-            for managed in bucket.params:
-                managed.grad_view = (
-                    managed.shown(managed.slice_of(shown)) if managed.has_grad else None
-                )
-                managed.param.grad = managed.grad_view
-            bucket.shown, self._versions[bucket] = shown, self._version(bucket, shown)
+    def discard(self) -> None:
+        """Drop what was not sent."""
+        self.state = GradState.COLLECTING
+        self.discard_waiting()
+        if self.buffer is not None:
+            self.give(self.buffer)
+        if self.late is not None:
+            self._pool.give(self.late)
+        self.buffer = self.late = None
 
-    def drop(self) -> None:
-        """Clear every `param.grad` and put the buffers back."""
-        for bucket in self.buckets:
-            if bucket.shown is not None and bucket.shown is not bucket.grad:
-                bucket.resident[bucket.shown.dtype] = bucket.shown
-            bucket.shown = None
-            for managed in bucket.params:
-                managed.param.grad = managed.grad_view = None
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """The buffers that it keeps now, but for the late one."""
+        return [*self.resident.values(), *([] if self.buffer is None else [self.buffer])]
 
-    @torch.no_grad()
-    def absorb(self) -> None:
-        """Bring the reduced gradients in line with what `param.grad` says now."""
-        for bucket in self.buckets:
-            shown = bucket.shown
-            edited = shown is not None and self._version(bucket, shown) != self._versions[bucket]
-            changed = edited
-            for managed in bucket.params:
-                grad = managed.param.grad
-                if grad is managed.grad_view:
-                    if edited and grad is not None and shown is not bucket.grad:
-                        self._take_edit(bucket, managed, managed.cut(grad))
-                    continue
-                changed = True
-                target = managed.slice_of(self._full_grad(bucket))
-                if grad is None:
-                    target.zero_()
-                else:
-                    target.copy_(managed.cut(grad))
-                managed.has_grad = grad is not None
-                managed.grad_view = grad
-            if shown is not None:
-                self._versions[bucket] = self._version(bucket, shown)
-            if changed and bucket.grad is not None:
-                bucket.sq_norm = _C.sq_norm([bucket.reduced_slice(bucket.grad)])
+    # --- full buffers -----------------------------------------------------------------------------
 
-    @staticmethod
-    def _version(bucket: Bucket, shown: torch.Tensor) -> int:
-        """The count of edits of a buffer that `param.grad` are views of. (DTensors, which hold
-        views of it, have their own.)
+    def take(self, dtype: torch.dtype) -> torch.Tensor:
+        """Take a buffer (layout.numel,): the resident one, the memory of the bucket's idle
+        gradient, or one of the pool.
         """
-        slices = (
-            m.grad_view for m in bucket.params if m.sliced is not None and m.grad_view is not None
-        )
-        return shown._version + sum(view._version for view in slices)
+        if dtype in self.resident:
+            return self.resident.pop(dtype)
+        bucket, numel = self.bucket, self.bucket.layout.numel
+        idle = None if bucket.reduced else bucket.grad
+        if idle is not None and idle.numel() == numel and idle.dtype == dtype:
+            bucket.grad = None
+            return idle
+        # it goes back to the pool soon, unless it stays or becomes the reduced gradient
+        passes = self._world_size > 1 or bucket.host_grad is not None
+        take = self._pool.take if passes and not self._stays else self._pool.keep
+        return take(numel, dtype)
 
-    def _take_edit(self, bucket: Bucket, managed: Managed, shown: torch.Tensor) -> None:
-        """Take the edited elements of a lower-precision view; the others keep their full
-        precision.
-        """
-        full = managed.slice_of(self._full_grad(bucket))
-        rounded = torch.empty_like(shown)
-        _C.cast([rounded], [full])
-        torch.where(rounded == shown, full, shown.to(full.dtype), out=full)
+    def give(self, buffer: torch.Tensor) -> None:
+        """Give back what `take` returned: one of each dtype stays where they are resident."""
+        if self._stays and buffer.dtype not in self.resident:
+            self.resident[buffer.dtype] = buffer
+        else:
+            self._pool.give(buffer)
 
-    def _full_grad(self, bucket: Bucket) -> torch.Tensor:
-        if bucket.grad is None:
-            bucket.grad = torch.zeros(
-                bucket.layout.numel, dtype=torch.float32, device=bucket.owned_weight.device
-            )
-        elif not bucket.reduced:
-            bucket.grad.zero_()
-        bucket.reduced = True
-        return bucket.grad
+    def keep_resident(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the resident buffer of a dtype, to be used between backwards."""
+        if dtype not in self.resident:
+            self.resident[dtype] = self._pool.keep(self.bucket.layout.numel, dtype)
+        return self.resident[dtype]
+
+    def free(self) -> None:
+        """Give all memory to the pool, that of the bucket's gradient, too."""
+        for buffer in self.resident.values():
+            self._pool.give(buffer)
+        self.resident.clear()
+        if self.bucket.grad is not None:
+            self._pool.give(self.bucket.grad)
+        self.bucket.grad = None
+
+    def _views_of(self, full: torch.Tensor) -> tuple[list[torch.Tensor], ...]:
+        key = full.data_ptr(), full.dtype
+        if key not in self._views:
+            slots = [managed.slice_of(full) for managed in self.bucket.params]
+            gaps = [full[start:end] for start, end in self._gaps]
+            self._views[key] = slots, gaps
+        return self._views[key]
+
+    def forget_views(self, memory: torch.Tensor) -> None:
+        """Forget the views of a buffer that the pool gives up."""
+        for key in [key for key in self._views if key[0] == memory.data_ptr()]:
+            del self._views[key]
+
+
+def _keep_resident(
+    local_grads: Mapping[Bucket, LocalGrad], bucket: Bucket, dtype: torch.dtype
+) -> torch.Tensor:
+    return local_grads[bucket].keep_resident(dtype)
 
 
 class HostGradients(Protocol):
@@ -319,36 +405,40 @@ class Reducer:
         """
         self.buckets = list(reversed(buckets))
         self.params = sorted((m for b in buckets for m in b.params), key=lambda m: m.index)
-        self.comm = comm
-        self.lifetimes = lifetimes
-        self.policy = policy
-        self.device = device
-        self.unsharder = unsharder
+        self.comm, self.policy, self.device = comm, policy, device
+        self.unsharder, self.overlap_step = unsharder, overlap_step
         self.scaler = scaler if scaler.active else None  # None: losses are not scaled
-        self.overlap_step = overlap_step
         self.divisor = comm.world_size  # of sums over ranks; 1 where these are not averaged
         self.pool = BufferPool(device, weakly(self._forget))
-        self._reduce_scatter = ReduceScatter(comm, self.pool, self.buckets, policy)
+        self._locals = {
+            bucket: LocalGrad(bucket, self.pool, lifetimes, comm.world_size)
+            for bucket in self.buckets
+        }
+        self._in_order = [*self._locals.values()]
+        self._exchange = ReduceScatter(comm, self.pool, self.buckets, policy)
         self.host_grads: HostGradients | None = None  # None: gradients stay on the device
         if make_host_grads is not None:
-            self.host_grads = make_host_grads(self._reduce_scatter, policy, scaler.active)
+            self.host_grads = make_host_grads(self._exchange, policy, scaler.active)
         topology, all_own = comm.topology, lifetimes.owns_everything
         self._replicas = topology.ranks_by_piece() if all_own else topology.replica_ranks(comm.rank)
-        self.param_grads = ParamGrads(self.buckets, self.pool) if all_own else None
+        self.param_grads = (
+            ParamGrads(self.buckets, partial(_keep_resident, self._locals)) if all_own else None
+        )
+        self._owns_everything = all_own
+        # nothing is summed over ranks, nor unscaled
+        self._alone = comm.world_size == 1 and not scaler.active
         self.sync = True  # False inside no_sync()
         self.muted = False  # this rank's gradients are left out (uneven.py)
         self.backwards = 0  # that gave gradients since the last step or zero_grad
         self._stepped = self._warned = False  # a step used the present gradients; a warning said so
-        # backwards since the last reduction left float32 sums in Bucket.wire
+        # backwards since the last reduction left float32 sums
         self._local_sums = False
-        self._reducing = False
+        self._reducing = False  # this backward does
         self.dropped = False  # a backward failed, and no other ended since
         self._boundary = Boundary()
         self._home: torch.cuda.Stream | None = None  # see Note [Home stream]
         self._any_grad = False  # some parameter got a gradient in this backward
         self._next = 0  # how many buckets this backward sent
-        self._missing: dict[Bucket, set[Managed]] = {}
-        self._late: dict[Bucket, torch.Tensor] = {}
         self._late_params: set[Managed] = set()
         self._gathers: list[Started] = comm.keep_alive([])
         if comm.world_size > 1:
@@ -359,6 +449,8 @@ class Reducer:
             for slot, managed in enumerate(bucket.params):
                 self._watch(managed.param, order, slot)
 
+    # --- one gradient, from autograd to the reduced shard -----------------------------------------
+
     def _watch(self, param: torch.Tensor, order: int, slot: int) -> None:
         """Let autograd call this before and after it adds to `param.grad`; after the user's hooks,
         whenever those were added.
@@ -366,14 +458,13 @@ class Reducer:
         The hooks hold no strong reference: Python's garbage collector cannot see through the second
         kind.
         """
-        weak = weakref.ref(self)
+        weak, boundary = weakref.ref(self), self._boundary
 
         def before(grad: torch.Tensor) -> None:
             if (reducer := weak()) is not None:
-                under_way = reducer._boundary.callback
+                under_way = boundary.callback
                 if under_way is None or under_way() is None:
                     reducer.begin_backward()
-                hooks = accumulate_hooks_of(reducer.buckets[order].params[slot].param)
                 # ours clears p.grad, which later hooks are to see
                 if next(reversed(hooks)) != handle.id:
                     hooks[handle.id] = hooks.pop(handle.id)
@@ -384,11 +475,150 @@ class Reducer:
 
         first = param.register_hook(before)  # type: ignore[no-untyped-call]
         handle = param.register_post_accumulate_grad_hook(after)  # type: ignore[no-untyped-call]
+        hooks = accumulate_hooks_of(param)
         self.handles += [first, handle]
 
-    def _forget(self, memory: torch.Tensor) -> None:
-        for bucket in self.buckets:
-            bucket.forget_views(memory)
+    def _on_grad(self, order: int, slot: int) -> None:
+        """Take a parameter's gradient from autograd."""
+        local = self._in_order[order]
+        managed = local.bucket.params[slot]
+        if (grad := managed.param.grad) is None:
+            return
+        managed.param.grad = None
+        if managed.sliced is not None:
+            grad = managed.cut(grad)
+        if grad.layout != torch.strided:
+            raise ValueError(
+                f"backward: gradient of {managed.name} has layout {grad.layout}; expected a dense "
+                f"gradient"
+            )
+        is_home = self._home is None or torch.cuda.current_stream(self.device) == self._home
+        # the contexts below take longer than all of this
+        if is_home and not torch.is_grad_enabled():
+            self._collect(local, slot, grad)
+            return
+        # create_graph=True, or a branch on a stream of its own
+        with torch.no_grad(), self._at_home():
+            if self._home is not None:
+                grad.record_stream(self._home)
+            self._collect(local, slot, grad)
+
+    def _collect(self, local: LocalGrad, slot: int, grad: torch.Tensor) -> None:
+        """Add a gradient to those of its bucket, which is sent when all of them are there."""
+        self._any_grad = True
+        is_first = slot in local.missing
+        if self._reducing and not is_first:  # see Note [Late gradients]
+            if not self.muted:
+                self._late_params.add(local.bucket.params[slot])
+                local.add_late(slot, grad, self.policy.travels_as(local.bucket.dtype))
+            return
+        if not self.muted:
+            if local.buffer is None:
+                local.open(self._collected_dtype(local.bucket))
+            local.add(slot, grad)
+        if not is_first:
+            return
+        local.missing.remove(slot)
+        if self._reducing and self._exchange.has_levels:
+            self._exchange.arrive(local.bucket, grad.numel(), self._finish)
+        if local.missing:
+            return
+        if self.unsharder is not None:
+            self.unsharder.gradients_complete(local.bucket)
+        if self._reducing:
+            # in the order that all ranks have
+            while self._next < len(self._in_order) and not self._in_order[self._next].missing:
+                self._send_next()
+
+    def _collected_dtype(self, bucket: Bucket) -> torch.dtype:
+        """The dtype in which a bucket's gradients are collected; the same on every rank."""
+        adds = self._local_sums or not self._reducing
+        return torch.float32 if adds else self._sent_dtype(bucket)
+
+    def _sent_dtype(self, bucket: Bucket) -> torch.dtype:
+        """The dtype that travels: of what was added locally float32, unless one was chosen."""
+        return self.policy.travels_as(torch.float32 if self._local_sums else bucket.dtype)
+
+    def _send_next(self) -> None:
+        if self._next == 0 and self.comm.world_size > 1:
+            self.comm.start_backward()
+        local = self._in_order[self._next]
+        self._next += 1
+        if local.buffer is None:  # no parameter got a gradient on this rank
+            local.open(self._collected_dtype(local.bucket))
+        self._send(local, local.close(self._sent_dtype(local.bucket)))
+
+    def _send(self, local: LocalGrad, reduce_scatter_input: torch.Tensor) -> None:
+        """Send each rank its piece; `_finish` is called when this rank has those of its own."""
+        assert local.state is not GradState.REDUCING
+        local.state = GradState.REDUCING
+        bucket = local.bucket
+        with self.comm.scope(f"shardcore::reduce({bucket.label})"):
+            if self.comm.world_size > 1:
+                self._exchange.send(bucket, reduce_scatter_input, self._finish)
+            else:  # nothing is sent
+                parts = Parts(reduce_scatter_input, 1, reduce_scatter_input, 0)
+                self._finish(bucket, reduce_scatter_input, parts)
+
+    def _finish(self, bucket: Bucket, reduce_scatter_input: torch.Tensor, parts: Parts) -> None:
+        """Make the bucket's reduced gradient, averaged and unscaled, with its squared norm, from
+        the parts that ranks sent. Of one rank without a loss scale there is nothing to sum, and
+        the local gradient is `plain`. The cases:
+
+        to the host: gradients are offloaded
+        sum: parts of ranks, or micro-steps, are added in grad_dtype
+        keep: a plain gradient becomes the reduced one, in its own dtype
+        add: late parts of a plain gradient are added to it, in that dtype
+        """
+        local = self._locals[bucket]
+        assert local.state is GradState.REDUCING
+        local.state = GradState.REDUCED
+        if bucket.reduced:
+            is_plain = reduce_scatter_input is local.late
+        else:  # unless other micro-steps are summed in another dtype
+            is_plain = (
+                self.policy.accumulate == 1 or reduce_scatter_input.dtype == self.policy.grad_dtype
+            )
+        is_plain &= self._alone
+        if bucket.host_grad is not None:
+            assert self.host_grads is not None
+            self.host_grads.reduce(
+                bucket, reduce_scatter_input, parts, self._factor(), is_plain, local.give
+            )
+        elif not is_plain:
+            self._sum(local, reduce_scatter_input, parts)
+        elif not bucket.reduced:
+            bucket.replace_grad(reduce_scatter_input, self.pool)
+            bucket.sq_norm = None
+        else:
+            assert bucket.grad is not None
+            bucket.grad.add_(reduce_scatter_input)
+            bucket.sq_norm = None
+            local.give(reduce_scatter_input)
+        bucket.reduced = True
+
+    def _factor(self) -> float | torch.Tensor:
+        """Return what multiplies a sum over ranks."""
+        return 1.0 / self.divisor if self.scaler is None else self.scaler.unscale(self.divisor)
+
+    def _sum(self, local: LocalGrad, reduce_scatter_input: torch.Tensor, parts: Parts) -> None:
+        """Add the parts up, to the gradient that is there, if any; at stage 0 and with replicas,
+        start to gather the rest of it.
+        """
+        bucket, dtype = local.bucket, self.policy.grad_dtype
+        leaves = self.comm.world_size > 1 and self._owns_everything
+        if leaves and reduce_scatter_input.dtype == dtype and not bucket.reduced:
+            # its pieces have left: the same memory takes the result
+            bucket.replace_grad(reduce_scatter_input, self.pool)
+        grad = bucket.sum_buffer(dtype, self.pool)
+        with self.comm.scope(f"shardcore::sum({bucket.label})"):
+            own = bucket.reduced_slice(grad)
+            bucket.sq_norm = parts.add_up(self._factor(), own, bucket.reduced)
+        if len(self._replicas) > 1:
+            with self.comm.scope(f"shardcore::gather_grad({bucket.label})"):
+                self._gathers += self._exchange.gather(bucket, grad, self._replicas)
+        if reduce_scatter_input is not grad:
+            local.give(reduce_scatter_input)
 
     # --- one backward -----------------------------------------------------------------------------
 
@@ -428,11 +658,114 @@ class Reducer:
         self._reducing = self.sync and (
             self.policy.sync_each or (self.backwards + 1) % self.policy.accumulate == 0
         )
-        self._missing = {bucket: set(bucket.params) for bucket in self.buckets}
-        for bucket in self.buckets:
-            bucket.grad_state = GradState.COLLECTING
+        for local in self._in_order:
+            local.begin()
         if self.unsharder is not None:
             self.unsharder.begin_backward()
+
+    @contextmanager
+    def _at_home(self) -> Iterator[None]:
+        """Run the block on the home stream, behind the current stream's work. See Note [Home
+        stream].
+        """
+        if self._home is None:
+            yield
+            return
+        here = torch.cuda.current_stream(self.device)
+        with torch.cuda.stream(self._home):
+            follow(here, self.device)
+            yield
+
+    @torch.no_grad()  # autograd calls it in the grad mode of the caller of backward
+    def _end_backward(self) -> None:
+        with self._at_home():
+            self._finish_backward()
+        follow(self._home, self.device)  # on the stream of the caller of backward
+
+    def _finish_backward(self) -> None:
+        self._boundary.end()
+        if self.unsharder is not None:
+            self.unsharder.end_backward()
+        if self.scaler is not None:
+            self.scaler.end_backward(self._any_grad)
+        self.backwards += self._any_grad
+        self._local_sums |= self._any_grad and not self._reducing
+        if not self._any_grad:  # torch.autograd.grad: it leaves param.grad alone
+            self.show_grads()
+        elif self._reducing:
+            self._reduce_rest()
+        else:
+            for local in self._in_order:
+                local.copy_waiting()
+        if self.comm.clock.on:
+            self.comm.clock.end("backward")
+        self._boundary.clear()
+        self.comm.leave_backward(failed=False, reduced=self._any_grad and self._reducing)
+        self.dropped &= not self._any_grad
+
+    @torch.no_grad()
+    def _reduce_rest(self) -> None:
+        """Reduce what is not sent, with the parameters that have no gradient on this rank, and
+        what came late.
+        """
+        while self._next < len(self._in_order):
+            self._send_next()
+        self._drain()
+        late = agree_on_use(self.comm, self.params, self._late_params, self.count)
+        if late:
+            self._wait_gathers()
+            for local in self._in_order:
+                if late.intersection(local.bucket.params):
+                    dtype = self.policy.travels_as(local.bucket.dtype)
+                    self._send(local, local.open_late(dtype))
+                    local.late = None
+            self._late_params.clear()
+            self._drain()
+        self._wait_gathers()
+        if self.host_grads is not None:
+            self.host_grads.start_all()
+        self.comm.end_backward()
+        self._local_sums = False
+        self.show_grads()
+
+    def _drain(self) -> None:
+        if self.comm.world_size > 1:
+            self._exchange.drain(self._finish)
+
+    def _wait_gathers(self) -> None:
+        gathers = [*self._gathers]
+        self._gathers.clear()
+        if gathers and not self.comm.broken:
+            with self.comm.clock.part("exposed_reduce"):
+                wait_all(gathers)
+
+    def note_error(self, error: BaseException) -> None:
+        """Let other ranks know the error of the backward that is under way, if there is one."""
+        if self._boundary.under_way or self._boundary.failed:
+            self.comm.fail_backward(in_words(error))
+
+    def settle(self) -> None:
+        """If the last backward ended in an error, drop all gradients. See Note [Failed
+        backwards].
+        """
+        if self._boundary.failed:
+            self.comm.fail_backward()
+            self._boundary.clear()
+            self._exchange.abandon()
+            self._wait_gathers()
+            if self.host_grads is not None:
+                self.host_grads.abort()
+            if self.unsharder is not None:
+                self.unsharder.reshard_all()
+            self.zero()
+            self.dropped = True
+            self.comm.leave_backward(failed=True)
+            logger.warning(
+                "backward: the last one ended in an error; its gradients, and those it was to be "
+                "added to, are dropped"
+            )
+
+    # --- between backwards ------------------------------------------------------------------------
 
     @property
     def count(self) -> int:
@@ -449,147 +782,6 @@ class Reducer:
         self.backwards = 0
         self._stepped = any(bucket.reduced for bucket in self.buckets)
 
-    def note_error(self, error: BaseException) -> None:
-        """Let other ranks know the error of the backward that is under way, if there is one."""
-        if self._boundary.under_way or self._boundary.failed:
-            self.comm.fail_backward(in_words(error))
-
-    def settle(self) -> None:
-        """If the last backward ended in an error, drop all gradients. See Note [Failed
-        backwards].
-        """
-        if self._boundary.failed:
-            self.comm.fail_backward()
-            self._boundary.clear()
-            self._reduce_scatter.abandon()
-            self._wait_gathers()
-            if self.host_grads is not None:
-                self.host_grads.abort()
-            if self.unsharder is not None:
-                self.unsharder.reshard_all()
-            self.zero()
-            self.dropped = True
-            self.comm.leave_backward(failed=True)
-            logger.warning(
-                "backward: the last one ended in an error; its gradients, and those it was to be "
-                "added to, are dropped"
-            )
-
-    def _on_grad(self, order: int, slot: int) -> None:
-        bucket = self.buckets[order]
-        managed = bucket.params[slot]
-        if (grad := managed.param.grad) is None:
-            return
-        managed.param.grad = None
-        if managed.sliced is not None:
-            grad = managed.cut(grad)
-        if grad.layout != torch.strided:
-            raise ValueError(
-                f"backward: gradient of {managed.name} has layout {grad.layout}; expected a dense "
-                f"gradient"
-            )
-        is_home = self._home is None or torch.cuda.current_stream(self.device) == self._home
-        # the contexts below take longer than all of this
-        if is_home and not torch.is_grad_enabled():
-            self._collect(bucket, managed, slot, grad)
-            return
-        # create_graph=True, or a branch on a stream of its own
-        with torch.no_grad(), self._at_home():
-            if self._home is not None:
-                grad.record_stream(self._home)
-            self._collect(bucket, managed, slot, grad)
-
-    @contextmanager
-    def _at_home(self) -> Iterator[None]:
-        """Run the block on the home stream, behind the current stream's work. See Note [Home
-        stream].
-        """
-        if self._home is None:
-            yield
-            return
-        here = torch.cuda.current_stream(self.device)
-        with torch.cuda.stream(self._home):
-            follow(here, self.device)
-            yield
-
-    def _collect(self, bucket: Bucket, managed: Managed, slot: int, grad: torch.Tensor) -> None:
-        self._any_grad = True
-        self._local_sums |= not self._reducing
-        missing = self._missing[bucket]
-        first = managed in missing
-        if not self.muted:
-            if self._reducing and not first:
-                self._late_params.add(managed)
-                managed.slice_of(self._late_buffer(bucket)).add_(grad)
-                return
-            assert bucket.grad_state is GradState.COLLECTING
-            self._add_to_wire(bucket, managed, slot, grad)
-        missing.discard(managed)
-        if first and self._reducing and self._reduce_scatter.has_levels:
-            for sent in self._reduce_scatter.arrive(bucket, grad.numel()):
-                self._finish(*sent)
-        if missing or not first:
-            return
-        if self.unsharder is not None:
-            self.unsharder.gradients_complete(bucket)
-        while (
-            self._reducing
-            and self._next < len(self.buckets)
-            and not self._missing[self.buckets[self._next]]
-        ):
-            self._launch_next()
-
-    def _add_to_wire(self, bucket: Bucket, managed: Managed, slot: int, grad: torch.Tensor) -> None:
-        """Copy a local gradient to its slot of the bucket's buffer, or add it to what is there.
-        Small ones wait until `_copy_waiting` copies them together.
-        """
-        wire = self._collect_buffer(bucket) if bucket.wire is None else bucket.wire
-        target = bucket.views_of(wire)[0][slot]
-        if managed.used:
-            self._copy_waiting(bucket)
-            target.add_(grad)
-        elif grad.nbytes <= _SMALL_BYTES:
-            bucket.waiting.append((target, grad))
-            # else a model of small weights would hold all gradients twice
-            if len(bucket.waiting) == _WAIT_AT_MOST:
-                self._copy_waiting(bucket)
-        else:
-            target.copy_(grad)
-        managed.used = True
-
-    @staticmethod
-    def _copy_waiting(bucket: Bucket) -> None:
-        if bucket.waiting:
-            targets, grads = zip(*bucket.waiting, strict=True)
-            bucket.waiting.clear()
-            torch._foreach_copy_(targets, grads)
-
-    @torch.no_grad()  # autograd calls it in the grad mode of the caller of backward
-    def _end_backward(self) -> None:
-        with self._at_home():
-            self._finish_backward()
-        follow(self._home, self.device)  # on the stream of the caller of backward
-
-    def _finish_backward(self) -> None:
-        self._boundary.end()
-        if self.unsharder is not None:
-            self.unsharder.end_backward()
-        if self.scaler is not None:
-            self.scaler.end_backward(self._any_grad)
-        self.backwards += self._any_grad
-        if not self._any_grad:  # torch.autograd.grad: it leaves param.grad alone
-            self.show_grads()
-        elif self._reducing:
-            self._reduce_rest()
-        else:
-            for bucket in self.buckets:
-                self._copy_waiting(bucket)
-        if self.comm.clock.on:
-            self.comm.clock.end("backward")
-        self._boundary.clear()
-        self.comm.leave_backward(failed=False, reduced=self._any_grad and self._reducing)
-        self.dropped &= not self._any_grad
-
     def reduce_pending(self) -> None:
         """Reduce what was only summed locally so far (step() came after fewer backwards than
         declared).
@@ -597,168 +789,6 @@ class Reducer:
         if self._local_sums:
             self._next = 0
             self._reduce_rest()
-
-    @torch.no_grad()
-    def _reduce_rest(self) -> None:
-        while self._next < len(self.buckets):
-            self._launch_next()
-        self._drain()
-        late = agree_on_use(self.comm, self.params, self._late_params, self.count)
-        if late:
-            self._wait_gathers()
-            for bucket in self.buckets:
-                if late.intersection(bucket.params):
-                    self._launch(bucket, self._late_buffer(bucket))
-                    del self._late[bucket]
-            self._late_params.clear()
-            self._drain()
-        self._wait_gathers()
-        if self.host_grads is not None:
-            self.host_grads.start_all()
-        self.comm.end_backward()
-        self._local_sums = False
-        self.show_grads()
-
-    def _drain(self) -> None:
-        if self.comm.world_size == 1:
-            return
-        for sent in self._reduce_scatter.drain():
-            self._finish(*sent)
-
-    def _wait_gathers(self) -> None:
-        gathers = [*self._gathers]
-        self._gathers.clear()
-        if gathers and not self.comm.broken:
-            with self.comm.clock.part("exposed_reduce"):
-                wait_all(gathers)
-
-    # --- one bucket -------------------------------------------------------------------------------
-
-    def _collect_buffer(self, bucket: Bucket) -> torch.Tensor:
-        """The full buffer of the bucket that local gradients are written to. Its dtype is the
-        same on every rank.
-        """
-        if bucket.wire is None:
-            bucket.wire = self._take_full(
-                bucket, torch.float32 if self._local_sums else self._sent_dtype(bucket)
-            )
-        return bucket.wire
-
-    def _late_buffer(self, bucket: Bucket) -> torch.Tensor:
-        if bucket not in self._late:
-            self._late[bucket] = self.pool.take(
-                bucket.layout.numel, self.policy.travels_as(bucket.dtype)
-            ).zero_()
-        return self._late[bucket]
-
-    def _take_full(self, bucket: Bucket, dtype: torch.dtype) -> torch.Tensor:
-        passing = not self.lifetimes.full_grad_resident and (
-            self.comm.world_size > 1 or bucket.host_grad is not None
-        )
-        return take_full(bucket, dtype, self.pool, passing)
-
-    def _release_full(self, bucket: Bucket, buffer: torch.Tensor) -> None:
-        give_full(bucket, buffer, self.pool, self.lifetimes)
-
-    def _launch_next(self) -> None:
-        if self._next == 0 and self.comm.world_size > 1:
-            self.comm.start_backward()
-        bucket = self.buckets[self._next]
-        self._next += 1
-        full = self._collect_buffer(bucket)
-        self._copy_waiting(bucket)
-        bucket.wire = None
-        self._zero_unused(bucket, full)
-        dtype = self._sent_dtype(bucket)
-        if full.dtype != dtype:
-            sums, full = full, self._take_full(bucket, dtype).copy_(full)
-            self._release_full(bucket, sums)
-        self._launch(bucket, full)
-
-    @staticmethod
-    def _zero_unused(bucket: Bucket, full: torch.Tensor) -> None:
-        """Zero the padding and the slots of parameters that are not `used`, so that a sum over
-        ranks reads no stale bytes.
-        """
-        slots, gaps = bucket.views_of(full)
-        unused = [
-            slot for slot, managed in zip(slots, bucket.params, strict=True) if not managed.used
-        ]
-        if gaps or unused:
-            torch._foreach_zero_([*gaps, *unused])
-
-    def _sent_dtype(self, bucket: Bucket) -> torch.dtype:
-        """The dtype that travels: of what was added locally float32, unless one was chosen."""
-        return self.policy.travels_as(torch.float32 if self._local_sums else bucket.dtype)
-
-    def _launch(self, bucket: Bucket, full: torch.Tensor) -> None:
-        assert bucket.grad_state is not GradState.REDUCING
-        bucket.grad_state = GradState.REDUCING
-        with self.comm.scope(f"shardcore::reduce({bucket.label})"):
-            if self.comm.world_size == 1:  # nothing is sent
-                self._finish(bucket, full, Parts(full, 1, full, 0))
-                return
-            for sent in self._reduce_scatter.send(bucket, full):
-                self._finish(*sent)
-
-    def _finish(self, bucket: Bucket, full: torch.Tensor, last: Parts) -> None:
-        """Bring what a bucket's ranks sent (`last`: the last level's parts) into its reduced
-        gradient, averaged and unscaled, with its squared norm.
-
-        The gradient goes to host memory, or is kept, added, or summed.
-        """
-        assert bucket.grad_state is GradState.REDUCING
-        bucket.grad_state = GradState.REDUCED
-        # Of one rank without a loss scale there is nothing to sum or to divide: its gradient stays
-        # in its dtype unless other micro-steps are summed in another, and late parts are added to
-        # it in that.
-        as_it_is = self.comm.world_size == 1 and self.scaler is None
-        if bucket.reduced:
-            as_it_is &= full is self._late.get(bucket)
-        else:
-            as_it_is &= self.policy.accumulate == 1 or full.dtype == self.policy.grad_dtype
-        if bucket.host_grad is not None:
-            self._to_host(bucket, full, last, as_it_is)
-        elif not as_it_is:
-            self._sum(bucket, full, last)
-        elif not bucket.reduced:
-            bucket.replace_grad(full, self.pool)
-            bucket.sq_norm = None
-        else:
-            assert bucket.grad is not None
-            bucket.grad.add_(full)
-            bucket.sq_norm = None
-            self._release_full(bucket, full)
-        bucket.reduced = True
-
-    def _factor(self) -> float | torch.Tensor:
-        """Return what multiplies a sum over ranks."""
-        return 1.0 / self.divisor if self.scaler is None else self.scaler.unscale(self.divisor)
-
-    def _to_host(self, bucket: Bucket, full: torch.Tensor, last: Parts, as_it_is: bool) -> None:
-        assert self.host_grads is not None
-        release = partial(give_full, bucket, pool=self.pool, lifetimes=self.lifetimes)
-        self.host_grads.reduce(bucket, full, last, self._factor(), as_it_is, release)
-
-    def _sum(self, bucket: Bucket, full: torch.Tensor, last: Parts) -> None:
-        """Add the parts up, to the gradient that is there, if any; at stage 0 and with replicas,
-        start to gather the rest of it.
-        """
-        leaves = self.comm.world_size > 1 and self.lifetimes.owns_everything
-        if leaves and full.dtype == self.policy.grad_dtype and not bucket.reduced:
-            # its pieces have left: the same memory takes the result
-            bucket.replace_grad(full, self.pool)
-        grad = bucket.sum_buffer(self.policy.grad_dtype, self.pool)
-        with self.comm.scope(f"shardcore::sum({bucket.label})"):
-            own = bucket.reduced_slice(grad)
-            bucket.sq_norm = last.add_up(self._factor(), own, bucket.reduced)
-        if len(self._replicas) > 1:
-            with self.comm.scope(f"shardcore::gather_grad({bucket.label})"):
-                self._gathers += self._reduce_scatter.gather(bucket, grad, self._replicas)
-        if full is not grad:
-            self._release_full(bucket, full)
-
-    # --- between backwards ------------------------------------------------------------------------
 
     def accept_user_grads(self, op: str) -> None:
         """Accept what the user did to `param.grad` since backward (stage 0), or refuse it
@@ -788,16 +818,10 @@ class Reducer:
         self._stepped = self.dropped = self._local_sums = False
         if self.scaler is not None:
             self.scaler.unscaled = False
-        for buffer in self._late.values():  # of a backward that failed, not launched
-            self.pool.give(buffer)
-        self._late.clear()
         self._late_params.clear()
-        for bucket in self.buckets:
-            bucket.grad_state = GradState.COLLECTING
-            bucket.waiting.clear()
-            if bucket.wire is not None:
-                self._release_full(bucket, bucket.wire)
-                bucket.wire = None
+        for local in self._in_order:
+            local.discard()
+            bucket = local.bucket
             if set_to_none:
                 bucket.reduced = False
             elif bucket.reduced:
@@ -815,15 +839,18 @@ class Reducer:
         """Free what gradients were in, none of which may be needed any more; the next backward
         takes memory again.
         """
-        for bucket in self.buckets:
-            for buffer in [
-                *bucket.resident.values(),
-                *([] if bucket.grad is None else [bucket.grad]),
-            ]:
-                self.pool.give(buffer)
-            bucket.resident.clear()
-            bucket.grad = None
+        for local in self._in_order:
+            local.free()
         self.pool.shrink(0)
+
+    def buffers_of(self, bucket: Bucket) -> list[torch.Tensor]:
+        """Return the buffers of a bucket's local gradient; frozen ones have none."""
+        local = self._locals.get(bucket)
+        return [] if local is None else local.buffers
+
+    def _forget(self, memory: torch.Tensor) -> None:
+        for local in self._in_order:
+            local.forget_views(memory)
 
     @property
     def holds_grads(self) -> bool:

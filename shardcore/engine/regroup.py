@@ -161,9 +161,7 @@ def regroup(
                 )
                 units.append(Unit(unit.name, of_unit, unit.stays))
             for bucket in buckets:  # its buffers belong to the pools of the old reducer
-                bucket.grad, bucket.wire, bucket.reduced = None, None, False
-                bucket.resident.clear()
-                bucket.forget_all_views()
+                bucket.grad, bucket.reduced = None, False
             plan = copy.copy(plan)
             plan.model, plan.optimizer, plan.units, plan.buckets = model, optimizer, units, buckets
             attributes = (

@@ -266,6 +266,16 @@ class Unsharder:
         self._scratch: list[tuple[Unit, Managed]] = []
         # each brings back what a load inside full_params has overwritten in a shard
         self.undo: list[Callable[[], None]] = []
+        # of each bucket, what its parameters hold, where in it, and what they say while sharded
+        self._lent = {
+            bucket: (
+                [managed.local for managed in bucket.params],
+                [managed.offset for managed in bucket.params],
+                [closed_message(managed.name, bucket.unit) for managed in bucket.params],
+            )
+            for unit in units
+            for bucket in unit.buckets
+        }
         self._unit_of = {bucket: unit for unit in units for bucket in unit.buckets}
         self._forward, self._backward = Order(), Order()
         self._warned = False
@@ -562,7 +572,8 @@ class Unsharder:
             assert unit.state is UnitState.GATHERING
             self._wait(unit)
             for bucket in unit.buckets:
-                self._swap_memory(bucket, "unsharding", bucket.to_unsharded)
+                tensors, offsets, _ = self._lent[bucket]
+                self._swap_memory(bucket, "unsharding", _C.lend, tensors, bucket.weight, offsets)
             unit.state = UnitState.UNSHARDED
         stream = stream_now(self._device)
         if stream is not None and stream not in unit.streams:  # see Note [Several streams]
@@ -605,7 +616,8 @@ class Unsharder:
         # first: what an interrupt leaves here is unsharded anew
         before, unit.state = unit.state, UnitState.SHARDED
         for bucket in unit.buckets if before is UnitState.UNSHARDED else ():
-            self._swap_memory(bucket, "resharding", bucket.to_sharded)
+            tensors, _, messages = self._lent[bucket]
+            self._swap_memory(bucket, "resharding", _C.withdraw, tensors, messages)
 
     def reshard_all(self) -> None:
         """Reshard every unit: the shards are about to change, or the full weights are not needed

@@ -11,7 +11,6 @@ buffers, and temporary memory of shard() and state_dict().
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, fields
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,12 +26,10 @@ from shardcore.engine.bucket import (
     BufferPool,
     Lifetimes,
     ReducePolicy,
-    give_full,
-    take_full,
 )
 from shardcore.engine.memory_report import MemoryReport, memory_lines
 from shardcore.engine.reduce_scatter import Parts, ReduceScatter
-from shardcore.engine.reducer import use_row_bytes
+from shardcore.engine.reducer import LocalGrad, use_row_bytes
 from shardcore.engine.states import DeviceStore, StateStore
 from shardcore.engine.step import STEP_ROW_BYTES
 from shardcore.engine.units import Unit, plan_units
@@ -231,6 +228,7 @@ def predict_rank(
         step.pool,
         None if step.lifetimes.full_weight_resident else step.gathered,
         grad_staging_bytes(step.offloaded, step.policy),
+        step.buffers_of,
         [torch.empty(param.shape, dtype=builder.dtype_of(param), device=_META) for param in rest],
     )
     disk = None
@@ -286,6 +284,10 @@ class _Step:
         self._arrivals = [(self._order[place], numel) for _, place, numel in sorted(gradients)]
         self.pool, self.gathered = BufferPool(_META), BufferPool(_META)
         self._reduce_scatter = _ReduceScatter(self.comm, self.pool, self._order, self.policy)
+        self._locals = {
+            bucket: LocalGrad(bucket, self.pool, self.lifetimes, self.comm.world_size)
+            for bucket in self._order
+        }
         self._leaving: deque[tuple[Bucket, torch.Tensor, Callable[[torch.Tensor], None]]] = deque()
         self._unsharded: dict[Unit, list[torch.Tensor]] = {}
         self._kept_parts: dict[Unit, list[torch.Tensor]] = {}
@@ -398,6 +400,11 @@ class _Step:
             for bucket in self._order:
                 bucket.reduced = False
 
+    def buffers_of(self, bucket: Bucket) -> list[torch.Tensor]:
+        """Return the buffers of a bucket's local gradient."""
+        local = self._locals.get(bucket)
+        return [] if local is None else local.buffers
+
     def _pool_bytes(self) -> int:
         return self.pool.allocated_bytes + self.gathered.allocated_bytes
 
@@ -444,62 +451,62 @@ class _Step:
         missing = {bucket: len(bucket.params) for bucket in self._order}
         waiting = deque(self._order if reducing else ())
         for bucket, numel in self._arrivals:
-            if bucket.wire is None:
-                bucket.wire = self._take(
-                    bucket, torch.float32 if self._adds_locally else self._sent_dtype(bucket)
+            local = self._locals[bucket]
+            if local.buffer is None:
+                local.buffer = local.take(
+                    torch.float32 if self._adds_locally else self._sent_dtype(bucket)
                 )
             missing[bucket] -= 1
             if reducing:
-                for done, full, _ in self._reduce_scatter.arrive(bucket, numel):
-                    self._finish(done, full)
+                self._reduce_scatter.arrive(bucket, numel, self._finish)
             while waiting and not missing[waiting[0]]:
-                self._launch(waiting.popleft())
-        for bucket, full, _ in self._reduce_scatter.drain():
-            self._finish(bucket, full)
+                self._send(self._locals[waiting.popleft()])
+        self._reduce_scatter.drain(self._finish)
         self._let_leave(len(self._leaving))
         if not reducing or not self.lifetimes.owns_everything:
             return
         for bucket in self._order:
             # param.grad has a buffer of its own
             if bucket.grad is not None and bucket.grad.dtype != bucket.dtype:
-                self._give(bucket, self._take(bucket, bucket.dtype))
+                self._locals[bucket].keep_resident(bucket.dtype)
 
-    def _launch(self, bucket: Bucket) -> None:
-        local, bucket.wire = bucket.wire, None
-        assert local is not None
-        if local.dtype != self._sent_dtype(bucket):
-            sums, local = local, self._take(bucket, self._sent_dtype(bucket))
-            self._give(bucket, sums)
+    def _send(self, local: LocalGrad) -> None:
+        bucket, full, dtype = local.bucket, local.buffer, self._sent_dtype(local.bucket)
+        assert full is not None
+        local.buffer = None
+        if full.dtype != dtype:
+            sums, full = full, local.take(dtype)
+            local.give(sums)
         if self.comm.world_size == 1:
-            self._finish(bucket, local)
-            return
-        for done, full, _ in self._reduce_scatter.send(bucket, local):
-            self._finish(done, full)
+            self._finish(bucket, full, Parts(full, 1, full, 0))
+        else:
+            self._reduce_scatter.send(bucket, full, self._finish)
 
-    def _finish(self, bucket: Bucket, local: torch.Tensor) -> None:
+    def _finish(self, bucket: Bucket, full: torch.Tensor, parts: Parts) -> None:
         dtype, first = self.policy.grad_dtype, not bucket.reduced
-        unchanged = self.alone and first and (self.policy.accumulate == 1 or local.dtype == dtype)
+        is_plain = self.alone and first and (self.policy.accumulate == 1 or full.dtype == dtype)
         reduced_in_place = self.lifetimes.owns_everything and self.comm.world_size > 1
         if bucket in self.offloaded:
-            self._leave(bucket, local, unchanged)
+            self._leave(bucket, full, is_plain)
         else:
-            if unchanged or (reduced_in_place and first and local.dtype == dtype):
-                bucket.replace_grad(local, self.pool)
+            if is_plain or (reduced_in_place and first and full.dtype == dtype):
+                bucket.replace_grad(full, self.pool)
             elif bucket.grad is None or bucket.grad.dtype != dtype:
                 bucket.replace_grad(self.pool.keep(bucket.owned_numel, dtype), self.pool)
-            if local is not bucket.grad:
-                self._give(bucket, local)
+            if full is not bucket.grad:
+                self._locals[bucket].give(full)
         bucket.reduced = True
 
-    def _leave(self, bucket: Bucket, local: torch.Tensor, unchanged: bool) -> None:
+    def _leave(self, bucket: Bucket, full: torch.Tensor, is_plain: bool) -> None:
         self._let_leave(len(self._leaving) + 1 - IN_FLIGHT)
-        if unchanged:
-            self._leaving.append((bucket, local, partial(self._give, bucket)))
+        local = self._locals[bucket]
+        if is_plain:
+            self._leaving.append((bucket, full, local.give))
         else:
             dtype = torch.float32 if bucket.reduced else self.policy.grad_dtype
             copied = self.pool.take(bucket.owned_numel, dtype)
             self._leaving.append((bucket, copied, self.pool.give))
-            self._give(bucket, local)
+            local.give(full)
         if len(self._replicas) == 1:
             self._keep_rest()
 
@@ -513,12 +520,3 @@ class _Step:
         for bucket, source, _ in self._leaving:
             if bucket.grad is None and bucket.device_numel:
                 bucket.grad = self.pool.keep(bucket.device_numel, source.dtype)
-
-    def _take(self, bucket: Bucket, dtype: torch.dtype) -> torch.Tensor:
-        goes_on = self.comm.world_size > 1 or bucket in self.offloaded
-        return take_full(
-            bucket, dtype, self.pool, goes_on and not self.lifetimes.full_grad_resident
-        )
-
-    def _give(self, bucket: Bucket, local: torch.Tensor) -> None:
-        give_full(bucket, local, self.pool, self.lifetimes)

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import shardcore
-from shardcore.engine.bucket import Bucket, BufferPool
-from shardcore.engine.reducer import Reducer
+from shardcore.engine.bucket import BufferPool
+from shardcore.engine.reducer import LocalGrad
 from tests.support.models import Run, assert_one, batch_of, hash_of_training, loss_of, train
 from tests.support.ranks import run_ranks
 
@@ -18,18 +18,18 @@ ADAM = {"lr": 1e-2, "weight_decay": 0.1}
 
 
 def test_few_gradients_wait_in_a_model_of_small_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    most, real = 0, Reducer._add_to_wire
+    most, real = 0, LocalGrad.add
 
-    def add(reducer: Reducer, bucket: Bucket, *arguments: Any) -> None:
+    def add(local: LocalGrad, slot: int, grad: torch.Tensor) -> None:
         nonlocal most
-        real(reducer, bucket, *arguments)
-        most = max(most, len(bucket.waiting))
+        real(local, slot, grad)
+        most = max(most, len(local._waiting))
 
     model = nn.Sequential(*(nn.Linear(10, 10) for _ in range(40)), nn.Linear(10, 5))
     model, _, _ = train(
         0, Run(steps=0, accumulate=2, shard={"units": [], "sync_each": False}), model
     )
-    monkeypatch.setattr(Reducer, "_add_to_wire", add)
+    monkeypatch.setattr(LocalGrad, "add", add)
     loss_of(model, batch_of(0, 0, 0)).backward()
     assert most == 31, "82 come in this backward, which reduces nothing"
 
@@ -45,7 +45,7 @@ def test_units_whose_weights_are_all_empty_take_no_buffer_of_the_pool() -> None:
 def _collected(patch: pytest.MonkeyPatch, small_bytes: int, sync_each: bool, **twin: Any) -> str:
     patch.setattr("shardcore.engine.reducer._SMALL_BYTES", small_bytes)
     for name, method in twin.items():
-        patch.setattr(Reducer, name, staticmethod(method))
+        patch.setattr(LocalGrad, name, method)
     model, optimizer, _ = train(
         0, Run(steps=2, accumulate=2, precision="bf16", shard={"sync_each": sync_each})
     )
@@ -59,10 +59,7 @@ def test_gradients_that_wait_to_be_copied_together_have_the_same_bits(
     alone = _collected(monkeypatch, -1, sync_each)
     assert _collected(monkeypatch, 100, sync_each) == alone  # norms and biases wait, others do not
     assert _collected(monkeypatch, 1 << 16, sync_each) == alone
-    assert (
-        _collected(monkeypatch, 100, sync_each, _copy_waiting=lambda bucket: bucket.waiting.clear())
-        != alone
-    )
+    assert _collected(monkeypatch, 100, sync_each, copy_waiting=LocalGrad.discard_waiting) != alone
 
 
 def _large_gradients(rank: int, world_size: int, stage: int) -> tuple[bool, bool]:

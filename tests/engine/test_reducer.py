@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import shardcore
-from shardcore.engine.bucket import GradState
+from shardcore.engine.reducer import GradState
 from tests.support.models import (
     Block,
     Branch,
@@ -47,17 +47,18 @@ def test_gradients_with_graphs_are_added_locally_like_others(stage: int) -> None
 
 
 def test_a_bucket_is_reduced_once_a_backward() -> None:
-    model, optimizer, _ = train(0, Run(steps=1))
-    buckets = model._shardcore_engine.reducer.buckets
+    model, _, _ = train(0, Run(steps=1))
+    reducer = model._shardcore_engine.reducer
+    local_grads = reducer._in_order
     loss = loss_of(model, batch_of(1, 0, 0))
     with shardcore.no_sync(model):
         loss.backward(retain_graph=True)
-    assert {bucket.grad_state for bucket in buckets} == {GradState.COLLECTING}
+    assert {local.state for local in local_grads} == {GradState.COLLECTING}
     loss.backward()
-    assert {bucket.grad_state for bucket in buckets} == {GradState.REDUCED}
-    buckets[0].grad_state = GradState.REDUCING
+    assert {local.state for local in local_grads} == {GradState.REDUCED}
+    local_grads[0].state = GradState.REDUCING
     with pytest.raises(AssertionError):  # it is on its way
-        optimizer._engine.reducer._launch(buckets[0], torch.zeros(0))
+        reducer._send(local_grads[0], torch.zeros(0))
 
 
 def _accumulated(rank: int, world_size: int, declared: int, use_no_sync: bool) -> str:
@@ -181,7 +182,7 @@ def test_a_failed_backward_gives_back_what_was_for_late_gradients() -> None:
     late: list[int] = []
 
     def fail(grad: torch.Tensor) -> None:
-        late.append(len(reducer._late))
+        late.append(sum(local.late is not None for local in reducer._in_order))
         raise OSError("planted")
 
     model.inp.weight.register_hook(fail)
