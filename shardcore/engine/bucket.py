@@ -6,6 +6,7 @@ is the lifetimes table (`Lifetimes`), the only place where ZeRO stages differ.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Protocol
 
 import torch
@@ -190,6 +191,7 @@ class ReducePolicy:
 
 
 _NOWHERE = torch.empty(0, device="cpu")
+_DTYPE = attrgetter("dtype")
 
 
 @dataclass(eq=False)
@@ -275,8 +277,6 @@ class Managed:
     @property
     def edited(self) -> bool:
         """Whether others than the engine wrote to the parameter since the engine did."""
-        if self.sliced is None:  # of each parameter, in each step and each resharding
-            return self.param._version != self.version
         return self.version_now != self.version
 
     def note_load(self) -> None:
@@ -301,7 +301,7 @@ def note_written(params: Sequence[Managed]) -> None:
     """
     torch.autograd.graph.increment_version([managed.param for managed in params])
     for managed in params:
-        managed.version = managed.version_now
+        managed.version = managed.param._version if managed.sliced is None else managed.version_now
 
 
 def closed_message(name: str, unit: str) -> str:
@@ -392,6 +392,7 @@ class Bucket:
         self.repeated, self.counted = False, True
         self.changed = False
         self.weight = self.owned_weight = _NOWHERE
+        self._addresses: list[int] = []  # of the parameters, where their weights are resident
         self.reduces = reduces[0] - owned[0], reduces[1] - owned[0]
         self.device_numel = self.owned_numel
         self.weight_tier = "device"
@@ -416,6 +417,8 @@ class Bucket:
     def keep_unsharded(self, weight: torch.Tensor) -> None:
         """Keep the unsharded weights in this memory for good."""
         self.weight, self.owned_weight = weight, self.owned_slice(weight)
+        start, size = weight.data_ptr(), weight.itemsize
+        self._addresses = [start + size * managed.offset for managed in self.params]
 
     def owned_values(self, start: int, numel: int) -> torch.Tensor:
         """Return elements [start, start + numel) of the owned weights: live, or a copy of what
@@ -468,10 +471,25 @@ class Bucket:
         else:
             self.owned_weight.copy_(edited)
 
+    def edited_params(self) -> set[Managed]:
+        """Return the parameters that others than the engine wrote to since the engine did."""
+        return {
+            m
+            for m in self.params
+            if (m.param._version if m.sliced is None else m.version_now) != m.version
+        }
+
     def check_in_place(self, op: str) -> None:
         """Raise ValueError if a parameter no longer uses the engine's memory (`.data`
         re-assigned, model moved or cast).
         """
+        # of each parameter in each step: so without a frame of Python for it, and by address where
+        # the weights are resident
+        if self._addresses:
+            tensors = [m.param if m.sliced is None else m.local for m in self.params]
+            in_place = [*map(torch.Tensor.data_ptr, tensors)] == self._addresses
+            if in_place and {*map(_DTYPE, tensors)} == {self.dtype}:
+                return
         for managed in self.params:
             if managed.storage_now() != managed.storage or managed.param.dtype != self.dtype:
                 raise ValueError(

@@ -36,6 +36,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from shardcore._native import _C
 from shardcore.distributed.comm import Comm, Started, Traffic, wait_all
 from shardcore.distributed.compare import in_words, uneven_backwards
 from shardcore.engine.agreement import HEADER_BYTES, agree
@@ -137,12 +138,9 @@ def agree_on_use(
     Returns the parameters that are late on any rank; RuntimeError on every rank if the counts
     differ.
     """
-    is_used, is_late = [m.used for m in params], [m in late for m in params]
+    is_used, late = [managed.used for managed in params], set(late)
     if comm.world_size > 1:
-        flags = [
-            _USED * used + _LATE * late_here
-            for used, late_here in zip(is_used, is_late, strict=True)
-        ]
+        flags = [_USED * m.used + _LATE * (m in late) for m in params]
         agreed = agree(
             comm,
             "backward",
@@ -154,12 +152,11 @@ def agree_on_use(
         )
         rows = agreed.ranks["flags"]
         is_used, is_late = ((rows & flag).any(0).tolist() for flag in (_USED, _LATE))
+        late = {managed for managed, flag in zip(params, is_late, strict=True) if flag}
     for managed, used in zip(params, is_used, strict=True):
         managed.has_grad |= used
         managed.used = False
-    return {
-        managed for managed, late_anywhere in zip(params, is_late, strict=True) if late_anywhere
-    }
+    return late
 
 
 class GradState(Enum):
@@ -187,7 +184,7 @@ class LocalGrad:
         self, bucket: Bucket, pool: BufferPool, lifetimes: Lifetimes, world_size: int
     ) -> None:
         """Collect gradients of `bucket` in buffers of `pool`."""
-        self.bucket = bucket
+        self.bucket, self.params = bucket, bucket.params
         self.state = GradState.COLLECTING
         self.missing: set[int] = set()
         self.buffer: torch.Tensor | None = None
@@ -202,6 +199,7 @@ class LocalGrad:
         # small gradients that are not copied to their slots yet
         self._waiting: list[torch.Tensor] = []
         self._waiting_slots: list[torch.Tensor] = []
+        self._copy: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = _C.cast
         # slots, and the padding between them, of buffers: they cost more to make than to fill
         self._views: dict[tuple[int, torch.dtype], tuple[list[torch.Tensor], ...]] = {}
 
@@ -214,10 +212,13 @@ class LocalGrad:
         """Take the buffer that gradients are copied to."""
         self.buffer = self.take(dtype)
         self._slots, _ = self._views_of(self.buffer)
+        # one call for all, where torch's starts a copy for each; to float32 neither rounds
+        is_exact = dtype == torch.float32 and self.buffer.is_cpu
+        self._copy = _C.cast if is_exact else torch._foreach_copy_
 
     def add(self, slot: int, grad: torch.Tensor) -> None:
         """Copy a parameter's gradient to its slot of the buffer, or add it to what is there."""
-        managed = self.bucket.params[slot]
+        managed = self.params[slot]
         if managed.used:
             self.copy_waiting()
             self._slots[slot].add_(grad)
@@ -244,9 +245,13 @@ class LocalGrad:
 
     def copy_waiting(self) -> None:
         """Copy the small gradients to their slots."""
-        if self._waiting:
+        if not self._waiting:
+            return
+        try:
+            self._copy(self._waiting_slots, self._waiting)
+        except (TypeError, ValueError):  # a hook of the user's left another layout
             torch._foreach_copy_(self._waiting_slots, self._waiting)
-            self.discard_waiting()
+        self.discard_waiting()
 
     def discard_waiting(self) -> None:
         """Forget the small gradients that are not copied."""
@@ -471,20 +476,20 @@ class Reducer:
 
         def after(param: torch.Tensor) -> None:
             if (reducer := weak()) is not None:
-                reducer._on_grad(order, slot)
+                reducer._on_grad(order, slot, param)
 
         first = param.register_hook(before)  # type: ignore[no-untyped-call]
         handle = param.register_post_accumulate_grad_hook(after)  # type: ignore[no-untyped-call]
         hooks = accumulate_hooks_of(param)
         self.handles += [first, handle]
 
-    def _on_grad(self, order: int, slot: int) -> None:
+    def _on_grad(self, order: int, slot: int, param: torch.Tensor) -> None:
         """Take a parameter's gradient from autograd."""
-        local = self._in_order[order]
-        managed = local.bucket.params[slot]
-        if (grad := managed.param.grad) is None:
+        if (grad := param.grad) is None:
             return
-        managed.param.grad = None
+        param.grad = None
+        local = self._in_order[order]
+        managed = local.params[slot]
         if managed.sliced is not None:
             grad = managed.cut(grad)
         if grad.layout != torch.strided:
@@ -506,7 +511,8 @@ class Reducer:
     def _collect(self, local: LocalGrad, slot: int, grad: torch.Tensor) -> None:
         """Add a gradient to those of its bucket, which is sent when all of them are there."""
         self._any_grad = True
-        is_first = slot in local.missing
+        missing = local.missing
+        is_first = slot in missing
         if self._reducing and not is_first:  # see Note [Late gradients]
             if not self.muted:
                 self._late_params.add(local.bucket.params[slot])
@@ -518,10 +524,10 @@ class Reducer:
             local.add(slot, grad)
         if not is_first:
             return
-        local.missing.remove(slot)
+        missing.remove(slot)
         if self._reducing and self._exchange.has_levels:
             self._exchange.arrive(local.bucket, grad.numel(), self._finish)
-        if local.missing:
+        if missing:
             return
         if self.unsharder is not None:
             self.unsharder.gradients_complete(local.bucket)

@@ -255,18 +255,16 @@ class Updater:
         norm *= abs(grad_scale)
         if scale is None or not active:
             return norm, None
-        updated = list(self._with_grad(active))
+        updated = self._with_grad(active)
         with self._after_agreement():
-            hypers: list[Any] = []
-            index_of: dict[Managed, int] = {}
-            hyper_index: dict[tuple[int, int], int] = {}  # by group and step
-            for managed in updated:
-                assert managed.group is not None
-                if (managed.group, managed.step) not in hyper_index:
-                    hyper_index[managed.group, managed.step] = len(hypers)
-                    make = self._hypers[managed.group]
-                    hypers.append(make(step=managed.step + 1, grad_scale=scale))
-                index_of[managed] = hyper_index[managed.group, managed.step]
+            keys = [(managed.group, managed.step) for managed in updated]
+            hyper_index = {key: index for index, key in enumerate(dict.fromkeys(keys))}
+            hypers = [
+                self._hypers[group](step=step + 1, grad_scale=scale)
+                for group, step in hyper_index
+                if group is not None  # which is in no active bucket
+            ]
+            index_of = dict(zip(updated, map(hyper_index.__getitem__, keys), strict=True))
             return norm, StepPlan(self._spans_of(active, index_of), hypers, updated, same_order)
 
     def _decide_on_device(
@@ -279,7 +277,7 @@ class Updater:
         same_order: bool,
     ) -> tuple[PendingResult | None, StepPlan | None]:
         """See `decide`. squares: of this rank's buckets."""
-        updated = list(self._with_grad(active))
+        updated = self._with_grad(active)
         first: dict[tuple[int | None, int], int] = {}  # of each group and cohort
         index_of = {
             m: first.setdefault((m.group, m.cohort), number) for number, m in enumerate(updated)
@@ -588,9 +586,7 @@ class Updater:
         return [*entries, ("optimizer state", "", self.loaded or "not loaded")]
 
     def _every(self) -> Iterable[Managed]:
-        return chain(
-            (managed for bucket in self.buckets for managed in bucket.params), self._constant
-        )
+        return chain(*(bucket.params for bucket in self.buckets), self._constant)
 
     def forget_changes(self) -> None:
         """Hold no load or edit of weights so far against any rank: they have been compared, or
@@ -614,7 +610,7 @@ class Updater:
         """
         plan: dict[Bucket, list[Span]] = {}
         for bucket in active:
-            indices = tuple(index_of.get(managed) for managed in bucket.params)
+            indices = tuple(map(index_of.get, bucket.params))
             if bucket not in self._spans or self._spans[bucket][0] != indices:
                 self._spans[bucket] = indices, self._cut(bucket, indices)
             plan[bucket] = self._spans[bucket][1]
@@ -648,8 +644,8 @@ class Updater:
         return spans
 
     @staticmethod
-    def _with_grad(buckets: Iterable[Bucket]) -> Iterable[Managed]:
-        return (managed for bucket in buckets for managed in bucket.params if managed.has_grad)
+    def _with_grad(buckets: Iterable[Bucket]) -> list[Managed]:
+        return [managed for bucket in buckets for managed in bucket.params if managed.has_grad]
 
     # --- weights and masters ----------------------------------------------------------------------
 
@@ -658,10 +654,7 @@ class Updater:
         """Whether parameters that a step updates were edited in place, which
         `accept_weight_edits` has not seen.
         """
-        return any(
-            bucket.changed or any(managed.edited for managed in bucket.params)
-            for bucket in self.buckets
-        )
+        return any(bucket.changed or bucket.edited_params() for bucket in self.buckets)
 
     @torch.no_grad()
     def accept_weight_edits(self) -> None:
@@ -675,7 +668,7 @@ class Updater:
         self.refuse_swapped("step")
         for bucket in self.buckets:
             bucket.check_in_place("step")
-            edited = {managed for managed in bucket.params if managed.edited}
+            edited = bucket.edited_params()
             if edited or bucket.changed:
                 self._refresh_masters(bucket, edited)
         for managed in self._constant:

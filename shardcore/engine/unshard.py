@@ -603,7 +603,7 @@ class Unsharder:
         self._wait(unit)
         for bucket in unit.buckets:
             whole = unit.state is UnitState.UNSHARDED
-            if whole and any(managed.edited for managed in bucket.params):
+            if whole and bucket.edited_params():
                 bucket.take_edits()
         self._withdraw(unit)
         for bucket in unit.buckets:
