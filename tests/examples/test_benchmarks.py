@@ -19,6 +19,7 @@ from benchmarks import (
     bench_elementwise,
     bench_fabric,
     bench_io,
+    bench_many_params,
     bench_nvme,
     bench_train_step,
     convergence,
@@ -59,6 +60,28 @@ def test_cpu_adam(tmp_path, run_main, pages, numel, monkeypatch):
     assert (moved["limit"], moved["shardcore CPUAdam, split master, 8-bit states"]) == (28, 14)
     assert result["options"]["threads"] == 1
     assert {"commit", "torch", "cpu"} <= result["machine"].keys()
+
+
+def test_many_params(tmp_path, run_main):
+    options = ["--params", "10", "--rounds", "2", "--repeats", "1"]
+    printed = run_main(bench_many_params, *options, "--pause", "0", "--out", str(tmp_path))
+    assert "10 parameters of 8 x 8" in printed
+    parts = json.loads((tmp_path / "many_params.json").read_text())["parts"]
+    assert set(parts) == {"backward", "step"}
+    for part in parts.values():
+        assert {engine: len(samples) for engine, samples in part["seconds"].items()} == {
+            "plain": 2,
+            "sharded": 2,
+        }
+
+
+def test_many_params_notices_other_weights():
+    models = bench_many_params.models_of(3)
+    bench_many_params.check_same_weights(models)
+    with torch.no_grad():
+        models["plain"][0].many[1].add_(1.0)
+    with pytest.raises(ValueError, match=r"bench_many_params: many\.1 differs"):
+        bench_many_params.check_same_weights(models)
 
 
 @pytest.mark.more
