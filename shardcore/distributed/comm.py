@@ -114,8 +114,11 @@ class Traffic(IntEnum):
     WEIGHTS = 4  # unsharding
 
 
-def _count(log: watchdog.Log, name: str, ranks: Sequence[int] | None = None) -> watchdog.Operation:
+def _count(
+    log: watchdog.Log, name: str, ranks: Sequence[int] | None = None, by_engine: bool = True
+) -> watchdog.Operation:
     """Count a collective, in which `ranks` of the group (None: all) take part, before it starts.
+    by_engine: see watchdog.Operation.
 
     The watchdog's thread reads the counts; its own code does not run in a step.
     """
@@ -125,7 +128,7 @@ def _count(log: watchdog.Log, name: str, ranks: Sequence[int] | None = None) -> 
         log.started += 1
         log.order.append(name)
         log.digest = zlib.crc32(name.encode(), log.digest)
-    return watchdog.Operation(log, name, log.counts[name], ranks)
+    return watchdog.Operation(log, name, log.counts[name], ranks, by_engine)
 
 
 class _waiting:  # noqa: N801
@@ -329,7 +332,7 @@ class Comm:
         if self._log is None:
             assert self.group is not None
             self._log = watchdog.log_of(self.group)
-        return _count(self._log, name, ranks)
+        return _count(self._log, name, ranks, by_engine=bool(self._logs))
 
     def _started(
         self, operation: watchdog.Operation, works: Sequence[dist.Work | None]

@@ -122,20 +122,29 @@ class Log:
 @dataclass(frozen=True, slots=True)
 class Operation:
     """One collective: the `number`-th of its name on a group, in which `ranks` of the group
-    (None: all) take part.
+    (None: all) take part. by_engine: false of what ranks compare before there is an engine, in
+    `shard`.
     """
 
     log: Log
     name: str
     number: int
     ranks: Sequence[int] | None = None
+    by_engine: bool = True
 
     def as_wait(self, shown: str = "") -> "Wait":
         """Return it as it is written to the store."""
         ranks = self.log.ranks
         if self.ranks is not None:
             ranks = [self.log.ranks[rank] for rank in self.ranks]
-        return Wait(self.log.name, self.name, self.number, tuple(ranks), shown or self.name)
+        return Wait(
+            self.log.name,
+            self.name,
+            self.number,
+            tuple(ranks),
+            shown or self.name,
+            self.by_engine and self.name != AGREEMENT,
+        )
 
 
 @dataclass(frozen=True)
@@ -149,6 +158,7 @@ class Wait:
     number: int
     ranks: tuple[int, ...]
     shown: str
+    by_engine: bool = False  # a rank whose engine is gone never takes part
 
     @property
     def key(self) -> str:
@@ -462,7 +472,7 @@ class _Watch:
         """
         # the engine of the other rank is gone
         gone = f"left/{wait.group}/{other}"
-        if wait.name != AGREEMENT and store.check([gone]):
+        if wait.by_engine and store.check([gone]):
             if json.loads(store.get(gone)).get(wait.name, 0) >= wait.number:
                 return None
             return _reason(

@@ -691,3 +691,23 @@ def test_the_other_ranks_raise(stage: int, where: str, tmp_path: Path) -> None:
         for process in processes:
             process.kill()
             process.join()
+
+
+def _shards_again(rank: int, world_size: int) -> str:
+    """Train, and shard anew after the first engine is gone, which rank 0 begins late."""
+    train(rank, Run(steps=1))
+    gather = Comm.all_gather_cpu
+
+    def late(self: Comm, row: torch.Tensor, kind: Any = None, name: str = "") -> torch.Tensor:
+        if rank == 0 and name == "shard":
+            time.sleep(2.0)
+        return gather(self, row, kind, name)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Comm, "all_gather_cpu", late)
+        return hash_of_training(*train(rank, Run(steps=1))[:2])
+
+
+@pytest.mark.more
+def test_a_rank_that_comes_late_to_the_next_shard_is_waited_for() -> None:
+    assert len({*run_ranks(2, _shards_again)}) == 1
