@@ -102,24 +102,29 @@ def agree(
         ValueError: A rank refused, or entries differ; says which.
     """
     problems = [] if problems is None else problems
+    payload = {} if payload is None else payload
+    if comm.world_size == 1 and not over:
+        if problems:
+            _raise_own(problems)
+        alone = _as_rows(payload)
+        return Agreed(alone, {} if payload_of_part is None else _as_rows(payload_of_part(alone)))
     name = name or op
     own = _header(zlib.crc32(op.encode()), bool(problems), _digest(entries))
     try:
-        rows, ranks = _exchange(
-            lambda row: comm.all_gather_cpu(row, kind, name), own, payload or {}
-        )
+        rows, ranks = _exchange(lambda row: comm.all_gather_cpu(row, kind, name), own, payload)
         refuses = bool(rows[:, 1].any())
         other_call = bool((rows[:, 0] != own[0]).any())
         # the entries of a rank that refuses may be incomplete
         differs = other_call or (not refuses and bool((rows[:, 2] != own[2]).any()))
-        of_part = _header(refuses, differs, _digest(entries_of_model))
-        of_parts, parts = _exchange(
-            lambda row: comm.of_parts(row, kind, name, over),
-            of_part,
-            {} if payload_of_part is None else payload_of_part(ranks),
-        )
-        parts_refuse, parts_differ = of_parts[:, :2].any(0).tolist()
-        unlike_parts = bool((of_parts[:, 2] != of_part[2]).any())
+        of_part = {} if payload_of_part is None else payload_of_part(ranks)
+        parts, parts_refuse, parts_differ, unlike_parts = _as_rows(of_part), refuses, differs, False
+        if over:
+            header = _header(refuses, differs, _digest(entries_of_model))
+            headers, parts = _exchange(
+                lambda row: comm.of_parts(row, kind, name, over), header, of_part
+            )
+            parts_refuse, parts_differ = headers[:, :2].any(0).tolist()
+            unlike_parts = bool((headers[:, 2] != header[2]).any())
         if parts_refuse or parts_differ or unlike_parts:
             words = _Words(comm, op, problems, then, Everyone(comm, over))
             if parts_refuse:
@@ -187,14 +192,18 @@ class _Words:
     def raise_first(self) -> None:
         errors, problems = self._errors, self._problems
         if problems:
-            del problems[1:]
-            raise problems.pop()  # an error in a variable of this frame would be in a cycle
+            _raise_own(problems)
         if errors:
             errors.reverse()
             raise errors.pop()
 
     def _add(self, text: str) -> None:
         self._errors.append(ValueError(f"{self._op}: {text} ({self._then})"))
+
+
+def _raise_own(problems: list[BaseException]) -> NoReturn:
+    del problems[1:]
+    raise problems.pop()  # an error in a variable of this frame would be in a cycle
 
 
 def difference(comm: Comm, op: str, entries: Sequence[Entry], then: str) -> ValueError:
@@ -259,6 +268,10 @@ def _exchange(
         for column, tensor in zip(columns, tensors, strict=True)
     )
     return headers, dict(zip(payload, payloads, strict=True))
+
+
+def _as_rows(payload: Payload) -> dict[str, torch.Tensor]:
+    return {key: row.unsqueeze(0) for key, row in payload.items()}
 
 
 def _header(*numbers: int) -> torch.Tensor:
