@@ -286,6 +286,19 @@ def empty_huge(numel: int, dtype: torch.dtype) -> torch.Tensor:
     (madvise).
     """
 
+def untouched(
+    tensors: Sequence[torch.Tensor],
+    addresses: Sequence[int],
+    versions: Sequence[int],
+    dtype: torch.dtype,
+) -> bool:
+    """Whether each tensor has no gradient, and the address, the version and the dtype that are
+    given."""
+
+def note_write(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Increment the version counters of tensors, as a write in place does: a graph that saved one
+    of them no longer runs backward. Returns the new versions."""
+
 def closed(shape: Sequence[int], like: torch.Tensor, message: str) -> torch.Tensor:
     """A contiguous tensor of this shape, with the dtype and device of `like`, without memory (its
     storage is closed): reading or writing elements raises a RuntimeError with the text `message`.

@@ -51,6 +51,32 @@ void check_own_storage(const Where& where, const at::Tensor& tensor) {
     value_error(where, "no storage of its own; expected a sharded parameter as shard() left it (dense, no view)");
 }
 
+// Whether each tensor has no gradient, and the address, version and dtype that it had when the engine wrote it last.
+bool untouched(const std::vector<at::Tensor>& tensors, const std::vector<int64_t>& addresses,
+               const std::vector<int64_t>& versions, at::ScalarType dtype) {
+  TORCH_CHECK_VALUE(tensors.size() == addresses.size() && tensors.size() == versions.size(), "untouched: got ", tensors.size(),
+                    " tensors, ", addresses.size(), " addresses and ", versions.size(), " versions; expected as many of each");
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const at::Tensor& tensor = tensors[i];
+    if (!tensor.has_storage() || tensor.is_inference() || tensor.scalar_type() != dtype || tensor.grad().defined()) return false;
+    const auto* const storage = static_cast<const char*>(tensor.storage().data());
+    const char* const first = storage + tensor.storage_offset() * static_cast<int64_t>(tensor.itemsize());
+    if (reinterpret_cast<intptr_t>(first) != addresses[i] || tensor._version() != versions[i]) return false;
+  }
+  return true;
+}
+
+// Notes a write behind autograd; returns the tensors' versions after it.
+std::vector<int64_t> note_write(const std::vector<at::Tensor>& tensors) {
+  std::vector<int64_t> versions;
+  versions.reserve(tensors.size());
+  for (const at::Tensor& tensor : tensors) {
+    bump_version(tensor);
+    versions.push_back(tensor.is_inference() ? 0 : tensor._version());
+  }
+  return versions;
+}
+
 at::Tensor closed(const std::vector<int64_t>& shape, const at::Tensor& like, const std::string& message) {
   at::Tensor tensor = at::empty({0}, like.options().requires_grad(false));
   tensor.unsafeGetTensorImpl()->set_sizes_contiguous(shape);
@@ -89,6 +115,8 @@ void withdraw(const std::vector<at::Tensor>& tensors, const std::vector<std::str
 }  // namespace
 
 void bind_storage(py::module_& module) {
+  module.def("untouched", &untouched, py::arg("tensors"), py::arg("addresses"), py::arg("versions"), py::arg("dtype"));
+  module.def("note_write", &note_write, py::arg("tensors"));
   module.def("closed", &closed, py::arg("shape"), py::arg("like"), py::arg("message"));
   module.def("lend", &lend, py::arg("tensors"), py::arg("memory"), py::arg("offsets"));
   module.def("withdraw", &withdraw, py::arg("tensors"), py::arg("messages"));

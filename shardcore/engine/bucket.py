@@ -299,9 +299,9 @@ def note_written(params: Sequence[Managed]) -> None:
     """Note that the engine wrote these weights, behind autograd: a graph that saved the old ones
     must not run backward.
     """
-    torch.autograd.graph.increment_version([managed.param for managed in params])
-    for managed in params:
-        managed.version = managed.param._version if managed.sliced is None else managed.version_now
+    versions = _C.note_write([managed.param for managed in params])
+    for managed, version in zip(params, versions, strict=True):
+        managed.version = version if managed.sliced is None else managed.version_now
 
 
 def closed_message(name: str, unit: str) -> str:
@@ -392,6 +392,7 @@ class Bucket:
         self.repeated, self.counted = False, True
         self.changed = False
         self.weight = self.owned_weight = _NOWHERE
+        self._has_slices = any(managed.sliced is not None for managed in self.params)
         self._addresses: list[int] = []  # of the parameters, where their weights are resident
         self.reduces = reduces[0] - owned[0], reduces[1] - owned[0]
         self.device_numel = self.owned_numel
@@ -470,6 +471,18 @@ class Bucket:
             self.tier.to_tier(self.owned_weight, edited).synchronize()
         else:
             self.owned_weight.copy_(edited)
+
+    def untouched(self) -> bool:
+        """Whether no parameter has a gradient, moved, or was written to since the engine wrote it.
+
+        One call, as every step asks this of every parameter. False may mean "not known": of weights
+        that are not resident, and of slices.
+        """
+        if not self._addresses or self._has_slices:
+            return False
+        params = [managed.param for managed in self.params]
+        versions = [managed.version for managed in self.params]
+        return _C.untouched(params, self._addresses, versions, self.dtype)
 
     def edited_params(self) -> set[Managed]:
         """Return the parameters that others than the engine wrote to since the engine did."""

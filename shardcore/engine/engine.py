@@ -451,11 +451,13 @@ class Engine:
                 "optimizer.reload_states()"
             )
         self.membership.check("step")
-        for bucket in self.buckets:
+        touched = [bucket for bucket in self.buckets if not bucket.untouched()]
+        for bucket in touched:
             if bucket.group is None:  # the updater checks the others
                 bucket.check_in_place("step")
-        self.reducer.accept_user_grads("step")
-        self.updater.check()
+        if touched:
+            self.reducer.accept_user_grads("step")
+        self.updater.check(touched)
 
     @property
     def last_grad_norm(self) -> float | None:

@@ -264,7 +264,10 @@ class Updater:
                 for group, step in hyper_index
                 if group is not None  # which is in no active bucket
             ]
-            index_of = dict(zip(updated, map(hyper_index.__getitem__, keys), strict=True))
+            if len(hypers) == 1:  # nearly always, and there may be thousands of parameters
+                index_of = dict.fromkeys(updated, 0)
+            else:
+                index_of = dict(zip(updated, map(hyper_index.__getitem__, keys), strict=True))
             return norm, StepPlan(self._spans_of(active, index_of), hypers, updated, same_order)
 
     def _decide_on_device(
@@ -398,13 +401,16 @@ class Updater:
                 "last saved state)"
             ) from self._failure
 
-    def check(self) -> None:
-        """Raise ValueError or TypeError for group options or parameters that no step can use."""
+    def check(self, touched: Sequence[Bucket]) -> None:
+        """Raise ValueError or TypeError for group options or parameters that no step can use.
+
+        touched: see accept_weight_edits.
+        """
         options = _plain_options(self.groups)
         if options is None or options != self._options:
             self._read_options()
             self._options = options
-        self.accept_weight_edits()
+        self.accept_weight_edits(touched)
 
     def _read_options(self) -> None:
         """Check the groups' options, and make what a step needs of them."""
@@ -657,16 +663,18 @@ class Updater:
         return any(bucket.changed or bucket.edited_params() for bucket in self.buckets)
 
     @torch.no_grad()
-    def accept_weight_edits(self) -> None:
+    def accept_weight_edits(self, touched: Sequence[Bucket] | None = None) -> None:
         """Bring masters in line with parameters that were edited in place since the engine last
         wrote them.
 
         Elements that still equal their rounded master keep its full precision. Raises ValueError if
         a parameter no longer uses the engine's memory (`.data` re-assigned, model moved or cast),
-        or weights are swapped.
+        or weights are swapped. touched: the buckets that are not `untouched`, None for all.
         """
         self.refuse_swapped("step")
         for bucket in self.buckets:
+            if touched is not None and bucket not in touched and not bucket.changed:
+                continue
             bucket.check_in_place("step")
             edited = bucket.edited_params()
             if edited or bucket.changed:

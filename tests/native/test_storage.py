@@ -1,5 +1,5 @@
 """closed, lend, withdraw: memory that comes and goes behind a tensor, and errors that name it in
-between.
+between. untouched, note_write: whether others wrote to it.
 """
 
 import pytest
@@ -129,3 +129,44 @@ def test_memory_of_someone_else_is_neither_hidden_nor_given_up():
     for _ in range(2):
         _C.lend([nothing], memory[:0], [0])
         _C.withdraw([nothing], ["away"])
+
+
+@pytest.mark.parametrize(
+    "touch",
+    [
+        lambda p: p.detach().add_(1),
+        lambda p: setattr(p, "grad", torch.ones(4, 6)),
+        lambda p: setattr(p, "data", p.data.clone()),
+        lambda p: setattr(p, "data", p.data.view(torch.int32).view(torch.float32)[1:]),
+        lambda p: setattr(p, "data", p.data.double()),
+    ],
+)
+def test_each_touch_of_a_parameter_is_seen(touch):
+    params, watched = watched_params()
+    assert _C.untouched(params, *watched)
+    touch(params[1])
+    assert not _C.untouched(params, *watched)
+
+
+def watched_params():
+    """Three parameters with what `untouched` compares of them."""
+    params = [nn.Parameter(torch.ones(4, 6)) for _ in range(3)]
+    addresses = [p.data_ptr() for p in params]
+    return params, (addresses, [p._version for p in params], torch.float32)
+
+
+def test_a_noted_write_moves_versions_as_one_in_place_does():
+    params, (addresses, before, dtype) = watched_params()
+    loss = (params[0] * params[0]).sum()
+    versions = _C.note_write(params)
+    assert versions == [p._version for p in params] == [version + 1 for version in before]
+    assert not _C.untouched(params, addresses, before, dtype)
+    assert _C.untouched(params, addresses, versions, dtype)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_lists_of_other_lengths_are_refused():
+    params, (addresses, versions, dtype) = watched_params()
+    with pytest.raises(ValueError, match="3 tensors, 2 addresses and 3 versions"):
+        _C.untouched(params, addresses[1:], versions, dtype)
