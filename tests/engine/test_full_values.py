@@ -1,5 +1,5 @@
-"""Writes of full values: what they refuse, with nothing changed. (What they do:
-tests/deepspeed/test_fragments.py.)
+"""Writes of full values: what they refuse, with nothing changed, and the norm after them. (What
+else they do: tests/deepspeed/test_fragments.py.)
 """
 
 import pytest
@@ -54,3 +54,19 @@ def test_values_that_differ_between_ranks_are_refused() -> None:
         assert "the value read is exp_avg of gain with the checksum" in state
         assert "the value read is gain with the checksum" in grad
         assert "called inside full_params" in inside
+
+
+def _norm_after_a_write(rank: int, world_size: int, stage: int) -> tuple[float, float]:
+    model, optimizer, _ = train(rank, Run(stage=stage, steps=1))
+    loss_of(model, batch_of(1, 0, rank)).backward()
+    for param in model.parameters():
+        set_full_grad(engine_behind("a test", model), param, torch.full(param.shape, 3.0))
+    count = sum(param.numel() for param in make_net().parameters())
+    optimizer.step()
+    return optimizer._engine.last_grad_norm, 3.0 * count**0.5
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_step_takes_the_norm_of_written_gradients_once_over_all_ranks(stage: int) -> None:
+    for norm, expected in run_ranks(2, _norm_after_a_write, stage):
+        assert norm == pytest.approx(expected, rel=1e-6)

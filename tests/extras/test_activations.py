@@ -124,6 +124,11 @@ def test_a_forward_may_name_its_arguments_as_it_likes() -> None:
     assert torch.equal(module.weight.grad, torch.full((4, 4), 4.0))
 
 
+def test_every_second_block_begins_with_the_first() -> None:
+    model = make_net()
+    assert apply_activation_checkpointing(model, every=2) == ["blocks.0", "blocks.2"]
+
+
 def test_names_class_and_copies_stay() -> None:
     plain, model = make_net(), make_net()
     names = apply_activation_checkpointing(model, offload_to_cpu=True)

@@ -216,6 +216,17 @@ def trained(
     return one.named(one.model.state_dict())
 
 
+def reductions(rank: int, world: int, kind: str) -> int:
+    """How often a step's gradients are reduced."""
+    one = Pipeline(rank, world, kind, 2, 1, sync_each=False)
+    one.train(range(1))
+    return int(one.model._shardcore_engine.comm.collectives()["the end of a backward"])
+
+
+def test_several_stages_of_a_rank_reduce_after_the_last_microbatch_of_all() -> None:
+    assert run_ranks(4, reductions, "interleaved") == [1] * 4
+
+
 def hash_of(kind: str, stage: int, options: dict[str, Any], world: int = 4) -> str:
     weights: dict[str, Any] = {}
     for part in run_ranks(world, trained, kind, stage, options):

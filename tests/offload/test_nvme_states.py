@@ -206,6 +206,23 @@ def test_a_failed_step_is_the_last(
     assert "some weights are new, some are not" in error_of(optimizer.step)
 
 
+def test_an_error_of_a_sync_is_raised_each_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: None
+) -> None:
+    """The kernel tells it once, whatever it has dropped."""
+    _, optimizer, _ = train(0, _run(tmp_path, form="fp32"))
+    states, errors = optimizer._engine.store.in_files, [OSError(5, "Input/output error")]
+
+    class Disk:
+        def sync(self) -> None:
+            if errors:
+                raise errors.pop()
+
+    monkeypatch.setattr(states, "_files", [Disk()])
+    for _ in range(3):
+        assert "Input/output error" in error_of(states.flush)
+
+
 def test_two_models_use_one_directory(tmp_path: Path, small: None) -> None:
     run = _run(tmp_path)
     pairs = [train(0, run)[:2], train(0, run)[:2]]

@@ -477,7 +477,8 @@ def _refusals(rank: int, world: int) -> list[str]:
     mesh = init_device_mesh("cpu", (world,))
     head = DTensor.from_local(torch.ones(2, 4), mesh, [Shard(0)])
     llama, tied = MODELS["llama"], MODELS["llama, tied"]()
-    sparse = llama()
+    sparse, grouped = llama(), llama()
+    grouped.config.num_attention_heads = 6
     sparse.config.activation_sparsity_pattern = [0.95, 0.0]
     calls: list[Callable[[], Any]] = [
         lambda: shardcore.tensor_parallel(nn.Linear(4, 4), mesh),
@@ -485,6 +486,7 @@ def _refusals(rank: int, world: int) -> list[str]:
         lambda: shardcore.tensor_parallel(llama(), mesh.get_group()),
         lambda: shardcore.tensor_parallel(llama(), mesh),
         lambda: shardcore.tensor_parallel(MODELS["gpt2"](), mesh),
+        lambda: shardcore.tensor_parallel(grouped, mesh),
         lambda: shardcore.tensor_parallel(nn.Sequential(nn.Linear(4, 4)), mesh, {"1": "colwise"}),
         lambda: shardcore.tensor_parallel(
             nn.Sequential(nn.Linear(4, 4)), mesh, {"0": "moe_identity_expert"}
@@ -521,6 +523,7 @@ def test_what_cannot_be_sliced_is_named() -> None:
         "tensor_parallel: mesh is <torch",
         "tensor_parallel: num_attention_heads is 4 on 3 ranks",
         "tensor_parallel: num_attention_heads is 4 on 3 ranks",
+        "tensor_parallel: num_key_value_heads is 2 on 3 ranks",
         "tensor_parallel: plan has '1', which is no module or parameter of the model",
         "tensor_parallel: 0 has the style 'moe_identity_expert', which is not supported",
         "tensor_parallel: Scaled has scale, which the plan does not slice",
