@@ -255,7 +255,7 @@ class Managed:
         """
         return local if self.sliced is None else self.sliced.assemble(local)
 
-    def shown(self, local: torch.Tensor) -> torch.Tensor:
+    def as_param(self, local: torch.Tensor) -> torch.Tensor:
         """Return `local` in the parameter's form."""
         return local if self.sliced is None else self.sliced.wrap(local)
 
@@ -323,7 +323,7 @@ class WeightFiles(Protocol):
     def assign(self, bucket: "Bucket", start: int, values: torch.Tensor) -> None:
         """Overwrite elements of a shard from `start` on with `values`, which have its dtype."""
 
-    def bring(self, bucket: "Bucket", target: torch.Tensor) -> _C.CopyEvent | None:
+    def fetch(self, bucket: "Bucket", target: torch.Tensor) -> _C.CopyEvent | None:
         """Read a shard and copy it to `target`; returns the end of the copy."""
 
     def read_ahead(self, bucket: "Bucket") -> None:

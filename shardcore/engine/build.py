@@ -614,11 +614,11 @@ class Builder:
         exist only around their use.
         """
         if self.lifetimes.full_weight_resident:
-            become(managed.param, managed.shown(managed.slice_of(bucket.weight)))
+            become(managed.param, managed.as_param(managed.slice_of(bucket.weight)))
         else:
             message = closed_message(managed.name, bucket.unit)
             like = torch.empty(0, dtype=bucket.dtype, device=self.device)
-            become(managed.param, managed.shown(_C.closed(managed.local.shape, like, message)))
+            become(managed.param, managed.as_param(_C.closed(managed.local.shape, like, message)))
         managed.storage, managed.version = managed.storage_now(), managed.version_now
 
     @torch.no_grad()

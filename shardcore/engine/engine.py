@@ -196,7 +196,7 @@ class Engine:
 
     def refuse_held(self, op: str) -> None:
         """Raise ValueError inside full_params, whose weights `op` would leave as they were."""
-        if self.unsharder is not None and any(unit.held for unit in self.unsharder.units):
+        if self.unsharder is not None and any(unit.pins for unit in self.unsharder.units):
             raise ValueError(f"{op}: called inside full_params; expected it after the block")
 
     # --- what hooks of the model call (engine/hooks.py) -------------------------------------------
@@ -209,7 +209,7 @@ class Engine:
         unsharder = self.unsharder
         return (
             None
-            if unsharder is None or (unsharder.all_held and not torch.is_grad_enabled())
+            if unsharder is None or (unsharder.all_pinned and not torch.is_grad_enabled())
             else unsharder
         )
 
@@ -589,7 +589,7 @@ class Engine:
         self,
         op: str,
         params: Sequence[torch.Tensor] | None,
-        what: Callable[[], str],
+        describe: Callable[[], str],
         norm_type: Callable[[], float] | None = None,
     ) -> OwnGrads:
         """Return this rank's parts of the averaged gradients, to clip them in place. Collective.
@@ -608,7 +608,7 @@ class Engine:
             m for bucket in buckets for m in bucket.params if chosen is None or m.param in chosen
         ]
         self.begin_grad_read(
-            op, lambda: [value_read(what()), *(("parameter", m.name) for m in managed)]
+            op, lambda: [value_read(describe()), *(("parameter", m.name) for m in managed)]
         )
         order = None if norm_type is None else norm_type()
         return OwnGrads(

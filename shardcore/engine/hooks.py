@@ -116,7 +116,7 @@ class Membership:
 
     def _remember(self, model: nn.Module) -> None:
         self._modules = [weakref.ref(module) for module in model.modules()]
-        self._held = self._look()
+        self._at_shard = self._look()
 
     def _look(self) -> list[int]:
         """Return what the modules hold. (Where only its place among them changed, names did, and
@@ -136,7 +136,7 @@ class Membership:
         """
         model = self._model()
         # only modules of it are left, which the user trains on
-        if model is None or self._look() == self._held:
+        if model is None or self._look() == self._at_shard:
             return
         check_unwrapped(op, model)
         changes = list(self._changes(model))
@@ -194,9 +194,9 @@ def detach(model: nn.Module) -> None:
     """
     engine = engine_behind("detach", model)
     engine.read_all("detach", "the model")
-    made: dict[nn.Parameter, nn.Parameter] = {}
+    new_params: dict[nn.Parameter, nn.Parameter] = {}
     for _, param in engine.unmanaged:
-        made[param] = nn.Parameter(param.detach(), requires_grad=param.requires_grad)
+        new_params[param] = nn.Parameter(param.detach(), requires_grad=param.requires_grad)
     fulls = engine.full_tensors.of_buckets(
         (bucket, engine.master_or_weight(bucket)) for bucket in engine.buckets
     )
@@ -205,13 +205,13 @@ def detach(model: nn.Module) -> None:
             dtype = full.dtype if engine.options["precision"] is not None else managed.param.dtype
             device = engine.device if engine.unsharder is None else torch.device("cpu")
             value = managed.slice_of(full).to(device, dtype, copy=True)
-            made[managed.param] = nn.Parameter(
-                managed.shown(value), requires_grad=managed.param.requires_grad
+            new_params[managed.param] = nn.Parameter(
+                managed.as_param(value), requires_grad=managed.param.requires_grad
             )
     for module in model.modules():
-        for name, held in module._parameters.items():
-            if held in made:
-                module._parameters[name] = made[held]
+        for name, old in module._parameters.items():
+            if old in new_params:
+                module._parameters[name] = new_params[old]
     take_off(model, engine)
 
 
@@ -379,9 +379,9 @@ class _UnitHook(_EngineHook):
         super().__init__(engine)
         self.index, self.method = index, method
 
-    def __call__(self, *given: Any) -> None:
+    def __call__(self, *arguments: Any) -> None:
         if self.engine is not None and (unsharder := self.engine.active_unsharder) is not None:
-            getattr(unsharder, self.method)(self.index, *given)
+            getattr(unsharder, self.method)(self.index, *arguments)
 
 
 class _BeforeWeights(_EngineHook):
@@ -484,7 +484,7 @@ class _LoadHooks(_EngineHook):
 
     def __init__(self, engine: Engine | None) -> None:
         super().__init__(engine)
-        self._given: list[tuple[nn.Parameter, torch.Tensor]] = []
+        self._values: list[tuple[nn.Parameter, torch.Tensor]] = []
 
     def before(
         self,
@@ -496,7 +496,7 @@ class _LoadHooks(_EngineHook):
     ) -> None:
         if self.engine is None:
             return
-        self._given = []
+        self._values = []
         if local_metadata.get("assign_to_params_buffers"):
             raise ValueError(
                 "load_state_dict: assign is True for a sharded model; expected False (its "
@@ -511,12 +511,12 @@ class _LoadHooks(_EngineHook):
         for key, param in params.items():
             value = state_dict.get(key)
             if isinstance(value, torch.Tensor) and value.shape == param.shape:
-                self._given.append((param, value))
+                self._values.append((param, value))
                 # torch copies no plain tensor to a DTensor
                 if (cut := slice_of(key, param)) is not None:
                     state_dict[key] = cut.wrap(cut.cut(value).contiguous().to(param.device))
 
     def after(self, module: nn.Module, incompatible_keys: Any) -> None:
         if self.engine is not None:
-            end_load(self.engine, self._given)
-        self._given = []
+            end_load(self.engine, self._values)
+        self._values = []

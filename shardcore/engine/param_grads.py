@@ -27,27 +27,27 @@ class ParamGrads:
         """
         self._buckets, self._keep_resident = buckets, keep_resident
         # the buffers that `param.grad` are views of, and how often they were edited
-        self._shown: dict[Bucket, tuple[torch.Tensor, int]] = {}
+        self._param_grads: dict[Bucket, tuple[torch.Tensor, int]] = {}
 
     def give(self) -> None:
         """Set `param.grad` of every parameter that has a gradient."""
         for bucket in self._buckets:
             if bucket.grad is None or not bucket.reduced:
                 continue
-            shown = bucket.grad
-            if shown.dtype != bucket.dtype:
-                shown = self._keep_resident(bucket, bucket.dtype)
-                _C.cast([shown], [bucket.grad])
+            param_grads = bucket.grad
+            if param_grads.dtype != bucket.dtype:
+                param_grads = self._keep_resident(bucket, bucket.dtype)
+                _C.cast([param_grads], [bucket.grad])
             for managed in bucket.params:
                 managed.grad_view = (
-                    managed.shown(managed.slice_of(shown)) if managed.has_grad else None
+                    managed.as_param(managed.slice_of(param_grads)) if managed.has_grad else None
                 )
                 managed.param.grad = managed.grad_view
-            self._shown[bucket] = shown, self._version(bucket, shown)
+            self._param_grads[bucket] = param_grads, self._version(bucket, param_grads)
 
     def drop(self) -> None:
         """Clear every `param.grad`."""
-        self._shown.clear()
+        self._param_grads.clear()
         for bucket in self._buckets:
             for managed in bucket.params:
                 managed.param.grad = managed.grad_view = None
@@ -56,13 +56,13 @@ class ParamGrads:
     def absorb(self) -> None:
         """Bring the reduced gradients in line with what `param.grad` says now."""
         for bucket in self._buckets:
-            shown, version = self._shown.get(bucket, (None, 0))
-            edited = shown is not None and self._version(bucket, shown) != version
+            param_grads, version = self._param_grads.get(bucket, (None, 0))
+            edited = param_grads is not None and self._version(bucket, param_grads) != version
             changed = edited
             for managed in bucket.params:
                 grad = managed.param.grad
                 if grad is managed.grad_view:
-                    if edited and grad is not None and shown is not bucket.grad:
+                    if edited and grad is not None and param_grads is not bucket.grad:
                         self._take_edit(bucket, managed, managed.cut(grad))
                     continue
                 changed = True
@@ -73,29 +73,29 @@ class ParamGrads:
                     target.copy_(managed.cut(grad))
                 managed.has_grad = grad is not None
                 managed.grad_view = grad
-            if shown is not None:
-                self._shown[bucket] = shown, self._version(bucket, shown)
+            if param_grads is not None:
+                self._param_grads[bucket] = param_grads, self._version(bucket, param_grads)
             if changed and bucket.grad is not None:
                 bucket.sq_norm = _C.sq_norm([bucket.reduced_slice(bucket.grad)])
 
     @staticmethod
-    def _version(bucket: Bucket, shown: torch.Tensor) -> int:
+    def _version(bucket: Bucket, param_grads: torch.Tensor) -> int:
         """The count of edits of a buffer that `param.grad` are views of. (DTensors, which hold
         views of it, have their own.)
         """
         slices = (
             m.grad_view for m in bucket.params if m.sliced is not None and m.grad_view is not None
         )
-        return shown._version + sum(view._version for view in slices)
+        return param_grads._version + sum(view._version for view in slices)
 
-    def _take_edit(self, bucket: Bucket, managed: Managed, shown: torch.Tensor) -> None:
+    def _take_edit(self, bucket: Bucket, managed: Managed, param_grads: torch.Tensor) -> None:
         """Take the edited elements of a lower-precision view; the others keep their full
         precision.
         """
         full = managed.slice_of(self._full_grad(bucket))
-        rounded = torch.empty_like(shown)
+        rounded = torch.empty_like(param_grads)
         _C.cast([rounded], [full])
-        torch.where(rounded == shown, full, shown.to(full.dtype), out=full)
+        torch.where(rounded == param_grads, full, param_grads.to(full.dtype), out=full)
 
     def _full_grad(self, bucket: Bucket) -> torch.Tensor:
         if bucket.grad is None:

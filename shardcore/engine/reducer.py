@@ -108,9 +108,9 @@ def watch_for_errors() -> None:
     inner = torch.autograd.backward
 
     @wraps(inner)
-    def backward(*given: Any, **options: Any) -> None:
+    def backward(*arguments: Any, **options: Any) -> None:
         try:
-            inner(*given, **options)
+            inner(*arguments, **options)
         except BaseException as error:
             # else it is nested in another one, which may catch the error
             if graph_task_id() == -1:
@@ -367,7 +367,7 @@ class HostGradients(Protocol):
         full: torch.Tensor,
         last: Parts,
         factor: float | torch.Tensor,
-        as_it_is: bool,
+        from_autograd: bool,
         release: Callable[[torch.Tensor], None],
     ) -> None: ...
 
@@ -677,9 +677,9 @@ class Reducer:
         if self._home is None:
             yield
             return
-        here = torch.cuda.current_stream(self.device)
+        stream = torch.cuda.current_stream(self.device)
         with torch.cuda.stream(self._home):
-            follow(here, self.device)
+            follow(stream, self.device)
             yield
 
     @torch.no_grad()  # autograd calls it in the grad mode of the caller of backward

@@ -64,7 +64,9 @@ def bring_back(old: Engine, params: Iterable[nn.Parameter]) -> None:
     """Give frozen parameters that are in buckets of `old` memory of their own. Collective."""
     of_old = [old.managed[param] for param in params if param in old.managed]
     for managed, value in values_in(old, of_old):
-        become(managed.param, managed.shown(value.to(old.device, managed.param.dtype, copy=True)))
+        become(
+            managed.param, managed.as_param(value.to(old.device, managed.param.dtype, copy=True))
+        )
 
 
 def end(old: Engine) -> None:

@@ -77,8 +77,8 @@ def _owner_chains(
     common: dict[nn.Parameter, list[nn.Module]] = {}
     for name, param, chain in _uses(model, chosen, "", [model]):
         first_name.setdefault(param, name)
-        known = common.get(param, chain)
-        common[param] = [a for a, b in zip(known, chain, strict=False) if a is b]
+        so_far = common.get(param, chain)
+        common[param] = [a for a, b in zip(so_far, chain, strict=False) if a is b]
     for param, name in first_name.items():
         yield name, param, common[param]
 
@@ -158,18 +158,18 @@ def _named(model: nn.Module, items: Sequence[Any]) -> list[nn.Module]:
             )
     readers = [module for module in inside if isinstance(module, _READERS)]
     read = {part for reader in readers for part in reader.modules() if part is not reader}
-    found = [
+    candidates = [
         module
         for module in model.modules()
         if classes and isinstance(module, classes) and module not in read
     ]
-    if classes and not found:
+    if classes and not candidates:
         names = ", ".join(c.__name__ for c in classes)
         raise ValueError(
             f"shard: units names {names}; expected classes of modules that the model calls (it has "
             f"none of these)"
         )
-    for module in [*found, *modules]:
+    for module in [*candidates, *modules]:
         if module is not model and not _is_called(module):
             raise ValueError(
                 f"shard: units has a {type(module).__name__}, which has no forward; expected "
@@ -181,7 +181,7 @@ def _named(model: nn.Module, items: Sequence[Any]) -> list[nn.Module]:
                 f"its weights without calling "
                 "it; expected that module (MultiheadAttention, TransformerEncoderLayer)"
             )
-    return found + modules
+    return candidates + modules
 
 
 def _is_called(module: nn.Module) -> bool:
@@ -213,8 +213,8 @@ def _repeated_blocks(module: nn.Module, whole: Collection[nn.Module]) -> Iterato
             yield module
         return
     container = isinstance(module, _CONTAINERS)
-    found = dict.fromkeys(_called_children(module, whole) if container else module.children())
-    children = [child for child in found if next(child.parameters(), None) is not None]
+    candidates = dict.fromkeys(_called_children(module, whole) if container else module.children())
+    children = [child for child in candidates if next(child.parameters(), None) is not None]
     if container:
         kinds = [type(child) for child in children]
         blocks = [child for child in children if kinds.count(type(child)) > 1]
@@ -271,12 +271,12 @@ class Unit:
     state: the Unsharder changes it, nothing else.
     stays: it is the root or holds other units, so it stays unsharded through a backward
         (unshard.py, Note [Resharding in backward]).
-    held: how many `full_params` keep it unsharded. guest: id of the inner module, called on its
+    pins: how many `full_params` keep it unsharded. guest: id of the inner module, called on its
         own, for which alone it is unsharded; 0 for none.
-    gathers: the collectives that have not been waited for. Those of a held unit bring new weights
-        while it is unsharded.
-    kept: this rank's parts, one per bucket, of what a few ranks keep from forward to backward; None
-    if nothing is kept.
+    gathers: the collectives that have not been waited for. Those of a pinned unit gather new
+        weights while it is unsharded.
+    kept_parts: this rank's parts, one per bucket, of the weights that a few ranks keep from forward
+        to backward; None if nothing is kept.
     calls: how many backwards of it have begun and not ended. incomplete: its buckets whose
     gradients are not all there.
     began: the sequence number of autograd's next node when the forward under way began.
@@ -287,12 +287,12 @@ class Unit:
     name: str
     buckets: list[Bucket]
     stays: bool
-    held: int = 0
+    pins: int = 0
     gathers: list[Any] = field(default_factory=list)
     state: UnitState = UnitState.SHARDED
     calls: int = 0
     incomplete: set[Bucket] = field(default_factory=set)
-    kept: list[torch.Tensor] | None = None
+    kept_parts: list[torch.Tensor] | None = None
     guest: int = 0
     began: int = 0
     leaf_hook: Any = None

@@ -61,7 +61,7 @@ class Order:
     """
 
     def __init__(self) -> None:
-        self._known: list[Unit] = []
+        self._learned: list[Unit] = []
         self._uses: list[Unit] | None = None
         self._on_track = False
 
@@ -73,7 +73,7 @@ class Order:
         """Note a use; several in a row count as one."""
         if self._uses is not None and (not self._uses or self._uses[-1] is not unit):
             self._on_track &= (
-                len(self._uses) < len(self._known) and self._known[len(self._uses)] is unit
+                len(self._uses) < len(self._learned) and self._learned[len(self._uses)] is unit
             )
             self._uses.append(unit)
 
@@ -83,21 +83,21 @@ class Order:
         """
         if self._uses is None or not self._on_track:
             return []
-        return self._known[len(self._uses) : len(self._uses) + count]
+        return self._learned[len(self._uses) : len(self._uses) + count]
 
     def is_last(self, unit: Unit) -> bool:
         """Whether the pass, known as it is, ends with the use of `unit` that was just noted."""
         return (
             self._uses is not None
             and self._on_track
-            and len(self._uses) == len(self._known)
-            and self._known[-1] is unit
+            and len(self._uses) == len(self._learned)
+            and self._learned[-1] is unit
         )
 
     def end(self) -> None:
         """End the pass: the next one is expected to be like it."""
         if self._uses is not None:
-            self._known, self._uses = self._uses, None
+            self._learned, self._uses = self._uses, None
 
 
 def in_backward() -> bool:
@@ -146,7 +146,7 @@ class Gatherer:
         """Serve `buckets`, whose shards are in place."""
         tiered = any(bucket.tier is not None for bucket in buckets)
         self._comm, self._alone = comm, len(comm.shard_ranks) == 1
-        self.apart = tiered or not self._alone
+        self.copies_apart = tiered or not self._alone
         # what a wait is for (Clock)
         self.exposes = "exposed_offload" if self._alone else "exposed_gather"
         cuda = tiered and device.type == "cuda"
@@ -154,13 +154,13 @@ class Gatherer:
         self._stream = torch.cuda.Stream(device) if cuda else None  # type: ignore[no-untyped-call]
 
     @staticmethod
-    def bring(bucket: Bucket) -> _C.CopyEvent | None:
+    def fetch(bucket: Bucket) -> _C.CopyEvent | None:
         """Copy the shard into its range of `bucket.weight`; returns the end of the copy if that
         is from another tier.
         """
         target = bucket.owned_slice(bucket.weight)
         if bucket.files is not None:
-            return bucket.files.bring(bucket, target)
+            return bucket.files.fetch(bucket, target)
         if bucket.tier is not None:
             return bucket.tier.from_tier(target, bucket.owned_weight)
         target.copy_(bucket.owned_weight)
@@ -190,10 +190,10 @@ class Gatherer:
             unit, f"the weights of {unit.name or 'the root'} that were kept", keepers, 1
         )
 
-    def _start(self, unit: Unit, name: str, ranks: Sequence[int], kept: int) -> list[Any]:
+    def _start(self, unit: Unit, name: str, ranks: Sequence[int], is_kept: int) -> list[Any]:
         weights, numbers = (
             [bucket.weight for bucket in unit.buckets],
-            [2 * self._number[b] + kept for b in unit.buckets],
+            [2 * self._number[b] + is_kept for b in unit.buckets],
         )
         return self._comm.all_gather(weights, Traffic.WEIGHTS, name, ranks, of=numbers)
 
@@ -262,7 +262,7 @@ class Unsharder:
             for bucket in unit.buckets
             for m in bucket.params
         }
-        self.all_held = False  # inside full_params(model): a forward needs no other rank
+        self.all_pinned = False  # inside full_params(model): a forward needs no other rank
         self._scratch: list[tuple[Unit, Managed]] = []
         # each brings back what a load inside full_params has overwritten in a shard
         self.undo: list[Callable[[], None]] = []
@@ -292,20 +292,20 @@ class Unsharder:
         )
 
     def _use(self, unit: Unit) -> None:
-        if self._gatherer.apart and functorch_level() is not None:
+        if self._gatherer.copies_apart and functorch_level() is not None:
             raise NotImplementedError(
                 f"forward: the weights of {unit.name or 'the root'} are sharded (stage 3), which "
                 f"transforms of torch.func "
                 "(grad, vmap, ...) do not support; expected stage 0, 1 or 2, or "
                 "torch.func.functional_call without a transform"
             )
-        if not unit.held:
+        if not unit.pins:
             self._refuse_tracer("forward", unit)
         order = self._backward if in_backward() else self._forward
         self._start(unit)
         # ranks may differ in what they run inside `full_params`: nothing is learned, nor gathered
         # ahead
-        if not unit.held:
+        if not unit.pins:
             order.use(unit)
             coming = order.after(2 * self._prefetch)
             # before the wait: on CUDA what is started after it would wait, too
@@ -341,14 +341,14 @@ class Unsharder:
 
     def begin_forward(self) -> None:
         """Begin a forward of the whole model (not one that backward repeats)."""
-        if not in_backward() and not self.all_held:
+        if not in_backward() and not self.all_pinned:
             self._forward.begin()
 
     def end_forward(self) -> None:
         """End a forward of the whole model: free what was gathered and not used, and without
         gradients everything.
         """
-        if in_backward() or self.all_held:
+        if in_backward() or self.all_pinned:
             return
         self._forward.end()
         for unit in self.units:
@@ -356,7 +356,7 @@ class Unsharder:
             if unused or (unit.state is UnitState.UNSHARDED and not torch.is_grad_enabled()):
                 self._reshard(unit)
 
-    def before_hooks(self, index: int, *given: Any) -> None:
+    def before_hooks(self, index: int, *arguments: Any) -> None:
         """Unshard unit `index` for hooks that run before `before_forward`, which watches the
         inputs that they return.
         """
@@ -370,13 +370,13 @@ class Unsharder:
         if unit.stays or not torch.is_grad_enabled():
             return
         watched = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
-        made = [
+        nodes = [
             (sequence_nr_of(leaf.grad_fn), i)
             for i, leaf in enumerate(watched)
             if leaf.grad_fn is not None
         ]
-        if made:
-            watched[max(made)[1]].register_hook(lambda grad: self._end_call(unit))  # type: ignore[no-untyped-call]
+        if nodes:
+            watched[max(nodes)[1]].register_hook(lambda grad: self._end_call(unit))  # type: ignore[no-untyped-call]
         elif watched:
             if unit.leaf_hook is not None:  # the leaf may be there for good
                 unit.leaf_hook.remove()
@@ -461,8 +461,8 @@ class Unsharder:
 
     def _end_call(self, unit: Unit, only_if_complete: bool = False) -> None:
         unit.calls = max(0, unit.calls - 1)
-        here = unit.state is not UnitState.SHARDED
-        if unit.calls == 0 and here and not (only_if_complete and unit.incomplete):
+        has_weights = unit.state is not UnitState.SHARDED
+        if unit.calls == 0 and has_weights and not (only_if_complete and unit.incomplete):
             self._reshard(unit)
 
     def end_backward(self) -> None:
@@ -490,7 +490,7 @@ class Unsharder:
         """Begin to read the shards of a unit that are in files, unless they are still being
         updated.
         """
-        if unit.state is not UnitState.SHARDED or unit.kept:
+        if unit.state is not UnitState.SHARDED or unit.kept_parts:
             return
         if self.overlap_step is not None and self.overlap_step.updates(unit.buckets):
             return
@@ -502,35 +502,35 @@ class Unsharder:
         """Start to gather a unit's weights, where it is open into the memory that they have."""
         with self.comm.scope(f"shardcore::gather({unit.buckets[0].label})"):
             try:
-                unit.gathers = self._bring(unit)
+                unit.gathers = self._fetch(unit)
                 if unit.state is UnitState.SHARDED:  # else a held one gets new weights
                     unit.state = UnitState.GATHERING
             except BaseException:
-                unit.kept = None
+                unit.kept_parts = None
                 self._lose(unit)  # or the next use would take what is there for the weights
                 raise
 
-    def _bring(self, unit: Unit) -> list[Any]:
+    def _fetch(self, unit: Unit) -> list[Any]:
         """Give a unit memory with this rank's part in place, or on its way there, and start to
         gather the rest.
         """
-        arrivals, kept = [], bool(unit.kept)
+        arrivals, from_kept_parts = [], bool(unit.kept_parts)
         for bucket in unit.buckets:
-            if not self._gatherer.apart:
+            if not self._gatherer.copies_apart:
                 bucket.weight = bucket.owned_weight
                 continue
             if not bucket.weight.numel():
                 bucket.weight = self.pool.take(bucket.layout.numel, bucket.dtype)
-            if unit.kept:
-                part = unit.kept.pop(0)
+            if unit.kept_parts:
+                part = unit.kept_parts.pop(0)
                 self._kept_part(bucket).copy_(part)
                 self.pool.give(part)
             else:
-                arrivals.append(self._gatherer.bring(bucket))
-        unit.kept = None
+                arrivals.append(self._gatherer.fetch(bucket))
+        unit.kept_parts = None
         return (
             self._gatherer.gather_kept(unit, self._keepers)
-            if kept
+            if from_kept_parts
             else self._gatherer.gather(unit, arrivals)
         )
 
@@ -584,18 +584,18 @@ class Unsharder:
         return bucket.weight.chunk(len(self._keepers))[self._keepers.index(self.comm.rank)]
 
     def _keep_part(self, unit: Unit) -> None:
-        unit.kept = []
+        unit.kept_parts = []
         for bucket in unit.buckets:
             part = self._kept_part(bucket)
-            unit.kept.append(self.pool.take(part.numel(), part.dtype).copy_(part))
+            unit.kept_parts.append(self.pool.take(part.numel(), part.dtype).copy_(part))
 
     def _reshard(self, unit: Unit, keep: bool = False) -> None:
-        if unit.held:
+        if unit.pins:
             return
         if (
             keep
             and unit.state is UnitState.UNSHARDED
-            and unit.kept is None
+            and unit.kept_parts is None
             and len(self._keepers) > 1
             and len(self.comm.shard_ranks) > 1
         ):
@@ -608,7 +608,7 @@ class Unsharder:
         self._withdraw(unit)
         for bucket in unit.buckets:
             memory = bucket.release()
-            if self._gatherer.apart:
+            if self._gatherer.copies_apart:
                 self.pool.give(memory)
 
     def _withdraw(self, unit: Unit) -> None:
@@ -625,14 +625,14 @@ class Unsharder:
         """
         for unit in self.units:
             unit.calls = 0
-            if unit.held:
+            if unit.pins:
                 for bucket in unit.buckets:
                     bucket.take_edits()
             elif unit.state is not UnitState.SHARDED:
                 self._reshard(unit)
-            for part in unit.kept or []:
+            for part in unit.kept_parts or []:
                 self.pool.give(part)
-            unit.kept = None
+            unit.kept_parts = None
         self.undo.clear()
 
     @torch.no_grad()
@@ -640,18 +640,18 @@ class Unsharder:
         """Bring the weights that `full_params` holds in line with the shards, which a step has
         changed. Collective.
         """
-        held = [unit for unit in self.units if unit.held]
+        pinned = [unit for unit in self.units if unit.pins]
         try:
-            for unit in held:
+            for unit in pinned:
                 if self.overlap_step is not None:
                     self.overlap_step.wait_for(unit.buckets)
                 self._gather(unit)
-            for unit in held:
+            for unit in pinned:
                 self._wait(unit)
         except Exception:
             # closed: the weights of the step before would be taken for edits at the end of the
             # context
-            for unit in held:
+            for unit in pinned:
                 self._withdraw(unit)
                 self._lose(unit)
             raise
@@ -664,7 +664,7 @@ class Unsharder:
 
     def is_held(self, param: nn.Parameter) -> bool:
         """Whether `full_params` keeps a parameter unsharded."""
-        return param in self._slot_of and self._slot_of[param][0].held > 0
+        return param in self._slot_of and self._slot_of[param][0].pins > 0
 
     @contextmanager
     def full_params(
@@ -685,7 +685,7 @@ class Unsharder:
             for u in self.units
             if any(m.param in params for bucket in u.buckets for m in bucket.params)
         ]
-        held: list[Unit] = []
+        pinned: list[Unit] = []
         for unit in chosen:
             self._refuse_tracer("full_params", unit)
         try:
@@ -694,19 +694,19 @@ class Unsharder:
                 self._start(unit)
             for unit in chosen:
                 self._unshard(unit)
-                unit.held += 1
-                held.append(unit)
-            self.all_held = all(unit.held for unit in self.units)
+                unit.pins += 1
+                pinned.append(unit)
+            self.all_pinned = all(unit.pins for unit in self.units)
             try:
                 yield
             except Exception:
                 keeps = False
                 with suppress(Exception):  # the first error is raised
-                    settle(held)
+                    settle(pinned)
                     keeps = True
                 raise
             keeps = False
-            problem = settle(held)
+            problem = settle(pinned)
             keeps = True
             if problem is not None:
                 raise problem
@@ -717,14 +717,14 @@ class Unsharder:
                         self._reshard(unit)
             raise
         finally:
-            for unit in held:
-                unit.held -= 1
-            self.all_held = all(unit.held for unit in self.units)
+            for unit in pinned:
+                unit.pins -= 1
+            self.all_pinned = all(unit.pins for unit in self.units)
             while self.undo:
                 undo = self.undo.pop()
                 if not keeps:
                     undo()
-            for unit in held:
+            for unit in pinned:
                 for bucket in unit.buckets:
                     if keeps:  # also edits through `.data`, which no counter shows
                         bucket.take_edits()

@@ -314,7 +314,7 @@ class _GeneratesTogether:
         return (
             self.engine is not None
             and self.engine.unsharder is not None
-            and not self.engine.unsharder.all_held
+            and not self.engine.unsharder.all_pinned
         )
 
     @classmethod

@@ -89,8 +89,8 @@ class _Pending:
     """A gradient that is being offloaded.
 
     source: (owned_numel,) on the device; `release` is called with it once it is copied.
-    adds: add to the host's gradient instead of replacing it: with torch's `add_` if as_it_is, else
-    with ordered_sum.
+    adds: add to the host's gradient instead of replacing it: by torch's `add_` if from_autograd,
+        else by ordered_sum.
     gathers: collectives that complete `source` with the pieces of replicas.
     copied: the event of the copy; None before it is started, and if starting it failed.
     """
@@ -99,7 +99,7 @@ class _Pending:
     source: torch.Tensor
     release: Callable[[torch.Tensor], None]
     adds: bool
-    as_it_is: bool
+    from_autograd: bool
     gathers: list[Started]
     copied: _C.CopyEvent | None = None
 
@@ -110,7 +110,7 @@ def _add(
     part: torch.Tensor,
     first: torch.Tensor,
     total: torch.Tensor,
-    as_it_is: bool,
+    from_autograd: bool,
     own: torch.Tensor | None,
 ) -> torch.Tensor:
     """Wait for the copy of `part`, write first + part to `total`, return the squared norm of
@@ -119,15 +119,15 @@ def _add(
     copied.synchronize()
     if first is not total:
         _C.cast([total], [first])
-    return _add_now(part, total, as_it_is, own)
+    return _add_now(part, total, from_autograd, own)
 
 
 def _add_now(
-    part: torch.Tensor, total: torch.Tensor, as_it_is: bool, own: torch.Tensor | None
+    part: torch.Tensor, total: torch.Tensor, from_autograd: bool, own: torch.Tensor | None
 ) -> torch.Tensor:
     square = (
         _C.sq_norm([total.add_(part)])
-        if as_it_is
+        if from_autograd
         else _C.ordered_sum(part, 1, 1.0, total, accumulate=True)
     )
     return square if own is None else _C.sq_norm([own])
@@ -203,26 +203,26 @@ class HostGrads:
         full: torch.Tensor,
         last: Parts,
         factor: float | torch.Tensor,
-        as_it_is: bool,
+        from_autograd: bool,
         release: Callable[[torch.Tensor], None],
     ) -> None:
         """Offload a bucket's gradient, or add it to the host's if `Bucket.reduced`.
 
         full: (layout.numel,), the local gradients, which `release` is called with when they are
         read; last: the parts of the last level (ReduceScatter). factor: multiplies their sum.
-        as_it_is: `full` is the gradient itself, set or added as torch would.
+        from_autograd: `full` is the gradient itself, set or added as torch would.
         """
         adds = bucket.reduced
-        dtype = full.dtype if as_it_is else torch.float32 if adds else self._policy.grad_dtype
+        dtype = full.dtype if from_autograd else torch.float32 if adds else self._policy.grad_dtype
         self.start_all()
         self._release(len(self._leaving) + 1 - IN_FLIGHT)
-        if as_it_is:
-            pending = _Pending(bucket, full, release, adds, as_it_is, [])
+        if from_autograd:
+            pending = _Pending(bucket, full, release, adds, from_autograd, [])
             if not adds:  # else the norm of the sum is taken when it is added
                 bucket.sq_norm = _C.sq_norm([full])
         else:
             source = self._pool.take(bucket.owned_numel, dtype)
-            pending = _Pending(bucket, source, self._pool.give, adds, as_it_is, [])
+            pending = _Pending(bucket, source, self._pool.give, adds, from_autograd, [])
             bucket.sq_norm = last.add_up(factor, bucket.reduced_slice(source))
             release(full)
         if len(self._replicas) > 1:
@@ -375,11 +375,15 @@ class HostGrads:
         """Queue the addition of `part`, which is being copied, on the worker; add the elements
         on the device now.
         """
-        bucket, as_it_is, cut = pending.bucket, pending.as_it_is, pending.bucket.device_numel
+        bucket, from_autograd, cut = (
+            pending.bucket,
+            pending.from_autograd,
+            pending.bucket.device_numel,
+        )
         first = bucket.host_grad
         assert first is not None
         total = first
-        dtype = first.dtype if as_it_is else self._policy.grad_dtype
+        dtype = first.dtype if from_autograd else self._policy.grad_dtype
         if first.dtype != dtype:  # the first gradient kept its own dtype
             del self._memory[bucket]
             total = bucket.host_grad = self._host_view(bucket, dtype)
@@ -390,11 +394,11 @@ class HostGrads:
         )
         submit = self._worker.submit
         on_host = self._watch(
-            "adding", lambda: submit(_add, copied, part, first, total, as_it_is, own[-1])
+            "adding", lambda: submit(_add, copied, part, first, total, from_autograd, own[-1])
         )
         if on_host is not None:
             self._adding[self._turn] = on_host
             on_device = None
             if grad is not None:
-                on_device = _add_now(pending.source[:cut], grad, as_it_is, own[0])
+                on_device = _add_now(pending.source[:cut], grad, from_autograd, own[0])
             self._squares[bucket] = on_host, on_device

@@ -101,7 +101,7 @@ class NvmeWeights(NvmeStates):
                 if chunk not in self._ahead and len(self._ahead) < self._most_ahead:
                     self._ahead[chunk] = self._start_reading(chunk)
 
-    def bring(self, bucket: Bucket, target: torch.Tensor) -> _C.CopyEvent | None:
+    def fetch(self, bucket: Bucket, target: torch.Tensor) -> _C.CopyEvent | None:
         """See WeightFiles."""
         copied: _C.CopyEvent | None = None
         for chunk in self._chunks[bucket]:

@@ -429,7 +429,7 @@ def _renewed(rank: int, world_size: int, fails: bool) -> tuple[list[str], int]:
     texts = []
     options = {"offload": {"optimizer": "cpu", "params": "cpu"}}
     model, optimizer, _ = train(rank, Run(stage=3, steps=1, shard=options))
-    real, calls = gather.Gatherer.bring, []
+    real, calls = gather.Gatherer.fetch, []
 
     def bring(bucket: Any) -> Any:
         calls.append(1)
@@ -442,7 +442,7 @@ def _renewed(rank: int, world_size: int, fails: bool) -> tuple[list[str], int]:
             loss_of(model, batch_of(1, 0, rank)).backward()
             with pytest.MonkeyPatch.context() as patch:
                 if fails and rank == 1:
-                    patch.setattr(gather.Gatherer, "bring", staticmethod(bring))
+                    patch.setattr(gather.Gatherer, "fetch", staticmethod(bring))
                 optimizer.step()
     except RuntimeError as error:
         texts.append(str(error))

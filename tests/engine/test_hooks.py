@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardcore
 from shardcore.engine.bucket import Bucket
+from shardcore.engine.unshard import Unsharder
 from tests.support.models import (
     Block,
     Net,
@@ -407,13 +408,13 @@ def test_cudnn_takes_no_weights_of_a_recurrent_network(
 
 @pytest.mark.parametrize(
     ("what", "numbers", "offload"),
-    [("to_unsharded", (0, 1, 2), None), ("to_sharded", (0, 1), PARAMS)],
+    [("unsharding", (0, 1, 2), None), ("resharding", (0, 1), PARAMS)],
 )
 def test_an_interrupt_between_two_buckets_of_a_unit(
     what: str, numbers: tuple[int, ...], offload: Any
 ) -> None:
     norms = {"keep_fp32": [nn.LayerNorm]}  # so units have two buckets each
-    call = getattr(Bucket, what)
+    call = Unsharder._swap_memory
 
     def run(interrupted: int | None) -> str:
         model, optimizer, _ = train(
@@ -421,14 +422,14 @@ def test_an_interrupt_between_two_buckets_of_a_unit(
         )
         count = iter(range(99))
 
-        def swap(bucket: Bucket) -> None:
-            if next(count) == interrupted:
+        def swap(unsharder: Unsharder, bucket: Bucket, op: str, *arguments: Any) -> None:
+            if op == what and next(count) == interrupted:
                 raise KeyboardInterrupt
-            call(bucket)
+            call(unsharder, bucket, op, *arguments)
 
         if interrupted is not None:
             with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-                patch.setattr(Bucket, what, swap)
+                patch.setattr(Unsharder, "_swap_memory", swap)
                 with pytest.raises(KeyboardInterrupt):
                     model(batch_of(7, 0, 0)[0])
         stepped(model, optimizer, 0, 8)

@@ -271,7 +271,7 @@ def test_full_params_that_fails_on_its_way_holds_nothing() -> None:
     model, optimizer, _ = train(0, Run(stage=3, steps=1))
     _full_params_fails_on_its_way(model)
     assert not any(
-        unit.state is UnitState.UNSHARDED or unit.held
+        unit.state is UnitState.UNSHARDED or unit.pins
         for unit in model._shardcore_engine.unsharder.units
     )
     for step in range(1, 3):

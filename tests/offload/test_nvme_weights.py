@@ -118,7 +118,7 @@ def test_weights_that_were_read_ahead_of_an_edit_are_read_again(tmp_path: Path) 
         files.read_ahead(bucket)
         bucket.assign(0, torch.zeros(bucket.owned_numel))
         found = torch.ones(bucket.owned_numel, dtype=bucket.dtype)
-        if (copied := files.bring(bucket, found)) is not None:
+        if (copied := files.fetch(bucket, found)) is not None:
             copied.synchronize()
         assert not found.any()
 
@@ -167,7 +167,7 @@ def test_every_shard_is_read_once_per_use_and_ahead_of_it(
     torch.manual_seed(0)
     model, _, _ = train(0, _run("masters", tmp_path), Net(depth=5))
     seen: list[str] = []
-    start, bring = NvmeWeights._start_reading, NvmeWeights.bring
+    start, bring = NvmeWeights._start_reading, NvmeWeights.fetch
 
     def starts(self: Any, chunk: Any) -> Any:
         if chunk.first == 0:
@@ -179,7 +179,7 @@ def test_every_shard_is_read_once_per_use_and_ahead_of_it(
         return bring(self, bucket, target)
 
     monkeypatch.setattr(NvmeWeights, "_start_reading", starts)
-    monkeypatch.setattr(NvmeWeights, "bring", brings)
+    monkeypatch.setattr(NvmeWeights, "fetch", brings)
     loss = loss_of(model, batch_of(9, 0, 0))
     ahead = [f"{what} blocks.{block}" for block in range(1, 5) for what in ("read", "use")]
     assert seen == ["use the root", "read the root", "use blocks.0", "read blocks.0", *ahead]

@@ -370,25 +370,32 @@ def test_a_unit_waits_for_its_own_weights_only() -> None:
     assert not any(isinstance(module._parameters, PendingParams) for module in model.modules())
 
 
-def test_all_is_there_before_a_collective(monkeypatch: pytest.MonkeyPatch) -> None:
+def _pending_at_collectives(rank: int, world_size: int) -> list[int]:
+    """How many updates are in flight when this rank starts each of its small collectives."""
+    model, optimizer = start(rank, Run(stage=2), True)
+    engine, pending = optimizer._engine, []
+
+    def noted(call: Any) -> Any:
+        def gather(*arguments: Any, **options: Any) -> Any:
+            pending.append(len(engine.overlap_step._pending))
+            return call(*arguments, **options)
+
+        return gather
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("all_gather_cpu", "gather_rows"):
+            patch.setattr(Comm, name, noted(getattr(Comm, name)))
+        for step, call in enumerate((optimizer.step, model.state_dict)):
+            stepped(model, optimizer, rank, step)
+            call()
+    return pending
+
+
+def test_all_is_there_before_a_collective() -> None:
     """The worker's gathers and another collective would be on one group, from two threads."""
-    model, optimizer = start(0, Run(stage=2), True)
-    engine, left = optimizer._engine, []
-    for name in ("all_gather_cpu", "gather_rows"):
-        call = getattr(Comm, name)
-        monkeypatch.setattr(
-            Comm,
-            name,
-            lambda *given, call=call, **o: (
-                left.append(len(engine.overlap_step._pending)),
-                call(*given, **o),
-            )[1],
-        )
-    for step, call in enumerate((optimizer.step, model.state_dict)):
-        stepped(model, optimizer, 0, step)
-        call()
-    assert len(left) >= 4
-    assert not any(left)
+    for pending in run_ranks(2, _pending_at_collectives):
+        assert len(pending) >= 4
+        assert not any(pending)
 
 
 def test_schedulers_do_not_wait_for_weights() -> None:
