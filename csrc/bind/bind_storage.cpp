@@ -58,7 +58,8 @@ bool untouched(const std::vector<at::Tensor>& tensors, const std::vector<int64_t
                     " tensors, ", addresses.size(), " addresses and ", versions.size(), " versions; expected as many of each");
   for (size_t i = 0; i < tensors.size(); ++i) {
     const at::Tensor& tensor = tensors[i];
-    if (!tensor.has_storage() || tensor.is_inference() || tensor.scalar_type() != dtype || tensor.grad().defined()) return false;
+    if (!tensor.has_storage() || tensor.is_inference() || tensor.scalar_type() != dtype || tensor.grad().defined())
+      return false;
     const auto* const storage = static_cast<const char*>(tensor.storage().data());
     const char* const first = storage + tensor.storage_offset() * static_cast<int64_t>(tensor.itemsize());
     if (reinterpret_cast<intptr_t>(first) != addresses[i] || tensor._version() != versions[i]) return false;
