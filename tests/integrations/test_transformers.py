@@ -112,6 +112,18 @@ def close(ours: list[float], theirs: list[float]) -> bool:
 # --- training -------------------------------------------------------------------------------------
 
 
+def test_a_max_grad_norm_of_zero_is_no_clipping(tmp_path: Path) -> None:
+    """As in Trainer."""
+    options = {"stage": 2}
+    hashes = [
+        run_ranks(2, train, str(tmp_path), ShardcoreTrainer, options, {"max_grad_norm": limit})[0][
+            "hash"
+        ]
+        for limit in (0.0, 1e9, 1e-3)
+    ]
+    assert hashes[0] == hashes[1] != hashes[2]
+
+
 def test_losses_and_norms_are_those_of_ddp_and_one_hash_at_every_stage_and_tier(
     tmp_path: Path, ddp: Result
 ) -> None:

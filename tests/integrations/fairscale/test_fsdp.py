@@ -295,6 +295,11 @@ def test_auto_wrap_by_size():
         assert isinstance(
             auto_wrap(nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)), auto_wrap_policy=small), FSDP
         )
+        inside = auto_wrap(  # the rest beside the wrapped linear layer has 30 parameters
+            nn.Sequential(nn.Linear(10, 10), nn.Linear(5, 5)),
+            auto_wrap_policy=partial(default_auto_wrap_policy, min_num_params=40),
+        )
+        assert [isinstance(part, FSDP) for part in (inside, inside[0])] == [False, True]
         lists = auto_wrap(
             nn.ModuleList([nn.Linear(10, 10)]),
             auto_wrap_policy=partial(default_auto_wrap_policy, min_num_params=40),

@@ -153,6 +153,24 @@ def test_buffers_are_rank_0s_and_attributes_the_modules():
     assert first == second
 
 
+def _own_buffers(rank, world_size):
+    """Whether two forwards inside no_sync leave a rank's buffers as without other ranks."""
+    torch.manual_seed(0)
+    model, alone = Counts(), Counts()
+    alone.load_state_dict(model.state_dict())
+    oss = OSS(model.parameters(), torch.optim.AdamW, lr=0.1)
+    model = ShardedDataParallel(model, oss)
+    with model.no_sync():
+        for step in range(2):
+            for net in (model, alone):
+                net(batch_of(step, 0, rank)[0])
+    return torch.equal(model.norm.running_mean, alone.norm.running_mean)
+
+
+def test_buffers_stay_a_ranks_own_inside_no_sync():
+    assert run_ranks(2, _own_buffers) == [True, True]
+
+
 def _unfreezes(rank, world_size):
     """Freeze the first layers for two steps; at stage 2 beside DDP, which is made anew."""
     models = [make_net(), make_net()]
