@@ -278,11 +278,11 @@ class AdamOptimizer(ShardableOptimizer):
             self._skip(f"the gradients' norm is {norm}")
         return clipped
 
-    def _skip(self, why: str) -> None:
+    def _skip(self, reason: str) -> None:
         logger.warning(
             "%s: step skipped, nothing written: %s (skipped so far: %d)",
             self._op,
-            why,
+            reason,
             self._count_skip(),
         )
 

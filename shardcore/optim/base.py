@@ -359,13 +359,13 @@ class ShardableOptimizer(torch.optim.Optimizer):
             OFFLOADABLE if names is None else [str(getattr(name, "value", name)) for name in names]
         )
         if strange := [name for name in chosen if name not in OFFLOADABLE]:
-            why = (
+            hint = (
                 ' (weights stay; offload={"params": "cpu"} keeps them in host memory)'
                 if "lp_params" in strange
                 else ""
             )
             raise ValueError(
-                f"offload_states: include has {strange}; expected some of {list(OFFLOADABLE)}{why}"
+                f"offload_states: include has {strange}; expected some of {list(OFFLOADABLE)}{hint}"
             )
         if getattr(device, "value", device) != "cpu":
             raise ValueError(f'offload_states: device has {device!r}; expected "cpu"')

@@ -4,22 +4,6 @@ Invariant: _C.sq_norm sums squares in blocks of 256 and adds blocks in double-do
 order nor the grouping of the tensors changes the norm; the coefficient is csrc/core/grad_scale.h,
 one formula for host and device. Norms of other orders than 2 are torch's for each tensor (or shard
 of one), joined in float64.
-
-Note [torch's clipping functions]: Trainer, Accelerate, Lightning and most training loops clip by
-torch.nn.utils.clip_grad_norm_ or clip_grad_value_. From stage 1 on these would find no p.grad, clip
-nothing and return 0 silently, and torch has no public hook for parameters here. So the first
-`shard` at stage 1, 2 or 3 replaces the functions in torch.nn.utils and torch.nn.utils.clip_grad:
-they pass sharded parameters to their engine, and all others to torch's function. Functions imported
-by name before that (`from torch.nn.utils import clip_grad_norm_` at the top of a script) are not
-replaced. What torch's clip_grad_norm_ multiplies by is given the parameters but not norm_type; so
-it is replaced by an error where any of them is sharded (torch_private.replace_clipping).
-clip_grad_value_ calls nothing that sees parameters.
-
-A list that leaves out parameters without a gradient, `[p for p in ... if p.grad is not None]`, is
-empty then, as is the list of gradients that get_total_norm takes: the functions warn. `foreach`
-only selects torch's implementation, so it has no effect for sharded parameters.
-
-Tested with torch 2.13.0.
 """
 
 import functools
@@ -116,8 +100,8 @@ def global_part(
     tensors.
     """
     total = norm_part(tensors, norm_type)
-    for groups, some in (sharded or {}).items():
-        part = norm_part(some, norm_type)
+    for groups, local_grads in (sharded or {}).items():
+        part = norm_part(local_grads, norm_type)
         for group in groups:
             part = join([Comm(group).all_gather_cpu(part)], norm_type)
         total = join([total, part], norm_type)
@@ -211,25 +195,26 @@ def clip_grad_norm_(
             {i: grad for i, p in plain if (grad := _local_grad(op, i, p, dtensors)) is not None},
         )
 
-    def what() -> str:
+    def describe() -> str:
         return "max_norm={} norm_type={}".format(*checked())
 
     shards = [
-        engine.own_grads(op, some, what, lambda: checked()[1]) for engine, some in engines.items()
+        engine.own_grads(op, engine_params, describe, lambda: checked()[1])
+        for engine, engine_params in engines.items()
     ]
-    limit, order, dtensors, found = checked()
-    grads, owners = list(found.values()), [params[i] for i in found]
+    limit, order, dtensors, plain_grads = checked()
+    grads, owners = list(plain_grads.values()), [params[i] for i in plain_grads]
     in_order = _C.dense([*grads], owners)  # for the bits of step(max_norm=)
     part = global_part(*grouped(owners, in_order, dtensors), order)
-    norm = norm_of(join([part, *(each.part for each in shards)], order), order)
+    norm = norm_of(join([part, *(shard.part for shard in shards)], order), order)
     if error_if_nonfinite and not math.isfinite(norm):
         raise RuntimeError(
             f"{op}: the gradients' norm is {norm}; expected a finite one, as "
             f"error_if_nonfinite=True says (False: they are multiplied all the same)"
         )
     coefficient = _C.clip_coefficient(norm, limit)
-    for each in shards:
-        each.scale(coefficient)
+    for shard in shards:
+        shard.scale(coefficient)
     with torch.no_grad():
         if grads and coefficient != 1.0:
             torch._foreach_mul_(grads, coefficient)
@@ -242,7 +227,14 @@ _torchs: dict[str, Callable[..., Any]] = {}  # what was replaced, by name
 
 
 def reach_shards() -> None:
-    """Make torch's clipping functions reach sharded parameters, from now on in this process."""
+    """Make torch's clipping functions reach sharded parameters, from now on in this process.
+
+    Trainer, Accelerate, Lightning and most training loops clip by torch.nn.utils.clip_grad_norm_ or
+    clip_grad_value_. From stage 1 on these would find no p.grad, clip nothing and return 0, and
+    torch has no public hook for parameters. So the first `shard` at stage 1, 2 or 3 replaces them
+    by functions that pass sharded parameters to their engine and all others to torch's function.
+    Tested with torch 2.13.0.
+    """
     if _torchs:
         return
     ours: dict[str, Callable[..., Any]] = {
@@ -254,10 +246,13 @@ def reach_shards() -> None:
     for name, function in ours.items():
         _torchs[name] = getattr(nn.utils, name)
         functools.update_wrapper(function, _torchs[name])
-        # the deprecated clip_grad_norm calls the one in clip_grad
+        # the deprecated clip_grad_norm calls the one in clip_grad; a function that a script has
+        # imported by name before this is not replaced
         for module in (nn.utils, nn.utils.clip_grad):
             if hasattr(module, name):
                 setattr(module, name, function)
+    # An imported clip_grad_norm_ calls this with the parameters but without norm_type, so it can
+    # only refuse. An imported clip_grad_value_ calls nothing that sees parameters.
     replace_clipping(_refuse_early_imports)
 
 
@@ -272,6 +267,8 @@ _INSTEAD = (
 
 
 def _warn_if_empty(op: str, listed: Sequence[torch.Tensor]) -> None:
+    # where parameters are sharded, `[p for p in parameters if p.grad is not None]` and the list of
+    # gradients that get_total_norm takes are empty
     if not listed:
         warnings.warn(
             f"{op}: nothing was given, so nothing is clipped and a norm is 0 ({_INSTEAD})",
@@ -291,7 +288,7 @@ def _clip_grad_norm_(
     foreach: bool | None = None,
 ) -> torch.Tensor:
     listed = _listed(parameters)
-    if _any_in_shards(listed):
+    if _any_in_shards(listed):  # foreach only selects torch's implementation
         return clip_grad_norm_(listed, max_norm, norm_type, error_if_nonfinite)
     _warn_if_empty("clip_grad_norm_", listed)
     result: torch.Tensor = _torchs["clip_grad_norm_"](
@@ -337,10 +334,10 @@ def _clip_grad_value_(parameters: _Tensors, clip_value: float, foreach: bool | N
     if _any_in_shards(listed):
 
         def limit() -> float:
-            found = number(op, "clip_value", clip_value)
-            if not found >= 0.0:
-                raise ValueError(f"{op}: clip_value has {found}; expected a number of at least 0")
-            return found
+            bound = number(op, "clip_value", clip_value)
+            if not bound >= 0.0:
+                raise ValueError(f"{op}: clip_value has {bound}; expected a number of at least 0")
+            return bound
 
         for engine, params in by_engine(listed).items():
             engine.own_grads(op, params, lambda: f"{limit()}").clamp(limit())

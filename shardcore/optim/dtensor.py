@@ -166,12 +166,15 @@ def check_tensor_param(op: str, name: str, param: torch.Tensor, rows: bool = Tru
 def find_rows(
     op: str,
     params: Iterable[torch.Tensor | None],
-    known_rows: Mapping[torch.Tensor, Rows] | None = None,
+    rows_by_param: Mapping[torch.Tensor, Rows] | None = None,
 ) -> dict[torch.Tensor, Rows]:
-    """Return the rows of those parameters that are DTensors. known: those of some of them."""
-    known_rows = known_rows or {}
+    """Return the rows of those parameters that are DTensors.
+
+    rows_by_param: those of some of them, where they were made before.
+    """
+    rows_by_param = rows_by_param or {}
     return {
-        p: known_rows.get(p) or rows_of(op, f"params[{i}]", p)  # type: ignore[arg-type,misc]
+        p: rows_by_param.get(p) or rows_of(op, f"params[{i}]", p)  # type: ignore[arg-type,misc]
         for i, p in enumerate(params)
         if is_dtensor(p)
     }
@@ -201,18 +204,20 @@ def import_dtensors(op: str, name: str, saved: Any, rows: Rows | None) -> Any:
 def grouped(
     params: Sequence[torch.Tensor],
     grads: Sequence[torch.Tensor],
-    known_rows: Mapping[torch.Tensor, Rows],
+    rows_by_param: Mapping[torch.Tensor, Rows],
 ) -> tuple[list[torch.Tensor], dict[Groups, list[torch.Tensor]]]:
     """Split local gradients into those that are full on this rank, and those of which other ranks
     hold other rows.
 
-    All sharded ones of `known` have their ranks there, in one order on all ranks, even if this rank
-    has no gradient for them: summing over them is collective.
+    The result has the ranks of all sharded parameters of `rows_by_param`, in one order on all
+    ranks, even if this rank has no gradient for them: summing over them is collective.
     """
     full: list[torch.Tensor] = []
     sharded: dict[Groups, list[torch.Tensor]] = {
-        rows.groups: [] for rows in known_rows.values() if rows.groups
+        rows.groups: [] for rows in rows_by_param.values() if rows.groups
     }
     for param, grad in zip(params, grads, strict=True):
-        (sharded.get(known_rows[param].groups, full) if param in known_rows else full).append(grad)
+        (sharded.get(rows_by_param[param].groups, full) if param in rows_by_param else full).append(
+            grad
+        )
     return full, sharded

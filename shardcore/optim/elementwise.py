@@ -169,10 +169,10 @@ class ElementStep:
             if self._fills:
                 for state in states:
                     state["sum"].fill_(self.options["initial_accumulator_value"])
-            own = [own_state(state) for state in states]
+            states_of_kernel = [own_state(state) for state in states]
             masters = [state.get("master") for state in states]
             scalars = KERNELS[self.kind.cls](self.options, self.step, self.grad_scale)
-            _C.element_step(params, grads, own, masters, scalars)
+            _C.element_step(params, grads, states_of_kernel, masters, scalars)
             return
         if params[0].device.type != "cpu":
             self._update(params, grads, states)
@@ -284,23 +284,24 @@ class ElementKind:
         self,
         cls: type[torch.optim.Optimizer],
         optimizer: torch.optim.Optimizer | None = None,
-        known: Collection[str] = (),
+        option_names: Collection[str] = (),
     ) -> None:
         """Know the optimizers of this class; what `optimizer` has beside groups and states, a step
         may read.
 
-        known: the options of the class, beside the defaults of `optimizer`. Other keys of a group
-        are the user's: a step may read them, and nothing else looks at them.
+        option_names: of the class, beside the defaults of `optimizer`. Other keys of a group are
+        the user's: a step may read them, and nothing else looks at them.
         """
         self.cls, self.name = cls, cls.__name__
-        self._known = {*known, *({} if optimizer is None else optimizer.defaults)}.difference(
-            _NOTES
-        )
-        self.read = self._known
-        own = {} if optimizer is None else vars(optimizer)
+        self._option_names = {
+            *option_names,
+            *({} if optimizer is None else optimizer.defaults),
+        }.difference(_NOTES)
+        self.read = self._option_names
+        attributes = {} if optimizer is None else vars(optimizer)
         self.attributes = {
             key: value
-            for key, value in own.items()
+            for key, value in attributes.items()
             if key not in ("defaults", "param_groups", "state")
         }
         self._names: dict[str, tuple[str, ...]] = {}
@@ -311,7 +312,7 @@ class ElementKind:
         """Return the options that say what a step computes, with numbers in place of tensors.
         See Kind.
         """
-        return {key: _number_of(group[key]) for key in group if key in self._known}
+        return {key: _number_of(group[key]) for key in group if key in self._option_names}
 
     def _options(self, group: Group) -> dict[str, Any]:
         """Return what a step is given: `terms`, and the user's own keys as they are."""
@@ -330,7 +331,7 @@ class ElementKind:
                 )
         for key, value in group.items():
             number_of_class = (
-                key in self._known
+                key in self._option_names
                 and isinstance(value, int | float)
                 and not isinstance(value, bool)
             )
@@ -415,7 +416,7 @@ class ElementKind:
             op,
             groups,
             state_dict,
-            own=("capturable",),
+            local_keys=("capturable",),
             renamed={},
             check=self.check_options,
             name=self.name,

@@ -321,12 +321,12 @@ def _check_numbered(op: str, name: str, param: torch.Tensor, group: Mapping[str,
     reduced = group["state_dtype"] != "fp32"
     if not param.is_contiguous() and (reduced or param.dtype is torch.bfloat16):
         option = f"state_dtype={group['state_dtype']!r}" if reduced else "stochastic_rounding=True"
-        other = "state_dtype='fp32'" if reduced else "stochastic_rounding=False"
+        alternative = "state_dtype='fp32'" if reduced else "stochastic_rounding=False"
         raise ValueError(
             f"{op}: {name} has strides {param.stride()} for shape {tuple(param.shape)} with "
             f"{option}; expected contiguous "
             "memory (blocks and random bits follow an element's number: p.data = "
-            f"p.data.contiguous() first), or a group with {other} for it"
+            f"p.data.contiguous() first), or a group with {alternative} for it"
         )
 
 

@@ -121,7 +121,9 @@ class MuonKind(ElementKind):
 
     def __init__(self) -> None:
         """Know Muon."""
-        super().__init__(Muon, known=("lr", "weight_decay", "use_muon", *_OF_MUON, *_OF_ADAM))
+        super().__init__(
+            Muon, option_names=("lr", "weight_decay", "use_muon", *_OF_MUON, *_OF_ADAM)
+        )
         self._adam = ElementKind(torch.optim.AdamW)
 
     def check_options(self, op: str, group: Group, where: str = "") -> None:

@@ -75,7 +75,7 @@ class DeviceStepCount:
 _COUNTS = (StepCount, DeviceStepCount)
 
 
-def _shown(value: Any) -> Any:
+def _readable(value: Any) -> Any:
     return value.tensor() if isinstance(value, _COUNTS) else value
 
 
@@ -123,7 +123,7 @@ class ParamState(dict[str, Any]):
         return dict.get(self, key)
 
     def __getitem__(self, key: str) -> Any:
-        return _shown(super().__getitem__(key))
+        return _readable(super().__getitem__(key))
 
     def __setitem__(self, key: str, value: Any) -> None:
         if key == "step" and not isinstance(value, _COUNTS):
@@ -135,11 +135,11 @@ class ParamState(dict[str, Any]):
         return super().__iter__()
 
     def pop(self, *args: Any) -> Any:
-        return _shown(super().pop(*args))
+        return _readable(super().pop(*args))
 
     def popitem(self) -> tuple[str, Any]:
         key, value = super().popitem()
-        return key, _shown(value)
+        return key, _readable(value)
 
     # By way of [].
     get = Mapping.get  # type: ignore[assignment]

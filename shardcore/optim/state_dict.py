@@ -39,10 +39,10 @@ from shardcore.optim.state_format import (
 # not read.
 TORCH_ONLY: dict[str, Any] = {"foreach": None, "fused": None, "differentiable": False}
 # Options for how an optimizer stores states and runs: loading does not change them.
-_OWN = ("master", "state_dtype", "stochastic_rounding", "capturable")
+_LOCAL_KEYS = ("master", "state_dtype", "stochastic_rounding", "capturable")
 _RENAMED = {"decoupled_weight_decay": "adam_w_mode"}
 _TUPLES = ("betas", "etas", "step_sizes")
-_KEPT = {"fp32": "float32", "bf16": "bfloat16", "8bit": "8-bit codes"}
+_STORED_AS = {"fp32": "float32", "bf16": "bfloat16", "8bit": "8-bit codes"}
 # Keys that torch.optim and its learning-rate schedulers write into groups.
 SCHEDULER_KEYS = (
     "param_names",
@@ -114,7 +114,7 @@ def import_groups(
     groups: Sequence[Mapping[str, Any]],
     state_dict: Mapping[str, Any],
     *,
-    own: Sequence[str] = _OWN,
+    local_keys: Sequence[str] = _LOCAL_KEYS,
     renamed: Mapping[str, str] = _RENAMED,
     check: Callable[[str, Mapping[str, Any], str], None] = check_options,
     name: str = "Adam",
@@ -122,10 +122,10 @@ def import_groups(
     """Return, for each group, the options that loading ``state_dict`` (torch's or ours) gives it;
     nothing is changed.
 
-    renamed: ours of torch's. name: of the optimizer's class, for messages. own: options for storing
-    states and running steps, which stay this optimizer's. Raises ValueError or TypeError for
-    another number of groups or parameters, for an unknown key, and for a value that no step can
-    use.
+    renamed: our names of torch's options. name: of the optimizer's class, for messages. local_keys:
+    options for storing states and running steps, which stay this optimizer's. Raises ValueError or
+    TypeError for another number of groups or parameters, for an unknown key, and for a value that
+    no step can use.
     """
     for key in ("state", "param_groups"):
         if key not in state_dict:
@@ -165,7 +165,7 @@ def import_groups(
                 f"{len(group['params'])}, as this optimizer"
             )
         options = {}
-        passed_by = ("params", *TORCH_ONLY, *own)
+        passed_by = ("params", *TORCH_ONLY, *local_keys)
         for key, value in saved_group.items():
             if key in passed_by:
                 continue
@@ -259,7 +259,7 @@ def import_state(
             if not exact:
                 lost.append(
                     f"{name}.{key} is rounded from {dtype_name(value.dtype)} to "
-                    f"{_KEPT[state_dtype]}"
+                    f"{_STORED_AS[state_dtype]}"
                 )
             state.update(stored)
         elif key == "master" and master is None:
@@ -354,8 +354,8 @@ def import_states(
         master = group["master"] if param.dtype in MASTERED_DTYPES else None
         name, local = f"state[{key!r}]", local_part(param)
         value = import_dtensors(op, name, value, dtensors.get(param))
-        state, lost_here = import_state(op, name, value, local, master, group["state_dtype"])
-        lost += lost_here
+        state, lost_values = import_state(op, name, value, local, master, group["state_dtype"])
+        lost += lost_values
         if state:
             states[param] = state
         if "remainder" in state:

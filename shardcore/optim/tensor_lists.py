@@ -118,8 +118,8 @@ def device_scale(
     host_scale(
         op, *(1.0 if isinstance(value, torch.Tensor) else value for value in (scale, divisor))
     )
-    found = device_number(op, "optimizer.found_inf", 0.0 if found_inf is None else found_inf)
-    return DeviceScale(state, scale, divisor, found, max_norm)
+    found_inf = device_number(op, "optimizer.found_inf", 0.0 if found_inf is None else found_inf)
+    return DeviceScale(state, scale, divisor, found_inf, max_norm)
 
 
 Group = Mapping[str, Any]
@@ -148,8 +148,8 @@ def check_new_params(op: str, groups: Sequence[Group], device_type: str | None) 
     """Raise for a parameter of the last group that no step can update, or that is there twice
     (two threads would write it).
     """
-    *before, group = groups
-    start, seen = sum(len(other["params"]) for other in before), set()
+    *earlier_groups, group = groups
+    start, seen = sum(len(earlier["params"]) for earlier in earlier_groups), set()
     for i, p in enumerate(group["params"], start):
         if device_type is not None and not p.is_meta and p.device.type != device_type:
             raise ValueError(
@@ -307,7 +307,7 @@ class Update:
         self._param_states.append(state)
         exp_avg, expected = state.stored("exp_avg"), MOMENT_DTYPES[state_dtype]["exp_avg"]
         if getattr(exp_avg, "dtype", None) is not expected:
-            raise self._other_state(
+            raise self._dtype_error(
                 index, "exp_avg", exp_avg, expected, f"state_dtype={state_dtype!r}"
             )
         largest = state.stored("max_exp_avg_sq") if group["amsgrad"] else None
@@ -349,18 +349,18 @@ class Update:
         self._count_of += counts
         self._counters = [count.counter for count in counts]
 
-    def _other_state(
-        self, index: int, key: str, found: object, expected: torch.dtype | None, option: str
+    def _dtype_error(
+        self, index: int, key: str, value: object, expected: torch.dtype | None, option: str
     ) -> TypeError:
-        has = (
-            f"dtype {dtype_name(found.dtype)}"
-            if isinstance(found, torch.Tensor)
-            else f"type {type(found).__name__}"
+        actual = (
+            f"dtype {dtype_name(value.dtype)}"
+            if isinstance(value, torch.Tensor)
+            else f"type {type(value).__name__}"
         )
-        wanted = "none" if expected is None else dtype_name(expected)
+        expected_name = "none" if expected is None else dtype_name(expected)
         return TypeError(
-            f"{self._op}: state[params[{index}]].{key} has {has}; expected {wanted} for {option} "
-            f"(it changed after the first step; use load_state_dict to convert states)"
+            f"{self._op}: state[params[{index}]].{key} has {actual}; expected {expected_name} for "
+            f"{option} (it changed after the first step; use load_state_dict to convert states)"
         )
 
     def _master(
@@ -370,27 +370,27 @@ class Update:
         state has none yet.
         """
         key, dtype = MASTER_STORAGE[kind if param.dtype in MASTERED_DTYPES else None]
-        for other in ("master", "remainder"):
-            found, expected = state.stored(other), dtype if other == key else None
-            if found is not None and getattr(found, "dtype", None) is not expected:
+        for name in ("master", "remainder"):
+            value, expected = state.stored(name), dtype if name == key else None
+            if value is not None and getattr(value, "dtype", None) is not expected:
                 option = f"a {dtype_name(param.dtype)} parameter with master={kind!r}"
-                raise self._other_state(index, other, found, expected, option)
+                raise self._dtype_error(index, name, value, expected, option)
         if key is None or dtype is None:
             return None
-        kept: torch.Tensor | None = state.stored(key)
-        if kept is None:
+        master: torch.Tensor | None = state.stored(key)
+        if master is None:
             if not has_memory(param):
                 raise ValueError(
                     f"{self._op}: params[{index}] has no memory to make a {key} from; expected "
                     f"some (restore it first)"
                 )
-            kept = (
+            master = (
                 new_state(param, source=param)
                 if kind == "fp32"
                 else zeros(param.shape, dtype, param.device, param)
             )
-            self._new_tensors.append((state, key, kept))
-        return kept
+            self._new_tensors.append((state, key, master))
+        return master
 
     def _adopt(self, index: int, param: torch.Tensor, state: Any, state_dtype: str) -> ParamState:
         """Return a ParamState for a parameter that has none yet, or has a plain dict that the
@@ -447,12 +447,12 @@ class Update:
         op: str,
         groups: Sequence[Group],
         states: Mapping[torch.Tensor, Any],
-        given: Sequence[torch.Tensor | None] | None,
+        grads: Sequence[torch.Tensor | None] | None,
     ) -> Sequence[Call] | None:
         """Return the calls with which `run` makes this step, or None if something else has to be
         looked at.
 
-        given: gradients in place of ``p.grad``, one for each parameter. Raises ValueError or
+        grads: gradients in place of ``p.grad``, one for each parameter. Raises ValueError or
         TypeError for options that no step can use.
         """
         if not self.calls or not _C.same_objects(groups, self._groups):
@@ -462,16 +462,16 @@ class Update:
             check_options(op, group, f"param_groups[{i}].")
             if _FORMAT(group) != self._formats[i] or not _C.same_objects(group["params"], params):
                 return None
-        if given is not None and sum(grad is None for grad in given) != len(self._idle):
+        if grads is not None and sum(grad is None for grad in grads) != len(self._idle):
             return None
-        found = []
+        calls = []
         for call in self.calls:
             lists = call.lists.with_states(states)
-            if given is None:
-                grads = call.lists.plain_grads(self._idle)
+            if grads is None:
+                plain_grads = call.lists.plain_grads(self._idle)
             else:
-                grads = call.lists.plain_grads((), [given[index] for index in call.indices])
-            if lists is None or grads is None:
+                plain_grads = call.lists.plain_grads((), [grads[index] for index in call.indices])
+            if lists is None or plain_grads is None:
                 return None
-            found.append(call._replace(lists=lists, grads=grads))
-        return found
+            calls.append(call._replace(lists=lists, grads=plain_grads))
+        return calls
