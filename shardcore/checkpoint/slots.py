@@ -228,10 +228,10 @@ class Slots:
         """See StateFiles. ValueError if the slots to go on from are laid out for something else."""
         self._engine = engine
         names = [self._path(f"slot_{slot}.safetensors") for slot in range(2 * len(self._folders))]
-        # Of several directories (engine/nvme_states.py, Note [Stripes]) the first one has all files
-        # of the rank. Each other one has two slots, 2 and 3 and so on, whose names also have the
-        # run's, so that runs may share it; the first one has symlinks to them, which `load`
-        # follows. The record says which chunk lies in which directory.
+        # Of several directories (nvme_states.deal) the first one has all files of the rank. Each
+        # other one has two slots, 2 and 3 and so on, whose names also have the run's, so that runs
+        # may share it; the first one has symlinks to them, which `load` follows. The record says
+        # which chunk lies in which directory.
         names_of_run = [name.name.replace(".slot_", f".{self.run}.slot_") for name in names]
         striped = [self._folders[slot // 2] / names_of_run[slot] for slot in range(2, len(names))]
         self.paths = [*names[:2], *striped]

@@ -13,7 +13,7 @@ import torch
 from shardcore._native import _C
 from shardcore.distributed.machine import free_bytes, machine_id
 from shardcore.estimate.fit import Machine, Rates
-from shardcore.offload.split_store import SPARE
+from shardcore.offload.split_store import HEADROOM_PARTS
 from shardcore.optim import CPUAdam
 
 LINK_BYTES, ADAM_NUMEL = 256 << 20, 1 << 24  # at most: more than caches have
@@ -45,7 +45,7 @@ def measure(device: torch.device) -> dict[str, Any]:
     return {
         "place": machine_id(),
         "device": free,
-        "spare": total // SPARE,
+        "headroom": total // HEADROOM_PARTS,
         "host": sys.maxsize if host is None else host,
         "to_host": _rate(partial(link, False), most),
         "from_host": _rate(partial(link, True), most),
@@ -91,7 +91,7 @@ def agreed(figures: Sequence[Mapping[str, Any]]) -> tuple[Machine, Rates]:
 
     places = [of_rank["place"] for of_rank in figures]
     host = min(of_rank["host"] // places.count(of_rank["place"]) for of_rank in figures)
-    spare = max(of_rank["spare"] for of_rank in figures)
-    return Machine(least("device"), spare, host, 0, 1), Rates(
+    headroom = max(of_rank["headroom"] for of_rank in figures)
+    return Machine(least("device"), headroom, host, 0, 1), Rates(
         least("to_host"), least("from_host"), least("adam")
     )

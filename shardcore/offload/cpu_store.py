@@ -6,14 +6,9 @@ copies each chunk of the reduced gradient to the host (and of weights, unless fl
 replace them), runs the same Adam kernel there, and copies the new weights back. On CPU ranks the
 tier is still separate memory, so that the copies can be tested without a GPU.
 
-Note [Staging]. While a chunk is updated, the next one is copied in and the one before copied back.
-csrc/offload does all of it: kernels (Adam, SGD, Adagrad, Lion) run inside, and steps of torch's
-other optimizers are called for each chunk. So there are two staging buffers for gradients, and
-three for weights, used in turn; one for weights is used again when its last copy back is done. Only
-staging buffers are pinned: states and masters are never copied. Gradients that were offloaded in
-backward (`Bucket.host_grad`) need no staging buffer. Each element of a staging buffer has 4 bytes,
-as many as a float32, so that gradients of any dtype fit and all memory is allocated before the
-first step.
+Note [Staging]. While a chunk is updated, the next one is copied in and the one before copied back,
+by csrc/offload. A staging buffer of each kind is used again once the chunk before is through with
+it.
 """
 
 import logging
@@ -39,8 +34,11 @@ logger = logging.getLogger("shardcore")
 
 # a little above a power of two: so are units, by their biases and norms
 CHUNK_NUMEL = (1 << 24) + (1 << 21)
+# One is copied in while another is updated; of weights a third one is copied back.
 GRAD_BUFFERS, WEIGHT_BUFFERS = 2, 3
-_ITEM_BYTES = torch.float32.itemsize  # of the widest dtype of gradients and weights
+# Of the widest dtype of gradients and weights: any fits, and all memory is allocated before the
+# first step.
+_ITEM_BYTES = torch.float32.itemsize
 
 
 def staging_numel(buckets: Sequence[Bucket]) -> int:
@@ -212,6 +210,7 @@ class CpuStore:
         on by turns.
         """
         self._buckets, self.copies, self._device = list(buckets), copies, device
+        # states and masters are never copied: staging buffers alone are pinned
         allocate = partial(self.copies.empty, pinned=False, nodes=nodes)
         self.in_files: NvmeStates | None = None
         self.weight_files: NvmeWeights | None = None
@@ -334,7 +333,7 @@ class CpuStore:
         self,
         parts: Sequence[Sequence[Span]],
         hypers: Scalars,
-        beside: Callable[[Sequence[Span]], None] | None = None,
+        update_on_device: Callable[[Sequence[Span]], None] | None = None,
     ) -> Iterator[_C.CopyEvent | None]:
         """Update what the CPU has of each part.
 
@@ -371,9 +370,9 @@ class CpuStore:
             last = 0
             for part in planned:
                 first, last = last, last + len(part.chunks)
-                if beside is not None:
+                if update_on_device is not None:
                     self._pipeline.wait_fetched(first + 2)
-                    beside(part.on_device)
+                    update_on_device(part.on_device)
                 # so that an interrupt need not wait for all
                 for number in range(first, last if threads == 0 else first):
                     for files in self._files:
@@ -390,8 +389,8 @@ class CpuStore:
         self._pipeline.end()
 
     def _scalars(self, chunks: Sequence[_Chunk], hypers: Scalars) -> Any:
-        """Return what the pipeline updates chunks by: scalars of a kernel, or `_update` where an
-        optimizer of torch has none.
+        """Return the scalars of a kernel (Adam, SGD, Adagrad, Lion) that the pipeline runs itself;
+        for torch's other optimizers `_update`, which it calls for each chunk.
         """
         assert not isinstance(hypers, _C.DeviceScalars)
         if not any(isinstance(hyper, ElementStep) for hyper in hypers):

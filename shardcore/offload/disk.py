@@ -32,7 +32,9 @@ class Rates:
 
 def striped(rates: Sequence[Rates]) -> Rates:
     """Return the rates of disks that are read and written at once, each as much as it can."""
-    return Rates(*(sum(getattr(one, name) for one in rates) for name in ("read", "write", "both")))
+    return Rates(
+        *(sum(getattr(of_disk, name) for of_disk in rates) for name in ("read", "write", "both"))
+    )
 
 
 def file_engine() -> _C.FileEngine:
@@ -120,10 +122,10 @@ def about(engine: _C.FileEngine, directory: Path) -> str:
 
 def _mount_of(directory: Path) -> str:
     number = os.stat(directory).st_dev
-    wanted = f"{os.major(number)}:{os.minor(number)}"
+    device = f"{os.major(number)}:{os.minor(number)}"
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        fields, _, rest = line.partition(" - ")
-        if fields.split()[2] == wanted:
-            kind, source, *_ = rest.split()
+        fields, _, source_fields = line.partition(" - ")
+        if fields.split()[2] == device:
+            kind, source, *_ = source_fields.split()
             return _MEMORY if kind == "tmpfs" else f"{source} ({kind})"
-    return f"device {wanted}"
+    return f"device {device}"

@@ -3,25 +3,6 @@ micro-steps are added there.
 
 The last `host_numel` elements of each bucket's owned range are offloaded. The first `device_numel`
 stay on the device (`Bucket.grad`), where its kernels read them.
-
-Note [Copying]: the host copy has the dtype that the gradient has on the device: grad_dtype, or its
-own dtype where nothing is summed. Gradients that are being copied hold device memory, IN_FLIGHT of
-them: before another one is allocated, the stream waits for the oldest copy, whose memory returns to
-the pool. So allocations depend only on the order of buckets, never on timing. The last ones are on
-their way when backward ends, and their memory returns when the next one begins.
-Note [Early steps]: the norm is taken before a gradient is copied, so a step is decided while the
-last ones travel, and waits for each where it is used (`Bucket.arrival`). Norms of sums are taken on
-the host: then `settle` waits for all.
-Note [Adding]: on the device `ordered_sum` computes `out + float32(scale * sum)`, rounded once. To
-add on the host, the product `scale * sum` is copied in float32, whatever grad_dtype is, and
-`ordered_sum` adds it as a sum of one piece, so the bits are the same. A worker thread waits for
-each copy and adds it, in the order of the copies, while backward and later work continue. The same
-pass computes the squared norm of the sum. A staging buffer is used again once its content is added,
-so of these gradients IN_FLIGHT are on their way at most. `synchronize` waits for everything.
-Note [Failed copies]: an error in a copy or an addition does not end the backward, since other ranks
-would wait for this one. `settle` and `synchronize` raise it later, at a step or a read, which then
-fails on every rank. An error in a copy that was on its way when the step was decided is the step's,
-which fails halfway.
 """
 
 from collections import deque
@@ -41,7 +22,9 @@ from shardcore.engine.plan import MakeHostGrads, Plan
 from shardcore.engine.reduce_scatter import Parts, ReduceScatter
 from shardcore.offload.workers import make_worker
 
-IN_FLIGHT = 2  # gradients, whatever their size
+# How many gradients hold device memory while they are copied (to be added: staging buffers). Those
+# of the last ones return it when the next backward begins.
+IN_FLIGHT = 2
 T = TypeVar("T")
 
 
@@ -111,26 +94,26 @@ def _add(
     first: torch.Tensor,
     total: torch.Tensor,
     from_autograd: bool,
-    own: torch.Tensor | None,
+    own_piece: torch.Tensor | None,
 ) -> torch.Tensor:
     """Wait for the copy of `part`, write first + part to `total`, return the squared norm of
-    `own` (by default of `total`).
+    `own_piece` (by default of `total`).
     """
     copied.synchronize()
     if first is not total:
         _C.cast([total], [first])
-    return _add_now(part, total, from_autograd, own)
+    return _add_now(part, total, from_autograd, own_piece)
 
 
 def _add_now(
-    part: torch.Tensor, total: torch.Tensor, from_autograd: bool, own: torch.Tensor | None
+    part: torch.Tensor, total: torch.Tensor, from_autograd: bool, own_piece: torch.Tensor | None
 ) -> torch.Tensor:
     square = (
         _C.sq_norm([total.add_(part)])
         if from_autograd
         else _C.ordered_sum(part, 1, 1.0, total, accumulate=True)
     )
-    return square if own is None else _C.sq_norm([own])
+    return square if own_piece is None else _C.sq_norm([own_piece])
 
 
 class HostGrads:
@@ -177,7 +160,7 @@ class HostGrads:
         self._gathering: deque[_Pending] = comm.keep_alive(deque())
         self._leaving: deque[_Pending] = deque()  # being copied
         self._last: _C.CopyEvent | None = None
-        self._failure: tuple[str, BaseException] | None = None  # see Note [Failed copies]
+        self._failure: tuple[str, BaseException] | None = None  # see _watch
 
     @property
     def scratch_bytes(self) -> int:
@@ -213,8 +196,12 @@ class HostGrads:
         from_autograd: `full` is the gradient itself, set or added as torch would.
         """
         adds = bucket.reduced
+        # On the device `ordered_sum` computes `out + float32(scale * sum)`, rounded once. To add on
+        # the host, `scale * sum` is copied in float32, whatever grad_dtype is, and `ordered_sum`
+        # adds it there as a sum of one piece: the bits are the same.
         dtype = full.dtype if from_autograd else torch.float32 if adds else self._policy.grad_dtype
         self.start_all()
+        # before memory is allocated: the pool depends on the order of buckets, never on timing
         self._release(len(self._leaving) + 1 - IN_FLIGHT)
         if from_autograd:
             pending = _Pending(bucket, full, release, adds, from_autograd, [])
@@ -245,10 +232,13 @@ class HostGrads:
         self._release(len(self._leaving))
 
     def settle(self) -> None:
-        """Make `Bucket.sq_norm` known, and raise what has failed so far, as `synchronize`. See
-        Note [Early steps].
+        """Make `Bucket.sq_norm` known, and raise what has failed so far, as `synchronize`.
+
+        The norm is taken before a gradient is copied. So a step is decided while the last copies
+        are under way, and waits for each where its gradient is used (`Bucket.arrival`). If one of
+        these fails, the step fails halfway.
         """
-        if self._squares or self._failure is not None:
+        if self._squares or self._failure is not None:  # norms of sums are taken on the host
             self.synchronize()
         elif self._last is not None:
             self._watch("keeping", self._last.query)
@@ -307,7 +297,12 @@ class HostGrads:
             bucket.arrival = None
 
     def _watch(self, doing: str, call: Callable[[], T]) -> T | None:
-        """Return what `call` returns, or keep its error for `synchronize`."""
+        """Return what `call` returns, or store its error.
+
+        An error in a copy or an addition does not end the backward, since other ranks would wait
+        for this one. `settle` and `synchronize` raise it, at a step or a read, which then fails on
+        every rank.
+        """
         try:
             return call()
         except Exception as error:
@@ -374,6 +369,9 @@ class HostGrads:
     def _start_adding(self, pending: _Pending, copied: _C.CopyEvent, part: torch.Tensor) -> None:
         """Queue the addition of `part`, which is being copied, on the worker; add the elements
         on the device now.
+
+        The worker adds in the order of the copies, while backward and later work continue. The same
+        pass computes the squared norm of the sum.
         """
         bucket, from_autograd, cut = (
             pending.bucket,
@@ -389,16 +387,17 @@ class HostGrads:
             total = bucket.host_grad = self._host_view(bucket, dtype)
         grad = bucket.sum_buffer(dtype, self._pool) if cut else None
         # Each replica computes the norm of its own piece.
-        own: Sequence[torch.Tensor | None] = (
+        own_pieces: Sequence[torch.Tensor | None] = (
             bucket.own_grads() if len(self._replicas) > 1 else [None]
         )
         submit = self._worker.submit
         on_host = self._watch(
-            "adding", lambda: submit(_add, copied, part, first, total, from_autograd, own[-1])
+            "adding",
+            lambda: submit(_add, copied, part, first, total, from_autograd, own_pieces[-1]),
         )
         if on_host is not None:
             self._adding[self._turn] = on_host
             on_device = None
             if grad is not None:
-                on_device = _add_now(pending.source[:cut], grad, from_autograd, own[0])
+                on_device = _add_now(pending.source[:cut], grad, from_autograd, own_pieces[0])
             self._squares[bucket] = on_host, on_device

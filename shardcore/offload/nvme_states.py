@@ -6,22 +6,6 @@ Weights in files (offload/nvme_weights.py) are stored and updated the same way.
 A chunk is a range of a bucket's part in the tier, of at most CHUNK_NUMEL elements, with all of its
 states beside each other, at one place of this rank's files. Buffers are as large as the largest
 chunk, so no tensor is too large for them.
-
-Note [Three things at once]. While Adam works on a chunk, the next ones are read into other buffers
-and the ones before are written from theirs. A buffer is used again when its write is over. What is
-still being written when a step ends goes on beside the next forward; whoever reads that chunk waits
-for it.
-
-Note [Files]. In a directory there are one or two, alike. With one (Scratch) a chunk is written
-where it was read. With two (slots, checkpoint/slots.py) it is written to the other file than the
-one that has it as of the last committed step, so that this step stays whole until the next one is
-committed; a file that a checkpoint has is replaced before it is written to. Checksums of a chunk
-are kept in memory and compared in each read, so a damaged chunk is an error before anything is
-trained on it.
-
-Note [Stripes]. Chunks are dealt out to directories so that their disks would take equally long, by
-rates that this rank measures once, and neighbours lie on different disks, which work at the same
-time. Rates decide where bytes lie, never which.
 """
 
 import errno
@@ -53,7 +37,9 @@ from shardcore.optim.state_format import Allocate, StateFormat, StateTensors, ra
 CHUNK_NUMEL = 1 << 22
 RATED_TBW = 600  # terabytes that a consumer's disk of 1 TB may be written
 WEIGHT = "weight"
-PLACES = 4  # two are read ahead, one is updated, one is written
+# Buffers of a step: while Adam works on one chunk, the next two are read, and the one before is
+# written. A buffer is used again when its write is over.
+PLACES = 4
 
 
 @dataclass(frozen=True)
@@ -73,8 +59,10 @@ class Chunk:
 
     parts: (offset in the chunk, bytes) of what has a checksum of its own. crcs: of the parts; None:
     never written, all zero.
-    slot: the number of the file that has its newest values. committed: of the one that must not be
-    written to, if any; then the two of a directory are 2n and 2n + 1.
+    slot: the number of the file that has its newest values. committed: of the file that has its
+    values as of the last committed step, and must not be written to (checkpoint/slots.py); the two
+    files of a directory are 2n and 2n + 1. None with one file (Scratch): a chunk is written where
+    it was read.
     """
 
     bucket: Bucket
@@ -155,13 +143,13 @@ class Unopened(Scratch):
 
 def check_directories(directories: Sequence[Path]) -> None:
     """Raise NotADirectoryError for a file, and ValueError for a directory that is there twice."""
-    given_as: dict[Path, Path] = {}
+    path_of: dict[Path, Path] = {}
     for path in directories:
         if path.exists() and not path.is_dir():
             raise NotADirectoryError(
                 f'shard: offload["path"] has {path}, a file; expected a directory'
             )
-        if (earlier := given_as.setdefault(path.resolve(), path)) is not path:
+        if (earlier := path_of.setdefault(path.resolve(), path)) is not path:
             raise ValueError(
                 f'shard: offload["path"] has {earlier} and {path}, which are the same; expected '
                 f"each directory once"
@@ -177,7 +165,8 @@ def deal(
     """Make the directories; return the rates of their disks, measured if there are several, and the
     chunks of each.
 
-    See Note [Stripes].
+    Each disk gets as many chunks as all read and write in equal time. Neighbours lie on different
+    disks, which work at the same time. Rates decide where bytes lie, never which bytes.
     """
     check_directories(directories)
     for directory in directories:
@@ -240,12 +229,12 @@ def disk_use(
     reads and writes those that it updates.
     """
     states_bytes = sum(round_up(chunk.nbytes, ALIGNMENT) for chunk in states)
-    rest = 0
+    committed_bytes = 0
     for bucket in buckets if durable else ():
         if bucket.group is not None:
-            rest += bucket.state_format.nbytes(bucket.device_numel)
+            committed_bytes += bucket.state_format.nbytes(bucket.device_numel)
         if bucket.trainable and bucket.state_format.reads_weights:
-            rest += bucket.owned_numel * bucket.dtype.itemsize
+            committed_bytes += bucket.owned_numel * bucket.dtype.itemsize
     space = updated = 0
     for chunk in weights:
         size = round_up(chunk.nbytes, ALIGNMENT)
@@ -253,8 +242,8 @@ def disk_use(
         updated += size if chunk.bucket.group is not None else 0
     return DiskUse(
         states_bytes + updated + 2 * space,
-        states_bytes + rest + updated,
-        (1 + durable) * (states_bytes + rest) + space,
+        states_bytes + committed_bytes + updated,
+        (1 + durable) * (states_bytes + committed_bytes) + space,
     )
 
 
@@ -264,7 +253,7 @@ class NvmeStates:
     """
 
     tier = "nvme"
-    what = "states"
+    content = "states"
     places = PLACES
 
     def __init__(
@@ -406,6 +395,7 @@ class NvmeStates:
         chunk = self._step[number]
         with self._lock:
             self._start_write(chunk, number % PLACES)
+        # May continue after the step, beside the next forward: who reads the chunk waits for it.
         self._writes[number % PLACES] = chunk
         if number + PLACES - 2 < len(self._step):
             self._start_read(number + PLACES - 2)
@@ -427,8 +417,9 @@ class NvmeStates:
     def _start_write(self, chunk: Chunk, place: int) -> None:
         memory = self._memory(chunk, place)
         self.bytes_written += memory.nbytes
+        # the other file than the last committed step's, which stays whole until the next commit
         slot = chunk.slot if chunk.committed is None else chunk.committed ^ 1
-        self.files.before_write(slot)
+        self.files.before_write(slot)  # a file that a checkpoint has is replaced
         chunk.slot = slot
         chunk.crcs = self._crcs(memory, chunk)
         chunk.write = self._files[chunk.slot].write(memory, chunk.offset)
@@ -464,6 +455,9 @@ class NvmeStates:
         self._memory_is_newer = False
 
     def _check(self, chunk: Chunk, memory: torch.Tensor) -> None:
+        """Compare the checksums, which are kept in memory: a damaged chunk is an error before
+        anything is trained on it.
+        """
         if chunk.crcs is None:
             return
         for (offset, nbytes), crc, read_crc in zip(
@@ -473,7 +467,7 @@ class NvmeStates:
                 first = chunk.offset + offset
                 raise OSError(
                     errno.EIO,
-                    f"{self.what} of {chunk.names} in bytes {first} to {first + nbytes} are not "
+                    f"{self.content} of {chunk.names} in bytes {first} to {first + nbytes} are not "
                     f"what was written (is the disk "
                     "damaged? go on from a checkpoint, in another directory)",
                     str(self.files.paths[chunk.slot]),

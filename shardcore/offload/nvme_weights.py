@@ -3,11 +3,6 @@
 They are kept in chunks as states are (offload/nvme_states.py), which a step reads, updates and
 writes beside those. The file has no name: where steps are committed, float32 masters make these
 weights again, and a commit writes those that have none.
-
-Note [Reading ahead]. Gathering a unit needs its shard in host memory first. So the shards of the
-units after the next ones are read into buffers while these compute. There are as many buffers as
-the largest such group of units needs, and two more, through which shards stream that nobody
-foresaw. What is written to meanwhile is read again.
 """
 
 from collections import deque
@@ -31,7 +26,8 @@ from shardcore.offload.nvme_states import (
 )
 from shardcore.optim.state_format import StateTensors
 
-_STREAMING = 2  # buffers beside those of what is read ahead
+# Buffers beside those of what is read ahead, for shards that nothing foresaw.
+_STREAMING = 2
 
 
 class NvmeWeights(NvmeStates):
@@ -39,7 +35,7 @@ class NvmeWeights(NvmeStates):
     states.
     """
 
-    what = "weights"
+    content = "weights"
 
     def __init__(
         self,
@@ -65,6 +61,8 @@ class NvmeWeights(NvmeStates):
             sum(len(self._chunks[bucket]) for bucket in of_unit)
             for _, of_unit in groupby(buckets, lambda bucket: bucket.unit)
         ]
+        # A gather needs the unit's shard in host memory. So the shards of the units after the next
+        # ones are read while these compute: room for the largest such group of units.
         self._most_ahead = max((sum(units[i : i + prefetch]) for i in range(len(units))), default=0)
         count = self._most_ahead + _STREAMING
         self._ahead: dict[Chunk, tuple[torch.Tensor, _C.FileTransfer]] = {}
@@ -88,7 +86,7 @@ class NvmeWeights(NvmeStates):
     def change(
         self, bucket: Bucket, start: int, numel: int
     ) -> Iterator[tuple[int, int, StateTensors]]:
-        """See NvmeStates. What was read ahead is older then."""
+        """See NvmeStates. What was read ahead is older then, and is read again."""
         with self._lock:
             for chunk, _first, _count in self._overlapping(bucket, start, numel):
                 self._drop(chunk)

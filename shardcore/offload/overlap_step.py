@@ -8,9 +8,6 @@ so every read of a parameter from a module waits: forward, parameters(), state_d
 `module.weight`. Afterwards the module gets its own dict back, so copies and torch.compile never see
 another.
 
-Note [Order]: buckets are updated in the order in which the last forward of the model used their
-units. Ranks gather in that order, so it has to be the same on all of them: a digest of it is sent
-with each step's norm, and where ranks differ all use the order of units instead.
 Note [Who gathers]: at stages 1 and 2 the worker starts to gather a bucket's new weights, and reads
 of them wait for the gather. No other thread runs a collective on this engine's group meanwhile,
 since all that do finish the step first. With NCCL, where other collectives may run at the same time
@@ -18,12 +15,6 @@ in another order on another rank, which can hang, the thread that waits starts t
 at points that are the same on every rank: forwards, steps and `synchronize`. A read of weights,
 which one rank may make alone, starts no gather: with NCCL it raises an error if the weights are not
 gathered. At stage 3 the gather of a unit waits for its update.
-Where the device runs Adam (states on a GPU) there is no worker: step() queues all of it, and what
-is left to wait for are the gathers of stages 1 and 2, which each unit's forward waits for, in the
-order of the stream (`defer`).
-Note [Streams]: torch's current stream is per thread. The worker's stream waits for an event of the
-stream that step() was called on, and each stream that uses a bucket waits for an event of the
-worker's stream.
 """
 
 import logging
@@ -61,13 +52,13 @@ class PendingParams(MutableMapping[str, Any]):
     waits; reading names does not.
     """
 
-    def __init__(self, own: dict[str, Any], wait: Callable[[], None]) -> None:
-        """Stand in for `own` until `wait` returns, which puts `own` back."""
-        self.own, self._wait = own, wait
+    def __init__(self, wrapped: dict[str, Any], wait: Callable[[], None]) -> None:
+        """Replace `wrapped` until `wait` returns, which puts `wrapped` back."""
+        self.wrapped, self._wait = wrapped, wait
 
     def _waited(self, key: str) -> dict[str, Any]:
         self._wait()
-        return self.own
+        return self.wrapped
 
     def __getitem__(self, key: str) -> Any:
         return self._waited(key)[key]
@@ -79,13 +70,13 @@ class PendingParams(MutableMapping[str, Any]):
         del self._waited(key)[key]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.own)
+        return iter(self.wrapped)
 
     def __len__(self) -> int:
-        return len(self.own)
+        return len(self.wrapped)
 
     def __contains__(self, key: object) -> bool:
-        return key in self.own
+        return key in self.wrapped
 
     def __repr__(self) -> str:
         return repr(dict(self))
@@ -110,7 +101,7 @@ class PendingGroup(PendingParams):
     """
 
     def _waited(self, key: str) -> dict[str, Any]:
-        return super()._waited(key) if key == "params" else self.own
+        return super()._waited(key) if key == "params" else self.wrapped
 
 
 @dataclass(eq=False)
@@ -202,9 +193,7 @@ class OverlapStep:
         self.wait_for(unit.buckets)
 
     def end_forward(self) -> None:
-        """Note that a forward of the model ended, and wait for the units that it did not use.
-        See Note [Order].
-        """
+        """Note that a forward of the model ended, and wait for the units that it did not use."""
         if in_backward():
             return
         self._order, self._used = list(self._used), {}
@@ -228,6 +217,9 @@ class OverlapStep:
         the same on every rank.
         """
         assert not self._pending
+        # Buckets are updated in the order in which the last forward used their units. Ranks gather
+        # in that order, so it has to be the same on all: a digest of it is sent with each step's
+        # norm, and where ranks differ all use the order of units.
         units = dict.fromkeys([*(self._order if same_order else []), *self.units])
         updates = [
             _Update(bucket, spans[bucket])
@@ -236,6 +228,8 @@ class OverlapStep:
             if bucket in spans
         ]
         now: torch.cuda.Event | None = None
+        # torch's current stream is per thread: the worker's waits for this thread's, and each
+        # stream that uses a bucket waits for the worker's
         if self._stream is not None:
             now = torch.cuda.Event()  # type: ignore[no-untyped-call]
             now.record(torch.cuda.current_stream(self.device))
@@ -273,8 +267,10 @@ class OverlapStep:
         ]
 
     def defer(self, gathers: Mapping[Bucket, list[Started]]) -> None:
-        """Let reads of weights, and forwards, wait for what gathers the new ones; Adam has run,
-        or is queued on the device.
+        """Let reads of weights, and forwards, wait for what gathers the new ones.
+
+        Without a worker (states on a GPU) step() has queued Adam on the device. What is left to
+        wait for are the gathers of stages 1 and 2, in the order of the stream.
         """
         assert not self._pending
         self.step_count += 1
@@ -343,11 +339,11 @@ class OverlapStep:
                     if (module := ref()) is not None and self._pending.keys().isdisjoint(of_module):
                         params = module._parameters
                         module.__dict__["_parameters"] = (
-                            params.own if isinstance(params, PendingParams) else params
+                            params.wrapped if isinstance(params, PendingParams) else params
                         )
             if not self._pending:
                 self._groups[:] = [
-                    group.own if isinstance(group, PendingGroup) else group
+                    group.wrapped if isinstance(group, PendingGroup) else group
                     for group in self._groups
                 ]
 
@@ -393,10 +389,10 @@ class OverlapStep:
             f"returned ({type(error).__name__}: {error}); expected it to succeed (some weights are "
             f"new, some are not: make the model anew and load its last saved state)"
         )
-        for other in self._pending.values():
-            # the worker goes on gathering, see _update_all; then this thread may have collectives
-            # again
-            other.done.exception()
+        for pending in self._pending.values():
+            # wait for the worker, which continues to gather (see _update_all): afterwards this
+            # thread may run collectives
+            pending.done.exception()
         self._failure = message, error
         self._raise_failure()
 

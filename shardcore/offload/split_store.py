@@ -3,19 +3,6 @@ a 256-element block.
 
 The first `Bucket.device_numel` elements are served by a DeviceStore and the others by a CpuStore,
 with one kernel and the same scalars. No block is cut, so the cut never shows in the bits.
-
-Note [Which way ratio goes]: it is the share that the CPU updates, as in DeepSpeed's Twin-Flow. 1
-puts all states into host memory, 0 leaves all beside the weights.
-
-Note [Choosing a share]: of a step in which the CPU takes all, `step_s` seconds go for its Adam and
-the copies around it, until the last weights are back; a forward takes `forward_s`. So the CPU's
-share may be forward_s / step_s: the rest, on the device, is the least that hides the CPU's part.
-The least of all ranks' shares counts. What the device then keeps must fit the limit that was given,
-else the CPU takes more than it can hide. No share changes a bit, so a measurement may choose it.
-Neither Adam nor the link is timed alone: what counts is what both take here, overlapped as they
-are, with all ranks at work. Without an overlapped step nothing is hidden, and the device keeps as
-much as the limit allows. If none was given it is what the peak of the measured steps left of the
-device's memory, on the rank with the least, but for a part of it (SPARE).
 """
 
 import logging
@@ -41,7 +28,7 @@ logger = logging.getLogger("shardcore")
 
 MEASURED_STEPS = 3  # the first is not counted: it allocates memory, and caches are cold
 STEPS_OF_ONE = 64  # shares are multiples of 1 / 64
-SPARE = 10  # a tenth of the device's memory is left free
+HEADROOM_PARTS = 10  # one of so many parts of the device's memory is left free
 
 
 def device_numel(bucket: Bucket, ratio: float) -> int:
@@ -53,8 +40,9 @@ def device_numel(bucket: Bucket, ratio: float) -> int:
 
 
 def split(buckets: Iterable[Bucket], ratio: float) -> None:
-    """Let the CPU update `ratio` of each bucket's owned range, its end. See Note [Which way
-    ratio goes].
+    """Let the CPU update `ratio` of each bucket's owned range, its end.
+
+    As in DeepSpeed's Twin-Flow, 1 puts all states into host memory, 0 leaves all on the device.
     """
     for bucket in buckets:
         bucket.device_numel = device_numel(bucket, ratio)
@@ -99,7 +87,7 @@ class SplitStore(CpuStore):
             bucket.state_format.nbytes(device_numel(bucket, ratio)) for bucket in self._buckets
         )
 
-    def taken_bytes(self, ratio: float) -> int:
+    def extra_device_bytes(self, ratio: float) -> int:
         """Return the bytes that the device takes with this ratio beyond those with 1."""
         counts = [(bucket, device_numel(bucket, ratio)) for bucket in self._buckets]
         grads = 0 if self._grads else sum(count for _, count in counts) * torch.float32.itemsize
@@ -236,14 +224,14 @@ def choose_ratio(
 
 
 def room_above_peak(device: torch.device) -> float:
-    """Return the bytes of a device that the peak of torch's allocator leaves, but for the spare
-    part; no limit on the CPU.
+    """Return the bytes of a device that the peak of torch's allocator leaves, less the
+    headroom; no limit on the CPU.
     """
     if device.type != "cuda":
         return math.inf
     free, total = torch.cuda.mem_get_info(device)
     idle = torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
-    return max(0.0, free + idle - total // SPARE)
+    return max(0.0, free + idle - total // HEADROOM_PARTS)
 
 
 def ratio_tuner_of(plan: Plan) -> "RatioTuner | None":
@@ -255,7 +243,13 @@ def ratio_tuner_of(plan: Plan) -> "RatioTuner | None":
 
 
 class RatioTuner:
-    """Times forwards and steps until it has chosen a ratio. See Note [Choosing a share].
+    """Times forwards and steps until it has chosen a ratio.
+
+    If the CPU takes all, a step spends `step_s` seconds in its Adam and the copies around it, until
+    the last weights are back; a forward takes `forward_s`. A forward hides the CPU's part if its
+    share is at most forward_s / step_s. Adam and the link are not timed alone: the times are those
+    of the overlapped work, with all ranks active. No ratio changes a bit, so a measurement may
+    choose it.
 
     chosen: the ratio, until `resplit` moves states to it. updated: the last step updated the
     weights.
@@ -315,12 +309,13 @@ class RatioTuner:
             [self._forward_s, self._step_s, self._room], dtype=torch.float64, device="cpu"
         )
         rows = self._comm.all_gather_cpu(measured, Traffic.STEP, "a step").tolist()
-        # 0: the step failed
+        # The same on all ranks: the least of their shares. A step of 0 seconds failed.
         affordable = min(forward_s / step_s if step_s > 0 else 1.0 for forward_s, step_s, _ in rows)
         limit, size_of = self._limit_bytes, self._store.device_bytes
-        if limit is None:
-            size_of = self._store.taken_bytes
+        if limit is None:  # what the measured peak leaves, on the rank with the least
+            size_of = self._store.extra_device_bytes
             limit = int(min(size_of(0.0), *(room for *_, room in rows)))
+        # without an overlapped step nothing is hidden: the device keeps what the limit allows
         self.chosen = choose_ratio(affordable if self._overlaps else 0.0, limit, size_of)
         if self._comm.rank == 0:
             logger.info(

@@ -294,7 +294,7 @@ def test_every_read_waits(stage: int, offload: Any, reads: Iterable[str]) -> Non
 def test_reads_see_old_weights_where_nothing_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The broken twin of the test above."""
     monkeypatch.setattr(OverlapStep, "_defer_reads", lambda self, *_: None)
-    monkeypatch.setattr(PendingGroup, "_waited", lambda group, key: group.own)
+    monkeypatch.setattr(PendingGroup, "_waited", lambda group, key: group.wrapped)
     reads = (
         "parameters",
         "param_groups",

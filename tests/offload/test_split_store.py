@@ -150,8 +150,8 @@ def _fills_the_room(
     return (
         shares[0],
         kept[1] - kept[0],
-        store.taken_bytes(shares[0]),
-        store.taken_bytes(shares[0] - 1 / 64),
+        store.extra_device_bytes(shares[0]),
+        store.extra_device_bytes(shares[0] - 1 / 64),
     )
 
 
