@@ -407,7 +407,9 @@ def _plan(
         ranks_per_node,
         gpus.pop() if len(gpus) == 1 else None,
     )
-    problems: list[BaseException] = [each for each in (problem, slices_problem) if each is not None]
+    problems: list[BaseException] = [
+        error for error in (problem, slices_problem) if error is not None
+    ]
     # an error that this frame held would hold it, and the model, in a cycle
     problem = slices_problem = None
     alone = comm.group is not None and comm.world_size == 1 and not comm.across
@@ -423,7 +425,7 @@ def _plan(
     plan: Any = None
     filler = None
     entries: list[Entry] = []
-    needed = 0
+    host_bytes = 0
     figures: Any = None  # of this rank, where it is to choose
     if options.chooses_offload:
         try:
@@ -481,7 +483,7 @@ def _plan(
             host_grads_of,
             ratio_tuner_of,
         )
-        needed = _host_bytes(plan, options.tiers)
+        host_bytes = _host_bytes(plan, options.tiers)
         ranks = {
             "ranks": repr(comm.topology),
             "shard_world_size": len(comm.shard_ranks),
@@ -496,7 +498,7 @@ def _plan(
     try:
         agree(comm, "shard", problems, entries, over=comm.across)
         # all ranks of all parts are here by now
-        problems.extend(filter(None, [short_of_memory(comm, needed)]))
+        problems.extend(filter(None, [short_of_memory(comm, host_bytes)]))
         agree(comm, "shard", problems, over=comm.across)
     finally:
         problems.clear()
@@ -572,17 +574,17 @@ def _choose(
 
 def _host_bytes(plan: Plan, tiers: OffloadOptions) -> int:
     """Return the bytes of host memory that offload takes on this rank."""
-    needed = 0
+    host_bytes = 0
     if tiers.optimizer is not None:
         prefetch = plan.options["prefetch"]
-        needed = planned_store(plan.buckets, plan.updated, tiers, prefetch).host_bytes
+        host_bytes = planned_store(plan.buckets, plan.updated, tiers, prefetch).host_bytes
     if tiers.gradients is not None:
-        needed += host_grad_bytes(
+        host_bytes += host_grad_bytes(
             plan.updated, plan.policy, plan.comm.world_size == 1 and not plan.scaler.active
         )
     if tiers.params == "cpu":
-        needed += sum(bucket.owned_numel * bucket.dtype.itemsize for bucket in plan.buckets)
-    return needed
+        host_bytes += sum(bucket.owned_numel * bucket.dtype.itemsize for bucket in plan.buckets)
+    return host_bytes
 
 
 def _files(plan: Plan, tiers: OffloadOptions) -> StateFiles | None:
@@ -679,8 +681,8 @@ def _fill(
     for bucket in buckets:
         if bucket.group is None and bucket.trainable:
             idle += [managed.name for managed in bucket.params]
-    told = getattr(user_optimizer, "leaves_others", False)  # by initialize
-    if idle and not told and not builder.lifetimes.owns_everything and first:
+    leaves_others = getattr(user_optimizer, "leaves_others", False)  # by initialize
+    if idle and not leaves_others and not builder.lifetimes.owns_everything and first:
         logger.warning(
             "shard: no group of the optimizer has these trainable parameters, so nothing updates "
             "them (from stage 1 on their "
@@ -694,14 +696,14 @@ def _fill(
             "shard: the optimizer state of frozen parameters is dropped: %s", ", ".join(lost)
         )
     sharded = {managed.param for bucket in buckets for managed in bucket.params}
-    rest: list[Any] = [
+    replicated: list[Any] = [
         *(param for _, param in plan.frozen if param not in sharded),
         *plan.model.buffers(),
     ]
     if old is not None:
-        relay.bring_back(old, rest)
+        relay.bring_back(old, replicated)
         relay.end(old)
-    builder.move_rest([tensor for tensor in rest if not tensor.is_meta], options.broadcast)
+    builder.move_rest([tensor for tensor in replicated if not tensor.is_meta], options.broadcast)
     if filler is not None:
         filler.fill(builder, buckets, plan.store, options.broadcast)
 

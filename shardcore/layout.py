@@ -88,12 +88,12 @@ class FlatLayout:
 
     def pieces(self, start: int, end: int) -> tuple[Piece, ...]:
         """Return the non-empty pieces of parameters inside [start, end) of the buffer, in order."""
-        found = []
+        pieces = []
         for index, slot in enumerate(self.slots):
             low, high = max(start, slot.offset), min(end, slot.offset + slot.numel)
             if low < high:
-                found.append(Piece(index, low - slot.offset, low - start, high - low))
-        return tuple(found)
+                pieces.append(Piece(index, low - slot.offset, low - start, high - low))
+        return tuple(pieces)
 
     def gaps(self) -> Iterable[tuple[int, int]]:
         """Yield the (start, end) ranges that belong to no parameter: what must be zero in a

@@ -218,13 +218,13 @@ def offload_options(offload: Mapping[str, Any] | str | None, stage: int) -> Offl
         raise TypeError(
             f'shard: offload is {offload!r}; expected None, "auto" or {{"optimizer": "cpu"}}'
         )
-    known = tuple(field.name for field in fields(OffloadOptions) if field.name != "auto")
+    keys = tuple(field.name for field in fields(OffloadOptions) if field.name != "auto")
     for key in offload:
-        if key not in known:
-            other_keys = ", ".join(f'"{name}"' for name in known[1:])
+        if key not in keys:
+            optional_keys = ", ".join(f'"{name}"' for name in keys[1:])
             raise ValueError(
                 f'shard: offload has the unknown key {key!r}; expected "optimizer" and perhaps '
-                f"{other_keys}"
+                f"{optional_keys}"
             )
     tier = offload.get("optimizer")
     if tier is None and offload.get("params") == "cpu" and "ratio" not in offload:

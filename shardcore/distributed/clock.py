@@ -1,12 +1,5 @@
 """Names and times of the parts of steps: scopes for profilers, and a clock that measures once
 something has asked for it.
-
-Note [Scopes]. In traces of torch.profiler (record_function) and, with CUDA, of NVTX tools such as
-nsys they are `shardcore::<what>(<unit>)`: gather (unshard weights), reduce (send a unit's
-gradients), sum (add up the received ones), gather_grad (full gradients: stage 0 and replicas), adam
-(the update; of all units at once where no copy or collective of one overlaps with the update of the
-next), read (state dicts and the like). `shardcore::step` is around a step. Source: the
-documentation of torch.profiler and torch.cuda.nvtx.
 """
 
 import functools
@@ -124,7 +117,15 @@ class Clock:
 
 
 def scope_type() -> Callable[[str], AbstractContextManager[object]]:
-    """Return what marks the work inside, on this thread, by the name that it is given."""
+    """Return a context manager's class that names the work inside it, on this thread.
+
+    Names are `shardcore::<what>(<unit>)`, in traces of torch.profiler (record_function) and, with
+    CUDA, of NVTX tools such as nsys: gather (unshard weights), reduce (send a unit's gradients),
+    sum (add up the received ones), gather_grad (full gradients: stage 0 and replicas), adam (the
+    update; of all units at once where no copy or collective of one overlaps with the update of the
+    next), read (state dicts and the like). `shardcore::step` is around a step. Source: the
+    documentation of torch.profiler and torch.cuda.nvtx.
+    """
     return _NvtxScope if _has_nvtx() else ProfilerScope
 
 

@@ -40,27 +40,27 @@ def first_difference(of_ranks: Sequence[Sequence[Entry]]) -> str | None:
 
 
 def _difference_of(
-    kind: str, rank: int, expected: Mapping[str, Sequence[str]], got: Mapping[str, Sequence[str]]
+    kind: str, rank: int, expected: Mapping[str, Sequence[str]], actual: Mapping[str, Sequence[str]]
 ) -> str | None:
-    more = [name for name in got if name not in expected]
-    less = [name for name in expected if name not in got]
+    more = [name for name in actual if name not in expected]
+    less = [name for name in expected if name not in actual]
     if more and less:
         return f"rank {rank} has the {kind} {more[0]}, where rank 0 has {less[0]}"
     if more or less:
         count = f"{len(more or less)} {kind}{'s' * (len(more or less) > 1)}"
         name = (more or less)[0]
-        value = (got if more else expected)[name][:1]
+        value = (actual if more else expected)[name][:1]
         first = " ".join(filter(None, [name, *value]))
         verbs = f"has {count} more than rank 0" if more else f"lacks {count} that rank 0 has"
         return f"rank {rank} {verbs}; the first is {first}"
-    for place, (name, other_name) in enumerate(zip(got, expected, strict=True)):
+    for place, (name, other_name) in enumerate(zip(actual, expected, strict=True)):
         if name != other_name:
             return f"{kind} {place} is {name} on rank {rank} but {other_name} on rank 0"
-    for name, values in got.items():
+    for name, values in actual.items():
         for value, other_value in zip(values, expected[name], strict=True):
             if value != other_value:
-                thing = f"{kind} {name}" if name else f"the {kind}"
-                return f"{thing} is {value} on rank {rank} but {other_value} on rank 0"
+                subject = f"{kind} {name}" if name else f"the {kind}"
+                return f"{subject} is {value} on rank {rank} but {other_value} on rank 0"
     return None
 
 

@@ -3,12 +3,6 @@ machine's other ranks take.
 
 Memory, quotas (control groups of version 2) and the topology of cores are read on Linux only.
 Reclaimable file cache counts as free. `root`, the folder of the system's files, is for tests.
-
-Note [NUMA]. Optimizer states off the device lie by turns on the nodes of the cores that update them
-(`nodes_of`): those of the worker (overlap_step=True), else all that the process may run on. Workers
-of ranks that may run on the same cores divide them by their GPUs' nodes. What was said for each
-rank (`shardcore run`, SLURM, taskset) stays, and a rank alone keeps all cores: one socket's memory
-has half of the machine's bandwidth.
 """
 
 import os
@@ -36,17 +30,17 @@ def machine_id() -> list[str]:
     return [socket.gethostname(), read_text(Path("/proc/sys/kernel/random/boot_id")).strip()]
 
 
-def short_of_memory(comm: Comm, needed: int) -> MemoryError | None:
+def short_of_memory(comm: Comm, needed_bytes: int) -> MemoryError | None:
     """Return an error if the model's ranks on this machine need more host memory than is free.
     Collective (all parts).
 
-    needed: bytes, of this rank.
+    needed_bytes: of this rank.
     """
     machine, free = machine_id(), free_bytes()
-    _, rows = _of_model(comm, [machine, needed])
-    neighbors = [count for other, count in rows if other == machine]
+    _, rows = _of_model(comm, [machine, needed_bytes])
+    neighbors = [count for id_of_rank, count in rows if id_of_rank == machine]
     total = sum(neighbors)
-    if not needed or free is None or total <= free:
+    if not needed_bytes or free is None or total <= free:
         return None
     return MemoryError(
         f"shard: offload needs {total} bytes ({total / 2**30:.1f} GiB) of host memory for the "
@@ -75,7 +69,7 @@ def plan_worker(comm: Comm, threads: int | None, device: torch.device) -> Worker
     machine = machine_id()
     near = near_cores(pci_address(device.index)) if device.type == "cuda" else []
     own_row, rows = _of_model(comm, [machine, own_cores(), near])
-    neighbors = [number for number, (other, *_) in enumerate(rows) if other == machine]
+    neighbors = [number for number, (id_of_rank, *_) in enumerate(rows) if id_of_rank == machine]
     of_ranks = divide_by_nodes(
         [rows[number][1] for number in neighbors], [rows[number][2] for number in neighbors]
     )
@@ -89,10 +83,10 @@ def _of_model(comm: Comm, value: Any) -> tuple[int, list[Any]]:
     too. Collective.
     """
     index, rows = comm.rank, comm.gather_json(value)
-    for other in comm.across:
-        parts = other.gather_json(rows)
-        index += sum(map(len, parts[: other.rank]))
-        rows = [row for part in parts for row in part]
+    for part in comm.across:
+        rows_of_part = part.gather_json(rows)
+        index += sum(map(len, rows_of_part[: part.rank]))
+        rows = [row for rows_of_rank in rows_of_part for row in rows_of_rank]
     return index, rows
 
 
@@ -123,6 +117,8 @@ def divide_by_nodes(
 ) -> list[list[int]]:
     """Return the cores of each rank, fewer where ranks have the same: those near its GPU.
 
+    Cores that were set for each rank (by `shardcore run`, SLURM, taskset) stay. A rank alone keeps
+    all cores, since the memory of one socket has half of the machine's bandwidth.
     of_ranks: the cores that each rank of the machine may run on; near: those of its GPU's NUMA
     node, [] where unknown.
     """
@@ -165,8 +161,8 @@ def worker_cores(
     rank's main thread, or if ranks share only some cores.
     """
     allowed = set(of_ranks[rank])
-    sharing = [other for other, cores in enumerate(of_ranks) if set(cores) == allowed]
-    if any(allowed & set(cores) for other, cores in enumerate(of_ranks) if other not in sharing):
+    sharing = [index for index, cores in enumerate(of_ranks) if set(cores) == allowed]
+    if any(allowed & set(cores) for index, cores in enumerate(of_ranks) if index not in sharing):
         return []
     share = cores_of_share(sorted(allowed), sharing.index(rank), len(sharing), root)
     return share if len(share) > threads else []
@@ -226,6 +222,9 @@ def numa_nodes(root: Path = Path("/")) -> dict[int, list[int]]:
 def nodes_of(cores: Sequence[int], root: Path = Path("/")) -> list[int]:
     """Return the NUMA nodes that these cores are of; [] where the machine has one, or does not
     say.
+
+    Optimizer states off the device lie by turns on the nodes of the cores that update them: those
+    of the worker (overlap_step=True), else all that the process may run on.
     """
     return [node for node, its in numa_nodes(root).items() if not set(its).isdisjoint(cores)]
 
@@ -277,11 +276,11 @@ def _free_in_groups(root: Path) -> Iterator[int]:
     for folder in group_folders(root):
         limit = read_text(folder / "memory.max").strip()
         if limit.isdigit():
-            used = int(read_text(folder / "memory.current").strip() or 0)
+            current = int(read_text(folder / "memory.current").strip() or 0)
             statistics = dict(
                 line.split() for line in read_text(folder / "memory.stat").splitlines()
             )
-            yield int(limit) - used + int(statistics.get("inactive_file", "0"))
+            yield int(limit) - current + int(statistics.get("inactive_file", "0"))
 
 
 def group_folders(root: Path) -> Iterator[Path]:

@@ -291,10 +291,12 @@ def _fit(model: nn.Module, options: argparse.Namespace) -> int:
             f"estimate: --world-size has {len(options.world_size)} numbers with --fit; expected one"
         )
     (world_size,) = options.world_size
-    spare = options.device_memory / 10 if options.activations is None else options.activations
+    activations_gib = (
+        options.device_memory / 10 if options.activations is None else options.activations
+    )
     device, activations, host, space = (
         int(gib * _GIB)
-        for gib in (options.device_memory, spare, options.host_memory, options.disk_space)
+        for gib in (options.device_memory, activations_gib, options.host_memory, options.disk_space)
     )
     machine = fit.Machine(
         device, activations, host, space, min(world_size, options.ranks_per_node or 8)
@@ -313,8 +315,8 @@ def _fit(model: nn.Module, options: argparse.Namespace) -> int:
         f"rank(s); GiB of one, with"
     )
     print(
-        f"{spare:.1f} GiB of its device left for activations; {machine.ranks} rank(s) share host "
-        f"memory and disk"
+        f"{activations_gib:.1f} GiB of its device left for activations; {machine.ranks} rank(s) "
+        f"share host memory and disk"
     )
     print(fit.table(considered))
     if best is None:

@@ -137,15 +137,16 @@ def predict(
     `model.parameters()`, and units in module order. The ratio "auto" is predicted as 1, its start.
     Raises ValueError or TypeError as shard does.
     """
-    known = [
+    option_names = [
         *(field.name for field in fields(ShardOptions) if field.name != "stage"),
         "process_group",
         "ranks_per_node",
     ]
     for name in options:
-        if name not in known:
+        if name not in option_names:
             raise TypeError(
-                f"predict: got the option {name!r}; expected one of shard's: {', '.join(known)}"
+                f"predict: got the option {name!r}; expected one of shard's: "
+                f"{', '.join(option_names)}"
             )
     per_node = options.pop("ranks_per_node", None)
     if options.pop("process_group", None) is not None:
@@ -205,7 +206,7 @@ def predict_rank(
         store = planned_store(buckets, updated, tiers, options.prefetch)
     in_buckets = {managed.param for bucket in buckets for managed in bucket.params}
     frozen = [param for param in model.parameters() if not param.requires_grad]
-    rest = [param for param in frozen if param not in in_buckets]
+    replicated = [param for param in frozen if param not in in_buckets]
     offloaded = set()
     if tiers.gradients is not None:
         offloaded = {bucket for bucket in updated if bucket.host_numel}
@@ -229,7 +230,10 @@ def predict_rank(
         None if step.lifetimes.full_weight_resident else step.gathered,
         grad_staging_bytes(step.offloaded, step.policy),
         step.buffers_of,
-        [torch.empty(param.shape, dtype=builder.dtype_of(param), device=_META) for param in rest],
+        [
+            torch.empty(param.shape, dtype=builder.dtype_of(param), device=_META)
+            for param in replicated
+        ],
     )
     disk = None
     if isinstance(store, CpuStore) and store.in_files is not None:
@@ -390,13 +394,13 @@ class _Step:
         """Run steps until the pools no longer grow. The order of units is unknown in the first
         pass.
         """
-        known, before = False, -1
+        order_is_known, before = False, -1
         while before != self._pool_bytes():
             before = self._pool_bytes()
             for micro in range(1, self.policy.accumulate + 1):
-                self._move_weights(known)
+                self._move_weights(order_is_known)
                 self._backward(self.policy.sync_each or micro == self.policy.accumulate)
-                known = True
+                order_is_known = True
             for bucket in self._order:
                 bucket.reduced = False
 
@@ -408,7 +412,7 @@ class _Step:
     def _pool_bytes(self) -> int:
         return self.pool.allocated_bytes + self.gathered.allocated_bytes
 
-    def _move_weights(self, known: bool) -> None:
+    def _move_weights(self, order_is_known: bool) -> None:
         offloaded = any(bucket.weight_tier != "device" for bucket in self.buckets)
         gathers = len(self.comm.shard_ranks) > 1 or offloaded
         if self.lifetimes.full_weight_resident or not gathers:
@@ -419,11 +423,11 @@ class _Step:
         for units, backward in (self._passing, False), (self._passing[::-1], True):
             for number, unit in enumerate(units):
                 self._gather(unit)
-                if known:
+                if order_is_known:
                     for ahead in units[number + 1 : number + 1 + self.prefetch]:
                         self._gather(ahead)
                 # backward begins with the last unit of a forward, which then stays
-                stays = known and unit is units[-1]
+                stays = order_is_known and unit is units[-1]
                 if backward or (self.keepers != 1 and not stays):
                     self._free(unit, keep=not backward and self.keepers > 1)
         for unit in self.units:
@@ -508,15 +512,15 @@ class _Step:
             self._leaving.append((bucket, copied, self.pool.give))
             local.give(full)
         if len(self._replicas) == 1:
-            self._keep_rest()
+            self._keep_on_device()
 
     def _let_leave(self, count: int) -> None:
-        self._keep_rest()
+        self._keep_on_device()
         for _ in range(count):
             _, source, give = self._leaving.popleft()
             give(source)
 
-    def _keep_rest(self) -> None:
+    def _keep_on_device(self) -> None:
         for bucket, source, _ in self._leaving:
             if bucket.grad is None and bucket.device_numel:
                 bucket.grad = self.pool.keep(bucket.device_numel, source.dtype)
