@@ -144,11 +144,10 @@ def sharded_state_dict(of: nn.Module | torch.optim.Optimizer) -> dict[str, torch
     For torch.distributed.checkpoint: `save` it; or let `load` fill it, then pass it to
     load_sharded_state_dict. The checkpoint has full tensors (float32 from masters), which any world
     size, stage or plain model loads. Keys are the model's parameters (tied ones under each name)
-    and persistent buffers; of an optimizer "parameter.exp_avg", "parameter.step" and so on, without
-    its options, and, where the loss scale moves, "loss_scale.scale", "loss_scale.stable_steps" and
-    "loss_scale.hysteresis_left" (of shape (), on the CPU). The values are copies of what this rank
-    has. What modules keep beside tensors (`get_extra_state`) is left out, with a warning that names
-    them.
+    and persistent buffers. An optimizer adds "parameter.exp_avg", "parameter.step" and so on,
+    without its options. A dynamic loss scale adds "loss_scale.scale", "loss_scale.stable_steps" and
+    "loss_scale.hysteresis_left" (of shape (), on the CPU). The values are copies of this rank's
+    parts. Extra states of modules (`get_extra_state`) are left out, with a warning that names them.
     """
     engine = engine_behind("sharded_state_dict", of)
     if isinstance(of, torch.optim.Optimizer):
@@ -231,9 +230,8 @@ def shard(
             dimension beside process_group (docs/tensor_parallel.md), on the meta device, too.
         optimizer: FusedAdam or CPUAdam (returned), torch's Adam or AdamW (replaced by a FusedAdam
             that shares its param_groups), Lion, Muon, another elementwise optimizer of torch.optim,
-            or one of a class with `elementwise = True` (replaced by one that runs its steps on
-            shards). States that it has are carried into the shards. None for a model that only runs
-            forward.
+            or one whose class has `elementwise = True` (replaced by one that runs its steps on
+            shards). Existing states are carried into the shards. None: the model only runs forward.
         stage: 0 shards nothing, 1 optimizer states and masters, 2 also gradients, 3 also weights
         (arXiv:1910.02054).
         units: What is gathered and reduced together: "auto" (the repeated blocks), module classes,
@@ -278,15 +276,15 @@ def shard(
         broadcast: Take rank 0's weights and buffers. If False, all ranks must have the same values,
         which nothing compares.
         materialize: Fills a model on the meta device: None (`reset_parameters()` of each module), a
-            callable that is given each module, .safetensors files (a path, a list, a Hugging Face
+            callable, called with each module, .safetensors files (a path, a list, a Hugging Face
             folder), or a list of files and a callable.
         process_group: The ranks that share the model (default: all). A 2-D DeviceMesh replicates
             over its first dimension and shards over its second (hybrid sharding).
-        model_parallel_group: The ranks that hold the other parts of this model (pipeline stages), a
-            group or a mesh of one dimension, beside a process_group of the ranks that have this
-            part. The gradients' norm is that of all parts, which are clipped and skipped together;
-            an error of a step, or of shard, on one rank is one on all of them. Each part has its
-            own buckets, state dicts and checkpoints.
+        model_parallel_group: The ranks with the other parts of this model (pipeline stages), a
+            group or a mesh of one dimension; process_group then has the ranks with this part. All
+            parts share the gradients' norm, and are clipped and skipped together. An error of a
+            step, or of shard, on one rank is an error on all of them. Each part has its own
+            buckets, state dicts and checkpoints.
         ranks_per_node: Add gradients within nodes of so many ranks first. This alone, of all
         placements, changes bits.
 
@@ -314,7 +312,7 @@ def shard(
     """
     user_optimizer: Any = NoOptimizer() if optimizer is None else optimizer
     if optimizer is None and isinstance(offload, Mapping):
-        # there are no states: weights may be offloaded alone
+        # there are no states, so weights may be offloaded without an optimizer's tier
         tier_of_states: dict[str, Any] = {"optimizer": "cpu"}
         if offload.get("params") == "nvme":
             tier_of_states = {"optimizer": "nvme", "durable": False}
@@ -361,8 +359,8 @@ def shard(
 
 
 def _advise_nodes(comm: Comm, backend_sums: bool) -> None:
-    """Say once where gradients are exchanged over several nodes as if they were one, which
-    exposes much of it.
+    """Advise once to set ranks_per_node, if gradients are exchanged over several nodes as over one:
+    much of that exchange is exposed.
     """
     global _advised
     local = ranks_on_machine() or comm.world_size
@@ -605,7 +603,7 @@ def _files(plan: Plan, tiers: OffloadOptions) -> StateFiles | None:
 
 
 def _commit_steps(plan: Plan, files: StateFiles | None) -> None:
-    """Go on from the committed step that was chosen, and commit those that follow. Collective."""
+    """Resume from the chosen committed step, and commit the following ones. Collective."""
     if isinstance(files, Slots):
         engine = engine_behind("shard", plan.model)
         engine.commits = Commits(engine, files, _in_files(plan))
@@ -664,8 +662,8 @@ def _fill(
     options: ShardOptions,
     old: Engine | None,
 ) -> None:
-    """Move the weights, or those that `filler` makes, into their memory, from where `old` has
-    them, if any. Collective.
+    """Move weights into the plan's memory: those of the model, of `filler`, or of the engine `old`.
+    Collective.
     """
     builder, buckets, first = plan.builder, plan.buckets, plan.comm.rank == 0
     conversions = builder.conversions(plan.model) if first else ""
@@ -720,8 +718,8 @@ def _start(
     with plan.builder.together("starting the engine"):
         engine = Engine(plan)
     with plan.builder.together("taking over the optimizer's states"):
-        # of a replaced one, too, which schedulers keep alive; each state goes as soon as it is
-        # carried
+        # Frees each state as soon as it is carried over. Schedulers keep a replaced optimizer
+        # alive, so its states are cleared, too.
         user_optimizer.state.clear()
         engine.state_io.carry(states)
         engine.go_on_from(None)
@@ -746,7 +744,7 @@ def _start(
 
 
 def _casts(plan: Plan, cast_inputs: bool | str) -> dict[str, torch.dtype]:
-    """Return to what the floating inputs of units are cast, by their names."""
+    """Return the dtype that the floating inputs of each unit are cast to, by its name."""
     dtype = plan.builder.dtype
     if cast_inputs != "units":
         return {"": dtype} if cast_inputs and dtype in (torch.bfloat16, torch.float16) else {}

@@ -1,4 +1,4 @@
-"""Where every parameter lies in a flat buffer, and which range of it each rank owns.
+"""The place of each parameter in a flat buffer, and the range of the buffer that each rank owns.
 
 Pure arithmetic: no torch, no communication. Invariants (tested for any world size): every parameter
 and every shard starts on a 256-element boundary; all shards of a buffer have the same length;

@@ -442,7 +442,7 @@ def accept_optimizer(
             raise ValueError(
                 "shard: the optimizer is already sharded; expected one that shard() has not changed"
             )
-        if not isinstance(optimizer, AdamOptimizer):  # Trainer has made it
+        if not isinstance(optimizer, AdamOptimizer):  # Trainer converted it before
             _check_places(optimizer, offload, overlap_step)
             return optimizer
         check_capturable("shard", optimizer.param_groups, optimizer._capture_type)

@@ -13,9 +13,8 @@ import torch
 
 from shardcore.torch_private import ProfilerScope, record_function_enter, record_function_exit
 
-# Parts of a step: what is computed, and what that waits for (reduced gradients; gathered weights;
-# host memory and the update of what is there). The first ones are in none, the others in one of
-# these.
+# Parts of a step: three of computation (OUTER), and inside these the waits for reduced gradients,
+# for gathered weights, and for host memory with the update of states there.
 PARTS = ("forward", "backward", "optimizer", "exposed_reduce", "exposed_gather", "exposed_offload")
 OUTER = PARTS[:3]
 

@@ -1,12 +1,12 @@
-"""How values that ranks compare are written, and the errors that say where they differ. Pure:
-callers gather them.
+"""Differences between the values of ranks, and the errors that describe them. Pure: callers gather
+the values.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
-# Something that has to be the same on every rank: its kind ("parameter"), its name ("4.weight", ""
-# where a kind has one entry alone) and its values in words, of which the first stands for it.
+# A value that has to be equal on every rank: its kind ("parameter"), its name ("4.weight", or ""
+# if the kind has only one entry), and its properties in words. Messages name it by the first one.
 Entry: TypeAlias = Sequence[str]
 
 

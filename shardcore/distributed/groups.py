@@ -34,7 +34,7 @@ class NotAMemberError(ValueError):
 class GroupSlot:
     """A process group that serves one engine at a time; `group` is None for the user's own.
 
-    host: a gloo group of the same ranks for what they compare, where `group` has NCCL alone.
+    host: a gloo group of the same ranks, over which they compare values if `group` has only NCCL.
     host_tried: making it was tried.
     parts: groups of some of its ranks, this one among them, by these (NCCL).
     in_backward: a backward has begun to send and has not ended. spoiled: another began meanwhile,
@@ -133,8 +133,8 @@ def _named(world: dist.ProcessGroup, ranks: Sequence[int]) -> AbstractContextMan
     """Let torch name the next group by its ranks, and by how many groups of the same ranks were
     made before.
 
-    torch's own name has the number of all groups that this rank is in, or has made. Where that
-    number differs between ranks they look for the group by different names until the timeout.
+    torch's own names count all groups that this rank is in, or has made. If that count differs
+    between ranks, they wait for the group under different names until the timeout.
     """
     key, counts = tuple(sorted(ranks)), _parts.setdefault(world, Counter())
     name = hashlib.sha1(

@@ -1,5 +1,5 @@
-"""Which ranks share a node, which rank reduces which piece of a buffer, and which ranks hold it
-afterwards. Pure arithmetic.
+"""The ranks of each node, the rank that reduces each piece of a buffer, and the ranks that hold the
+piece afterwards. Pure arithmetic.
 
 A buffer has as many equal pieces as there are ranks. Reduction runs in levels: the ranks of a level
 cut what they hold into equal parts, one per rank, and each adds the parts that it receives in rank

@@ -54,8 +54,8 @@ def measure(device: torch.device) -> dict[str, Any]:
 
 
 def free_and_total(device: torch.device) -> tuple[int, int]:
-    """Return the bytes that this process can still take on a device, torch's idle blocks
-    included, and all that it has.
+    """Return the bytes that this process can still allocate on a device (torch's idle blocks
+    included), and the device's total.
     """
     if device.type != "cuda":
         return (free_bytes() or sys.maxsize,) * 2

@@ -17,7 +17,7 @@ ALIGNMENT = 4096  # of places in files; a disk with larger blocks sets it
 _PIECE_BYTES = 4 << 20
 PROBE_BYTES = 64 << 20
 _MEMORY = "tmpfs (memory)"  # a file system without a disk
-# of host memory at most, from which a file engine writes what is not written in place
+# The most host memory of a file engine, for writes that do not use the caller's memory.
 ENGINE_BYTES = 32 << 20
 
 

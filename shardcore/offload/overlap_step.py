@@ -10,11 +10,11 @@ another.
 
 Note [Who gathers]: at stages 1 and 2 the worker starts to gather a bucket's new weights, and reads
 of them wait for the gather. No other thread runs a collective on this engine's group meanwhile,
-since all that do finish the step first. With NCCL, where other collectives may run at the same time
-in another order on another rank, which can hang, the thread that waits starts the gathers instead,
-at points that are the same on every rank: forwards, steps and `synchronize`. A read of weights,
-which one rank may make alone, starts no gather: with NCCL it raises an error if the weights are not
-gathered. At stage 3 the gather of a unit waits for its update.
+since every such thread finishes the step first. With NCCL other collectives could run in another
+order on another rank, and hang. There the thread that waits starts the gathers, at points that are
+the same on every rank: forwards, steps and `synchronize`. A single rank may read weights alone, so
+a read starts no gather: with NCCL it raises an error if the weights are not gathered. At stage 3
+the gather of a unit waits for its update.
 """
 
 import logging

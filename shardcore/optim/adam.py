@@ -52,7 +52,7 @@ from shardcore.optim.tensor_lists import (
 
 logger = logging.getLogger("shardcore")
 
-# Options of a group that say what a step computes, and those that say which states there are.
+# Options of a group that decide the arithmetic of a step.
 _TERMS = (
     "lr",
     "betas",
@@ -63,6 +63,7 @@ _TERMS = (
     "bias_correction",
     "seed",
 )
+# Options that decide the states of a group.
 _FIXED = ("amsgrad", "master", "state_dtype", "stochastic_rounding", "capturable")
 
 
@@ -241,10 +242,10 @@ class AdamOptimizer(ShardableOptimizer):
         if clipped is None:
             return
         update.run(clipped, update.calls)
-        # the kernel has seen their parts alone
+        # the kernel counted a version of their local parts only
         increment_version([owner for owner in update.owners if owner in rows])
         update.commit()
-        # the local parts of DTensors have to be looked up anew each time
+        # the local parts of DTensors may change, so each step looks them up
         self._repeat = None if rows else update
 
     def _clipped_scale(

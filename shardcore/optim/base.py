@@ -227,9 +227,9 @@ class ShardableOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group: {"params": ..., options that differ from the constructor's}.
 
-        After `shard` it is collective and takes parameters of the model that are in no group, such
-        as those that were frozen then; they get masters and states (see shardcore.unfreeze, of
-        which it has the errors, too).
+        After `shard` the call is collective. It takes parameters of the model that are in no group,
+        such as frozen ones, and gives them masters and states. It raises the errors of
+        shardcore.unfreeze, too.
 
         Raises ValueError or TypeError for options and parameters that no step can use.
         """
@@ -350,9 +350,9 @@ class ShardableOptimizer(torch.optim.Optimizer):
             non_blocking: Accepted; the copies are complete when the call returns, as the memory is
             to be free then.
 
-        Raises ValueError for other names and devices, "lp_params" (weights stay), and where buffers
-        are to be freed that have gradients; MemoryError, with nothing moved, for too little host
-        memory.
+        Raises ValueError for other names and devices, for "lp_params" (weights stay), and for
+        buffers to free that still have gradients. Raises MemoryError, with nothing moved, for too
+        little host memory.
         """
         names = [include] if isinstance(include, str) else include
         chosen = (

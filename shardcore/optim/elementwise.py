@@ -268,8 +268,8 @@ def bare_optimizer(
 
 
 def plain_step(cls: type[torch.optim.Optimizer]) -> Callable[..., Any]:
-    """Return the step of a class without what calls hooks, which have run for the user's
-    optimizer.
+    """Return the step of a class without torch's wrapper that calls hooks: they have run for the
+    user's optimizer.
     """
     step: Callable[..., Any] = cls.step
     return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
@@ -425,10 +425,10 @@ class ElementKind:
     def import_state(
         self, op: str, name: str, saved: Any, param: torch.Tensor, state_format: StateFormat
     ) -> tuple[Mapping[str, Any], list[str]]:
-        """See Kind. A state without "step" (torch's SGD has none) has made one, if it has anything.
+        """See Kind. A non-empty state without "step" (torch's SGD has none) counts as one step.
 
-        What a constructor made is made anew by the first step: none of it is read (on the meta
-        device there is nothing).
+        States that a constructor made are not read (on the meta device they have no values): the
+        first step makes them anew.
         """
         if not isinstance(saved, Mapping):
             raise TypeError(f"{op}: {name} has type {type(saved).__name__}; expected a dict")

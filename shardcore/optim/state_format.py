@@ -1,8 +1,8 @@
 """How optimizer states are stored, sharded or not: dtypes, masters, and blocks of 8-bit codes.
 
-State dicts show them as torch.optim does: codes as the float32 values that they stand for, a
-remainder as the float32 master that it makes with its weight. Both conversions are exact: loading
-an exported state gives the same stored values.
+State dicts have them in torch.optim's form: float32 values in place of codes, and a float32 master
+in place of a remainder and its weight. Both conversions are exact: loading an exported state gives
+the same stored values.
 
 Invariant of sharded states: a range of a flat buffer starts at a 256-element boundary and ends at
 one, or at the end of its parameter, so that no block of 8-bit moments is ever cut.
