@@ -3,9 +3,9 @@ host memory.
 
 Weights in files (offload/nvme_weights.py) are stored and updated the same way.
 
-A chunk is a range of a bucket's part in the tier, of at most CHUNK_NUMEL elements, with all of its
-states beside each other, at one place of this rank's files. Buffers are as large as the largest
-chunk, so no tensor is too large for them.
+A chunk is a range of a bucket's part in the tier, of at most CHUNK_NUMEL elements. All its states
+are next to each other in one of this rank's files. Buffers are as large as the largest chunk, so no
+tensor is too large for them.
 """
 
 import errno
@@ -57,8 +57,8 @@ class WeightFormat(StateFormat):
 class Chunk:
     """Elements [first, first + numel) of a bucket's part in the tier, in each file at `offset`.
 
-    parts: (offset in the chunk, bytes) of what has a checksum of its own. crcs: of the parts; None:
-    never written, all zero.
+    parts: (offset in the chunk, bytes) of each range with a checksum. crcs: of the parts; None if
+    the chunk was never written and is all zero.
     slot: the number of the file that has its newest values. committed: of the file that has its
     values as of the last committed step, and must not be written to (checkpoint/slots.py); the two
     files of a directory are 2n and 2n + 1. None with one file (Scratch): a chunk is written where
@@ -74,46 +74,46 @@ class Chunk:
     crcs: list[int] | None = None
     slot: int = 0
     committed: int | None = None
-    write: _C.FileTransfer | None = field(default=None, repr=False)  # that may not be over
+    write: _C.FileTransfer | None = field(default=None, repr=False)  # the last one, maybe not over
 
     @cached_property
     def nbytes(self) -> int:
-        """How many bytes it takes, without padding."""
+        """Bytes of the chunk, without padding."""
         return self.format.nbytes(self.numel)
 
     @property
     def names(self) -> str:
-        """Some of the parameters in it."""
+        """Names of some of its parameters."""
         return ", ".join(managed.name for managed in self.bucket.params[:3])
 
 
 class StateFiles(Protocol):
-    """Where chunks are kept. paths: of the files. rates: measured of the directories, if they
-    were.
+    """The files of chunks. paths: of the files. rates: of the directories, if they were
+    measured.
     """
 
     paths: Sequence[Path]
     rates: Sequence[Rates]
 
     def open(self, engine: _C.FileEngine, chunks: Sequence[Chunk]) -> Sequence[_C.BlockFile]:
-        """Give each chunk its file, place and parts, and take space for all of them. Raises
+        """Assign each chunk its file, offset and parts, and allocate space for all of them. Raises
         OSError.
         """
 
     def before_write(self, slot: int) -> None:
-        """Let a file be written to: another one may take its place in what `open` returned.
-        Raises OSError.
+        """Prepare a file for writes: it may be replaced by another one in the list that `open`
+        returned. Raises OSError.
         """
 
 
 class Scratch:
-    """Files without names once they are open: whatever ends the process, their space is free
-    again. Jobs may share them.
+    """Files without names once they are open: their space is free again after the process ends
+    for any reason. Jobs may share the directories.
     """
 
     def __init__(self, directories: Sequence[Path], rates: Sequence[Rates] = ()) -> None:
-        """Keep states in a file of each directory, which is made if it is missing. rates: if
-        they are measured already.
+        """Keep states in a file of each directory, which is made if it is missing. rates: of the
+        directories, if they are measured already.
         """
         self._directories = directories
         self.paths: Sequence[Path] = ()
@@ -142,7 +142,7 @@ class Unopened(Scratch):
 
 
 def check_directories(directories: Sequence[Path]) -> None:
-    """Raise NotADirectoryError for a file, and ValueError for a directory that is there twice."""
+    """Raise NotADirectoryError for a file, and ValueError for a directory that is listed twice."""
     path_of: dict[Path, Path] = {}
     for path in directories:
         if path.exists() and not path.is_dir():
@@ -222,11 +222,11 @@ def disk_use(
     states: Iterable[Chunk],
     weights: Iterable[Chunk] = (),
 ) -> DiskUse:
-    """Return what these chunks of states take on disk, and where steps are committed
-    (checkpoint/commits.py), the rest.
+    """Return the disk use of these chunks. durable: steps are committed (checkpoint/commits.py),
+    with the states and weights that are not in these chunks.
 
-    weights: the chunks of weights that are there, too: forward and backward read them, and a step
-    reads and writes those that it updates.
+    weights: chunks of weights. Forward and backward read them, and a step reads and writes those
+    that it updates.
     """
     states_bytes = sum(round_up(chunk.nbytes, ALIGNMENT) for chunk in states)
     committed_bytes = 0
@@ -248,9 +248,7 @@ def disk_use(
 
 
 class NvmeStates:
-    """See the head of this file, and HostStates, whose place this takes. Reads may come from
-    several threads.
-    """
+    """See the head of this file. Has the methods of HostStates. Several threads may read."""
 
     tier = "nvme"
     content = "states"
@@ -263,12 +261,12 @@ class NvmeStates:
         allocate: Allocate,
         format_of: Callable[[Bucket], StateFormat] = lambda bucket: bucket.state_format,
     ) -> None:
-        """Take space in files for the states of `buckets`, all zero, and memory for the buffers.
-        Raises OSError.
+        """Allocate space in files for zero states of `buckets`, and memory for the buffers. Raises
+        OSError.
         """
         self._format_of = format_of
         self._chunks = {bucket: list(chunks_of(bucket, format_of(bucket))) for bucket in buckets}
-        # the most that one has
+        # of the largest chunk
         self.chunk_numel = max((chunk.numel for chunk in self.chunks), default=0)
         self.files = files
         planned = isinstance(files, Unopened)
@@ -295,8 +293,8 @@ class NvmeStates:
         return [chunk for chunks in self._chunks.values() for chunk in chunks]
 
     def flush(self) -> None:
-        """Make durable what was written so far. Raises OSError, of a file from then on each
-        time. Not beside a step.
+        """Make all writes so far durable; not during a step. Raises OSError, and raises the error
+        of a file again at each later call.
         """
         with self._lock:
             self._put_memory_back()
@@ -307,12 +305,12 @@ class NvmeStates:
         try:
             for file in self._files:
                 file.sync()
-        except OSError as error:  # which the kernel tells once, whatever it has dropped
+        except OSError as error:  # the kernel reports dropped pages only once
             self._not_durable = error
             raise
 
     def forget(self) -> None:
-        """Forget what is kept in memory of a chunk: files have others."""
+        """Drop the chunk that is cached in memory: the files have other values now."""
         self._in_memory, self._memory_is_newer = None, False
 
     # --- as HostStates ----------------------------------------------------------------------------
@@ -347,8 +345,8 @@ class NvmeStates:
     def change(
         self, bucket: Bucket, start: int, numel: int
     ) -> Iterator[tuple[int, int, StateTensors]]:
-        """Yield (start, numel, states to write to) of each part of a range; they are kept once
-        the next one is asked for.
+        """Yield (start, numel, states to write to) of each part of a range. The caller's writes are
+        final when it requests the next part.
         """
         with self._lock:
             for chunk, first, count in self._overlapping(bucket, start, numel):
@@ -425,15 +423,15 @@ class NvmeStates:
         chunk.write = self._files[chunk.slot].write(memory, chunk.offset)
 
     def _settle(self, chunk: Chunk) -> None:
-        """Wait until what was written of a chunk is in the file. Raises OSError."""
+        """Wait until the last write of a chunk is over. Raises OSError."""
         with self._lock:
             if chunk.write is not None:
                 chunk.write.wait()
                 chunk.write = None
 
     def _hold(self, chunk: Chunk) -> StateTensors:
-        """Return views of a chunk in the buffer beside those of steps, which has it until
-        another one is asked for.
+        """Return views of a chunk in the extra buffer, which steps do not use. They are valid until
+        the next chunk is requested.
         """
         if self._in_memory is not chunk:
             self._put_memory_back()
@@ -509,8 +507,8 @@ class NvmeStates:
 
 
 def places_of(chunk: Chunk) -> dict[str, tuple[int, torch.Tensor]]:
-    """Return of each state of a chunk where in it it begins, in bytes, and its like: one after
-    the other, wide dtypes first.
+    """Return, for each state of a chunk, its offset in bytes and a meta tensor of its size and
+    dtype. States are placed one after another, wide dtypes first.
     """
     cursor, places = 0, {}
     sizes = chunk.format.new(

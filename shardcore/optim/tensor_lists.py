@@ -41,7 +41,7 @@ from shardcore.optim.state_format import MASTER_STORAGE, MOMENT_DTYPES, new_mome
 
 
 class DeviceState:
-    """What capturable and sharded steps keep on the device, for one optimizer
+    """The values that capturable and sharded steps of one optimizer keep on the device
     (csrc/adam/device_step.h).
 
     words: int64 (6,): the loss scale, its stable steps, its overflows left, 1 / (ranks * scale),
@@ -59,7 +59,7 @@ class DeviceState:
 
 @dataclass(frozen=True, slots=True)
 class DeviceScale:
-    """What multiplies the gradients of a step that the device decides on. Tensors have one element.
+    """The scale of the gradients of a step that the device decides on. Tensors have one element.
 
     grad_scale multiplies, loss_scale divides. The step is skipped if found_inf is not 0 or (with
     max_norm) the norm is not finite.
@@ -72,7 +72,7 @@ class DeviceScale:
     max_norm: float | None = None
 
     def squares(self, grads: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """Return the squared norm that `decide` takes, None if nothing is to be clipped."""
+        """Return the squared norm for `decide`; None without clipping."""
         return None if self.max_norm is None else _C.sq_norm(grads).unsqueeze(0)
 
     def decide(
@@ -110,7 +110,7 @@ def device_scale(
     found_inf: object,
     max_norm: float | None,
 ) -> DeviceScale:
-    """Return the same for a capturable step, without synchronizing. Numbers are checked as in
+    """Return the scale of a capturable step, without synchronizing. Numbers are checked as in
     host_scale, tensors are not.
     """
     scale = device_number(op, "grad_scale", 1.0 if grad_scale is None else grad_scale)
@@ -123,7 +123,7 @@ def device_scale(
 
 
 Group = Mapping[str, Any]
-# The options of a group that decide which lists a step has.
+# Options of a group that decide the lists of a step.
 _FORMAT = operator.itemgetter(
     "master", "state_dtype", "amsgrad", "stochastic_rounding", "capturable"
 )
@@ -145,7 +145,7 @@ def check_grads_list(op: str, groups: Sequence[Group], grads: object) -> None:
 
 
 def check_new_params(op: str, groups: Sequence[Group], device_type: str | None) -> None:
-    """Raise for a parameter of the last group that no step can update, or that is there twice
+    """Raise for a parameter of the last group that no step can update, or that is listed twice
     (two threads would write it).
     """
     *earlier_groups, group = groups
@@ -193,7 +193,7 @@ class Call(NamedTuple):
 
     stepper: "_C.AdamStepper"
     lists: "_C.AdamLists"
-    grads: Sequence[torch.Tensor]  # what the kernel reads
+    grads: Sequence[torch.Tensor]  # as the kernel reads them
     indices: Sequence[int]  # of the parameters, among those of all groups
 
 
@@ -202,11 +202,11 @@ class Update:
     only values change.
 
     Note [Repeated steps]: looking at each tensor from Python takes twenty times as long as the rest
-    of the host's work. So a committed update can run again, with other gradients, as long as groups
-    have the same parameters and storage options, states have the same entries, dtypes and counts,
-    and the same parameters have gradients. Options, learning rates, counts and the tensors of
-    ``optimizer.state`` are read at each step, and the kernel's binding checks each tensor's memory.
-    Between steps the update holds no state, so that those which leave the device free their memory.
+    of the host's work. So a committed update can run again with other gradients. Its groups must
+    have the same parameters and storage options, its states the same entries, dtypes and counts,
+    and the same parameters must have gradients. Each step reads options, learning rates, counts and
+    the tensors of ``optimizer.state``, and the kernel's binding checks each tensor's memory.
+    Between steps the update holds no state: states that leave the device free their memory.
     """
 
     def __init__(
@@ -222,11 +222,11 @@ class Update:
     ) -> None:
         """Check the gradients and build the lists of the kernel calls; nothing is changed.
 
-        read: groups as options.read_once returns them; they have passed check_groups. grads: in
-        place of ``p.grad``, one for each parameter of the groups. rows: of those parameters that
-        are DTensors. steppers: one per device, added where there is none. on_device: the step is
-        capturable. A gradient whose memory has another order than its parameter's, or torch's
-        negative bit, is copied. Raises ValueError or TypeError.
+        read: groups as options.read_once returns them, after check_groups. grads: in place of
+        ``p.grad``, one for each parameter of the groups. rows: of parameters that are DTensors.
+        steppers: one per device; missing ones are added. on_device: the step is capturable. A
+        gradient in another memory order than its parameter, or with torch's negative bit, is
+        copied. Raises ValueError or TypeError.
         """
         self._op, self._states, self._rows, self._on_device = op, states, rows, on_device
         self._groups, self._read = list(groups), read
@@ -280,7 +280,7 @@ class Update:
                 local_part(owner),
                 rows.first_element,
             )
-        # One chain of cheap tests: what is wrong is found out only when something is.
+        # one chain of cheap tests: bad_grad finds the reason only after one fails
         if (
             not isinstance(grad, torch.Tensor)
             or grad.dtype not in PARAM_DTYPES
@@ -328,8 +328,8 @@ class Update:
         lists["masters"].append(self._master(index, state, param, group["master"]))
 
     def _count_on(self, device: torch.device, indices: Sequence[int]) -> None:
-        """Take every state's count on the device. Memory made during a capture would be filled
-        anew at each replay.
+        """Put every state's count on the device. Not during a capture: each replay would fill the
+        new memory again.
         """
         changed = [state for state in self._param_states if isinstance(state.count, StepCount)]
         changed += [state for state, _, _ in self._new_tensors]
@@ -366,8 +366,8 @@ class Update:
     def _master(
         self, index: int, state: ParamState, param: torch.Tensor, kind: str | None
     ) -> torch.Tensor | None:
-        """Return the float32 master or the remainder; make it now, from the weights, if the
-        state has none yet.
+        """Return the float32 master or the remainder; if the state has none, make it from the
+        weights.
         """
         key, dtype = MASTER_STORAGE[kind if param.dtype in MASTERED_DTYPES else None]
         for name in ("master", "remainder"):
@@ -393,9 +393,7 @@ class Update:
         return master
 
     def _adopt(self, index: int, param: torch.Tensor, state: Any, state_dtype: str) -> ParamState:
-        """Return a ParamState for a parameter that has none yet, or has a plain dict that the
-        user put there.
-        """
+        """Return a ParamState: a new one for an empty state, else one of the user's plain dict."""
         if not state:
             adopted = ParamState()
             adopted.count = StepCount()  # first, as in torch
@@ -428,8 +426,8 @@ class Update:
             count.value += 1
 
     def commit(self) -> None:
-        """Put new states and counts in place after the first run, and hold no state from then
-        on.
+        """Put new states and counts in place after the first run, and drop all references to
+        states.
         """
         self._states.update(self._new_states)
         for state, key, tensor in self._new_tensors:
@@ -449,8 +447,7 @@ class Update:
         states: Mapping[torch.Tensor, Any],
         grads: Sequence[torch.Tensor | None] | None,
     ) -> Sequence[Call] | None:
-        """Return the calls with which `run` makes this step, or None if something else has to be
-        looked at.
+        """Return the calls for `run`, or None if the update does not fit this step.
 
         grads: gradients in place of ``p.grad``, one for each parameter. Raises ValueError or
         TypeError for options that no step can use.
