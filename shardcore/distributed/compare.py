@@ -11,9 +11,7 @@ Entry: TypeAlias = Sequence[str]
 
 
 def in_words(error: BaseException) -> str:
-    """Return the class and the text of an error; its class alone if that has a text that cannot
-    be made.
-    """
+    """Return the class and the text of an error; only its class if making the text raises."""
     try:
         return f"{type(error).__name__}: {error}"
     except Exception:  # raised on one rank alone, while the others wait to hear of the first one
@@ -21,10 +19,10 @@ def in_words(error: BaseException) -> str:
 
 
 def first_difference(of_ranks: Sequence[Sequence[Entry]]) -> str | None:
-    """Describe the first entry that a rank has unlike rank 0, or return None.
+    """Describe the first entry of a rank that differs from rank 0's; None if all are equal.
 
-    Kinds are compared in the order in which they first appear, each by which names there are, then
-    by their order, then by their values.
+    Kinds are compared in the order in which they first appear: first the set of names, then the
+    order of names, then the values.
     """
     reference = of_ranks[0]
     for rank, entries in enumerate(of_ranks[1:], start=1):
@@ -65,8 +63,8 @@ def _difference_of(
 
 
 def uneven_backwards(counts: Sequence[int]) -> RuntimeError:
-    """Return what every rank raises when ranks ran different numbers of backwards; `counts` are
-    those of Reducer.count.
+    """Return the error of every rank after ranks ran different numbers of backwards. counts: of
+    each rank, by Reducer.count.
     """
     ranks: dict[int, list[int]] = {}
     for rank, count in enumerate(counts):

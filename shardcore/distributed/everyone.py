@@ -1,6 +1,4 @@
-"""All ranks that have parts of a sharded model: shards, of each tensor-parallel slice, or of
-each pipeline stage, too.
-"""
+"""All ranks of a sharded model, over all tensor-parallel slices and pipeline stages."""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -13,13 +11,11 @@ class Everyone:
     """The ranks of a Comm and those of its `slices`, as one world: `rank` of `world_size`, as in a
     mesh of ("dp", "tp").
 
-    slices: how many there are; with `parts` how many those make together.
+    slices: the number of slices, or of combinations of `parts`.
     """
 
     def __init__(self, comm: Comm, parts: Sequence[Comm] | None = None) -> None:
-        """See the class. parts: whose ranks belong to it in place of `slices`, such as
-        Comm.across.
-        """
+        """See the class. parts: Comms in place of those of `slices`, such as Comm.across."""
         self._comm, self._parts = comm, comm.slices if parts is None else parts
         self.rank, self.world_size, self.slices = comm.rank, comm.world_size, 1
         for part in self._parts:
@@ -38,8 +34,8 @@ class Everyone:
         return list(chain.from_iterable(self._comm.gather_json(self._of_parts(value))))
 
     def first_problem(self, problem: BaseException | None) -> tuple[int, str] | None:
-        """Return the first rank that has a problem, and which, in words; None if no rank has
-        one. Collective.
+        """Return the first rank with a problem, and the problem in words; None if no rank has one.
+        Collective.
         """
         of_parts = self._of_parts(self._comm.first_problem(problem))
         problems = []

@@ -1,4 +1,4 @@
-"""The groups that `shard` is given: how a rank finds the other ranks that train its model."""
+"""The groups among shard's arguments: how a rank finds the other ranks that train its model."""
 
 from collections.abc import Sequence
 
@@ -19,11 +19,11 @@ def join(
     ranks_per_node: int | None,
     gpu: torch.device | None,
 ) -> tuple[Comm, Exception | None]:
-    """Return Comm(group, ranks_per_node, gpu), and None; if that fails one over which the error can
-    be sent, and the error.
+    """Return (Comm(group, ranks_per_node, gpu), None). If that fails, return a Comm over which the
+    error can be sent, and the error.
 
     slices: the mesh over which parameters are sliced. parts: the model_parallel_group. A rank that
-    a group does not contain raises at once: no other rank waits for it.
+    is not in a group raises at once: no other rank waits for it.
     """
     problem: Exception | None = None
     for arguments in ((group, ranks_per_node, gpu), (group, None, gpu)):
@@ -56,8 +56,8 @@ def _across(
     group: dist.ProcessGroup | DeviceMesh,
     gpu: torch.device | None,
 ) -> Comm:
-    """Return a Comm over `group`, the ranks that hold other parts of the model than this one.
-    joined: the Comms that were joined before.
+    """Return a Comm over `group`, the ranks with other parts of the model. joined: the Comms that
+    were joined before.
     """
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:

@@ -22,10 +22,10 @@ from shardcore.distributed.comm import Comm
 
 
 def machine_id() -> list[str]:
-    """Identify the machine: ranks that share its memory and cores return the same.
+    """Identify the machine: ranks that share its memory and cores return the same list.
 
-    Host names need not differ ("localhost"), so the kernel's boot id is added. The name stays,
-    since containers of one machine differ in it and have limits of their own.
+    Host names may be equal ("localhost"), so the kernel's boot id is added. The name stays, since
+    containers of one machine have different names, and limits of their own.
     """
     return [socket.gethostname(), read_text(Path("/proc/sys/kernel/random/boot_id")).strip()]
 
@@ -79,8 +79,8 @@ def plan_worker(comm: Comm, threads: int | None, device: torch.device) -> Worker
 
 
 def _of_model(comm: Comm, value: Any) -> tuple[int, list[Any]]:
-    """Gather a value from all ranks of all parts of the model; returns the index of this rank's,
-    too. Collective.
+    """Gather a value from all ranks of all parts of the model. Returns the index of this rank's
+    value, and the values. Collective.
     """
     index, rows = comm.rank, comm.gather_json(value)
     for part in comm.across:

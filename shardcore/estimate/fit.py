@@ -1,10 +1,11 @@
-"""What to keep where: of all that fits a machine, what takes the fewest milliseconds. `shard` asks
-it for `offload="auto"`.
+"""The choice of offload that fits a machine and takes the fewest milliseconds, for
+`offload="auto"`.
 
 A step's milliseconds are those of its messages, of its copies between device and host memory and of
-Adam on the CPU, one after the other: an upper bound, of which forward and backward hide a part that
-tokens decide. Adam on the device counts as nothing. Where the CPU has states, the device keeps the
-greatest share of them that fits. Files come last, whatever they take.
+Adam on the CPU, one after the other. This is an upper bound: forward and backward hide a part of it
+that depends on the number of tokens. Adam on the device counts as nothing. If the CPU has states,
+the device keeps the greatest share of them that fits. Files are the last choice, whatever their
+time.
 """
 
 import math
@@ -46,7 +47,7 @@ class Rates:
     network: float = math.inf
 
     def milliseconds(self, prediction: Prediction) -> float:
-        """Return how long the parts of a step take that depend on what is kept where."""
+        """Return the time of those parts of a step that depend on the placement."""
         copies = prediction.copies
         of_host = (
             copies.to_host / self.to_host
@@ -58,11 +59,11 @@ class Rates:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Arguments of shard, what they take, and why that does not fit ("": it does).
+    """Arguments of shard, their prediction, and the reason why they do not fit ("": they do).
 
-    ratio: the least share of states on the CPU that fits; 1.0 if none does, and where they are in
+    ratio: the least share of states on the CPU that fits; 1.0 if none does, or if states are in
     files or on the device.
-    measures: host memory has room for all of them at first, so that the ratio may be "auto".
+    measures: host memory has room for all states at first, so that the ratio may be "auto".
     """
 
     stage: int
@@ -75,7 +76,7 @@ class Candidate:
 
     @property
     def on_disk(self) -> bool:
-        """Whether it needs one."""
+        """Whether it uses a disk."""
         return self.offload is not None and self.offload["optimizer"] == "nvme"
 
     @property
@@ -117,7 +118,7 @@ def fit(
     stage: int | None = None,
     host_gradients: bool = True,
 ) -> list[Candidate]:
-    """Return what was considered, in order. stage: the only one, None for 2 and 3; see `chosen_of`.
+    """Return all candidates, in order. stage: the only one, None for 2 and 3; see `chosen_of`.
 
     host_gradients: whether the optimizer takes gradients in host memory.
     """
@@ -146,9 +147,7 @@ def fit(
 
 
 def chosen_of(considered: Sequence[Candidate]) -> Candidate | None:
-    """Return the one that fits and takes the fewest milliseconds, the earlier one of equals;
-    None if nothing fits.
-    """
+    """Return the fastest candidate that fits, the earlier one of equals; None if nothing fits."""
     fitting = [candidate for candidate in considered if not candidate.lacks]
     return min(fitting, key=lambda candidate: candidate.milliseconds, default=None)
 
@@ -199,7 +198,7 @@ def _shortage_of(machine: Machine, prediction: Prediction) -> str:
 
 
 def table(considered: Sequence[Candidate]) -> str:
-    """Return what was considered as a table, in GiB of one rank and milliseconds per step."""
+    """Return the candidates as a table, in GiB of one rank and milliseconds per step."""
     chosen = chosen_of(considered)
     rows = [["stage", "offload", "ratio", "GiB on device", "on cpu", "on nvme", "ms", "fits"]]
     for candidate in considered:
@@ -225,7 +224,7 @@ def columns(rows: Sequence[Sequence[str]]) -> str:
 
 
 def call_of(candidate: Candidate, options: Mapping[str, Any]) -> str:
-    """Return how shard is called for it."""
+    """Return the call of shard for a candidate."""
     arguments = {"stage": candidate.stage, **options}
     if candidate.offload is not None:
         arguments |= {"offload": candidate.argument, "overlap_step": True}

@@ -106,7 +106,7 @@ class _Rank(Comm):
 
 
 class _ReduceScatter(ReduceScatter):
-    """The engine's, with sums that compute nothing."""
+    """The engine's ReduceScatter, without the sums."""
 
     def _parts(self, flight: Any) -> Parts:
         return _Unsummed(**vars(super()._parts(flight)))
@@ -186,8 +186,8 @@ def predict_rank(
     topology: Topology,
     rank: int = 0,
 ) -> Prediction:
-    """Return what `predict` does, of these options of shard and an optimizer that
-    accept_optimizer returned.
+    """Return the prediction for these options of shard and an optimizer that accept_optimizer
+    returned. See `predict`.
     """
     comm, stage, world_size = _Rank(rank, topology), options.stage, topology.world_size
     options.check(len(comm.shard_ranks), backend_sums=True)
@@ -251,11 +251,11 @@ def predict_rank(
 
 @dataclass(eq=False)
 class _Step:
-    """A training step of this rank: what it sends, and the buffers that it takes and gives back.
+    """A training step of this rank: its messages, and the buffers that it takes from pools.
 
     keepers: see keepers_of. prefetch: units gathered ahead. alone: gradients are neither summed
     over ranks nor unscaled.
-    offloaded: the buckets whose gradients are.
+    offloaded: the buckets with gradients in host memory.
     """
 
     comm: Comm
@@ -305,7 +305,7 @@ class _Step:
     # --- messages ---------------------------------------------------------------------------------
 
     def transfers(self) -> tuple[Transfer, ...]:
-        """Return what a step sends, once the order of units is known."""
+        """Return the messages of a step, once the order of units is known."""
         world, sharing = self.comm.world_size, len(self.comm.shard_ranks)
         micros = self.policy.accumulate
         reductions = 1 if self._adds_locally else micros
@@ -359,7 +359,7 @@ class _Step:
         return tuple(sent.values())
 
     def copies(self, tiers: OffloadOptions) -> Copies:
-        """Return what a step copies, once the order of units is known."""
+        """Return the copies of a step, once the order of units is known."""
         if tiers.optimizer is None:
             return Copies()
         micros = self.policy.accumulate

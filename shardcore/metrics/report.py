@@ -1,8 +1,7 @@
 """`shardcore report`: one page with plots of what shardcore.Metrics wrote to a directory.
 
-The page is one file, without scripts, and loads nothing from elsewhere. matplotlib, which an
-installation need not have, draws its plots, in colours that can be read in a light and in a dark
-page.
+The page is one file without scripts, and loads nothing from elsewhere. matplotlib, which is
+optional, draws the plots, in colours for light and dark pages.
 """
 
 import argparse
@@ -163,7 +162,7 @@ def page(folder: Path) -> str:
 
 
 def _described_run(facts: Mapping[str, Any]) -> list[str]:
-    """Return what is known of a run, in words."""
+    """Return a description of a run."""
     forms = {
         "parameters": "{:,} parameters",
         "ranks": "{} ranks" if facts.get("ranks", 0) > 1 else "{} rank",
@@ -190,7 +189,7 @@ def _columns(rows: Sequence[Mapping[str, str]]) -> dict[str, Column]:
 
 
 def _cards(columns: Mapping[str, Column]) -> list[tuple[str, str]]:
-    """Return what stands above the plots: (name, value)."""
+    """Return the figures above the plots: (name, value)."""
 
     def median(name: str) -> float:
         finite = [value for value in columns[name] if math.isfinite(value)]
@@ -213,7 +212,7 @@ def _cards(columns: Mapping[str, Column]) -> list[tuple[str, str]]:
 
 
 def draw(plot: Plot, columns: Mapping[str, Column]) -> str:
-    """Return a plot as a figure of HTML; "" where there is nothing to see."""
+    """Return a plot as a figure of HTML; "" without data."""
     chosen = {
         label: _downsampled(columns[name])
         for label, name in plot.columns.items()

@@ -1,6 +1,6 @@
-"""Where metrics go: a CSV file, TensorBoard, Weights & Biases.
+"""The outputs of metrics: a CSV file, TensorBoard, Weights & Biases.
 
-Packages are imported where they are asked for, on the rank that writes.
+Packages are imported when a setting asks for them, on the rank that writes.
 """
 
 import csv
@@ -47,7 +47,7 @@ _PACKAGES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}
 
 
 def import_package(name: str, setting: str) -> Any:
-    """Import what writes to "tensorboard" or "wandb". ImportError if it is not installed.
+    """Import the package for "tensorboard" or "wandb". ImportError if it is not installed.
 
     setting: the setting that asks for it, such as "Metrics: wandb is True".
     """
@@ -63,7 +63,7 @@ def import_package(name: str, setting: str) -> Any:
 
 
 def open_tensorboard(package: Any, folder: Path) -> Write:
-    """Return what writes events to TensorBoard's files in `folder`."""
+    """Return a writer of events to TensorBoard's files in `folder`."""
     writer = package.SummaryWriter(log_dir=str(folder))
 
     def write(events: list[Event]) -> None:
@@ -75,7 +75,7 @@ def open_tensorboard(package: Any, folder: Path) -> Write:
 
 
 def open_wandb(package: Any, options: Mapping[str, Any]) -> Write:
-    """Begin a run of Weights & Biases (`options` are those of its init) and return what writes
+    """Begin a run of Weights & Biases (`options` are those of its init) and return a writer of
     events to it.
     """
     package.init(**options)
@@ -88,7 +88,7 @@ def open_wandb(package: Any, options: Mapping[str, Any]) -> Write:
 
 
 class Table:
-    """The CSV file: COLUMNS, then a row each. What is not known is empty."""
+    """The CSV file: COLUMNS, then the rows. Unknown values are empty."""
 
     def __init__(self, folder: Path, start: int) -> None:
         """Begin the file, or go on after step `start` of one that is there: later rows are left
@@ -139,7 +139,7 @@ def read_table(folder: Path, op: str) -> list[dict[str, str]]:
 
 
 def as_events(row: Mapping[str, Any]) -> list[Event]:
-    """Return a row as events, without what is not known."""
+    """Return a row as events, without unknown values."""
     step = row["step"]
     return [
         (name, value, step) for name, value in row.items() if name != "step" and value is not None
@@ -147,7 +147,7 @@ def as_events(row: Mapping[str, Any]) -> list[Event]:
 
 
 def as_line(row: Mapping[str, Any]) -> str:
-    """Return a row as a line of progress: what changes from step to step."""
+    """Return a row as a line of progress: the values that change from step to step."""
     formats: Iterable[tuple[str, str]] = (
         ("loss", "{:.4f}"),
         ("lr", "{:.3g}"),

@@ -1,4 +1,4 @@
-"""A directory's disk: what it is, how fast it reads and writes; what does that in this process."""
+"""The disk of a directory: its kind and its rates; and the file engine of this process."""
 
 import os
 import tempfile
@@ -31,14 +31,14 @@ class Rates:
 
 
 def striped(rates: Sequence[Rates]) -> Rates:
-    """Return the rates of disks that are read and written at once, each as much as it can."""
+    """Return the joint rates of disks that are read and written at the same time."""
     return Rates(
         *(sum(getattr(of_disk, name) for of_disk in rates) for name in ("read", "write", "both"))
     )
 
 
 def file_engine() -> _C.FileEngine:
-    """Return what reads and writes files in this process; it keeps ENGINE_BYTES."""
+    """Return the file engine of this process; it uses ENGINE_BYTES of host memory."""
     return _engine_of(os.getpid())
 
 
@@ -64,13 +64,13 @@ def temporary(directory: Path) -> Iterator[Path]:
 
 
 def alignment_of(engine: _C.FileEngine, directory: Path) -> int:
-    """Return what places in the files of a directory are multiples of."""
+    """Return the alignment of offsets in the files of a directory."""
     with temporary(directory) as path:
         return max(ALIGNMENT, _C.BlockFile(engine, path, 0).block_bytes)
 
 
 def measure(engine: _C.FileEngine, directory: Path, nbytes: int = PROBE_BYTES) -> Rates:
-    """Measure the disk of a directory with a file of twice `nbytes`, of which nothing stays.
+    """Measure the disk of a directory with a temporary file of twice `nbytes`.
     Raises OSError.
     """
     alignment = alignment_of(engine, directory)

@@ -1,5 +1,5 @@
-"""Threads that work beside the one that trains: each makes calls in order, and its kernels use
-threads, and cores, of their own.
+"""Worker threads beside the training thread: each makes calls in order, and its kernels use threads
+and cores of their own.
 """
 
 import logging

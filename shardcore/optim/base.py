@@ -23,7 +23,7 @@ Group = Mapping[str, Any]
 
 
 class Kind(Protocol):
-    """What the engine has to know of an optimizer.
+    """What the engine has to know about an optimizer.
 
     on_device: whether the device can decide on a step (engine/device_step.py). name: of its class,
     for messages. read: the options that may be tensors of one element; on a device, a step reads
@@ -37,21 +37,21 @@ class Kind(Protocol):
     def read(self) -> Collection[str]: ...
 
     def terms(self, group: Group) -> dict[str, Any]:
-        """Return the options of a group that say what a step computes; ranks compare them."""
+        """Return the options that decide the arithmetic of a step; ranks compare them."""
 
     def fixed(self, group: Group) -> dict[str, Any]:
-        """Return the options of a group that say which states there are."""
+        """Return the options that decide the states of a group."""
 
     def check_options(self, op: str, group: Group, where: str = "") -> None:
         """Raise ValueError or TypeError for an option that no step can use."""
 
     def hypers(self, group: Group) -> Callable[..., Any]:
-        """Return what makes, by these options, the update of parameters in their `step`-th
-        step (from 1), with gradients multiplied by `grad_scale`; both are passed by name.
+        """Return a function that makes the update of parameters in their `step`-th step (from 1),
+        with gradients multiplied by `grad_scale`; both are passed by name.
         """
 
     def format_of(self, group: Group, dtype: torch.dtype) -> StateFormat:
-        """Return how states of weights of `dtype` are kept by the options of `group`."""
+        """Return the format of states of weights of `dtype`, by the options of `group`."""
 
     def export_groups(self, groups: Sequence[Group]) -> list[dict[str, Any]]:
         """Return param_groups as torch.optim writes them."""
@@ -66,19 +66,19 @@ class Kind(Protocol):
     def import_state(
         self, op: str, name: str, saved: Any, param: torch.Tensor, state_format: StateFormat
     ) -> tuple[Mapping[str, Any], list[str]]:
-        """Return a parameter's state, checked, and in words what of it is lost. Raises
+        """Return a parameter's state, checked, and descriptions of its values that are lost. Raises
         ValueError or TypeError.
         """
 
 
 @cache
 def refuse_others() -> None:
-    """Make an optimizer that is made after shard refuse to step the sharded model, from now on in
-    this process.
+    """Let optimizers that are made after shard raise when they step the sharded model, from now on
+    in this process.
 
-    From stage 1 on it finds no p.grad, so it would update nothing, silently. An optimizer around
-    the one that shard returned (FairScale's OSS, Lookahead) may have the same parameters: by the
-    end of its step, the gradients are used.
+    From stage 1 on such an optimizer finds no p.grad, so it would update nothing, silently. A
+    wrapper of the optimizer that shard returned (FairScale's OSS, Lookahead) may have the same
+    parameters: at the end of its step the gradients are used.
     """
     register_optimizer_step_post_hook(_refuse_other)
 
@@ -104,8 +104,8 @@ OFFLOADABLE = ("optim_states", "hp_params", "lp_grads", "contiguous_grad_buffer"
 
 
 class ShardableOptimizer(torch.optim.Optimizer):
-    """What shard returns as an optimizer: its public methods delegate to the engine once there
-    is one.
+    """An optimizer that shard accepts and returns: its public methods delegate to the engine once
+    there is one.
     """
 
     kind: Kind
@@ -118,12 +118,12 @@ class ShardableOptimizer(torch.optim.Optimizer):
     _skipped: int
     _device_state: DeviceState | None  # of capturable steps
     # GradScaler's protocol: it leaves gradients alone and sets the attributes grad_scale (divides)
-    # and found_inf (skips) during one step. They must not be class attributes: GradScaler
-    # multiplies what it finds.
+    # and found_inf (skips) during one step. They must not be class attributes: GradScaler would
+    # multiply a value that it finds there.
     _step_supports_amp_scaling = True
 
     def __repr__(self) -> str:
-        """Return torch's text, or what became of it where `initialize` was called again."""
+        """Return torch's text, or the engine's if `initialize` has replaced this optimizer."""
         engine = self.__dict__.get("_engine")
         return repr(engine) if isinstance(engine, Superseded) else super().__repr__()
 
@@ -180,8 +180,8 @@ class ShardableOptimizer(torch.optim.Optimizer):
     def _checked(
         self, device: torch.device, grad_scale: object, max_norm: object
     ) -> tuple[float | DeviceScale, float | None]:
-        """Return what multiplies gradients on `device`, a GradScaler's scale included, and
-        max_norm. Raises ValueError or TypeError.
+        """Return the scale of gradients on `device`, a GradScaler's included, and max_norm. Raises
+        ValueError or TypeError.
         """
         loss_scale = getattr(self, "grad_scale", None)
         capturable = self.kind.on_device and any(
@@ -208,7 +208,7 @@ class ShardableOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def forget(self) -> None:
-        """Forget what repeats the last step: the states are others now."""
+        """Drop the update that repeats the last step: there are other states now."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; TypeError for `state` once it is sharded, where a new dict would
@@ -261,10 +261,10 @@ class ShardableOptimizer(torch.optim.Optimizer):
 
     @property
     def skipped_steps(self) -> int:
-        """How many steps were skipped since the start; `shardcore.load` and going on from a commit
+        """How many steps were skipped since the start. `shardcore.load`, and a start from a commit,
         restore it.
 
-        Where the device decides (capturable; after shard) this synchronizes.
+        Synchronizes if the device decides on steps (capturable; after shard).
         """
         if self._engine is not None:
             self._engine.settle()
@@ -288,8 +288,7 @@ class ShardableOptimizer(torch.optim.Optimizer):
 
     @property
     def loss_scale(self) -> float:
-        """What `scale_loss` multiplies by now; 1.0 where losses are not scaled. The same on every
-        rank.
+        """The current factor of `scale_loss`, the same on every rank; 1.0 without loss scaling.
 
         On a GPU that has all states, reading it synchronizes with the last step.
         """

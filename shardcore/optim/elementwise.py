@@ -1,9 +1,9 @@
 """Any elementwise optimizer of torch.optim on flat ranges of shards: SGD and Adagrad by kernels,
 others by torch's own steps.
 
-An elementwise step computes each element from its own weight, gradient and states, so that it may
-run on any range of a flat buffer: the parameters that lie there, and where they begin, do not show
-in the bits. States are float32, as masters are.
+An elementwise step computes each element from its own weight, gradient and states. So it may run on
+any range of a flat buffer: the bits do not depend on the parameters in the range, nor on where they
+begin. States are float32, as masters are.
 """
 
 from collections import defaultdict
@@ -32,18 +32,18 @@ ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.Rprop,
 )
 
-# Elements that a CPU thread updates at a time: an operation finds in the caches what the one before
-# made, and memory for what it makes is not taken anew.
+# Elements that a CPU thread updates at a time: an operation finds the results of the one before in
+# the caches, and memory for its own results is reused.
 PIECE_NUMEL = 1 << 18
 
-# Keys of groups that do not say what a step computes.
+# Keys of groups that do not change the arithmetic of a step.
 _NOTES = ("params", "capturable", *TORCH_ONLY, *SCHEDULER_KEYS)
-# Numbers of which 0 means that a state is not there.
+# Numbers for which 0 means that there is no such state.
 _SWITCHES = ("momentum",)
 
 
 def _sgd(options: Mapping[str, Any], step: int, grad_scale: float) -> _C.ElementScalars:
-    """Return what a kernel reads for torch.optim.SGD; its first momentum is the gradient."""
+    """Return the kernel's scalars for torch.optim.SGD; its first momentum is the gradient."""
     momentum = options["momentum"]
     return _C.ElementScalars(
         "nesterov" if options["nesterov"] else "momentum" if momentum else "sgd",
@@ -57,7 +57,7 @@ def _sgd(options: Mapping[str, Any], step: int, grad_scale: float) -> _C.Element
 
 
 def _adagrad(options: Mapping[str, Any], step: int, grad_scale: float) -> _C.ElementScalars:
-    """Return what a kernel reads for torch.optim.Adagrad."""
+    """Return the kernel's scalars for torch.optim.Adagrad."""
     return _C.ElementScalars(
         "adagrad",
         grad_scale=-grad_scale if options["maximize"] else grad_scale,
@@ -68,7 +68,7 @@ def _adagrad(options: Mapping[str, Any], step: int, grad_scale: float) -> _C.Ele
 
 
 def _lion(options: Mapping[str, Any], step: int, grad_scale: float) -> _C.ElementScalars:
-    """Return what a kernel reads for Lion."""
+    """Return the kernel's scalars for Lion."""
     (beta1, beta2), lr = options["betas"], options["lr"]
     return _C.ElementScalars(
         "lion",
@@ -80,7 +80,7 @@ def _lion(options: Mapping[str, Any], step: int, grad_scale: float) -> _C.Elemen
     )
 
 
-# Those with a kernel: one pass over memory, with the same bits at every place.
+# Classes with a kernel: one pass over memory, with the same bits on every device and tier.
 KERNELS: dict[type, Callable[[Mapping[str, Any], int, float], _C.ElementScalars]] = {
     torch.optim.SGD: _sgd,
     torch.optim.Adagrad: _adagrad,
@@ -93,7 +93,7 @@ def _number_of(value: Any) -> Any:
 
 
 def _switches(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that say which states there are."""
+    """Return the options that decide the states of a group."""
     named = {key: value for key, value in options.items() if isinstance(value, bool | str | None)}
     return named | {
         key: "0" if options[key] == 0 else "not 0" for key in _SWITCHES if key in options
@@ -135,7 +135,7 @@ class ElementFormat(StateFormat):
 
 @dataclass(frozen=True)
 class ElementStep:
-    """What updates elements in their `step`-th step (from 1); gradients are multiplied by
+    """The update of elements in their `step`-th step (from 1); gradients are multiplied by
     grad_scale, in float32.
     """
 
@@ -150,7 +150,7 @@ class ElementStep:
 
     @property
     def scalars(self) -> _C.ElementScalars | None:
-        """What the kernel reads; None where the class has none, or a first step fills states."""
+        """The kernel's scalars; None if the class has no kernel, or the first step fills states."""
         scalars_of = KERNELS.get(self.kind.cls)
         if scalars_of is None or self._fills:
             return None
@@ -286,8 +286,8 @@ class ElementKind:
         optimizer: torch.optim.Optimizer | None = None,
         option_names: Collection[str] = (),
     ) -> None:
-        """Know the optimizers of this class; what `optimizer` has beside groups and states, a step
-        may read.
+        """Describe the optimizers of this class. A step may read the attributes of `optimizer`
+        other than its groups and states.
 
         option_names: of the class, beside the defaults of `optimizer`. Other keys of a group are
         the user's: a step may read them, and nothing else looks at them.
@@ -309,13 +309,13 @@ class ElementKind:
         self.count: Callable[[int], Any] = step_tensor
 
     def terms(self, group: Group) -> dict[str, Any]:
-        """Return the options that say what a step computes, with numbers in place of tensors.
-        See Kind.
+        """Return the options that decide the arithmetic of a step, with numbers in place of
+        tensors. See Kind.
         """
         return {key: _number_of(group[key]) for key in group if key in self._option_names}
 
     def _options(self, group: Group) -> dict[str, Any]:
-        """Return what a step is given: `terms`, and the user's own keys as they are."""
+        """Return the options of a step: `terms`, and the user's own keys unchanged."""
         return {key: group[key] for key in group if key not in _NOTES} | self.terms(group)
 
     def fixed(self, group: Group) -> dict[str, Any]:

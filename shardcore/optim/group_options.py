@@ -2,7 +2,7 @@
 the scalars of a step.
 
 Invariants: every check runs before anything is written; the engine uses the same functions, so that
-a bad option reads the same whether the optimizer is sharded or not.
+the message for a bad option is the same with and without sharding.
 """
 
 import math
@@ -24,7 +24,7 @@ MASTERED_DTYPES = (torch.bfloat16, torch.float16)
 MASTERS = (None, "fp32", "split")
 STATE_DTYPES = ("fp32", "bf16", "8bit")
 _NUMBERS = ("lr", "eps", "weight_decay")
-READ = (*_NUMBERS, "betas")  # what read_once reads of a group of Adam's
+READ = (*_NUMBERS, "betas")  # of a group of Adam's, for read_once
 _FLAGS = (
     "adam_w_mode",
     "amsgrad",
@@ -80,7 +80,7 @@ def capturing(device: torch.device) -> bool:
 
 
 def device_number(op: str, name: str, value: object) -> float | torch.Tensor:
-    """Return a tensor on a device as it is (a kernel reads it), anything else as `number` does.
+    """Return a tensor on a device unchanged (a kernel reads it), anything else as `number` does.
     Raises TypeError.
     """
     if not on_device(value):
@@ -96,7 +96,7 @@ def device_number(op: str, name: str, value: object) -> float | torch.Tensor:
 
 
 def host_scale(op: str, grad_scale: object, loss_scale: object) -> float:
-    """Return what multiplies the gradients, in double: grad_scale, over GradScaler's loss_scale
+    """Return the factor of the gradients in double: grad_scale, divided by GradScaler's loss_scale
     if there is one.
     """
     scale = 1.0 if grad_scale is None else number(op, "grad_scale", grad_scale)
@@ -193,12 +193,12 @@ def lr_on_device(group: Mapping[str, Any]) -> bool:
 def read_once(
     groups: Sequence[Mapping[str, Any]], names: Collection[str]
 ) -> Sequence[Mapping[str, Any]]:
-    """Return groups whose options `names` are numbers where they were tensors on a device, which
-    are all read together.
+    """Return groups with numbers in place of tensors on a device, for the options `names`; all are
+    read together.
 
-    Each read waits for the device, and a step uses an option several times. Capturable groups,
-    whose lr the kernels read, and what `number` refuses, stay as they are; without such tensors the
-    groups themselves are returned.
+    Each read waits for the device, and a step uses an option several times. Capturable groups stay
+    unchanged, since kernels read their lr, as do values that `number` refuses. Without such tensors
+    the groups themselves are returned.
     """
 
     def tensors(value: object) -> Iterator[torch.Tensor]:
@@ -315,8 +315,8 @@ def check_param(op: str, name: str, param: torch.Tensor) -> None:
 
 
 def _check_numbered(op: str, name: str, param: torch.Tensor, group: Mapping[str, Any]) -> None:
-    """Raise ValueError if the elements' numbers decide bits, and memory has them in another
-    order (channels_last).
+    """Raise ValueError if the bits depend on the numbers of elements, and memory has another order
+    (channels_last).
     """
     reduced = group["state_dtype"] != "fp32"
     if not param.is_contiguous() and (reduced or param.dtype is torch.bfloat16):
@@ -354,10 +354,10 @@ def draws_random_bits(group: Mapping[str, Any]) -> bool:
 
 
 def hypers_of(group: Mapping[str, Any]) -> "Callable[..., _C.AdamHyper]":
-    """Return what makes the scalars of a step from a group that check_options has passed.
+    """Return a function that makes the scalars of a step from a group, checked by check_options.
 
-    It is called with step= (counted from 1) and grad_scale=, which multiplies the gradient: a
-    double, rounded once. In a capturable step the device has its own step and grad_scale, and reads
+    Its arguments are step= (counted from 1) and grad_scale=, the factor of the gradient: a double,
+    rounded once. In a capturable step the device has its own step and grad_scale, and reads
     lr if it is a tensor there.
     """
     beta1, beta2 = group["betas"]

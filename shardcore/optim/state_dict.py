@@ -202,7 +202,7 @@ def export_state(state: Mapping[str, Any], param: torch.Tensor) -> dict[str, Any
 
 
 def joined_state(state: Mapping[str, Any], param: torch.Tensor) -> dict[str, Any]:
-    """Return a state as a plain dict that no longer needs its weights: with a float32 master in
+    """Return a state as a plain dict that is complete without its weights: with a float32 master in
     place of a remainder.
     """
     joined = dict(state)
@@ -290,11 +290,11 @@ def take_masters(masters: Mapping[torch.Tensor, torch.Tensor]) -> None:
 def saved_states(
     op: str, groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]
 ) -> tuple[dict[torch.Tensor, tuple[Any, Any]], dict[Any, Any]]:
-    """Return (id, state) of each parameter that a state dict has a state of, and its
+    """Return (id, state) of each parameter with a state in the state dict, and its
     `other_entries`.
 
     The state dict must have passed import_groups. Raises TypeError or ValueError for states or ids
-    that are no parameter's.
+    that belong to no parameter.
     """
     saved = state_dict["state"]
     if not isinstance(saved, Mapping):

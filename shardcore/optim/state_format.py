@@ -79,7 +79,7 @@ def new_moments(
 
 
 def moment_values(state: Mapping[str, Any], key: str) -> torch.Tensor:
-    """Return a moment as a state dict shows it: the live tensor, or the float32 values of 8-bit
+    """Return a moment as a state dict has it: the live tensor, or the float32 values of 8-bit
     codes.
     """
     stored: torch.Tensor = state[key]
@@ -100,8 +100,8 @@ def stored_moment(
     device: torch.device,
     like: torch.Tensor | None = None,
 ) -> tuple[dict[str, torch.Tensor], bool]:
-    """Return what keeps a moment of these values (any floating dtype), and whether every value is
-    kept exactly.
+    """Return the stored form of a moment with these values (any floating dtype), and whether every
+    value is stored exactly.
 
     like: lends its strides (zeros), but not to 8-bit codes.
     """
@@ -133,7 +133,7 @@ def joined_master(param: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
 def split_remainder(
     master: torch.Tensor, device: torch.device, like: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return the remainder of a float32 master, whose weight is it rounded to nearest. like:
+    """Return the remainder of a float32 master; its weight is the master rounded to nearest. like:
     lends its strides (zeros).
     """
     remainder = zeros(master.shape, torch.int16, device, like)
@@ -150,9 +150,9 @@ StateTensors = dict[str, torch.Tensor]  # a bucket's states as they are kept, or
 
 @dataclass(frozen=True)
 class StateFormat:
-    """How states are kept, for weights of one dtype under the options of one group.
+    """The storage of states, for weights of one dtype and the options of one group.
 
-    master: "fp32", "split", or None where weights are their own. random: a step draws random bits,
+    master: "fp32", "split", or None if weights have no master. random: a step draws random bits,
     which are keyed by parameter and element.
     """
 
@@ -196,7 +196,7 @@ class StateFormat:
 
     @cached_property
     def dtypes(self) -> dict[str, torch.dtype]:
-        """What is kept, and as what: the keys of `new`."""
+        """The dtype of each stored tensor; the keys are those of `new`."""
         return {key: flat.dtype for key, flat in self._on_meta(0).items()}
 
 
@@ -204,8 +204,8 @@ NO_STATES = StateFormat()  # of buckets that no optimizer group updates; never u
 
 
 def format_of(group: Mapping[str, Any], dtype: torch.dtype) -> StateFormat:
-    """Return how states of weights of `dtype` are kept by the options of `group`, which may be one
-    of torch.optim.
+    """Return the format of states of weights of `dtype`, by the options of `group`, which may be
+    one of torch.optim.
 
     Sharded weights below float32 have float32 masters, unless the group asks for split ones, or for
     stochastic rounding, which takes the place of a master.
@@ -228,7 +228,7 @@ def range_of(states: StateTensors, start: int, numel: int) -> StateTensors:
 
 
 def values_of(states: StateTensors, key: str, weight: torch.Tensor) -> torch.Tensor:
-    """Return a range of one state as a state dict shows it: live where kept so; `weight`: the
+    """Return a range of one state as a state dict has it, live if it is stored so; `weight`: the
     same range of the weights.
     """
     return (
@@ -239,8 +239,8 @@ def values_of(states: StateTensors, key: str, weight: torch.Tensor) -> torch.Ten
 
 
 def stored_values(state_format: StateFormat, key: str, values: torch.Tensor) -> StateTensors:
-    """Return what is to be copied to where a range of one state is kept, to keep `values` (any
-    floating dtype).
+    """Return the stored tensors of one state's range with these `values` (any floating dtype); the
+    caller copies them into place.
     """
     if key == "master" and state_format.master == "split":
         return {"remainder": split_remainder(values.to(torch.float32), values.device)}
