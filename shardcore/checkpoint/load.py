@@ -33,6 +33,7 @@ from shardcore.checkpoint.save import (
     check_pairs,
     columns_of,
     finish_saving,
+    path_of,
     ranges_of,
 )
 from shardcore.checkpoint.sharded import rounding, warn_of_rounding
@@ -119,11 +120,12 @@ def load(
     engine = engine_behind("load", model)
     with together(engine.everyone, "load", "nothing was changed"):
         check_pairs("load", engine, optimizer, ema)
+        folder = path_of("load", directory)
     if ema is not None:
         ema.follow()
     finish_saving(engine)
     options = LoadOptions(strict, optimizer is not None, scheduler, stateful or {}, ema)
-    source = open_together(engine, Path(directory), tag)
+    source = open_together(engine, folder, tag)
     try:
         return load_from(source, engine, options)
     finally:

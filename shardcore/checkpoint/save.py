@@ -120,9 +120,17 @@ def save(
     engine = engine_behind("save", model)
     with together(engine.everyone, "save", "nothing was saved"):
         check_pairs("save", engine, optimizer, ema)
+        folder = path_of("save", directory)
     if ema is not None:
         ema.follow()
-    return write_checkpoint(engine, Path(directory), tag, content, save_latest, keep_last, wait)
+    return write_checkpoint(engine, folder, tag, content, save_latest, keep_last, wait)
+
+
+def path_of(op: str, directory: str | os.PathLike[str]) -> Path:
+    """Return the directory that a user gave as a path; TypeError for anything else."""
+    if not isinstance(directory, str | os.PathLike):
+        raise TypeError(f"{op}: directory has type {type(directory).__name__}; expected a path")
+    return Path(directory)
 
 
 def check_pairs(op: str, engine: Engine, optimizer: object, ema: object) -> None:

@@ -280,7 +280,7 @@ def _header(*numbers: int) -> torch.Tensor:
 
 
 def _digest(entries: Sequence[Entry]) -> int:
-    return zlib.crc32("\n".join(map("\0".join, entries)).encode())
+    return zlib.crc32("\n".join(map("\0".join, entries)).encode(errors="surrogatepass"))
 
 
 def _raise_both(error: Exception, problems: Sequence[BaseException]) -> NoReturn:

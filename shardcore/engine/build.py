@@ -347,6 +347,11 @@ def signature(
         else:
             each = {key: value}
         entries += [("option", name, str(single)) for name, single in each.items()]
+    entries.append(("optimizer", "", type(optimizer).__name__))
+    entries += [
+        ("parameter group", f"param_groups[{index}]", f"of {len(group['params'])} parameters")
+        for index, group in enumerate(sharded.param_groups)
+    ]
     entries += [
         (
             "parameter",
@@ -372,14 +377,12 @@ def signature(
         ("buffer", name, str(tuple(buffer.shape)), dtype_name(buffer.dtype))
         for name, buffer in model.named_buffers()
     ]
-    for index, group in enumerate(sharded.param_groups):
-        name = f"param_groups[{index}]"
-        entries.append(("parameter group", name, f"of {len(group['params'])} parameters"))
-        entries += [
-            ("group option", f"{name}.{key}", str(value))
-            for key, value in known_options(sharded.kind, group).items()
-        ]
-    return [*entries, ("optimizer", "", type(optimizer).__name__)]
+    entries += [
+        ("group option", f"param_groups[{index}].{key}", str(value))
+        for index, group in enumerate(sharded.param_groups)
+        for key, value in known_options(sharded.kind, group).items()
+    ]
+    return entries
 
 
 def known_options(kind: Kind, group: Mapping[str, Any]) -> dict[str, Any]:

@@ -455,7 +455,9 @@ class Engine:
         for bucket in touched:
             if bucket.group is None:  # the updater checks the others
                 bucket.check_in_place("step")
-        if touched:
+        if (
+            touched or self.reducer.param_grads is not None
+        ):  # at stage 0 a removed p.grad is an edit
             self.reducer.accept_user_grads("step")
         self.updater.check(touched)
 

@@ -97,6 +97,10 @@ class EMA:
         params = [managed.param for bucket in buckets for managed in bucket.params]
         self._set({param: averages.get(param) for param in params})
 
+    def _described(self) -> str:
+        """Return what has to be the same on every rank for one average of all shards."""
+        return f"the average after {self.updates} updates with decay {self.decay}"
+
     def _set(self, averages: Mapping[torch.Tensor, torch.Tensor | None]) -> None:
         """Set this rank's parts of the averages of parameters from full ones; None: they stay,
         or begin with the weights.
@@ -157,7 +161,7 @@ class EMA:
             engine.updater.refuse_swapped("swap")
             engine.updater.accept_weight_edits()
             engine.refuse_held("swap")
-            return "the average"
+            return self._described()
 
         engine.agree("EMA.swap", check)
         self.follow()
@@ -202,7 +206,7 @@ class EMA:
 
         def check() -> str:
             engine.membership.check("EMA.state_dict")
-            return f"the average after {self.updates} updates"
+            return self._described()
 
         engine.agree("EMA.state_dict", check)
         self.follow()

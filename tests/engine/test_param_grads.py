@@ -36,3 +36,17 @@ def test_stage_0_accepts_edited_replaced_and_removed_gradients(precision: str) -
         assert torch.equal(result["head.weight"], start["head.weight"])
         assert torch.equal(result["inp.weight"], untouched["inp.weight"])
     assert not torch.equal(untouched["head.weight"], start["head.weight"])
+
+
+@pytest.mark.parametrize("rest", [False, True])
+def test_a_step_leaves_alone_what_has_no_gradient_any_more(rest: bool) -> None:
+    """All of them, too: no p.grad is then left that shows an edit."""
+    model, optimizer, _ = train(0, Run(stage=0, steps=1))
+    loss_of(model, batch_of(1, 0, 0)).backward()
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    for name, param in model.named_parameters():
+        if name != "gain" or not rest:
+            param.grad = None
+    optimizer.step()
+    changed = [n for n, p in model.named_parameters() if not torch.equal(p, before[n])]
+    assert changed == (["gain"] if rest else [])
