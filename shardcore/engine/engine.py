@@ -455,9 +455,8 @@ class Engine:
         for bucket in touched:
             if bucket.group is None:  # the updater checks the others
                 bucket.check_in_place("step")
-        if (
-            touched or self.reducer.param_grads is not None
-        ):  # at stage 0 a removed p.grad is an edit
+        # at stage 0 a removed p.grad is an edit, which `untouched` does not see
+        if touched or self.reducer.param_grads is not None:
             self.reducer.accept_user_grads("step")
         self.updater.check(touched)
 

@@ -78,6 +78,22 @@ def test_bad_arguments_are_refused_on_every_rank(tmp_path: Path) -> None:
     assert first[10] in ("[]", "['.lock']")
 
 
+def _no_path(rank: int, world_size: int, folder: str) -> list[str]:
+    model, optimizer, _ = train(rank, Run(stage=2, steps=1))
+    directory: Any = folder if rank == 0 else 5
+    return [
+        error_of(lambda: shardcore.save(directory, model, optimizer)),
+        error_of(lambda: shardcore.load(directory, model, optimizer)),
+    ]
+
+
+def test_a_directory_that_is_no_path_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
+    others, own = run_ranks(2, _no_path, str(tmp_path))
+    for op, other, error in zip(("save", "load"), others, own, strict=True):
+        assert error == f"TypeError: {op}: directory has type int; expected a path"
+        assert f"{op}: rank 1 failed: {error}; nothing was" in other
+
+
 def test_gradients_that_are_not_saved_are_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
