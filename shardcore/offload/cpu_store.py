@@ -42,24 +42,24 @@ _ITEM_BYTES = torch.float32.itemsize
 
 
 def staging_numel(buckets: Sequence[Bucket]) -> int:
-    """Return the capacity of a staging buffer in elements, which is the most that a chunk has."""
+    """Return the capacity of a staging buffer in elements: that of the largest chunk."""
     return min(CHUNK_NUMEL, max((bucket.host_numel for bucket in buckets), default=0))
 
 
 @dataclass(frozen=True)
 class OffloadOptions:
-    """What is kept in host memory or in files, and how.
+    """The placement of states, gradients and weights in host memory or in files.
 
     optimizer: the tier of states and masters ("cpu", or "nvme": in files under the directories
-    `path`), or None: beside the weights. ratio: the share of them (and of the step) that is there;
-    the rest stays on the device. auto: it starts as 1 and is chosen after a few steps, so that at
-    most device_memory_limit bytes of states stay (None: as many as the measured peak leaves room
-    for). gradients: the tier of reduced gradients, or None: on the device. params: the same of the
-    shards of weights; "nvme": in a file under `path`, as states.
-    pin_memory: whether host memory that a GPU reads or writes is page-locked; pin_memory_limit: at
-    most so many bytes of it on this rank, None as the system allows. cpu_threads: of the worker of
-    an overlapped step, None for what the machine's other ranks leave. durable: whether files under
-    `path` have the last committed step at any instant; resume: whether to go on from one that is
+    `path`), or None: on the device. ratio: the share of states (and of the step) on that tier; the
+    rest stays on the device. auto: the ratio starts as 1 and is chosen after a few steps, so that
+    at most device_memory_limit bytes of states stay on the device (None: as many as the measured
+    peak leaves room for). gradients: the tier of reduced gradients, or None: the device. params:
+    the tier of the shards of weights, or None; "nvme": in a file under `path`, as states.
+    pin_memory: whether host memory that a GPU reads or writes is page-locked. pin_memory_limit: the
+    most bytes of it on this rank, None for the system's limit. cpu_threads: of the worker of an
+    overlapped step, None for this rank's share of the machine. durable: whether files under `path`
+    have the last committed step at any instant. resume: whether to resume from a committed step
     there, None if there may be none.
     """
 
@@ -92,10 +92,10 @@ class _Chunk:
 
 @dataclass(frozen=True)
 class _Part:
-    """The chunks of one part of a step, kept for the next one if spans and dtypes of gradients are
-    the same.
+    """The chunks of one part of a step. The next step uses them again if spans and dtypes of
+    gradients are the same.
 
-    on_device: what the device updates of it.
+    on_device: the spans that the device updates.
     """
 
     spans: Sequence[Span]
@@ -105,8 +105,8 @@ class _Part:
 
 
 class HostStates:
-    """Optimizer states in host memory: flat tensors of each bucket's part in the tier, with
-    which ranges here begin.
+    """Optimizer states in host memory: flat tensors of each bucket's part in the tier. Ranges
+    count from the beginning of that part.
     """
 
     tier = "cpu"
@@ -140,8 +140,8 @@ class HostStates:
     def change(
         self, bucket: Bucket, start: int, numel: int
     ) -> Iterator[tuple[int, int, StateTensors]]:
-        """Yield (start, numel, states to write to) of each part of a range; they are kept once
-        the next one is asked for.
+        """Yield (start, numel, states to write to) of each part of a range. The caller's writes are
+        final when it requests the next part.
         """
         yield start, numel, self.states_of(bucket, start, numel)
 
@@ -204,10 +204,9 @@ class CpuStore:
         """Allocate zero states for `buckets`, whose weights are on `device`, and staging for chunks
         of CHUNK_NUMEL elements.
 
-        copies: takes host memory. tiers: gradients in host memory are copied in backward
-        (`Bucket.host_grad`), not in a step; weights that are there need no staging, either.
-        files: what the states are in, if not in host memory. nodes: the NUMA nodes that states lie
-        on by turns.
+        copies: allocates host memory. tiers: gradients in host memory are copied in backward
+        (`Bucket.host_grad`), not in a step; weights in host memory need no staging, either. files:
+        for states in files, not in host memory. nodes: the NUMA nodes over which states alternate.
         """
         self._buckets, self.copies, self._device = list(buckets), copies, device
         # states and masters are never copied: staging buffers alone are pinned
@@ -246,8 +245,8 @@ class CpuStore:
     def keep_weights(
         self, buckets: Sequence[Bucket], files: StateFiles, prefetch: int
     ) -> NvmeWeights:
-        """Let the weights of `buckets`, updated and frozen ones in unit order, be in files from
-        now on. Raises OSError.
+        """Store the weights of `buckets`, updated and frozen ones in unit order, in files from now
+        on. Raises OSError.
         """
         self.weight_files = NvmeWeights(buckets, files, self.copies, self._device, prefetch)
         self._files.append(self.weight_files)
@@ -310,8 +309,8 @@ class CpuStore:
         return ((self.tier, key, nbytes) for key, nbytes in self._states.stored(bucket))
 
     def shrink(self, bucket: Bucket) -> StateTensors:
-        """Free the states of a bucket's first `device_numel` elements (until now it kept all),
-        and return them.
+        """Return the states of a bucket's first `device_numel` elements, and keep only those of the
+        others; before, all were here.
         """
         assert isinstance(self._states, HostStates)
         self._parts.clear()
@@ -335,10 +334,11 @@ class CpuStore:
         hypers: Scalars,
         update_on_device: Callable[[Sequence[Span]], None] | None = None,
     ) -> Iterator[_C.CopyEvent | None]:
-        """Update what the CPU has of each part.
+        """Update the CPU's spans of each part.
 
-        beside: called with the rest of each part once its first copies are queued, which then do
-        not wait for its own work. RuntimeError if a copy failed: then only some chunks are updated.
+        update_on_device: called with the device's spans of each part, once the part's first copies
+        are queued, so that copies do not wait for it. RuntimeError if a copy failed: then only some
+        chunks are updated.
         """
         self._wait_to_change()
         planned: list[_Part] = []
@@ -427,9 +427,7 @@ class CpuStore:
         return part
 
     def _chunk(self, spans: list[Span], turn: int) -> _Chunk:
-        """Make chunk `turn`: staging buffers for gradients and weights that are not in host
-        memory anyway.
-        """
+        """Make chunk `turn`, with staging buffers for gradients and weights on the device."""
         grads = [_grad_part(span) for span in spans]
         if self.weight_files is not None:
             weights = [states[WEIGHT] for states in self.weight_files.of_chunk(spans, turn)]
@@ -473,8 +471,8 @@ def _places(buffer: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[torch.T
 
 
 def _grad_of(bucket: Bucket) -> tuple[torch.Tensor, int]:
-    """Return the gradient that the CPU reads, and where in the owned range it begins: in host
-    memory, or the device's.
+    """Return the gradient that the CPU reads (in host memory, or the device's), and its start in
+    the owned range.
     """
     if bucket.host_grad is not None:
         return bucket.host_grad, bucket.device_numel

@@ -61,7 +61,7 @@ def host_grad_bytes(buckets: Sequence[Bucket], policy: ReducePolicy, alone: bool
 
 
 def host_grads_of(plan: Plan) -> MakeHostGrads | None:
-    """Return what makes the HostGrads of a plan; None if its gradients stay on the device."""
+    """Return a function that makes a plan's HostGrads; None if its gradients stay on the device."""
     if plan.host is None or plan.options["offload"].gradients is None:
         return None
     return partial(HostGrads, plan.host.copies, plan.updated, plan.threads)
@@ -133,8 +133,8 @@ class HostGrads:
         """Allocate `host_numel` elements for each bucket, and staging buffers.
 
         copies: allocates host memory and copies to it. threads: of the worker that adds.
-        reduce_scatter: has the pool of device memory. scaled: losses are, so that the reduction
-        always unscales gradients.
+        reduce_scatter: has the pool of device memory. scaled: losses are scaled, so that the
+        reduction always unscales gradients.
         """
         self._reduce_scatter, comm = reduce_scatter, reduce_scatter.comm
         self._comm, self._policy, self._pool = comm, policy, reduce_scatter.pool

@@ -85,7 +85,7 @@ class PendingParams(MutableMapping[str, Any]):
         return dict(self) | dict(other)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Be copied and pickled as the dict that this stands for."""
+        """Copy and pickle as the dict that this object replaces."""
         return dict, (dict(self),)
 
     def copy(self) -> dict[str, Any]:
@@ -127,7 +127,7 @@ def uses_worker(device: torch.device, store: StateStore) -> bool:
 
 
 def overlap_step_of(plan: Plan) -> "OverlapStep | None":
-    """Return what runs the overlapped steps of a plan; None if nothing of them can overlap."""
+    """Return the OverlapStep of a plan; None if no part of a step can overlap."""
     lifetimes, comm = plan.builder.lifetimes, plan.comm
     on_cpu = uses_worker(plan.device, plan.store)
     gathers = lifetimes.gathers_new_weights and len(comm.shard_ranks) > 1
@@ -140,10 +140,10 @@ class OverlapStep:
     """Runs the steps of one engine on a worker, and knows which weights are still being updated."""
 
     def __init__(self, plan: Plan, threads: WorkerThreads | None, gathers: bool) -> None:
-        """Serve the units of a plan on a worker whose kernels use `threads` (None: without one).
+        """Update the units of a plan on a worker whose kernels use `threads` (None: no worker).
 
-        gathers: new weights are gathered. The optimizer's param_groups, whose "params" wait, too,
-        are the live ones.
+        gathers: new weights are gathered. Reads of "params" in the optimizer's own param_groups
+        wait, too.
         """
         self._pending: dict[Bucket, _Update] = {}  # in the order in which they are updated
         self.units, self.store = list(plan.units), plan.store
@@ -205,7 +205,7 @@ class OverlapStep:
         return [unit.name for unit in self._order]
 
     def updates(self, buckets: Iterable[Bucket]) -> bool:
-        """Whether Adam is not through with some of these buckets."""
+        """Whether Adam still has to update some of these buckets."""
         return any(
             not self._pending[bucket].done.done() for bucket in buckets if bucket in self._pending
         )
@@ -291,14 +291,12 @@ class OverlapStep:
     # --- waiting ----------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Wait for all that is pending. On CUDA all of this is in the order of the current
-        stream.
-        """
+        """Wait for all pending updates; on CUDA in the order of the current stream."""
         self.wait_for(list(self._pending))
 
     def _wait_to_read(self, buckets: Sequence[Bucket] | None = None) -> None:
-        """Wait for weights (None: all) before a read, which may be on this rank alone. See Note
-        [Who gathers].
+        """Wait for weights (None: all) before a read, which may happen on this rank only. See
+        Note [Who gathers].
         """
         buckets = list(self._pending) if buckets is None else buckets
         if self._gathers and not self._worker_gathers:
@@ -413,7 +411,7 @@ class OverlapStep:
                 self.finish()
 
     def __del__(self) -> None:
-        """Finish what is pending, or the next engine on this group would receive its messages
+        """Finish pending updates: else the next engine on this group would receive their messages
         (Comm.acquire_group).
         """
         try:

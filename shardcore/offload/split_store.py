@@ -51,9 +51,9 @@ def split(buckets: Iterable[Bucket], ratio: float) -> None:
 class SplitStore(CpuStore):
     """A CpuStore beside a DeviceStore of the first part of each bucket's owned range.
 
-    Weights that lie in host memory are copied to the device for its part of a step and back,
-    through a scratch buffer as large as the largest such part. The CPU's part is updated where it
-    lies.
+    If weights are in host memory, the device's part of them is copied to the device for a step, and
+    back, through a scratch buffer as large as the largest such part. The CPU updates its part in
+    place.
     """
 
     on_device: DeviceStore
@@ -68,7 +68,7 @@ class SplitStore(CpuStore):
 
     def _make_device_store(self) -> None:
         self.on_device = DeviceStore(self._buckets, self._device)
-        # weights of the host's, which is none of the staging buffers, are updated in it
+        # for weights in host memory: they have no staging buffers
         sizes = {
             bucket: bucket.device_numel * bucket.dtype.itemsize
             for bucket in (() if self._weights else self._buckets)
@@ -88,7 +88,7 @@ class SplitStore(CpuStore):
         )
 
     def extra_device_bytes(self, ratio: float) -> int:
-        """Return the bytes that the device takes with this ratio beyond those with 1."""
+        """Return the additional bytes on the device with this ratio, compared with ratio 1."""
         counts = [(bucket, device_numel(bucket, ratio)) for bucket in self._buckets]
         grads = 0 if self._grads else sum(count for _, count in counts) * torch.float32.itemsize
         scratch = 0
@@ -97,7 +97,7 @@ class SplitStore(CpuStore):
         return self.device_bytes(ratio) + grads + scratch
 
     def resplit(self, ratio: float) -> None:
-        """Move states to the device, which has none so far, so that `ratio` of them stay in host
+        """Move states to the device, which had none, until a share of `ratio` is left in host
         memory.
         """
         split(self._buckets, ratio)
@@ -108,7 +108,7 @@ class SplitStore(CpuStore):
     def read(
         self, bucket: Bucket, key: str, start: int = 0, numel: int | None = None
     ) -> torch.Tensor:
-        """See StateStore. What lies on both tiers is joined in host memory."""
+        """See StateStore. A range on both tiers is joined in host memory."""
         cut, end = bucket.device_numel, bucket.owned_numel if numel is None else start + numel
         # an empty part lies where both tiers' are joined
         if start >= cut or (start == end and bucket.host_numel):
@@ -199,8 +199,8 @@ class _Counted:
 def planned_store(
     buckets: Sequence[Bucket], updated: Sequence[Bucket], tiers: OffloadOptions, prefetch: int
 ) -> CpuStore:
-    """Cut `buckets` as `tiers` say, and return the store of those that are `updated`, which takes
-    no memory and no space in files: its sizes are those of `host_store`.
+    """Split `buckets` by the ratio of `tiers`, and return a store of the `updated` ones with the
+    sizes of `host_store`, but without memory and files.
     """
     weights = buckets if tiers.params == "nvme" else []
     split(weights or updated, tiers.ratio)
@@ -235,7 +235,7 @@ def room_above_peak(device: torch.device) -> float:
 
 
 def ratio_tuner_of(plan: Plan) -> "RatioTuner | None":
-    """Return what chooses the ratio of a plan; None if it was given."""
+    """Return the tuner of a plan's ratio; None if the user set the ratio."""
     tiers = plan.options["offload"]
     if not isinstance(plan.host, SplitStore) or not tiers.auto:
         return None
