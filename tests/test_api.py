@@ -602,4 +602,5 @@ def _one_rank_trains(rank: int, world_size: int) -> str:
 
 
 def test_ranks_with_and_without_an_optimizer_are_refused() -> None:
-    assert all("frozen" in text and "trainable" in text for text in run_ranks(2, _one_rank_trains))
+    for text in run_ranks(2, _one_rank_trains):
+        assert "the optimizer is FusedAdam on rank 1 but None on rank 0" in text

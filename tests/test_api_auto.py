@@ -21,7 +21,7 @@ def figures(device: int, host: int = 1 << 30) -> dict[str, Any]:
     return {
         "place": machine_id(),
         "device": device,
-        "spare": 0,
+        "headroom": 0,
         "host": host,
         "to_host": 1e9,
         "from_host": 1e9,

@@ -347,7 +347,7 @@ def signature(
         else:
             each = {key: value}
         entries += [("option", name, str(single)) for name, single in each.items()]
-    entries.append(("optimizer", "", type(optimizer).__name__))
+    entries.append(("optimizer", "", type(optimizer).__name__ if builder.trains else "None"))
     entries += [
         ("parameter group", f"param_groups[{index}]", f"of {len(group['params'])} parameters")
         for index, group in enumerate(sharded.param_groups)
