@@ -1,7 +1,8 @@
 """Agreement between ranks: every rank continues, or every rank raises.
 
-`agree` is for what ranks compare before anything changes, `together` for work that may fail on one
-rank. Nothing else gathers the errors of ranks or compares what they do.
+`agree` compares calls and arguments before anything changes. `together` runs work that may fail on
+one rank. Use these for every new comparison. `together` does not compare calls: ranks in different
+`together` blocks are found by the watchdog, or end in an error of gloo's.
 
 A rank must not raise alone: the others would wait for it in the next collective. So it collects its
 exceptions (`attempt`), proposes, and raises when all ranks know. A proposal is one row of bytes:

@@ -19,7 +19,7 @@ from shardcore.engine.engine import Engine
 from shardcore.engine.full_values import set_full_grad, set_full_state
 from shardcore.engine.hooks import detach
 from shardcore.metrics import collect
-from tests.support.models import batch_of, hash_of_training, loss_of, make_net, stepped
+from tests.support.models import batch_of, error_of, hash_of_training, loss_of, make_net, stepped
 from tests.support.ranks import run_ranks
 
 # --- the words of a difference --------------------------------------------------------------------
@@ -128,6 +128,34 @@ def test_all_ranks_of_all_parts_raise_or_none() -> None:
         # a refusal in another call is no reason of this one
         assert both == "KeyError: 1" if rank == 1 else "calls" in both or "refused" in both
         assert explained == f"ValueError: rank 0 has {rank % 2}"
+
+
+def _names_that_utf_8_lacks(rank: int, world: int) -> str:
+    try:
+        agree(Comm(), "shard", entries=[("buffer", "b\udc80" if rank else "b")])
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_name_that_utf_8_cannot_encode_is_compared() -> None:
+    for text in run_ranks(2, _names_that_utf_8_lacks):
+        assert "rank 1 has the buffer b\udc80, where rank 0 has b" in text
+
+
+def _averages_apart(rank: int, world: int) -> list[str]:
+    model: Any = make_net()
+    optimizer: Any = shardcore.FusedAdam(model.parameters(), lr=1e-2)
+    model, optimizer = shardcore.shard(model, optimizer, 2, precision="fp32")
+    ema = shardcore.EMA(model, decay=0.5 if rank else 0.9)
+    ema.update()
+    return [error_of(ema.state_dict), error_of(lambda: ema.swap().__enter__())]
+
+
+def test_averages_of_other_decays_are_no_average() -> None:
+    for texts in run_ranks(2, _averages_apart):
+        for text in texts:
+            assert "1 updates with decay 0.5 on rank 1 but the average after 1 updates with" in text
 
 
 def _works(rank: int, world: int, fails: list[int], kind: type[BaseException]) -> str:
