@@ -453,7 +453,7 @@ def _plan(
                 options, offload=_choose(comm, model, optimizer, options, figures_of_ranks)
             )
         specs = plan_units(model, options.units)
-        fp32_params = build.kept_params(model, options.keep_fp32)
+        fp32_params = build.fp32_params_of(model, options.keep_fp32)
         builder = build.Builder(
             comm, LIFETIMES[options.stage], options.dtype, fp32_params, device, trains
         )

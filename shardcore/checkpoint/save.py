@@ -176,8 +176,8 @@ def finish_saving(engine: Engine) -> None:
     """
     saving = engine.saving
     if saving is not None:
-        # a rank that has died would be waited for: this says so
-        engine.everyone.first_problem(None)
+        with together(engine.everyone, "save", AS_BEFORE):
+            pass  # a rank that has died would be waited for: this says so
         try:
             with together(engine.everyone, "save", AS_BEFORE):
                 if not saving.raised:

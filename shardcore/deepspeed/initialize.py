@@ -120,8 +120,7 @@ def initialize(
     NotImplementedError for settings that are not supported yet, OSError for the file. (When shard
     raises, metrics may be begun, and with tensor_parallel the model be sliced.)
     """
-    if config is not None and config_params is not None:
-        raise ValueError(f"{_OP}: config and config_params are both given; expected config alone")
+    both_configs = config is not None and config_params is not None
     config = config_params if config is None else config
     if dist.is_available() and not dist.is_initialized():
         read_config(config, args)  # before a group is started
@@ -138,6 +137,10 @@ def initialize(
     options_before: _Options = []
     old = engine_of(model)
     try:
+        if both_configs:
+            raise ValueError(
+                f"{_OP}: config and config_params are both given; expected config alone"
+            )
         if old is not None:
             old.synchronize()  # before parameters are read
         settings = read_config(config, args)

@@ -2,7 +2,6 @@
 something has asked for it.
 """
 
-import functools
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
@@ -147,6 +146,5 @@ class _NvtxScope:
         record_function_exit(self._record)
 
 
-@functools.cache
 def _has_nvtx() -> bool:
     return torch.cuda.is_available()

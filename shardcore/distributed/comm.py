@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardcore.distributed import watchdog
 from shardcore.distributed.clock import Clock, scope_type
-from shardcore.distributed.compare import Entry, in_words
+from shardcore.distributed.compare import Entry
 from shardcore.distributed.groups import (
     GroupSlot,
     NotAMemberError,
@@ -112,6 +112,8 @@ class Traffic(IntEnum):
     STEP = 2
     READ = 3  # for the user: state dicts, full gradients and states
     WEIGHTS = 4  # unsharding
+    BATCHES = 5  # whether ranks have one (join)
+    METRICS = 6
 
 
 def _count(
@@ -710,16 +712,6 @@ class Comm:
         padded[: text.numel()] = text
         rows = self.all_gather_cpu(padded)
         return [json.loads(bytes(row[:n].tolist())) for row, n in zip(rows, lengths, strict=True)]
-
-    def first_problem(self, problem: BaseException | None) -> tuple[int, str] | None:
-        """Return the first rank that has a problem, and which, in words; None if no rank has
-        one. Collective.
-        """
-        has_problem = torch.tensor([problem is not None], device="cpu")
-        if not bool(self.all_gather_cpu(has_problem).any()):
-            return None
-        texts = self.gather_json(None if problem is None else in_words(problem))
-        return next((rank, text) for rank, text in enumerate(texts) if text is not None)
 
     def rank_of(self, op: str, global_rank: int) -> int:
         """Return which of these ranks a rank of torch.distributed is. ValueError, in the name of

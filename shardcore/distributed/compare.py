@@ -13,52 +13,62 @@ Entry: TypeAlias = Sequence[str]
 def in_words(error: BaseException) -> str:
     """Return the class and the text of an error; only its class if making the text raises."""
     try:
-        return f"{type(error).__name__}: {error}"
+        text = str(error)
+        if isinstance(error, KeyError) and " " in text:
+            text = str(error.args[0])  # a sentence, which str() quotes like a key
+        return f"{type(error).__name__}: {text}"
     except Exception:  # raised on one rank alone, while the others wait to hear of the first one
         return f"{type(error).__name__} (whose text cannot be made)"
 
 
-def first_difference(of_ranks: Sequence[Sequence[Entry]]) -> str | None:
-    """Describe the first entry of a rank that differs from rank 0's; None if all are equal.
+def first_difference(
+    of_ranks: Sequence[Sequence[Entry]], numbers: Sequence[int] | None = None
+) -> str | None:
+    """Describe the first entry of a rank that differs from the first rank's; None if all are equal.
 
     Kinds are compared in the order in which they first appear: first the set of names, then the
-    order of names, then the values.
+    order of names, then the values. numbers: of the ranks, in messages (0, 1, ... by default).
     """
     reference = of_ranks[0]
-    for rank, entries in enumerate(of_ranks[1:], start=1):
+    first, *others = numbers or range(len(of_ranks))
+    for rank, entries in zip(others, of_ranks[1:], strict=True):
         for kind in dict.fromkeys(entry[0] for entry in [*reference, *entries]):
             of_kind = [
                 {entry[1]: entry[2:] for entry in of_rank if entry[0] == kind}
                 for of_rank in (reference, entries)
             ]
-            text = _difference_of(kind, rank, *of_kind)
+            text = _difference_of(kind, rank, first, *of_kind)
             if text is not None:
                 return text
     return None
 
 
 def _difference_of(
-    kind: str, rank: int, expected: Mapping[str, Sequence[str]], actual: Mapping[str, Sequence[str]]
+    kind: str,
+    rank: int,
+    first_rank: int,
+    expected: Mapping[str, Sequence[str]],
+    actual: Mapping[str, Sequence[str]],
 ) -> str | None:
     more = [name for name in actual if name not in expected]
     less = [name for name in expected if name not in actual]
     if more and less:
-        return f"rank {rank} has the {kind} {more[0]}, where rank 0 has {less[0]}"
+        return f"rank {rank} has the {kind} {more[0]}, where rank {first_rank} has {less[0]}"
     if more or less:
         count = f"{len(more or less)} {kind}{'s' * (len(more or less) > 1)}"
         name = (more or less)[0]
         value = (actual if more else expected)[name][:1]
         first = " ".join(filter(None, [name, *value]))
-        verbs = f"has {count} more than rank 0" if more else f"lacks {count} that rank 0 has"
-        return f"rank {rank} {verbs}; the first is {first}"
+        verbs = f"has {count} more than" if more else f"lacks {count} of"
+        return f"rank {rank} {verbs} rank {first_rank}; the first is {first}"
     for place, (name, other_name) in enumerate(zip(actual, expected, strict=True)):
         if name != other_name:
-            return f"{kind} {place} is {name} on rank {rank} but {other_name} on rank 0"
+            return f"{kind} {place} is {name} on rank {rank} but {other_name} on rank {first_rank}"
     for name, values in actual.items():
         for value, other_value in zip(values, expected[name], strict=True):
             if value != other_value:
                 subject = f"{kind} {name}" if name else f"the {kind}"
-                return f"{subject} is {value} on rank {rank} but {other_value} on rank 0"
+                return f"{subject} is {value} on rank {rank} but {other_value} on rank {first_rank}"
     return None
 
 

@@ -64,6 +64,14 @@ _SYMMETRIC = {
     "reduce_scatter_tensor",
     "reduce_scatter_single",
 }
+# in the names of collectives of forwards, backwards and steps
+_OF_TRAINING = (
+    "the weights of",
+    "the gradients of",
+    "the reduction of",
+    "the end of a backward",
+    "a step",
+)
 _NO_MESSAGE = 1 << 30  # a tag that is never sent
 _PACKAGE = f"{Path(__file__).parent.parent}{os.sep}"
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
@@ -132,7 +140,7 @@ class Operation:
     ranks: Sequence[int] | None = None
     by_engine: bool = True
 
-    def as_wait(self, shown: str = "") -> "Wait":
+    def as_wait(self, label: str = "") -> "Wait":
         """Return it as it is written to the store."""
         ranks = self.log.ranks
         if self.ranks is not None:
@@ -142,7 +150,7 @@ class Operation:
             self.name,
             self.number,
             tuple(ranks),
-            shown or self.name,
+            label or self.name,
             self.by_engine and self.name != AGREEMENT,
         )
 
@@ -157,7 +165,7 @@ class Wait:
     name: str
     number: int
     ranks: tuple[int, ...]
-    shown: str
+    label: str
     by_engine: bool = False  # a rank whose engine is gone never takes part
 
     @property
@@ -167,7 +175,7 @@ class Wait:
 
     def __str__(self) -> str:
         """Describe it for an error."""
-        return f"{self.shown} (call {self.number})" if self.number else self.shown
+        return f"{self.label} (call {self.number})" if self.number else self.label
 
 
 # What each thread waits for, and since when: comm.py writes it.
@@ -587,12 +595,15 @@ def _reason(proof: str, errors: Mapping[int, tuple[int, str]] | None = None) -> 
             f"{reason}; {failures}; expected each backward to succeed, or to end at the same place "
             f"on every rank (mend that error, and start again from the last checkpoint)"
         )
-    return (
-        f"{reason}; expected every rank to run the same units in the same order, and equally many "
-        "backwards per step (shardcore.join where only some ranks have a batch); every rank must "
-        "make each collective call (steps, state_dict, full_params, forwards at stage 3); one rank "
-        "alone may save inside deepspeed.zero.GatheredParameters"
-    )
+    expected = "expected every rank to make the same calls in the same order"
+    if "state_dict" in proof:
+        expected += " (one rank alone may save inside deepspeed.zero.GatheredParameters)"
+    if any(name in proof for name in _OF_TRAINING):
+        expected += (
+            ": forwards and backwards of the same units, and equally many backwards per step "
+            "(shardcore.join where only some ranks have a batch)"
+        )
+    return f"{reason}; {expected}"
 
 
 def _logs_now() -> list[Log]:

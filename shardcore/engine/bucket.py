@@ -74,13 +74,13 @@ class BufferPool:
         self._free: list[torch.Tensor] = []  # bytes
         # all of the memory, by storage (on meta there are no addresses)
         self._lent: dict[int, torch.Tensor] = {}
-        self._given_on: dict[int, torch.cuda.Stream] = {}  # by storage
+        self._released_on: dict[int, torch.cuda.Stream] = {}  # by storage
         self.allocated_bytes = 0
 
-    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def acquire(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a buffer (numel,) with undefined content, for a short time."""
         size = numel * dtype.itemsize
-        if size == 0:  # `give` does not take it back
+        if size == 0:  # `release` ignores it
             return allocate(0, dtype, self.device)
         fitting = [
             (memory.numel(), index)
@@ -108,13 +108,13 @@ class BufferPool:
         self.allocated_bytes += numel * dtype.itemsize
         return allocate(numel, dtype, self.device)
 
-    def give(self, buffer: torch.Tensor) -> None:
+    def release(self, buffer: torch.Tensor) -> None:
         """Take a buffer back; the caller must not touch it again."""
         if buffer.numel():
             storage = storage_id(buffer.untyped_storage())
             self._free.append(self._lent.pop(storage, as_bytes(buffer)))
             if (stream := stream_now(self.device)) is not None:
-                self._given_on[storage] = stream
+                self._released_on[storage] = stream
 
     def shrink(self, limit_bytes: int) -> None:
         """Give up free buffers while there are more than `limit_bytes` in all."""
@@ -123,12 +123,14 @@ class BufferPool:
 
     def _pop(self, index: int) -> torch.Tensor:
         memory = self._free.pop(index)
-        follow(self._given_on.pop(storage_id(memory.untyped_storage()), None), self.device)
+        follow(self._released_on.pop(storage_id(memory.untyped_storage()), None), self.device)
         return memory
 
     def _drop(self, index: int) -> None:
         memory = self._free.pop(index)
-        if (stream := self._given_on.pop(storage_id(memory.untyped_storage()), None)) is not None:
+        if (
+            stream := self._released_on.pop(storage_id(memory.untyped_storage()), None)
+        ) is not None:
             # torch's allocator knows the stream that it was allocated on alone
             memory.record_stream(stream)
         self.allocated_bytes -= memory.numel()
@@ -520,7 +522,7 @@ class Bucket:
     def replace_grad(self, grad: torch.Tensor, pool: BufferPool) -> None:
         """Let `grad` be the reduced gradient; what was before goes to the pool."""
         if self.grad is not None:
-            pool.give(self.grad)
+            pool.release(self.grad)
         self.grad = grad
 
     def sum_buffer(self, dtype: torch.dtype, pool: BufferPool) -> torch.Tensor:
@@ -534,7 +536,7 @@ class Bucket:
             )
             if old is not None:
                 _C.cast([self.grad], [old])
-                pool.give(old)
+                pool.release(old)
         assert self.grad is not None
         return self.grad
 

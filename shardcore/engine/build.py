@@ -251,7 +251,7 @@ def check_ownership(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
                 )
 
 
-def kept_params(model: nn.Module, keep_fp32: Sequence[Any]) -> set[nn.Parameter]:
+def fp32_params_of(model: nn.Module, keep_fp32: Sequence[Any]) -> set[nn.Parameter]:
     """Return the parameters that `keep_fp32` (module classes, parameter names, parameters) keeps
     in float32.
     """

@@ -590,14 +590,14 @@ class Engine:
         self,
         op: str,
         params: Sequence[torch.Tensor] | None,
-        describe: Callable[[], str],
+        arguments: Callable[[], Sequence[Entry]],
         norm_type: Callable[[], float] | None = None,
     ) -> OwnGrads:
         """Return this rank's parts of the averaged gradients, to clip them in place. Collective.
 
-        params: of which ones; all that the optimizer updates if None. what: says what `op` does
-        with them, the same on every rank, or refuses, which is an error on all. norm_type: of the
-        norm to take, asked after that; None for no norm.
+        params: of which ones; all that the optimizer updates if None. arguments: returns those
+        of `op`, the same on every rank, or raises, which is an error on all. norm_type: of the norm
+        to take, asked after that; None for no norm.
         """
         buckets = (
             self.updater.buckets
@@ -608,9 +608,7 @@ class Engine:
         managed = [
             m for bucket in buckets for m in bucket.params if chosen is None or m.param in chosen
         ]
-        self.begin_grad_read(
-            op, lambda: [value_read(describe()), *(("parameter", m.name) for m in managed)]
-        )
+        self.begin_grad_read(op, lambda: [*arguments(), *(("parameter", m.name) for m in managed)])
         order = None if norm_type is None else norm_type()
         return OwnGrads(
             buckets, chosen, order, self.comm, self.lifetimes, self.device, self.reducer.show_grads
@@ -667,11 +665,12 @@ class Engine:
             counts = self.comm.gather_json(count)
             if len(set(counts)) > 1:
                 return uneven_backwards(counts)
-            return difference(self.comm, op, entries, then)
+            return difference(self.comm, op, entries, then, over)
 
         # A norm is that of all parts, which have parameters of their own; full tensors are those
         # of all slices.
         of_parts = op == "clip_grad_norm_"
+        over = self.comm.across if of_parts else self.comm.slices
         try:
             entries.append(("backwards", "", str(count)))
             agree(
@@ -679,7 +678,7 @@ class Engine:
                 op,
                 problems,
                 entries,
-                over=self.comm.across if of_parts else self.comm.slices,
+                over=over,
                 entries_of_model=() if of_parts else entries,
                 explain=explain,
                 then=then,

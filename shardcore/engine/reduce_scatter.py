@@ -145,7 +145,7 @@ class ReduceScatter:
         if is_last:
             finish(flight.bucket, flight.reduce_scatter_input, parts)
         else:
-            partial = self.pool.take(parts.own.numel(), torch.float32)
+            partial = self.pool.acquire(parts.own.numel(), torch.float32)
             parts.add_up(1.0, partial)
             self._start(flight.bucket, flight.reduce_scatter_input, level + 1, partial)
         self._give_back(flight)
@@ -156,7 +156,7 @@ class ReduceScatter:
             for flight in flights if not self.comm.broken else ():
                 wait_all(flight.collectives)
                 self._give_back(flight)
-                self.pool.give(flight.reduce_scatter_input)
+                self.pool.release(flight.reduce_scatter_input)
             flights.clear()
         self._arrived.clear()
 
@@ -181,12 +181,12 @@ class ReduceScatter:
         if self._sums(bucket, level, sent.dtype):
             name += ", added locally"
         if self._backend_sums:
-            received = self.pool.take(sent.numel() // len(ranks), sent.dtype)
+            received = self.pool.acquire(sent.numel() // len(ranks), sent.dtype)
             collectives = self.comm.reduce_scatter(
                 received, sent.div_(len(ranks)) if _overflows(sent) else sent, name
             )
         else:
-            received = self.pool.take(sent.numel(), sent.dtype)
+            received = self.pool.acquire(sent.numel(), sent.dtype)
             several = ranks if len(self._levels) > 1 else None
             number = self._tag_number(bucket, level, sent.dtype)
             collectives = self.comm.all_to_all(
@@ -219,9 +219,9 @@ class ReduceScatter:
         return self.comm.all_gather([grad], Traffic.BACKWARD, name, ranks, of=[number])
 
     def _give_back(self, flight: _Flight) -> None:
-        self.pool.give(flight.received)
+        self.pool.release(flight.received)
         if flight.sent is not flight.reduce_scatter_input:
-            self.pool.give(flight.sent)
+            self.pool.release(flight.sent)
 
 
 def _overflows(sent: torch.Tensor) -> bool:

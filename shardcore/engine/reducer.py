@@ -39,7 +39,7 @@ from torch.utils.hooks import RemovableHandle
 from shardcore._native import _C
 from shardcore.distributed.comm import Comm, Started, Traffic, wait_all
 from shardcore.distributed.compare import in_words, uneven_backwards
-from shardcore.engine.agreement import HEADER_BYTES, agree
+from shardcore.engine.agreement import HEADER_BYTES, Payload, agree
 from shardcore.engine.bucket import (
     Bucket,
     BufferPool,
@@ -145,9 +145,11 @@ def agree_on_use(
             comm,
             "backward",
             entries=[("backwards", "", str(backwards))],
-            payload={"flags": torch.tensor(flags, dtype=torch.uint8, device="cpu")},
-            kind=Traffic.BACKWARD,
-            name="the end of a backward",
+            payload=Payload(
+                {"flags": torch.tensor(flags, dtype=torch.uint8, device="cpu")},
+                Traffic.BACKWARD,
+                "the end of a backward",
+            ),
             explain=lambda: uneven_backwards(comm.gather_json(backwards)),
         )
         rows = agreed.ranks["flags"]
@@ -210,7 +212,7 @@ class LocalGrad:
 
     def open(self, dtype: torch.dtype) -> None:
         """Take the buffer that gradients are copied to."""
-        self.buffer = self.take(dtype)
+        self.buffer = self.acquire(dtype)
         self._slots, _ = self._views_of(self.buffer)
         # one call for all, where torch's starts a copy for each; to float32 neither rounds
         is_exact = dtype == torch.float32 and self.buffer.is_cpu
@@ -240,7 +242,7 @@ class LocalGrad:
     def open_late(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the late buffer; it begins with zeros."""
         if self.late is None:
-            self.late = self._pool.take(self.bucket.layout.numel, dtype).zero_()
+            self.late = self._pool.acquire(self.bucket.layout.numel, dtype).zero_()
         return self.late
 
     def copy_waiting(self) -> None:
@@ -274,8 +276,8 @@ class LocalGrad:
         if gaps or unused:
             torch._foreach_zero_([*gaps, *unused])
         if full.dtype != dtype:
-            sums, full = full, self.take(dtype).copy_(full)
-            self.give(sums)
+            sums, full = full, self.acquire(dtype).copy_(full)
+            self.release(sums)
         return full
 
     def discard(self) -> None:
@@ -283,9 +285,9 @@ class LocalGrad:
         self.state = GradState.COLLECTING
         self.discard_waiting()
         if self.buffer is not None:
-            self.give(self.buffer)
+            self.release(self.buffer)
         if self.late is not None:
-            self._pool.give(self.late)
+            self._pool.release(self.late)
         self.buffer = self.late = None
 
     @property
@@ -295,7 +297,7 @@ class LocalGrad:
 
     # --- full buffers -----------------------------------------------------------------------------
 
-    def take(self, dtype: torch.dtype) -> torch.Tensor:
+    def acquire(self, dtype: torch.dtype) -> torch.Tensor:
         """Take a buffer (layout.numel,): the resident one, the memory of the bucket's idle
         gradient, or one of the pool.
         """
@@ -308,15 +310,16 @@ class LocalGrad:
             return idle
         # it goes back to the pool soon, unless it stays or becomes the reduced gradient
         passes = self._world_size > 1 or bucket.host_grad is not None
-        take = self._pool.take if passes and not self._stays else self._pool.keep
-        return take(numel, dtype)
+        if passes and not self._stays:
+            return self._pool.acquire(numel, dtype)
+        return self._pool.keep(numel, dtype)
 
-    def give(self, buffer: torch.Tensor) -> None:
-        """Give back what `take` returned: one of each dtype stays where they are resident."""
+    def release(self, buffer: torch.Tensor) -> None:
+        """Give back what `acquire` returned: one of each dtype stays where they are resident."""
         if self._stays and buffer.dtype not in self.resident:
             self.resident[buffer.dtype] = buffer
         else:
-            self._pool.give(buffer)
+            self._pool.release(buffer)
 
     def keep_resident(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the resident buffer of a dtype, to be used between backwards."""
@@ -327,10 +330,10 @@ class LocalGrad:
     def free(self) -> None:
         """Give all memory to the pool, that of the bucket's gradient, too."""
         for buffer in self.resident.values():
-            self._pool.give(buffer)
+            self._pool.release(buffer)
         self.resident.clear()
         if self.bucket.grad is not None:
-            self._pool.give(self.bucket.grad)
+            self._pool.release(self.bucket.grad)
         self.bucket.grad = None
 
     def _views_of(self, full: torch.Tensor) -> tuple[list[torch.Tensor], ...]:
@@ -589,7 +592,7 @@ class Reducer:
         if bucket.host_grad is not None:
             assert self.host_grads is not None
             self.host_grads.reduce(
-                bucket, reduce_scatter_input, parts, self._factor(), is_plain, local.give
+                bucket, reduce_scatter_input, parts, self._factor(), is_plain, local.release
             )
         elif not is_plain:
             self._sum(local, reduce_scatter_input, parts)
@@ -600,7 +603,7 @@ class Reducer:
             assert bucket.grad is not None
             bucket.grad.add_(reduce_scatter_input)
             bucket.sq_norm = None
-            local.give(reduce_scatter_input)
+            local.release(reduce_scatter_input)
         bucket.reduced = True
 
     def _factor(self) -> float | torch.Tensor:
@@ -624,7 +627,7 @@ class Reducer:
             with self.comm.scope(f"shardcore::gather_grad({bucket.label})"):
                 self._gathers += self._exchange.gather(bucket, grad, self._replicas)
         if reduce_scatter_input is not grad:
-            local.give(reduce_scatter_input)
+            local.release(reduce_scatter_input)
 
     # --- one backward -----------------------------------------------------------------------------
 

@@ -35,6 +35,8 @@ def unfreeze(module: nn.Module) -> None:
     in no group, where gradients wait for a step, and for states that are in files, or split by a
     ratio.
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"unfreeze: got a {type(module).__name__}; expected a module")
     params = (
         p
         for m in module.modules()
@@ -134,7 +136,7 @@ def regroup(
                 ("optimizer's parameter", name_of[p], f"in {where}") for p in group["params"]
             ]
             entries += [
-                ("option", f"{where}.{key}", str(value))
+                ("group option", f"{where}.{key}", str(value))
                 for key, value in known_options(optimizer.kind, group).items()
             ]
         return entries

@@ -20,7 +20,7 @@ import torch
 from shardcore._native import _C
 from shardcore.distributed.comm import Comm, Started, Traffic, wait_all
 from shardcore.distributed.compare import Entry
-from shardcore.engine.agreement import HEADER_BYTES, agree, attempt
+from shardcore.engine.agreement import HEADER_BYTES, Payload, agree, attempt
 from shardcore.engine.bucket import Bucket, Lifetimes, Managed
 from shardcore.engine.device_step import DeviceStep, PendingResult
 from shardcore.engine.loss_scale import LossScaler
@@ -421,7 +421,7 @@ class Updater:
         self.check_fixed("step", self._read)
         self._hypers = [self.kind.hypers(group) for group in self._read]
         self._terms = [
-            _option(f"param_groups[{index}].{key}", json_value(value))
+            ("group option", f"param_groups[{index}].{key}", str(json_value(value)))
             for index, group in enumerate(self._read)
             for key, value in self.kind.terms(group).items()
         ]
@@ -470,12 +470,12 @@ class Updater:
         if self.compares_slices:
             attempt(problems, lambda: traces.append(self._traces()))
         squares = own_squares[0] if own_squares else _zeros(2)
-        payload = {"order": torch.tensor([order], device="cpu")}
+        tensors = {"order": torch.tensor([order], device="cpu")}
         if self.compares_slices:
-            payload["traces"] = traces[0] if traces else _zeros(2 * len(self._whole()))
+            tensors["traces"] = traces[0] if traces else _zeros(2 * len(self._whole()))
         on_host = self._device_step is None
         if on_host:  # the device gathers its own, and nothing waits for them
-            payload["squares"] = squares
+            tensors["squares"] = squares
 
         def of_part(ranks: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             part = {"active": torch.tensor([bool(active)], device="cpu")}
@@ -487,12 +487,9 @@ class Updater:
             "step",
             problems,
             compared,
-            payload=payload,
+            payload=Payload(tensors, Traffic.STEP, "a step", of_part),
             over=self.comm.across,
             entries_of_model=scaling if self.comm.across else (),
-            payload_of_part=of_part,
-            kind=Traffic.STEP,
-            name="a step",
             then="no rank was updated",
         )
         if self.compares_slices and (unlike := self._unlike(ranks["traces"])):

@@ -520,11 +520,11 @@ class Unsharder:
                 bucket.weight = bucket.owned_weight
                 continue
             if not bucket.weight.numel():
-                bucket.weight = self.pool.take(bucket.layout.numel, bucket.dtype)
+                bucket.weight = self.pool.acquire(bucket.layout.numel, bucket.dtype)
             if unit.kept_parts:
                 part = unit.kept_parts.pop(0)
                 self._kept_part(bucket).copy_(part)
-                self.pool.give(part)
+                self.pool.release(part)
             else:
                 arrivals.append(self._gatherer.fetch(bucket))
         unit.kept_parts = None
@@ -587,7 +587,7 @@ class Unsharder:
         unit.kept_parts = []
         for bucket in unit.buckets:
             part = self._kept_part(bucket)
-            unit.kept_parts.append(self.pool.take(part.numel(), part.dtype).copy_(part))
+            unit.kept_parts.append(self.pool.acquire(part.numel(), part.dtype).copy_(part))
 
     def _reshard(self, unit: Unit, keep: bool = False) -> None:
         if unit.pins:
@@ -609,7 +609,7 @@ class Unsharder:
         for bucket in unit.buckets:
             memory = bucket.release()
             if self._gatherer.copies_apart:
-                self.pool.give(memory)
+                self.pool.release(memory)
 
     def _withdraw(self, unit: Unit) -> None:
         unit.streams.clear()
@@ -631,7 +631,7 @@ class Unsharder:
             elif unit.state is not UnitState.SHARDED:
                 self._reshard(unit)
             for part in unit.kept_parts or []:
-                self.pool.give(part)
+                self.pool.release(part)
             unit.kept_parts = None
         self.undo.clear()
 

@@ -192,7 +192,7 @@ def predict_rank(
     comm, stage, world_size = _Rank(rank, topology), options.stage, topology.world_size
     options.check(len(comm.shard_ranks), backend_sums=True)
     specs = plan_units(model, options.units)
-    fp32_params = build.kept_params(model, options.keep_fp32)
+    fp32_params = build.fp32_params_of(model, options.keep_fp32)
     builder = build.Builder(comm, LIFETIMES[stage], options.dtype, fp32_params, _META)
     buckets = builder.plan(model, specs, optimizer)
     options.check_loss_scale({bucket.dtype for bucket in buckets})
@@ -438,18 +438,20 @@ class _Step:
             kept_parts = self._kept_parts.pop(unit, [])
             self._unsharded[unit] = []
             for bucket in unit.buckets:
-                self._unsharded[unit].append(self.gathered.take(bucket.layout.numel, bucket.dtype))
+                self._unsharded[unit].append(
+                    self.gathered.acquire(bucket.layout.numel, bucket.dtype)
+                )
                 if kept_parts:
-                    self.gathered.give(kept_parts.pop(0))
+                    self.gathered.release(kept_parts.pop(0))
 
     def _free(self, unit: Unit, keep: bool = False) -> None:
         flats = self._unsharded.pop(unit, [])
         if keep:
             self._kept_parts[unit] = [
-                self.gathered.take(flat.numel() // self.keepers, flat.dtype) for flat in flats
+                self.gathered.acquire(flat.numel() // self.keepers, flat.dtype) for flat in flats
             ]
         for flat in flats:
-            self.gathered.give(flat)
+            self.gathered.release(flat)
 
     def _backward(self, reducing: bool) -> None:
         missing = {bucket: len(bucket.params) for bucket in self._order}
@@ -457,7 +459,7 @@ class _Step:
         for bucket, numel in self._arrivals:
             local = self._locals[bucket]
             if local.buffer is None:
-                local.buffer = local.take(
+                local.buffer = local.acquire(
                     torch.float32 if self._adds_locally else self._sent_dtype(bucket)
                 )
             missing[bucket] -= 1
@@ -479,8 +481,8 @@ class _Step:
         assert full is not None
         local.buffer = None
         if full.dtype != dtype:
-            sums, full = full, local.take(dtype)
-            local.give(sums)
+            sums, full = full, local.acquire(dtype)
+            local.release(sums)
         if self.comm.world_size == 1:
             self._finish(bucket, full, Parts(full, 1, full, 0))
         else:
@@ -498,19 +500,19 @@ class _Step:
             elif bucket.grad is None or bucket.grad.dtype != dtype:
                 bucket.replace_grad(self.pool.keep(bucket.owned_numel, dtype), self.pool)
             if full is not bucket.grad:
-                self._locals[bucket].give(full)
+                self._locals[bucket].release(full)
         bucket.reduced = True
 
     def _leave(self, bucket: Bucket, full: torch.Tensor, is_plain: bool) -> None:
         self._let_leave(len(self._leaving) + 1 - IN_FLIGHT)
         local = self._locals[bucket]
         if is_plain:
-            self._leaving.append((bucket, full, local.give))
+            self._leaving.append((bucket, full, local.release))
         else:
             dtype = torch.float32 if bucket.reduced else self.policy.grad_dtype
-            copied = self.pool.take(bucket.owned_numel, dtype)
-            self._leaving.append((bucket, copied, self.pool.give))
-            local.give(full)
+            copied = self.pool.acquire(bucket.owned_numel, dtype)
+            self._leaving.append((bucket, copied, self.pool.release))
+            local.release(full)
         if len(self._replicas) == 1:
             self._keep_on_device()
 

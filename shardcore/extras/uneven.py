@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from shardcore.distributed.comm import Traffic
-from shardcore.engine.agreement import together
+from shardcore.engine.agreement import Payload, agree, attempt, together
 from shardcore.engine.engine import engine_behind
 from shardcore.torch_private import pytree
 
@@ -99,10 +99,17 @@ class Joined(Generic[Batch]):
         if self._lengths is not None:
             counts = [number < length for length in self._lengths]
         else:
-            self._engine.synchronize()  # as before each collective
-            row = torch.tensor([self.has_batch], device="cpu")
-            rows = self._engine.comm.all_gather_cpu(row, Traffic.READ, "the batches of a loop")
-            counts = rows[:, 0].tolist()
+            problems: list[BaseException] = []
+            attempt(problems, self._engine.synchronize)  # as before each collective
+            has_batch = {"has_batch": torch.tensor([self.has_batch], device="cpu")}
+            agreed = agree(
+                self._engine.comm,
+                "join",
+                problems,
+                payload=Payload(has_batch, Traffic.BATCHES),
+                then="no batch was taken",
+            )
+            counts = agreed.ranks["has_batch"][:, 0].tolist()
         if number == 0 and any(counts) and not all(counts):
             raise ValueError(
                 f"join: the loader of rank {counts.index(False)} has no batch at all; expected at "

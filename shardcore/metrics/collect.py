@@ -19,7 +19,7 @@ from torch import nn
 
 from shardcore.distributed.comm import Traffic
 from shardcore.distributed.everyone import Everyone
-from shardcore.engine.agreement import agree, attempt, together
+from shardcore.engine.agreement import Payload, agree, attempt, together
 from shardcore.engine.engine import Engine, engine_behind
 from shardcore.engine.memory_report import report_now
 from shardcore.metrics import writers
@@ -70,13 +70,7 @@ class Metrics:
     ) -> None:
         """Begin to measure."""
         self._engine = engine_behind("Metrics", model)
-        optimizer = self._engine._optimizer()
-        if not isinstance(optimizer, ShardableOptimizer):
-            raise ValueError(
-                "Metrics: the model was sharded without an optimizer, or that is gone; expected "
-                "one that trains"
-            )
-        self._optimizer, self._comm = optimizer, self._engine.comm
+        self._comm = self._engine.comm
         folder = None if directory is None else Path(directory)
         self._every, self._steps, self._flops = every, start, flops
         self._counted: float | None = None  # operations of the step that count_flops counts
@@ -85,6 +79,15 @@ class Metrics:
         then = "nothing is measured"
         problems: list[BaseException] = []
         attempt(problems, lambda: _check(every, start, flops, folder, tensorboard))
+        optimizer: Any = self._engine._optimizer()
+        if not isinstance(optimizer, ShardableOptimizer):
+            problems.append(
+                ValueError(
+                    "Metrics: the model was sharded without an optimizer, or its optimizer is "
+                    "gone; expected an optimizer that trains"
+                )
+            )
+        self._optimizer = optimizer
         arguments = [("argument", "every", str(every)), ("argument", "start", str(start))]
         agree(
             self._comm,
@@ -117,37 +120,48 @@ class Metrics:
         Call it on every rank after optimizer.step(); where a pipeline's last stage alone has a
         loss, without one on the others. Returns the row of each `every`-th step (collective then;
         loss is the mean over ranks and steps that have one, tokens are the sum over the ranks of
-        process_group; times, bytes and memory are this rank's), else None. Raises TypeError,
-        ValueError and, on rank 0, OSError.
+        process_group; times, bytes and memory are this rank's), else None.
+
+        Raises:
+            TypeError, ValueError: For bad arguments; in a step with a row, on every rank.
+            OSError: On rank 0 (RuntimeError on the others), if a row cannot be written.
         """
+        problems: list[BaseException] = []
+        attempt(problems, lambda: self._add(loss, tokens))
+        if (self._steps + 1) % self._every:
+            if problems:
+                raise problems.pop()  # this rank's alone: nothing is collective here
+            self._steps += 1
+            return None
+        row = self._read(problems)
+        with together(self._ranks, "Metrics.step", "the row is written in part, or not at all"):
+            for write in self._write:
+                write(row)
+        return row
+
+    def _add(self, loss: torch.Tensor | float | None, tokens: int | None) -> None:
+        """Add one step's loss and tokens to those since the last row."""
         if isinstance(loss, torch.Tensor):
             if loss.numel() != 1:
                 raise ValueError(
-                    f"step: loss has shape {tuple(loss.shape)}; expected one element (take its "
-                    f"mean or sum)"
+                    f"Metrics.step: loss has shape {tuple(loss.shape)}; expected one element (take "
+                    f"its mean or sum)"
                 )
             loss = loss.detach().to(torch.float64).reshape(())
         elif loss is not None and (isinstance(loss, bool) or not isinstance(loss, int | float)):
             raise TypeError(
-                f"step: loss has type {type(loss).__name__}; expected a tensor of one element or a "
-                f"number"
+                f"Metrics.step: loss has type {type(loss).__name__}; expected a tensor of one "
+                f"element or a number"
             )
         if tokens is not None and (isinstance(tokens, bool) or not isinstance(tokens, int)):
             raise TypeError(
-                f"step: tokens has type {type(tokens).__name__}; expected a whole number"
+                f"Metrics.step: tokens has type {type(tokens).__name__}; expected a whole number"
             )
         if loss is not None:
             self._loss, self._losses = self._loss + loss, self._losses + 1
         self._tokens += tokens or 0
-        self._steps += 1
         if self._flops is None:
             self._flops, self._counted = self._counted, None
-        if self._steps % self._every:
-            return None
-        row = self._read()
-        for write in self._write:
-            write(row)
-        return row
 
     @contextmanager
     def count_flops(self) -> Iterator[None]:
@@ -182,13 +196,25 @@ class Metrics:
                 memory[f"{line.kind}_{line.tier}_bytes"] += line.bytes
             self._row |= memory
 
-    def _read(self) -> Row:
-        """Return the row of the steps since the last one. Waits for the device. Collective."""
+    def _read(self, problems: list[BaseException]) -> Row:
+        """Return the row of the steps since the last one. Waits for the device. Collective;
+        problems: why this rank refuses.
+        """
         of_rank = [float(self._loss), float(self._losses), float(self._tokens), self._flops or 0.0]
-        sums = self._comm.all_gather_cpu(
-            torch.tensor(of_rank, dtype=torch.float64, device="cpu"), name="the metrics"
-        ).sum(0)
-        parts = self._comm.of_parts(sums, name="the metrics")
+        agreed = agree(
+            self._comm,
+            "Metrics.step",
+            problems,
+            payload=Payload(
+                {"sums": torch.tensor(of_rank, dtype=torch.float64, device="cpu")},
+                Traffic.METRICS,
+                of_part=lambda ranks: {"sums": ranks["sums"].sum(0)},
+            ),
+            over=self._comm.across,
+            then="no row was written",
+        )
+        self._steps += 1
+        parts = agreed.parts["sums"]
         loss, losses, _, flops = parts.sum(0).tolist()
         tokens = parts[:, 2].max().item()  # parts of the model have the same samples
         device, engine = self._engine.device, self._engine

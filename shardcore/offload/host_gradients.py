@@ -208,8 +208,8 @@ class HostGrads:
             if not adds:  # else the norm of the sum is taken when it is added
                 bucket.sq_norm = _C.sq_norm([full])
         else:
-            source = self._pool.take(bucket.owned_numel, dtype)
-            pending = _Pending(bucket, source, self._pool.give, adds, from_autograd, [])
+            source = self._pool.acquire(bucket.owned_numel, dtype)
+            pending = _Pending(bucket, source, self._pool.release, adds, from_autograd, [])
             bucket.sq_norm = last.add_up(factor, bucket.reduced_slice(source))
             release(full)
         if len(self._replicas) > 1:

@@ -17,6 +17,7 @@ from torch import nn
 
 from shardcore._native import _C
 from shardcore.distributed.comm import Comm
+from shardcore.distributed.compare import Entry
 from shardcore.optim.dtensor import Groups, Rows, find_rows, grouped
 from shardcore.optim.group_options import PARAM_DTYPES, check_max_norm, number
 from shardcore.optim.interface import engine_of
@@ -134,6 +135,10 @@ def by_engine(params: Iterable[object]) -> dict[Any, list[torch.Tensor]]:
 
 
 @disable_dynamo
+def _argument(name: str, value: float) -> Entry:
+    return "argument", name, str(value)
+
+
 def clip_grad_norm_(
     model_or_params: torch.nn.Module | torch.Tensor | Iterable[torch.Tensor],
     max_norm: float,
@@ -195,11 +200,12 @@ def clip_grad_norm_(
             {i: grad for i, p in plain if (grad := _local_grad(op, i, p, dtensors)) is not None},
         )
 
-    def describe() -> str:
-        return "max_norm={} norm_type={}".format(*checked())
+    def arguments() -> list[Entry]:
+        limit, order, *_ = checked()
+        return [_argument("max_norm", limit), _argument("norm_type", order)]
 
     shards = [
-        engine.own_grads(op, engine_params, describe, lambda: checked()[1])
+        engine.own_grads(op, engine_params, arguments, lambda: checked()[1])
         for engine, engine_params in engines.items()
     ]
     limit, order, dtensors, plain_grads = checked()
@@ -310,7 +316,9 @@ def _clip_grads_with_norm_(
             )
 
         for engine, params in by_engine(listed).items():
-            engine.own_grads(op, params, lambda: f"{coefficient()}").scale(coefficient())
+            engine.own_grads(op, params, lambda: [_argument("coefficient", coefficient())]).scale(
+                coefficient()
+            )
         listed = [param for param in listed if engine_of(param) is None]
     if listed:
         _torchs[op](listed, max_norm, total_norm, foreach)
@@ -340,7 +348,7 @@ def _clip_grad_value_(parameters: _Tensors, clip_value: float, foreach: bool | N
             return bound
 
         for engine, params in by_engine(listed).items():
-            engine.own_grads(op, params, lambda: f"{limit()}").clamp(limit())
+            engine.own_grads(op, params, lambda: [_argument("clip_value", limit())]).clamp(limit())
         listed = [param for param in listed if engine_of(param) is None]
     if listed:
         _torchs[op](listed, clip_value, foreach)

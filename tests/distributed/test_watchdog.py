@@ -144,7 +144,7 @@ def _out_of_memory(
     """
     with as_on_nccl() if nccl else nullcontext(), pytest.MonkeyPatch.context() as patch:
         model, optimizer, _ = train(rank, Run(stage=stage, steps=1))
-        taken, take = [0], BufferPool.take
+        taken, take = [0], BufferPool.acquire
         gather_rows = comm.Comm.gather_rows
 
         def counted(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -157,7 +157,7 @@ def _out_of_memory(
             return counts
 
         if where == "reduction":
-            patch.setattr(BufferPool, "take", counted(take))
+            patch.setattr(BufferPool, "acquire", counted(take))
         else:
             patch.setattr(comm.Comm, "gather_rows", counted(gather_rows))
         try:

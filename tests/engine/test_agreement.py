@@ -14,7 +14,7 @@ import shardcore
 from shardcore.distributed.comm import Comm
 from shardcore.distributed.compare import Entry, first_difference, in_words
 from shardcore.engine import build
-from shardcore.engine.agreement import OtherCallError, agree, together
+from shardcore.engine.agreement import OtherCallError, Payload, agree, together
 from shardcore.engine.engine import Engine
 from shardcore.engine.full_values import set_full_grad, set_full_state
 from shardcore.engine.hooks import detach
@@ -32,7 +32,7 @@ STAGE = ("option", "stage", "2")
     ("own", "text"),
     [
         ([STAGE, WEIGHT, BIAS], None),
-        ([STAGE], "rank 1 lacks 2 parameters that rank 0 has; the first is 4.weight (16, 16)"),
+        ([STAGE], "rank 1 lacks 2 parameters of rank 0; the first is 4.weight (16, 16)"),
         (
             [STAGE, WEIGHT, BIAS, ("parameter", "5.bias", "(8,)")],
             "rank 1 has 1 parameter more than rank 0; the first is 5.bias (8,)",
@@ -80,17 +80,19 @@ def _proposes(rank: int, world: int) -> list[Any]:
             said.append(in_words(error))
         return None
 
-    payload = {
+    tensors = {
         "flags": torch.tensor([rank, 7], dtype=torch.uint8),
         "norm": torch.tensor([rank / 2, 3.0], dtype=torch.float64),
         "nothing": torch.zeros(0),
     }
-    agreed = propose(payload=payload, payload_of_part=lambda ranks: {"sum": ranks["norm"].sum(0)})
+    agreed = propose(payload=Payload(tensors, of_part=lambda ranks: {"sum": ranks["norm"].sum(0)}))
     said.append(agreed.ranks["flags"].tolist())
     said.append([agreed.ranks["norm"].tolist(), agreed.parts["sum"].tolist()])
     propose(problems=[KeyError("own"), ValueError("later")] if rank == 3 else None)
     propose(entries=[("option", "lr", "2.0" if rank == 2 else "1.0")])
     propose(entries_of_model=[("option", "max_norm", str(rank % 2))])
+    apart = [("option", "path", "b" if rank == 2 else "a")]
+    propose(entries=apart, entries_of_model=apart)
     propose("other call" if rank == 3 else "call")
     propose("other call" if rank == 3 else "call", problems=[KeyError(1)] if rank == 1 else None)
     propose(entries=[("value read", "", str(rank // 2))], explain=lambda: None)
@@ -103,9 +105,8 @@ def _proposes(rank: int, world: int) -> list[Any]:
 
 def test_all_ranks_of_all_parts_raise_or_none() -> None:
     found = run_ranks(4, _proposes)
-    for rank, (flags, norms, refuses, differs, of_parts, other, both, explained) in enumerate(
-        found
-    ):
+    for rank, said in enumerate(found):
+        flags, norms, refuses, differs, of_parts, apart, other, both, explained = said
         assert flags == [[rank % 2, 7], [rank % 2 + 2, 7]]
         assert norms[0] == [[rank % 2 / 2, 3.0], [(rank % 2 + 2) / 2, 3.0]]
         assert norms[1] == [[1.0, 6.0], [2.0, 6.0]]
@@ -114,16 +115,17 @@ def test_all_ranks_of_all_parts_raise_or_none() -> None:
             own if rank == 3 else f"ValueError: call: rank 3 refused: {own} (as before)"
         )
         assert differs == (
-            "ValueError: call: ranks disagree: option lr is 2.0 on rank 1 but 1.0 on rank 0; "
+            "ValueError: call: ranks disagree: option lr is 2.0 on rank 2 but 1.0 on rank 0; "
             "expected the same on every rank (as before)"
         )
         assert of_parts == (
             "ValueError: call: parts of the model disagree: option max_norm is 1 on rank 1 but 0 "
             "on rank 0; expected the same in every part (as before)"
         )
+        assert "option path is b on rank 2 but a on rank 0" in apart  # of the ranks of its part
         in_call, out = ("other call", "call") if rank == 3 else ("call", "other call")
-        named = f"{in_call}: rank {int(rank != 3)} calls {out}; expected every rank"
-        assert (named if rank % 2 else "call: rank 1 calls other call; expected") in other
+        named = f"{in_call}: rank {1 if rank == 3 else 3} calls {out}; expected every rank"
+        assert (named if rank % 2 else "call: rank 3 calls other call; expected") in other
         assert other.startswith("OtherCallError: " if rank % 2 else "ValueError: ")
         # a refusal in another call is no reason of this one
         assert both == "KeyError: 1" if rank == 1 else "calls" in both or "refused" in both
@@ -175,6 +177,39 @@ def test_work_that_fails_on_one_rank_fails_on_every_rank(kind: type[BaseExceptio
     other = f"RuntimeError: save: rank 1 failed: {name}: planted; files are as before "
     assert run_ranks(3, _works, [1, 2], kind) == [other, own, own]
     assert run_ranks(3, _works, [], kind) == ["no error"] * 3
+
+
+def _in_different_calls(rank: int, world: int, folder: Path) -> tuple[list[str], str]:
+    model: Any = make_net()
+    optimizer: Any = shardcore.FusedAdam(model.parameters(), lr=1e-2)
+    model, optimizer = shardcore.shard(model, optimizer, 2, precision="fp32")
+    stepped(model, optimizer, rank, 0)
+    shardcore.save(folder, model, optimizer)
+    calls: list[tuple[Callable[[], Any], Callable[[], Any]]] = [
+        (lambda: shardcore.join(model, [1]), lambda: shardcore.load(folder, model, optimizer)),
+        (
+            lambda: shardcore.consolidate(model, folder / "whole"),
+            lambda: shardcore.Metrics(model, log=False),
+        ),
+        (optimizer.state_dict, lambda: shardcore.join(model, [1])),
+    ]
+    said = [_what_each_raises(pair[rank]) for pair in calls]
+    stepped(model, optimizer, rank, 1)
+    metrics = shardcore.Metrics(model, log=False)
+    batches = iter(shardcore.join(model, iter([1])))
+    return said, _what_each_raises((metrics.step, lambda: next(batches))[rank])
+
+
+def test_ranks_in_different_calls_all_raise(tmp_path: Path) -> None:
+    (first, slow), (second, also_slow) = run_ranks(2, _in_different_calls, tmp_path)
+    pairs = [("join", "load"), ("consolidate", "Metrics"), ("optimizer.state_dict", "join")]
+    for (op, other_op), text, other_text in zip(pairs, first, second, strict=True):
+        assert text.startswith(f"OtherCallError: {op}: rank 1 calls {other_op}; expected every")
+        assert other_text.startswith(f"OtherCallError: {other_op}: rank 0 calls {op}; expected")
+    for text in (slow, also_slow):  # found by the watchdog
+        assert "rank 0 for Metrics.step (call 1)" in text
+        assert "rank 1 for join (call 3)" in text
+        assert text.endswith("expected every rank to make the same calls in the same order")
 
 
 # what moves weights and gradients of a unit

@@ -36,9 +36,9 @@ def test_few_gradients_wait_in_a_model_of_small_weights(monkeypatch: pytest.Monk
 
 def test_units_whose_weights_are_all_empty_take_no_buffer_of_the_pool() -> None:
     pool = BufferPool(torch.device("cpu"))
-    pool.give(pool.take(64, torch.float32))
-    pool.give(pool.take(0, torch.float32))
-    pool.take(64, torch.float32)
+    pool.release(pool.acquire(64, torch.float32))
+    pool.release(pool.acquire(0, torch.float32))
+    pool.acquire(64, torch.float32)
     assert pool.allocated_bytes == 4 * 64
 
 

@@ -318,9 +318,11 @@ def _one_in_flight(patch: pytest.MonkeyPatch) -> None:
 
 
 def _no_received(patch: pytest.MonkeyPatch) -> None:
-    take = BufferPool.take
+    take = BufferPool.acquire
     patch.setattr(
-        BufferPool, "take", lambda pool, numel, dtype: take(pool, numel if pool._lent else 0, dtype)
+        BufferPool,
+        "acquire",
+        lambda pool, numel, dtype: take(pool, numel if pool._lent else 0, dtype),
     )
 
 

@@ -89,7 +89,7 @@ def _own_loss(patch: pytest.MonkeyPatch) -> None:
         comm: Comm, row: torch.Tensor, kind: Traffic | None = None, name: str = ""
     ) -> torch.Tensor:
         rows = gathered(comm, row, kind, name)
-        return row.unsqueeze(0) if name == "the metrics" else rows
+        return row.unsqueeze(0) if name == "Metrics.step" else rows
 
     patch.setattr(Comm, "all_gather_cpu", own)
 
@@ -97,8 +97,8 @@ def _own_loss(patch: pytest.MonkeyPatch) -> None:
 def _late_rate(patch: pytest.MonkeyPatch) -> None:
     read = collect.Metrics._read
 
-    def late(metrics: Any) -> Any:
-        return read(metrics) | {"lr": metrics._optimizer.param_groups[0]["lr"]}
+    def late(metrics: Any, problems: list[BaseException]) -> Any:
+        return read(metrics, problems) | {"lr": metrics._optimizer.param_groups[0]["lr"]}
 
     patch.setattr(collect.Metrics, "_read", late)
 
@@ -416,7 +416,9 @@ def test_what_cannot_be_measured_is_refused() -> None:
         shardcore.Metrics(model)
     model, optimizer = sharded()
     metrics = shardcore.Metrics(model, log=False)
-    with pytest.raises(ValueError, match=r"step: loss has shape \(2,\); expected one element"):
+    with pytest.raises(
+        ValueError, match=r"Metrics.step: loss has shape \(2,\); expected one element"
+    ):
         metrics.step(loss=torch.zeros(2))
     with pytest.raises(TypeError, match="step: loss has type str"):
         metrics.step(loss="1")  # type: ignore[arg-type]
@@ -424,7 +426,7 @@ def test_what_cannot_be_measured_is_refused() -> None:
         metrics.step(tokens=1.0)  # type: ignore[arg-type]
     del optimizer, metrics
     with pytest.raises(
-        ValueError, match="Metrics: the model was sharded without an optimizer, or that is gone"
+        ValueError, match="Metrics: the model was sharded without an optimizer, or its optimizer"
     ):
         shardcore.Metrics(model)
 
@@ -437,8 +439,12 @@ def _without_key() -> None:
     raise UsageError("No API key configured.")
 
 
+def _full_disk(row: Any) -> None:
+    raise OSError("no space")
+
+
 def _fails(rank: int, world_size: int, folder: str) -> list[str]:
-    model, _ = sharded()
+    model, _optimizer = sharded()
     messages = []
     for options in (
         {"every": 1 + rank},
@@ -453,6 +459,11 @@ def _fails(rank: int, world_size: int, folder: str) -> list[str]:
                 messages.append("")
             except (ValueError, RuntimeError, OSError, UsageError) as error:
                 messages.append(f"{type(error).__name__}: {error}")
+    metrics = shardcore.Metrics(model, log=False)
+    messages.append(error_of(lambda: metrics.step(loss=[1.0, "1"][rank])))  # type: ignore[arg-type]
+    if rank == 0:
+        metrics._write.append(_full_disk)
+    messages.append(error_of(metrics.step))
     return messages
 
 
@@ -469,6 +480,11 @@ def test_an_error_on_one_rank_is_one_on_all(tmp_path: Path) -> None:
     assert second[2].startswith("RuntimeError: Metrics: rank 0 failed: FileExistsError: ")
     assert first[3] == "UsageError: No API key configured."
     assert second[3] == f"RuntimeError: Metrics: rank 0 failed: {first[3]}; nothing is measured"
+    text = "Metrics.step: loss has type str"
+    assert text in second[4]
+    assert f"Metrics.step: rank 1 refused: TypeError: {text}" in first[4]
+    assert "no space" in first[5]
+    assert "Metrics.step: rank 0 failed: OSError: no space; the row is written in" in second[5]
 
 
 def _in_parts(rank: int, world_size: int, folder: str) -> tuple[Any, str]:

@@ -262,13 +262,13 @@ def test_what_clipping_refuses() -> None:
         == second[0]
         == "clip_grad_norm_: norm_type has 0.0; expected a number above 0, or inf"
     )
-    assert "norm_type=2.0 on rank 1 but max_norm=1.0 norm_type=1.0 on rank 0" in first[1]
+    assert "argument norm_type is 2.0 on rank 1 but 1.0 on rank 0" in first[1]
     assert (
         first[2]
         == second[2]
         == "clip_grad_value_: clip_value has -1.0; expected a number of at least 0"
     )
-    assert "clip_grads_with_norm_: ranks disagree: the value read is" in first[3]
+    assert "clip_grads_with_norm_: ranks disagree: argument coefficient is" in first[3]
 
 
 def _plain_calls(stage: int) -> tuple[bool, list[Any]]:

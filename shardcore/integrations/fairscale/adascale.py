@@ -249,7 +249,7 @@ class AdaScale(torch.optim.Optimizer):
             )
         params = [param for group in self.param_groups for param in group["params"]]
         for engine, sharded in by_engine(params).items():
-            engine.own_grads("scale_grad_by_num_grads_to_accum", sharded, lambda: "all").scale(
+            engine.own_grads("scale_grad_by_num_grads_to_accum", sharded, list).scale(
                 1 / self._num_grads_to_accum
             )
         for param in params:
