@@ -2,6 +2,7 @@
 //
 // crc: the checksum of the bytes before, 0 at the beginning; so a long run of bytes may come in parts. The CPU's instruction
 // takes 3 cycles and a new one may begin in each, so three stretches of memory are summed side by side and joined.
+// This checksum was chosen because x86-64 and 64-bit ARM have an instruction for it: it runs at the speed of memory.
 #pragma once
 
 #include <cstdint>

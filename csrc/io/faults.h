@@ -1,4 +1,5 @@
 // Faults that tests put into the transfers of a FileEngine: errors, short transfers, delays, flipped bits.
+// They are part of every build, so that tests break the code that users run; without rules they cost a branch per transfer.
 //
 // A comma-separated list of rules:
 //   write:EIO@1048576    a write that moves this byte of its file fails with this error (read: for reads). Without @ each does.

@@ -3,6 +3,7 @@
 // One thread owns the ring: it submits, waits, and hands results on. (A request that another thread submits is cancelled when
 // that thread ends, and the kernel interrupts the thread to complete it.) submit() wakes it through an eventfd that the ring
 // polls; it sleeps in the kernel otherwise.
+// Buffers are not registered with the ring: that saved no time, and a fork copies pages that are locked.
 #include "io/file_engine.h"
 
 #ifdef SHARDCORE_WITH_LIBURING

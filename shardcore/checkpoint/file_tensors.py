@@ -3,6 +3,7 @@ several pieces or boxes.
 
 Sizes are compared with the file before memory is taken. Files are read, not mapped: one that
 shrinks while it is mapped would end the process.
+Each read opens and closes its file, so descriptors never run out and threads can share a source.
 """
 
 import errno

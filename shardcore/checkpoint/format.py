@@ -24,6 +24,10 @@ row. So a slice of any dimension has long ranges, and 8-bit codes keep their blo
 shorter, by its share of a row, so that some rows of the whole tensor are about one range of each
 slice. A manifest that has slices is of version 2. Nothing is unpickled; names of files are matched
 against a pattern; each offset is checked against the file before it is read.
+
+Files are not trusted. Checksums find damage, not malice: whoever changes a manifest can give it a
+right checksum. So every size, offset and index is checked before use, plain data have a fixed list
+of tags (plain.py), and only regular files are read (`file_tensors.open_regular`).
 """
 
 import json

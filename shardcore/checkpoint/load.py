@@ -1,5 +1,9 @@
 """Loading: any checkpoint (source.Source) into any sharded model, each rank reading what it
 keeps, one range at a time.
+
+Names, shapes, groups, loss scale and scheduler are checked, and compared between ranks, before
+anything changes. Damaged data are found while they are read: then the error says that the model is
+partly loaded.
 """
 
 import errno

@@ -5,6 +5,13 @@ Invariants: a Parameter stays the same object (`become`). Full values exist for 
 (from files: for one parameter, and only where the stage keeps full weights anyway). Every check
 that needs no values runs before anything changes.
 
+A function fills module after module in the model's order, not that of units, so random numbers are
+drawn as when the model is built. For the same reason a module that shares a weight with an earlier
+one fills a temporary tensor. Memory is NaN before it is filled, so what a function leaves out is an
+error. Files are memory-mapped, and each rank reads the ranges of its pieces. Tensors that
+transformers converts (Mixtral's experts) are made in full, one at a time, on each rank that has a
+part of them.
+
 A model of transformers implies that it is imported, so it is never imported here. Its private
 names are used in this file alone; tested with transformers 5.23. Versions before 5 convert no
 weights: names are those of the files.

@@ -1,5 +1,10 @@
 """Names and times of the parts of steps: scopes for profilers, and a clock that measures once
 something has asked for it.
+
+On the CPU a scope shows the start and the end of the work, on CUDA the time of queueing. Scopes of
+an overlapped step's worker are on its own thread. On CUDA a part is measured by two events on the
+current stream, read a step later, so waits of the stream count. A part's time excludes the parts
+inside it, so the parts add up.
 """
 
 import time

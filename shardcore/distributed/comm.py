@@ -4,6 +4,12 @@ between versions.
 All data collectives move bytes (uint8 views), so every dtype works on every backend and nothing is
 summed in transit: arithmetic on gradients happens in csrc/reduce, in rank order, unless the user
 asks for the backend's (`reduce_scatter`). A world of one needs no process group and moves nothing.
+
+On gloo pieces are sent pairwise, with tags (`Tags`), also in the gloo group beside NCCL. NCCL has
+no tags: collectives of equal size could run in different orders on two ranks and nobody would wait,
+so a step compares the order of all collectives before it writes (engine/step.py). With NCCL one
+call gathers all weights of a unit. What ranks compare is small, and goes over gloo where that is
+possible, in a number of rounds that grows with the logarithm of the number of ranks.
 """
 
 import json

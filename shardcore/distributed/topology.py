@@ -5,6 +5,11 @@ A buffer has as many equal pieces as there are ranks. Reduction runs in levels: 
 cut what they hold into equal parts, one per rank, and each adds the parts that it receives in rank
 order; first within a node, then across nodes. The bits depend on `ranks_per_node` alone, and each
 rank ends with one piece (`piece_index`), reduced over all ranks.
+
+Who keeps the result does not change the bits. Sharded over all ranks, each rank keeps its piece.
+With hybrid sharding replica ranks gather their pieces of the shard, as all ranks do at stage 0, and
+weights are gathered within the node. Each rank takes the squared norm of its own piece alone, so
+replicas count once.
 """
 
 from collections.abc import Sequence

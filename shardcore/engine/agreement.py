@@ -10,6 +10,10 @@ payload that the caller needs anyway, such as the squared norm of a step. Ranks 
 this row and nothing else. Words are gathered only after a difference. Rows without a payload have
 one size and one kind of message, so that ranks in different calls find out at once. A payload has a
 kind of its own, since gloo ends the process where the sizes of a pair of messages differ.
+
+Two things are not compared. Buffers of modules: each rank has its own, as with DDP's
+broadcast_buffers=False. Values that each rank brings itself (loads, edits, files, broadcast=False):
+they must be equal, or replicas drift apart.
 """
 
 import zlib

@@ -2,6 +2,16 @@
 
 A unit has one bucket for each (dtype, optimizer group). What a rank keeps of it, and for how long,
 is the lifetimes table (`Lifetimes`), the only place where ZeRO stages differ.
+
+    buffer                          stage 0    stage 1    stage 2         stage 3
+    full weights of a unit          resident   resident   resident        around their use
+    full local gradient             resident   resident   until reduced   until reduced
+    reduced gradient, master,
+    states                          full       shard      shard           shard
+    frozen weights                  resident   resident   resident        shard
+
+Offload changes where the shard's tensors are stored, never a lifetime. At stage 0 and in a world of
+one the reduced gradient uses the memory of the local gradient where dtypes allow it.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -139,7 +149,7 @@ class BufferPool:
 
 @dataclass(frozen=True)
 class Lifetimes:
-    """What a stage keeps (see docs/architecture.md, Lifetimes).
+    """What a stage keeps (see the table above).
 
     owns_everything: the reduced gradient, master and states cover the full bucket, not only the
     rank's shard.

@@ -11,6 +11,14 @@ Note [Cohorts]: a step is planned on the host, which does not know the counts. P
 `Managed.cohort` have equal counts: they had equal ones once, and were updated by the same steps
 since. So they share the scalars of a step. Those parameters of a cohort that a step updates become
 a new cohort.
+Note [Late results]: a skipped step is logged by a later step or read. The error at the minimum loss
+scale is raised by a later step, on every rank; after the last step no call raises it, and
+`load_state_dict` logs it. A skipped step moves the version counters of parameters, as the host does
+not know that nothing was written. `initialize` with a scheduler waits for each step, since the
+scheduler must not advance at an overflow.
+Note [Captured iterations]: with capturable=True one rank can capture forward, backward and step in
+one CUDA graph, after one iteration without it, which allocates the memory. Several ranks cannot,
+since they compare over the host. Nor can offload, whose step runs on the host.
 """
 
 import itertools

@@ -6,6 +6,14 @@ divides by it. One function updates the scale on the host and on the device
 (csrc/core/loss_scale.h). No communication: all ranks update the scale from the same norm. Source:
 Micikevicius et al. 2018, section 3.2 (arXiv:1710.03740). Options and their meaning are those that
 DeepSpeed documents (https://www.deepspeed.ai/docs/config-json/#fp16-training-options).
+
+All reads of gradients return unscaled values, since the reduction divides. Nothing is added in
+float16: pieces are sent in it and summed in float32, as are local micro-steps. At stage 0 `p.grad`
+has the weight's dtype, in which small values may read 0; the step uses the float32 gradients.
+
+The scale is a part of `optimizer.state_dict()`, which torch.optim ignores. The helpers of
+torch.distributed.checkpoint (`get_optimizer_state_dict`) drop it: after a load the first steps may
+then be skipped. `sharded_state_dict(optimizer)` has it.
 """
 
 import math

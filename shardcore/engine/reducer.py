@@ -23,6 +23,11 @@ Note [Home stream]: autograd runs a parameter's hook on the stream that its forw
 all work of a backward on gradients runs on one stream, its home: the one on which it begins. Home
 waits for a hook's stream, and the caller of backward for home. Otherwise a bucket's copies would
 run on other streams than its collective.
+Note [Averages]: the reduction divides by the number of ranks and by the loss scale, in double, with
+one rounding; the step's scale holds only the clip coefficient and the caller's `grad_scale`. At
+stage 0 users may read and edit `p.grad`, so the average must exist before the step. All stages do
+the same, or worlds that are not a power of two would round differently. A world of one without
+accumulation and without a loss scale uses the gradient unchanged, in its own dtype.
 """
 
 import logging

@@ -1,5 +1,11 @@
 """The step: global norm, the decision to clip or skip, Adam over the owned ranges, and the new
 weights to every rank.
+
+At stages 1 and 2 the step goes bucket by bucket: the new weights of one bucket are gathered while
+Adam updates the next one. Without communication and with states on the device, one kernel call
+updates everything. Ctrl-C that arrives before the ranks agree on a step raises on all of them, and
+no rank is updated. After the agreement it is delayed to the end of the step
+(`interrupts_held_back`).
 """
 
 import logging

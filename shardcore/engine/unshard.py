@@ -26,6 +26,14 @@ and taken on another is ordered by the pool.
 Note [Recomputation]: with activation checkpointing forward hooks run inside backward, and the
 second of a pair may not run. There `before_forward` gathers as always and `after_forward` does
 nothing.
+Note [Edits]: edits of unsharded weights are found by the version counter when a unit is resharded,
+and copied to the shard. Edits through `.data` move no counter, so the end of `full_params` compares
+the weights with the shard. Masters of changed weights are updated at the next step or read
+(`Bucket.changed`). Before that, ranks compare a digest of what they are about to keep
+(engine/full_params.py); if it differs, edits are dropped and loads are undone.
+Note [Modules outside of units]: modules of the root (`lm_head`) may be called on their own. Their
+hooks unshard the root for the call, or until backward ends. Layers inside a unit have no hooks: a
+call of one raises an error that names its weight.
 """
 
 import logging

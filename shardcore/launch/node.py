@@ -5,6 +5,9 @@ Ranks are rank.py in processes of torch.distributed.launcher (what torchrun is m
 static rendezvous, in which the order of ranks follows that of nodes. `run_node` runs in `shardcore
 run` itself for one machine; for several, ``python -m shardcore.launch.node`` runs it on each, told
 what to do on its standard input: Note [Standard input] in nodes.py.
+
+A restart is a loop around all machines, with a new agent each time (run_command.py): torch's own
+restarts reuse its store, and nodes do not agree on them.
 """
 
 import json

@@ -9,6 +9,15 @@ tier is still separate memory, so that the copies can be tested without a GPU.
 Note [Staging]. While a chunk is updated, the next one is copied in and the one before copied back,
 by csrc/offload. A staging buffer of each kind is used again once the chunk before is through with
 it.
+Only staging buffers are pinned, since states and masters are never copied.
+
+A chunk is checked and converted to plain data once, and used by every step whose weights are at the
+same addresses. A blocking step runs in the thread that waits, a chunk at a time, so that an
+interrupt is noticed. An overlapped one runs on a C++ thread that never needs the GIL, so a caller
+that computes in Python delays no update; the Python worker only waits for buckets and starts their
+gathers. Torch's own steps (RMSprop and others) are called for each chunk on the waiting thread.
+Where weights are the master, or half of it (split), they are copied in for the step, so edits by
+the user count.
 """
 
 import logging
@@ -32,7 +41,9 @@ from shardcore.optim.state_format import StateTensors, range_of, stored_values, 
 
 logger = logging.getLogger("shardcore")
 
-# a little above a power of two: so are units, by their biases and norms
+# A staging buffer of float32 has 72 MiB: small beside the states of a model with such units, and
+# large enough that waking the threads for a chunk is short beside its Adam. A little above a power
+# of two: so are units, by their biases and norms.
 CHUNK_NUMEL = (1 << 24) + (1 << 21)
 # One is copied in while another is updated; of weights a third one is copied back.
 GRAD_BUFFERS, WEIGHT_BUFFERS = 2, 3

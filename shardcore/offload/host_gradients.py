@@ -3,6 +3,11 @@ micro-steps are added there.
 
 The last `host_numel` elements of each bucket's owned range are offloaded. The first `device_numel`
 stay on the device (`Bucket.grad`), where its kernels read them.
+
+Norms are taken before the copy, so a step is decided, and Adam begins, while the last gradients are
+on their way. A gradient that is added to another one is copied in float32 even if grad_dtype is
+bfloat16: a product must not be rounded before the sum, or the bits would differ from the device's.
+Device memory is taken back in the order of buckets, never by timing.
 """
 
 from collections import deque

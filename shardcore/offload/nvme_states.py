@@ -34,7 +34,7 @@ from shardcore.offload.disk import (
 )
 from shardcore.optim.state_format import Allocate, StateFormat, StateTensors, range_of
 
-CHUNK_NUMEL = 1 << 22
+CHUNK_NUMEL = 1 << 22  # 48 MiB of float32 states: long enough for a disk, small in memory
 RATED_TBW = 600  # terabytes that a consumer's disk of 1 TB may be written
 WEIGHT = "weight"
 # Buffers of a step: while Adam works on one chunk, the next two are read, and the one before is

@@ -15,6 +15,20 @@ order on another rank, and hang. There the thread that waits starts the gathers,
 the same on every rank: forwards, steps and `synchronize`. A single rank may read weights alone, so
 a read starts no gather: with NCCL it raises an error if the weights are not gathered. At stage 3
 the gather of a unit waits for its update.
+
+Note [Waits]: these call `wait_for`: the hook before each unit's forward, ahead of the user's own
+hooks; the end of the model's forward, for units that it did not use; reads of `_parameters` and of
+"params" in param_groups; every gather at stage 3, or the order of collectives would depend on
+timing; the next backward and zero_grad(set_to_none=False), since the worker reads gradients; reads
+of full values; the next step; a fork.
+
+Note [Failed updates]: after an error of the worker nothing more is updated, and every wait raises
+StepError from its cause. Weights are gathered nevertheless, since other ranks wait for them. The
+next step raises on every rank. (With NCCL and a worker at stages 1 and 2 the thread that raised
+would have gathered: there the watchdog or the launcher ends the other ranks.)
+
+Where a GPU runs Adam there is no worker: the update is queued on the device, and `defer` keeps the
+gathers of stages 1 and 2 for the waits.
 """
 
 import logging

@@ -3,6 +3,11 @@ a 256-element block.
 
 The first `Bucket.device_numel` elements are served by a DeviceStore and the others by a CpuStore,
 with one kernel and the same scalars. No block is cut, so the cut never shows in the bits.
+
+"auto" starts with all states in host memory. It times the second and the third step and their
+forwards, and chooses, the same on all ranks, the ratio at which the CPU's part takes no longer than
+a forward. States move once, at the next `zero_grad()` that leaves no gradient (`resplit`). Timing
+thus changes the share, never the bits.
 """
 
 import logging

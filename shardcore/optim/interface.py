@@ -1,7 +1,10 @@
 """How parameters and optimizers refer to the sharded engine (shardcore.engine.engine.Engine).
 
-Invariant: no reference cycle leads through an engine (docs/architecture.md, Ownership). The model's
-hooks and the optimizer keep it; it keeps parameters, which refer to it by `EngineRef`.
+Invariant: no reference cycle leads through an engine. The model's hooks and the optimizer keep it.
+It keeps parameters, buffers and states, and refers to the model, its modules and the optimizer
+weakly; parameters refer to it by `EngineRef`. So its memory, threads and process group are freed
+with the last reference (tests/engine/test_engine_lifetime.py). Parameters stay the user's objects,
+and their data are views of buffers (`Bucket.weight`). The optimizer keeps its param_groups.
 """
 
 import weakref

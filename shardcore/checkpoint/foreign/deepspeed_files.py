@@ -12,6 +12,9 @@ Files of a tag's folder, for ranks of data parallelism r (written by DeepSpeed 0
 
 ZeRO 1 and 2 cut a flat group into equal parts, one per rank; ZeRO 3 cuts each parameter, padded, so
 that rank r's part of a group has rank r's part of each parameter, one after the other.
+
+The layout is read from `param_shapes` and paddings, as DeepSpeed's zero_to_fp32 does, not from
+`param_slice_mappings`, which `round_robin_gradients` makes wrong.
 """
 
 import logging

@@ -11,6 +11,10 @@ extension codes are refused before it sees them, and whatever BUILD may be appli
 `__setstate__` of its own, or no attributes. Sizes are compared with the file before memory is
 taken. A file that damage has changed is a ValueError or an OSError that names it; one that somebody
 has made to end the process or to fill its memory may do so, as in torch.
+
+`torch.load(weights_only=True)` is not used: it reads storages in full or maps the file, cannot read
+the metadata of torch.distributed.checkpoint, verifies no checksum of the pickle, and accepts all
+classes that the program allowed for other files.
 """
 
 import io
