@@ -7,7 +7,7 @@
 # make crash-test  kill, fill, damage: checkpoints and commits lose nothing. KILLS=300 COMMITS=500 MUTATIONS=20000 FAULTS=200
 #                  FULL_DISKS=100 DEAD_RANKS=20
 # make gpu-check   on a machine with a CUDA GPU: tests, sanitizer, benchmarks on it (PART=speed, ranks, activations,
-#                  kernels, sharding or offload); docs/benchmarks.md
+#                  kernels, sharding or offload); docs/gpu_check.md
 # make docs    the documentation site, into build/site: fails on links and anchors that lead nowhere
 # make wheel   dist/shardcore-*.whl for this torch and Python, with CUDA code where nvcc is found, then check it where there is no
 #              compiler (needs auditwheel and patchelf); docs/install.md

@@ -18,7 +18,7 @@ void adam_cpu(const AdamSegment* segments, int64_t num_segments, const AdamScala
 // Elements [first, last) of one segment, per instruction set (adam_cpu_loop.h).
 SHARDCORE_PER_ISA(void adam_span(const AdamSegment& segment, const AdamScalars& scalars, int64_t first, int64_t last);)
 
-// How many elements ahead the loops prefetch, measured on a Xeon and on AMD's Zen 4 (docs/benchmarks.md).
+// How many elements ahead the loops prefetch, measured on a Xeon and on AMD's Zen 4 (docs/studies/adam_from_memory.md).
 int64_t prefetch_elements();
 
 }  // namespace shardcore

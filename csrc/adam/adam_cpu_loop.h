@@ -2,7 +2,7 @@
 //
 // The plain loop vectorizes; its tail is the compiler's scalar copy of the same operations, so sizes and alignments do not
 // show in the bits. Weights, gradients and 8-bit moments that are not float32 go through 256-element tiles that stay in the
-// first-level cache. What limits the speed then: docs/benchmarks.md.
+// first-level cache. What limits the speed then: docs/studies/.
 #include "adam/adam_cpu.h"
 #include "adam/adam_math.h"
 #include "adam/state_codec.h"
@@ -15,7 +15,7 @@ namespace {
 // Where each stream of a step is prefetch_elements() after the start of a loop. While the arithmetic waits for its roots and
 // divisions the hardware's prefetchers fall behind, so for each cache line that a loop updates it prefetches the line so many
 // elements later (prefetching past the end is no error). Prefetching a whole tile at once gains less, and costs time where all
-// is in cache (docs/benchmarks.md has the figures).
+// is in cache (docs/studies/adam_from_memory.md has the figures).
 struct Ahead {
   struct Stream {
     intptr_t start;
