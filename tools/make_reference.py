@@ -198,21 +198,32 @@ def page() -> str:
 
 
 KINDS = {
-    "honoured": "## Honoured\n\nWhat each becomes here.",
-    "accepted": "## Accepted, without effect\n\n`initialize` logs these reasons, once.",
-    "refused": '## Refused\n\nUnless they are off (`false`, `null`, `{"enabled": false}`). What to '
-    "do instead:",
-    "removed": "## Removed by DeepSpeed itself\n\nThey are refused here, too, unless they are off.",
+    "honoured": "## Honoured\n\nshardcore checks these values and uses them.",
+    "accepted": "## Accepted, without effect\n\n`initialize` logs the reason, once.",
+    "refused": "## Refused\n\n`initialize` raises an error, unless the value turns the "
+    'feature off (`false`, `null`, `{"enabled": false}`). Remove the key, or follow the table.',
+    "removed": "## Removed by DeepSpeed itself\n\nshardcore refuses these keys, too, unless they "
+    "are off.",
 }
+COLUMNS = {"honoured": "effect", "accepted": "reason"}
+ALIASES_HEAD = """## Other spellings
+
+| spelling | key |
+|---|---|"""
 KEYS_HEAD = """# Keys of a DeepSpeed configuration
 
-Made by `python -m tools.make_reference` from the table in `shardcore/deepspeed/keys.py`, which
-configurations are checked with. Any other key is an error that names it, with the nearest known
-one; keys that begin with `_` or `comment`, `comms_config` and `monitor_config` are notes. Keys of
-`zero_optimization` may be written with `stage3_` in front, a whole number as `5e8`, and the old
-`cpu_offload`, `cpu_offload_params` and `zero_optimization: true` are understood. `"auto"` is for a
-trainer to fill in
-([Hugging Face](huggingface.md)).
+`shardcore.initialize` checks each key of a configuration against these tables. Search this page for
+your key.
+
+- **Unknown keys** raise an error with the nearest known key.
+- **Notes**: keys that begin with `_` or `comment`, `comms_config` and `monitor_config` are ignored.
+- **Prefix**: keys of `zero_optimization` may begin with `stage3_`.
+- **Numbers**: a whole number may be written as `5e8`.
+- **Old forms**: `cpu_offload`, `cpu_offload_params` and `zero_optimization: true` are supported.
+- **`"auto"`** is filled in by a trainer ([Hugging Face](huggingface.md)).
+
+`python -m tools.make_reference` generates this page from the table in
+`shardcore/deepspeed/keys.py`.
 """
 
 
@@ -225,9 +236,11 @@ def keys_page() -> str:
             if key.kind == kind:
                 notes.setdefault(key.note, []).append(f"`{path}`")
         rows = [f"| {', '.join(paths)} | {note} |" for note, paths in notes.items()]
-        parts.append("\n".join([title, "", "| key | note |", "|---|---|", *rows, ""]))
-    others = ", ".join(f"`{old}` for `{new}`" for old, new in ALIASES.items())
-    return "\n".join(parts) + f"\nOther spellings: {others}.\n"
+        column = COLUMNS.get(kind, "alternative or reason")
+        parts.append("\n".join([title, "", f"| key | {column} |", "|---|---|", *rows, ""]))
+    rows = [f"| `{old}` | `{new}` |" for old, new in ALIASES.items()]
+    parts.append("\n".join([ALIASES_HEAD, *rows, ""]))
+    return "\n".join(parts)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,13 +1,12 @@
-"""The keys of a DeepSpeed configuration: what each becomes here, why it means nothing, or why it is
-refused.
+"""The keys of a DeepSpeed configuration: the effect of each, or why it has no effect or is refused.
 
-The one table that configurations are checked with (config.py) and that docs/deepspeed_keys.md is
-made from. A key is
-- honoured: its value is checked, and used;
-- accepted: it means nothing here, and the log says why, once;
-- refused, or removed by DeepSpeed itself: an error that says what to do instead, unless its value
-turns the thing off. Every other key is refused, with the nearest known one. Source: DeepSpeed
-0.19.8's configuration classes, and https://www.deepspeed.ai/docs/config-json.
+config.py checks configurations against this table, and docs/deepspeed_keys.md is generated from it.
+A key is
+- honoured: its value is checked and used;
+- accepted: it has no effect here, and the log gives the reason once;
+- refused, or removed by DeepSpeed itself: an error names the alternative, unless the value turns
+the feature off. Every other key is refused, with the nearest known one. Source: DeepSpeed 0.19.8's
+configuration classes, and https://www.deepspeed.ai/docs/config-json.
 """
 
 import math
@@ -41,11 +40,11 @@ OP = "initialize"
 
 @dataclass(frozen=True)
 class Key:
-    """A key. kind: "honoured", "accepted", "refused" or "removed". note: what it becomes, why it
-    means nothing, what to do.
+    """A key. kind: "honoured", "accepted", "refused" or "removed". note: its effect, or why it has
+    none, or the alternative.
 
-    check: of honoured keys. harmless: values of refused keys that turn the thing off, beside null
-    and false. field: of Config that has the value, where its name differs from the key's.
+    check: of honoured keys. harmless: values of refused keys that turn the feature off, beside null
+    and false. field: the field of Config for the value, if its name differs from the key's.
     """
 
     kind: str
@@ -55,8 +54,8 @@ class Key:
     field: str = ""
 
     def is_off(self, value: Any) -> bool:
-        """Whether a value turns off what is refused: a section does that is empty, or that
-        "enabled" is false in.
+        """Whether a value turns the refused feature off. An empty section does, and a section in
+        which "enabled" is false.
         """
         if isinstance(value, Mapping) and value not in self.harmless:
             switches = _switches(value)
@@ -65,7 +64,7 @@ class Key:
 
 
 def _switches(section: Mapping[str, Any]) -> list[Any]:
-    """Return what a section has as "enabled", or else what the sections in it have."""
+    """Return the value of "enabled" in a section, or else the values in its own sections."""
     if "enabled" in section:
         return [section["enabled"]]
     return [
@@ -110,8 +109,8 @@ def _patterns(where: str, value: Any) -> tuple[str, ...] | None:
     return tuple(value)
 
 
-# What the section "shardcore" may have: arguments of shard, its offload's, and FusedAdam's, which
-# check the values.
+# Keys of the section "shardcore": arguments of shard, of its offload and of FusedAdam, which check
+# the values.
 OF_SHARD = (
     "overlap_step",
     "reduction",
@@ -130,7 +129,7 @@ OF_ADAM = ("state_dtype", "master", "stochastic_rounding")
 
 
 def _own(where: str, value: Any) -> dict[str, Any]:
-    """Check the names of what shardcore alone has."""
+    """Check the names in the section "shardcore"."""
     known: dict[str, Sequence[str]] = {
         "": (*OF_SHARD, "offload", "optimizer"),
         "offload": OF_OFFLOAD,
@@ -196,13 +195,13 @@ def _slices(where: str, value: Any) -> int:
 
 
 def _prefetch(where: str, value: Any) -> float:
-    # trainers may leave it, or compute no whole number
+    # trainers may leave "auto" here, or compute a fraction
     return 1.0 if value == "auto" else NOT_NEGATIVE(where, value)
 
 
 _power = integer(0, 127, "0 to 127 (the scale is 2 to that power, in float32)")
 _stage = integer(0, 3, "0, 1, 2 or 3", kind="0, 1, 2 or 3")
-# By their names in lower case; they get optimizer.params as arguments.
+# By their names in lower case; optimizer.params are their arguments.
 OTHER_OPTIMIZERS: Mapping[str, type[torch.optim.Optimizer]] = {
     cls.__name__.lower(): cls for cls in (*ELEMENTWISE, Lion, Muon)
 }
@@ -233,18 +232,18 @@ _refused = partial(Key, "refused")
 _removed = partial(Key, "removed")
 
 _BY_UNIT = (
-    "gradients are reduced, and weights gathered, a unit of the model at a time, whatever its size"
+    "gradients are reduced, and weights gathered, one unit of the model at a time, of any size"
 )
-_OWN_BUFFERS = "offload sizes its own buffers"
-_ONE_CHECKPOINT = "every checkpoint is written by all ranks and loads into any number of them"
-_LEAF_MODULES = "modules inside which nothing is a unit, as marked by utils.set_z3_leaf_modules"
+_OWN_BUFFERS = "offload chooses the sizes of its buffers"
+_ONE_CHECKPOINT = "all ranks write each checkpoint, and any number of ranks can load it"
+_LEAF_MODULES = "modules without units inside, as marked by utils.set_z3_leaf_modules"
 _ZERO = "zero_optimization"
 # Sections in sections; a name of several words is several keys.
 _TABLE: dict[str, Any] = {
     "shardcore": _honoured(
         _own,
-        f"what DeepSpeed has no key for: {', '.join(OF_SHARD)} of shard (mesh: [replicate, shard], "
-        f"sizes of a DeviceMesh); "
+        f"options without a DeepSpeed key: {', '.join(OF_SHARD)} of shard "
+        f"(mesh: [replicate, shard], sizes of a DeviceMesh); "
         f'offload: "auto", or offload.({", ".join(OF_OFFLOAD)}); optimizer.({", ".join(OF_ADAM)}) '
         f"of FusedAdam",
     ),
@@ -253,14 +252,16 @@ _TABLE: dict[str, Any] = {
         _or_none(COUNT), "samples per backward on one rank"
     ),
     "gradient_accumulation_steps": _honoured(_or_none(COUNT), "backwards per optimizer step"),
-    "gradient_clipping": _honoured(NOT_NEGATIVE, "global norm to clip to; 0 for none"),
-    "steps_per_print": _honoured(_print, "steps between two lines of progress; null for none"),
+    "gradient_clipping": _honoured(
+        NOT_NEGATIVE, "maximum global norm of the gradients; 0: no clipping"
+    ),
+    "steps_per_print": _honoured(_print, "steps between two lines of progress; null: no lines"),
     "dataloader_drop_last": _honoured(FLAG, "drop the last, smaller batch of an epoch"),
     "communication_data_type": _honoured(
-        _or_none(_dtype("fp32", "bf16", "fp16")), "dtype of gradients that ranks send"
+        _or_none(_dtype("fp32", "bf16", "fp16")), "dtype in which ranks send gradients"
     ),
     "wall_clock_breakdown": _honoured(
-        FLAG, "log the time of forward, backward, the update, and what they wait for"
+        FLAG, "log the times of forward, backward and the update, and their waits"
     ),
     "memory_breakdown": _honoured(FLAG, "log the memory of weights, gradients and states"),
     "dump_state": _honoured(FLAG, "log the configuration"),
@@ -275,15 +276,16 @@ _TABLE: dict[str, Any] = {
                 expected="the name of a level of logging",
             )
         ),
-        "level of the logger shardcore",
+        "level of the logger `shardcore`",
     ),
     "optimizer": {
         "type": _honoured(
             _adam,
-            f'FusedAdam; "Adam" means AdamW, too, unless adam_w_mode is false. {_OTHERS}: with '
-            f"params as its arguments (of Muon DeepSpeed's; of Lion DeepSpeed's defaults)",
+            f'Adam and AdamW: FusedAdam; "Adam" means AdamW, unless adam_w_mode is false. '
+            f"{_OTHERS}: params are the arguments (Muon: DeepSpeed's arguments; Lion: DeepSpeed's "
+            f"defaults)",
         ),
-        "legacy_fusion": _accepted("there is one fused Adam"),
+        "legacy_fusion": _accepted("shardcore has one fused Adam"),
     },
     "optimizer.params": {
         "lr": _honoured(NOT_NEGATIVE, "FusedAdam(lr=)"),
@@ -296,11 +298,11 @@ _TABLE: dict[str, Any] = {
         "maximize": _honoured(FLAG, "FusedAdam(maximize=)"),
         "torch_adam": _honoured(
             FLAG,
-            "true: FusedAdam, too, with weight_decay 0.01 by default if adam_w_mode is true",
+            "true: FusedAdam all the same; if adam_w_mode is true, weight_decay is 0.01 by default",
         ),
         "fp32_optimizer_states": _honoured(FLAG, 'false: FusedAdam(state_dtype="bf16")'),
         "foreach fused set_grad_none": _accepted(
-            "Adam has one implementation here, which follows torch.optim's formula"
+            "shardcore has one implementation of Adam, with torch.optim's formula"
         ),
         "max_grad_norm": _refused("clip with gradient_clipping"),
     },
@@ -311,24 +313,26 @@ _TABLE: dict[str, Any] = {
     ),
     "fp16": {
         "enabled": _honoured(FLAG, "train in float16, with float32 masters", "fp16"),
-        "auto_cast": _honoured(FLAG, "cast inputs of forward to float16", "auto_cast"),
-        "loss_scale": _honoured(NOT_NEGATIVE, "a fixed loss scale; 0 for a dynamic one"),
+        "auto_cast": _honoured(FLAG, "cast the inputs of forward to float16", "auto_cast"),
+        "loss_scale": _honoured(NOT_NEGATIVE, "a fixed loss scale; 0: a dynamic one"),
         "initial_scale_power": _honoured(_power, "the first loss scale is 2 to this power"),
-        "loss_scale_window": _honoured(COUNT, "steps without overflow before it doubles"),
-        "hysteresis": _honoured(COUNT, "overflows before it halves"),
+        "loss_scale_window": _honoured(
+            COUNT, "steps without overflow before the loss scale doubles"
+        ),
+        "hysteresis": _honoured(COUNT, "overflows before the loss scale halves"),
         "min_loss_scale": _honoured(POSITIVE, "the smallest loss scale"),
         "consecutive_hysteresis": _honoured(
-            FLAG, "count hysteresis anew after a step without overflow"
+            FLAG, "start the count of hysteresis again after a step without overflow"
         ),
-        "fp16_master_weights_and_grads": _refused("masters are float32"),
+        "fp16_master_weights_and_grads": _refused("masters are float32 here"),
     },
     "bf16": {
         "enabled": _honoured(FLAG, "train in bfloat16, with float32 masters", "bf16"),
         "bf16_optimizer_states": _honoured(FLAG, 'FusedAdam(state_dtype="bf16")'),
         "bf16_master_weights_and_grads": _honoured(
             FLAG,
-            'shard(grad_dtype="bf16"), FusedAdam(master="split"): masters stay exact, 2 bytes '
-            "beside the bfloat16 weight",
+            'shard(grad_dtype="bf16"), FusedAdam(master="split"): masters stay exact, in '
+            "2 bytes beside the bfloat16 weight",
         ),
         "immediate_grad_update": _accepted("gradients are always reduced during backward"),
         "check_grad_overflow": _accepted(
@@ -341,63 +345,64 @@ _TABLE: dict[str, Any] = {
         ),
         "param_dtype": _honoured(
             _or_none(_dtype("fp32", "bf16", "fp16")),
-            "has to be the dtype that fp16 and bf16 decide on",
+            "must be the dtype selected by fp16 and bf16",
         ),
         "buffer_dtype": _honoured(
             _or_none(_dtype("fp32", "bf16", "fp16")),
-            "beside 16-bit weights buffers of floating point are cast to it; null: they keep "
-            "theirs",
+            "beside 16-bit weights, floating-point buffers are cast to this dtype; null: buffers "
+            "keep their dtype",
             "buffer_dtype",
         ),
         "keep_in_fp32_modules": _honoured(
             _patterns,
-            'buffers that are float32 beside 16-bit weights: patterns of names, or "auto": the '
+            'buffers kept in float32 beside 16-bit weights: patterns of names, or "auto" for the '
             "model's own lists",
             "keep_in_fp32_modules",
         ),
     },
     "torch_autocast": {
         "enabled": _honoured(
-            FLAG, "run forward under torch.autocast, with float32 or bfloat16 weights"
+            FLAG, "run forward under torch.autocast, over float32 or bfloat16 weights"
         ),
         "dtype": _honoured(
             _or_none(_dtype("bf16", "fp16")),
-            "autocast's dtype, bfloat16 by default; float16 with a loss scale",
+            "dtype of autocast, bfloat16 by default; float16 uses a loss scale",
         ),
         "lower_precision_safe_modules": _accepted(
             "ranks send gradients in communication_data_type"
         ),
     },
     "prescale_gradients gradient_predivide_factor": _accepted(
-        "gradients are averaged in float32 and in rank order, where no factor can overflow"
+        "gradients are averaged in float32, in rank order; no factor can overflow"
     ),
     "gradient_allreduce_op": _honoured(
         word("mean", "sum", expected='"mean" or "sum"'),
-        "mean; or sum, at stages 0 to 2: gradients are added up over ranks",
+        "mean; or, at stages 0 to 2, sum: gradients are added up over ranks",
     ),
-    "disable_allgather": _accepted("DeepSpeed does not read it either"),
+    "disable_allgather": _accepted("DeepSpeed does not read this key either"),
     "managed_gradient_accumulation": _honoured(
         FLAG,
-        "false: every step() updates, and backward() still divides by gradient_accumulation_steps",
+        "false: every step() updates the weights; backward() still divides by "
+        "gradient_accumulation_steps",
     ),
     "cuda_visible_devices": _accepted(
         "set the variable CUDA_VISIBLE_DEVICES before the program starts, as for DeepSpeed"
     ),
-    "vocabulary_size": _accepted("DeepSpeed only warns of it"),
+    "vocabulary_size": _accepted("DeepSpeed uses it for a warning only"),
     "zero_allow_untested_optimizer": _honoured(
         lambda where, value: FLAG(where, bool(value) if value in (0, 1) else value),
-        "try an optimizer of an unknown class: it is taken if three steps of a tensor and of its "
-        "flat parts have the same bits",
+        "try an optimizer of an unknown class: it is accepted if three steps of a tensor and of "
+        "the tensor's flat parts have the same bits",
     ),
     "zero_force_ds_cpu_optimizer": _accepted("torch's Adam and AdamW are converted"),
     "seq_parallel_communication_data_type": _accepted(
-        "sequence parallel attention exchanges values in their dtype"
+        "sequence parallel attention sends values in their own dtype"
     ),
     "allgather_size": _accepted(_BY_UNIT),
     _ZERO: {
         "stage": _honoured(_stage, "shard(stage=)", "stage"),
         "zero_hpz_partition_size": _honoured(
-            SIZE, "shard(reshard_after_forward=) at stage 3, if above 1", "hpz_partition_size"
+            SIZE, "above 1, at stage 3: shard(reshard_after_forward=)", "hpz_partition_size"
         ),
         "prefetch_bucket_size": _honoured(
             _prefetch,
@@ -406,7 +411,7 @@ _TABLE: dict[str, Any] = {
         ),
         "gather_16bit_weights_on_model_save": _honoured(
             FLAG,
-            "false: save_16bit_model saves nothing at stage 3, and returns False",
+            "false: at stage 3 save_16bit_model saves nothing and returns False",
             "gathers_to_save",
         ),
         "overlap_comm contiguous_gradients round_robin_gradients "
@@ -415,89 +420,89 @@ _TABLE: dict[str, Any] = {
         ),
         "reduce_scatter allgather_partitions use_all_reduce_for_fetch_params "
         "allgather_sequential": _accepted(
-            "each gradient is sent to the rank that owns it, and weights are gathered from these"
+            "each gradient is sent to the rank of its shard; weights are gathered from these ranks"
         ),
         "reduce_bucket_size allgather_bucket_size sub_group_size": _accepted(_BY_UNIT),
         "max_live_parameters max_reuse_distance module_granularity_threshold": _accepted(
-            "at stage 3 two units are unsharded at a time, the one in use and the next, whatever "
-            "their size"
+            "at stage 3 two units are gathered at a time, the current and the next one, of any size"
         ),
         "leaf_module.classes": _honoured(_texts, _LEAF_MODULES, "leaf_classes"),
         "leaf_module.names": _honoured(_texts, _LEAF_MODULES, "leaf_names"),
         "leaf_module.name_suffixes": _honoured(_texts, _LEAF_MODULES, "leaf_suffixes"),
         "param_persistence_threshold model_persistence_threshold": _accepted(
-            "a unit's parameters are gathered together, in a message for each dtype and group: "
-            "small ones cost none of their own"
+            "all parameters of a unit are gathered in one message for each dtype and group; small "
+            "parameters need no message of their own"
         ),
         "load_from_fp32_weights elastic_checkpoint pipeline_loading_checkpoint": _accepted(
             _ONE_CHECKPOINT
         ),
         "enable_sanity_checks": _accepted(
-            "steps, gradients and checkpoints of ranks are always compared; edits inside "
-            "GatheredParameters without modifier_rank, which it has DeepSpeed refuse, count here, "
-            "and have to be the same on all ranks: at stage 3 the end of the block refuses others, "
-            "below it a step does (but not through p.data, which is not noticed)"
+            "ranks always compare steps, gradients and checkpoints. With this key DeepSpeed "
+            "refuses edits inside GatheredParameters without modifier_rank. Here they are kept, "
+            "and must be the same on all ranks. Different edits raise an error: at stage 3 at the "
+            "end of the block, at stages 0 to 2 in the next step (edits of p.data are not noticed "
+            "there)"
         ),
         "compute_grad_norm": _accepted("the norm is always computed"),
         "ignore_unused_parameters": _honoured(
             FLAG,
-            "false: at stages 1 and 2 with offload_optimizer on cpu a step needs the gradients "
+            "false: at stages 1 and 2 with offload_optimizer on cpu, a step requires the gradients "
             "of all parameters",
             "ignore_unused_parameters",
         ),
-        "grad_hooks": _accepted("gradients are always reduced by hooks"),
+        "grad_hooks": _accepted("hooks always reduce the gradients"),
         "parameter_alignment": _accepted("buffers are always aligned"),
         "memory_efficient_linear override_module_apply log_trace_cache_warnings": _accepted(
-            "modules are left as they are"
+            "shardcore does not change modules"
         ),
         "save_muon_momentum_buffer_in_memory": _accepted(
-            "Muon's momentum is where offload_optimizer says"
+            "offload_optimizer places Muon's momentum"
         ),
-        "zenflow": _refused("offload here is exact, and hides behind compute; remove the section"),
+        "zenflow": _refused("offload here is exact, and overlaps with compute"),
         "zero_quantized_weights zero_quantized_gradients": _refused(
-            "ranks exchange unquantized numbers; halve them with bf16 and "
+            "ranks exchange unquantized numbers; to halve them, use bf16 and "
             'communication_data_type "bf16"'
         ),
         "zero_quantized_nontrainable_weights": _refused(
             "load the frozen weights in 8 or 4 bits yourself"
         ),
-        "legacy_stage1": _removed("stage 1 has one form"),
+        "legacy_stage1": _removed("stage 1 has one implementation"),
         "mics_shard_size": _removed(
             "shard over a DeviceMesh with shardcore.shard, or set zero_hpz_partition_size",
             harmless=(-1,),
         ),
-        "mics_hierarchical_params_gather": _removed("as mics_shard_size"),
+        "mics_hierarchical_params_gather": _removed("see mics_shard_size"),
         "zeropp_loco_param": _removed("gradients are not quantized"),
     },
     f"{_ZERO}.offload_optimizer": {
         "device": _honoured(_device, 'shard(offload={"optimizer": ...})', "offload"),
         "pin_memory": _honoured(FLAG, "page-lock host memory that the GPU reads or writes"),
-        "ratio": _honoured(_share, "the share of states that the CPU updates", "ratio"),
+        "ratio": _honoured(_share, "the share of the states updated by the CPU", "ratio"),
         "nvme_path": _honoured(
-            _or_none(_text), 'shard(offload={"path": ...}) of the device nvme', "nvme_path"
+            _or_none(_text), 'shard(offload={"path": ...}), for the device "nvme"', "nvme_path"
         ),
         "buffer_count pipeline pipeline_read pipeline_write fast_init": _accepted(_OWN_BUFFERS),
         "super_offload cpuadam_cores_perc": _accepted(
-            "the CPU's Adam runs beside the GPU, exactly, on the cores that are there"
+            "the CPU's Adam is exact, overlaps with the GPU and uses all available cores"
         ),
     },
     f"{_ZERO}.offload_param": {
         "device": _honoured(
             _device,
-            'shard(offload={"params": ...}) at stage 3; nothing below it, as in DeepSpeed',
+            'shard(offload={"params": ...}) at stage 3; no effect below, as in DeepSpeed',
             "params",
         ),
-        "pin_memory": _honoured(FLAG, "as that of offload_optimizer"),
+        "pin_memory": _honoured(FLAG, "see offload_optimizer.pin_memory"),
         "nvme_path": _honoured(
             _or_none(_text),
-            "that of offload_optimizer: states and weights are beside each other",
+            "offload_optimizer.nvme_path, or none: states and weights share a folder",
         ),
         "buffer_count buffer_size max_in_cpu": _accepted(_OWN_BUFFERS),
     },
     "aio": {
         "block_size queue_depth thread_count intra_op_parallelism single_submit "
         "overlap_events": _accepted(
-            "files are written and read with requests of 1 MiB, 16 at a time"
+            "files are read and written in requests of 1 MiB, 16 at a time"
         ),
         "use_gds": _refused("files are read through host memory"),
     },
@@ -508,74 +513,80 @@ _TABLE: dict[str, Any] = {
             "cpu_checkpointing",
         ),
         "partition_activations": _accepted(
-            "deepspeed.checkpointing keeps inputs whole (shardcore.checkpoint_wrapper takes a "
-            "group)"
+            "deepspeed.checkpointing keeps whole inputs; shardcore.checkpoint_wrapper(group=) "
+            "partitions them"
         ),
         "contiguous_memory_optimization number_checkpoints "
         "synchronize_checkpoint_boundary profile": _accepted(
-            "checkpoints are torch.utils.checkpoint's"
+            "torch.utils.checkpoint recomputes activations"
         ),
     },
     "tensorboard": {
         "enabled": _honoured(FLAG, "write metrics for TensorBoard"),
-        "output_path job_name": _honoured(_text, "files are in the folder output_path/job_name"),
+        "output_path job_name": _honoured(
+            _text, "files are written to the folder output_path/job_name"
+        ),
     },
     "csv_monitor": {
         "enabled": _honoured(FLAG, "write metrics to CSV files"),
-        "output_path job_name": _honoured(_text, "files are in the folder output_path/job_name"),
+        "output_path job_name": _honoured(
+            _text, "files are written to the folder output_path/job_name"
+        ),
     },
     "wandb": {
         "enabled": _honoured(FLAG, "send metrics to Weights & Biases"),
-        "group team": _honoured(_or_none(_text), "of the run"),
-        "project": _honoured(_text, 'of the run; "deepspeed" by default'),
+        "group team": _honoured(_or_none(_text), "group and team of the run"),
+        "project": _honoured(_text, 'project of the run; "deepspeed" by default'),
     },
     "comet": _refused("use tensorboard, csv_monitor or wandb"),
     "comms_logger": {
         "enabled": _honoured(
             FLAG,
-            "log how often each collective was started, with each line of progress",
+            "log with each line of progress how often each collective was called",
             "comms_logger",
         ),
         "verbose prof_all prof_ops debug": _accepted(
-            "all collectives are counted (their bytes: shardcore estimate)"
+            "all collectives are counted; `shardcore estimate` prints their bytes"
         ),
     },
     "flops_profiler": {
         "enabled": _honoured(
             FLAG,
-            "print what FlopsProfiler of profiling.flops_profiler counts in one forward",
+            "print the counts of profiling.flops_profiler.FlopsProfiler for one forward",
             "flops_profiler",
         ),
         "profile_step": _honoured(
             integer(0, math.inf, "at least 0"),
-            "how many steps come before, as in DeepSpeed",
+            "number of steps before the profiled step, as in DeepSpeed",
             "profile_step",
         ),
         "module_depth": _honoured(
             integer(-1, math.inf, "at least -1"),
-            "how deep modules are listed; -1 for all",
+            "depth to which modules are listed; -1: all",
             "module_depth",
         ),
         "top_modules": _honoured(
-            COUNT, "how many classes of modules are named at each depth", "top_modules"
+            COUNT, "number of module classes listed at each depth", "top_modules"
         ),
-        "detailed": _honoured(FLAG, "whether each module is listed", "detailed"),
-        "output_file": _honoured(_or_none(_text), "a file instead of the output", "profile_file"),
-        "recompute_fwd_factor": _accepted("backward is not counted"),
+        "detailed": _honoured(FLAG, "true: list each module", "detailed"),
+        "output_file": _honoured(
+            _or_none(_text), "a file to write to, in place of the output", "profile_file"
+        ),
+        "recompute_fwd_factor": _accepted("backward is not profiled"),
     },
     "checkpoint": {
         "tag_validation": _honoured(
             word("ignore", "warn", "fail", expected='"Ignore", "Warn" or "Fail"'),
-            "of tags that differ by rank rank 0's holds; Warn: with a warning; Fail: an error",
+            "if tags differ by rank, rank 0's is used; Warn: with a warning; Fail: raises an error",
             "tag_validation",
         ),
         "load_universal parallel_write.pipeline_stage": _accepted(_ONE_CHECKPOINT),
-        "checkpoint_serialization": _accepted("nothing is pickled"),
+        "checkpoint_serialization": _accepted("checkpoints contain no pickles"),
         "writer": _accepted(
-            "files are written past the page cache, durably; save_checkpoint(wait=False) in "
+            "files are written durably, past the page cache; save_checkpoint(wait=False) writes in "
             "the background"
         ),
-        "use_node_local_storage": _refused("save to a directory that all ranks see"),
+        "use_node_local_storage": _refused("save to a directory visible to all ranks"),
     },
     "timers.throughput.enabled": _accepted("progress is logged every steps_per_print steps"),
     "timers.throughput.synchronized": _accepted("progress is logged every steps_per_print steps"),
@@ -584,56 +595,60 @@ _TABLE: dict[str, Any] = {
     "tensor_parallel": {
         "autotp_size": _honoured(
             _slices,
-            "slice the model by its plan over so many adjacent ranks, shard it over the "
+            "slice the model by its plan over this number of adjacent ranks, and shard it over the "
             "others: docs/tensor_parallel.md",
             "autotp_size",
         ),
-        "tp.tp_size": _honoured(_slices, "has to equal autotp_size"),
-        "dtype": _accepted("fp16 and bf16 decide on it"),
-        "preset_model tp.tp_grain_size": _accepted("slices are equal, by the model's own plan"),
-        "tp_overlap_comm": _accepted("torch's parallel styles decide when ranks add up"),
+        "tp.tp_size": _honoured(_slices, "must equal autotp_size"),
+        "dtype": _accepted("fp16 and bf16 select the dtype"),
+        "preset_model tp.tp_grain_size": _accepted(
+            "slices are of equal size, by the model's own plan"
+        ),
+        "tp_overlap_comm": _accepted(
+            "torch's parallel styles choose when ranks add partial results"
+        ),
         "vocab_parallel_lm_head vocab_parallel_ce_backend": _accepted(
-            "logits are whole, on every rank"
+            "every rank computes whole logits"
         ),
         "partition_config injection_policy_tuple": _refused(
             'call shardcore.tensor_parallel(model, mesh["tp"], plan=...) before initialize'
         ),
         "keep_module_on_host": _refused('build the model under torch.device("meta")'),
         "replace_with_kernel_inject": _refused("it is for inference"),
-        "tp.mpu tp.tp_group": _refused("adjacent ranks have a model together"),
+        "tp.mpu tp.tp_group": _refused("set autotp_size: adjacent ranks share a model"),
     },
     "sequence_parallel_size": _honoured(
-        COUNT, "the ranks of a sequence, which `mpu` has: docs/long_sequences.md"
+        COUNT, "number of ranks that share a sequence, as in `mpu`: docs/long_sequences.md"
     ),
     "expert_parallel": _refused("experts are sharded like other weights"),
     "moe": _refused("experts are sharded like other weights"),
     "use_data_before_expert_parallelism": _refused("experts are sharded like other weights"),
     "pipeline.activation_checkpoint_interval": _honoured(
         SIZE,
-        "PipelineModule(activation_checkpoint_interval=); 0: as the module says",
+        "PipelineModule(activation_checkpoint_interval=); 0: the module's own value",
         "activation_checkpoint_interval",
     ),
     "pipeline.stages pipeline.partition pipeline.seed_layers "
     "pipeline.pipe_partitioned pipeline.grad_partitioned pipeline.use_reentrant": _accepted(
-        "PipelineModule's own arguments say it, or there is nothing to choose"
+        "PipelineModule's own arguments set it, or there is no choice"
     ),
     "hybrid_engine": _refused("generate inside shardcore.full_params(model)"),
     "compile": _refused(
-        "compile the model's blocks with torch.compile", harmless=({"deepcompile": False},)
+        "apply torch.compile to the model's blocks", harmless=({"deepcompile": False},)
     ),
     "weight_quantization": _refused("it is for inference"),
-    "data_efficiency": _refused("sample in a DataLoader of your own"),
+    "data_efficiency": _refused("sample in your own DataLoader"),
     "autotuning": _refused("use `shardcore estimate`"),
     "sparse_gradients": _removed("gradients of embeddings are dense"),
     "amp": _removed("use bf16, fp16 or torch_autocast"),
-    "elasticity": _removed("set the batch sizes; checkpoints load into any number of ranks"),
-    "curriculum_learning": _removed("shorten sequences in a DataLoader of your own"),
-    "compression_training": _removed("it is not built"),
-    "quantize_training": _removed("it is not built"),
-    "eigenvalue": _removed("it is not built"),
+    "elasticity": _removed("set the batch sizes; any number of ranks can load a checkpoint"),
+    "curriculum_learning": _removed("shorten sequences in your own DataLoader"),
+    "compression_training": _removed("shardcore has no counterpart"),
+    "quantize_training": _removed("shardcore has no counterpart"),
+    "eigenvalue": _removed("shardcore has no counterpart"),
     "sparse_attention": _removed("use torch's scaled_dot_product_attention or flex_attention"),
     "progressive_layer_drop": _removed("drop layers in the model"),
-    "graph_harvesting": _removed("it is not built"),
+    "graph_harvesting": _removed("shardcore has no counterpart"),
     "nebula": _removed("save_checkpoint is durable, and wait=False saves in the background"),
 }
 
@@ -658,12 +673,12 @@ ALIASES = {
     "tensor_parallel.kernel_inject": "tensor_parallel.replace_with_kernel_inject",
 }
 _STAGE3 = f"{_ZERO}.stage3_"
-# and what begins with "_" or "comment": notes, which DeepSpeed ignores, too
+# as are keys that begin with "_" or "comment": notes, which DeepSpeed ignores, too
 IGNORED = ("comms_config", "monitor_config")
 
 
 def canonical(path: str) -> str:
-    """Return the spelling of a key that the table has."""
+    """Return the spelling of a key in the table."""
     if path.startswith(_STAGE3):
         path = f"{_ZERO}.{path.removeprefix(_STAGE3)}"
     return ALIASES.get(path, path)
