@@ -3,6 +3,7 @@ script; Hugging Face's.
 """
 
 import re
+import tomllib
 
 import pytest
 import torch
@@ -50,6 +51,14 @@ def test_examples_run_over_two_ranks(pages, count, tmp_path):
 
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().split()) <= 900
+
+
+def test_no_page_shows_an_address_while_pyproject_has_none():
+    pages = [ROOT / "README.md", *(ROOT / ".github").rglob("*.md")]
+    assert len(pages) >= 4
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
+    for page in pages:
+        assert urls or not re.search(r"https?://|\w@\w", page.read_text()), page
 
 
 class Run:
