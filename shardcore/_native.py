@@ -1,5 +1,5 @@
-"""Loads the compiled extension shardcore._C, or raises an ImportError that says why it cannot and
-how to build it.
+"""Loads the compiled extension shardcore._C, or raises an ImportError that says why it cannot load
+and how to build it.
 
 The rest of the package imports C++ functions from here (``from shardcore._native import _C``).
 setup.py writes a record beside the library, _C.build.json, which can be read even if the library
@@ -7,15 +7,13 @@ cannot be loaded.
 """
 
 import json
+import sys
 from pathlib import Path
 
 import torch
 
 _RECORD = Path(__file__).with_name("_C.build.json")
-_BUILD = (
-    "build it with 'pip install --no-build-isolation .' (or -e .), or in a checkout with "
-    "'make setup'"
-)
+_BUILD = "build it in a checkout with 'pip install --no-build-isolation -e .' or 'make setup'"
 
 
 def build_record() -> dict[str, str]:
@@ -40,14 +38,34 @@ def _same(version: str) -> str:
 def _why(error: ImportError) -> str:
     """Return the text of the ImportError for a _C that did not load."""
     record = build_record()
-    if not any(_RECORD.parent.glob("_C*.so")):
-        return f"shardcore: its C++ extension (shardcore._C) is not built; {_BUILD}"
+    here = _RECORD.parent
+    if not any(here.glob("_C*.so")):
+        if installed := _installed_elsewhere():
+            return (
+                f"shardcore was imported from {here}, which has no C++ extension (shardcore._C) "
+                f"and hides the package installed in {installed}. Start Python in a folder other "
+                f"than {here.parent}, or install the checkout itself with "
+                f"'pip install --no-build-isolation -e .'"
+            )
+        return f"shardcore: the C++ extension (shardcore._C) is not built in {here}; {_BUILD}"
     if other := _other_torch(record.get("torch"), record.get("cuda")):
         return f"{other} [{error}]"
     # a library is there, under the suffix of another Python
     if isinstance(error, ModuleNotFoundError):
         return f"shardcore: its C++ extension is built for another Python; {_BUILD}"
     return f"shardcore: its C++ extension does not load: {error}; rebuild: {_BUILD}"
+
+
+def _installed_elsewhere() -> Path | None:
+    """Return the folder on sys.path with a shardcore that is built, beside the imported one; None
+    without one.
+    """
+    imported = _RECORD.parent.resolve()
+    for entry in sys.path:
+        package = Path(entry).resolve() / "shardcore"
+        if package != imported and any(package.glob("_C*.so")):
+            return package.parent
+    return None
 
 
 def _other_torch(built_for: str | None, cuda: str | None) -> str:

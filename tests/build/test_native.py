@@ -15,7 +15,7 @@ from shardcore._native import _C, build_record
 from tools import check_native
 
 ROOT = Path(__file__).resolve().parents[2]
-HOW = "build it with 'pip install --no-build-isolation .'"
+HOW = "'pip install --no-build-isolation -e .'"
 
 
 @pytest.fixture
@@ -28,9 +28,11 @@ def package(tmp_path):
     return folder
 
 
-def import_error(package: Path, cuda: str | None = None, release: str = "2.13.0") -> str:
+def import_error(
+    package: Path, cuda: str | None = None, release: str = "2.13.0", path: Path | None = None
+) -> str:
     """The ImportError of ``import shardcore._native`` in a new process; it has no torch but a
-    stand-in of that version.
+    stand-in of that version. ``path``: a folder later on sys.path.
     """
     version = (
         release
@@ -52,9 +54,9 @@ def import_error(package: Path, cuda: str | None = None, release: str = "2.13.0"
         "    print('IMPORTED', shardcore._native._C.__name__)\n"
     )
     result = subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-S", "-c", code],  # without an installed shardcore
         cwd=package.parent,
-        env={},
+        env={"PYTHONPATH": str(path)} if path else {},
         capture_output=True,
         text=True,
         check=True,
@@ -63,9 +65,27 @@ def import_error(package: Path, cuda: str | None = None, release: str = "2.13.0"
 
 
 def test_not_built(package):
-    assert import_error(package).startswith(
-        f"shardcore: its C++ extension (shardcore._C) is not built; {HOW}"
-    )
+    text = import_error(package)
+    assert "(shardcore._C) is not built" in text
+    assert str(package) in text
+    assert HOW in text
+
+
+def test_a_checkout_that_hides_an_installed_package_says_so(package, tmp_path):
+    """After 'pip install .', Python that is started in the checkout finds the checkout first."""
+    installed = tmp_path / "site-packages"
+    (installed / "shardcore").mkdir(parents=True)
+    assert "is not built" in import_error(package, path=installed)  # nothing is built there
+    (installed / "shardcore" / "_C.cpython-311-x86_64-linux-gnu.so").touch()
+    text = import_error(package, path=installed)
+    assert f"hides the package installed in {installed}" in text
+    assert f"in a folder other than {package.parent}" in text
+    assert HOW in text
+    assert "is not built" not in text
+    shutil.copy(installed / "shardcore" / "_C.cpython-311-x86_64-linux-gnu.so", package)
+    assert "hides the package" not in import_error(
+        package, path=installed
+    )  # then it is another error
 
 
 @pytest.fixture
