@@ -38,7 +38,7 @@ UNSAFE_MATH = re.compile(
 )
 MIN_TORCH = (2, 11)
 MIN_GCC = 11
-NO_ISOLATION = "pip install --no-build-isolation ."
+NO_ISOLATION = "pip install --no-build-isolation -e ."
 ISOLATED = (
     "build: this is an isolated build environment; expected the environment whose torch will run "
     "shardcore, because an "

@@ -57,7 +57,7 @@ def test_isolated_build_stops_and_says_what_to_add(checkout):
     assert result.returncode != 0
     assert "isolated build environment" in result.stdout + result.stderr
     assert (
-        "add --no-build-isolation: pip install --no-build-isolation ."
+        "add --no-build-isolation: pip install --no-build-isolation -e ."
         in result.stdout + result.stderr
     )
     assert not (checkout / "out").exists() or not list((checkout / "out").iterdir())
