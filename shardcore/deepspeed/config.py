@@ -207,7 +207,7 @@ def _unknown(where: str) -> str:
     elsewhere = [path for path in (*KEYS, *SECTIONS) if path.rpartition(".")[2] == name]
     meant = [prefix + key for key in near] or elsewhere
     hint = f"did you mean {' or '.join(meant)}?" if meant else f"known keys here: {', '.join(keys)}"
-    return f"{where} is not supported; expected it to be absent ({hint})"
+    return f"key {where} is unknown; {hint}"
 
 
 def _walk(section: Any, where: str, checked: _Checked) -> None:
@@ -251,9 +251,7 @@ def _check_key(path: str, key: Key, value: Any, checked: _Checked) -> None:
             checked.problems.append(problem.with_traceback(None))
     elif not key.is_off(value):
         removed = " (DeepSpeed removed it, too)" if key.kind == "removed" else ""
-        checked.refuse(
-            f"{path} is not supported{removed}; expected it to be absent, or off: {key.note}"
-        )
+        checked.refuse(f"{path} is not supported{removed}. Remove it, or turn it off: {key.note}")
 
 
 def _translated(config: Mapping[str, Any], checked: _Checked) -> Mapping[str, Any]:

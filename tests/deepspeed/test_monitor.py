@@ -169,12 +169,12 @@ def test_rank_0_alone_writes(tmp_path: Path) -> None:
         (
             "tensorboard",
             {"jobname": "x"},
-            r"config tensorboard.jobname is not supported; .*did you mean tensorboard.job_name\?",
+            r"config key tensorboard.jobname is unknown; did you mean tensorboard.job_name\?",
         ),
         (
             "wandb",
             {"output_path": "x"},
-            r"wandb.output_path is not supported; .*did you mean tensorboard.output_path or csv_",
+            r"key wandb.output_path is unknown; did you mean tensorboard.output_path or csv_",
         ),
         (
             "tensorboard",
