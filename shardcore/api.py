@@ -80,44 +80,54 @@ from shardcore.parallel.tensor import slice_adapters
 
 
 def full_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """Return the full averaged, unscaled gradient of a sharded model's parameter. Collective: the
-    same one on all ranks.
+    """Return the full averaged, unscaled gradient of a sharded model's parameter. Collective: every
+    rank must ask for the same parameter.
 
-    A new tensor of the parameter's shape on the rank's device, in shard's `grad_dtype` (one rank
-    alone may have the weight's dtype); None if no rank has a gradient for it. What was only added
-    locally (`no_sync`, `accumulate`) is reduced first. Raises ValueError or TypeError, on every
-    rank, for a frozen parameter and where ranks ask for different ones.
+    Returns a new tensor of the parameter's shape on the rank's device, or None if no rank has a
+    gradient for it. The dtype is the `grad_dtype` of `shard` (on a single rank it may be the dtype
+    of the weight). Gradients that were only added locally (`no_sync`, `accumulate`) are reduced
+    first.
+
+    Raises ValueError or TypeError, on every rank, for a frozen parameter and if ranks ask for
+    different parameters.
     """
     return full_values.full_grad(engine_behind("full_grad", param), param)
 
 
 def full_state(param: nn.Parameter, key: str) -> torch.Tensor:
-    """Return a full optimizer state of a sharded model's parameter. Collective: the same parameter
-    and key on all ranks.
+    """Return a full optimizer state of a sharded model's parameter. Collective: every rank must ask
+    for the same parameter and key.
 
-    key: "exp_avg", "exp_avg_sq", "master" where there is one, "max_exp_avg_sq" with amsgrad: a new
-    tensor of the parameter's shape where the states live, float32 (bfloat16 moments as they are).
-    "step": the count, a tensor of shape () on the CPU. Raises ValueError, TypeError or KeyError, on
-    every rank, for a frozen parameter, another key and where ranks differ.
+    key: "exp_avg", "exp_avg_sq", "master" (if the weight has one), "max_exp_avg_sq" (with amsgrad)
+        or "step".
+
+    "step" returns the count as a tensor of shape () on the CPU. Other keys return a new tensor of
+    the parameter's shape, on the device where the states are stored. It is float32; bfloat16
+    moments stay bfloat16.
+
+    Raises ValueError, TypeError or KeyError, on every rank, for a frozen parameter, for another
+    key, and if ranks ask for different states.
     """
     return full_values.full_state(engine_behind("full_state", param), param, key)
 
 
 @contextmanager
 def full_params(model: nn.Module) -> Iterator[None]:
-    """Unshard a sharded model's weights inside the context, to read or to edit in place.
+    """Unshard a sharded model's weights inside the context, to read them or to edit them in place.
     Collective.
 
-    model: what shard returned, a module of it, or the engine that initialize returned. At stages 0
-    to 2 weights are never sharded. Every rank has to make the same edits, as under DDP; they are
-    copied to the shards at the end of the context (stage 3), to masters at the next step. At stage
-    3 ranks compare their weights at the end: ValueError on all of them where they differ, with the
-    weights as before. At stages 0 to 2 the context is local.
+    model: the model that `shard` returned, a module of it, or the engine of `initialize`.
 
-    Entering and leaving are collective. A forward inside is not, if all weights of the model are
-    unsharded: each rank may run it as often as it needs (to generate sequences of different
-    lengths), or one rank alone (to evaluate). Backward is. At stage 3 a gradient penalty
-    (`autograd.grad` with create_graph) needs forward and backward inside.
+    At stages 0 to 2 weights are never sharded, and the context is local. Every rank must make the
+    same edits, as under DDP. At stage 3 the end of the context copies edits to the shards; the next
+    step copies them to masters. At stage 3 ranks compare their weights at the end. If they differ,
+    every rank raises ValueError and keeps the weights from before.
+
+    Entering and leaving are collective. If all weights of the model are unsharded, a forward inside
+    is not collective. Each rank may then run it any number of times (to generate sequences of
+    different lengths), or one rank alone may run it (to evaluate). Backward is collective. At stage
+    3 a gradient penalty (`autograd.grad` with create_graph) needs forward and backward inside the
+    context.
     """
     if not isinstance(model, nn.Module):
         type_name = type(model).__name__
@@ -141,13 +151,17 @@ def sharded_state_dict(of: nn.Module | torch.optim.Optimizer) -> dict[str, torch
     """Return the state of a sharded model, or of its optimizer, without gathering it on any rank.
     Collective.
 
-    For torch.distributed.checkpoint: `save` it; or let `load` fill it, then pass it to
-    load_sharded_state_dict. The checkpoint has full tensors (float32 from masters), which any world
-    size, stage or plain model loads. Keys are the model's parameters (tied ones under each name)
-    and persistent buffers. An optimizer adds "parameter.exp_avg", "parameter.step" and so on,
-    without its options. A dynamic loss scale adds "loss_scale.scale", "loss_scale.stable_steps" and
-    "loss_scale.hysteresis_left" (of shape (), on the CPU). The values are copies of this rank's
-    parts. Extra states of modules (`get_extra_state`) are left out, with a warning that names them.
+    Use it with torch.distributed.checkpoint. `save` writes the returned dict. `load` fills it; pass
+    it to load_sharded_state_dict afterwards. The checkpoint has full tensors, in float32 from
+    masters. A model of any world size or stage, or a plain model, loads it.
+
+    - Of a model: keys are the parameters (tied ones under each name) and persistent buffers.
+    - Of an optimizer: keys are "parameter.exp_avg", "parameter.step" and so on, without options. A
+      dynamic loss scale adds "loss_scale.scale", "loss_scale.stable_steps" and
+      "loss_scale.hysteresis_left" (of shape (), on the CPU).
+
+    The values are copies of this rank's parts. Extra states of modules (`get_extra_state`) are left
+    out, with a warning that names them.
     """
     engine = engine_behind("sharded_state_dict", of)
     if isinstance(of, torch.optim.Optimizer):
@@ -158,14 +172,14 @@ def sharded_state_dict(of: nn.Module | torch.optim.Optimizer) -> dict[str, torch
 def load_sharded_state_dict(
     of: nn.Module | torch.optim.Optimizer, state_dict: Mapping[str, Any]
 ) -> None:
-    """Set a sharded model, or its optimizer, from what sharded_state_dict returned and a checkpoint
+    """Set a sharded model, or its optimizer, from a dict of sharded_state_dict that a checkpoint
     filled. Collective.
 
-    Moments that 8-bit codes cannot keep exactly are warned of; for bfloat16 ones
+    Logs a warning if 8-bit codes cannot keep moments exactly. For bfloat16 moments
     torch.distributed.checkpoint rounds before.
 
-    Raises ValueError or TypeError on every rank, with nothing changed, for other keys or shards, or
-    a loss scale that is none.
+    Raises ValueError or TypeError, on every rank and with nothing changed, for other keys or
+    shards, or for an invalid loss scale.
     """
     engine = engine_behind("load_sharded_state_dict", of)
     if isinstance(of, torch.optim.Optimizer):
@@ -176,11 +190,11 @@ def load_sharded_state_dict(
 
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Let backwards inside the context add their gradients locally in float32; the next reduction
+    """Add the gradients of backwards inside the context locally in float32. The next reduction
     sends the sum.
 
-    model: what shard returned, or the engine that initialize returned. Not collective, but every
-    rank does the same.
+    model: the model that `shard` returned, or the engine of `initialize`. The context is not
+        collective, but every rank must enter it for the same backwards.
     """
     with engine_behind("no_sync", model).no_sync():
         yield
@@ -219,96 +233,127 @@ def shard(
     model_parallel_group: dist.ProcessGroup | DeviceMesh | None = None,
     ranks_per_node: int | None = None,
 ) -> tuple[Model, Any]:
-    """Partition the training state of `model` over ranks (ZeRO); returns the same model and the
+    """Partition the training state of `model` over ranks (ZeRO), and return the same model and the
     optimizer to use. Collective.
 
-    The guide (docs/guide.md) has an example and says more of each option.
+    Create the optimizer before, and use the returned one afterwards. The guide (docs/guide.md)
+    explains the options further.
+
+    Example:
+        dist.init_process_group()  # not needed in a single process
+        model = build_model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+        model, optimizer = shardcore.shard(model, optimizer, stage=3, precision="bf16")
+        for batch in loader:
+            model(batch).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
 
     Args:
-        model: Changed in place, and moved to the rank's device; its class, parameter names and
-            Parameter objects stay. It may be tensor-parallel (parallelize_module), on a mesh of one
-            dimension beside process_group (docs/tensor_parallel.md), on the meta device, too.
-        optimizer: FusedAdam or CPUAdam (returned), torch's Adam or AdamW (replaced by a FusedAdam
-            that shares its param_groups), Lion, Muon, another elementwise optimizer of torch.optim,
-            or one whose class has `elementwise = True` (replaced by one that runs its steps on
-            shards). Existing states are carried into the shards. None: the model only runs forward.
-        stage: 0 shards nothing, 1 optimizer states and masters, 2 also gradients, 3 also weights
-        (arXiv:1910.02054).
-        units: What is gathered and reduced together: "auto" (the repeated blocks), module classes,
-            a list of modules, or the least number of parameters per unit. A list may begin with
-            "auto" or a number: nothing inside the classes and modules after it is a unit. At stage
-            3 ranks may use other parts of a unit, such as other experts.
-        offload: None, a dict, or "auto". {"optimizer": "cpu"} keeps masters and states in host
-            memory and runs Adam there; {"optimizer": "nvme", "path": DIR} keeps them in files, read
-            and written chunk by chunk, which have the last committed step at any instant: "resume":
-            True goes on from it, False begins anew over it; "durable": False keeps one copy, which
-            is gone with the process; a list of directories uses all of their disks. Beside either
-            "gradients": "cpu" (stages 1 to 3), "params": "cpu" or, with states in files, "nvme"
-            (stage 3), "ratio": the share that the CPU updates, 0 to 1 or "auto": measured, with at
-            most "device_memory_limit" bytes of states on the device (default: as many as the peak
-            of the first steps leaves room for), "pin_memory": bool, "pin_memory_limit": bytes,
-            "cpu_threads": int. "auto" chooses None or what goes into host memory, with the ratio
-            "auto": what takes the fewest milliseconds of all that fits, with a tenth of the device
-            left for activations. It measures free memory, the link and Adam for at most a second,
-            and logs a table of what it considered. On the CPU it is None.
-        precision: "bf16", "fp16" or "fp32" converts all weights; None leaves each in its dtype.
-            16-bit weights get float32 masters, which start from the weights as given.
-        loss_scale: Of float16 weights, or of float32 ones under autocast to float16: a LossScale,
-            or a fixed number. None: `LossScale()` with "fp16", else no scaling.
-        keep_fp32: Module classes, parameter names or parameters that are float32 in any case.
-        cast_inputs: With "bf16" or "fp16", cast floating inputs of the model's forward to that
-            dtype. "units": of every unit's forward, to the dtype of its weights.
-        grad_dtype: "fp32" or "bf16", of the reduced gradient.
-        reduce_dtype: "fp32", "bf16" or "fp16", of what ranks send; sums are float32 always. None:
-        each parameter's own dtype.
-        clip_grad_norm: Clip to this global norm in every step.
-        accumulate: Backwards per step. Divide the loss by it yourself, as in torch.
-        sync_each: Reduce after each of these backwards (default at stages 2 and 3), or add locally
-        and reduce once (at 0, 1).
-        overlap_step: `step()` returns before the weights are updated; each unit's forward waits for
-        its own. Same bits.
-        reshard_after_forward: At stage 3, free full weights between forward and backward (True),
-            keep them (False), or keep them in parts on so many consecutive ranks (a number).
-        prefetch: At stage 3, how many units ahead of the one that computes weights are gathered;
-            those on NVMe are read into host memory for as many units more.
-        reduction: "ordered" adds gradients in rank order, in float32: the same bits on every
-            backend and at every stage. "nccl" leaves the sum to NCCL, in the dtype that is sent.
-        broadcast: Take rank 0's weights and buffers. If False, all ranks must have the same values,
-        which nothing compares.
-        materialize: Fills a model on the meta device: None (`reset_parameters()` of each module), a
-            callable, called with each module, .safetensors files (a path, a list, a Hugging Face
-            folder), or a list of files and a callable.
+        model: The model to shard. It is changed in place and moved to the rank's device. Its class,
+            parameter names and Parameter objects stay the same. It may be on the meta device. It
+            may be tensor-parallel (parallelize_module), on a mesh of one dimension beside
+            process_group (docs/tensor_parallel.md).
+        optimizer: The optimizer of the model. Its existing states are carried into the shards.
+            - FusedAdam or CPUAdam: returned.
+            - torch's Adam or AdamW: replaced by a FusedAdam that shares its param_groups.
+            - Lion, Muon or another elementwise optimizer of torch.optim: replaced by an optimizer
+              of the same kind that runs its steps on shards.
+            - An optimizer whose class sets `elementwise = True`: replaced in the same way.
+            - None: the model only runs forward.
+        stage: The ZeRO stage (arXiv:1910.02054). 0 shards nothing. 1 shards optimizer states and
+            masters (float32 copies of 16-bit weights), 2 also gradients, 3 also weights.
+        units: The groups of modules to gather and reduce together. "auto" chooses the repeated
+            blocks. A module class, several classes or a list of modules names the units. A number
+            is the least number of parameters per unit. A list may begin with "auto" or a number;
+            the classes and modules after it stay whole, without units inside. At stage 3 ranks may
+            run different parts of a unit, such as different experts.
+        offload: None keeps everything on the device. "auto" chooses None or a placement in host
+            memory with the ratio "auto". It takes the fastest placement that fits, with a tenth of
+            the device left for activations. It measures free memory, the link and Adam for at most
+            a second, and logs a table of the candidates. On the CPU it is None. A dict chooses by
+            these keys:
+            - "optimizer": "cpu" keeps masters and states in host memory and runs Adam there. "nvme"
+              keeps them in files under "path" and reads and writes them chunk by chunk. The files
+              hold the last committed step at any instant (see "durable").
+            - "path": with "nvme", a directory, or a list of directories to use all of their disks.
+            - "resume": with "nvme", True continues from the last committed step, and False begins
+              anew over it. Without the key, files of an earlier run raise an error.
+            - "durable": with "nvme", False keeps one copy, which is lost when the process ends.
+            - "gradients": "cpu" moves reduced gradients to host memory (stages 1 to 3).
+            - "params": "cpu" keeps the shards of weights in host memory, and "nvme" in a file
+              (stage 3). With an optimizer, "nvme" requires "optimizer": "nvme".
+            - "ratio": the share of states to update on the CPU, from 0 to 1. "auto" measures and
+              chooses it.
+            - "device_memory_limit": with the ratio "auto", the most bytes of states on the device.
+              By default the peak of the first steps decides how many fit.
+            - "pin_memory": whether to page-lock host memory (default True).
+            - "pin_memory_limit": the most bytes to page-lock.
+            - "cpu_threads": the number of threads of an overlapped step.
+        overlap_step: True lets `step()` return before the weights are updated. The forward of each
+            unit waits for its own update. The bits are the same.
+        precision: "bf16", "fp16" or "fp32" converts all weights. None keeps the dtype of each.
+            16-bit weights get float32 masters, copied from the weights before the conversion.
+        keep_fp32: Module classes, parameter names or parameters to keep in float32.
+        cast_inputs: With "bf16" or "fp16", True casts floating inputs of the model's forward to
+            that dtype. "units" casts the inputs of every unit's forward to the dtype of its
+            weights.
+        loss_scale: A LossScale or a fixed number, for float16 weights or for float32 weights under
+            autocast to float16. None means `LossScale()` with "fp16", else no scaling.
+        grad_dtype: The dtype of the reduced gradient, "fp32" or "bf16".
+        reduce_dtype: The dtype that ranks send, "fp32", "bf16" or "fp16". None sends each
+            parameter's own dtype. Sums are always float32.
+        reduction: "ordered" adds gradients in rank order, in float32. The bits are the same on
+            every backend and at every stage. "nccl" leaves the sum to NCCL, in the dtype that ranks
+            send.
+        clip_grad_norm: The global norm to clip to in every step. None does not clip.
+        accumulate: The number of backwards per step. Divide the loss by it yourself, as in torch.
+        sync_each: True reduces after each of these backwards (default at stages 2 and 3). False
+            adds locally and reduces once (default at stages 0 and 1).
+        reshard_after_forward: At stage 3, True frees full weights between forward and backward, and
+            False keeps them. A number keeps them in parts on so many consecutive ranks.
+        prefetch: At stage 3, the number of units to gather ahead of the unit that computes. Weights
+            on NVMe are read into host memory for as many units more.
+        broadcast: True takes the weights and buffers of rank 0. False requires equal values on all
+            ranks, which `shard()` does not compare.
+        materialize: The values of a model on the meta device. None calls `reset_parameters()` of
+            each module. A callable is called with each module. A path, a list of paths or a Hugging
+            Face folder names .safetensors files. A list may combine files with a callable.
         process_group: The ranks that share the model (default: all). A 2-D DeviceMesh replicates
             over its first dimension and shards over its second (hybrid sharding).
-        model_parallel_group: The ranks with the other parts of this model (pipeline stages), a
-            group or a mesh of one dimension; process_group then has the ranks with this part. All
-            parts share the gradients' norm, and are clipped and skipped together. An error of a
-            step, or of shard, on one rank is an error on all of them. Each part has its own
+        model_parallel_group: The ranks with the other parts of this model (pipeline stages), as a
+            group or a mesh of one dimension. process_group then has the ranks with this part. All
+            parts share the norm of the gradients, and are clipped and skipped together. An error of
+            a step or of `shard()` on one rank is an error on all of them. Each part keeps its own
             buckets, state dicts and checkpoints.
-        ranks_per_node: Add gradients within nodes of so many ranks first. This alone, of all
-        placements, changes bits.
+        ranks_per_node: Add gradients within nodes of so many ranks first. No other placement option
+            changes the bits.
 
-    Afterwards gradients are reduced during backward. At stage 0 `p.grad` is the averaged gradient;
-    from stage 1 on it is None, `full_grad` returns it, and `zero_grad()` forgets it. `state_dict()`
-    of model and optimizer are full, from the masters (float32), and collective. A step with a
-    non-finite gradient is skipped on every rank. Weights may be edited in place (not through
-    `p.data`); at stage 3 inside `full_params`. Every rank runs the same number of backwards, and at
-    stage 3 of forwards, with the same units in the same order.
+    After the call:
 
-    Streams: a rank's work is queued on the current CUDA stream; collectives and copies run on
-    streams of their own, which wait for it and which it waits for. A forward may fork streams
-    (branches, overlapped experts) and join them: their gradients are reduced on the stream on which
-    backward began, and the caller of backward waits for that stream.
+    - Gradients are reduced during backward. At stage 0 `p.grad` is the averaged gradient. At stages
+      1 to 3 `p.grad` is None; `full_grad` returns the gradient, and `zero_grad()` clears it.
+    - `state_dict()` of model and optimizer is collective and returns full tensors, in float32 from
+      the masters.
+    - A step with a non-finite gradient is skipped on every rank.
+    - Weights may be edited in place, at stage 3 inside `full_params`. Do not edit through `p.data`.
+    - Every rank must run the same number of backwards. At stage 3 every rank must also run the same
+      number of forwards, with the same units in the same order.
+
+    Streams: a rank's work is queued on the current CUDA stream. Collectives and copies run on
+    streams of their own. These streams and the current stream wait for each other. A forward may
+    fork streams (branches, overlapped experts) and join them. Their gradients are reduced on the
+    stream on which backward began, and the caller of backward waits for that stream.
 
     Raises:
-        ValueError, TypeError: On every rank, with nothing changed, for bad arguments and where
-            ranks disagree.
-        NotImplementedError: For what is not built yet.
+        ValueError, TypeError: For bad arguments, and if ranks disagree. Every rank raises, with
+            nothing changed.
+        NotImplementedError: For options and models that shardcore does not support yet.
         OSError: For files that cannot be read.
-        MemoryError: Where the ranks of a machine would take more host memory than it has free, or
-            nothing fits for "auto".
-        RuntimeError: On every rank, if one cannot take memory (nothing is changed), or fails in
-            `materialize` or in a copy (the model is partly made: build it anew).
+        MemoryError: If the ranks of a machine need more host memory than is free, or if nothing
+            fits for "auto".
+        RuntimeError: If a rank cannot allocate memory (nothing is changed), or if `materialize` or
+            a copy fails (the model is partly made: build it anew). Every rank raises.
     """
     user_optimizer: Any = NoOptimizer() if optimizer is None else optimizer
     if optimizer is None and isinstance(offload, Mapping):

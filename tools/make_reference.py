@@ -23,8 +23,8 @@ from shardcore.deepspeed.training_engine import TrainingEngine
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 HEAD = """# Reference
 
-Every public name, with its docstring. Made by `python -m tools.make_reference`;
-[guide.md](guide.md) shows how they are used.
+Every public name, with its docstring. [guide.md](guide.md) shows how they are used. Every rank must
+call a collective function, in the same order. `python -m tools.make_reference` generates this page.
 """
 GROUPS = {
     "Optimizers": ("FusedAdam", "CPUAdam", "clip_grad_norm_"),
@@ -75,17 +75,29 @@ LEFT_OUT = {"hold", "start"}  # what the engine calls of a Saving
 # "name, name: text", and in a section any such line; "Raises", which begins a paragraph of its own.
 ITEM = re.compile(r"([a-z_]\w*(?:, [a-z_]\w*)*): (.*)")
 ITEM_OF_SECTION = re.compile(r" {4}(\w+(?:, \w+)*): (.*)")
+# its code, with the empty lines around it
+EXAMPLE = re.compile(r"^Example:\n((?: {4}.*\n|\n)+)", re.MULTILINE)
 # code, which stays; what Markdown would take for its own
 MARKED = re.compile(r"(`+[^`]*`+)|([*<]|(?<!\w)_|_(?!\w))")
 
 
 def _text(thing: Any) -> str:
-    """Return a docstring as Markdown: paragraphs, and lists of what it says of arguments and
+    """Return a docstring as Markdown: paragraphs, the code of examples, and lists of arguments and
     errors.
     """
+    parts = EXAMPLE.split(inspect.cleandoc(thing.__doc__ or "") + "\n")
+    parts[::2] = map(_prose, parts[::2])
+    parts[1::2] = [
+        f"**Example:**\n\n```python\n{textwrap.dedent(code).strip()}\n```\n" for code in parts[1::2]
+    ]
+    return "\n".join(parts)
+
+
+def _prose(docstring: str) -> str:
+    """Return the parts of a docstring between examples as Markdown."""
     text: list[str] = []
     in_section, before = False, ""
-    for line in inspect.cleandoc(thing.__doc__ or "").splitlines():
+    for line in docstring.splitlines():
         line = MARKED.sub(lambda found: found[1] or "\\" + found[2], line)
         is_start = before == "" or before[-1] in ".:)"
         ends = line.startswith(("Raises ", "Returns ", "Source: "))
@@ -102,7 +114,11 @@ def _text(thing: Any) -> str:
             text.append("")
             in_section = False
         elif text and text[-1][:1] in ("-", " ") and not (is_start and ends):
-            text.append(f"  {line.strip()}")  # goes on with an item
+            if line.strip().startswith("- "):  # an item of a list, or of one inside an item
+                text.append(line.strip() if line[0] == "-" else f"    {line.strip()}")
+            else:  # the next line of an item
+                indent = "      " if text[-1].startswith("    ") else "  "
+                text.append(indent + line.strip())
         else:
             text += [
                 *([""] if text and (text[-1][:1] in ("-", " ") or (is_start and ends)) else []),
