@@ -74,25 +74,26 @@ def _unlock(lock: directory.SaveLock, process: int) -> None:
 
 
 class Writer(StorageWriter):
-    """Writes what torch.distributed.checkpoint saves as a checkpoint of shardcore's, one file per
-    rank and a manifest.
+    """Writes a checkpoint of shardcore for torch.distributed.checkpoint, as one file per rank and a
+    manifest.
 
-    path: the checkpoint, on a file system that all ranks see; `checkpoint_id=` of `dcp.save` takes
-    its place. When `dcp.save` returns, everything is on disk. Until then a checkpoint that was
-    there is whole; it is replaced, never edited, and so is an empty directory. save_latest: let
-    "latest" beside it name it, for `shardcore.load`.
+    path: the checkpoint, on a file system of all ranks. `checkpoint_id=` of `dcp.save` replaces it.
+    save_latest: True names the checkpoint in the file "latest" beside it, for `shardcore.load`.
 
-    What is no tensor has to be plain data (numbers, text, lists, tuples, dicts, bytes); a planner
-    has to have DefaultSavePlanner's `lookup_object` for it.
+    When `dcp.save` returns, everything is on disk. Until then an earlier checkpoint at `path` is
+    complete. It is replaced, never edited, and so is an empty directory.
 
-    Rank 0 holds a lock on the directory of `path` until the save ends. Where another rank has
-    failed, torch does not say so: the lock is released by the next save of this Writer or of its
+    A value other than a tensor must be plain data (numbers, text, lists, tuples, dicts, bytes). For
+    plain data the planner needs the `lookup_object` of DefaultSavePlanner.
+
+    Rank 0 holds a lock on the directory of `path` until the save ends. If another rank fails, torch
+    does not notify rank 0. The lock is then released by the next save of this Writer or of its
     thread, or when the Writer is freed.
 
-    Raises, as CheckpointException on every rank: OSError (a full disk, a failed write) with file
-    and offset; TypeError for what is neither tensor nor plain data, by name; BlockingIOError if
-    another save goes on there; FileExistsError if `path` is something else than a checkpoint;
-    ValueError if no plan has some elements of a tensor.
+    Every rank raises these errors as CheckpointException: OSError (a full disk, a failed write),
+    with file and offset; TypeError, with the name, for a value of any other type; BlockingIOError
+    if another save is running there; FileExistsError if `path` is neither a checkpoint nor an empty
+    directory; ValueError if no plan covers some elements of a tensor.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, save_latest: bool = False) -> None:
@@ -304,16 +305,18 @@ def runs_of(
 
 
 class Reader(StorageReader):
-    """Lets torch.distributed.checkpoint load a checkpoint of shardcore's, into any sharding and any
+    """Lets torch.distributed.checkpoint load a checkpoint of shardcore into any sharding and any
     number of ranks.
 
-    path: a checkpoint that `Writer` wrote, or a directory whose "latest" names one;
-    `checkpoint_id=` of `dcp.load` takes its place. Of one that `shardcore.save` wrote it has the
-    weights (float32 masters where there are any) and buffers. Each rank reads the ranges that have
-    something of its own, one at a time (4 MiB), and checks their checksums.
+    path: a checkpoint of `Writer`, or a directory whose "latest" names a checkpoint.
+        `checkpoint_id=` of `dcp.load` replaces it.
 
-    Raises, as CheckpointException on every rank: OSError; ValueError for damaged files, with file
-    and offset.
+    A checkpoint of `shardcore.save` also loads: its weights (float32 masters if there are any) and
+    buffers. Each rank reads only the ranges with its own elements, one at a time (4 MiB), and
+    verifies their checksums.
+
+    Every rank raises these errors as CheckpointException: OSError; ValueError for damaged files,
+    with file and offset.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

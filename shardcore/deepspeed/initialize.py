@@ -84,41 +84,67 @@ def initialize(
     """Shard `model` by a DeepSpeed configuration and return (engine, optimizer, dataloader,
     lr_scheduler). Collective.
 
-    The arguments are DeepSpeed's, in its order; most callers give them by name. model: required.
-    model_parameters: what to optimize, a list of parameters or of param_groups; default: all
-    trainable parameters.
-    config: a dict or the path of a JSON file (or `args.deepspeed_config`, or `config_params`).
-        Files with comments (Hjson) need the package hjson; a JSON object in base64 is taken, too.
-        docs/deepspeed_keys.md has its keys; unknown ones are refused.
-    optimizer: one that shard takes, or a function that makes one from the parameters. Default, and
-        not used otherwise: the one in the configuration. With zero_allow_untested_optimizer there,
-        of any class whose steps a trial finds elementwise. One that has only some of
-        model_parameters updates these alone; the log says how many.
-    training_data: a dataset with a length. The loader yields this rank's micro-batches, in a new
-    order each epoch.
-    collate_fn: that loader's, and those of the engine's deepspeed_io.
-    lr_scheduler: a scheduler of the given optimizer, or a function that makes one from the
-        optimizer. Default: the one in the configuration, if any.
-    distributed_port: MASTER_PORT, where the environment has none. dist_init_required: False if the
-        process group has to be started already.
-    mpu: of UlyssesSPAttentionHF.register_with_transformers, for long sequences; else, as
-    mesh_param, of 1 rank.
-    materialize: fills a model built under `torch.device("meta")`, as in shard (in place of
-    DeepSpeed's zero.Init).
+    The arguments are DeepSpeed's, in its order. Most callers give them by name.
 
-    The engine is a TrainingEngine. Without an optimizer here and in the configuration it is a
-    ForwardEngine, whose backward is refused, the optimizer None, and model_parameters mean nothing.
-    Without training_data and lr_scheduler the last two of the tuple are None.
-    A module that is sharded already goes on from its masters, with new optimizer states. Until then
-    both have their memory; afterwards calls of the first engine and optimizer raise ValueError. Its
-    gradients are forgotten. Starts torch.distributed from the environment if it is not initialized:
-    from torchrun's variables, or those of mpirun or srun, for which RANK, WORLD_SIZE, LOCAL_RANK,
-    MASTER_ADDR and MASTER_PORT are then set (over several nodes mpirun must pass MASTER_ADDR, the
-    host of rank 0). Without any of these the world is this process. With CUDA the backend is nccl
-    and the device LOCAL_RANK's, unless the current device is another than 0. Raises on every rank,
-    with nothing changed but that the process group is started: ValueError, TypeError,
-    NotImplementedError for settings that are not supported yet, OSError for the file. (When shard
-    raises, metrics may be begun, and with tensor_parallel the model be sliced.)
+    Example:
+        engine, optimizer, loader, scheduler = shardcore.initialize(
+            model=model, config="ds_config.json", training_data=dataset
+        )
+        for inputs, targets in loader:
+            inputs, targets = inputs.to(engine.device), targets.to(engine.device)
+            loss = loss_of(engine(inputs), targets)
+            engine.backward(loss)
+            engine.step()
+
+    Args:
+        model: Required. The model to shard. If it is sharded already, the new engine continues from
+            its masters, with new optimizer states. The gradients of the model are cleared. During
+            the call both engines use memory. Afterwards calls of the first engine and optimizer
+            raise ValueError.
+        model_parameters: The parameters to optimize, as a list of parameters or of param_groups.
+            Default: all trainable parameters.
+        config: A dict or the path of a JSON file. `args.deepspeed_config` and `config_params` are
+            alternatives. Files with comments (Hjson) need the package hjson. A JSON object in
+            base64 also works. docs/deepspeed_keys.md lists the keys; unknown keys raise an error.
+        optimizer: An optimizer that shard accepts, or a function from parameters to an optimizer.
+            Default: the optimizer of the configuration, which is otherwise ignored. With the key
+            zero_allow_untested_optimizer any class works if a trial finds its steps elementwise. If
+            the optimizer holds only some of model_parameters, it updates only these; the log prints
+            their number.
+        training_data: A dataset with a length. The loader yields this rank's micro-batches, in a
+            new order each epoch.
+        collate_fn: The collate_fn of this loader and of the loaders of engine.deepspeed_io.
+        lr_scheduler: A scheduler of the given optimizer, or a function from an optimizer to a
+            scheduler. Default: the scheduler of the configuration, if any.
+        distributed_port: The value of MASTER_PORT if the environment does not set it.
+        dist_init_required: False requires a started process group.
+        mpu: The result of UlyssesSPAttentionHF.register_with_transformers, for long sequences. Any
+            other mpu, and mesh_param, may only describe parallelism over 1 rank.
+        materialize: The values of a model that was built under `torch.device("meta")`, as in shard.
+            It replaces DeepSpeed's zero.Init.
+
+    Returns a TrainingEngine as the engine. Without an optimizer here and in the configuration, the
+    engine is a ForwardEngine, whose backward raises an error. The returned optimizer is then None,
+    and model_parameters has no effect. Without training_data the dataloader is None. Without a
+    scheduler the lr_scheduler is None.
+
+    If torch.distributed is not initialized, `initialize` starts it from the environment:
+
+    - From torchrun's variables, or from the variables of mpirun or srun. In the second case it sets
+      RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Over several nodes mpirun must pass
+      MASTER_ADDR, the host of rank 0.
+    - Without any of these variables, the world is this process.
+    - With CUDA the backend is nccl. The device is GPU LOCAL_RANK, unless a GPU other than 0 is the
+      current device.
+
+    Raises:
+        ValueError, TypeError: For bad arguments or keys.
+        NotImplementedError: For settings that shardcore does not support yet.
+        OSError: For a configuration file that cannot be read.
+
+    Every rank raises these errors, with nothing changed except that the process group is started.
+    If shard raises, metrics may be started already, and with tensor_parallel the model may be
+    sliced.
     """
     both_configs = config is not None and config_params is not None
     config = config_params if config is None else config

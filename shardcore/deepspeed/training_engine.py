@@ -119,8 +119,8 @@ class ForwardEngine(metaclass=_Kind):
         return getattr(self.module, name)
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module's forward, with its hooks; under torch.autocast if the configuration
-        says so.
+        """Run the module's forward, with its hooks. If the configuration enables autocast, run it
+        under torch.autocast.
         """
         low = self._config.autocast
         with nullcontext() if low is None else torch.autocast(self.device.type, DTYPES[low]):
@@ -131,16 +131,16 @@ class ForwardEngine(metaclass=_Kind):
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
     ) -> torch.Tensor:
-        """Refuse: there is nothing to train."""
+        """Raise ValueError: there is no optimizer."""
         raise ValueError(_NO_OPTIMIZER.format("backward"))
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """Refuse: there is nothing to train."""
+        """Raise ValueError: there is no optimizer."""
         raise ValueError(_NO_OPTIMIZER.format("step"))
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the next step() updates the weights; of a loop that decides when to step,
-        whether step() is running.
+        """Return whether the next step() updates the weights. With managed_gradient_accumulation
+        false, return whether step() is running.
         """
         counted = (self.micro_steps + 1 - self._counted_from) % self._sizes.accumulation == 0
         return counted if self._is_boundary is None else self._is_boundary
@@ -181,12 +181,15 @@ class ForwardEngine(metaclass=_Kind):
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_local_io_workers: int | None = None,
     ) -> DataLoader[Any]:
-        """Return a loader of this rank's batches, as initialize makes it of training_data.
+        """Return a loader of this rank's batches, made as `initialize` makes the loader of
+        training_data.
 
-        batch_size: default train_micro_batch_size_per_gpu. route: "train" for a new order in each
-        epoch; with "eval" and "predict" the order of the dataset. data_sampler: takes the place of
-        both. collate_fn: default that of initialize.
-        num_local_io_workers: 0 by default.
+        batch_size: default train_micro_batch_size_per_gpu.
+        route: "train" takes a new order in each epoch. "eval" and "predict" keep the order of the
+            dataset.
+        data_sampler: replaces both orders.
+        collate_fn: default the collate_fn of `initialize`.
+        num_local_io_workers: the number of worker processes, default 0.
         """
         options: dict[str, Any] = {
             "batch_size": batch_size or self.train_micro_batch_size_per_gpu(),
@@ -202,14 +205,12 @@ class ForwardEngine(metaclass=_Kind):
         )
 
     def empty_partition_cache(self) -> None:
-        """Free the memory that weights are gathered into at stage 3; the next forward takes it
-        again.
-        """
+        """Free the memory of gathered weights at stage 3. The next forward allocates it again."""
         if self._core.unsharder is not None:
             self._core.unsharder.pool.shrink(0)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse: a sharded model is not compiled as a whole."""
+        """Raise NotImplementedError: compile the blocks of a sharded model, not the whole model."""
         raise NotImplementedError(
             "compile: torch.compile is asked for around the whole model; expected it around its "
             "blocks: for block in blocks: block.compile()"
@@ -218,9 +219,9 @@ class ForwardEngine(metaclass=_Kind):
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
         """Return the full state dict of the model, from the masters. Collective.
 
-        (Below stage 3, without overlap_step, that of `module` has the weights in the dtypes they
-        train in, and one rank may read it alone. Inside GatheredParameters of all its parameters
-        both are so, at every stage.)
+        `module.state_dict()` differs below stage 3 without overlap_step: it keeps the dtypes of
+        training, and one rank may call it alone. Inside GatheredParameters of all parameters both
+        functions behave in this way, at every stage.
         """
         own, self._core.own_weights = self._core.own_weights, False
         try:
@@ -267,17 +268,20 @@ class ForwardEngine(metaclass=_Kind):
         keep_last: int | None = None,
         wait: bool = True,
     ) -> bool:
-        """Save model, optimizer, scheduler, counters and random states to `save_dir`/`tag`; returns
-        True. Collective.
+        """Save model, optimizer, scheduler, counters and random states to `save_dir`/`tag`, and
+        return True. Collective.
 
-        Without an optimizer: the model, counters and random states.
-        Of the data loader that initialize made, its epoch is saved: after a load its next iteration
-        is the epoch after the one that was begun. The position within an epoch is yours to save
-        (client_state) and to skip to.
-        tag: default "global_step" and the optimizer steps so far. Where it differs by rank rank 0's
-        holds, with a warning unless checkpoint.tag_validation is Ignore; with Fail ValueError.
-        The other arguments, errors and what a crash leaves: see shardcore.save. ValueError, too, if
-        save_dir is None or empty.
+        Without an optimizer the checkpoint holds the model, counters and random states. The epoch
+        of the loader of `initialize` is saved, too: after a load, its next iteration is the epoch
+        after the started epoch. Save the position within an epoch yourself (client_state), and skip
+        to it.
+
+        tag: default "global_step100" after 100 optimizer steps. If ranks pass different tags, all
+            ranks use the tag of rank 0, and a warning is logged. checkpoint.tag_validation "Ignore"
+            omits the warning, and "Fail" raises ValueError.
+
+        shardcore.save documents the other arguments, errors and the state after a crash. Raises
+        ValueError, too, if save_dir is None or empty.
         """
         content = Content(
             states=self.optimizer is not None,
@@ -330,13 +334,15 @@ class ForwardEngine(metaclass=_Kind):
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
     ) -> tuple[str | None, dict[str, Any]]:
-        """Load what save_checkpoint or shardcore.save has saved, of any world size and stage.
+        """Load a checkpoint of save_checkpoint or shardcore.save, of any world size and stage.
         Collective.
 
-        Returns the path of the checkpoint and its client_state; (None, {}), with a warning, where
-        `load_dir` has no "latest" and no tag was given. load_module_strict: see shardcore.load.
-        load_module_only: neither states, scheduler nor counters. Without an optimizer there are
-        weights and counters alone.
+        load_module_strict: see shardcore.load.
+        load_module_only: load neither states, scheduler nor counters.
+
+        Returns the path of the checkpoint and its client_state. If `load_dir` holds no "latest" and
+        no tag is given, it returns (None, {}) and logs a warning. Without an optimizer it loads
+        weights and counters only.
         """
         source = self._open_checkpoint(load_dir, tag)
         if source is None:
@@ -389,15 +395,15 @@ class ForwardEngine(metaclass=_Kind):
         save_filename: str = "pytorch_model.bin",
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Save the weights, in the dtypes that they train in, to one file for plain torch; returns
-        True. Collective.
+        """Save the weights to one file for plain torch, in the dtypes of training, and return True.
+        Collective.
 
-        At stage 3 it returns False, and saves nothing, if the configuration says that weights are
-        not to be gathered for it.
+        At stage 3 it returns False and saves nothing if stage3_gather_16bit_weights_on_model_save
+        is false.
 
-        A name that ends with .safetensors gets that format, and any other a file of torch.save's,
-        for which rank 0 holds all weights in host memory. Tied weights: in a file of safetensors
-        once.
+        A name with the ending .safetensors selects this format. Any other name selects a file of
+        torch.save; rank 0 then holds all weights in host memory. A file of safetensors stores tied
+        weights once.
         """
         if not self._config.gathers_to_save and self._config.stage == 3:
             logger.warning(
@@ -437,8 +443,9 @@ class ForwardEngine(metaclass=_Kind):
         return open_together(self._core, folder, tag)
 
     def destroy(self) -> None:
-        """Wait for what goes on in the background. (Memory is freed with the model and the
-        optimizer.) Collective.
+        """Wait for background work. Collective.
+
+        Memory is freed with the model and the optimizer.
         """
         finish_saving(self._core)
 
@@ -449,11 +456,11 @@ class ForwardEngine(metaclass=_Kind):
         return self._config.stage
 
     def fp16_enabled(self) -> bool:
-        """Whether weights train in float16."""
+        """Return whether weights train in float16."""
         return self._config.fp16
 
     def bfloat16_enabled(self) -> bool:
-        """Whether weights train in bfloat16."""
+        """Return whether weights train in bfloat16."""
         return self._config.bf16
 
     def train_batch_size(self) -> int:
@@ -469,19 +476,19 @@ class ForwardEngine(metaclass=_Kind):
         return self._sizes.accumulation
 
     def managed_gradient_accumulation(self) -> bool:
-        """Whether step() counts micro-steps; if not, every step() updates the weights."""
+        """Return whether step() counts micro-steps. If not, every step() updates the weights."""
         return self._config.managed_gradient_accumulation
 
     def gradient_clipping(self) -> float:
-        """Return the global norm that gradients are clipped to; 0 for none."""
+        """Return the global norm to clip gradients to, or 0 for none."""
         return self._config.gradient_clipping
 
     def zero_optimization(self) -> bool:
-        """Whether there is a ZeRO stage above 0."""
+        """Return whether the ZeRO stage is above 0."""
         return self._config.stage > 0
 
     def steps_per_print(self) -> int | None:
-        """Return the steps between two lines of progress; None for none."""
+        """Return the number of steps between two lines of progress, or None for no lines."""
         return self._config.steps_per_print
 
     @property
@@ -490,34 +497,32 @@ class ForwardEngine(metaclass=_Kind):
         return self._config.source
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """Whether the configuration lets whole weights be gathered to save them at stage 3."""
+        """Return whether the configuration allows gathering weights at stage 3 to save them."""
         return self._config.gathers_to_save
 
     @property
     def local_rank(self) -> int:
-        """This rank's number on its machine, as its launcher set LOCAL_RANK; 0 without a
-        launcher.
-        """
+        """This rank's number on its machine (LOCAL_RANK), or 0 without a launcher."""
         return int(os.environ.get("LOCAL_RANK", "0"))
 
     @property
     def global_rank(self) -> int:
-        """This rank's number."""
+        """This rank's number in the world."""
         return dist.get_rank() if dist.is_initialized() else 0
 
     @property
     def world_size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return dist.get_world_size() if dist.is_initialized() else 1
 
     @property
     def dp_world_size(self) -> int:
-        """How many ranks have batches of their own."""
+        """The number of ranks with different batches."""
         return self._core.comm.world_size
 
     @property
     def data_parallel_group(self) -> Any:
-        """The process group of the ranks that train; None without one."""
+        """The process group of the training ranks, or None without a group."""
         return self._core.comm.group
 
 
@@ -548,14 +553,15 @@ def grad_scale_of(core: Engine) -> float:
 
 
 class TrainingEngine(ForwardEngine):
-    """A sharded model with its optimizer, scheduler and micro-step counter. Other attributes are
-    those of `module`.
+    """A sharded model with its optimizer, scheduler and counter of micro-steps. Other attributes
+    are the attributes of `module`.
 
-    global_steps: optimizer steps, skipped ones included. micro_steps: calls of step().
-    global_samples: how many samples all ranks have trained on.
+    global_steps: the number of optimizer steps, including skipped steps.
+    micro_steps: the number of calls of step().
+    global_samples: the number of samples that all ranks trained on.
 
-    A loss's own `backward()` (and one loss over several engines) is allowed in place of
-    `engine.backward(loss)`; with fp16 that of `engine.scale(loss)`.
+    `loss.backward()` also works in place of `engine.backward(loss)`, and for one loss over several
+    engines. With fp16 call `engine.scale(loss).backward()`.
     """
 
     def __init__(
@@ -592,8 +598,8 @@ class TrainingEngine(ForwardEngine):
         self._inside_no_sync = False
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module's forward, with its hooks; under torch.autocast if the configuration
-        says so.
+        """Run the module's forward, with its hooks. If the configuration enables autocast, run it
+        under torch.autocast.
         """
         with self._report.forward(self.global_steps):
             return super().__call__(*inputs, **kwargs)
@@ -606,8 +612,9 @@ class TrainingEngine(ForwardEngine):
         """Divide `loss` (one element) by the accumulation steps, run backward and return the
         divided loss. Collective.
 
-        scale_wrt_gas: whether to divide. What is returned has the dtype of `loss`. With fp16
-        backward runs on the scaled loss.
+        scale_wrt_gas: False does not divide.
+
+        The result has the dtype of `loss`. With fp16 backward runs on the scaled loss.
         """
         _check_loss("backward", loss)
         dtype = loss.dtype
@@ -623,22 +630,23 @@ class TrainingEngine(ForwardEngine):
         return loss.to(dtype)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return `loss` (one element) times fp16's loss scale (unchanged without fp16), for its
-        own `backward()`.
+        """Return `loss` (one element) times the loss scale, to call `backward()` on it. Without
+        fp16, return it unchanged.
         """
         _check_loss("scale", loss)
         self._scaled += 1
         return self.optimizer.scale_loss(loss)
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """End a micro-step; at an accumulation boundary clip, update, zero the gradients and step
-        the scheduler.
+        """End a micro-step. At an accumulation boundary clip, update, zero the gradients and step
+        the scheduler. Collective at a boundary.
 
-        With managed_gradient_accumulation false every call is at a boundary, after as many
-        backwards as there were. A step with a non-finite gradient updates nothing on any rank and
-        does not step the scheduler, so with a scheduler the host waits for the norm. lr_kwargs: of
-        lr_scheduler.step. Collective at a boundary. Raises ValueError without a backward since the
-        last call.
+        lr_kwargs: arguments for lr_scheduler.step.
+
+        With managed_gradient_accumulation false every call is at a boundary, after any number of
+        backwards. A step with a non-finite gradient updates nothing on any rank and does not step
+        the scheduler. With a scheduler the host therefore waits for the norm. Raises ValueError
+        without a backward since the last call.
         """
         if self._inside_no_sync:
             raise ValueError(
@@ -737,29 +745,32 @@ class TrainingEngine(ForwardEngine):
         self._skipped_before = self.optimizer.skipped_steps
 
     def was_step_applied(self) -> bool:
-        """Whether the last step() updated the weights: it was at a boundary, and its norm was
-        finite. Waits for that norm.
+        """Return whether the last step() updated the weights: it was at a boundary, and the norm
+        was finite. Waits for the norm.
         """
         norm = self.get_global_grad_norm() if self._stepped else None
         return norm is not None and math.isfinite(norm)
 
     def allreduce_gradients(self, bucket_size: int | None = None) -> None:
-        """Reduce what was only added locally so far. Collective. (Backward does so by itself;
-        bucket_size means nothing.)
+        """Reduce the gradients that were only added locally. Collective. Backward does this by
+        itself.
+
+        bucket_size: ignored.
         """
         self._core.reducer.reduce_pending()
 
     @property
     def skipped_steps(self) -> int:
-        """Return how many steps were skipped since a gradient was not finite. Waits for the last
-        norm.
+        """The number of steps that were skipped because of a non-finite gradient. Waits for the
+        last norm.
         """
         return self._skipped_loaded + self.optimizer.skipped_steps - self._skipped_before
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients locally, without reduction, inside the context; call step() after
-        it.
+        """Accumulate gradients locally inside the context, without reduction.
+
+        Call step() after the context.
         """
         if self._inside_no_sync:
             raise ValueError("no_sync: entered inside no_sync(); expected one block at a time")
@@ -775,7 +786,7 @@ class TrainingEngine(ForwardEngine):
         """Add the gradients of several backwards locally inside the context, and reduce their sum
         at its end. Collective.
 
-        step() is called after it, once for all of these backwards. ValueError with
+        Call step() after the context, once for all of these backwards. Raises ValueError with
         managed_gradient_accumulation false.
         """
         self._refuse_unmanaged("coalesce_grad_reduction")
@@ -791,10 +802,9 @@ class TrainingEngine(ForwardEngine):
         self._ran = False
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Decide whether the next step() updates the weights, instead of counting; None: count
-        again.
+        """Choose whether the next step() updates the weights. None returns to counting micro-steps.
 
-        ValueError with managed_gradient_accumulation false, where every step() does.
+        Raises ValueError with managed_gradient_accumulation false, since every step() then updates.
         """
         self._refuse_unmanaged("set_gradient_accumulation_boundary")
         self._is_boundary = is_boundary
@@ -808,11 +818,11 @@ class TrainingEngine(ForwardEngine):
             )
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Take another number of micro-batches per step from here on; loaders and learning rates
-        stay as they are.
+        """Set the samples per optimizer step over all ranks, by changing the number of
+        micro-batches per step.
 
-        ValueError if micro-batches do not make that many samples, or within the micro-steps of a
-        step.
+        Loaders and learning rates do not change. Raises ValueError unless it is a multiple of the
+        samples of one micro-batch on all ranks, and between the micro-steps of a step.
         """
         samples = self._sizes.micro * self._replicas[0]
         if train_batch_size < samples or train_batch_size % samples:
@@ -823,8 +833,9 @@ class TrainingEngine(ForwardEngine):
         self._set_sizes("set_train_batch_size", self._sizes.micro, train_batch_size // samples)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Say that batches have another number of samples from here on; loaders stay as they
-        are. ValueError as above.
+        """Set the number of samples per backward and rank. Loaders do not change.
+
+        Raises ValueError for a number below 1, or between the micro-steps of a step.
         """
         if micro_batch_size < 1:
             raise ValueError(
@@ -847,12 +858,12 @@ class TrainingEngine(ForwardEngine):
         return [group["lr"] for group in self.optimizer.param_groups]
 
     def get_mom(self) -> list[Any]:
-        """Return the betas, or else the momentum, of each param_group."""
+        """Return the betas of each param_group, or its momentum if it has no betas."""
         return [group.get("betas", group.get("momentum")) for group in self.optimizer.param_groups]
 
     def set_lr(self, lr: float | Sequence[float]) -> None:
-        """Set the learning rate of all param_groups, or of each. ValueError for another number
-        of them.
+        """Set the learning rate of all param_groups, or one rate for each. Raises ValueError for
+        another number of rates.
         """
         groups = self.optimizer.param_groups
         rates = list(lr) if isinstance(lr, Sequence) else [lr] * len(groups)
@@ -865,8 +876,8 @@ class TrainingEngine(ForwardEngine):
             group["lr"] = rate
 
     def get_global_grad_norm(self) -> float | None:
-        """Return the norm of the averaged gradients at the last step, before clipping; None
-        before the first. Waits for it.
+        """Return the norm of the averaged gradients at the last step, before clipping. Return None
+        before the first step. Waits for the norm.
         """
         return self._core.last_grad_norm
 
@@ -877,16 +888,17 @@ class TrainingEngine(ForwardEngine):
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """Free device memory until reload_states: see FusedAdam.offload_states."""
+        """Free device memory until reload_states. See FusedAdam.offload_states."""
         self.optimizer.offload_states(include, device, pin_memory, non_blocking)
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Move back to the device what offload_states moved."""
+        """Move the offloaded states back to the device."""
         self.optimizer.reload_states(non_blocking)
 
     def destroy(self) -> None:
-        """Wait for what goes on in the background. (Memory is freed with the model and the
-        optimizer.) Collective.
+        """Wait for background work. Collective.
+
+        Memory is freed with the model and the optimizer.
         """
         super().destroy()
         self.optimizer.synchronize()

@@ -435,16 +435,18 @@ class _ForwardMethod:
 
 
 def register_forward_method(module: nn.Module, name: str) -> None:
-    """Let a method of `module` use weights as its forward does, at every stage: `encode`,
-    `generate`.
+    """Let a method of `module`, such as `encode` or `generate`, use weights as forward does, at
+    every stage.
 
-    At stage 3 the call unshards the unit that the module is (or is a part of, outside of repeated
-    blocks), in backward, too; with overlap_step=True it waits for its update. Of the whole model it
-    casts inputs as forward does. May be called before `shard` or after it; for a module that is not
-    sharded it changes nothing. As with forward, every rank makes the same calls in one order (or
-    all of them inside `full_params`).
+    At stage 3 a call unshards the module if it is a unit, in backward, too. Outside of repeated
+    blocks it unshards the unit around a module. With overlap_step=True the call waits for the
+    update of the unit. A method of the whole model casts inputs as forward does.
 
-    Raises ValueError if the module's class has no such method.
+    Call it before or after `shard`. For a module outside of a sharded model nothing changes. As
+    with forward, every rank must make the same calls in the same order (or all calls inside
+    `full_params`).
+
+    Raises ValueError if the module's class has no method of this name.
     """
     method = getattr(type(module), name, None)
     if not callable(method):

@@ -31,15 +31,16 @@ _LARGEST = 2.0**127  # of the powers of two in float32
 
 @dataclass(frozen=True)
 class LossScale:
-    """A loss scale that follows the gradients: it begins at 2**initial_power, doubles while they
-    fit, halves when they do not.
+    """A dynamic loss scale. It starts at 2**initial_power, doubles after steps without an overflow
+    and halves after overflows.
 
-    window: the scale doubles after so many steps without an overflow, at the next one that has
-    none, and so on.
-    hysteresis: which overflow halves the scale, and every one after it; those before only skip
-        their step. It counts anew once the scale has doubled, with consecutive_hysteresis after
-        every step without an overflow.
-    minimum: the scale goes no lower; an overflow that would halve it there is an error.
+    window: the number of steps without an overflow before the scale doubles. It doubles at the next
+        step without an overflow, and the count starts again.
+    hysteresis: the number of overflows until the scale halves. With 2 the first overflow only skips
+        its step; the second and every later overflow halve the scale. The count restarts after the
+        scale doubles.
+    consecutive_hysteresis: True restarts this count after every step without an overflow.
+    minimum: the lower limit of the scale. An overflow at the limit raises an error.
     """
 
     initial_power: int = 16

@@ -26,11 +26,11 @@ class MemoryLine:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Bytes that shardcore has allocated on this rank, padding and frozen weights included,
-    activations not.
+    """The bytes that shardcore allocated on this rank. They include padding and frozen weights, but
+    not activations.
 
-    `lines` has them by unit, kind and tier; `by_kind` and `by_tier` are sums. print() shows a table
-    in MiB, the device and the CPU apart; `table(by_unit=True)` has their units, too.
+    `lines` holds the bytes by unit, kind and tier. `by_kind` and `by_tier` are sums. print() shows
+    a table in MiB with a row for each tier. `table(by_unit=True)` adds rows for units.
     """
 
     lines: tuple[MemoryLine, ...]
@@ -43,7 +43,7 @@ class MemoryReport:
 
     @property
     def by_kind(self) -> dict[str, int]:
-        """Bytes by kind, over all tiers and units; the four main kinds are always there."""
+        """Bytes by kind, over all tiers and units. The four main kinds are always present."""
         return {"weights": 0, "gradients": 0, "master": 0, "states": 0} | self._sum("kind")
 
     @property
@@ -56,8 +56,8 @@ class MemoryReport:
         return self.table()
 
     def table(self, by_unit: bool = False) -> str:
-        """Return a table in MiB: a column for each kind, a row for each tier; with by_unit also
-        for each tier of a unit.
+        """Return a table in MiB, with a column for each kind and a row for each tier. by_unit=True
+        adds a row for each tier of a unit.
         """
         kinds, tiers = list(self.by_kind), list(self.by_tier)
         rows = [["unit", "tier", *kinds, "total"]]
@@ -81,11 +81,12 @@ class MemoryReport:
 
 
 def memory_report(model: nn.Module) -> MemoryReport:
-    """Return what the sharded `model` (or an engine of initialize) keeps in memory on this rank.
-    ValueError if not sharded.
+    """Return the memory of a sharded `model` (or of an engine of initialize) on this rank, as a
+    MemoryReport.
 
-    Waits for an overlapped step. `shardcore.estimate.predict` returns the same before training.
-    "nvme" counts states once: two copies of them are on disk unless "durable" is False.
+    Waits for an overlapped step. `shardcore.estimate.predict` returns the same numbers before
+    training. "nvme" counts states once: the disk holds two copies unless "durable" is False. Raises
+    ValueError for a model that is not sharded.
     """
     engine = engine_of(model)
     if not isinstance(engine, Engine):

@@ -26,14 +26,15 @@ from shardcore.optim.group_options import PARAM_DTYPES
 def unfreeze(module: nn.Module) -> None:
     """Let all parameters of a sharded model, or of a module of it, train from now on. Collective.
 
-    Sets requires_grad and lays out gradients, masters and states for them. Each has to be in a
-    group of the optimizer: from the start, or by `optimizer.add_param_group`, which does the same
-    for parameters that require gradients already. Call it between zero_grad() and the next
-    backward; units without changes stay as they are, others keep their states bit for bit.
+    Sets requires_grad and allocates gradients, masters and states for these parameters. Each
+    parameter must be in a group of the optimizer, from the start or through
+    `optimizer.add_param_group`. That method does the same for parameters that already require
+    gradients. Call `unfreeze` between zero_grad() and the next backward. Units without changes stay
+    as they are; other units keep their states bit for bit.
 
-    Raises ValueError or NotImplementedError, on every rank and with nothing changed, for parameters
-    in no group, where gradients wait for a step, and for states that are in files, or split by a
-    ratio.
+    Raises ValueError or NotImplementedError, on every rank and with nothing changed, in three
+    cases: a parameter is in no group, gradients are waiting for a step, or states are in files or
+    split by a ratio.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"unfreeze: got a {type(module).__name__}; expected a module")

@@ -35,24 +35,27 @@ def notebook_launcher(
     *,
     start_method: str = "fork",
 ) -> Any:
-    """Run ``function(*args)`` on ranks of this machine, each a new process, and return what rank
-    0's returned.
+    """Run ``function(*args)`` on ranks of this machine, each in a new process, and return the
+    result of rank 0.
 
-    num_processes: how many ranks; by default one for each GPU, or without GPUs one. Their
-        environment is as under torchrun (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT),
-        so the function starts torch.distributed as a script does, by init_process_group or
-        `initialize`. Without GPUs that is gloo.
-    start_method: "fork" takes any function, one of a notebook's cell, too. It needs a process that
-        has not used CUDA yet: call no ``.cuda()`` before, nor ``torch.cuda.is_available()``. torch
-        then computes with one CPU thread on each rank (OpenMP's do not survive a fork).
-        "spawn" takes functions of importable modules only, may follow anything, and shares out the
-        cores.
+    num_processes: the number of ranks. Default: one for each GPU, or one without GPUs.
+    start_method: "fork" runs any function, also of a notebook cell. Do not use CUDA in this process
+        before: call neither ``.cuda()`` nor ``torch.cuda.is_available()``. torch then computes with
+        one CPU thread on each rank, because OpenMP's threads do not survive a fork. "spawn" runs
+        only functions of importable modules. It also works after CUDA was used, and divides the
+        cores among the ranks.
 
-    The result is copied to this process, with tensors on the CPU; a sharded model's weights come as
-    ``model.state_dict()``, which all ranks call. One process is a new one, too, so that GPU memory
-    and process groups end with it. Raises ValueError, TypeError for arguments; RuntimeError with
-    the traceback of the rank that failed first, and if CUDA is in use here and start_method is
-    "fork". Ends all ranks if this process is interrupted.
+    The ranks get the environment of torchrun (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR,
+    MASTER_PORT). The function starts torch.distributed as a script does, by init_process_group or
+    `initialize`. Without GPUs the backend is gloo.
+
+    The result is copied to this process, with tensors on the CPU. To return the weights of a
+    sharded model, return ``model.state_dict()``, and call it on all ranks. A single rank is a new
+    process, too, so GPU memory and process groups end with it. An interrupt of this process ends
+    all ranks.
+
+    Raises ValueError or TypeError for bad arguments. Raises RuntimeError with the traceback of the
+    first rank to fail, and if CUDA is in use here and start_method is "fork".
     """
     count = _check(function, args, num_processes, start_method)
     with tempfile.TemporaryDirectory(prefix="shardcore-notebook-") as folder:
