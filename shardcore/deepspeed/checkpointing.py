@@ -25,12 +25,10 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Choose whether `checkpoint` keeps its inputs in host memory; the other arguments mean nothing
-    here.
+    """Choose whether `checkpoint` keeps its inputs in host memory. Other arguments have no effect.
 
-    deepspeed_config: a configuration, or the path of one, whose
-    activation_checkpointing.cpu_checkpointing says so unless checkpoint_in_cpu is given. Raises
-    what `initialize` raises for it.
+    deepspeed_config: a configuration or its path. Its activation_checkpointing.cpu_checkpointing
+        applies unless checkpoint_in_cpu is given. Raises the errors of `initialize` for it.
     """
     global _on_cpu
     configured = deepspeed_config is not None and read_config(deepspeed_config).cpu_checkpointing
@@ -43,9 +41,7 @@ def is_configured() -> bool:
 
 
 def checkpoint(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Run function(*args, **kwargs) without keeping its activations, which backward computes
-    again.
-    """
+    """Run function(*args, **kwargs) without keeping activations. Backward computes them again."""
     names = tuple(kwargs)
 
     def run(*inputs: Any) -> Any:  # inputs by name are kept as the others are

@@ -20,8 +20,8 @@ _HEADS = 2  # the dimension of heads
 class DistributedAttention(nn.Module):
     """Calls `local_attention` with whole sequences and a part of the heads.
 
-    Rank i of n has the i-th of n equal, contiguous parts of each sequence. Key and value heads that
-    n does not divide are repeated.
+    Rank i of n holds the i-th of n equal, contiguous parts of each sequence. If n does not divide
+    the key and value heads, these heads are repeated.
     """
 
     def __init__(
@@ -69,16 +69,18 @@ class DistributedAttention(nn.Module):
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Return the attention of this rank's tokens. Differentiable; collective, as backward is.
+        """Return the attention of this rank's tokens. Differentiable. Forward and backward are
+        collective.
 
         Args:
-            query, key, value: (batch, tokens, heads, features); with batch_dim_idx 1 (tokens,
+            query, key, value: (batch, tokens, heads, features), or with batch_dim_idx 1 (tokens,
                 batch, heads, features).
             batch_dim_idx: 0 or 1.
             rotary_pos_emb: cosines and sines (tokens, 1, 1, features) of whole sequences, for query
                 and key.
-            args, kwargs: given on to local_attention, which returns (batch, tokens, heads / n,
-                features), or heads and features as one dimension; tokens first where they come so.
+            args, kwargs: passed to local_attention. It returns (batch, tokens, heads / n,
+                features), or heads and features as one dimension. Tokens are first if they are
+                first in the inputs.
 
         Raises ValueError if n does not divide the query's heads, or batch_dim_idx is neither 0 nor
         1.

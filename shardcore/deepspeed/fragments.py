@@ -27,7 +27,7 @@ def _engine(param: nn.Parameter) -> Engine | None:
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """Return the full float32 master of a parameter that trains; None for any other. Collective."""
+    """Return the float32 master of a trainable parameter in full, None for others. Collective."""
     if (engine := _engine(param)) is None:
         return None
     if param.dtype != torch.float32:
@@ -37,10 +37,11 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
 
 
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """Return the full averaged gradient of a parameter that trains, and `param.grad` of any other;
-    None without. Collective.
+    """Return the full averaged gradient of a trainable parameter, or `param.grad` of any other.
+    Collective.
 
-    It is divided by the accumulation steps, also where the loss's own backward() was called.
+    The gradient is divided by the accumulation steps, also after the loss's own backward(). Returns
+    None without a gradient.
     """
     if (engine := _engine(param)) is None or (grad := full_grad(param)) is None:
         return param.grad
@@ -48,18 +49,19 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """Return a full state ("exp_avg", "exp_avg_sq") of a parameter that trains; None for any
+    """Return a full state ("exp_avg", "exp_avg_sq") of a trainable parameter, or None for any
     other. Collective.
     """
     return None if _engine(param) is None else full_state(param, optim_state_key)
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Set the weights of a parameter that trains, and its float32 master; nothing for any other.
-    Collective.
+    """Set the weights of a trainable parameter and its float32 master. Other parameters do not
+    change. Collective.
 
-    value: of the parameter's shape, the same on all ranks. Raises ValueError or TypeError on every
-    rank, with nothing changed.
+    value: a tensor of the parameter's shape, the same on all ranks.
+
+    Raises ValueError or TypeError on every rank, with nothing changed.
     """
     if (engine := _engine(param)) is not None:
         set_full_state(engine, param, "master", value)
@@ -68,21 +70,22 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
 def safe_set_full_optimizer_state(
     param: nn.Parameter, value: torch.Tensor, optim_state_key: str
 ) -> None:
-    """Set a full state ("exp_avg", "exp_avg_sq") of a parameter that trains; nothing for any other.
-    Collective.
+    """Set a full state ("exp_avg", "exp_avg_sq") of a trainable parameter. Other parameters do not
+    change. Collective.
 
-    value, and errors: as for safe_set_full_fp32_param; KeyError for another key.
+    value: see safe_set_full_fp32_param, also for errors. Raises KeyError for another key.
     """
     if (engine := _engine(param)) is not None:
         set_full_state(engine, param, optim_state_key, value)
 
 
 def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Replace the full averaged gradient of a parameter that trains, and fill `param.grad` of any
+    """Replace the full averaged gradient of a trainable parameter, or copy to `param.grad` of any
     other. Collective.
 
-    With fp16 the value is unscaled. value, and errors: as for safe_set_full_fp32_param; ValueError
-    without a gradient.
+    value: see safe_set_full_fp32_param, also for errors. With fp16 it is unscaled.
+
+    Raises ValueError without a gradient.
     """
     if (engine := _engine(param)) is not None:
         set_full_grad(engine, param, value, grad_scale_of(engine))
@@ -94,7 +97,7 @@ def safe_update_full_grad_vectorized(
     param_list: Iterable[nn.Parameter],
     update_func: Callable[[torch.Tensor, nn.Parameter], torch.Tensor],
 ) -> None:
-    """Replace gradients by what update_func(gradient, parameter) returns, one after the other.
+    """Replace gradients by the result of update_func(gradient, parameter), one after the other.
     Collective.
     """
     for param in param_list:

@@ -22,11 +22,11 @@ def set_z3_leaf_modules(
     leaf_module_classes: Sequence[type[nn.Module] | str],
     raise_if_not_found: bool = True,
 ) -> list[nn.Module]:
-    """Mark the modules of these classes, or of classes that are derived from them, and return them,
-    children first.
+    """Mark the modules of these classes and their subclasses, and return them, children first.
 
-    A string is a class's name, with or without its module, and means that class alone. ValueError
-    if there are none, unless told not to; TypeError for what is neither a class nor a string.
+    A string is a class name, with or without its module, and matches only this class. With
+    raise_if_not_found, raises ValueError if no module matches. Raises TypeError for a value other
+    than a class or string.
     """
     return _mark("set_z3_leaf_modules", model, leaf_module_classes, True, raise_if_not_found)
 
@@ -36,9 +36,7 @@ def unset_z3_leaf_modules(
     leaf_module_classes: Sequence[type[nn.Module] | str],
     raise_if_not_found: bool = True,
 ) -> list[nn.Module]:
-    """Take the mark of the modules of these classes away, and return them: see
-    set_z3_leaf_modules.
-    """
+    """Remove the mark of the modules of these classes, and return them: see set_z3_leaf_modules."""
     return _mark("unset_z3_leaf_modules", model, leaf_module_classes, False, raise_if_not_found)
 
 
@@ -48,10 +46,11 @@ def set_z3_leaf_modules_by_name(
     flag: bool = True,
     raise_if_not_found: bool = True,
 ) -> tuple[list[nn.Module], list[str]]:
-    """Mark the modules of these names (of `named_modules()`); returns them, and the names that
-    there are not.
+    """Mark the modules of these names (of `named_modules()`). Return them, and the unknown names.
 
-    flag: False takes the mark away. ValueError if a name is not there, unless told not to.
+    flag: False removes the mark.
+
+    With raise_if_not_found, raises ValueError for an unknown name.
     """
     op = "set_z3_leaf_modules_by_name"
     return _mark_named(
@@ -65,7 +64,7 @@ def set_z3_leaf_modules_by_suffix(
     flag: bool = True,
     raise_if_not_found: bool = True,
 ) -> tuple[list[nn.Module], list[str]]:
-    """Mark the modules whose names end so: see set_z3_leaf_modules_by_name."""
+    """Mark the modules with these endings of their names: see set_z3_leaf_modules_by_name."""
     return _mark_named(
         "set_z3_leaf_modules_by_suffix",
         model,
@@ -77,7 +76,7 @@ def set_z3_leaf_modules_by_suffix(
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
-    """Mark one module, or take its mark away."""
+    """Mark one module, or remove its mark."""
     model._z3_leaf = flag  # type: ignore[assignment]
 
 
@@ -87,7 +86,7 @@ def z3_leaf_module(model: nn.Module) -> bool:
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that are marked."""
+    """Return the marked modules."""
     return [module for module in model.modules() if z3_leaf_module(module)]
 
 

@@ -159,12 +159,13 @@ class _Schedule(LRScheduler):
 @dataclass(eq=False, repr=False)
 class LRRangeTest(_Schedule):
     """Raise the learning rate without end, to find the largest that trains: min_lr * (1 + step_rate
-    * n / step_size).
+    * n / step_size). n is the number of steps.
 
-    n: steps so far. lr_range_test_min_lr: one number, or one for each param_group.
+    lr_range_test_min_lr: a number, or one for each param_group.
     lr_range_test_step_size: in steps.
-    lr_range_test_staircase: raise it at each whole multiple of step_size only. Raises ValueError or
-    TypeError.
+    lr_range_test_staircase: True raises the learning rate only at whole multiples of step_size.
+
+    Raises ValueError or TypeError.
     """
 
     optimizer: Any
@@ -189,17 +190,21 @@ class LRRangeTest(_Schedule):
 
 @dataclass(eq=False, repr=False)
 class OneCycle(_Schedule):
-    """Raise the learning rate from min to max and lower it again, momentum the other way; then
-    decay the learning rate.
+    """Raise the learning rate from min to max and lower it again, and move momentum in the other
+    direction. Then decay the learning rate.
 
-    cycle_min_lr, cycle_max_lr, cycle_min_mom, cycle_max_mom: one number, or one for each
-    param_group. Sizes are in steps; that of the second half is the first's by default. Stair
-    counts: in how many stairs a half goes (0, the default: at every step; the second half's is the
-    first's by default). After n steps past the cycle the learning rate is min_lr / (1 +
-    decay_lr_rate * n / decay_step_size) and the momentum max_mom * (1 + decay_mom_rate * n /
-    decay_step_size); a size of 0 means no decay. cycle_momentum sets `betas` to (momentum, 0.99),
-    as DeepSpeed does, and is off, with a warning, for optimizers without betas. Raises ValueError
-    or TypeError.
+    cycle_min_lr, cycle_max_lr, cycle_min_mom, cycle_max_mom: a number, or one for each param_group.
+
+    Sizes are in steps. The default size of the second half is the size of the first. Stair counts
+    are the number of stairs of a half. 0, the default, moves at every step; the default of the
+    second half is the count of the first.
+
+    After n steps past the cycle the learning rate is min_lr / (1 + decay_lr_rate * n /
+    decay_step_size), and the momentum is max_mom * (1 + decay_mom_rate * n / decay_step_size). A
+    size of 0 means no decay.
+
+    cycle_momentum sets `betas` to (momentum, 0.99), as DeepSpeed does. For optimizers without betas
+    it is off, with a warning. Raises ValueError or TypeError.
     """
 
     optimizer: Any
@@ -324,11 +329,12 @@ class WarmupLR(_Warmup):
     """Raise the learning rate from warmup_min_lr to warmup_max_lr within warmup_num_steps, and keep
     it.
 
-    The limits are one number, or one for each param_group; warmup_max_lr is the group's own
-    learning rate by default.
-    warmup_type: "log", by the logarithm of the step, or "linear". warmup_num_steps: at least 2 are
-    taken (0, which trainers fill in where there is no warm-up, and 1 mean 2). Raises ValueError or
-    TypeError.
+    warmup_min_lr, warmup_max_lr: a number, or one for each param_group. Default of warmup_max_lr:
+        the learning rate of the group.
+    warmup_type: "log", by the logarithm of the step, or "linear".
+    warmup_num_steps: at least 2. 0 (set by trainers without a warm-up) and 1 mean 2.
+
+    Raises ValueError or TypeError.
     """
 
     optimizer: Any

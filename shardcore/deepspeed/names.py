@@ -130,11 +130,13 @@ def init_inference(*args: Any, **kwargs: Any) -> None:
 def tp_model_init(
     model: nn.Module, tp_size: int, dtype: torch.dtype, config: Any = None, tp_group: Any = None
 ) -> nn.Module:
-    """Have `initialize` slice `model` over so many ranks, as tensor_parallel.autotp_size does;
-    returns it. Collective.
+    """Mark `model` for tensor parallelism over this many ranks, and return it. `initialize` then
+    slices it, as with tensor_parallel.autotp_size. Collective.
 
-    Where torch.distributed is started `utils.groups` knows those ranks at once. dtype, config:
-    accepted; the configuration that initialize gets decides. tp_group: refused with ValueError.
+    dtype, config: accepted; the configuration of `initialize` decides.
+    tp_group: raises ValueError.
+
+    If torch.distributed is started, `utils.groups` returns these ranks at once.
     """
     if tp_group is not None:
         raise ValueError(
@@ -215,10 +217,10 @@ def _refused(name: str) -> type:
 
 
 class Init:
-    """A context in which DeepSpeed cuts weights as they are made. Here they are made as anywhere,
-    and cut by `initialize`.
+    """A context in which DeepSpeed shards weights at construction. shardcore constructs them in
+    full, and `initialize` shards them.
 
-    Parameters made in it are numbered, and so the same ones on all ranks: see gathered_parameters.
+    Parameters of this context have the same numbers on all ranks: see gathered_parameters.
     """
 
     def __init__(
@@ -266,17 +268,20 @@ def _number(module: Any, name: str, param: nn.Parameter | None) -> None:
 def gathered_parameters(
     params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True
 ) -> Iterator[None]:
-    """Keep parameters unsharded inside the context. Collective. Whole units are gathered: pass many
-    parameters at once.
+    """Keep parameters unsharded inside the context. Collective.
 
-    params: a parameter, several (also of several models), or a module. modifier_rank: the rank
-    whose edits count, through `p.data` and `load_state_dict`, too: at the end its weights, in their
-    dtypes, become those of all ranks, and masters follow. None: edits, if there are any, have to be
-    the same on all ranks; at stage 3 a difference is a ValueError on all of them, at the end. (At
-    stages 0 to 2 nothing is collective then.) A state dict of modules all of whose parameters are
-    gathered is local, and has the weights in their dtypes: one rank alone may save. Parameters that
-    were made in `Init`, and are not sharded yet, are taken from modifier_rank at the end: libraries
-    fill them on that rank alone. All others, and None, are left as they are.
+    params: a parameter, several parameters (also of several models), or a module. Whole units are
+        gathered, so pass many parameters at once.
+    modifier_rank: the rank with the edits to keep, through `p.data` and `load_state_dict`, too. At
+        the end all ranks take its weights, in their dtypes, and masters follow. None: edits must be
+        the same on all ranks. At stage 3 a difference raises ValueError on all of them at the end.
+        At stages 0 to 2 with None nothing is collective.
+
+    If all parameters of a module are gathered, its state dict is local and keeps the dtypes of the
+    weights. One rank alone may then save it.
+
+    Parameters of `Init` that are not sharded yet are copied from modifier_rank at the end, since
+    libraries fill them on one rank. All other parameters, and None, stay as they are.
     """
     if isinstance(params, nn.Module):
         params = params.parameters()

@@ -89,17 +89,15 @@ class PipelineEngine(TrainingEngine):
     # --- data -------------------------------------------------------------------------------------
 
     def set_dataloader(self, loader: Iterable[Any] | None) -> None:
-        """Take batches from a loader where train_batch gets no iterator: again from its start
-        after its end.
-        """
+        """Set the loader for train_batch calls without an iterator. At its end it restarts."""
         self._batches = None if loader is None else RepeatingLoader(loader)
 
     def set_dataiterator(self, iterator: Iterator[Any] | None) -> None:
-        """Take batches from an iterator where train_batch gets none."""
+        """Set the iterator for train_batch calls without an iterator."""
         self._batches = iterator
 
     def set_batch_fn(self, fn: Callable[[Any], Any] | None) -> None:
-        """Let a function make (inputs, labels) of what the iterator yields."""
+        """Set a function from an item of the iterator to (inputs, labels)."""
         self._batch_fn = fn
 
     def reset_activation_shape(self) -> None:
@@ -112,8 +110,8 @@ class PipelineEngine(TrainingEngine):
         """Return None: a layer or loss_fn gives one loss."""
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Take another number of micro-batches from here on. ValueError if they do not make that
-        many samples.
+        """Set the samples of a batch, by changing the number of micro-batches. Raises ValueError
+        unless micro-batches add up to this number.
         """
         self.zero_grad()  # of a batch that an error ended
         super().set_train_batch_size(train_batch_size)
@@ -151,14 +149,17 @@ class PipelineEngine(TrainingEngine):
     # --- batches ----------------------------------------------------------------------------------
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
-        """Train on gradient_accumulation_steps() micro-batches and step; returns the mean loss, on
+        """Train on gradient_accumulation_steps() micro-batches, step, and return the mean loss on
         every rank. Collective.
 
-        data_iter: yields (inputs, labels), on the ranks of the first stage, which use the inputs,
-            and of the last, which use the labels: the same samples on both. It becomes the iterator
-            of later calls. Default: that, or training_data's. Where it ends within a batch these
-            ranks raise StopIteration, and those of stages between them wait.
-        A scheduler whose step takes an increment, as Megatron's, gets the samples of the batch.
+        data_iter: yields (inputs, labels) on the ranks of the first and of the last stage. The
+            first stage uses the inputs, the last stage the labels, and both need the same samples.
+            Later calls reuse the iterator. Default: the iterator of the last call, or
+            training_data.
+
+        If the iterator ends within a batch, these ranks raise StopIteration, and the ranks of other
+        stages wait. A scheduler whose step accepts an increment, as in Megatron, gets the samples
+        of the batch.
         """
         if not torch.is_grad_enabled():
             raise PipelineError(
@@ -448,12 +449,12 @@ class PipelineEngine(TrainingEngine):
     def load_checkpoint(
         self, load_dir: str | os.PathLike[str], tag: str | None = None, *args: Any, **kwargs: Any
     ) -> tuple[str | None, dict[str, Any]]:
-        """Load what save_checkpoint saved of as many stages, of any number of ranks each. See
-        TrainingEngine.load_checkpoint.
+        """Load a checkpoint of save_checkpoint with the same number of stages, of any number of
+        ranks each. See TrainingEngine.load_checkpoint.
 
-        Raises ValueError if there are other stages, or without `tag` if the stages' newest
-        checkpoints are not of one step: a crash between their saves leaves them so, and then give
-        the tag of one that all have.
+        Raises ValueError for another number of stages. Without `tag` it also raises ValueError if
+        the newest checkpoints of the stages are of different steps, as after a crash between their
+        saves. Then pass a tag of all stages.
         """
         if dist.is_initialized():
             tag = self._agree_on_tag("load_checkpoint", tag)

@@ -44,11 +44,11 @@ class ProcessTopology:
         return self.axes
 
     def get_dim(self, axis: str) -> int:
-        """Return how many ranks an axis has; 0 for one that is not there."""
+        """Return the number of ranks of an axis, or 0 for an unknown axis."""
         return self.dims[self.axes.index(axis)] if axis in self.axes else 0
 
     def get_rank(self, **coords: int) -> int:
-        """Return the rank at a place, of which every coordinate is given by name."""
+        """Return the rank at the given coordinates, one for each axis by name."""
         return int(self._ranks[tuple(coords[axis] for axis in self.axes)])
 
     def get_coord(self, rank: int) -> Any:
@@ -73,7 +73,7 @@ class ProcessTopology:
         )
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
-        """Return the groups of ranks that differ along an axis alone."""
+        """Return the groups of ranks with the same coordinates on all other axes."""
         if axis not in self.axes:
             return []
         return self._ranks.movedim(self.axes.index(axis), -1).flatten(0, -2).tolist()
@@ -89,7 +89,7 @@ class ProcessTopology:
 
 
 class PipeDataParallelTopology(ProcessTopology):
-    """Stages, and the ranks that have the same stage, which are neighbours."""
+    """A topology of stages, with neighbouring ranks in the same stage."""
 
     def __init__(self, num_pp: int, num_dp: int) -> None:
         """num_pp: stages; num_dp: ranks of each."""
@@ -97,7 +97,7 @@ class PipeDataParallelTopology(ProcessTopology):
 
 
 class PipeModelDataParallelTopology(ProcessTopology):
-    """As PipeDataParallelTopology; num_mp, tensor parallelism, has to be 1 for PipelineModule."""
+    """A PipeDataParallelTopology with tensor parallelism. PipelineModule requires num_mp=1."""
 
     def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
         """num_pp: stages; num_mp: tensor-parallel ranks; num_dp: data-parallel ranks."""
@@ -176,7 +176,7 @@ class PipelineParallelGrid:
         return self.data_parallel_size
 
     def get_data_parallel_group(self) -> Any:
-        """Return the group of the ranks that have this rank's stage."""
+        """Return the group of the ranks of this rank's stage."""
         return self.dp_proc_group
 
     def get_slice_parallel_rank(self) -> int:
@@ -193,7 +193,7 @@ class PipelineParallelGrid:
 
 
 class LayerSpec:
-    """A layer that is made on the ranks of its stage alone: `typename(*module_args,
+    """A layer to build on the ranks of its stage only, as `typename(*module_args,
     **module_kwargs)`.
     """
 
@@ -211,7 +211,7 @@ class LayerSpec:
 
 
 class TiedLayerSpec(LayerSpec):
-    """A layer whose weights are those of all layers of the same key, also in other stages."""
+    """A layer that shares its weights with all layers of the same key, also in other stages."""
 
     def __init__(
         self,
@@ -233,13 +233,13 @@ class TiedLayerSpec(LayerSpec):
 
 
 class PipelineModule(nn.Module):
-    """A model given as a sequence of layers, each of which takes what the one before it returns: a
-    tensor, or a tuple of them.
+    """A model as a sequence of layers. Each layer gets the output of the layer before: a tensor, or
+    a tuple of tensors.
 
-    Each rank has the layers of its stage, under the names that they have in the whole model:
-    "3.weight", "tied_modules.embed.weight". Tied weights belong to the first stage that has them.
-    In the others `module.weight` is a copy, no parameter, that follows after every step, and whose
-    gradients the first stage adds to its own.
+    Each rank holds the layers of its stage. Parameters keep their names of the whole model:
+    "3.weight", "tied_modules.embed.weight". Tied weights belong to the first stage with their key.
+    In the other stages `module.weight` is a copy and not a parameter. The copy is updated after
+    every step, and the first stage adds its gradients to its own.
     """
 
     def __init__(
@@ -345,7 +345,7 @@ class PipelineModule(nn.Module):
         self._local_start, self._local_stop = start, stop
 
     def stage_owner(self, layer_idx: int) -> int:
-        """Return the stage that has a layer."""
+        """Return the stage of a layer."""
         return bisect_right(self.parts, layer_idx) - 1
 
     def topology(self) -> ProcessTopology:
@@ -434,8 +434,9 @@ class PipelineModule(nn.Module):
                     )
 
     def forward(self, *inputs: Any) -> Any:
-        """Return the output of this stage's layers. inputs: a tensor, or several, which the
-        first layer gets as a tuple.
+        """Return the output of this stage's layers.
+
+        inputs: one tensor, or several tensors, passed to the first layer as a tuple.
         """
         self._micro_batches += 1
         seed = self.base_seed * (self._micro_batches + 1)

@@ -52,19 +52,20 @@ class TiledFusedLogitsLoss:
     ) -> torch.Tensor:
         """Return the mean or sum of `fn(self, x, y)` over `shards` pieces of the tokens.
 
-        `fn` gets batch and tokens as one dimension, with a mask that, too, and returns a scalar.
-        DeepSpeed computes gradients in forward. Here backward computes the logits again, and the
-        gradient may be of any scale. For a plain cross entropy `shardcore.chunked_cross_entropy`
-        needs no pieces of the tokens.
+        `fn` gets batch and tokens as one dimension, and with a mask also the mask. It returns a
+        scalar. DeepSpeed computes gradients in forward. shardcore computes the logits again in
+        backward, and supports a gradient of any scale. For a plain cross entropy,
+        `shardcore.chunked_cross_entropy` needs no pieces of the tokens.
 
         Args:
-            x: (batch, tokens, ...), such as hidden states. y: (batch, tokens, ...), such as labels.
+            x: (batch, tokens, ...), such as hidden states.
+            y: (batch, tokens, ...), such as labels.
             mask: (batch, tokens) or None.
-            compute_params: not needed here.
-            output_reduction: "mean" weighs pieces equally. Where pieces have different numbers of
-                labels use "sum", and divide.
+            compute_params: ignored.
+            output_reduction: "mean" weighs pieces equally. If pieces differ in their number of
+                labels, use "sum" and divide.
 
-        Raises ValueError for another reduction, or shapes that do not fit.
+        Raises ValueError for another reduction, or for shapes that do not fit.
         """
         _check_reduction("TiledFusedLogitsLoss", output_reduction, ("mean", "sum"))
         if (
@@ -98,14 +99,14 @@ def sequence_tiled_compute(
     """Return fn(**kwargs_to_shard, **kwargs_to_pass), computed over pieces of a sequence.
 
     Args:
-        fn: a function of keyword arguments; it returns a tensor.
-        seqlen: the tokens of the sequence. Each piece has seqlen / shards of them, rounded up; the
-            last ones have the rest.
-        kwargs_to_shard: tensors (batch, tokens, ...), of which `fn` gets pieces.
+        fn: a function of keyword arguments. It returns a tensor.
+        seqlen: the tokens of the sequence. Each piece has seqlen / shards tokens, rounded up; the
+            last pieces have the rest.
+        kwargs_to_shard: tensors (batch, tokens, ...). `fn` gets pieces of them.
         kwargs_to_pass: arguments of every call.
-        grad_requiring_tensor_key, compute_params: not needed here: every tensor gets its gradient.
-        output_unshard_dimension: where outputs are joined; 0 for scalars, such as losses, which are
-        stacked.
+        grad_requiring_tensor_key, compute_params: ignored; every tensor gets its gradient.
+        output_unshard_dimension: the dimension to join outputs along. 0 stacks scalars, such as
+            losses.
         output_reduction: None, "mean" or "sum", of the joined outputs.
 
     Raises ValueError for another reduction.

@@ -443,10 +443,7 @@ class ForwardEngine(metaclass=_Kind):
         return open_together(self._core, folder, tag)
 
     def destroy(self) -> None:
-        """Wait for background work. Collective.
-
-        Memory is freed with the model and the optimizer.
-        """
+        """Wait for background work (the model and the optimizer own the memory). Collective."""
         finish_saving(self._core)
 
     # --- what it says of its configuration and of the ranks ---------------------------------------
@@ -896,9 +893,6 @@ class TrainingEngine(ForwardEngine):
         self.optimizer.reload_states(non_blocking)
 
     def destroy(self) -> None:
-        """Wait for background work. Collective.
-
-        Memory is freed with the model and the optimizer.
-        """
+        """Wait for background work (the model and the optimizer own the memory). Collective."""
         super().destroy()
         self.optimizer.synchronize()

@@ -68,11 +68,13 @@ class Copies:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The memory and the messages of one rank, once its buffer pools have grown in the first steps.
+    """The memory and the messages of one rank, after its buffer pools grew in the first steps.
 
-    resting: memory between steps, after zero_grad. Nothing is freed within a step: this is also the
-    peak. transfers: per step.
-    disk: where states are on disk. copies: per step, padding included.
+    resting: memory between steps, after zero_grad. It is also the peak: nothing is freed within a
+        step.
+    transfers: collectives per step.
+    disk: states on disk.
+    copies: copies per step, including padding.
     """
 
     numel: int
@@ -84,7 +86,7 @@ class Prediction:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that this rank sends per step."""
+        """The bytes sent by this rank per step."""
         return sum(transfer.bytes for transfer in self.transfers)
 
 
@@ -127,15 +129,17 @@ def predict(
     hybrid: bool = False,
     **options: Any,
 ) -> Prediction:
-    """Return the memory and messages of `rank` of `world_size` ranks after shard(model, optimizer,
+    """Predict the memory and messages of `rank` of `world_size` ranks after shard(model, optimizer,
     stage, **options).
 
-    model: not changed; its parameters may be on the meta device. optimizer: None for one group of
-    all trainable parameters.
-    hybrid: as with a mesh of (world_size / ranks_per_node, ranks_per_node) as process_group, which
-    replicates over nodes. Assumes that each parameter is used once per backward, in the order of
-    `model.parameters()`, and units in module order. The ratio "auto" is predicted as 1, its start.
-    Raises ValueError or TypeError as shard does.
+    model: not changed. Its parameters may be on the meta device.
+    optimizer: None for one group of all trainable parameters.
+    hybrid: as with a mesh of (world_size / ranks_per_node, ranks_per_node) as process_group, with
+        one replica per node.
+
+    Assumes one use of each parameter per backward, in the order of `model.parameters()`, and units
+    in module order. The ratio "auto" is predicted as 1, its start. Raises the ValueError or
+    TypeError of shard.
     """
     option_names = [
         *(field.name for field in fields(ShardOptions) if field.name != "stage"),

@@ -53,15 +53,16 @@ _WITHOUT_OPTIMIZER = (
 
 
 class ShardcoreAccelerator(Accelerator):
-    """accelerate.Accelerator over sharded models: see shardcore.shard.
+    """An accelerate.Accelerator over sharded models. See shardcore.shard.
 
-    shard_options: keyword arguments of `shard`. accumulate defaults to gradient_accumulation_steps,
-        and precision follows mixed_precision: weights are kept in that dtype with float32 masters,
-        in place of autocast.
-    The other arguments are Accelerator's, by name. Those for DistributedDataParallel have no
-    effect: there is none.
+    shard_options: keyword arguments of `shard`. Default of accumulate: gradient_accumulation_steps.
+        precision follows mixed_precision: weights use this dtype with float32 masters, in place of
+        autocast.
 
-    Raises ValueError for plugins of other engines, and for what would have no effect:
+    Accelerate's own arguments are supported by name. Arguments for DistributedDataParallel have no
+    effect.
+
+    Raises ValueError for plugins of other engines, and for arguments without effect:
     GradScalerKwargs, AutocastKwargs, dynamo.
     """
 
@@ -102,7 +103,7 @@ class ShardcoreAccelerator(Accelerator):
 
     @property
     def mixed_precision(self) -> str:
-        """What was asked for. Weights are kept in it; there is no autocast."""
+        """The requested dtype. Weights use it, without autocast."""
         return self._precision
 
     # --- preparing --------------------------------------------------------------------------------
@@ -143,7 +144,7 @@ class ShardcoreAccelerator(Accelerator):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Shard a model that only runs forward, or return the one that prepare() has sharded.
+        """Shard a model that only runs forward. Return a model unchanged if prepare() sharded it.
         Collective.
         """
         if engine_of(model) is None:
@@ -236,8 +237,8 @@ class ShardcoreAccelerator(Accelerator):
     # --- saving -----------------------------------------------------------------------------------
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
-        """Return the whole state dict on the main process, in the dtypes that weights train in;
-        {} elsewhere. Collective.
+        """Return the full state dict on the main process, in the dtypes of training. Return {} on
+        other processes. Collective.
         """
         engine = engine_of(model)
         if engine is None:
@@ -247,7 +248,7 @@ class ShardcoreAccelerator(Accelerator):
     def save_state(
         self, output_dir: Any = None, safe_serialization: bool = True, **kwargs: Any
     ) -> Any:
-        """Save all that was prepared: whole weights of each model, and a sharded checkpoint with
+        """Save all prepared objects: the full weights of each model, and a sharded checkpoint with
         its optimizer. Collective.
         """
         if self.project_configuration.save_on_each_node:
@@ -259,8 +260,8 @@ class ShardcoreAccelerator(Accelerator):
             return super().save_state(output_dir, safe_serialization, **kwargs)
 
     def load_state(self, input_dir: Any = None, load_kwargs: Any = None, **kwargs: Any) -> None:
-        """Load what save_state has saved, of any number of ranks and stage; or a plain
-        Accelerator's. Collective.
+        """Load a folder of save_state, of any number of ranks and stage, or of a plain Accelerator.
+        Collective.
         """
         with self._keeping_optimizers():
             super().load_state(input_dir, load_kwargs, **kwargs)

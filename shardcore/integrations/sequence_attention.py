@@ -32,32 +32,36 @@ _LOSSES = (None, "ForCausalLM", "ForConditionalGeneration")
 def enable_sequence_parallel(
     model: nn.Module, group: dist.ProcessGroup | DeviceMesh, *, in_eval: bool = True
 ) -> None:
-    """Let the attention of a decoder of transformers run over sequences that are split over the
-    ranks of a group.
+    """Run the attention of a transformers decoder over sequences that are split over the ranks of a
+    group.
 
-    Call it before or after `shard`, whose ranks are those of all sequences: gradients are averaged
-    over them. From then on every rank passes what `shardcore.split_sequences` returns: its parts of
-    `input_ids`, of `attention_mask` (batch, tokens) if there is one, and of `position_ids`, which
-    may restart within a sequence (packed documents).
+    Call it before or after `shard`. The ranks of `shard` are the ranks of all sequences, and
+    gradients are averaged over them. Afterwards every rank passes the result of
+    `shardcore.split_sequences`: its parts of `input_ids`, of `attention_mask` (batch, tokens) if
+    there is one, and of `position_ids`. Positions may restart within a sequence (packed documents).
 
-    Any attention that the model has registered goes on working inside ("sdpa", "eager", flash and
-    custom functions; flash attention has not been run). Dropout of attention is drawn per rank.
-    `config.use_cache` becomes False.
+    Any registered attention of the model keeps working inside ("sdpa", "eager", flash and custom
+    functions; flash attention has not been run). Each rank draws its own dropout.
+    `config.use_cache` becomes False. The model's forward and backward become collective.
 
     Args:
-        model: a decoder, such as LlamaForCausalLM, or a PeftModel with one inside; changed in
-        place.
-        group: the ranks of a sequence, or a mesh of one dimension such as mesh["sp"]; its size
-        divides the attention heads.
+        model: a decoder, such as LlamaForCausalLM, or a PeftModel with a decoder inside. It is
+            changed in place.
+        group: the ranks of a sequence, or a mesh of one dimension such as mesh["sp"]. Its size must
+            divide the attention heads.
         in_eval: False: in evaluation mode (`model.eval()`) each rank passes whole sequences, and
-        the model is as it was.
+            the model behaves as before.
 
-    Raises TypeError for a model of another library, ValueError for encoder-decoders, layers that
-    carry states along a sequence, a head whose labels are not the next tokens
-    (...ForSequenceClassification), PEFT's prompts that train, or for attention heads that do not
-    fit. The model's forward and backward become collective; forward raises ValueError without
-    position_ids, with a cache that is filled (generate with another model), and for masks of its
-    own over positions.
+    Raises TypeError for a model of another library. Raises ValueError for:
+
+    - encoder-decoders, and layers with states along a sequence;
+    - a head with labels other than the next tokens (...ForSequenceClassification);
+    - trainable prompts of PEFT;
+    - attention heads that do not fit.
+
+    Forward raises ValueError without position_ids, with a filled cache (generate with another
+    model), and for masks of its own over positions.
+
     Source: https://huggingface.co/docs/transformers/attention_interface.
     """
     wrapped_model: Any = model

@@ -68,11 +68,11 @@ _Base: Any = object
 
 
 class ShardcoreArgumentsMixin(_Base):
-    """Lets training arguments have `deepspeed=` without DeepSpeed: `class
+    """Accepts `deepspeed=` in training arguments without DeepSpeed: `class
     C(ShardcoreArgumentsMixin, SFTConfig)`.
 
-    The configuration is for a ShardcoreTrainerMixin, which reads it; transformers' own DeepSpeed
-    code does not see it.
+    A ShardcoreTrainerMixin reads the configuration. transformers' own DeepSpeed code does not see
+    it.
     """
 
     deepspeed: Any
@@ -91,17 +91,18 @@ class ShardcoreTrainingArguments(ShardcoreArgumentsMixin, TrainingArguments):
 
 
 class ShardcoreTrainerMixin(_Base):
-    """Shards the model of a Trainer, or of a trainer made from it: see shardcore.shard.
+    """Shards the model of a Trainer, or of a subclass of Trainer. See shardcore.shard.
 
-    shard_options: keyword arguments of `shard`; accumulation and clipping are those of the training
-        arguments, and precision follows `bf16` and `fp16`: weights are kept in that dtype with
-        float32 masters, in place of autocast.
-    Or the training arguments have `deepspeed=`: a DeepSpeed configuration, in which "auto" is
-    resolved from the arguments. With neither the model trains at stage 2. All other arguments are
-    the trainer's.
+    shard_options: keyword arguments of `shard`. The training arguments set accumulation, clipping
+        and precision. With `bf16` or `fp16` weights use this dtype with float32 masters, in place
+        of autocast.
 
-    Every rank calls `train`, `evaluate`, `predict` and `save_model`. Raises ValueError for options
-    of both kinds, and for training arguments that contradict sharding.
+    Alternatively the training arguments contain `deepspeed=`: a DeepSpeed configuration, with
+    "auto" resolved from the arguments. With neither, the model trains at stage 2. All other
+    arguments are the trainer's.
+
+    Every rank must call `train`, `evaluate`, `predict` and `save_model`. Raises ValueError for both
+    kinds of options together, and for training arguments that contradict sharding.
     """
 
     model: Any
@@ -280,9 +281,7 @@ class ShardcoreTrainerMixin(_Base):
     # --- saving and loading -----------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the whole weights, for from_pretrained, and what Trainer saves with them.
-        Collective.
-        """
+        """Save full weights, for from_pretrained, and the other files of Trainer. Collective."""
         super().save_model(output_dir, _internal_call)
         if _SAVES_ON_FIRST_RANK and self._engine is not None and not self.args.should_save:
             self._save(output_dir)

@@ -28,7 +28,7 @@ def current() -> "SequenceParallelGroups | None":
 
 
 class SequenceParallelGroups:
-    """The ranks of a sequence, which are neighbours: the `mpu` of `initialize`."""
+    """The `mpu` of `initialize`: groups of neighbouring ranks, one group for each sequence."""
 
     def __init__(self, size: int, attention: str | None, in_eval: bool) -> None:
         """Make the groups. Collective over all ranks. attention: what the model has to have;
@@ -51,11 +51,11 @@ class SequenceParallelGroups:
         return self._group
 
     def get_sequence_parallel_world_size(self) -> int:
-        """Return how many ranks have a sequence."""
+        """Return the number of ranks of a sequence."""
         return dist.get_world_size(self._group)
 
     def get_sequence_parallel_rank(self) -> int:
-        """Return which part of its sequences this rank has."""
+        """Return the number of this rank's part in its sequences."""
         return dist.get_rank(self._group)
 
     def enable(self, model: nn.Module) -> None:
@@ -80,7 +80,7 @@ class SequenceParallelGroups:
 
 
 class UlyssesSPAttentionHF:
-    """What makes sequence parallel attention; there are no objects of it."""
+    """A namespace of functions for sequence-parallel attention, without objects."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse: it has no objects."""
@@ -100,12 +100,13 @@ class UlyssesSPAttentionHF:
         disable_in_eval: bool = False,
         max_length: int | None = None,
     ) -> SequenceParallelGroups | None:
-        """Return the groups of ranks for `initialize(mpu=)`; None for a size of 1. Collective over
-        all ranks.
+        """Return the groups of ranks for `initialize(mpu=)`, or None for a size of 1. Collective
+        over all ranks.
 
-        core_attn_implementation: the attention that the model has. disable_in_eval: in evaluation
-        each rank has whole sequences. Batches and sequences may have any size; the other arguments
-        mean nothing here.
+        core_attn_implementation: the attention of the model.
+        disable_in_eval: True lets each rank pass whole sequences in evaluation.
+
+        Batches and sequences may be of any size. Other arguments have no effect.
         """
         global _current
         if sequence_parallel_size == 1:
@@ -117,11 +118,11 @@ class UlyssesSPAttentionHF:
 
 
 class UlyssesSPDataLoaderAdapter:
-    """Iterates over this rank's parts of the batches of a loader that has other batches on each
-    rank of a sequence.
+    """Iterates over this rank's parts of the batches of a loader. The loader yields different
+    batches on each rank of a sequence.
 
-    These take turns: each of their batches is cut over all ranks (see split_sequences; labels are
-    in `shift_labels` alone).
+    The ranks take turns: each batch of a rank is split over all ranks. See split_sequences; labels
+    are in `shift_labels` only.
     """
 
     def __init__(
