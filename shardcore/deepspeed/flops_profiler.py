@@ -23,7 +23,7 @@ _UNITS = {"T": 1e12, "G": 1e9, "M": 1e6, "K": 1e3, "": 1.0, "m": 1e-3, "u": 1e-6
 
 
 class FlopsProfiler:
-    """Counts what forwards compute between `start_profile` and `stop_profile`, and times them."""
+    """Counts and times the computation of forwards between `start_profile` and `stop_profile`."""
 
     def __init__(
         self, model: nn.Module, ds_engine: Any = None, recompute_fwd_factor: float = 0.0
@@ -39,8 +39,7 @@ class FlopsProfiler:
     def start_profile(self, ignore_list: Collection[type] | None = None) -> None:
         """Count from 0.
 
-        ignore_list: classes whose modules get no line of their own; what they compute is their
-        parents'.
+        ignore_list: classes of modules without a line of their own; their parents include them.
         """
         self.stop_profile()
         self.reset_profile()
@@ -67,7 +66,7 @@ class FlopsProfiler:
             self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def stop_profile(self) -> None:
-        """Count no more. What was counted stays."""
+        """Stop counting. The counts stay."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -79,7 +78,7 @@ class FlopsProfiler:
         self._open: list[tuple[nn.Module, int, float]] = []  # modules whose forward runs
 
     def end_profile(self) -> None:
-        """Stop, and forget what was counted."""
+        """Stop counting, and clear the counts."""
         self.stop_profile()
         self.reset_profile()
         self.started = False
@@ -100,7 +99,7 @@ class FlopsProfiler:
         return duration_to_string(total) if as_string else total
 
     def get_total_params(self, as_string: bool = False) -> Any:
-        """Return how many parameters the model has, whole ones where they are sharded."""
+        """Return the number of parameters of the model, in full if they are sharded."""
         total = _params_of(self.model)
         return params_to_string(total) if as_string else total
 
@@ -112,13 +111,13 @@ class FlopsProfiler:
         detailed: bool = True,
         output_file: str | None = None,
     ) -> None:
-        """Print the totals, the modules that have most, and each module.
+        """Print the totals, the largest modules, and each module.
 
         Args:
-            profile_step: the step that is named.
-            module_depth: how deep modules are listed; -1: all.
-            top_modules: how many classes of modules are named at each depth.
-            detailed: whether each module is listed.
+            profile_step: the number of the step to print.
+            module_depth: the depth of the list of modules; -1: all.
+            top_modules: the number of module classes to print at each depth.
+            detailed: whether to print each module.
             output_file: a file to write to instead.
         """
         seconds = self.get_total_duration()
@@ -200,12 +199,12 @@ def get_model_profile(
     The model is in evaluation mode afterwards.
 
     Args:
-        input_shape: of a tensor that is the only input; else args and kwargs are the inputs.
+        input_shape: the shape of a single input tensor. Otherwise args and kwargs are the inputs.
         print_profile: whether to call FlopsProfiler.print_model_profile.
         detailed, module_depth, top_modules, output_file: its arguments.
-        warm_up: how many forwards come before.
-        as_string: whether to return texts.
-        ignore_modules: classes whose modules get no line of their own.
+        warm_up: the number of forwards before.
+        as_string: whether to return strings.
+        ignore_modules: classes of modules without a line of their own.
         mode: "forward", or "generate" for `model.generate`.
 
     Raises ValueError for another mode, or without inputs.

@@ -104,19 +104,19 @@ class AdaScale(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Those of the optimizer inside."""
+        """The param_groups of the wrapped optimizer."""
         return self._optimizer.param_groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """That of the optimizer inside."""
+        """The state of the wrapped optimizer."""
         return self._optimizer.state
 
     # --- what is estimated ------------------------------------------------------------------------
 
     @property
     def scale(self) -> float:
-        """The batch of a step over that of scale 1."""
+        """The batch size of a step, relative to the batch size of scale 1."""
         return self._scale
 
     @property
@@ -125,8 +125,9 @@ class AdaScale(torch.optim.Optimizer):
         return self._smoothing
 
     def set_scale(self, scale: float, update_estimate: bool = True) -> None:
-        """Set the scale, between steps. update_estimate: adjust the estimated variance, which
-        depends on it.
+        """Set the scale, between steps.
+
+        update_estimate: True adjusts the estimated variance, which depends on the scale.
         """
         self._between_steps("set_scale")
         if scale < 1:
@@ -140,7 +141,7 @@ class AdaScale(torch.optim.Optimizer):
     def set_num_gradients_to_accumulate(
         self, num_gradients_to_accumulate: int, update_smoothing: bool = True
     ) -> None:
-        """Set how many backwards a step has, between steps; usually `set_scale` follows."""
+        """Set the number of backwards per step, between steps; usually `set_scale` follows."""
         self._between_steps("set_num_gradients_to_accumulate")
         if num_gradients_to_accumulate < 1:
             raise ValueError(
@@ -235,10 +236,10 @@ class AdaScale(torch.optim.Optimizer):
             estimates[name] = factor * estimates[name] + (1 - factor) * value
 
     def scale_grad_by_num_grads_to_accum(self) -> None:
-        """Divide gradients by the number of backwards, after the last one, where losses are not
+        """Divide gradients by the number of backwards, after the last backward, if losses are not
         divided. Collective.
 
-        Raises RuntimeError if losses are (is_scaled_loss=True), or with one backward per step.
+        Raises RuntimeError with is_scaled_loss=True, and with one backward per step.
         """
         self._between_steps("scale_grad_by_num_grads_to_accum")
         if self._is_scaled_loss or self._num_grads_to_accum == 1:
@@ -299,7 +300,7 @@ class AdaScale(torch.optim.Optimizer):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what state_dict returned, here or in FairScale."""
+        """Load a result of state_dict, of this class or of FairScale."""
         self._between_steps("load_state_dict")
         state = dict(state_dict["state"])
         estimates = state.pop("adascale", {})
@@ -313,7 +314,7 @@ class AdaScale(torch.optim.Optimizer):
 
 
 class AdaScaleWrapper(AdaScale):
-    """AdaScale that makes its optimizer itself, of `optim_cls` with the other arguments."""
+    """AdaScale over a new optimizer of `optim_cls`, with the other arguments."""
 
     def __init__(
         self,

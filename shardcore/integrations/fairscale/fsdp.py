@@ -345,7 +345,7 @@ class FullyShardedDataParallel(ShardedLater):
 
     @property
     def module(self) -> nn.Module:
-        """The module that was wrapped, which is this one; or its own part of this name."""
+        """The wrapped module (this module itself), or its own part of this name."""
         return self._modules.get("module") or self
 
     @property
@@ -372,7 +372,7 @@ class FullyShardedDataParallel(ShardedLater):
         return full_params(self) if self._is_sharded else nullcontext()
 
     def append_shared_param(self, p: nn.Parameter) -> None:
-        """Do nothing: parameters that modules share are found, whichever wrappers these lie in."""
+        """Do nothing: shared parameters are found in all wrappers."""
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -382,8 +382,8 @@ class FullyShardedDataParallel(ShardedLater):
             yield
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scale gradients so that their norm over all ranks is at most max_norm; returns the
-        norm from before. Collective.
+        """Scale gradients to a norm over all ranks of at most max_norm. Return the norm before.
+        Collective.
         """
         return clip_grad_norm_(self.parameters(), max_norm, norm_type)
 
@@ -403,15 +403,13 @@ class FullyShardedDataParallel(ShardedLater):
         return sharded_state_dict(self)
 
     def load_local_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Set the weights from what local_state_dict returned, and a checkpoint filled.
-        Collective.
-        """
+        """Set the weights from a dict of local_state_dict that a checkpoint filled. Collective."""
         self.shard_now()
         load_sharded_state_dict(self, state_dict)
 
     @staticmethod
     def consolidate_shard_weights(*args: Any, **kwargs: Any) -> None:
-        """Refuse: weights that local_state_dict returns go to torch.distributed.checkpoint."""
+        """Raise an error: weights of local_state_dict go to torch.distributed.checkpoint."""
         raise NotImplementedError(
             "consolidate_shard_weights: not built; expected model.state_dict(), or shardcore.save "
             "and shardcore.consolidate"
@@ -450,8 +448,8 @@ def _new(wrapper: Any, kind: Any) -> nn.Module:
 
 
 def get_fsdp_instances(mod: nn.Module, skip_empty: bool = False) -> list[FullyShardedDataParallel]:
-    """Return the wrapped modules in a module, itself included; with skip_empty those that have
-    parameters.
+    """Return the wrapped modules in a module, including itself. With skip_empty, return only
+    modules with parameters.
     """
     wrapped = [module for module in mod.modules() if isinstance(module, FullyShardedDataParallel)]
     if not skip_empty:
@@ -493,7 +491,7 @@ default_auto_wrap_policy.FORCE_LEAF_MODULES = {nn.MultiheadAttention}  # type: i
 def config_auto_wrap_policy(
     module: nn.Module, recurse: bool, unwrapped_params: int, module_is_root: bool
 ) -> bool:
-    """Whether auto_wrap wraps a module: if it has an attribute wrapper_config, a dict of
+    """Return whether auto_wrap wraps a module: if it has an attribute wrapper_config, a dict of
     arguments.
     """
     return recurse or hasattr(module, "wrapper_config")
@@ -515,9 +513,10 @@ def enable_wrap(
     wrapper_cls: Callable[..., nn.Module] = FullyShardedDataParallel,
     **wrapper_kwargs: Any,
 ) -> Iterator[None]:
-    """Let wrap and auto_wrap in the context wrap modules in wrapper_cls(module, **wrapper_kwargs).
+    """Let wrap and auto_wrap inside the context wrap modules as wrapper_cls(module,
+    **wrapper_kwargs).
 
-    Raises NotImplementedError inside another such context.
+    Raises NotImplementedError inside another enable_wrap.
     """
     if _wrapping:
         raise NotImplementedError(
@@ -547,8 +546,8 @@ def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
 def auto_wrap(
     module: nn.Module, auto_wrap_policy: Callable[..., bool] | None = None, **kwargs: Any
 ) -> nn.Module:
-    """Wrap a module and its parts, inside out, where the policy (enable_wrap's, or this one) says
-    so; outside return it.
+    """Wrap a module and its parts, inside out, by a policy (of enable_wrap, or this argument).
+    Outside of enable_wrap return the module.
 
     Raises ValueError for a module with wrapped parts.
     """

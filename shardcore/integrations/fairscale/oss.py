@@ -39,8 +39,8 @@ def optimizer_goes_on() -> Iterator[None]:
 
 
 class OSS(torch.optim.Optimizer):
-    """An optimizer whose states ShardedDataParallel shards: `optim(params, **default)`, which is
-    the attribute `optim`.
+    """An optimizer `optim(params, **default)` with states to shard by ShardedDataParallel. The
+    attribute `optim` is the wrapped optimizer.
     """
 
     def __init__(
@@ -75,9 +75,9 @@ class OSS(torch.optim.Optimizer):
         self.param_groups, self.state = optim.param_groups, optim.state
 
     def step(self, closure: Any = None, **kwargs: Any) -> Any:
-        """Step, with further arguments of the optimizer's own step. Collective.
+        """Step, and pass further arguments to the wrapped optimizer. Collective.
 
-        Raises RuntimeError on several ranks without ShardedDataParallel, which averages gradients.
+        On several ranks raises RuntimeError without ShardedDataParallel, which averages gradients.
         """
         if not self.is_sharded and dist.is_initialized() and dist.get_world_size(self.group) > 1:
             raise RuntimeError(
@@ -88,8 +88,8 @@ class OSS(torch.optim.Optimizer):
         return self.optim.step(**kwargs) if closure is None else self.optim.step(closure, **kwargs)
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss to call backward of, where ShardedDataParallel got a loss_scale, or
-        the model is float16.
+        """Return the loss to call backward on, if ShardedDataParallel got a loss_scale or the model
+        is float16.
         """
         return self.optim.scale_loss(loss)  # type: ignore[no-any-return]
 
@@ -100,10 +100,10 @@ class OSS(torch.optim.Optimizer):
     def clip_grad_norm(
         self, max_norm: float, norm_type: float = 2.0, filter_params_fn: Any = None
     ) -> torch.Tensor:
-        """Scale gradients so that their norm over all ranks is at most max_norm; returns the norm
-        from before. Collective.
+        """Scale gradients to a norm over all ranks of at most max_norm. Return the norm before.
+        Collective.
 
-        filter_params_fn: None; NotImplementedError for anything else.
+        filter_params_fn: None; any other value raises NotImplementedError.
         """
         if filter_params_fn is not None:
             raise NotImplementedError(
@@ -123,10 +123,10 @@ class OSS(torch.optim.Optimizer):
         self._consolidated = state if recipient_rank in (-1, rank) else None
 
     def state_dict(self, all_ranks: bool = False) -> dict[str, Any]:
-        """Return what was consolidated last, in torch.optim's format; with all_ranks gather it now,
-        which is collective.
+        """Return the last consolidated state, in torch.optim's format. With all_ranks gather it
+        now, which is collective.
 
-        Raises RuntimeError if nothing was consolidated on this rank.
+        Raises RuntimeError if this rank consolidated nothing.
         """
         if all_ranks:
             self.consolidate_state_dict(-1)
@@ -154,8 +154,8 @@ class OSS(torch.optim.Optimizer):
 
 
 class ShardedDataParallel(nn.Module):
-    """Wraps a module whose gradients and optimizer states are sharded: `module` is what
-    shardcore.shard returned.
+    """Wraps a module with sharded gradients and optimizer states. `module` is the model of
+    shardcore.shard.
     """
 
     def __init__(
@@ -237,9 +237,7 @@ class ShardedDataParallel(nn.Module):
             return getattr(self.module, name)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module. Collective with broadcast_buffers, and where parameters begin to
-        train.
-        """
+        """Run the module. Collective with broadcast_buffers, and when parameters begin to train."""
         if self._auto_refresh:
             self.refresh_trainable()
         if self._broadcasts:
@@ -258,9 +256,7 @@ class ShardedDataParallel(nn.Module):
         self.module.zero_grad(set_to_none)
 
     def reduce(self) -> None:
-        """Do nothing: what no_sync only added locally is averaged by what needs it (the step, a
-        norm).
-        """
+        """Do nothing: the next step or norm averages the gradients of no_sync."""
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -273,7 +269,7 @@ class ShardedDataParallel(nn.Module):
             self._broadcasts = broadcasts
 
     def refresh_trainable(self) -> None:
-        """Let parameters train that were frozen, and require gradients now. Collective then: see
+        """Let frozen parameters train if they require gradients now. Then collective: see
         shardcore.unfreeze.
         """
         engine = engine_behind("refresh_trainable", self.module)
