@@ -165,6 +165,8 @@ class Passes:
 
 def states_cases(options: argparse.Namespace, folder: Path) -> tuple[Cases, dict[str, Any]]:
     """Return what to time by name, and what is known of it."""
+    for name in ("slots", "scratch"):  # shard makes none on the root file system
+        (folder / name).mkdir()
     nvme = {"optimizer": "nvme", "path": str(folder / "slots")}
     jobs = {
         "nvme": Steps(options, nvme),
@@ -184,6 +186,8 @@ def states_cases(options: argparse.Namespace, folder: Path) -> tuple[Cases, dict
 
 def weights_cases(options: argparse.Namespace, folder: Path) -> tuple[Cases, dict[str, Any]]:
     """Return what to time by name, and what is known of it."""
+    for name in ("nvme", "late", "cpu"):
+        (folder / name).mkdir()
     jobs = {
         "nvme": Passes(options, "nvme", folder / "nvme"),
         "late": Passes(options, "nvme", folder / "late", prefetch=0),

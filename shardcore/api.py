@@ -56,7 +56,8 @@ from shardcore.offload.cpu_store import (
     warn_of_pageable,
 )
 from shardcore.offload.host_gradients import host_grad_bytes, host_grads_of
-from shardcore.offload.nvme_states import NvmeStates, Scratch, StateFiles
+from shardcore.offload.disk import make_directory, space_of
+from shardcore.offload.nvme_states import NvmeStates, Scratch, StateFiles, check_directories
 from shardcore.offload.overlap_step import overlap_step_of
 from shardcore.offload.split_store import (
     host_store,
@@ -349,7 +350,8 @@ def shard(
         ValueError, TypeError: For bad arguments, and if ranks disagree. Every rank raises, with
             nothing changed.
         NotImplementedError: For options and models that shardcore does not support yet.
-        OSError: For files that cannot be read.
+        OSError: For files that cannot be read. Also for an offload path that does not exist, if
+            its folder would be on the root file system or a tmpfs.
         MemoryError: If the ranks of a machine need more host memory than is free, or if nothing
             fits for "auto".
         RuntimeError: If a rank cannot allocate memory (nothing is changed), or if `materialize` or
@@ -634,17 +636,26 @@ def _files(plan: Plan, tiers: OffloadOptions) -> StateFiles | None:
     """Return what states on disk are to be in, if they are. Collective."""
     if tiers.path is None:
         return None
-    folders = [Path(path) for path in tiers.path]
-    if not tiers.durable:
-        return Scratch(folders)
-    with together(plan.comm, "shard", "nothing was changed"):
-        slots = Slots(folders, plan.comm.rank)
+    folders, comm = [Path(path) for path in tiers.path], plan.comm
+    files: Scratch | Slots
+    with together(comm, "shard", "nothing was changed"):
+        check_directories(folders)
+        make_directory(folders[0])
+        files = Slots(folders, comm.rank) if tiers.durable else Scratch(folders)
     try:
-        slots.choose(plan.comm, tiers.resume)
+        if isinstance(files, Slots):
+            files.choose(comm, tiers.resume)
+        with together(comm, "shard", "nothing was changed"):
+            resumes = isinstance(files, Slots) and files.record is not None
+            for folder in folders[:0] if resumes else folders:
+                make_directory(folder)
+            for folder in filter(Path.exists, folders) if comm.rank == 0 else ():
+                logger.info("shard: files of offload go to %s, on %s", folder, space_of(folder))
     except BaseException:
-        slots.close()
+        if isinstance(files, Slots):
+            files.close()
         raise
-    return slots
+    return files
 
 
 def _commit_steps(plan: Plan, files: StateFiles | None) -> None:

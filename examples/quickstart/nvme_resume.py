@@ -49,6 +49,7 @@ model = make_model()
 # what is learned: the token that follows each token
 successor = torch.randperm(VOCABULARY).to(device)
 optimizer = shardcore.CPUAdam(model.parameters(), lr=3e-3, weight_decay=0.01)
+os.makedirs(options.dir, exist_ok=True)  # shard() creates no folder on the root file system
 offload = {"optimizer": "nvme", "path": options.dir, "resume": True}
 model, optimizer = shardcore.shard(model, optimizer, stage=2, offload=offload, precision="bf16")
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)

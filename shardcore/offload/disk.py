@@ -1,6 +1,7 @@
 """The disk of a directory: its kind and its rates; and the file engine of this process."""
 
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,7 @@ ALIGNMENT = 4096  # of places in files; a disk with larger blocks sets it
 _PIECE_BYTES = 4 << 20
 PROBE_BYTES = 64 << 20
 _MEMORY = "tmpfs (memory)"  # a file system without a disk
+_IN_MEMORY = "tmpfs", "devtmpfs", "ramfs"
 # The most host memory of a file engine, for writes that do not use the caller's memory.
 ENGINE_BYTES = 32 << 20
 
@@ -120,6 +122,30 @@ def about(engine: _C.FileEngine, directory: Path) -> str:
     return f"{mount} by {engine.backend}{f' ({engine.note})' if engine.note else ''}"
 
 
+def make_directory(directory: Path) -> None:
+    """Make a directory unless it exists. FileNotFoundError where that would be on the root file
+    system or in memory: a mistyped path leads there, and files of states would fill it.
+    """
+    above = next(f for f in (directory.absolute(), *directory.absolute().parents) if f.exists())
+    mount, on_root = _mount_of(above), _is_on_root(above)
+    if above != directory.absolute() and (on_root or mount == _MEMORY):
+        raise FileNotFoundError(
+            f'shard: offload["path"] has {directory}, which does not exist, and {above} is on '
+            f"{'the root file system, ' if on_root else 'a '}{mount}. Create the folder first if "
+            f"you mean this disk: mkdir -p {directory}"
+        )
+    directory.mkdir(parents=True, exist_ok=True)
+
+
+def _is_on_root(directory: Path) -> bool:
+    return os.stat(directory).st_dev == os.stat("/").st_dev
+
+
+def space_of(directory: Path) -> str:
+    """Return in words where a directory is, and how much space is free there."""
+    return f"{_mount_of(directory)} with {shutil.disk_usage(directory).free / 2**30:.1f} GiB free"
+
+
 def _mount_of(directory: Path) -> str:
     number = os.stat(directory).st_dev
     device = f"{os.major(number)}:{os.minor(number)}"
@@ -127,5 +153,5 @@ def _mount_of(directory: Path) -> str:
         fields, _, source_fields = line.partition(" - ")
         if fields.split()[2] == device:
             kind, source, *_ = source_fields.split()
-            return _MEMORY if kind == "tmpfs" else f"{source} ({kind})"
+            return _MEMORY if kind in _IN_MEMORY else f"{source} ({kind})"
     return f"device {device}"

@@ -23,6 +23,7 @@ from tests.support.models import (
     error_of,
     hash_of,
     hash_of_training,
+    made,
     micro_steps,
     stepped,
     steps_of_run,
@@ -110,7 +111,7 @@ def _noisy(folder: Path) -> tuple[Any, Any, Any, Any, int]:
     model: Any = _Noisy()
     offload = {"optimizer": "nvme", "path": folder, "resume": True}
     adam = shardcore.FusedAdam(model.parameters(), lr=1e-2)
-    model, optimizer = shardcore.shard(model, adam, 2, offload=offload)
+    model, optimizer = shardcore.shard(model, adam, 2, offload=made(offload))
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=9)
     torch.rand(3)  # as a data loader may draw before the first step
     batches = _Batches()

@@ -19,7 +19,15 @@ from shardcore.checkpoint import directory, slots
 from shardcore.checkpoint.directory import checkpoints
 from shardcore.offload import nvme_states
 from tests.support.crash import times
-from tests.support.models import Run, error_of, hash_of_training, stepped, steps_of_run, train
+from tests.support.models import (
+    Run,
+    error_of,
+    hash_of_training,
+    made,
+    stepped,
+    steps_of_run,
+    train,
+)
 from tests.support.ranks import run_ranks, start
 from tests.support.tiers import FORMS, in_memory, run_on_disk
 
@@ -173,7 +181,7 @@ def _branches(folder: Path, seed: int = 0, path: Path | None = None) -> tuple[An
         2,
         units=[],
         precision="bf16",
-        offload=offload,
+        offload=made(offload),
     )
 
 

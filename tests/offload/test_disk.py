@@ -1,6 +1,7 @@
 """A disk is measured with its own reads and writes, and nothing stays there."""
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,29 @@ def test_a_disk_is_named(tmp_path: Path) -> None:
             "tmpfs (memory) by threads",
         )
     )
+
+
+@pytest.mark.parametrize("mount", ["root", "memory", "disk"])
+def test_a_directory_is_made_on_disks_that_are_mounted_alone(
+    mount: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mistyped path leads to the root file system, or into memory."""
+    new, kind = tmp_path / "nvme" / "states", "tmpfs" if mount == "memory" else "/dev/disk1 (ext4)"
+    monkeypatch.setattr(disk, "_is_on_root", lambda folder: mount == "root")
+    monkeypatch.setattr(disk, "_mount_of", lambda folder: disk._MEMORY if "tmpfs" in kind else kind)
+    if mount == "disk":
+        disk.make_directory(new)
+        disk.make_directory(new)
+        assert new.is_dir()
+        return
+    expected = (
+        rf"{new}, which does not exist, and {tmp_path} is on .*({re.escape(kind)}).*mkdir -p {new}$"
+    )
+    with pytest.raises(FileNotFoundError, match=expected):
+        disk.make_directory(new)
+    assert not new.parent.exists()
+    new.mkdir(parents=True)
+    disk.make_directory(new)  # as it is
 
 
 def test_memory_is_not_taken_for_a_disk() -> None:

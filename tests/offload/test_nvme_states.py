@@ -254,7 +254,7 @@ def test_parts_are_read_and_written_across_chunks(tmp_path: Path, small: None) -
 LARGE = """
 import re, resource, sys, torch, shardcore
 from shardcore.offload import nvme_states
-from tests.support.models import hash_of_training
+from tests.support.models import hash_of_training, made
 nvme_states.CHUNK_NUMEL = 1 << 18
 torch.set_num_threads(1)
 torch.manual_seed(0)
@@ -271,7 +271,7 @@ if limited == "limited":
     held = int(re.search(r"VmData:\\s+(\\d+)", open("/proc/self/status").read())[1]) << 10
     limit = held + (14 * numel // 3 + (48 << 20) if weights == "weights" else 4 * numel + 12 * numel // 3 + (64 << 20))
 resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
-offload = {"optimizer": "cpu"} if tier == "cpu" else {"optimizer": "nvme", "path": folder}
+offload = {"optimizer": "cpu"} if tier == "cpu" else made({"optimizer": "nvme", "path": folder})
 if weights == "weights":
     offload["params"] = "nvme" if tier == "nvme" else "cpu"
 adam = shardcore.FusedAdam(model.parameters(), lr=1e-3)
@@ -325,6 +325,7 @@ def make(width, depth):
 
 def train(width, depth, name):
     tiers = {**offload, "path": f"{sys.argv[1]}/{name}"}
+    Path(tiers["path"]).mkdir()
     model, optimizer = shardcore.shard(*make(width, depth), 2, offload=tiers)
     for _ in range(3):
         model(torch.ones(1, width)).square().mean().backward()
@@ -361,3 +362,24 @@ def test_resident_memory_is_what_is_predicted(durable: str, tmp_path: Path) -> N
     # is allocated, and resident where io_uring has locked it
     unused = 0 if durable == "durable" else disk.ENGINE_BYTES
     assert 0.98 * predicted - unused < grown < 1.02 * predicted
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_a_directory_on_the_root_disk_is_made_by_the_user(
+    durable: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else a mistyped path would fill it. Existing ones are taken, and named with their space."""
+    monkeypatch.setattr(disk, "_is_on_root", lambda folder: True)
+    one, two = tmp_path / "one", tmp_path / "two"
+    offload = {"optimizer": "nvme", "path": [one, two], "durable": durable}
+    model = make_net()
+    optimizer: Any = shardcore.FusedAdam(model.parameters())
+    for missing in (one, two):
+        with pytest.raises(FileNotFoundError, match=rf"{missing}.*root file system.*mkdir -p"):
+            shardcore.shard(model, optimizer, 2, offload=offload)
+        assert not missing.exists()
+        missing.mkdir()
+    caplog.set_level("INFO", "shardcore")
+    shardcore.shard(model, optimizer, 2, offload=offload)
+    for folder in (one, two):
+        assert re.search(rf"files of offload go to {folder}, on .* GiB free", caplog.text)

@@ -1,10 +1,12 @@
 """Small models and a training loop that tests run on ranks."""
 
 import hashlib
-from collections.abc import Callable, Iterable
+import os
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -81,12 +83,27 @@ def loss_of(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch
     return ((model(batch[0]).float() - batch[1]) ** 2).mean()
 
 
+def made(offload: Any) -> Any:
+    """Return shard's `offload` with the directories of its files made, which shard itself does not
+    make on the root file system.
+    """
+    path = offload.get("path") if isinstance(offload, Mapping) else None
+    paths = path if isinstance(path, list) else [path]
+    folders = [Path(p).expanduser() for p in paths if isinstance(p, str | os.PathLike)]
+    goes_on = folders and offload.get("resume") and folders[0].exists()
+    for folder in [] if goes_on else folders:
+        if not folder.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+    return offload
+
+
 def train(
     rank: int, run: Run, model: nn.Module | None = None
 ) -> tuple[nn.Module, Any, list[float]]:
     """Shard and train; returns the model, the optimizer and this rank's losses."""
     model = make_net(run.seed) if model is None else model
     optimizer: Any = shardcore.FusedAdam(model.parameters(), **run.adam)
+    made(run.shard.get("offload"))
     model, optimizer = shardcore.shard(
         model, optimizer, run.stage, precision=run.precision, accumulate=run.accumulate, **run.shard
     )

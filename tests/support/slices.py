@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardcore
+from tests.support.models import made
 
 VOCAB, WIDTH, HEADS, LENGTH = 19, 16, 4, 8  # 19: the ranks' parts of the vocabulary differ in size
 
@@ -142,6 +143,7 @@ def sharded_lm(
     given = [param for param in model.parameters() if param.requires_grad]
     optimizer: Any = shardcore.FusedAdam(given, lr=1e-2, weight_decay=0.1, **(adam or {}))
     options = {"clip_grad_norm": 0.5} | options
+    made(options.get("offload"))
     return shardcore.shard(model, optimizer, stage, process_group=mesh["dp"], **options)
 
 
