@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial, wraps
 from operator import attrgetter, methodcaller
 from typing import Any
 
@@ -68,6 +68,33 @@ ProfilerScope: Callable[[str], AbstractContextManager[object]] = (
 # Begin and end a range that traces show as an annotation, also beside the kernels that it starts.
 record_function_enter: Callable[[str], Any] = torch._C._autograd._record_function_with_args_enter
 record_function_exit: Callable[[Any], None] = torch._C._autograd._record_function_with_args_exit
+
+
+@cache
+def on_profiles_with_stack(note: Callable[[bool], None]) -> None:
+    """Call `note` when a profile with with_stack=True begins (True) and after it ends (False), from
+    now on in this process. torch has no hook for that, and asks modules for the addresses of their
+    weights before any hook of these.
+    """
+    kind: Any = torch.autograd.profiler.profile
+    start, leave = kind._start_trace, kind.__exit__
+
+    @wraps(start)
+    def start_trace(self: Any) -> Any:
+        if self.with_stack:
+            note(True)
+        return start(self)
+
+    @wraps(leave)
+    def exit_trace(self: Any, *error: Any) -> Any:
+        try:
+            return leave(self, *error)
+        finally:
+            if self.with_stack:
+                note(False)
+
+    kind._start_trace, kind.__exit__ = start_trace, exit_trace
+
 
 # The store of the default group. The public get_group_store is None where Python made the group.
 default_store: Callable[[], Any] = dist.distributed_c10d._get_default_store

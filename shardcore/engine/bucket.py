@@ -316,13 +316,20 @@ def note_written(params: Sequence[Managed]) -> None:
         managed.version = version if managed.sliced is None else managed.version_now
 
 
-def closed_message(name: str, unit: str) -> str:
-    """Return the error message for a read of weights that are sharded."""
+def closed_message(name: str, unit: str, profiled: bool = False) -> str:
+    """Return the error message for a read of weights that are sharded. profiled: while a profiler
+    runs that reads weights.
+    """
     inside = f"the forward and backward of {unit or 'the model'}"
+    hint = (
+        " torch.profiler's with_stack=True reads weights elsewhere: leave it out."
+        if profiled
+        else ""
+    )
     return (
-        f"{name} is sharded (stage 3) and unsharded only during {inside}; expected a use there, or "
-        f"inside `with shardcore.full_params(model):` (torch.profiler's with_stack=True reads them "
-        "elsewhere: leave it out)"
+        f"{name} is sharded (stage 3) and unsharded only during {inside}. Read it inside "
+        "`with shardcore.full_params(model):`. To copy or save the model, use model.state_dict() "
+        f"or shardcore.save.{hint}"
     )
 
 

@@ -137,10 +137,18 @@ def check_model(model: nn.Module, alone: bool) -> None:
                 f"float16"
             )
         if param.requires_grad and not param.is_contiguous():
+            channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(param.dim())
+            is_last = channels_last and param.is_contiguous(memory_format=channels_last)
             raise ValueError(
-                f"shard: {name} has strides {param.stride()} for shape {tuple(param.shape)}; "
-                f"expected contiguous memory "
-                "(p.data = p.data.contiguous() first: it is cut into shards)"
+                f"shard: {name} has strides {param.stride()} for shape {tuple(param.shape)}"
+                f"{f' ({channels_last})' if is_last else ''}, and weights are cut into shards in "
+                "contiguous memory. Before shard(), run p.data = p.data.contiguous() for each "
+                "parameter"
+                + (
+                    ": the weights give up channels_last, the inputs may keep it."
+                    if is_last
+                    else "."
+                )
             )
         if param.grad is not None and before is None:
             raise ValueError(

@@ -37,6 +37,7 @@ call of one raises an error that names its weight.
 """
 
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import fields, is_dataclass
@@ -58,6 +59,7 @@ from shardcore.torch_private import (
     functorch_level,
     graph_task_id,
     next_sequence_nr,
+    on_profiles_with_stack,
     pytree,
     sequence_nr_of,
 )
@@ -226,6 +228,14 @@ def keepers_of(reshard_after_forward: bool | int) -> int:
 
 
 logger = logging.getLogger("shardcore")
+_unsharders: "weakref.WeakSet[Unsharder]" = weakref.WeakSet()
+
+
+def _note_profile(runs: bool) -> None:
+    for unsharder in [*_unsharders]:
+        unsharder.note_profile(runs)
+
+
 # Shown by torch.compile, too, where it must not cut the graph (fullgraph=True).
 _COMPILE_BLOCKS = (
     "at stage 3 weights are gathered and freed by unit, which a graph cannot hold, so it is cut "
@@ -284,6 +294,8 @@ class Unsharder:
             for unit in units
             for bucket in unit.buckets
         }
+        _unsharders.add(self)
+        on_profiles_with_stack(_note_profile)
         self._unit_of = {bucket: unit for unit in units for bucket in unit.buckets}
         self._forward, self._backward = Order(), Order()
         self._warned = False
@@ -298,6 +310,16 @@ class Unsharder:
             "warn_of_compiling",
             reason=_COMPILE_BLOCKS,
         )
+
+    def note_profile(self, runs: bool) -> None:
+        """Let the errors of sharded weights name a profiler that reads them, while it runs."""
+        for bucket, (tensors, _, messages) in self._lent.items():
+            messages[:] = [closed_message(m.name, bucket.unit, runs) for m in bucket.params]
+            if self._unit_of[bucket].state is not UnitState.UNSHARDED:
+                with suppress(
+                    TypeError, ValueError
+                ):  # of memory elsewhere, which the next use names
+                    _C.withdraw(tensors, messages)
 
     def _use(self, unit: Unit) -> None:
         if self._gatherer.copies_apart and functorch_level() is not None:

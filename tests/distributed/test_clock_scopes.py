@@ -115,7 +115,7 @@ def test_at_stage_3_a_profiler_that_reads_weights_between_uses_is_named(tmp_path
         process = start(_with_stack, stage, str(tmp_path / "errors"))
         process.join()
         said = (
-            "with_stack=True reads them elsewhere: leave it out"
+            "with_stack=True reads weights elsewhere: leave it out"
             in (tmp_path / "errors").read_text()
         )
         assert (process.exitcode != 0, said) == (stage == 3, stage == 3)

@@ -3,6 +3,7 @@ parameter and says what to do.
 """
 
 import copy
+import io
 import pickle
 from dataclasses import dataclass
 from typing import Any
@@ -474,6 +475,7 @@ def test_a_cast_in_full_params_is_named() -> None:
         lambda model: model.half(),
         copy.deepcopy,
         pickle.dumps,
+        lambda model: torch.save(model, io.BytesIO()),
         lambda model: model.blocks[1].up(torch.ones(24)),
         lambda model: (
             torch.autograd.grad(
@@ -487,9 +489,32 @@ def test_a_cast_in_full_params_is_named() -> None:
 def test_other_uses_name_a_parameter(use: Any) -> None:
     model, optimizer, _ = train(0, Run(stage=3))
     before = hash_of_training(model, optimizer)
-    with pytest.raises(RuntimeError, match=r"\w+ is sharded .*full_params"):
+    with pytest.raises(RuntimeError, match=r"\w+ is sharded .*full_params.*state_dict.*\.save\.$"):
         use(model)
     assert hash_of_training(model, optimizer) == before
+
+
+def test_the_profiler_that_reads_weights_is_named_while_it_runs() -> None:
+    model, optimizer, _ = train(0, Run(stage=3, steps=0))
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+
+    def names_it() -> bool:
+        with pytest.raises(RuntimeError, match="is sharded") as raised:
+            copy.deepcopy(model)
+        return "with_stack=True" in str(raised.value)
+
+    assert not names_it()
+    with torch.profiler.profile(activities=cpu):
+        assert not names_it()
+        stepped(model, optimizer, 0, 0)
+    with shardcore.full_params(model):
+        with torch.profiler.profile(activities=cpu, with_stack=True):
+            copy.deepcopy(model)
+        copy.deepcopy(model)
+    with torch.profiler.profile(activities=cpu, with_stack=True):
+        assert names_it()
+    assert not names_it()
+    stepped(model, optimizer, 0, 1)
 
 
 # --- memory ---------------------------------------------------------------------------------------
