@@ -40,6 +40,7 @@ from shardcore.engine.bucket import LIFETIMES
 from shardcore.engine.engine import Engine, engine_behind
 from shardcore.engine.hooks import attach
 from shardcore.engine.loss_scale import LossScale
+from shardcore.engine.mistakes import warn_of_compiled
 from shardcore.engine.optimizer_state import ShardedStates
 from shardcore.engine.plan import Plan
 from shardcore.engine.regroup import regroup
@@ -55,8 +56,8 @@ from shardcore.offload.cpu_store import (
     warn_of_misplaced,
     warn_of_pageable,
 )
-from shardcore.offload.host_gradients import host_grad_bytes, host_grads_of
 from shardcore.offload.disk import make_directory, space_of
+from shardcore.offload.host_gradients import host_grad_bytes, host_grads_of
 from shardcore.offload.nvme_states import NvmeStates, Scratch, StateFiles, check_directories
 from shardcore.offload.overlap_step import overlap_step_of
 from shardcore.offload.split_store import (
@@ -793,6 +794,9 @@ def _start(
     if engine.grads_in_shards:
         reach_shards()
         refuse_others()
+    if plan.comm.rank == 0:
+        sharded = not plan.builder.lifetimes.full_weight_resident
+        warn_of_compiled(plan.model, [unit.name for unit in plan.units], sharded)
     if plan.host is not None:
         warn_of_pageable(plan.host.copies)
         if plan.comm.rank == 0:

@@ -215,6 +215,25 @@ IS_REPLICA = "_is_replica"
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module is what torch.compile(module) returned: a wrapper, whose class has no public
+    name. Where torch._dynamo was never imported there is none.
+    """
+    wrapper = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", ())
+    return isinstance(module, wrapper)
+
+
+def compiled_parts(model: nn.Module) -> list[str]:
+    """Return the names of the modules inside a model that torch.compile is around, or that
+    `module.compile()` compiled in place, which leaves a private attribute.
+    """
+    return [
+        name
+        for name, module in model.named_modules()
+        if name and (is_compiled(module) or module._compiled_call_impl is not None)
+    ]
+
+
 def replicated_type() -> type | None:
     """Return the base class that torch's composable replicate() gives a module; None if it was
     never imported. Neither has a public name.

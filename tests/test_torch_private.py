@@ -361,6 +361,29 @@ def test_replicated_modules_have_the_type(world: Any, monkeypatch: pytest.Monkey
     assert torch_private.replicated_type() is None
 
 
+def test_compiled_modules_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(1, 1), torch.compile(nn.Linear(1, 1)), nn.Linear(1, 1))
+    model[2].compile()
+    assert torch_private.compiled_parts(model) == ["1", "2"]
+    assert torch_private.is_compiled(model[1])
+    assert not torch_private.is_compiled(model[2])
+    monkeypatch.delitem(sys.modules, "torch._dynamo.eval_frame")
+    assert not torch_private.is_compiled(model[1])
+
+
+def test_profiles_that_read_weights_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, noted = torch.autograd.profiler.profile, []
+    for name in ("_start_trace", "__exit__"):
+        monkeypatch.setattr(kind, name, getattr(kind, name))  # as it is, afterwards
+    torch_private.on_profiles_with_stack(noted.append)
+    for with_stack in (False, True):
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], with_stack=with_stack
+        ):
+            assert noted == [True] * with_stack
+    assert noted == [True, False]
+
+
 # --- optimizers -----------------------------------------------------------------------------------
 
 WHEN = [

@@ -31,6 +31,7 @@ from shardcore.engine.full_tensors import (
     Gathered,
     OwnGrads,
 )
+from shardcore.engine.mistakes import GRAD_SYNC, Mistakes
 from shardcore.engine.optimizer_state import OptimizerStateIO
 from shardcore.engine.plan import BackgroundSave, Membership, Plan, StepCommits
 from shardcore.engine.reducer import Reducer
@@ -110,6 +111,7 @@ class Engine:
         )
         for param in [*self.managed, *(param for _, param in self.unmanaged)]:
             param.__dict__["_shardcore_engine"] = EngineRef(self)
+        self.mistakes = Mistakes(plan.policy.accumulate, self.comm.rank)
         self.membership: Membership  # hooks.attach makes it
         # of the model's modules, which keep them
         self.hooks: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -360,6 +362,10 @@ class Engine:
                 self.device_outcomes.settle()
                 self.device_outcomes.raise_late()
             raise
+        model, mistakes, backwards = self._model(), self.mistakes, self.reducer.backwards
+        unusual = backwards != mistakes.accumulate or mistakes.watches
+        if unusual or (model is not None and GRAD_SYNC in model.__dict__):
+            mistakes.check_step(backwards, outcome is not None, self.reducer.repeats, model)
         self.reducer.end_step()
         if plan is not None:
             gathers = None
@@ -459,6 +465,10 @@ class Engine:
         if touched or self.reducer.param_grads is not None:
             self.reducer.accept_user_grads("step")
         self.updater.check(touched)
+        if self.updater.checks_masters and not capturing(self.device):
+            self.updater.checks_masters = False
+            if lost := self.updater.lost_edits(in_files=False):
+                self.mistakes.warn_of_lost_edits(lost)
 
     @property
     def last_grad_norm(self) -> float | None:
@@ -567,6 +577,7 @@ class Engine:
         """Add the gradients of backwards inside locally, in float32, without reduction; the next
         one reduces the sum.
         """
+        self.mistakes.no_sync = True
         old, self.reducer.sync = self.reducer.sync, False
         try:
             yield

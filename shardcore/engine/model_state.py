@@ -115,6 +115,7 @@ def end_load(engine: Engine, loaded: Sequence[tuple[nn.Parameter, torch.Tensor]]
             engine.updater.set_weights(bucket, managed, managed.cut(value))
         else:
             engine.constant[param].note_load()
+    engine.updater.checks_masters = True
     if engine.unsharder is not None:
         engine.unsharder.end_load()
 
@@ -130,6 +131,7 @@ def use_loaded(engine: Engine) -> None:
         )
     note_written([*engine.managed.values(), *engine.constant.values()])
     engine.updater.forget_changes()
+    engine.updater.checks_masters = True
     wait_all(gathers)
 
 

@@ -789,6 +789,13 @@ class Reducer:
         """
         return 2 * self.backwards + self._local_sums
 
+    @property
+    def repeats(self) -> bool:
+        """Whether the last step used these gradients (stages 1 to 3; at stage 0 users may have
+        edited them).
+        """
+        return self._stepped and self.param_grads is None
+
     def end_step(self) -> None:
         """Note that a step used the gradients, or was skipped."""
         if self.scaler is not None:

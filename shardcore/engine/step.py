@@ -51,6 +51,9 @@ logger = logging.getLogger("shardcore")
 STEP_ROW_BYTES = HEADER_BYTES + 8 * 3
 
 
+_COMPARED_NUMEL = 1 << 22  # elements of a weight that are compared with its master at once
+
+
 def _zeros(numel: int) -> torch.Tensor:
     return torch.zeros(numel, dtype=torch.float64, device="cpu")
 
@@ -188,6 +191,8 @@ class Updater:
         self.loaded = ""  # says that an optimizer state was loaded since the last step
         self._failure: Exception | None = None  # of a step that was under way
         self._lost_edits: set[Managed] = set()  # that a warning named
+        # The next step looks for them: the first one after shard or a load. (A pass over masters.)
+        self.checks_masters = True
         # Compare the gradients of what all tensor-parallel ranks have, until a step has some that
         # are finite.
         self.compares_slices = bool(comm.slices)
@@ -714,31 +719,39 @@ class Updater:
             managed.note_edit()
 
     @torch.no_grad()
-    def warn_of_lost_edits(self, op: str) -> None:
-        """Give one UserWarning for weights that no longer are their masters rounded, the first time
-        that each is found.
+    def lost_edits(self, in_files: bool = True) -> list[str]:
+        """Return the names of weights that no longer are their masters rounded, the first time that
+        each is found.
 
         Accepted edits are in the masters. What was written through `.data`, which no version
-        counter shows, is not. Only this rank's part is looked at.
+        counter shows, is not. Only this rank's part is looked at; weights in files if `in_files`.
         """
-        lost = []
+        lost: dict[Managed, None] = {}
         for bucket in self.buckets:
-            if bucket.state_format.master != "fp32":  # a split master changes with its weight
+            # a split master changes with its weight
+            if bucket.state_format.master != "fp32" or (bucket.files is not None and not in_files):
                 continue
             for managed, piece, values in bucket.owned_views(
                 bucket.owned_values(0, bucket.owned_numel)
             ):
-                master = self.store.read(bucket, "master", piece.start, piece.numel)
-                rounded = torch.empty_like(values, device=master.device)
-                _C.cast([rounded], [master])
-                weight = values.to(master.device)
-                same = torch.equal(rounded, weight) or torch.equal(
-                    rounded.nan_to_num(), weight.nan_to_num()
-                )
-                if not same and managed not in self._lost_edits:
-                    self._lost_edits.add(managed)
-                    lost.append(managed.name)
-        if lost:
+                start = piece.start
+                for part in torch.split(values, _COMPARED_NUMEL):
+                    master = self.store.read(bucket, "master", start, part.numel())
+                    start += part.numel()
+                    rounded = torch.empty_like(part, device=master.device)
+                    _C.cast([rounded], [master])
+                    weight = part.to(master.device)
+                    same = torch.equal(rounded, weight) or torch.equal(
+                        rounded.nan_to_num(), weight.nan_to_num()
+                    )
+                    if not same and managed not in self._lost_edits:
+                        lost[managed] = None
+        self._lost_edits.update(lost)
+        return [managed.name for managed in lost]
+
+    def warn_of_lost_edits(self, op: str) -> None:
+        """Give one UserWarning for `lost_edits`."""
+        if lost := self.lost_edits():
             warnings.warn(
                 f"{op}: the weights of {', '.join(lost)} were edited behind autograd (p.data, or a "
                 f"view of it), so the float32 "
@@ -746,7 +759,7 @@ class Updater:
                 "edit; expected an edit of the "
                 "parameter itself (with torch.no_grad(): p.clamp_(-1, 1))",
                 UserWarning,
-                stacklevel=6,
+                stacklevel=5,
             )
 
     def undo_of_load(self, bucket: Bucket, managed: Managed) -> Callable[[], None]:

@@ -32,6 +32,7 @@ from tests.support.models import (
     hash_of,
     hash_of_training,
     loss_of,
+    made,
     make_net,
 )
 from tests.support.pretend_cuda import DEVICE, run_pretended, why_not
@@ -125,7 +126,7 @@ def _trained(rank: int, case: Case, folder: Path, device: torch.device) -> list[
     depend on the device.
     """
     offload = (
-        {**case.offload, "path": folder / "states"}
+        made({**case.offload, "path": folder / "states"})
         if case.offload.get("optimizer") == "nvme"
         else case.offload
     )

@@ -1,0 +1,119 @@
+"""Silent mistakes in a training loop: each gives one warning per engine, with its remedy.
+
+An ordinary step does not enter this file (tests/engine/test_hot_path.py).
+"""
+
+import logging
+from collections.abc import Sequence
+
+from torch import nn
+
+from shardcore.torch_private import compiled_parts, is_compiled
+
+logger = logging.getLogger("shardcore")
+
+# DistributedDataParallel's switch of its reduction
+GRAD_SYNC = "require_backward_grad_sync"
+_STEPS_WATCHED = 3
+
+
+class Mistakes:
+    """The warnings of one engine.
+
+    accumulate: the expected number of backwards per step. watches: whether `check_step` must see
+    ordinary steps, too. no_sync: whether the user ran `shardcore.no_sync`.
+    """
+
+    def __init__(self, accumulate: int, rank: int) -> None:
+        """Rank 0 warns; every rank warns of edits (`warn_of_lost_edits`)."""
+        self._speaks, self._steps = rank == 0, 0
+        self.accumulate, self.no_sync = accumulate, False
+        self.watches = self._speaks and accumulate > 1
+        self._said: set[str] = set()
+
+    def _say(self, text: str, *values: object) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            logger.warning(text, *values)
+
+    def check_step(
+        self, backwards: int, updates: bool, repeats: bool, model: nn.Module | None
+    ) -> None:
+        """Check one step after `backwards` backwards.
+
+        updates: some parameter had a gradient. repeats: the last step used these gradients, too.
+        """
+        if not self._speaks:
+            return
+        if self.watches:
+            self._steps += 1
+            self.watches = backwards == 1 and self._steps < _STEPS_WATCHED
+            if backwards == 1 and not self.watches:
+                self._say(
+                    "step: shard() got accumulate=%d, but each of the first %d steps came after 1 "
+                    "backward. Call step() after %d backwards, or leave accumulate out.",
+                    self.accumulate,
+                    _STEPS_WATCHED,
+                    self.accumulate,
+                )
+        if not backwards and not updates:
+            self._say(
+                "step: no parameter has a gradient, so nothing was updated. Call backward() on a "
+                "loss of this model after zero_grad() and before step()."
+            )
+        elif not backwards and repeats:
+            self._say(
+                "step: no backward ran since the last step, so this step used the same gradients "
+                "again. Call zero_grad() and backward() before each step()."
+            )
+        if model is None or GRAD_SYNC not in vars(model) or self.accumulate > 1 or self.no_sync:
+            return
+        # True at the last backward of several; alone it is how gradients are reduced anyway
+        if backwards > 1 or not vars(model)[GRAD_SYNC]:
+            self._say(
+                "step: model.%s has no effect on a sharded model. To add gradients locally, run "
+                "each backward but the last inside `with shardcore.no_sync(model):`, or pass "
+                "accumulate= to shard().",
+                GRAD_SYNC,
+            )
+
+    def warn_of_lost_edits(self, names: Sequence[str]) -> None:
+        """Warn of edits of these weights by name, before the step reverts them."""
+        more = f", and {len(names) - 3} more" if len(names) > 3 else ""
+        self._say(
+            "step: the 16-bit weights of %s were edited through .data after shard() or a load. "
+            "Steps revert this edit, because the float32 masters do not have it. Edit before "
+            "shard(), or edit the parameter itself: with torch.no_grad(): p.clamp_(-1, 1).",
+            ", ".join(names[:3]) + more,
+        )
+
+
+def warn_of_compiled(model: nn.Module, units: Sequence[str], sharded: bool) -> None:
+    """Warn of torch.compile around a model, or around units of it, before `shard`.
+
+    units: the names of the units. sharded: their weights are, so each unit cuts a graph around it.
+    Compiled blocks are fine. The first forward warns of a model compiled in place.
+    """
+    what = ""
+    if is_compiled(model):
+        what = "torch.compile(model) was called before shard(). State dicts get the prefix "
+        what += (
+            '"_orig_mod.", and each unit cuts the graph (stage 3).' if sharded else '"_orig_mod.".'
+        )
+    for name in compiled_parts(model) if sharded and not what else ():
+        inside = [
+            unit for unit in units if unit.startswith(f"{name}.") and unit != f"{name}._orig_mod"
+        ]
+        if inside:
+            named = ", ".join(inside[:3]) + (", ..." if len(inside) > 3 else "")
+            what = (
+                f"{name} was compiled before shard(), around the units {named}. Each unit cuts the "
+                "graph (stage 3)."
+            )
+            break
+    if what:
+        logger.warning(
+            "shard: %s Call shard() first, then compile the blocks: for block in model.blocks: "
+            "block.compile()",
+            what,
+        )
