@@ -65,7 +65,7 @@ from shardcore.offload.split_store import (
     planned_store,
     ratio_tuner_of,
 )
-from shardcore.optim import CPUAdam, ShardableOptimizer
+from shardcore.optim import AdamOptimizer, CPUAdam, ShardableOptimizer
 from shardcore.optim.base import refuse_others
 from shardcore.optim.clip import reach_shards
 from shardcore.optim.dtensor import is_dtensor
@@ -73,9 +73,11 @@ from shardcore.optim.interface import engine_of
 from shardcore.optim.muon import MuonKind
 from shardcore.optim.state_dict import joined_state, other_entries
 from shardcore.options import (
+    OPTIONS,
     NoOptimizer,
     ShardOptions,
     accept_optimizer,
+    check_names,
     replace_optimizer,
 )
 from shardcore.parallel.tensor import slice_adapters
@@ -216,12 +218,12 @@ def shard(
     *,
     units: UnitPolicy = "auto",
     offload: Mapping[str, Any] | str | None = None,
-    precision: str | None = None,
+    precision: str | torch.dtype | None = None,
     loss_scale: LossScale | float | None = None,
     keep_fp32: Sequence[Any] = (),
     cast_inputs: bool | str = True,
-    grad_dtype: str = "fp32",
-    reduce_dtype: str | None = None,
+    grad_dtype: str | torch.dtype = "fp32",
+    reduce_dtype: str | torch.dtype | None = None,
     clip_grad_norm: float | None = None,
     accumulate: int = 1,
     sync_each: bool | None = None,
@@ -296,6 +298,7 @@ def shard(
             unit waits for its own update. The bits are the same.
         precision: "bf16", "fp16" or "fp32" converts all weights. None keeps the dtype of each.
             16-bit weights get float32 masters, copied from the weights before the conversion.
+            precision, grad_dtype and reduce_dtype also accept torch.bfloat16, "bfloat16" and so on.
         keep_fp32: Module classes, parameter names or parameters to keep in float32.
         cast_inputs: With "bf16" or "fp16", True casts floating inputs of the model's forward to
             that dtype. "units" casts the inputs of every unit's forward to the dtype of its
@@ -358,14 +361,13 @@ def shard(
         RuntimeError: If a rank cannot allocate memory (nothing is changed), or if `materialize` or
             a copy fails (the model is partly made: build it anew). Every rank raises.
     """
-    user_optimizer: Any = NoOptimizer() if optimizer is None else optimizer
-    if optimizer is None and isinstance(offload, Mapping):
-        # there are no states, so weights may be offloaded without an optimizer's tier
-        tier_of_states: dict[str, Any] = {"optimizer": "cpu"}
-        if offload.get("params") == "nvme":
-            tier_of_states = {"optimizer": "nvme", "durable": False}
-        offload = {**tier_of_states, **offload}
-    options = ShardOptions(
+    return shard_and_log(
+        model,
+        optimizer,
+        logging.WARNING,
+        process_group=process_group,
+        model_parallel_group=model_parallel_group,
+        ranks_per_node=ranks_per_node,
         stage=stage,
         units=units,
         offload=offload,
@@ -385,6 +387,32 @@ def shard(
         broadcast=broadcast,
         materialize=materialize,
     )
+
+
+def shard_and_log(
+    model: Model,
+    optimizer: torch.optim.Optimizer | None,
+    level: int = logging.INFO,
+    *,
+    process_group: dist.ProcessGroup | DeviceMesh | None = None,
+    model_parallel_group: dist.ProcessGroup | DeviceMesh | None = None,
+    ranks_per_node: int | None = None,
+    **given: Any,
+) -> tuple[Model, Any]:
+    """`shard`, for integrations. Collective.
+
+    level: of the log line about a replaced optimizer. The user of an integration cannot act on it.
+    """
+    check_names("shard", given, OPTIONS)
+    offload = given.get("offload")
+    user_optimizer: Any = NoOptimizer() if optimizer is None else optimizer
+    if optimizer is None and isinstance(offload, Mapping):
+        # there are no states, so weights may be offloaded without an optimizer's tier
+        tier_of_states: dict[str, Any] = {"optimizer": "cpu"}
+        if offload.get("params") == "nvme":
+            tier_of_states = {"optimizer": "nvme", "durable": False}
+        given["offload"] = {**tier_of_states, **offload}
+    options = ShardOptions(**given)
     plan, filler, options = _plan(
         model, user_optimizer, options, process_group, model_parallel_group, ranks_per_node
     )
@@ -396,8 +424,8 @@ def shard(
     files = _files(plan, options.tiers)
     try:
         states, other_entries_of_state = _allocate(plan, user_optimizer, options.tiers, files)
-        _fill(plan, filler, user_optimizer, states, options, old)
-        _start(plan, user_optimizer, states, other_entries_of_state, cast_inputs)
+        _fill(plan, filler, user_optimizer, states, options, old, level)
+        _start(plan, user_optimizer, states, other_entries_of_state, options.cast_inputs)
         _commit_steps(plan, files)
     except BaseException:
         if isinstance(files, Slots):
@@ -718,9 +746,12 @@ def _fill(
     states: Mapping[Any, Any],
     options: ShardOptions,
     old: Engine | None,
+    level: int,
 ) -> None:
     """Move weights into the plan's memory: those of the model, of `filler`, or of the engine `old`.
     Collective.
+
+    level: see `shard_and_log`.
     """
     builder, buckets, first = plan.builder, plan.buckets, plan.comm.rank == 0
     conversions = builder.conversions(plan.model) if first else ""
@@ -729,7 +760,17 @@ def _fill(
     if old is not None:
         old.zero_grad()
     if plan.optimizer is not user_optimizer:
-        replace_optimizer(user_optimizer, plan.optimizer, speak=first)
+        replace_optimizer(user_optimizer, plan.optimizer)
+        if first:
+            logger.log(
+                level,
+                "shard: made %s from %s; use the optimizer that shard() returns (it shares "
+                "param_groups with the old one, which does nothing any more)",
+                "a shardcore.FusedAdam"
+                if isinstance(plan.optimizer, AdamOptimizer)
+                else "a sharded optimizer",
+                type(user_optimizer).__name__,
+            )
     for bucket in buckets:
         builder.fill(bucket, plan.store, options.broadcast)
     idle: list[str] = []

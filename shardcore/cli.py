@@ -14,7 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -26,7 +26,7 @@ from shardcore.estimate.fit import columns
 from shardcore.launch import run_command as launch
 from shardcore.metrics import report
 from shardcore.offload import disk
-from shardcore.options import DTYPES
+from shardcore.options import DTYPES, did_you_mean
 from shardcore.version import __version__
 
 _CHECKOUT = Path(__file__).resolve().parent.parent
@@ -170,6 +170,16 @@ def _bench(parsed: argparse.Namespace) -> int:
     return subprocess.run(command, env=environment, check=False).returncode
 
 
+def _refuse(parsed: argparse.Namespace, word: str) -> NoReturn:
+    """End with the error that a command does not know an argument, and the option meant instead."""
+    name = word.partition("=")[0]
+    if not name.startswith("-"):
+        parsed.parser.error(f"unexpected argument {word!r}")
+    other = getattr(parsed, "others", {}).get(name.lstrip("-").replace("-", "_"))
+    known = [option for option in parsed.parser._option_string_actions if option.startswith("--")]
+    parsed.parser.error(f"unknown option {name}; {other or did_you_mean(name, known)}")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line (of this process, by default) and return the exit status."""
     parser = argparse.ArgumentParser(
@@ -242,7 +252,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="OPTIONS",
         help="the suite's own: bench SUITE --help",
     )
-    parsed = parser.parse_args(arguments)
+    parsed, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        _refuse(parsed, unknown[0])
     # a user's function
     of_users = (
         (ValueError, OSError, TypeError) if parsed.run is estimate.run else (ValueError, OSError)

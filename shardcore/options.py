@@ -1,10 +1,10 @@
 """What shard() accepts: its options, and the optimizer to shard. All checks here change nothing."""
 
-import logging
+import difflib
 import math
 import os
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
@@ -23,8 +23,6 @@ from shardcore.optim.group_options import check_capturable
 from shardcore.optim.muon import Muon, MuonKind
 from shardcore.torch_private import mark_stepped, share_optimizer_hooks
 
-logger = logging.getLogger("shardcore")
-
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CHOICES: dict[str, tuple[str | None, ...]] = {
     "precision": ("bf16", "fp16", "fp32", None),
@@ -32,6 +30,26 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "reduce_dtype": ("bf16", "fp16", "fp32", None),
     "reduction": ("nccl", "ordered"),
 }
+_LONG_NAMES = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()}
+
+
+def dtype_name(dtype: Any) -> Any:
+    """Return "bf16" for torch.bfloat16 and "bfloat16", and so on; anything else as it is."""
+    if isinstance(dtype, str | torch.dtype):
+        return _LONG_NAMES.get(str(dtype).removeprefix("torch."), dtype)
+    return dtype
+
+
+def nearest(name: object, known: Iterable[str]) -> str | None:
+    """Return the known name that is spelled most like `name`; None if all differ too much."""
+    return next(iter(difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.75)), None)
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """Return the end of a message about an unknown name: the nearest name, or all of them."""
+    names = list(known)
+    near = nearest(name, names)
+    return f"expected one of {', '.join(names)}" if near is None else f"did you mean {near!r}?"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +76,11 @@ class ShardOptions:
     reduction: str = "ordered"
     broadcast: bool = True
     materialize: Materialize | None = None
+
+    def __post_init__(self) -> None:
+        """Shorten the names of dtypes."""
+        for name in ("precision", "grad_dtype", "reduce_dtype"):
+            object.__setattr__(self, name, dtype_name(getattr(self, name)))
 
     def check(self, shard_world_size: int, backend_sums: bool) -> None:
         """Raise TypeError, ValueError or NotImplementedError for an option that cannot be followed.
@@ -206,6 +229,17 @@ class ShardOptions:
         return {name: getattr(self, name) for name in names} | {"offload": self.tiers}
 
 
+OPTIONS = tuple(field.name for field in fields(ShardOptions))
+GROUPS = ("process_group", "model_parallel_group", "ranks_per_node")  # the other ones of shard
+
+
+def check_names(op: str, names: Iterable[str], known: Iterable[str]) -> None:
+    """Raise TypeError for a name that is not among the known options."""
+    for name in names:
+        if name not in known:
+            raise TypeError(f"{op}: {name!r} is no option of shard(); {did_you_mean(name, known)}")
+
+
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -221,10 +255,8 @@ def offload_options(offload: Mapping[str, Any] | str | None, stage: int) -> Offl
     keys = tuple(field.name for field in fields(OffloadOptions) if field.name != "auto")
     for key in offload:
         if key not in keys:
-            optional_keys = ", ".join(f'"{name}"' for name in keys[1:])
             raise ValueError(
-                f'shard: offload has the unknown key {key!r}; expected "optimizer" and perhaps '
-                f"{optional_keys}"
+                f"shard: offload has the unknown key {key!r}; {did_you_mean(key, keys)}"
             )
     tier = offload.get("optimizer")
     if tier is None and offload.get("params") == "cpu" and "ratio" not in offload:
@@ -486,7 +518,7 @@ def accept_optimizer(
     return FusedAdam(groups)
 
 
-def replace_optimizer(old: torch.optim.Optimizer, new: ShardableOptimizer, speak: bool) -> None:
+def replace_optimizer(old: torch.optim.Optimizer, new: ShardableOptimizer) -> None:
     """Let `new` take over: it shares `old`'s group dicts (so schedulers drive it) and hooks;
     `old` refuses to work.
     """
@@ -501,13 +533,6 @@ def replace_optimizer(old: torch.optim.Optimizer, new: ShardableOptimizer, speak
     old.__dict__["zero_grad"] = new.zero_grad
     # schedulers of the old one ask whether it has stepped; the new one does
     mark_stepped(old)
-    if speak:
-        logger.warning(
-            "shard: made %s from %s; use the optimizer that shard() returns (it shares "
-            "param_groups with the old one, which does nothing any more)",
-            "a shardcore.FusedAdam" if isinstance(new, AdamOptimizer) else "a sharded optimizer",
-            kind,
-        )
 
 
 class _Replaced:

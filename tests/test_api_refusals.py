@@ -82,7 +82,8 @@ from tests.support.ranks import run_ranks
             ValueError,
             "ratio.* is .auto. with the optimizer on .nvme.; expected a number",
         ),
-        ({"offload": {"optimiser": "cpu"}}, ValueError, "unknown key 'optimiser'"),
+        ({"offload": {"optimiser": "cpu"}}, ValueError, "'optimiser'; did you mean 'optimizer'"),
+        ({"precison": "bf16"}, TypeError, "unexpected keyword argument 'precison'"),
         (
             {"offload": {"optimizer": "cpu", "ratio": 1.5}},
             ValueError,

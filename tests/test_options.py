@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import shardcore
-from shardcore.options import ShardOptions, accept_optimizer
+from shardcore.options import DTYPES, ShardOptions, accept_optimizer
 from tests.support.models import (
     Net,
     Run,
@@ -37,6 +37,21 @@ def test_precision_casts_weights_and_keeps_masters_as_given() -> None:
         if not kept:
             assert torch.equal(shardcore.full_state(param, "master"), given[name])
     assert model.offset.dtype == torch.float32, "buffers keep their dtype"
+
+
+@pytest.mark.parametrize("spell", [lambda dtype: dtype, str, lambda dtype: str(dtype)[6:]])
+def test_dtypes_have_torchs_names_too(spell: Any) -> None:
+    for short, dtype in DTYPES.items():
+        given = ShardOptions(precision=spell(dtype), reduce_dtype=spell(dtype))
+        assert given == ShardOptions(precision=short, reduce_dtype=short)
+        assert given.dtype == dtype
+        model = nn.Linear(2, 3)
+        model, _ = shardcore.shard(model, None, precision=spell(dtype))
+        assert model.weight.dtype == dtype
+    with pytest.raises(ValueError, match="precision is 'float64'"):
+        shardcore.shard(nn.Linear(2, 3), None, precision="float64")
+    with pytest.raises(ValueError, match="precision is 16"):
+        shardcore.shard(nn.Linear(2, 3), None, precision=16)  # type: ignore[arg-type]
 
 
 def test_inputs_are_cast_and_outputs_are_not() -> None:

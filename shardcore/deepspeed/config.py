@@ -7,7 +7,6 @@ https://www.deepspeed.ai/docs/config-json.
 """
 
 import base64
-import difflib
 import json
 import math
 import os
@@ -34,6 +33,7 @@ from shardcore.deepspeed.keys import (
 from shardcore.deepspeed.monitor import SECTIONS as MONITORS
 from shardcore.engine.loss_scale import LossScale
 from shardcore.optim import FusedAdam, Lion, Muon
+from shardcore.options import nearest
 
 _PROBLEMS = (TypeError, ValueError, NotImplementedError)
 ZERO = "zero_optimization"
@@ -203,9 +203,9 @@ def _unknown(where: str) -> str:
     keys = sorted(
         {path.removeprefix(prefix).split(".")[0] for path in KEYS if path.startswith(section)}
     )
-    near = difflib.get_close_matches(name, keys, n=1, cutoff=0.75)
+    near = nearest(name, keys)
     elsewhere = [path for path in (*KEYS, *SECTIONS) if path.rpartition(".")[2] == name]
-    meant = [prefix + key for key in near] or elsewhere
+    meant = elsewhere if near is None else [prefix + near]
     hint = f"did you mean {' or '.join(meant)}?" if meant else f"known keys here: {', '.join(keys)}"
     return f"key {where} is unknown; {hint}"
 

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from shardcore._native import _C
-from shardcore.api import shard
+from shardcore.api import shard_and_log
 from shardcore.checkpoint.materialize import Materialize
 from shardcore.deepspeed import checkpointing
 from shardcore.deepspeed.config import Config, read_config, shard_options
@@ -258,7 +258,7 @@ def initialize(
             options["process_group"] = mesh["dp"]
         if old is not None:
             old.gives_way = True
-        model, adam = shard(
+        model, adam = shard_and_log(
             model,
             chosen,
             **options,

@@ -10,7 +10,7 @@ buffers, and temporary memory of shard() and state_dict().
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ from shardcore.offload.host_gradients import IN_FLIGHT, grad_staging_bytes, host
 from shardcore.offload.nvme_states import DiskUse, disk_use
 from shardcore.offload.split_store import planned_store
 from shardcore.optim import ShardableOptimizer
-from shardcore.options import ShardOptions, accept_optimizer
+from shardcore.options import OPTIONS, ShardOptions, accept_optimizer, check_names
 
 _META = torch.device("meta")
 
@@ -141,17 +141,7 @@ def predict(
     in module order. The ratio "auto" is predicted as 1, its start. Raises the ValueError or
     TypeError of shard.
     """
-    option_names = [
-        *(field.name for field in fields(ShardOptions) if field.name != "stage"),
-        "process_group",
-        "ranks_per_node",
-    ]
-    for name in options:
-        if name not in option_names:
-            raise TypeError(
-                f"predict: got the option {name!r}; expected one of shard's: "
-                f"{', '.join(option_names)}"
-            )
+    check_names("predict", options, (*OPTIONS[1:], "process_group", "ranks_per_node"))
     per_node = options.pop("ranks_per_node", None)
     if options.pop("process_group", None) is not None:
         raise ValueError(

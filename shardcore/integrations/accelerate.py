@@ -20,7 +20,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import AutocastKwargs, DistributedType, GradScalerKwargs, TorchDynamoPlugin
 from torch import nn
 
-from shardcore.api import no_sync, shard
+from shardcore.api import no_sync, shard_and_log
 from shardcore.checkpoint.consolidate import whole_state_dict
 from shardcore.checkpoint.directory import LATEST
 from shardcore.checkpoint.load import load
@@ -28,6 +28,7 @@ from shardcore.checkpoint.save import save
 from shardcore.engine.engine import Engine, engine_behind
 from shardcore.optim import clip_grad_norm_
 from shardcore.optim.interface import engine_of
+from shardcore.options import GROUPS, OPTIONS, check_names, dtype_name
 
 # in a folder of save_state: the sharded checkpoint; of further models with _1, _2
 _FOLDER = "shardcore"
@@ -77,6 +78,7 @@ class ShardcoreAccelerator(Accelerator):
         if mixed_precision is None:
             mixed_precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
         precision = str(mixed_precision)
+        check_names("shard_options", shard_options or {}, (*OPTIONS, *GROUPS))
         _check_arguments(precision, kwargs)
         super().__init__(mixed_precision="no", **kwargs)
         if self.distributed_type in (
@@ -173,7 +175,7 @@ class ShardcoreAccelerator(Accelerator):
         options = dict(self.shard_options)
         check_model(model, options.get("stage", 2))
         precision = None if self._precision == "no" else self._precision
-        chosen = options.setdefault("precision", precision)
+        chosen = dtype_name(options.setdefault("precision", precision))
         if precision is not None and chosen != precision:
             raise ValueError(
                 f"prepare: shard_options has precision={chosen!r} with "
@@ -181,13 +183,13 @@ class ShardcoreAccelerator(Accelerator):
             )
         if optimizer is None:
             forward = {name: value for name, value in options.items() if name in _WITHOUT_OPTIMIZER}
-            sharded = shard(model, None, **forward)
+            sharded = shard_and_log(model, None, **forward)
             _GeneratesTogether.mark(model)
             return sharded
         options.setdefault("accumulate", self.gradient_accumulation_steps)
         if self.gradient_state.plugin_kwargs.get("sync_each_batch", False):
             options.setdefault("sync_each", True)
-        sharded = shard(model, optimizer, **options)
+        sharded = shard_and_log(model, optimizer, **options)
         _GeneratesTogether.mark(model)
         prepared = [each.optimizer for each in self._optimizers]
         if sum(map(_scales, [*prepared, sharded[1]])) > 1:

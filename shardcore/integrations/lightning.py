@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardcore.api import no_sync, shard
+from shardcore.api import no_sync, shard_and_log
 from shardcore.checkpoint.format import MANIFEST
 from shardcore.checkpoint.load import load
 from shardcore.checkpoint.plain import to_json
@@ -32,6 +32,7 @@ from shardcore.engine.hooks import detach
 from shardcore.engine.loss_scale import LossScale
 from shardcore.optim.clip import clip_grad_norm_
 from shardcore.optim.interface import engine_of
+from shardcore.options import GROUPS, OPTIONS, did_you_mean
 
 # The options of shard for each precision of Lightning. "*-mixed" are float32 weights under
 # torch.autocast, as with Lightning's DDP and FSDP strategies, so that a change of the strategy
@@ -54,7 +55,7 @@ ELSEWHERE = {
     "accumulate": "Trainer(accumulate_grad_batches=) or fabric.no_backward_sync",
     "process_group": "num_nodes= and devices=",
 }
-SHARD_OPTIONS = [name for name in inspect.signature(shard).parameters if name not in ELSEWHERE]
+SHARD_OPTIONS = [name for name in (*OPTIONS, *GROUPS) if name not in ELSEWHERE]
 
 OFFLOAD = {
     1: {"optimizer": "cpu"},
@@ -217,11 +218,9 @@ class _Sharding(_Base):
         for name in options:
             if name in ELSEWHERE:
                 raise TypeError(f"{kind}: {name} was given; expected it in {ELSEWHERE[name]}")
-            if name not in (*SHARD_OPTIONS, *ddp_options):
-                known = ", ".join([*SHARD_OPTIONS, *ddp_options])
-                raise TypeError(
-                    f"{kind}: {name} is no option; expected save_distributed_checkpoint, {known}"
-                )
+            known = ["save_distributed_checkpoint", *SHARD_OPTIONS, *ddp_options]
+            if name not in known:
+                raise TypeError(f"{kind}: {name} is no option; {did_you_mean(name, known)}")
         shard_options = {name: value for name, value in options.items() if name in SHARD_OPTIONS}
         self._shard_options: dict[str, Any] = {"stage": stage, "offload": offload, **shard_options}
         self._saves_shards = save_distributed_checkpoint
@@ -263,7 +262,7 @@ class _Sharding(_Base):
         options = {**PRECISIONS[precision], **self._shard_options}
         if optimizer is None:
             options.pop("loss_scale", None)
-        return shard(model, optimizer, **options)[1]
+        return shard_and_log(model, optimizer, **options)[1]
 
     @property
     def _adds_locally(self) -> bool:

@@ -14,9 +14,10 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -35,8 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of run to its parser."""
     parser.usage = "shardcore run [OPTIONS] PROGRAM [ARGUMENTS]"
     parser.allow_abbrev = False
+    parser.set_defaults(others=_OTHERS)
     for name, metavar, kind, text in _OPTIONS:
-        names = [word for word in name.split() if word.startswith("-")]
+        names = name.split()
         names += [word.replace("_", "-") for word in names if "_" in word]  # torchrun's spelling
         if kind is bool:
             parser.add_argument(*names, action="store_true", help=text)
@@ -51,20 +53,54 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     rest.required = False  # else argparse asks for ARGUMENTS where PROGRAM is missing
 
 
+def _ranks(text: str) -> int | None:
+    """Return a number of ranks; None, the default, for torchrun's "gpu" and "auto"."""
+    if text in ("gpu", "auto"):
+        return None
+    return _number(text)
+
+
+def _number(text: str) -> int:
+    if not text.removeprefix("-").isdigit():  # such as torchrun's 1:4
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+    return int(text)
+
+
+# Options of other launchers, and ours in their place.
+_OTHERS = {
+    "standalone": "leave it out: without a hostfile, `shardcore run` starts this machine alone",
+    "use_env": "leave it out, and pass --no_local_rank",
+    "rdzv_endpoint": "use --master_addr HOST --master_port PORT, with --num_nodes and --node_rank",
+    "rdzv_backend": "leave it out; --master_addr and --node_rank are enough",
+    "rdzv_id": "leave it out; --master_addr and --node_rank are enough",
+    "rdzv_conf": "leave it out",
+    "num_processes": "use --num_gpus for the ranks of each machine",
+    "num_machines": "use --num_nodes",
+    "machine_rank": "use --node_rank",
+    "main_process_ip": "use --master_addr",
+    "main_process_port": "use --master_port",
+    "multi_gpu": "leave it out: each GPU gets a rank",
+    "mixed_precision": "use shard(precision=)",
+    "launcher": "leave it out: a hostfile means ssh; under a scheduler pass --node_rank",
+    "np": "use --num_gpus",
+    "n": "use --num_gpus",
+}
+
+
 # Names, what is given, its type, what it does. The first name is that of the value; hyphens are
 # accepted for underscores.
-_OPTIONS: tuple[tuple[str, str, type, str], ...] = (
+_OPTIONS: tuple[tuple[str, str, Callable[[str], Any], str], ...] = (
     (
-        "--num_gpus --num_accelerators",
+        "--num_gpus --num_accelerators --nproc_per_node",
         "N",
-        int,
+        _ranks,
         "ranks on each machine: one a GPU; without GPUs, processes on its CPU, over "
         "gloo (default: one for each GPU, without GPUs one; with a hostfile, its slots)",
     ),
     (
-        "--num_nodes",
+        "--num_nodes --nnodes",
         "N",
-        int,
+        _number,
         "the first N hosts of the hostfile; with --node_rank, how many machines there are",
     ),
     (

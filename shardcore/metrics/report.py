@@ -1,7 +1,7 @@
 """`shardcore report`: one page with plots of what shardcore.Metrics wrote to a directory.
 
 The page is one file without scripts, and loads nothing from elsewhere. matplotlib, which is
-optional, draws the plots, in colours for light and dark pages.
+optional, draws the plots, in colours for light and dark pages; without it the page has tables.
 """
 
 import argparse
@@ -20,6 +20,7 @@ from shardcore.distributed.clock import PARTS
 from shardcore.metrics.writers import FACTS, FILE, KINDS, TIERS, read_table
 
 POINTS = 400  # of a line: of more rows the mean of so many ranges is drawn
+ROWS = 12  # of a table, which is in place of a plot without matplotlib
 _COLOURS = ("#3566d6", "#7a9df0", "#2fa58c", "#e2574c", "#f0943a", "#f4c64e", "#9aa5b3")
 _LARGE = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 _BYTES = ((2.0**40, " TiB"), (2.0**30, " GiB"), (2.0**20, " MiB"), (2.0**10, " KiB"), (1.0, " B"))
@@ -113,6 +114,10 @@ PLOTS = (
 )
 # What is of interest only where it moves from this value.
 _QUIET = {"loss_scale": 1.0, "skipped_steps": 0.0}
+_WITHOUT_PLOTS = (
+    "the page has tables instead of plots, because matplotlib is not installed; install the extra "
+    "shardcore[demo], or matplotlib alone"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -133,6 +138,8 @@ def run(parsed: argparse.Namespace) -> int:
     path = Path(parsed.output) if parsed.output else folder / "report.html"
     path.write_text(page(folder), encoding="utf-8")
     print(f"wrote {path}")
+    if _matplotlib() is None:
+        print(_WITHOUT_PLOTS)
     return 0
 
 
@@ -213,14 +220,18 @@ def _cards(columns: Mapping[str, Column]) -> list[tuple[str, str]]:
 
 def draw(plot: Plot, columns: Mapping[str, Column]) -> str:
     """Return a plot as a figure of HTML; "" without data."""
+    matplotlib = _matplotlib()
+    points = ROWS if matplotlib is None else POINTS
     chosen = {
-        label: _downsampled(columns[name])
+        label: _downsampled(columns[name], points)
         for label, name in plot.columns.items()
         if _is_drawn(name, columns[name])
     }
     if not chosen:
         return ""
-    steps = _downsampled(columns["step"])
+    steps = _downsampled(columns["step"], points)
+    if matplotlib is None:
+        return _figure(plot, plot.title, columns, _table(steps, chosen, plot.unit))
     if plot.stacked:
         chosen = {
             label: [value if math.isfinite(value) else 0.0 for value in column]
@@ -234,7 +245,6 @@ def draw(plot: Plot, columns: Mapping[str, Column]) -> str:
     size, suffix = _unit(greatest, plot.unit)
     lines = [[value / size for value in column] for column in chosen.values()]
     colours = [_COLOURS[number] for number, label in enumerate(plot.columns) if label in chosen]
-    matplotlib = _matplotlib()
     figure = matplotlib.figure.Figure(figsize=(5.6, 2.5), layout="tight")
     axes = figure.subplots()
     if plot.stacked and len(steps) == 1:
@@ -277,28 +287,48 @@ def draw(plot: Plot, columns: Mapping[str, Column]) -> str:
         f'<li><i style="background: {colour}"></i>{html.escape(label)}</li>'
         for label, colour in zip(chosen, colours, strict=True)
     )
+    title = plot.title + (f" ({suffix.strip()})" if suffix.strip() else "")
+    return _figure(
+        plot,
+        title,
+        columns,
+        f'<svg role="img" aria-label="{html.escape(plot.title)}"{svg}'
+        + (f"<ul>{legend}</ul>" if plot.stacked else ""),
+    )
+
+
+def _figure(plot: Plot, title: str, columns: Mapping[str, Column], content: str) -> str:
+    """Return a figure of HTML, with its caption."""
     last = ""
     if not plot.stacked:
         name = next(iter(plot.columns.values()))
         last = _number(columns[name][-1], plot.unit)
-    title = plot.title + (f" ({suffix.strip()})" if suffix.strip() else "")
     return (
         f"<figure><figcaption><h2>{html.escape(title)}</h2>"
         + (f"<output>{last}</output>" if last else "")
-        + f"<p>{html.escape(plot.about)}</p></figcaption>"
-        + f'<svg role="img" aria-label="{html.escape(plot.title)}"{svg}'
-        + (f"<ul>{legend}</ul>" if plot.stacked else "")
-        + "</figure>"
+        + f"<p>{html.escape(plot.about)}</p></figcaption>{content}</figure>"
     )
 
 
+def _table(steps: Column, chosen: Mapping[str, Column], unit: str) -> str:
+    """Return a table of HTML: a row for each step, a column for each label."""
+    names = "".join(f"<th>{html.escape(label)}</th>" for label in ("step", *chosen))
+    rows = [
+        "".join(f"<td>{_number(value, unit)}</td>" for value in values)
+        for values in zip(*chosen.values(), strict=True)
+    ]
+    body = "".join(
+        f"<tr><td>{step:,.0f}</td>{row}</tr>" for step, row in zip(steps, rows, strict=True)
+    )
+    return f"<table><tr>{names}</tr>{body}</table>"
+
+
 def _matplotlib() -> Any:
+    """Return matplotlib; None if it is not installed."""
     try:
         import_module("matplotlib.figure")
-    except ImportError as error:
-        raise ValueError(
-            f"report: needs matplotlib ({error}); expected `pip install matplotlib`"
-        ) from error
+    except ImportError:
+        return None
     return import_module("matplotlib")
 
 
@@ -310,9 +340,9 @@ def _is_drawn(name: str, column: Column) -> bool:
     return bool(finite) and (not name.endswith(("_ms", "_bytes")) or any(finite))
 
 
-def _downsampled(column: Column) -> Column:
-    """Return at most POINTS values: means of ranges of equal length."""
-    size = -(-len(column) // POINTS)
+def _downsampled(column: Column, points: int) -> Column:
+    """Return at most so many values: means of ranges of equal length."""
+    size = -(-len(column) // points)
     if size == 1:
         return column
     means = []
@@ -372,6 +402,7 @@ figcaption p {{ grid-column: 1 / -1; }}
 svg {{ display: block; width: 100%; height: auto; }}
 ul {{ list-style: none; display: flex; flex-wrap: wrap; gap: 2px 14px;
   margin: 4px 0 0; padding: 0; font-size: 13px; }}
+table {{ border-spacing: 14px 2px; font-size: 13px; text-align: right; }}
 i {{ display: inline-block; width: 11px; height: 11px; border-radius: 3px; margin-right: 6px; }}
 </style>
 </head>

@@ -416,7 +416,7 @@ def test_predict_changes_nothing_and_refuses_what_shard_refuses() -> None:
         (
             {"prefetched": 3},
             TypeError,
-            "got the option 'prefetched'; expected one of shard's: units, offload",
+            "'prefetched' is no option of shard.*; did you mean 'prefetch'",
         ),
         (
             {"process_group": object()},

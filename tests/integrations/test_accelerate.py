@@ -323,6 +323,25 @@ def test_ranks_that_accelerate_does_not_count_are_refused(monkeypatch: pytest.Mo
 
 
 @pytest.mark.more
+def test_a_misspelled_option_is_answered_by_the_nearest_before_a_model_is_there() -> None:
+    with pytest.raises(TypeError, match=r"shard_options: 'offlod' is no.*; did you mean 'offload'"):
+        ShardcoreAccelerator(cpu=True, shard_options={"offlod": "auto"})
+
+
+def test_a_replaced_optimizer_is_no_warning_as_prepare_returns_the_new_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "shardcore")
+    accelerator = ShardcoreAccelerator(
+        cpu=True, mixed_precision="bf16", shard_options={"precision": torch.bfloat16}
+    )
+    model = nn.Linear(2, 3)
+    model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    assert model.weight.dtype == torch.bfloat16
+    (record,) = (record for record in caplog.records if "from AdamW" in record.getMessage())
+    assert record.levelname == "INFO"
+
+
 def test_model_and_optimizer_are_prepared_together() -> None:
     with launched(0, 1):
         accelerator = ShardcoreAccelerator(

@@ -282,8 +282,8 @@ def test_bad_options_are_refused_by_name():
             {"clip_grad_norm": 1.0},
             r"clip_grad_norm was given; expected it in Trainer\(gradient_clip_val=\)",
         ),
-        ({"stages": 2}, "stages is no option; expected save_distributed_checkpoint, stage, units"),
-        ({"find_unused_parameters": True}, "find_unused_parameters is no option"),
+        ({"stages": 2}, "stages is no option; did you mean 'stage'"),
+        ({"find_unused_parameters": True}, "find_unused_parameters is no option; .* save_distr"),
     ):
         with pytest.raises(TypeError, match=text):
             ours.ShardcoreStrategy(**options)

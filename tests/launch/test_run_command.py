@@ -75,7 +75,8 @@ def test_this_machine() -> None:
         slots=[[0]], node_rank=0, program=["train.py", "--num_gpus", "9", "x"]
     ), "the program's own option"
     assert plans("--num_gpus", "3")[0].slots == [[0, 1, 2]]
-    assert plans("--num_accelerators=3")[0].slots == [[0, 1, 2]]
+    for spelling in ("--num_accelerators=3", "--nproc_per_node=3", "--nproc-per-node=3"):
+        assert plans(spelling)[0].slots == [[0, 1, 2]]
     assert plans("--include", "localhost:1")[0].slots == [[1]]
     (plan,) = plans(
         "-m",
@@ -108,6 +109,8 @@ def test_this_machine() -> None:
 def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert plans()[0].slots == [[0, 1, 2, 3]]
+    for word in ("gpu", "auto"):
+        assert plans("--nproc-per-node", word)[0].slots == [[0, 1, 2, 3]]
     assert plans("--exclude", "localhost:0,2")[0].slots == [[1, 3]]
     with pytest.raises(
         ValueError, match="--include names slot 4 of localhost; expected one of 0 to 3"
@@ -176,6 +179,16 @@ def test_sagemaker(monkeypatch: pytest.MonkeyPatch) -> None:
     ("words", "text"),
     [
         (["--num_gpus", "0"], "--num_gpus is 0; expected at least 1"),
+        (["--nproc-per-node", "0"], "--num_gpus is 0; expected at least 1"),
+        (["--nproc-per-node", "cpu"], "'cpu' is not a whole number"),
+        (["--nnodes", "1:4"], "'1:4' is not a whole number"),
+        (["--nnodes", "2"], "--num_nodes is 2 but there is no hostfile"),
+        (["--standalone"], "unknown option --standalone; leave it out"),
+        (["--rdzv-endpoint=h:1"], "unknown option --rdzv-endpoint; use --master_addr"),
+        (["--num_processes", "2"], "unknown option --num_processes; use --num_gpus"),
+        (["-np", "2"], "unknown option -np; use --num_gpus"),
+        (["--num_gpu", "2"], "unknown option --num_gpu; did you mean '--num_gpus'?"),
+        (["--zzz"], "unknown option --zzz; expected one of --help, --num_gpus"),
         (["--max_restarts", "-1"], "--max_restarts is -1; expected at least 0"),
         (["--master_port", "70000"], "--master_port is 70000; expected at most 65535"),
         (

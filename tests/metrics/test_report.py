@@ -126,7 +126,7 @@ def test_numbers_for_readers() -> None:
 
 
 def test_a_long_run_is_drawn_to_its_last_row() -> None:
-    drawn = report._downsampled([float(row) for row in range(3 * report.POINTS - 2)])
+    drawn = report._downsampled([float(row) for row in range(3 * report.POINTS - 2)], report.POINTS)
     assert len(drawn) == report.POINTS
     assert drawn[:2] == [1.0, 4.0]
     assert drawn[-1] == 3.0 * report.POINTS - 3.0
@@ -161,11 +161,24 @@ def test_a_real_training_has_a_page(tmp_path: Path) -> None:
     assert "<h1>Net</h1>" in text
 
 
-def test_without_matplotlib_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(tmp_path, [everything(7)])
+def test_without_matplotlib_the_page_has_tables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, [everything(step) for step in range(1, 25)])
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ValueError, match=r"needs matplotlib .*; expected `pip install matplotlib`"):
-        report.page(tmp_path)
+    assert cli.main(["report", str(tmp_path)]) == 0
+    text = (tmp_path / "report.html").read_text()
+    assert titles(text) == [plot.title for plot in report.PLOTS]
+    assert "<svg" not in text
+    loss = text.partition("<h2>Loss</h2>")[2].partition("</figure>")[0]
+    first = 1.0 + 0.5 * COLUMNS.index("loss")
+    assert "<tr><th>step</th><th>loss</th></tr>" in loss
+    # a row has the mean of two steps
+    assert f"<td>{first + 1.5:.4g}</td>" in loss
+    assert loss.count("<tr>") == 1 + report.ROWS
+    *_, wrote, why = capsys.readouterr().out.splitlines()
+    assert wrote.startswith("wrote ")
+    assert "shardcore[demo]" in why
 
 
 @pytest.mark.parametrize("content", [None, ",".join(COLUMNS) + "\n", "step,loss\n1,2\n"])

@@ -20,7 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardcore.api import full_params, load_sharded_state_dict, no_sync, shard, sharded_state_dict
+from shardcore.api import (
+    full_params,
+    load_sharded_state_dict,
+    no_sync,
+    shard_and_log,
+    sharded_state_dict,
+)
 from shardcore.integrations.fairscale.oss import OSS, optimizer_goes_on
 from shardcore.optim.clip import clip_grad_norm_
 from shardcore.optim.interface import engine_of
@@ -123,7 +129,7 @@ class ShardedLater(nn.Module):
                 f"FullyShardedDataParallel(model) around the whole model that it trains"
             )
         with optimizer_goes_on():
-            _, sharded = shard(self, optimizer, **options)
+            _, sharded = shard_and_log(self, optimizer, **options)
         keep_working(optimizer, sharded)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardcore.api import no_sync, shard
+from shardcore.api import no_sync, shard_and_log
 from shardcore.engine.engine import engine_behind
 from shardcore.engine.regroup import regroup
 from shardcore.integrations.fairscale.adascale import AdaScale
@@ -219,7 +219,7 @@ class ShardedDataParallel(nn.Module):
             **options,
         }
         with optimizer_goes_on():
-            self.module, sharded = shard(module, optimizer.optim, **shard_options)
+            self.module, sharded = shard_and_log(module, optimizer.optim, **shard_options)
         optimizer.use(sharded)
         optimizer.is_sharded = True
         # as DDP
