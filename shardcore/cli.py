@@ -14,7 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -170,7 +170,7 @@ def _bench(parsed: argparse.Namespace) -> int:
     return subprocess.run(command, env=environment, check=False).returncode
 
 
-def _refuse(parsed: argparse.Namespace, word: str) -> NoReturn:
+def _refuse(parsed: argparse.Namespace, word: str) -> None:
     """End with the error that a command does not know an argument, and the option meant instead."""
     name = word.partition("=")[0]
     if not name.startswith("-"):

@@ -62,7 +62,8 @@ ALLOWED = re.compile(r"_foreach_\w+|_version|_parameters|_modules|_buffers|_shar
 # private names of Python and of libraries other than torch, and our marks on modules
 OTHERS = {
     # Python
-    *("_current_frames", "_exit", "_replace", "_run_exitfuncs", "_shutdown"),
+    *("_current_frames", "_exit", "_option_string_actions", "_replace", "_run_exitfuncs"),
+    "_shutdown",
     # transformers, accelerate and lightning
     *("_adjust_missing_and_unexpected_keys", "_attn_implementation", "_init_weights"),
     *("_keys_to_ignore_on_load_missing", "_n_gpu", "_supports_attention_backend", "_tp_plan"),

@@ -8,24 +8,32 @@ import json
 import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from shardcore.distributed.topology import topology_of
 from shardcore.engine.bucket import LIFETIMES
 from shardcore.estimate import fit
+from shardcore.estimate.activations import Activations, activations_of, first_line
 from shardcore.estimate.fit import columns
 from shardcore.estimate.predict import Prediction, predict
 from shardcore.offload import disk
 from shardcore.offload.nvme_states import RATED_TBW
 from shardcore.optim import FusedAdam
-from shardcore.options import CHOICES
+from shardcore.options import CHOICES, DTYPES
 
 _KINDS = ("weights", "gradients", "master", "states", "communication")
 _GIB = 2**30
+# An allowance for the buffers that NCCL allocates for a communicator, outside of torch's allocator.
+# They grow with the channels and peers of a GPU, which NCCL chooses: users report 0.5 to 0.7 GB for
+# all-reduce among A100s (github.com/NVIDIA/nccl/issues/964) and 3 GB for an all-to-all among eight
+# H100s (issues/1685).
+_NCCL_GIB = 1.0
 _DISK_HEAD = [
     "ranks",
     "stage",
@@ -145,13 +153,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help='"auto", or the least parameters of a unit',
     )
     parser.add_argument(
+        "--batch", type=int, metavar="N", help="sequences of a rank's forward (with --seq-len)"
+    )
+    parser.add_argument(
+        "--seq-len",
+        type=int,
+        metavar="N",
+        help="tokens of a sequence: show activations, with and without checkpointing each unit",
+    )
+    parser.add_argument(
+        "--nccl",
+        type=float,
+        default=_NCCL_GIB,
+        metavar="GIB",
+        help="that NCCL takes for each of its communicators (default: %(default)s, an allowance)",
+    )
+    parser.add_argument(
         "--fit",
         action="store_true",
-        help="choose stage (without --stage) and offload for a machine that the next options say",
+        help="choose stage (without --stage), offload, checkpointing (with --batch) and, if it "
+        "does not fit otherwise, split masters and 8-bit moments, for the machine of the next "
+        "options",
     )
     parser.add_argument("--device-memory", type=float, metavar="GIB", help="of a GPU")
     parser.add_argument(
-        "--activations", type=float, metavar="GIB", help="left free on it (default: a tenth)"
+        "--activations",
+        type=float,
+        metavar="GIB",
+        help="of a rank (default: those of --batch and --seq-len, else a tenth of the GPU)",
     )
     parser.add_argument(
         "--host-memory",
@@ -188,9 +217,19 @@ def run(options: argparse.Namespace) -> int:
             f"estimate: --disk with --offload {options.offload}; expected --offload nvme, which "
             f"uses a disk"
         )
+    if (options.batch is None) != (options.seq_len is None):
+        raise ValueError("estimate: --batch and --seq-len belong together; pass both")
+    if options.batch is not None and options.activations is not None:
+        raise ValueError("estimate: --activations and --batch are both given; pass one of them")
+    if options.batch is not None and min(options.batch, options.seq_len) < 1:
+        raise ValueError("estimate: --batch or --seq-len is below 1; expected at least 1")
     model = build(options.model)
+    activations = None
+    if options.batch is not None:
+        dtype = DTYPES[options.precision]
+        activations = activations_of(model, dtype, options.batch, options.seq_len, options.units)
     if options.fit:
-        return _fit(model, options)
+        return _fit(model, options, activations)
     if any((options.device_memory, options.activations, options.host_memory, options.disk_space)):
         raise ValueError(
             "estimate: memory of a machine is given without --fit; expected --fit, which chooses "
@@ -214,12 +253,17 @@ def run(options: argparse.Namespace) -> int:
         engine = disk.file_engine()
         rates = disk.striped([disk.measure(engine, Path(folder)) for folder in options.disk])
     if options.json:
-        print(json.dumps([_plain(*entry, rates) for entry in predictions], indent=1))
+        more: dict[str, Any] = {} if activations is None else {"activations": vars(activations)}
+        entries = [
+            _plain(*entry, rates) | {"nccl": _nccl_bytes(options, entry[0], entry[1])} | more
+            for entry in predictions
+        ]
+        print(json.dumps(entries, indent=1))
         return 0
     first = predictions[0][2]
     print(
         f"{options.model}: {first.numel:,} parameters in {first.units} units; GiB of rank 0, "
-        f"activations not included"
+        f"without activations and NCCL's buffers"
     )
     masters = "" if options.precision == "fp32" else f", {options.master} masters"
     print(
@@ -248,6 +292,15 @@ def run(options: argparse.Namespace) -> int:
         collectives = sum(transfer.collectives for transfer in prediction.transfers)
         rows.append([str(world_size), str(stage), *cells, str(collectives)])
     print(columns(rows))
+    if activations is not None:
+        print(
+            f"activations of {options.batch} x {options.seq_len:,} tokens, on the device: "
+            f"{_gib(activations.whole)}, or {_gib(activations.checkpointed)} if each unit is "
+            f"checkpointed ({activations.source})"
+        )
+    most = max(_nccl_bytes(options, ranks, stage) for ranks, stage, _ in predictions)
+    if most:
+        print(f"NCCL's buffers, on the device: about {_gib(most)} (an allowance: --nccl)")
     if on_disk:
         disk_rows = [_DISK_HEAD]
         for world_size, stage, prediction in predictions:
@@ -263,7 +316,68 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _fit(model: nn.Module, options: argparse.Namespace) -> int:
+def _nccl_bytes(options: argparse.Namespace, world_size: int, stage: int) -> int:
+    """Return the allowance for NCCL's communicators of a rank, as `shard` makes them."""
+    per_node = options.ranks_per_node
+    topology = topology_of(world_size, per_node, per_node if options.hybrid else None)
+    kept = range(options.keep or 0 if stage == 3 else 0)
+    parts = {ranks for ranks in (*topology.levels(0), kept) if 1 < len(ranks) < world_size}
+    return int(((world_size > 1) + len(parts)) * options.nccl * _GIB)
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """The fit of one form of masters and moments, with or without checkpointing.
+
+    reserved: bytes of activations and NCCL on a rank's device. considered: see `fit.fit`.
+    """
+
+    form: Mapping[str, str]
+    checkpoints: bool
+    reserved: int
+    considered: Sequence[fit.Candidate]
+
+    @property
+    def best(self) -> fit.Candidate | None:
+        """Return what fits, and is the fastest; None if nothing fits."""
+        return fit.chosen_of(self.considered)
+
+    @property
+    def changes(self) -> list[str]:
+        """Return the arguments of FusedAdam in this form."""
+        return [f"{name}={value!r}" for name, value in self.form.items() if value != "fp32"]
+
+    @property
+    def name(self) -> str:
+        """Return the form and whether units are checkpointed, in words."""
+        words = ", ".join([*self.changes, *["checkpointing"] * self.checkpoints])
+        return words or "float32 masters and moments"
+
+    def row(self, device: int) -> list[str]:
+        """Return what fits on a device of so many bytes, as a row of a table."""
+        best = self.best
+        if best is None:
+            return [self.name, "-", "does not fit", "-", "-"]
+        free = device - self.reserved - best.prediction.resting.by_tier.get("device", 0)
+        spent = f"{best.milliseconds:.0f}" + " and the disk" * best.on_disk
+        return [self.name, str(best.stage), best.named_offload, spent, _gib(free)]
+
+
+def _forms(options: argparse.Namespace) -> list[dict[str, str]]:
+    """Return masters and moments to try: as asked for, then smaller ones."""
+    masters, moments = [options.master], [options.state_dtype]
+    if options.master == "fp32" and options.precision == "bf16":
+        masters.append("split")
+    if options.state_dtype == "fp32":
+        moments.append("8bit")
+    return [
+        {"master": master, "state_dtype": state_dtype}
+        for state_dtype in moments
+        for master in masters
+    ]
+
+
+def _fit(model: nn.Module, options: argparse.Namespace, activations: Activations | None) -> int:
     """Print what was considered for a machine, and how shard is called for what fits; returns 1
     if nothing does.
     """
@@ -291,39 +405,51 @@ def _fit(model: nn.Module, options: argparse.Namespace) -> int:
             f"estimate: --world-size has {len(options.world_size)} numbers with --fit; expected one"
         )
     (world_size,) = options.world_size
-    activations_gib = (
-        options.device_memory / 10 if options.activations is None else options.activations
+    kept_gib = options.device_memory / 10 if options.activations is None else options.activations
+    kept = [int(kept_gib * _GIB)]
+    of_activations = "a tenth of it" if options.activations is None else "as given"
+    if activations is not None:
+        kept = [activations.whole, activations.checkpointed]
+        of_activations = f"{activations.source}, the second if each unit is checkpointed"
+    device, host, space = (
+        int(gib * _GIB) for gib in (options.device_memory, options.host_memory, options.disk_space)
     )
-    device, activations, host, space = (
-        int(gib * _GIB)
-        for gib in (options.device_memory, activations_gib, options.host_memory, options.disk_space)
-    )
-    machine = fit.Machine(
-        device, activations, host, space, min(world_size, options.ranks_per_node or 8)
-    )
-
-    def predicted(stage: int, offload: Any) -> Prediction:
-        return _predict(model, options, world_size, stage, offload)
-
+    sharing = min(world_size, options.ranks_per_node or 8)
     rates = fit.Rates(
         *(1e9 * rate for rate in (options.link, options.link, options.adam, options.network))
     )
-    considered = fit.fit(machine, rates, world_size, predicted, options.stage)
-    best = fit.chosen_of(considered)
+    nccl = _nccl_bytes(options, world_size, 3)
+
+    def attempt(form: Mapping[str, str], checkpoints: bool) -> _Attempt:
+        def predicted(stage: int, offload: Any) -> Prediction:
+            asked = argparse.Namespace(**{**vars(options), **form})
+            return _predict(model, asked, world_size, stage, offload)
+
+        machine = fit.Machine(device, kept[checkpoints] + nccl, host, space, sharing)
+        considered = fit.fit(machine, rates, world_size, predicted, options.stage)
+        return _Attempt(form, checkpoints, machine.activations, considered)
+
+    attempts = [
+        attempt(form, checkpoints)
+        for form in _forms(options)
+        for checkpoints in (False, True)[: len(kept)]
+    ]
+    chosen = next((one for one in attempts if one.best is not None), attempts[-1])
+    numel = chosen.considered[0].prediction.numel
     print(
-        f"{options.model}: {considered[0].prediction.numel:,} parameters over {world_size} "
-        f"rank(s); GiB of one, with"
+        f"{options.model}: {numel:,} parameters over {world_size} rank(s), {sharing} on a machine; "
+        f"GiB of one rank"
     )
     print(
-        f"{activations_gib:.1f} GiB of its device left for activations; {machine.ranks} rank(s) "
-        f"share host memory and disk"
+        f"on its device also {' or '.join(map(_gib, kept))} of activations, {of_activations}, and "
+        f"{_gib(nccl)} for NCCL (--nccl)"
     )
-    print(fit.table(considered))
+    print(fit.table(chosen.considered))
+    title = ["with", "stage", "offload", "ms", f"free of {_gib(device)} GiB"]
+    print("\n" + columns([title, *(one.row(device) for one in attempts)]))
+    best = chosen.best
     if best is None:
-        print(
-            "nothing fits: more ranks, host memory or --disk-space, --master split, --state-dtype "
-            "8bit"
-        )
+        print("nothing fits: add ranks, host memory, --disk-space or GPU memory")
         return 1
     usual = {
         "grad_dtype": "fp32",
@@ -339,11 +465,12 @@ def _fit(model: nn.Module, options: argparse.Namespace) -> int:
     }
     if best.stage != 3:
         unusual.pop("prefetch", None)
-    print("\n" + fit.call_of(best, {"precision": options.precision, **unusual}))
-    forms = {"master": options.master, "state_dtype": options.state_dtype}
-    reduced = [f"{name}={value!r}" for name, value in forms.items() if value != "fp32"]
-    if reduced:
-        print(f"of optimizer = shardcore.FusedAdam(model.parameters(), {', '.join(reduced)}, ...)")
+    print(f"\nfits with {chosen.name}:")
+    if chosen.changes:
+        print(f"optimizer = shardcore.FusedAdam(model.parameters(), {', '.join(chosen.changes)})")
+    if chosen.checkpoints:
+        print("# checkpoint each unit: torch.utils.checkpoint, or gradient_checkpointing_enable()")
+    print(f"model, optimizer = {fit.call_of(best, {'precision': options.precision, **unusual})}")
     return 0
 
 
@@ -380,20 +507,29 @@ def build(name: str) -> nn.Module:
     sys.path.insert(0, os.getcwd())
     try:
         function = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"estimate: {name} was not found from {os.getcwd()}: {error}") from error
+    except Exception as error:
+        raise ValueError(
+            f"estimate: {name} was not found from {os.getcwd()}: {_said(error)}"
+        ) from error
     if not callable(function):
         raise TypeError(
             f"estimate: {name} is a {type(function).__name__}; expected a function or class that "
             f"makes a model"
         )
-    with torch.device("meta"):
-        model = function()
+    try:
+        with torch.device("meta"):
+            model = function()
+    except Exception as error:
+        raise ValueError(f"estimate: {name}() raised {_said(error)}") from error
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"estimate: {name} returned a {type(model).__name__}; expected a torch.nn.Module"
         )
     return model
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {first_line(error)}"
 
 
 def _of_transformers(name: str) -> nn.Module:
@@ -404,23 +540,34 @@ def _of_transformers(name: str) -> nn.Module:
         "expected MODULE:FUNCTION, a config.json, a folder with one, or the id of a model "
         "in the local cache"
     )
+    path = Path(name)
+    if not path.exists() and (path.suffix == ".json" or path.is_absolute() or name[0] == "."):
+        raise ValueError(f"estimate: MODEL is {name!r}, but there is no such file; {expected}")
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise ValueError(f"estimate: MODEL is {name!r}, a folder without config.json; {expected}")
     try:
         transformers = importlib.import_module("transformers")
     except ImportError as error:
         raise ValueError(
-            f"estimate: MODEL is {name!r}, for which transformers is needed ({error}); {expected}"
+            f"estimate: MODEL is {name!r}, which needs transformers ({first_line(error)}); "
+            f"{expected}"
         ) from error
     try:
         config = transformers.AutoConfig.from_pretrained(name, local_files_only=True)
-        kind = getattr(
-            transformers, (config.architectures or ["AutoModel"])[0], transformers.AutoModel
-        )
+    except Exception as error:
+        why = "which is not in the local cache"
+        if path.exists():
+            why = f"from which transformers makes no configuration ({_said(error)})"
+        raise ValueError(f"estimate: MODEL is {name!r}, {why}; {expected}") from error
+    architecture = (config.architectures or ["AutoModel"])[0]
+    try:
+        kind = getattr(transformers, architecture, transformers.AutoModel)
         with torch.device("meta"):
             model = kind.from_config(config) if hasattr(kind, "from_config") else kind(config)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:
         raise ValueError(
-            f"estimate: MODEL is {name!r}, of which transformers makes no model ({error}); "
-            f"{expected}"
+            f"estimate: MODEL is {name!r}, of which transformers cannot make a {architecture} "
+            f"({_said(error)}); {expected}"
         ) from error
     return model  # type: ignore[no-any-return]
 

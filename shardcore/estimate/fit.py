@@ -80,6 +80,13 @@ class Candidate:
         return self.offload is not None and self.offload["optimizer"] == "nvme"
 
     @property
+    def named_offload(self) -> str:
+        """The tiers in words."""
+        offload = self.offload or {}
+        words = " + ".join(f"{key} {tier}" for key, tier in offload.items() if key != "path")
+        return words or "none"
+
+    @property
     def argument(self) -> dict[str, Any] | None:
         """The `offload` of shard."""
         if self.offload is None or self.on_disk:
@@ -204,13 +211,11 @@ def table(considered: Sequence[Candidate]) -> str:
     for candidate in considered:
         tiers, disk = candidate.prediction.resting.by_tier, candidate.prediction.disk
         sizes = [tiers.get("device", 0), tiers.get("cpu", 0), 0 if disk is None else disk.space]
-        offload = candidate.offload or {}
-        named = " + ".join(f"{key} {tier}" for key, tier in offload.items() if key != "path")
         ratio = "-" if candidate.offload is None else f"{candidate.ratio:.2f}"
         spent = f"{candidate.milliseconds:.0f}" + " and the disk" * candidate.on_disk
         fits = candidate.lacks or ("yes, chosen" if candidate is chosen else "yes")
         gib = [f"{size / 2**30:.2f}" for size in sizes]
-        rows.append([str(candidate.stage), named or "none", ratio, *gib, spent, fits])
+        rows.append([str(candidate.stage), candidate.named_offload, ratio, *gib, spent, fits])
     return columns(rows)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +13,8 @@ from shardcore.offload import disk
 @pytest.mark.more
 def test_estimate(capsys):
     assert cli.main(["estimate", "examples.llama:llama_7b", "--world-size", "8", "64"]) == 0
-    head, assumed, titles, *rows = capsys.readouterr().out.splitlines()
+    head, assumed, titles, *rows, nccl = capsys.readouterr().out.splitlines()
+    assert nccl.startswith("NCCL's buffers, on the device: about 1.00 ")
     assert assumed == "bf16 weights, fp32 masters, fp32 moments, fp32 reduced gradients"
     assert head.startswith("examples.llama:llama_7b: 6,738,415,616 parameters in 33 units")
     assert titles.split()[:3] == ["ranks", "stage", "weights"]
@@ -167,12 +169,64 @@ def test_a_function_may_import_its_neighbours_when_it_is_called(capsys, tmp_path
     assert json.loads(capsys.readouterr().out)[0]["parameters"] == 9
 
 
+def test_a_model_that_transformers_cannot_make_is_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
+    config = transformers.GPT2Config(n_embd=64, n_layer=2, n_head=2, vocab_size=100)
+    config.architectures = ["GPT2LMHeadModel"]
+    config.save_pretrained(tmp_path)
+
+    def needs_more(config: object) -> None:
+        raise ImportError("it needs another library\nand\nmany words")
+
+    monkeypatch.setattr(transformers, "GPT2LMHeadModel", needs_more)
+    with pytest.raises(SystemExit):
+        cli.main(["estimate", str(tmp_path)])
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "cannot make a GPT2LMHeadModel (ImportError: it needs another library)" in last
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(SystemExit):
+        cli.main(["estimate", str(tmp_path)])
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith(
+        f"shardcore estimate: error: estimate: MODEL is '{tmp_path}', from which"
+    )
+
+
+def test_activations_and_nccls_buffers_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["estimate", "examples.llama:llama_7b", "--batch", "2", "--seq-len", "64"]
+    several = ["--world-size", "8", "--ranks-per-node", "4", "--nccl", "0.5", "--stage", "1"]
+    assert cli.main([*command, *several, "--json"]) == 0
+    (entry,) = json.loads(capsys.readouterr().out)
+    assert entry["nccl"] == 3 * 2**29, "all ranks, those of the node, and one of each node"
+    assert entry["activations"]["whole"] > 2 * entry["activations"]["checkpointed"] > 0
+    assert cli.main([*command, "--stage", "3"]) == 0
+    said = capsys.readouterr().out
+    assert "activations of 2 x 64 tokens, on the device: " in said
+    assert "by a forward on the meta device" in said
+    assert "buffers, on the device" not in said, "one rank has no communicator"
+
+
 @pytest.mark.cases(13)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["nope"], "MODEL is 'nope', "),
+        (["nope/nope"], "MODEL is 'nope/nope', "),
+        (["nope.json"], "MODEL is 'nope.json', but there is no such file"),
+        (["docs"], "MODEL is 'docs', a folder without config.json"),
         (["nope:f"], "nope:f was not found from"),
+        (["torch.nn:Linear"], "torch.nn:Linear() raised TypeError: "),
+        (["tests.support.models:Net", "--batch", "1"], "--batch and --seq-len belong together"),
+        (
+            ["tests.support.models:Net", "--batch", "1", "--seq-len", "5"],
+            "pass --activations GIB in place of --batch and --seq-len",
+        ),
+        (
+            ["examples.gpt:GPT", "--batch", "0", "--seq-len", "5"],
+            "--batch or --seq-len is below 1",
+        ),
         (["examples.llama:nope"], "has no attribute 'nope'"),
         (["builtins:list"], "builtins:list returned a list; expected a torch.nn.Module"),
         (
@@ -212,7 +266,7 @@ def test_a_function_may_import_its_neighbours_when_it_is_called(capsys, tmp_path
         ),
         (
             ["tests.support.models:Net", "--offload", "nvme", "--disk", "/nonexist"],
-            "No such file or directory: '/nonexist'\n",
+            "No such file or directory: '/nonexist'",
         ),
     ],
 )
@@ -220,4 +274,6 @@ def test_what_cannot_be_estimated_is_refused(capsys, arguments, message):
     with pytest.raises(SystemExit) as stop:
         cli.main(["estimate", *arguments])
     assert stop.value.code == 2
-    assert message in capsys.readouterr().err
+    (said,) = [line for line in capsys.readouterr().err.splitlines() if "error: " in line]
+    assert message in said
+    assert "connect" not in said
