@@ -1,9 +1,9 @@
 """The bytes that a forward keeps for its backward, from a forward on the meta device.
 
-Nothing is computed or allocated. What autograd saves is counted by storage, as in eager mode;
-attention counts as a fused kernel, which keeps its inputs, its output and a float32 number a row.
-A transformers model whose forward does not run on the meta device is estimated by a formula.
-Not included: what the allocator cannot use, and temporary memory of a kernel.
+Nothing is computed or allocated. Tensors saved by autograd are counted by storage, as in eager
+mode. Attention counts as a fused kernel: it keeps its inputs, its output and a float32 number a
+row. A formula replaces the forward of a transformers model, if the forward does not run on the meta
+device. Fragmentation of the allocator and temporary memory of kernels are not included.
 """
 
 import copy
@@ -27,9 +27,9 @@ _Storages = dict[int, torch.UntypedStorage]  # by storage_id
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes that a rank keeps for backward: of every module, or with each unit checkpointed.
+    """Bytes kept by a rank for backward: of every module, or with each unit checkpointed.
 
-    source: how they were found.
+    source: a forward or the formula, in words.
     """
 
     whole: int
@@ -43,8 +43,8 @@ def activations_of(
     """Return the activations of `batch` sequences of `length` tokens, with weights in dtype.
 
     model: on the meta device, called with token ids (batch, length); not changed. A transformers
-    model is called with labels, too; of another one that returns (batch, length, words) the
-    cross-entropy is added. Raises ValueError for a model that cannot be called so.
+    model also gets labels. For any other model with an output (batch, length, words), the
+    cross-entropy is added. Raises ValueError if the forward fails.
     """
     try:
         return _measured(model, dtype, batch, length, units)
@@ -68,8 +68,8 @@ def _by_formula(config: Any, dtype: torch.dtype, batch: int, length: int) -> Act
     """Estimate by the usual formula: 34 bytes for each 16-bit element that a layer has as input.
 
     Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models"
-    (arXiv:2205.05198), equation 2, without the scores of attention, which fused kernels do not
-    keep. A checkpointed layer keeps its input alone. The logits are counted three times: in dtype,
+    (arXiv:2205.05198), equation 2, without the attention scores, as fused kernels do not keep
+    them. A checkpointed layer keeps its input alone. The logits are counted three times: in dtype,
     and in float32 with their gradient.
     """
     layer_input = batch * length * config.hidden_size * dtype.itemsize
@@ -115,7 +115,7 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Saved:
-    """The storages that autograd saves, by the unit that is running; "" outside of all units."""
+    """The storages saved by autograd, by running unit; "" outside of all units."""
 
     def __init__(self, model: nn.Module, units: UnitPolicy) -> None:
         tensors = [*model.parameters(), *model.buffers()]
@@ -147,7 +147,7 @@ class _Saved:
                     storages[storage_id(storage)] = storage
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Count a tensor that autograd saves."""
+        """Count a tensor saved by autograd."""
         storage = tensor.untyped_storage()
         if storage_id(storage) not in self._of_model:
             self._by_unit[self._running[0] if self._running else ""][storage_id(storage)] = storage
@@ -158,8 +158,8 @@ class _Saved:
         self._put(self._by_unit[""], tensors)
 
     def bytes(self) -> tuple[int, int]:
-        """Return the bytes of all, and those with each unit checkpointed: units' inputs, what is
-        outside of units, and one unit.
+        """Return the bytes of all storages, and the bytes with each unit checkpointed: inputs of
+        units, storages outside of units, and one unit.
         """
         outside = self._by_unit.pop("", {})
         everything = dict(outside)

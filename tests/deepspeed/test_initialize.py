@@ -332,6 +332,16 @@ def test_a_given_optimizer_takes_the_place_of_the_configurations(
     assert "takes its place" not in caplog.text
 
 
+def test_a_replaced_optimizer_is_no_warning_as_the_engine_has_the_new_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "shardcore")
+    model = make_net()
+    start(ds_config(), model, optimizer=torch.optim.AdamW(model.parameters()))
+    (record,) = (record for record in caplog.records if "from AdamW" in record.getMessage())
+    assert record.levelname == "INFO"
+
+
 def test_an_optimizer_of_some_parameters_updates_these_alone(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
