@@ -65,7 +65,7 @@ from shardcore.offload.split_store import (
     planned_store,
     ratio_tuner_of,
 )
-from shardcore.optim import AdamOptimizer, CPUAdam, ShardableOptimizer
+from shardcore.optim import CPUAdam, ShardableOptimizer
 from shardcore.optim.base import refuse_others
 from shardcore.optim.clip import reach_shards
 from shardcore.optim.dtensor import is_dtensor
@@ -79,6 +79,7 @@ from shardcore.options import (
     accept_optimizer,
     check_names,
     replace_optimizer,
+    without_states,
 )
 from shardcore.parallel.tensor import slice_adapters
 
@@ -399,19 +400,13 @@ def shard_and_log(
     ranks_per_node: int | None = None,
     **given: Any,
 ) -> tuple[Model, Any]:
-    """`shard`, for integrations. Collective.
-
-    level: of the log line about a replaced optimizer. The user of an integration cannot act on it.
+    """`shard`, for integrations: `level` of the log line about a replaced optimizer is INFO, since
+    their users cannot act on it. Collective.
     """
     check_names("shard", given, OPTIONS)
-    offload = given.get("offload")
     user_optimizer: Any = NoOptimizer() if optimizer is None else optimizer
-    if optimizer is None and isinstance(offload, Mapping):
-        # there are no states, so weights may be offloaded without an optimizer's tier
-        tier_of_states: dict[str, Any] = {"optimizer": "cpu"}
-        if offload.get("params") == "nvme":
-            tier_of_states = {"optimizer": "nvme", "durable": False}
-        given["offload"] = {**tier_of_states, **offload}
+    if optimizer is None:
+        given["offload"] = without_states(given.get("offload"))
     options = ShardOptions(**given)
     plan, filler, options = _plan(
         model, user_optimizer, options, process_group, model_parallel_group, ranks_per_node
@@ -749,9 +744,7 @@ def _fill(
     level: int,
 ) -> None:
     """Move weights into the plan's memory: those of the model, of `filler`, or of the engine `old`.
-    Collective.
-
-    level: see `shard_and_log`.
+    Collective. level: see `shard_and_log`.
     """
     builder, buckets, first = plan.builder, plan.buckets, plan.comm.rank == 0
     conversions = builder.conversions(plan.model) if first else ""
@@ -760,17 +753,7 @@ def _fill(
     if old is not None:
         old.zero_grad()
     if plan.optimizer is not user_optimizer:
-        replace_optimizer(user_optimizer, plan.optimizer)
-        if first:
-            logger.log(
-                level,
-                "shard: made %s from %s; use the optimizer that shard() returns (it shares "
-                "param_groups with the old one, which does nothing any more)",
-                "a shardcore.FusedAdam"
-                if isinstance(plan.optimizer, AdamOptimizer)
-                else "a sharded optimizer",
-                type(user_optimizer).__name__,
-            )
+        replace_optimizer(user_optimizer, plan.optimizer, level if first else None)
     for bucket in buckets:
         builder.fill(bucket, plan.store, options.broadcast)
     idle: list[str] = []

@@ -1,6 +1,7 @@
 """What shard() accepts: its options, and the optimizer to shard. All checks here change nothing."""
 
 import difflib
+import logging
 import math
 import os
 import sys
@@ -22,6 +23,8 @@ from shardcore.optim.elementwise import ELEMENTWISE, ElementKind, is_elementwise
 from shardcore.optim.group_options import check_capturable
 from shardcore.optim.muon import Muon, MuonKind
 from shardcore.torch_private import mark_stepped, share_optimizer_hooks
+
+logger = logging.getLogger("shardcore")
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CHOICES: dict[str, tuple[str | None, ...]] = {
@@ -425,6 +428,16 @@ def _ratio_of(ratio: object) -> float:
     return float(ratio)
 
 
+def without_states(offload: Any) -> Any:
+    """Complete `offload` for a model without an optimizer, which can offload weights alone."""
+    if not isinstance(offload, Mapping):
+        return offload
+    tier: dict[str, Any] = {"optimizer": "cpu"}
+    if offload.get("params") == "nvme":
+        tier = {"optimizer": "nvme", "durable": False}
+    return {**tier, **offload}
+
+
 class NoOptimizer:
     """In place of an optimizer for a model that only runs forward: it has no parameters and no
     states.
@@ -518,9 +531,13 @@ def accept_optimizer(
     return FusedAdam(groups)
 
 
-def replace_optimizer(old: torch.optim.Optimizer, new: ShardableOptimizer) -> None:
+def replace_optimizer(
+    old: torch.optim.Optimizer, new: ShardableOptimizer, level: int | None
+) -> None:
     """Let `new` take over: it shares `old`'s group dicts (so schedulers drive it) and hooks;
     `old` refuses to work.
+
+    level: of the log line about it; None logs nothing.
     """
     for index, group in enumerate(new.param_groups):
         shared = old.param_groups[index]
@@ -533,6 +550,14 @@ def replace_optimizer(old: torch.optim.Optimizer, new: ShardableOptimizer) -> No
     old.__dict__["zero_grad"] = new.zero_grad
     # schedulers of the old one ask whether it has stepped; the new one does
     mark_stepped(old)
+    if level is not None:
+        logger.log(
+            level,
+            "shard: made %s from %s; use the optimizer that shard() returns (it shares "
+            "param_groups with the old one, which does nothing any more)",
+            "a shardcore.FusedAdam" if isinstance(new, AdamOptimizer) else "a sharded optimizer",
+            kind,
+        )
 
 
 class _Replaced:
