@@ -42,7 +42,7 @@ from shardcore.engine.hooks import attach
 from shardcore.engine.loss_scale import LossScale
 from shardcore.engine.mistakes import warn_of_compiled
 from shardcore.engine.optimizer_state import ShardedStates
-from shardcore.engine.plan import Plan
+from shardcore.engine.plan import Plan, input_casts
 from shardcore.engine.regroup import regroup
 from shardcore.engine.slices import refuse_slices, slice_mesh
 from shardcore.engine.states import DeviceStore
@@ -806,7 +806,7 @@ def _start(
         engine.go_on_from(None)
         if plan.builder.trains:  # from now on the engine has that state
             optimizer._skipped, optimizer._device_state = optimizer.skipped_steps, None
-        attach(plan.model, engine, _casts(plan, cast_inputs))
+        attach(plan.model, engine, input_casts(plan, cast_inputs))
         optimizer.state = ShardedStates(
             engine.updater.buckets, engine.settle, other_entries_of_state
         )
@@ -825,23 +825,6 @@ def _start(
         warn_of_pageable(plan.host.copies)
         if plan.comm.rank == 0:
             warn_of_misplaced(plan.host.copies)
-
-
-def _casts(plan: Plan, cast_inputs: bool | str) -> dict[str, torch.dtype]:
-    """Return the dtype that the floating inputs of each unit are cast to, by its name."""
-    dtype = plan.builder.dtype
-    if cast_inputs != "units":
-        return {"": dtype} if cast_inputs and dtype in (torch.bfloat16, torch.float16) else {}
-    casts = {}
-    for name in {"", *(unit.name for unit in plan.units)}:
-        dtypes = {
-            param.dtype
-            for param in plan.model.get_submodule(name).parameters()
-            if param.is_floating_point()
-        }
-        if dtype in dtypes or len(dtypes) == 1:
-            casts[name] = dtype if dtype in dtypes else dtypes.pop()
-    return casts
 
 
 def _slices_of(model: nn.Module, optimizer: Any) -> tuple[DeviceMesh | None, Exception | None]:

@@ -130,3 +130,20 @@ class StepCommits(Protocol):
     def wait_for_all(self) -> None: ...
 
     def link_into(self, folder: Path, names: Mapping[torch.Tensor, str]) -> Any: ...
+
+
+def input_casts(plan: Plan, cast_inputs: bool | str) -> dict[str, torch.dtype]:
+    """Return the dtype that the floating inputs of each unit are cast to, by its name."""
+    dtype = plan.builder.dtype
+    if cast_inputs != "units":
+        return {"": dtype} if cast_inputs and dtype in (torch.bfloat16, torch.float16) else {}
+    casts = {}
+    for name in {"", *(unit.name for unit in plan.units)}:
+        dtypes = {
+            param.dtype
+            for param in plan.model.get_submodule(name).parameters()
+            if param.is_floating_point()
+        }
+        if dtype in dtypes or len(dtypes) == 1:
+            casts[name] = dtype if dtype in dtypes else dtypes.pop()
+    return casts
