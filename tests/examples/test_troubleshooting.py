@@ -1,0 +1,75 @@
+"""docs/troubleshooting.md quotes messages that shardcore prints."""
+
+import ast
+import re
+
+import pytest
+
+from tests.support.scripts import ROOT
+
+PAGE = ROOT / "docs" / "troubleshooting.md"
+LITERAL = re.compile(r'"((?:[^"\\\n]|\\.)*)"')
+
+
+def text_of(node):
+    """The text of a message; NUL for each value in it."""
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, str) else ""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(text_of(value) for value in node.values)
+    if isinstance(node, ast.BinOp):
+        return text_of(node.left) + text_of(node.right)
+    return "\0"
+
+
+def messages():
+    """Every string of the Python sources, and of C++ each line's."""
+    for path in (*(ROOT / "shardcore").rglob("*.py"), ROOT / "tools" / "build_config.py"):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+        for node in nodes:
+            if (
+                isinstance(node, ast.Constant | ast.JoinedStr | ast.BinOp)
+                and id(node) not in docstrings
+            ):
+                yield text_of(node)
+    for path in (ROOT / "csrc").rglob("*.[ch]*"):
+        for line in path.read_text().splitlines():
+            yield "\0".join(LITERAL.findall(line))
+
+
+def quotations(page):
+    """The code spans in the first column of tables under "shardcore prints"."""
+    quoted = False
+    for line in page.splitlines():
+        cells = [cell.strip() for cell in line.split(" | ")]
+        if line.startswith("| shardcore prints"):
+            quoted = True
+        elif not line.startswith("|"):
+            quoted = False
+        elif quoted and not line.startswith("|--"):
+            yield from re.findall(r"`([^`]+)`", cells[0])
+
+
+def is_in(quotation, sources):
+    """Whether the fixed words of a quotation are, in their order, in one message."""
+    pattern = re.compile(".*".join(map(re.escape, re.split(r"\s*\.\.\.,?\s*", quotation))), re.S)
+    return any(pattern.search(message) for message in sources)
+
+
+@pytest.fixture(scope="module")
+def sources():
+    return sorted(set(messages()))
+
+
+def test_quoted_messages_are_in_the_sources(sources):
+    quoted = list(quotations(PAGE.read_text()))
+    assert len(quoted) > 80
+    assert [text for text in quoted if not is_in(text, sources)] == []
+
+
+@pytest.mark.parametrize(
+    "wrong", ["is shaded (stage 3)", "waited ... for ..., at that", "is nowhere near"]
+)
+def test_a_wrong_quotation_is_noticed(sources, wrong):
+    assert not is_in(wrong, sources)
