@@ -4,7 +4,10 @@ site.
 README.md, CONTRIBUTING.md and CHANGELOG.md are pages of the site. Any other file of the checkout
 that a page links to is added to it, too: pictures and JSON as they are, text as a page that shows
 it. A link to a folder, or to what is not there, stays as it is, so that mkdocs' own check reports
-it.
+it. Markdown files that are no pages, such as examples/README.md, are checked when the site is
+built: their links, and the anchors of pages that they name.
+
+A code host's alerts (`> [!NOTE]`) become callouts. The header shows the version.
 """
 
 from __future__ import annotations
@@ -35,6 +38,8 @@ LANGUAGES = {
 }
 CODE = re.compile(r"(^```.*?^```$|`[^`\n]+`)", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:)([^)#\s]+)(?=[#)])")
+ALERT = re.compile(r"^> \[!(NOTE|TIP|IMPORTANT|WARNING|CAUTION)\]\n((?:>.*\n?)+)", re.MULTILINE)
+CALLOUTS = {"IMPORTANT": "info", "CAUTION": "danger"}
 # What a browser would fetch from another host.
 FETCHED = re.compile(
     r"""<(?:script|img|iframe|source|link)\b[^>]*\b(?:src|href)=["']?(?:https?:)?//|(?:@import|url\()\W*https?:"""
@@ -69,8 +74,10 @@ def _links(path: str) -> list[str]:
 
 def on_config(config: Any) -> Any:
     """Put the pages of a folder into the navigation where it has "folder/*.md"; without any
-    leave it out.
+    leave it out. Add the version to the site's name.
     """
+    (version,) = re.findall(r'__version__ = "(.+)"', (ROOT / "shardcore/version.py").read_text())
+    config["site_name"] += f" {version}"
     nav: list[Any] = []
     for entry in config["nav"]:
         ((title, of),) = entry.items()
@@ -106,8 +113,14 @@ def on_files(files: Any, config: Any) -> Any:
     return files
 
 
+def _callout(match: re.Match[str]) -> str:
+    kind = CALLOUTS.get(match[1], match[1].lower())
+    text = re.sub(r"^> ?", "    ", match[2], flags=re.MULTILINE)
+    return f"!!! {kind}\n{text}"
+
+
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Rewrite links as the site has the files."""
+    """Rewrite links as the site has the files, and alerts as its theme has them."""
     path = _in_checkout(page.file.src_uri)
     if not (ROOT / path).is_file():  # one that shows a file
         return markdown
@@ -120,8 +133,24 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
         return posixpath.relpath(uri, posixpath.dirname(page.file.src_uri) or ".")
 
     return "".join(
-        part if CODE.fullmatch(part) else LINK.sub(in_site, part) for part in CODE.split(markdown)
+        part if CODE.fullmatch(part) else LINK.sub(in_site, part)
+        for part in CODE.split(ALERT.sub(_callout, markdown))
     )
+
+
+def _dead_links(path: Path, site: Path) -> list[str]:
+    """Return the links of a Markdown file to nothing, or to an anchor that a page lacks."""
+    dead = []
+    for link in re.findall(r"\]\((?![a-z]+:)([^)\s]+)\)", CODE.sub("", path.read_text())):
+        name, _, anchor = link.partition("#")
+        target = (path.parent / name).resolve() if name else path
+        if not target.exists():
+            dead.append(link)
+        elif anchor and target.is_relative_to(ROOT):
+            page = site / Path(_in_site(target.relative_to(ROOT).as_posix())).with_suffix(".html")
+            if page.exists() and f'id="{anchor}"' not in page.read_text():
+                dead.append(link)
+    return dead
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
@@ -136,7 +165,13 @@ def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
 
 
 def on_post_build(config: Any) -> None:
-    """Refuse a site that loads anything from another host."""
+    """Refuse a site that loads anything from another host, and dead links in Markdown files
+    beside it.
+    """
+    for folder in ("examples", "benchmarks", ".github"):
+        for path in sorted((ROOT / folder).rglob("*.md")):
+            if dead := _dead_links(path, Path(config["site_dir"])):
+                raise PluginError(f"{path.relative_to(ROOT)}: links lead nowhere: {dead}")
     for path in sorted(Path(config["site_dir"]).rglob("*")):
         if path.suffix in (".html", ".css") and (found := FETCHED.search(path.read_text())):
             raise PluginError(f"{path}: expected nothing from another host, but has {found[0]}")
