@@ -29,13 +29,13 @@ def test_plain_torch_runs_out_of_memory(tmp_path):
 @pytest.mark.more
 def test_it_trains_resumes_and_exports(tmp_path):
     first = after(tmp_path)
-    second = after(tmp_path, "--steps", "20", "--export", "exported")
+    second = after(tmp_path, "--steps", "12", "--export", "exported")
     assert "resumed at step 10" in second
     losses = losses_in(first) + losses_in(second)
     check_losses_fall(losses)
     whole = tmp_path / "whole"
     whole.mkdir()
-    assert losses_in(after(whole, "--steps", "20")) == losses
+    assert losses_in(after(whole, "--steps", "12")) == losses
     model = LlamaForCausalLM.from_pretrained(tmp_path / "exported")
     assert sum(p.numel() for p in model.parameters()) == 63_328_768
     assert all(torch.isfinite(p).all() for p in model.parameters())
