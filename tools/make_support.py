@@ -18,14 +18,14 @@ PAGE = ROOT / "docs" / "support.md"
 PRECISIONS = ("fp32", "bf16", "fp16")
 HEAD = """# Supported versions and combinations
 
-For a quick answer to "does it run on my machine, with these options?". `python -m
+Which machines and which combinations of options are supported. `python -m
 tools.make_support` makes this page from [one table](../tools/support.toml). Tests compare the
 table with the code.
 
 - **works**: tests run it on CPU ranks.
 - **refused**: `shard` raises an error before it changes anything.
-- **never run**: nobody has tried it there yet.
-- **H200**: a committed result of one H200; the file has the versions and options. No result is from
+- **never run**: not tried there yet.
+- **H200**: a committed result of one H200, whose file lists the versions and options. No result is from
   several GPUs.
 
 ## Versions and machines
