@@ -306,7 +306,7 @@ def test_what_shardcore_saves_and_loads_is_exchanged(tmp_path: Path) -> None:
     )
     _save_alone(weights, tmp_path / "runs" / "x", save_latest=True)
     other, its, _ = train(0, Run(stage=2, steps=1))
-    with pytest.raises(ValueError, match="has no states of an optimizer"):
+    with pytest.raises(ValueError, match="contains no optimizer states"):
         shardcore.load(tmp_path / "runs", other, its)
     assert shardcore.load(tmp_path / "runs", other).path.name == "x"
     assert all(torch.equal(other.state_dict()[name], value) for name, value in weights.items())
@@ -487,7 +487,7 @@ def test_what_is_no_plain_data_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "x"
     _save_alone({"x": 1}, path)
     with pytest.raises(
-        dcp.CheckpointException, match=r"model\.a.* has type object; expected plain data"
+        dcp.CheckpointException, match=r"model\.a.* is of type object; expected plain data"
     ):
         _save_alone({"model": {"a": [{"b": object()}]}, "w": torch.ones(3)}, path)
     with pytest.raises(dcp.CheckpointException, match=r"c@0 is a tensor of torch\.complex64"):
@@ -525,10 +525,10 @@ def test_a_path_that_is_no_checkpoint_is_kept(tmp_path: Path) -> None:
     (tmp_path / "mine" / "thesis").write_text("")
     with pytest.raises(
         dcp.CheckpointException,
-        match="is no checkpoint of shardcore's; expected one, which is replaced",
+        match="exists, but is not a checkpoint of shardcore",
     ):
         _save_alone({"x": 1}, tmp_path / "mine")
-    with pytest.raises(dcp.CheckpointException, match=r"tag has '\.x'"):
+    with pytest.raises(dcp.CheckpointException, match=r"tag is '\.x'"):
         _save_alone({"x": 1}, tmp_path / ".x")
     assert os.listdir(tmp_path / "mine") == ["thesis"]
     with pytest.raises(dcp.CheckpointException, match="missing"):
@@ -568,10 +568,10 @@ def _unlike_ranks(rank: int, world_size: int, path: str) -> list[str]:
 def test_ranks_that_do_not_make_a_whole_are_refused(tmp_path: Path) -> None:
     first, second = run_ranks(2, _unlike_ranks, str(tmp_path / "x"))
     assert "no whole checkpoint" in first[0]
-    assert "has 6 elements of x (weight); expected 12" in first[0]
+    assert "lists 6 elements of x (weight); expected 12" in first[0]
     for said in (first, second):
         assert "rank 1 does not see" in said[1]
-        assert "ranks have x as F32 and I32" in said[2]
+        assert "x is of F32 on one rank and of I32 on another" in said[2]
         assert "another job is saving there" in said[3]
         assert said[4] == "no error"
     assert sorted(os.listdir(tmp_path)) == [".lock", "x"]
@@ -618,7 +618,7 @@ def test_a_writer_in_use_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             dcp.CheckpointException, match="a is still being written by this Writer"
         ):
             second.result()
-        assert "a save of this process goes on there" in _said(
+        assert "a save of this process is still running there" in _said(
             {"x": torch.zeros(3)}, str(tmp_path / "a"), no_dist=True
         )
     finally:

@@ -29,7 +29,7 @@ from shardcore.torch_private import default_store
 
 logger = logging.getLogger("shardcore")
 
-AS_BEFORE = "the checkpoints that were there are as before"
+AS_BEFORE = "earlier checkpoints are unchanged"
 _POLL_S, _PATIENCE_S, _PATIENCE_AT_EXIT_S = 0.02, 3600.0, 60.0
 _ALIGNMENT = 16
 _PART_BYTES = 4 << 20  # of a message; TCPStore closes the connection at a value of more than 8 MiB
@@ -125,8 +125,8 @@ class Mailbox:
                 until = min(until, time.monotonic() + _PATIENCE_AT_EXIT_S)
             if time.monotonic() > until:
                 raise RuntimeError(
-                    f"save: no {key} came in time; expected every rank to write its part (has one "
-                    f"died?)"
+                    f"save: timed out waiting for {key}. Every rank must write its part; check "
+                    "whether a rank died"
                 )
             time.sleep(_POLL_S)
         value = bytes(self._store.get(key))

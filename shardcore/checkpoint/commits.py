@@ -97,10 +97,10 @@ class Commits:
         if self.source is not None:
             if not self.restored and self._engine.comm.rank == 0:
                 logger.warning(
-                    "step: training goes on from step %d, but shardcore.resume was not called, so "
-                    "a scheduler, the position in "
-                    "the data and random states are those of a new run; expected "
-                    "shardcore.resume(model, ...) before the first step, which returns that number",
+                    "step: training continues from step %d, but shardcore.resume was not called. "
+                    "The scheduler, the position in the data and the random states are therefore "
+                    "as in a new run. Call shardcore.resume(model, ...) before the first step; it "
+                    "returns the number of this step",
                     self._slots.step,
                 )
             self.source.close()
@@ -175,9 +175,9 @@ class Commits:
             try:
                 raise StepError(
                     f"step: step {self.step} is made, but cannot be committed "
-                    f"({type(error).__name__}: {error}); expected it "
-                    f"on disk before the next one (step {self._slots.step} stays the last in "
-                    f"{self._slots.folder}; make room, and call this again)"
+                    f"({type(error).__name__}: {error}). Step {self._slots.step} stays the last "
+                    f"committed step in {self._slots.folder}. Make room on the disk, then repeat "
+                    "this call"
                 ) from error
             finally:
                 error = None  # else a cycle
@@ -191,9 +191,9 @@ class Commits:
             for managed in bucket.params:
                 if managed.edited:  # perhaps while the thread wrote it
                     raise ValueError(
-                        f"{managed.name} was edited between the begin of a forward and the step; "
-                        "expected edits after a step, before the next forward, float32 masters, or "
-                        '"durable": False'
+                        f"{managed.name} was edited after a forward began and before the step. "
+                        "Edit weights after a step and before the next forward, or use float32 "
+                        'masters, or "durable": False'
                     )
         self._slots.write_record(self._record, self.step, self._states)
         self._record = None
@@ -294,14 +294,14 @@ def resume(
         commits = engine.commits
         if isinstance(commits, Commits) and commits.step and commits.source is None:
             raise ValueError(
-                f"resume: step {commits.step} is made; expected the call before the first step"
+                f"resume: step {commits.step} is already made. Call resume before the first step"
             )
         if scheduler is not None:
             plain.to_json(scheduler.state_dict(), "resume: scheduler.state_dict()")
         if not isinstance(commits, Commits):
             raise ValueError(
-                'resume: the model commits no steps; expected one of shard(offload={"optimizer": '
-                '"nvme", "path": ..., "resume": True}) (a checkpoint is read by shardcore.load)'
+                'resume: the model commits no steps. Use shard(offload={"optimizer": "nvme", '
+                '"path": ..., "resume": True}), or read a checkpoint with shardcore.load'
             )
         rank_state(engine.device, options.stateful)
         if commits.source is not None:

@@ -75,8 +75,8 @@ def consolidate(
         return write_model(engine, Path(output), tensors, max_shard_bytes)
     if not isinstance(source, str | os.PathLike):
         raise TypeError(
-            f"consolidate: source has type {type(source).__name__}; expected a directory, or a "
-            f"sharded model"
+            f"consolidate: source is of type {type(source).__name__}; expected a directory or a "
+            "sharded model"
         )
     with open_checkpoint("consolidate", Path(source), tag) as opened:
         tensors = of_source(opened, dtype)
@@ -87,17 +87,17 @@ def consolidate(
 def _check(output: str | os.PathLike[str], dtype: object, max_shard_bytes: object) -> None:
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(
-            f"consolidate: dtype has {dtype!r}; expected a floating dtype, such as torch.bfloat16, "
-            f"or None"
+            f"consolidate: dtype is {dtype!r}; expected a floating dtype, such as torch.bfloat16, "
+            "or None"
         )
     if type(max_shard_bytes) is not int or max_shard_bytes < 1:
         raise ValueError(
-            f"consolidate: max_shard_bytes has {max_shard_bytes!r}; expected a number of bytes"
+            f"consolidate: max_shard_bytes is {max_shard_bytes!r}; expected a number of bytes"
         )
     if Path(output).suffix in (".bin", ".pt", ".pth", ".ckpt"):
         raise ValueError(
-            f"consolidate: output has {output!r}; expected a directory, or the name of a "
-            f".safetensors file"
+            f"consolidate: output is {output!r}; expected a directory, or the name of a "
+            ".safetensors file"
         )
 
 
@@ -250,7 +250,7 @@ def on_first_rank(
     """
     engine.read_all("state_dict", "the model")
     values = _values(engine, tensors)
-    with together(engine.everyone, "consolidate", "files that were there are as before"):
+    with together(engine.everyone, "consolidate", "existing files are unchanged"):
         try:
             return use(values) if engine.everyone.rank == 0 else []
         finally:

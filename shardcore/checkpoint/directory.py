@@ -50,9 +50,9 @@ def check_tag(op: str, tag: object) -> None:
         or len(tag.encode()) > 200
     ):
         raise ValueError(
-            f"{op}: tag has {tag!r}; expected the name of a directory, at most 200 bytes, without "
-            f"/, not beginning with a dot "
-            f"(nor {LATEST!r}), without blanks at its ends or unprintable characters"
+            f"{op}: tag is {tag!r}; expected the name of a directory: at most 200 bytes, not "
+            f"{LATEST!r}, no dot at the start, no blanks at the ends, no slash and no unprintable "
+            "characters"
         )
 
 
@@ -89,8 +89,8 @@ def check_ours(path: Path) -> None:
     if not is_empty_directory:
         raise FileExistsError(
             errno.EEXIST,
-            "save: this is no checkpoint of shardcore's; expected one, which is replaced, or a "
-            "path where nothing is (give another tag)",
+            "save: this path exists, but is not a checkpoint of shardcore, so save does not "
+            "replace it. Pass another tag",
             str(path),
         )
 
@@ -111,8 +111,8 @@ def find(op: str, folder: Path, tag: str | None) -> Path:
             return folder
         raise FileNotFoundError(
             errno.ENOENT,
-            f"{op}: there is no {LATEST!r} and no {MANIFEST}; expected a directory that save was "
-            f"given, or tag= one of its checkpoints ({_names(folder)})",
+            f"{op}: found neither {LATEST!r} nor {MANIFEST}. Pass the directory given to save, or "
+            f"one of its checkpoints as tag= ({_names(folder)})",
             str(folder),
         )
     check_tag(f"{op}: {folder / LATEST} is damaged" if by_latest else op, tag)
@@ -120,11 +120,11 @@ def find(op: str, folder: Path, tag: str | None) -> Path:
     if not path.exists() and (replaced / MANIFEST).exists():
         return replaced  # a crash came between the two renames of `commit`
     if not path.exists():
-        named = f", which {LATEST!r} names" if by_latest else ""
+        named = f", although {LATEST!r} names it" if by_latest else ""
         raise FileNotFoundError(
             errno.ENOENT,
-            f"{op}: there is no such checkpoint{named}; expected tag= one that save has written "
-            f"({_names(folder)})",
+            f"{op}: the checkpoint does not exist{named}. Pass a checkpoint written by save as "
+            f"tag= ({_names(folder)})",
             str(path),
         )
     return path
@@ -233,7 +233,8 @@ def _discard(path: Path) -> None:
         _remove(removed)
     except OSError as error:
         logger.warning(
-            "save: %s is not needed, and %s cannot be removed: %s (the next save tries again)",
+            "save: %s is no longer needed, but %s cannot be removed: %s (the next save tries "
+            "again)",
             path,
             removed,
             error,
@@ -277,7 +278,8 @@ class FileLock:
                 self._file.close()
                 raise
             logger.warning(
-                "%s: the file system of %s has no locks (%s), so two jobs there are not noticed",
+                "%s: the file system of %s does not support locks (%s). A second job in this "
+                "directory would go unnoticed",
                 op,
                 path,
                 error,
@@ -323,10 +325,11 @@ class SaveLock:
             folder / LOCK,
             "save",
             {"tag": tag},
-            another="another job is saving there: {}; expected one at a time (wait for it, or end "
-            "it)",
-            this="a save of this process goes on there: {}; expected its wait() first, or a folder "
-            "for each model",
+            another="another job is saving there: {}. Wait for it, or end it",
+            this=(
+                "a save of this process is still running there: {}. Call its wait() first, or use "
+                "one folder per model"
+            ),
         )
         try:
             self._clean()

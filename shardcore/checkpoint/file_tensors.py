@@ -65,8 +65,8 @@ class Window:
         counts = type(start) is int and type(size) is int
         if not counts or not 0 <= start <= start + size <= self.size:
             raise ValueError(
-                f"load: {self} has {self.size} bytes; expected {size} at offset {start} (is it cut "
-                f"off? copy it again)"
+                f"load: {self} is {self.size} bytes long; expected {size} at offset {start}. The "
+                "file may be cut off: copy it again"
             )
         return Window(self.path, self.start + start, size, self.file_size)
 
@@ -78,8 +78,8 @@ class Window:
             now = os.fstat(file.fileno()).st_size
             if now != self.file_size:
                 raise ValueError(
-                    f"load: {self.path} has {now} bytes; expected {self.file_size}, as when it was "
-                    f"opened"
+                    f"load: {self.path} is {now} bytes long; expected {self.file_size}, as when it "
+                    "was opened"
                 )
             file.seek(part.start)
             count = file.readinto(content)  # type: ignore[attr-defined]
@@ -171,8 +171,8 @@ class Stored(ABC):
         """
         if not 0 <= start <= start + numel <= prod(self.shape):
             raise ValueError(
-                f"load: {self}: asked for elements {start} to {start + numel}; expected at most "
-                f"{prod(self.shape)}"
+                f"load: {self}: elements {start} to {start + numel} were requested; expected at "
+                f"most {prod(self.shape)}"
             )
         boxes = list(boxes_of(self.grid, start, numel, _AT_ONCE))
         if len(boxes) == 1:
@@ -202,15 +202,15 @@ class FileTensor(Stored):
             (self.offset, *self.shape, *self.stride)
         ):
             raise ValueError(
-                f"load: {self.window} has a tensor of shape {self.shape}, stride {self.stride}; "
-                f"expected counts"
+                f"load: {self.window}: a tensor has shape {self.shape} and stride {self.stride}; "
+                "expected counts"
             )
         end = self.offset + _span(self.shape, self.stride)
         needed = end * self.dtype.itemsize if prod(self.shape) > 0 else 0
         if needed > self.window.size:
             raise ValueError(
-                f"load: {self.window} has {self.window.size} bytes of a tensor; expected {needed} "
-                f"for shape {self.shape} (is it cut off?)"
+                f"load: {self.window}: a tensor takes {self.window.size} bytes; expected {needed} "
+                f"for shape {self.shape}. The file may be cut off"
             )
         dims = zip(self.shape, self.stride, row_major(self.shape), strict=True)
         is_contiguous = all(size == 1 or step == usual for size, step, usual in dims)
@@ -280,14 +280,12 @@ class BoxTensor(Stored):
                 indices.start < 0 or indices.stop > size
                 for indices, size in zip(box, self.grid, strict=True)
             ):
-                raise ValueError(
-                    f"load: {name} has a part at {box}; expected it inside shape {self.grid}"
-                )
+                raise ValueError(f"load: {name}: the part at {box} is outside of shape {self.grid}")
         numel = sum(prod(sizes_of(box)) for box in boxes)
         if numel != prod(shape):
             raise ValueError(
-                f"load: {name} has parts of {numel} elements; expected {prod(shape)}, for shape "
-                f"{shape} (is a rank's file missing, or did parts overwrite each other?)"
+                f"load: the parts of {name} hold {numel} elements; expected {prod(shape)} for "
+                f"shape {shape}. A rank's file may be missing, or parts may overwrite each other"
             )
 
     def __str__(self) -> str:
@@ -356,9 +354,9 @@ class ForeignSource(Source):
             for key, tensor in of_name.items():
                 if prod(tensor.shape) != prod(self.shapes[name]):
                     raise ValueError(
-                        f"load: {path}: {key} of {name} has shape {tuple(tensor.shape)}; expected "
-                        f"{self.shapes[name]}, as the "
-                        "weight (is it the state of another parameter?)"
+                        f"load: {path}: {key} of {name} has shape {tuple(tensor.shape)}; "
+                        f"expected {self.shapes[name]}, as the weight. It may be the state of "
+                        "another parameter"
                     )
 
     def keys(self, name: str) -> tuple[str, ...]:
@@ -370,13 +368,14 @@ class ForeignSource(Source):
         of_name = self._of(name)
         if key not in of_name:
             raise ValueError(
-                f"load: {self.path} has no {key} of {name}; expected one of {', '.join(of_name)}"
+                f"load: {self.path} contains no {key} of {name}; expected one of "
+                f"{', '.join(of_name)}"
             )
         return of_name[key].read(start, numel)
 
     def _of(self, name: str) -> Mapping[str, Stored]:
         if name not in self._tensors:
-            raise ValueError(f"load: {self.path} has no {name}; expected a name that it has")
+            raise ValueError(f"load: {self.path} contains no {name}. Pass a name from the file")
         return self._tensors[name]
 
 

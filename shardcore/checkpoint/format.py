@@ -22,7 +22,7 @@ Of a parameter that tensor-parallel ranks have slices of, each slice is stored a
 own, "name[first:end]@start": columns [first, end) of the parameter seen as "rows" rows, flat row by
 row. So a slice of any dimension has long ranges, and 8-bit codes keep their blocks. Its ranges are
 shorter, by its share of a row, so that some rows of the whole tensor are about one range of each
-slice. A manifest that has slices is of version 2. Nothing is unpickled; names of files are matched
+slice. A manifest that has slices has version 2. Nothing is unpickled; names of files are matched
 against a pattern; each offset is checked against the file before it is read.
 
 Files are not trusted. Checksums find damage, not malice: whoever changes a manifest can give it a
@@ -167,8 +167,8 @@ def dtype_name(dtype: torch.dtype, where: str) -> str:
     """Return the format's name of a dtype. TypeError if it has none."""
     if dtype not in _NAMES:
         raise TypeError(
-            f"save: {where} is a tensor of {dtype}; expected a dtype that safetensors has "
-            f"({', '.join(DTYPES)}; or a buffer with persistent=False, which is not saved)"
+            f"save: {where} is a tensor of {dtype}, which safetensors does not support. Use one of "
+            f"{', '.join(DTYPES)}, or a buffer with persistent=False, which is not saved"
         )
     return _NAMES[dtype]
 
@@ -185,12 +185,14 @@ def json_bytes(value: Mapping[str, Any], plain_data: bool = False) -> bytes:
     text = json.dumps(value, allow_nan=False)[:-1].encode()
     most = _MAX_PLAIN_BYTES if plain_data else _MAX_JSON_BYTES
     if len(text) > most - 100:
-        content = "ranges of tensors, and what get_extra_state() and param_groups have, take"
+        content = (
+            "the ranges of tensors, and the values of get_extra_state() and param_groups, take"
+        )
         if plain_data:
             content = "plain data take"
         raise ValueError(
-            f"save: {content} {len(text)} bytes as JSON; expected at most {most} (register large "
-            f"tensors as buffers of the model, or save them yourself)"
+            f"save: {content} {len(text)} bytes as JSON; expected at most {most}. Register large "
+            "tensors as buffers of the model, or save them yourself"
         )
     return text + f'{_SUM}{crc32c(text):08x}"}}\n'.encode()
 
@@ -200,19 +202,21 @@ def read_json(path: Path) -> Any:
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > _MAX_JSON_BYTES:
-            raise ValueError(f"load: {path} has {size} bytes; expected at most {_MAX_JSON_BYTES}")
+            raise ValueError(
+                f"load: {path} is {size} bytes long; expected at most {_MAX_JSON_BYTES}"
+            )
         data = file.read(size)
     text, separator, rest = data.rpartition(_SUM.encode())
     if not separator or rest != f'{crc32c(text):08x}"}}\n'.encode():
         raise ValueError(
-            f"load: {path} is damaged: its last entry, the checksum of what is before it, is not "
-            f"that; expected the file as it was written (use another checkpoint, or copy it again)"
+            f"load: {path} is damaged: the checksum at its end does not match its content. Use "
+            "another checkpoint, or copy it again"
         )
     try:
         return json.loads(text + b"}")
     except (ValueError, RecursionError) as error:
         raise ValueError(
-            f"load: {path} is no JSON object ({error}); expected a file written by shardcore"
+            f"load: {path} is not a JSON object ({error}); expected a file written by shardcore"
         ) from error
 
 
@@ -290,7 +294,8 @@ class Checkpoint(Source):
 
     def _reading(self, field: str) -> AbstractContextManager[None]:
         return reporting(
-            f"{self.path / MANIFEST} is no manifest, as its {field!r} is wrong", "one by shardcore"
+            f"{self.path / MANIFEST} is not a valid manifest: its {field!r} is wrong",
+            "one by shardcore",
         )
 
     def _parse(self) -> None:
@@ -298,9 +303,9 @@ class Checkpoint(Source):
         with self._reading("format"):
             if m["format"] != FORMAT or m["version"] not in (VERSION, SLICED):
                 raise ValueError(
-                    f"load: {self.path / MANIFEST} has format {m['format']!r}, version "
-                    f"{m['version']!r}; expected {FORMAT!r}, "
-                    f"version {VERSION} or {SLICED} (a newer shardcore may read it)"
+                    f"load: {self.path / MANIFEST} is in format {m['format']!r}, version "
+                    f"{m['version']!r}; expected {FORMAT!r}, version {VERSION} or {SLICED}. A "
+                    "newer shardcore may read it"
                 )
         with self._reading("files"):
             self.files = [(str(file["name"]), _count(file["bytes"])) for file in m["files"]]
@@ -355,8 +360,8 @@ class Checkpoint(Source):
             actual = os.stat(self.path / name).st_size
             if actual != size:
                 raise ValueError(
-                    f"load: {self.path / name} has {actual} bytes; expected {size} (is the copy "
-                    f"complete?)"
+                    f"load: {self.path / name} is {actual} bytes long; expected {size}. The copy "
+                    "may be incomplete"
                 )
 
     def _entry(self, name: str, entry: Mapping[str, Any]) -> Entry:
@@ -377,17 +382,16 @@ class Checkpoint(Source):
             )
             if first != end or count == 0:
                 raise ValueError(
-                    f"load: {self.path / MANIFEST} lacks columns from {end} on of {name}, or has "
-                    f"some twice"
+                    f"load: {self.path / MANIFEST} lacks columns of {name} from {end} on, or lists "
+                    "some twice"
                 )
             end = first + count
         dtypes = [{key: part.dtype for key, part in parts.items()} for parts in slices.values()]
         differ = any(of_slice != dtypes[0] for of_slice in dtypes)
         if end != width or rows * width != prod(shape) or differ:
             raise ValueError(
-                f"load: {self.path / MANIFEST} has slices of {name} that do not belong together: "
-                f"{end} of {width} columns in "
-                f"{rows} rows, as {dtypes}; expected all of the shape {shape}"
+                f"load: {self.path / MANIFEST}: the slices of {name} do not fit together: {end} of "
+                f"{width} columns in {rows} rows, as {dtypes}; expected all of the shape {shape}"
             )
         return Entry(shape, step, slices)
 
@@ -397,8 +401,8 @@ class Checkpoint(Source):
             of_other_optimizer = ("F32",) if _STATE.fullmatch(key) else ()
             if part["dtype"] not in _DTYPES_OF.get(key, of_other_optimizer):
                 raise ValueError(
-                    f"load: {self.path / MANIFEST} has {name}.{key} of {part['dtype']!r}, which is "
-                    f"unknown"
+                    f"load: {self.path / MANIFEST}: {name}.{key} is of the unknown dtype "
+                    f"{part['dtype']!r}"
                 )
             parts[key] = self._part(f"{name} ({key})", part, stored_numel(key, numel))
         dtypes = {key: part.dtype for key, part in parts.items()}
@@ -408,8 +412,7 @@ class Checkpoint(Source):
         )
         if not {"weight", "master"} & set(parts) or split or coded:
             raise ValueError(
-                f"load: {self.path / MANIFEST} has the parts {dtypes} of {name}, which do not "
-                f"belong together"
+                f"load: {self.path / MANIFEST}: the parts of {name} do not fit together: {dtypes}"
             )
         return parts
 
@@ -422,18 +425,18 @@ class Checkpoint(Source):
             leaves_gap = self._whole and item.start > end
             if overlaps or leaves_gap or not 0 < item.numel <= RANGE_NUMEL:
                 raise ValueError(
-                    f"load: {self.path / MANIFEST} lacks elements from {end} on of {name}, or has "
-                    f"some twice"
+                    f"load: {self.path / MANIFEST} lacks elements of {name} from {end} on, or "
+                    "lists some twice"
                 )
             end = item.start + item.numel
             if item.offset + item.numel * dtype.itemsize > self.files[item.file][1]:
                 raise ValueError(
-                    f"load: {self.path / MANIFEST} has {name} beyond the end of "
+                    f"load: {self.path / MANIFEST} places {name} beyond the end of "
                     f"{self.files[item.file][0]}"
                 )
         if end > numel or (self._whole and end < numel):
             raise ValueError(
-                f"load: {self.path / MANIFEST} has {end} elements of {name}; expected {numel}"
+                f"load: {self.path / MANIFEST} lists {end} elements of {name}; expected {numel}"
             )
         return Part(dtype, ranges)
 
@@ -442,8 +445,8 @@ class Checkpoint(Source):
         state = self._plain(rank_file(rank))
         if state is not None and not {"random", "stateful"} <= state.keys():
             raise ValueError(
-                f"load: {self.path / rank_file(rank)} has {', '.join(state)}; expected random and "
-                f"stateful"
+                f"load: {self.path / rank_file(rank)} contains {', '.join(state)}; expected random "
+                "and stateful"
             )
         return state
 
@@ -452,7 +455,7 @@ class Checkpoint(Source):
         if all(name != file for file, _ in self.files):
             return None
         with reporting(
-            f"{self.path / name} has no plain data in its 'value'", "a file by shardcore"
+            f"{self.path / name} contains no plain data in its 'value'", "a file by shardcore"
         ):
             return _dict(plain.from_json(read_json(self.path / name)["value"], "value"))
 
@@ -511,8 +514,8 @@ class Checkpoint(Source):
             # where the checkpoint is one rank's part alone
             if item is None or not item.start <= start < item.start + item.numel:
                 raise ValueError(
-                    f"load: {self.path} has not all elements of {name}; expected the range from "
-                    f"{start} on"
+                    f"load: {self.path} does not contain all elements of {name}; expected the "
+                    f"range from {start} on"
                 )
             skipped = start - item.start
             count = min(numel, item.numel - skipped)
@@ -531,8 +534,8 @@ class Checkpoint(Source):
             raise ValueError(
                 f"load: {file} is damaged in bytes {item.offset} to {item.offset + nbytes} "
                 f"({name}, elements {item.start} to {item.start + item.numel}): their crc32c is "
-                f"{crc:08x}; expected {item.crc:08x} (use another checkpoint, or copy the file "
-                f"again)"
+                f"{crc:08x}; expected {item.crc:08x}. Use another checkpoint, or copy the file "
+                "again"
             )
         aligned = (
             read.data_ptr() % dtype.itemsize == 0 and read.storage_offset() % dtype.itemsize == 0
@@ -547,8 +550,8 @@ class Checkpoint(Source):
                 size, crc = self._heads[file]
                 if size > reader.size_bytes or _C.crc32c(reader.start(0, size).wait()) != crc:
                     raise ValueError(
-                        f"load: {path} is damaged in bytes 0 to {size}, its header; expected the "
-                        f"file as it was written (use another checkpoint, or copy it again)"
+                        f"load: {path} is damaged in bytes 0 to {size}, its header. Use another "
+                        "checkpoint, or copy it again"
                     )
                 self._readers[file] = reader
                 if len(self._readers) > _MAX_OPEN:
@@ -573,7 +576,7 @@ def _count(value: object, least: int = 0) -> int:
 def _step_of(name: str, value: object) -> int:
     step = _count(value)
     if step > MAX_STEP:
-        raise ValueError(f"step of {name} has {step}; expected at most 2**53")
+        raise ValueError(f"step of {name} is {step}; expected at most 2**53")
     return step
 
 

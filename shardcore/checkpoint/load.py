@@ -196,8 +196,8 @@ def open_path(op: str, path: Path, names: Collection[str] = ()) -> Source:
             return _in_planners_tree(layout.Checkpoint(path), names)
         if (path / layout.data_file(0)).exists():
             raise ValueError(
-                f"load: {path} has {layout.data_file(0)} without {layout.MANIFEST}; expected both "
-                f"(is the copy complete?)"
+                f"load: {path} contains {layout.data_file(0)} without {layout.MANIFEST}; expected "
+                "both. The copy may be incomplete"
             )
         source: Source | None = open_committed(path) if path.is_dir() else None
         source = source or open_foreign(path, names)
@@ -207,7 +207,7 @@ def open_path(op: str, path: Path, names: Collection[str] = ()) -> Source:
     if source is None:
         raise FileNotFoundError(
             errno.ENOENT,
-            f"{op}: this is no checkpoint; expected one of shardcore, DeepSpeed or torch",
+            f"{op}: this is not a checkpoint; expected one of shardcore, DeepSpeed or torch",
             str(path),
         )
     return source
@@ -225,7 +225,7 @@ def _in_planners_tree(checkpoint: layout.Checkpoint, names: Collection[str]) -> 
         dtype = checkpoint.read(name, "weight", 0, 0).dtype
         read = partial(checkpoint.read, name, "weight")
         items[name] = SimpleNamespace(shape=shape, dtype=dtype, read=read)  # as file_tensors.Stored
-    with reporting(f"{checkpoint.path} is damaged or of another form", "one by shardcore"):
+    with reporting(f"{checkpoint.path} is damaged or in another format", "one by shardcore"):
         tree = tree_of((paths.get(name, (name,)), value) for name, value in items.items())
         source = source_of(checkpoint.path, tree, names)
     source.close = checkpoint.close  # type: ignore[method-assign]
@@ -237,7 +237,7 @@ def objects_of(checkpoint: layout.Checkpoint) -> tuple[dict[str, Any], Any]:
     another wrote it.
     """
     manifest_path = str(checkpoint.path / layout.MANIFEST)
-    with reporting(f"{manifest_path} is no manifest", "one by shardcore"):
+    with reporting(f"{manifest_path} is not a valid manifest", "one by shardcore"):
         saved = checkpoint.manifest.get("dcp", {"objects": {}, "planner_data": None})
         objects = {
             str(name): plain.from_json(value, manifest_path)
@@ -269,9 +269,9 @@ def load_from(source: Source, engine: Engine, options: LoadOptions) -> Loaded:
         unexpected.extend(name for name in source.shapes if name not in named)
         if options.strict and (missing or unexpected):
             raise ValueError(
-                f"load: {source.path} has other names than the model: missing "
-                f"{_shortened(missing)}; unexpected "
-                f"{_shortened(unexpected)}; expected the same model, or strict=False"
+                f"load: {source.path} and the model differ in names: missing "
+                f"{_shortened(missing)}; unexpected {_shortened(unexpected)}. Use the same model, "
+                "or strict=False"
             )
         for name, tensor in named.items():
             if name in source.shapes and source.shapes[name] != tensor.shape:
@@ -283,9 +283,8 @@ def load_from(source: Source, engine: Engine, options: LoadOptions) -> Loaded:
         without_states = source.groups is None and not source.steps
         if options.states and options.strict and without_states and engine.updater.buckets:
             raise ValueError(
-                f"load: {source.path} has no states of an optimizer; expected some, or load "
-                "without an optimizer (which leaves its states as they are), or strict=False "
-                "(which resets them)"
+                f"load: {source.path} contains no optimizer states. Load without an optimizer, "
+                "which keeps its states, or with strict=False, which resets them"
             )
         check_stateful("load", source, engine.everyone, options.stateful)
         if options.ema is not None:
@@ -301,7 +300,7 @@ def load_from(source: Source, engine: Engine, options: LoadOptions) -> Loaded:
 
     engine.agree("load", check)
     rounded: set[str] = set()
-    then = "the model is partly loaded: load another checkpoint before it is used"
+    then = "the model is partly loaded; load another checkpoint before you use it"
     with together(engine.everyone, "load", then):
         _load_tensors(source, engine, options, rounded)
     use_loaded(engine)
@@ -345,16 +344,15 @@ def check_stateful(op: str, source: Source, ranks: Everyone, stateful: Mapping[s
             for world in (source, ranks)
         )
         raise ValueError(
-            f"{op}: stateful has {', '.join(stateful)}, but {source.path} was saved by {saved_by} "
-            f"ranks, each with its own; expected {present}, or None (keep positions in data in "
-            f"client_state)"
+            f"{op}: stateful names {', '.join(stateful)}, but {source.path} was saved by "
+            f"{saved_by} ranks, each with its own state; expected {present}, or stateful=None. To "
+            "change the number of ranks, keep positions in the data in client_state"
         )
     missing = [name for name in stateful if name not in of_rank["stateful"]]
     if missing:
         raise ValueError(
-            f"{op}: stateful has {', '.join(missing)}, which {source.path} does not have for this "
-            f"rank; "
-            f"expected the names that were saved ({', '.join(of_rank['stateful']) or 'none'})"
+            f"{op}: stateful names {', '.join(missing)}, but {source.path} contains no state of it "
+            f"for this rank; expected the saved names ({', '.join(of_rank['stateful']) or 'none'})"
         )
 
 
@@ -364,8 +362,8 @@ def _check_averages(source: Source, engine: Engine) -> None:
     missing = [name for name in names if layout.EMA not in source.keys(name)]
     if missing:
         raise ValueError(
-            f"load: {source.path} has no moving average of {_shortened(missing)}; expected one "
-            f"that save was given ema for, or ema=None"
+            f"load: {source.path} contains no moving average of {_shortened(missing)}. Load a "
+            "checkpoint saved with ema=, or pass ema=None"
         )
 
 
@@ -383,9 +381,9 @@ def _check_states(source: Source, engine: Engine) -> None:
             missing = sorted(keys - set(source.keys(name)))
             if missing:
                 raise ValueError(
-                    f"load: {source.path} has no {missing[0]!r} of {name}, so another optimizer "
-                    f"saved it; expected one that keeps {', '.join(sorted(keys))} (or load without "
-                    f"an optimizer, and train on from its weights)"
+                    f"load: {source.path} contains no {missing[0]!r} of {name}, so another "
+                    f"optimizer saved it; expected one with {', '.join(sorted(keys))}. To continue "
+                    "from the weights alone, load without an optimizer"
                 )
 
 
@@ -396,10 +394,11 @@ def check_scheduler(op: str, source: Source, scheduler: Any) -> None:
     if source.scheduler is None:
         client_state = ""
         if source.client_state:
-            client_state = f" (it has {_shortened(list(map(str, source.client_state)))})"
+            client_state = (
+                f" (its client_state contains {_shortened(list(map(str, source.client_state)))})"
+            )
         raise ValueError(
-            f"{op}: {source.path} has no scheduler's state{client_state}; expected one, or "
-            f"scheduler=None"
+            f"{op}: {source.path} contains no scheduler state{client_state}. Pass scheduler=None"
         )
     saved_keys, keys = (
         # private keys, and "verbose", come and go with torch's versions
@@ -408,11 +407,11 @@ def check_scheduler(op: str, source: Source, scheduler: Any) -> None:
     )
     if saved_keys != keys:
         raise ValueError(
-            f"{op}: {source.path} has a scheduler's state of "
+            f"{op}: {source.path} contains a scheduler state with "
             f"{_shortened(sorted(map(str, saved_keys)))}; expected "
-            f"{_shortened(sorted(map(str, keys)))}, as this {type(scheduler).__name__} has: make "
-            f"the scheduler that was saved (DeepSpeed's are in shardcore.deepspeed.lr_schedules), "
-            f"or give scheduler=None and set it yourself"
+            f"{_shortened(sorted(map(str, keys)))}, as in this {type(scheduler).__name__}. Create "
+            "the scheduler class of the saved run (DeepSpeed's are in "
+            "shardcore.deepspeed.lr_schedules), or pass scheduler=None and set it yourself"
         )
 
 
@@ -447,9 +446,9 @@ def options_of(source: Source, engine: Engine) -> list[dict[str, Any]] | None:
     sizes = [len(group["params"]) for group in engine.updater.groups]
     if source.numbered and saved_sizes != sizes:
         raise ValueError(
-            f"load: {source.path} has parameters by number, in groups of {saved_sizes}; expected "
-            f"groups of {sizes}, as this optimizer: make the groups that it was saved with, in "
-            "their order (or save param_names in each group)"
+            f"load: {source.path} numbers the parameters, in groups of {saved_sizes}; expected "
+            f"groups of {sizes}, as in this optimizer. Create the groups of the saved run in the "
+            "same order, or save param_names in each group"
         )
     names: dict[torch.Tensor, str] = {param: name for name, param in named_parameters(engine.model)}
     names.update(_names_in(source, engine))
@@ -462,12 +461,14 @@ def options_of(source: Source, engine: Engine) -> list[dict[str, Any]] | None:
         }
         if len(saved_groups) > 1:
             raise ValueError(
-                f"load: param_groups[{index}] has parameters of {len(saved_groups)} groups of "
-                f"{source.path}; expected groups that are the same as there, or parts of them"
+                f"load: param_groups[{index}] mixes parameters of {len(saved_groups)} groups of "
+                f"{source.path}; expected the same groups as there, or parts of them"
             )
         options = next(iter(saved_groups.values()), group)
         saved_options.append({**options, "params": group_names})
-    with reporting(f"{source.path} has 'groups' that no step can use", "those of this optimizer"):
+    with reporting(
+        f"the 'groups' of {source.path} are unusable for a step", "those of this optimizer"
+    ):
         imported = engine.updater.kind.import_groups(
             "load", engine.updater.groups, {"state": {}, "param_groups": saved_options}
         )
@@ -619,8 +620,8 @@ def restore_rank(
         if of_rank is None:
             return
         if options.states:
-            problem = f"{source.path} has 'random' states that are wrong"
-            with reporting(problem, "those that save wrote"):
+            problem = f"{source.path} contains invalid 'random' states"
+            with reporting(problem, "states written by save"):
                 _restore_random(of_rank["random"], engine.device)
         for name, value in options.stateful.items():
             value.load_state_dict(of_rank["stateful"][name])

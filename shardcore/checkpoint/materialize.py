@@ -271,8 +271,8 @@ class Conversion:
             keys = ", ".join(key for key, _ in parts[:3])
             raise ValueError(
                 f"shard: transformers cannot make {first} of {keys} in "
-                f"{self._files[parts[0][0]].path} "
-                f"({type(error).__name__}: {error}); expected files of this model"
+                f"{self._files[parts[0][0]].path} ({type(error).__name__}: {error}); expected "
+                "files of this model"
             ) from error
         return {
             name: value[0] if isinstance(value, list) else value
@@ -322,9 +322,9 @@ def plan_materialize(
     if materialize is None or callable(materialize):
         if materialize is not None and not meta:
             raise ValueError(
-                "shard: materialize is a callable and nothing of the model is on the meta device; "
-                "expected None, or a model "
-                'built under torch.device("meta") (it would never be called)'
+                "shard: materialize is a callable, but no tensor of the model is on the meta "
+                "device, so it would never be called. Pass materialize=None, or build the model "
+                'under torch.device("meta")'
             )
         in_memory = [name for name, param in model.named_parameters() if not param.is_meta]
         return FromInit(model, meta, materialize, in_memory) if meta else None
@@ -335,8 +335,8 @@ def plan_materialize(
         fills = [item for item in items if callable(item)]
     if not paths or len(paths) + len(fills) != len(items) or len(fills) > 1:
         raise TypeError(
-            f"shard: materialize is {materialize!r}; expected a callable that fills a module, a "
-            f"path, or a list of paths and perhaps one such callable for what the files lack"
+            f"shard: materialize is {materialize!r}; expected a callable for a module, a path, or "
+            "a list of paths with at most one callable for tensors in none of the files"
         )
     return FromFiles(model, *tensors_for(model, open_files(paths)), fills[0] if fills else None)
 
@@ -353,8 +353,8 @@ def _check_replaceable(name: str, tensor: torch.Tensor) -> None:
     """
     if use_count_of(tensor) > 1 or weakref.getweakrefs(tensor):
         raise ValueError(
-            f"shard: {name} is on the meta device and is held by something else (the graph of a "
-            f"forward that ran on it, or a weak reference); expected a model that was only built"
+            f"shard: {name} is on the meta device and is still referenced elsewhere (by the graph "
+            "of a forward, or a weak reference). Pass a model straight after building it"
         )
 
 
@@ -400,22 +400,22 @@ class FromInit:
         self.entries: list[Entry] = [("tensor on the meta device", name) for name in meta.values()]
         for name, module in self._modules:
             described = (
-                f"{_described(name, module)} has "
-                f"{', '.join(key for _, key, _ in self._meta_entries(module))} on the meta device"
+                f"the tensors {', '.join(key for _, key, _ in self._meta_entries(module))} of "
+                f"{_described(name, module)} are on the meta device"
             )
             if init is None and not own_init.covers(module):
                 raise ValueError(
-                    f"shard: {described} and no reset_parameters(); expected materialize= with a "
-                    f"callable that fills such a module, or with files"
+                    f"shard: {described}, and the module defines no reset_parameters(). Pass a "
+                    "callable for this module, or files, as materialize="
                 )
             real = [key for key, _ in self._unfilled(module)]
             if real and any(
                 isinstance(tensor, nn.Parameter) for _, _, tensor in self._meta_entries(module)
             ):
                 raise ValueError(
-                    f"shard: {described} and {', '.join(real)} not to be filled; expected all "
-                    f"parameters of a module in one "
-                    "place (what fills some would overwrite the others)"
+                    f"shard: {described}, while {', '.join(real)} is in memory or in files. Put "
+                    "all parameters of a module in one place, because filling some would "
+                    "overwrite the others"
                 )
 
     def _meta_entries(self, module: nn.Module) -> list[_Entry]:
@@ -448,10 +448,10 @@ class FromInit:
         """
         if self._in_memory and builder.comm.rank == 0:
             logger.warning(
-                "shard: not on the meta device, so kept as it is and not filled: %s. If nothing "
-                "has set it (a constructor that "
-                "calls torch.FloatTensor(...) leaves memory unset even under "
-                'torch.device("meta")), expected model.to("meta") before the optimizer is made',
+                "shard: %s is in memory rather than on the meta device, so its values are kept. "
+                'Some constructors leave memory unset even under torch.device("meta"), such as '
+                'torch.FloatTensor(...). If nothing set these values, call model.to("meta") '
+                "before creating the optimizer",
                 ", ".join(self._in_memory),
             )
         bucket_of: dict[torch.Tensor, tuple[Bucket, Managed]] = {
@@ -537,8 +537,8 @@ class FromInit:
             if has_values and is_blank(value):
                 content = "NaN (of unset memory)" if value.is_floating_point() else "unset values"
                 raise ValueError(
-                    f"{full_name} has {content}; expected every element to be filled, or the "
-                    f"tensor in memory before shard()"
+                    f"{full_name} contains {content}. Fill every element, or put the tensor in "
+                    "memory before shard()"
                 )
 
 
@@ -571,10 +571,9 @@ class FromFiles:
         unexpected = [name for name in tensors if name not in known]
         if unexpected:
             raise ValueError(
-                f"shard: {tensors[unexpected[0]].path} has {_listed(unexpected)}, which is no "
-                f"parameter or buffer of the "
-                "model; expected the model's own names: write the file without the others, or "
-                "rename them in it"
+                f"shard: {tensors[unexpected[0]].path} contains {_listed(unexpected)}, which the "
+                "model lacks among its parameters and buffers. Write the file without the others, "
+                "or rename them to the model's names"
             )
         self._key: dict[torch.Tensor, str] = {}
         missing: dict[torch.Tensor, str] = {}
@@ -594,13 +593,12 @@ class FromFiles:
             paths = list(dict.fromkeys(str(stored.path) for stored in tensors.values()))
             where = _listed(paths or ["an empty file"])
             beside = (
-                f" (where {_listed(self._dropped)} is not of the model)" if self._dropped else ""
+                f" ({_listed(self._dropped)} there is not in the model)" if self._dropped else ""
             )
             raise ValueError(
-                f"shard: {_listed(lacking)} is on the meta device and not in {where}{beside}; "
-                f"expected its values "
-                "there, the tensor in memory before shard(), or materialize=[path, fill] with a "
-                "callable that fills its module"
+                f"shard: {_listed(lacking)} is on the meta device and not in {where}{beside}. Add "
+                "its values to the files, put the tensor in memory before shard(), or pass "
+                "materialize=[path, fill] with a callable for its module"
             )
         self._rest = FromInit(model, missing, init) if missing else None
         self.entries: list[Entry] = [
@@ -617,7 +615,7 @@ class FromFiles:
         """Make the weights. Collective. Raises RuntimeError on every rank if one cannot read."""
         if self._dropped and builder.comm.rank == 0:
             logger.warning(
-                "shard: the files have %s, which the model does not; dropped, as from_pretrained "
+                "shard: the files contain %s, which the model lacks; dropped, as from_pretrained "
                 "does",
                 ", ".join(self._dropped),
             )
@@ -654,12 +652,12 @@ def _check_stored(name: str, stored: FileTensor | Converted, tensor: torch.Tenso
     if stored.shape != tuple(tensor.shape):
         raise ValueError(
             f"shard: {name} has shape {stored.shape} in {stored.path}; expected "
-            f"{tuple(tensor.shape)}, the model's"
+            f"{tuple(tensor.shape)}, as in the model"
         )
     if stored.dtype != tensor.dtype and not (stored.dtype in _FLOATS and tensor.dtype in _FLOATS):
         raise TypeError(
-            f"shard: {name} has dtype {stored.dtype} in {stored.path}; expected one that "
-            f"{tensor.dtype} can be made from"
+            f"shard: {name} has dtype {stored.dtype} in {stored.path}; expected a dtype "
+            f"convertible to {tensor.dtype}"
         )
 
 

@@ -109,8 +109,8 @@ def _encode(value: Any, where: str, depth: int) -> Any:
             plain_value = str.__str__(value)  # not the __str__ of the subclass
         return _encode(plain_value, where, depth + 1)
     raise TypeError(
-        f"{where} has type {type(value).__name__}; expected plain data (numbers, text, lists, "
-        f"tuples, dicts, bytes, tensors, NumPy arrays): give its state_dict(), or save it yourself"
+        f"{where} is of type {type(value).__name__}; expected plain data (numbers, text, lists, "
+        "tuples, dicts, bytes, tensors, NumPy arrays). Pass its state_dict(), or save it yourself"
     )
 
 
@@ -132,8 +132,8 @@ def _bytes_of(tensor: torch.Tensor, where: str) -> str:
     # its memory is not its values
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         raise TypeError(
-            f"{where} is a {type(tensor).__name__}, which holds its values in other tensors; "
-            f"expected a plain tensor: give full_tensor() of a DTensor"
+            f"{where} is of type {type(tensor).__name__}, which stores its values in other "
+            "tensors; expected a plain tensor, such as full_tensor() of a DTensor"
         )
     if tensor.layout != torch.strided or tensor.is_meta:
         raise TypeError(
@@ -169,7 +169,7 @@ def _decode(value: Any, depth: int) -> Any:
         dtype, shape = _DTYPES[value["dtype"]], [int(size) for size in value["shape"]]
         data = base64.b64decode(value[tag], validate=True)
         if min(shape, default=0) < 0 or len(data) != prod(shape) * dtype.itemsize:
-            raise ValueError(f"a tensor of shape {shape} has {len(data)} bytes")
+            raise ValueError(f"a tensor of shape {shape} takes {len(data)} bytes")
         if not data:
             return torch.empty(shape, dtype=dtype, device="cpu")
         return torch.frombuffer(bytearray(data), dtype=dtype).view(shape)

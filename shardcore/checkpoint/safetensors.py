@@ -55,7 +55,7 @@ def open_file(op: str, path: Path) -> tuple[dict[str, FileTensor], Mapping[str, 
             dtype = DTYPES[entry["dtype"]]
             if prod(shape) * dtype.itemsize != end - begin:
                 raise ValueError(
-                    f"{name} has {end - begin} bytes; expected {prod(shape) * dtype.itemsize}"
+                    f"{name} takes {end - begin} bytes; expected {prod(shape) * dtype.itemsize}"
                 )
             part = data.part(begin, end - begin)
             tensors[name] = FileTensor(part, dtype, 0, shape, row_major(shape))
@@ -63,12 +63,12 @@ def open_file(op: str, path: Path) -> tuple[dict[str, FileTensor], Mapping[str, 
         raise
     except Exception as error:  # of whatever kind damaged bytes cause
         raise ValueError(
-            f"{op}: {path} is torn or no safetensors file ({error!r}); expected a complete one: "
-            f"copy it again"
+            f"{op}: {path} is torn or not a safetensors file ({error!r}). Copy it again"
         ) from error
     if unknown:
         raise ValueError(
-            f"{op}: {path} has {', '.join(unknown[:3])}; expected tensors of {', '.join(DTYPES)}"
+            f"{op}: {path} contains {', '.join(unknown[:3])}; expected tensors of "
+            f"{', '.join(DTYPES)}"
         )
     return tensors, metadata
 
@@ -82,7 +82,7 @@ def indexed(op: str, index: Path) -> list[Path]:
             raise ValueError("it names files elsewhere")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
-            f'{op}: {index} is torn or no index ({error!r}); expected JSON with a "weight_map"'
+            f'{op}: {index} is torn or not an index ({error!r}); expected JSON with a "weight_map"'
         ) from error
     return sorted(index.parent / name for name in names)
 
@@ -110,7 +110,7 @@ def open_files(paths: PathLike | Sequence[PathLike]) -> dict[str, FileTensor]:
     for path in dict.fromkeys(path for item in items for path in _files_of(Path(item))):
         if not path.exists():
             raise FileNotFoundError(
-                f"shard: there is no file {path}; expected it (is the copy complete?)"
+                f"shard: the file {path} does not exist. The copy may be incomplete"
             )
         for name, tensor in open_file("shard", path)[0].items():
             if name in tensors:
@@ -127,14 +127,14 @@ def _files_of(path: Path) -> list[Path]:
     if not path.is_dir():
         if path.suffix != ".safetensors":
             raise ValueError(
-                f"shard: materialize has {path}; expected a .safetensors file or a folder (pickle "
-                f"is never read)"
+                f"shard: materialize is {path}; expected a .safetensors file or a folder (pickle "
+                "is never read)"
             )
         return [path]
     if (path / INDEX).exists():
         return indexed("shard", path / INDEX)
     if not (path / SINGLE).exists():
         raise FileNotFoundError(
-            f"shard: materialize has the folder {path}; expected {INDEX} or {SINGLE} in it"
+            f"shard: materialize is the folder {path}; expected {INDEX} or {SINGLE} in it"
         )
     return [path / SINGLE]

@@ -129,7 +129,7 @@ def save(
 def path_of(op: str, directory: str | os.PathLike[str]) -> Path:
     """Return the directory that a user gave as a path; TypeError for anything else."""
     if not isinstance(directory, str | os.PathLike):
-        raise TypeError(f"{op}: directory has type {type(directory).__name__}; expected a path")
+        raise TypeError(f"{op}: directory is of type {type(directory).__name__}; expected a path")
     return Path(directory)
 
 
@@ -137,11 +137,14 @@ def check_pairs(op: str, engine: Engine, optimizer: object, ema: object) -> None
     """Raise ValueError unless the optimizer and the EMA, if there are any, are those of the
     engine.
     """
-    made_by = {"optimizer": "what shard returned with it", "ema": "an EMA of it"}
+    made_by = {
+        "optimizer": "the optimizer that shard returned with model",
+        "ema": "an EMA of model",
+    }
     for name, thing in (("optimizer", optimizer), ("ema", ema)):
         if thing is not None and getattr(thing, "_engine", None) is not engine:
             raise ValueError(
-                f"{op}: {name} is a {type(thing).__name__} that is not model's; expected "
+                f"{op}: {name} is a {type(thing).__name__} that does not belong to model; expected "
                 f"{made_by[name]}"
             )
 
@@ -206,7 +209,7 @@ def write_checkpoint(
             directory.check_tag("save", tag)
         if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
             raise ValueError(
-                f"save: keep_last has {keep_last!r}; expected a number of at least 1, or None"
+                f"save: keep_last is {keep_last!r}; expected a number of at least 1, or None"
             )
         engine.membership.check("save")
         engine.updater.accept_weight_edits()
@@ -227,8 +230,9 @@ def write_checkpoint(
     engine.agree("save", check, then="nothing was saved")
     if content.states and engine.reducer.backwards > 0 and comm.rank == 0:
         logger.warning(
-            "save: %s backward(s) came since the last step, and gradients are not saved: the run "
-            "that loads this begins that step anew (save after a step to go on bit for bit)",
+            "save: %s backward(s) ran since the last step, and gradients are not saved. A run "
+            "from this checkpoint begins the step anew. To continue bit for bit, save after a "
+            "step",
             engine.reducer.backwards,
         )
     steps = max((managed.step for _, managed in _trained(engine)), default=0)
@@ -421,8 +425,8 @@ class CheckpointMetadata:
         first = engine.everyone.rank == 0 or rank is not None
         if first and not isinstance(content.client_state, Mapping | None):
             raise TypeError(
-                f"save: client_state has type {type(content.client_state).__name__}; expected a "
-                f"dict, or None"
+                f"save: client_state is of type {type(content.client_state).__name__}; expected a "
+                "dict, or None"
             )
         self.client_state = (
             plain.to_json(content.client_state, "save: client_state") if first else None
@@ -500,7 +504,7 @@ def rank_state(device: torch.device, stateful: Mapping[str, Any]) -> dict[str, A
 def _state_of(name: str, value: Any) -> Any:
     if not callable(getattr(value, "state_dict", None)):
         raise TypeError(
-            f"save: {name} has type {type(value).__name__}; expected something with state_dict()"
+            f"save: {name} is of type {type(value).__name__}; expected an object with state_dict()"
         )
     return value.state_dict()
 

@@ -82,8 +82,8 @@ class Shards(torch.Tensor):
     def __torch_dispatch__(cls, function: Any, *_: Any) -> Any:
         """Refuse every operation."""
         raise TypeError(
-            f"{function}: got a parameter's shards, which only torch.distributed.checkpoint reads "
-            f"and writes; expected the full tensor (model.state_dict())"
+            f"{function}: got the shards of a parameter, for torch.distributed.checkpoint only. "
+            "Use the full tensor, from model.state_dict()"
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -147,10 +147,9 @@ def _refuse_in_safetensors() -> None:
             if part and (boxes[item.index.fqn] > 1 or not self.save_distributed):
                 raise ValueError(
                     f"HuggingFaceStorageWriter: {item.index.fqn} is in {boxes[item.index.fqn]} "
-                    f"boxes of it on this rank, of "
-                    "which its files would keep one; expected a FileSystemWriter for what "
-                    "sharded_state_dict returns, or "
-                    "model.state_dict(), which has full tensors, written by rank 0 alone "
+                    "boxes on this rank, and this writer's files would keep only one. Write the "
+                    "result of sharded_state_dict with a FileSystemWriter, or write "
+                    "model.state_dict(), which contains full tensors, on rank 0 alone "
                     "(dcp.save(..., no_dist=True))"
                 )
         return prepare(self, plan)
@@ -224,7 +223,7 @@ def load_model_state(engine: Engine, state: Mapping[str, Any]) -> None:
                 _check_ranges(name, bucket, engine.managed[tensor], state[name])  # type: ignore[index]
             elif not isinstance(state[name], torch.Tensor) or state[name].shape != tensor.shape:
                 raise ValueError(
-                    f"{_OP}: {name} has {state[name]!r}; expected a tensor of shape "
+                    f"{_OP}: {name} is {state[name]!r}; expected a tensor of shape "
                     f"{tuple(tensor.shape)}"
                 )
         engine.refuse_held(_OP)
@@ -321,10 +320,10 @@ def rounding(bucket: Bucket, name: str, key: str) -> str:
     how = dtype_name(dtype)
     if key in SCALES and bucket.state_format.state_dtype == "8bit":
         how = (
-            "8-bit codes, which are quantized anew by this layout's blocks of 256 elements "
+            "8-bit codes, quantized anew by this layout's blocks of 256 elements "
             "(state_dtype='8bit')"
         )
-    return f"{name} is rounded to what this optimizer keeps: {how}"
+    return f"{name} is rounded to the dtype of this optimizer: {how}"
 
 
 def warn_of_rounding(op: str, ranks: Ranks, rounded: Collection[str], stacklevel: int) -> None:
@@ -366,14 +365,14 @@ def _updated(engine: Engine) -> Iterator[tuple[str, Bucket, Managed]]:
 def _check_names(expected: Mapping[str, Any], state: Mapping[str, Any]) -> None:
     if not isinstance(state, Mapping):
         raise TypeError(
-            f"{_OP}: state_dict is a {type(state).__name__}; expected what sharded_state_dict "
-            f"returned"
+            f"{_OP}: state_dict is of type {type(state).__name__}; expected the result of "
+            "sharded_state_dict"
         )
     for name in [*expected, *state]:
         if name not in state or name not in expected:
-            has = "lacks" if name not in state else "has"
+            place = "missing from" if name not in state else "unexpected in"
             raise ValueError(
-                f"{_OP}: state_dict {has} {name}; expected the keys that sharded_state_dict returns"
+                f"{_OP}: {name} is {place} state_dict; expected the keys of sharded_state_dict"
             )
 
 
@@ -382,8 +381,7 @@ def _check_ranges(name: str, bucket: Bucket, managed: Managed, values: Any) -> N
     ranges = [(start, part.numel()) for start, part in getattr(values, "ranges", [])]
     if ranges != expected or values.shape != managed.param.shape:
         raise ValueError(
-            f"{_OP}: {name} has {values!r}; expected the shards that sharded_state_dict returns on "
-            f"this rank"
+            f"{_OP}: {name} is {values!r}; expected the shards of this rank from sharded_state_dict"
         )
 
 

@@ -132,10 +132,11 @@ class Slots:
             self._path("lock"),
             "shard",
             {"rank": self.rank},
-            another="another job keeps states there: {}; expected a directory that no other uses "
-            "(wait for it, or end it)",
-            this="another model of this process keeps states there: {}; expected a directory for "
-            'each, or "durable": False',
+            another="another job keeps states there: {}. Wait for it, end it or use another path",
+            this=(
+                "another model of this process keeps states there: {}. Use one directory per "
+                'model, or "durable": False'
+            ),
         )
 
     def _path(self, name: str) -> Path:
@@ -183,17 +184,16 @@ class Slots:
             common = chosen_of(commits_of_ranks, folders, comm.world_size)
         if common is not None and resume is None:
             raise ValueError(
-                f"shard: {self.folder} has the committed step {common[1]} of an earlier run; "
-                f"expected "
-                'offload={"resume": True} to go on from it, "resume": False to begin anew over it, '
-                'or another "path"'
+                f"shard: {self.folder} contains the committed step {common[1]} of an earlier run. "
+                'Pass offload={"resume": True} to continue from it, "resume": False to begin '
+                'anew over it, or another "path"'
             )
         other_orders = (of_rank["other_order"] for of_rank in of_ranks)
         other_order = next(filter(None, other_orders), None)
         if common is None and resume is not False and other_order is not None:
             raise ValueError(
                 f'shard: offload["path"] begins with {self.folder}; expected the directories in '
-                f"the order that the run there has them: {', '.join(other_order)}"
+                f"the order of the run there: {', '.join(other_order)}"
             )
         if common is None:
             self.run = uuid.UUID(comm.gather_json(uuid.uuid4().hex)[0]).hex
@@ -207,9 +207,9 @@ class Slots:
         directory.sync_directory(self.folder)
         comm.gather_json(None)  # no rank writes before every newer record is gone
         if comm.rank == 0 and resume:
-            outcome = f"goes on from step {self.step}"
+            outcome = f"continues from step {self.step}"
             if common is None:
-                outcome = "has no committed step: a new run begins"
+                outcome = "contains no committed step: a new run begins"
             logger.info("shard: %s %s", self.folder, outcome)
 
     def _in_other_order(self) -> list[str] | None:
@@ -275,16 +275,14 @@ class Slots:
             size_on_disk = os.fstat(file.fileno()).st_size
         if same_head and size_on_disk < size:
             raise ValueError(
-                f"shard: {path} ends at byte {size_on_disk} of {size}; expected all of it (copy "
-                "the directory again if it is a copy, or begin anew with "
-                '"resume": False and load a checkpoint)'
+                f"shard: {path} ends at byte {size_on_disk} of {size}. If the directory is a copy, "
+                'copy it again. Otherwise begin anew with "resume": False and load a checkpoint'
             )
         if not same_head or size_on_disk != size:
             raise ValueError(
-                f"shard: {path} has other states; expected the model, world size, stage, ratio and "
-                f"optimizer options that "
-                f"wrote it (shardcore.load({str(self.folder)!r}, ...) reads it into any, with "
-                f"another offload path)"
+                f"shard: {path} contains other states. Use the model, world size, stage, ratio and "
+                "optimizer options of the run that wrote it. With another offload path, "
+                f"shardcore.load({str(self.folder)!r}, ...) reads it into any of these"
             )
 
     def _deal_new(
@@ -313,8 +311,8 @@ class Slots:
                 f"has {len(self._folders)} directories" if missing is None else f"lacks {missing}"
             )
             raise ValueError(
-                f'shard: offload["path"] {problem}; expected all directories of step {self.step}, '
-                f"in their order, which were {', '.join(commit['paths'])} (is a disk not mounted?)"
+                f'shard: offload["path"] {problem}; expected all directories of step {self.step} '
+                f"in their order: {', '.join(commit['paths'])}. Check that every disk is mounted"
             )
         numbers: Sequence[int] = commit["stripes"]
         if len(numbers) != len(chunks):  # of another model, which the heads show
@@ -450,7 +448,7 @@ class Slots:
     def _check_identity(self, slot: int) -> None:
         # open files go on where their disk was unmounted
         if _identity(self.paths[slot]) != self._opened[slot]:
-            message = "the file there is not the one that has the states (is its disk mounted?)"
+            message = "the file there is not the file of the states. Check that its disk is mounted"
             raise OSError(errno.ESTALE, message, str(self.paths[slot]))
 
     # --- commits ----------------------------------------------------------------------------------
@@ -567,15 +565,15 @@ def _read_record(path: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError):
-        logger.info("shard: %s is not whole, so the commit before it counts", path)
+        logger.info("shard: %s is incomplete, so the commit before it counts", path)
         return None
     if version != layout.VERSION:
         raise ValueError(
-            f"shard: {path} has version {version!r}; expected {layout.VERSION} (another shardcore "
-            f"may read it)"
+            f"shard: {path} has version {version!r}; expected {layout.VERSION}. Another "
+            "shardcore may read it"
         )
     if not isinstance(commit, Mapping):
-        raise ValueError(f"shard: {path} is no commit record; expected one by shardcore")
+        raise ValueError(f"shard: {path} is not a commit record; expected one by shardcore")
     return record
 
 
@@ -598,10 +596,9 @@ def chosen_of(
         chosen = max(common, key=lambda commit: commit[1])
         if chosen[2] != world_size:
             raise ValueError(
-                f"shard: {folders[0]} has step {chosen[1]} of {chosen[2]} ranks; expected "
-                f"{world_size} "
-                f"(shardcore.load({folders[0]!r}, ...) reads it into any world size, with another "
-                f"offload path)"
+                f"shard: {folders[0]} contains step {chosen[1]} of {chosen[2]} ranks; expected "
+                f"{world_size}. With another offload path, shardcore.load({folders[0]!r}, ...) "
+                "reads it into any world size"
             )
         return chosen
     # only some ranks reached their first commit: the run has none to go on from
@@ -614,9 +611,8 @@ def chosen_of(
         steps = [f"step {step} of run {run[:8]}" for run, step, _ in sorted(commits)]
         texts.append(f"rank {rank}: {', '.join(steps) or 'nothing'} in {folder}")
     raise ValueError(
-        f"shard: ranks have no committed step in common ({'; '.join(texts[:4])}); expected the "
-        f"directories of one run (or "
-        '"resume": False to begin anew, or shardcore.load of a checkpoint)'
+        f"shard: the ranks share no committed step ({'; '.join(texts[:4])}). Pass the directories "
+        'of one run, or "resume": False to begin anew, or read a checkpoint with shardcore.load'
     )
 
 

@@ -55,8 +55,8 @@ def check_visible(path: Path, rank: int) -> None:
     """Raise FileNotFoundError if a rank does not see the directory that is written to."""
     if not path.is_dir():
         raise FileNotFoundError(
-            f"save: rank {rank} does not see {path}, which rank 0 has made; expected a directory "
-            f"that all ranks see"
+            f"save: rank {rank} does not see {path}, created by rank 0. Use a directory shared by "
+            "all ranks"
         )
 
 
@@ -148,8 +148,8 @@ def manifest_of(
                 of_all = ranges.setdefault(name, {}).setdefault(part, {**of_rank, "ranges": []})
                 if of_all["dtype"] != of_rank["dtype"]:
                     raise ValueError(
-                        f"save: ranks have {name} as {of_all['dtype']} and {of_rank['dtype']}; "
-                        f"expected one dtype"
+                        f"save: {name} is of {of_all['dtype']} on one rank and of "
+                        f"{of_rank['dtype']} on another; expected one dtype"
                     )
                 # a rank numbers its own files; the manifest numbers the files of all ranks
                 of_all["ranges"] += [
@@ -169,8 +169,8 @@ def manifest_of(
                 part["ranges"].sort()
     if unexpected:
         raise ValueError(
-            f"save: a rank has {min(unexpected)}, which the model of rank 0 does not have; "
-            f"expected the same names on every rank (wrap, prune and rename layers on all of them)"
+            f"save: {min(unexpected)} is on another rank, but not in the model of rank 0; expected "
+            "the same names on every rank. Wrap, prune and rename layers on all of them"
         )
     sliced = any("slices" in entry for entry in tensors.values())
     return {

@@ -68,17 +68,17 @@ def checkpoint_wrapper(
     """
     if not isinstance(module, nn.Module):
         raise TypeError(
-            f"checkpoint_wrapper: module is a {type(module).__name__}; expected a torch.nn.Module"
+            f"checkpoint_wrapper: module is of type {type(module).__name__}; expected a "
+            "torch.nn.Module"
         )
     if isinstance(module, _Checkpointed):
         raise ValueError(
-            f"checkpoint_wrapper: the {type(module).__name__} is wrapped already; expected to wrap "
-            f"it once"
+            f"checkpoint_wrapper: the {type(module).__name__} is already wrapped. Wrap it only once"
         )
     if "forward" in vars(module):
         raise ValueError(
-            f"checkpoint_wrapper: the {type(module).__name__} has a forward of its own in place of "
-            f"its class's; expected to wrap it before another library replaces forward"
+            "checkpoint_wrapper: another library replaced the forward of this "
+            f"{type(module).__name__}. Wrap it before forward is replaced"
         )
     if partition is not None and not isinstance(partition, dist.ProcessGroup):
         raise TypeError(
@@ -265,8 +265,8 @@ class _Offloaded:
             self._copied.synchronize()
             if self._source._version != self._version:
                 raise RuntimeError(
-                    "checkpoint_wrapper: an input was changed in place while it was copied to host "
-                    "memory; expected inputs of wrapped modules to stay as they are"
+                    "checkpoint_wrapper: an input was changed in place while it was copied to "
+                    "host memory. Do not change inputs of wrapped modules in place"
                 )
             self._source = None
 

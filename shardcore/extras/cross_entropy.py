@@ -54,7 +54,7 @@ def chunked_cross_entropy(
     elif hidden.dtype != weight.dtype:
         raise ValueError(
             f"chunked_cross_entropy: weight is {weight.dtype}; expected {hidden.dtype}, as hidden "
-            f"(or autocast)"
+            "(or autocast)"
         )
     flat = hidden.reshape(-1, hidden.shape[-1])
     flat_target = target.reshape(-1)
@@ -79,8 +79,8 @@ def _check(
 ) -> None:
     if is_dtensor(weight):
         raise TypeError(
-            "chunked_cross_entropy: weight is a DTensor, in slices over ranks; expected an "
-            "ordinary tensor, or the logits with torch.distributed.tensor.parallel.loss_parallel()"
+            "chunked_cross_entropy: weight is a DTensor, sliced over ranks; expected an ordinary "
+            "tensor. For sliced logits, use torch.distributed.tensor.parallel.loss_parallel()"
         )
     if weight.dim() != 2 or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(

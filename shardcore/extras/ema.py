@@ -37,8 +37,7 @@ class EMA:
         self._engine = engine_behind("EMA", model)
         if not self._engine.updater.buckets:
             raise ValueError(
-                "EMA: no optimizer updates this model; expected one that shard() was given an "
-                "optimizer for"
+                "EMA: no optimizer updates this model. Use a model sharded with an optimizer"
             )
         self._offload, self._averages = offload, dict[Bucket, torch.Tensor]()
         self.decay = decay
@@ -243,8 +242,8 @@ class EMA:
             for name in [*shapes, *saved_shapes]:
                 if shapes.get(name) != saved_shapes.get(name):
                     raise ValueError(
-                        f"EMA.load_state_dict: {name} has shape {saved_shapes.get(name)}; expected "
-                        f"{shapes.get(name)} (None: is not there)"
+                        f"EMA.load_state_dict: {name} has shape {saved_shapes.get(name)}; "
+                        f"expected {shapes.get(name)} (None: does not exist)"
                     )
             return f"the average after {int(state_dict['updates'])} updates"
 

@@ -61,8 +61,8 @@ def shard_pipeline(
         )
     if len(chosen) > 1 and options.get("overlap_step"):
         raise ValueError(
-            "shard_pipeline: overlap_step is True for several stages on a rank; expected False, or "
-            "one stage a rank"
+            "shard_pipeline: overlap_step is True with several stages on one rank. Use "
+            "overlap_step=False, or one stage per rank"
         )
     sharded = shard(
         modules[0] if len(chosen) == 1 else nn.ModuleList(modules),
@@ -86,15 +86,15 @@ def _refuse_scaling(factor: int) -> None:
     """Stand in for PipelineStage.scale_grads, which looks for gradients in p.grad."""
     if factor != 1:
         raise ValueError(
-            f"shard_pipeline: the schedule is to divide gradients, which are sharded, by {factor}; "
-            f"expected scale_grads=False, and a loss_fn that divides by the {factor} micro-batches "
-            f"(dividing the loss is the same)"
+            f"shard_pipeline: the schedule would divide gradients by {factor}, but they are "
+            f"sharded. Pass scale_grads=False and divide the loss by the {factor} micro-batches in "
+            "loss_fn, which gives the same gradients"
         )
 
 
 def _refuse_split(*args: Any, **kwargs: Any) -> None:
     """Stand in for PipelineStage.backward_weight_one_chunk, which assigns p.grad."""
     raise ValueError(
-        "shard_pipeline: the schedule computes gradients of weights apart from those of inputs; "
-        "expected whole backwards, as of ScheduleGPipe, Schedule1F1B or ScheduleInterleaved1F1B"
+        "shard_pipeline: the schedule computes gradients of weights and of inputs separately. Use "
+        "a schedule with whole backwards: ScheduleGPipe, Schedule1F1B or ScheduleInterleaved1F1B"
     )

@@ -34,9 +34,9 @@ class Joined(Generic[Batch]):
         sync_norms = [name for _, names in of_ranks for name in names]
         if sync_norms:
             raise ValueError(
-                f"join: {sync_norms[0]} is a SyncBatchNorm, whose statistics would count repeated "
-                f"batches; expected batch norms "
-                "over each rank's own samples, or equally many batches"
+                f"join: {sync_norms[0]} is a SyncBatchNorm, and its statistics would count "
+                "repeated batches. Use batch norms over each rank's own samples, or equally many "
+                "batches"
             )
         lengths = [length for length, _ in of_ranks]
         self._lengths: list[int] | None = None if None in lengths else lengths
@@ -61,7 +61,7 @@ class Joined(Generic[Batch]):
         """
         if self._lengths is None:
             raise TypeError(
-                "join: the loader of some rank has no len(); expected loaders that have one, on "
+                "join: the loader of some rank does not define len(). Use loaders with len() on "
                 "every rank"
             )
         return max(self._lengths)
@@ -112,8 +112,8 @@ class Joined(Generic[Batch]):
             counts = agreed.ranks["has_batch"][:, 0].tolist()
         if number == 0 and any(counts) and not all(counts):
             raise ValueError(
-                f"join: the loader of rank {counts.index(False)} has no batch at all; expected at "
-                f"least one on every rank, which is repeated while others go on"
+                f"join: the loader of rank {counts.index(False)} is empty. Give every rank at "
+                "least one batch; it is repeated while other ranks continue"
             )
         return sum(counts)
 

@@ -83,8 +83,8 @@ class Metrics:
         if not isinstance(optimizer, ShardableOptimizer):
             problems.append(
                 ValueError(
-                    "Metrics: the model was sharded without an optimizer, or its optimizer is "
-                    "gone; expected an optimizer that trains"
+                    "Metrics: the model was sharded without an optimizer, or its optimizer no "
+                    "longer exists. Pass a model with an optimizer in training"
                 )
             )
         self._optimizer = optimizer
@@ -144,18 +144,18 @@ class Metrics:
         if isinstance(loss, torch.Tensor):
             if loss.numel() != 1:
                 raise ValueError(
-                    f"Metrics.step: loss has shape {tuple(loss.shape)}; expected one element (take "
-                    f"its mean or sum)"
+                    f"Metrics.step: loss has shape {tuple(loss.shape)}; expected one element. "
+                    "Take its mean or sum"
                 )
             loss = loss.detach().to(torch.float64).reshape(())
         elif loss is not None and (isinstance(loss, bool) or not isinstance(loss, int | float)):
             raise TypeError(
-                f"Metrics.step: loss has type {type(loss).__name__}; expected a tensor of one "
-                f"element or a number"
+                f"Metrics.step: loss is of type {type(loss).__name__}; expected a tensor of one "
+                "element or a number"
             )
         if tokens is not None and (isinstance(tokens, bool) or not isinstance(tokens, int)):
             raise TypeError(
-                f"Metrics.step: tokens has type {type(tokens).__name__}; expected a whole number"
+                f"Metrics.step: tokens is of type {type(tokens).__name__}; expected a whole number"
             )
         if loss is not None:
             self._loss, self._losses = self._loss + loss, self._losses + 1
@@ -289,16 +289,16 @@ def _check(
 ) -> None:
     for name, value, least in (("every", every, 1), ("start", start, 0)):
         if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"Metrics: {name} has {value!r}; expected a whole number")
+            raise TypeError(f"Metrics: {name} is {value!r}; expected a whole number")
         if value < least:
-            raise ValueError(f"Metrics: {name} has {value}; expected at least {least}")
+            raise ValueError(f"Metrics: {name} is {value}; expected at least {least}")
     if flops is not None and (isinstance(flops, bool) or not isinstance(flops, int | float)):
-        raise TypeError(f"Metrics: flops has {flops!r}; expected a number, or None")
+        raise TypeError(f"Metrics: flops is {flops!r}; expected a number, or None")
     if flops is not None and not flops > 0:
-        raise ValueError(f"Metrics: flops has {flops}; expected more than 0")
+        raise ValueError(f"Metrics: flops is {flops}; expected more than 0")
     if tensorboard and folder is None:
         raise ValueError(
-            "Metrics: tensorboard is True without a directory; expected one, for its files"
+            "Metrics: tensorboard is True without a directory. Pass a directory for its files"
         )
 
 

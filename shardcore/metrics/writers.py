@@ -57,8 +57,8 @@ def import_package(name: str, setting: str) -> Any:
         option, value = setting.rsplit(" is ", 1)
         off = "false" if value == "true" else "False"
         raise ImportError(
-            f"{setting}, and the package {name} cannot be imported ({error}); expected it to be "
-            f"installed (pip install {name}), or {option.split()[-1]} {off}"
+            f"{setting}, but the package {name} cannot be imported ({error}). Install it (pip "
+            f"install {name}), or set {option.split()[-1]} to {off}"
         ) from error
 
 
@@ -102,8 +102,8 @@ class Table:
         if self._path.exists():
             if start == 0:
                 raise FileExistsError(
-                    f"Metrics: {self._path} is there already; expected another directory, or "
-                    f"start=N to go on after step N"
+                    f"Metrics: {self._path} already exists. Use another directory, or continue "
+                    "after step N with start=N"
                 )
             rows = [row for row in read_table(folder, "Metrics") if int(row["step"]) <= start]
         # which may fail: the rows stay
@@ -125,14 +125,14 @@ def read_table(folder: Path, op: str) -> list[dict[str, str]]:
     path = folder / FILE
     if not path.is_file():
         raise FileNotFoundError(
-            f"{op}: {folder} has no {FILE}; expected the directory that shardcore.Metrics was given"
+            f"{op}: {folder} contains no {FILE}. Pass the directory given to shardcore.Metrics"
         )
     with open(path, newline="") as file:
         reader = csv.DictReader(file)
         rows = [row for row in reader if None not in row.values()]  # but for one that is cut off
     if tuple(reader.fieldnames or ()) != COLUMNS:
         raise ValueError(
-            f"{op}: {path} has other columns; expected those of shardcore.Metrics "
+            f"{op}: {path} contains other columns than shardcore.Metrics writes "
             f"({', '.join(COLUMNS[:4])}, ...)"
         )
     return rows

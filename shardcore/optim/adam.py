@@ -184,8 +184,8 @@ class AdamOptimizer(ShardableOptimizer):
         if self._device_state is None:
             if capturing(device):
                 raise ValueError(
-                    f"{self._op}: capturable was set after construction; expected a step before "
-                    f"the capture"
+                    f"{self._op}: capturable was set after construction. Run a step before the "
+                    "capture"
                 )
             self._device_state = DeviceState(torch.zeros(6, dtype=torch.int64, device=device))
         return self._device_state
@@ -261,9 +261,9 @@ class AdamOptimizer(ShardableOptimizer):
         if isinstance(scale, DeviceScale):
             if sharded and max_norm is not None:
                 raise ValueError(
-                    f"{self._op}: max_norm has {max_norm} for capturable DTensors that are "
-                    f"sharded; expected None (their norm "
-                    "needs other ranks: call clip_grad_norm_ before the step)"
+                    f"{self._op}: max_norm is {max_norm} for capturable sharded DTensors; expected "
+                    "None, because their norm needs other ranks. Call clip_grad_norm_ before the "
+                    "step"
                 )
             return scale
         # before any decision of this rank alone

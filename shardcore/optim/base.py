@@ -93,9 +93,9 @@ def _refuse_other(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         engine = engine_of(next(iter(group["params"]), None))  # the first of a group is enough
         if engine is not None and engine.has_unused_grads:
             raise ValueError(
-                f"step: this {type(optimizer).__name__} has parameters that shardcore.shard "
-                f"sharded with another optimizer, "
-                "and finds no p.grad; expected step() of the optimizer that shard returned"
+                f"step: this {type(optimizer).__name__} finds no p.grad: shardcore.shard sharded "
+                "its parameters with another optimizer. Call step() of the optimizer returned by "
+                "shard"
             )
 
 
@@ -196,8 +196,7 @@ class ShardableOptimizer(torch.optim.Optimizer):
         may_capture = self._engine is None or device.type == "cuda"
         if self.kind.on_device and may_capture and capturing(device):
             raise ValueError(
-                f"{self._op}: step runs while a CUDA graph is captured; expected capturable=True "
-                f"for that"
+                f"{self._op}: step runs while a CUDA graph is captured. This needs capturable=True"
             )
         if grad_scale is None and loss_scale is None:
             return 1.0, limit
@@ -217,8 +216,8 @@ class ShardableOptimizer(torch.optim.Optimizer):
         if name == "state":
             if self.__dict__.get("_engine") is not None:
                 raise TypeError(
-                    "optimizer.state: it was replaced, but states are sharded; expected "
-                    "optimizer.load_state_dict(), or "
+                    "optimizer.state: states are sharded, so the attribute cannot be replaced. "
+                    "Use optimizer.load_state_dict(), or "
                     "shardcore.load_sharded_state_dict(optimizer, ...)"
                 )
             self.forget()
@@ -243,8 +242,9 @@ class ShardableOptimizer(torch.optim.Optimizer):
             self._add_group(param_group)
             if strange := [p for p in param_group["params"] if engine_of(p) is not self._engine]:
                 raise ValueError(
-                    f"{self._op}: add_param_group was called after shard with {len(strange)} "
-                    f"parameters that are not the model's; expected parameters that it had in shard"
+                    f"{self._op}: {len(strange)} parameters given to add_param_group are not "
+                    "parameters of the model. After shard, add only parameters of the model given "
+                    "to shard"
                 )
         except BaseException as error:  # of any kind: the other ranks are waiting
             problem = error
@@ -302,7 +302,7 @@ class ShardableOptimizer(torch.optim.Optimizer):
         otherwise, and without shard, it is loss itself. TypeError if loss is not a tensor.
         """
         if not isinstance(loss, torch.Tensor):
-            raise TypeError(f"scale_loss: loss has type {type(loss).__name__}; expected a tensor")
+            raise TypeError(f"scale_loss: loss is of type {type(loss).__name__}; expected a tensor")
         return loss if self._engine is None else self._engine.scale_loss(loss)
 
     def synchronize(self) -> None:
@@ -364,10 +364,11 @@ class ShardableOptimizer(torch.optim.Optimizer):
                 else ""
             )
             raise ValueError(
-                f"offload_states: include has {strange}; expected some of {list(OFFLOADABLE)}{hint}"
+                f"offload_states: include contains {strange}; expected some of "
+                f"{list(OFFLOADABLE)}{hint}"
             )
         if getattr(device, "value", device) != "cpu":
-            raise ValueError(f'offload_states: device has {device!r}; expected "cpu"')
+            raise ValueError(f'offload_states: device is {device!r}; expected "cpu"')
         self._sharded("offload_states").offload_states(
             bool({"optim_states", "hp_params"}.intersection(chosen)),
             bool({"lp_grads", "contiguous_grad_buffer"}.intersection(chosen)),
@@ -386,8 +387,8 @@ class ShardableOptimizer(torch.optim.Optimizer):
     def _sharded(self, op: str) -> Any:
         if self._engine is None:
             raise ValueError(
-                f"{op}: this {self._op} is not sharded; expected the optimizer that "
-                f"shardcore.shard returned"
+                f"{op}: this {self._op} is not sharded. Use the optimizer returned by "
+                "shardcore.shard"
             )
         return self._engine
 
@@ -419,7 +420,7 @@ class ShardableOptimizer(torch.optim.Optimizer):
         """
         if not isinstance(state_dict, dict):
             raise TypeError(
-                f"{self._op}: state_dict has type {type(state_dict).__name__}; expected a dict"
+                f"{self._op}: state_dict is of type {type(state_dict).__name__}; expected a dict"
             )
         state_dict = state_dict.copy()
         for pre_hook in optimizer_hooks(self, "load_state_dict_pre").values():
@@ -438,8 +439,8 @@ class ShardableOptimizer(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         if self._engine is not None:
             raise TypeError(
-                f"{self._op}: this sharded optimizer cannot be copied; expected state_dict() (its "
-                f"state is on all ranks)"
+                f"{self._op}: a sharded optimizer cannot be copied, because its state is on all "
+                "ranks. Use state_dict()"
             )
         state: dict[str, Any] = super().__getstate__()
         return {**state, "_skipped": self._skipped, "_device_state": self._device_state}

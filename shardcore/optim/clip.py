@@ -34,7 +34,7 @@ def check_norm_type(op: str, norm_type: object) -> float:
     """
     x = math.inf if norm_type == "inf" else number(op, "norm_type", norm_type)
     if not x > 0.0:
-        raise ValueError(f"{op}: norm_type has {x}; expected a number above 0, or inf")
+        raise ValueError(f"{op}: norm_type is {x}; expected a number above 0, or inf")
     return x
 
 
@@ -116,7 +116,9 @@ def _local_grad(
     cannot be scaled.
     """
     if not isinstance(param, torch.Tensor):
-        raise TypeError(f"{op}: params[{index}] has type {type(param).__name__}; expected a tensor")
+        raise TypeError(
+            f"{op}: params[{index}] is of type {type(param).__name__}; expected a tensor"
+        )
     grad = param.grad
     if grad is None:
         return None
@@ -178,8 +180,8 @@ def clip_grad_norm_(
         if not isinstance(model_or_params, Iterable):
             type_name = type(model_or_params).__name__
             raise TypeError(
-                f"{op}: model_or_params has type {type_name}; expected a module, a parameter or "
-                f"parameters"
+                f"{op}: model_or_params is of type {type_name}; expected a module, a parameter or "
+                "parameters"
             )
         params = (
             [model_or_params]
@@ -215,8 +217,8 @@ def clip_grad_norm_(
     norm = norm_of(join([part, *(shard.part for shard in shards)], order), order)
     if error_if_nonfinite and not math.isfinite(norm):
         raise RuntimeError(
-            f"{op}: the gradients' norm is {norm}; expected a finite one, as "
-            f"error_if_nonfinite=True says (False: they are multiplied all the same)"
+            f"{op}: the gradients' norm is {norm}, and error_if_nonfinite is True. With "
+            "error_if_nonfinite=False, the gradients are scaled all the same"
         )
     coefficient = _C.clip_coefficient(norm, limit)
     for shard in shards:
@@ -267,8 +269,8 @@ def _listed(tensors: _Tensors) -> Sequence[torch.Tensor]:
 
 
 _INSTEAD = (
-    "gradients of a sharded model (stage 1 to 3) are in no p.grad: give clip_grad_norm_ all "
-    "parameters, whatever their p.grad is; with max_norm=math.inf it only returns the norm"
+    "A sharded model (stages 1 to 3) keeps no gradients in p.grad. Pass all parameters to "
+    "clip_grad_norm_, with or without p.grad; with max_norm=math.inf it only returns the norm"
 )
 
 
@@ -277,7 +279,7 @@ def _warn_if_empty(op: str, listed: Sequence[torch.Tensor]) -> None:
     # gradients that get_total_norm takes are empty
     if not listed:
         warnings.warn(
-            f"{op}: nothing was given, so nothing is clipped and a norm is 0 ({_INSTEAD})",
+            f"{op}: got no tensors, so nothing is clipped and the norm is 0. {_INSTEAD}",
             stacklevel=3,
         )
 
@@ -330,8 +332,8 @@ def _refuse_early_imports(
     if _any_in_shards(_listed(parameters)):
         raise RuntimeError(
             "clip_grad_norm_: imported by name before shard(), it finds no gradient of a sharded "
-            "model (stages 1 to 3); call torch.nn.utils.clip_grad_norm_(parameters, max_norm), or "
-            "shard(clip_grad_norm=max_norm)"
+            "model (stages 1 to 3). Call torch.nn.utils.clip_grad_norm_(parameters, max_norm), or "
+            "use shard(clip_grad_norm=max_norm)"
         )
     _torchs["clip_grads_with_norm_"](parameters, max_norm, total_norm, foreach)
 
@@ -344,7 +346,7 @@ def _clip_grad_value_(parameters: _Tensors, clip_value: float, foreach: bool | N
         def limit() -> float:
             bound = number(op, "clip_value", clip_value)
             if not bound >= 0.0:
-                raise ValueError(f"{op}: clip_value has {bound}; expected a number of at least 0")
+                raise ValueError(f"{op}: clip_value is {bound}; expected a number of at least 0")
             return bound
 
         for engine, params in by_engine(listed).items():

@@ -70,20 +70,19 @@ class Rows:
         """
         if not is_dtensor(value):
             raise TypeError(
-                f"{op}: {name} has type {type(value).__name__}; expected a DTensor, as its "
-                f"parameter is one"
+                f"{op}: {name} is of type {type(value).__name__}; expected a DTensor, as its "
+                "parameter"
             )
         dtensor: DTensor = value  # type: ignore[assignment]
         if dtensor.shape != self.shape:
             raise ValueError(
-                f"{op}: {name} has shape {tuple(dtensor.shape)}; expected {tuple(self.shape)}, the "
-                f"parameter's"
+                f"{op}: {name} has shape {tuple(dtensor.shape)}; expected {tuple(self.shape)}, "
+                "as its parameter"
             )
         if dtensor.device_mesh != self.mesh or dtensor.placements != self.placements:
             raise ValueError(
-                f"{op}: {name} has placements {dtensor.placements} on {dtensor.device_mesh}; "
-                f"expected {self.placements} on {self.mesh}, as its parameter (redistribute it "
-                f"first)"
+                f"{op}: {name} is placed {dtensor.placements} on {dtensor.device_mesh}; expected "
+                f"{self.placements} on {self.mesh}, as its parameter. Redistribute it first"
             )
         return local_part(dtensor)
 
@@ -118,9 +117,9 @@ def rows_of(op: str, name: str, param: "DTensor") -> Rows:
             continue
         if type(placement) is not tensor.Shard or not placement.is_shard(0):
             raise ValueError(
-                f"{op}: {name} has placements {param.placements}; expected Replicate() and "
-                f"Shard(0) only (a local part must be "
-                "full rows, one after the other: its elements' numbers key the random bits)"
+                f"{op}: {name} is placed {param.placements}; expected only Replicate() and "
+                "Shard(0). A local part must be consecutive full rows, because element numbers "
+                "key the random bits"
             )
         sharded.append(mesh.get_group(dim))
         chunk = -(-rows // mesh.size(dim))  # as torch.chunk cuts
@@ -129,8 +128,8 @@ def rows_of(op: str, name: str, param: "DTensor") -> Rows:
     local = local_part(param)
     if local.shape != (torch.Size([rows, *param.shape[1:]]) if param.dim() else param.shape):
         raise ValueError(
-            f"{op}: {name} has a local part of shape {tuple(local.shape)}; expected {rows} rows of "
-            f"{tuple(param.shape)} (even chunks, as torch.chunk makes them)"
+            f"{op}: the local part of {name} has shape {tuple(local.shape)}; expected {rows} "
+            f"rows of {tuple(param.shape)}, in even chunks as from torch.chunk"
         )
     return Rows(
         param.shape, param.stride(), mesh, tuple(param.placements), tuple(sharded), first, rows
@@ -150,14 +149,14 @@ def check_tensor_param(op: str, name: str, param: torch.Tensor, rows: bool = Tru
         check_param(op, name, local)
         if not local.is_contiguous():
             raise ValueError(
-                f"{op}: {name} has a local part with strides {local.stride()} for shape "
-                f"{tuple(local.shape)}; expected "
-                "contiguous memory in a DTensor (contiguous() before it is distributed)"
+                f"{op}: the local part of {name} has strides {local.stride()} for shape "
+                f"{tuple(local.shape)}; expected contiguous memory. Call contiguous() before "
+                "distributing it"
             )
         return of_param
     if is_traceable_wrapper_subclass(param):
         raise TypeError(
-            f"{op}: {name} has type {type(param).__name__}; expected a plain tensor or a DTensor"
+            f"{op}: {name} is of type {type(param).__name__}; expected a plain tensor or a DTensor"
         )
     check_param(op, name, param)
     return None

@@ -339,7 +339,7 @@ class ElementKind:
                 op, where + key, value
             ) < float("inf"):
                 raise ValueError(
-                    f"{op}: {where}{key} has {value}; expected a finite number of at least 0"
+                    f"{op}: {where}{key} is {value}; expected a finite number of at least 0"
                 )
 
     def hypers(self, group: Group) -> Callable[..., ElementStep]:
@@ -384,7 +384,7 @@ class ElementKind:
                 elif value is not None:
                     raise NotImplementedError(
                         f"shard: a {self.name} keeps {key}={value!r} for a parameter; expected "
-                        f"states of the parameter's shape"
+                        "states of the parameter's shape"
                     )
             self._names[switches] = tuple(names)
         return self._names[switches]
@@ -431,7 +431,7 @@ class ElementKind:
         first step makes them anew.
         """
         if not isinstance(saved, Mapping):
-            raise TypeError(f"{op}: {name} has type {type(saved).__name__}; expected a dict")
+            raise TypeError(f"{op}: {name} is of type {type(saved).__name__}; expected a dict")
         lost: list[str] = []
         values = {key: value for key, value in saved.items() if value is not None}
         count = step_count(op, f"{name}.step", values.get("step", 1 if values else 0))
@@ -445,19 +445,19 @@ class ElementKind:
             if key == "master" and (
                 state_format.master is None or getattr(value, "dtype", None) is not torch.float32
             ):
-                lost.append(f"{name}.master is left out: the weights go on as they are")
+                lost.append(f"{name}.master is left out: the weights stay as they are")
             elif key in state_format.keys:
                 state[key] = check_tensor(op, f"{name}.{key}", value, param.shape)
             else:
                 expected = ", ".join(("step", *state_format.keys))
                 raise ValueError(
-                    f"{op}: {name} has the unknown key {key!r}; expected {expected} (a "
-                    f"{self.name}'s)"
+                    f"{op}: {name} contains the unknown key {key!r}; expected {expected}, as in a "
+                    f"{self.name}"
                 )
         if missing := [key for key in keys if key not in state]:
             raise ValueError(
-                f"{op}: {name} has no {missing[0]!r}; expected {', '.join(keys)} (a {self.name}'s, "
-                f"with these options)"
+                f"{op}: {name} contains no {missing[0]!r}; expected {', '.join(keys)}, as in a "
+                f"{self.name} with these options"
             )
         return state | {"step": step_tensor(count)}, lost
 

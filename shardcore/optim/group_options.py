@@ -52,15 +52,15 @@ def number(op: str, name: str, value: object) -> float:
     if isinstance(value, torch.Tensor):
         if value.numel() != 1 or value.is_complex() or value.dtype is torch.bool or value.is_meta:
             raise TypeError(
-                f"{op}: {name} has a {dtype_name(value.dtype)} tensor of shape "
-                f"{tuple(value.shape)} on {value.device}; expected one real number"
+                f"{op}: {name} is a {dtype_name(value.dtype)} tensor of shape {tuple(value.shape)} "
+                f"on {value.device}; expected one real number"
             )
         return float(value.item())
     if isinstance(value, Real) and not isinstance(value, bool):
         return float(value)
     raise TypeError(
-        f"{op}: {name} has type {type(value).__name__}; expected a number or a tensor of one "
-        f"element"
+        f"{op}: {name} is of type {type(value).__name__}; expected a number or a tensor of one "
+        "element"
     )
 
 
@@ -88,9 +88,9 @@ def device_number(op: str, name: str, value: object) -> float | torch.Tensor:
     assert isinstance(value, torch.Tensor)
     if value.numel() != 1 or value.dtype not in (torch.float32, torch.float64):
         raise TypeError(
-            f"{op}: {name} has a {dtype_name(value.dtype)} tensor of shape {tuple(value.shape)} on "
-            f"{value.device}; expected "
-            "one float32 or float64 number (a capturable step reads it there)"
+            f"{op}: {name} is a {dtype_name(value.dtype)} tensor of shape {tuple(value.shape)} on "
+            f"{value.device}; expected one float32 or float64 number, which a capturable step "
+            "reads there"
         )
     return value
 
@@ -103,8 +103,8 @@ def host_scale(op: str, grad_scale: object, loss_scale: object) -> float:
     divisor = 1.0 if loss_scale is None else number(op, "optimizer.grad_scale", loss_scale)
     if not (math.isfinite(divisor) and divisor != 0.0 and abs(scale / divisor) <= _LARGEST):
         raise ValueError(
-            f"{op}: grad_scale has {scale} (over a loss scale of {divisor}); expected finite "
-            f"numbers, and a quotient that float32 holds"
+            f"{op}: grad_scale is {scale} (over a loss scale of {divisor}); expected finite "
+            "numbers, and a quotient within float32"
         )
     return scale / divisor
 
@@ -115,12 +115,12 @@ def check_max_norm(op: str, max_norm: object, capturable: bool = False) -> float
     """
     if capturable and on_device(max_norm):
         raise TypeError(
-            f"{op}: max_norm has a tensor on the device; expected a number (a capturable step does "
-            f"not wait for it)"
+            f"{op}: max_norm is a tensor on the device; expected a number, because a capturable "
+            "step does not wait for the device"
         )
     x = number(op, "max_norm", max_norm)
     if not x >= 0.0:
-        raise ValueError(f"{op}: max_norm has {x}; expected a number of at least 0")
+        raise ValueError(f"{op}: max_norm is {x}; expected a number of at least 0")
     return x
 
 
@@ -132,7 +132,7 @@ def check_options(op: str, group: Mapping[str, Any], where: str = "") -> None:
     """
     betas = group["betas"]
     if not isinstance(betas, tuple | list) or len(betas) != 2:
-        raise TypeError(f"{op}: {where}betas has {betas!r}; expected two numbers (beta1, beta2)")
+        raise TypeError(f"{op}: {where}betas is {betas!r}; expected two numbers (beta1, beta2)")
     for name, value in (
         *((name, group[name]) for name in _NUMBERS),
         ("betas[0]", betas[0]),
@@ -144,22 +144,22 @@ def check_options(op: str, group: Mapping[str, Any], where: str = "") -> None:
                 continue
         if group["capturable"] is True and on_device(value):
             raise TypeError(
-                f"{op}: {where}{name} has a tensor on {value.device}; expected a number (a "
-                f"capturable step reads only lr there)"
+                f"{op}: {where}{name} is a tensor on {value.device}; expected a number (a "
+                "capturable step reads only lr there)"
             )
         x = number(op, where + name, value)
         if name.startswith("betas") and not (0.0 <= x < 1.0):
-            raise ValueError(f"{op}: {where}{name} has {x}; expected a number in [0, 1)")
+            raise ValueError(f"{op}: {where}{name} is {x}; expected a number in [0, 1)")
         if not (0.0 <= x < math.inf):
-            raise ValueError(f"{op}: {where}{name} has {x}; expected a finite number of at least 0")
+            raise ValueError(f"{op}: {where}{name} is {x}; expected a finite number of at least 0")
     for name in _FLAGS:
         if not isinstance(group[name], bool):
-            raise TypeError(f"{op}: {where}{name} has {group[name]!r}; expected True or False")
+            raise TypeError(f"{op}: {where}{name} is {group[name]!r}; expected True or False")
     seed = group["seed"]
     if not isinstance(seed, int) or isinstance(seed, bool):
-        raise TypeError(f"{op}: {where}seed has {seed!r}; expected an int")
+        raise TypeError(f"{op}: {where}seed is {seed!r}; expected an int")
     if not 0 <= seed < 2**64:
-        raise ValueError(f"{op}: {where}seed has {seed}; expected an int in [0, 2**64)")
+        raise ValueError(f"{op}: {where}seed is {seed}; expected an int in [0, 2**64)")
     master, state_dtype = group["master"], group["state_dtype"]
     for name, value, choices in (
         ("master", master, MASTERS),
@@ -167,19 +167,19 @@ def check_options(op: str, group: Mapping[str, Any], where: str = "") -> None:
     ):
         if value is not None and not isinstance(value, str):
             raise TypeError(
-                f"{op}: {where}{name} has type {type(value).__name__}; expected one of {choices}"
+                f"{op}: {where}{name} is of type {type(value).__name__}; expected one of {choices}"
             )
         if value not in choices:
-            raise ValueError(f"{op}: {where}{name} has {value!r}; expected one of {choices}")
+            raise ValueError(f"{op}: {where}{name} is {value!r}; expected one of {choices}")
     if state_dtype != "fp32" and group["amsgrad"]:
         raise ValueError(
-            f"{op}: {where}amsgrad has True with state_dtype={state_dtype!r}; expected "
-            f"state_dtype='fp32' (a running maximum of rounded moments only grows)"
+            f"{op}: {where}amsgrad is True with state_dtype={state_dtype!r}; expected "
+            "state_dtype='fp32', because a running maximum of rounded moments only grows"
         )
     if group["stochastic_rounding"] and master is not None:
         raise ValueError(
-            f"{op}: {where}stochastic_rounding has True with master={master!r}; expected "
-            f"master=None (a weight made from a master is always rounded to nearest)"
+            f"{op}: {where}stochastic_rounding is True with master={master!r}; expected "
+            "master=None, because a weight is always rounded to nearest from its master"
         )
 
 
@@ -277,18 +277,18 @@ def check_capturable(op: str, groups: Sequence[Mapping[str, Any]], device_type: 
             first = first or p.device
             if p.device.type != device_type:
                 raise ValueError(
-                    f"{op}: {where} has True for {p.device.type.upper()} parameters; expected "
-                    f"False (only CUDA graphs capture)"
+                    f"{op}: {where} is True for {p.device.type.upper()} parameters; expected False "
+                    "(only CUDA graphs capture)"
                 )
             if p.device != first:
                 raise ValueError(
-                    f"{op}: {where} has True for parameters on {first} and {p.device}; expected "
-                    f"one device (a graph captures one: make an optimizer for each)"
+                    f"{op}: {where} is True for parameters on {first} and {p.device}; expected one "
+                    "device. A CUDA graph captures one device: make an optimizer for each"
                 )
         if group["capturable"] is not flags[0]:
             raise ValueError(
-                f"{op}: {where} has {flags[i]}, and param_groups[0] {flags[0]}; expected the same "
-                f"for all groups (a step decides on the device, or on the host)"
+                f"{op}: {where} is {flags[i]}, and {flags[0]} in param_groups[0]; expected the "
+                "same in all groups, because a step decides on the device or on the host"
             )
 
 
@@ -301,16 +301,16 @@ def check_param(op: str, name: str, param: torch.Tensor) -> None:
     if param.dtype not in PARAM_DTYPES:
         raise TypeError(
             f"{op}: {name} has dtype {dtype_name(param.dtype)}; expected float32, bfloat16 or "
-            f"float16"
+            "float16"
         )
     if param.layout is not torch.strided:
         raise ValueError(f"{op}: {name} has layout {param.layout}; expected a dense tensor")
     if param.device.type not in DEVICE_TYPES:
-        raise ValueError(f"{op}: {name} has device {param.device}; expected cpu or cuda")
+        raise ValueError(f"{op}: {name} is on device {param.device}; expected cpu or cuda")
     if not _C.is_dense(param):
         raise ValueError(
             f"{op}: {name} has strides {param.stride()} for shape {tuple(param.shape)}; expected "
-            f"memory without gaps or overlaps (p.data = p.data.contiguous() first)"
+            "memory without gaps or overlaps. Set p.data = p.data.contiguous() first"
         )
 
 
@@ -324,9 +324,9 @@ def _check_numbered(op: str, name: str, param: torch.Tensor, group: Mapping[str,
         alternative = "state_dtype='fp32'" if reduced else "stochastic_rounding=False"
         raise ValueError(
             f"{op}: {name} has strides {param.stride()} for shape {tuple(param.shape)} with "
-            f"{option}; expected contiguous "
-            "memory (blocks and random bits follow an element's number: p.data = "
-            f"p.data.contiguous() first), or a group with {alternative} for it"
+            f"{option}; expected contiguous memory, because blocks and random bits follow an "
+            "element's number. Set p.data = p.data.contiguous() first, or use a group with "
+            f"{alternative}"
         )
 
 
@@ -334,13 +334,14 @@ def check_dtype(op: str, name: str, dtype: torch.dtype, group: Mapping[str, Any]
     """Raise ValueError for a parameter whose dtype its group's options cannot serve."""
     if dtype is torch.float16 and group.get("master") == "split":
         raise ValueError(
-            f"{op}: {name} has dtype float16 with master='split'; expected bfloat16 "
-            "(a remainder makes no float32 of float16), or master='fp32'"
+            f"{op}: {name} has dtype float16 with master='split'; expected bfloat16, because 16 "
+            "more bits do not extend float16 to float32. For float16 use master='fp32'"
         )
     if dtype is torch.float16 and group.get("stochastic_rounding"):
         raise ValueError(
-            f"{op}: {name} has dtype float16 with stochastic_rounding=True; expected bfloat16 "
-            "(float16 weights are rounded to nearest only), or stochastic_rounding=False"
+            f"{op}: {name} has dtype float16 with stochastic_rounding=True; expected bfloat16, "
+            "because float16 weights are rounded to nearest only. For float16 use "
+            "stochastic_rounding=False"
         )
 
 

@@ -37,8 +37,8 @@ class Superseded:
     def refuse(self, op: str) -> NoReturn:
         """Raise the error of a call."""
         raise ValueError(
-            f"{op}: initialize was called a second time with this model; expected the engine and "
-            f"the optimizer that it returned then"
+            f"{op}: initialize was called a second time with this model. Use the engine and the "
+            "optimizer from the second call"
         )
 
     def __getattr__(self, name: str) -> Any:

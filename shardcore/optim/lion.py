@@ -35,7 +35,7 @@ class Lion(torch.optim.Optimizer):
         ):
             raise ValueError(
                 f"Lion: lr={lr}, betas={betas}, weight_decay={weight_decay}; expected lr and "
-                f"weight_decay of at least 0 and betas in [0, 1)"
+                "weight_decay of at least 0 and betas in [0, 1)"
             )
         super().__init__(
             params, dict(lr=lr, betas=betas, weight_decay=weight_decay, maximize=maximize)

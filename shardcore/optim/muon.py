@@ -78,8 +78,8 @@ class Muon(torch.optim.Optimizer):
                 del self.param_groups[-1]
                 raise ValueError(
                     f"Muon: param_groups[{len(self.param_groups)}].params[{index}] has shape "
-                    f"{tuple(param.shape)}; expected a "
-                    'matrix, or a group {"params": ..., "use_muon": False}, which AdamW updates'
+                    f"{tuple(param.shape)}; expected a matrix. For AdamW instead, put it in a "
+                    'group {"params": ..., "use_muon": False}'
                 )
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -186,11 +186,11 @@ def _check_iterations(op: str, group: Group, where: str) -> None:
         )
     ):
         raise ValueError(
-            f"{op}: {where}ns_coefficients has {coefficients!r}; expected three finite numbers"
+            f"{op}: {where}ns_coefficients is {coefficients!r}; expected three finite numbers"
         )
     if not isinstance(steps, int) or not 0 <= steps < 100:
         raise ValueError(
-            f"{op}: {where}ns_steps has {steps!r}; expected a whole number from 0 to 99"
+            f"{op}: {where}ns_steps is {steps!r}; expected a whole number from 0 to 99"
         )
 
 

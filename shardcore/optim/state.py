@@ -86,7 +86,7 @@ def step_count(op: str, name: str, value: object) -> int:
     x = number(op, name, value)
     if not (0 <= x <= MAX_STEP and x == int(x)):
         raise ValueError(
-            f"{op}: {name} has {x}; expected a whole number of at least 0, and at most 2**53"
+            f"{op}: {name} is {x}; expected a whole number of at least 0, and at most 2**53"
         )
     return int(x)
 
@@ -193,7 +193,7 @@ def check_tensor(op: str, name: str, value: object, shape: torch.Size) -> torch.
     or ValueError.
     """
     if not isinstance(value, torch.Tensor):
-        raise TypeError(f"{op}: {name} has type {type(value).__name__}; expected a tensor")
+        raise TypeError(f"{op}: {name} is of type {type(value).__name__}; expected a tensor")
     if not value.is_floating_point():
         raise TypeError(
             f"{op}: {name} has dtype {dtype_name(value.dtype)}; expected a floating dtype"
@@ -202,8 +202,8 @@ def check_tensor(op: str, name: str, value: object, shape: torch.Size) -> torch.
         raise ValueError(f"{op}: {name} has layout {value.layout}; expected a dense tensor")
     if is_traceable_wrapper_subclass(value):
         raise TypeError(
-            f"{op}: {name} has type {type(value).__name__}; expected a plain tensor, as its "
-            f"parameter is one"
+            f"{op}: {name} is of type {type(value).__name__}; expected a plain tensor, as its "
+            "parameter"
         )
     if value.is_meta or not has_memory(value):
         raise ValueError(
@@ -211,7 +211,8 @@ def check_tensor(op: str, name: str, value: object, shape: torch.Size) -> torch.
         )
     if value.shape != shape:
         raise ValueError(
-            f"{op}: {name} has shape {tuple(value.shape)}; expected {tuple(shape)}, the parameter's"
+            f"{op}: {name} has shape {tuple(value.shape)}; expected {tuple(shape)}, as its "
+            "parameter"
         )
     return value
 

@@ -99,13 +99,13 @@ def adopt_torch_group(op: str, where: str, group: dict[str, Any]) -> None:
         decoupled = group["decoupled_weight_decay"]
         if group.setdefault("adam_w_mode", decoupled) is not decoupled:
             raise ValueError(
-                f"{op}: {where}adam_w_mode has {group['adam_w_mode']}, and decoupled_weight_decay "
-                f"{decoupled}; expected one of them (they say the same)"
+                f"{op}: {where}adam_w_mode is {group['adam_w_mode']}, but decoupled_weight_decay "
+                f"is {decoupled}. The two options mean the same; pass only one"
             )
     if group.get("differentiable"):
         raise ValueError(
-            f"{op}: {where}differentiable has {group['differentiable']}; expected False (autograd "
-            f"sees no step of a kernel)"
+            f"{op}: {where}differentiable is {group['differentiable']}; expected False, because "
+            "autograd does not see the steps of a kernel"
         )
 
 
@@ -130,29 +130,29 @@ def import_groups(
     for key in ("state", "param_groups"):
         if key not in state_dict:
             raise ValueError(
-                f"{op}: state_dict has no {key!r}; expected state and param_groups, as "
-                f"state_dict() returns"
+                f"{op}: state_dict contains no {key!r}; expected state and param_groups, as from "
+                "state_dict()"
             )
     saved = state_dict["param_groups"]
     if not isinstance(saved, Sequence) or not all(
         isinstance(g, Mapping) and isinstance(g.get("params"), list | tuple) for g in saved
     ):
         raise TypeError(
-            f'{op}: state_dict["param_groups"] is no list of dicts with a list "params"; expected '
-            f"what state_dict() returns"
+            f'{op}: state_dict["param_groups"] is not a list of dicts with a list "params"; '
+            "expected the result of state_dict()"
         )
     if len(saved) != len(groups):
         raise ValueError(
-            f"{op}: state_dict has {len(saved)} parameter groups; expected {len(groups)}, as this "
-            f"optimizer"
+            f"{op}: state_dict contains {len(saved)} parameter groups; expected {len(groups)}, as "
+            "in this optimizer"
         )
     for i, saved_group in enumerate(saved):
         if strange := [
             number for number in saved_group["params"] if not isinstance(number, Hashable)
         ]:
             raise TypeError(
-                f'{op}: state_dict["param_groups"][{i}]["params"] has {strange[0]!r}; expected a '
-                f"number for each parameter, as state_dict() returns"
+                f'{op}: state_dict["param_groups"][{i}]["params"] contains {strange[0]!r}; '
+                "expected a number for each parameter, as from state_dict()"
             )
     imported = []
     # groups that share an lr tensor still share one, as after torch's loading
@@ -161,8 +161,8 @@ def import_groups(
         where = f"param_groups[{i}]"
         if len(saved_group["params"]) != len(group["params"]):
             raise ValueError(
-                f"{op}: {where} has {len(saved_group['params'])} parameters; expected "
-                f"{len(group['params'])}, as this optimizer"
+                f"{op}: {where} contains {len(saved_group['params'])} parameters; expected "
+                f"{len(group['params'])}, as in this optimizer"
             )
         options = {}
         passed_by = ("params", *TORCH_ONLY, *local_keys)
@@ -176,10 +176,9 @@ def import_groups(
                     for some in (saved_group, group)
                 )
                 raise ValueError(
-                    f"{op}: {where} has {came}; {key!r} is an unknown key; expected {expected}, as "
-                    f"{name} has, or keys of a "
-                    "scheduler (another optimizer's state does not fit; a key of your own: give it "
-                    "to the group first)"
+                    f"{op}: {where} contains {came}; {key!r} is an unknown key; expected "
+                    f"{expected}, as in {name}, or keys of a scheduler. The state of another "
+                    "optimizer does not fit. For a key of your own, add it to the group first"
                 )
             options[own_key] = (
                 tuple(value)
@@ -229,7 +228,7 @@ def import_state(
     rounded master. Raises ValueError or TypeError for unknown or missing keys, shapes, values.
     """
     if not isinstance(saved, Mapping):
-        raise TypeError(f"{op}: {name} has type {type(saved).__name__}; expected a dict")
+        raise TypeError(f"{op}: {name} is of type {type(saved).__name__}; expected a dict")
     lost: list[str] = []
     state = ParamState()
     if not saved:
@@ -241,13 +240,14 @@ def import_state(
             continue
         if key != "step" and key not in TENSOR_KEYS:
             raise ValueError(
-                f"{op}: {name} has the unknown key {key!r}; expected step, {', '.join(TENSOR_KEYS)}"
+                f"{op}: {name} contains the unknown key {key!r}; expected step, "
+                f"{', '.join(TENSOR_KEYS)}"
             )
     for key in ("step", "exp_avg", "exp_avg_sq"):
         if key not in saved:
             raise ValueError(
-                f"{op}: {name} has no {key!r}; expected step, exp_avg and exp_avg_sq (the state of "
-                f"an Adam)"
+                f"{op}: {name} contains no {key!r}; expected step, exp_avg and exp_avg_sq, the "
+                "state of Adam"
             )
     state.count = StepCount(step_count(op, f"{name}.step", saved["step"]))
     for key in TENSOR_KEYS:
@@ -264,8 +264,8 @@ def import_state(
             state.update(stored)
         elif key == "master" and master is None:
             lost.append(
-                f"{name}.master is left out: this optimizer keeps none for it (the weights go on "
-                f"as they are)"
+                f"{name}.master is left out: this optimizer keeps none for it (the weights stay as "
+                "they are)"
             )
         elif key == "master" and value.dtype is not torch.float32:
             lost.append(
@@ -299,7 +299,7 @@ def saved_states(
     saved = state_dict["state"]
     if not isinstance(saved, Mapping):
         raise TypeError(
-            f'{op}: state_dict["state"] has type {type(saved).__name__}; expected a dict'
+            f'{op}: state_dict["state"] is of type {type(saved).__name__}; expected a dict'
         )
     params: dict[Any, torch.Tensor] = {}
     for group, saved_group in zip(groups, state_dict["param_groups"], strict=True):
@@ -314,8 +314,8 @@ def saved_states(
             # a parameter's
             if isinstance(key, int) or (isinstance(value, Mapping) and "step" in value):
                 raise ValueError(
-                    f'{op}: state_dict["state"] has the key {key!r}; expected one of the ids in '
-                    f"param_groups"
+                    f'{op}: state_dict["state"] contains the key {key!r}; expected one of the ids '
+                    "in param_groups"
                 )
             others[key] = value
     return {params[key]: (key, state) for key, state in saved.items() if key in params}, others

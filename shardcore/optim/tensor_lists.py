@@ -133,14 +133,14 @@ def check_grads_list(op: str, groups: Sequence[Group], grads: object) -> None:
     """Raise TypeError or ValueError unless grads is a list with one entry for each parameter."""
     if not isinstance(grads, list | tuple):
         raise TypeError(
-            f"{op}: grads has type {type(grads).__name__}; expected a list with one entry for each "
-            f"parameter"
+            f"{op}: grads is of type {type(grads).__name__}; expected a list with one entry for "
+            "each parameter"
         )
     expected = sum(len(group["params"]) for group in groups)
     if len(grads) != expected:
         raise ValueError(
-            f"{op}: grads has {len(grads)} entries; expected {expected}, one for each parameter "
-            f"(None: no gradient)"
+            f"{op}: grads contains {len(grads)} entries; expected {expected}, one for each "
+            "parameter (None: no gradient)"
         )
 
 
@@ -153,8 +153,8 @@ def check_new_params(op: str, groups: Sequence[Group], device_type: str | None) 
     for i, p in enumerate(group["params"], start):
         if device_type is not None and not p.is_meta and p.device.type != device_type:
             raise ValueError(
-                f"{op}: params[{i}] has device {p.device}; expected {device_type} (use "
-                f"shardcore.FusedAdam, which takes CUDA parameters)"
+                f"{op}: params[{i}] is on device {p.device}; expected {device_type}. For CUDA "
+                "parameters use shardcore.FusedAdam"
             )
         # shard takes slices that a step of the optimizer does not
         check_tensor_param(op, f"params[{i}]", p, rows=False)
@@ -167,24 +167,26 @@ def bad_grad(op: str, index: int, param: torch.Tensor, grad: object) -> Exceptio
     """Return the error for a gradient that a step cannot use."""
     name = f"grads[{index}]"
     if not isinstance(grad, torch.Tensor):
-        return TypeError(f"{op}: {name} has type {type(grad).__name__}; expected a tensor or None")
+        return TypeError(
+            f"{op}: {name} is of type {type(grad).__name__}; expected a tensor or None"
+        )
     if grad.layout is not torch.strided:
         return ValueError(
             f"{op}: {name} has layout {grad.layout}; expected a dense gradient (grad.to_dense(), "
-            f"or SparseAdam)"
+            "or SparseAdam)"
         )
     if grad.dtype not in PARAM_DTYPES:
         return TypeError(
             f"{op}: {name} has dtype {dtype_name(grad.dtype)}; expected float32, bfloat16 or "
-            f"float16"
+            "float16"
         )
     if grad.shape != param.shape:
         return ValueError(
-            f"{op}: {name} has shape {tuple(grad.shape)}; expected {tuple(param.shape)}, the "
-            f"parameter's"
+            f"{op}: {name} has shape {tuple(grad.shape)}; expected {tuple(param.shape)}, as its "
+            "parameter"
         )
     return ValueError(
-        f"{op}: {name} has device {grad.device}; expected {param.device}, the parameter's"
+        f"{op}: {name} is on device {grad.device}; expected {param.device}, as its parameter"
     )
 
 
@@ -340,10 +342,9 @@ class Update:
                 if state is changed[0]
             )
             raise ValueError(
-                f"{self._op}: params[{index}] has a gradient and no state yet, while a CUDA graph "
-                f"is captured; expected a step "
-                "with all the gradients of the graph before the capture (at replays a state made "
-                "now would start again)"
+                f"{self._op}: params[{index}] got its first gradient while a CUDA graph is "
+                "captured, and a state made now would start again at each replay. Before the "
+                "capture, run a step with all gradients of the graph"
             )
         counts = device_counts(self._param_states, device)
         self._count_of += counts
@@ -353,14 +354,14 @@ class Update:
         self, index: int, key: str, value: object, expected: torch.dtype | None, option: str
     ) -> TypeError:
         actual = (
-            f"dtype {dtype_name(value.dtype)}"
+            f"has dtype {dtype_name(value.dtype)}"
             if isinstance(value, torch.Tensor)
-            else f"type {type(value).__name__}"
+            else f"is of type {type(value).__name__}"
         )
         expected_name = "none" if expected is None else dtype_name(expected)
         return TypeError(
-            f"{self._op}: state[params[{index}]].{key} has {actual}; expected {expected_name} for "
-            f"{option} (it changed after the first step; use load_state_dict to convert states)"
+            f"{self._op}: state[params[{index}]].{key} {actual}; expected {expected_name} "
+            f"for {option}. It changed after the first step; use load_state_dict to convert states"
         )
 
     def _master(
@@ -381,8 +382,8 @@ class Update:
         if master is None:
             if not has_memory(param):
                 raise ValueError(
-                    f"{self._op}: params[{index}] has no memory to make a {key} from; expected "
-                    f"some (restore it first)"
+                    f"{self._op}: params[{index}] has no memory, so its {key} cannot be made. "
+                    "Restore the parameter first"
                 )
             master = (
                 new_state(param, source=param)
@@ -403,8 +404,8 @@ class Update:
         missing = [key for key in ("step", "exp_avg", "exp_avg_sq") if key not in state]
         if missing:
             raise ValueError(
-                f"{self._op}: state[params[{index}]] has no {missing[0]!r}; expected step, exp_avg "
-                f"and exp_avg_sq"
+                f"{self._op}: state[params[{index}]] contains no {missing[0]!r}; expected step, "
+                "exp_avg and exp_avg_sq"
             )
         return ParamState(state)
 

@@ -32,7 +32,7 @@ def group_of_sequence(group: dist.ProcessGroup | DeviceMesh) -> dist.ProcessGrou
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(
             f"sequence parallel: group is {group!r}; expected a process group, or a mesh of one "
-            f"dimension"
+            "dimension"
         )
     return group
 
@@ -81,9 +81,9 @@ def repeat_heads(
     heads, kv_heads = query.shape[dimension], key.shape[dimension]
     if heads % ranks or heads % kv_heads:
         raise ValueError(
-            f"{name}: query has {heads} heads and key {kv_heads} on {ranks} ranks; expected a "
-            f"number of query heads "
-            "that ranks and key heads divide (use a smaller sequence parallel group)"
+            f"{name}: got {heads} query heads and {kv_heads} key heads on {ranks} ranks; expected "
+            "query heads divisible by the ranks and by the key heads. Use a smaller sequence "
+            "parallel group"
         )
     times = ranks // math.gcd(ranks, kv_heads)
     if times == 1:
@@ -155,9 +155,9 @@ def split_sequences(
     tokens, ranks = batch["input_ids"].shape[1], group.size()
     if tokens % ranks:
         raise ValueError(
-            f"split_sequences: input_ids has {tokens} tokens for {ranks} ranks; expected a "
-            f"multiple of {ranks} (pad sequences, "
-            f"such as by a collator's pad_to_multiple_of={ranks}, with {_IGNORE} as labels)"
+            f"split_sequences: input_ids contains {tokens} tokens for {ranks} ranks; expected a "
+            f"multiple of {ranks}. Pad sequences, for example with pad_to_multiple_of={ranks} in a "
+            f"collator, and use {_IGNORE} as labels"
         )
     whole = dict(batch)
     if "position_ids" not in whole:
@@ -214,7 +214,7 @@ class SequenceParallelLoader:
 
 def _other_batches() -> ValueError:
     return ValueError(
-        "SequenceParallelLoader: ranks of one sequence have different batches; expected a sampler "
-        "that gives them the same, such as DistributedSampler(dataset, "
+        "SequenceParallelLoader: the ranks of one sequence got different batches. Use the same "
+        "sampler on these ranks, such as DistributedSampler(dataset, "
         'num_replicas=mesh["dp"].size(), rank=mesh["dp"].get_local_rank())'
     )

@@ -63,7 +63,7 @@ def tensor_parallel(model: Model, mesh: DeviceMesh, plan: Mapping[str, Any] | No
     """
     op = "tensor_parallel"
     if engine_of(model) is not None:
-        raise ValueError(f"{op}: the model is already sharded; expected to slice it before shard()")
+        raise ValueError(f"{op}: the model is already sharded. Slice it before shard()")
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
         raise ValueError(
             f"{op}: mesh is {mesh!r}; expected a DeviceMesh of 1 dimension, such as mesh['tp']"
@@ -78,8 +78,8 @@ def tensor_parallel(model: Model, mesh: DeviceMesh, plan: Mapping[str, Any] | No
         plan = _gpt2_plan(modules) or _own_plan(model, modules)
     if not plan:
         raise ValueError(
-            f"{op}: {type(model).__name__} has no plan for its layers; expected plan={{module "
-            f"name: style}}"
+            f"{op}: {type(model).__name__} defines no plan for its layers. Pass plan={{module "
+            "name: style}"
         )
     _check_heads(op, model, mesh.size(), plan if is_own_plan else None)
     changes: dict[str, Any] = {}
@@ -90,8 +90,8 @@ def tensor_parallel(model: Model, mesh: DeviceMesh, plan: Mapping[str, Any] | No
         fused = [] if matched else fnmatch.filter(params, pattern)
         if not matched and not fused and not is_own_plan:
             raise ValueError(
-                f"{op}: plan has {pattern!r}, which is no module or parameter of the model; "
-                f"expected their names"
+                f"{op}: plan names {pattern!r}, which is not a module or parameter of the model. "
+                "Use their names"
             )
         if fused and style not in _PARAM_STYLES:
             raise NotImplementedError(
@@ -162,8 +162,8 @@ def _check_heads(op: str, model: nn.Module, ranks: int, own_plan: Mapping[str, A
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     if any(getattr(config, "activation_sparsity_pattern", None) or ()):
         raise NotImplementedError(
-            f"{op}: activation_sparsity_pattern is set, which takes whole features; expected a "
-            f"model without"
+            f"{op}: activation_sparsity_pattern is set and needs whole features. Use a model "
+            "without it"
         )
     of_attention = [style for pattern, style in (own_plan or {}).items() if "attn" in pattern]
     if own_plan is not None and not any(
@@ -175,8 +175,8 @@ def _check_heads(op: str, model: nn.Module, ranks: int, own_plan: Mapping[str, A
             heads = getattr(layer, name, None)
             if heads is not None and heads % ranks:
                 raise ValueError(
-                    f"{op}: {name} is {heads} on {ranks} ranks; expected a number that they share "
-                    f"equally"
+                    f"{op}: {name} is {heads} on {ranks} ranks; expected a multiple of the number "
+                    "of ranks"
                 )
 
 
@@ -186,10 +186,9 @@ def _tie_again(op: str, model: nn.Module, names: list[str]) -> None:
     for name, other in zip(names[1:], rest, strict=True):
         if getattr(other, "placements", None) != getattr(first, "placements", None):
             raise NotImplementedError(
-                f"{op}: {names[0]} and {name} are one weight, which the plan slices differently; "
-                f"expected the same slices of "
-                'both ("embedding_rowwise" for an embedding beside "colwise_gather_output" for the '
-                "head), or untied ones"
+                f"{op}: {names[0]} and {name} are one weight, but the plan slices them "
+                'differently. Slice both alike ("embedding_rowwise" for an embedding beside '
+                '"colwise_gather_output" for the head), or untie them'
             )
         module, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(module), attribute, first)
@@ -257,9 +256,9 @@ def slice_adapters(model: nn.Module, op: str = "shard") -> dict[nn.Parameter, nn
         is_lora = all(key.startswith(("lora_A.", "lora_B.")) for key in adapters)
         if not halves or not is_lora or getattr(layer, "lora_variant", None):
             raise NotImplementedError(
-                f"{op}: {name} has the adapter {next(iter(adapters))} beside a slice of its layer; "
-                f"expected plain LoRA (no DoRA, no embeddings, no parameters of experts) on layers "
-                f"that shardcore.tensor_parallel has sliced"
+                f"{op}: {name} uses the adapter {next(iter(adapters))} beside a slice of its "
+                "layer; expected plain LoRA (no DoRA, no embeddings, no parameters of experts) on "
+                "layers sliced by shardcore.tensor_parallel"
             )
         for half, (style, mesh) in halves.items():
             for linear in getattr(layer, half).values():
@@ -319,8 +318,7 @@ def _style(op: str, name: str, style: Any) -> Any:
     known["rowwise_rep"] = known["rowwise_split_input"]
     if style not in known:
         raise NotImplementedError(
-            f"{op}: {name} has the style {style!r}, which is not supported; expected one of "
-            f"{[*known]}"
+            f"{op}: {name} uses the unsupported style {style!r}; expected one of {[*known]}"
         )
     return known[style]
 
@@ -351,7 +349,7 @@ def _sum_rope_gradients(op: str, name: str, model: nn.Module) -> Change:
         rotated = getattr(getattr(model, "config", None), "qk_rope_head_dim", None)
     if rotated is None:
         raise NotImplementedError(
-            f"{op}: {name} has the style 'mla_kv_a_proj'; expected attention with qk_rope_head_dim"
+            f"{op}: {name} uses the style 'mla_kv_a_proj'; expected attention with qk_rope_head_dim"
         )
 
     def change(module: nn.Module, mesh: DeviceMesh) -> None:
@@ -419,8 +417,8 @@ def _experts(module: Any, mesh: DeviceMesh) -> None:
     whole = [name for name, param in module.named_parameters() if not is_dtensor(param)]
     if whole:
         raise NotImplementedError(
-            f"tensor_parallel: {kind} has {whole[0]}, which the plan does not slice; expected it "
-            f"to slice all"
+            f"tensor_parallel: the plan does not slice {whole[0]} of {kind}. Slice all parameters "
+            "of it"
         )
     fused = module._parameters.get("gate_up_proj")
     in_halves = getattr(module, "is_concatenated", None)
@@ -531,7 +529,7 @@ def _slice(param: nn.Parameter, mesh: DeviceMesh, dim: int, blocks: int) -> nn.P
     dim %= param.dim()
     if param.shape[dim] % (blocks * mesh.size()):
         raise ValueError(
-            f"tensor_parallel: a weight has the shape {tuple(param.shape)}; expected {blocks} x "
+            f"tensor_parallel: a weight has shape {tuple(param.shape)}; expected {blocks} x "
             f"{mesh.size()} equal parts of dimension {dim}"
         )
     values = param.detach().contiguous()

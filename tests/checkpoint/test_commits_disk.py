@@ -156,7 +156,7 @@ def test_a_commit_that_fails_leaves_the_step_before_and_is_made_again(
             RuntimeError, match=f"step 2 is made, but cannot be committed .*{match}"
         ) as caught:
             stepped(model, optimizer, 0, 2)
-        assert f"step 1 stays the last in {folder}" in str(caught.value)
+        assert f"Step 1 stays the last committed step in {folder}" in str(caught.value)
     whole = (1, 2) if "record" in what else (1,)  # it is there, and may be durable
     assert last_step_in(folder) in [(step, expected[step]) for step in whole]
     optimizer.zero_grad()

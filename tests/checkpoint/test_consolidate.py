@@ -127,7 +127,7 @@ def test_files_without_their_manifest_are_refused(saved: Path, tmp_path: Path) -
     (saved / "manifest.json").unlink()
     with pytest.raises(
         ValueError,
-        match=r"consolidate: .* has rank_00000.safetensors without manifest.json; expected both",
+        match=r"consolidate: .* contains rank_00000.safetensors without manifest.json; expected both",
     ):
         consolidate(saved, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -150,9 +150,9 @@ def test_an_error_on_one_rank_is_one_on_all(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"dtype": torch.int8}, "dtype has torch.int8; expected a floating dtype"),
-        ({"max_shard_bytes": 0}, "max_shard_bytes has 0"),
-        ({"tag": "nothing"}, "no such checkpoint"),
+        ({"dtype": torch.int8}, "dtype is torch.int8; expected a floating dtype"),
+        ({"max_shard_bytes": 0}, "max_shard_bytes is 0"),
+        ({"tag": "nothing"}, "the checkpoint does not exist"),
     ],
 )
 def test_bad_arguments(
@@ -204,7 +204,7 @@ def test_checkpoints_of_others_are_consolidated(tmp_path: Path) -> None:
         assert set(load_all(tmp_path / "again")) == set(found)
     torch.save({"epoch": 1}, tmp_path / "none.pt")
     with pytest.raises(
-        ValueError, match=r"^consolidate: .*none.pt has the model's names in 0 places"
+        ValueError, match=r"^consolidate: .*none.pt contains the model's names in 0 places"
     ):
         consolidate(tmp_path / "none.pt", tmp_path / "out")
 

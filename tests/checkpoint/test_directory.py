@@ -46,7 +46,7 @@ BAD_TAGS = [
 
 @pytest.mark.parametrize("tag", BAD_TAGS)
 def test_a_tag_is_a_name(tag: Any) -> None:
-    with pytest.raises(ValueError, match=r"save: tag has .*; expected the name of a directory"):
+    with pytest.raises(ValueError, match=r"save: tag is .*; expected the name of a directory"):
         check_tag("save", tag)
 
 
@@ -92,25 +92,25 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
     write(tmp_path, "one")
     (tmp_path / "latest").unlink()
     with pytest.raises(
-        FileNotFoundError, match=r"no 'latest'.*expected .* tag= one of its checkpoints \(one\)"
+        FileNotFoundError, match=r"neither 'latest' nor .* one of its checkpoints as tag= \(one\)"
     ):
         find("load", tmp_path, None)
     with pytest.raises(
         FileNotFoundError,
-        match=r"no such checkpoint; expected tag= one that save has written \(one\).*two",
+        match=r"the checkpoint does not exist\. Pass .* as tag= \(one\).*two",
     ):
         find("load", tmp_path, "two")
     (tmp_path / "latest").write_text("two")
     with pytest.raises(
         FileNotFoundError,
-        match=r"no such checkpoint, which 'latest' names; expected .*\(one\).*two",
+        match=r"does not exist, although 'latest' names it\. Pass .*\(one\).*two",
     ):
         find("load", tmp_path, None)
     (tmp_path / "latest").write_text("../outside")
-    with pytest.raises(ValueError, match=r"/latest is damaged: tag has '\.\./outside'"):
+    with pytest.raises(ValueError, match=r"/latest is damaged: tag is '\.\./outside'"):
         find("load", tmp_path, None)
     (tmp_path / "latest").write_bytes(b"\xff")
-    with pytest.raises(FileNotFoundError, match=r"which 'latest' names; expected .*\(one\)"):
+    with pytest.raises(FileNotFoundError, match=r"although 'latest' names it\. Pass .*\(one\)"):
         find("load", tmp_path, None)
 
 
@@ -250,7 +250,7 @@ def test_what_cannot_be_removed_is_named(
         "all else is removed"
     )
     assert re.search(
-        rf"{tmp_path / 'tag'} is not needed, and .* cannot be removed: .*theirs", caplog.text
+        rf"{tmp_path / 'tag'} is no longer needed, but .* cannot be removed: .*theirs", caplog.text
     )
     write(tmp_path, "next", keep_last=1)
     assert names(tmp_path) == {"next", "latest"}
@@ -279,7 +279,7 @@ def test_only_checkpoints_are_replaced(tmp_path: Path) -> None:
     for tag in ("theirs", "page", "file", "link"):
         with pytest.raises(
             FileExistsError,
-            match=rf"no checkpoint of shardcore's; expected .*another tag\).*{tag}'",
+            match=rf"is not a checkpoint of shardcore.*another tag.*{tag}'",
         ):
             write(tmp_path, tag)
     assert set(tmp_path.rglob("*")) == before, "not even a lock"
@@ -306,7 +306,7 @@ def test_a_lock_leaves_no_descriptor(tmp_path: Path) -> None:
     held = SaveLock(tmp_path, "tag")
     with pytest.raises(
         BlockingIOError,
-        match=r'a save of this process goes on there: .*"tag".*expected its wait\(\)',
+        match=r'a save of this process is still running there: .*"tag".*its wait\(\)',
     ):
         SaveLock(tmp_path, "other")
     held.release()

@@ -90,7 +90,7 @@ def test_only_the_range_is_read(tmp_path: Path) -> None:
     with open(path, "ab") as file:
         file.write(b"more")
     with pytest.raises(
-        ValueError, match=r"file\.pt has \d+ bytes; expected \d+, as when it was opened"
+        ValueError, match=r"file\.pt is \d+ bytes long; expected \d+, as when it was opened"
     ):
         stored.read(0, 1)
     path.unlink()
@@ -153,10 +153,10 @@ def test_only_boxes_of_the_range_are_opened(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("boxes", "shape", "text"),
     [
-        (BOXES[1:], SHAPE, "parts of 87 elements; expected 105"),
-        ([box_of((5, 0, 0), (3, 5, 3))], SHAPE, "inside shape"),
-        ([box_of((-1, 0, 0), SHAPE)], SHAPE, "inside shape"),
-        ([box_of((0, 0), (7, 15))], SHAPE, "inside shape"),
+        (BOXES[1:], SHAPE, "hold 87 elements; expected 105"),
+        ([box_of((5, 0, 0), (3, 5, 3))], SHAPE, "outside of shape"),
+        ([box_of((-1, 0, 0), SHAPE)], SHAPE, "outside of shape"),
+        ([box_of((0, 0), (7, 15))], SHAPE, "outside of shape"),
         *((BOXES, shape, "expected counts") for shape in ((7.0, 5, 3), [7, 5, 3], (-7,), None)),
     ],
 )
@@ -187,9 +187,9 @@ def test_pieces(tmp_path: Path) -> None:
     pieces = [first, rest.narrow(0, 0), rest.narrow(20, 65)]
     for numel in (1, 13, prod(SHAPE)):
         _check(joined("x", SHAPE, torch.float32, pieces), flat.view(SHAPE), numel)
-    with pytest.raises(ValueError, match="parts of 104 elements; expected 105"):
+    with pytest.raises(ValueError, match="hold 104 elements; expected 105"):
         joined("x", SHAPE, torch.float32, [first, rest.narrow(20, 64)])
-    with pytest.raises(ValueError, match="has 420 bytes of a tensor; expected 424"):
+    with pytest.raises(ValueError, match="takes 420 bytes; expected 424"):
         rest.narrow(20, 66)
 
 
@@ -205,9 +205,9 @@ def test_windows(tmp_path: Path, start: Any, size: Any) -> None:
     assert window.part(5, 10).read(2, 3) == bytes(range(17, 20))
     assert window.read(50, 0) == b""
     for read in (window.read, window.part):
-        with pytest.raises(ValueError, match=r"file at 10 \(50 bytes\) has 50 bytes; expected"):
+        with pytest.raises(ValueError, match=r"file at 10 \(50 bytes\) is 50 bytes long; expected"):
             read(start, size)
-    with pytest.raises(ValueError, match="file has 100 bytes; expected"):
+    with pytest.raises(ValueError, match="file is 100 bytes long; expected"):
         Window.of(path).part(0, 101)
     with pytest.raises(ValueError, match="file ends at 100; expected 1 bytes more"):
         Window(path, 90, 11, 100).read()  # as of one that shrinks while it is read

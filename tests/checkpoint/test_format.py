@@ -207,7 +207,7 @@ def _part(m: Any) -> Any:
 
 
 FORGED = {
-    "another format": (lambda m: m.update(format="zip"), "has format 'zip'"),
+    "another format": (lambda m: m.update(format="zip"), "is in format 'zip'"),
     "a newer version": (lambda m: m.update(version=99), "version 99"),
     "a file outside": (
         lambda m: _file(m, name="../../secret"),
@@ -215,11 +215,11 @@ FORGED = {
     ),
     "an absolute file": (lambda m: _file(m, name="/etc/passwd"), "names the file '/etc/passwd'"),
     "a strange file": (lambda m: _file(m, name="rank_00000.safetensors\n"), "names the file"),
-    "another size": (lambda m: _file(m, bytes=10), "bytes; expected 10"),
+    "another size": (lambda m: _file(m, bytes=10), "bytes long; expected 10"),
     "a huge head": (lambda m: _file(m, head_bytes=1 << 60), "damaged|bytes"),
     "a huge shape": (
         lambda m: m["tensors"]["head.weight"].update(shape=[1 << 40, 1 << 40]),
-        "has .* elements of head.weight",
+        "lists .* elements of head.weight",
     ),
     "a negative shape": (
         lambda m: m["tensors"]["head.weight"].update(shape=[-1, -120]),
@@ -234,16 +234,19 @@ FORGED = {
         lambda m: _part(m)["ranges"][0].__setitem__(3, 1 << 50),
         "beyond the end",
     ),
-    "a file number outside": (lambda m: _part(m)["ranges"][0].__setitem__(2, 99), "is no manifest"),
+    "a file number outside": (
+        lambda m: _part(m)["ranges"][0].__setitem__(2, 99),
+        "is not a valid manifest",
+    ),
     "a range twice": (
         lambda m: _part(m).update(ranges=_part(m)["ranges"] * 2),
         "lacks elements|some twice",
     ),
-    "no ranges": (lambda m: _part(m).update(ranges=[]), "has 0 elements"),
-    "another dtype": (lambda m: _part(m).update(dtype="F64"), "'F64', which is unknown"),
+    "no ranges": (lambda m: _part(m).update(ranges=[]), "lists 0 elements"),
+    "another dtype": (lambda m: _part(m).update(dtype="F64"), "unknown dtype 'F64'"),
     "no weight": (
         lambda m: m["tensors"]["head.weight"]["parts"].pop("master"),
-        "do not belong together",
+        "do not fit together",
     ),
     "half a master": (
         lambda m: m["tensors"]["head.weight"]["parts"].update(
@@ -253,16 +256,16 @@ FORGED = {
     ),
     "codes alone": (
         lambda m: m["tensors"]["gain"]["parts"]["exp_avg"].update(dtype="I8"),
-        "do not belong together",
+        "do not fit together",
     ),
-    "an unknown dtype": (lambda m: _part(m).update(dtype="object"), "'object', which is unknown"),
+    "an unknown dtype": (lambda m: _part(m).update(dtype="object"), "unknown dtype 'object'"),
     "an unknown part": (
         lambda m: m["tensors"]["head.weight"]["parts"].update({"a b": _part(m)}),
         r"head.weight\.a b",
     ),
-    "no tensors": (lambda m: m.pop("tensors"), "is no manifest"),
-    "a list": (lambda m: m.update(tensors=[]), "is no manifest"),
-    "an alias of nothing": (lambda m: m.update(tied={"a": "nothing"}), "is no manifest"),
+    "no tensors": (lambda m: m.pop("tensors"), "is not a valid manifest"),
+    "a list": (lambda m: m.update(tensors=[]), "is not a valid manifest"),
+    "an alias of nothing": (lambda m: m.update(tied={"a": "nothing"}), "is not a valid manifest"),
     "code in the groups": (
         lambda m: m.update(groups=[{"$eval": "1"}]),
         "'groups' is wrong .*a value is damaged",

@@ -61,7 +61,7 @@ def test_arrays_come_back() -> None:
         assert found.dtype == dtype
         assert (found == array.astype(dtype)).all()
     assert there_and_back(numpy.float64(2.5)) == 2.5
-    with pytest.raises(TypeError, match=r"given has type ndarray; expected plain data"):
+    with pytest.raises(TypeError, match=r"given is of type ndarray; expected plain data"):
         plain.to_json(numpy.array(["text"]), "given")
 
 
@@ -98,7 +98,7 @@ def test_subclasses_become_what_they_are_made_of() -> None:
     ],
 )
 def test_other_things_are_refused(value: Any) -> None:
-    with pytest.raises(TypeError, match=r"given.*has type .*; expected plain data"):
+    with pytest.raises(TypeError, match=r"given.* is of type .*; expected plain data"):
         plain.to_json(value, "given")
 
 
@@ -110,12 +110,15 @@ def _distributed(rank: int, world_size: int) -> tuple[str, bool]:
 
 def test_distributed_tensors_are_refused_by_name() -> None:
     for error, full in run_ranks(2, _distributed):
-        assert "client_state['ema'] is a DTensor, which holds its values in other tensors" in error
+        assert (
+            "client_state['ema'] is of type DTensor, which stores its values in other tensors"
+            in error
+        )
         assert full
 
 
 def test_an_error_says_where() -> None:
-    with pytest.raises(TypeError, match=r"client_state\['a'\]\[1\]\['b'\] has type object"):
+    with pytest.raises(TypeError, match=r"client_state\['a'\]\[1\]\['b'\] is of type object"):
         plain.to_json({"a": [0, {"b": object()}]}, "client_state")
 
 

@@ -55,8 +55,8 @@ def test_bad_arguments_are_refused_on_every_rank(tmp_path: Path) -> None:
     first, second = run_ranks(2, _refusals, str(tmp_path))
     assert first[0] == second[0]
     assert "Linear is not sharded" in first[0]
-    assert "optimizer is a FusedAdam that is not model's" in first[1]
-    assert "tag has 'a/b'; expected the name of a directory" in second[2]
+    assert "optimizer is a FusedAdam that does not belong to model" in first[1]
+    assert "tag is 'a/b'; expected the name of a directory" in second[2]
     assert "rank 1 refused" in first[2]
     assert (
         first[3]
@@ -64,13 +64,13 @@ def test_bad_arguments_are_refused_on_every_rank(tmp_path: Path) -> None:
         == "ValueError: save: ranks disagree: argument tag is b on rank 1 but a on rank 0; "
         "expected the same on every rank (nothing was saved)"
     )
-    assert "keep_last has 0; expected a number of at least 1" in first[4]
-    assert "client_state['x'][0] has type object; expected plain data" in first[5]
+    assert "keep_last is 0; expected a number of at least 1" in first[4]
+    assert "client_state['x'][0] is of type object; expected plain data" in first[5]
     assert "rank 0 failed" in second[5]
-    assert "client_state has type list; expected a dict, or None" in first[6]
+    assert "client_state is of type list; expected a dict, or None" in first[6]
     assert "rank 0 failed" in second[6]
-    assert "scheduler has type int; expected something with state_dict()" in first[7]
-    assert "stateful['data'] has type int" in first[8]
+    assert "scheduler is of type int; expected an object with state_dict()" in first[7]
+    assert "stateful['data'] is of type int" in first[8]
     assert re.match(
         "ValueError: save: ranks disagree: argument directory is .*/other on rank 1 but ",
         first[9],
@@ -90,7 +90,7 @@ def _no_path(rank: int, world_size: int, folder: str) -> list[str]:
 def test_a_directory_that_is_no_path_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
     others, own = run_ranks(2, _no_path, str(tmp_path))
     for op, other, error in zip(("save", "load"), others, own, strict=True):
-        assert error == f"TypeError: {op}: directory has type int; expected a path"
+        assert error == f"TypeError: {op}: directory is of type int; expected a path"
         assert f"{op}: rank 1 failed: {error}; nothing was" in other
 
 
@@ -108,7 +108,7 @@ def test_gradients_that_are_not_saved_are_said(
     optimizer.step()
     shardcore.save(tmp_path, model, optimizer)
     assert [
-        "1 backward(s) came since the last step, and gradients are not saved" in said
+        "1 backward(s) ran since the last step, and gradients are not saved" in said
         for said in caplog.messages
     ] == [True]
 
@@ -183,7 +183,7 @@ def test_a_buffer_of_another_dtype_is_named(tmp_path: Path) -> None:
     model, optimizer, _ = train(0, Run(stage=2, steps=1), model)
     with pytest.raises(
         TypeError,
-        match=r"freqs is a tensor of torch\.complex64; expected .* a buffer with persistent=False",
+        match=r"freqs is a tensor of torch\.complex64, which .* a buffer with persistent=False",
     ):
         shardcore.save(tmp_path, model, optimizer)
     assert os.listdir(tmp_path) == [".lock"]

@@ -219,15 +219,15 @@ def test_an_error_on_one_rank_is_one_on_those_of_other_slices(tmp_path: Path) ->
 
 
 FORGED: list[tuple[Callable[[Any], Any], str]] = [
-    (lambda entry: entry.update(rows=0), "do not belong together|elements"),
+    (lambda entry: entry.update(rows=0), "do not fit together|elements"),
     (lambda entry: entry.update(rows=2), "elements of head.weight"),
-    (lambda entry: entry["slices"].pop(), "do not belong together: 160 of 304 columns"),
+    (lambda entry: entry["slices"].pop(), "do not fit together: 160 of 304 columns"),
     (
         lambda entry: entry["slices"].append(entry["slices"][1]),
-        "lacks columns from 304 on of head.weight, or has some twice",
+        "lacks columns of head.weight from 304 on, or lists some twice",
     ),
-    (lambda entry: entry["slices"][1]["parts"].pop("exp_avg"), "do not belong together"),
-    (lambda entry: entry.update(slices=[]), "do not belong together"),
+    (lambda entry: entry["slices"][1]["parts"].pop("exp_avg"), "do not fit together"),
+    (lambda entry: entry.update(slices=[]), "do not fit together"),
 ]
 
 
@@ -255,6 +255,6 @@ def test_faults_are_seen(fault: str, tmp_path: Path) -> None:
     with (
         nullcontext()
         if fault.startswith("slices")
-        else pytest.raises(ValueError, match="or has some twice")
+        else pytest.raises(ValueError, match="or lists some twice")
     ):
         assert not _is_whole(tmp_path, expected)

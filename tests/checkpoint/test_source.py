@@ -96,7 +96,7 @@ def _names(rank: int, world_size: int) -> list[Any]:
 
 def test_names_and_shapes_are_compared_first() -> None:
     for names, shapes, missing, unexpected in run_ranks(2, _names):
-        assert "has other names than the model: missing gain; unexpected other" in names
+        assert "and the model differ in names: missing gain; unexpected other" in names
         assert "head.weight has shape (24, 5) in memory; expected (5, 24)" in shapes
         assert (missing, unexpected) == (["gain"], ["other"])
 

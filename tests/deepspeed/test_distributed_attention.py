@@ -87,7 +87,9 @@ def _compared(rank: int, world_size: int) -> None:
         torch.testing.assert_close(flat[0], whole(rank, batch_dim)[0].flatten(2))
     layer = ours.DistributedAttention(attention, dist.group.WORLD)
     odd = torch.ones(1, 2, 3, 4)
-    assert "query has 3 heads and key 3 on 2 ranks" in error_of(lambda: layer(odd, odd, odd, 0))
+    assert "got 3 query heads and 3 key heads on 2 ranks" in error_of(
+        lambda: layer(odd, odd, odd, 0)
+    )
     assert "batch_dim_idx is 2; expected 0 or 1" in error_of(lambda: layer(odd, odd, odd, 2))
     assert "scatter_idx is 1" in error_of(
         lambda: ours.DistributedAttention(attention, dist.group.WORLD, 1)

@@ -211,7 +211,7 @@ def _refusals(rank: int, world: int) -> None:
             shardcore.initialize(model=model, config=config, **given)
         assert not any(map(is_dtensor, model.parameters()))
 
-    refused(ValueError, "Net has no plan for its layers; expected plan=", make_net(), _config(2, 2))
+    refused(ValueError, "Net defines no plan for its layers. Pass plan=", make_net(), _config(2, 2))
     refused(ValueError, "has 3 with 2 ranks, which it does not divide", _llama(), _config(2, 3))
     refused(
         ValueError, "has 2 with shardcore.mesh", _llama(), _config(2, 2, shardcore={"mesh": [1, 2]})
@@ -241,7 +241,7 @@ def _refusals(rank: int, world: int) -> None:
     )
     with pytest.raises(ValueError, match="has 4 with a model in 2 slices; expected"):
         shardcore.initialize(model=sliced, config=_config(2, 4))
-    # what has no plan is sliced before
+    # what defines no plan is sliced before
     engine = shardcore.initialize(model=sliced, config=_config(2, 2))[0]
     assert engine.dp_world_size == 1
     with pytest.raises(NotImplementedError, match="modifier_rank: not available yet"):
@@ -251,7 +251,7 @@ def _refusals(rank: int, world: int) -> None:
     ):
         engine(torch.full((2, 10), float(rank)))
     wrapped = nn.ModuleDict({"model": names.tp_model_init(_llama(), 2, torch.float32)})
-    refused(ValueError, "ModuleDict has no plan", wrapped, _config(2, 1))  # the mark is found
+    refused(ValueError, "ModuleDict defines no plan", wrapped, _config(2, 1))  # the mark is found
 
 
 def test_refusals() -> None:

@@ -139,7 +139,7 @@ def test_a_missing_package_is_named_before_anything_is_opened(
         monkeypatch.setitem(sys.modules, module, None)
     sections = {"csv_monitor": section(tmp_path), name: {"enabled": True}}
     message = (
-        rf"config {name}.enabled is true, and the package {name} cannot be imported .*pip "
+        rf"config {name}.enabled is true, but the package {name} cannot be imported .*pip "
         rf"install {name}\)"
     )
     with pytest.raises(ImportError, match=message):

@@ -124,6 +124,6 @@ def test_the_command_line_warns_of_nothing(
 def test_errors_are_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         zero_to_fp32.main([str(tmp_path / "nothing"), str(tmp_path / "out")])
-    assert "expected a directory that save was given" in capsys.readouterr().err
+    assert "Pass the directory given to save" in capsys.readouterr().err
     with pytest.raises(FileNotFoundError):
         zero_to_fp32.main([str(tmp_path / "nothing"), str(tmp_path / "out"), "-d"])

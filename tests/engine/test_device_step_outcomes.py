@@ -87,7 +87,7 @@ def _refuses(rank: int, world_size: int) -> tuple[list[str], bool, bool]:
 def test_what_a_rank_refuses_is_an_error_at_once() -> None:
     first, second = run_ranks(2, _refuses)
     assert "step: rank 1 refused: " in first[0][0]
-    assert "max_norm has -1.0" in second[0][0]
+    assert "max_norm is -1.0" in second[0][0]
     for found, same, changed in (first, second):
         assert "max_norm is 2.0 on rank 1 but 1.0 on rank 0; expected the same" in found[1]
         assert (found[2], same, changed) == ("stepped", True, True)

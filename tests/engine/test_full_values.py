@@ -21,7 +21,9 @@ def test_what_does_not_fit_is_refused() -> None:
         KeyError, match="has no state 'momentum'; expected one of master, exp_avg, exp_avg_sq"
     ):
         set_full_state(engine, gain, "momentum", torch.tensor(0.0))
-    with pytest.raises(ValueError, match=r"value has shape \(2,\); expected \(\), the parameter's"):
+    with pytest.raises(
+        ValueError, match=r"value has shape \(2,\); expected \(\), as its parameter"
+    ):
         set_full_state(engine, gain, "exp_avg", torch.zeros(2))
     with pytest.raises(TypeError, match="value has dtype int64"):
         set_full_grad(engine, gain, torch.tensor(1))

@@ -331,7 +331,7 @@ def test_what_a_format_cannot_keep_is_warned_of() -> None:
     _, other = sharded("8bit", SAVED)
     with pytest.warns(
         UserWarning,
-        match=r"load_sharded_state_dict: .*exp_avg is rounded to what .* \(and 4\d more like it\)",
+        match=r"load_sharded_state_dict: .*exp_avg is rounded to the dtype of .* \(and 4\d more like it\)",
     ):
         shardcore.load_sharded_state_dict(other, shards)
 

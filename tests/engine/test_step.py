@@ -165,12 +165,12 @@ def _in_place(group: dict[str, Any]) -> None:
 
 
 OPTIONS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
-    "a number": (lambda group: group.update(lr=-1.0), "lr has -1.0"),
-    "a tensor": (lambda group: group.update(lr=torch.tensor(-1.0)), "lr has -1.0"),
-    "two numbers in a tensor": (lambda group: group.update(lr=torch.zeros(2)), "lr has a float32"),
-    "a tensor in place": (_in_place, "lr has -1.0"),
-    "a list": (lambda group: group.update(betas=[0.9, 1.0]), r"betas\[1\] has 1.0"),
-    "an equal value of another type": (lambda group: group.update(maximize=0), "maximize has 0"),
+    "a number": (lambda group: group.update(lr=-1.0), "lr is -1.0"),
+    "a tensor": (lambda group: group.update(lr=torch.tensor(-1.0)), "lr is -1.0"),
+    "two numbers in a tensor": (lambda group: group.update(lr=torch.zeros(2)), "lr is a float32"),
+    "a tensor in place": (_in_place, "lr is -1.0"),
+    "a list": (lambda group: group.update(betas=[0.9, 1.0]), r"betas\[1\] is 1.0"),
+    "an equal value of another type": (lambda group: group.update(maximize=0), "maximize is 0"),
     "a fixed one": (lambda group: group.update(amsgrad=True), "amsgrad is True"),
 }
 

@@ -208,7 +208,7 @@ def refuses(rank: int, world_size: int, folder: str) -> None:
         ema.load_state_dict(
             {"updates": 1, "averages": {**ema.state_dict()["averages"], "gain": torch.zeros(3)}}
         )
-    with pytest.raises(ValueError, match="ema is a EMA that is not"):
+    with pytest.raises(ValueError, match="ema is a EMA that does not belong to model"):
         shardcore.save(folder, trained(rank, 1)[0], ema=ema)
     with pytest.raises(ValueError, match="decay is 2"):
         shardcore.EMA(model, 2)

@@ -333,8 +333,8 @@ def refused_schedule(rank: int, world: int, kind: str, options: dict[str, Any]) 
 @pytest.mark.parametrize(
     ("kind", "options", "words"),
     [
-        ("gpipe", {"scale_grads": True}, "expected scale_grads=False"),
-        ("zero bubble", {}, "expected whole backwards"),
+        ("gpipe", {"scale_grads": True}, "Pass scale_grads=False"),
+        ("zero bubble", {}, "a schedule with whole backwards"),
         ("interleaved", {"overlap_step": True}, "overlap_step is True"),
     ],
 )

@@ -394,7 +394,7 @@ def test_errors_name_what_to_do(tmp_path):
         )
         assert "configure_optimizers returned 2 optimizers; expected one" in messages["two"]
         assert "optimizer is a NAdam, which keeps numbers" in messages["sgd"]
-        assert "hparams['config'] has type type; expected plain data" in messages["hparams"]
+        assert "hparams['config'] is of type type; expected plain data" in messages["hparams"]
         assert "save_hyperparameters(ignore=[...])" in messages["hparams"]
         assert "was not saved by Lightning's Trainer" in messages["plain"]
         assert "manifest.json, a file that exists; expected a directory" in messages["file"]

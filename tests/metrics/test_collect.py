@@ -356,7 +356,7 @@ def test_a_training_goes_on_in_its_directory(tmp_path: Path) -> None:
     assert steps() == ["1", "2", "3"]
     with pytest.raises(
         FileExistsError,
-        match=r"metrics.csv is there already; expected another directory, or start=N",
+        match=r"metrics.csv already exists\. Use another directory",
     ):
         shardcore.Metrics(model, tmp_path, log=False)
 
@@ -393,12 +393,12 @@ def test_a_model_that_is_gone_is_not_kept() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"every": 0}, "Metrics: every has 0; expected at least 1"),
-        ({"every": True}, "Metrics: every has True; expected a whole number"),
-        ({"start": -1}, "Metrics: start has -1; expected at least 0"),
-        ({"start": 1.5}, "Metrics: start has 1.5; expected a whole number"),
-        ({"flops": 0}, "Metrics: flops has 0; expected more than 0"),
-        ({"flops": "1"}, "Metrics: flops has '1'; expected a number"),
+        ({"every": 0}, "Metrics: every is 0; expected at least 1"),
+        ({"every": True}, "Metrics: every is True; expected a whole number"),
+        ({"start": -1}, "Metrics: start is -1; expected at least 0"),
+        ({"start": 1.5}, "Metrics: start is 1.5; expected a whole number"),
+        ({"flops": 0}, "Metrics: flops is 0; expected more than 0"),
+        ({"flops": "1"}, "Metrics: flops is '1'; expected a number"),
         ({"tensorboard": True}, "Metrics: tensorboard is True without a directory"),
     ],
 )
@@ -420,9 +420,9 @@ def test_what_cannot_be_measured_is_refused() -> None:
         ValueError, match=r"Metrics.step: loss has shape \(2,\); expected one element"
     ):
         metrics.step(loss=torch.zeros(2))
-    with pytest.raises(TypeError, match="step: loss has type str"):
+    with pytest.raises(TypeError, match="step: loss is of type str"):
         metrics.step(loss="1")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="step: tokens has type float"):
+    with pytest.raises(TypeError, match="step: tokens is of type float"):
         metrics.step(tokens=1.0)  # type: ignore[arg-type]
     del optimizer, metrics
     with pytest.raises(
@@ -473,14 +473,14 @@ def test_an_error_on_one_rank_is_one_on_all(tmp_path: Path) -> None:
     assert first[0] == second[0]
     assert "Metrics: ranks disagree: argument every is 2 on rank 1 but 1 on rank 0" in first[0]
     assert first[1].startswith(
-        "ValueError: Metrics: rank 1 refused: ValueError: Metrics: every has 0"
+        "ValueError: Metrics: rank 1 refused: ValueError: Metrics: every is 0"
     )
-    assert second[1].startswith("ValueError: Metrics: every has 0")
+    assert second[1].startswith("ValueError: Metrics: every is 0")
     assert first[2].startswith("FileExistsError: Metrics: ")
     assert second[2].startswith("RuntimeError: Metrics: rank 0 failed: FileExistsError: ")
     assert first[3] == "UsageError: No API key configured."
     assert second[3] == f"RuntimeError: Metrics: rank 0 failed: {first[3]}; nothing is measured"
-    text = "Metrics.step: loss has type str"
+    text = "Metrics.step: loss is of type str"
     assert text in second[4]
     assert f"Metrics.step: rank 1 refused: TypeError: {text}" in first[4]
     assert "no space" in first[5]
@@ -506,7 +506,7 @@ def test_one_rank_writes_of_a_model_in_parts(tmp_path: Path) -> None:
         assert row["tflops_per_s"] * row["step_ms"] / 1000 == pytest.approx(2.5), (
             "the mean of ranks"
         )
-        assert "metrics.csv is there already" in message
+        assert "metrics.csv already exists" in message
     (written,) = csv.DictReader((tmp_path / "metrics.csv").open())
     assert written == {
         name: "" if value is None else str(value) for name, value in results[0][0].items()

@@ -191,7 +191,7 @@ def test_a_directory_without_metrics_is_named(
         cli.main(["report", str(tmp_path)])
     assert stop.value.code == 2
     assert re.search(
-        r"report: .*(has no metrics.csv|has no rows|has other columns); expected",
+        r"report: .*(contains no metrics.csv|contains no rows|contains other columns)",
         capsys.readouterr().err,
     )
     assert not (tmp_path / "report.html").exists()

@@ -65,8 +65,8 @@ def test_a_missing_package_is_named_before_anything_is_written(
     for module in (name, "torch.utils.tensorboard"):
         monkeypatch.setitem(sys.modules, module, None)
     message = (
-        rf"Metrics: {name} is True, and the package {name} cannot be imported .*pip install "
-        rf"{name}\), or {name} False"
+        rf"Metrics: {name} is True, but the package {name} cannot be imported .*pip install "
+        rf"{name}\), or set {name} to False"
     )
     with pytest.raises(ImportError, match=message):
         watched(tmp_path / "new", **{name: True})

@@ -343,7 +343,7 @@ def test_an_old_head_is_dropped_with_a_warning(
         getattr(transformers, MODELS[of][1])(**MODELS[of][2])
     ).save_pretrained(tmp_path)
     (message,), nothing = run_ranks(2, _another_head, made, of, head, str(tmp_path))
-    assert "which the model does not; dropped, as from_pretrained does" in message
+    assert "which the model lacks; dropped, as from_pretrained does" in message
     assert dropped in message
     assert nothing == []
 
@@ -352,9 +352,8 @@ def test_files_of_another_model_are_refused(tmp_path: Path) -> None:
     folder = _saved("mixtral", tmp_path)
     other = _on_meta("llama", None)
     match = (
-        r"0\.mlp\.down_proj.* not in .* \(where model\.layers\.0\.block_sparse_moe.* is not "
-        r"of "
-        r"the model\); expected its"
+        r"0\.mlp\.down_proj.* not in .* \(model\.layers\.0\.block_sparse_moe.* there is "
+        r"not in the model\)\. Add its values"
     )
     with pytest.raises(ValueError, match=match):
         shardcore.shard(other, shardcore.FusedAdam(other.parameters()), 3, materialize=folder)
@@ -390,7 +389,7 @@ def test_what_init_weights_leaves_is_an_error_that_names_it() -> None:
 
     model = on_meta()
     with pytest.raises(
-        ValueError, match=r"logit_scale has NaN .* or the tensor in memory before shard"
+        ValueError, match=r"logit_scale contains NaN .* or put the tensor in memory before shard"
     ):
         shardcore.shard(model, shardcore.FusedAdam(model.parameters()), 3)
     model = on_meta()
@@ -419,10 +418,7 @@ def test_what_a_constructor_leaves_in_memory_is_named(caplog: pytest.LogCaptureF
         ]
         if not moved:
             assert len(warned) == 1
-            assert (
-                f"kept as it is and not filled: {', '.join(names)}. If nothing has set it"
-                in warned[0]
-            )
+            assert f"{', '.join(names)} is in memory rather than on the meta device" in warned[0]
     assert warned == []
     state = model.state_dict()
     assert all(state[name].std() == pytest.approx(0.02, rel=0.5) for name in names)

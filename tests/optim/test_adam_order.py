@@ -415,7 +415,7 @@ NUMBERED = {
     "8bit": (
         torch.float32,
         {"state_dtype": "8bit"},
-        "with state_dtype='8bit'; .* a group with state_dtype='fp32' for it",
+        "with state_dtype='8bit'; .* a group with state_dtype='fp32'",
     ),
     "bf16 states": (
         torch.bfloat16,

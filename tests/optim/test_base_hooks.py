@@ -37,5 +37,5 @@ def test_a_pre_hook_may_change_the_arguments():
     optimizer.register_step_pre_hook(
         lambda self, args, kwargs: (args, {**kwargs, "max_norm": 1.0, "grad_scale": float("inf")})
     )
-    with pytest.raises(ValueError, match="grad_scale has inf"):
+    with pytest.raises(ValueError, match="grad_scale is inf"):
         optimizer.step()

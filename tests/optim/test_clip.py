@@ -69,7 +69,7 @@ def test_error_if_nonfinite_raises_before_anything_is_scaled():
     param.grad = torch.tensor([math.inf, 1.0])
     with pytest.raises(
         RuntimeError,
-        match="the gradients' norm is inf; expected a finite one, as error_if_nonfinite=True says",
+        match="the gradients' norm is inf, and error_if_nonfinite is True",
     ):
         clip_grad_norm_(param, 1.0, error_if_nonfinite=True)
     assert param.grad.tolist() == [math.inf, 1.0]
@@ -78,11 +78,11 @@ def test_error_if_nonfinite_raises_before_anything_is_scaled():
 @pytest.mark.parametrize(
     ("norm_type", "error", "message"),
     [
-        (0, ValueError, "has 0.0; expected a number above 0, or inf"),
-        (-math.inf, ValueError, "has -inf; expected a number above 0"),
-        (math.nan, ValueError, "has nan"),
-        ("two", TypeError, "has type str; expected a number"),
-        (None, TypeError, "has type NoneType"),
+        (0, ValueError, "is 0.0; expected a number above 0, or inf"),
+        (-math.inf, ValueError, "is -inf; expected a number above 0"),
+        (math.nan, ValueError, "is nan"),
+        ("two", TypeError, "is of type str; expected a number"),
+        (None, TypeError, "is of type NoneType"),
     ],
 )
 def test_norm_types_that_are_none_are_refused(norm_type, error, message):
@@ -113,10 +113,10 @@ def test_clip_coefficient():
         (
             5,
             TypeError,
-            "model_or_params has type int; expected a module, a parameter or parameters",
+            "model_or_params is of type int; expected a module, a parameter or parameters",
         ),
-        ([5], TypeError, r"params\[0\] has type int; expected a tensor"),
-        ({"a": 1}, TypeError, r"params\[0\] has type str; expected a tensor"),
+        ([5], TypeError, r"params\[0\] is of type int; expected a tensor"),
+        ({"a": 1}, TypeError, r"params\[0\] is of type str; expected a tensor"),
         (
             torch.float64,
             TypeError,

@@ -216,26 +216,23 @@ def _refusals(rank, world_size):
 
 def test_what_cannot_work_is_refused_and_nothing_is_written():
     expected = [
-        "ValueError: FusedAdam: params[0] has placements (Shard(dim=1),); expected Replicate() and "
-        "Shard(0) only",
-        "ValueError: FusedAdam: params[0] has placements (Partial(sum),); expected Replicate() and "
-        "Shard(0) only",
-        "ValueError: FusedAdam: params[0] has a local part with strides (1, 4) for shape (4, 6); "
+        "ValueError: FusedAdam: params[0] is placed (Shard(dim=1),); expected only "
+        "Replicate() and Shard(0)",
+        "ValueError: FusedAdam: params[0] is placed (Partial(sum),); expected only "
+        "Replicate() and Shard(0)",
+        "ValueError: FusedAdam: the local part of params[0] has strides (1, 4) for shape (4, 6); "
         "expected contiguous",
-        *["ValueError: FusedAdam: grads[0] has placements (Partial(sum),)"] * 2,
-        *["ValueError: FusedAdam: grads[0] has placements (Replicate(),)"] * 2,
-        *[
-            "TypeError: FusedAdam: grads[0] has type Tensor; expected a DTensor, as its parameter "
-            "is one"
-        ]
+        *["ValueError: FusedAdam: grads[0] is placed (Partial(sum),)"] * 2,
+        *["ValueError: FusedAdam: grads[0] is placed (Replicate(),)"] * 2,
+        *["TypeError: FusedAdam: grads[0] is of type Tensor; expected a DTensor, as its parameter"]
         * 2,
-        *["ValueError: FusedAdam: grads[0] has shape (5, 6); expected (4, 6), the parameter's"] * 2,
+        *["ValueError: FusedAdam: grads[0] has shape (5, 6); expected (4, 6), as its parameter"]
+        * 2,
         *["TypeError: FusedAdam: grads[0] has dtype float64; expected float32, bfloat16 or float16"]
         * 2,
         "ValueError: AdamStepper.step: grads[1] has no memory of its own",
-        "ValueError: FusedAdam: state[0].exp_avg has placements (Replicate(),)",
-        "ValueError: FusedAdam: state[0].exp_avg has shape (2, 6); expected (4, 6), the "
-        "parameter's",
+        "ValueError: FusedAdam: state[0].exp_avg is placed (Replicate(),)",
+        "ValueError: FusedAdam: state[0].exp_avg has shape (2, 6); expected (4, 6), as its parameter",
     ]
     for texts, same in run_ranks(3, _refusals):
         assert same
@@ -437,7 +434,8 @@ def _capturable(rank, world_size):
     )
     before = [w.clone() for w in whole(net.parameters())]
     with pytest.raises(
-        ValueError, match=r"max_norm has 1\.0 for capturable DTensors.*clip_grad_norm_ before"
+        ValueError,
+        match=r"max_norm is 1\.0 for capturable sharded DTensors.*clip_grad_norm_ before",
     ):
         optimizer.step(max_norm=1.0)
     untouched = all(torch.equal(a, b) for a, b in zip(whole(net.parameters()), before, strict=True))

@@ -232,7 +232,7 @@ def test_a_checkpoint_of_another_optimizer_changes_nothing(other: Any, tmp_path:
     before = hash_of_training(model, optimizer)
     with pytest.raises(
         ValueError,
-        match=r"has no 'exp_avg_sq' of gain, so another optimizer saved it; expected .*exp_avg_sq",
+        match=r"contains no 'exp_avg_sq' of gain, so another optimizer saved it; expected .*exp_avg_sq",
     ):
         shardcore.load(tmp_path, model, optimizer)
     assert hash_of_training(model, optimizer) == before
@@ -244,7 +244,7 @@ def test_the_options_of_another_optimizer_are_named_beside_those_expected() -> N
     other = torch.optim.AdamW(make_net().parameters())
     with pytest.raises(
         ValueError,
-        match=r"has lr, betas, eps, .*'betas' is an unknown key; expected lr, mom.*, as SGD has",
+        match=r"contains lr, betas, eps, .*'betas' is an unknown key; expected lr, mom.*, as in SGD",
     ):
         optimizer.load_state_dict(other.state_dict())
     assert repr(optimizer).startswith("SGD (")
@@ -306,7 +306,7 @@ def test_what_no_sharded_step_can_use_is_refused_on_every_rank() -> None:
         "ranks disagree",
         "param_groups[0].momentum is '0'; expected 'not 0'",
         "ranks disagree",
-        "lr has -1.0; expected a finite number of at least 0",
+        "lr is -1.0; expected a finite number of at least 0",
         "1 skipped",
     ]
     for found in (first, second):

@@ -46,7 +46,7 @@ def test_engine_takes_over(make):
     assert optimizer.scale_loss(loss) is loss
     engine = optimizer._engine = FakeEngine()
     assert (optimizer.loss_scale, optimizer.scale_loss(loss).item()) == (8.0, 4.0)
-    with pytest.raises(TypeError, match="scale_loss: loss has type float"):
+    with pytest.raises(TypeError, match="scale_loss: loss is of type float"):
         optimizer.scale_loss(0.5)
     optimizer.grad_scale = torch.tensor(4.0)
     assert optimizer.step(grad_scale=2.0, max_norm=3) == "loss"

@@ -43,15 +43,15 @@ def test_options_that_torchs_optimizers_refuse(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"ns_steps": 100}, r"ns_steps has 100; expected a whole number from 0 to 99"),
-        ({"ns_steps": 5.0}, r"ns_steps has 5\.0; expected a whole"),
+        ({"ns_steps": 100}, r"ns_steps is 100; expected a whole number from 0 to 99"),
+        ({"ns_steps": 5.0}, r"ns_steps is 5\.0; expected a whole"),
         (
             {"ns_coefficients": (1.0, 2.0)},
-            r"ns_coefficients has \(1\.0, 2\.0\); expected three finite numbers",
+            r"ns_coefficients is \(1\.0, 2\.0\); expected three finite numbers",
         ),
         (
             {"ns_coefficients": (1.0, 2.0, float("nan"))},
-            r"ns_coefficients has .*nan\); expected three finite",
+            r"ns_coefficients is .*nan\); expected three finite",
         ),
     ],
 )

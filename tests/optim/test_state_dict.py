@@ -239,7 +239,7 @@ def test_a_state_of_a_parameter_that_is_not_there_is_no_such_entry(key, value):
     optimizer = FusedAdam(make_params())
     saved = optimizer.state_dict()
     saved["state"][key] = value
-    with pytest.raises(ValueError, match=rf"has the key {key!r}; expected one of the ids"):
+    with pytest.raises(ValueError, match=rf"contains the key {key!r}; expected one of the ids"):
         optimizer.load_state_dict(saved)
 
 
@@ -269,19 +269,19 @@ def broken_state_dicts():
             "groups",
             lambda sd: sd["param_groups"].append(sd["param_groups"][0]),
             ValueError,
-            "has 2 parameter groups; expected 1",
+            "contains 2 parameter groups; expected 1",
         ),
         (
             "params",
             lambda sd: sd["param_groups"][0]["params"].pop(),
             ValueError,
-            r"param_groups\[0\] has 1 parameters; expected 2",
+            r"param_groups\[0\] contains 1 parameters; expected 2",
         ),
         (
             "nested",
             lambda sd: sd["param_groups"][0].update(params=[[0], [1]]),
             TypeError,
-            r'params"\] has \[0\]; expected a number',
+            r'params"\] contains \[0\]; expected a number',
         ),
         (
             "twice",
@@ -299,16 +299,26 @@ def broken_state_dicts():
             "state key",
             lambda sd: sd["state"][1].update(momentum=torch.ones(4)),
             ValueError,
-            r"state\[1\] has the unknown key",
+            r"state\[1\] contains the unknown key",
         ),
         (
             "missing",
             lambda sd: sd["state"][1].pop("exp_avg"),
             ValueError,
-            r"state\[1\] has no 'exp_avg'",
+            r"state\[1\] contains no 'exp_avg'",
         ),
-        ("no step", lambda sd: sd["state"][1].pop("step"), ValueError, r"state\[1\] has no 'step'"),
-        ("id", lambda sd: sd["state"].update({7: sd["state"][0]}), ValueError, "has the key 7"),
+        (
+            "no step",
+            lambda sd: sd["state"][1].pop("step"),
+            ValueError,
+            r"state\[1\] contains no 'step'",
+        ),
+        (
+            "id",
+            lambda sd: sd["state"].update({7: sd["state"][0]}),
+            ValueError,
+            "contains the key 7",
+        ),
         (
             "shape",
             lambda sd: sd["state"][1].update(exp_avg=torch.ones(5)),
@@ -331,53 +341,53 @@ def broken_state_dicts():
             "type",
             lambda sd: sd["state"][1].update(exp_avg=[1.0] * 4),
             TypeError,
-            r"state\[1\].exp_avg has type list",
+            r"state\[1\].exp_avg is of type list",
         ),
         (
             "step",
             lambda sd: sd["state"][1].update(step=1.5),
             ValueError,
-            r"state\[1\].step has 1.5",
+            r"state\[1\].step is 1.5",
         ),
         (
             "step 2**60",
             lambda sd: sd["state"][1].update(step=2**60),
             ValueError,
-            r"state\[1\].step has 1.15.*at most 2\*\*53",
+            r"state\[1\].step is 1.15.*at most 2\*\*53",
         ),
         (
             "step nan",
             lambda sd: sd["state"][1].update(step=torch.tensor(math.nan)),
             ValueError,
-            r"state\[1\].step has nan",
+            r"state\[1\].step is nan",
         ),
         (
             "lr",
             lambda sd: sd["param_groups"][0].update(lr=-1.0),
             ValueError,
-            r"param_groups\[0\].lr has -1.0",
+            r"param_groups\[0\].lr is -1.0",
         ),
         (
             "betas",
             lambda sd: sd["param_groups"][0].update(betas=(2.0, 0.9)),
             ValueError,
-            r"betas\[0\] has 2.0",
+            r"betas\[0\] is 2.0",
         ),
-        ("no groups", lambda sd: sd.pop("param_groups"), ValueError, "has no 'param_groups'"),
-        ("no state", lambda sd: sd.pop("state"), ValueError, "has no 'state'"),
+        ("no groups", lambda sd: sd.pop("param_groups"), ValueError, "contains no 'param_groups'"),
+        ("no state", lambda sd: sd.pop("state"), ValueError, "contains no 'state'"),
         (
             "params type",
             lambda sd: sd["param_groups"][0].update(params=None),
             TypeError,
             'with a list "params"',
         ),
-        ("groups type", lambda sd: sd.update(param_groups=3), TypeError, "no list of dicts"),
-        ("state type", lambda sd: sd.update(state=[]), TypeError, "has type list"),
+        ("groups type", lambda sd: sd.update(param_groups=3), TypeError, "not a list of dicts"),
+        ("state type", lambda sd: sd.update(state=[]), TypeError, "is of type list"),
         (
             "param type",
             lambda sd: sd["state"].update({1: 5}),
             TypeError,
-            r"state\[1\] has type int",
+            r"state\[1\] is of type int",
         ),
     ]
 
@@ -399,7 +409,7 @@ def test_loading_is_all_or_nothing(make, what, damage, error, match):
     with pytest.raises(error, match=match):
         optimizer.load_state_dict(state_dict)
     snapshot.check()
-    with pytest.raises(TypeError, match="state_dict has type list"):
+    with pytest.raises(TypeError, match="state_dict is of type list"):
         optimizer.load_state_dict([state_dict])
     optimizer.load_state_dict(source.state_dict())  # the undamaged one loads
     assert optimizer.param_groups[0]["lr"] == 0.5
@@ -424,7 +434,7 @@ BAD_VALUES = {
     "shape": (
         lambda t: t.reshape(6, 4),
         ValueError,
-        r"has shape \(6, 4\); expected \(4, 6\), the parameter's",
+        r"has shape \(6, 4\); expected \(4, 6\), as its parameter",
     ),
     "flat": (lambda t: t.reshape(-1), ValueError, r"has shape \(24,\)"),
     "int64": (lambda t: t.long(), TypeError, "has dtype int64; expected a floating dtype"),
@@ -438,7 +448,7 @@ BAD_VALUES = {
     ),
     "meta": (lambda t: t.to("meta"), ValueError, "has no memory"),
     "released": (released_copy, ValueError, "has no memory"),
-    "a list": (lambda t: t.tolist(), TypeError, "has type list; expected a tensor"),
+    "a list": (lambda t: t.tolist(), TypeError, "is of type list; expected a tensor"),
 }
 
 

@@ -348,9 +348,9 @@ def test_another_kind_of_master_than_the_states_have(kind, master, steps):
 BAD_STATES = {
     ("fp32", "exp_avg"): (
         None,
-        "exp_avg has type NoneType; expected float32 for state_dtype='fp32'",
+        "exp_avg is of type NoneType; expected float32 for state_dtype='fp32'",
     ),
-    ("8bit", "exp_avg"): ([1.0], "exp_avg has type list; expected int8 for state_dtype='8bit'"),
+    ("8bit", "exp_avg"): ([1.0], "exp_avg is of type list; expected int8 for state_dtype='8bit'"),
     ("master", "master"): (
         torch.zeros(300, dtype=torch.int16),
         "master has dtype int16; expected float32 for a bfloat16",

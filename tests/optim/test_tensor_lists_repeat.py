@@ -188,7 +188,7 @@ def test_a_moment_that_was_taken_away_is_missed(take):
     for _ in range(2):
         optimizer.step(grads=grads_of(params))
     take(optimizer.state[params[1]])
-    with pytest.raises(ValueError, match=r"state\[params\[1\]\] has no 'exp_avg_sq'"):
+    with pytest.raises(ValueError, match=r"state\[params\[1\]\] contains no 'exp_avg_sq'"):
         optimizer.step(grads=grads_of(params))
 
 
@@ -330,7 +330,7 @@ def test_an_error_on_the_short_way_changes_nothing():
         optimizer.step()
     before = snapshot(optimizer)
     optimizer.param_groups[0]["lr"] = -1.0
-    with pytest.raises(ValueError, match=r"param_groups\[0\].lr has -1.0"):
+    with pytest.raises(ValueError, match=r"param_groups\[0\].lr is -1.0"):
         optimizer.step()
     optimizer.param_groups[0]["lr"] = 0.1
     params[1].grad = None

@@ -420,7 +420,7 @@ def test_adapters_that_cannot_be_sliced_are_named() -> None:
             texts, ["lora_embedding_A", "lora_", "ia3_l", "lora_A"], strict=True
         ):
             assert re.search(
-                f" has the adapter {names}\\S* beside a slice of its layer; expected plain LoRA",
+                f" uses the adapter {names}\\S* beside a slice of its layer; expected plain LoRA",
                 text,
             ), text
 
@@ -518,26 +518,26 @@ def _refusals(rank: int, world: int) -> list[str]:
 
 def test_what_cannot_be_sliced_is_named() -> None:
     expected = [
-        "tensor_parallel: Linear has no plan",
+        "tensor_parallel: Linear defines no plan",
         "tensor_parallel: mesh is DeviceMesh(",
         "tensor_parallel: mesh is <torch",
         "tensor_parallel: num_attention_heads is 4 on 3 ranks",
         "tensor_parallel: num_attention_heads is 4 on 3 ranks",
         "tensor_parallel: num_key_value_heads is 2 on 3 ranks",
-        "tensor_parallel: plan has '1', which is no module or parameter of the model",
-        "tensor_parallel: 0 has the style 'moe_identity_expert', which is not supported",
-        "tensor_parallel: Scaled has scale, which the plan does not slice",
+        "tensor_parallel: plan names '1', which is not a module or parameter of the model",
+        "tensor_parallel: 0 uses the unsupported style 'moe_identity_expert'",
+        "tensor_parallel: the plan does not slice scale of Scaled",
         "tensor_parallel: 0.up is a parameter with the style 'colwise_gather_output'; expected "
         "['colwise', 'rowwise', ",
-        "tensor_parallel: a weight has the shape (4,); expected 1 x 3 equal parts of dimension 0",
+        "tensor_parallel: a weight has shape (4,); expected 1 x 3 equal parts of dimension 0",
         "tensor_parallel: MixtralExperts.gate_up_proj is cut across gates and inputs; expected "
         '"packed_colwise"',
-        "tensor_parallel: GptOssForCausalLM has no plan for its layers",
+        "tensor_parallel: GptOssForCausalLM defines no plan for its layers",
         "tensor_parallel: activation_sparsity_pattern is set",
-        "tensor_parallel: LlamaModel has no plan",
+        "tensor_parallel: LlamaModel defines no plan",
         "chunked_cross_entropy: weight is a DTensor",
-        "tensor_parallel: model.embed_tokens.weight and lm_head.weight are one weight, which the "
-        "plan slices differently",
+        "tensor_parallel: model.embed_tokens.weight and lm_head.weight are one weight, but the "
+        "plan slices them differently",
     ]
     for texts in run_ranks(3, _refusals):
         for text, start in zip(texts, expected, strict=True):

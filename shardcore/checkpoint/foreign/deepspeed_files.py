@@ -92,7 +92,7 @@ def open_foreign(path: Path, names: Collection[str]) -> Source | None:
     refused.
     """
     with reporting(
-        f"{path} is damaged or of another form", "a checkpoint that DeepSpeed or torch wrote"
+        f"{path} is damaged or in another format", "a checkpoint that DeepSpeed or torch wrote"
     ):
         if not path.exists():
             return None
@@ -128,13 +128,13 @@ def _folder(path: Path) -> Path | None:
                 or "\\" in tag
             ):
                 raise ValueError(
-                    f"load: {path / name} has {tag[:50]!r}; expected the name of a folder beside it"
+                    f"load: {path / name} contains {tag[:50]!r}; expected the name of a folder "
+                    "beside it"
                 )
             if (path / tag).is_dir():
                 return path / tag
             raise FileNotFoundError(
-                f"load: {path / name} names {tag}, which is not there; expected the folder "
-                f"{path / tag}"
+                f"load: {path / name} names {tag}, but the folder {path / tag} does not exist"
             )
     return None
 
@@ -175,13 +175,14 @@ def _open_folder(folder: Path, names: Collection[str]) -> Source | None:
         return None
     if len({prefix for prefix, _ in optims}) > 1:
         raise ValueError(
-            f"load: {folder} has optimizer files with and without bf16_; expected those of one save"
+            f"load: {folder} contains optimizer files with and without bf16_; expected the files "
+            "of one save"
         )
     ranks = sorted(rank for _, rank in optims)
     if ranks != list(range(len(ranks))) or sorted(models) != list(range(len(models))) or not models:
         raise ValueError(
-            f"load: {folder} has optimizer files of the ranks {ranks}, and model files of "
-            f"{sorted(models)}; expected one of each rank, from 0 on: copy the missing ones"
+            f"load: {folder} contains optimizer files of the ranks {ranks}, and model files of "
+            f"{sorted(models)}; expected one of each rank, from 0 on. Copy the missing files"
         )
     loaded = _mapping(load_file(models[0]), models[0], "module")
     files = _Files(
@@ -200,14 +201,17 @@ def _open_folder(folder: Path, names: Collection[str]) -> Source | None:
 
 def _refused(path: Path, what: str) -> ValueError:
     return ValueError(
-        f"load: {path} is {what}, which is not read; expected ZeRO 1, 2 or 3 over data parallelism "
-        f"alone (consolidate it with DeepSpeed's zero_to_fp32 first, which keeps the weights)"
+        f"load: {path} is {what}, which is not supported; expected ZeRO 1, 2 or 3 over data "
+        "parallelism alone. To keep the weights, consolidate it with DeepSpeed's zero_to_fp32 "
+        "first"
     )
 
 
 def _mapping(value: Any, path: Path, key: str) -> Mapping[str, Any]:
     if not isinstance(value, dict) or key not in value:
-        raise ValueError(f"load: {path} has no {key!r}; expected it, as DeepSpeed writes it")
+        raise ValueError(
+            f"load: {path} contains no {key!r}, which DeepSpeed writes. Use a complete checkpoint"
+        )
     return value
 
 
@@ -224,7 +228,7 @@ def _check_parallelism(files: _Files) -> None:
         raise _refused(path, "of a mixture of experts")
     for key in ("data_sampler", "random_ltd"):
         if model.get(key) is not None:
-            logger.warning("load: %s has %s of DeepSpeed's, which is left out", path, key)
+            logger.warning("load: %s contains %s of DeepSpeed, which is left out", path, key)
 
 
 # --- what is the same in all of them --------------------------------------------------------------
@@ -237,8 +241,8 @@ def _shape_groups(files: _Files) -> list[dict[str, tuple[int, ...]]]:
     groups = files.model.get("param_shapes")
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
         raise ValueError(
-            f"load: {files.model_path} has no param_shapes; expected a checkpoint of ZeRO 1, 2 or "
-            f"3 (stage 0 in 16 bits keeps no names of its masters)"
+            f"load: {files.model_path} contains no param_shapes; expected a checkpoint of ZeRO 1, "
+            "2 or 3 (stage 0 in 16 bits saves no names for its masters)"
         )
     return groups
 
@@ -359,8 +363,8 @@ def _open_zero(files: _Files) -> Source:
     first = ranks[0]
     if any(rank.stage != first.stage for rank in ranks):
         raise ValueError(
-            f"load: {files.folder} has files of ZeRO {sorted({rank.stage for rank in ranks})}; "
-            f"expected one stage"
+            f"load: {files.folder} contains files of ZeRO "
+            f"{sorted({rank.stage for rank in ranks})}; expected one stage"
         )
     tensors: dict[str, dict[str, Stored]] = {}
     steps: dict[str, int] = {}
@@ -369,7 +373,7 @@ def _open_zero(files: _Files) -> Source:
         gaps = [0] * len(shapes) if first.paddings is None else first.paddings[index]
         if not are_counts(tuple(gaps)) or len(gaps) != len(shapes):
             raise ValueError(
-                f"load: {first.path} has paddings {short(gaps)} of group {index}; expected "
+                f"load: {first.path}: the paddings of group {index} are {short(gaps)}; expected "
                 f"{len(shapes)} counts"
             )
         keys = {key for rank in ranks for key in rank.states[index]}
@@ -380,10 +384,10 @@ def _open_zero(files: _Files) -> Source:
                 piece = rank.masters[index] if key == "weight" else rank.states[index].get(key)
                 # States may have padding that masters lack.
                 if piece is None or len(piece.shape) != 1 or piece.shape[0] < length:
-                    content = "nothing" if piece is None else f"shape {piece.shape}"
+                    content = "missing" if piece is None else f"of shape {piece.shape}"
                     raise ValueError(
-                        f"load: {where}: {key} has {content} on a rank; expected {length} "
-                        f"elements, as the masters"
+                        f"load: {where}: {key} is {content} on a rank; expected {length} elements, "
+                        "as the masters"
                     )
                 pieces.append(piece.narrow(0, length))
             if first.stage == 3:
@@ -397,14 +401,14 @@ def _open_zero(files: _Files) -> Source:
         counts = {rank.steps[index] for rank in ranks}
         if len(counts) != 1 or None in counts:
             raise ValueError(
-                f"load: {where} has the step counts {counts} on its ranks; expected one"
+                f"load: {where}: the step counts of the ranks are {counts}; expected one"
             )
         steps |= {name: step for name in shapes for step in counts if step is not None}
     if first.stage == 3:
         _add_frozen(files, tensors, len(ranks))
     if first.groups is None:
         logger.warning(
-            "load: %s is elastic and has no options of groups: this optimizer's stay as they are",
+            "load: %s is elastic and contains no options of groups: this optimizer keeps its own",
             files.folder,
         )
     groups = None if first.groups is None else _named_groups(first.groups, flat, first.path)
@@ -418,9 +422,8 @@ def _check_count(count: Any, files: _Files, path: Path) -> None:
     if counts != {len(files.optims)}:
         raise ValueError(
             f"load: {path} was written by {', '.join(map(str, counts))} ranks, and {files.folder} "
-            f"has {len(files.optims)} "
-            "optimizer files; expected one of each rank: copy the missing ones, or remove those of "
-            "another save"
+            f"contains {len(files.optims)} optimizer files; expected one of each rank. Copy the "
+            "missing files, or remove the files of another save"
         )
 
 
@@ -430,7 +433,7 @@ def _rank_of(path: Path, files: _Files, count: int) -> _Rank:
     zero = _mapping(file["optimizer_state_dict"], path, "partition_count")
     stage = zero.get("zero_stage", 1)  # BF16_Optimizer's files, which are of stage 1, have none
     if stage not in (1, 2, 3):
-        raise ValueError(f"load: {path} has ZeRO stage {short(stage)}; expected 1, 2 or 3")
+        raise ValueError(f"load: {path} is of ZeRO stage {short(stage)}; expected 1, 2 or 3")
     _check_count(zero["partition_count"], files, path)
     if zero.get("ds_zero_partition_groups") is not None:
         raise _refused(path, "of a mixture of experts")
@@ -440,12 +443,13 @@ def _rank_of(path: Path, files: _Files, count: int) -> _Rank:
         isinstance(master, FileTensor) and len(master.shape) == 1 for master in masters
     ):
         raise ValueError(
-            f"load: {path} has no flat float32 masters; expected them (DeepSpeed's checkpoints "
-            f"lack states on NVMe)"
+            f"load: {path} contains no flat float32 masters (DeepSpeed's checkpoints lack states "
+            "on NVMe)"
         )
     if len(masters) != count:
         raise ValueError(
-            f"load: {path} has {len(masters)} flat groups; expected {count}, as {files.model_path}"
+            f"load: {path} contains {len(masters)} flat groups; expected {count}, as "
+            f"{files.model_path}"
         )
     states: Any
     if isinstance(base, list):  # elastic checkpoints have states only
@@ -459,7 +463,7 @@ def _rank_of(path: Path, files: _Files, count: int) -> _Rank:
         state = states.get(index, {})
         where = f"{path}: state {index}"
         if not isinstance(state, dict):
-            raise ValueError(f"load: {where} is no dict; expected Adam's states")
+            raise ValueError(f"load: {where} is not a dict; expected Adam's states")
         parts.append(adam_parts(state, where, STATES[:2]) if set(state) - {"step"} else {})
         of_group: Mapping[str, Any] = next(
             (group for group in groups or () if index in group["params"]), {}
@@ -494,7 +498,7 @@ def _cut_by_group(
         numel = prod(shape)
         if at + numel > total:
             raise ValueError(
-                f"load: {where} has {total} elements over all ranks; expected {at + numel} or "
+                f"load: {where} holds {total} elements over all ranks; expected {at + numel} or "
                 f"more, for {name}"
             )
         parts = _range_of(pieces, at, numel)
@@ -503,8 +507,8 @@ def _cut_by_group(
     unit = 2 * len(pieces)  # what DeepSpeed pads a group to, in some files
     if -(-at // unit) != -(-total // unit):
         raise ValueError(
-            f"load: {where} has {total} elements over all ranks; expected {at}, as its names and "
-            f"shapes have"
+            f"load: {where} holds {total} elements over all ranks; expected {at}, according to its "
+            "names and shapes"
         )
     return tensors
 
@@ -534,15 +538,15 @@ def _cut_by_param(
         part = -(-prod(shape) // len(pieces))
         if any(at + part > length for length in lengths):
             raise ValueError(
-                f"load: {where} has {min(lengths)} elements on a rank; expected {at + part} or "
+                f"load: {where} holds {min(lengths)} elements on a rank; expected {at + part} or "
                 f"more, for {name}"
             )
         tensors[name] = _joined_parts(f"{where} of {name}", shape, pieces, at)
         at += part
     if any(length != at for length in lengths):
         raise ValueError(
-            f"load: {where} has {lengths} elements on its ranks; expected {at}: parameters are "
-            f"missing from its names"
+            f"load: {where} holds {lengths} elements on its ranks; expected {at}: parameters are "
+            "missing from its names"
         )
     return tensors
 
@@ -567,8 +571,8 @@ def _add_frozen(files: _Files, tensors: dict[str, dict[str, Stored]], ranks: int
     shapes = files.model.get("frozen_param_shapes") or {}
     if len(files.models) != ranks:
         raise ValueError(
-            f"load: {files.folder} has {len(files.models)} model files; expected {ranks}, one per "
-            f"rank"
+            f"load: {files.folder} contains {len(files.models)} model files; expected {ranks}, one "
+            "per rank"
         )
     fragments = [files.model.get("frozen_param_fragments") or {}]
     if shapes:
@@ -590,8 +594,8 @@ def _add_frozen(files: _Files, tensors: dict[str, dict[str, Stored]], ranks: int
         empty = is_stored(tensor) and prod(tensor.shape) == 0
         if empty and name not in tensors and name not in shared and name not in buffers:
             raise ValueError(
-                f"load: {files.folder} has no values of {name}; expected a checkpoint with frozen "
-                f"parameters"
+                f"load: {files.folder} contains no values of {name}. Use a checkpoint with frozen "
+                "parameters"
             )
 
 
@@ -603,14 +607,14 @@ def _open_unsharded(files: _Files, names: Collection[str]) -> Source:
     optimizer = files.model.get("optimizer")
     if files.model.get("param_shapes") is not None:
         raise FileNotFoundError(
-            f"load: {files.folder} has no *_optim_states.pt; expected one of each rank: copy them"
+            f"load: {files.folder} contains no *_optim_states.pt. Copy the file of each rank"
         )
     if optimizer is not None and (
         not isinstance(optimizer, dict) or "param_groups" not in optimizer
     ):
         raise ValueError(
-            f"load: {files.model_path} has an optimizer of stage 0 in 16 bits, which has no names; "
-            f"expected ZeRO 1, 2 or 3, or float32"
+            f"load: {files.model_path} is of an optimizer of stage 0 in 16 bits, without names; "
+            "expected ZeRO 1, 2 or 3, or float32"
         )
     tree = {"module": files.model["module"]} | (
         {} if optimizer is None else {"optimizer": optimizer}
@@ -634,7 +638,7 @@ def _open_universal(files: _Files) -> Source:
         for name, shape in shapes.items():
             if name not in names:
                 raise FileNotFoundError(
-                    f"load: {folder} has no {name}; expected a folder of each parameter"
+                    f"load: {folder} contains no {name}; expected a folder for each parameter"
                 )
             tensors[name] = {"weight": _universal(folder / name / "fp32.pt", shape)}
             for key in STATES:
@@ -663,7 +667,7 @@ def _universal(path: Path, shape: tuple[int, ...]) -> Stored:
     if tensor is not content and (content.get("is_expert_param") or content.get("vocab_tensor")):
         raise _refused(path, "of a mixture of experts or of model parallelism")
     if not isinstance(tensor, FileTensor):
-        raise ValueError(f"load: {path} has no tensor; expected one of shape {shape}")
+        raise ValueError(f"load: {path} contains no tensor; expected one of shape {shape}")
     box = box_of([0] * len(tensor.shape), tensor.shape)
     return BoxTensor(str(path), shape, tensor.dtype, [box], lambda _: tensor, tensor.shape)
 
@@ -673,7 +677,7 @@ def _universal_step(path: Path, state: Mapping[str, Any], optimizer_path: Path) 
         return step_of(load_file(path), str(path))
     if "step" not in state:
         raise ValueError(
-            f"load: {path} is not there, nor a step in {optimizer_path}; expected how many steps "
-            f"there were"
+            f"load: found neither {path} nor a step in {optimizer_path}; expected the number of "
+            "steps"
         )
     return step_of(state["step"], f"{optimizer_path}: step")

@@ -111,7 +111,7 @@ def source_of(path: Path, tree: Mapping[str, Any], names: Collection[str]) -> Fo
     large = [key for key, value in rest.items() if _nbytes(value) > _MAX_BESIDE_BYTES]
     if large:  # each rank would read all of it
         logger.warning(
-            "load: %s: the tensors of %s are not used, and left out of client_state",
+            "load: %s: the tensors of %s are unused, and left out of client_state",
             path,
             ", ".join(map(str, large)),
         )
@@ -244,10 +244,10 @@ def _find_model(
         places = places or f"none in {', '.join(map(repr, list(tree)[:5])) or 'nothing'}"
         expected = f"under {', '.join(_MODEL_KEYS)}, or alone"
         if names:
-            expected = f"with names such as {', '.join(list(names)[:3])}"
+            expected = f"containing names like {', '.join(list(names)[:3])}"
         raise ValueError(
-            f"load: {path} has the model's names in {len(models)} places ({places}); expected one "
-            f"state dict {expected}"
+            f"load: {path} contains the model's names in {len(models)} places ({places}); expected "
+            f"one state dict {expected}"
         )
     return models[0]
 
@@ -266,7 +266,7 @@ def _find_optimizer(
     ]
     if len(optimizers) > 1:
         raise ValueError(
-            f"load: {path} has optimizers in {len(optimizers)} places "
+            f"load: {path} contains optimizers in {len(optimizers)} places "
             f"({', '.join(_dotted(at) for at, _ in optimizers)}); expected one"
         )
     return optimizers[0] if optimizers else (None, None)
@@ -311,7 +311,8 @@ def _add_adam(
     if numbered and not names:  # weights alone are wanted
         if any(isinstance(state, Mapping) and "master" in state for state in states.values()):
             logger.warning(
-                "load: %s has float32 masters by number, which are left out: the weights are used",
+                "load: %s numbers its float32 masters, so they are left out and the weights are "
+                "used",
                 where,
             )
         return {}, None, False
@@ -327,14 +328,13 @@ def _add_adam(
             key = int(key)  # torch.distributed.checkpoint makes texts of numbers
         if key not in name_of or not isinstance(state, Mapping):
             raise ValueError(
-                f"load: {where}.state has {short(key)}, which is in no group; expected a parameter "
-                f"of param_groups"
+                f"load: {where}.state contains {short(key)}, which is in no group; expected a "
+                "parameter of param_groups"
             )
         name = name_of[key]
         if name not in tensors:
             raise ValueError(
-                f"load: {where} has a state of {name}, and the model beside it does not; expected "
-                f"it there"
+                f"load: {where} contains a state of {name}, but the model beside it lacks this name"
             )
         if not state:
             continue
@@ -345,10 +345,9 @@ def _add_adam(
         for part, tensor in parts.items():
             if tuple(tensor.shape) != shape:
                 raise ValueError(
-                    f"load: {where}: {part} number {key!r} has shape {tensor.shape}, and "
-                    f"{name} has {shape}; "
-                    "expected one shape: give names in the order in which the optimizer has "
-                    "its parameters, or save param_names"
+                    f"load: {where}: {part} number {key!r} has shape {tensor.shape}, and {name} "
+                    f"has {shape}; expected one shape. Pass names in the order of the optimizer's "
+                    "parameters, or save param_names"
                 )
         of_name["weight"] = parts.pop("master", of_name["weight"])
         of_name.update(parts)
@@ -365,8 +364,8 @@ def adam_parts(
     known = set(needed) <= set(state) <= {"step", *STATES, *more}
     if not known or not all(map(is_stored, parts.values())):
         raise ValueError(
-            f"load: {where} has {', '.join(map(str, state))}; expected Adam's step, exp_avg and "
-            f"exp_avg_sq"
+            f"load: {where} contains {', '.join(map(str, state))}; expected Adam's step, exp_avg "
+            "and exp_avg_sq"
         )
     return parts
 
@@ -391,10 +390,9 @@ def _names_of(
                 numbers.append(key)
     if numbers and names and (name_of or len(numbers) != len(names)):
         raise ValueError(
-            f"load: {where} has {len(numbers)} parameters by number, and {len(names)} names are "
-            f"given; expected as many: "
-            "those of the optimizer's parameters, in the order of its param_groups (or save "
-            "param_names in each group)"
+            f"load: {where} numbers {len(numbers)} parameters, but {len(names)} names are given. "
+            "Pass the names of the optimizer's parameters, in the order of its param_groups, or "
+            "save param_names in each group"
         )
     return name_of | dict(zip(numbers, names, strict=False)), bool(numbers)
 
@@ -409,8 +407,8 @@ def _unflattened(flat: Mapping[str, Any], where: str) -> dict[str, Any]:
         name, _, last = rest.rpartition(".")
         if kind not in of_kind or not name:
             raise ValueError(
-                f"load: {where} has {short(key)}; expected state.<name>.<key> and "
-                f"param_groups.<name>.<option>"
+                f"load: {where} contains {short(key)}; expected state.<name>.<key> and "
+                "param_groups.<name>.<option>"
             )
         of_kind[kind].setdefault(name, {})[last] = value
     groups: list[dict[str, Any]] = []
@@ -444,7 +442,8 @@ def _file_tree(path: Path) -> Mapping[str, Any] | None:
     tree = load_file(path)
     if not isinstance(tree, Mapping):
         raise ValueError(
-            f"load: {path} has a {type(tree).__name__}; expected a dict with a model's state dict"
+            f"load: {path} contains a {type(tree).__name__}; expected a dict with a model's state "
+            "dict"
         )
     return tree
 
@@ -524,7 +523,7 @@ def _distributed_tree(path: Path) -> dict[str, Any]:
     ValueError.
     """
     with reporting(
-        f"{path / METADATA} is damaged or of another form",
+        f"{path / METADATA} is damaged or in another format",
         "metadata of torch.distributed.checkpoint's",
     ):
         return tree_of(_items_of(path, load_pickle(Window.of(path / METADATA))))
@@ -565,8 +564,8 @@ def _items_of(path: Path, metadata: StandIn) -> Iterator[tuple[Sequence[Any], An
         if info.get("transform_descriptors"):
             raise ValueError(
                 f"load: {path / file} is transformed by "
-                f"{short(info.get('transform_descriptors'))}; expected a checkpoint that was saved "
-                f"without extensions of the storage"
+                f"{short(info.get('transform_descriptors'))}. Save the checkpoint without "
+                "extensions of the storage"
             )
         place = window_of(path / file).part(info.state["offset"], info.state["length"])
         places[index.state["fqn"], tuple(index.get("offset") or ())] = place
@@ -591,10 +590,10 @@ def _boxes(
         offsets = chunk.state["offsets"]
         box, window = box_of(offsets, chunk.state["sizes"]), places.get((name, offsets))
         if window is None:
-            raise ValueError(f"load: {where} has no file for the part at {offsets}; expected one")
+            raise ValueError(f"load: {where} names no file for the part at {offsets}")
         if prod(sizes_of(box)) * dtype.itemsize > window.size:
             raise ValueError(
-                f"load: {window} has {window.size} bytes; expected {where} at {box} in it"
+                f"load: {window} is {window.size} bytes long; expected {where} at {box} in it"
             )
         window_of[box] = window
 
@@ -602,7 +601,7 @@ def _boxes(
         tensor = load_torch(window_of[box])
         if not isinstance(tensor, FileTensor):
             raise ValueError(
-                f"load: {window_of[box]} has a {type(tensor).__name__}; expected a tensor"
+                f"load: {window_of[box]} contains a {type(tensor).__name__}; expected a tensor"
             )
         return tensor
 

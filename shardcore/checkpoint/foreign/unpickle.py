@@ -72,7 +72,7 @@ class _Archive:
 
     def __init__(self, window: Window) -> None:
         self.window = window
-        with reporting(f"{window} is torn or no file of torch.save's", "its zip: copy it again"):
+        with reporting(f"{window} is torn or not a file of torch.save", "its zip: copy it again"):
             infos = zipfile.ZipFile(_Stream(window)).infolist()
         self._entries = {info.filename: info for info in infos}
         roots = [
@@ -82,20 +82,20 @@ class _Archive:
         ]
         if len(roots) != 1:
             raise ValueError(
-                f"load: {window} is a zip without data.pkl; expected a file of torch.save's"
+                f"load: {window} is a zip without data.pkl; expected a file of torch.save"
             )
         self._root = roots[0]
         if f"{self._root}constants.pkl" in self._entries:
             raise ValueError(
-                f"load: {window} is a TorchScript program; expected tensors and plain data that "
-                f"torch.save wrote"
+                f"load: {window} is a TorchScript program; expected tensors and plain data from "
+                "torch.save"
             )
         if f"{self._root}byteorder" in self._entries:
             order = self.entry("byteorder").read().decode("ascii", "replace")
             if order != sys.byteorder:
                 raise ValueError(
-                    f"load: {window} has byte order {order!r}; expected {sys.byteorder!r}, as this "
-                    f"machine"
+                    f"load: {window} is in byte order {order!r}; expected {sys.byteorder!r}, as "
+                    "this machine"
                 )
 
     def entry(self, name: str) -> Window:
@@ -103,20 +103,21 @@ class _Archive:
         info = self._entries.get(self._root + name)
         if info is None:
             raise ValueError(
-                f"load: {self.window} has no entry {name}; expected a complete file: copy it again"
+                f"load: {self.window} contains no entry {name}. The file is incomplete: copy it "
+                "again"
             )
         stored = info.compress_type == zipfile.ZIP_STORED and info.compress_size == info.file_size
         if not stored or info.flag_bits & 1:
             raise ValueError(
-                f"load: {self.window} has a compressed or encrypted {name}; expected it as "
-                f"torch.save writes it"
+                f"load: {self.window} contains a compressed or encrypted {name}; expected it as "
+                "torch.save writes it"
             )
         header = struct.Struct("<4s22xHH")
         magic, *sizes = header.unpack(self.window.read(info.header_offset, header.size))
         if magic != _MAGIC:
             raise ValueError(
-                f"load: {self.window} has no header of {name} at {info.header_offset}; expected "
-                f"one: copy the file again"
+                f"load: {self.window} contains no header of {name} at {info.header_offset}. Copy "
+                "the file again"
             )
         return self.window.part(info.header_offset + header.size + sum(sizes), info.file_size)
 
@@ -128,7 +129,7 @@ class _Archive:
         if crc != expected:
             raise ValueError(
                 f"load: {window}, data.pkl, is damaged: its crc32 is {crc:08x}; expected "
-                f"{expected:08x} (copy it again)"
+                f"{expected:08x}. Copy it again"
             )
         return raw
 
@@ -137,10 +138,10 @@ class _Archive:
         kind, storage_class, key, _, numel = persistent_id
         dtype = storage_class.dtype if isinstance(storage_class, _Named) else None
         if kind != "storage" or dtype is None or not are_counts((numel,)):
-            raise ValueError("refers to something else than a storage")
+            raise ValueError("refers to an object other than a storage")
         window, needed = self.entry(f"data/{key}"), numel * dtype.itemsize
         if window.size != needed:
-            raise ValueError(f"storage {key} has {window.size} bytes; expected {needed}")
+            raise ValueError(f"storage {key} is {window.size} bytes long; expected {needed}")
         return FileTensor(window, dtype, 0, (numel,), (1,))
 
 
@@ -192,7 +193,7 @@ class _Named:
 
     def __call__(self, *args: Any) -> Any:
         if self._call is None:
-            raise ValueError("a class is called, which makes no plain data")
+            raise ValueError("a call of a class is not plain data")
         return self._call(*args)
 
     def __setstate__(self, state: Any) -> None:
@@ -217,7 +218,7 @@ class _Counter(_Dict):
 def _value(value: Any = None) -> Any:
     """Stand for an enum's member: its value."""
     if not isinstance(value, int | str):
-        raise ValueError("an enum's value is no number or text")
+        raise ValueError("an enum's value is not a number or text")
     return value
 
 
@@ -231,7 +232,7 @@ def _bytes_of(value: Any = b"", encoding: Any = None) -> bytes:
 
 def _size(sizes: Any) -> tuple[int, ...]:
     if not are_counts(tuple(sizes)):
-        raise ValueError("a size is no count")
+        raise ValueError("a size is not a count")
     return tuple(sizes)
 
 
@@ -246,18 +247,18 @@ def _tensor(
 ) -> FileTensor:
     """more: requires_grad, hooks, and marks."""
     if not isinstance(storage, FileTensor):
-        raise ValueError("a tensor is made from something else than a storage")
+        raise ValueError("a tensor is made from an object other than a storage")
     if any(isinstance(item, Mapping) and any(item.values()) for item in more):
         raise ValueError(
-            "a tensor is marked conjugate or negative; expected plain values: save "
-            "tensor.resolve_conj().resolve_neg()"
+            "a tensor is marked conjugate or negative. Save tensor.resolve_conj().resolve_neg() "
+            "instead"
         )
     return FileTensor(storage.window, dtype or storage.dtype, offset, _size(size), _size(stride))
 
 
 def _tensor_v3(*args: Any) -> FileTensor:
     if not isinstance(args[6], torch.dtype):
-        raise ValueError("a tensor's dtype is none")
+        raise ValueError("a tensor's dtype is invalid")
     return _tensor(*args[:6], *args[7:], dtype=args[6])
 
 
@@ -269,8 +270,8 @@ class _ArrayDtype(StandIn):
     def __new__(cls, code: Any, align: Any = False, copy: Any = True) -> Any:
         if not re.fullmatch("[biufc][0-9]{1,2}", str(code)):
             raise _NotTakenError(
-                f"a NumPy value of dtype {code!r}; expected numbers: save text, dates, objects "
-                f"without NumPy"
+                f"a NumPy value of dtype {code!r}; expected numbers. Save text, dates and objects "
+                "without NumPy"
             )
         stand_in = super().__new__(cls)
         stand_in.state["code"] = code
@@ -300,12 +301,12 @@ def _numpy_array(dtype: Any, raw: Any) -> Any:
         raise ValueError("a NumPy array without a dtype")
     byte_order = dtype.get(1, "=")
     if byte_order not in ("<", ">", "=", "|"):
-        raise ValueError("a byte order is none")
+        raise ValueError("a byte order is invalid")
     try:
         numpy = import_module("numpy")
     except ModuleNotFoundError as error:
         raise ValueError(
-            "there is a NumPy array, and NumPy is missing; expected it (pip install numpy)"
+            "it contains a NumPy array, but NumPy is not installed: pip install numpy"
         ) from error
     return numpy.frombuffer(_bytes_of(raw), dtype=byte_order + dtype.state["code"])
 
@@ -423,11 +424,10 @@ class _Unpickler(pickle.Unpickler):
                 "torch.distributed.checkpoint)"
             )
             raise ValueError(
-                f"load: {self._where} names {module[:100]}.{name[:100]}, which is refused, since "
-                f"it may run code; expected "
-                "tensors, plain data, and what DeepSpeed and torch.optim save: load it where you "
-                "trust it, take that out, and "
-                f"save it again{hint if 'DTensor' in f'{module}.{name}' else ''}"
+                f"load: {self._where} names {module[:100]}.{name[:100]}, which is refused because "
+                "it may run code; expected tensors, plain data, and the objects saved by "
+                "DeepSpeed and torch.optim. Load the file in a trusted place, remove this object, "
+                f"and save it again{hint if 'DTensor' in f'{module}.{name}' else ''}"
             )
         return known
 
@@ -436,17 +436,19 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _run(raw: bytes, where: str, storage: Callable[[Any], Any]) -> Any:
-    with reporting(f"{where} is damaged or no checkpoint", "tensors and plain data: copy it again"):
+    with reporting(
+        f"{where} is damaged or not a checkpoint", "tensors and plain data: copy it again"
+    ):
         for code, argument, _ in pickletools.genops(raw):
             if code.name in ("EXT1", "EXT2", "EXT4"):
-                raise ValueError("it has an extension code, which may name anything")
+                raise ValueError("it contains an extension code, which may name anything")
             # memory is taken for all places before it
             if code.name.endswith("PUT") and int(argument or 0) > len(raw):
                 raise ValueError(f"it puts a value in the place {argument}")
         try:
             return _Unpickler(raw, where, storage).load()
         except _NotTakenError as error:
-            raise ValueError(f"load: {where} has {error}") from None
+            raise ValueError(f"load: {where} contains {error}") from None
 
 
 # --- entry points ---------------------------------------------------------------------------------
@@ -469,8 +471,7 @@ def load_torch(window: Window) -> Any:
     """
     if window.read(0, min(window.size, 4)) != _MAGIC:
         raise ValueError(
-            f"load: {window} is no file of torch.save's, or one from before torch 1.6; expected "
-            f"its zip: save it again"
+            f"load: {window} is not a zip of torch.save, or is from before torch 1.6. Save it again"
         )
     archive = _Archive(window)
     return _run(archive.pickle(), str(window), archive.storage)

@@ -151,9 +151,12 @@ def test_other_orders_of_names(trained: Any, tmp_path: Path) -> None:
     path = _saved(tmp_path, {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
     names = _names(model)
     for other_names, text in (
-        (list(dict(model.named_parameters())), "has shape .*; expected one shape: give names in"),
-        (names[1:], r"\d+ parameters by number, and \d+ names are given; expected as many"),
-        (["a", "b"], "has the model's names in 0 places"),
+        (
+            list(dict(model.named_parameters())),
+            r"has shape .*; expected one shape\. Pass names in",
+        ),
+        (names[1:], r"numbers \d+ parameters, but \d+ names are given"),
+        (["a", "b"], "contains the model's names in 0 places"),
     ):
         with pytest.raises(ValueError, match=text):
             open_foreign(path, other_names)
@@ -235,9 +238,9 @@ def test_averages_beside_the_model(trained: Any, tmp_path: Path) -> None:
         ({"epoch": 3}, "none in 'epoch'"),
         (
             {"model": weights, "optimizer": {"state": {}, "param_groups": [{"lr": 1}]}},
-            r"last\.pt is damaged or of another form \(KeyError: 'params'\)",
+            r"last\.pt is damaged or in another format \(KeyError: 'params'\)",
         ),
-        ([1, 2], "has a list; expected a dict"),
+        ([1, 2], "contains a list; expected a dict"),
     ):
         with pytest.raises(ValueError, match=text):
             open_foreign(_saved(tmp_path, saved), _names(model))
@@ -298,7 +301,7 @@ def test_large_tensors_beside_the_model_are_left_out(
         record.getMessage().partition("last.pt: ")[2]
         for record in caplog.records
         if record.name == "shardcore"
-    ] == ["the tensors of ema are not used, and left out of client_state"]
+    ] == ["the tensors of ema are unused, and left out of client_state"]
 
 
 def test_grad_scaler_and_modules_with_state_of_their_own(tmp_path: Path) -> None:
@@ -397,7 +400,7 @@ def test_folders_with_a_file_for_each(trained: Any, tmp_path: Path) -> None:
         '{"weight_map": {"a": 3}}',
     ):
         index.write_text(text)
-        with pytest.raises(ValueError, match="is torn or no index"):
+        with pytest.raises(ValueError, match="is torn or not an index"):
             open_foreign(tmp_path, names)
     of_model, of_optimizer = get_state_dict(model, optimizer)
     dcp_save = partial(dcp.save, no_dist=True)
@@ -586,8 +589,8 @@ def test_tensors_sharded_in_two_dimensions(tmp_path: Path) -> None:
             assert same_bits(whole(source, name, "weight", chunk), tensor), name
     for name, key, start, text in (
         ("both", "weight", 33, "expected at most 35"),
-        ("both", "exp_avg", 0, "has no exp_avg of"),
-        ("other", "weight", 0, "has no other"),
+        ("both", "exp_avg", 0, "contains no exp_avg of"),
+        ("other", "weight", 0, "contains no other"),
     ):
         with pytest.raises(ValueError, match=text):
             source.read(name, key, start, 3)
@@ -635,17 +638,17 @@ def _repeat(metadata: Any) -> None:
         (partial(_places, relative_path="../outside.distcp"), r"the file '\.\./outside\.distcp'"),
         (partial(_places, relative_path="/outside.distcp"), "names the file"),
         (partial(_places, relative_path="other.distcp"), "other.distcp"),
-        (partial(_places, offset=1 << 40), "is it cut off"),
-        (partial(_places, length=1 << 40), "is it cut off"),
-        (partial(_places, offset=-5), "is it cut off"),
+        (partial(_places, offset=1 << 40), "may be cut off"),
+        (partial(_places, length=1 << 40), "may be cut off"),
+        (partial(_places, offset=-5), "may be cut off"),
         (partial(_places, transform_descriptors=["zstd"]), "without extensions of the storage"),
-        (partial(_first_chunk, sizes=torch.Size([24, 9])), "parts of 216 elements; expected 240"),
-        (partial(_first_chunk, sizes=torch.Size([240])), "inside shape"),
+        (partial(_first_chunk, sizes=torch.Size([24, 9])), "hold 216 elements; expected 240"),
+        (partial(_first_chunk, sizes=torch.Size([240])), "outside of shape"),
         (partial(_first_chunk, offsets=torch.Size([1, 0])), "no file for the part at"),
         (_lose, "no file for the part at"),
         (_repeat, "an item is below another one, 'inp.weight'"),
-        (lambda metadata: {"a": 1}, "damaged or of another form"),
-        (lambda metadata: [metadata], "damaged or of another form"),
+        (lambda metadata: {"a": 1}, "damaged or in another format"),
+        (lambda metadata: [metadata], "damaged or in another format"),
     ],
 )
 def test_metadata_that_leads_elsewhere_or_lacks_parts_is_refused(
@@ -719,5 +722,5 @@ def test_damaged_safetensors_are_errors(trained: Any, tmp_path: Path) -> None:
         b"",
     ):
         path.write_bytes(version)
-        with pytest.raises(ValueError, match="torn or no safetensors file"):
+        with pytest.raises(ValueError, match="torn or not a safetensors file"):
             open_foreign(tmp_path, _names(model))
