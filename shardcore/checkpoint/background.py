@@ -136,8 +136,8 @@ class Mailbox:
 
 
 class Saving:
-    """A save: `path` is the checkpoint's, once it is complete. raised: wait() has raised its
-    error on this rank.
+    """A running or complete save. `path` is the path of the complete checkpoint; raised is True
+    after wait() raised the save's error on this rank.
     """
 
     def __init__(self, path: Path, job: Any) -> None:
@@ -201,12 +201,12 @@ class Saving:
 
     @property
     def done(self) -> bool:
-        """Whether it is complete, or has failed."""
+        """Whether the save is complete or failed."""
         return self.thread is None or self._ended.is_set()
 
     def wait(self) -> Path:
-        """Wait until it is on disk; returns its path. RuntimeError, each time, if it failed. Not
-        collective.
+        """Wait until the checkpoint is on disk; returns its path. Raises RuntimeError, on each
+        call, if the save failed. Not collective.
         """
         if self.thread is not None:
             self._ended.wait()

@@ -266,26 +266,26 @@ def _buckets_with_weights(engine: Engine) -> list[Bucket]:
 def resume(
     model: nn.Module, *, scheduler: Any = None, stateful: Mapping[str, Any] | None = None
 ) -> int:
-    """Restore what `shard` could not when it went on from a commit, and let every later commit have
-    it. Collective.
+    """Restore the state that `shard` could not restore when it continued from a commit. Later
+    commits include it. Collective.
 
-    For a model of `shard(offload={"optimizer": "nvme", "path": ..., "resume": True})`, which
-    restores weights, optimizer states, options of groups and the loss scale. Call this once, before
-    the first step: it restores options of groups and random states once more, since what is made in
-    between (a scheduler) may change them.
+    For a model of `shard(offload={"optimizer": "nvme", "path": ..., "resume": True})`. `shard`
+    itself restores weights, optimizer states, options of groups and the loss scale. Call `resume`
+    once, before the first step. It restores options of groups and random states a second time,
+    because code in between (such as creating a scheduler) may change them.
 
     Args:
-        model: What shard returned.
-        scheduler: Anything with `state_dict()` and `load_state_dict()`; as it is when the next
-        forward begins.
-        stateful: Of each rank its own, by name: the same, such as a StatefulDataLoader; as of the
-        end of `optimizer.step()`.
+        model: The model returned by shard.
+        scheduler: Any object with `state_dict()` and `load_state_dict()`. A commit saves its state
+            from the begin of the next forward.
+        stateful: A dict of such objects by name, such as a StatefulDataLoader; each rank passes its
+            own. A commit saves their states from the end of `optimizer.step()`.
 
-    Returns how many steps are committed: how often `optimizer.step()` was called since the run
-    began; 0 for a new one.
+    Returns the number of committed steps: how often `optimizer.step()` was called since the run
+    began, and 0 for a new run.
 
     Raises ValueError or TypeError, on every rank, if the model commits no steps, or the last commit
-    has none of these states.
+    lacks one of these states.
     """
     engine = engine_behind("resume", model)
     options = LoadOptions(scheduler=scheduler, stateful=stateful or {})

@@ -44,26 +44,26 @@ def consolidate(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> list[Path]:
-    """Write the weights of a checkpoint, or of a sharded model, as ordinary .safetensors files;
-    returns their paths.
+    """Write the weights of a checkpoint, or of a sharded model, to ordinary .safetensors files.
+    Returns their paths.
 
     Args:
-        source: A directory that `save` was given (or another library's checkpoint that `load`
-            reads), with `tag` if it has several; or the model that shard returned, of which every
-            rank calls this and rank 0 writes.
-        output: A directory, where files have Hugging Face's names; or the path of one .safetensors
-        file.
-        dtype: Of all floating tensors. None: float32 masters where there are any, the rest as it
-        is.
-        max_shard_bytes: Of the tensors in a file, unless one alone is larger.
+        source: A directory given to `save`, or another library's checkpoint supported by `load`.
+            Pass `tag` if the directory contains several checkpoints. Or the model returned by
+            shard: then every rank calls this function, and rank 0 writes.
+        output: A directory, to be filled with Hugging Face's file names, or the path of one
+            .safetensors file.
+        dtype: The dtype of all floating tensors. None: float32 for weights with masters, and the
+            own dtype of all other tensors.
+        max_shard_bytes: The largest size of the tensors in one file, unless a single tensor is
+            larger.
 
     Tied weights are written once, under their first name. Host memory: a few MiB from a checkpoint,
-    a unit from a model.
+    one unit from a model.
 
     Raises:
         OSError, ValueError: For files that cannot be read or written, or are damaged, with the
-        file; on other ranks
-            RuntimeError.
+            file. On the other ranks RuntimeError.
     """
     if not isinstance(source, nn.Module):
         _check(output, dtype, max_shard_bytes)

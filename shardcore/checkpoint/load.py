@@ -58,8 +58,8 @@ _AHEAD = 4  # ranges that are read while one is used
 
 @dataclass(frozen=True)
 class Loaded:
-    """What `load` found. missing: names of the model that the checkpoint lacks; unexpected: the
-    reverse (strict=False).
+    """The result of `load`. With strict=False, missing lists the model's names that the checkpoint
+    lacks, unexpected the checkpoint's names that the model lacks.
     """
 
     path: Path
@@ -93,32 +93,33 @@ def load(
     ema: Averages | None = None,
     strict: bool = True,
 ) -> Loaded:
-    """Load a checkpoint into a sharded model and its optimizer, of any world size, stage, tier and
-    state form. Collective.
+    """Load a checkpoint into a sharded model and its optimizer, from any world size, stage, tier
+    and state form. Collective.
 
-    Each rank reads what it keeps, 4 MiB at a time, and checks checksums. What this optimizer cannot
-    keep exactly (8-bit and bfloat16 states, weights without masters) is rounded, with one warning.
-    Random states are restored where the world has the size that it had, if an optimizer is given.
-    Weights and states are used bit for bit otherwise. With an optimizer, gradients that wait for
-    its step are dropped.
+    Each rank reads its own shards, 4 MiB at a time, and verifies checksums. If this optimizer
+    cannot store a value exactly (8-bit and bfloat16 states, weights without masters), the value is
+    rounded, with one warning. Otherwise weights and states are bit for bit the saved values. With
+    an optimizer, random states are restored if the world size is unchanged, and gradients that wait
+    for a step are dropped.
 
     Args:
-        directory: What `save` was given (then "latest" names the checkpoint), or one checkpoint.
-        model, optimizer: What shard returned; without an optimizer its states are left out.
+        directory: The directory given to `save` (then "latest" names the checkpoint), or one
+            checkpoint.
+        model, optimizer: The model and the optimizer returned by shard. Without an optimizer, its
+            states are not loaded.
         tag: The name of the checkpoint in `directory`.
         scheduler: Its `load_state_dict` is called, if a scheduler was saved.
-        stateful: By the names that `save` was given: `load_state_dict` is called with what this
-            rank saved. The world must have the size that it had.
-        ema: An EMA of the model, to go on from the one that was saved.
-        strict: Raise if names differ. If False, missing ones keep their values, and both are
-        returned.
+        stateful: A dict of objects by the names given to `save`. Each object's `load_state_dict` is
+            called with the state saved by this rank. The world size must be unchanged.
+        ema: An EMA of the model, to continue from the saved average.
+        strict: Raise if names differ. If False, missing parameters keep their values, and missing
+            and unexpected names are returned.
 
     Raises:
         FileNotFoundError: If there is no checkpoint.
         ValueError, TypeError: For other names, shapes or groups, or another optimizer's states,
-        before anything is changed; for
-            damaged data, with file and offset (then the model is partly loaded). On the other ranks
-            RuntimeError.
+            before anything is changed. For damaged data, with file and offset; then the model is
+            partly loaded. On the other ranks RuntimeError.
         OSError: For files that cannot be read.
     """
     engine = engine_behind("load", model)

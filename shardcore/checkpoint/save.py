@@ -63,50 +63,49 @@ def save(
     keep_last: int | None = None,
     wait: bool = True,
 ) -> "Saving":
-    """Save a sharded model and its optimizer to `directory`/`tag`, from which any world size, stage
-    and tier loads. Collective.
+    """Save a sharded model and its optimizer to `directory`/`tag`. Any world size, stage and tier
+    can load it. Collective.
 
-    When this returns (with wait=False: when the `wait()` of what it returns does) everything is on
-    disk. A crash at any instant leaves the checkpoints that were there; one of the same tag is
-    replaced when the new one is complete. Every rank writes what it owns, 4 MiB at a time; files of
-    committed steps ("optimizer": "nvme") are linked, not copied, on the same file system. Random
-    states (Python's, torch's, NumPy's, the GPU's) are saved of every rank, buffers of rank 0.
-    Gradients are not saved, with a warning where some wait for a step: save after one.
+    When `save` returns (with wait=False: when the `wait()` of its result returns), everything is on
+    disk. A crash at any instant leaves the earlier checkpoints intact. A checkpoint of the same tag
+    is replaced when the new checkpoint is complete. Every rank writes its own shards, 4 MiB at a
+    time. Files of committed steps ("optimizer": "nvme") are linked instead of copied, on the same
+    file system. Random states (of Python, torch, NumPy and the GPU) are saved for every rank,
+    buffers for rank 0. Gradients are not saved, and a warning is logged if some wait for a step:
+    save after a step.
 
     Args:
-        directory: Of a file system that all ranks see; of one model.
-        model: What shard returned.
-        optimizer: What shard returned beside it; None leaves its states out.
-        tag: The name of the checkpoint; default "global_step" and how many steps the optimizer has
-        made.
-        scheduler: Anything with `state_dict()`; rank 0's is saved.
+        directory: A directory for one model, on a file system shared by all ranks.
+        model: The model returned by shard.
+        optimizer: The optimizer returned by shard. None leaves its states out.
+        tag: The name of the checkpoint; default "global_step" and the number of optimizer steps.
+        scheduler: Any object with `state_dict()`; rank 0's is saved.
         client_state: Plain data (numbers, text, lists, tuples, dicts, tensors); rank 0's is saved.
-        stateful: Of each rank its own, by name: anything with `state_dict()`, such as a
-        StatefulDataLoader.
+        stateful: A dict of objects with `state_dict()` by name, such as a StatefulDataLoader. Each
+            rank's own are saved.
         ema: An EMA of the model, to save with it.
         save_latest: Let `load` find this checkpoint without a tag.
         exclude_frozen_parameters: Leave out parameters that do not train.
-        keep_last: Afterwards remove all checkpoints of `directory` but so many, the newest, and the
-            one that "latest" names; so the disk needs room for one more. What cannot be removed is
-            named in a warning.
-        wait: If False, write in the background. This call copies what lies on the device to host
-            memory; states that lie in host memory are not copied: the next step waits until they
-            are written. The next save waits for this one, and raises its error on every rank,
-            unless each has had it from `wait()`; call that before the program ends.
+        keep_last: Afterwards remove old checkpoints of `directory`, except the newest keep_last and
+            the checkpoint named by "latest". The disk needs room for one more. A warning names
+            files that cannot be removed.
+        wait: If False, write in the background. This call copies data from the device to host
+            memory. States already in host memory are not copied: the next step waits until they are
+            written. The next save waits for this save, and raises its error on every rank, unless
+            `wait()` raised it there before. Call `wait()` before the program ends.
 
-    Returns a Saving, with the `path`, which may be used as a path; `wait()` and `done` of a save in
-    the background.
+    Returns a Saving. Its `path` may be used as a path; `wait()` and `done` are for a save in the
+    background.
 
-    Streams: waits for the work that is queued on the current stream.
+    Streams: waits for the work queued on the current stream.
 
     Raises:
         ValueError, TypeError: On every rank, before anything is written.
-        FileExistsError: If `directory`/`tag` is something else than a checkpoint or an empty
+        FileExistsError: If `directory`/`tag` exists and is neither a checkpoint nor an empty
             directory.
-        BlockingIOError: If another process is saving into `directory`, or another model of this
-            one; it is named.
-        OSError: If a file cannot be written, with its path and offset, on the rank where that is
-            so.
+        BlockingIOError: If another process, or another model of this process, is saving into
+            `directory`. The message names it.
+        OSError: If a file cannot be written, with its path and offset, on the rank of the failure.
         RuntimeError: If another rank, or the save before this one, failed.
     """
     content = Content(

@@ -45,26 +45,26 @@ def checkpoint_wrapper(
     *,
     save: Collection[Any] = (),
 ) -> nn.Module:
-    """Let `module` keep its inputs alone for backward, which runs its forward again. Returns the
-    same module, changed in place.
+    """Save only the inputs of `module` for backward, which runs its forward again. Returns the same
+    module, changed in place.
 
-    Names, parameters, isinstance and state dicts stay; it may be called before or after `shard`.
-    The gradients are those without it, bit for bit: random states (dropout) are restored, copies
-    are exact. Under torch.no_grad() nothing changes.
+    Names, parameters, isinstance and state dicts do not change. Call it before or after `shard`.
+    The gradients are bit for bit the same as without it: random states (dropout) are restored, and
+    copies are exact. It does nothing under torch.no_grad().
 
     Args:
-        offload_to_cpu: keep floating-point inputs that are passed by position in host memory,
-            pinned, in buffers that later calls use again for inputs of at most their size. Copies
-            run on streams of their own, in backward one call ahead of their use.
-        partition: a process group whose ranks pass the same inputs (tensor parallel ranks): each
-            keeps 1/n of every one, and backward gathers them. Collective in backward, in the order
-            of calls. With offload_to_cpu the part is offloaded.
-        save: operators whose results are kept, not computed again, such as
-        torch.ops.aten.mm.default.
+        offload_to_cpu: Keep floating-point inputs in pinned host memory, if they are passed by
+            position. Later calls reuse the buffers for inputs of at most the same size. Copies run
+            on their own streams; backward starts each copy one call ahead of its use.
+        partition: A process group whose ranks pass the same inputs (tensor parallel ranks). Each
+            rank keeps 1/n of every input, and backward gathers them. Collective in backward, in the
+            order of calls. With offload_to_cpu, the part is offloaded.
+        save: Operators whose results are saved instead of computed again, such as
+            torch.ops.aten.mm.default.
 
-    Raises TypeError if `module` is no module or `partition` no process group, ValueError if the
-    module is wrapped already. Source: https://docs.pytorch.org/docs/stable/checkpoint.html; the
-    name is FairScale's.
+    Raises TypeError if `module` is not a module or `partition` is not a process group, and
+    ValueError if the module is already wrapped. Source:
+    https://docs.pytorch.org/docs/stable/checkpoint.html; the name is from FairScale.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(
@@ -100,11 +100,11 @@ def apply_activation_checkpointing(
     """Call `checkpoint_wrapper(module, **options)` for modules of `model`; returns their names.
 
     Args:
-        check_fn: whether a module is wrapped; modules inside of wrapped ones are not asked. None:
-            the blocks that `shard` takes for units.
-        every: wrap one of so many of these, beginning with the first.
+        check_fn: Whether to wrap a module. It is not called for modules inside of wrapped modules.
+            By default, the blocks chosen by `shard` as units are wrapped.
+        every: Wrap only every n-th of these modules, beginning with the first.
 
-    Raises ValueError if there is none, or if `every` is below 1.
+    Raises ValueError if no module is chosen, or if `every` is below 1.
     """
     if every < 1:
         raise ValueError(f"apply_activation_checkpointing: every is {every}; expected at least 1")

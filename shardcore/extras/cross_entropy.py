@@ -27,24 +27,25 @@ def chunked_cross_entropy(
     reduction: str = "mean",
     chunk_bytes: int = 256 << 20,
 ) -> torch.Tensor:
-    """Return cross_entropy(linear(hidden, weight, bias), target) without keeping logits;
-    differentiable once.
+    """Return cross_entropy(linear(hidden, weight, bias), target) without storing all logits.
+    Differentiable once.
 
-    Logits are linear's, rounded to the inputs' dtype or autocast's; sums over classes are float32.
-    The mean of no target is NaN, as torch's. Under `shard` at stage 3 call it within the forward of
-    a module that has the weight.
+    Logits are rounded to the dtype of the inputs or of autocast, as by linear. Sums over classes
+    are float32. The mean over no targets is NaN, as in torch. Under `shard` at stage 3, call it
+    within the forward of a module that contains the weight.
 
     Args:
         hidden: (..., features); floating point.
-        weight: (classes, features), of the same dtype, or of autocast's where that is on.
-        target: (...) class indices, int64; positions of ignore_index count for nothing.
+        weight: (classes, features), of the same dtype as hidden, or of the dtype of autocast if it
+            is enabled.
+        target: (...) class indices, int64. Positions of ignore_index are ignored.
         bias: (classes,).
-        reduction: "mean" over the positions that count, "sum", or "none": (...) float32.
-        chunk_bytes: about how much memory the float32 logits of a chunk take, in bytes.
+        reduction: "mean" over the positions that are not ignored, "sum", or "none": (...) float32.
+        chunk_bytes: Approximate memory of the float32 logits of a chunk, in bytes.
 
-    Raises ValueError for shapes, a reduction or a chunk_bytes that do not fit, TypeError for a
-    target that is not int64, IndexError (on CUDA an assertion of the device) for one that is no
-    class.
+    Raises ValueError for invalid shapes, reduction or chunk_bytes, TypeError for a target of
+    another dtype than int64, and IndexError for a class index out of range (on CUDA a device
+    assertion).
     """
     _check(hidden, weight, target, bias, reduction, chunk_bytes)
     if torch.is_autocast_enabled(hidden.device.type):

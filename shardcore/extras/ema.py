@@ -15,19 +15,23 @@ from shardcore.engine.engine import engine_behind
 
 
 class EMA:
-    """Keeps an exponential moving average of the weights that a sharded model's optimizer updates,
-    each rank its shard.
+    """Keep an exponential moving average of a sharded model's weights. Each rank keeps its local
+    shard.
 
-    model: what shard returned, or the engine that initialize returned. decay: from 0 to 1; may be
-    set between updates (to warm it up). offload: True keeps the average in host memory, False on
-    the device; None: where the masters are (the weights, where there are none).
+    Args:
+        model: The model returned by shard, or the engine returned by initialize. It must be sharded
+            with an optimizer; the average covers the weights that the optimizer updates.
+        decay: A number from 0 to 1. It may be set between updates, for example to warm it up.
+        offload: True keeps the average in host memory, False on the device. By default it is stored
+            with the masters, or with the weights if there are no masters.
 
-    The average is float32, of the masters where there are any: 4 bytes a parameter over the ranks
-    that share shards. It is that of `torch.optim.swa_utils.AveragedModel(model,
-    multi_avg_fn=get_ema_multi_avg_fn(decay))`: the first update copies the weights, each later one
-    is `average.lerp_(weights, 1 - decay)`. Frozen weights and buffers are not averaged.
+    The average is float32, and follows the masters if there are any. It takes 4 bytes per
+    parameter, divided over the ranks that share shards. It equals
+    `torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))`: the
+    first update copies the weights, and each later update is `average.lerp_(weights, 1 - decay)`.
+    Frozen weights and buffers are not averaged.
 
-    Raises ValueError for another decay, and a model that is not sharded or has no optimizer.
+    Raises ValueError for an invalid decay, and for a model without shards or without an optimizer.
     """
 
     def __init__(
@@ -48,7 +52,7 @@ class EMA:
 
     @property
     def decay(self) -> float:
-        """How much of the average an update keeps."""
+        """The factor of the old average in an update, from 0 to 1."""
         return self._decay
 
     @decay.setter
@@ -59,8 +63,8 @@ class EMA:
 
     @torch.no_grad()
     def shard(self, bucket: Bucket) -> torch.Tensor:
-        """Return the average of a bucket's owned range: (owned_numel,) float32, live. It begins
-        with the weights.
+        """Return the average of this rank's shard of a bucket: (owned_numel,) float32, not a copy.
+        It begins with the weights.
         """
         if bucket not in self._averages:
             weights = read_weights(self._engine, bucket)(0, bucket.owned_numel)
@@ -72,10 +76,10 @@ class EMA:
 
     @torch.no_grad()
     def follow(self) -> None:
-        """Follow the buckets of parameters that began to train since (shardcore.unfreeze): theirs
-        begins with the weights.
+        """Include parameters that began to train later, by shardcore.unfreeze. Their average begins
+        with their weights.
 
-        Collective then.
+        Collective if there are any.
         """
         engine, buckets = self._engine, self._engine.updater.buckets
         replaced = {
@@ -118,14 +122,14 @@ class EMA:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Average in the weights as they are: call it after each step (or each few steps), on every
-        rank.
+        """Average in the current weights. Call it on every rank after each step, or every few
+        steps.
 
-        Waits for the step: with overlap_step=True call it between backward and the next step, when
-        that has ended anyway. Nothing is sent. Raises ValueError inside `swap`, RuntimeError if the
-        step failed.
+        It waits for the step. With overlap_step=True, call it between backward and the next step,
+        when the last step is complete anyway. Ranks send nothing. Raises ValueError inside `swap`,
+        and RuntimeError if the step failed.
 
-        Streams: queued on the current one; an average in host memory waits for what is queued
+        Streams: queued on the current stream. An average in host memory waits for the work queued
         there.
         """
         engine = self._engine
@@ -146,13 +150,14 @@ class EMA:
 
     @contextmanager
     def swap(self) -> Iterator[None]:
-        """Let the model have the averaged weights inside the context, for evaluation. Collective at
-        its start and end.
+        """Use the averaged weights inside the context, for evaluation. Collective at its start and
+        end.
 
-        They are rounded to the weights' dtype, as a step rounds masters. Masters and states stay as
-        they are, and afterwards the weights are bit for bit what they were: edits inside are lost.
-        Meanwhile a rank keeps a copy of its shard of them. What reads or writes masters (a step,
-        state dicts, save, load) raises ValueError inside; `EMA.state_dict` works.
+        The average is rounded to the weights' dtype, as a step rounds masters. Masters and states
+        do not change. Afterwards the original weights are restored bit for bit, so edits inside the
+        context are lost. Each rank keeps a copy of its shard of the weights meanwhile. Inside the
+        context, operations on masters (a step, state dicts, save, load) raise ValueError;
+        `EMA.state_dict` works.
         """
         engine = self._engine
 
@@ -194,12 +199,12 @@ class EMA:
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """Return {"updates": how many there were, "averages": full float32 tensors by the
-        parameters' names}. Collective.
+        """Return {"updates": the number of updates, "averages": full float32 tensors by parameter
+        name}. Collective.
 
-        They lie where the average does. A plain model takes them:
-        `plain.load_state_dict(state["averages"], strict=False)`. In a checkpoint the average stays
-        in shards: `shardcore.save(..., ema=ema)`.
+        The tensors are on the device of the average, or in host memory with offload. Load them into
+        a plain model by `plain.load_state_dict(state["averages"], strict=False)`. A checkpoint
+        keeps the average in shards: `shardcore.save(..., ema=ema)`.
         """
         engine, averages = self._engine, dict[str, torch.Tensor]()
 
@@ -222,8 +227,8 @@ class EMA:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Set the average from what `state_dict` returned, over any number of ranks; every rank
-        passes all of it. Collective.
+        """Load the average from the result of `state_dict`, saved with any number of ranks. Every
+        rank passes all of it. Collective.
 
         Raises ValueError, on every rank, for other names or shapes.
         """

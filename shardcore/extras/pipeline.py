@@ -27,30 +27,31 @@ def shard_pipeline(
     sync_each: bool = False,
     **options: Any,
 ) -> tuple[Any, Any]:
-    """Shard this rank's stages of a pipeline; returns their module and the optimizer to use.
+    """Shard this rank's stages of a pipeline. Returns their module and the optimizer to use.
     Collective over all stages.
 
-    The module is that of the stage, or an nn.ModuleList of those of several (interleaved
-    schedules), changed in place. The schedule is made with scale_grads=False, and its loss_fn
-    divides by n_microbatches where it takes a mean. After schedule.step(), which runs all backwards
-    of a step, call optimizer.step() and optimizer.zero_grad(). Schedules that split backwards in
-    two (zero bubble) are refused when they do.
+    The returned module is the stage's module, or an nn.ModuleList for several stages (interleaved
+    schedules), changed in place. Create the schedule with scale_grads=False. If loss_fn computes a
+    mean, it must divide by n_microbatches. schedule.step() runs all backwards of a step. After it,
+    call optimizer.step() and optimizer.zero_grad(). Schedules with split backwards (zero bubble)
+    are not supported, and raise an error in their first step.
 
     Args:
-        stages: a torch.distributed.pipelining.PipelineStage, or a sequence of them: all of this
-        rank.
-        optimizer: over the parameters of all these stages.
-        stage: the ZeRO stage.
-        n_microbatches: as the schedule has it.
-        process_group: the ranks that have the same stages, such as mesh["dp"]. The other stages are
-            on the ranks of the PipelineStages' own group.
-        sync_each: reduce in every backward: shards alone are kept between them at stages 2 and 3,
-        for more communication.
-        options: see `shard`. With several stages a rank overlap_step is refused, and floating
-        inputs are not cast.
+        stages: A torch.distributed.pipelining.PipelineStage, or a sequence of all stages of this
+            rank.
+        optimizer: An optimizer over the parameters of all these stages.
+        stage: The ZeRO stage.
+        n_microbatches: The number of micro-batches of the schedule.
+        process_group: The ranks with the same stages, such as mesh["dp"]. The other stages are on
+            the ranks of the group of the PipelineStages.
+        sync_each: Reduce in every backward. At stages 2 and 3, only shards are kept between
+            backwards, for more communication.
+        options: See `shard`. With several stages per rank, overlap_step is not supported, and
+            floating inputs are not cast.
 
-    Raises TypeError for what is no stage, ValueError for overlap_step, and what `shard` does. A
-    schedule with scale_grads=True raises ValueError at its first step.
+    Raises TypeError if `stages` contains no stage, ValueError for overlap_step, and the errors of
+    `shard`. A schedule with scale_grads=True raises ValueError at its first step.
+
     Source: https://docs.pytorch.org/docs/stable/distributed.pipelining.html.
     """
     chosen = [*stages] if isinstance(stages, Sequence) else [stages]

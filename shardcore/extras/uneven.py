@@ -126,24 +126,25 @@ def _fresh(batch: Any) -> Any:
 
 
 def join(model: nn.Module, loader: Iterable[Batch]) -> Joined[Batch]:
-    """Iterate over `loader` on every rank as often as the longest of all ranks' loaders does.
-    Collective.
+    """Iterate over `loader` on every rank until the longest loader of all ranks ends. Collective.
 
-    A rank that has run out repeats its last batch, so that it takes part in whatever the body of
-    the loop exchanges: gathers, reductions, steps, clipping, schedulers. Its gradients are left out
-    exactly (whatever they are, NaN too), and its buffers stay as they were. Gradients are still
-    divided by the number of ranks, as with DDP's `divide_by_initial_world_size=True`; multiply the
-    loss by world size / `active` for a mean over the ranks that had a batch.
+    A rank whose loader ended repeats its last batch, so it takes part in everything the loop body
+    exchanges: gathers, reductions, steps, clipping and schedulers. Its gradients are excluded
+    exactly, even NaN, and its buffers do not change. Gradients are still divided by the number of
+    ranks, as with DDP's `divide_by_initial_world_size=True`. For a mean over the ranks with a
+    batch, multiply the loss by world size / `active`.
 
-    What is returned has `has_batch` (whether the present batch is this rank's own: leave others out
-    of what is logged), `active` (how many ranks have one of their own) and, where all loaders have
-    one, `len()`. Lengths are exchanged once, and have to be right. Without them ranks agree before
-    each batch, which waits for an overlapped step.
+    The returned iterable provides `has_batch` (whether the current batch is this rank's own:
+    exclude other batches from logs), `active` (the number of ranks with a batch of their own) and
+    `len()`, if all loaders define it. Lengths are exchanged once and must be correct. Without
+    lengths, the ranks agree before each batch, which waits for an overlapped step.
 
-    model: what shard returned, or the engine that initialize returned. loader: any iterable of
-    batches. The body has to be the same on every rank: leave it by `break` on all of them, or on
-    none.
+    Args:
+        model: The model returned by shard, or the engine returned by initialize.
+        loader: Any iterable of batches.
 
-    Raises ValueError, on every rank, if one has no batch at all, and for models with SyncBatchNorm.
+    The loop body must be the same on every rank: leave it by `break` on all ranks, or on none.
+
+    Raises ValueError, on every rank, if a loader is empty, and for models with SyncBatchNorm.
     """
     return Joined(model, loader)

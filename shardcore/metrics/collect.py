@@ -33,26 +33,27 @@ Row = dict[str, Any]
 
 
 class Metrics:
-    """Writes loss, norm, speed, times, memory and bytes of a training every few steps, on rank 0.
-    Collective.
+    """Write loss, norm, speed, times, memory and bytes of a training run every few steps, on rank
+    0.
 
-    Over all ranks of the model, those of other tensor-parallel slices and pipeline stages among
-    them. docs/metrics.md has the columns.
+    Collective over all ranks of the model, including other tensor-parallel slices and pipeline
+    stages. docs/metrics.md lists the columns.
 
     Args:
-        model: What shardcore.shard or initialize returned, with its optimizer.
-        directory: Of metrics.csv, which `shardcore report` plots; None for no file.
-        every: Steps between two rows.
-        start: Steps made before, to go on in the same directory: its later rows are dropped.
-        flops: Floating-point operations of a step on this rank; None: see `count_flops`.
+        model: The model returned by shardcore.shard or initialize, with its optimizer.
+        directory: The directory of metrics.csv, plotted by `shardcore report`. None: no file.
+        every: The number of steps between two rows.
+        start: The number of steps made before, to continue in the same directory. Later rows there
+            are dropped.
+        flops: Floating-point operations of a step on this rank. None: see `count_flops`.
         log: Print a line for each row.
-        tensorboard: Write to directory/tensorboard, too.
-        wandb: Write to Weights & Biases, too; True, or options of wandb.init.
+        tensorboard: Also write to directory/tensorboard.
+        wandb: Also write to Weights & Biases: True, or options of wandb.init.
 
     Raises:
         ValueError, TypeError: On every rank, for bad arguments.
-        FileExistsError, OSError: On rank 0 (RuntimeError on the others), where there are metrics
-            and `start` is 0, and for a directory that cannot be written.
+        FileExistsError, OSError: On rank 0 (RuntimeError on the others), if the directory already
+            contains metrics and `start` is 0, or if it cannot be written.
         ImportError: On rank 0 (RuntimeError on the others), for a package that is not installed.
     """
 
@@ -114,13 +115,13 @@ class Metrics:
     def step(
         self, *, loss: torch.Tensor | float | None = None, tokens: int | None = None
     ) -> Row | None:
-        """Note that a step ended, with this rank's `loss` (one element; not scaled) and the
-        `tokens` it trained on.
+        """Record the end of a step, with this rank's `loss` (one element; not scaled) and the
+        number of `tokens` in the step.
 
-        Call it on every rank after optimizer.step(); where a pipeline's last stage alone has a
-        loss, without one on the others. Returns the row of each `every`-th step (collective then;
-        loss is the mean over ranks and steps that have one, tokens are the sum over the ranks of
-        process_group; times, bytes and memory are this rank's), else None.
+        Call it on every rank after optimizer.step(). In a pipeline, pass the loss only on the ranks
+        of the last stage. Every `every`-th step returns a row and is collective; other steps return
+        None. In a row, loss is the mean over the ranks and steps with a loss, tokens are the sum
+        over the ranks of process_group, and times, bytes and memory are from this rank.
 
         Raises:
             TypeError, ValueError: For bad arguments; in a step with a row, on every rank.
@@ -165,11 +166,11 @@ class Metrics:
 
     @contextmanager
     def count_flops(self) -> Iterator[None]:
-        """Count the floating-point operations inside: forwards and backwards, in the first step
-        only (`flops` is then known).
+        """Count the floating-point operations of the forwards and backwards inside the context. It
+        counts only in the first step; afterwards `flops` is known.
 
-        Matrix products, convolutions and attention, as torch.utils.flop_counter counts them; what
-        checkpointing repeats counts.
+        Counts matrix products, convolutions and attention, like torch.utils.flop_counter. Repeated
+        work of activation checkpointing is included.
         """
         if self._flops is not None:
             yield

@@ -151,7 +151,7 @@ class AdamOptimizer(ShardableOptimizer):
         self.state = defaultdict(ParamState)
 
     def forget(self) -> None:
-        """See ShardableOptimizer."""
+        """Drop the cached update of the last step. Called after states changed."""
         self._repeat = None
 
     def _add_group(self, param_group: dict[str, Any]) -> None:
@@ -316,57 +316,62 @@ class AdamOptimizer(ShardableOptimizer):
 
 
 class FusedAdam(AdamOptimizer):
-    """Adam and AdamW over CUDA or CPU parameters in one pass over memory; each parameter's device
+    """Adam and AdamW for CUDA and CPU parameters, in one pass over memory. Each parameter's device
     selects the kernel.
 
-    Updated weights have the same bits on every device and instruction set.
+    Updated weights are bit for bit the same on every device and instruction set.
 
-    params: tensors, (name, tensor) pairs, or dicts of them with options of their own, as in
-        torch.optim; float32 | bfloat16 | float16, any shape, dense (contiguous, channels_last,
-        transposed). States have the parameter's strides; a gradient with other strides is copied.
-        FSDP2's DTensors are accepted if they are contiguous and their placements are Shard(0) and
-        Replicate(): then step(max_norm=) is collective, and ``state`` has this rank's local parts,
-        which state_dict() shows as DTensors. A gradient may have another of these dtypes than its
-        parameter (``p.grad_dtype``, or ``step(grads=)``).
-    lr, betas, eps, weight_decay, amsgrad, maximize: as in torch.optim.AdamW (but weight_decay is 0
-    by default).
-    adam_w_mode: True decays weights (AdamW); False adds weight_decay * weight to the gradient
-    (Adam).
-    bias_correction: False omits the division by 1 - beta**step.
-    master: "fp32" keeps a float32 copy of bfloat16 and float16 weights, made at their first step.
-        Steps update the copy and round the weights from it, so a weight written by other code in
-        between is overwritten. "split" keeps, for bfloat16 weights only, the 16 bits that the
-        weight lacks: the same bits as "fp32" in 2 bytes less per parameter. A weight written by
-        other code keeps its change.
-    state_dtype: how exp_avg and exp_avg_sq are stored. "fp32"; "bf16" (2 bytes per element each,
-        exp_avg_sq rounded stochastically); "8bit" (1 byte per element each and a float32 scale per
-        256 elements, rounded stochastically). The random bits are keyed as those of
-        stochastic_rounding. "bf16" and "8bit" exclude amsgrad and parameters that are not
-        contiguous. A NaN or infinity in an 8-bit moment makes its 256 elements NaN (squares
-        overflow for gradients from about 1e20: clip, or unscale, before).
-    stochastic_rounding, seed: round bfloat16 weights without a master up or down at random, keyed
-        by (seed, step, parameter, element): the same bits everywhere. float32 weights need no
-        rounding; float16 weights, and bfloat16 ones that are not contiguous, are refused.
-    capturable: for CUDA parameters of one device, in all groups or none. Step counts, scales, norm,
-        clipping and the decision to skip stay on the device, and step does not synchronize, so a
-        CUDA graph can capture it; the bits are those of the ordinary step. As in torch: run a step
-        with all gradients before the capture (states must exist), keep parameters and gradients at
-        their addresses, and capture again after load_state_dict (it also replaces an lr tensor) or
-        for another set of gradients. Each replay reads lr and grad_scale if they are tensors on the
-        device (float32 or float64; their values are not checked); numbers and other options are
-        fixed at capture. The optimizer must live as long as its graphs. Sharded DTensors accept no
-        max_norm then: their norm needs other ranks. shardcore.shard describes capturable for
-        sharded optimizers.
+    Args:
+        params: Tensors, (name, tensor) pairs, or dicts of parameters with their own options, as in
+            torch.optim. Parameters are float32 | bfloat16 | float16, of any shape, and dense
+            (contiguous, channels_last, transposed). States use the parameter's strides; a gradient
+            with other strides is copied. A gradient may use another of these dtypes than its
+            parameter (``p.grad_dtype``, or ``step(grads=)``). FSDP2's DTensors are accepted if they
+            are contiguous and their placements are Shard(0) and Replicate(). With them,
+            step(max_norm=) is collective, ``state`` contains this rank's local parts, and
+            state_dict() returns DTensors.
+        lr, betas, eps, weight_decay, amsgrad, maximize: As in torch.optim.AdamW, but weight_decay
+            defaults to 0.
+        adam_w_mode: True decays weights (AdamW). False adds weight_decay * weight to the gradient
+            (Adam).
+        bias_correction: False omits the division by 1 - beta**step.
+        master: "fp32" keeps a float32 copy of bfloat16 and float16 weights, made at their first
+            step. Steps update the copy and round the weights from it, so they overwrite edits of
+            the weights by other code. "split" keeps the 16 bits missing in the weight, for bfloat16
+            weights only. The results are bit for bit those of "fp32", with 2 bytes less per
+            parameter, and edits of the weights by other code are kept.
+        state_dtype: The storage of exp_avg and exp_avg_sq: "fp32"; "bf16" (2 bytes per element
+            each, exp_avg_sq rounded stochastically); "8bit" (1 byte per element each and a float32
+            scale per 256 elements, rounded stochastically). The random bits are keyed as for
+            stochastic_rounding. "bf16" and "8bit" do not support amsgrad and non-contiguous
+            parameters. A NaN or infinity in an 8-bit moment makes its 256 elements NaN. Squares
+            overflow for gradients from about 1e20: clip or unscale the gradients first.
+        stochastic_rounding, seed: Round bfloat16 weights without a master up or down at random,
+            keyed by (seed, step, parameter, element), so the bits are the same everywhere. float32
+            weights need no rounding. float16 weights and non-contiguous bfloat16 weights are not
+            supported.
+        capturable: Let a CUDA graph capture steps, for CUDA parameters of one device, in all groups
+            or none. Step counts, scales, norm, clipping and the decision to skip stay on the
+            device, and step does not synchronize; the results are bit for bit those of the ordinary
+            step. As in torch: run a step with all gradients before the capture (states must exist),
+            keep parameters and gradients at their addresses, and capture again after
+            load_state_dict (it also replaces an lr tensor) or for another set of gradients. Each
+            replay reads lr and grad_scale if they are tensors on the device (float32 or float64;
+            their values are not checked). Numbers and other options are fixed at capture. The
+            optimizer must live as long as its graphs. Sharded DTensors do not support max_norm
+            then, because their norm needs other ranks. For sharded optimizers, see capturable in
+            shardcore.shard.
 
-    Raises ValueError or TypeError for options and parameters that no step can use; torch.optim's
-    errors for `params` itself. Source: Kingma and Ba 2015, algorithm 1 (arXiv:1412.6980);
-    Loshchilov and Hutter 2019, algorithm 2 (arXiv:1711.05101); Reddi et al. 2018, algorithm 2
-    (arXiv:1904.09237), with its maximum taken before bias correction as torch does.
+    Raises ValueError or TypeError for options and parameters that no step can use, and
+    torch.optim's errors for `params` itself. Source: Kingma and Ba 2015, algorithm 1
+    (arXiv:1412.6980); Loshchilov and Hutter 2019, algorithm 2 (arXiv:1711.05101); Reddi et al.
+    2018, algorithm 2 (arXiv:1904.09237), with its maximum taken before bias correction as torch
+    does.
     """
 
 
 class CPUAdam(AdamOptimizer):
-    """FusedAdam for CPU parameters only, for optimizer states in host memory. ValueError for
+    """FusedAdam for CPU parameters only, for optimizer states in host memory. Raises ValueError for
     CUDA parameters.
     """
 

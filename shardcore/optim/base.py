@@ -142,20 +142,22 @@ class ShardableOptimizer(torch.optim.Optimizer):
     ) -> float | None:
         """Update every parameter that has a gradient, in place, in one pass over memory.
 
-        closure: evaluates the model again and returns the loss, which step returns.
-        grads: gradients in place of p.grad, one per parameter in the order of the groups, None for
-            no gradient; float32 | bfloat16 | float16, each independent of its parameter's dtype.
-        grad_scale: multiplies every gradient, in the same pass; a number or a tensor of one
-        element.
-        max_norm: clips the global norm of the scaled gradients, without writing the gradients. A
-            norm that is not finite skips the step: no weight, state or count changes,
-            ``skipped_steps`` grows by one, and a warning is logged.
+        Args:
+            closure: Evaluates the model again and returns the loss, which step returns.
+            grads: Gradients used instead of p.grad, one per parameter in the order of the groups,
+                None for no gradient; float32 | bfloat16 | float16, each independent of its
+                parameter's dtype.
+            grad_scale: Multiplies every gradient, in the same pass; a number or a tensor of one
+                element.
+            max_norm: Clips the global norm of the scaled gradients, without writing the gradients.
+                If the norm is not finite, the step is skipped: no weight, state or count changes,
+                ``skipped_steps`` grows by one, and a warning is logged.
 
-        Without max_norm (and GradScaler) NaN propagates to the weights, as in torch. Raises
-        ValueError or TypeError before anything is written; after shard on every rank if one refuses
-        its arguments. CUDA work is queued on the current stream, and max_norm synchronizes with it,
-        unless the optimizer is capturable: then grad_scale may be a tensor on the device, a scale
-        that is not finite skips the step too, and a skipped step is not logged.
+        Without max_norm (and GradScaler), NaN propagates to the weights, as in torch. Raises
+        ValueError or TypeError before anything is written; after shard, on every rank if one rank
+        refuses its arguments. CUDA work is queued on the current stream, and max_norm synchronizes
+        with it. A capturable optimizer does not synchronize: grad_scale may be a tensor on the
+        device, a scale that is not finite skips the step too, and a skipped step is not logged.
         """
         if self._engine is None:
             return self._own_step(closure, grads, grad_scale, max_norm)
@@ -226,9 +228,9 @@ class ShardableOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group: {"params": ..., options that differ from the constructor's}.
 
-        After `shard` the call is collective. It takes parameters of the model that are in no group,
-        such as frozen ones, and gives them masters and states. It raises the errors of
-        shardcore.unfreeze, too.
+        After `shard`, the call is collective. It accepts parameters of the model that are in no
+        group, such as frozen parameters, and creates their masters and states. It also raises the
+        errors of shardcore.unfreeze.
 
         Raises ValueError or TypeError for options and parameters that no step can use.
         """
@@ -261,7 +263,7 @@ class ShardableOptimizer(torch.optim.Optimizer):
 
     @property
     def skipped_steps(self) -> int:
-        """How many steps were skipped since the start. `shardcore.load`, and a start from a commit,
+        """The number of skipped steps since the start. `shardcore.load`, and a start from a commit,
         restore it.
 
         Synchronizes if the device decides on steps (capturable; after shard).
@@ -272,8 +274,8 @@ class ShardableOptimizer(torch.optim.Optimizer):
 
     @property
     def overflow(self) -> bool:
-        """Whether the last sharded step was skipped, as its norm was not finite; Accelerate
-        reads it. Waits for that norm.
+        """Whether the last sharded step was skipped because its norm was not finite. Accelerate
+        reads it. Waits for this norm.
         """
         norm = None if self._engine is None else self._engine.last_grad_norm
         return norm is not None and not math.isfinite(norm)
@@ -290,29 +292,30 @@ class ShardableOptimizer(torch.optim.Optimizer):
     def loss_scale(self) -> float:
         """The current factor of `scale_loss`, the same on every rank; 1.0 without loss scaling.
 
-        On a GPU that has all states, reading it synchronizes with the last step.
+        If all states are on the GPU, reading it synchronizes with the last step.
         """
         return 1.0 if self._engine is None else self._engine.loss_scale
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss to run backward on: `optimizer.scale_loss(loss).backward()`.
+        """Return the loss for backward: `optimizer.scale_loss(loss).backward()`.
 
-        With shardcore.shard(precision="fp16"), or a `loss_scale` for float16 weights, that is loss
-        * loss_scale in at least float32, and the reduction divides the gradients by loss_scale;
-        otherwise, and without shard, it is loss itself. TypeError if loss is not a tensor.
+        With shardcore.shard(precision="fp16"), or a `loss_scale` for float16 weights, it returns
+        loss * loss_scale in at least float32, and the reduction divides the gradients by
+        loss_scale. Otherwise, and without shard, it returns loss itself. Raises TypeError if loss
+        is not a tensor.
         """
         if not isinstance(loss, torch.Tensor):
             raise TypeError(f"scale_loss: loss is of type {type(loss).__name__}; expected a tensor")
         return loss if self._engine is None else self._engine.scale_loss(loss)
 
     def synchronize(self) -> None:
-        """Wait until the last step is complete. Only with shardcore.shard(overlap_step=True) it may
-        not be when `step` returns.
+        """Wait until the last step is complete. Only with shardcore.shard(overlap_step=True),
+        `step` may return before.
 
-        Reading weights through the model or `param_groups` waits without this call. Parameters
-        referenced from before the step have the new weights after it (an average of the weights
-        over such references needs it, one over `model.parameters()` does not); on CUDA in the order
-        of the current stream. RuntimeError if the step failed.
+        Reading weights through the model or `param_groups` waits without this call. References to
+        parameters made before the step contain the new weights only after this call; on CUDA in the
+        order of the current stream. For example, an average over such references needs the call, an
+        average over `model.parameters()` does not. Raises RuntimeError if the step failed.
         """
         if self._engine is not None:
             self._engine.synchronize()
@@ -331,27 +334,27 @@ class ShardableOptimizer(torch.optim.Optimizer):
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """Free device memory between two phases of training: for generation, evaluation, another
+        """Free device memory between two phases of training: for generation, evaluation, or another
         model. Only after `shard`.
 
         Adam's states and master weights move from the device to host memory until `reload_states`,
-        and the buffers of gradients and gathered weights are freed; weights stay, and forwards
-        without gradients, saves and state dicts work. step() raises an error until then. Names,
-        arguments and call are DeepSpeed's. Not collective. Waits for the device. CUDA graphs that
-        were captured with a step must not be replayed any more.
+        and the buffers of gradients and gathered weights are freed. Weights stay on the device, so
+        forwards without gradients, saves and state dicts work. step() raises an error until then.
+        Names, arguments and call are DeepSpeed's. Not collective. Waits for the device. Do not
+        replay CUDA graphs that captured a step before.
 
         Args:
-            include: What to move or free: "optim_states" or "hp_params" (states and masters,
-                together), "lp_grads" or "contiguous_grad_buffer" (the buffers, together); None:
+            include: The parts to move or free: "optim_states" or "hp_params" (states and masters,
+                together), "lp_grads" or "contiguous_grad_buffer" (the buffers, together). None:
                 all.
             device: "cpu".
-            pin_memory: Whether that host memory is page-locked, for faster copies.
-            non_blocking: Accepted; the copies are complete when the call returns, as the memory is
-            to be free then.
+            pin_memory: Whether this host memory is page-locked, for faster copies.
+            non_blocking: Accepted and ignored: the copies are complete when the call returns, so
+                that the memory is free then.
 
-        Raises ValueError for other names and devices, for "lp_params" (weights stay), and for
-        buffers to free that still have gradients. Raises MemoryError, with nothing moved, for too
-        little host memory.
+        Raises ValueError for other names and devices, for "lp_params" (weights stay), and if the
+        buffers still contain gradients. Raises MemoryError, with nothing moved, if host memory is
+        too small.
         """
         names = [include] if isinstance(include, str) else include
         chosen = (
@@ -376,11 +379,11 @@ class ShardableOptimizer(torch.optim.Optimizer):
         )
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Move back to the device what `offload_states` moved; nothing if nothing is away. Waits
-        for the copies.
+        """Move the states of `offload_states` back to the device. Does nothing if none were moved.
+        Waits for the copies.
 
-        torch's out-of-memory error, with nothing moved, if the device has too little free memory.
-        Not collective.
+        Raises torch's out-of-memory error, with nothing moved, if the device's free memory is too
+        small. Not collective.
         """
         self._sharded("reload_states").reload_states()
 
@@ -393,10 +396,10 @@ class ShardableOptimizer(torch.optim.Optimizer):
         return self._engine
 
     def state_dict(self) -> dict[str, Any]:
-        """Return states and groups in the form of torch.optim, whose own optimizer can load it.
-        After shard: collective.
+        """Return states and groups in the form of torch.optim. torch's optimizer can load it. After
+        shard: collective.
 
-        Step tensors are new. The other tensors are the live ones, as in torch, except 8-bit moments
+        Step tensors are new. All other tensors are not copied, as in torch, except 8-bit moments
         and split masters: these are float32 copies, and loading them back is exact.
         """
         for pre_hook in optimizer_hooks(self, "state_dict_pre").values():
@@ -413,10 +416,10 @@ class ShardableOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class, or of torch.optim's: all of it, or nothing on an error.
 
-        Tensors are copied to the parameters' devices and stored as state_dtype and master say,
-        whatever the parameters' dtype; a UserWarning says what that loses. With master="split" a
-        loaded master also sets the weights, which are its upper half. Raises ValueError or
-        TypeError for other shapes, numbers of parameters, or keys.
+        Tensors are copied to the parameters' devices and stored according to state_dtype and
+        master, regardless of the parameters' dtype. A UserWarning names the loss of precision. With
+        master="split", a loaded master also sets the weights, which are its upper half. Raises
+        ValueError or TypeError for other shapes, numbers of parameters, or keys.
         """
         if not isinstance(state_dict, dict):
             raise TypeError(

@@ -147,26 +147,27 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> torch.Tensor:
-    """Scale gradients in place so that their global norm is at most max_norm, and return the norm
-    from before.
+    """Scale gradients in place so their global norm is at most max_norm. Returns the norm before
+    clipping.
 
-    model_or_params: a module, a parameter or parameters. Each ``.grad`` (float32 | bfloat16 |
-        float16) is multiplied by min(1, max_norm / (norm + 1e-6)), as
-        torch.nn.utils.clip_grad_norm_ does (a non-finite norm included).
-    norm_type: a number above 0, or inf; with 2 the norm has the same bits however gradients are
-    sharded.
-    error_if_nonfinite: raise RuntimeError for a norm that is not finite, with no gradient changed.
+    Args:
+        model_or_params: A module, a parameter or parameters. Each ``.grad`` (float32 | bfloat16 |
+            float16) is multiplied by min(1, max_norm / (norm + 1e-6)), as in
+            torch.nn.utils.clip_grad_norm_, even if the norm is not finite.
+        norm_type: A number above 0, or inf. With 2, the norm is bit for bit the same however
+            gradients are sharded.
+        error_if_nonfinite: Raise RuntimeError if the norm is not finite, with no gradient changed.
 
     Returns a float32 tensor of shape () on the engine's or the first gradient's device, the same on
     every rank. Synchronizes with the devices of the gradients. Raises ValueError or TypeError
     before any gradient changes.
 
-    For a sharded model (shardcore.shard), or parameters of one, the engine clips the gradients that
-    it holds: collective. Parameters of several sharded models, and plain ones (whose gradients are
-    the same on every rank), are clipped to their joint norm. DTensor parameters are clipped by the
-    norm over their mesh: collective, with replicated dimensions counted once. In a training loop
-    ``step(max_norm=...)`` does the same, to the same norm, without writing the gradients. Squares
-    are summed in the parameter's order in memory (channels_last, transposed), whatever its
+    For a sharded model (shardcore.shard), or its parameters, the engine clips its own gradients;
+    the call is collective. Parameters of several sharded models, and plain parameters (with the
+    same gradients on every rank), are clipped to their joint norm. DTensor parameters are clipped
+    by the norm over their mesh: collective, with replicated dimensions counted once. In a training
+    loop, ``step(max_norm=...)`` clips to the same norm without writing the gradients. Squares are
+    summed in the parameter's order in memory (channels_last, transposed), regardless of its
     gradient's strides.
     """
     op = "clip_grad_norm_"

@@ -7,16 +7,20 @@ import torch
 
 
 class Lion(torch.optim.Optimizer):
-    """Lion, with decoupled weight decay; alone as torch's optimizers, and on shards by
+    """Lion, with decoupled weight decay. Use it alone like torch's optimizers, or on shards with
     shardcore.shard.
 
-    Each weight moves by lr times the sign of beta1 * exp_avg + (1 - beta1) * grad; then exp_avg
-    becomes beta2 * exp_avg + (1 - beta2) * grad. One state per element, of its parameter's dtype;
-    on shards float32, and one kernel.
+    Each weight moves by lr times the sign of beta1 * exp_avg + (1 - beta1) * grad. Then exp_avg
+    becomes beta2 * exp_avg + (1 - beta2) * grad. There is one state per element, of its parameter's
+    dtype. On shards the state is float32, and one kernel runs the step.
 
-    params: as in torch.optim. lr: usually a third to a tenth of AdamW's. weight_decay: usually
-    three to ten times AdamW's. ValueError for a negative lr or weight_decay, or betas outside of
-    [0, 1). Source: Chen et al. 2023, algorithm 2 (arXiv:2302.06675).
+    Args:
+        params: As in torch.optim.
+        lr: Usually a third to a tenth of AdamW's.
+        weight_decay: Usually three to ten times AdamW's.
+
+    Raises ValueError for a negative lr or weight_decay, or betas outside of [0, 1). Source: Chen et
+    al. 2023, algorithm 2 (arXiv:2302.06675).
     """
 
     elementwise = True  # shardcore.shard may run it on any range of elements
@@ -43,7 +47,7 @@ class Lion(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient; returns what `closure` does."""
+        """Update every parameter that has a gradient. Returns the result of `closure`."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

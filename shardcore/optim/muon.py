@@ -31,20 +31,23 @@ _OF_ADAM = {"betas": (0.9, 0.999), "eps": 1e-8, "amsgrad": False}
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum orthogonalized by Newton-Schulz iterations for weight matrices, AdamW for other
-    parameters.
+    """Muon for weight matrices, AdamW for other parameters. Muon orthogonalizes the momentum by
+    Newton-Schulz iterations.
 
-    params: groups as in torch.optim; one with use_muon=False is updated by AdamW and has its
-        options (betas, eps, amsgrad). Other groups, the default, take matrices alone, and the
-        options of torch.optim.Muon: momentum, nesterov, ns_coefficients, eps, ns_steps, and
-        adjust_lr_fn (None, "original" or "match_rms_adamw"; with the last AdamW's lr and
-        weight_decay fit). Embeddings and the output layer are usually left to AdamW.
-    lr, weight_decay: of groups that have none; the decay is decoupled.
+    Args:
+        params: Parameter groups as in torch.optim. AdamW updates a group with use_muon=False, which
+            accepts AdamW's options (betas, eps, amsgrad). Muon updates all other groups, the
+            default. They may contain only matrices, and accept the options of torch.optim.Muon:
+            momentum, nesterov, ns_coefficients, eps, ns_steps, and adjust_lr_fn (None, "original"
+            or "match_rms_adamw"; the last fits AdamW's lr and weight_decay). Embeddings and the
+            output layer usually belong to AdamW.
+        lr, weight_decay: Defaults for groups without their own. The decay is decoupled.
 
-    Alone it is torch's two optimizers. shardcore.shard keeps momentum in shards, and gathers a
-    unit's in bfloat16 where a rank needs whole matrices; each rank orthogonalizes those that it has
-    a part of. ValueError for a parameter under Muon that is no matrix, and for options that torch's
-    optimizers refuse. Source: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon
+    Without shard, Muon runs torch's two optimizers. shardcore.shard keeps momentum in shards. Where
+    a rank needs whole matrices, it gathers a unit's momentum in bfloat16. Each rank orthogonalizes
+    the matrices that it owns a part of. Raises ValueError if a group of Muon contains a parameter
+    other than a matrix, and for options refused by torch's optimizers. Source: Jordan et al. 2024,
+    https://kellerjordan.github.io/posts/muon
     """
 
     def __init__(
@@ -83,7 +86,7 @@ class Muon(torch.optim.Optimizer):
                 )
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient; returns what `closure` does."""
+        """Update every parameter that has a gradient. Returns the result of `closure`."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

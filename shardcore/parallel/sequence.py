@@ -44,22 +44,24 @@ def ulysses_attention(
     value: torch.Tensor,
     group: dist.ProcessGroup | DeviceMesh,
 ) -> torch.Tensor:
-    """Return `attention(query, key, value)` of whole sequences, of which each rank of a group
-    passes and gets a part.
+    """Return this rank's part of `attention(query, key, value)` over whole sequences. Each rank of
+    the group passes its part.
 
-    Rank i of n has the i-th of n equal, contiguous parts of every sequence. `attention` is called
-    with all tokens and 1/n of the heads. Key and value heads that n does not divide are repeated as
-    often as needed. Differentiable; forward and backward are collective.
+    Rank i of n passes the i-th of n equal, contiguous parts of every sequence. `attention` is
+    called with all tokens and 1/n of the heads. If n does not divide the number of key and value
+    heads, they are repeated as often as needed. Differentiable; forward and backward are
+    collective.
 
     Args:
-        attention: gets (batch, heads / n, tokens * n, features), and returns the same, such as a
-            partial of torch.nn.functional.scaled_dot_product_attention with is_causal=True,
-            enable_gqa=True.
+        attention: A function of (batch, heads / n, tokens * n, features) that returns the same
+            shape, such as a partial of torch.nn.functional.scaled_dot_product_attention with
+            is_causal=True, enable_gqa=True.
         query: (batch, heads, tokens, features), of any dtype.
         key, value: (batch, kv_heads, tokens, features); kv_heads divides heads.
-        group: the ranks of a sequence, or a mesh of one dimension such as mesh["sp"].
+        group: The ranks of a sequence, or a mesh of one dimension such as mesh["sp"].
 
-    Raises ValueError if n does not divide the heads. Every rank passes the same shapes.
+    Raises ValueError if n does not divide the number of query heads. Every rank must pass the same
+    shapes.
     """
     group = group_of_sequence(group)
     key, value = repeat_heads("ulysses_attention", query, key, value, group.size(), _HEADS)
@@ -132,24 +134,24 @@ def gather_sequence(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tenso
 def split_sequences(
     batch: Mapping[str, Any], group: dist.ProcessGroup | DeviceMesh
 ) -> dict[str, Any]:
-    """Return this rank's part of a batch that all ranks of a group have whole.
+    """Return this rank's part of a batch. All ranks of the group pass the whole batch.
 
-    Tensors of shape (batch, tokens, ...) are cut into equal, contiguous parts; everything else is
-    returned as it is. `position_ids` is added where it is missing: positions in the whole sequence.
-    Labels are shifted before they are cut, so that the last token of a part has the first token of
-    the next one as its label: `labels` and `shift_labels`, which the causal models of transformers
-    take as already shifted, are both the shifted ones.
+    Tensors of shape (batch, tokens, ...) are cut into equal, contiguous parts. Everything else is
+    returned unchanged. `position_ids`, the positions in the whole sequence, is added if it is
+    missing. Labels are shifted before they are cut, so the label of a part's last token is the
+    first token of the next part. Both `labels` and `shift_labels` are returned shifted; causal
+    models of transformers expect `shift_labels` to be shifted.
 
-    `num_items_in_batch`, a float32 scalar, is what a rank divides the sum of its losses by: the
-    labels other than -100 of the whole batch, divided by the group's ranks. Then gradients that are
-    averaged over all ranks, as `shard` does, are those of the mean over the batch's labels,
-    wherever these lie; so is the average of the ranks' losses.
+    Divide the sum of a rank's losses by `num_items_in_batch`, a float32 scalar: the number of
+    labels other than -100 in the whole batch, divided by the number of ranks in the group. After
+    `shard` averages gradients over all ranks, they equal the gradients of the mean over the batch's
+    labels, on whichever rank the labels are. The same is true of the average of the ranks' losses.
 
     Args:
         batch: `input_ids` (batch, tokens), and for a loss `labels` of the same shape, not shifted.
-        group: see ulysses_attention.
+        group: See ulysses_attention.
 
-    Raises ValueError if the tokens are not a multiple of the group's ranks.
+    Raises ValueError if the number of tokens is not a multiple of the number of ranks in the group.
     """
     group = group_of_sequence(group)
     tokens, ranks = batch["input_ids"].shape[1], group.size()
@@ -178,10 +180,10 @@ def split_sequences(
 
 
 class SequenceParallelLoader:
-    """Iterate over this rank's parts of the batches of a DataLoader, which has the same batches on
-    all ranks of a group.
+    """Iterate over this rank's parts of the batches of a DataLoader. All ranks of the group must
+    load the same batches.
 
-    That is, its sampler is that of the data parallel ranks: DistributedSampler(dataset,
+    Use the sampler of the data parallel ranks: DistributedSampler(dataset,
     num_replicas=mesh["dp"].size(), rank=mesh["dp"].get_local_rank()). Each batch is compared over
     the group.
     """

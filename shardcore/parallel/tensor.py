@@ -33,33 +33,32 @@ Change = Callable[[nn.Module, DeviceMesh], None]
 
 
 def tensor_parallel(model: Model, mesh: DeviceMesh, plan: Mapping[str, Any] | None = None) -> Model:
-    """Slice a model's weights over the ranks of a mesh, in place; returns it, for `shard` over the
-    others. Collective.
+    """Slice a model's weights over the ranks of a mesh, in place. Returns the model, to be sharded
+    over the other ranks. Collective.
 
     Args:
-        model: With weights, the same on every rank of the mesh, or on the meta device, for `shard`
-            to fill. Tied weights stay tied; Parameters that are sliced are replaced by DTensors, so
-            make the optimizer afterwards. A PeftModel is sliced with its LoRA adapters; `shard`
-            slices those that are added later, and replaces them in its optimizer.
-        mesh: Of one dimension, such as `mesh["tp"]`.
-        plan: By the names of modules (`*` for numbers) a style of
-            torch.distributed.tensor.parallel, or one of transformers' names: "colwise", "rowwise",
-            "colwise_gather_output", "rowwise_split_input", "embedding_rowwise",
+        model: A model with the same weights on every rank of the mesh, or on the meta device, to be
+            filled by `shard`. Tied weights stay tied. DTensors replace the Parameters that are
+            sliced, so create the optimizer afterwards. A PeftModel is sliced with its LoRA
+            adapters; `shard` slices adapters added later, and replaces them in its optimizer.
+        mesh: A mesh of one dimension, such as `mesh["tp"]`.
+        plan: A dict of styles by module name (`*` for numbers) or parameter name. For modules: a
+            style of torch.distributed.tensor.parallel, or one of transformers' names: "colwise",
+            "rowwise", "colwise_gather_output", "rowwise_split_input", "embedding_rowwise",
             "replicated_with_grad_allreduce", "mla_kv_a_proj", "moe_tp_experts", "local_params",
-            "replicate"; by those of parameters "colwise", "rowwise" or "packed_colwise". None: the
-            model's own (`tp_plan` of transformers' models: Llama, Qwen3, Mixtral, DeepSeek, ...),
-            or ours for GPT-2. Of a PeftModel the names are those of the model inside
+            "replicate". For parameters: "colwise", "rowwise" or "packed_colwise". None: the model's
+            own plan (`tp_plan` of transformers' models: Llama, Qwen3, Mixtral, DeepSeek, ...), or
+            shardcore's for GPT-2. For a PeftModel, use the names of the model inside
             (`get_base_model()`).
 
     Raises:
-        ValueError: For a mesh of several dimensions, attention heads that the ranks cannot share
-        equally, a model that has no
-            plan for its layers, and a name in a given plan that is no module or parameter of it.
-        NotImplementedError: For a style of transformers' that is not supported, for experts that
-        the plan slices in part, or
-            gates from their inputs, for activations that need whole features (Gemma 3n), for tied
-            weights that it slices differently, and for adapters of PEFT's beside slices that are
-            not plain LoRA.
+        ValueError: For a mesh of several dimensions, a number of attention heads not divisible by
+            the number of ranks, a model without a plan for its layers, and a name in a given plan
+            that is not a module or parameter of the model.
+        NotImplementedError: For an unsupported style of transformers, and for plans that slice only
+            some parameters of experts, or cut gates from their inputs. Also for activations on
+            whole features (Gemma 3n), for tied weights with different slices, and for PEFT adapters
+            other than plain LoRA beside slices.
     """
     op = "tensor_parallel"
     if engine_of(model) is not None:
