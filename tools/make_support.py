@@ -25,8 +25,8 @@ table with the code.
 - **works**: tests run it on CPU ranks.
 - **refused**: `shard` raises an error before it changes anything.
 - **never run**: not tried there yet.
-- **H200**: a committed result of one H200, whose file lists the versions and options. No result is from
-  several GPUs.
+- **H200**: a committed result of one H200, whose file lists the versions and options. No
+  result is from several GPUs.
 
 ## Versions and machines
 """
