@@ -220,8 +220,8 @@ class Comm:
             self.rank, self.world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
             if self.rank < 0:
                 raise NotAMemberError(
-                    "shard: process_group does not contain this rank; expected a group that it "
-                    "belongs to"
+                    "shard: process_group does not contain this rank; expected a group with this "
+                    "rank"
                 )
         elif group is not None:
             raise ValueError(

@@ -202,12 +202,10 @@ def host_group_beside(
     if dist.get_rank(like) == 0:
         failed = [rank for rank, text in enumerate(problems) if text]
         logger.warning(
-            "shard: the process group has NCCL alone, and no gloo group of its ranks could be made "
-            "beside it (on %d of %d "
-            "ranks; on rank %d: %s): ranks compare over NCCL, so the host waits for the device in "
-            "a backward "
-            "and a step; expected gloo to reach all ranks (GLOO_SOCKET_IFNAME names the network "
-            "interface)",
+            "shard: the process group uses NCCL alone, and no gloo group of its ranks could be "
+            "made beside it (on %d of %d ranks; on rank %d: %s). Ranks compare over NCCL, so the "
+            "host waits for the device in each backward and step. Let gloo reach all ranks: "
+            "GLOO_SOCKET_IFNAME names the network interface",
             len(failed),
             len(problems),
             failed[0],
@@ -230,7 +228,7 @@ def group_of(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, int | None]:
     """
     if mesh.get_coordinate() is None:
         raise NotAMemberError(
-            "shard: process_group is a mesh without this rank; expected one that it belongs to"
+            "shard: process_group is a mesh without this rank; expected a mesh with this rank"
         )
     if mesh.ndim == 1:
         return mesh.get_group(), None

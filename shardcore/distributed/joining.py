@@ -79,16 +79,15 @@ def _across(
         if common != {dist.get_rank()} and name == SLICES:
             raise ValueError(
                 f"shard: the model is already sharded (DTensor) over the ranks {sorted(common)}, "
-                f"which process_group has, too; "
-                "expected an ordinary model, or tensor-parallel slices over the ranks of another "
-                "dimension of the mesh "
-                "(process_group=mesh['dp'] beside parallelize_module(model, mesh['tp'], plan))"
+                "and process_group includes them; expected an ordinary model, or tensor-parallel "
+                "slices over another dimension of the mesh (process_group=mesh['dp'] beside "
+                "parallelize_module(model, mesh['tp'], plan))"
             )
         if common != {dist.get_rank()}:
             raise ValueError(
-                f"shard: {'process_group' if comm is joined[0] else SLICES} and {name} have the "
-                f"ranks {sorted(common)} in common; "
-                f"expected this rank, {dist.get_rank()}, alone: process_group has those with the "
-                f"same part of the model, the other group those with the other parts"
+                f"shard: {'process_group' if comm is joined[0] else SLICES} and {name} share the "
+                f"ranks {sorted(common)}; expected this rank, {dist.get_rank()}, alone. "
+                "process_group consists of the ranks with the same part of the model, the other "
+                "group of the ranks with the other parts"
             )
     return Comm(group, gpu=gpu)

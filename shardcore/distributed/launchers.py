@@ -60,10 +60,9 @@ def follow_launcher(op: str) -> None:
     rank_name, local_name, locals_name = _LAUNCHERS[size_name]
     if rank_name not in os.environ:
         raise ValueError(
-            f"{op}: {size_name} is {size} but the environment has no {rank_name}; expected both, "
-            f"or RANK, WORLD_SIZE, "
-            "MASTER_ADDR and MASTER_PORT (start with torchrun), or WORLD_SIZE=1 for a process that "
-            "trains alone"
+            f"{op}: {size_name} is {size}, but {rank_name} is not set. Set both, or RANK, "
+            "WORLD_SIZE, MASTER_ADDR and MASTER_PORT (torchrun does), or WORLD_SIZE=1 for a "
+            "single process"
         )
     rank = env_int(rank_name)
     variables = {"RANK": str(rank), "WORLD_SIZE": str(size)}
@@ -85,10 +84,9 @@ def follow_launcher(op: str) -> None:
         variables["MASTER_ADDR"] = first_host(nodes)
     elif "MASTER_ADDR" not in os.environ:
         raise ValueError(
-            f"{op}: {size_name} is {size}, over several nodes, but the environment has no "
-            f"MASTER_ADDR; expected the host name "
-            "of rank 0 in it (Open MPI: mpirun -x MASTER_ADDR=host ...; Intel MPI and MPICH: "
-            "mpirun -genv MASTER_ADDR host ...)"
+            f"{op}: {size_name} is {size}, over several nodes, but MASTER_ADDR is not set. Set it "
+            "to the host name of rank 0 (Open MPI: mpirun -x MASTER_ADDR=host ...; Intel MPI and "
+            "MPICH: mpirun -genv MASTER_ADDR host ...)"
         )
     variables["MASTER_PORT"] = "29500"  # torchrun's default
     job = os.environ.get("SLURM_JOB_ID", "")

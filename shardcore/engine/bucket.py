@@ -525,11 +525,10 @@ class Bucket:
         for managed in self.params:
             if managed.storage_now() != managed.storage or managed.param.dtype != self.dtype:
                 raise ValueError(
-                    f"{op}: {managed.name} no longer lies in shardcore's memory; expected it as "
-                    f"shard() left it "
-                    "(do not re-assign .data, move or cast a sharded model, as Accelerate's "
-                    "prepare() and Trainer do on "
-                    "several CPU ranks; edit weights in place or use load_state_dict)"
+                    f"{op}: {managed.name} is no longer stored in shardcore's memory. Do not "
+                    "re-assign .data, and do not move or cast a sharded model (Accelerate's "
+                    "prepare() and Trainer do so on several CPU ranks). Edit weights in place, or "
+                    "use load_state_dict"
                 )
 
     def owned_slice(self, full: torch.Tensor) -> torch.Tensor:

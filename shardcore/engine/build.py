@@ -65,8 +65,8 @@ def check_unwrapped(op: str, model: nn.Module) -> None:
             )
             plain = "" if inside == "replicate()" else f" (pass {name or 'model'}.module)"
             raise ValueError(
-                f"{op}: {name or 'the model'} is wrapped in {inside}, which would average "
-                f"gradients a second time; expected the plain module{plain}"
+                f"{op}: {name or 'the model'} is wrapped in {inside}, and both would average "
+                f"gradients; expected the plain module{plain}"
             )
 
 
@@ -74,9 +74,7 @@ def check_model(model: nn.Module, alone: bool) -> None:
     """Raise unless `model` can be sharded. alone: over one rank."""
     before = engine_of(model)
     if before is not None and not before.gives_way:
-        raise ValueError(
-            "shard: the model is already sharded; expected a model that shard() has not changed"
-        )
+        raise ValueError("shard: the model is already sharded; expected a model without an engine")
     if not isinstance(model, nn.Module):
         raise TypeError(f"shard: model has type {type(model).__name__}; expected a torch.nn.Module")
     check_unwrapped("shard", model)
@@ -87,8 +85,8 @@ def check_model(model: nn.Module, alone: bool) -> None:
         ):
             where = name or "the model"
             raise TypeError(
-                f"shard: {where} is a ScriptModule, which takes no hooks; expected an ordinary "
-                f"module"
+                f"shard: {where} is a ScriptModule. It supports no hooks; expected an ordinary "
+                "module"
             )
         if engine_of(module) not in (None, before):
             raise ValueError(
@@ -101,10 +99,9 @@ def check_model(model: nn.Module, alone: bool) -> None:
             and not alone
         ):
             raise ValueError(
-                f"shard: {name or 'the model'} has max_norm={module.max_norm}, by which each "
-                f"rank's forward changes the rows "
-                "that its own batch uses, so that ranks differ; expected None over several ranks "
-                "(normalize what it returns)"
+                f"shard: {name or 'the model'} has max_norm={module.max_norm}. Each rank's forward "
+                "would change other rows, and ranks would differ; expected None over several "
+                "ranks (normalize the output instead)"
             )
     for name, param in model.named_parameters():
         if engine_of(param) not in (None, before):
@@ -119,15 +116,15 @@ def check_model(model: nn.Module, alone: bool) -> None:
             )
         if param.is_inference():
             raise ValueError(
-                f"shard: {name} was made in torch.inference_mode(); expected a parameter that "
-                f"autograd can use"
+                f"shard: {name} was created in torch.inference_mode(), and autograd cannot use it; "
+                "expected a parameter created outside of it"
             )
         other = is_traceable_wrapper_subclass(param.data) and slice_of(name, param) is None
         flat = getattr(sys.modules.get("torch.distributed.fsdp"), "FlatParameter", ())  # FSDP1's
         if other or isinstance(param, flat):
             raise ValueError(
-                f"shard: {name} is a {type(param.data).__name__}, which is sharded already, or "
-                f"quantized; expected an ordinary parameter (bitsandbytes' 4-bit weights are)"
+                f"shard: {name} is a {type(param.data).__name__}: it is already sharded, or "
+                "quantized; expected an ordinary parameter (bitsandbytes' 4-bit weights are)"
             )
         if param.layout != torch.strided:
             raise ValueError(f"shard: {name} has layout {param.layout}; expected a dense parameter")
@@ -196,10 +193,10 @@ def _check_apart(model: nn.Module) -> None:
         before = last if trains else trained
         if storage == before[0] and start < before[1]:
             raise ValueError(
-                f"shard: {name} has memory that {before[2]} has, too; expected memory of its own, "
-                f"or one Parameter in both "
-                "places (module.weight = other.weight, not module.weight.data = other.weight.data; "
-                "after load_state_dict(assign=True), tie them again)"
+                f"shard: {name} shares its memory with {before[2]}; expected memory of its own, or "
+                "one Parameter in both places: module.weight = other.weight, not "
+                "module.weight.data = other.weight.data. Tie weights again after "
+                "load_state_dict(assign=True)"
             )
         last = max(last, (storage, end, name))
         trained = max(trained, (storage, end, name)) if trains else trained
@@ -224,9 +221,9 @@ def check_norms(model: nn.Module, builder: "Builder") -> None:
                         f"option: shard, or train in fp32)"
                     )
                 raise ValueError(
-                    f"shard: {name or 'the model'} would have {dtype_name(dtype)} weights beside "
-                    f"{dtype_name(statistics.dtype)} running statistics, which torch's batch norm "
-                    f"does not take on a CPU; expected {remedy}"
+                    f"shard: {name or 'the model'} would use {dtype_name(dtype)} weights with "
+                    f"{dtype_name(statistics.dtype)} running statistics. torch's batch norm does "
+                    f"not support this on a CPU; expected {remedy}"
                 )
 
 
@@ -252,10 +249,9 @@ def check_ownership(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         for position, param in enumerate(group["params"]):
             if param not in own_params:
                 raise ValueError(
-                    f"shard: param_groups[{index}] has parameter {position} of shape "
-                    f"{tuple(param.shape)} that is not the "
-                    "model's; expected an optimizer over the model's parameters (made after the "
-                    "last change of the model)"
+                    f"shard: parameter {position} of param_groups[{index}], of shape "
+                    f"{tuple(param.shape)}, is not in the model; expected an optimizer over the "
+                    "model's parameters (create it after the last change of the model)"
                 )
 
 
@@ -295,8 +291,8 @@ def fp32_params_of(model: nn.Module, keep_fp32: Sequence[Any]) -> set[nn.Paramet
             )
         if not matches:
             raise ValueError(
-                f"shard: keep_fp32 has {item!r}, which matches no parameter; expected names or "
-                f"classes of the model's"
+                f"shard: keep_fp32 has {item!r}, but it matches no parameter; expected names or "
+                "classes of the model's"
             )
         params.update(matches)
     return params

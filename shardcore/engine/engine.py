@@ -419,26 +419,26 @@ class Engine:
         several = self.comm.world_size > 1 or self.comm.across
         if on_gpu and several and capturing(self.device):
             raise ValueError(
-                "step: runs on several ranks while a CUDA graph is captured; expected one rank "
-                "(what ranks compare before a step goes over the host, which a replay does not run)"
+                "step: several ranks run a step while a CUDA graph is captured. Ranks compare "
+                "their arguments on the host before each step, and a replay would not; expected "
+                "one rank"
             )
         if self.reducer.dropped:
             raise ValueError(
-                "step: the last backward ended in an error; expected one that succeeds, or "
+                "step: the last backward raised an error; expected a backward without one, or "
                 "zero_grad()"
             )
         if self.scaler.unscaled:
             raise ValueError(
-                f"step: a backward ran on a loss that was not scaled by {self.loss_scale:g}; "
-                f"expected "
-                "optimizer.scale_loss(loss).backward() (zero_grad() forgets these gradients; "
-                "shard(loss_scale=1.0) leaves scaling to you)"
+                f"step: a backward ran on a loss without the scale {self.loss_scale:g}; expected "
+                "optimizer.scale_loss(loss).backward(). zero_grad() forgets these gradients. With "
+                "shard(loss_scale=1.0) you scale the loss yourself"
             )
         for name, param in self.unmanaged:
             if param.grad is not None:
                 raise ValueError(
-                    f"step: {name} has a gradient but was frozen when shard() was called; expected "
-                    f"shardcore.unfreeze(module)"
+                    f"step: {name} was frozen when shard() was called, and now requires a "
+                    "gradient; expected shardcore.unfreeze(module)"
                 )
         optimizer = self._optimizer()
         if self.grads_in_shards and getattr(optimizer, "found_inf", None) is not None:
@@ -446,10 +446,10 @@ class Engine:
             for left in ("found_inf", "grad_scale"):
                 vars(optimizer).pop(left, None)
             raise ValueError(
-                "step: called by a GradScaler, which looks for gradients in p.grad; from stage 1 "
-                "on they are sharded "
-                "(float16 has shard(loss_scale=) and optimizer.scale_loss, bfloat16 needs none; "
-                "non-finite steps are skipped)"
+                "step: a GradScaler called it. GradScaler looks for gradients in p.grad, and from "
+                "stage 1 on they are sharded. Use shard(loss_scale=) and optimizer.scale_loss "
+                "with float16, and no scaler with bfloat16; steps with a non-finite gradient are "
+                "skipped"
             )
         if self._on_device is not None and self._on_device.away:
             raise ValueError(
@@ -502,9 +502,9 @@ class Engine:
         self.synchronize()
         if buffers and self.reducer.holds_grads:
             raise ValueError(
-                "offload_states: there are gradients, of backwards since the last zero_grad(); "
-                "expected step() and zero_grad() "
-                '(which sets them to None) before, or include=["optim_states", "hp_params"]'
+                "offload_states: gradients of backwards since the last zero_grad() exist. Call "
+                "step() and zero_grad() (set_to_none=True) before, or use "
+                'include=["optim_states", "hp_params"]'
             )
         on_device = self._on_device
         if states and on_device is not None and not on_device.away:
@@ -757,7 +757,7 @@ def engine_behind(op: str, owner: Any) -> Engine:
             else "is not sharded"
         )
         raise ValueError(
-            f"{op}: {type(owner).__name__} {state}; expected what shardcore.shard returned, or a "
-            f"parameter of it"
+            f"{op}: {type(owner).__name__} {state}; expected the model that shardcore.shard "
+            "returned, or one of its parameters"
         )
     return engine

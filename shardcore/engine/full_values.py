@@ -111,7 +111,7 @@ def set_full_grad(engine: Engine, param: nn.Parameter, value: Any, scale: float 
     bucket, managed = engine.part_of(op, param)
     if not managed.has_grad or not bucket.grads():
         raise ValueError(
-            f"{op}: {managed.name} has no gradient; expected a backward that reaches it before"
+            f"{op}: {managed.name} has no gradient; expected a backward through it before"
         )
     flat = managed.cut(value.detach() if scale == 1.0 else value.detach() / scale).reshape(-1)
     for start, part in bucket.grads():

@@ -143,10 +143,10 @@ class Membership:
         if changes:
             more = f", and {len(changes) - 3} more" if len(changes) > 3 else ""
             raise ValueError(
-                f"{op}: the model's parameters are not those that shard() was given: "
-                f"{'; '.join(changes[:3])}{more}; "
-                "expected the same Parameter objects (add adapters, tie and replace weights before "
-                "shard(); set values in place or with load_state_dict)"
+                f"{op}: the model's parameters changed after shard(): "
+                f"{'; '.join(changes[:3])}{more}; expected the same Parameter objects. Add "
+                "adapters, tie and replace weights before shard(); set values in place or with "
+                "load_state_dict"
             )
         self._remember(model)
 

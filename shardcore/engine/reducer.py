@@ -643,8 +643,8 @@ class Reducer:
         # fake gradients: the buffers that they made would stay
         if fake_mode() is not None:
             raise NotImplementedError(
-                "backward: FakeTensorMode is active, and fake gradients cannot be reduced; "
-                "expected forward alone inside it, or a model that is not sharded"
+                "backward: FakeTensorMode is active, and fake gradients cannot be reduced. Run "
+                "the forward alone inside it, or use a model without shard()"
             )
         if self.comm.clock.on:
             self.comm.clock.begin("backward")
@@ -660,10 +660,9 @@ class Reducer:
             self._warned = True
             if self.comm.rank == 0:
                 logger.warning(
-                    "backward: adds to the gradients that the last step used, as nothing forgot "
-                    "them; expected "
-                    "optimizer.zero_grad() or model.zero_grad() after a step (from stage 1 on "
-                    "p.grad = None does not; said once)"
+                    "backward: gradients are added to those of the last step. Call "
+                    "optimizer.zero_grad() or model.zero_grad() after a step; from stage 1 on "
+                    "p.grad = None does not clear them (logged once)"
                 )
         self._boundary.begin(self._end_backward)
         self._home = stream_now(self.device)
@@ -775,8 +774,8 @@ class Reducer:
             self.dropped = True
             self.comm.leave_backward(failed=True)
             logger.warning(
-                "backward: the last one ended in an error; its gradients, and those it was to be "
-                "added to, are dropped"
+                "backward: the last backward raised an error. Its gradients, and the earlier "
+                "gradients of this step, are dropped"
             )
 
     # --- between backwards ------------------------------------------------------------------------

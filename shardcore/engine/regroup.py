@@ -60,8 +60,8 @@ def unfreeze(module: nn.Module) -> None:
         )
         if not grouped.issuperset(module.parameters()):
             raise ValueError(
-                "unfreeze: the optimizer has not all of these parameters; expected add_param_group "
-                "before"
+                "unfreeze: some of these parameters are in no group of the optimizer; call "
+                "add_param_group first"
             )
     except BaseException as error:  # of any kind: the other ranks are waiting
         problem = error

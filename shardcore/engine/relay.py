@@ -25,7 +25,8 @@ def begin(op: str, old: Engine) -> None:
         old.refuse_held(op)
         if old.commits is not None:
             raise NotImplementedError(
-                f'{op}: the model\'s states are in files that outlast it; expected "durable": False'
+                f"{op}: the model's states are in files that outlast the process; expected "
+                '"durable": False'
             )
         if old.saving is not None:
             old.saving.wait()

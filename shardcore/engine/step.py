@@ -695,8 +695,8 @@ class Updater:
         """Raise ValueError if the weights are those of an average."""
         if self.swapped and not op.startswith("EMA."):
             raise ValueError(
-                f"{op}: the model has averaged weights now; expected the end of `with ema.swap():` "
-                f"(ema.state_dict() has the averages)"
+                f"{op}: the model holds averaged weights inside `with ema.swap():`; leave that "
+                "block first (ema.state_dict() returns the averages)"
             )
 
     def _refresh_masters(self, bucket: Bucket, edited: set[Managed]) -> None:
@@ -754,10 +754,9 @@ class Updater:
         if lost := self.lost_edits():
             warnings.warn(
                 f"{op}: the weights of {', '.join(lost)} were edited behind autograd (p.data, or a "
-                f"view of it), so the float32 "
-                "masters, which are saved and which the next step goes on from, do not have the "
-                "edit; expected an edit of the "
-                "parameter itself (with torch.no_grad(): p.clamp_(-1, 1))",
+                "view of it). The float32 masters lack the edit, and the next step and "
+                "checkpoints use the masters. Edit the parameter itself: with torch.no_grad(): "
+                "p.clamp_(-1, 1)",
                 UserWarning,
                 stacklevel=5,
             )

@@ -153,8 +153,8 @@ def _named(model: nn.Module, items: Sequence[Any]) -> list[nn.Module]:
     for module in modules:
         if module not in inside:
             raise ValueError(
-                f"shard: units has a {type(module).__name__} that is not a module of the model; "
-                f"expected one of its modules()"
+                f"shard: units includes a {type(module).__name__} from outside the model; expected "
+                "one of its modules()"
             )
     readers = [module for module in inside if isinstance(module, _READERS)]
     read = {part for reader in readers for part in reader.modules() if part is not reader}
@@ -166,20 +166,20 @@ def _named(model: nn.Module, items: Sequence[Any]) -> list[nn.Module]:
     if classes and not candidates:
         names = ", ".join(c.__name__ for c in classes)
         raise ValueError(
-            f"shard: units names {names}; expected classes of modules that the model calls (it has "
-            f"none of these)"
+            f"shard: units names {names}, but no module of the model is one; expected classes of "
+            "modules that the model calls"
         )
     for module in [*candidates, *modules]:
         if module is not model and not _is_called(module):
             raise ValueError(
-                f"shard: units has a {type(module).__name__}, which has no forward; expected "
-                f"modules that are called (perhaps its children)"
+                f"shard: units includes a {type(module).__name__} without a forward; expected "
+                "modules that are called (perhaps its children)"
             )
         if module in read:
             raise ValueError(
-                f"shard: units has a {type(module).__name__} inside a module of torch's that reads "
-                f"its weights without calling "
-                "it; expected that module (MultiheadAttention, TransformerEncoderLayer)"
+                f"shard: units includes a {type(module).__name__} inside a torch module that reads "
+                "its weights without calling it; expected the outer module (MultiheadAttention, "
+                "TransformerEncoderLayer)"
             )
     return candidates + modules
 

@@ -324,10 +324,9 @@ class Unsharder:
     def _use(self, unit: Unit) -> None:
         if self._gatherer.copies_apart and functorch_level() is not None:
             raise NotImplementedError(
-                f"forward: the weights of {unit.name or 'the root'} are sharded (stage 3), which "
-                f"transforms of torch.func "
-                "(grad, vmap, ...) do not support; expected stage 0, 1 or 2, or "
-                "torch.func.functional_call without a transform"
+                f"forward: the weights of {unit.name or 'the root'} are sharded (stage 3), and "
+                "transforms of torch.func (grad, vmap, ...) do not support sharded weights; "
+                "expected stage 0, 1 or 2, or torch.func.functional_call without a transform"
             )
         if not unit.pins:
             self._refuse_tracer("forward", unit)

@@ -500,10 +500,9 @@ def warn_of_pageable(copies: _C.HostTier) -> None:
     """Log a warning if memory of the tier should be pinned and is not."""
     if copies.pin_refusal:
         logger.warning(
-            "offload: %d of %d bytes that copies use cannot be pinned, so they are pageable: the "
-            "same bits, but copies of them "
-            "block and do not overlap with anything (%s; expected a higher limit of locked memory, "
-            '`ulimit -l`, and of offload={"pin_memory_limit": ...})',
+            "offload: %d of %d bytes for copies cannot be pinned, so they are pageable: the same "
+            "bits, but their copies block and do not overlap with anything (%s). Raise the limit "
+            'of locked memory (`ulimit -l`), or offload={"pin_memory_limit": ...}',
             copies.bytes_refused,
             copies.bytes_refused + copies.bytes_pinned,
             copies.pin_refusal,
@@ -514,7 +513,7 @@ def warn_of_misplaced(copies: _C.HostTier) -> None:
     """Log a warning if states should lie on certain NUMA nodes and the system refused."""
     if copies.node_refusal:
         logger.warning(
-            "offload: optimizer states lie on any NUMA node: the same bits, but a step may be "
-            "slower (%s; expected a system that allows it; Docker does with --cap-add SYS_NICE)",
+            "offload: optimizer states are stored on any NUMA node: the same bits, but a step may "
+            "be slower (%s). Docker allows the placement with --cap-add SYS_NICE",
             copies.node_refusal,
         )

@@ -270,9 +270,8 @@ class HostGrads:
             doing, error = self._failure
             raise RuntimeError(
                 f"backward: {doing} gradients in host memory failed ({type(error).__name__}: "
-                f"{error}); expected it to succeed "
-                "(zero_grad() forgets them; where copies go on failing, make the model anew and "
-                "load its last saved state)"
+                f"{error}). zero_grad() forgets them. If copies keep failing, rebuild the model "
+                "and load its last checkpoint"
             ) from error
 
     def discard(self) -> None:

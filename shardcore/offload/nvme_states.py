@@ -151,8 +151,8 @@ def check_directories(directories: Sequence[Path]) -> None:
             )
         if (earlier := path_of.setdefault(path.resolve(), path)) is not path:
             raise ValueError(
-                f'shard: offload["path"] has {earlier} and {path}, which are the same; expected '
-                f"each directory once"
+                f'shard: offload["path"] has {earlier} and {path}, the same directory; expected '
+                "each directory once"
             )
 
 
@@ -465,9 +465,9 @@ class NvmeStates:
                 first = chunk.offset + offset
                 raise OSError(
                     errno.EIO,
-                    f"{self.content} of {chunk.names} in bytes {first} to {first + nbytes} are not "
-                    f"what was written (is the disk "
-                    "damaged? go on from a checkpoint, in another directory)",
+                    f"{self.content} of {chunk.names} in bytes {first} to {first + nbytes} differ "
+                    "from the bytes written. The disk may be damaged: resume from a checkpoint in "
+                    "another directory",
                     str(self.files.paths[chunk.slot]),
                 )
 

@@ -35,8 +35,8 @@ def use_own_threads(threads: WorkerThreads) -> None:
             os.sched_setaffinity(0, threads.cores)
         except OSError as error:
             logger.warning(
-                "overlap_step: the worker cannot be kept on the cores %s (%s); it runs wherever "
-                "this process may",
+                "overlap_step: the worker cannot be bound to the cores %s (%s); it runs on any "
+                "core of this process",
                 ", ".join(map(str, threads.cores)),
                 error,
             )
