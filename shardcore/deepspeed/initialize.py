@@ -176,8 +176,8 @@ def initialize(
         )
         if of_sequences > 1 and settings.gradient_allreduce_op == "sum":
             raise ValueError(
-                f'{_OP}: config gradient_allreduce_op has "sum" with sequences over ranks; '
-                f'expected "mean"'
+                f'{_OP}: config gradient_allreduce_op is "sum" with sequences over ranks; expected '
+                '"mean"'
             )
         slices = _check_tensor_parallel(model, settings, of_sequences, comm.world_size)
         ranks = of_sequences * slices  # that train on the same samples
@@ -202,8 +202,8 @@ def initialize(
         if slices > 1 and (muon or (chosen is not None and chosen.state)):
             what = "Muon" if muon else "an optimizer that has states"
             raise NotImplementedError(
-                f"{_OP}: config tensor_parallel is given with {what}; expected a new one, such as "
-                f"Adam (Adagrad has states at once)"
+                f"{_OP}: config tensor_parallel is given with {what}; expected a new optimizer, "
+                "such as Adam (Adagrad creates its states at once)"
             )
         if pipe is not None:
             _check_pipeline(pipe, settings, chosen)
@@ -330,25 +330,25 @@ def _explain(
     """Log what a reader of the configuration may not expect."""
     if settings.activation_checkpoint_interval and pipe is None:
         logger.warning(
-            "initialize: config has no effect here: pipeline.activation_checkpoint_interval: the "
-            "model is no PipelineModule"
+            "initialize: config pipeline.activation_checkpoint_interval is ignored: the model is "
+            "not a PipelineModule"
         )
     for line in settings.accepted:
-        logger.warning("initialize: config has no effect here: %s", line)
+        logger.warning("initialize: config is ignored here: %s", line)
     if "gradient_clipping" not in settings.explicit:
         logger.warning(
-            "initialize: config has no gradient_clipping, so the global norm is clipped to %s, "
+            "initialize: config omits gradient_clipping, so the global norm is clipped to %s, "
             "DeepSpeed's default (in older releases 0.0, off); set the limit, or 0.0",
             settings.gradient_clipping,
         )
     if optimizer is not None and settings.optimizer is not None:
         logger.warning(
-            "initialize: config has an optimizer, and optimizer= takes its place, masters and "
-            "states included, as in DeepSpeed"
+            "initialize: optimizer= replaces the optimizer of the config, masters and states "
+            "included, as in DeepSpeed"
         )
     if lr_scheduler is not None and settings.scheduler is not None:
         logger.warning(
-            "initialize: config has a scheduler, and lr_scheduler= takes its place, as in DeepSpeed"
+            "initialize: lr_scheduler= replaces the scheduler of the config, as in DeepSpeed"
         )
     if settings.dump_state:
         values = {f.name: getattr(settings, f.name) for f in fields(settings) if f.compare}
@@ -372,9 +372,9 @@ def start_process_group(
     missing = [name for name in _RENDEZVOUS if name not in os.environ]
     if missing:
         raise ValueError(
-            f"{op}: the environment has no {' and no '.join(missing)}; expected all of "
-            f"{', '.join(_RENDEZVOUS)} "
-            "(start with torchrun), or neither RANK nor WORLD_SIZE for a single process"
+            f"{op}: {', '.join(missing)} not set in the environment; expected all of "
+            f"{', '.join(_RENDEZVOUS)} (torchrun sets them), or neither RANK nor WORLD_SIZE for a "
+            "single process"
         )
     for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
         env_int(name)
@@ -401,9 +401,9 @@ def _check_parallelism(mpu: Any, mesh_param: Any, configured: int) -> int:
     ranks: int = getattr(mpu, "get_sequence_parallel_world_size", lambda: 1)()
     if ranks > 1 and not hasattr(mpu, "enable"):
         raise ValueError(
-            f"{_OP}: mpu has sequences of {ranks} ranks; expected that of "
-            f"UlyssesSPAttentionHF.register_with_transformers, "
-            "or enable_sequence_parallel (docs/long_sequences.md)"
+            f"{_OP}: mpu describes sequences over {ranks} ranks; expected the mpu of "
+            "UlyssesSPAttentionHF.register_with_transformers, or enable_sequence_parallel "
+            "(docs/long_sequences.md)"
         )
     if configured not in (1, ranks):
         raise ValueError(
@@ -443,8 +443,8 @@ def _check_tensor_parallel(model: Any, settings: Config, of_sequences: int, worl
         obstacle = f"{world_size} ranks, which it does not divide"
     if obstacle:
         raise ValueError(
-            f"{_OP}: config tensor_parallel.autotp_size has {size} with {obstacle}; expected one "
-            f"that fits, or 1"
+            f"{_OP}: config tensor_parallel.autotp_size is {size} with {obstacle}; expected a size "
+            "that fits, or 1"
         )
     return size
 
@@ -526,8 +526,8 @@ def _check_pipeline(pipe: PipelineModule, settings: Config, optimizer: Any) -> N
     """Raise ValueError for what a pipeline does not train with."""
     if not settings.managed_gradient_accumulation:
         raise ValueError(
-            f"{_OP}: config managed_gradient_accumulation has False for a PipelineModule; expected "
-            f"true, as train_batch steps"
+            f"{_OP}: config managed_gradient_accumulation is False for a PipelineModule; expected "
+            "true, since train_batch calls the step"
         )
     if optimizer is None:
         raise ValueError(
@@ -541,8 +541,8 @@ def _check_pipeline(pipe: PipelineModule, settings: Config, optimizer: Any) -> N
         )
     if settings.stage == 3 and pipe.tied:
         raise ValueError(
-            f"{_OP}: config zero_optimization.stage has 3 for a PipelineModule with weights tied "
-            f"over stages; expected 0 to 2"
+            f"{_OP}: config zero_optimization.stage is 3 for a PipelineModule with weights tied "
+            "over stages; expected 0 to 2"
         )
     for name in ("mesh", "ranks_per_node"):
         if settings.shardcore.get(name) is not None and pipe.num_stages > 1:
@@ -650,15 +650,15 @@ def _try(optimizer: torch.optim.Optimizer, log: bool) -> None:
     name = type(optimizer).__name__
     if (why := not_elementwise(optimizer)) is not None:
         raise TypeError(
-            f"{_OP}: optimizer is a {name}, whose steps are not elementwise: {why}; expected one "
-            f"that computes each element "
-            "from its own weight, gradient and states (shards are flat ranges of many parameters)"
+            f"{_OP}: steps of the optimizer {name} are not elementwise: {why}. Shards are flat "
+            "ranges of many parameters; expected an optimizer whose elements depend on their own "
+            "weight, gradient and states alone"
         )
     optimizer.elementwise = True  # type: ignore[attr-defined]
     if log:
         logger.warning(
-            "initialize: %s is taken, as three of its steps on a tensor and on its flat parts had "
-            "equal bits",
+            "initialize: %s is accepted: three of its steps on a tensor and on its flat parts "
+            "gave equal bits",
             name,
         )
 
@@ -676,8 +676,8 @@ def _compare_parameters(params: list[Any], optimizer: torch.optim.Optimizer, log
     optimizer.leaves_others = True  # type: ignore[attr-defined]
     if log:
         logger.warning(
-            "initialize: optimizer= has %d of the %d trainable parameters in model_parameters; the "
-            "others stay as they are",
+            "initialize: optimizer= updates %d of the %d trainable parameters in "
+            "model_parameters; the others keep their values",
             len(updated),
             len(wanted),
         )
@@ -695,9 +695,9 @@ def _optimizer(
     if optimizer is None:
         if settings.optimizer is None:
             raise ValueError(
-                f'{_OP}: there is no optimizer; expected optimizer=..., or {{"optimizer": '
-                f'{{"type": "Adam"}}}} in config '
-                "(shardcore.shard(model, None) takes a model that only runs forward)"
+                f"{_OP}: there is no optimizer; expected optimizer=..., or "
+                f'{{"optimizer": {{"type": "Adam"}}}} in config. For a model that only runs '
+                "forward, call shardcore.shard(model, None)"
             )
         return configured_optimizer(model, params, settings)
     if _is_function(optimizer):

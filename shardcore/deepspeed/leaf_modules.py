@@ -158,7 +158,8 @@ def mark_configured(model: nn.Module, settings: Config, log: bool) -> None:
         path = f"{ZERO}.leaf_module.{key}"
         if log and absent and path in settings.explicit:
             logger.warning(
-                "initialize: config %s has %s, which mark nothing; expected modules of the model",
+                "initialize: config %s names %s, but the model contains no such module; expected "
+                "modules of the model",
                 path,
                 absent,
             )

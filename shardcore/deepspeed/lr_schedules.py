@@ -80,8 +80,8 @@ class _Schedule(LRScheduler):
             self.optimizer = getattr(optimizer, "optimizer", None)
         if not isinstance(self.optimizer, Optimizer):
             raise TypeError(
-                f"{type(self).__name__}: optimizer has type {type(optimizer).__name__}; expected a "
-                f"torch.optim.Optimizer, or an object that has one as its attribute optimizer"
+                f"{type(self).__name__}: optimizer is a {type(optimizer).__name__}; expected a "
+                "torch.optim.Optimizer, or an object whose attribute optimizer is one"
             )
         self._last_lr = []
         self._initial_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
@@ -126,8 +126,8 @@ class _Schedule(LRScheduler):
         """
         if not self._last_lr:
             raise ValueError(
-                f"get_last_lr: this {type(self).__name__} has set no learning rate yet; expected "
-                f"step() or load_state_dict first"
+                f"get_last_lr: this {type(self).__name__} set no learning rate yet; call step() or "
+                "load_state_dict first"
             )
         return list(self._last_lr)
 
@@ -148,9 +148,9 @@ class _Schedule(LRScheduler):
         """
         if set(state_dict) != {"last_batch_iteration"}:
             raise ValueError(
-                f"load_state_dict: state_dict has the keys {list(state_dict)}; expected "
-                f"last_batch_iteration alone (the state of a {type(self).__name__}; this one is "
-                f"another scheduler's)"
+                f"load_state_dict: the keys of state_dict are {list(state_dict)}; expected "
+                f"last_batch_iteration alone, the state of a {type(self).__name__} (this state is "
+                "from another scheduler)"
             )
         self.last_batch_iteration = self._checked("last_batch_iteration", *state_dict.values())
         self._last_lr = self.get_lr()
@@ -231,7 +231,7 @@ class OneCycle(_Schedule):
         super().__post_init__()
         if self.cycle_momentum and "betas" not in self.optimizer.defaults:
             logger.warning(
-                "OneCycle: %s has no betas, so its momentum stays as it is",
+                "OneCycle: %s does not use betas, so its momentum is not changed",
                 type(self.optimizer).__name__,
             )
             self.cycle_momentum = False
@@ -306,7 +306,7 @@ class _Warmup(_Schedule):
         total = getattr(self, "total_num_steps", math.inf)
         if total < self.warmup_num_steps:
             logger.warning(
-                "%s: total_num_steps has %g, less than the warm-up's %d",
+                "%s: total_num_steps is %g, less than the warm-up's %d",
                 type(self).__name__,
                 total,
                 self.warmup_num_steps,
@@ -463,7 +463,7 @@ _KINDS: dict[str, Any] = _OWN | {
 
 def _kind(where: str, name: Any) -> Any:
     if not isinstance(name, str) or name not in _KINDS:
-        raise ValueError(f"{where} has {name!r}; expected one of {', '.join(_KINDS)}")
+        raise ValueError(f"{where} is {name!r}; expected one of {', '.join(_KINDS)}")
     return _KINDS[name]
 
 
@@ -477,13 +477,13 @@ def check_scheduler(where: str, value: Any) -> tuple[str, dict[str, Any]] | None
     """
     if not isinstance(value, Mapping) or not {*value} <= {"type", "params"}:
         raise TypeError(
-            f'{where} has {value!r}; expected an object {{"type": ..., "params": {{...}}}}, with '
-            f"no other keys"
+            f'{where} is {value!r}; expected an object {{"type": ..., "params": {{...}}}}, without '
+            "other keys"
         )
     name, params = value.get("type"), value.get("params") or {}
     if not isinstance(params, Mapping):
         raise TypeError(
-            f"{where}.params has {params!r}; expected an object with the arguments of the scheduler"
+            f"{where}.params is {params!r}; expected an object with the arguments of the scheduler"
         )
     if name is None and not params:
         return None
@@ -491,8 +491,8 @@ def check_scheduler(where: str, value: Any) -> tuple[str, dict[str, Any]] | None
     for key in params:
         if isinstance(params[key], str) and params[key] == "auto":
             raise ValueError(
-                f'{where}.params.{key} has "auto", which a trainer must fill in first; expected a '
-                f"value"
+                f'{where}.params.{key} is "auto"; expected a value (a trainer must fill it in '
+                "first)"
             )
     problem = None
     try:

@@ -140,7 +140,7 @@ def tp_model_init(
     """
     if tp_group is not None:
         raise ValueError(
-            "tp_model_init: tp_group is given; expected None (adjacent ranks have a model together)"
+            "tp_model_init: tp_group is given; expected None (adjacent ranks share a model)"
         )
     if dist.is_initialized() and dist.get_world_size() % tp_size == 0:
         make_tensor_mesh(tp_size, Comm().device)
@@ -156,8 +156,8 @@ class MoE:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Refuse."""
         raise NotImplementedError(
-            "deepspeed.moe: shardcore has no expert parallelism; expected a model with its experts "
-            "as ordinary modules, which are sharded as others are"
+            "deepspeed.moe: shardcore does not support expert parallelism; expected a model whose "
+            "experts are ordinary modules (they are sharded like any others)"
         )
 
 
@@ -233,9 +233,9 @@ class Init:
         if enabled:
             init_distributed()
             logger.warning(
-                "zero.Init: weights are made in full in host memory, and sharded by initialize; "
-                "for a model that does not fit "
-                'there build it under torch.device("meta"), and give initialize(materialize=...)'
+                "zero.Init: weights are created in full in host memory, and initialize shards "
+                'them. If the model does not fit there, build it under torch.device("meta"), and '
+                "call initialize(materialize=...)"
             )
             for param in () if module is None else module.parameters():
                 _number(module, "", param)

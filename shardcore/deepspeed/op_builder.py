@@ -55,7 +55,7 @@ class Operation:
         if name.startswith("_"):
             raise AttributeError(name)
         raise AttributeError(
-            f"{name}: shardcore's {self._name} has no functions of DeepSpeed's; expected "
+            f"{name}: shardcore's {self._name} does not provide DeepSpeed's functions; expected "
             f"{self._instead}"
         )
 
@@ -87,8 +87,8 @@ class OpBuilder:
             )
         if not self.is_compatible():
             raise RuntimeError(
-                f"{type(self).__name__}: shardcore's extension has no CUDA; expected a build for "
-                f"this GPU (docs/install.md)"
+                f"{type(self).__name__}: shardcore's extension was built without CUDA; expected a "
+                "build for this GPU (docs/install.md)"
             )
         return Operation(self.NAME, self._instead)
 

@@ -473,14 +473,14 @@ class PipelineEngine(TrainingEngine):
             ]
             if (saved := stages[0][1]) not in (0, self.num_stages):
                 raise ValueError(
-                    f"load_checkpoint: {load_dir} has a checkpoint of {saved} stages; expected "
+                    f"load_checkpoint: the checkpoint in {load_dir} is of {saved} stages; expected "
                     f"{self.num_stages}, cut at the same layers"
                 )
             if tag is None and len({newest for newest, _ in stages}) > 1:
                 raise ValueError(
-                    f"load_checkpoint: the newest checkpoints of the stages are "
-                    f"{[newest for newest, _ in stages]}; expected "
-                    "one tag (give tag=, one that each stage has)"
+                    "load_checkpoint: the newest checkpoints of the stages are "
+                    f"{[newest for newest, _ in stages]}; expected one tag (give tag= with a tag "
+                    "of every stage)"
                 )
         loaded = super().load_checkpoint(self._folder(load_dir), tag, *args, **kwargs)
         self._update_tied()
@@ -502,9 +502,9 @@ class PipelineEngine(TrainingEngine):
         if self.num_stages == 1:
             return
         raise PipelineError(
-            "the weights of a PipelineModule are on the ranks of several stages; expected "
-            "module_state_dict(), which returns "
-            "those of this stage, under the names that they have in the whole model"
+            "the weights of a PipelineModule are on the ranks of several stages; call "
+            "module_state_dict(), which returns the weights of this stage under their names in "
+            "the whole model"
         )
 
     def save_16bit_model(self, *args: Any, **kwargs: Any) -> bool:

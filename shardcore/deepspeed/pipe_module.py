@@ -328,8 +328,8 @@ class PipelineModule(nn.Module):
             matches = [int(pattern.search(_name(spec)) is not None) for spec in specs]
             if not any(matches):
                 raise ValueError(
-                    f"PipelineModule: no layer has a class with {pattern.pattern!r} in its name; "
-                    f"expected some"
+                    f"PipelineModule: no layer's class name matches {pattern.pattern!r}; expected "
+                    "at least one"
                 )
             self.parts = partition(matches, self.num_stages)
         else:
@@ -383,7 +383,7 @@ class PipelineModule(nn.Module):
                 raise ValueError(
                     f"PipelineModule: layers[{index}] is a {spec.typename.__name__} tied to a "
                     f"{type(module).__name__} of its stage by the key {spec.key!r}; expected one "
-                    f"class, with forward_fn for what differs"
+                    "class (forward_fn may differ)"
                 )
             return module if spec.forward_fn is None else partial(spec.forward_fn, module)
         layer = spec.build() if isinstance(spec, LayerSpec) else spec
@@ -487,9 +487,9 @@ class TiedWeight:
         weight = getattr(module.get_submodule(where), name, None)
         if not isinstance(weight, nn.Parameter):
             raise ValueError(
-                f"PipelineModule: tied_weight_attr has {path!r}, which is no parameter of "
-                f"{type(module).__name__}; expected a "
-                'path such as "weight" or "word_embeddings.weight"'
+                f"PipelineModule: tied_weight_attr is {path!r}, but {type(module).__name__} does "
+                'not contain this parameter; expected a path like "weight" or '
+                '"word_embeddings.weight"'
             )
         self.weight: torch.Tensor = weight
         self._source, self._group, self._is_owner = source, group, is_owner
@@ -610,8 +610,8 @@ def _topology_of(
         )
     if topology.world_size() != world or 0 in (topology.get_dim("pipe"), topology.get_dim("data")):
         raise ValueError(
-            f"PipelineModule: topology has axes {topology.axes} of {topology.dims} ranks; expected "
-            f"pipe and data, for the {world} ranks there are"
+            f"PipelineModule: topology uses the axes {topology.axes} of {topology.dims} ranks; "
+            f"expected pipe and data, for {world} ranks"
         )
     return topology
 

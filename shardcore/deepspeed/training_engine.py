@@ -354,7 +354,8 @@ class ForwardEngine(metaclass=_Kind):
             if scheduler is not None and source.scheduler is None:
                 scheduler = None
                 logger.warning(
-                    "load_checkpoint: %s has no state of a scheduler; this one goes on as it is",
+                    "load_checkpoint: %s contains no state of a scheduler; this scheduler "
+                    "continues unchanged",
                     source.path,
                 )
             states = load_optimizer_states and not load_module_only and self.optimizer is not None
@@ -380,11 +381,11 @@ class ForwardEngine(metaclass=_Kind):
         if others and self._config.tag_validation == "fail":
             raise ValueError(
                 f"{op}: tag is {others[0]}; expected {tags[0]!r}, as on rank 0 (config "
-                f"checkpoint.tag_validation has Fail)"
+                "checkpoint.tag_validation is Fail)"
             )
         if others and ranks.rank == 0 and self._config.tag_validation == "warn":
             logger.warning(
-                "%s: tag is %s; every rank takes that of rank 0, %r", op, others[0], tags[0]
+                "%s: tag is %s; every rank uses the tag of rank 0, %r", op, others[0], tags[0]
             )
         agreed: str | None = tags[0]
         return agreed
@@ -407,8 +408,8 @@ class ForwardEngine(metaclass=_Kind):
         """
         if not self._config.gathers_to_save and self._config.stage == 3:
             logger.warning(
-                "save_16bit_model: nothing was saved, as the configuration has "
-                "stage3_gather_16bit_weights_on_model_save false"
+                "save_16bit_model: nothing was saved, because "
+                "stage3_gather_16bit_weights_on_model_save is false in the configuration"
             )
             return False
         tensors = as_trained(self._core, exclude_frozen_parameters)
@@ -659,9 +660,9 @@ class TrainingEngine(ForwardEngine):
         plain = backwards - self._divided
         if self._config.loss_scale is not None and self._scaled < backwards:
             raise ValueError(
-                "step: a backward since the last step was not of a scaled loss, which float16 "
-                "needs; expected engine.backward(loss), or engine.scale(loss).backward() (call "
-                "zero_grad() before the next one)"
+                "step: a backward since the last step ran on a loss without the scale, and "
+                "float16 needs it; expected engine.backward(loss), or "
+                "engine.scale(loss).backward() (call zero_grad() before the next one)"
             )
         self._stepped = (
             not self.managed_gradient_accumulation() or self.is_gradient_accumulation_boundary()
@@ -669,9 +670,9 @@ class TrainingEngine(ForwardEngine):
         if self._stepped:
             if plain > 0 and self._divided > 0 and self._sizes.accumulation > 1:
                 raise ValueError(
-                    f"step: {self._divided} backwards of this step were engine.backward(loss), "
-                    f"which divides by the accumulation steps, and {plain} were not; expected one "
-                    f"way for all (call zero_grad() before the next one)"
+                    f"step: {self._divided} backwards of this step were engine.backward(loss) and "
+                    f"divided the loss by the accumulation steps, and {plain} were not; expected "
+                    "one kind for all (call zero_grad() before the next one)"
                 )
             before, self._is_boundary = self._is_boundary, True
             try:
@@ -733,8 +734,8 @@ class TrainingEngine(ForwardEngine):
         ]
         if unused:
             raise ValueError(
-                f"step: no rank has a gradient of {', '.join(unused)}; expected all parameters in "
-                f"the loss, or config {ZERO}.ignore_unused_parameters true"
+                f"step: no rank computed a gradient for {', '.join(unused)}; expected all "
+                f"parameters in the loss, or config {ZERO}.ignore_unused_parameters true"
             )
 
     def _restore_counters(self, counters: Mapping[str, int], steps: Mapping[Any, int]) -> None:
@@ -809,9 +810,8 @@ class TrainingEngine(ForwardEngine):
     def _refuse_unmanaged(self, op: str) -> None:
         if not self.managed_gradient_accumulation():
             raise ValueError(
-                f"{op}: config managed_gradient_accumulation has False, with which every step() "
-                f"updates the weights; expected step() alone, or true, which Trainer and "
-                f"Accelerate need"
+                f"{op}: config managed_gradient_accumulation is False, so every step() updates the "
+                "weights; expected step() alone, or true (Trainer and Accelerate need it)"
             )
 
     def set_train_batch_size(self, train_batch_size: int) -> None:

@@ -87,9 +87,9 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     """
     if not safe_serialization:
         raise ValueError(
-            "zero_to_fp32: safe_serialization has False; expected True, as by default: "
-            ".safetensors files are written, which transformers loads as well (for a file of "
-            "torch.save's save what get_fp32_state_dict_from_zero_checkpoint returns)"
+            "zero_to_fp32: safe_serialization is False; expected True (the default): it writes "
+            ".safetensors files, and transformers loads them. For a torch.save file, save the "
+            "return value of get_fp32_state_dict_from_zero_checkpoint"
         )
     size = sys.maxsize if max_shard_size is None else bytes_of(max_shard_size)
     with open_checkpoint("zero_to_fp32", Path(checkpoint_dir), tag) as source:

@@ -87,16 +87,16 @@ class ShardcoreAccelerator(Accelerator):
             DistributedType.MEGATRON_LM,
         ):
             raise ValueError(
-                f"ShardcoreAccelerator: this process has begun with {self.distributed_type.value}; "
-                f"expected an Accelerator "
-                "without a plugin (AcceleratorState._reset_state() forgets it)"
+                f"ShardcoreAccelerator: this process began with {self.distributed_type.value}; "
+                "expected an Accelerator without a plugin (AcceleratorState._reset_state() "
+                "forgets it)"
             )
         ranks = int(os.environ.get("WORLD_SIZE", "1"))
         # as on machines without a GPU: each rank would train on all of the data
         if ranks != self.num_processes:
             raise ValueError(
                 f"ShardcoreAccelerator: the launcher started {ranks} ranks, but Accelerate counts "
-                f"{self.num_processes}; expected as many (cpu=True where there is no GPU)"
+                f"{self.num_processes}; expected the same number (cpu=True without a GPU)"
             )
         self._precision = precision
         self.shard_options = dict(shard_options or {})
@@ -162,9 +162,9 @@ class ShardcoreAccelerator(Accelerator):
         if not getattr(optimizer, "_is_accelerate_prepared", False):
             if getattr(optimizer, "_engine", None) is None:
                 raise ValueError(
-                    f"prepare: the {type(optimizer).__name__} has no parameter of a model in this "
-                    f"call; expected "
-                    "prepare(model, optimizer), the two together, before the model is sharded"
+                    f"prepare: no parameter of the {type(optimizer).__name__} is in a model of "
+                    "this call; expected prepare(model, optimizer), the two together, before the "
+                    "model is sharded"
                 )
             optimizer = _Optimizer(optimizer, device_placement=False)
         if optimizer not in self._optimizers:
@@ -178,7 +178,7 @@ class ShardcoreAccelerator(Accelerator):
         chosen = dtype_name(options.setdefault("precision", precision))
         if precision is not None and chosen != precision:
             raise ValueError(
-                f"prepare: shard_options has precision={chosen!r} with "
+                f"prepare: shard_options sets precision={chosen!r} with "
                 f"mixed_precision={precision!r}; expected one of them"
             )
         if optimizer is None:
@@ -194,9 +194,9 @@ class ShardcoreAccelerator(Accelerator):
         prepared = [each.optimizer for each in self._optimizers]
         if sum(map(_scales, [*prepared, sharded[1]])) > 1:
             raise ValueError(
-                "prepare: two models have float16 weights, each with a loss scale of its own, and "
-                "backward(loss) has one loss; "
-                'expected "bf16", or one ShardcoreAccelerator for each'
+                "prepare: two models use float16 weights, each with its own loss scale, and "
+                'backward(loss) scales one loss; expected "bf16", or one ShardcoreAccelerator for '
+                "each model"
             )
         return sharded
 
@@ -359,14 +359,14 @@ def _check_arguments(precision: str, kwargs: Mapping[str, Any]) -> None:
     for name in _PLUGINS:
         if kwargs.get(name) is not None:
             raise ValueError(
-                f"ShardcoreAccelerator: {name} is given; expected None (shard_options says how "
-                f"models are sharded)"
+                f"ShardcoreAccelerator: {name} is given; expected None (shard_options sets how "
+                "models are sharded)"
             )
     for name in _ENVIRONMENT:
         if os.environ.get(name, "false").lower() == "true":
             raise ValueError(
-                f"ShardcoreAccelerator: the environment has {name}=true; expected a launcher "
-                f"without that plugin (torchrun, or accelerate launch --multi_gpu)"
+                f"ShardcoreAccelerator: the environment sets {name}=true; expected a launcher "
+                "without that plugin (torchrun, or accelerate launch --multi_gpu)"
             )
     for handler in kwargs.get("kwargs_handlers") or ():
         if isinstance(handler, GradScalerKwargs | AutocastKwargs):
@@ -379,8 +379,8 @@ def _check_arguments(precision: str, kwargs: Mapping[str, Any]) -> None:
     dynamo = kwargs.get("dynamo_plugin") or TorchDynamoPlugin(backend=kwargs.get("dynamo_backend"))
     if dynamo.backend.value != "NO":
         raise ValueError(
-            f"ShardcoreAccelerator: dynamo has the backend {dynamo.backend.value.lower()}; "
-            f"expected none, of accelerate launch too (compile the blocks: block.compile())"
+            f"ShardcoreAccelerator: the dynamo backend is {dynamo.backend.value.lower()}; expected "
+            "none, in accelerate launch too (compile the blocks: block.compile())"
         )
 
 

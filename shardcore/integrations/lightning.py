@@ -172,9 +172,9 @@ def check_algorithm(algorithm: str) -> None:
     """Raise ValueError for clipping by value."""
     if algorithm == "value":
         raise ValueError(
-            'clip_gradients: gradient_clip_algorithm is "value"; expected "norm" (or '
+            'clip_gradients: gradient_clip_algorithm is "value"; expected "norm" (or call '
             "torch.nn.utils.clip_grad_value_(self.parameters(), limit) in "
-            "configure_gradient_clipping, which reaches shards)"
+            "configure_gradient_clipping)"
         )
 
 
@@ -248,8 +248,8 @@ class _Sharding(_Base):
         usual = torch.amp.GradScaler(plugin.device)
         if plugin.scaler is not None and plugin.scaler.state_dict() != usual.state_dict():
             raise ValueError(
-                f"{kind}: precision has a GradScaler of its own; expected none "
-                f"({kind}(loss_scale=shardcore.LossScale(...)) says how the scale moves)"
+                f"{kind}: precision uses a GradScaler; expected none "
+                f"({kind}(loss_scale=shardcore.LossScale(...)) sets the scale)"
             )
         converted = plugin_class(plugin.precision, plugin.device)
         converted.scaler = None  # the engine scales
@@ -283,9 +283,9 @@ class _Sharding(_Base):
         folder, is_file = self.broadcast((str(path), Path(path).is_file()))
         if is_file or "://" in folder:
             raise ValueError(
-                f"save_checkpoint: path is {folder}, "
-                f"{'a file that exists' if is_file else 'a URL'}; expected a directory of a file "
-                f"system that all ranks see, or save_distributed_checkpoint=False"
+                f"save_checkpoint: path is {folder}, {'an existing file' if is_file else 'a URL'}; "
+                "expected a directory on a file system that all ranks share, or "
+                "save_distributed_checkpoint=False"
             )
         return Path(folder)
 
@@ -372,8 +372,7 @@ class _TrainerStrategy(_Sharding):
             if len(self.optimizers) != 1:
                 raise ValueError(
                     f"{type(self).__name__}: configure_optimizers returned {len(self.optimizers)} "
-                    f"optimizers; expected one "
-                    "(parameters that differ in their options are groups of it)"
+                    "optimizers; expected one (use groups for parameters with other options)"
                 )
         if engine_of(module) is None:
             sharded = self._shard(
@@ -403,9 +402,9 @@ class _TrainerStrategy(_Sharding):
         ]
         if fits and averages and self._shard_options["stage"] == 3:
             raise ValueError(
-                f"{type(self).__name__}: callbacks has {averages[0]}, which reads weights that are "
-                f"sharded (stage 3); expected "
-                "shardcore.EMA(module), updated in on_train_batch_end, or stage 0, 1 or 2"
+                f"{type(self).__name__}: callbacks include {averages[0]}, which reads weights, and "
+                "at stage 3 they are sharded; expected shardcore.EMA(module), updated in "
+                "on_train_batch_end, or stage 0, 1 or 2"
             )
         if fits and self._saves_shards and trainer.checkpoint_callback is not None:
             for thing in (self.lightning_module, trainer.datamodule):
@@ -606,8 +605,8 @@ class _FabricStrategy(_Sharding):
         scales = self.precision.precision in ("16-mixed", "16-true")
         if module is None and len(self._trained) > 1 and scales:
             raise ValueError(
-                f"backward: {len(self._trained)} models have loss scales; expected "
-                f"fabric.backward(loss, model=model)"
+                f"backward: {len(self._trained)} models use loss scales; expected "
+                "fabric.backward(loss, model=model)"
             )
         super().backward(tensor, module or next(iter(self._trained), None), *args, **kwargs)
 
@@ -627,7 +626,7 @@ class _FabricStrategy(_Sharding):
         """Refuse clipping by value."""
         raise ValueError(
             f"clip_gradients: clip_val is {clip_val}; expected max_norm= (or "
-            f"torch.nn.utils.clip_grad_value_, which reaches shards)"
+            "torch.nn.utils.clip_grad_value_)"
         )
 
     # --- checkpoints ------------------------------------------------------------------------------
@@ -678,8 +677,8 @@ class _FabricStrategy(_Sharding):
         for key, value in rest.items():
             if key not in content and strict:
                 raise KeyError(
-                    f"load: {loaded.path} has no {key!r}; expected one of {', '.join(content)}, or "
-                    f"strict=False"
+                    f"load: {loaded.path} does not contain {key!r}; expected one of "
+                    f"{', '.join(content)}, or strict=False"
                 )
             if key not in content:
                 continue
@@ -700,8 +699,8 @@ def _parts(op: str, state: Mapping[str, Any]) -> tuple[nn.Module, Any, dict[str,
     }
     if len(models) != 1:
         raise ValueError(
-            f"{op}: state has {len(models)} models that fabric.setup returned; expected one in a "
-            f"checkpoint"
+            f"{op}: state contains {len(models)} models of fabric.setup; expected one per "
+            "checkpoint"
         )
     ((name, model),) = models.items()
     optimizers = [

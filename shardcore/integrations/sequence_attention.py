@@ -74,15 +74,15 @@ def enable_sequence_parallel(
         )
     if wrapped_model is not model and wrapped_model.active_peft_config.is_prompt_learning:
         raise ValueError(
-            f"enable_sequence_parallel: the {type(wrapped_model).__name__} has a prompt that "
-            f"trains, which every rank would "
-            "put before its part of a sequence; expected adapters of layers, such as LoRA"
+            f"enable_sequence_parallel: the {type(wrapped_model).__name__} trains a prompt, and "
+            "every rank would put it before its part of a sequence; expected adapters of layers, "
+            "such as LoRA"
         )
     if model.loss_type not in _LOSSES:
         raise ValueError(
-            f"enable_sequence_parallel: the {type(model).__name__} has a head whose labels are not "
-            f"the next tokens; expected a model ...ForCausalLM, or one without a head, such as "
-            f"model.base_model, with a loss of yours over a rank's tokens"
+            f"enable_sequence_parallel: the labels of the {type(model).__name__}'s head are not "
+            "the next tokens; expected a ...ForCausalLM model, or a model without a head, such as "
+            "model.base_model, with your loss over a rank's tokens"
         )
     config = model.config.get_text_config()
     other_layers = set(getattr(config, "layer_types", None) or ()) - _LAYERS
@@ -189,7 +189,7 @@ class _Attention:
         ]
         if options.get("use_vmap") or not any(skips):
             raise ValueError(
-                "sequence parallel attention: the model has a mask of its own over positions in a "
+                "sequence parallel attention: the model passes its own mask over positions in a "
                 "sequence; expected causal, sliding, or full attention (a mask of four dimensions "
                 "for whole sequences may be passed instead)"
             )

@@ -197,18 +197,18 @@ class ShardcoreTrainerMixin(_Base):
             )
         if settings.optimizer is not None and self.optimizer is not None and self._engine is None:
             raise ValueError(
-                f"{_OP}: optimizers is given and the configuration has an optimizer; expected one "
-                f"of them"
+                f"{_OP}: optimizers is given, and the configuration names an optimizer; expected "
+                "one of them"
             )
         if log and self.args.process_index == 0:
             if lines:
                 logger.warning("%s: %s", _OP, "; ".join(lines))
             for line in settings.accepted:
-                logger.warning("%s: config has no effect here: %s", _OP, line)
+                logger.warning("%s: config is ignored here: %s", _OP, line)
             unused = [name for name in _OF_THE_ENGINE.split() if getattr(settings, name)]
             if unused:
                 logger.warning(
-                    "%s: config has no effect under Trainer: %s; use Trainer's own arguments",
+                    "%s: config is ignored under Trainer: %s; use Trainer's own arguments",
                     _OP,
                     ", ".join(unused),
                 )
@@ -387,8 +387,8 @@ def _is_sharded(folder: str) -> bool:
 def _check_options(config: Any, options: Mapping[str, Any] | None) -> None:
     if config is not None and options is not None:
         raise ValueError(
-            f"{_OP}: shard_options is given and the training arguments have deepspeed; expected "
-            f"one of them"
+            f"{_OP}: shard_options is given, and the training arguments set deepspeed; expected "
+            "one of them"
         )
     for name, argument in _OF_ARGUMENTS.items():
         if name in (options or {}):
@@ -412,7 +412,7 @@ def _check_training_arguments(args: TrainingArguments) -> None:
     for name, why in refused.items():
         if getattr(args, name, None):
             raise ValueError(
-                f"{_OP}: the training arguments have {name}={getattr(args, name)!r}; expected none "
+                f"{_OP}: the training arguments set {name}={getattr(args, name)!r}; expected none "
                 f"({why})"
             )
 

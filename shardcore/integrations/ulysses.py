@@ -73,8 +73,8 @@ class SequenceParallelGroups:
         has = inner.config.get_text_config()._attn_implementation
         if self._attention not in (None, has):
             raise ValueError(
-                f"initialize: the model has the attention {has!r}, and register_with_transformers "
-                f"core_attn_implementation={self._attention!r}; expected the same in both"
+                f"initialize: the model uses the attention {has!r}, and register_with_transformers "
+                f"got core_attn_implementation={self._attention!r}; expected the same in both"
             )
         enable_sequence_parallel(inner, self._group, in_eval=self._in_eval)
 

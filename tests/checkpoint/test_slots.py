@@ -186,7 +186,7 @@ def test_flipped_bits_are_named_and_never_trained_on(tmp_path: Path) -> None:
     up = dict(model.named_parameters())["blocks.1.up.weight"]
     before = up.clone()
     says = error_of(lambda: stepped(model, optimizer, 0, 3))
-    assert f"in bytes {offset} to {offset + 4 * numel} are not what was written" in says
+    assert f"in bytes {offset} to {offset + 4 * numel} differ from the bytes written" in says
     assert record["files"][file]["name"] in says
     assert up.equal(before)
 

@@ -159,8 +159,8 @@ def test_directories_that_cannot_be_used_are_named(tmp_path: Path, durable: bool
     def said(path: Any) -> str:
         return error_of(lambda: train(0, run_on_disk(path, durable=durable)))
 
-    assert f"has {one} and {one}, which are the same" in said([one, one])
-    assert f"has {one} and {tmp_path / 'link'}, which are the same" in said(
+    assert f"has {one} and {one}, the same directory" in said([one, one])
+    assert f"has {one} and {tmp_path / 'link'}, the same directory" in said(
         [one, two, tmp_path / "link"]
     )
     assert f"has {tmp_path / 'file'}, a file; expected a directory" in said(

@@ -365,7 +365,7 @@ def test_an_optimizer_inside_another_object_is_found() -> None:
 
 def test_momentum_is_left_alone_where_there_is_none(caplog: pytest.LogCaptureFixture) -> None:
     schedule = OneCycle(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1), 0.1, 0.2)
-    assert "OneCycle: SGD has no betas" in caplog.text
+    assert "OneCycle: SGD does not use betas" in caplog.text
     assert schedule.get_mom() is None
     schedule.step()
     assert "betas" not in schedule.optimizer.param_groups[0]
@@ -383,7 +383,7 @@ def test_the_last_learning_rates() -> None:
     schedule = WarmupLR(adam(1), 0.0, 1.0, 4, "linear", 2)
     assert schedule.optimizer.param_groups[0]["lr"] == LRS[0]  # it goes on, so nothing is set yet
     with pytest.raises(
-        ValueError, match="get_last_lr: this WarmupLR has set no learning rate yet; expected step"
+        ValueError, match="get_last_lr: this WarmupLR set no learning rate yet; call step"
     ):
         schedule.get_last_lr()
     schedule.load_state_dict({FROM: 3})
@@ -457,7 +457,7 @@ def test_a_training_shorter_than_its_warmup_is_warned_of(caplog: pytest.LogCaptu
 
 def test_the_state_of_another_scheduler_is_refused() -> None:
     schedule, other = WarmupLR(adam()), lr_scheduler.ConstantLR(adam())
-    with pytest.raises(ValueError, match=r"load_state_dict: state_dict has the keys \['factor'"):
+    with pytest.raises(ValueError, match=r"load_state_dict: the keys of state_dict are \['factor'"):
         schedule.load_state_dict(other.state_dict())
     with pytest.raises(
         TypeError, match="WarmupLR: last_batch_iteration has None; expected a whole"
@@ -518,7 +518,7 @@ def test_torchs_schedulers_go_by_their_names() -> None:
         ),
         (
             {"type": "WarmupLR", "param": {}},
-            r"scheduler has \{.*; expected an object .* with no other keys",
+            r"scheduler is \{.*; expected an object .* without other keys",
         ),
         ({"type": "WarmupLR", "params": [1]}, r"scheduler.params has \[1\]; expected an object"),
         (

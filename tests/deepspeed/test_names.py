@@ -78,7 +78,7 @@ def test_what_is_not_there_is_an_import_error() -> None:
         exec("from shardcore.ops.adam import OnebitAdam")
     with pytest.raises(NotImplementedError, match="shardcore trains only"):
         deepspeed.init_inference()
-    with pytest.raises(NotImplementedError, match="no expert parallelism"):
+    with pytest.raises(NotImplementedError, match="does not support expert parallelism"):
         deepspeed.moe.layer.MoE(8)
     with pytest.raises(NotImplementedError, match="chooses no batch sizes"):
         deepspeed.elasticity.compute_elastic_config({}, "0.19.8")

@@ -491,12 +491,12 @@ def _resumed(rank: int, world: int, folder: str) -> None:
         other.load_checkpoint(folder)
     assert other.load_checkpoint(folder, tag="global_step1")[0] is not None
     for stages in (1, 4):
-        with pytest.raises(ValueError, match=f"has a checkpoint of 2 stages; expected {stages}"):
+        with pytest.raises(ValueError, match=f"is of 2 stages; expected {stages}"):
             engine_of(stages).load_checkpoint(folder)
     one = engine_of(1)
     one.save_checkpoint(folder + "/one")
     assert one.load_checkpoint(folder + "/one")[0] is not None
-    with pytest.raises(ValueError, match="has a checkpoint of 1 stages; expected 2"):
+    with pytest.raises(ValueError, match="is of 1 stages; expected 2"):
         other.load_checkpoint(folder + "/one")
     assert engine_of(4).load_checkpoint(folder + "/nothing") == (None, {})
 
@@ -528,7 +528,7 @@ def _refusals(rank: int, world: int) -> None:
         ):
             call(torch.zeros(1))
     with pytest.raises(
-        PipelineError, match="are on the ranks of several stages; expected module_state_dict"
+        PipelineError, match="are on the ranks of several stages; call module_state_dict"
     ):
         engine.save_16bit_model("anywhere")
     with pytest.raises(ValueError, match="there is no data; expected train_batch"):
@@ -540,7 +540,7 @@ def _refusals(rank: int, world: int) -> None:
     with pytest.raises(ValueError, match="reduce_output has 'sum'"):
         engine.eval_batch(batches(0, 3), reduce_output="sum")
     for match, tied, config in [
-        ("stage has 3 for a PipelineModule with weights tied", True, {"stage": 3}),
+        ("stage is 3 for a PipelineModule with weights tied", True, {"stage": 3}),
         ("shardcore.mesh is given for a PipelineModule", False, {"shardcore": {"mesh": [1, 2]}}),
         (
             "gradient_accumulation has False for a PipelineModule",

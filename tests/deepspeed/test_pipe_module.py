@@ -182,7 +182,7 @@ def _refusals(rank: int, world: int) -> None:
             {"topology": PipeModelDataParallelTopology(1, 2, 1)},
         ),
         (
-            r"of \[2, 2, 1\] ranks; expected pipe and data, for the 2",
+            r"of \[2, 2, 1\] ranks; expected pipe and data, for 2",
             [linear],
             {"topology": PipeModelDataParallelTopology(2, 1, 2)},
         ),
@@ -192,7 +192,7 @@ def _refusals(rank: int, world: int) -> None:
             {"num_stages": 1, "partition_method": "profile"},
         ),
         (
-            "no layer has a class with 'conv'",
+            "no layer's class name matches 'conv'",
             [linear],
             {"num_stages": 1, "partition_method": "type:conv"},
         ),

@@ -521,7 +521,7 @@ def test_ways_of_backward_that_cannot_be_right_are_refused() -> None:
     engine = start(ds_config(fp16=FP16))
     loss_of(engine, batch_of(0, 0, 0)).backward()
     with pytest.raises(
-        ValueError, match=r"not of a scaled loss, which float16 needs; .*engine\.scale\(loss\)"
+        ValueError, match=r"without the scale, and float16 needs it; .*engine\.scale\(loss\)"
     ):
         engine.step()
     engine.zero_grad()
@@ -682,7 +682,7 @@ def test_progress_is_printed_on_rank_0() -> None:
         f"step={n} skipped=0 lr=[0.01]" for n in (2, 4)
     ]
     assert all(0 < float(message.split("loss=")[1]) < 10 for message in first[:2])
-    assert "config has no gradient_clipping, so the global norm is clipped to 1.0" in first[2]
+    assert "config omits gradient_clipping, so the global norm is clipped to 1.0" in first[2]
     assert first[3].startswith("step=1 skipped=0 lr=[0.01] loss=")
     assert first[3].endswith(" loss_scale=65536")
     assert len(first) == 4

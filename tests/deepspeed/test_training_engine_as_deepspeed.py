@@ -99,7 +99,7 @@ def _tags(rank: int, world_size: int, folder: str, **config: Any) -> list[str]:
 
 def test_of_tags_that_differ_by_rank_the_first_holds_or_none(tmp_path: Path) -> None:
     first, second = run_ranks(2, _tags, str(tmp_path))
-    says = "tag is 'of 1' on rank 1; every rank takes that of rank 0, 'of 0'"
+    says = "tag is 'of 1' on rank 1; every rank uses the tag of rank 0, 'of 0'"
     assert first == [f"{op}_checkpoint: {says}" for op in ("save", "load")]
     assert second == []
     assert [path.name for path in tmp_path.glob("of*")] == ["of 0"]
@@ -149,7 +149,7 @@ def test_a_loop_that_decides_when_to_step_updates_at_every_step() -> None:
     assert (engine.global_steps, engine.micro_steps, engine.global_samples) == (3, 3, 4 * 7)
     with pytest.raises(
         ValueError,
-        match=r"set_gradient_accumulation_boundary: config managed_gradient_accumulation has False"
+        match=r"set_gradient_accumulation_boundary: config managed_gradient_accumulation is False"
         ".*Trainer and Accelerate",
     ):
         engine.set_gradient_accumulation_boundary(True)
@@ -233,7 +233,7 @@ def test_autocast_to_float16_scales_the_loss() -> None:
     loss_of(engine, batch_of(0, 0, 0)).backward()
     with pytest.raises(
         ValueError,
-        match=r"was not of a scaled loss, which float16 needs; expected engine\.backward",
+        match=r"without the scale, and float16 needs it; expected engine\.backward",
     ):
         engine.step()
 

@@ -184,7 +184,7 @@ def test_an_error_of_one_rank_is_one_in_all_parts() -> None:
     stages, overlap, mesh, steps, clips, norms = zip(*found, strict=True)
     assert all("stage is 4" in stages[rank] for rank in (0, 2))
     assert all("shard: rank 0 refused: " in stages[rank] for rank in (1, 3))
-    assert all("process_group and model_parallel_group have the ranks" in text for text in overlap)
+    assert all("process_group and model_parallel_group share the ranks" in text for text in overlap)
     assert all("a mesh of 2 dimensions; expected one of 1" in text for text in mesh)
     for said, op in ((steps, "step"), (clips, "clip_grad_norm_")):
         assert "gain.grad was assigned" in said[3]

@@ -198,13 +198,11 @@ def test_one_process_of_a_job_trains_alone(
     [
         (
             {"OMPI_COMM_WORLD_SIZE": "2"},
-            "OMPI_COMM_WORLD_SIZE is 2 but the environment has no OMPI_COMM_WORLD_RANK; expected "
-            "both",
+            "OMPI_COMM_WORLD_SIZE is 2, but OMPI_COMM_WORLD_RANK is not set",
         ),
         (
             of_open_mpi(1, 4, here=2),
-            "is 4, over several nodes, but the environment has no MASTER_ADDR; expected the host "
-            "name",
+            "is 4, over several nodes, but MASTER_ADDR is not set. Set it to the host name",
         ),
         (
             {"PMI_SIZE": "many"},

@@ -448,12 +448,16 @@ def test_memory_that_a_user_put_there_is_named_and_left_alone() -> None:
     closed = model.head.weight.data
     model.head.weight.data = theirs
     for use in (lambda: model(torch.ones(1, 10)), optimizer.step):
-        with pytest.raises(ValueError, match=r"head\.weight no longer lies in shardcore's memory"):
+        with pytest.raises(
+            ValueError, match=r"head\.weight is no longer stored in shardcore's memory"
+        ):
             use()
     assert torch.equal(theirs, torch.ones(5, 24))
     model.head.weight.data = closed
     with (
-        pytest.raises(ValueError, match=r"head\.weight no longer lies in .*edit weights in place"),
+        pytest.raises(
+            ValueError, match=r"head\.weight is no longer stored in .*Edit weights in place"
+        ),
         shardcore.full_params(model),
     ):
         model.head.weight.data = theirs
@@ -463,7 +467,7 @@ def test_memory_that_a_user_put_there_is_named_and_left_alone() -> None:
 def test_a_cast_in_full_params_is_named() -> None:
     model, _, _ = train(0, Run(stage=3))
     with (
-        pytest.raises(ValueError, match=r"gain no longer lies in shardcore's memory.*cast"),
+        pytest.raises(ValueError, match=r"gain is no longer stored in shardcore's memory.*cast"),
         shardcore.full_params(model),
     ):
         model.half()

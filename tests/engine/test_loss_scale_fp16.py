@@ -545,7 +545,8 @@ def test_torchs_grad_scaler_at_stage_0_scales_instead() -> None:
     model, optimizer, _ = train(0, fp16(stage=0, steps=0))
     scaler.scale(loss_of(model, batch_of(0, 0, 0))).backward()
     with pytest.raises(
-        ValueError, match=r"not scaled by 524288; .*loss_scale=1\.0\) leaves scaling to you"
+        ValueError,
+        match=r"without the scale 524288; .*loss_scale=1\.0\) you scale the loss yourself",
     ):
         scaler.step(optimizer)
 

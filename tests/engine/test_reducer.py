@@ -246,7 +246,7 @@ def test_gradients_that_nothing_cleared_after_a_step_are_named_once(
                 param.grad = None
             if clears:
                 model.zero_grad()
-        assert caplog.text.count("backward: adds to the gradients that the last step used") == times
+        assert caplog.text.count("backward: gradients are added to those of the last step") == times
 
 
 @pytest.mark.parametrize("root_forward", [True, False])
@@ -258,7 +258,7 @@ def test_a_failed_backward_is_named_by_the_step_and_training_goes_on(
     _fail_in_backward(model)
     with pytest.raises(ValueError, match="the last backward ended in an error"):
         optimizer.step()
-    assert "its gradients, and those it was to be added to, are dropped" in caplog.text
+    assert "Its gradients, and the earlier gradients of this step, are dropped" in caplog.text
     for each, adam in ((model, optimizer), (other, its)):
         loss = (
             loss_of(each, batch_of(1, 0, 0)) if root_forward else each.head(torch.ones(2, 24)).sum()

@@ -113,10 +113,13 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "removed": (lambda m: m.blocks.__delitem__(2), r"blocks\.2\.norm\.weight was removed"),
     "moved": (_meta_head, "head.weight was replaced"),
-    "data": (lambda m: _data(m.head.weight), "head.weight no longer lies in shardcore's memory"),
+    "data": (
+        lambda m: _data(m.head.weight),
+        "head.weight is no longer stored in shardcore's memory",
+    ),
     "data of no group": (
         lambda m: _data(m.left_out),
-        "left_out no longer lies in shardcore's memory",
+        "left_out is no longer stored in shardcore's memory",
     ),
 }
 
@@ -223,7 +226,7 @@ def _on_rank_1(rank: int, world_size: int, changes: list[str], stage: int) -> li
 def test_a_change_on_one_rank_is_refused_on_all(stage: int) -> None:
     other, own = run_ranks(2, _on_rank_1, ["replaced", "data"], stage)
     assert "head.weight was replaced" in own[0]
-    assert "head.weight no longer lies" in own[1]
+    assert "head.weight is no longer stored" in own[1]
     assert all("rank 1 refused: " in text for text in other)
 
 
@@ -242,7 +245,7 @@ def _data_before_forward(rank: int, world_size: int, stage: int) -> str:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_data_assigned_before_a_forward(stage: int) -> None:
     other, own = run_ranks(2, _data_before_forward, stage)
-    assert "head.weight no longer lies in shardcore's memory" in own
+    assert "head.weight is no longer stored in shardcore's memory" in own
     assert (
         "rank 1 refused" if stage < 3 else "can never end: rank 0 for the weights of blocks.0"
     ) in other
@@ -265,7 +268,7 @@ def _averaged_twice(rank: int, world_size: int, inside: str) -> str:
 @pytest.mark.parametrize("inside", ["replicate()", "DistributedDataParallel"])
 def test_what_would_average_a_part_a_second_time_is_refused(inside: str) -> None:
     for text in run_ranks(2, _averaged_twice, inside):
-        assert text.startswith(f"step: blocks.0 is wrapped in {inside}, which would average")
+        assert text.startswith(f"step: blocks.0 is wrapped in {inside}, and both would average")
 
 
 def test_modules_around_others_only_change_names() -> None:

@@ -61,7 +61,7 @@ def test_lists_are_no_units_as_nobody_calls_them() -> None:
     for policy in (nn.ModuleList, [model.layers]):
         with pytest.raises(
             ValueError,
-            match="units has a ModuleList, which has no forward; expected modules that are called",
+            match="units includes a ModuleList without a forward; expected modules that are called",
         ):
             plan_units(model, policy)
 
@@ -78,7 +78,7 @@ def test_what_torchs_modules_read_without_calling_it_is_theirs() -> None:
     assert list(names(model, nn.Linear)) == ["", "head"]
     with pytest.raises(
         ValueError,
-        match="units has a NonDynamicallyQuantizableLinear inside a module of torch's that reads",
+        match="units includes a NonDynamicallyQuantizableLinear inside a torch module that reads",
     ):
         plan_units(model, [model.attention.out_proj])
 
@@ -122,7 +122,7 @@ def test_nested_units_own_only_what_their_children_leave() -> None:
         (0, ValueError, "expected at least 1"),
         (True, TypeError, "not a bool"),
         (nn.Conv2d, ValueError, "names Conv2d; expected classes of modules that the model calls"),
-        ([nn.Linear(2, 2)], ValueError, "not a module of the model"),
+        ([nn.Linear(2, 2)], ValueError, "from outside the model"),
         (["blocks"], TypeError, "expected module classes or modules"),
         ([0], ValueError, "expected at least 1"),
         (["auto", nn.Conv2d], ValueError, "names Conv2d"),

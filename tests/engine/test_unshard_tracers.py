@@ -79,7 +79,7 @@ REFUSED = {  # at stage 3
     "make_fx": "make_fx does not gather them",
     "make_fx pre_dispatch": "make_fx does not gather them",
     "make_fx symbolic": "make_fx does not gather them",
-    "vmap": "which transforms of torch.func",
+    "vmap": "transforms of torch.func",
 }
 ELSE_REFUSED = {
     "fake backward": "backward: FakeTensorMode is active, and fake gradients cannot be reduced"

@@ -364,5 +364,5 @@ def refused_arguments(rank: int, world: int) -> list[str]:
 
 def test_refused_arguments() -> None:
     for message in run_ranks(2, refused_arguments):
-        assert "have the ranks [0, 1] in common" in message[0]
+        assert "share the ranks [0, 1]" in message[0]
         assert "expected a PipelineStage" in message[1]

@@ -300,7 +300,7 @@ def test_what_would_have_no_effect_is_refused(options: dict[str, Any], match: st
     [
         ("ACCELERATE_USE_FSDP", "true", "the environment has ACCELERATE_USE_FSDP=true"),
         # accelerate launch's
-        ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR", "dynamo has the backend inductor; expected none"),
+        ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR", "the dynamo backend is inductor; expected none"),
     ],
 )
 def test_other_engines_of_the_environment_are_refused(
@@ -317,7 +317,7 @@ def test_ranks_that_accelerate_does_not_count_are_refused(monkeypatch: pytest.Mo
         monkeypatch.setenv("WORLD_SIZE", "2")
         with pytest.raises(
             ValueError,
-            match=r"started 2 ranks, but Accelerate counts 1; expected as many \(cpu=True",
+            match=r"started 2 ranks, but Accelerate counts 1; expected the same number \(cpu=True",
         ):
             ShardcoreAccelerator()
 
@@ -355,7 +355,7 @@ def test_model_and_optimizer_are_prepared_together() -> None:
             accelerator.prepare(model, *optimizers)
         with pytest.raises(
             ValueError,
-            match=r"AdamW has no parameter of a model in this call; expected prepare\(model, opt",
+            match=r"no parameter of the AdamW is in a model of this call; expected prepare\(model, opt",
         ):
             accelerator.prepare(optimizers[0])
         with pytest.raises(

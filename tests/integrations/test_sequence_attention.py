@@ -291,7 +291,7 @@ def refusals(rank: int, world_size: int) -> bool:
         note(
             head(llama().config),
             ValueError,
-            f"the {head.__name__} has a head whose labels are not the next tokens",
+            f"the labels of the {head.__name__}'s head are not the next tokens",
         )
     note(
         MambaForCausalLM(MambaConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1)),
@@ -312,7 +312,7 @@ def refusals(rank: int, world_size: int) -> bool:
     prompted = peft.get_peft_model(
         llama(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     )
-    note(prompted, ValueError, "has a prompt that trains")
+    note(prompted, ValueError, "trains a prompt")
     return True
 
 

@@ -637,7 +637,7 @@ def test_auto_is_resolved_as_transformers_does(tmp_path: Path) -> None:
         (
             {"stage": 2},
             {"deepspeed": CONFIG},
-            "shard_options is given and the training arguments have deepspeed",
+            "shard_options is given, and the training arguments set deepspeed",
         ),
         (
             None,

@@ -155,7 +155,7 @@ def _refusals(rank: int, world: int) -> None:
     mpu = register(None, "eager", 2)
     with pytest.raises(
         ValueError,
-        match="the model has the attention 'sdpa', and register_with_transformers core_attn_impl",
+        match="the model uses the attention 'sdpa', and register_with_transformers got core_attn_impl",
     ):
         deepspeed.initialize(model=llama(), config=ds_config(), mpu=mpu)
     with pytest.raises(
@@ -177,7 +177,8 @@ def _refusals(rank: int, world: int) -> None:
             return 2
 
     with pytest.raises(
-        ValueError, match="mpu has sequences of 2 ranks; expected that of UlyssesSPAttentionHF"
+        ValueError,
+        match="mpu describes sequences over 2 ranks; expected the mpu of UlyssesSPAttentionHF",
     ):
         deepspeed.initialize(model=llama(), config=ds_config(), mpu=Other())
 

@@ -163,7 +163,7 @@ def _with_faults(monkeypatch: pytest.MonkeyPatch, faults: str) -> None:
     [
         ("read:EIO@8192", "read at offset 8192.*Input/output error"),
         ("write:EIO@8192", "write at offset 8192.*Input/output error"),
-        ("flip:read@8192", r"states of .* in bytes 8192 to .* are not what was written"),
+        ("flip:read@8192", r"states of .* in bytes 8192 to .* differ from the bytes written"),
     ],
 )
 def test_errors_name_file_and_offset(

@@ -140,7 +140,7 @@ def test_what_was_read_ahead_of_a_step_is_not_used_after_it(
     expected = _after_a_failed_forward(None)
     assert _after_a_failed_forward(tmp_path) == expected
     monkeypatch.setattr(NvmeWeights, "_drop", lambda self, chunk: None)
-    with pytest.raises(OSError, match=r"weights of .* are not what was written"):
+    with pytest.raises(OSError, match=r"weights of .* differ from the bytes written"):
         _after_a_failed_forward(tmp_path)
 
 
@@ -230,7 +230,7 @@ def test_memory_is_bounded_and_predicted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("faults", "says"),
     [
-        ("flip:read@4096", r"weights of .* in bytes 4096 to .* are not what was written"),
+        ("flip:read@4096", r"weights of .* in bytes 4096 to .* differ from the bytes written"),
         ("write:EIO@4096", "write at offset 4096"),
     ],
 )

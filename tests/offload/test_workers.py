@@ -46,7 +46,7 @@ def test_kernels_of_the_worker_stay_on_its_cores(caplog: pytest.LogCaptureFixtur
     assert set(own_cores()) == all_cores
     with caplog.at_level(logging.WARNING, logger="shardcore"):
         assert _affinities(WorkerThreads(2, (4095,))) == [all_cores] * 2
-    assert "cannot be kept on the cores 4095" in caplog.text
+    assert "cannot be bound to the cores 4095" in caplog.text
 
 
 def test_the_workers_use_the_device_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:

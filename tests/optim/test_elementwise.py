@@ -269,7 +269,7 @@ def test_grad_scaler_at_stage_0_alone() -> None:
     )
     model, optimizer = _sharded("sgd", 2)
     scaler.scale(loss_of(model, batch_of(0, 0, 0))).backward()
-    with pytest.raises(ValueError, match="called by a GradScaler"):
+    with pytest.raises(ValueError, match="a GradScaler called it"):
         scaler.step(optimizer)
 
 

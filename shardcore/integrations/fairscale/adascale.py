@@ -66,8 +66,8 @@ class AdaScale(torch.optim.Optimizer):
             self._smoothing = smoothing
         if self._world_size * self._num_grads_to_accum <= 1:
             raise RuntimeError(
-                "AdaScale: one rank with num_gradients_to_accumulate=1 has one gradient per step; "
-                "expected two or more, to estimate their variance"
+                "AdaScale: one rank with num_gradients_to_accumulate=1 computes one gradient per "
+                "step, and AdaScale estimates a variance; expected two gradients or more"
             )
         count = len(optimizer.param_groups)
         self._estimates: dict[str, torch.Tensor] = {
@@ -163,8 +163,8 @@ class AdaScale(torch.optim.Optimizer):
     def _between_steps(self, op: str) -> None:
         if self._backwards:
             raise RuntimeError(
-                f"{op}: {self._backwards} of {self._num_grads_to_accum} backwards of a step have "
-                f"run; expected it between steps"
+                f"{op}: {self._backwards} of {self._num_grads_to_accum} backwards of a step ran "
+                "already; expected the call between steps"
             )
 
     # --- gradients --------------------------------------------------------------------------------

@@ -125,8 +125,8 @@ class ShardedLater(nn.Module):
         trained = {param for group in optimizer.param_groups for param in group["params"]}
         if not trained <= set(self.parameters()):
             raise ValueError(
-                f"{kind}: the optimizer has parameters of other modules, too; expected "
-                f"FullyShardedDataParallel(model) around the whole model that it trains"
+                f"{kind}: the optimizer holds parameters of other modules, too; expected "
+                "FullyShardedDataParallel(model) around the whole model of the optimizer"
             )
         with optimizer_goes_on():
             _, sharded = shard_and_log(self, optimizer, **options)
@@ -178,8 +178,8 @@ def _options_of(
     if compute not in names or (compute != torch.float32 and not mixed_precision):
         raise ValueError(
             f"{op}: compute_dtype is {compute_dtype} with mixed_precision={mixed_precision}; "
-            f"expected float16 or bfloat16 with "
-            "mixed_precision=True, the dtype that the parameters have, or None"
+            "expected float16 or bfloat16 with mixed_precision=True, the dtype of the parameters, "
+            "or None"
         )
     if fp32_reduce_scatter and not mixed_precision:
         raise ValueError(
@@ -341,8 +341,8 @@ class FullyShardedDataParallel(ShardedLater):
                 if options.get(name) != part_options.get(name):
                     raise ValueError(
                         f"FullyShardedDataParallel: a {type(part).__name__} inside the "
-                        f"{type(self).__name__} asks for {name}={part_options.get(name)!r}, and "
-                        f"that for {options.get(name)!r}; expected the same"
+                        f"{type(self).__name__} sets {name}={part_options.get(name)!r}, and the "
+                        f"outer module {options.get(name)!r}; expected the same"
                     )
         result = {"units": parts or "auto", **options}
         if fp32_params:
@@ -562,8 +562,8 @@ def auto_wrap(
     wrapper = _wrapping[0].wrapper
     if isinstance(wrapper, type) and any(isinstance(part, wrapper) for part in module.modules()):
         raise ValueError(
-            f"auto_wrap: the {type(module).__name__} has wrapped parts; expected one without, or "
-            f"wrap(module)"
+            f"auto_wrap: the {type(module).__name__} contains wrapped modules; expected a module "
+            "without any, or wrap(module)"
         )
     return _auto_wrap(module, auto_wrap_policy or _wrapping[0].policy, True, kwargs)[0]
 

@@ -81,9 +81,9 @@ class OSS(torch.optim.Optimizer):
         """
         if not self.is_sharded and dist.is_initialized() and dist.get_world_size(self.group) > 1:
             raise RuntimeError(
-                "OSS.step: no ShardedDataParallel has this optimizer; expected "
-                "ShardedDataParallel(model, optimizer) before "
-                "the first forward, in place of DistributedDataParallel, too"
+                "OSS.step: no ShardedDataParallel uses this optimizer; expected "
+                "ShardedDataParallel(model, optimizer) before the first forward, also in place of "
+                "DistributedDataParallel"
             )
         return self.optim.step(**kwargs) if closure is None else self.optim.step(closure, **kwargs)
 
@@ -132,8 +132,8 @@ class OSS(torch.optim.Optimizer):
             self.consolidate_state_dict(-1)
         if self._consolidated is None:
             raise RuntimeError(
-                "OSS.state_dict: this rank has not consolidated; expected "
-                "consolidate_state_dict(recipient_rank) on all ranks before it, or all_ranks=True"
+                "OSS.state_dict: this rank did not consolidate the state; expected "
+                "consolidate_state_dict(recipient_rank) on all ranks before, or all_ranks=True"
             )
         return self._consolidated
 
@@ -192,9 +192,8 @@ class ShardedDataParallel(nn.Module):
         )
         if len(optimizers) != 1:
             raise ValueError(
-                f"ShardedDataParallel: sharded_optimizer has {len(optimizers)} optimizers; "
-                f"expected one "
-                f"for a model (parameters that differ in their options are groups of it)"
+                f"ShardedDataParallel: sharded_optimizer contains {len(optimizers)} optimizers; "
+                "expected one for a model (use groups for parameters with other options)"
             )
         optimizer: Any = optimizers[0]
         if isinstance(optimizer, AdaScale):

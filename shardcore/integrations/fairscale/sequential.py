@@ -81,7 +81,7 @@ class OffloadModel(ShardedLater):
         if (self.device.type == "cuda") != torch.cuda.is_available():
             raise ValueError(
                 f"OffloadModel: device is {device} with {torch.cuda.device_count()} GPUs; expected "
-                f"a GPU where there is one, else the CPU"
+                "a GPU if there is one, else the CPU"
             )
         if num_microbatches > 1 and not checkpoint_activation:
             raise RuntimeError(
@@ -91,8 +91,8 @@ class OffloadModel(ShardedLater):
         if dist.is_initialized() and dist.get_world_size() > 1:
             raise ValueError(
                 f"OffloadModel: there are {dist.get_world_size()} ranks; expected one process, or "
-                f"FullyShardedDataParallel("
-                "model, move_params_to_cpu=True), which offloads on each rank"
+                "FullyShardedDataParallel(model, move_params_to_cpu=True), which offloads on each "
+                "rank"
             )
         slices = [[part] for part in model] if isinstance(model, list) else cut(model, num_slices)
         self.model_slices = nn.ModuleList(
@@ -185,7 +185,7 @@ class Pipe(ChecksMoves):
         layers, sizes = list(module.named_children()), [*(() if balance is None else balance)]
         if len(layers) != len(module):
             raise ValueError(
-                "Pipe: module has a layer twice; expected distinct layers (which may share "
+                "Pipe: module contains a layer twice; expected distinct layers (they may share "
                 "parameters on one device)"
             )
         if balance is None or sum(sizes) != len(layers) or any(size <= 0 for size in sizes):
@@ -239,8 +239,8 @@ class Pipe(ChecksMoves):
         moved = [fn(torch.empty(0, device=device)).device for device in before]
         if moved != before:
             raise TypeError(
-                "Pipe: it was to be moved to another device; expected devices= to say where "
-                "partitions are"
+                "Pipe: a Pipe cannot move to another device; expected devices= with the device of "
+                "each partition"
             )
 
     def forward(self, input: Tensors) -> Tensors:

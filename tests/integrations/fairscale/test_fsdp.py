@@ -287,7 +287,7 @@ def test_auto_wrap_by_size():
             True,
         ]
         assert not any(isinstance(part, FSDP) for part in model.module[1].module)
-        with pytest.raises(ValueError, match="has wrapped parts"):
+        with pytest.raises(ValueError, match="contains wrapped modules"):
             auto_wrap(nn.Sequential(model))
         small = partial(
             default_auto_wrap_policy, min_num_params=40, skip_params_check_for_root=True

@@ -94,13 +94,13 @@ def _resumes(rank, world_size):
     model, oss = _ours(rank)
     whole = hash_of_training(model.module, oss.optim)
     model, oss = _ours(rank, steps=range(2))
-    with pytest.raises(RuntimeError, match="has not consolidated"):
+    with pytest.raises(RuntimeError, match="did not consolidate"):
         oss.state_dict()
     oss.consolidate_state_dict(recipient_rank=1)
     if rank == 1:
         states = oss.state_dict()
     else:
-        with pytest.raises(RuntimeError, match="has not consolidated"):
+        with pytest.raises(RuntimeError, match="did not consolidate"):
             oss.state_dict()
         states = None
     states_of_rank = [states]

@@ -155,7 +155,7 @@ def test_pipe_is_a_sequence_and_takes_tuples():
     with pytest.raises(IndexError):
         model[2]
     assert model.double()[0].weight.dtype == torch.float64
-    with pytest.raises(TypeError, match="moved to another device"):
+    with pytest.raises(TypeError, match="cannot move to another device"):
         model.to("meta")
 
     class Pair(nn.Module):
