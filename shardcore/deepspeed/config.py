@@ -152,7 +152,7 @@ class Config:
             product = math.prod(size for size in sizes if size is not None) * world_size
             expected = f"a multiple of {product}" if None in sizes else product
             raise ValueError(
-                f"{OP}: config train_batch_size is {train}; expected {expected}, the product of "
+                f"{OP}: config train_batch_size has {train}; expected {expected}, the product of "
                 "train_micro_batch_size_per_gpu, gradient_accumulation_steps (if given) and "
                 f"world_size ({world_size})"
             )

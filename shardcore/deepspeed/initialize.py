@@ -176,7 +176,7 @@ def initialize(
         )
         if of_sequences > 1 and settings.gradient_allreduce_op == "sum":
             raise ValueError(
-                f'{_OP}: config gradient_allreduce_op is "sum" with sequences over ranks; expected '
+                f'{_OP}: config gradient_allreduce_op has "sum" with sequences over ranks; expected '
                 '"mean"'
             )
         slices = _check_tensor_parallel(model, settings, of_sequences, comm.world_size)
@@ -443,7 +443,7 @@ def _check_tensor_parallel(model: Any, settings: Config, of_sequences: int, worl
         obstacle = f"{world_size} ranks, which it does not divide"
     if obstacle:
         raise ValueError(
-            f"{_OP}: config tensor_parallel.autotp_size is {size} with {obstacle}; expected a size "
+            f"{_OP}: config tensor_parallel.autotp_size has {size} with {obstacle}; expected a size "
             "that fits, or 1"
         )
     return size
@@ -526,7 +526,7 @@ def _check_pipeline(pipe: PipelineModule, settings: Config, optimizer: Any) -> N
     """Raise ValueError for what a pipeline does not train with."""
     if not settings.managed_gradient_accumulation:
         raise ValueError(
-            f"{_OP}: config managed_gradient_accumulation is False for a PipelineModule; expected "
+            f"{_OP}: config managed_gradient_accumulation has False for a PipelineModule; expected "
             "true, since train_batch calls the step"
         )
     if optimizer is None:
@@ -541,7 +541,7 @@ def _check_pipeline(pipe: PipelineModule, settings: Config, optimizer: Any) -> N
         )
     if settings.stage == 3 and pipe.tied:
         raise ValueError(
-            f"{_OP}: config zero_optimization.stage is 3 for a PipelineModule with weights tied "
+            f"{_OP}: config zero_optimization.stage has 3 for a PipelineModule with weights tied "
             "over stages; expected 0 to 2"
         )
     for name in ("mesh", "ranks_per_node"):

@@ -381,7 +381,7 @@ class ForwardEngine(metaclass=_Kind):
         if others and self._config.tag_validation == "fail":
             raise ValueError(
                 f"{op}: tag is {others[0]}; expected {tags[0]!r}, as on rank 0 (config "
-                "checkpoint.tag_validation is Fail)"
+                "checkpoint.tag_validation has Fail)"
             )
         if others and ranks.rank == 0 and self._config.tag_validation == "warn":
             logger.warning(
@@ -810,7 +810,7 @@ class TrainingEngine(ForwardEngine):
     def _refuse_unmanaged(self, op: str) -> None:
         if not self.managed_gradient_accumulation():
             raise ValueError(
-                f"{op}: config managed_gradient_accumulation is False, so every step() updates the "
+                f"{op}: config managed_gradient_accumulation has False, so every step() updates the "
                 "weights; expected step() alone, or true (Trainer and Accelerate need it)"
             )
 

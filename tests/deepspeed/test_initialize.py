@@ -355,7 +355,7 @@ def test_an_optimizer_of_some_parameters_updates_these_alone(
         model_parameters=model.parameters(),
     )
     assert (
-        f"optimizer= has 1 of the {len(list(model.parameters()))} trainable parameters in "
+        f"optimizer= updates 1 of the {len(list(model.parameters()))} trainable parameters in "
         f"model_parameters" in caplog.text
     )
     assert "no group of the optimizer" not in caplog.text
@@ -702,7 +702,7 @@ def test_a_world_of_one_from_the_environment(environment: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("variables", "says"),
     [
-        ({"RANK": "0"}, "no WORLD_SIZE and no MASTER_ADDR and no MASTER_PORT"),
+        ({"RANK": "0"}, "WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set"),
         (
             {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"},
             "RANK not set in the environment; expected all of",

@@ -175,7 +175,9 @@ def test_a_configuration_marks_what_it_names_and_says_what_is_not_there(
     expert = Expert()
     mark_configured(expert, settings, log=True)
     assert utils.get_z3_leaf_modules(expert) == [expert.inner, expert.outer]
-    assert [record.message.partition("has ")[2].partition(",")[0] for record in caplog.records] == [
+    assert [
+        record.message.partition("names ")[2].partition(",")[0] for record in caplog.records
+    ] == [
         "['none']",
         "['strange']",
     ]

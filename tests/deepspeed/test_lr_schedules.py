@@ -518,7 +518,7 @@ def test_torchs_schedulers_go_by_their_names() -> None:
         ),
         (
             {"type": "WarmupLR", "param": {}},
-            r"scheduler is \{.*; expected an object .* without other keys",
+            r"scheduler has \{.*; expected an object .* without other keys",
         ),
         ({"type": "WarmupLR", "params": [1]}, r"scheduler.params has \[1\]; expected an object"),
         (
@@ -533,7 +533,7 @@ def test_torchs_schedulers_go_by_their_names() -> None:
         ({"type": "StepLR", "params": {"step_sizes": 3}}, "scheduler.params: StepLR .*'step_size"),
         (
             {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}},
-            'scheduler.params.warmup_num_steps has "auto", which a',
+            'scheduler.params.warmup_num_steps has "auto"; expected a',
         ),
         (
             {"type": "WarmupDecayLR"},

@@ -540,7 +540,7 @@ def _refusals(rank: int, world: int) -> None:
     with pytest.raises(ValueError, match="reduce_output has 'sum'"):
         engine.eval_batch(batches(0, 3), reduce_output="sum")
     for match, tied, config in [
-        ("stage is 3 for a PipelineModule with weights tied", True, {"stage": 3}),
+        ("stage has 3 for a PipelineModule with weights tied", True, {"stage": 3}),
         ("shardcore.mesh is given for a PipelineModule", False, {"shardcore": {"mesh": [1, 2]}}),
         (
             "gradient_accumulation has False for a PipelineModule",

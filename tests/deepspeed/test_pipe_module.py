@@ -202,7 +202,7 @@ def _refusals(rank: int, world: int) -> None:
             {"num_stages": 2},
         ),
         (
-            "tied_weight_attr has 'scale', which is no",
+            "tied_weight_attr is 'scale', but Linear",
             [tied(tied_weight_attr="scale")] * 2,
             {"num_stages": 2},
         ),

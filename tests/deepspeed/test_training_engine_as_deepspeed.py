@@ -54,7 +54,7 @@ def _skips_a_layer(rank: int, world_size: int) -> None:
     micro_step("up")
     with pytest.raises(
         ValueError,
-        match=r"no rank has a gradient of down\.weight, down\.bias; expected all parameters in",
+        match=r"no rank computed a gradient for down\.weight, down\.bias; expected all parameters in",
     ):
         micro_step("up")
     assert engine.global_steps == 0
@@ -149,7 +149,7 @@ def test_a_loop_that_decides_when_to_step_updates_at_every_step() -> None:
     assert (engine.global_steps, engine.micro_steps, engine.global_samples) == (3, 3, 4 * 7)
     with pytest.raises(
         ValueError,
-        match=r"set_gradient_accumulation_boundary: config managed_gradient_accumulation is False"
+        match=r"set_gradient_accumulation_boundary: config managed_gradient_accumulation has False"
         ".*Trainer and Accelerate",
     ):
         engine.set_gradient_accumulation_boundary(True)

@@ -298,7 +298,7 @@ def test_what_would_have_no_effect_is_refused(options: dict[str, Any], match: st
 @pytest.mark.parametrize(
     ("name", "value", "match"),
     [
-        ("ACCELERATE_USE_FSDP", "true", "the environment has ACCELERATE_USE_FSDP=true"),
+        ("ACCELERATE_USE_FSDP", "true", "the environment sets ACCELERATE_USE_FSDP=true"),
         # accelerate launch's
         ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR", "the dynamo backend is inductor; expected none"),
     ],

@@ -649,8 +649,8 @@ def test_auto_is_resolved_as_transformers_does(tmp_path: Path) -> None:
             {"deepspeed": {**CONFIG, "zero_optimization": {"sub_groups": 1}}},
             "sub_groups is not supported",
         ),
-        ({}, {"auto_find_batch_size": True}, "have auto_find_batch_size=True; expected none"),
-        ({}, {"bf16_full_eval": True}, "have bf16_full_eval=True; expected none"),
+        ({}, {"auto_find_batch_size": True}, "set auto_find_batch_size=True; expected none"),
+        ({}, {"bf16_full_eval": True}, "set bf16_full_eval=True; expected none"),
     ],
 )
 def test_contradictions_are_refused(

@@ -179,7 +179,7 @@ def _refused(rank, world_size):
     second.step()
     nets = nn.ModuleList([make_net(), FSDP(make_net())])
     both = torch.optim.AdamW(nets.parameters())
-    with pytest.raises(ValueError, match="has parameters of other modules, too"):
+    with pytest.raises(ValueError, match="holds parameters of other modules, too"):
         nets[1](batch[0])
     del both
     model = _wrapped({"move_params_to_cpu": True})

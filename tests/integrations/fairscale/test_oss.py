@@ -232,7 +232,7 @@ def _refused(rank, world_size):
     loss_of(ddp, batch_of(0, 0, rank)).backward()
     with pytest.raises(RuntimeError, match="in place of DistributedDataParallel"):
         oss.step()
-    with pytest.raises(ValueError, match="has 2 optimizers; expected one"):
+    with pytest.raises(ValueError, match="contains 2 optimizers; expected one"):
         ShardedDataParallel(net, [oss, other])
     with pytest.raises(TypeError, match="sharded_optimizer is a AdamW; expected an OSS"):
         ShardedDataParallel(net, torch.optim.AdamW(net.parameters()))

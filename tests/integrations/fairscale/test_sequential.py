@@ -174,7 +174,7 @@ def test_pipe_is_a_sequence_and_takes_tuples():
             "partitions.1.b.bias",
         ),
     }
-    with pytest.raises(ValueError, match="has a layer twice"):
+    with pytest.raises(ValueError, match="contains a layer twice"):
         Pipe(nn.Sequential(first, first), [1, 1], devices=["cpu"] * 2)
     a, b = torch.rand(5, 1), torch.rand(5, 1)
     outs = Pipe(nn.Sequential(Pair()), [1], devices=["cpu"], chunks=2)((a, b))
