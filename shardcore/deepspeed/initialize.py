@@ -176,8 +176,8 @@ def initialize(
         )
         if of_sequences > 1 and settings.gradient_allreduce_op == "sum":
             raise ValueError(
-                f'{_OP}: config gradient_allreduce_op has "sum" with sequences over ranks; expected '
-                '"mean"'
+                f'{_OP}: config gradient_allreduce_op has "sum" with sequences over ranks; '
+                'expected "mean"'
             )
         slices = _check_tensor_parallel(model, settings, of_sequences, comm.world_size)
         ranks = of_sequences * slices  # that train on the same samples
@@ -443,8 +443,8 @@ def _check_tensor_parallel(model: Any, settings: Config, of_sequences: int, worl
         obstacle = f"{world_size} ranks, which it does not divide"
     if obstacle:
         raise ValueError(
-            f"{_OP}: config tensor_parallel.autotp_size has {size} with {obstacle}; expected a size "
-            "that fits, or 1"
+            f"{_OP}: config tensor_parallel.autotp_size has {size} with {obstacle}; expected a "
+            "size that fits, or 1"
         )
     return size
 

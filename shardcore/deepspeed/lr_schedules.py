@@ -477,8 +477,8 @@ def check_scheduler(where: str, value: Any) -> tuple[str, dict[str, Any]] | None
     """
     if not isinstance(value, Mapping) or not {*value} <= {"type", "params"}:
         raise TypeError(
-            f'{where} has {value!r}; expected an object {{"type": ..., "params": {{...}}}}, without '
-            "other keys"
+            f'{where} has {value!r}; expected an object {{"type": ..., "params": {{...}}}}, '
+            "without other keys"
         )
     name, params = value.get("type"), value.get("params") or {}
     if not isinstance(params, Mapping):

@@ -810,8 +810,8 @@ class TrainingEngine(ForwardEngine):
     def _refuse_unmanaged(self, op: str) -> None:
         if not self.managed_gradient_accumulation():
             raise ValueError(
-                f"{op}: config managed_gradient_accumulation has False, so every step() updates the "
-                "weights; expected step() alone, or true (Trainer and Accelerate need it)"
+                f"{op}: config managed_gradient_accumulation has False, so every step() updates "
+                "the weights; expected step() alone, or true (Trainer and Accelerate need it)"
             )
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
