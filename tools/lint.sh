@@ -22,6 +22,7 @@ check "mypy --strict shardcore" "$PYTHON" -m mypy --strict shardcore
 check "import order" "$PYTHON" -c 'import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(no_logo=True))'
 check "rooms" "$PYTHON" -m tools.check_includes
 check "planted faults" "$PYTHON" -m tools.faults --check
+check "words of pages and messages" "$PYTHON" -m tools.prose --check
 check "clang-format" clang_format
 
 if ((${#failed[@]})); then
