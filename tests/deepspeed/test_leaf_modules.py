@@ -176,7 +176,7 @@ def test_a_configuration_marks_what_it_names_and_says_what_is_not_there(
     mark_configured(expert, settings, log=True)
     assert utils.get_z3_leaf_modules(expert) == [expert.inner, expert.outer]
     assert [
-        record.message.partition("names ")[2].partition(",")[0] for record in caplog.records
+        record.message.rpartition("names ")[2].partition(",")[0] for record in caplog.records
     ] == [
         "['none']",
         "['strange']",

@@ -343,7 +343,10 @@ def test_a_rank_outside_the_mesh_raises_and_the_others_train(names: tuple[str, s
     first, second, outside = run_ranks(3, _outside, names)
     assert first == second
     assert "head.weight" in first
-    assert outside == "shard: process_group is a mesh without this rank"
+    assert (
+        outside
+        == "shard: process_group is a mesh without this rank; expected a mesh with this rank"
+    )
 
 
 def _in_more_groups(rank: int, world_size: int, meshes: bool) -> list[str]:

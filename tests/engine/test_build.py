@@ -37,7 +37,7 @@ def test_batch_norms_on_a_cpu_stay_float32(kind: type[nn.Module], precision: str
     model = nn.Sequential(nn.Linear(10, 4), kind(4), nn.Linear(4, 5))
     with pytest.raises(
         ValueError,
-        match=rf"1 would have b?float16 .* on a CPU; expected "
+        match=rf"1 would use b?float16 .* on a CPU; expected "
         rf"keep_fp32=\[torch.nn.{kind.__name__}\]",
     ):
         shardcore.shard(model, adam(model), precision=precision)
@@ -98,7 +98,7 @@ def test_twice() -> None:
     sharing.head.weight = model.head.weight
     with pytest.raises(ValueError, match=r"head\.weight belongs to another sharded model"):
         shardcore.shard(sharing, adam(sharing))
-    with pytest.raises(ValueError, match="not the model's"):
+    with pytest.raises(ValueError, match="not parameters of the model"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
 
 

@@ -169,7 +169,7 @@ def test_state_dicts_go_both_ways(stage: int, forced: tuple[bool, bool]) -> None
 def test_a_scaled_loss_may_be_used_after_a_step_if_the_scale_stayed() -> None:
     for options, error in (
         (shardcore.LossScale(initial_power=4, window=100), ""),
-        (LIVELY, "not scaled by"),
+        (LIVELY, "without the scale"),
     ):
         with device_decides():
             model, optimizer, _ = train(
@@ -197,7 +197,7 @@ def test_a_loss_scaled_before_another_scale_was_loaded_is_refused() -> None:
         early = optimizer.scale_loss(loss_of(model, batch_of(1, 0, 0)))
         optimizer.load_state_dict(state)
         early.backward()
-        with pytest.raises(ValueError, match="a loss that was not scaled by 4;"):
+        with pytest.raises(ValueError, match="a loss without the scale 4;"):
             optimizer.step()
 
 

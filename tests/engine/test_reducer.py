@@ -256,7 +256,7 @@ def test_a_failed_backward_is_named_by_the_step_and_training_goes_on(
     """With the next root forward, or of a submodule without one; nothing is left of what failed."""
     (model, optimizer, _), (other, its, _) = train(0, Run(steps=1)), train(0, Run(steps=1))
     _fail_in_backward(model)
-    with pytest.raises(ValueError, match="the last backward ended in an error"):
+    with pytest.raises(ValueError, match="the last backward raised an error"):
         optimizer.step()
     assert "Its gradients, and the earlier gradients of this step, are dropped" in caplog.text
     for each, adam in ((model, optimizer), (other, its)):

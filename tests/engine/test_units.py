@@ -121,7 +121,7 @@ def test_nested_units_own_only_what_their_children_leave() -> None:
         ("layers", ValueError, 'units is "layers"; expected "auto"'),
         (0, ValueError, "expected at least 1"),
         (True, TypeError, "not a bool"),
-        (nn.Conv2d, ValueError, "names Conv2d; expected classes of modules that the model calls"),
+        (nn.Conv2d, ValueError, "names Conv2d, but no module of the model is one"),
         ([nn.Linear(2, 2)], ValueError, "from outside the model"),
         (["blocks"], TypeError, "expected module classes or modules"),
         ([0], ValueError, "expected at least 1"),

@@ -430,7 +430,7 @@ def test_predict_changes_nothing_and_refuses_what_shard_refuses() -> None:
             "ranks_per_node is 3; expected a divisor of the 2 ranks",
         ),
         ({"units": "none"}, ValueError, 'units is "none"'),
-        ({"optimizer": shardcore.FusedAdam(Net().parameters())}, ValueError, "not the model's"),
+        ({"optimizer": shardcore.FusedAdam(Net().parameters())}, ValueError, "is not in the model"),
         (
             {"optimizer": torch.optim.NAdam(model.parameters())},
             TypeError,

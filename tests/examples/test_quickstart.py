@@ -80,8 +80,10 @@ def test_every_script_is_run_and_listed():
         re.findall(r"`(\w+\.(?:py|json|ipynb))`", (ROOT / "examples" / "README.md").read_text())
     )
     assert {path.name for path in FOLDER.iterdir() if path.is_file()} == listed - {
-        "train_gpt.py"
-    } - {"test_recipes.py"}
+        "train_gpt.py",
+        "test_recipes.py",
+        "test_tutorial.py",
+    }
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

@@ -305,7 +305,7 @@ def scaled(rank: int, world: int) -> dict[str, Any]:
     factor = None
     with pytest.raises(
         ValueError,
-        match="that was not scaled" if one.pp == one.ends else r"rank \d refused",
+        match="without the scale" if one.pp == one.ends else r"rank \d refused",
     ):
         one.train(range(1))
     return grads

@@ -132,7 +132,7 @@ def test_refusals() -> None:
         assert len(messages) == 4
         for text, part in zip(
             messages,
-            ("different batches", "7 tokens for 2 ranks", "3 heads", "group is 'sp'"),
+            ("different batches", "7 tokens for 2 ranks", "3 query heads", "group is 'sp'"),
             strict=True,
         ):
             assert part in text

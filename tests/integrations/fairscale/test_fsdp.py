@@ -184,7 +184,7 @@ def _refused(rank, world_size):
     del both
     model = _wrapped({"move_params_to_cpu": True})
     optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises(ValueError, match="asks for offload="):
+    with pytest.raises(ValueError, match="sets offload="):
         model(batch[0])
     del optimizer
 
