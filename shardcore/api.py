@@ -763,10 +763,9 @@ def _fill(
     leaves_others = getattr(user_optimizer, "leaves_others", False)  # by initialize
     if idle and not leaves_others and not builder.lifetimes.owns_everything and first:
         logger.warning(
-            "shard: no group of the optimizer has these trainable parameters, so nothing updates "
-            "them (from stage 1 on their "
-            "gradients are in no p.grad that another optimizer could use; freeze them, or add "
-            "them): %s",
+            "shard: these trainable parameters are in no group of the optimizer, so nothing "
+            "updates them: %s. Freeze them, or add them to a group. From stage 1 on another "
+            "optimizer cannot update them, because p.grad is None.",
             ", ".join(idle),
         )
     lost = [name for name, param in plan.frozen if param in states]

@@ -502,17 +502,25 @@ def accept_optimizer(
         _check_places(accepted, offload, overlap_step)
         return accepted
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
-        described = type(optimizer).__name__
-        if isinstance(optimizer, torch.optim.NAdam | torch.optim.ASGD):
-            described += (
-                ", which keeps numbers for each parameter that past learning rates or betas "
-                "made, as shards do not"
+        name = type(optimizer).__name__
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            if isinstance(optimizer, type):
+                name = f"class ({optimizer.__name__})"
+            raise TypeError(
+                f"shard: optimizer is a {name}; expected an optimizer over the model's parameters, "
+                "such as torch.optim.AdamW(model.parameters()), or None for a model that only runs "
+                "forward"
             )
+        if type(optimizer).__module__.startswith("torch.optim."):
+            name = f"torch.optim.{name}"
+        why = ""
+        if isinstance(optimizer, torch.optim.NAdam | torch.optim.ASGD):
+            why = " It keeps numbers of past learning rates or betas for each parameter."
         elementwise = ", ".join(cls.__name__ for cls in ELEMENTWISE)
         raise TypeError(
-            f"shard: optimizer is a {described}; expected shardcore.FusedAdam, CPUAdam, Lion or "
-            f"Muon, one of torch.optim's Adam, AdamW, {elementwise}, or a class with elementwise = "
-            "True whose steps are (or None for a model that only runs forward)"
+            f"shard: optimizer is a {name}, which cannot run on shards.{why} Use "
+            "shardcore.FusedAdam, CPUAdam, Lion or Muon, torch.optim's Adam, AdamW, "
+            f"{elementwise}, or a class with elementwise = True"
         )
     assert isinstance(optimizer, torch.optim.Optimizer)
     groups = []
@@ -553,8 +561,8 @@ def replace_optimizer(
     if level is not None:
         logger.log(
             level,
-            "shard: made %s from %s; use the optimizer that shard() returns (it shares "
-            "param_groups with the old one, which does nothing any more)",
+            "shard: made %s from %s. Use the optimizer that shard() returns: it shares "
+            "param_groups with the old optimizer, whose step() does nothing now.",
             "a shardcore.FusedAdam" if isinstance(new, AdamOptimizer) else "a sharded optimizer",
             kind,
         )

@@ -74,7 +74,7 @@ def check_model(model: nn.Module, alone: bool) -> None:
     """Raise unless `model` can be sharded. alone: over one rank."""
     before = engine_of(model)
     if before is not None and not before.gives_way:
-        raise ValueError("shard: the model is already sharded; expected a model without an engine")
+        raise ValueError("shard: the model is already sharded; call shard() once")
     if not isinstance(model, nn.Module):
         raise TypeError(f"shard: model has type {type(model).__name__}; expected a torch.nn.Module")
     check_unwrapped("shard", model)

@@ -29,6 +29,7 @@ class Mistakes:
         self._speaks, self._steps = rank == 0, 0
         self.accumulate, self.no_sync = accumulate, False
         self.watches = self._speaks and accumulate > 1
+        self._before = 0  # how many backwards the step before had, while watched
         self._said: set[str] = set()
 
     def _say(self, text: str, *values: object) -> None:
@@ -47,14 +48,19 @@ class Mistakes:
             return
         if self.watches:
             self._steps += 1
-            self.watches = backwards == 1 and self._steps < _STEPS_WATCHED
-            if backwards == 1 and not self.watches:
+            same = backwards > 0 and self._before in (0, backwards)
+            self._before = backwards
+            differs = same and backwards != self.accumulate
+            self.watches = differs and self._steps < _STEPS_WATCHED
+            if differs and not self.watches:
                 self._say(
-                    "step: shard() got accumulate=%d, but each of the first %d steps came after 1 "
-                    "backward. Call step() after %d backwards, or leave accumulate out.",
+                    "step: shard() got accumulate=%d, but each of the first %d steps came after %d "
+                    "backward(s). Call step() after %d backwards, or pass accumulate=%d.",
                     self.accumulate,
                     _STEPS_WATCHED,
+                    backwards,
                     self.accumulate,
+                    backwards,
                 )
         if not backwards and not updates:
             self._say(

@@ -146,7 +146,7 @@ def test_states_that_are_quantized_anew_are_said_once_on_whatever_rank_they_are(
     assert second == []
     assert len(first) == 1
     assert re.match(
-        r"load: .*mlp\.down\.weight\.exp_avg is rounded .* 8-bit codes, .* quantized anew .*1 "
+        r"load: .*mlp\.down\.weight\.exp_avg is rounded .* 8-bit codes, .*quantized anew .*1 "
         r"more",
         first[0],
     )

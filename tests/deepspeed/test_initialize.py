@@ -430,7 +430,7 @@ def test_refused_optimizers() -> None:
     )
     _refused(TypeError, r"optimizer\(\.\.\.\) returned a list", plain, optimizer=list)
     _refused(TypeError, "optimizer has type str", plain, optimizer="AdamW")
-    _refused(TypeError, "optimizer is a NAdam", plain, optimizer=torch.optim.NAdam)
+    _refused(TypeError, "optimizer is a torch.optim.NAdam", plain, optimizer=torch.optim.NAdam)
     for wrong in (
         model.gain,
         5,

@@ -16,9 +16,11 @@ from tests.support.ranks import run_ranks
 
 def test_models_and_optimizers() -> None:
     model = make_net()
-    with pytest.raises(TypeError, match=r"optimizer is a LBFGS; expected shardcore\.FusedAdam"):
+    with pytest.raises(
+        TypeError, match=r"optimizer is a torch\.optim\.LBFGS, which cannot.*shardcore\.FusedAdam"
+    ):
         shardcore.shard(model, torch.optim.LBFGS(model.parameters()))
-    with pytest.raises(TypeError, match="optimizer is a NAdam"):
+    with pytest.raises(TypeError, match=r"optimizer is a torch\.optim\.NAdam"):
         shardcore.shard(model, torch.optim.NAdam(model.parameters()))
     with pytest.raises(ValueError, match="differentiable is True"):
         shardcore.shard(model, torch.optim.AdamW(model.parameters(), differentiable=True))

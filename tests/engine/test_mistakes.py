@@ -33,20 +33,23 @@ def _step(model: Any, optimizer: Any, backwards: int = 1, zero: bool = True) -> 
 
 
 @STAGES
-def test_accumulate_that_nothing_accumulates_is_named_once(stage: int) -> None:
+@pytest.mark.parametrize("backwards", [1, 2, 8])
+def test_another_number_of_backwards_than_accumulate_is_named_once(
+    stage: int, backwards: int
+) -> None:
     model, optimizer = _sharded(stage, accumulate=4)
     with logged() as said:
         for _ in range(2):
-            _step(model, optimizer)
+            _step(model, optimizer, backwards)
         assert said == []
         for _ in range(4):
-            _step(model, optimizer)
+            _step(model, optimizer, backwards)
     (text,) = said
     assert "accumulate=4" in text
-    assert "after 4 backwards" in text
+    assert f"came after {backwards} backward(s)" in text
 
 
-@pytest.mark.parametrize("backwards", [(4, 1, 1, 1, 1), (1, 1, 4, 1, 1, 1), (2, 2, 2, 2)])
+@pytest.mark.parametrize("backwards", [(4, 1, 1, 1, 1), (1, 1, 4, 1, 1, 1), (2, 3, 2, 2, 2)])
 def test_a_step_with_fewer_backwards_is_not(backwards: tuple[int, ...]) -> None:
     model, optimizer = _sharded(2, accumulate=4)
     with logged() as said:

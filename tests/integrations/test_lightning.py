@@ -392,7 +392,7 @@ def test_errors_name_what_to_do(tmp_path):
             'ValueError: clip_gradients: gradient_clip_algorithm is "value"; expected "norm"'
         )
         assert "configure_optimizers returned 2 optimizers; expected one" in messages["two"]
-        assert "optimizer is a NAdam, which keeps numbers" in messages["sgd"]
+        assert "optimizer is a torch.optim.NAdam, which" in messages["sgd"]
         assert "hparams['config'] is of type type; expected plain data" in messages["hparams"]
         assert "save_hyperparameters(ignore=[...])" in messages["hparams"]
         assert "was not saved by Lightning's Trainer" in messages["plain"]

@@ -300,7 +300,7 @@ def _refusals(rank: int, world_size: int) -> list[str | None]:
 def test_what_no_sharded_step_can_use_is_refused_on_every_rank() -> None:
     first, second = run_ranks(2, _refusals)
     expected = [
-        "optimizer is a NAdam, which keeps numbers for each parameter",
+        "optimizer is a torch.optim.NAdam, which cannot run on shards. It keeps numbers",
         'offload["optimizer"] is "nvme" with SGD',
         "param_groups[0].differentiable is True",
         "ranks disagree",
