@@ -8,6 +8,7 @@ import pytest
 from tests.support.scripts import ROOT
 
 PAGE = ROOT / "docs" / "troubleshooting.md"
+MISTAKES = ROOT / "shardcore" / "engine" / "mistakes.py"
 LITERAL = re.compile(r'"((?:[^"\\\n]|\\.)*)"')
 
 
@@ -36,6 +37,15 @@ def messages():
     for path in (ROOT / "csrc").rglob("*.[ch]*"):
         for line in path.read_text().splitlines():
             yield "\0".join(LITERAL.findall(line))
+
+
+def warnings_of(path):
+    """The texts of the warnings in a module, where its calls give them as literals."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("_say", "warning"):
+            text = text_of(node.args[0])
+            if text.strip("\0"):
+                yield text
 
 
 def quotations(page):
@@ -73,3 +83,18 @@ def test_quoted_messages_are_in_the_sources(sources):
 )
 def test_a_wrong_quotation_is_noticed(sources, wrong):
     assert not is_in(wrong, sources)
+
+
+def test_every_warning_of_a_mistake_in_the_loop_is_on_the_page():
+    quoted = list(quotations(PAGE.read_text()))
+    texts = list(warnings_of(MISTAKES))
+    assert len(texts) == MISTAKES.read_text().count(
+        "_say("
+    )  # one is its def; one warning is a logger's
+    assert [text for text in texts if not any(is_in(words, [text]) for words in quoted)] == []
+
+
+def test_a_warning_without_a_row_is_noticed(tmp_path):
+    (tmp_path / "a.py").write_text('self._say("step: nothing %d of this", 1)\nself._say(text)\n')
+    (text,) = warnings_of(tmp_path / "a.py")
+    assert not any(is_in(words, [text]) for words in quotations(PAGE.read_text()))
