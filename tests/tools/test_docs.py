@@ -74,6 +74,7 @@ def copy_to(folder):
         shutil.copytree(ROOT / name, folder / name)
     (folder / "shardcore").mkdir()
     shutil.copy(ROOT / "shardcore" / "version.py", folder / "shardcore")
+    shutil.copy(ROOT / "pyproject.toml", folder)  # .github/SECURITY.md links to it
     for path in (*ROOT.glob("*.md"), ROOT / "LICENSE", ROOT / "mkdocs.yml"):
         shutil.copy(path, folder)
 
