@@ -437,15 +437,16 @@ def _fit(model: nn.Module, options: argparse.Namespace, activations: Activations
     chosen = next((one for one in attempts if one.best is not None), attempts[-1])
     numel = chosen.considered[0].prediction.numel
     print(
-        f"{options.model}: {numel:,} parameters over {world_size} rank(s), {sharing} on a machine; "
-        f"GiB of one rank"
+        f"{options.model}: {numel:,} parameters, {_counted_ranks(world_size)} ({sharing} per "
+        f"machine). GiB and ms are per rank. The times exclude compute (forward, backward and "
+        f"recomputation)"
     )
     print(
         f"on its device also {' or '.join(map(_gib, kept))} of activations, {of_activations}, and "
         f"{_gib(nccl)} for NCCL (--nccl)"
     )
     print(fit.table(chosen.considered))
-    title = ["with", "stage", "offload", "ms", f"free of {_gib(device)} GiB"]
+    title = ["with", "stage", "offload", fit.TIME, f"free of {_gib(device)} GiB"]
     print("\n" + columns([title, *(one.row(device) for one in attempts)]))
     best = chosen.best
     if best is None:
@@ -472,6 +473,10 @@ def _fit(model: nn.Module, options: argparse.Namespace, activations: Activations
         print("# checkpoint each unit: torch.utils.checkpoint, or gradient_checkpointing_enable()")
     print(f"model, optimizer = {fit.call_of(best, {'precision': options.precision, **unusual})}")
     return 0
+
+
+def _counted_ranks(count: int) -> str:
+    return f"{count} rank" + "s" * (count != 1)
 
 
 def _rate(text: str) -> float:

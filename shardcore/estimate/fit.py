@@ -18,6 +18,7 @@ from shardcore.offload.split_store import STEPS_OF_ONE
 
 _CPU, _NVME = {"optimizer": "cpu"}, {"optimizer": "nvme", "path": "DIR"}
 _GRADIENTS, _PARAMS = {"gradients": "cpu"}, {"params": "cpu"}
+TIME = "transfers and Adam, ms"  # the title of a column, which says that compute is not in it
 
 Predict = Callable[[int, Mapping[str, Any] | None], Prediction]  # of a stage and an offload
 
@@ -207,7 +208,7 @@ def _shortage_of(machine: Machine, prediction: Prediction) -> str:
 def table(considered: Sequence[Candidate]) -> str:
     """Return the candidates as a table, in GiB of one rank and milliseconds per step."""
     chosen = chosen_of(considered)
-    rows = [["stage", "offload", "ratio", "GiB on device", "on cpu", "on nvme", "ms", "fits"]]
+    rows = [["stage", "offload", "ratio", "GiB on device", "on cpu", "on nvme", TIME, "fits"]]
     for candidate in considered:
         tiers, disk = candidate.prediction.resting.by_tier, candidate.prediction.disk
         sizes = [tiers.get("device", 0), tiers.get("cpu", 0), 0 if disk is None else disk.space]

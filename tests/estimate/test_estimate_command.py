@@ -5,9 +5,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from shardcore import cli
 from shardcore.offload import disk
+
+
+def blocks() -> torch.nn.Module:
+    """Return a model with repeated blocks of two layers."""
+    block = lambda: torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Linear(256, 64))  # noqa: E731
+    return torch.nn.Sequential(*(block() for _ in range(4)))
 
 
 @pytest.mark.more
@@ -206,6 +213,18 @@ def test_activations_and_nccls_buffers_are_shown(capsys: pytest.CaptureFixture[s
     assert "activations of 2 x 64 tokens, on the device: " in said
     assert "by a forward on the meta device" in said
     assert "buffers, on the device" not in said, "one rank has no communicator"
+
+
+FIT = ["--fit", "--host-memory", "64", "--device-memory"]
+
+
+def test_fit_names_its_times_and_prints_lines_that_run(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["estimate", "tests.estimate.test_estimate_command:blocks", *FIT]
+    assert cli.main([*command, "1"]) == 0
+    said = capsys.readouterr().out
+    assert ", 1 rank (1 per machine). " in said
+    assert "The times exclude compute (forward, backward and recomputation)" in said
+    assert said.count("  transfers and Adam, ms  ") == 2
 
 
 @pytest.mark.cases(13)
