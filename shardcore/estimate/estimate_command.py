@@ -470,7 +470,7 @@ def _fit(model: nn.Module, options: argparse.Namespace, activations: Activations
     if chosen.changes:
         print(f"optimizer = shardcore.FusedAdam(model.parameters(), {', '.join(chosen.changes)})")
     if chosen.checkpoints:
-        print("# checkpoint each unit: torch.utils.checkpoint, or gradient_checkpointing_enable()")
+        print("shardcore.apply_activation_checkpointing(model)")
     print(f"model, optimizer = {fit.call_of(best, {'precision': options.precision, **unusual})}")
     return 0
 
