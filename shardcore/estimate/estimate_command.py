@@ -47,6 +47,7 @@ _DISK_HEAD = [
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of estimate to its parser."""
+    parser.usage = "shardcore estimate MODEL [OPTIONS]"
     parser.add_argument(
         "model",
         metavar="MODEL",
