@@ -224,6 +224,7 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError("estimate: --activations and --batch are both given; pass one of them")
     if options.batch is not None and min(options.batch, options.seq_len) < 1:
         raise ValueError("estimate: --batch or --seq-len is below 1; expected at least 1")
+    _check_flags(options)
     model = build(options.model)
     activations = None
     if options.batch is not None:
@@ -315,6 +316,64 @@ def run(options: argparse.Namespace) -> int:
     if len(predictions) == 1:
         print("\n" + columns([["per step", "collectives", "GiB sent"], *_transfer_rows(first)]))
     return 0
+
+
+def _check_flags(options: argparse.Namespace) -> None:
+    """Raise ValueError under the names of the flags, for what `shard` and `predict` would refuse
+    under other names.
+    """
+    for name, value in (
+        ("--device-memory", options.device_memory),
+        ("--host-memory", options.host_memory),
+    ):
+        if value is not None and not 0.0 < value < math.inf:
+            raise ValueError(f"estimate: {name} is {value:g}; expected a number of GiB above 0")
+    for world_size in options.world_size:
+        if world_size < 1:
+            raise ValueError(f"estimate: --world-size is {world_size}; expected at least 1")
+        per_node = options.ranks_per_node
+        if per_node is not None and (per_node < 1 or world_size % per_node):
+            raise ValueError(
+                f"estimate: --ranks-per-node is {per_node}; expected a divisor of --world-size "
+                f"{world_size}"
+            )
+    if options.hybrid and options.ranks_per_node is None:
+        raise ValueError(
+            "estimate: --hybrid is given without --ranks-per-node; expected the number of ranks "
+            "in a node"
+        )
+    if options.fit:
+        return  # _fit refuses the flags of offload
+    if options.ratio is not None:
+        if not 0.0 <= options.ratio <= 1.0:
+            raise ValueError(
+                f"estimate: --ratio is {options.ratio:g}; expected a number from 0 to 1"
+            )
+        if options.offload is None:
+            raise ValueError("estimate: --ratio is given without --offload; expected both")
+    if options.offload_gradients is not None:
+        if options.offload is None:
+            raise ValueError(
+                "estimate: --offload-gradients is given without --offload; expected both"
+            )
+        if options.stage == 0:
+            raise ValueError(
+                "estimate: --offload-gradients is given with --stage 0; expected stage 1, 2 or 3"
+            )
+        if options.ratio == 0.0:
+            raise ValueError(
+                "estimate: --offload-gradients is given with --ratio 0; expected a ratio above 0"
+            )
+    if options.offload_params is not None and options.stage not in (None, 3):
+        raise ValueError(
+            f"estimate: --offload-params is given with --stage {options.stage}; expected stage 3"
+        )
+    if options.offload_params == "nvme" and (
+        options.offload != "nvme" or options.ratio not in (None, 1.0)
+    ):
+        raise ValueError(
+            "estimate: --offload-params nvme needs --offload nvme, and no --ratio below 1"
+        )
 
 
 def _nccl_bytes(options: argparse.Namespace, world_size: int, stage: int) -> int:

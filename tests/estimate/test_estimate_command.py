@@ -251,14 +251,35 @@ def test_fit_names_its_times_and_prints_lines_that_run(capsys: pytest.CaptureFix
             "examples.gpt:PRESETS is a dict; expected a function or class that makes a model",
         ),
         (["examples.llama:llama_7b", "--units", "x"], 'units is "x"; expected "auto"'),
-        (["examples.llama:llama_7b", "--world-size", "0"], "world_size is 0; expected at least 1"),
+        (
+            ["examples.llama:llama_7b", "--world-size", "0"],
+            "--world-size is 0; expected at least 1",
+        ),
         (
             ["examples.llama:llama_7b", "--hybrid"],
-            "hybrid is True without ranks_per_node; expected the number of ranks",
+            "--hybrid is given without --ranks-per-node; expected the number of ranks",
         ),
         (
             ["examples.llama:llama_7b", "--world-size", "8", "--ranks-per-node", "3"],
-            "expected a divisor of the 8 ranks",
+            "--ranks-per-node is 3; expected a divisor of --world-size 8",
+        ),
+        (["tests.support.models:Net", "--ranks-per-node", "0"], "--ranks-per-node is 0"),
+        (["tests.support.models:Net", "--offload", "cpu", "--ratio", "2"], "--ratio is 2; "),
+        (["tests.support.models:Net", "--ratio", "0.5"], "--ratio is given without --offload"),
+        (["tests.support.models:Net", "--offload-gradients"], "--offload-gradients is given with"),
+        (
+            ["tests.support.models:Net", "--offload", "cpu", "--offload-gradients", "--stage", "0"],
+            "--offload-gradients is given with --stage 0",
+        ),
+        (
+            ["tests.support.models:Net", "--offload-params", "--stage", "2"],
+            "--offload-params is given with --stage 2",
+        ),
+        (["tests.support.models:Net", "--offload-params", "nvme"], "nvme needs --offload nvme"),
+        (["tests.support.models:Net", *FIT, "0"], "--device-memory is 0; expected"),
+        (
+            ["tests.support.models:Net", *FIT, "1", "--host-memory", "-1"],
+            "--host-memory is -1; expected",
         ),
         (
             ["examples.llama:llama_7b", "--world-size", "8", "--keep", "3"],
