@@ -606,6 +606,13 @@ def _of_transformers(name: str) -> nn.Module:
         "in the local cache"
     )
     path = Path(name)
+    module_name = name.rstrip(":").removesuffix(".py").removeprefix("./").replace("/", ".")
+    module_file = Path(*module_name.split(".")).with_suffix(".py")
+    if path.suffix == ".py" or (not path.exists() and module_file.is_file()):
+        raise ValueError(
+            f"estimate: MODEL is {name!r}, which names no function; add :FUNCTION, as in "
+            f"examples.llama:llama_7b"
+        )
     if not path.exists() and (path.suffix == ".json" or path.is_absolute() or name[0] == "."):
         raise ValueError(f"estimate: MODEL is {name!r}, but there is no such file; {expected}")
     if path.is_dir() and not (path / "config.json").is_file():

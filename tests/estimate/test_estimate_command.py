@@ -230,6 +230,9 @@ def test_fit_names_its_times_and_prints_lines_that_run(capsys: pytest.CaptureFix
     ("arguments", "message"),
     [
         (["nope"], "MODEL is 'nope', "),
+        (["examples.llama"], "add :FUNCTION, as in examples.llama:llama_7b"),
+        (["examples.llama:"], "add :FUNCTION, as in examples.llama:llama_7b"),
+        (["examples/llama.py"], "add :FUNCTION, as in examples.llama:llama_7b"),
         (["nope/nope"], "MODEL is 'nope/nope', "),
         (["nope.json"], "MODEL is 'nope.json', but there is no such file"),
         (["docs"], "MODEL is 'docs', a folder without config.json"),
