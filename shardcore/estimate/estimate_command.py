@@ -25,7 +25,7 @@ from shardcore.estimate.predict import Prediction, predict
 from shardcore.offload import disk
 from shardcore.offload.nvme_states import RATED_TBW
 from shardcore.optim import FusedAdam
-from shardcore.options import CHOICES, DTYPES
+from shardcore.options import CHOICES, DTYPES, dtype_name
 
 _KINDS = ("weights", "gradients", "master", "states", "communication")
 _GIB = 2**30
@@ -67,12 +67,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--precision",
+        type=dtype_name,
         choices=[choice for choice in CHOICES["precision"] if choice is not None],
         default="bf16",
         help="of weights (default: %(default)s; shard itself leaves them as they are built)",
     )
     parser.add_argument(
         "--grad-dtype",
+        type=dtype_name,
         choices=CHOICES["grad_dtype"],
         default="fp32",
         help="of reduced gradients (default: %(default)s)",

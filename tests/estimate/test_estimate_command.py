@@ -225,6 +225,12 @@ def test_fit_names_its_times_and_prints_lines_that_run(capsys: pytest.CaptureFix
     assert said.count("  transfers and Adam, ms  ") == 2
 
 
+def test_dtypes_have_the_names_that_shard_accepts(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, short in (("bfloat16", "bf16"), ("float16", "fp16"), ("float32", "fp32")):
+        assert cli.main(["estimate", "tests.support.models:Net", "--precision", name]) == 0
+        assert f"\n{short} weights, " in capsys.readouterr().out
+
+
 @pytest.mark.cases(13)
 @pytest.mark.parametrize(
     ("arguments", "message"),
