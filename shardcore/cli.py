@@ -104,6 +104,9 @@ def _nodes_text(nodes: Sequence[int]) -> str:
 
 
 def _info(parsed: argparse.Namespace) -> int:
+    for folder in parsed.disk:
+        if not Path(folder).is_dir():
+            raise ValueError(f"info: --disk {folder} is not an existing directory")
     facts = _facts() | _numa_facts()
     engine = disk.file_engine()
     measured = {folder: disk.measure(engine, Path(folder)) for folder in parsed.disk}

@@ -59,6 +59,14 @@ def test_info(capsys):
     assert (lines["CUDA"] == "not in this build") == (_C.build_info()["cuda"] == "")
 
 
+def test_info_names_a_directory_that_does_not_exist(capsys, tmp_path):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["info", "--disk", str(tmp_path), f"{tmp_path}/missing"])
+    assert stop.value.code == 2
+    expected = f"--disk {tmp_path}/missing is not an existing directory"
+    assert capsys.readouterr().err == f"shardcore info: error: {expected}\n"
+
+
 def test_info_of_two_sockets(capsys, monkeypatch):
     nodes = {0: [0, 1, 2, 3], 1: [4, 5, 6, 7]}
     monkeypatch.setattr(machine, "numa_nodes", lambda root=None: nodes)

@@ -148,8 +148,8 @@ def page(folder: Path) -> str:
     columns = _columns(read_table(folder, "report"))
     if not columns["step"]:
         raise ValueError(
-            f"report: {folder / FILE} contains no rows. Let Metrics run for at least one step (see "
-            "`every`)"
+            f"report: {folder / FILE} contains no rows yet. Let Metrics run for at least one step "
+            "(see `every`)"
         )
     facts = json.loads((folder / FACTS).read_text()) if (folder / FACTS).is_file() else {}
     drawn = list(filter(None, (draw(plot, columns) for plot in PLOTS)))

@@ -129,8 +129,9 @@ def read_table(folder: Path, op: str) -> list[dict[str, str]]:
         )
     with open(path, newline="") as file:
         reader = csv.DictReader(file)
+        names = reader.fieldnames  # read while the file is open: None in an empty file
         rows = [row for row in reader if None not in row.values()]  # but for one that is cut off
-    if tuple(reader.fieldnames or ()) != COLUMNS:
+    if names is not None and tuple(names) != COLUMNS:
         raise ValueError(
             f"{op}: {path} contains other columns than shardcore.Metrics writes "
             f"({', '.join(COLUMNS[:4])}, ...)"

@@ -181,17 +181,24 @@ def test_without_matplotlib_the_page_has_tables(
     assert "shardcore[demo]" in why
 
 
-@pytest.mark.parametrize("content", [None, ",".join(COLUMNS) + "\n", "step,loss\n1,2\n"])
+@pytest.mark.parametrize(
+    ("content", "cause"),
+    [
+        (None, "contains no metrics.csv"),
+        ("", "metrics.csv contains no rows"),
+        (",".join(COLUMNS) + "\n", "metrics.csv contains no rows"),
+        ("step,loss\n1,2\n", "contains other columns"),
+    ],
+)
 def test_a_directory_without_metrics_is_named(
-    content: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    content: str | None, cause: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if content is not None:
         (tmp_path / "metrics.csv").write_text(content)
     with pytest.raises(SystemExit) as stop:
         cli.main(["report", str(tmp_path)])
     assert stop.value.code == 2
-    assert re.search(
-        r"report: .*(contains no metrics.csv|contains no rows|contains other columns)",
-        capsys.readouterr().err,
-    )
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"shardcore report: error: {tmp_path}")
+    assert cause in said
     assert not (tmp_path / "report.html").exists()
