@@ -265,9 +265,14 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps(entries, indent=1))
         return 0
     first = predictions[0][2]
+    most = max(_nccl_bytes(options, ranks, stage) for ranks, stage, _ in predictions)
+    below = ["activations"] * (activations is not None) + ["NCCL's buffers"] * (most > 0)
+    excluded = f"The table excludes {' and '.join(below)}, which follow it. " if below else ""
+    if activations is None:
+        excluded += "Activations are not estimated without --batch and --seq-len."
     print(
-        f"{options.model}: {first.numel:,} parameters in {first.units} units; GiB of rank 0, "
-        f"without activations and NCCL's buffers"
+        f"{options.model}: {first.numel:,} parameters in {first.units} units. GiB of rank 0. "
+        f"{excluded.strip()}"
     )
     masters = "" if options.precision == "fp32" else f", {options.master} masters"
     print(
@@ -302,7 +307,6 @@ def run(options: argparse.Namespace) -> int:
             f"{_gib(activations.whole)}, or {_gib(activations.checkpointed)} if each unit is "
             f"checkpointed ({activations.source})"
         )
-    most = max(_nccl_bytes(options, ranks, stage) for ranks, stage, _ in predictions)
     if most:
         print(f"NCCL's buffers, on the device: about {_gib(most)} (an allowance: --nccl)")
     if on_disk:

@@ -22,6 +22,8 @@ def test_estimate(capsys):
     assert cli.main(["estimate", "examples.llama:llama_7b", "--world-size", "8", "64"]) == 0
     head, assumed, titles, *rows, nccl = capsys.readouterr().out.splitlines()
     assert nccl.startswith("NCCL's buffers, on the device: about 1.00 ")
+    assert "The table excludes NCCL's buffers, which follow it. " in head
+    assert head.endswith("Activations are not estimated without --batch and --seq-len.")
     assert assumed == "bf16 weights, fp32 masters, fp32 moments, fp32 reduced gradients"
     assert head.startswith("examples.llama:llama_7b: 6,738,415,616 parameters in 33 units")
     assert titles.split()[:3] == ["ranks", "stage", "weights"]
@@ -208,6 +210,7 @@ def test_activations_and_nccls_buffers_are_shown(capsys: pytest.CaptureFixture[s
     assert entry["activations"]["whole"] > 2 * entry["activations"]["checkpointed"] > 0
     assert cli.main([*command, "--stage", "3"]) == 0
     said = capsys.readouterr().out
+    assert said.splitlines()[0].endswith(". The table excludes activations, which follow it.")
     assert "activations of 2 x 64 tokens, on the device: " in said
     assert "by a forward on the meta device" in said
     assert "buffers, on the device" not in said, "one rank has no communicator"
