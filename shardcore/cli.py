@@ -201,26 +201,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return added
 
     informer = command(
-        "info", _info, "what is installed, how it was built, and what it finds on this machine"
+        "info", _info, "show the version, the build and the hardware of this machine"
     )
     informer.add_argument(
         "--disk",
         nargs="+",
         default=[],
         metavar="DIR",
-        help="measure the disks of these directories, too",
+        help="also measure the disks of these directories",
     )
     runner = command(
         "run",
         launch.run,
-        "start a training program's ranks, with the options of DeepSpeed's launcher",
+        "start the ranks of a training program; accepts the options of DeepSpeed's launcher",
     )
     launch.add_arguments(runner)
     estimator = command(
         "estimate",
         estimate.run,
-        "bytes that each rank keeps and sends for a model, by stage and number of ranks; trains "
-        "nothing",
+        "estimate memory and communication per rank for a model, without training it",
     )
     estimate.add_arguments(estimator)
     consolidator = command(
@@ -243,7 +242,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command(
             "report",
             report.run,
-            "write a page with plots of a training that shardcore.Metrics watched",
+            "write an HTML page with plots of the metrics that shardcore.Metrics recorded",
         )
     )
     usage = "shardcore bench [SUITE [OPTIONS]]"

@@ -51,11 +51,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="MODULE:FUNCTION, a function without arguments that builds the model; or, with "
-        "transformers, a config.json, a folder with one, or the id of a model in the local cache",
+        help="MODULE:FUNCTION, a function without arguments that returns the model. With "
+        "transformers installed: a config.json, its folder, or the id of a locally cached model",
     )
     parser.add_argument(
-        "--stage", type=int, choices=sorted(LIFETIMES), help="default: all that the options allow"
+        "--stage",
+        type=int,
+        choices=sorted(LIFETIMES),
+        help="ZeRO stage (default: each stage that the other options support)",
     )
     parser.add_argument(
         "--world-size",
@@ -70,146 +73,164 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=dtype_name,
         choices=[choice for choice in CHOICES["precision"] if choice is not None],
         default="bf16",
-        help="of weights (default: %(default)s; shard itself leaves them as they are built)",
+        help="dtype of weights (default: %(default)s; shard() keeps the dtype of the model)",
     )
     parser.add_argument(
         "--grad-dtype",
         type=dtype_name,
         choices=CHOICES["grad_dtype"],
         default="fp32",
-        help="of reduced gradients (default: %(default)s)",
+        help="dtype of reduced gradients (default: %(default)s)",
     )
     parser.add_argument(
         "--master",
         choices=["fp32", "split"],
         default="fp32",
-        help="of 16-bit weights (default: %(default)s)",
+        help="master copy of 16-bit weights (default: %(default)s)",
     )
     parser.add_argument(
         "--state-dtype",
         choices=["fp32", "bf16", "8bit"],
         default="fp32",
-        help="of Adam's moments (default: %(default)s)",
+        help="dtype of Adam's moments (default: %(default)s)",
     )
     parser.add_argument(
         "--offload",
         choices=["cpu", "nvme"],
-        help="where masters and states go (default: beside the weights)",
+        help="move masters and Adam states to host memory or NVMe (default: keep them on the GPU)",
     )
     parser.add_argument(
         "--offload-gradients",
         action="store_const",
         const="cpu",
-        help="gradients, too (with --offload)",
+        help="also move reduced gradients to host memory (requires --offload)",
     )
     parser.add_argument(
         "--offload-params",
         nargs="?",
         const="cpu",
         choices=["cpu", "nvme"],
-        help="and shards of weights, at stage 3 (cpu)",
+        help="also move weight shards, at stage 3 (without a value: cpu)",
     )
     parser.add_argument(
         "--prefetch",
         type=int,
         default=1,
         metavar="N",
-        help="units gathered ahead (default: %(default)s)",
+        help="number of units gathered ahead, at stage 3 (default: %(default)s)",
     )
     parser.add_argument(
         "--disk",
         action="append",
         metavar="DIR",
-        help="measure this disk, and show seconds per step (with --offload nvme); several times: "
-        "over all of them",
+        help="measure the disk of this directory and show seconds per step (requires --offload "
+        "nvme); repeat the option to use several disks",
     )
     parser.add_argument(
-        "--ratio", type=float, help="the share of the shard that --offload takes (default: 1)"
+        "--ratio",
+        type=float,
+        help="fraction of the states that --offload moves, 0 to 1 (default: 1)",
     )
     parser.add_argument(
         "--accumulate",
         type=int,
         default=1,
         metavar="N",
-        help="backwards per step (default: %(default)s)",
+        help="backward passes per step (default: %(default)s)",
     )
     parser.add_argument(
         "--ranks-per-node",
         type=int,
         metavar="N",
-        help="gradients are added over a node, then over nodes",
+        help="add gradients within each node of N ranks first, then across nodes",
     )
     parser.add_argument(
-        "--hybrid", action="store_true", help="shard within a node and replicate over nodes"
+        "--hybrid",
+        action="store_true",
+        help="shard within each node and replicate across nodes (requires --ranks-per-node)",
     )
     parser.add_argument(
         "--keep",
         type=int,
         metavar="N",
-        help="at stage 3, how many ranks keep weights until backward (reshard_after_forward)",
+        help="keep weights between forward and backward in parts on N consecutive ranks, at "
+        "stage 3 (reshard_after_forward=N of shard())",
     )
     parser.add_argument(
         "--units",
         type=lambda text: int(text) if text.isdigit() else text,
         default="auto",
         metavar="N",
-        help='"auto", or the least parameters of a unit',
+        help='minimum number of parameters per unit (default: "auto", one unit per repeated block)',
     )
     parser.add_argument(
-        "--batch", type=int, metavar="N", help="sequences of a rank's forward (with --seq-len)"
+        "--batch",
+        type=int,
+        metavar="N",
+        help="sequences per rank and forward; shows activations (requires --seq-len)",
     )
     parser.add_argument(
         "--seq-len",
         type=int,
         metavar="N",
-        help="tokens of a sequence: show activations, with and without checkpointing each unit",
+        help="tokens per sequence; shows activations with and without checkpointing (requires "
+        "--batch)",
     )
     parser.add_argument(
         "--nccl",
         type=float,
         default=_NCCL_GIB,
         metavar="GIB",
-        help="that NCCL takes for each of its communicators (default: %(default)s, an allowance)",
+        help="memory for the buffers of each NCCL communicator (default: %(default)s, an "
+        "allowance)",
     )
     parser.add_argument(
         "--fit",
         action="store_true",
-        help="choose stage (without --stage), offload, checkpointing (with --batch) and, if it "
-        "does not fit otherwise, split masters and 8-bit moments, for the machine of the next "
-        "options",
+        help="choose stage and offload for the memory given by --device-memory and --host-memory. "
+        "With --batch, also choose checkpointing. If nothing fits, try split masters and 8-bit "
+        "moments",
     )
-    parser.add_argument("--device-memory", type=float, metavar="GIB", help="of a GPU")
+    parser.add_argument(
+        "--device-memory", type=float, metavar="GIB", help="memory of one GPU (for --fit)"
+    )
     parser.add_argument(
         "--activations",
         type=float,
         metavar="GIB",
-        help="of a rank (default: those of --batch and --seq-len, else a tenth of the GPU)",
+        help="activations per rank, for --fit (default: estimated from --batch and --seq-len, or a "
+        "tenth of the GPU)",
     )
     parser.add_argument(
         "--host-memory",
         type=float,
         metavar="GIB",
-        help="of a machine, which up to 8 ranks or --ranks-per-node share",
+        help="memory of one machine, shared by up to 8 ranks or by --ranks-per-node (for --fit)",
     )
     parser.add_argument(
-        "--disk-space", type=float, default=0.0, metavar="GIB", help="of its NVMe (default: none)"
+        "--disk-space",
+        type=float,
+        default=0.0,
+        metavar="GIB",
+        help="NVMe space per machine, for --fit (default: 0)",
     )
     for name, default, of in (
         (
             "--link",
             25.0,
-            "GB/s between a GPU and host memory, each way (default: %(default)s, of PCIe 4)",
+            "GB/s between GPU and host memory, per direction (default: %(default)s, PCIe 4)",
         ),
-        ("--network", 50.0, "GB/s that a rank sends to others (default: %(default)s)"),
+        ("--network", 50.0, "GB/s that one rank sends to other ranks (default: %(default)s)"),
         (
             "--adam",
             1.0,
-            "elements that Adam updates on a rank's cores, in 1e9/s (default: %(default)s)",
+            "billions of elements per second that Adam updates on one rank's CPU cores (default: "
+            "%(default)s)",
         ),
     ):
         parser.add_argument(name, type=_rate, default=default, metavar="RATE", help=of)
     parser.add_argument(
-        "--json", action="store_true", help="bytes, as JSON, instead of a table in GiB"
+        "--json", action="store_true", help="print JSON in bytes instead of a table in GiB"
     )
 
 

@@ -94,88 +94,87 @@ _OPTIONS: tuple[tuple[str, str, Callable[[str], Any], str], ...] = (
         "--num_gpus --num_accelerators --nproc_per_node",
         "N",
         _ranks,
-        "ranks on each machine: one a GPU; without GPUs, processes on its CPU, over "
-        "gloo (default: one for each GPU, without GPUs one; with a hostfile, its slots)",
+        "number of ranks on each machine. Each rank uses one GPU, or the CPU with gloo on a "
+        "machine without GPUs (default: the slots of the hostfile, or the number of GPUs, or 1)",
     ),
     (
         "--num_nodes --nnodes",
         "N",
         _number,
-        "the first N hosts of the hostfile; with --node_rank, how many machines there are",
+        "use the first N hosts of the hostfile; with --node_rank: the number of machines",
     ),
     (
         "--hostfile -H",
         "FILE",
         Path,
-        f"lines such as: worker-0 slots=8 (default: {HOSTFILE} if it exists)",
+        f"file of hosts, one per line: worker-0 slots=8 (default: {HOSTFILE} if it exists)",
     ),
     (
         "--include -i",
         "SPEC",
         str,
-        "only these hosts and slots: host1@host2:0,2 (this machine is localhost)",
+        "use only these hosts and slots: host1@host2:0,2 (this machine is localhost)",
     ),
-    ("--exclude -e", "SPEC", str, "all but these hosts and slots"),
+    ("--exclude -e", "SPEC", str, "use all hosts and slots except these"),
     (
         "--master_addr",
         "ADDRESS",
         str,
-        "of the first machine, for all others (default: what hostname -I says there)",
+        "address of the first machine (default: the output of hostname -I there)",
     ),
     (
         "--master_port",
         "PORT",
         int,
-        f"on the first machine (default: {PORT}; if it is the only one, any free port)",
+        f"port on the first machine (default: {PORT}, or any free port on a single machine)",
     ),
     (
         "--bind_cores_to_rank",
         "",
         bool,
-        "bind each rank to its share of the cores (of those near its GPU, if known)",
+        "bind each rank to its share of the CPU cores, near its GPU if known",
     ),
     (
         "--bind_core_list",
         "LIST",
         str,
-        "share out these cores only: 0-15,32-47 (with --bind_cores_to_rank)",
+        "divide only these cores among ranks: 0-15,32-47 (requires --bind_cores_to_rank)",
     ),
     (
         "--no_numa_binding",
         "",
         bool,
-        "leave ranks on all cores, not only on those of their GPU's NUMA node",
+        "let ranks use all cores, not only the cores of their GPU's NUMA node",
     ),
     ("--no_local_rank", "", bool, "do not pass --local_rank=N to the program"),
-    ("--module -m", "", bool, "PROGRAM is a module, as in python -m"),
-    ("--no_python", "", bool, "PROGRAM is no Python file: run it as it is"),
+    ("--module -m", "", bool, "run PROGRAM as a module, like python -m"),
+    ("--no_python", "", bool, "run PROGRAM directly, without the Python interpreter"),
     (
         "--as_deepspeed",
         "",
         bool,
-        "where the program, or a library, imports deepspeed, it gets "
-        "shardcore (docs/huggingface.md)",
+        "replace imports of deepspeed by shardcore, in the program and in libraries "
+        "(docs/huggingface.md)",
     ),
     (
         "--max_restarts",
         "N",
         int,
-        "after a failure start all ranks again, up to N times (default: 0)",
+        "restart all ranks after a failure, up to N times (default: 0)",
     ),
     (
         "--node_rank",
         "N",
         int,
-        "start only this machine's ranks: it is number N, from 0, of "
-        "--num_nodes or of the hostfile",
+        "start only the ranks of this machine, number N (from 0) of --num_nodes or of the hostfile",
     ),
     (
         "--no_ssh",
         "",
         bool,
-        "as DeepSpeed's launcher has it: goes with --node_rank, which says the same",
+        "accepted for compatibility with DeepSpeed's launcher; requires --node_rank",
     ),
-    ("--ssh_port", "PORT", int, "of the hosts' ssh servers"),
+    ("--ssh_port", "PORT", int, "port of the ssh servers on the hosts"),
 )
 
 

@@ -122,11 +122,9 @@ _WITHOUT_PLOTS = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
+    parser.add_argument("directory", metavar="DIR", help="directory passed to shardcore.Metrics")
     parser.add_argument(
-        "directory", metavar="DIR", help="the directory that shardcore.Metrics was given"
-    )
-    parser.add_argument(
-        "--output", metavar="FILE", help="the page to write (default: DIR/report.html)"
+        "--output", metavar="FILE", help="HTML page to write (default: DIR/report.html)"
     )
 
 
