@@ -364,13 +364,13 @@ def _check_flags(options: argparse.Namespace) -> None:
                 f"estimate: --ranks-per-node is {per_node}; expected a divisor of --world-size "
                 f"{world_size}"
             )
+    if options.fit:
+        return  # _fit refuses the flags below
     if options.hybrid and options.ranks_per_node is None:
         raise ValueError(
             "estimate: --hybrid is given without --ranks-per-node; expected the number of ranks "
             "in a node"
         )
-    if options.fit:
-        return  # _fit refuses the flags of offload
     if options.ratio is not None:
         if not 0.0 <= options.ratio <= 1.0:
             raise ValueError(

@@ -288,6 +288,7 @@ def test_dtypes_have_the_names_that_shard_accepts(capsys: pytest.CaptureFixture[
             "--offload-params is given with --stage 2",
         ),
         (["tests.support.models:Net", "--offload-params", "nvme"], "nvme needs --offload nvme"),
+        (["tests.support.models:Net", *FIT, "1", "--hybrid"], "--hybrid with --fit; expected"),
         (["tests.support.models:Net", *FIT, "0"], "--device-memory is 0; expected"),
         (
             ["tests.support.models:Net", *FIT, "1", "--host-memory", "-1"],
