@@ -355,6 +355,10 @@ def _check_flags(options: argparse.Namespace) -> None:
     ):
         if value is not None and not 0.0 < value < math.inf:
             raise ValueError(f"estimate: {name} is {value:g}; expected a number of GiB above 0")
+    if options.accumulate < 1:
+        raise ValueError(f"estimate: --accumulate is {options.accumulate}; expected at least 1")
+    if options.prefetch < 0:
+        raise ValueError(f"estimate: --prefetch is {options.prefetch}; expected 0 or more")
     for world_size in options.world_size:
         if world_size < 1:
             raise ValueError(f"estimate: --world-size is {world_size}; expected at least 1")

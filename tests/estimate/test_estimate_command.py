@@ -275,6 +275,7 @@ def test_dtypes_have_the_names_that_shard_accepts(capsys: pytest.CaptureFixture[
             ["examples.llama:llama_7b", "--world-size", "8", "--ranks-per-node", "3"],
             "--ranks-per-node is 3; expected a divisor of --world-size 8",
         ),
+        (["tests.support.models:Net", "--prefetch", "-1"], "--prefetch is -1; expected 0 or more"),
         (["tests.support.models:Net", "--ranks-per-node", "0"], "--ranks-per-node is 0"),
         (["tests.support.models:Net", "--offload", "cpu", "--ratio", "2"], "--ratio is 2; "),
         (["tests.support.models:Net", "--ratio", "0.5"], "--ratio is given without --offload"),
@@ -310,7 +311,10 @@ def test_dtypes_have_the_names_that_shard_accepts(capsys: pytest.CaptureFixture[
             ["examples.llama:llama_7b", "--keep", "1", "--stage", "2"],
             "reshard_after_forward is 1 at stage 2",
         ),
-        (["examples.llama:llama_7b", "--accumulate", "0"], "accumulate is 0; expected at least 1"),
+        (
+            ["examples.llama:llama_7b", "--accumulate", "0"],
+            "--accumulate is 0; expected at least 1",
+        ),
         (
             ["tests.support.models:Net", "--offload", "cpu", "--disk", "/"],
             "--disk with --offload cpu; expected --offload nvme",
