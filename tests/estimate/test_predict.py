@@ -434,7 +434,7 @@ def test_predict_changes_nothing_and_refuses_what_shard_refuses() -> None:
         (
             {"optimizer": torch.optim.NAdam(model.parameters())},
             TypeError,
-            "a NAdam, which keeps numbers for each",
+            "NAdam, which cannot run on shards. It keeps numbers",
         ),
     ):
         with pytest.raises(error, match=message):
