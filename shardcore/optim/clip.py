@@ -136,11 +136,11 @@ def by_engine(params: Iterable[object]) -> dict[Any, list[torch.Tensor]]:
     return engines
 
 
-@disable_dynamo
 def _argument(name: str, value: float) -> Entry:
     return "argument", name, str(value)
 
 
+@disable_dynamo
 def clip_grad_norm_(
     model_or_params: torch.nn.Module | torch.Tensor | Iterable[torch.Tensor],
     max_norm: float,
