@@ -647,7 +647,7 @@ def test_auto_is_resolved_as_transformers_does(tmp_path: Path) -> None:
         (
             None,
             {"deepspeed": {**CONFIG, "zero_optimization": {"sub_groups": 1}}},
-            "sub_groups is not supported",
+            "sub_groups is unknown",
         ),
         ({}, {"auto_find_batch_size": True}, "set auto_find_batch_size=True; expected none"),
         ({}, {"bf16_full_eval": True}, "set bf16_full_eval=True; expected none"),
