@@ -32,6 +32,21 @@ def test_results_and_pages_are_there():
         assert result == "never run" or (ROOT / "benchmarks" / "results" / result).is_file()
 
 
+def missing(rows):
+    """Return the optimizers of torch.optim that no row names."""
+    named = set(re.findall(r"\w+", " ".join(row["name"] for row in rows if "torch" in row["make"])))
+    classes = [each for each in vars(torch.optim).values() if isinstance(each, type)]
+    return {
+        each.__name__ for each in classes if issubclass(each, torch.optim.Optimizer)
+    } - named.union({"Optimizer"})
+
+
+def test_every_optimizer_of_torch_has_a_row():
+    rows = TABLE["optimizer"]
+    assert missing(rows) == set()
+    assert missing([row for row in rows if row["name"] != "torch.optim.Muon"]) == {"Muon"}
+
+
 def test_versions_are_those_of_the_build():
     rows = {row["what"]: row for row in TABLE["environment"]}
     project = (ROOT / "pyproject.toml").read_text()
