@@ -26,7 +26,7 @@ from shardcore.estimate.fit import columns
 from shardcore.launch import run_command as launch
 from shardcore.metrics import report
 from shardcore.offload import disk
-from shardcore.options import DTYPES, did_you_mean
+from shardcore.options import DTYPES, nearest
 from shardcore.version import __version__
 
 _CHECKOUT = Path(__file__).resolve().parent.parent
@@ -180,7 +180,11 @@ def _refuse(parsed: argparse.Namespace, word: str) -> None:
         parsed.parser.error(f"unexpected argument {word!r}")
     other = getattr(parsed, "others", {}).get(name.lstrip("-").replace("-", "_"))
     known = [option for option in parsed.parser._option_string_actions if option.startswith("--")]
-    parsed.parser.error(f"unknown option {name}; {other or did_you_mean(name, known)}")
+    near = nearest(name, known)
+    if other is None and near is not None:
+        other = f"did you mean {near!r}?"
+    # `run` has more spellings than an error should list
+    parsed.parser.error(f"unknown option {name}; {other or f'see {parsed.parser.prog} --help'}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

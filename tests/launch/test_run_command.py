@@ -188,7 +188,7 @@ def test_sagemaker(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--num_processes", "2"], "unknown option --num_processes; use --num_gpus"),
         (["-np", "2"], "unknown option -np; use --num_gpus"),
         (["--num_gpu", "2"], "unknown option --num_gpu; did you mean '--num_gpus'?"),
-        (["--zzz"], "unknown option --zzz; expected one of --help, --num_gpus"),
+        (["--zzz"], "unknown option --zzz; see shardcore run --help"),
         (["--max_restarts", "-1"], "--max_restarts is -1; expected at least 0"),
         (["--master_port", "70000"], "--master_port is 70000; expected at most 65535"),
         (
