@@ -355,6 +355,18 @@ def _check_flags(options: argparse.Namespace) -> None:
     ):
         if value is not None and not 0.0 < value < math.inf:
             raise ValueError(f"estimate: {name} is {value:g}; expected a number of GiB above 0")
+    for name, value in (
+        ("--activations", options.activations),
+        ("--disk-space", options.disk_space),
+        ("--nccl", options.nccl),
+    ):
+        if value is not None and not 0.0 <= value < math.inf:
+            raise ValueError(f"estimate: {name} is {value:g}; expected 0 or more GiB")
+    units = options.units
+    if units != "auto" and (isinstance(units, str) or units < 1):
+        raise ValueError(
+            f'estimate: --units is {units}; expected "auto", or a number of parameters above 0'
+        )
     if options.accumulate < 1:
         raise ValueError(f"estimate: --accumulate is {options.accumulate}; expected at least 1")
     if options.prefetch < 0:
@@ -375,6 +387,7 @@ def _check_flags(options: argparse.Namespace) -> None:
             "estimate: --hybrid is given without --ranks-per-node; expected the number of ranks "
             "in a node"
         )
+    _check_keep(options)
     if options.ratio is not None:
         if not 0.0 <= options.ratio <= 1.0:
             raise ValueError(
@@ -405,6 +418,25 @@ def _check_flags(options: argparse.Namespace) -> None:
         raise ValueError(
             "estimate: --offload-params nvme needs --offload nvme, and no --ratio below 1"
         )
+
+
+def _check_keep(options: argparse.Namespace) -> None:
+    """Raise ValueError for --keep without stage 3, or if it does not divide the ranks that share
+    weights.
+    """
+    if options.keep is None:
+        return
+    if options.stage not in (None, 3):
+        raise ValueError(
+            f"estimate: --keep is given with --stage {options.stage}; expected --stage 3"
+        )
+    for world_size in options.world_size:
+        sharing = options.ranks_per_node if options.hybrid else world_size
+        if options.keep < 1 or sharing % options.keep:
+            raise ValueError(
+                f"estimate: --keep is {options.keep}; expected a divisor of {sharing}, the number "
+                f"of ranks that share weights"
+            )
 
 
 def _nccl_bytes(options: argparse.Namespace, world_size: int, stage: int) -> int:

@@ -262,7 +262,9 @@ def test_dtypes_have_the_names_that_shard_accepts(capsys: pytest.CaptureFixture[
             ["examples.gpt:PRESETS"],
             "examples.gpt:PRESETS is a dict; expected a function or class that makes a model",
         ),
-        (["examples.llama:llama_7b", "--units", "x"], 'units is "x"; expected "auto"'),
+        (["tests.support.models:Net", "--units", "x"], '--units is x; expected "auto"'),
+        (["tests.support.models:Net", "--units", "-5"], '--units is -5; expected "auto"'),
+        (["tests.support.models:Net", "--units", "0"], '--units is 0; expected "auto"'),
         (
             ["examples.llama:llama_7b", "--world-size", "0"],
             "--world-size is 0; expected at least 1",
@@ -296,8 +298,29 @@ def test_dtypes_have_the_names_that_shard_accepts(capsys: pytest.CaptureFixture[
             "--host-memory is -1; expected",
         ),
         (
-            ["examples.llama:llama_7b", "--world-size", "8", "--keep", "3"],
-            "expected a divisor of 8, the ranks that share",
+            ["tests.support.models:Net", "--world-size", "8", "--keep", "3"],
+            "--keep is 3; expected a divisor of 8, the number of ranks that share weights",
+        ),
+        (
+            [
+                *("tests.support.models:Net", "--world-size", "8", "--keep", "8"),
+                *("--hybrid", "--ranks-per-node", "4"),
+            ],
+            "--keep is 8; expected a divisor of 4, the number of ranks that share weights",
+        ),
+        (["tests.support.models:Net", "--keep", "0"], "--keep is 0; expected a divisor of 1"),
+        (
+            ["tests.support.models:Net", *FIT, "1", "--activations", "-1"],
+            "--activations is -1; expected 0 or more GiB",
+        ),
+        (
+            ["tests.support.models:Net", *FIT, "1", "--disk-space", "-1"],
+            "--disk-space is -1; expected 0 or more GiB",
+        ),
+        (["tests.support.models:Net", "--nccl", "nan"], "--nccl is nan; expected 0 or more GiB"),
+        (
+            ["tests.support.models:Net", *FIT, "1", "--disk-space", "inf"],
+            "--disk-space is inf; expected 0 or more GiB",
         ),
         (
             ["examples.llama:llama_7b", "--grad-dtype", "fp16"],
@@ -308,8 +331,8 @@ def test_dtypes_have_the_names_that_shard_accepts(capsys: pytest.CaptureFixture[
             "--master is split with --precision fp32",
         ),
         (
-            ["examples.llama:llama_7b", "--keep", "1", "--stage", "2"],
-            "reshard_after_forward is 1 at stage 2",
+            ["tests.support.models:Net", "--keep", "1", "--stage", "2"],
+            "--keep is given with --stage 2; expected --stage 3",
         ),
         (
             ["examples.llama:llama_7b", "--accumulate", "0"],
