@@ -308,6 +308,12 @@ Materialize: TypeAlias = Fill | PathLike | Sequence[PathLike | Fill]
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
+def required(module: nn.Module) -> None:
+    """Stand for `materialize` where a door's user gave none: parameters on the meta device are
+    refused. It is never called.
+    """
+
+
 def plan_materialize(
     model: nn.Module, materialize: Materialize | None
 ) -> "FromInit | FromFiles | None":
@@ -319,6 +325,15 @@ def plan_materialize(
     meta = {tensor: name for name, tensor in _named(model) if tensor.is_meta}
     for tensor, name in meta.items():
         _check_replaceable(name, tensor)
+    if materialize is required:
+        for tensor, name in meta.items():
+            if isinstance(tensor, nn.Parameter):
+                raise ValueError(
+                    f"shard: {name} is on the meta device, and materialize is not given. Set it "
+                    "in shard_options: a folder of .safetensors files for pretrained weights, or "
+                    "None to initialize at random"
+                )
+        materialize = None
     if materialize is None or callable(materialize):
         if materialize is not None and not meta:
             raise ValueError(

@@ -70,6 +70,22 @@ def check_unwrapped(op: str, model: nn.Module) -> None:
             )
 
 
+def check_placement(op: str, model: nn.Module) -> None:
+    """Raise ValueError for a model that Accelerate's device_map spread over devices, or whose
+    weights its hooks move (cpu_offload, disk_offload).
+    """
+    for name, module in model.named_modules():
+        places = set(map(str, (getattr(module, "hf_device_map", None) or {}).values()))
+        spread = len(places) > 1 or "disk" in places
+        if spread or hasattr(module, "_hf_hook"):
+            over = f" over {', '.join(sorted(places))}" if places else ""
+            raise ValueError(
+                f"{op}: {name or 'the model'} was placed by device_map{over}, and Accelerate's "
+                "hooks move its weights. Load it without device_map, cpu_offload or disk_offload: "
+                "shard() places the weights"
+            )
+
+
 def check_model(model: nn.Module, alone: bool) -> None:
     """Raise unless `model` can be sharded. alone: over one rank."""
     before = engine_of(model)
@@ -78,6 +94,7 @@ def check_model(model: nn.Module, alone: bool) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"shard: model has type {type(model).__name__}; expected a torch.nn.Module")
     check_unwrapped("shard", model)
+    check_placement("shard", model)
     for name, module in model.named_modules():
         if (
             isinstance(module, torch.jit.ScriptModule)

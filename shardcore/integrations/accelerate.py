@@ -24,6 +24,7 @@ from shardcore.api import no_sync, shard_and_log
 from shardcore.checkpoint.consolidate import whole_state_dict
 from shardcore.checkpoint.directory import LATEST
 from shardcore.checkpoint.load import load
+from shardcore.checkpoint.materialize import required
 from shardcore.checkpoint.save import save
 from shardcore.engine.engine import Engine, engine_behind
 from shardcore.optim import clip_grad_norm_
@@ -57,6 +58,8 @@ class ShardcoreAccelerator(Accelerator):
     """An accelerate.Accelerator over sharded models. See shardcore.shard.
 
     shard_options: keyword arguments of `shard`. Default of accumulate: gradient_accumulation_steps.
+        A model on the meta device (init_empty_weights) requires materialize: a folder for
+        pretrained weights, or None to initialize at random.
         precision follows mixed_precision: weights use this dtype with float32 masters, in place of
         autocast.
 
@@ -173,6 +176,8 @@ class ShardcoreAccelerator(Accelerator):
 
     def _shard(self, model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
         options = dict(self.shard_options)
+        # a model of init_empty_weights may be a pretrained one: no random weights in silence
+        options.setdefault("materialize", required)
         check_model(model, options.get("stage", 2))
         precision = None if self._precision == "no" else self._precision
         chosen = dtype_name(options.setdefault("precision", precision))

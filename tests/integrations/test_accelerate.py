@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 pytest.importorskip("accelerate", reason="tests with Accelerate and Trainer")
 pytest.importorskip("transformers", reason="tests with transformers")
 
-from accelerate import Accelerator
+from accelerate import Accelerator, cpu_offload, dispatch_model, init_empty_weights
 from accelerate.utils import GradScalerKwargs, ProjectConfiguration
 from safetensors.torch import load_file
 
@@ -362,3 +362,74 @@ def test_model_and_optimizer_are_prepared_together() -> None:
             ValueError, match="precision='fp32' with mixed_precision='bf16'; expected one"
         ):
             accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+
+
+# --- loading --------------------------------------------------------------------------------------
+
+
+def empty_gpt2() -> Any:
+    with init_empty_weights():
+        model = tiny_gpt2()
+    model.tie_weights()
+    assert all(param.is_meta for param in model.parameters())
+    return model
+
+
+def _prepares(rank: int, world_size: int, model: Any, options: Any, trains: bool = True) -> str:
+    with launched(rank, world_size):
+        accelerator = make(options)
+        torch.manual_seed(5)
+        if trains:
+            model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        else:
+            model = accelerator.prepare(model)
+        return hash_of_state(model.state_dict())
+
+
+def _loads(rank: int, world_size: int, folder: str) -> Any:
+    files = {"stage": 3, "materialize": folder}
+    loaded = [_prepares(rank, world_size, empty_gpt2(), files, trains) for trains in (True, False)]
+    # another seed than the folder's
+    made = _prepares(rank, world_size, empty_gpt2(), {"stage": 3, "materialize": None})
+    on_one_rank = tiny_gpt2() if rank == 0 else empty_gpt2()
+    refused = [
+        message_of(rank, world_size, _prepares, model, {"stage": 3}, trains)
+        for model in (empty_gpt2(), on_one_rank)
+        for trains in (True, False)
+    ]
+    plain = _prepares(rank, world_size, tiny_gpt2(3), {"stage": 3})
+    return loaded, made, plain, refused
+
+
+def test_empty_weights_are_read_from_a_folder_or_refused(tmp_path: Path) -> None:
+    tiny_gpt2(3).save_pretrained(tmp_path)
+    for loaded, made, plain, refused in run_ranks(2, _loads, str(tmp_path)):
+        assert set(loaded) == {plain}
+        assert made != plain, "random weights on request"
+        for message in refused:
+            assert "wte.weight is on the meta device, and materialize is not given" in message
+
+
+def _placed(rank: int, world_size: int) -> list[str]:
+    spread = tiny_gpt2()
+    spread.hf_device_map = {"transformer": 0, "lm_head": 1}
+    hooked = dispatch_model(tiny_gpt2(), {"": "cpu"}, force_hooks=True)
+    # its weights are on the meta device by then: random ones would take their place
+    offloaded = cpu_offload(tiny_gpt2(), torch.device("cpu"))
+    messages = [
+        message_of(rank, world_size, _prepares, model, {"stage": 2, "materialize": None})
+        for model in (spread, hooked, offloaded)
+    ]
+    # one device and no hooks: an ordinary model
+    alone = dispatch_model(tiny_gpt2(), {"": "cpu"})
+    assert alone.hf_device_map == {"": "cpu"}
+    same = _prepares(rank, world_size, alone, {"stage": 2})
+    return [*messages, same, _prepares(rank, world_size, tiny_gpt2(), {"stage": 2})]
+
+
+def test_device_map_is_refused_by_name() -> None:
+    for spread, hooked, offloaded, alone, plain in run_ranks(2, _placed):
+        assert "ValueError: shard: the model was placed by device_map over 0, 1, and" in spread
+        assert "the model was placed by device_map over cpu, and Accelerate's hooks" in hooked
+        assert "was placed by device_map, and Accelerate's hooks move its weights" in offloaded
+        assert alone == plain
