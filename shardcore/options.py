@@ -470,12 +470,31 @@ def _check_places(optimizer: ShardableOptimizer, offload: object, overlap_step: 
         )
 
 
+# their states have blocks and scales of their own, which flat shards would cut
+_OWN_BLOCKS = ("bitsandbytes.optim", "torchao.optim", "torchao.prototype.low_bit_optim")
+
+
+def refuse_other_blocks(op: str, optimizer: object) -> None:
+    """Raise TypeError for a low-bit, paged or offloading optimizer of bitsandbytes or torchao.
+    Imports neither.
+    """
+    for cls in type(optimizer).__mro__:
+        if cls.__module__.startswith(_OWN_BLOCKS):
+            package = cls.__module__.partition(".")[0]
+            raise TypeError(
+                f"{op}: optimizer is a {type(optimizer).__name__} of {package}, whose states "
+                'cannot be sharded. Use shardcore.FusedAdam(..., state_dtype="8bit"), with '
+                'offload={"optimizer": "cpu"} to keep the states in host memory'
+            )
+
+
 def accept_optimizer(
     optimizer: object, offload: object = None, overlap_step: bool = False
 ) -> ShardableOptimizer:
     """Return the optimizer to use: the same one, a FusedAdam for torch's Adam or AdamW, an
     Elementwise for others.
     """
+    refuse_other_blocks("shard", optimizer)
     for index, group in enumerate(getattr(optimizer, "param_groups", ())):
         if group.get("capturable") and offload is not None:
             raise ValueError(

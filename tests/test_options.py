@@ -317,6 +317,44 @@ def test_defaults_that_follow_the_stage_the_precision_and_the_optimizer() -> Non
         assert [group["adam_w_mode"] for group in accepted.param_groups] == [decoupled]
 
 
+def test_other_packages_low_bit_optimizers_are_refused_without_their_import() -> None:
+    params = [nn.Parameter(torch.zeros(4))]
+    for module, name in (
+        ("bitsandbytes.optim.adamw", "AdamW8bit"),
+        ("bitsandbytes.optim.adamw", "PagedAdamW"),
+        ("bitsandbytes.optim.lion", "PagedLion8bit"),
+        ("torchao.optim.adam", "AdamWFp8"),
+        ("torchao.optim.cpu_offload", "CPUOffloadOptimizer"),
+    ):
+        of_package = type(name, (torch.optim.AdamW,), {"__module__": module})
+        # the claim of a subclass is wrong: its states are of blocks
+        claims = type("Mine", (of_package,), {"__module__": "mine", "elementwise": True})
+        package = module.partition(".")[0]
+        for cls in (of_package, claims):
+            with pytest.raises(
+                TypeError, match=f'a {cls.__name__} of {package}, .*state_dtype="8bit"'
+            ):
+                accept_optimizer(cls(params))
+    mine = type("Mine", (torch.optim.AdamW,), {"__module__": "mine", "elementwise": True})
+    assert accept_optimizer(mine(params)) is not None
+
+
+def test_the_optimizers_of_bitsandbytes_and_torchao_are_refused() -> None:
+    bitsandbytes = pytest.importorskip("bitsandbytes", reason="its own optimizers")
+    torchao = pytest.importorskip("torchao.optim", reason="its own optimizers")
+    for package, made in (
+        ("bitsandbytes", bitsandbytes.optim.AdamW8bit),
+        ("bitsandbytes", bitsandbytes.optim.PagedAdamW8bit),
+        ("bitsandbytes", bitsandbytes.optim.Lion8bit),
+        ("torchao", torchao.AdamW8bit),
+        ("torchao", torchao.AdamW4bit),
+        ("torchao", torchao.AdamWFp8),
+    ):
+        model = nn.Linear(4, 4)
+        with pytest.raises(TypeError, match=f"optimizer is a {made.__name__} of {package}"):
+            shardcore.shard(model, made(model.parameters()))
+
+
 def test_an_optimizer_that_was_accepted_before_its_offload_is_known_is_checked_in_shard() -> None:
     """As Trainer does it: files would take none of what an elementwise step writes."""
     model = nn.Linear(3, 2)

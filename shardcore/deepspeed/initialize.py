@@ -51,7 +51,7 @@ from shardcore.optim import FusedAdam, Muon, ShardableOptimizer
 from shardcore.optim.elementwise import is_elementwise, not_elementwise
 from shardcore.optim.group_options import dtype_name
 from shardcore.optim.interface import engine_of
-from shardcore.options import DTYPES
+from shardcore.options import DTYPES, refuse_other_blocks
 from shardcore.parallel.tensor import tensor_parallel
 from shardcore.torch_private import timeout_of
 
@@ -647,6 +647,7 @@ def _try(optimizer: torch.optim.Optimizer, log: bool) -> None:
     )
     if known or isinstance(optimizer, Muon) or is_elementwise(optimizer):
         return
+    refuse_other_blocks(_OP, optimizer)  # the trial's tensors are too small for 8-bit states
     name = type(optimizer).__name__
     if (why := not_elementwise(optimizer)) is not None:
         raise TypeError(

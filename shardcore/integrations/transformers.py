@@ -95,7 +95,8 @@ class ShardcoreTrainerMixin(_Base):
 
     shard_options: keyword arguments of `shard`. The training arguments set accumulation, clipping
         and precision. With `bf16` or `fp16` weights use this dtype with float32 masters, in place
-        of autocast.
+        of autocast. A model on the meta device requires materialize: a folder for pretrained
+        weights, or None to initialize at random.
 
     Alternatively the training arguments contain `deepspeed=`: a DeepSpeed configuration, with
     "auto" resolved from the arguments. With neither, the model trains at stage 2. All other
@@ -237,6 +238,8 @@ class ShardcoreTrainerMixin(_Base):
                 params = [param for param in self.model.parameters() if param.requires_grad]
                 self.optimizer = configured_optimizer(self.model, params, self._settings)
         by_trainer = self.optimizer is None
+        if by_trainer:
+            _check_optim(self.args)
         super().create_optimizer(*args, **kwargs)
         if by_trainer:
             # nobody else has it yet, so nothing is to be replaced
@@ -415,6 +418,17 @@ def _check_training_arguments(args: TrainingArguments) -> None:
                 f"{_OP}: the training arguments set {name}={getattr(args, name)!r}; expected none "
                 f"({why})"
             )
+
+
+def _check_optim(args: TrainingArguments) -> None:
+    """Raise ValueError for low-bit and paged optimizers, before their packages are imported."""
+    name = str(getattr(args.optim, "value", args.optim))
+    if any(part in name for part in ("8bit", "4bit", "paged", "bnb")):
+        raise ValueError(
+            f'{_OP}: the training arguments set optim="{name}", whose states cannot be sharded. '
+            "Pass optimizers=(shardcore.FusedAdam(model.parameters(), "
+            'state_dtype="8bit"), None) to the trainer'
+        )
 
 
 def _leave_deepspeed(args: TrainingArguments) -> None:

@@ -411,6 +411,15 @@ def test_an_untested_optimizer_is_taken_after_a_trial(
     assert hash_of(model.state_dict().values()) == before
 
 
+def test_a_low_bit_optimizer_of_another_package_gets_no_trial() -> None:
+    of_package = type("AdamW8bit", (Halving,), {"__module__": "bitsandbytes.optim.adamw"})
+    config = without("optimizer") | {"zero_allow_untested_optimizer": True}
+    given = {cls: functools.partial(cls, lr=0.1, momentum=0.9) for cls in (of_package, Halving)}
+    start(config, optimizer=given[Halving])
+    says = "initialize: optimizer is a AdamW8bit of bitsandbytes"
+    _refused(TypeError, says, config, optimizer=given[of_package])
+
+
 def test_refused_optimizers() -> None:
     model = make_net()
     plain = without("optimizer")

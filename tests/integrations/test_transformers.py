@@ -665,6 +665,44 @@ def test_contradictions_are_refused(
         )
 
 
+@pytest.mark.parametrize("optim", ["adamw_8bit", "paged_adamw_32bit", "adamw_torch_4bit"])
+def test_low_bit_optimizers_are_refused_by_name(tmp_path: Path, optim: str) -> None:
+    args = arguments(str(tmp_path), optim=optim)
+    trainer = ShardcoreTrainer(model=tiny_gpt2(), args=args, train_dataset=rows(8))
+    with pytest.raises(ValueError, match=f'optim="{optim}", .*state_dtype="8bit"'):
+        trainer.train()
+
+
+def _trains(rank: int, world_size: int, model: Any, out: str, options: Any) -> str:
+    with launched(rank, world_size):
+        seed_everything(0)
+        trainer = ShardcoreTrainer(
+            model=model,
+            args=arguments(out, max_steps=1),
+            train_dataset=rows(64),
+            shard_options=options,
+        )
+        trainer.train()
+        return hash_of_state(model.state_dict())
+
+
+def _from_meta(rank: int, world_size: int, out: str, folder: str) -> tuple[str, str, str]:
+    with torch.device("meta"):
+        first, second = tiny_gpt2(), tiny_gpt2()
+    files = {"stage": 3, "materialize": folder}
+    loaded = _trains(rank, world_size, first, out, files)
+    refused = message_of(rank, world_size, _trains, second, out, {"stage": 3})
+    return loaded, refused, _trains(rank, world_size, tiny_gpt2(3), out, {"stage": 3})
+
+
+@pytest.mark.more
+def test_a_model_on_the_meta_device_is_read_from_a_folder_or_refused(tmp_path: Path) -> None:
+    tiny_gpt2(3).save_pretrained(tmp_path)
+    for loaded, refused, plain in run_ranks(2, _from_meta, str(tmp_path / "out"), str(tmp_path)):
+        assert loaded == plain
+        assert "wte.weight is on the meta device, and materialize is not given" in refused
+
+
 @pytest.mark.more
 def test_a_model_that_deepspeed_has_partitioned_is_refused(tmp_path: Path) -> None:
     model = tiny_gpt2()
