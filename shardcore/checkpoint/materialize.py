@@ -353,13 +353,43 @@ def plan_materialize(
             f"shard: materialize is {materialize!r}; expected a callable for a module, a path, or "
             "a list of paths with at most one callable for tensors in none of the files"
         )
-    return FromFiles(model, *tensors_for(model, open_files(paths)), fills[0] if fills else None)
+    tensors, dropped = _tensors_inside(model, open_files(paths))
+    return FromFiles(model, tensors, dropped, fills[0] if fills else None)
+
+
+def _tensors_inside(
+    model: nn.Module, files: Mapping[str, FileTensor]
+) -> "tuple[Mapping[str, FileTensor | Converted], Sequence[str]]":
+    """Return `tensors_for` the model, or for the one transformers model inside it (as in a
+    LightningModule) if the files do not have the names of `model`.
+    """
+    inside = list(_outermost_pretrained(model, ""))
+    known = {name for name, _ in _all_named(model)}
+    if len(inside) != 1 or known.issuperset(files):
+        return tensors_for(model, files)
+    ((prefix, pretrained),) = inside
+    tensors, dropped = tensors_for(pretrained, files)
+    return {prefix + name: stored for name, stored in tensors.items()}, dropped
+
+
+def _outermost_pretrained(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    if _is_pretrained(module):
+        yield prefix, module
+        return
+    for name, child in module.named_children():
+        yield from _outermost_pretrained(child, f"{prefix}{name}.")
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every parameter and buffer once."""
     yield from model.named_parameters()
     yield from model.named_buffers()
+
+
+def _all_named(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every parameter and buffer under each of its names."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
 
 
 def _check_replaceable(name: str, tensor: torch.Tensor) -> None:
@@ -575,10 +605,7 @@ class FromFiles:
         from `fill`.
         """
         self._tensors, self._dropped = tensors, dropped
-        named = [
-            *model.named_parameters(remove_duplicate=False),
-            *model.named_buffers(remove_duplicate=False),
-        ]
+        named = list(_all_named(model))
         names: dict[torch.Tensor, list[str]] = {}
         for name, tensor in named:
             names.setdefault(tensor, []).append(name)

@@ -19,6 +19,8 @@ from tests.support.ranks import run_ranks
 transformers = pytest.importorskip("transformers", reason="real architectures need transformers")
 pytest.importorskip("safetensors", reason="reading files needs safetensors")
 
+from safetensors.torch import save_file  # noqa: E402
+
 from tests.support.architectures import VOCAB  # noqa: E402
 
 _LLAMA = {
@@ -256,10 +258,44 @@ def test_gpt2s_projections_are_scaled_by_depth() -> None:
 class Wrapped(nn.Module):
     """A transformers model in a module that is none."""
 
-    def __init__(self) -> None:
+    def __init__(self, body: str = "llama") -> None:
         super().__init__()
-        self.body = _build("llama")
+        self.body = _build(body)
         self.head = nn.Linear(VOCAB, 3)
+
+
+def _inside(rank: int, world_size: int, folder: str) -> list[str]:
+    torch.manual_seed(7)
+    with torch.device("meta"):
+        model: Any = Wrapped("mixtral")
+    optimizer = shardcore.FusedAdam(model.parameters())
+    with pytest.raises(ValueError, match=r"head\.weight \(and 1 more: head\.bias\) is on the meta"):
+        shardcore.shard(model, optimizer, 3, materialize=folder)
+    materialize = [folder, model.body._init_weights]
+    model, _ = shardcore.shard(model, optimizer, 3, precision="fp32", materialize=materialize)
+    theirs = transformers.MixtralForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    state = model.state_dict()
+    expected = {f"body.{name}": value for name, value in theirs.state_dict().items()}
+    assert state.keys() - expected.keys() == {"head.weight", "head.bias"}
+    assert 0 < state["head.weight"].std() < 0.05
+    return [name for name, value in expected.items() if not torch.equal(state[name], value)]
+
+
+def test_a_folder_is_read_into_a_transformers_model_inside_another_module(tmp_path: Path) -> None:
+    folder = _saved("mixtral", tmp_path)
+    assert run_ranks(2, _inside, folder) == [[], []]
+
+
+def test_files_with_the_names_of_the_outer_module_are_read_as_before(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    built = Wrapped()
+    save_file(built.state_dict(), tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        model: Any = Wrapped()
+    optimizer = shardcore.FusedAdam(model.parameters())
+    model, _ = shardcore.shard(model, optimizer, 3, precision="fp32", materialize=tmp_path)
+    state = model.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in built.state_dict().items())
 
 
 def test_a_transformers_model_inside_another_module_fills_itself() -> None:
