@@ -73,6 +73,23 @@ def test_parameters_made_in_inference_mode() -> None:
         shardcore.shard(model, adam(model))
 
 
+def test_models_that_device_map_has_placed_are_refused() -> None:
+    places: list[dict[str, Any]] = [
+        {"hf_device_map": {"0": 0, "1": "cpu"}},
+        {"hf_device_map": {"": "disk"}},
+        {"_hf_hook": object()},
+    ]
+    for marks in places:
+        for inside in ("", "0"):
+            model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+            vars(model.get_submodule(inside)).update(marks)
+            with pytest.raises(ValueError, match="was placed by device_map"):
+                shardcore.shard(model, None)
+    model = nn.Sequential(nn.Linear(2, 2))
+    model.hf_device_map = {"": "cpu"}  # one device, and no hooks
+    shardcore.shard(model, None)
+
+
 def test_parts_that_take_no_hooks() -> None:
     model = make_net()
     model.blocks[1] = torch.jit.script(nn.Sequential(nn.Linear(24, 24), nn.Tanh()))

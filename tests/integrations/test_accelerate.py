@@ -364,6 +364,14 @@ def test_model_and_optimizer_are_prepared_together() -> None:
             accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
 
 
+def test_a_low_bit_optimizer_of_another_package_is_refused_by_name() -> None:
+    low_bit = type("AdamW8bit", (torch.optim.AdamW,), {"__module__": "bitsandbytes.optim.adamw"})
+    with launched(0, 1):
+        model, accelerator = Net(0), ShardcoreAccelerator(cpu=True)
+        with pytest.raises(TypeError, match=r'AdamW8bit of bitsandbytes, .*state_dtype="8bit"'):
+            accelerator.prepare(model, low_bit(model.parameters()))
+
+
 # --- loading --------------------------------------------------------------------------------------
 
 
