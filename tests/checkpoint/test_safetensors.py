@@ -2,7 +2,6 @@
 takes, from files or functions.
 """
 
-import gc
 import json
 import re
 from dataclasses import replace
@@ -13,11 +12,9 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
 import shardcore
 from shardcore.checkpoint.file_tensors import FileTensor, Window
-from shardcore.distributed.comm import Comm
 from tests.support.choice import combinations
 from tests.support.meta import frozen_net, init, meta, save
 from tests.support.models import (
@@ -32,6 +29,7 @@ from tests.support.models import (
 )
 from tests.support.ranks import run_ranks
 from tests.support.slices import mesh_of
+from tests.support.torch_memory import recorded_memory
 
 
 def _parts(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
@@ -351,17 +349,6 @@ class Tower(nn.Module):
         self.blocks = nn.ModuleList([Block(96, 400) for _ in range(12)])
 
 
-def _broadcast_aside(comm: Comm, tensor: torch.Tensor) -> None:
-    """Comm.broadcast of memory that is not torch's: gloo's threads may be the last to release what
-    they were given, and the profiler sees only this thread's frees."""
-    aside = torch.frombuffer(
-        bytearray(tensor.numel() * tensor.itemsize), dtype=tensor.dtype
-    ).view_as(tensor)
-    _broadcast(comm, aside.copy_(tensor))
-    tensor.copy_(aside)
-
-
-_broadcast = Comm.broadcast
 _read = Window.read
 
 
@@ -374,8 +361,8 @@ def _peak(
     whole_first: bool,
     tp: int = 1,
 ) -> list[int]:
-    """Bytes of torch's CPU memory and of what files are read into: the peak above what is kept in the end, one unit's whole float32
-    weights, the model's.
+    """Bytes of torch's CPU memory and of what files are read into: the peak above what is kept in
+    the end, one unit's whole float32 weights, the model's.
 
     tp: over how many ranks the model is sliced.
     """
@@ -385,8 +372,6 @@ def _peak(
             model, mesh["tp"], {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
         )
     optimizer = shardcore.FusedAdam(model.parameters())
-    gc.collect()  # else memory of earlier models comes back in between
-    activities = [ProfilerActivity.CPU]
     reads = [0]
 
     def counted(window: Window, start: int = 0, size: int | None = None) -> bytearray:
@@ -395,11 +380,7 @@ def _peak(
         reads.append(len(content))
         return content
 
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        profile(activities=activities, profile_memory=True) as recorded,
-    ):
-        patch.setattr(Comm, "broadcast", _broadcast_aside)
+    with pytest.MonkeyPatch.context() as patch, recorded_memory() as memory:
         patch.setattr(Window, "read", counted)
         if whole_first:  # what shard would do if it made the model before it cut it
             model.to_empty(device="cpu")
@@ -411,13 +392,9 @@ def _peak(
         shardcore.shard(
             model, optimizer, stage, precision=precision, materialize=path, process_group=group
         )
-    events = [e for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"]
-    now = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        now += event.nbytes()
-        peak = max(peak, now)
     unit = sum(p.numel() for p in model.blocks[0].parameters()) * 4
-    return [peak - now + max(reads), unit, unit * len(model.blocks), now]
+    above = memory.peak - memory.kept + max(reads)
+    return [above, unit, unit * len(model.blocks), memory.kept]
 
 
 @pytest.mark.cases(1)
