@@ -891,7 +891,7 @@ def _rank_device(
         )
     if device.type == "cuda" and on_host:
         raise ValueError(
-            f"shard: CPUAdam was given for a model on {device}; expected FusedAdam, or "
-            f'offload={{"optimizer": "cpu"}} beside it'
+            f"shard() got CPUAdam and a model on {device}. Use FusedAdam, or add "
+            f'offload={{"optimizer": "cpu"}}.'
         )
     return device

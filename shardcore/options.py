@@ -464,9 +464,8 @@ def _check_places(optimizer: ShardableOptimizer, offload: object, overlap_step: 
     in_host = isinstance(offload, Mapping) and offload.get("gradients") is not None
     if isinstance(optimizer.kind, MuonKind) and (overlap_step or in_host):
         raise NotImplementedError(
-            f'shard: overlap_step is {overlap_step}, and offload["gradients"] is '
-            f"{'cpu' if in_host else None}, with Muon; "
-            "expected neither (a step orthogonalizes gradients on the device, and waits for it)"
+            'shard: Muon does not support overlap_step=True or offload["gradients"]="cpu". Its '
+            "step orthogonalizes gradients on the device."
         )
 
 
@@ -530,7 +529,7 @@ def accept_optimizer(
                 "such as torch.optim.AdamW(model.parameters()), or None for a model that only runs "
                 "forward"
             )
-        if type(optimizer).__module__.startswith("torch.optim."):
+        if f"{type(optimizer).__module__}.".startswith("torch.optim."):
             name = f"torch.optim.{name}"
         why = ""
         if isinstance(optimizer, torch.optim.NAdam | torch.optim.ASGD):
@@ -538,7 +537,7 @@ def accept_optimizer(
         elementwise = ", ".join(cls.__name__ for cls in ELEMENTWISE)
         raise TypeError(
             f"shard: optimizer is a {name}, which cannot run on shards.{why} Use "
-            "shardcore.FusedAdam, CPUAdam, Lion or Muon, torch.optim's Adam, AdamW, "
+            "shardcore.FusedAdam, CPUAdam, Lion or shardcore.Muon, torch.optim's Adam, AdamW, "
             f"{elementwise}, or a class with elementwise = True"
         )
     assert isinstance(optimizer, torch.optim.Optimizer)

@@ -775,12 +775,11 @@ def _explain_errors(operation: watchdog.Operation | None = None) -> Iterator[Non
         yield
     except RuntimeError as error:
         failure = watchdog.reason_of(operation) or (
-            "waiting for the other ranks failed; expected every rank to run the same backwards, "
-            "steps and collective calls "
-            "(state_dict, full_grad, ...): a rank that ended, failed, did another thing or was "
-            "given another group leaves the rest waiting, at most for the process group's timeout "
-            "(init_process_group(timeout=...)). "
-            f"The reason given{'' if operation is None else f', at {operation.name}'}: {error}"
+            "waiting for the other ranks failed: a rank ended, raised an error, made other calls, "
+            "or waited longer than init_process_group(timeout=...). Every rank must run the same "
+            "backwards, steps and collective calls (state_dict, full_grad, ...). For loaders of "
+            "different length, use shardcore.join. torch.distributed reports"
+            f"{'' if operation is None else f', at {operation.name}'}: {error}"
         )
         for slot in slots_in_use():
             slot.broken, slot.spoiled = failure, True

@@ -600,8 +600,8 @@ def _reason(proof: str, errors: Mapping[int, tuple[int, str]] | None = None) -> 
         expected += " (one rank alone may save inside deepspeed.zero.GatheredParameters)"
     if any(name in proof for name in _OF_TRAINING):
         expected += (
-            ": forwards and backwards of the same units, and equally many backwards per step "
-            "(shardcore.join where only some ranks have a batch)"
+            ": forwards and backwards of the same units, and the same number of backwards per "
+            "step. For loaders of different length, use shardcore.join."
         )
     return f"{reason}; {expected}"
 

@@ -1,7 +1,7 @@
 """How ranks ended, and the text about it, whose last part is one traceback.
 
 A rank that raises makes others fail, whose tracebacks ("connection closed") say nothing. The
-earliest is shown in full; each other failed rank has a line before it.
+earliest other one is shown in full; each other failed rank has a line before it.
 """
 
 import json
@@ -12,6 +12,12 @@ from pathlib import Path
 
 _LINES = 8  # of other ranks
 _LINE_CHARACTERS = 160
+# gloo's errors on a rank whose peer ended, or ended a deadlock: the peer's own error says why.
+_BY_ANOTHER_RANK = (
+    "Application timeout caused pair closure",
+    "Connection closed by peer",
+    "Connection reset by peer",
+)
 
 
 @dataclass(frozen=True)
@@ -63,10 +69,15 @@ def _signal(number: int) -> str:
 
 
 def first(failures: Sequence[Failure]) -> Failure:
-    """Return the failure that is shown in full: the earliest exception; without any, the lowest
-    rank's.
+    """Return the failure that is shown in full: the earliest exception, if possible of a rank that
+    did not only lose its connection to another one; without exceptions, the lowest rank's.
     """
-    return min(failures, key=lambda failure: (not failure.text, failure.time_ns, failure.rank))
+
+    def order(failure: Failure) -> tuple[bool, bool, int, int]:
+        lost = any(text in failure.last for text in _BY_ANOTHER_RANK)
+        return not failure.text, lost, failure.time_ns, failure.rank
+
+    return min(failures, key=order)
 
 
 def report(failures: Sequence[Failure], world_size: int, op: str) -> str:

@@ -173,12 +173,10 @@ def _start_fails(rank: int, world_size: int) -> list[str]:
 def test_an_error_at_the_start_of_a_collective_is_explained() -> None:
     for said in run_ranks(2, _start_fails):
         for text in said:
-            assert text.startswith(
-                "RuntimeError: waiting for the other ranks failed; expected every rank to run the "
-                "same"
-            )
+            assert text.startswith("RuntimeError: waiting for the other ranks failed: a rank ended")
             assert text.endswith(
-                "The reason given, at the exchange: NCCL communicator was aborted on rank 1. True"
+                "torch.distributed reports, at the exchange: NCCL communicator was aborted on rank "
+                "1. True"
             )
 
 

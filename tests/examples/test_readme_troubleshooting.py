@@ -1,10 +1,14 @@
-"""docs/troubleshooting.md quotes messages that shardcore prints."""
+"""docs/troubleshooting.md quotes messages that shardcore prints, and names what ranks wait for."""
 
 import ast
 import re
 
 import pytest
+import torch.distributed as dist
 
+import shardcore
+from tests.support.models import Run, batch_of, error_of, loss_of, train
+from tests.support.ranks import run_ranks
 from tests.support.scripts import ROOT
 
 PAGE = ROOT / "docs" / "troubleshooting.md"
@@ -61,6 +65,12 @@ def quotations(page):
             yield from re.findall(r"`([^`]+)`", cells[0])
 
 
+def awaited(page):
+    """The code spans in the first column of the table "the ranks wait for", by row."""
+    table = page.partition("| the ranks wait for |")[2].partition("\n\n")[0]
+    return [re.findall(r"`([^`]+)`", row.split(" | ")[0]) for row in table.splitlines()[2:]]
+
+
 def is_in(quotation, sources):
     """Whether the fixed words of a quotation are, in their order, in one message."""
     pattern = re.compile(".*".join(map(re.escape, re.split(r"\s*\.\.\.,?\s*", quotation))), re.S)
@@ -97,3 +107,36 @@ def test_a_warning_without_a_row_is_noticed(tmp_path):
     (tmp_path / "a.py").write_text('self._say("step: nothing %d of this", 1)\nself._say(text)\n')
     (text,) = warnings_of(tmp_path / "a.py")
     assert not any(is_in(words, [text]) for words in quotations(PAGE.read_text()))
+
+
+# What rank 0 does while rank 1 is in a barrier, by what the table says that it waits for.
+ALONE = {
+    "the reduction of ...": lambda model, optimizer, folder: loss_of(
+        model, batch_of(1, 0, 0)
+    ).backward(),
+    "state_dict": lambda model, optimizer, folder: model.state_dict(),
+    "save": lambda model, optimizer, folder: shardcore.save(folder, model, optimizer),
+    "the weights of ...": lambda model, optimizer, folder: model(batch_of(1, 0, 0)),
+}
+
+
+def _mistake(rank, world_size, wait, folder):
+    model, optimizer, _ = train(rank, Run(stage=3 if "weights" in wait else 2, steps=1))
+    if rank == 1:
+        return error_of(dist.barrier)
+    return error_of(lambda: ALONE[wait](model, optimizer, folder))
+
+
+@pytest.mark.cases(1)
+@pytest.mark.parametrize("wait", ALONE)
+def test_the_table_names_what_the_ranks_of_a_mistake_wait_for(wait, tmp_path):
+    said, _ = run_ranks(2, _mistake, wait, str(tmp_path))
+    proof = said.partition("can never end: ")[2].partition("; expected")[0]
+    fitting = [
+        row
+        for row in awaited(PAGE.read_text())
+        if wait in row and all(is_in(f"for {words}", [proof]) for words in row)
+    ]
+    assert fitting, proof
+    assert "for torch.distributed.barrier" in proof
+    assert not is_in("for an agreement", [proof]), "as the page said"

@@ -25,6 +25,25 @@ def test_the_earliest_traceback_is_last() -> None:
     ]
 
 
+def test_a_lost_connection_is_not_the_cause_though_it_is_earlier() -> None:
+    """Of ranks that wait for different things, one prints what gloo says of the other."""
+    for said in (
+        "RuntimeError: Application timeout caused pair closure",
+        "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:2252. GLHF!",
+        "RuntimeError: waiting for the other ranks failed: ... Connection reset by peer",
+    ):
+        lost = Failure(0, CAUSE.time_ns - 50, said, f"Traceback ...\n{said}\n", 1)
+        assert first([lost, CAUSE]) is CAUSE
+        assert first([lost, *LATER]) is LATER[0]
+        assert report([lost, CAUSE], 4, "run").splitlines() == [
+            f"run: rank 0 of 4 failed: {said}",
+            "run: rank 3 of 4 failed:",
+            *CAUSE.text.splitlines(),
+        ]
+        killed = Failure(2, 0, "was ended by SIGKILL", "", 137)
+        assert first([killed, lost]) is lost, "as for any traceback"
+
+
 def test_many_ranks_take_few_lines() -> None:
     text = report(
         [CAUSE, *(Failure(rank, 900, "E: " + "x" * 1000, "...", 1) for rank in range(10, 74))],
