@@ -17,7 +17,6 @@ OFFLOAD = RESULTS / "offload_train_1.5b_nvidia_h200.json"
 RANKS = RESULTS / "train_step_xeon_2cores.json"
 ENGINES = {  # the name in the picture, by the name in OFFLOAD
     "shardcore 2": "shardcore, no offload",
-    "FSDP2": "FSDP2, CPU offload",
     "DeepSpeed 2": "DeepSpeed, ZeRO-Offload",
     "shardcore 2, gradients, lazy": "shardcore, offload",
     "shardcore 3, params, lazy": "shardcore, offload with weights",
@@ -31,22 +30,23 @@ STEPS = {  # likewise in RANKS
 }
 
 
+OURS, OTHERS = "tab:blue", "0.7"  # colours
+
+
 @dataclass(frozen=True)
 class Panel:
-    """Bars of one unit, by name from the top; None: not measured."""
+    """Bars of one unit, by name from the top."""
 
     title: str
     unit: str
-    bars: dict[str, float | None]
-    mark: tuple[float, str] | None = None  # a vertical line and its meaning
+    bars: dict[str, float]
+    mark: float | None = None  # a dashed vertical line
+    note: str = ""  # below the panel
 
     def labels(self) -> list[str]:
         """Return the text beside each bar."""
         digits = 1 if self.unit == "GiB" else 2
-        return [
-            "not measured" if value is None else f"{value:.{digits}f} {self.unit}".strip()
-            for value in self.bars.values()
-        ]
+        return [f"{value:.{digits}f} {self.unit}".strip() for value in self.bars.values()]
 
 
 def panels() -> list[Panel]:
@@ -59,19 +59,15 @@ def panels() -> list[Panel]:
         Panel(
             "GPU memory: 1.5B GPT, one H200",
             "GiB",
-            {
-                name: found[key]["peak_bytes"] / 2**30 if key in found else None
-                for key, name in ENGINES.items()
-            },
+            {name: found[key]["peak_bytes"] / 2**30 for key, name in ENGINES.items()},
+            note="offload of shardcore: with overlap_step=True",
         ),
         Panel(
             f"Time per step of {offload['tokens_a_step']:,} tokens: the same runs",
             "s",
-            {
-                name: found[key]["step"]["median"] if key in found else None
-                for key, name in ENGINES.items()
-            },
-            (alone, f"forward and backward alone: {alone:.2f} s"),
+            {name: found[key]["step"]["median"] for key, name in ENGINES.items()},
+            alone,
+            f"dashed: forward and backward alone: {alone:.2f} s",
         ),
         Panel(
             "Time per step, relative to DDP: 26M GPT, two CPU ranks on a 2-core Xeon",
@@ -80,7 +76,7 @@ def panels() -> list[Panel]:
                 name: ranks["engines"][key]["time_over_base"]["median"]
                 for key, name in STEPS.items()
             },
-            (1.0, ""),
+            1.0,
         ),
     ]
 
@@ -89,6 +85,7 @@ def draw(path: Path) -> None:
     """Write the picture. The same matplotlib writes the same bytes."""
     import matplotlib
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
     drawn = panels()
     style = {"svg.fonttype": "none", "svg.hashsalt": "shardcore", "font.family": "sans-serif"}
@@ -100,18 +97,24 @@ def draw(path: Path) -> None:
         )
         for axes, panel in zip(axes_of.values(), drawn, strict=True):
             names = list(panel.bars)
-            colours = ["tab:blue" if name.startswith("shardcore") else "0.7" for name in names]
-            bars = axes.barh(names, [value or 0.0 for value in panel.bars.values()], color=colours)
+            others = ("DDP", "FSDP2", "DeepSpeed")
+            colours = [OTHERS if name.startswith(others) else OURS for name in names]
+            bars = axes.barh(names, list(panel.bars.values()), color=colours)
             behind = {"facecolor": "white", "edgecolor": "none", "pad": 1}
             axes.bar_label(bars, panel.labels(), padding=4, bbox=behind)
             if panel.mark is not None:
-                axes.axvline(panel.mark[0], color="0.2", linewidth=1, linestyle="--")
-                axes.set_xlabel(panel.mark[1] and f"dashed: {panel.mark[1]}")
+                axes.axvline(panel.mark, color="0.2", linewidth=1, linestyle="--")
+            axes.set_xlabel(panel.note)
             axes.invert_yaxis()
             axes.margins(x=0.2 if panel.unit else 0.08)
             axes.set_title(panel.title, fontsize=10, loc="left")
             axes.spines[["top", "right"]].set_visible(False)
         axes_of["time"].set_yticks([])  # the names are beside the panel on its left
+        legend = [
+            Patch(color=OURS, label="shardcore"),
+            Patch(color=OTHERS, label="other libraries"),
+        ]
+        axes_of["memory"].legend(handles=legend, loc="lower right", fontsize=9)
         figure.savefig(path, format="svg", metadata={"Date": None})
     lines = path.read_text().splitlines()  # matplotlib leaves spaces at the ends of lines
     path.write_text("\n".join(line.rstrip() for line in lines) + "\n")

@@ -26,8 +26,10 @@ def result(name):
 
 def missing_in(found, panels):
     """Each title, name and number that is not among the texts of a picture."""
-    wanted = [text for panel in panels for text in [panel.title, *panel.bars, *panel.labels()]]
-    return [text for text in wanted if text not in found]
+    wanted = [
+        text for panel in panels for text in [panel.title, panel.note, *panel.bars, *panel.labels()]
+    ]
+    return [text for text in wanted if text and text not in found]
 
 
 def test_the_committed_picture_has_the_numbers_of_the_files(monkeypatch, tmp_path):
@@ -37,6 +39,16 @@ def test_the_committed_picture_has_the_numbers_of_the_files(monkeypatch, tmp_pat
     (tmp_path / "other.json").write_text(json.dumps(other))
     monkeypatch.setattr(readme_picture, "OFFLOAD", tmp_path / "other.json")
     assert missing_in(texts(readme_picture.PICTURE), readme_picture.panels()) == ["1.95 s"]
+
+
+def test_every_bar_is_measured_and_the_picture_names_the_overlapped_step():
+    """`lazy` in the names of the results is overlap_step=True, which is not the default."""
+    memory, time, ranks = readme_picture.panels()
+    assert all(value > 0 for panel in (memory, time, ranks) for value in panel.bars.values())
+    lazy = [name for key, name in readme_picture.ENGINES.items() if "lazy" in key]
+    assert lazy == [name for name in memory.bars if name.startswith("shardcore, offload")]
+    assert "offload of shardcore: with overlap_step=True" in texts(readme_picture.PICTURE)
+    assert {"shardcore", "other libraries"} <= set(texts(readme_picture.PICTURE)), "the legend"
 
 
 def test_the_committed_picture_is_what_the_script_draws(tmp_path):
@@ -64,11 +76,15 @@ def test_the_readme_shows_the_picture_and_names_the_numbers_of_the_files():
 
     cells = " | ".join(["1.00", *(span(of) for of in ("FSDP2", "DeepSpeed", "shardcore"))])
     assert f"| {cells} |" in README
-    seven = result("offload_train_7b_nvidia_h200")["engines"]["shardcore 3, params, lazy"]
-    device, host = seven["peak_bytes"] / GIB, seven["kept_bytes"]["cpu"] / GIB
-    assert f"{device:.1f} GiB of device memory and {host:.1f} GiB of host" in " ".join(
-        README.split()
-    )
+    run = result("offload_train_7b_nvidia_h200")
+    offload, without = (run["engines"][n] for n in ("shardcore 3, params, lazy", "shardcore 2"))
+    device, host = offload["peak_bytes"] / GIB, offload["kept_bytes"]["cpu"] / GIB
+    assert (
+        f"A {run['numel'] / 1e9:.2f}B GPT trains in {device:.1f} GiB of device memory and "
+        f"{host:.1f} GiB of host memory, at {offload['step']['median']:.2f} s per step. Without "
+        f"offload a step takes {without['step']['median']:.2f} s and "
+        f"{without['peak_bytes'] / GIB:.1f} GiB."
+    ) in " ".join(README.split())
 
 
 def test_the_comparison_has_yes_no_or_a_number_in_every_cell():
