@@ -24,9 +24,9 @@ table with the code.
 
 - **works**: tests run it on CPU ranks.
 - **refused**: `shard` raises an error before it changes anything.
-- **never run**: not tried there yet.
-- **H200**: a committed result of one H200, whose file lists the versions and options. No
-  result is from several GPUs.
+- **H200**: a committed result of one H200, whose file lists the versions and options.
+- **never run**: works on CPU ranks, and was not run on a GPU yet.
+- **Several GPUs**: nothing was run on several GPUs yet.
 
 ## Versions and machines
 """
@@ -91,22 +91,22 @@ def page() -> str:
                     optimizer["name"],
                     *(
                         _stages([s for s in range(4) if works(s, tier, optimizer, None)])
+                        + optimizer.get("notes", {}).get(tier["name"], "")
                         for tier in tiers
                     ),
                     ", ".join(p for p in PRECISIONS if works(3, tiers[0], optimizer, p)) or "none",
-                    _gpu(optimizer.get("gpu", "never run")),
+                    "refused" if optimizer.get("refused") else _gpu(optimizer["gpu"]),
                 ]
                 for optimizer in optimizers
             ),
         ),
-        "\n## Parallelism\n\nWith FusedAdam and every tier of a stage.\n",
+        "\n## Parallelism\n\nWith FusedAdam and every tier of a stage, on CPU ranks.\n",
         _table(
-            ["parallelism", "stages", "on several GPUs", "notes"],
+            ["parallelism", "stages", "notes"],
             (
                 [
                     f"[{kind['name']}]({kind['page']})",
                     _stages(kind["stages"]) if kind["stages"] else "not supported",
-                    "never run",
                     kind.get("note", ""),
                 ]
                 for kind in TABLE["parallel"]
